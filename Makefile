@@ -1,0 +1,42 @@
+# make demo and make test need Python 3.11 or later and make; they install the rest in $(VENV).
+#
+#   make test PYTHON=python3.12 VENV=.venv312      another Python, in an environment of its own
+
+PYTHON ?= python3
+VENV ?= .venv
+python := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types clean
+
+help:  ## say what there is to make
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
+
+demo: $(VENV)/demo.stamp  ## train a small Llama with AdamW and with FP8 AdamW: 2 minutes on 2 cores
+	JAX_PLATFORMS=cpu $(python) -m experiments.demo
+
+test: $(VENV)/test.stamp  ## run the tests that need neither a GPU nor its compilers
+	JAX_PLATFORMS=cpu $(python) -m pytest -n 2 -m "not gpu and not compiled and not interpret"
+
+lint: $(VENV)/dev.stamp  ## check style and format
+	$(python) -m ruff check
+	$(python) -m ruff format --check
+
+types: $(VENV)/dev.stamp  ## check types
+	$(python) -m mypy
+
+clean:  ## remove the environment, caches and results
+	rm -rf $(VENV) out build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find coat_jax experiments tests -name __pycache__ -prune -exec rm -rf {} +
+
+# Installs one set of extras; again only when what it depends on changes.
+$(VENV)/%.stamp: pyproject.toml constraints.txt | $(python)
+	$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+$(python):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "coat_jax needs Python 3.11 or later, which '$(PYTHON)' is not." \
+	       "Name one: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,30 @@
+"""FP8 training for JAX: optimizer states, and later saved activations, in 8 bits.
+
+import coat_jax as coat
+
+tx = coat.optax.fp8_adamw(1e-3, b2=0.95, weight_decay=0.1)   # AdamW, moments in 2.1 bytes a parameter
+tx = coat.optax.compress(optax.lion(1e-4))                   # any optax transformation
+e = coat.expansion.encode(x)                                 # dynamic range expansion by itself
+"""
+
+from coat_jax import expansion, formats, moments, noise, optax, qtensor
+from coat_jax.expansion import Expanded
+from coat_jax.formats import E4M3, E5M2
+from coat_jax.moments import Storage
+from coat_jax.qtensor import QTensor
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "E4M3",
+    "E5M2",
+    "Expanded",
+    "QTensor",
+    "Storage",
+    "expansion",
+    "formats",
+    "moments",
+    "noise",
+    "optax",
+    "qtensor",
+]

@@ -1,0 +1,106 @@
+"""Dynamic range expansion: FP8 for groups of numbers that are all of similar size.
+
+    encode    q = fp8(F sign(x) (|x| / amax)^k)        F = 448, the largest E4M3
+    decode    x = sign(q) amax (|q| / F)^(1/k)
+    k         log(range of FP8) / log(amax / min|x|)   at least 1, in sixteenths
+
+A group of Adam moments spans 1e1 .. 1e3, of the 2e5 that E4M3 can tell apart. Raised to
+the power k the group fills the format, and rounding errors shrink by k (equation 3 of
+COAT, arXiv 2410.19313). Stored per group of 128: `amax` in FP32 and 16 k in one byte.
+
+Laws, for finite input of any shape:
+    zero stays zero, and a non-zero never becomes zero;
+    the largest of a group is exact, so a constant group is exact;
+    nothing non-finite comes out.
+Magnitudes under 2^-125 count as zero: XLA flushes denormals. NaN stays NaN in its own
+place and touches no neighbour; infinity becomes the largest FP32.
+
+k stops at 1, where it is plain scaled FP8: one stray tiny member would otherwise pull k
+below 1 and coarsen all others. What is too small for the smallest code is rounded up to it.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8
+
+from coat_jax.formats import E4M3, format_of, saturating_cast, stochastic_cast
+from coat_jax.qtensor import (
+    group_max,
+    join_groups,
+    require_float,
+    scales_shape,
+    split_groups,
+)
+
+GROUP_SIZE = 128
+SMALLEST = 2.0**-125
+STEPS = 16  # k is stored in sixteenths
+MAX_STEPS = 255
+# The range the smallest member is placed by is a hair under FP8's own (0.5 %), so that no
+# rounding of log and exp takes it below the smallest code.
+MARGIN = 0.007
+
+
+class Expanded(NamedTuple):
+    """An array in expanded FP8, or a tree of them: three trees of the same structure."""
+
+    codes: Float[Array, "*rows D"]  # FP8, the array's shape
+    amax: Float[Array, "*rows G"]  # FP32, the largest magnitude of each group
+    k16: UInt8[Array, "*rows G"]  # 16 times the exponent of each group
+
+
+def encode(
+    x: Float[Array, "*rows D"],
+    dtype: DTypeLike = E4M3,
+    *,
+    group_size: int = GROUP_SIZE,
+    noise: Float[Array, "*rows D"] | None = None,
+) -> Expanded:
+    """Rounds `x` to expanded FP8: to nearest, or with `noise` (uniform in [0, 1)) stochastically.
+
+    Stochastic rounding is unbiased in x itself, not in its expanded image.
+    """
+    require_float("x", x.dtype)
+    fmt = format_of(dtype)
+    grouped = split_groups(x.astype(jnp.float32), group_size)
+    magnitude = jnp.abs(grouped)
+    magnitude = jnp.where(magnitude < SMALLEST, 0.0, magnitude)
+    amax = group_max(magnitude)
+    smallest = jnp.min(jnp.where(magnitude > 0, magnitude, jnp.inf), axis=-1, initial=jnp.inf)
+    smallest = jnp.where(amax > 0, smallest, 0.0)
+    k16 = exponent_sixteenths(amax, smallest, fmt.log2_range)
+    k = k16[..., None].astype(jnp.float32) / STEPS
+    log2_ratio = jnp.log2(magnitude) - jnp.log2(jnp.maximum(amax, SMALLEST))[..., None]
+    image = jnp.exp2(k * log2_ratio + math.log2(fmt.max))
+    image = jnp.where(magnitude > 0, jnp.maximum(image, fmt.tiny), image)
+    image = jnp.copysign(image, grouped)
+    if noise is None:
+        codes = saturating_cast(image, dtype)
+    else:
+        codes = stochastic_cast(image, dtype, split_groups(noise, group_size), curvature=1 - 1 / k)
+    shape = scales_shape(x.shape, group_size)
+    return Expanded(join_groups(codes, x.shape), amax.reshape(shape), k16.reshape(shape))
+
+
+def decode(e: Expanded, *, group_size: int = GROUP_SIZE) -> Float[Array, "*rows D"]:
+    """Returns the FP32 values that `e` stands for."""
+    fmt = format_of(e.codes.dtype)
+    grouped = split_groups(e.codes, group_size).astype(jnp.float32)
+    per_group = grouped.shape[:-1]
+    k = e.k16.reshape(per_group)[..., None].astype(jnp.float32) / STEPS
+    amax = e.amax.reshape(per_group)[..., None]
+    image = jnp.abs(grouped) / fmt.max
+    values = amax * jnp.exp2(jnp.log2(image) / k)
+    return join_groups(jnp.copysign(values, grouped), e.codes.shape)
+
+
+def exponent_sixteenths(
+    amax: Float[Array, "..."], smallest: Float[Array, "..."], log2_range: float
+) -> UInt8[Array, "..."]:
+    """16 k per group, rounded down so that the smallest member still fits the format."""
+    log2_spread = jnp.log2(smallest) - jnp.log2(jnp.maximum(amax, SMALLEST))
+    steps = jnp.floor(STEPS * (log2_range - MARGIN) / jnp.maximum(-log2_spread, 1e-6))
+    return jnp.clip(steps, STEPS, MAX_STEPS).astype(jnp.uint8)

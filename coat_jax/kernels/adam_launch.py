@@ -1,0 +1,286 @@
+"""Launches the AdamW kernel: which leaves share a launch, and what the kernel is told.
+
+A program steps one block of 1024 neighbours. A leaf of a million elements or more has a
+launch of its own; smaller ones of the same dtypes go eight to a launch, so that a model of
+many small arrays does not wait for many small launches. Everything is in place: parameters
+and moments are overwritten where the caller donates them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Int32, UInt32
+
+from coat_jax import noise
+from coat_jax.expansion import MARGIN, Expanded
+from coat_jax.formats import format_of
+from coat_jax.kernels import dispatch
+from coat_jax.kernels.adam import (
+    Hyper,
+    Leaf,
+    Settings,
+    Stepped,
+    adam_reference,
+    numbers_of_step,
+    step_block,
+)
+from coat_jax.kernels.launch import kernel, launch
+from coat_jax.kernels.partition import LeafPlace, over_mesh
+from coat_jax.moments import Storage
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+BLOCK = 1024
+WARPS = 2
+BUCKET = 8  # leaves per launch, where they are small
+SMALL = 2**20  # elements
+MAX_JUMPS = 3
+LAYOUT_FIELDS = 7 + 2 * MAX_JUMPS  # the kernel knows them by number
+
+
+def adam_step(
+    leaves: Sequence[Leaf],
+    count: Int[Array, ""],
+    hyper: Hyper,
+    settings: Settings,
+    *,
+    decayed: Sequence[bool] | None = None,
+    implementation: dispatch.Implementation | None = None,
+) -> list[Stepped]:
+    """Steps every leaf.
+
+    Args:
+        leaves: the arrays, in the order of the parameter tree (it seeds the rounding).
+        count: the number of this step, from 1.
+        hyper: learning rate, decay rates and so on.
+        settings: formats and rounding.
+        decayed: per leaf, whether weight decay applies; all by default.
+        implementation: see `dispatch`.
+    """
+    decayed = [True] * len(leaves) if decayed is None else decayed
+    stepped: dict[int, Stepped] = {}
+    waiting: list[int] = []
+    chosen = dispatch.choose(implementation)
+    for i, leaf in enumerate(leaves):
+        # FP32 leaves are small: XLA fuses their steps, also with each other.
+        if chosen == "xla" or leaf.mu.codes.dtype == jnp.float32 or leaf.grad.size == 0:
+            stepped[i] = adam_reference(leaf, count, hyper, settings, i, decayed[i])
+        else:
+            waiting.append(i)
+    if waiting:
+        has_param = leaves[waiting[0]].param is not None
+        numbers = numbers_of_step(count, hyper, nesterov=settings.nesterov, has_param=has_param)
+        keys = noise.leaf_keys(settings.storage.seed, count, len(leaves))
+        eps_root = not (isinstance(hyper.eps_root, int | float) and hyper.eps_root == 0)
+        for bucket in _buckets(waiting, leaves):
+            chosen_leaves = [leaves[i] for i in bucket]
+            table = [(i, decayed[i]) for i in bucket]
+            results = _step_bucket(chosen_leaves, table, numbers, keys, settings, eps_root)
+            stepped.update(zip(bucket, results, strict=True))
+    return [stepped[i] for i in range(len(leaves))]
+
+
+def _buckets(indices: Sequence[int], leaves: Sequence[Leaf]) -> list[list[int]]:
+    """Puts small leaves of the same dtypes together, BUCKET at a time; any other stands alone."""
+    alike: dict[tuple, list[int]] = {}
+    alone = []
+    for i in indices:
+        leaf = leaves[i]
+        if leaf.grad.size >= SMALL:
+            alone.append([i])
+        else:
+            dtypes = (leaf.grad.dtype, None if leaf.param is None else leaf.param.dtype)
+            alike.setdefault(dtypes, []).append(i)
+    buckets = []
+    for together in alike.values():
+        full = len(together) // BUCKET * BUCKET
+        buckets += [together[k : k + BUCKET] for k in range(0, full, BUCKET)]
+        alone += [[i] for i in together[full:]]
+    return alone + buckets
+
+
+def _step_bucket(
+    leaves: Sequence[Leaf],
+    table: Sequence[tuple[int, bool]],
+    numbers: Float[Array, "10"],
+    keys: UInt32[Array, "leaves"],
+    settings: Settings,
+    eps_root: bool,
+) -> list[Stepped]:
+    """Steps one leaf, or BUCKET of them, in one launch; `table` has (index, decayed) of each."""
+    storage = settings.storage
+    has_param = leaves[0].param is not None
+    # Without parameters the kernel does not look at the first pointer.
+    arrays = [
+        [leaf.grad if leaf.param is None else leaf.param, leaf.grad, *leaf.mu, *leaf.nu]
+        for leaf in leaves
+    ]
+    inputs_per_leaf, results_per_leaf = 8, 7
+
+    def on_shards(
+        shared: Sequence[Array], local: Sequence[Sequence[Array]], places: Sequence[LeafPlace]
+    ) -> list[list[Array]]:
+        layout, programs = _layout(places, table, storage.group_size)
+        aliases = {}
+        for i in range(len(local)):
+            first_in, first_out = 3 + inputs_per_leaf * i, results_per_leaf * i
+            if has_param:
+                aliases[first_in] = first_out
+            aliases |= {first_in + 2 + k: first_out + 1 + k for k in range(6)}
+        results = launch(
+            step_leaf if len(local) == 1 else step_bucket,
+            *shared,
+            layout,
+            *(a for leaf in local for a in leaf),
+            outputs=[
+                jax.ShapeDtypeStruct(a.shape, a.dtype)
+                for result, _, *moments in local
+                for a in (result, *moments)
+            ],
+            aliases=aliases,
+            programs=programs,
+            warps=WARPS,
+            GROUP=storage.group_size,
+            GROUPS_PER_BLOCK=BLOCK // storage.group_size,
+            WHOLE=all(place.shape and place.shape[-1] % storage.group_size == 0 for place in places),
+            FULL=all(math.prod(place.shape) % BLOCK == 0 for place in places),
+            JUMPS=max(len(place.jumps) for place in places),
+            HAS_PARAM=has_param,
+            NESTEROV=settings.nesterov,
+            EPS_ROOT=eps_root,
+            STOCHASTIC=storage.stochastic,
+            ROUND_PARAM=settings.round_params and arrays[0][0].dtype == jnp.bfloat16,
+            MU=_format_constants(leaves[0].mu.codes.dtype),
+            NU=_format_constants(leaves[0].nu.codes.dtype),
+            FAST=not dispatch.interpreting(),
+        )
+        return [
+            results[k : k + results_per_leaf] for k in range(0, len(results), results_per_leaf)
+        ]
+
+    stepped = over_mesh(on_shards, [numbers, keys], arrays, group_size=storage.group_size)
+    return [Stepped(r[0], Expanded(*r[1:4]), Expanded(*r[4:7])) for r in stepped]
+
+
+def _layout(
+    places: Sequence[LeafPlace], table: Sequence[tuple[int, bool]], group_size: int
+) -> tuple[Int32[Array, "..."], int]:
+    """One row of LAYOUT_FIELDS numbers per leaf for the kernel, and how many blocks there are."""
+    rows: list[Any] = []
+    blocks = 0
+    for place, (index, decayed) in zip(places, table, strict=True):
+        shape = place.shape or (1,)
+        groups_per_row = -(-shape[-1] // group_size)
+        groups = math.prod(shape[:-1]) * groups_per_row
+        if len(place.jumps) > MAX_JUMPS:
+            raise ValueError(f"Leaf {index} is sharded along more than {MAX_JUMPS + 1} axes.")
+        jumps = [*place.jumps, *[(1, 0)] * (MAX_JUMPS - len(place.jumps))]
+        rows += [blocks, groups, groups_per_row, shape[-1], index, int(decayed), place.start]
+        rows += [number for jump in jumps for number in jump]
+        blocks += -(-groups * group_size // BLOCK)
+    # From scalars, which XLA folds: custom_partitioning takes no array constants.
+    return jnp.stack([jax.lax.convert_element_type(n, jnp.int32) for n in rows]), blocks
+
+
+def _format_constants(dtype: DTypeLike) -> tuple[float | int, ...]:
+    """What the kernel needs of an FP8 format."""
+    fmt = format_of(dtype)
+    return (
+        math.log2(fmt.max),
+        fmt.log2_range - MARGIN,
+        fmt.tiny,
+        fmt.max,
+        fmt.min_exponent,
+        fmt.mantissa_bits,
+    )
+
+
+# --- Entry points of the kernel: Triton takes every array as a parameter of its own -----------
+
+
+@kernel
+def step_leaf(
+    numbers, keys, layout,
+    p, g, mc, ma, mk, nc, na, nk,
+    r, mco, mao, mko, nco, nao, nko,
+    GROUP: tl.constexpr, GROUPS_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
+    JUMPS: tl.constexpr,
+    HAS_PARAM: tl.constexpr, NESTEROV: tl.constexpr, EPS_ROOT: tl.constexpr,
+    STOCHASTIC: tl.constexpr, ROUND_PARAM: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Steps one leaf."""
+    step_block(
+        tl.program_id(0), numbers, keys, layout,
+        p, g, mc, ma, mk, nc, na, nk, r, mco, mao, mko, nco, nao, nko,
+        GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, NESTEROV, EPS_ROOT, STOCHASTIC,
+        ROUND_PARAM, MU, NU, FAST,
+    )  # fmt: skip
+
+
+@kernel
+def step_bucket(
+    numbers, keys, layout,
+    p0, g0, mc0, ma0, mk0, nc0, na0, nk0,
+    p1, g1, mc1, ma1, mk1, nc1, na1, nk1,
+    p2, g2, mc2, ma2, mk2, nc2, na2, nk2,
+    p3, g3, mc3, ma3, mk3, nc3, na3, nk3,
+    p4, g4, mc4, ma4, mk4, nc4, na4, nk4,
+    p5, g5, mc5, ma5, mk5, nc5, na5, nk5,
+    p6, g6, mc6, ma6, mk6, nc6, na6, nk6,
+    p7, g7, mc7, ma7, mk7, nc7, na7, nk7,
+    r0, mco0, mao0, mko0, nco0, nao0, nko0,
+    r1, mco1, mao1, mko1, nco1, nao1, nko1,
+    r2, mco2, mao2, mko2, nco2, nao2, nko2,
+    r3, mco3, mao3, mko3, nco3, nao3, nko3,
+    r4, mco4, mao4, mko4, nco4, nao4, nko4,
+    r5, mco5, mao5, mko5, nco5, nao5, nko5,
+    r6, mco6, mao6, mko6, nco6, nao6, nko6,
+    r7, mco7, mao7, mko7, nco7, nao7, nko7,
+    GROUP: tl.constexpr, GROUPS_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
+    JUMPS: tl.constexpr,
+    HAS_PARAM: tl.constexpr, NESTEROV: tl.constexpr, EPS_ROOT: tl.constexpr,
+    STOCHASTIC: tl.constexpr, ROUND_PARAM: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Steps eight leaves: each program looks up which one its block belongs to."""
+    block = tl.program_id(0)
+    row = layout
+    p, g, mc, ma, mk, nc, na, nk = p0, g0, mc0, ma0, mk0, nc0, na0, nk0
+    r, mco, mao, mko, nco, nao, nko = r0, mco0, mao0, mko0, nco0, nao0, nko0
+    inputs = (
+        (p1, g1, mc1, ma1, mk1, nc1, na1, nk1),
+        (p2, g2, mc2, ma2, mk2, nc2, na2, nk2),
+        (p3, g3, mc3, ma3, mk3, nc3, na3, nk3),
+        (p4, g4, mc4, ma4, mk4, nc4, na4, nk4),
+        (p5, g5, mc5, ma5, mk5, nc5, na5, nk5),
+        (p6, g6, mc6, ma6, mk6, nc6, na6, nk6),
+        (p7, g7, mc7, ma7, mk7, nc7, na7, nk7),
+    )
+    outputs = (
+        (r1, mco1, mao1, mko1, nco1, nao1, nko1),
+        (r2, mco2, mao2, mko2, nco2, nao2, nko2),
+        (r3, mco3, mao3, mko3, nco3, nao3, nko3),
+        (r4, mco4, mao4, mko4, nco4, nao4, nko4),
+        (r5, mco5, mao5, mko5, nco5, nao5, nko5),
+        (r6, mco6, mao6, mko6, nco6, nao6, nko6),
+        (r7, mco7, mao7, mko7, nco7, nao7, nko7),
+    )
+    for leaf in tl.static_range(7):
+        if block >= tl.load(layout + 13 * (leaf + 1)):
+            row = layout + 13 * (leaf + 1)
+            p, g, mc, ma, mk, nc, na, nk = inputs[leaf]
+            r, mco, mao, mko, nco, nao, nko = outputs[leaf]
+    step_block(
+        block, numbers, keys, row,
+        p, g, mc, ma, mk, nc, na, nk, r, mco, mao, mko, nco, nao, nko,
+        GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, NESTEROV, EPS_ROOT, STOCHASTIC,
+        ROUND_PARAM, MU, NU, FAST,
+    )  # fmt: skip

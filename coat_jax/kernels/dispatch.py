@@ -1,0 +1,72 @@
+"""Decides, in this one place, whether an operation runs through XLA or through Triton.
+
+    implementation=None      Triton on a GPU that has FP8 units and where jax-triton is
+                             installed, XLA everywhere else
+    implementation="xla"     plain jax.numpy: the reference, on any device
+    implementation="triton"  the kernel, or an error
+
+The choice falls when a function is traced and never changes silently afterwards.
+"""
+
+import functools
+import importlib.util
+import os
+from typing import Literal
+
+import jax
+
+Implementation = Literal["xla", "triton"]
+
+FIRST_WITH_FP8 = 89  # Ada Lovelace; Hopper is 90
+HOPPER = 90
+
+
+def choose(implementation: Implementation | None) -> Implementation:
+    """Returns the implementation to use; raises when the one asked for cannot run."""
+    if implementation is None:
+        can_run = triton_installed() and (gpu_capability() or 0) >= FIRST_WITH_FP8
+        return "triton" if can_run else "xla"
+    if implementation == "triton":
+        _require_triton()
+    elif implementation != "xla":
+        raise ValueError(f'implementation must be None, "xla" or "triton", not {implementation!r}.')
+    return implementation
+
+
+def triton_installed() -> bool:
+    """Whether the packages that the kernels need can be imported."""
+    needed = ("triton", "torch") if interpreting() else ("triton", "jax_triton")
+    return all(importlib.util.find_spec(name) for name in needed)
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU (slow: for tests)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def gpu_capability() -> int | None:
+    """The first GPU's compute capability, as in 90 for 9.0; None without a GPU."""
+    if jax.default_backend() != "gpu":
+        return None
+    major, minor = jax.local_devices()[0].compute_capability.split(".")
+    return 10 * int(major) + int(minor)
+
+
+def target_capability() -> int:
+    """The compute capability to compile for: the GPU's, or Hopper's ahead of time."""
+    return gpu_capability() or HOPPER
+
+
+def _require_triton() -> None:
+    if not triton_installed():
+        raise ImportError(
+            'implementation="triton" needs the packages triton and jax-triton: '
+            "pip install 'coat_jax[gpu]', or use implementation=\"xla\"."
+        )
+    capability = gpu_capability()
+    if capability is not None and capability < FIRST_WITH_FP8:
+        raise RuntimeError(
+            f"This GPU has compute capability {capability / 10:.1f}; FP8 kernels need 8.9 (Ada) or "
+            'newer. Use implementation="xla".'
+        )

@@ -1,0 +1,221 @@
+"""Runs an in-place kernel over leaves that are sharded, each device on its own shards.
+
+XLA cannot look into a kernel: left alone it gathers the operands and copies the results. The
+rule given here says that every leaf's arrays are sharded alike along every axis, the last one
+in whole groups, and that nothing depends on another shard. What a shard does need to know is
+which of the whole array's groups it holds (`LeafPlace`), so that the noise does not depend on
+the mesh.
+
+A last axis that the mesh cuts inside a group is gathered first, as XLA would do for any
+operation that needs the whole axis.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    CompoundFactor,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from coat_jax.qtensor import scales_shape
+
+Shape = tuple[int, ...]
+
+
+class LeafPlace(NamedTuple):
+    """Where a shard of a leaf lies in the whole, counted in groups, row-major.
+
+    Group i of the shard is group  start + i + sum(i // inner * jump)  of the whole.
+    """
+
+    shape: Shape  # of the shard
+    start: Any  # int, or a scalar computed from the device's place in the mesh
+    jumps: tuple[tuple[int, int], ...]  # (inner, jump) for every sharded axis but the first
+
+
+Step = Callable[[Sequence[Array], Sequence[Sequence[Array]], Sequence[LeafPlace]], list[list[Array]]]
+
+
+def over_mesh(
+    step: Step,
+    shared: Sequence[Array],
+    leaves: Sequence[Sequence[Array]],
+    *,
+    group_size: int,
+) -> list[list[Array]]:
+    """Calls `step` on the shards of `leaves` that each device holds.
+
+    Args:
+        step: (shared, leaves, places) -> results per leaf. Each result has the shape of its
+            leaf or of the leaf's scales.
+        shared: arrays that every device needs whole.
+        leaves: per leaf, arrays of the leaf's shape and of its scales' shape; the first has
+            the leaf's shape, and its sharding is followed.
+        group_size: neighbours per scale.
+    """
+    sizes = [len(arrays) for arrays in leaves]
+    shapes = [arrays[0].shape for arrays in leaves]
+
+    def unflatten(flat: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
+        rest = iter(flat)
+        head = [next(rest) for _ in shared]
+        return head, [[next(rest) for _ in range(size)] for size in sizes]
+
+    def run(flat: Sequence[Array], places: Sequence[LeafPlace]) -> list[list[Array]]:
+        return step(*unflatten(flat), places)
+
+    @custom_partitioning
+    def whole(*flat: Array) -> list[list[Array]]:
+        return run(flat, [LeafPlace(shape, 0, ()) for shape in shapes])
+
+    def partition(mesh: Any, operands: Sequence[Any], results: Sequence[Sequence[Any]]) -> Any:
+        _, leaf_operands = unflatten(operands)
+        specs = [
+            _clean_spec(mesh, arrays[0].sharding, shape, group_size)
+            for arrays, shape in zip(leaf_operands, shapes, strict=True)
+        ]
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        operand_shardings = [everywhere] * len(shared)
+        operand_shardings += [
+            NamedSharding(mesh, spec)
+            for spec, size in zip(specs, sizes, strict=True)
+            for _ in range(size)
+        ]
+        result_shardings = [
+            [NamedSharding(mesh, spec)] * len(arrays)
+            for spec, arrays in zip(specs, results, strict=True)
+        ]
+
+        def on_shards(*flat: Array) -> list[list[Array]]:
+            places = [
+                _place(mesh, spec, shape, group_size)
+                for spec, shape in zip(specs, shapes, strict=True)
+            ]
+            return run(flat, places)
+
+        return mesh, on_shards, result_shardings, tuple(operand_shardings)
+
+    def rule(mesh: Any, operand_types: Sequence[Any], result_types: Sequence[Any]) -> Any:
+        del operand_types, result_types
+        return _sharding_rule(mesh, shared, leaves, result_shapes, group_size)
+
+    result_shapes = [
+        [r.shape for r in leaf]
+        for leaf in jax.eval_shape(
+            lambda *flat: run(flat, [LeafPlace(shape, 0, ()) for shape in shapes]),
+            *shared,
+            *(a for arrays in leaves for a in arrays),
+        )
+    ]
+    whole.def_partition(partition, sharding_rule=rule)
+    return whole(*shared, *(a for arrays in leaves for a in arrays))
+
+
+def _sharding_rule(
+    mesh: Any,
+    shared: Sequence[Array],
+    leaves: Sequence[Sequence[Array]],
+    result_shapes: Sequence[Sequence[Shape]],
+    group_size: int,
+) -> SdyShardingRule:
+    """One factor per axis of each leaf, none in common; a last axis is (groups, members)."""
+    replicated: list[str] = []
+    sizes: dict[str, int] = {}
+
+    def shardable(leaf: int) -> bool:
+        """Whether the last axis may be sharded, in whole groups."""
+        columns = leaves[leaf][0].shape[-1]
+        return columns % group_size == 0 and _divides_cleanly(mesh, columns // group_size)
+
+    def mapping(leaf: int, shape: Shape) -> ArrayMapping:
+        whole = leaves[leaf][0].shape
+        if not shape:
+            return ArrayMapping()
+        axes: list[Any] = [f"leaf{leaf}axis{i}" for i in range(len(shape) - 1)]
+        group, member, columns = (f"leaf{leaf}{part}" for part in ("group", "member", "columns"))
+        if shape != whole:
+            return ArrayMapping(*axes, group)
+        if not shardable(leaf):
+            return ArrayMapping(*axes, columns)
+        sizes[member] = group_size
+        return ArrayMapping(*axes, CompoundFactor(group, member))
+
+    operands = []
+    for i, array in enumerate(shared):
+        factors = [f"shared{i}axis{axis}" for axis in range(array.ndim)]
+        replicated += factors
+        operands.append(ArrayMapping(*factors))
+    operands += [mapping(i, a.shape) for i, arrays in enumerate(leaves) for a in arrays]
+    results = [mapping(i, shape) for i, shapes in enumerate(result_shapes) for shape in shapes]
+    for i, arrays in enumerate(leaves):
+        if arrays[0].ndim and not shardable(i):
+            replicated += [f"leaf{i}columns", f"leaf{i}group"]
+    return SdyShardingRule(
+        tuple(operands), tuple(results), need_replication_factors=tuple(replicated), **sizes
+    )
+
+
+def _divides_cleanly(mesh: Any, groups: int) -> bool:
+    """Whether no part of a mesh axis, smaller than the whole of it, could divide the groups.
+
+    Shardy would then shard by that part, which a PartitionSpec cannot say.
+    """
+    sizes = list(mesh.shape.values())
+    for used in itertools.product((False, True), repeat=len(sizes)):
+        rest, left = divmod(groups, math.prod(itertools.compress(sizes, used)))
+        unused = [size for size, taken in zip(sizes, used, strict=True) if not taken]
+        if left == 0 and any(math.gcd(rest, size) not in (1, size) for size in unused):
+            return False
+    return True
+
+
+def _clean_spec(mesh: Any, sharding: Any, shape: Shape, group_size: int) -> PartitionSpec:
+    """The sharding of a leaf, without the axes that its mesh does not divide evenly."""
+    if not isinstance(sharding, NamedSharding):
+        raise ValueError(
+            "The optimizer's kernel needs to know the mesh. Call the step under jax.set_mesh(mesh)."
+        )
+    spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
+    sizes = scales_shape(shape, group_size)
+    whole_groups = not shape or shape[-1] % group_size == 0
+
+    def fits(axis: int) -> bool:
+        parts = math.prod(mesh.shape[name] for name in _names(spec[axis]))
+        return sizes[axis] % parts == 0 and (axis < len(shape) - 1 or whole_groups)
+
+    return PartitionSpec(*(spec[axis] if fits(axis) else None for axis in range(len(shape))))
+
+
+def _place(mesh: Any, spec: PartitionSpec, shape: Shape, group_size: int) -> LeafPlace:
+    """This device's place; called inside the partitioned program."""
+    whole = scales_shape(shape, group_size)
+    parts = [math.prod(mesh.shape[name] for name in _names(entry)) for entry in spec]
+    local = tuple(size // n for size, n in zip(whole, parts, strict=True))
+    start: Any = 0
+    for axis, entry in enumerate(spec):
+        if parts[axis] > 1:
+            index = jax.lax.axis_index(_names(entry))
+            start = start + index * jnp.int32(local[axis] * math.prod(whole[axis + 1 :]))
+    jumps = tuple(
+        (math.prod(local[axis:]), (whole[axis] - local[axis]) * math.prod(whole[axis + 1 :]))
+        for axis in range(1, len(whole))
+        if local[axis] != whole[axis]
+    )
+    shard = tuple(size // n for size, n in zip(shape, parts, strict=True))
+    return LeafPlace(shard, start, jumps)
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes in one entry of a PartitionSpec."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)

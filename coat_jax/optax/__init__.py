@@ -1,0 +1,43 @@
+"""Optimizers with 8-bit states, as optax transformations.
+
+    fp8_adamw                       AdamW; scale_by_fp8_adam is its maths alone
+    fused_fp8_adamw                 the same in one pass and in place, for who owns the training loop
+    compress                        any optax transformation, its moments stored in FP8
+    apply_updates,
+    stochastic_round_updates        unbiased updates of BF16 parameters without FP32 copies
+    state_shardings                 how an optimizer's state is sharded, from its parameters
+    save_state, restore_state       checkpoints that refuse a state of another format
+"""
+
+from coat_jax.moments import Storage
+from coat_jax.optax.adam import ScaleByFP8AdamState, fp8_adamw, scale_by_fp8_adam
+from coat_jax.optax.checkpoint import restore_state, save_state
+from coat_jax.optax.compression import CompressedState, compress
+from coat_jax.optax.fused import FusedOptimizer, fused_fp8_adamw, global_norm_scale
+from coat_jax.optax.rounding import (
+    StochasticRoundState,
+    apply_updates,
+    stochastic_round_updates,
+)
+from coat_jax.optax.sharding import state_shardings
+from coat_jax.optax.unexpanded import ScaleByUnexpandedAdamState, scale_by_unexpanded_fp8_adam
+
+__all__ = [
+    "CompressedState",
+    "FusedOptimizer",
+    "ScaleByFP8AdamState",
+    "ScaleByUnexpandedAdamState",
+    "StochasticRoundState",
+    "Storage",
+    "apply_updates",
+    "compress",
+    "fp8_adamw",
+    "fused_fp8_adamw",
+    "global_norm_scale",
+    "restore_state",
+    "save_state",
+    "scale_by_fp8_adam",
+    "scale_by_unexpanded_fp8_adam",
+    "state_shardings",
+    "stochastic_round_updates",
+]

@@ -1,0 +1,79 @@
+"""Updates of BF16 parameters that are right on average, without FP32 master copies.
+
+BF16 has 8 bits of precision: an update smaller than 1/512 of its parameter is lost when their
+sum is rounded to nearest. Rounded up or down at random, with probabilities by distance, it
+takes effect on average. The random numbers are hashed from seed, step, leaf and index
+(`coat_jax.noise`): the same run gives the same parameters, on any mesh.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int32
+
+from coat_jax import noise
+from coat_jax.expansion import GROUP_SIZE
+
+
+class StochasticRoundState(NamedTuple):
+    """The state of `stochastic_round_updates`."""
+
+    count: Int32[Array, ""]
+
+
+def stochastic_round_updates(seed: int = 0) -> optax.GradientTransformation:
+    """Makes `optax.apply_updates` round BF16 parameters stochastically; last in a chain.
+
+    Updates of BF16 parameters become the FP32 difference to a stochastically rounded sum; those
+    of other parameters pass unchanged.
+    """
+
+    def init(params: optax.Params) -> StochasticRoundState:
+        del params
+        return StochasticRoundState(jnp.zeros([], jnp.int32))
+
+    def update(
+        updates: optax.Updates, state: StochasticRoundState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, StochasticRoundState]:
+        if params is None:
+            raise ValueError(optax.NO_PARAMS_MSG)
+        count = optax.safe_increment(state.count)
+        new = apply_updates(params, updates, step=count, seed=seed)
+
+        def difference(p: Any, u: Any, q: Any) -> Any:
+            if p.dtype != jnp.bfloat16:
+                return u
+            return q.astype(jnp.float32) - p.astype(jnp.float32)
+
+        return jax.tree.map(difference, params, updates, new), StochasticRoundState(count)
+
+    return optax.GradientTransformation(init, update)
+
+
+def apply_updates(
+    params: optax.Params, updates: optax.Updates, *, step: ArrayLike, seed: int = 0
+) -> optax.Params:
+    """`optax.apply_updates`, with BF16 parameters rounded stochastically.
+
+    Args:
+        params: parameters of any dtype.
+        updates: what is added to them.
+        step: the number of this step, so that no two steps round alike.
+        seed: of the random numbers.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    new = [
+        _apply(p, u, noise.leaf_key(seed, step, i))
+        for i, (p, u) in enumerate(zip(leaves, structure.flatten_up_to(updates), strict=True))
+    ]
+    return structure.unflatten(new)
+
+
+def _apply(p: Array, u: Array, key: Any) -> Float[Array, "..."]:
+    if p.dtype != jnp.bfloat16:
+        return (p + u).astype(p.dtype)
+    total = p.astype(jnp.float32) + u.astype(jnp.float32)
+    return noise.round_to_bfloat16(total, noise.param_key(key), run=GROUP_SIZE)

@@ -1,0 +1,109 @@
+"""Numbers have parents: writes an experiment's figures with where they came from.
+
+    {"figures": ..., "parents": {"script", "commit", "dirty", "hardware", "versions", "date"}}
+
+Names of hosts and users and absolute paths stay out: the files are published. `CHART` is the
+look of the pictures beside them: `with matplotlib.rc_context(results.CHART): ...`.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import coat_jax
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+
+INK, PALE, ACCENT = "#1f2933", "#b8c1cc", "#d9482b"  # text; the baseline; what is new
+CHART = {
+    "figure.dpi": 160,
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.w_pad": 0.15,  # inches
+    "figure.constrained_layout.h_pad": 0.12,
+    "figure.titlesize": 13,
+    "figure.titleweight": "bold",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": PALE,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 12,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": "#e8ecf0",
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+}
+
+
+def write(path: str | Path, figures: dict[str, Any]) -> None:
+    """Writes `figures` and their parents as JSON, making the folder where there is none."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"figures": figures, "parents": parents()}
+    path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+
+
+def parents() -> dict[str, Any]:
+    """What made the figures of this process: the script, the code, the machine, the day."""
+    status = _git("status", "--porcelain")
+    return {
+        "script": _script(),
+        "commit": _git("rev-parse", "--verify", "--quiet", "HEAD"),
+        "dirty": None if status is None else status != "",
+        "hardware": {
+            "device": jax.devices()[0].device_kind,
+            "devices": jax.device_count(),
+            "cpu": _cpu(),
+            "cores": os.cpu_count(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "coat_jax": coat_jax.__version__,
+            **{package: importlib.metadata.version(package) for package in PACKAGES},
+        },
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def _script() -> str:
+    """The running program, as a path within the repository."""
+    script = Path(sys.argv[0]).resolve()
+    return str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says of the repository; None where there is no git, repository or commit."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        return None
+    command = ["git", "-C", str(ROOT), *arguments]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    return said.stdout.strip() if said.returncode == 0 else None
+
+
+def _cpu() -> str:
+    """The processor's model, which Python only knows outside Linux."""
+    listing = Path("/proc/cpuinfo")
+    if not listing.exists():
+        return platform.processor() or platform.machine()
+    names = [
+        line.split(":", 1)[1] for line in listing.read_text().splitlines() if "model name" in line
+    ]
+    return names[0].strip() if names else platform.machine()

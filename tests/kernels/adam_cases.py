@@ -1,0 +1,148 @@
+"""The AdamW kernel against its reference: one table for the interpreter and for the GPU.
+
+How far they may differ: the kernel's arithmetic is that of FP32 with approximate functions
+(2^-22 relative each, after logarithms of up to 40 times that: hence 1e-5 for what is stored
+in FP32). Where the exact value of a code lies within that of the middle between two codes, the
+kernel may choose the other one; stochastic rounding compares with a probability that the
+kernel computes to 0.2 %. So codes may differ by one, in few places. Where 16 k lies on the edge of
+a whole number, a group may get the neighbouring exponent, and with it other codes.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coat_jax.expansion import Expanded
+from coat_jax.formats import E5M2
+from coat_jax.kernels.adam import Hyper, Leaf, Settings
+from coat_jax.kernels.adam_launch import BUCKET, adam_step
+from coat_jax.moments import Storage
+
+ALL_FP8 = Storage(min_size=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    shapes: tuple[tuple[int, ...], ...] = ((4, 128),)
+    param: str | None = "float32"
+    grad: str = "float32"
+    hyper: Hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0, 0.1, 1.0)
+    settings: Settings = Settings(ALL_FP8)
+    count: int = 7
+    decayed: bool = True
+
+
+CASES = [
+    Case("one block", ((8, 128),)),
+    Case("several blocks", ((40, 256),)),
+    Case("rank 3", ((2, 3, 256),)),
+    Case("scalar", ((),)),
+    Case("short row", ((3,),)),
+    Case("uneven rows", ((5, 300),)),
+    Case("one column", ((300, 1),)),
+    Case("bfloat16", param="bfloat16", grad="bfloat16"),
+    Case("float16", param="float16", grad="float16"),
+    Case("float32 with bfloat16 gradients", grad="bfloat16"),
+    Case("first step", count=1),
+    Case("late step", count=1_000_000),
+    Case("no weight decay on this leaf", decayed=False),
+    Case("b1 = 0", hyper=Hyper(1e-3, 0.0, 0.95, 1e-8, 0.0, 0.1, 1.0)),
+    Case("eps_root", hyper=Hyper(1e-3, 0.9, 0.95, 1e-8, 1e-6, 0.1, 1.0)),
+    Case("gradients scaled", hyper=Hyper(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.1, 0.125)),
+    Case("nesterov", settings=Settings(ALL_FP8, nesterov=True)),
+    Case("nearest", settings=Settings(Storage(min_size=0, stochastic=False))),
+    Case("seeded", settings=Settings(Storage(min_size=0, seed=2**31 + 5))),
+    Case("E5M2", settings=Settings(Storage(min_size=0, first=E5M2, second=E5M2))),
+    Case("groups of 16", ((4, 256),), settings=Settings(Storage(min_size=0, group_size=16))),
+    Case("groups of 1024", ((3, 1024),), settings=Settings(Storage(min_size=0, group_size=1024))),
+    Case("direction only", param=None, grad="bfloat16"),
+    Case("direction, nesterov", param=None, settings=Settings(ALL_FP8, nesterov=True)),
+    Case(
+        "rounded parameters",
+        param="bfloat16",
+        grad="bfloat16",
+        settings=Settings(ALL_FP8, round_params=True),
+    ),
+    Case("bucket", ((4, 128), (2, 256), (128,), (1, 128), (3, 384), (8, 128), (7, 128), (16, 128))),
+    Case("uneven bucket", tuple((i + 1, 100 + i) for i in range(BUCKET))),
+    Case("bucket and rest", ((4, 128),) * (BUCKET + 2)),
+    Case("FP32 leaves between", ((4, 128), (5,), (256, 128)), settings=Settings(Storage(min_size=512))),
+]
+
+
+def leaves_of(case: Case, seed: int = 0) -> list[Leaf]:
+    """Random leaves with moments as after some training."""
+    rng = np.random.default_rng(seed)
+    storage = case.settings.storage
+
+    def normal(shape: tuple[int, ...], scale: float) -> jax.Array:
+        spread = np.exp(rng.normal(size=shape))
+        return jnp.asarray((rng.normal(size=shape) * spread * scale).astype(np.float32))
+
+    return [
+        Leaf(
+            None if case.param is None else normal(shape, 1.0).astype(case.param),
+            normal(shape, 1e-2).astype(case.grad),
+            storage.write(normal(shape, 1e-2), storage.first),
+            storage.write(jnp.square(normal(shape, 1e-2)), storage.second),
+        )
+        for shape in case.shapes
+    ]
+
+
+def check(case: Case) -> None:
+    """Steps through XLA and through Triton, and compares everything."""
+    leaves = leaves_of(case)
+
+    def step(implementation: str) -> list:
+        @jax.jit
+        def run(leaves: list[Leaf], count: jax.Array) -> list:
+            decayed = [case.decayed] * len(leaves)
+            return adam_step(
+                leaves,
+                count,
+                case.hyper,
+                case.settings,
+                decayed=decayed,
+                implementation=implementation,
+            )
+
+        return run(leaves, jnp.int32(case.count))
+
+    for leaf, expected, got in zip(leaves, step("xla"), step("triton"), strict=True):
+        result_dtype = leaf.grad.dtype if leaf.param is None else leaf.param.dtype
+        assert got.result.dtype == result_dtype
+        _compare_results(expected.result, got.result)
+        for old, new in ((expected.mu, got.mu), (expected.nu, got.nu)):
+            _compare_moments(old, new, case.settings.storage.group_size)
+
+
+def _compare_results(expected: jax.Array, got: jax.Array) -> None:
+    """To 1e-5 in FP32, and in 16 bits to one unit in the last place where rounding turned over."""
+    precision = float(jnp.finfo(expected.dtype).eps)
+    rtol = 1e-5 if precision < 1e-5 else precision
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), np.asarray(expected, np.float32), rtol=rtol, atol=1e-7
+    )
+
+
+def _compare_moments(expected: Expanded, got: Expanded, group_size: int) -> None:
+    """Neighbouring codes at the most, and that for at most 1 % of them (or two)."""
+    np.testing.assert_allclose(got.amax, expected.amax, rtol=1e-5)
+    if expected.codes.dtype == jnp.float32:
+        np.testing.assert_allclose(got.codes, expected.codes, rtol=1e-6)
+        return
+    sixteenths = [np.asarray(e.k16, int) for e in (expected, got)]
+    assert np.abs(sixteenths[0] - sixteenths[1]).max(initial=0) <= 1
+    same_exponent = sixteenths[0] == sixteenths[1]
+    assert (~same_exponent).sum() <= max(1, 0.01 * same_exponent.size)
+    ordinal = [np.asarray(e.codes).view(np.uint8).astype(int) for e in (expected, got)]
+    signed = [np.where(o >= 128, 128 - o, o) for o in ordinal]
+    apart = np.abs(signed[0] - signed[1])
+    per_code = np.repeat(np.atleast_1d(same_exponent), group_size, axis=-1)
+    apart = apart[per_code[..., : apart.shape[-1]] if apart.ndim else per_code[0]]
+    assert apart.max(initial=0) <= 1
+    assert (apart > 0).sum() <= max(2, 0.01 * apart.size)

@@ -1,0 +1,114 @@
+"""The fused AdamW step as compiled for Hopper: in place, in one pass, and without communication."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+pytest.importorskip("jax_triton")
+import coat_jax as coat
+from hopper import (
+    can_compile_for_hopper,
+    collectives,
+    compile_for,
+    copies,
+    hopper_mesh,
+    kernel_calls,
+)
+
+pytestmark = [
+    pytest.mark.compiled,
+    pytest.mark.skipif(not can_compile_for_hopper(), reason="needs XLA's CUDA plugin"),
+]
+
+
+def compile_step(mesh, shapes, specs, dtype=jnp.float32, learning_rate=1e-3, **arguments):
+    """The fused step on parameters of these shapes and shardings, all but gradients donated."""
+    optimizer = coat.optax.fused_fp8_adamw(
+        learning_rate, weight_decay=0.1, implementation="triton", **arguments
+    )
+    params = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    grads = [
+        jax.ShapeDtypeStruct(p.shape, jnp.bfloat16, sharding=p.sharding) for p in params
+    ]
+    state = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+        jax.eval_shape(optimizer.init, params),
+        coat.optax.state_shardings(optimizer, params),
+    )
+    return compile_for(mesh, optimizer.step, params, grads, state, donate_argnums=(0, 2))
+
+
+LAYOUTS = [
+    pytest.param((4,), ("fsdp",), (4096, 4096), P("fsdp", None), id="rows"),
+    pytest.param((4,), ("fsdp",), (4096, 4096), P(None, "fsdp"), id="columns"),
+    pytest.param((2, 2), ("fsdp", "tensor"), (4096, 4096), P("fsdp", "tensor"), id="both"),
+    pytest.param((2, 2), ("fsdp", "tensor"), (4096, 4096), P(("fsdp", "tensor")), id="two axes"),
+    pytest.param((2, 2), ("a", "b"), (8, 512, 1024), P(None, "a", "b"), id="stacked layers"),
+    pytest.param((2, 2), ("data", "fsdp"), (4096, 4096), P("fsdp"), id="replicated over data"),
+    pytest.param((4,), ("fsdp",), (512, 300), P("fsdp", None), id="uneven rows"),
+]
+
+
+@pytest.mark.parametrize(("mesh_shape", "names", "shape", "spec"), LAYOUTS)
+def test_sharded_step_is_in_place_and_communicates_nothing(mesh_shape, names, shape, spec):
+    compiled = compile_step(hopper_mesh(mesh_shape, names), [shape], [spec])
+    memory = compiled.memory_analysis()
+    assert kernel_calls(compiled) == 1
+    assert collectives(compiled) == []
+    assert copies(compiled) == 0
+    # The step's scalars, each device's place in the mesh, XLA's table of results.
+    assert memory.temp_size_in_bytes <= 2048
+    aliased = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert aliased <= 256  # the tuple of pointers
+
+
+def test_temporary_memory_does_not_grow_with_the_parameters():
+    mesh = hopper_mesh((4,), ("x",))
+    small = compile_step(mesh, [(1024, 1024)], [P()]).memory_analysis()
+    large = compile_step(mesh, [(16384, 16384)], [P()]).memory_analysis()
+    assert large.temp_size_in_bytes == small.temp_size_in_bytes <= 1024
+
+
+def test_state_is_at_most_2_09_bytes_a_parameter():
+    state = jax.eval_shape(
+        coat.optax.scale_by_fp8_adam().init, jax.ShapeDtypeStruct((16384, 16384), jnp.float32)
+    )
+    stored = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
+    assert stored / 2**28 <= 2.09
+
+
+def test_small_leaves_share_launches():
+    compiled = compile_step(hopper_mesh((4,), ("x",)), [(128, 256)] * 24, [P()] * 24)
+    assert kernel_calls(compiled) == 3
+
+
+def test_fp32_leaves_need_no_launch_of_the_kernel():
+    compiled = compile_step(hopper_mesh((4,), ("x",)), [(4096,)] * 3, [P()] * 3)
+    assert kernel_calls(compiled) == 0
+
+
+def test_axis_cut_inside_a_group_is_gathered_and_still_steps():
+    # 384 columns on 4 devices: 96 each, where a group has 128.
+    compiled = compile_step(hopper_mesh((4,), ("fsdp",)), [(512, 384)], [P(None, "fsdp")])
+    assert kernel_calls(compiled) == 1
+    assert "all-gather" in collectives(compiled)
+
+
+def test_schedule_and_rounding_add_no_pass_over_memory():
+    compiled = compile_step(
+        hopper_mesh((4,), ("fsdp",)),
+        [(4096, 4096)],
+        [P("fsdp")],
+        dtype=jnp.bfloat16,
+        learning_rate=lambda count: 1e-3 / (1 + count),
+        round_params=True,
+        nesterov=True,
+    )
+    assert kernel_calls(compiled) == 1
+    assert copies(compiled) == 0
+    assert compiled.memory_analysis().temp_size_in_bytes <= 2048
