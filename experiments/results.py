@@ -23,6 +23,7 @@ import coat_jax
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+PEERS = ("jax-triton", "triton", "torch", "torchao", "bitsandbytes")  # where they are installed
 
 INK, PALE, ACCENT = "#1f2933", "#b8c1cc", "#d9482b"  # text; the baseline; what is new
 CHART = {
@@ -78,9 +79,18 @@ def parents() -> dict[str, Any]:
             "python": platform.python_version(),
             "coat_jax": coat_jax.__version__,
             **{package: importlib.metadata.version(package) for package in PACKAGES},
+            **{peer: version for peer in PEERS if (version := _version(peer))},
         },
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def _version(package: str) -> str | None:
+    """The version of a package; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _script() -> str:
