@@ -8,7 +8,7 @@ python := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types clean
+.PHONY: help demo test lint types oracles clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -25,6 +25,11 @@ lint: $(VENV)/dev.stamp  ## check style and format
 
 types: $(VENV)/dev.stamp  ## check types
 	$(python) -m mypy
+
+oracles: $(VENV)/oracles.stamp  ## run kernels in Triton's interpreter, and compile them for Hopper
+	JAX_PLATFORMS=cpu TRITON_INTERPRET=1 $(python) -m pytest -m interpret
+	JAX_PLATFORMS=cpu $(python) -m pytest tests/optax/test_trajectories.py
+	JAX_PLATFORMS=cpu,cuda $(python) -m pytest -m compiled
 
 clean:  ## remove the environment, caches and results
 	rm -rf $(VENV) out build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -2,7 +2,7 @@
 
 import coat_jax as coat
 
-tx = coat.optax.fp8_adamw(1e-3, b2=0.95, weight_decay=0.1)   # AdamW, moments in 2.1 bytes a parameter
+tx = coat.optax.fp8_adamw(1e-3, b2=0.95, weight_decay=0.1)   # AdamW, 2.1 bytes a parameter
 tx = coat.optax.compress(optax.lion(1e-4))                   # any optax transformation
 e = coat.expansion.encode(x)                                 # dynamic range expansion by itself
 """

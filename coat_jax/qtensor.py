@@ -32,9 +32,7 @@ class QTensor:
     group_size: int = dataclasses.field(metadata={"static": True})
 
 
-def quantize(
-    x: Float[Array, "*rows D"], dtype: DTypeLike = E4M3, *, group_size: int
-) -> QTensor:
+def quantize(x: Float[Array, "*rows D"], dtype: DTypeLike = E4M3, *, group_size: int) -> QTensor:
     """Rounds `x` to `dtype`, with one scale per `group_size` neighbours."""
     require_float("x", x.dtype)
     x = x.astype(jnp.float32)
@@ -43,7 +41,9 @@ def quantize(
     # A group of zeros has scale 0; any other divisor leaves its codes zero.
     divisor = jnp.where(scale > 0, scale, 1.0)
     codes = saturating_cast(grouped / divisor[..., None], dtype)
-    return QTensor(join_groups(codes, x.shape), scale.reshape(scales_shape(x.shape, group_size)), group_size)
+    return QTensor(
+        join_groups(codes, x.shape), scale.reshape(scales_shape(x.shape, group_size)), group_size
+    )
 
 
 def dequantize(q: QTensor) -> Float[Array, "*rows D"]:
@@ -98,13 +98,15 @@ def _require_whole_groups(x: Array, group_size: int) -> None:
     )
     if x.shape[-1] % (parts * group_size):
         raise ValueError(
-            f"The last axis, {x.shape[-1]}, is sharded over {entry!r} into {parts} parts, which do not "
-            f"hold whole groups of {group_size}. Shard another axis, or choose a group_size that "
-            f"divides {x.shape[-1] // parts}."
+            f"The last axis, {x.shape[-1]}, is sharded over {entry!r} into {parts} parts, which "
+            f"do not hold whole groups of {group_size}. Shard another axis, or choose a "
+            f"group_size that divides {x.shape[-1] // parts}."
         )
 
 
 def require_float(name: str, dtype: DTypeLike) -> None:
     """Raises unless `dtype` is a real floating-point dtype."""
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{name} has dtype {jnp.dtype(dtype).name}, which FP8 cannot hold. Pass real floats.")
+        raise TypeError(
+            f"{name} has dtype {jnp.dtype(dtype).name}, which FP8 cannot hold. Pass real floats."
+        )

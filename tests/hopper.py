@@ -36,7 +36,7 @@ def can_compile_for_hopper() -> bool:
 
 
 def compile_for(mesh: jax.sharding.Mesh, function: Callable, *args: Any, **jit: Any) -> Any:
-    """The compiled program of `function` under `mesh`; args are ShapeDtypeStructs with shardings."""
+    """The program of `function` for `mesh`; args are ShapeDtypeStructs with shardings."""
     with jax.set_mesh(mesh):
         return jax.jit(function, **jit).lower(*args).compile()
 

@@ -1,1 +1,1 @@
-"""The heavy arithmetic: one file per concept, each with a `jnp` reference above its Triton kernel."""
+"""The heavy arithmetic: one concept per file, the `jnp` reference above its Triton kernel."""

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from coat_jax import noise
@@ -46,23 +45,26 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
+Number = float | Array
+
+
 class Hyper(NamedTuple):
     """The numbers of a step: Python floats, or scalars computed in the program."""
 
-    learning_rate: ArrayLike = 0.0
-    b1: ArrayLike = 0.9
-    b2: ArrayLike = 0.999
-    eps: ArrayLike = 1e-8
-    eps_root: ArrayLike = 0.0
-    weight_decay: ArrayLike = 0.0
-    grad_scale: ArrayLike = 1.0  # multiplies the gradients: clipping, loss scaling
+    learning_rate: Number = 0.0
+    b1: Number = 0.9
+    b2: Number = 0.999
+    eps: Number = 1e-8
+    eps_root: Number = 0.0
+    weight_decay: Number = 0.0
+    grad_scale: Number = 1.0  # multiplies the gradients: clipping, loss scaling
 
 
 class Leaf(NamedTuple):
     """The arrays of one leaf; `param` is None where only the direction is wanted."""
 
-    param: Float[Array, "..."] | None
-    grad: Float[Array, "..."]
+    param: Float[Array, ...] | None
+    grad: Float[Array, ...]
     mu: Expanded
     nu: Expanded
 
@@ -70,7 +72,7 @@ class Leaf(NamedTuple):
 class Stepped(NamedTuple):
     """The results for one leaf: the new parameter, or the direction; and the new moments."""
 
-    result: Float[Array, "..."]
+    result: Float[Array, ...]
     mu: Expanded
     nu: Expanded
 
@@ -118,14 +120,14 @@ def adam_reference(
 
 
 def adam_update(
-    m: Float[Array, "..."],
-    v: Float[Array, "..."],
-    grad: Float[Array, "..."],
+    m: Float[Array, ...],
+    v: Float[Array, ...],
+    grad: Float[Array, ...],
     count: Int[Array, ""],
     hyper: Hyper,
     *,
     nesterov: bool,
-) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
+) -> tuple[Float[Array, ...], Float[Array, ...], Float[Array, ...]]:
     """Returns the new moments and the direction, in FP32."""
     _, b1, b2, eps, eps_root, _, grad_scale = hyper
     grad = grad.astype(jnp.float32) * grad_scale
@@ -138,12 +140,12 @@ def adam_update(
     return m, v, m_hat / (jnp.sqrt(v / debias2 + eps_root) + eps)
 
 
-def bias(decay: ArrayLike, count: Int[Array, ""]) -> Float[Array, ""]:
+def bias(decay: Number, count: Int[Array, ""]) -> Float[Array, ""]:
     """1 - decay^count, without cancellation for decay near 1."""
     return -jnp.expm1(count.astype(jnp.float32) * log_decay(decay))
 
 
-def log_decay(decay: ArrayLike) -> ArrayLike:
+def log_decay(decay: Number) -> Number:
     if isinstance(decay, int | float):
         return math.log(decay) if decay > 0 else -math.inf
     return jnp.log(decay)
@@ -154,11 +156,11 @@ def log_decay(decay: ArrayLike) -> ArrayLike:
 
 def numbers_of_step(
     count: Int[Array, ""], hyper: Hyper, *, nesterov: bool, has_param: bool
-) -> Float[Array, "10"]:
+) -> Float[Array, 10]:
     """What the kernel multiplies by, the same for all elements: computed once, by XLA."""
     lr, b1, b2, eps, eps_root, weight_decay, grad_scale = hyper
     debias1, debias2 = bias(b1, count), bias(b2, count)
-    from_m, from_grad = 1 / debias1, jnp.float32(0.0)
+    from_m, from_grad = 1 / debias1, jnp.zeros([])
     if nesterov:
         from_m, from_grad = b1 / bias(b1, count + 1), (1 - b1) * grad_scale / debias1
     sign = -lr if has_param else 1.0
@@ -177,8 +179,9 @@ def numbers_of_step(
     return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
 
 
-# A program steps one block of one leaf: some groups of neighbours. `numbers` are those above, `keys`
-# one noise.leaf_key per leaf, `layout` a row of adam_launch's table: where the leaf's blocks begin.
+# A program steps one block of one leaf: some groups of neighbours. `numbers` are those above,
+# `keys` one noise.leaf_key per leaf, `layout` a row of adam_launch's table: where the leaf's
+# blocks begin and so on.
 
 
 @kernel

@@ -32,7 +32,6 @@ from coat_jax.kernels.adam import (
 )
 from coat_jax.kernels.launch import kernel, launch
 from coat_jax.kernels.partition import LeafPlace, over_mesh
-from coat_jax.moments import Storage
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -109,8 +108,8 @@ def _buckets(indices: Sequence[int], leaves: Sequence[Leaf]) -> list[list[int]]:
 def _step_bucket(
     leaves: Sequence[Leaf],
     table: Sequence[tuple[int, bool]],
-    numbers: Float[Array, "10"],
-    keys: UInt32[Array, "leaves"],
+    numbers: Float[Array, 10],
+    keys: UInt32[Array, leaves],
     settings: Settings,
     eps_root: bool,
 ) -> list[Stepped]:
@@ -149,7 +148,9 @@ def _step_bucket(
             warps=WARPS,
             GROUP=storage.group_size,
             GROUPS_PER_BLOCK=BLOCK // storage.group_size,
-            WHOLE=all(place.shape and place.shape[-1] % storage.group_size == 0 for place in places),
+            WHOLE=all(
+                place.shape and place.shape[-1] % storage.group_size == 0 for place in places
+            ),
             FULL=all(math.prod(place.shape) % BLOCK == 0 for place in places),
             JUMPS=max(len(place.jumps) for place in places),
             HAS_PARAM=has_param,
@@ -161,9 +162,7 @@ def _step_bucket(
             NU=_format_constants(leaves[0].nu.codes.dtype),
             FAST=not dispatch.interpreting(),
         )
-        return [
-            results[k : k + results_per_leaf] for k in range(0, len(results), results_per_leaf)
-        ]
+        return [results[k : k + results_per_leaf] for k in range(0, len(results), results_per_leaf)]
 
     stepped = over_mesh(on_shards, [numbers, keys], arrays, group_size=storage.group_size)
     return [Stepped(r[0], Expanded(*r[1:4]), Expanded(*r[4:7])) for r in stepped]
@@ -171,7 +170,7 @@ def _step_bucket(
 
 def _layout(
     places: Sequence[LeafPlace], table: Sequence[tuple[int, bool]], group_size: int
-) -> tuple[Int32[Array, "..."], int]:
+) -> tuple[Int32[Array, ...], int]:
     """One row of LAYOUT_FIELDS numbers per leaf for the kernel, and how many blocks there are."""
     rows: list[Any] = []
     blocks = 0

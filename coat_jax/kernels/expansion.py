@@ -173,7 +173,7 @@ def round_stochastically(
         step = (0x7EF127EA - scaled.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
     else:
         step = 1.0 / tl.maximum(below, 1.0)
-    bend = (curvature * 0.5)[:, None] * step - (curvature * (1.0 / 12.0))[:, None] * step * step
+    bend = step * ((curvature * 0.5)[:, None] - (curvature * (1.0 / 12.0))[:, None] * step)
     probability = fraction + bend * (fraction - fraction * fraction)
     return tl.where(one_plus_u < 1.0 + probability, below + 1.0, below) * unit
 

@@ -40,7 +40,7 @@ class Kernel:
         return self._jitted
 
 
-def kernel(function: Callable[..., Any]) -> Kernel:
+def kernel(function: Callable[..., Any]) -> Any:
     """Marks a function as a Triton kernel, or as a part of one."""
     return Kernel(function)
 

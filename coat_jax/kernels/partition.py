@@ -42,7 +42,9 @@ class LeafPlace(NamedTuple):
     jumps: tuple[tuple[int, int], ...]  # (inner, jump) for every sharded axis but the first
 
 
-Step = Callable[[Sequence[Array], Sequence[Sequence[Array]], Sequence[LeafPlace]], list[list[Array]]]
+Step = Callable[
+    [Sequence[Array], Sequence[Sequence[Array]], Sequence[LeafPlace]], list[list[Array]]
+]
 
 
 def over_mesh(
@@ -159,9 +161,8 @@ def _sharding_rule(
     for i, arrays in enumerate(leaves):
         if arrays[0].ndim and not shardable(i):
             replicated += [f"leaf{i}columns", f"leaf{i}group"]
-    return SdyShardingRule(
-        tuple(operands), tuple(results), need_replication_factors=tuple(replicated), **sizes
-    )
+    special: dict[str, Any] = {"need_replication_factors": tuple(replicated), **sizes}
+    return SdyShardingRule(tuple(operands), tuple(results), **special)
 
 
 def _divides_cleanly(mesh: Any, groups: int) -> bool:

@@ -1,12 +1,12 @@
 """Optimizers with 8-bit states, as optax transformations.
 
-    fp8_adamw                       AdamW; scale_by_fp8_adam is its maths alone
-    fused_fp8_adamw                 the same in one pass and in place, for who owns the training loop
-    compress                        any optax transformation, its moments stored in FP8
-    apply_updates,
-    stochastic_round_updates        unbiased updates of BF16 parameters without FP32 copies
-    state_shardings                 how an optimizer's state is sharded, from its parameters
-    save_state, restore_state       checkpoints that refuse a state of another format
+fp8_adamw                       AdamW; scale_by_fp8_adam is its maths alone
+fused_fp8_adamw                 the same in one pass and in place, for who owns the training loop
+compress                        any optax transformation, its moments stored in FP8
+apply_updates,
+stochastic_round_updates        unbiased updates of BF16 parameters without FP32 copies
+state_shardings                 how an optimizer's state is sharded, from its parameters
+save_state, restore_state       checkpoints that refuse a state of another format
 """
 
 from coat_jax.moments import Storage

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 from jaxtyping import Array, Int32
 
 from coat_jax import expansion
 from coat_jax.expansion import Expanded
-from coat_jax.kernels.adam import Hyper, Leaf, Settings
+from coat_jax.kernels.adam import Hyper, Leaf, Number, Settings
 from coat_jax.kernels.adam_launch import adam_step
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.moments import Storage
@@ -37,16 +36,16 @@ class ScaleByFP8AdamState(NamedTuple):
     (uint8), one number per group along the last axis. See `Storage` for leaves kept in FP32.
     """
 
-    count: Int32[Array, ""]
+    count: Int32[Array, ""]  # type: ignore[assignment]
     mu: Expanded
     nu: Expanded
 
 
 def scale_by_fp8_adam(
-    b1: ArrayLike = 0.9,
-    b2: ArrayLike = 0.999,
-    eps: ArrayLike = 1e-8,
-    eps_root: ArrayLike = 0.0,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    eps_root: Number = 0.0,
     *,
     nesterov: bool = False,
     storage: Storage | None = None,
@@ -81,11 +80,11 @@ def scale_by_fp8_adam(
 
 def fp8_adamw(
     learning_rate: optax.ScalarOrSchedule,
-    b1: ArrayLike = 0.9,
-    b2: ArrayLike = 0.999,
-    eps: ArrayLike = 1e-8,
-    eps_root: ArrayLike = 0.0,
-    weight_decay: ArrayLike = 1e-4,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    eps_root: Number = 0.0,
+    weight_decay: Number = 1e-4,
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     nesterov: bool = False,
@@ -181,7 +180,7 @@ def step_tree(
     stepped = adam_step(
         per_leaf, count, hyper, settings, decayed=decayed, implementation=implementation
     )
-    result = structure.unflatten([s.result for s in stepped])
+    result = jax.tree.unflatten(structure, [s.result for s in stepped])
     mu = _zip([s.mu for s in stepped], structure)
     nu = _zip([s.nu for s in stepped], structure)
     return result, ScaleByFP8AdamState(count, mu, nu)
@@ -194,4 +193,6 @@ def _unzip(moment: Expanded) -> list[Expanded]:
 
 def _zip(leaves: list[Expanded], structure: Any) -> Expanded:
     """The inverse of `_unzip`."""
-    return Expanded(*(structure.unflatten([getattr(e, f) for e in leaves]) for f in Expanded._fields))
+    return Expanded(
+        *(jax.tree.unflatten(structure, [getattr(e, f) for e in leaves]) for f in Expanded._fields)
+    )

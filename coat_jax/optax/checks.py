@@ -26,8 +26,9 @@ def require_real_floats(params: Any) -> None:
 
 
 def require_same_shapes(name: str, tree: Any, codes: Any) -> None:
-    """Raises unless `tree` has the structure and shapes of the optimizer's state."""
-    expected, got = jax.tree.structure(codes), jax.tree.structure(tree)
+    """Raises unless `tree` has the structure and shapes of `codes`, the state's or parameters'."""
+    expected: Any = jax.tree.structure(codes)
+    got: Any = jax.tree.structure(tree)
     if expected != got:
         raise ValueError(
             f"The {name} have another structure than the parameters the state was made for.\n"
@@ -57,4 +58,6 @@ def require_sensible(hyper: Hyper) -> None:
     for name, (low, high) in ranges.items():
         value = getattr(hyper, name)
         if isinstance(value, int | float) and not low <= value < high:
-            raise ValueError(f"{name}={value!r} is outside its range, {low:g} <= {name} < {high:g}.")
+            raise ValueError(
+                f"{name}={value!r} is outside its range, {low:g} <= {name} < {high:g}."
+            )

@@ -35,7 +35,7 @@ class CompressedState(NamedTuple):
     `k16` belong to the codes, and are scalars without meaning elsewhere.
     """
 
-    count: Int32[Array, ""]
+    count: Int32[Array, ""]  # type: ignore[assignment]
     codes: Any
     amax: Any
     k16: Any
@@ -91,13 +91,14 @@ def compress(
         **extra_args: Any,
     ) -> tuple[optax.Updates, CompressedState]:
         count = optax.safe_increment(state.count)
-        structure = jax.tree.structure(state.codes)
+        structure: Any = jax.tree.structure(state.codes)
         stored = [
-            Expanded(*arrays)
-            for arrays in zip(*map(jax.tree.leaves, state[1:]), strict=True)
+            Expanded(*arrays) for arrays in zip(*map(jax.tree.leaves, state[1:]), strict=True)
         ]
         before = [_read(e, storage) for e in stored]
-        updates, after = inner.update(updates, structure.unflatten(before), params, **extra_args)
+        updates, after = inner.update(
+            updates, jax.tree.unflatten(structure, before), params, **extra_args
+        )
         if jax.tree.structure(after) != structure:
             raise ValueError(
                 "The wrapped transformation changed the structure of its state, from "
@@ -150,4 +151,8 @@ def _restore(stored: Expanded, old: Any, new: Any, storage: Storage, key: Any) -
 def _columns(structure: Any, leaves: list[Expanded]) -> tuple[Any, Any, Any]:
     """A list of `Expanded` as three trees."""
     codes, amax, k16 = zip(*leaves, strict=True) if leaves else ((), (), ())
-    return structure.unflatten(codes), structure.unflatten(amax), structure.unflatten(k16)
+    return (
+        jax.tree.unflatten(structure, codes),
+        jax.tree.unflatten(structure, amax),
+        jax.tree.unflatten(structure, k16),
+    )

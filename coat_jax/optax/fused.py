@@ -15,10 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from coat_jax.kernels.adam import Hyper, Settings
+from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.moments import Storage
 from coat_jax.optax.adam import ScaleByFP8AdamState, init_state, step_tree
@@ -34,8 +33,10 @@ class Step(Protocol):
         grads: optax.Updates,
         state: ScaleByFP8AdamState,
         *,
-        grad_scale: ArrayLike = 1.0,
-    ) -> tuple[optax.Params, ScaleByFP8AdamState]: ...
+        grad_scale: Number = 1.0,
+    ) -> tuple[optax.Params, ScaleByFP8AdamState]:
+        """Returns new parameters and state; the gradients are multiplied by `grad_scale`."""
+        ...
 
 
 class FusedOptimizer(NamedTuple):
@@ -47,11 +48,11 @@ class FusedOptimizer(NamedTuple):
 
 def fused_fp8_adamw(
     learning_rate: optax.ScalarOrSchedule,
-    b1: ArrayLike = 0.9,
-    b2: ArrayLike = 0.999,
-    eps: ArrayLike = 1e-8,
-    eps_root: ArrayLike = 0.0,
-    weight_decay: ArrayLike = 1e-4,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    eps_root: Number = 0.0,
+    weight_decay: Number = 1e-4,
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     nesterov: bool = False,
@@ -99,7 +100,7 @@ def fused_fp8_adamw(
         grads: optax.Updates,
         state: ScaleByFP8AdamState,
         *,
-        grad_scale: ArrayLike = 1.0,
+        grad_scale: Number = 1.0,
     ) -> tuple[optax.Params, ScaleByFP8AdamState]:
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         return step_tree(

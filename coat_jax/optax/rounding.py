@@ -16,12 +16,13 @@ from jaxtyping import Array, Float, Int32
 
 from coat_jax import noise
 from coat_jax.expansion import GROUP_SIZE
+from coat_jax.optax.checks import require_same_shapes
 
 
 class StochasticRoundState(NamedTuple):
     """The state of `stochastic_round_updates`."""
 
-    count: Int32[Array, ""]
+    count: Int32[Array, ""]  # type: ignore[assignment]
 
 
 def stochastic_round_updates(seed: int = 0) -> optax.GradientTransformation:
@@ -64,12 +65,13 @@ def apply_updates(
         step: the number of this step, so that no two steps round alike.
         seed: of the random numbers.
     """
+    require_same_shapes("updates", updates, params)
     leaves, structure = jax.tree.flatten(params)
     new = [
         _apply(p, u, noise.leaf_key(seed, step, i))
-        for i, (p, u) in enumerate(zip(leaves, structure.flatten_up_to(updates), strict=True))
+        for i, (p, u) in enumerate(zip(leaves, jax.tree.leaves(updates), strict=True))
     ]
-    return structure.unflatten(new)
+    return jax.tree.unflatten(structure, new)
 
 
 def _apply(p: Array, u: Array, key: Any) -> Float[Array, "..."]:

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 from jaxtyping import Array, Int32
 
-from coat_jax.kernels.adam import Hyper, adam_update
+from coat_jax.kernels.adam import Hyper, Number, adam_update
 from coat_jax.moments import Storage
 from coat_jax.optax.checks import require_real_floats, require_same_shapes, require_sensible
 from coat_jax.optax.sharding import zeros
@@ -22,7 +21,7 @@ from coat_jax.qtensor import QTensor, dequantize, quantize, scales_shape
 class ScaleByUnexpandedAdamState(NamedTuple):
     """FP8 codes and FP32 scales of both moments, each a tree like the parameters."""
 
-    count: Int32[Array, ""]
+    count: Int32[Array, ""]  # type: ignore[assignment]
     mu_codes: Any
     mu_scale: Any
     nu_codes: Any
@@ -30,10 +29,10 @@ class ScaleByUnexpandedAdamState(NamedTuple):
 
 
 def scale_by_unexpanded_fp8_adam(
-    b1: ArrayLike = 0.9,
-    b2: ArrayLike = 0.999,
-    eps: ArrayLike = 1e-8,
-    eps_root: ArrayLike = 0.0,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    eps_root: Number = 0.0,
     *,
     nesterov: bool = False,
     storage: Storage | None = None,

@@ -69,7 +69,11 @@ CASES = [
     Case("bucket", ((4, 128), (2, 256), (128,), (1, 128), (3, 384), (8, 128), (7, 128), (16, 128))),
     Case("uneven bucket", tuple((i + 1, 100 + i) for i in range(BUCKET))),
     Case("bucket and rest", ((4, 128),) * (BUCKET + 2)),
-    Case("FP32 leaves between", ((4, 128), (5,), (256, 128)), settings=Settings(Storage(min_size=512))),
+    Case(
+        "FP32 leaves between",
+        ((4, 128), (5,), (256, 128)),
+        settings=Settings(Storage(min_size=512)),
+    ),
 ]
 
 

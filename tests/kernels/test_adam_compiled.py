@@ -7,7 +7,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("jax_triton")
-import coat_jax as coat
 from hopper import (
     can_compile_for_hopper,
     collectives,
@@ -16,6 +15,8 @@ from hopper import (
     hopper_mesh,
     kernel_calls,
 )
+
+import coat_jax as coat
 
 pytestmark = [
     pytest.mark.compiled,
@@ -32,9 +33,7 @@ def compile_step(mesh, shapes, specs, dtype=jnp.float32, learning_rate=1e-3, **a
         jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
         for shape, spec in zip(shapes, specs, strict=True)
     ]
-    grads = [
-        jax.ShapeDtypeStruct(p.shape, jnp.bfloat16, sharding=p.sharding) for p in params
-    ]
+    grads = [jax.ShapeDtypeStruct(p.shape, jnp.bfloat16, sharding=p.sharding) for p in params]
     state = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
         jax.eval_shape(optimizer.init, params),
