@@ -81,9 +81,9 @@ def main() -> None:
     ]
     parameters = sum(p.size for p in jax.tree.leaves(nnx.state(runners[0].model, nnx.Param)))
     console.print(
-        f"A Llama of {parameters / 1e6:.2f} million parameters learns Python from Python: "
-        f"{len(text.train) / 1e6:.1f} MB of the standard library's source, twice. Losses are in nats per "
-        f"byte, the mean of {LAST} steps.",
+        f"A Llama of {parameters / 1e6:.2f} million parameters learns Python, twice, from "
+        f"{len(text.train) / 1e6:.1f} MB of the standard library's source.\n"
+        f"Losses are in nats per byte, the mean of {LAST} steps.",
         highlight=False,
     )
 

@@ -64,11 +64,12 @@ def write(path: str | Path, figures: dict[str, Any]) -> None:
 
 def parents() -> dict[str, Any]:
     """What made the figures of this process: the script, the code, the machine, the day."""
-    status = _git("status", "--porcelain")
+    head = _git("rev-parse", "--verify", "--quiet", "HEAD")
     return {
         "script": _script(),
-        "commit": _git("rev-parse", "--verify", "--quiet", "HEAD"),
-        "dirty": None if status is None else status != "",
+        # COMMIT names it where the code was copied without its history.
+        "commit": head or os.environ.get("COMMIT"),
+        "dirty": None if head is None else _git("status", "--porcelain") != "",
         "hardware": {
             "device": jax.devices()[0].device_kind,
             "devices": jax.device_count(),

@@ -96,9 +96,12 @@ def compress(
             Expanded(*arrays) for arrays in zip(*map(jax.tree.leaves, state[1:]), strict=True)
         ]
         before = [_read(e, storage) for e in stored]
+        given = updates
         updates, after = inner.update(
-            updates, jax.tree.unflatten(structure, before), params, **extra_args
+            given, jax.tree.unflatten(structure, before), params, **extra_args
         )
+        # Decoded moments are FP32; what leaves here has the dtypes it would have without them.
+        updates = jax.tree.map(lambda u, g: u.astype(g.dtype), updates, given)
         if jax.tree.structure(after) != structure:
             raise ValueError(
                 "The wrapped transformation changed the structure of its state, from "
@@ -133,7 +136,7 @@ def _read(stored: Expanded, storage: Storage) -> Any:
 def _restore(stored: Expanded, old: Any, new: Any, storage: Storage, key: Any) -> Expanded:
     """Stores a leaf after a step; a group without any change keeps its codes."""
     if not _is_compressed(stored):
-        return _leave(new)
+        return _leave(jnp.asarray(new, jnp.result_type(stored.codes)))
     dither = None
     if storage.stochastic:
         dither = noise.uniform(key, new.shape, run=storage.group_size)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -43,23 +43,27 @@ def state_shardings(tx: optax.GradientTransformation, params: optax.Params) -> A
 
 def zeros(param: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """Zeros for a leaf of the state, placed where the parameter is if that can be seen."""
-    sharding = getattr(param, "sharding", None) if isinstance(param, jax.Array) else None
-    if isinstance(param, jax.core.Tracer):
-        sharding = getattr(jax.typeof(param), "sharding", None)
-        if sharding is None or sharding.mesh.empty or not sharding.mesh._any_axis_explicit:
-            return jnp.zeros(shape, dtype)
+    sharding = _visible_sharding(param)
+    if sharding is None:
+        return jnp.zeros(shape, dtype)
     if isinstance(sharding, NamedSharding):
-        sharding = sharding_like_spec(sharding, shape)
+        sharding = sharding_like(param, shape)
     return jnp.zeros(shape, dtype, device=sharding)
 
 
+def _visible_sharding(param: Any) -> Any:
+    """The sharding that a parameter was given on purpose; None under jit on automatic axes."""
+    if isinstance(param, jax.core.Tracer):
+        sharding = jax.typeof(param).sharding
+        explicit = any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
+        return sharding if explicit else None
+    # Zeros placed for a parameter that JAX placed by itself would make jit compile twice.
+    return param.sharding if isinstance(param, jax.Array) and param.committed else None
+
+
 def sharding_like(param: Any, shape: tuple[int, ...]) -> NamedSharding:
-    """The parameter's sharding for a leaf of its state."""
-    return sharding_like_spec(param.sharding, shape)
-
-
-def sharding_like_spec(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """`sharding` for another shape of the same rank, without axes that it does not divide."""
+    """The parameter's sharding for a leaf of its state, without axes that it does not divide."""
+    sharding = jax.typeof(param).sharding if isinstance(param, jax.core.Tracer) else param.sharding
 
     def parts(entry: Any) -> int:
         names = () if entry is None else (entry,) if isinstance(entry, str) else entry
