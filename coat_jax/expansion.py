@@ -19,7 +19,6 @@ k stops at 1, where it is plain scaled FP8: one stray tiny member would otherwis
 below 1 and coarsen all others. What is too small for the smallest code is rounded up to it.
 """
 
-import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -39,9 +38,10 @@ GROUP_SIZE = 128
 SMALLEST = 2.0**-125
 STEPS = 16  # k is stored in sixteenths
 MAX_STEPS = 255
-# The range the smallest member is placed by is a hair under FP8's own (0.5 %), so that no
-# rounding of log and exp takes it below the smallest code.
-MARGIN = 0.007
+# Added before 16 k is rounded down. A group whose smallest member got the smallest code must get
+# the same k when it is encoded again, whatever the logarithms' rounding: else k, and with it the
+# smallest member, would sink a little at every step.
+TOLERANCE = 1 / 64
 
 
 class Expanded(NamedTuple):
@@ -74,7 +74,7 @@ def encode(
     k16 = exponent_sixteenths(amax, smallest, fmt.log2_range)
     k = k16[..., None].astype(jnp.float32) / STEPS
     log2_ratio = jnp.log2(magnitude) - jnp.log2(jnp.maximum(amax, SMALLEST))[..., None]
-    image = jnp.exp2(k * log2_ratio + math.log2(fmt.max))
+    image = fmt.max * jnp.exp2(k * log2_ratio)
     image = jnp.where(magnitude > 0, jnp.maximum(image, fmt.tiny), image)
     image = jnp.copysign(image, grouped)
     if noise is None:
@@ -102,5 +102,5 @@ def exponent_sixteenths(
 ) -> UInt8[Array, "..."]:
     """16 k per group, rounded down so that the smallest member still fits the format."""
     log2_spread = jnp.log2(smallest) - jnp.log2(jnp.maximum(amax, SMALLEST))
-    steps = jnp.floor(STEPS * (log2_range - MARGIN) / jnp.maximum(-log2_spread, 1e-6))
-    return jnp.clip(steps, STEPS, MAX_STEPS).astype(jnp.uint8)
+    steps = STEPS * log2_range / jnp.maximum(-log2_spread, 1e-6)
+    return jnp.clip(jnp.floor(steps + TOLERANCE), STEPS, MAX_STEPS).astype(jnp.uint8)

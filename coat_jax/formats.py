@@ -80,8 +80,9 @@ def stochastic_cast(
 
                 p(f) = ((1 + f/n)^a - 1) / ((1 + 1/n)^a - 1),    f = x - n
 
-            which is f + (1 - a) (1/2 - s/12) s f (1 - f) to within 0.2 % of the
-            rate at which x^a may drift, with s = 1/n.
+            which this takes for  f + (1 - a) (1/2 - s/12) s f (1 - f)  with s = 1/n. The mean of
+            x^a is then right to 2e-4 of it for normal numbers, and to 4e-3 for the smallest
+            subnormal (n = 1).
     """
     fmt = format_of(dtype)
     x = jnp.clip(jnp.asarray(x, jnp.float32), -fmt.max, fmt.max)

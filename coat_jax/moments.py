@@ -60,7 +60,7 @@ class Storage:
         """Whether a leaf of this shape is stored in FP8; see the rule above."""
         if self.min_size == 0:
             return True
-        return math.prod(shape) >= self.min_size and shape[-1] >= MIN_COLUMNS
+        return math.prod(shape) >= self.min_size and (shape or (1,))[-1] >= MIN_COLUMNS
 
     def read(self, stored: Expanded) -> Float[Array, "..."]:
         """The FP32 values of one leaf."""

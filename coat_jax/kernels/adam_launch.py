@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
 from coat_jax import noise
-from coat_jax.expansion import MARGIN, Expanded
+from coat_jax.expansion import Expanded
 from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.adam import (
@@ -193,7 +193,7 @@ def _format_constants(dtype: DTypeLike) -> tuple[float | int, ...]:
     fmt = format_of(dtype)
     return (
         math.log2(fmt.max),
-        fmt.log2_range - MARGIN,
+        fmt.log2_range,
         fmt.tiny,
         fmt.max,
         fmt.min_exponent,

@@ -133,7 +133,8 @@ def fit(magnitude, LOG2_RANGE: tl.constexpr, FAST: tl.constexpr):
     smallest = (tl.min(above_zero, axis=1) + 1).to(tl.float32, bitcast=True)
     log2_amax = log2(tl.maximum(amax, SMALLEST), FAST)
     spread = log2_amax - log2(smallest, FAST)
-    k16 = tl.floor(16.0 * LOG2_RANGE * reciprocal(tl.maximum(spread, 1e-6), FAST))
+    k16 = 16.0 * LOG2_RANGE * reciprocal(tl.maximum(spread, 1e-6), FAST)
+    k16 = tl.floor(k16 + 1 / 64)
     k16 = tl.minimum(tl.maximum(k16, 16.0), 255.0)
     return amax, log2_amax, k16
 
@@ -142,10 +143,14 @@ def fit(magnitude, LOG2_RANGE: tl.constexpr, FAST: tl.constexpr):
 def expand(
     magnitude, log2_amax, k16, LOG2_MAX: tl.constexpr, TINY: tl.constexpr, FAST: tl.constexpr
 ):
-    """448 (magnitude / amax)^k, where a non-zero is at least the smallest code."""
+    """448 (magnitude / amax)^k, where a non-zero is at least the smallest code.
+
+    3e-6 too large, so that the approximate power does not put the largest under 448, where
+    stochastic rounding could round it down. Above, it saturates.
+    """
     k = k16 * (1.0 / 16.0)
     log2_ratio = log2(magnitude, FAST) - log2_amax[:, None]
-    image = exp2(log2_ratio * k[:, None] + LOG2_MAX, FAST)
+    image = exp2(log2_ratio * k[:, None] + (LOG2_MAX + 4e-6), FAST)
     return at_least_if_nonzero(image, magnitude, TINY, FAST)
 
 
