@@ -18,6 +18,7 @@ allocator.
 import argparse
 import functools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -54,6 +55,7 @@ def main() -> None:
     )
     parser.add_argument("--elements", type=int, default=28, help="log2 of the one leaf's size")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
+    parser.add_argument("--draw", action="store_true", help="only draw the results of before")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -64,6 +66,9 @@ def main() -> None:
         return
     from experiments import results
 
+    if options.draw:
+        draw(options.out)
+        return
     models = ["one_leaf", "llama2_7b"] if options.elements >= 28 else ["one_leaf"]
     cases: list[Case] = []
     for model in models:
@@ -72,6 +77,34 @@ def main() -> None:
             figures = {"elements": 2**options.elements, "cases": cases}
             results.write(options.out / "optimizer_step.json", figures)
     _print_table(cases)
+    draw(options.out)
+
+
+def draw(folder: Path) -> None:
+    """Draws the times for the one leaf as bars, ours in colour."""
+    import matplotlib.pyplot as plt
+
+    from experiments import results
+
+    figures = json.loads((folder / "optimizer_step.json").read_text())["figures"]
+    cases = [c for c in figures["cases"] if c["model"] == "one_leaf" and "skipped" not in c]
+    with plt.rc_context(results.CHART | {"axes.grid.axis": "x"}):
+        figure, panels = plt.subplots(1, 2, figsize=(11, 4.2))
+        for axes, dtype in zip(panels, ("float32", "bfloat16"), strict=True):
+            shown = [c for c in cases if c["params"] == dtype]
+            shown.sort(key=lambda c: -c["ms"])
+            names = [f"{c['optimizer']}\n{c['grads']} gradients" for c in shown]
+            colors = [
+                results.ACCENT if c["optimizer"].startswith("coat") else results.PALE for c in shown
+            ]
+            bars = axes.barh(names, [c["ms"] for c in shown], color=colors, height=0.7)
+            axes.bar_label(bars, [f"{c['ms']:.2f}" for c in shown], padding=3, fontsize=8)
+            axes.tick_params(axis="y", labelsize=7)
+            axes.set_title(f"{dtype} parameters")
+            axes.set_xlabel("milliseconds a step")
+            axes.margins(x=0.12)
+        figure.suptitle(f"One optimizer step over 2^{math.log2(figures['elements']):.0f} parameters")
+        figure.savefig(folder / "optimizer_step.png")
 
 
 def _run_worker(framework: str, model: str, elements: int) -> list[Case]:
