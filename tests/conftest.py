@@ -16,7 +16,7 @@ settings.register_profile(
     "laws",
     derandomize=True,
     deadline=None,
-    max_examples=12,
+    max_examples=10,
     # All but `explain`, which traces every line and takes seconds for each failure.
     phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],
 )

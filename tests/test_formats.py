@@ -84,7 +84,7 @@ def test_nearest_is_the_nearest_of_the_table(dtype):
 
 
 @formats
-@given(x=st.lists(floats, min_size=32, max_size=32))
+@given(x=st.lists(floats, min_size=16, max_size=16))
 def test_nearest_of_any_float_is_the_nearest_of_the_table(dtype, x):
     got = as_float64(nearest(np.float32(x), dtype))
     np.testing.assert_array_equal(got, nearest_by_table(x, dtype))
@@ -114,7 +114,7 @@ def test_a_value_of_the_format_stays(dtype, noise, curvature):
 
 @formats
 @given(
-    x=st.lists(floats, min_size=32, max_size=32),
+    x=st.lists(floats, min_size=16, max_size=16),
     noise=st.sampled_from([0.0, 1e-7, 0.3, 0.999, LAST_NOISE]),
     curvature=st.floats(0, 0.9375, width=32),
 )

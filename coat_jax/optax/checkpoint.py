@@ -4,6 +4,8 @@ Orbax casts what it restores to the dtype it is asked for, without a word. FP8 c
 another format, or grouped otherwise than they were written, would be wrong numbers. So
 `restore_state` compares the stored shapes and dtypes with the expected ones first. The mesh
 may be another one: shardings are those of the expected state.
+
+Orbax is imported when it is needed: it takes longer than all of coat_jax.
 """
 
 from pathlib import Path
@@ -11,11 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
 
 def save_state(path: str | Path, state: Any) -> None:
     """Writes a state to a new directory at `path`; returns when it is complete."""
+    import orbax.checkpoint as ocp
+
     path = Path(path).absolute()
     if path.exists():
         raise FileExistsError(f"{path} exists already. Choose another path, or remove it first.")
@@ -31,6 +34,8 @@ def restore_state(path: str | Path, like: Any) -> Any:
         like: the state expected: arrays, or `jax.ShapeDtypeStruct`s, as `jax.eval_shape(tx.init,
             params)` gives them, with shardings where the state is to be sharded.
     """
+    import orbax.checkpoint as ocp
+
     path = Path(path).absolute()
     if not path.is_dir():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")

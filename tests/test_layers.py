@@ -1,0 +1,176 @@
+"""The architecture, held in place: imports only go downwards, and `import coat_jax` is light.
+
+LAYERS is the list in docs/architecture.md, lowest first. A part may import parts of the lines
+above its own; those that share a line do not know each other. Inside a folder anything goes but
+a cycle. Imports count wherever they stand, also inside functions and under TYPE_CHECKING.
+"""
+
+import ast
+import graphlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import coat_jax
+
+PACKAGE = Path(coat_jax.__file__).parent
+LAYERS = [
+    ("formats", "noise"),
+    ("qtensor",),
+    ("expansion",),
+    ("moments",),
+    ("kernels",),
+    ("ops",),
+    ("nn", "optax"),
+    ("models",),
+    ("training",),
+    ("cli",),
+    ("",),  # coat_jax/__init__.py, above all
+]
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+IMPORT_SECONDS = 0.5
+HEAVY = {"triton", "torch", "jax_triton", "transformers"}
+
+
+def modules_of(package):
+    """Every module of a package by its dotted name."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = ("coat_jax", *path.relative_to(package).with_suffix("").parts)
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules_of(PACKAGE)
+
+
+def imports_of(source, module, is_package, modules):
+    """The modules among `modules` that `source` imports, with the line of each."""
+    own = module.split(".") if is_package else module.split(".")[:-1]
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [(alias.name, None) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = own[: len(own) - node.level + 1] if node.level else []
+            base = ".".join([*base, *filter(None, [node.module])])
+            names = [(base, alias.name) for alias in node.names]
+        else:
+            continue
+        for base, name in names:
+            # `from coat_jax import noise` imports coat_jax.noise, not coat_jax.
+            target = f"{base}.{name}" if f"{base}.{name}" in modules else base
+            if target.split(".")[0] == "coat_jax":
+                found.append((target, node.lineno))
+    return found
+
+
+def part_of(module):
+    """What the layers are made of: the first name under coat_jax."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def objections(imports, module):
+    """What is wrong with these imports of a module, one line each."""
+    part = part_of(module)
+    if part not in LEVEL:
+        return [f"{module} belongs to no layer: give {part!r} a place in LAYERS"]
+    return [
+        f"{module}:{line} imports {target}, which is not below it"
+        for target, line in imports
+        if part_of(target) not in LEVEL
+        or LEVEL[part_of(target)] > LEVEL[part]
+        or (LEVEL[part_of(target)] == LEVEL[part] and part_of(target) != part)
+    ]
+
+
+def edges_of(module):
+    path = MODULES[module]
+    return imports_of(path.read_text("utf-8"), module, path.name == "__init__.py", MODULES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_only_go_downwards(module):
+    assert objections(edges_of(module), module) == []
+
+
+def test_there_is_no_cycle():
+    graph = {module: {target for target, _ in edges_of(module)} for module in MODULES}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_every_import_of_the_package_exists():
+    unknown = [
+        f"{module}:{line} imports {target}"
+        for module in MODULES
+        for target, line in edges_of(module)
+        if target not in MODULES
+    ]
+    assert unknown == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("coat_jax.formats", "from coat_jax import noise"),
+        ("coat_jax.noise", "import coat_jax.formats"),
+        ("coat_jax.expansion", "def f():\n    from coat_jax.moments import Storage"),
+        ("coat_jax.moments", "from .kernels import adam"),
+        ("coat_jax.kernels.adam", "from coat_jax.optax.adam import x"),
+        ("coat_jax.kernels.adam", "from ..optax import adam"),
+        ("coat_jax.optax.adam", "from coat_jax import nn"),
+        ("coat_jax.nn.linear", "import coat_jax.optax as o"),
+        ("coat_jax.ops.linear", "if TYPE_CHECKING:\n    import coat_jax"),
+        ("coat_jax.utils", "import jax"),
+    ],
+)
+def test_the_rule_can_be_broken(module, source):
+    modules = {*MODULES, "coat_jax.nn"}
+    assert objections(imports_of(source, module, False, modules), module)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("coat_jax.optax.adam", "import optax\nfrom coat_jax import expansion, noise"),
+        ("coat_jax.optax.adam", "from coat_jax.optax.fused import x\nfrom . import rounding"),
+        ("coat_jax.kernels.adam", "from coat_jax.moments import Storage"),
+        ("coat_jax.cli", "from coat_jax.training import loop"),
+    ],
+)
+def test_the_rule_can_be_kept(module, source):
+    assert objections(imports_of(source, module, False, MODULES), module) == []
+
+
+def import_afresh():
+    """Imports the package in a new interpreter: its seconds on top of JAX and optax, and what
+    is there then of the HEAVY modules. Processor time, because machines may be busy."""
+    source = f"""
+import jax, optax, sys, time
+start = time.process_time()
+import coat_jax
+print(time.process_time() - start, *{HEAVY} & set(sys.modules))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", source],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+    )
+    assert result.returncode == 0, result.stderr
+    seconds, *heavy = result.stdout.split()
+    return float(seconds), heavy
+
+
+def test_importing_the_package_is_quick_and_without_triton_or_torch():
+    """The best of three, of which the second and third are taken only if they matter."""
+    seconds, heavy = import_afresh()
+    assert heavy == []
+    for _ in range(2):
+        if seconds >= IMPORT_SECONDS:
+            seconds = min(seconds, import_afresh()[0])
+    assert seconds < IMPORT_SECONDS, "see `python -X importtime -c 'import coat_jax'`"

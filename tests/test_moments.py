@@ -1,0 +1,140 @@
+"""Laws of the rule for which moments are stored in FP8, and of storing them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax import expansion
+from coat_jax.expansion import Expanded
+from coat_jax.formats import E4M3, E5M2
+from coat_jax.moments import GROUP_SIZES, MIN_COLUMNS, Storage
+
+write = jax.jit(Storage.write, static_argnums=(0, 2))
+read = jax.jit(Storage.read, static_argnums=0)
+encode = jax.jit(expansion.encode, static_argnames=("dtype", "group_size"))
+decode = jax.jit(expansion.decode, static_argnames="group_size")
+
+SHAPES = [(), (0,), (3, 0), (1,), (17,), (64, 15), (64, 16), (3, 5, 129)]
+
+
+def values_of(shape):
+    return np.float32(np.random.default_rng(0).normal(size=shape))
+
+
+@pytest.mark.parametrize(
+    ("shape", "in_fp8"),
+    [
+        ((), False),
+        ((0,), False),
+        ((1000, 0), False),
+        ((16383,), False),  # one short
+        ((16384,), True),
+        ((1024, 16), True),
+        ((2048, 15), False),  # narrow
+        ((16384, 1), False),
+        ((4, 64, 64), True),
+        ((16, 1024, 1), False),
+    ],
+    ids=str,
+)
+def test_the_rule_of_the_default(shape, in_fp8):
+    assert Storage().holds_in_fp8(shape) is in_fp8
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("min_size", [1, 2, 17, 1000, 10**9])
+def test_fp8_needs_the_size_and_the_columns(shape, min_size):
+    enough = np.prod(shape, dtype=int) >= min_size and (shape or (0,))[-1] >= MIN_COLUMNS
+    assert Storage(min_size=min_size).holds_in_fp8(shape) == enough
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_minimum_of_zero_takes_every_leaf(shape):
+    assert Storage(min_size=0).holds_in_fp8(shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_is_not_in_fp8_is_exact(shape):
+    """NaN and infinity too: FP32 leaves are kept as they are."""
+    storage, values = Storage(min_size=10**9), values_of(shape)
+    values = np.where(values > 1, np.float32(np.inf), np.where(values < -1, np.nan, values))
+    stored = storage.write(jnp.asarray(values), storage.first)
+    assert stored.codes.dtype == jnp.float32
+    np.testing.assert_array_equal(storage.read(stored), values)
+
+
+@pytest.mark.parametrize("shape", [(), (3, 5, 129)], ids=str)
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_what_is_in_fp8_is_expanded(shape, stochastic):
+    storage, values = Storage(min_size=0, group_size=32), values_of(shape)
+    noise = np.full(shape, 0.75, np.float32) if stochastic else None
+    stored = write(storage, values, E5M2, noise)
+    want = encode(values, E5M2, group_size=32, noise=noise)
+    assert stored.codes.dtype == E5M2
+    jax.tree.map(np.testing.assert_array_equal, stored, want)
+    np.testing.assert_array_equal(read(storage, stored), decode(want, group_size=32))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_tree_is_the_same_whatever_the_rule_says(shape):
+    def layout(min_size):
+        storage = Storage(min_size=min_size, group_size=32)
+        return jax.eval_shape(
+            lambda x: storage.write(x, E4M3), jax.ShapeDtypeStruct(shape, jnp.float32)
+        )
+
+    fp8, fp32 = layout(0), layout(10**9)
+    assert isinstance(fp8, Expanded)
+    assert jax.tree.structure(fp8) == jax.tree.structure(fp32)
+    assert [leaf.shape for leaf in fp8] == [leaf.shape for leaf in fp32]
+    assert (fp8.codes.dtype, fp32.codes.dtype) == (E4M3, jnp.float32)
+    assert [leaf.dtype for leaf in fp8[1:]] == [leaf.dtype for leaf in fp32[1:]]
+
+
+def test_half_precision_moments_are_read_as_float32():
+    storage = Storage(min_size=10**9)
+    stored = storage.write(jnp.full((2, 3), 0.1, jnp.bfloat16), storage.first)
+    assert stored.codes.dtype == storage.read(stored).dtype == jnp.float32
+
+
+def test_storage_can_be_a_static_argument():
+    """Hashable and compared by value; a change is a new object."""
+    assert Storage(group_size=64) == dataclasses.replace(Storage(), group_size=64)
+    assert hash(Storage(group_size=64)) == hash(Storage(group_size=64))
+    assert Storage() != Storage(stochastic=False)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Storage().seed = 1
+    x = np.full((2, 40), 0.3, np.float32)  # constant, so exact
+    same = read(Storage(min_size=0), write(Storage(min_size=0), x, E4M3))
+    np.testing.assert_array_equal(same, x)
+
+
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+def test_every_listed_group_size_works(group_size):
+    storage, values = Storage(min_size=0, group_size=group_size), jnp.full((2, 40), 0.3)
+    stored = jax.eval_shape(lambda x: storage.write(x, storage.second), values)
+    assert stored.amax.shape == stored.k16.shape == (2, -(-40 // group_size))
+    assert jax.eval_shape(storage.read, stored).shape == (2, 40)
+
+
+@pytest.mark.parametrize("group_size", [0, -128, 100, 8, 2048, "128", 128.5, None])
+def test_another_group_size_is_refused(group_size):
+    with pytest.raises(ValueError, match=r"group_size=.* must be one of \(16, 32,"):
+        Storage(group_size=group_size)
+
+
+@pytest.mark.parametrize("field", ["first", "second"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, "int8", None, "e4m3"])
+def test_another_format_is_refused(field, dtype):
+    with pytest.raises(ValueError, match=r"no FP8 format.*coat\.formats\.E4M3"):
+        Storage(**{field: dtype})
+
+
+@pytest.mark.parametrize("field", ["min_size", "seed"])
+@pytest.mark.parametrize("value", [-1, 1.5, True, "0", None])
+def test_what_is_no_whole_number_is_refused(field, value):
+    with pytest.raises(ValueError, match=rf"{field}=.*must be a whole number, zero or more"):
+        Storage(**{field: value})
