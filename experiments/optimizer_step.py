@@ -103,7 +103,9 @@ def draw(folder: Path) -> None:
             axes.set_title(f"{dtype} parameters")
             axes.set_xlabel("milliseconds a step")
             axes.margins(x=0.12)
-        figure.suptitle(f"One optimizer step over 2^{math.log2(figures['elements']):.0f} parameters")
+        figure.suptitle(
+            f"One optimizer step over 2^{math.log2(figures['elements']):.0f} parameters"
+        )
         figure.savefig(folder / "optimizer_step.png")
 
 

@@ -1,0 +1,131 @@
+"""fp8_adamw under nnx.Optimizer: Flax's own training loop, on one device and on a mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
+
+from coat_jax.optax import Storage, compress, fp8_adamw
+
+WIDTH, HIDDEN = 128, 1024
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs, *, sharded=False):
+        def init(*names):
+            lecun = nnx.initializers.lecun_normal()
+            return {"kernel_init": nnx.with_partitioning(lecun, names) if sharded else lecun}
+
+        self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs, **init(None, "x"))
+        self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs, **init("x", None))
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def loss_of(model, x):
+    return jnp.mean(jnp.square(model(x) - jnp.roll(x, 1, axis=-1)))
+
+
+@nnx.jit
+def train(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(loss_of)(model, x)
+    optimizer.update(model, grads)
+    return loss
+
+
+def run(tx, steps=5, *, sharded=False):
+    """The model, its optimizer and the losses after some steps."""
+    model = MLP(nnx.Rngs(0), sharded=sharded)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    x = jnp.float32(np.random.default_rng(0).standard_normal((32, WIDTH)))
+    losses = [float(train(model, optimizer, x)) for _ in range(steps)]
+    return model, optimizer, losses
+
+
+def moments(optimizer):
+    state = nnx.to_pure_dict(nnx.state(optimizer))["opt_state"][0]
+    return [state["mu"], state["nu"]]
+
+
+@pytest.fixture(scope="module")
+def unsharded():
+    return run(fp8_adamw(1e-3))
+
+
+def test_moments_stay_in_fp8_and_the_model_learns_as_with_optax(unsharded):
+    _, optimizer, losses = unsharded
+    _, _, theirs = run(optax.adamw(1e-3))
+    for moment in moments(optimizer):
+        assert moment["codes"]["up"]["kernel"].dtype == jnp.float8_e4m3fn
+        assert moment["codes"]["down"]["kernel"].dtype == jnp.float8_e4m3fn
+        assert moment["codes"]["up"]["bias"].dtype == jnp.float32
+    # FP8 moves a parameter some percent otherwise, so the loss's fall differs by less.
+    np.testing.assert_allclose(losses, theirs, rtol=0.01)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_it_does_what_the_functional_loop_does(unsharded):
+    model, _, _ = unsharded
+    graph, params = nnx.split(MLP(nnx.Rngs(0)), nnx.Param)
+    params = nnx.to_pure_dict(params)
+    x = jnp.float32(np.random.default_rng(0).standard_normal((32, WIDTH)))
+    tx = fp8_adamw(1e-3)
+    state = tx.init(params)
+
+    def loss(params):
+        model = nnx.merge(graph, nnx.State(params))
+        return loss_of(model, x)
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(5):
+        params, state = step(params, state)
+    got = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    # Two programs: gradients differ in their last bits, by which a code may flip.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), got, params)
+
+
+def test_on_a_mesh_state_is_sharded_as_the_parameters_and_results_are_the_same(unsharded):
+    plain, _, losses = unsharded
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        model, optimizer, sharded_losses = run(fp8_adamw(1e-3), sharded=True)
+    for moment in moments(optimizer):
+        for part in ("codes", "amax", "k16"):
+            assert moment[part]["up"]["kernel"].sharding.spec == PartitionSpec(None, "x")
+            assert moment[part]["down"]["kernel"].sharding.spec[0] == "x"
+    # Sums over the mesh are added in another order.
+    np.testing.assert_allclose(sharded_losses, losses, rtol=1e-4)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4),
+        nnx.to_pure_dict(nnx.state(model, nnx.Param)),
+        nnx.to_pure_dict(nnx.state(plain, nnx.Param)),
+    )
+
+
+def test_smaller_groups_let_a_mesh_cut_the_last_axis_finer():
+    """Flax gives scales their parameter's PartitionSpec, so a device holds whole groups."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        kernel = nnx.Param(jnp.ones((64, 512)), out_sharding=(None, "x"))
+        model = nnx.Dict(w=kernel)
+        optimizer = nnx.Optimizer(
+            model, fp8_adamw(1e-3, storage=Storage(group_size=64)), wrt=nnx.Param
+        )
+    amax = moments(optimizer)[0]["amax"]["w"]
+    assert amax.shape == (64, 8)
+    assert amax.sharding.spec == PartitionSpec(None, "x")
+
+
+def test_compressed_transformations_train_too():
+    _, optimizer, losses = run(compress(optax.lion(1e-4)))
+    codes = nnx.to_pure_dict(nnx.state(optimizer))["opt_state"]["codes"][0]["mu"]
+    assert codes["up"]["kernel"].dtype == jnp.float8_e4m3fn
+    assert losses[-1] < losses[0]

@@ -1,0 +1,158 @@
+"""The fused step is the chain, bit for bit with FP32 gradients; and it is in place."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from coat_jax.optax import Storage, fp8_adamw, fused_fp8_adamw, global_norm_scale
+
+FP8 = Storage(min_size=512)
+STEPS = 20
+
+
+def noise(seed, shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def parameters(dtype=jnp.float32, shape=(8, 256)):
+    """A leaf in FP8 and one that is too small for it."""
+    return {"matrix": noise(0, shape, dtype), "bias": noise(1, (256,), dtype)}
+
+
+def walk_both(params, arguments, *, grad_dtype=jnp.float32, scales=None):
+    """Parameters and states of the chain and of the fused step, after every step."""
+    tx = fp8_adamw(**arguments)
+    fused = fused_fp8_adamw(**arguments)
+
+    @jax.jit
+    def chain(grads, state, params, scale):
+        if scales is not None:
+            grads = jax.tree.map(lambda g: scale * g, grads)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    @jax.jit
+    def step(params, grads, state, scale):
+        if scales is None:
+            return fused.step(params, grads, state)
+        return fused.step(params, grads, state, grad_scale=scale)
+
+    chained, fused_ = (params, tx.init(params)), (params, fused.init(params))
+    for i in range(STEPS):
+        grads = jax.tree.map(lambda p, i=i: noise(10 + i, p.shape, grad_dtype), params)
+        scale = jnp.float32(1.0 if scales is None else scales[i])
+        chained = chain(grads, chained[1], chained[0], scale)
+        fused_ = step(fused_[0], grads, fused_[1], scale)
+        yield chained, fused_
+
+
+CASES = {
+    "defaults": {},
+    "schedule": {"learning_rate": optax.cosine_decay_schedule(1e-2, STEPS)},
+    "mask": {"weight_decay": 0.5, "mask": {"matrix": True, "bias": False}},
+    "callable mask": {"weight_decay": 0.5, "mask": lambda p: {"matrix": False, "bias": True}},
+    "prefix mask": {"weight_decay": 0.5, "mask": False},
+    "nesterov": {"nesterov": True},
+    "numbers": {"b1": 0.8, "b2": 0.95, "eps": 1e-4, "eps_root": 1e-6, "weight_decay": 0.1},
+    "no decay": {"weight_decay": 0.0},
+    "fp32 moments": {"storage": Storage()},
+    "e5m2": {"storage": Storage(first=jnp.float8_e5m2, min_size=512, group_size=64)},
+}
+
+
+@pytest.mark.parametrize("arguments", CASES.values(), ids=CASES)
+def test_it_is_the_chain_bit_for_bit(arguments):
+    arguments = {"learning_rate": 1e-2, "storage": FP8, **arguments}
+    assert_same_walk(walk_both(parameters(), arguments))
+
+
+def test_it_is_the_chain_bit_for_bit_where_groups_are_short():
+    arguments = {"learning_rate": 1e-2, "storage": FP8}
+    assert_same_walk(walk_both(parameters(shape=(5, 1, 200)), arguments))
+
+
+def assert_same_walk(walk):
+    for (params, state), (fused_params, fused_state) in walk:
+        jax.tree.map(np.testing.assert_array_equal, fused_params, params)
+        jax.tree.map(np.testing.assert_array_equal, fused_state, state[0])
+
+
+def test_grad_scale_scales_the_gradients_bit_for_bit():
+    arguments = {"learning_rate": 1e-2, "storage": FP8}
+    scales = np.random.default_rng(0).uniform(0.1, 1.0, STEPS)
+    assert_same_walk(walk_both(parameters(), arguments, scales=scales))
+
+
+def test_with_bf16_gradients_they_differ_by_the_roundings_between_links():
+    """The chain rounds to BF16, by 2^-9, before and after the learning rate; moments are equal."""
+    rate = 1e-2
+    arguments = {"learning_rate": rate, "storage": FP8, "weight_decay": 0.0}
+    largest, before = 0.0, parameters()
+    for (params, state), (fused_params, fused_state) in walk_both(
+        parameters(), arguments, grad_dtype=jnp.bfloat16
+    ):
+        jax.tree.map(np.testing.assert_array_equal, fused_state, state[0])
+        largest += max(float(jnp.max(jnp.abs(params[k] - before[k]))) for k in params)
+        before = params
+        for name in params:
+            # Parameters near 1 add 2^-24 a step.
+            apart = float(jnp.max(jnp.abs(params[name] - fused_params[name])))
+            assert apart <= largest * 2 * 2.0**-9 + STEPS * 2.0**-23
+    assert apart > 0
+
+
+def test_bf16_parameters_are_rounded_once():
+    """To nearest unless asked otherwise, from FP32 arithmetic."""
+    arguments = {"learning_rate": 1e-2, "storage": FP8, "weight_decay": 0.1}
+    fused = fused_fp8_adamw(**arguments)
+    params = parameters(jnp.bfloat16)
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    grads = jax.tree.map(lambda p: noise(7, p.shape), wide)
+    step = jax.jit(fused.step)
+    new, _ = step(params, grads, fused.init(params))
+    wanted, _ = step(wide, grads, fused.init(wide))
+    for name in params:
+        assert new[name].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(new[name], wanted[name].astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_donated_parameters_and_state_are_updated_in_place(dtype):
+    params = {"w": noise(0, (256, 512), dtype), "b": noise(1, (256,), dtype)}
+    fused = fused_fp8_adamw(1e-2, round_params=True)
+    state = fused.init(params)
+    grads = jax.tree.map(jnp.ones_like, params)
+    compiled = jax.jit(fused.step, donate_argnums=(0, 2)).lower(params, grads, state).compile()
+    donated = sum(leaf.nbytes for leaf in jax.tree.leaves((state, params)))
+    for moment in (state.mu, state.nu):
+        donated -= moment.amax["b"].nbytes + moment.k16["b"].nbytes  # unused, as "b" is in FP32
+    assert compiled.memory_analysis().alias_size_in_bytes >= donated
+    new_params, new_state = compiled(params, grads, state)
+    jax.block_until_ready((new_params, new_state))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((params, state.mu.codes)))
+
+
+def test_arguments_are_those_of_the_chain():
+    chain = dict(inspect.signature(fp8_adamw).parameters)
+    fused = dict(inspect.signature(fused_fp8_adamw).parameters)
+    assert fused.pop("round_params").default is False
+    assert fused == chain
+
+
+def test_global_norm_scale_clips_as_optax_does():
+    grads = {"a": noise(0, (8, 128)), "b": noise(1, (100,))}
+    norm = float(optax.tree.norm(grads))
+    for limit in (0.5 * norm, 2 * norm):
+        clip = optax.clip_by_global_norm(limit)
+        wanted, _ = clip.update(grads, clip.init(grads))
+        scale = global_norm_scale(grads, limit)
+        got = jax.tree.map(lambda g, scale=scale: scale * g, grads)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, wanted)
+
+
+def test_global_norm_scale_leaves_zero_gradients_alone():
+    assert float(global_norm_scale({"a": jnp.zeros((4, 128))}, 1.0)) == 1.0

@@ -1,0 +1,158 @@
+"""What cannot work is refused with what arrived, what is required and how to get there."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from coat_jax.optax import (
+    Storage,
+    compress,
+    fp8_adamw,
+    fused_fp8_adamw,
+    scale_by_fp8_adam,
+    scale_by_unexpanded_fp8_adam,
+)
+
+FP8 = Storage(min_size=0)
+EVERY_INIT = {
+    "scale_by_fp8_adam": scale_by_fp8_adam().init,
+    "scale_by_unexpanded_fp8_adam": scale_by_unexpanded_fp8_adam().init,
+    "fp8_adamw": fp8_adamw(1e-3).init,
+    "fused_fp8_adamw": fused_fp8_adamw(1e-3).init,
+    "compress": compress(optax.lion(1e-3)).init,
+}
+every_init = pytest.mark.parametrize("init", EVERY_INIT.values(), ids=EVERY_INIT)
+
+
+@pytest.mark.parametrize("size", [0, -128, 100, 2048, 128.0, True, "128", None])
+def test_group_sizes_are_powers_of_two_from_16_to_1024(size):
+    with pytest.raises(ValueError, match=r"group_size=.* must be one of \(16, 32, .*1024\)"):
+        Storage(group_size=size)
+
+
+@pytest.mark.parametrize("name", ["min_size", "seed"])
+@pytest.mark.parametrize("value", [-1, 0.5, True, "0", None])
+def test_sizes_and_seeds_are_whole_numbers(name, value):
+    with pytest.raises(ValueError, match=f"{name}=.* must be a whole number"):
+        Storage(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3b11fnuz, "e4m3", "fp8", None, 8])
+def test_formats_are_e4m3_or_e5m2(name, dtype):
+    with pytest.raises(ValueError, match=r"is no FP8 format of coat_jax. Use .*E4M3.*E5M2"):
+        Storage(**{name: dtype})
+
+
+@every_init
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.uint8])
+def test_integers_are_no_parameters(init, dtype):
+    with pytest.raises(TypeError, match=r"\['steps'\] has dtype .* Leave it out with optax.masked"):
+        init({"w": jnp.ones((4, 128)), "steps": jnp.zeros((3,), dtype)})
+
+
+@every_init
+def test_complex_numbers_are_no_parameters(init):
+    with pytest.raises(TypeError, match=r"\['w'\] is complex \(complex64\).*split_real_and_imag"):
+        init({"w": jnp.ones((4, 128), jnp.complex64)})
+
+
+def test_complex_and_integer_gradients_are_refused():
+    tx = scale_by_fp8_adam(storage=FP8)
+    state = tx.init({"w": jnp.ones((4, 128))})
+    with pytest.raises(TypeError, match="complex"):
+        tx.update({"w": jnp.ones((4, 128), jnp.complex64)}, state)
+    with pytest.raises(TypeError, match="int32"):
+        tx.update({"w": jnp.ones((4, 128), jnp.int32)}, state)
+
+
+BAD_NUMBERS = [
+    ("learning_rate", -1e-3, r"0 <= learning_rate < inf"),
+    ("learning_rate", float("nan"), r"0 <= learning_rate < inf"),
+    ("b1", 1.0, r"0 <= b1 < 1"),
+    ("b1", -0.1, r"0 <= b1 < 1"),
+    ("b2", 1, r"0 <= b2 < 1"),
+    ("b2", 1.5, r"0 <= b2 < 1"),
+    ("eps", -1e-8, r"0 <= eps < inf"),
+    ("eps_root", -1.0, r"0 <= eps_root < inf"),
+    ("weight_decay", -0.1, r"0 <= weight_decay < inf"),
+    ("weight_decay", float("inf"), r"0 <= weight_decay < inf"),
+]
+MAKERS = [fp8_adamw, fused_fp8_adamw, scale_by_fp8_adam, scale_by_unexpanded_fp8_adam]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(("name", "value", "message"), BAD_NUMBERS)
+def test_numbers_outside_their_range_are_refused(make, name, value, message):
+    accepted = inspect.signature(make).parameters
+    if name not in accepted:
+        pytest.skip(f"{make.__name__} has no {name}")
+    arguments = {"learning_rate": 1e-3} if "learning_rate" in accepted else {}
+    with pytest.raises(ValueError, match=f"{name}=.* is outside its range, {message}"):
+        make(**{**arguments, name: value})
+
+
+PARAMS = {"w": jnp.ones((4, 128)), "b": jnp.ones((8,))}
+
+
+def wrong_gradients():
+    w, b = PARAMS["w"], PARAMS["b"]
+    return {
+        "a leaf missing": ({"w": w}, "another structure"),
+        "a leaf too many": ({"w": w, "b": b, "c": b}, "another structure"),
+        "another name": ({"w": w, "bias": b}, "another structure"),
+        "transposed": ({"w": w.T, "b": b}, r"\['w'\] has shape \(128, 4\).*made for \(4, 128\)"),
+        "broadcastable": ({"w": w[:1], "b": b}, r"\['w'\] has shape \(1, 128\)"),
+        "flat": ({"w": w.ravel(), "b": b}, r"\['w'\] has shape \(512,\)"),
+    }
+
+
+@pytest.mark.parametrize("case", wrong_gradients())
+def test_gradients_of_another_model_are_refused(case):
+    grads, message = wrong_gradients()[case]
+    tx = fp8_adamw(1e-3, storage=FP8)
+    with pytest.raises(ValueError, match=message):
+        tx.update(grads, tx.init(PARAMS), grads)
+    ablation = scale_by_unexpanded_fp8_adam()
+    with pytest.raises(ValueError, match=message):
+        ablation.update(grads, ablation.init(PARAMS))
+    fused = fused_fp8_adamw(1e-3, storage=FP8)
+    with pytest.raises(ValueError, match=message):
+        fused.step(PARAMS, grads, fused.init(PARAMS))
+    with pytest.raises(ValueError, match=message):
+        fused.step(grads, PARAMS, fused.init(PARAMS))
+
+
+def test_unknown_implementations_are_refused():
+    tx = fp8_adamw(1e-3, implementation="cuda")
+    with pytest.raises(ValueError, match='must be None, "xla" or "triton", not \'cuda\''):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_weight_decay_needs_parameters():
+    tx = fp8_adamw(1e-3)
+    with pytest.raises(ValueError, match="params"):
+        tx.update(PARAMS, tx.init(PARAMS))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_gradient_that_is_not_finite_spoils_its_own_element_and_no_other(value):
+    """Guard with optax.apply_if_finite: a step with NaN is not skipped by itself."""
+    params = {"w": jnp.float32(np.random.default_rng(0).standard_normal((2, 256)))}
+    tx = fp8_adamw(1e-3, storage=FP8)
+    update = jax.jit(tx.update)
+    good = {"w": params["w"]}
+    bad = {"w": params["w"].at[1, 200].set(value)}
+    _, state = update(good, tx.init(params), params)
+    spoilt = np.zeros((2, 256), bool)
+    spoilt[1, 200] = True
+    for grads in (bad, good, good):
+        updates, state = update(grads, state, params)
+        assert np.all(np.isnan(updates["w"][spoilt]))
+        # Adam's steps are about as long as the learning rate: neighbours keep their scale.
+        assert np.all(np.abs(updates["w"][~spoilt]) < 3e-3)
+        assert np.mean(np.abs(updates["w"][~spoilt])) > 0.5e-3

@@ -1,0 +1,81 @@
+"""The second moment decays at b2 = 0.999, where a step's change is a fraction of a code.
+
+5000 steps against the same recursion in FP32. Rounded to nearest, v stands still: 0.1 % of decay
+is less than half the distance of two codes. Rounded stochastically it is right on average. Each
+element of it wanders, so the mean over 256 groups is what is compared; it is uncertain by 0.5 %
+(E4M3), 1 % (E5M2).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax import expansion
+from coat_jax.formats import E4M3, E5M2
+from coat_jax.optax import Storage, scale_by_fp8_adam
+
+B2 = 0.999
+STEPS = 5000
+SHAPE = (256, 128)
+ONES = jnp.ones(SHAPE)
+LARGEST = ONES.at[:, 1:].set(0.0)  # the first of each group, whose v stays 1
+SIZES = jnp.exp(0.7 * jax.random.normal(jax.random.key(5), SHAPE))
+
+
+def vanishing(step):
+    return LARGEST
+
+
+def a_hundred_times_smaller(step):
+    return jnp.maximum(LARGEST, 0.01)
+
+
+def stationary(step):
+    return SIZES * jax.random.normal(jax.random.key(step), SHAPE)
+
+
+def relative_second_moment(gradient, start, storage):
+    """v as FP8 has it over v as FP32 has it, for all but the first of each group."""
+    tx = scale_by_fp8_adam(b2=B2, storage=storage)
+    state = tx.init(ONES)
+    state = state._replace(nu=expansion.encode(start, storage.second))
+
+    def body(carry, step):
+        state, v = carry
+        g = gradient(step)
+        return (tx.update(g, state)[1], B2 * v + (1 - B2) * jnp.square(g)), None
+
+    def run(state, v):
+        return jax.lax.scan(body, (state, v), jnp.arange(STEPS))[0]
+
+    state, exact = jax.jit(run)(state, start)
+    return np.float64(storage.read(state.nu)[:, 1:] / exact[:, 1:])
+
+
+@pytest.mark.parametrize("second", [E4M3, E5M2])
+@pytest.mark.parametrize(
+    ("gradient", "start"),
+    [
+        pytest.param(
+            vanishing,
+            ONES,
+            # Known: the tolerance that keeps k when a group is encoded again also keeps it where
+            # the smallest member should sink, and that member stands still for a while.
+            marks=pytest.mark.xfail(reason="k does not follow a slowly sinking smallest member"),
+            id="vanishing",
+        ),
+        pytest.param(a_hundred_times_smaller, ONES, id="a hundred times smaller"),
+        pytest.param(stationary, jnp.square(SIZES), id="stationary"),
+    ],
+)
+def test_stochastic_rounding_has_no_bias(gradient, start, second):
+    ratio = relative_second_moment(gradient, start, Storage(second=second, min_size=0))
+    assert np.mean(ratio) == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("gradient", [vanishing, a_hundred_times_smaller])
+def test_rounding_to_nearest_freezes(gradient):
+    """v should have fallen to 0.999^5000 = 1/149, and stays where it began."""
+    ratio = relative_second_moment(gradient, ONES, Storage(min_size=0, stochastic=False))
+    assert np.min(ratio) > 100

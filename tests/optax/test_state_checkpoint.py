@@ -1,0 +1,155 @@
+"""A saved state comes back bit for bit, on any mesh, or not at all."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from coat_jax.optax import (
+    Storage,
+    compress,
+    fp8_adamw,
+    restore_state,
+    save_state,
+    state_shardings,
+)
+
+
+def params_on(mesh_shape=None, spec=None):
+    """Two leaves, the larger in FP8; on a mesh if asked."""
+    rng = np.random.default_rng(0)
+    params = {"w": rng.standard_normal((64, 1024)), "b": rng.standard_normal(64)}
+    params = jax.tree.map(jnp.float32, params)
+    if mesh_shape:
+        names = ("x", "y")[: len(mesh_shape)]
+        mesh = jax.make_mesh(mesh_shape, names, axis_types=(AxisType.Auto,) * len(names))
+        params["w"] = jax.device_put(params["w"], NamedSharding(mesh, spec))
+        params["b"] = jax.device_put(params["b"], NamedSharding(mesh, P()))
+    return params
+
+
+def stepped(tx, params):
+    """A state with something in it."""
+    return jax.jit(tx.update)(params, tx.init(params), params)[1]
+
+
+def assert_equal(got, wanted):
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The state of fp8_adamw and where it was written."""
+    path = tmp_path_factory.mktemp("checkpoints") / "state"
+    state = stepped(fp8_adamw(1e-3), params_on())
+    save_state(path, state)
+    return path, state
+
+
+def test_a_state_comes_back_bit_for_bit(saved):
+    path, state = saved
+    tx = fp8_adamw(1e-3)
+    assert_equal(restore_state(path, tx.init(params_on())), state)
+    # From shapes alone, no state needs to be made first.
+    assert_equal(restore_state(str(path), jax.eval_shape(tx.init, params_on())), state)
+
+
+def test_training_goes_on_as_if_never_interrupted(saved):
+    path, state = saved
+    tx, params = fp8_adamw(1e-3), params_on()
+    restored = restore_state(path, tx.init(params))
+    update = jax.jit(tx.update)
+    assert_equal(update(params, restored, params), update(params, state, params))
+
+
+@pytest.mark.parametrize(
+    "tx", [compress(optax.adamw(1e-3)), optax.inject_hyperparams(fp8_adamw)(learning_rate=1e-3)]
+)
+def test_states_of_other_transformations_come_back_too(tx, tmp_path):
+    state = stepped(tx, params_on())
+    save_state(tmp_path / "state", state)
+    assert_equal(restore_state(tmp_path / "state", tx.init(params_on())), state)
+
+
+def test_a_state_can_be_restored_onto_another_mesh(tmp_path):
+    tx = fp8_adamw(1e-3)
+    state = stepped(tx, params_on((8,), P(None, "x")))
+    save_state(tmp_path / "state", state)
+    params = params_on((4, 2), P("x", "y"))
+    by_arrays = restore_state(tmp_path / "state", tx.init(params))
+    shapes = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        jax.eval_shape(tx.init, params),
+        state_shardings(tx, params),
+    )
+    by_shapes = restore_state(tmp_path / "state", shapes)
+    for restored in (by_arrays, by_shapes):
+        assert_equal(restored, state)
+        for moment in (restored[0].mu, restored[0].nu):
+            for part in moment:
+                assert part["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (Storage(second=jnp.float8_e5m2), r"nu.*float8_e4m3fn.*but float8_e5m2.* is expected"),
+        (Storage(min_size=10**9), r"mu.*float8_e4m3fn.*but float32.* is expected"),
+        (Storage(group_size=64), r"amax.*float32\[64, 8\].*but float32\[64, 16\] is expected"),
+    ],
+    ids=["format", "FP32", "group size"],
+)
+def test_a_state_in_another_format_is_refused(saved, other, message):
+    with pytest.raises(ValueError, match=message):
+        restore_state(saved[0], fp8_adamw(1e-3, storage=other).init(params_on()))
+
+
+def test_a_state_of_another_model_is_refused(saved):
+    tx = fp8_adamw(1e-3)
+    params = params_on()
+    taller = {**params, "w": jnp.zeros((128, 1024))}
+    with pytest.raises(ValueError, match=r"w.*\[64, 1024\].*but .*\[128, 1024\] is expected"):
+        restore_state(saved[0], tx.init(taller))
+    renamed = {"weight": params["w"], "b": params["b"]}
+    with pytest.raises(ValueError, match=r"Only stored: .*w.*only expected: .*weight"):
+        restore_state(saved[0], tx.init(renamed))
+    with pytest.raises(ValueError, match=r"only expected: \['0/mu/amax/extra'"):
+        restore_state(saved[0], tx.init({**params, "extra": params["b"]}))
+    with pytest.raises(ValueError, match=r"another optimizer's state"):
+        restore_state(saved[0], optax.adamw(1e-3).init(params))
+
+
+def test_nothing_is_overwritten(saved, tmp_path):
+    path, state = saved
+    with pytest.raises(FileExistsError, match="exists already"):
+        save_state(path, state)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileExistsError, match="exists already"):
+        save_state(tmp_path / "empty", state)
+
+
+def test_what_is_not_there_is_not_restored(saved, tmp_path):
+    _, state = saved
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        restore_state(tmp_path / "missing", state)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        restore_state(tmp_path / "file", state)
+
+
+def test_a_directory_without_a_checkpoint_is_refused(saved, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises((ValueError, FileNotFoundError), match="empty"):
+        restore_state(tmp_path / "empty", saved[1])
+
+
+def test_relative_paths_work(saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_state("state", saved[1])
+    assert_equal(restore_state("state", saved[1]), saved[1])

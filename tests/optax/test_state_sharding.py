@@ -1,0 +1,191 @@
+"""The state is sharded as the parameters are, and no mesh changes the numbers or adds traffic.
+
+Codes and exponents are the same bit for bit on any mesh. Parameters and the groups' largest
+values are the same to their last bit or two: XLA contracts a * b + c to one rounding or leaves
+two, depending on what it fuses, and cutting an array changes that.
+"""
+
+import contextlib
+import functools
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from coat_jax.optax import Storage, compress, fp8_adamw, fused_fp8_adamw, state_shardings
+
+SHAPES = {"cube": (8, 4, 512), "matrix": (64, 1024), "vector": (64,)}
+MESHES = {
+    (8,): {"cube": P("x"), "matrix": P(None, "x"), "vector": P()},
+    (4, 2): {"cube": P(None, "x", "y"), "matrix": P("y", "x"), "vector": P("y")},
+    (2, 2, 2): {"cube": P("x", "y", "z"), "matrix": P(("x", "z"), "y"), "vector": P("z")},
+}
+STEPS = 3
+COLLECTIVES = r"(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)[-a-z]*\("
+KINDS = (AxisType.Auto, AxisType.Explicit)
+
+
+def chain_step(tx):
+    def step(params, grads, state):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+chain = fp8_adamw(1e-2, weight_decay=0.1)
+fused = fused_fp8_adamw(1e-2, weight_decay=0.1)
+compressed = compress(optax.lion(1e-2, weight_decay=0.1))
+OPTIMIZERS = {
+    "chain": (chain, chain_step(chain)),
+    "fused": (fused, fused.step),
+    "compressed": (compressed, chain_step(compressed)),
+}
+
+
+def draw(seed):
+    rng = np.random.default_rng(seed)
+    return {name: jnp.float32(rng.standard_normal(shape)) for name, shape in SHAPES.items()}
+
+
+class Walk(NamedTuple):
+    params: Any
+    state: Any
+    program: str  # the compiled step, as text
+
+
+@functools.cache
+def walk(which, shape=None, kind=None):
+    """Some steps on a mesh, or on one device where `shape` is None."""
+    optimizer, step = OPTIMIZERS[which]
+    place, context = (lambda tree: tree), contextlib.nullcontext()
+    if shape:
+        mesh, shardings = mesh_and_shardings(shape, kind)
+        place, context = placed(shardings), jax.set_mesh(mesh)
+    with context:
+        params = place(draw(0))
+        state = optimizer.init(params)
+        program = jax.jit(step).lower(params, params, state).compile().as_text()
+        step = jax.jit(step)
+        for i in range(STEPS):
+            params, state = step(params, place(draw(1 + i)), state)
+    return Walk(params, state, program)
+
+
+def mesh_and_shardings(shape, kind):
+    names = ("x", "y", "z")[: len(shape)]
+    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+    return mesh, {name: NamedSharding(mesh, spec) for name, spec in MESHES[shape].items()}
+
+
+def placed(shardings):
+    return lambda tree: {name: jax.device_put(x, shardings[name]) for name, x in tree.items()}
+
+
+def assert_same_but_for_last_bits(got, wanted):
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        name = jax.tree_util.keystr(path)
+        if a.dtype == jnp.float32:
+            np.testing.assert_allclose(a, b, rtol=2.0**-21, atol=2.0**-22, err_msg=name)
+        else:
+            np.testing.assert_array_equal(np.float32(a), np.float32(b), err_msg=name)
+
+
+def assert_sharded_alike(leaves, wanted):
+    for (path, leaf), sharding in zip(
+        jax.tree.leaves_with_path(leaves), jax.tree.leaves(wanted), strict=True
+    ):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), jax.tree_util.keystr(path)
+
+
+ON_MESHES = [("chain", shape, kind) for shape in MESHES for kind in KINDS]
+ON_MESHES += [(which, (4, 2), kind) for which in ("fused", "compressed") for kind in KINDS]
+on_meshes = pytest.mark.parametrize(
+    ("which", "shape", "kind"), ON_MESHES, ids=[f"{w} {s} {k.name}" for w, s, k in ON_MESHES]
+)
+
+
+@on_meshes
+def test_no_mesh_changes_the_results_or_makes_a_step_communicate(which, shape, kind):
+    got, wanted = walk(which, shape, kind), walk(which)
+    assert_same_but_for_last_bits(got[:2], wanted[:2])
+    assert not re.findall(COLLECTIVES, got.program)
+    _, shardings = mesh_and_shardings(shape, kind)
+    assert_sharded_alike(got.params, shardings)
+    if which == "chain":
+        assert_sharded_alike(got.state[0].mu.codes, shardings)
+        assert_sharded_alike(got.state[0].nu.codes, shardings)
+
+
+@pytest.mark.parametrize(
+    ("which", "shape", "kind"),
+    [case for case in ON_MESHES if case[0] != "fused"],
+    ids=[f"{w} {s} {k.name}" for w, s, k in ON_MESHES if w != "fused"],
+)
+def test_the_state_is_sharded_as_its_parameters(which, shape, kind):
+    """Made eagerly, or under jit with `state_shardings`, from arrays or from their shapes."""
+    tx, _ = OPTIMIZERS[which]
+    _, shardings = mesh_and_shardings(shape, kind)
+    params = placed(shardings)(draw(0))
+    wanted = state_shardings(tx, params)
+    structs = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
+    )
+    assert jax.tree.leaves(state_shardings(tx, structs)) == jax.tree.leaves(wanted)
+    eager = tx.init(params)
+    assert_sharded_alike(jax.jit(tx.init, out_shardings=wanted)(params), wanted)
+    for leaf, sharding in zip(jax.tree.leaves(eager), jax.tree.leaves(wanted), strict=True):
+        if leaf.dtype == jnp.float8_e4m3fn:
+            name = next(name for name, shape in SHAPES.items() if shape == leaf.shape)
+            assert leaf.sharding.is_equivalent_to(shardings[name], leaf.ndim)
+        if leaf.ndim:
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_are_cut_with_their_groups(kind):
+    _, shardings = mesh_and_shardings((4, 2), kind)
+    state = chain.init(placed(shardings)(draw(0)))[0]
+    assert state.mu.amax["matrix"].shape == (64, 8)
+    assert state.mu.amax["matrix"].sharding.shard_shape((64, 8)) == (32, 2)
+    assert state.nu.k16["cube"].sharding.shard_shape((8, 4, 4)) == (8, 1, 2)
+
+
+def test_state_shardings_need_placed_parameters():
+    with pytest.raises(ValueError, match=r"params\['cube'\] has no NamedSharding"):
+        state_shardings(chain, draw(0))
+
+
+def cut_parameters(kind):
+    """200 columns, cut into 8 times 25 inside the groups of 128."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+    values = jnp.float32(np.random.default_rng(0).standard_normal((16, 200)))
+    return mesh, values, jax.device_put(values, NamedSharding(mesh, P(None, "x")))
+
+
+def test_an_axis_cut_inside_a_group_is_gathered_and_gives_the_same_numbers():
+    mesh, values, params = cut_parameters(AxisType.Auto)
+    tx = fp8_adamw(1e-2, storage=Storage(min_size=0))
+    state = tx.init(params)
+    assert state[0].mu.codes.sharding.spec == P(None, "x")
+    assert state[0].mu.amax.sharding.is_fully_replicated
+    step = jax.jit(chain_step(tx))
+    with jax.set_mesh(mesh):
+        compiled = step.lower(params, params, state).compile()
+        got = compiled(params, params, state)
+    assert re.findall(COLLECTIVES, compiled.as_text())
+    assert_same_but_for_last_bits(got, step(values, values, tx.init(values)))
+
+
+def test_an_explicit_axis_cut_inside_a_group_is_refused():
+    """JAX gathers nothing by itself there, and the error says how to shard instead."""
+    mesh, _, params = cut_parameters(AxisType.Explicit)
+    tx = fp8_adamw(1e-2, storage=Storage(min_size=0))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="whole groups of 128"):
+        jax.jit(tx.update)(params, tx.init(params), params)

@@ -1,0 +1,149 @@
+"""Updates of BF16 parameters, rounded stochastically: right on average, however small.
+
+BF16's values lie 2^-7 (just above 1) to 2^-8 (just under 2) of themselves apart. An update of
+1/1000 of that distance is always lost by optax.apply_updates, and here takes effect in one step
+of a thousand.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from coat_jax.optax import (
+    Storage,
+    apply_updates,
+    fp8_adamw,
+    fused_fp8_adamw,
+    stochastic_round_updates,
+)
+
+SHAPE = (64, 256)
+ULP = 2.0**-7  # of BF16 numbers between 1 and 2
+
+
+def bf16(seed):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(SHAPE), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("size", [1e-3 * ULP, 0.3 * ULP, -0.3 * ULP, 0.5 * ULP, 2.7 * ULP])
+def test_the_mean_over_many_elements_is_the_exact_sum(size):
+    params, updates = jnp.full(SHAPE, 1.5, jnp.bfloat16), jnp.full(SHAPE, size)
+    new = np.float64(apply_updates(params, updates, step=1))
+    # A result is one of two neighbours: variance at most ULP^2 / 4, and p (1 - p) of it exactly.
+    up = size / ULP % 1
+    error = ULP * np.sqrt(up * (1 - up) / new.size)
+    assert abs(new.mean() - 1.5 - size) < 4 * error
+    below = 1.5 + np.floor(size / ULP) * ULP
+    assert set(np.unique(new)) == {below, below + ULP}
+
+
+@pytest.mark.parametrize("many", ["step", "seed"])
+def test_the_mean_over_steps_and_over_seeds_is_the_exact_sum(many):
+    """For every element by itself: over 400 draws, to within five standard deviations."""
+    params = bf16(0)[:4]
+    updates = 0.01 * jnp.float32(bf16(1)[:4])
+    exact = np.float64(params) + np.float64(updates)
+    apply = jax.jit(apply_updates) if many == "step" else apply_updates
+    draws = np.float64([apply(params, updates, **{"step": 1, many: i}) for i in range(400)])
+    distance = draws.max(axis=0) - draws.min(axis=0)
+    assert np.all(distance <= 2.0**-7 * np.abs(exact))  # neighbours, or always the same
+    assert np.all(np.abs(draws.mean(axis=0) - exact) < 5 * (0.5 / 20) * 2.0**-7 * np.abs(exact))
+
+
+def test_small_updates_take_effect_that_optax_loses():
+    params = {"w": jnp.full(SHAPE, 1.5, jnp.bfloat16)}
+    updates = {"w": jnp.full(SHAPE, 1e-3 * ULP)}
+
+    def walk(step_of):
+        def body(params, step):
+            return step_of(params, step), None
+
+        return jax.jit(lambda p: jax.lax.scan(body, p, jnp.arange(1000))[0])(params)
+
+    lost = walk(lambda params, step: optax.apply_updates(params, updates))
+    kept = walk(lambda params, step: apply_updates(params, updates, step=step))
+    np.testing.assert_array_equal(lost["w"], params["w"])
+    # 1000 steps of 1/1000 each: one ULP on average, Poisson distributed.
+    moved = (np.float64(kept["w"]) - 1.5) / ULP
+    assert moved.mean() == pytest.approx(1, abs=4 / np.sqrt(moved.size))
+    assert moved.std() == pytest.approx(1, abs=0.1)
+
+
+def test_what_bf16_can_represent_is_exact():
+    params, zero = bf16(0), jnp.zeros(SHAPE)
+    np.testing.assert_array_equal(apply_updates(params, zero, step=1), params)
+    doubled = apply_updates(params, jnp.float32(params), step=1)
+    np.testing.assert_array_equal(doubled, 2 * params)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_stays(value):
+    params = jnp.asarray([1.0, value], jnp.bfloat16)
+    new = apply_updates(params, jnp.asarray([1e-3, 1e-3]), step=1)
+    assert np.isfinite(np.float32(new[0]))
+    np.testing.assert_array_equal(np.float32(new[1]), np.float32(value))
+
+
+def test_same_step_and_seed_round_alike_and_others_do_not():
+    params = {"a": bf16(0), "b": bf16(0)}
+    updates = jax.tree.map(lambda p: 1e-3 * jnp.float32(p), params)
+    once, again = (apply_updates(params, updates, step=3, seed=1) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, once, again)
+    assert jnp.any(once["a"] != once["b"])  # every leaf draws its own
+    for other in ({"step": 4, "seed": 1}, {"step": 3, "seed": 2}):
+        assert jnp.any(apply_updates(params, updates, **other)["a"] != once["a"])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_other_dtypes_are_left_to_optax(dtype):
+    params = {"half": bf16(0), "other": bf16(1).astype(dtype)}
+    updates = {"half": jnp.float32(bf16(2)), "other": bf16(3).astype(dtype)}
+    new = apply_updates(params, updates, step=1)
+    np.testing.assert_array_equal(new["other"], optax.apply_updates(params, updates)["other"])
+    assert new["half"].dtype == jnp.bfloat16
+    tx = stochastic_round_updates()
+    rounded, state = tx.update(updates, tx.init(params), params)
+    assert rounded["other"] is updates["other"]
+    assert rounded["half"].dtype == jnp.float32
+    assert int(state.count) == 1
+
+
+def test_in_a_chain_optax_apply_updates_rounds_stochastically():
+    params = {"w": bf16(0)}
+    updates = {"w": 1e-3 * jnp.float32(bf16(1))}
+    tx = optax.chain(optax.identity(), stochastic_round_updates(seed=5))
+    state = tx.init(params)
+    for step in (1, 2):
+        rounded, state = jax.jit(tx.update)(updates, state, params)
+        wanted = apply_updates(params, updates, step=step, seed=5)
+        np.testing.assert_array_equal(optax.apply_updates(params, rounded)["w"], wanted["w"])
+    with pytest.raises(ValueError, match="params"):
+        tx.update(updates, state)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_the_chain_and_the_fused_step_round_alike_bit_for_bit(weight_decay):
+    storage = Storage(min_size=1024, seed=3)
+    params = {"w": bf16(0)[:8], "small": bf16(1)[:1], "fp32": jnp.float32(bf16(2)[:1])}
+    arguments = {"learning_rate": 1e-3, "weight_decay": weight_decay, "storage": storage}
+    tx = optax.chain(fp8_adamw(**arguments), stochastic_round_updates(seed=3))
+    fused = fused_fp8_adamw(**arguments, round_params=True)
+    chained_params, chained = params, tx.init(params)
+    fused_params, state = params, fused.init(params)
+
+    @jax.jit
+    def chain(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(fused.step)
+    for i in range(20):
+        grads = jax.tree.map(
+            lambda p, i=i: jnp.float32(np.random.default_rng(i).standard_normal(p.shape)), params
+        )
+        chained_params, chained = chain(grads, chained, chained_params)
+        fused_params, state = step(fused_params, grads, state)
+        jax.tree.map(np.testing.assert_array_equal, fused_params, chained_params)
+        jax.tree.map(np.testing.assert_array_equal, state, chained[0][0])
