@@ -49,7 +49,7 @@ class Storage:
     def __post_init__(self) -> None:
         format_of(self.first)
         format_of(self.second)
-        if self.group_size not in GROUP_SIZES:
+        if not isinstance(self.group_size, int) or self.group_size not in GROUP_SIZES:
             raise ValueError(f"group_size={self.group_size!r} must be one of {GROUP_SIZES}.")
         for name in ("min_size", "seed"):
             value = getattr(self, name)
