@@ -2,7 +2,7 @@
 
     encode    q = fp8(F sign(x) (|x| / amax)^k)        F = 448, the largest E4M3
     decode    x = sign(q) amax (|q| / F)^(1/k)
-    k         log(range of FP8) / log(amax / min|x|)   at least 1, in sixteenths
+    k         log(range of FP8) / log(amax / min|x|)   in sixteenths
 
 A group of Adam moments spans 1e1 .. 1e3, of the 2e5 that E4M3 can tell apart. Raised to
 the power k the group fills the format, and rounding errors shrink by k (equation 3 of
@@ -12,11 +12,16 @@ Laws, for finite input of any shape:
     zero stays zero, and a non-zero never becomes zero;
     the largest of a group is exact, so a constant group is exact;
     nothing non-finite comes out.
-Magnitudes under 2^-125 count as zero: XLA flushes denormals. NaN stays NaN in its own
+Magnitudes under 2^-123 count as zero: XLA flushes denormals, and
+rounding down may divide by 4. NaN stays NaN in its own
 place and touches no neighbour; infinity becomes the largest FP32.
 
-k stops at 1, where it is plain scaled FP8: one stray tiny member would otherwise pull k
-below 1 and coarsen all others. What is too small for the smallest code is rounded up to it.
+What is too small for the smallest code is rounded up to it. Hence how far down k goes:
+
+    nearest      1, where it is plain scaled FP8: one stray tiny member would otherwise
+                 coarsen all others
+    stochastic   1/2, and the smallest member is placed two binades above the smallest code:
+                 a member at that code could be rounded up only, and would never sink
 """
 
 from typing import NamedTuple
@@ -35,13 +40,27 @@ from coat_jax.qtensor import (
 )
 
 GROUP_SIZE = 128
-SMALLEST = 2.0**-125
+SMALLEST = 2.0**-123
 STEPS = 16  # k is stored in sixteenths
 MAX_STEPS = 255
+HEADROOM = 2  # binades under the smallest member, where rounding is stochastic
 # Added before 16 k is rounded down. A group whose smallest member got the smallest code must get
 # the same k when it is encoded again, whatever the logarithms' rounding: else k, and with it the
 # smallest member, would sink a little at every step.
 TOLERANCE = 1 / 64
+
+
+class Fit(NamedTuple):
+    """How k is chosen: the binades that a group is spread over, and the least 16 k."""
+
+    log2_range: float
+    min_steps: int
+
+
+def fit_of(dtype: DTypeLike, *, stochastic: bool) -> Fit:
+    """The choice of k for a format and a rounding; see above."""
+    log2_range = format_of(dtype).log2_range
+    return Fit(log2_range - HEADROOM, STEPS // 2) if stochastic else Fit(log2_range, STEPS)
 
 
 class Expanded(NamedTuple):
@@ -71,7 +90,7 @@ def encode(
     amax = group_max(magnitude)
     smallest = jnp.min(jnp.where(magnitude > 0, magnitude, jnp.inf), axis=-1, initial=jnp.inf)
     smallest = jnp.where(amax > 0, smallest, 0.0)
-    k16 = exponent_sixteenths(amax, smallest, fmt.log2_range)
+    k16 = exponent_sixteenths(amax, smallest, fit_of(dtype, stochastic=noise is not None))
     k = k16[..., None].astype(jnp.float32) / STEPS
     log2_ratio = jnp.log2(magnitude) - jnp.log2(jnp.maximum(amax, SMALLEST))[..., None]
     image = fmt.max * jnp.exp2(k * log2_ratio)
@@ -98,9 +117,9 @@ def decode(e: Expanded, *, group_size: int = GROUP_SIZE) -> Float[Array, "*rows 
 
 
 def exponent_sixteenths(
-    amax: Float[Array, "..."], smallest: Float[Array, "..."], log2_range: float
+    amax: Float[Array, "..."], smallest: Float[Array, "..."], fit: Fit
 ) -> UInt8[Array, "..."]:
-    """16 k per group, rounded down so that the smallest member still fits the format."""
+    """16 k per group, rounded down so that the smallest member still fits."""
     log2_spread = jnp.log2(smallest) - jnp.log2(jnp.maximum(amax, SMALLEST))
-    steps = STEPS * log2_range / jnp.maximum(-log2_spread, 1e-6)
-    return jnp.clip(jnp.floor(steps + TOLERANCE), STEPS, MAX_STEPS).astype(jnp.uint8)
+    steps = STEPS * fit.log2_range / jnp.maximum(-log2_spread, 1e-6)
+    return jnp.clip(jnp.floor(steps + TOLERANCE), fit.min_steps, MAX_STEPS).astype(jnp.uint8)

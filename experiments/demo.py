@@ -28,7 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 import coat_jax as coat
-from experiments import corpus, results, small_llama
+from experiments import corpus, records, small_llama
 
 BATCH, SEQUENCE = 8, 128
 PEAK, WARMUP = 3e-3, 0.1  # learning rate; the part of the run in which it rises
@@ -104,7 +104,7 @@ def main() -> None:
         "parameters": parameters,
         "corpus": text.digest,
     }
-    results.write(figures, {"settings": settings, "outcomes": [o._asdict() for o in outcomes]})
+    records.write(figures, {"settings": settings, "outcomes": [o._asdict() for o in outcomes]})
     console.print(f"Chart: {picture}\nFigures: {figures}", highlight=False, soft_wrap=True)
 
 
@@ -254,8 +254,8 @@ def verdict(baseline: Outcome, fp8: Outcome) -> str:
 
 def draw(baseline: Outcome, fp8: Outcome, path: Path) -> None:
     """Two loss curves, the FP8 run's inside the baseline's, and two bars."""
-    looks = ((baseline, results.PALE, 5.0), (fp8, results.ACCENT, 1.5))
-    with mpl.rc_context(results.CHART):
+    looks = ((baseline, records.PALE, 5.0), (fp8, records.ACCENT, 1.5))
+    with mpl.rc_context(records.CHART):
         figure, (curves, bars) = plt.subplots(1, 2, figsize=(10, 4.4), width_ratios=(2.1, 1))
         figure.suptitle(f"{fp8.name}: {verdict(baseline, fp8)}")
         for place, (o, color, width) in enumerate(looks):

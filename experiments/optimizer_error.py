@@ -25,7 +25,7 @@ from rich.table import Table
 
 from experiments import moment_errors as errors
 from experiments import optimizer_error_picture as picture
-from experiments import results
+from experiments import records
 from experiments.moments_recording import CONFIG, Recording, record
 from experiments.second_moment_drift import simulate
 
@@ -73,7 +73,7 @@ def main() -> None:
     }
     figures = {"training": training} | analyse(recordings, options.drift_steps, options.seed)
     figures["seconds"] = round(time.perf_counter() - started)
-    results.write(options.out / "optimizer_error.json", figures)
+    records.write(options.out / "optimizer_error.json", figures)
     picture.draw(figures, options.out / "optimizer_error.png")
     print_tables(figures)
     console.print(f"{figures['seconds']} s. Wrote optimizer_error.json and .png to {options.out}.")

@@ -193,8 +193,8 @@ def _error_of_u(axis: Axes, figures: Figures) -> None:
 def _over_steps(axis: Axes, steps: list[int], curves: dict[str, list[float]]) -> None:
     for storage, color, label in (
         ("nearest", RED, "to nearest"),
-        ("stochastic", BLUE, "stochastic (ours)"),
-        ("stochastic, 2^-7", GREEN, "stochastic, smallest at $2^{-7}$"),
+        ("stochastic, 2^-9", GREEN, "stochastic, smallest at $2^{-9}$"),
+        ("stochastic", BLUE, "stochastic, smallest at $2^{-7}$ (ours)"),
     ):
         axis.plot(steps, curves[storage], color=color, marker="", label=label)
     axis.set_yscale("log")

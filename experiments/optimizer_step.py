@@ -64,7 +64,7 @@ def main() -> None:
         for figures in FRAMEWORKS[framework](shapes):
             print(json.dumps({"model": model, **figures}), flush=True)
         return
-    from experiments import results
+    from experiments import records
 
     if options.draw:
         draw(options.out)
@@ -75,7 +75,7 @@ def main() -> None:
         for framework in FRAMEWORKS:
             cases += _run_worker(framework, model, options.elements)
             figures = {"elements": 2**options.elements, "cases": cases}
-            results.write(options.out / "optimizer_step.json", figures)
+            records.write(options.out / "optimizer_step.json", figures)
     _print_table(cases)
     draw(options.out)
 
@@ -84,18 +84,18 @@ def draw(folder: Path) -> None:
     """Draws the times for the one leaf as bars, ours in colour."""
     import matplotlib.pyplot as plt
 
-    from experiments import results
+    from experiments import records
 
     figures = json.loads((folder / "optimizer_step.json").read_text())["figures"]
     cases = [c for c in figures["cases"] if c["model"] == "one_leaf" and "skipped" not in c]
-    with plt.rc_context(results.CHART | {"axes.grid.axis": "x"}):
+    with plt.rc_context(records.CHART | {"axes.grid.axis": "x"}):
         figure, panels = plt.subplots(1, 2, figsize=(11, 4.2))
         for axes, dtype in zip(panels, ("float32", "bfloat16"), strict=True):
             shown = [c for c in cases if c["params"] == dtype]
             shown.sort(key=lambda c: -c["ms"])
             names = [f"{c['optimizer']}\n{c['grads']} gradients" for c in shown]
             colors = [
-                results.ACCENT if c["optimizer"].startswith("coat") else results.PALE for c in shown
+                records.ACCENT if c["optimizer"].startswith("coat") else records.PALE for c in shown
             ]
             bars = axes.barh(names, [c["ms"] for c in shown], color=colors, height=0.7)
             axes.bar_label(bars, [f"{c['ms']:.2f}" for c in shown], padding=3, fontsize=8)

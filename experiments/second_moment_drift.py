@@ -6,8 +6,8 @@ At b2 = 0.999 a step's decay is 0.1 % of v, far less than half a code (6 % / k i
 to nearest, a coordinate cannot fall below its place within the group: it only moves where a
 gradient is large enough to lift it. Where the whole group falls, v falls with it, because the
 group's maximum is stored in FP32. Rounded stochastically every coordinate falls on average, at
-the price of a random walk, whose steps are largest at FP8's smallest codes; "2^-7" keeps
-clear of those (see `moment_coders.smallest_at`).
+the price of a random walk, whose steps are largest at FP8's smallest codes. coat_jax keeps clear
+of those (`expansion.HEADROOM`); "2^-9" does not: there the smallest code holds up what gets it.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from coat_jax import expansion, noise, qtensor
 from coat_jax.formats import E4M3
 from experiments import moment_coders as coders
 
-STORAGES = ("FP32", "plain nearest", "nearest", "stochastic", "stochastic, 2^-7")
+STORAGES = ("FP32", "plain nearest", "nearest", "stochastic, 2^-9", "stochastic")
 SAMPLES = 50
 EPS = 1e-8
 FALL = 1e-2  # of the gradients' scale, halfway
@@ -98,6 +98,6 @@ def _stored(storage: str, v: Rows, key: UInt32[Array, ""]) -> Rows:
     if storage == "plain nearest":
         return qtensor.dequantize(qtensor.quantize(v, E4M3, group_size=expansion.GROUP_SIZE))
     random = noise.uniform(key, v.shape, run=expansion.GROUP_SIZE)
-    if storage == "stochastic, 2^-7":
-        return coders.stochastic_with_exponent(coders.smallest_at(7), v, random)
+    if storage == "stochastic, 2^-9":
+        return coders.stochastic_with_exponent(coders.smallest_at(9), v, random)
     return expansion.decode(expansion.encode(v, noise=random if storage == "stochastic" else None))

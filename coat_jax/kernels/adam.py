@@ -288,13 +288,13 @@ def step_block(
     tl.store(result + start + at, moved.to(result.dtype.element_ty), mask=here)
 
     # Encode.
-    amax, log2_amax, k16 = fit(tl.abs(m), MU[1], FAST)
+    amax, log2_amax, k16 = fit(tl.abs(m), MU[1], MU[6], FAST)
     image = expand(tl.abs(m), log2_amax, k16, MU[0], MU[2], FAST)
     image = copysign(representable(image, MU[3], MU[4], MU[5], FAST), m)
     tl.store(mu_codes_out + start + at, image.to(mu_codes_out.dtype.element_ty), mask=here)
     tl.store(mu_amax_out + group, amax, mask=exists)
     tl.store(mu_k16_out + group, k16.to(tl.uint8), mask=exists)
-    amax, log2_amax, k16 = fit(v, NU[1], FAST)
+    amax, log2_amax, k16 = fit(v, NU[1], NU[6], FAST)
     image = expand(v, log2_amax, k16, NU[0], NU[2], FAST)
     if STOCHASTIC:
         u = one_plus_noise(key, run, GROUP)

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
 from coat_jax import noise
-from coat_jax.expansion import Expanded
+from coat_jax.expansion import Expanded, fit_of
 from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.adam import (
@@ -158,8 +158,8 @@ def _step_bucket(
             EPS_ROOT=eps_root,
             STOCHASTIC=storage.stochastic,
             ROUND_PARAM=settings.round_params and arrays[0][0].dtype == jnp.bfloat16,
-            MU=_format_constants(leaves[0].mu.codes.dtype),
-            NU=_format_constants(leaves[0].nu.codes.dtype),
+            MU=_format_constants(leaves[0].mu.codes.dtype, stochastic=False),
+            NU=_format_constants(leaves[0].nu.codes.dtype, stochastic=storage.stochastic),
             FAST=not dispatch.interpreting(),
         )
         return [results[k : k + results_per_leaf] for k in range(0, len(results), results_per_leaf)]
@@ -188,16 +188,17 @@ def _layout(
     return jnp.stack([jax.lax.convert_element_type(n, jnp.int32) for n in rows]), blocks
 
 
-def _format_constants(dtype: DTypeLike) -> tuple[float | int, ...]:
-    """What the kernel needs of an FP8 format."""
-    fmt = format_of(dtype)
+def _format_constants(dtype: DTypeLike, *, stochastic: bool) -> tuple[float | int, ...]:
+    """What the kernel needs of an FP8 format and its rounding."""
+    fmt, fit = format_of(dtype), fit_of(dtype, stochastic=stochastic)
     return (
         math.log2(fmt.max),
-        fmt.log2_range,
+        fit.log2_range,
         fmt.tiny,
         fmt.max,
         fmt.min_exponent,
         fmt.mantissa_bits,
+        float(fit.min_steps),
     )
 
 

@@ -123,9 +123,9 @@ def decode(codes, root, FAST: tl.constexpr):
 
 
 @kernel
-def fit(magnitude, LOG2_RANGE: tl.constexpr, FAST: tl.constexpr):
+def fit(magnitude, LOG2_RANGE: tl.constexpr, MIN_K16: tl.constexpr, FAST: tl.constexpr):
     """Per group: amax, its logarithm, and 16 k."""
-    SMALLEST: tl.constexpr = 2.350988701644575e-38
+    SMALLEST: tl.constexpr = 9.4039548065783e-38
     amax = tl.minimum(tl.max(magnitude, axis=1), 3.4028234663852886e38)
     amax = tl.where(amax < SMALLEST, 0.0, amax)
     # As unsigned integers minus one, zeros are the largest and do not count as the minimum.
@@ -135,7 +135,7 @@ def fit(magnitude, LOG2_RANGE: tl.constexpr, FAST: tl.constexpr):
     spread = log2_amax - log2(smallest, FAST)
     k16 = 16.0 * LOG2_RANGE * reciprocal(tl.maximum(spread, 1e-6), FAST)
     k16 = tl.floor(k16 + 1 / 64)
-    k16 = tl.minimum(tl.maximum(k16, 16.0), 255.0)
+    k16 = tl.minimum(tl.maximum(k16, MIN_K16), 255.0)
     return amax, log2_amax, k16
 
 

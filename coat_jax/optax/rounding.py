@@ -40,7 +40,10 @@ def stochastic_round_updates(seed: int = 0) -> optax.GradientTransformation:
         updates: optax.Updates, state: StochasticRoundState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, StochasticRoundState]:
         if params is None:
-            raise ValueError(optax.NO_PARAMS_MSG)
+            raise ValueError(
+                "stochastic_round_updates needs the parameters that it rounds for: call "
+                "tx.update(updates, state, params)."
+            )
         count = optax.safe_increment(state.count)
         new = apply_updates(params, updates, step=count, seed=seed)
 

@@ -156,3 +156,18 @@ def test_global_norm_scale_clips_as_optax_does():
 
 def test_global_norm_scale_leaves_zero_gradients_alone():
     assert float(global_norm_scale({"a": jnp.zeros((4, 128))}, 1.0)) == 1.0
+
+
+@pytest.mark.parametrize("storage", [FP8, Storage()], ids=["fp8", "fp32"])
+def test_a_second_step_compiles_nothing_anew(storage):
+    """The state that comes out looks to jit like the one that init made."""
+    params = parameters()
+    fused = fused_fp8_adamw(1e-3, storage=storage)
+    tx = fp8_adamw(1e-3, storage=storage)
+    step, update = jax.jit(fused.step), jax.jit(tx.update)
+    new, state = step(params, params, fused.init(params))
+    step(new, params, state)
+    assert step._cache_size() == 1
+    updates, state = update(params, tx.init(params), params)
+    update(updates, state, params)
+    assert update._cache_size() == 1

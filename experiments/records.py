@@ -3,7 +3,7 @@
     {"figures": ..., "parents": {"script", "commit", "dirty", "hardware", "versions", "date"}}
 
 Names of hosts and users and absolute paths stay out: the files are published. `CHART` is the
-look of the pictures beside them: `with matplotlib.rc_context(results.CHART): ...`.
+look of the pictures beside them: `with matplotlib.rc_context(records.CHART): ...`.
 """
 
 import datetime
