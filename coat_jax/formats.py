@@ -80,9 +80,9 @@ def stochastic_cast(
 
                 p(f) = ((1 + f/n)^a - 1) / ((1 + 1/n)^a - 1),    f = x - n
 
-            which this takes for  f + (1 - a) (1/2 - s/12) s f (1 - f)  with s = 1/n. The mean of
-            x^a is then right to 2e-4 of it for normal numbers, and to 4e-3 for the smallest
-            subnormal (n = 1).
+            which this takes for  f + (1 - a) / (2 n + 1) f (1 - f), exact for a = 2. The mean of
+            x^a is then right to 4e-5 of it for n >= 4, and to 1.4e-3 for n = 1, the smallest
+            subnormal; its error changes sign along f.
     """
     fmt = format_of(dtype)
     x = jnp.clip(jnp.asarray(x, jnp.float32), -fmt.max, fmt.max)
@@ -90,8 +90,7 @@ def stochastic_cast(
     scaled = jnp.abs(x) / unit
     below = jnp.floor(scaled)
     fraction = scaled - below
-    step = 1.0 / jnp.maximum(below, 1.0)
-    bend = curvature * step * (0.5 - step / 12.0)
+    bend = curvature / (2.0 * below + 1.0)
     probability = fraction + bend * fraction * (1.0 - fraction)
     rounded = (below + (noise < probability)) * unit
     return saturating_cast(jnp.copysign(rounded, x), dtype)

@@ -103,7 +103,7 @@ def test_what_is_too_large_becomes_the_largest(dtype, noise):
 
 @formats
 @pytest.mark.parametrize("noise", [0.0, 0.5, LAST_NOISE])
-@pytest.mark.parametrize("curvature", [0.0, 0.5, 1 - 16 / 255])
+@pytest.mark.parametrize("curvature", [-1.0, 0.0, 0.5, 1 - 16 / 255])
 def test_a_value_of_the_format_stays(dtype, noise, curvature):
     table = positive_values(dtype)
     x = np.float32(np.concatenate([table, -table]))
@@ -116,7 +116,7 @@ def test_a_value_of_the_format_stays(dtype, noise, curvature):
 @given(
     x=st.lists(floats, min_size=16, max_size=16),
     noise=st.sampled_from([0.0, 1e-7, 0.3, 0.999, LAST_NOISE]),
-    curvature=st.floats(0, 0.9375, width=32),
+    curvature=st.floats(-1, 0.9375, width=32),
 )
 def test_stochastic_result_is_a_neighbour(dtype, x, noise, curvature):
     table, x = positive_values(dtype), np.asarray(x, np.float32)
@@ -138,11 +138,11 @@ def test_stochastic_cast_is_right_on_average(dtype):
 
 
 @formats
-@pytest.mark.parametrize("k16", [17, 20, 24, 32, 48, 80, 160, 255])
+@pytest.mark.parametrize("k16", [8, 12, 17, 20, 24, 32, 48, 80, 160, 255])
 def test_curved_rounding_keeps_the_mean_of_the_power(dtype, k16):
     """The drift of x^a in one rounding is what `stochastic_cast` promises, at most.
 
-    2e-4 for normal numbers, 4e-3 for the smallest subnormal and better with n^2 above it.
+    5e-5 for normal numbers, 1.5e-3 for the smallest subnormal and better with n^2 above it.
     """
     a, fmt = 16 / k16, format_of(dtype)
     # From the smallest code up: below it the expansion has no values.
@@ -152,7 +152,7 @@ def test_curved_rounding_keeps_the_mean_of_the_power(dtype, k16):
     resolution = (table[1:] ** a - table[:-1] ** a) / (2 * GRID)
     drift = (np.abs(mean - x**a) - resolution) / x**a
     n = np.arange(1, len(x) + 1)[:, None]
-    allowed = np.where(n < 2**fmt.mantissa_bits, 4e-3 / n**2, 2e-4)
+    allowed = np.where(n < 2**fmt.mantissa_bits, 1.5e-3 / n**2, 5e-5)
     worst = np.unravel_index(np.argmax(drift / allowed), x.shape)
     assert drift[worst] <= allowed[worst[0], 0], f"x = {x[worst]}, a = {a}"
 

@@ -155,6 +155,15 @@ def expand(
 
 
 @kernel
+def reciprocal_of_integer(x, FAST: tl.constexpr):
+    """1 / x within 0.4 %, for weights: from one integer subtraction (6 %) and a Newton step."""
+    if FAST:
+        guess = (0x7EF127EA - x.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
+        return guess * (2.0 - x * guess)
+    return 1.0 / x
+
+
+@kernel
 def unit_in_last_place(image, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
     """The distance of FP8 values around image >= 0, and its reciprocal."""
     exponent = image.to(tl.uint32, bitcast=True) & 0x7F800000
@@ -173,12 +182,7 @@ def round_stochastically(
     scaled = image * per_unit
     below = floor_positive(scaled, FAST)
     fraction = scaled - below
-    if FAST:
-        # A reciprocal within 6 % from one integer subtraction: it only weighs a correction.
-        step = (0x7EF127EA - scaled.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
-    else:
-        step = 1.0 / tl.maximum(below, 1.0)
-    bend = step * ((curvature * 0.5)[:, None] - (curvature * (1.0 / 12.0))[:, None] * step)
+    bend = curvature[:, None] * reciprocal_of_integer(2.0 * below + 1.0, FAST)
     probability = fraction + bend * (fraction - fraction * fraction)
     return tl.where(one_plus_u < 1.0 + probability, below + 1.0, below) * unit
 

@@ -101,13 +101,13 @@ def test_on_a_mesh_state_is_sharded_as_the_parameters_and_results_are_the_same(u
         for part in ("codes", "amax", "k16"):
             assert moment[part]["up"]["kernel"].sharding.spec == PartitionSpec(None, "x")
             assert moment[part]["down"]["kernel"].sharding.spec[0] == "x"
-    # Sums over the mesh are added in another order.
+    # Sums over the mesh are added in another order. A moment on the edge between two codes may
+    # then round the other way, which changes its element's step, of at most the learning rate.
     np.testing.assert_allclose(sharded_losses, losses, rtol=1e-4)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4),
-        nnx.to_pure_dict(nnx.state(model, nnx.Param)),
-        nnx.to_pure_dict(nnx.state(plain, nnx.Param)),
-    )
+    states = (nnx.to_pure_dict(nnx.state(m, nnx.Param)) for m in (model, plain))
+    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-3)
+        assert np.mean(np.abs(a - b)) < 1e-6
 
 
 def test_smaller_groups_let_a_mesh_cut_the_last_axis_finer():
