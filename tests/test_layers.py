@@ -19,8 +19,8 @@ import coat_jax
 PACKAGE = Path(coat_jax.__file__).parent
 LAYERS = [
     ("formats", "noise"),
-    ("qtensor",),
-    ("expansion",),
+    ("precision", "qtensor"),
+    ("blocks", "expansion"),
     ("moments",),
     ("kernels",),
     ("ops",),

@@ -1,0 +1,32 @@
+"""The layers of a transformer as functions on arrays, which keep little for the backward pass.
+
+    linear, norm_linear              one or several linear layers, with the norm before them
+    gated_mlp, mlp                   from norm to residual sum
+    attention, attention_linear      with the output projection
+    norm, rotate, cross_entropy      what stands between
+
+Each takes a `coat.Precision`, and works inside any framework, any `jit` and any mesh.
+"""
+
+from coat_jax.kernels.norm import Norm
+from coat_jax.ops.attention import attention, attention_linear
+from coat_jax.ops.cross_entropy import cross_entropy
+from coat_jax.ops.linear import linear, norm_linear
+from coat_jax.ops.mlp import gated_mlp, mlp
+from coat_jax.ops.norm import norm
+from coat_jax.ops.rotary import Llama3Scaling, Rotary, rotate
+
+__all__ = [
+    "Llama3Scaling",
+    "Norm",
+    "Rotary",
+    "attention",
+    "attention_linear",
+    "cross_entropy",
+    "gated_mlp",
+    "linear",
+    "mlp",
+    "norm",
+    "norm_linear",
+    "rotate",
+]

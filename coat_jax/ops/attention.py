@@ -1,0 +1,286 @@
+"""Attention, and attention with its output projection, which share what they keep.
+
+    o = softmax(q k^T / sqrt(H)) v        causal or full, in a window, within segments
+    y = o w + b
+
+    attention_block    attention keeps                             attention_linear adds
+    None               q, k, v, o as they come, and what cuDNN     nothing: o again
+                       needs (log-sum-exp)
+    16, 32, ..         q, k, v in FP8 blocks                       nothing: o is computed again
+
+Recomputing o costs a second forward pass, a fifth of attention's time, and saves its
+memory. On a GPU attention is cuDNN's, in 16 bits; elsewhere XLA's.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from coat_jax.ops.keep import keep, restore
+from coat_jax.ops.linear import guard
+from coat_jax.ops.projection import (
+    input_operand,
+    project,
+    project_backward,
+    require_layers,
+    require_real,
+)
+from coat_jax.precision import COAT, Precision
+
+Backend = Literal["cudnn", "xla"]
+MAX_CUDNN_HEAD = 128
+
+
+def attention(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    segments: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+    precision: Precision = COAT,
+    backend: Backend | None = None,
+) -> Float[Array, "B S N H"]:
+    """Scaled dot-product attention.
+
+    Args:
+        q: queries of N heads.
+        k: keys of K heads, where K divides N: each serves N / K query heads.
+        v: values, likewise.
+        causal: whether a token sees only itself and those before it.
+        window: how many tokens it sees, itself included; None for all. Needs causal.
+        segments: the number of the document of each token: none sees another document.
+        scale: of the scores, 1 / sqrt(H) by default.
+        precision: of which only `attention_block` matters here.
+        backend: "cudnn" or "xla"; None takes cuDNN on a GPU, for 16-bit arrays.
+    """
+    settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
+    return _attention(settings, q, k, v, segments)
+
+
+def attention_linear(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    weight: Float[Array, "NH D"],
+    bias: Float[Array, "D"] | None = None,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    segments: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+    precision: Precision = COAT,
+    backend: Backend | None = None,
+) -> Float[Array, "B S D"]:
+    """`attention`, its heads joined, times `weight`; keeps no more than attention by itself.
+
+    Args:
+        q: see `attention`.
+        k: see `attention`.
+        v: see `attention`.
+        weight: the output projection.
+        bias: of the output projection.
+        causal: see `attention`.
+        window: see `attention`.
+        segments: see `attention`.
+        scale: see `attention`.
+        precision: see `coat.Precision`.
+        backend: see `attention`.
+    """
+    settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
+    require_layers("attention_linear", q.shape[2] * q.shape[3], (weight,), (bias,))
+    return _attention_linear(settings, q, k, v, segments, weight, bias)
+
+
+class _Settings(NamedTuple):
+    causal: bool
+    window: int | None
+    scale: float
+    precision: Precision
+    backend: Backend
+
+
+def _settings(
+    q: Array,
+    k: Array,
+    v: Array,
+    causal: bool,
+    window: int | None,
+    segments: Array | None,
+    scale: float | None,
+    precision: Precision,
+    backend: Backend | None,
+) -> _Settings:
+    """The checked settings."""
+    for array in (q, k, v):
+        require_real("attention", array)
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
+        raise ValueError(
+            f"attention takes q [B, S, N, H] and k, v [B, T, K, H], not {q.shape}, {k.shape} and "
+            f"{v.shape}."
+        )
+    heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
+    if q.shape[0] != k.shape[0] or head_dim != k.shape[3] or heads % kv_heads:
+        raise ValueError(
+            f"q {q.shape} and k {k.shape} do not fit: batch and head sizes must be equal, and the "
+            "number of key heads must divide that of query heads."
+        )
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"window={window} needs causal=True and at least one token.")
+    if segments is not None and (segments.shape != q.shape[:2] or q.shape[1] != k.shape[1]):
+        raise ValueError(
+            f"segments {segments.shape} must number the tokens of q {q.shape[:2]} and of k."
+        )
+    if backend not in (None, "cudnn", "xla"):
+        raise ValueError(f'backend={backend!r} must be None, "cudnn" or "xla".')
+    if backend is None:
+        half = q.dtype in (jnp.bfloat16, jnp.float16)
+        backend = "cudnn" if jax.default_backend() == "gpu" and half else "xla"
+    if backend == "cudnn" and (head_dim > MAX_CUDNN_HEAD or head_dim % 8):
+        raise ValueError(
+            f"cuDNN's attention takes heads of up to {MAX_CUDNN_HEAD} numbers, a multiple of 8, "
+            f'not {head_dim}. Use backend="xla".'
+        )
+    return _Settings(causal, window, scale or head_dim**-0.5, precision, backend)
+
+
+def _attend(settings: _Settings, segments: Array | None) -> Callable[..., Array]:
+    """Attention as a function of q, k and v."""
+    mask: Bool[Array, "B 1 S S"] | None = None
+    if segments is not None:
+        mask = (segments[:, :, None] == segments[:, None, :])[:, None]
+    return partial(
+        jax.nn.dot_product_attention,
+        mask=mask,
+        scale=settings.scale,
+        is_causal=settings.causal,
+        local_window_size=None if settings.window is None else (settings.window - 1, 0),
+        implementation=settings.backend,
+    )
+
+
+class _Heads(NamedTuple):
+    """q, k, v as they were kept, and how to come by o and its gradient."""
+
+    kept: Any  # FP8 blocks, or the arrays
+    output: Array | None  # None where it is computed again
+    pull: Any  # o's gradient to those of q, k and v; None likewise
+
+
+def _attend_and_keep(
+    settings: _Settings, q: Array, k: Array, v: Array, segments: Array | None
+) -> tuple[Array, _Heads]:
+    block = settings.precision.attention_block
+    kept = tuple(keep(x, settings.precision.forward, block) for x in (q, k, v))
+    values = [restore(x, q.dtype, block) for x in kept]
+    attend = _attend(settings, segments)
+    if block is None and settings.backend == "cudnn":
+        # cuDNN's own residuals: q, k, v, o and the log-sum-exp.
+        o, pull = jax.vjp(attend, *values)
+        return o, _Heads((), o, pull)
+    o = attend(*values)
+    return o, _Heads(kept, o if block is None else None, None)
+
+
+def _attend_again(
+    settings: _Settings, heads: _Heads, segments: Array | None, dtype: Any
+) -> tuple[Array, Callable[[Array], tuple[Array, Array, Array]]]:
+    """o, and its pullback."""
+    if heads.output is not None and heads.pull is not None:
+        return heads.output, heads.pull
+    block = settings.precision.attention_block
+    values = [restore(x, dtype, block) for x in heads.kept]
+    o, pull = jax.vjp(_attend(settings, segments), *values)
+    return (o if heads.output is None else heads.output), pull
+
+
+# --- attention -------------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(settings: _Settings, q: Array, k: Array, v: Array, segments: Array | None) -> Array:
+    return _attention_forward(settings, q, k, v, segments)[0]
+
+
+def _attention_forward(
+    settings: _Settings, q: Array, k: Array, v: Array, segments: Array | None
+) -> Any:
+    o, heads = _attend_and_keep(settings, q, k, v, segments)
+    return o, (heads, segments)
+
+
+def _attention_backward(settings: _Settings, residuals: Any, gradient: Array) -> Any:
+    def backward(heads: _Heads, segments: Array | None, do: Array) -> Any:
+        _, pull = _attend_again(settings, heads, segments, do.dtype)
+        return *pull(do), None
+
+    return _attention_guard(settings, backward, "attention", linear=False)(*residuals, gradient)
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+# --- attention_linear ------------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention_linear(
+    settings: _Settings,
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array | None,
+    weight: Array,
+    bias: Array | None,
+) -> Array:
+    return _attention_linear_forward(settings, q, k, v, segments, weight, bias)[0]
+
+
+def _attention_linear_forward(
+    settings: _Settings,
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array | None,
+    weight: Array,
+    bias: Array | None,
+) -> Any:
+    o, heads = _attend_and_keep(settings, q, k, v, segments)
+    n = input_operand(_joined(o), q.dtype, settings.precision)
+    (y,) = project(n, (weight,), (bias,), q.dtype, settings.precision)
+    return y, (heads, segments, weight, bias)
+
+
+def _attention_linear_backward(settings: _Settings, residuals: Any, gradient: Array) -> Any:
+    def backward(
+        heads: _Heads, segments: Array | None, weight: Array, bias: Array | None, dy: Array
+    ) -> Any:
+        o, pull = _attend_again(settings, heads, segments, dy.dtype)
+        n = input_operand(_joined(o), dy.dtype, settings.precision)
+        do, (d_weight,), (d_bias,) = project_backward(
+            n, (weight,), (bias,), (dy,), dy.dtype, settings.precision
+        )
+        return *pull(do.reshape(o.shape).astype(o.dtype)), None, d_weight, d_bias
+
+    guarded = _attention_guard(settings, backward, "attention_linear", linear=True)
+    return guarded(*residuals, gradient)
+
+
+_attention_linear.defvjp(_attention_linear_forward, _attention_linear_backward)
+
+
+def _joined(o: Float[Array, "B S N H"]) -> Float[Array, "B S NH"]:
+    return o.reshape(*o.shape[:-2], o.shape[-2] * o.shape[-1])
+
+
+def _attention_guard(settings: _Settings, backward: Any, name: str, *, linear: bool) -> Any:
+    """Refuses second derivatives where something was rounded to FP8."""
+    precision = settings.precision
+    rounds = precision.attention_block is not None or (linear and precision.fp8_linear)
+    return guard(backward, name, precision) if rounds else backward

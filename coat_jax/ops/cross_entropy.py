@@ -1,0 +1,140 @@
+"""The loss of a language model, from hidden states to one number, without the full logits.
+
+    logits = h w                                     [B, S, V]: never more than a chunk of S
+    loss   = mean over labelled tokens of  (1 - s) (lse - logit of the label)
+                                           + s (lse - mean of the logits)  +  z lse^2
+
+The sequence is cut into chunks; each chunk's logits are FP32 and are computed again in the
+backward pass. Kept: h, w, and one log-sum-exp per token. The products are in the dtype
+of h, summed in FP32, and not in FP8: the head is the layer that suffers most from it.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from coat_jax.ops.projection import require_layers, require_real
+
+IGNORED = -100
+
+
+def cross_entropy(
+    hidden: Float[Array, "*B S D"],
+    weight: Float[Array, "D V"],
+    labels: Int[Array, "*B S"],
+    *,
+    chunk: int = 512,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> Float[Array, ""]:
+    """The mean loss over the tokens that have a label.
+
+    Args:
+        hidden: what the head is applied to, of any leading shape.
+        weight: the head.
+        labels: the right token at each place; negative ones (-100) do not count.
+        chunk: how many places along S have their logits at one time. Fewer take less memory.
+        z_loss: weight of the squared log-sum-exp, which keeps logits from drifting.
+        label_smoothing: the share of the right answer that is spread over all tokens.
+    """
+    require_real("cross_entropy", hidden)
+    require_layers("cross_entropy", hidden.shape[-1], (weight,), (None,))
+    if hidden.ndim < 2 or labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels {labels.shape} must be one per row of hidden {hidden.shape[:-1]}, which needs "
+            "a sequence axis."
+        )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"labels are token numbers, not {labels.dtype.name}.")
+    if not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(f"chunk={chunk!r} must be a positive whole number.")
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and under 1.")
+    settings = _Settings(min(chunk, hidden.shape[-2]), z_loss, label_smoothing)
+    total = _sum_of_losses(settings, hidden, weight, labels)
+    return total / jnp.maximum(jnp.sum(labels >= 0), 1)
+
+
+class _Settings(NamedTuple):
+    chunk: int
+    z_loss: float
+    smoothing: float
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_of_losses(settings: _Settings, hidden: Array, weight: Array, labels: Array) -> Array:
+    return _forward(settings, hidden, weight, labels)[0]
+
+
+def _forward(settings: _Settings, hidden: Array, weight: Array, labels: Array) -> Any:
+    w = weight.astype(hidden.dtype)
+
+    def one(total: Array, part: tuple[Array, Array]) -> tuple[Array, Array]:
+        h, y = part
+        logits = _logits(h, w)
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        label = jnp.take_along_axis(logits, jnp.maximum(y, 0)[..., None], axis=-1)[..., 0]
+        s = settings.smoothing
+        loss = lse - (1 - s) * label + settings.z_loss * jnp.square(lse)
+        if s:
+            loss = loss - s * jnp.mean(logits, axis=-1)
+        return total + jnp.sum(jnp.where(y >= 0, loss, 0.0)), lse
+
+    parts = _chunks(hidden, settings.chunk, -2, 0), _chunks(labels, settings.chunk, -1, IGNORED)
+    total, lse = lax.scan(one, jnp.zeros([], jnp.float32), parts)
+    return total, (hidden, weight, labels, lse)
+
+
+def _backward(settings: _Settings, residuals: Any, gradient: Array) -> Any:
+    hidden, weight, labels, lse = residuals
+    w = weight.astype(hidden.dtype)
+    vocabulary = weight.shape[-1]
+
+    def one(dw: Array, part: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        h, y, lse = part
+        probability = jnp.exp(_logits(h, w) - lse[..., None])
+        s = settings.smoothing
+        d_logits = probability * (1 + 2 * settings.z_loss * lse[..., None])
+        wanted = jnp.arange(vocabulary) == y[..., None]
+        d_logits = d_logits - (1 - s) * wanted - s / vocabulary
+        d_logits = jnp.where(y[..., None] >= 0, d_logits * gradient, 0.0).astype(h.dtype)
+        dh = lax.dot_general(d_logits, w, (((h.ndim - 1,), (1,)), ((), ())))
+        rows = tuple(range(h.ndim - 1))
+        product = lax.dot_general(
+            h, d_logits, ((rows, rows), ((), ())), preferred_element_type=jnp.float32
+        )
+        return dw + product, dh
+
+    parts = _chunks(hidden, settings.chunk, -2, 0), _chunks(labels, settings.chunk, -1, IGNORED)
+    dw, dh = lax.scan(one, jnp.zeros(weight.shape, jnp.float32), (*parts, lse))
+    return _join(dh, hidden.shape), dw.astype(weight.dtype), None
+
+
+_sum_of_losses.defvjp(_forward, _backward)
+
+
+def _logits(h: Float[Array, "*B C D"], w: Float[Array, "D V"]) -> Float[Array, "*B C V"]:
+    dimensions = (((h.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(h, w, dimensions, preferred_element_type=jnp.float32)
+
+
+def _chunks(x: Array, chunk: int, axis: int, fill: int) -> Array:
+    """The sequence axis cut into chunks, which come first; the last one filled up."""
+    axis %= x.ndim
+    missing = -x.shape[axis] % chunk
+    if missing:
+        padding = [(0, missing if i == axis else 0) for i in range(x.ndim)]
+        x = jnp.pad(x, padding, constant_values=fill)
+    shape = (*x.shape[:axis], x.shape[axis] // chunk, chunk, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x.reshape(shape), axis, 0)
+
+
+def _join(parts: Array, shape: tuple[int, ...]) -> Array:
+    """Undoes `_chunks` of an array whose sequence axis is the last but one."""
+    joined = jnp.moveaxis(parts, 0, -3)
+    joined = joined.reshape(*shape[:-2], -1, shape[-1])
+    return joined[..., : shape[-2], :]

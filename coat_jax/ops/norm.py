@@ -1,0 +1,56 @@
+"""A norm by itself: of queries and keys, after a block, before the head.
+
+y = norm(x)         keeps x in FP8 blocks, or as it comes, and one or two numbers per row
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, statistics
+from coat_jax.ops.keep import Kept, keep, restore
+from coat_jax.ops.linear import guard, require_norm
+from coat_jax.ops.projection import require_real
+from coat_jax.precision import COAT, Precision
+
+
+def norm(
+    x: Float[Array, "*rows D"], norm: Norm, *, precision: Precision = COAT
+) -> Float[Array, "*rows D"]:
+    """RMSNorm or LayerNorm of the last axis, in the dtype of `x`.
+
+    Args:
+        x: the input, of any leading shape.
+        norm: what it learns, and how it is computed.
+        precision: of which only `block` matters here.
+    """
+    require_real("norm", x)
+    require_norm("norm", x.shape[-1], norm)
+    return _norm(precision, x, norm)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _norm(precision: Precision, x: Array, norm: Norm) -> Array:
+    return _forward(precision, x, norm)[0]
+
+
+def _forward(precision: Precision, x: Array, norm: Norm) -> Any:
+    kept = keep(x, precision.forward, precision.block)
+    values = restore(kept, jnp.float32, precision.block)
+    stats = statistics(values, norm)
+    return normalize(values, stats, norm).astype(x.dtype), (kept, stats, norm)
+
+
+def _backward(precision: Precision, residuals: Any, gradient: Array) -> Any:
+    def backward(kept: Kept, stats: Stats, norm: Norm, dy: Array) -> Any:
+        values = restore(kept, jnp.float32, precision.block)
+        dx, d_norm = normalize_backward(values, stats, norm, dy)
+        return dx.astype(dy.dtype), d_norm
+
+    return guard(backward, "norm", precision)(*residuals, gradient)
+
+
+_norm.defvjp(_forward, _backward)

@@ -1,0 +1,96 @@
+"""Rotary position embeddings: pairs of numbers in a head, turned by an angle per position.
+
+    (a, b) -> (a cos - b sin, b cos + a sin)      angle = position * frequency of the pair
+
+The pairs are (i, i + H/2), as in Hugging Face's checkpoints. The gradient is the rotation back:
+nothing is kept but the positions.
+"""
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's stretching of low frequencies to contexts longer than those of pretraining."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotary:
+    """How positions become angles.
+
+    Attributes:
+        theta: the base of the frequencies.
+        scaling: None; a number, by which positions are divided; or Llama 3.1's.
+    """
+
+    theta: float = 10000.0
+    scaling: float | Llama3Scaling | None = None
+
+    def frequencies(self, head_dim: int) -> Float[Array, "H2"]:
+        """Radians per position of each pair."""
+        if head_dim % 2:
+            raise ValueError(f"Rotary embeddings turn pairs: a head of {head_dim} is odd.")
+        pairs = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+        frequencies = 1.0 / self.theta**pairs
+        if self.scaling is None:
+            return frequencies
+        if not isinstance(self.scaling, Llama3Scaling):
+            return frequencies / self.scaling
+        s = self.scaling
+        wavelength = 2 * math.pi / frequencies
+        low, high = (s.original_context / f for f in (s.low_freq_factor, s.high_freq_factor))
+        smooth = (s.original_context / wavelength - s.low_freq_factor) / (
+            s.high_freq_factor - s.low_freq_factor
+        )
+        between = (1 - smooth) * frequencies / s.factor + smooth * frequencies
+        scaled = jnp.where(wavelength > low, frequencies / s.factor, between)
+        return jnp.where(wavelength < high, frequencies, scaled)
+
+
+def rotate(
+    x: Float[Array, "*B S N H"], positions: Int[Array, "*B S"], rotary: Rotary
+) -> Float[Array, "*B S N H"]:
+    """Turns each head of `x` by its position.
+
+    Args:
+        x: queries or keys.
+        positions: of each token, of shape [S] or [*B, S].
+        rotary: the angles.
+    """
+    rotary.frequencies(x.shape[-1])  # refuses odd heads
+    return _rotate(rotary, x, positions)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rotate(rotary: Rotary, x: Array, positions: Array) -> Array:
+    return _turned(rotary, x, positions, 1.0)
+
+
+def _turned(rotary: Rotary, x: Array, positions: Array, direction: float) -> Array:
+    angles = positions[..., None].astype(jnp.float32) * rotary.frequencies(x.shape[-1])
+    cos, sin = jnp.cos(angles)[..., None, :], direction * jnp.sin(angles)[..., None, :]
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def _forward(rotary: Rotary, x: Array, positions: Array) -> Any:
+    return _turned(rotary, x, positions, 1.0), positions
+
+
+def _backward(rotary: Rotary, positions: Array, gradient: Array) -> Any:
+    return _turned(rotary, gradient, positions, -1.0), None
+
+
+_rotate.defvjp(_forward, _backward)
