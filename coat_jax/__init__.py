@@ -1,11 +1,16 @@
-"""FP8 training for JAX: optimizer states, and later saved activations, in 8 bits.
+"""FP8 training for JAX: optimizer states and saved activations in 8 bits.
 
 import coat_jax as coat
 
 tx = coat.optax.fp8_adamw(1e-3, b2=0.95, weight_decay=0.1)   # AdamW, 2.1 bytes a parameter
 tx = coat.optax.compress(optax.lion(1e-4))                   # any optax transformation
+model = coat.nn.convert(model, precision=coat.COAT)          # an NNX model, its layers in FP8
+y = coat.ops.gated_mlp(x, norm, gate, up, down)              # a layer as a plain function
 e = coat.expansion.encode(x)                                 # dynamic range expansion by itself
 """
+
+import importlib
+from typing import Any
 
 from coat_jax import blocks, expansion, formats, moments, noise, ops, optax, qtensor
 from coat_jax.expansion import Expanded
@@ -15,6 +20,15 @@ from coat_jax.precision import BF16, COAT, COAT_LEAN, FP8_LINEAR, Precision
 from coat_jax.qtensor import QTensor
 
 __version__ = "0.1.0.dev0"
+
+_WITH_FLAX = ("linen", "nn")  # imported when they are first used: Flax takes its time
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WITH_FLAX:
+        return importlib.import_module(f"coat_jax.{name}")
+    raise AttributeError(f"module 'coat_jax' has no attribute {name!r}")
+
 
 __all__ = [
     "BF16",
@@ -30,7 +44,9 @@ __all__ = [
     "blocks",
     "expansion",
     "formats",
+    "linen",
     "moments",
+    "nn",
     "noise",
     "ops",
     "optax",

@@ -24,7 +24,7 @@ LAYERS = [
     ("moments",),
     ("kernels",),
     ("ops",),
-    ("nn", "optax"),
+    ("nn", "linen", "optax"),
     ("models",),
     ("training",),
     ("cli",),

@@ -77,12 +77,15 @@ def _dot(
     if a.scale is None or b.scale is None:
         return lax.dot_general(a.values, b.values, dimensions, preferred_element_type=dtype)
 
+    # A product of codes is up to 448^2, which FP16 cannot hold before it is scaled.
+    wide = jnp.float32 if dtype == jnp.float16 else dtype
+
     def in_fp8(a: Array, b: Array) -> Array:
-        return lax.dot_general(a, b, dimensions, precision=FP8, preferred_element_type=dtype)
+        return lax.dot_general(a, b, dimensions, precision=FP8, preferred_element_type=wide)
 
     def in_fp32(a: Array, b: Array) -> Array:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        return lax.dot_general(a, b, dimensions, precision=lax.Precision.HIGHEST).astype(dtype)
+        return lax.dot_general(a, b, dimensions, precision=lax.Precision.HIGHEST).astype(wide)
 
     result = lax.platform_dependent(a.values, b.values, cuda=in_fp8, default=in_fp32)
-    return result * (a.scale * b.scale).astype(result.dtype)
+    return (result * (a.scale * b.scale).astype(wide)).astype(dtype)

@@ -11,12 +11,15 @@ Each takes a `coat.Precision`, and works inside any framework, any `jit` and any
 from coat_jax.kernels.norm import Norm
 from coat_jax.ops.attention import attention, attention_linear
 from coat_jax.ops.cross_entropy import cross_entropy
+from coat_jax.ops.dot_general import DotGeneral, Einsum
 from coat_jax.ops.linear import linear, norm_linear
 from coat_jax.ops.mlp import gated_mlp, mlp
 from coat_jax.ops.norm import norm
 from coat_jax.ops.rotary import Llama3Scaling, Rotary, rotate
 
 __all__ = [
+    "DotGeneral",
+    "Einsum",
     "Llama3Scaling",
     "Norm",
     "Rotary",

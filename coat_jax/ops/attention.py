@@ -147,7 +147,8 @@ def _settings(
             f"cuDNN's attention takes heads of up to {MAX_CUDNN_HEAD} numbers, a multiple of 8, "
             f'not {head_dim}. Use backend="xla".'
         )
-    return _Settings(causal, window, scale or head_dim**-0.5, precision, backend)
+    scale = head_dim**-0.5 if scale is None else scale
+    return _Settings(causal, window, scale, precision, backend)
 
 
 def _attend(settings: _Settings, segments: Array | None) -> Callable[..., Array]:

@@ -92,12 +92,12 @@ def no_copy_of_parameters(path, leaf):
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_compressed_transformation_trains_as_before_in_less_memory(name):
-    """Losses within 6 %; measured: 4.3 % for sophia, 2.7 % for lion, under 2 % for all others."""
+    """The loss is no more than 6 % higher; it may be lower, as noise has it."""
     tx, moments = TABLE[name]
     tx = optax.with_extra_args_support(tx)
     loss, state = train(tx)
     compressed_loss, compressed = train(compress(tx, storage=SMALL, where=no_copy_of_parameters))
-    assert compressed_loss == pytest.approx(loss, rel=0.06)
+    assert compressed_loss < 1.06 * loss
     assert loss < 0.3 * loss_of(START, X, Y)
 
     codes = [leaf for leaf in jax.tree.leaves(compressed) if leaf.dtype == jnp.float8_e4m3fn]

@@ -1,0 +1,17 @@
+"""FP8 for Flax Linen: linear layers whose products are replaced.
+
+import flax.linen as nn
+
+dense = nn.Dense(4096, use_bias=False, dot_general_cls=coat.linen.dot_general_cls())
+"""
+
+import functools
+from collections.abc import Callable
+
+from coat_jax.ops import DotGeneral
+from coat_jax.precision import COAT, Precision, precision_of
+
+
+def dot_general_cls(precision: Precision | str = COAT) -> Callable[[], DotGeneral]:
+    """What Linen's `dot_general_cls` arguments take: Dense, DenseGeneral, attention."""
+    return functools.partial(DotGeneral, precision_of(precision))

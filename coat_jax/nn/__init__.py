@@ -1,0 +1,31 @@
+"""Flax NNX modules whose products and saved activations are FP8.
+
+    Linear, RMSNorm, LayerNorm           as Flax has them
+    Attention, GatedMLP, MLP             each from its norm on: they keep their input once
+    TransformerBlock                     the layer of a decoder
+    convert                              any NNX model, its layers replaced
+
+A module's `precision` says what is FP8; see `coat.Precision`.
+"""
+
+from coat_jax.nn.attention import Attention
+from coat_jax.nn.block import TransformerBlock
+from coat_jax.nn.convert import Decision, convert, plan_conversion
+from coat_jax.nn.linear import Linear
+from coat_jax.nn.mlp import MLP, GatedMLP
+from coat_jax.nn.norm import LayerNorm, RMSNorm
+from coat_jax.nn.parameters import MeshAxes
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "Decision",
+    "GatedMLP",
+    "LayerNorm",
+    "Linear",
+    "MeshAxes",
+    "RMSNorm",
+    "TransformerBlock",
+    "convert",
+    "plan_conversion",
+]

@@ -1,0 +1,93 @@
+"""The MLP of a transformer layer, with the norm before it and the residual sum after it."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from coat_jax import ops
+from coat_jax.kernels.activation import Activation
+from coat_jax.nn.norm import AnyNorm
+from coat_jax.nn.parameters import WHOLE, MeshAxes, value_of, vector, weight
+from coat_jax.precision import COAT, Precision, precision_of
+
+
+class GatedMLP(nnx.Module):
+    """x + (act(norm(x) gate) * (norm(x) up)) down."""
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        norm: AnyNorm | None = None,
+        activation: Activation = "silu",
+        residual: bool = True,
+        precision: Precision | str = COAT,
+        axes: MeshAxes = WHOLE,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.norm = nnx.data(norm)
+        self.gate = weight(rngs, (width, hidden), axes.widening, dtype=param_dtype)
+        self.up = weight(rngs, (width, hidden), axes.widening, dtype=param_dtype)
+        self.down = weight(rngs, (hidden, width), axes.narrowing, dtype=param_dtype)
+        self.activation: Activation = activation
+        self.residual = residual
+        self.precision = precision_of(precision)
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """Applies the layer to the last axis."""
+        return ops.gated_mlp(
+            x,
+            None if self.norm is None else self.norm.spec(),
+            value_of(self.gate),
+            value_of(self.up),
+            value_of(self.down),
+            activation=self.activation,
+            residual=self.residual,
+            precision=self.precision,
+        )
+
+
+class MLP(nnx.Module):
+    """x + act(norm(x) up + up_bias) down + down_bias."""
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        norm: AnyNorm | None = None,
+        activation: Activation = "gelu_tanh",
+        residual: bool = True,
+        use_bias: bool = True,
+        precision: Precision | str = COAT,
+        axes: MeshAxes = WHOLE,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.norm = nnx.data(norm)
+        self.up = weight(rngs, (width, hidden), axes.widening, dtype=param_dtype)
+        self.down = weight(rngs, (hidden, width), axes.narrowing, dtype=param_dtype)
+        up_bias = vector(hidden, (axes.tensor,), fill=0.0, dtype=param_dtype)
+        down_bias = vector(width, fill=0.0, dtype=param_dtype)
+        self.up_bias = nnx.data(up_bias if use_bias else None)
+        self.down_bias = nnx.data(down_bias if use_bias else None)
+        self.activation: Activation = activation
+        self.residual = residual
+        self.precision = precision_of(precision)
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """Applies the layer to the last axis."""
+        return ops.mlp(
+            x,
+            None if self.norm is None else self.norm.spec(),
+            value_of(self.up),
+            value_of(self.down),
+            value_of(self.up_bias),
+            value_of(self.down_bias),
+            activation=self.activation,
+            residual=self.residual,
+            precision=self.precision,
+        )

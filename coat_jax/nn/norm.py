@@ -1,0 +1,72 @@
+"""RMSNorm and LayerNorm, which keep their input in FP8 blocks."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from coat_jax import ops
+from coat_jax.nn.parameters import value_of, vector
+from coat_jax.precision import COAT, Precision, precision_of
+
+
+class RMSNorm(nnx.Module):
+    """y = x / sqrt(mean(x^2) + epsilon) * scale, in FP32 inside."""
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        use_scale: bool = True,
+        precision: Precision | str = COAT,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs | None = None,
+    ):
+        del rngs  # nothing random
+        scale = vector(num_features, fill=1.0, dtype=param_dtype)
+        self.scale = nnx.data(scale if use_scale else None)
+        self.epsilon = epsilon
+        self.precision = precision_of(precision)
+
+    def spec(self) -> ops.Norm:
+        """What the ops take, which compute the norm together with what follows it."""
+        return ops.Norm(value_of(self.scale), None, "rms", self.epsilon)
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """Normalizes the last axis."""
+        return ops.norm(x, self.spec(), precision=self.precision)
+
+
+class LayerNorm(nnx.Module):
+    """y = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias, in FP32 inside."""
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        use_scale: bool = True,
+        use_bias: bool = True,
+        precision: Precision | str = COAT,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs | None = None,
+    ):
+        del rngs  # nothing random
+        scale = vector(num_features, fill=1.0, dtype=param_dtype)
+        bias = vector(num_features, fill=0.0, dtype=param_dtype)
+        self.scale = nnx.data(scale if use_scale else None)
+        self.bias = nnx.data(bias if use_bias else None)
+        self.epsilon = epsilon
+        self.precision = precision_of(precision)
+
+    def spec(self) -> ops.Norm:
+        """What the ops take, which compute the norm together with what follows it."""
+        return ops.Norm(value_of(self.scale), value_of(self.bias), "layer", self.epsilon)
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """Normalizes the last axis."""
+        return ops.norm(x, self.spec(), precision=self.precision)
+
+
+AnyNorm = RMSNorm | LayerNorm

@@ -1,0 +1,69 @@
+"""Parameters of modules: how they are made, and over which mesh axes they are sharded.
+
+A weight that widens, [D, F], is cut along (fsdp, tensor); one that narrows, [F, D], along
+(tensor, fsdp). So tensor parallelism cuts the hidden width, and fully sharded data parallelism
+the model's width, which is gathered when a layer needs it. Vectors are not cut.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.nn.initializers import Initializer
+from jax.typing import DTypeLike
+
+LECUN = nnx.initializers.lecun_normal()
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshAxes:
+    """The names of the mesh axes that weights are cut along; None cuts along none."""
+
+    fsdp: str | None = None
+    tensor: str | None = None
+
+    @property
+    def widening(self) -> tuple[str | None, ...]:
+        """Of a weight from the model's width to a hidden one."""
+        return (self.fsdp, self.tensor)
+
+    @property
+    def narrowing(self) -> tuple[str | None, ...]:
+        """Of a weight from a hidden width to the model's."""
+        return (self.tensor, self.fsdp)
+
+
+WHOLE = MeshAxes()
+
+
+def weight(
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    sharding: tuple[str | None, ...] = (),
+    *,
+    init: Initializer = LECUN,
+    dtype: DTypeLike = jnp.float32,
+) -> nnx.Param:
+    """A parameter with random values, cut over the mesh that is set."""
+    return _param(init(rngs.params(), shape, dtype), sharding)
+
+
+def vector(
+    size: int, sharding: tuple[str | None, ...] = (), *, fill: float, dtype: DTypeLike = jnp.float32
+) -> nnx.Param:
+    """A parameter of equal values: the scale of a norm, a bias."""
+    return _param(jnp.full((size,), fill, dtype), sharding)
+
+
+def _param(value: jax.Array, sharding: tuple[str | None, ...]) -> nnx.Param:
+    metadata: dict[str, Any] = {}
+    if any(sharding):
+        metadata["out_sharding"] = sharding
+    return nnx.Param(value, **metadata)
+
+
+def value_of(parameter: nnx.Param | None) -> Any:
+    """The array of a parameter that may be left out."""
+    return None if parameter is None else parameter[...]

@@ -1,0 +1,105 @@
+"""A drop-in for `lax.dot_general` in FP8, for modules that let their products be replaced.
+
+    nnx.Linear(..., dot_general=coat.ops.DotGeneral())
+    nn.Dense(..., dot_general_cls=coat.linen.dot_general_cls())
+
+Any contraction of an input (left) with a weight (right) that has no batch axes is one linear
+layer: the weight is viewed as a matrix of contracted times kept axes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from coat_jax.ops.linear import linear
+from coat_jax.precision import COAT, Precision
+
+Axes = Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class DotGeneral:
+    """`lax.dot_general` whose three products run as `coat.Precision` says."""
+
+    precision: Precision = COAT
+
+    def __call__(
+        self,
+        lhs: Float[Array, "..."],
+        rhs: Float[Array, "..."],
+        dimension_numbers: tuple[tuple[Axes, Axes], tuple[Axes, Axes]],
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: Any = None,
+    ) -> Float[Array, "..."]:
+        """Contracts `lhs` with the weight `rhs`; lax's own `precision` has no meaning here."""
+        del precision
+        (left, right), (left_batch, right_batch) = dimension_numbers
+        if left_batch or right_batch:
+            raise ValueError(
+                "coat.ops.DotGeneral multiplies an input by a weight: there can be no batch axes, "
+                f"and {tuple(left_batch)}, {tuple(right_batch)} came. Leave this product as it is."
+            )
+        if out_sharding is not None:
+            raise ValueError(
+                "coat.ops.DotGeneral takes no out_sharding: use a mesh with automatic axes."
+            )
+        left, right = tuple(left), tuple(right)
+        rows = [axis for axis in range(lhs.ndim) if axis not in left]
+        kept = [axis for axis in range(rhs.ndim) if axis not in right]
+        contracted = math.prod(rhs.shape[axis] for axis in right)
+        row_shape = [lhs.shape[axis] for axis in rows]
+        kept_shape = [rhs.shape[axis] for axis in kept]
+        x = lhs.transpose(*rows, *left).reshape(*row_shape, contracted)
+        w = rhs.transpose(*right, *kept).reshape(contracted, math.prod(kept_shape))
+        y = linear(x, w, precision=self.precision).reshape(*row_shape, *kept_shape)
+        return y if preferred_element_type is None else y.astype(jnp.dtype(preferred_element_type))
+
+
+@dataclasses.dataclass(frozen=True)
+class Einsum:
+    """`jnp.einsum` of an input and a weight that share no axis of the output."""
+
+    precision: Precision = COAT
+
+    def __call__(
+        self,
+        equation: str,
+        x: Float[Array, "..."],
+        w: Float[Array, "..."],
+        *,
+        precision: Any = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: Any = None,
+    ) -> Float[Array, "..."]:
+        """Evaluates the equation, in which only the input may have an ellipsis."""
+        inputs, _, output = equation.replace(" ", "").partition("->")
+        of_x, _, of_w = inputs.partition(",")
+        rest = x.ndim - len(of_x.replace("...", ""))
+        leading = "".join(chr(0x3B1 + i) for i in range(rest))  # letters that no one else uses
+        of_x, output = (part.replace("...", leading) for part in (of_x, output))
+        contracted = [name for name in of_x if name in of_w and name not in output]
+        if set(of_x) & set(of_w) & set(output):
+            raise ValueError(
+                f"{equation!r} has axes that input, weight and output share. coat.ops.Einsum "
+                "contracts all that input and weight have in common."
+            )
+        left, right = ([names.index(c) for c in contracted] for names in (of_x, of_w))
+        y = DotGeneral(self.precision)(
+            x,
+            w,
+            ((left, right), ((), ())),
+            precision,
+            preferred_element_type,
+            out_sharding=out_sharding,
+        )
+        names = [c for c in of_x + of_w if c not in contracted]
+        if sorted(names) != sorted(output):
+            raise ValueError(f"{equation!r} sums over an axis of one operand alone.")
+        return y.transpose([names.index(c) for c in output])
