@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from coat_jax.ops.backward import run_backward
 from coat_jax.ops.keep import keep, restore
-from coat_jax.ops.linear import guard
 from coat_jax.ops.projection import (
     input_operand,
     project,
@@ -221,7 +221,8 @@ def _attention_backward(settings: _Settings, residuals: Any, gradient: Array) ->
         _, pull = _attend_again(settings, heads, segments, do.dtype)
         return *pull(do), None
 
-    return _attention_guard(settings, backward, "attention", linear=False)(*residuals, gradient)
+    rounds = settings.precision.attention_block is not None
+    return run_backward(backward, residuals, gradient, name="attention", rounds=rounds)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -269,8 +270,8 @@ def _attention_linear_backward(settings: _Settings, residuals: Any, gradient: Ar
         )
         return *pull(do.reshape(o.shape).astype(o.dtype)), None, d_weight, d_bias
 
-    guarded = _attention_guard(settings, backward, "attention_linear", linear=True)
-    return guarded(*residuals, gradient)
+    rounds = settings.precision.fp8_linear or settings.precision.attention_block is not None
+    return run_backward(backward, residuals, gradient, name="attention_linear", rounds=rounds)
 
 
 _attention_linear.defvjp(_attention_linear_forward, _attention_linear_backward)
@@ -278,10 +279,3 @@ _attention_linear.defvjp(_attention_linear_forward, _attention_linear_backward)
 
 def _joined(o: Float[Array, "B S N H"]) -> Float[Array, "B S NH"]:
     return o.reshape(*o.shape[:-2], o.shape[-2] * o.shape[-1])
-
-
-def _attention_guard(settings: _Settings, backward: Any, name: str, *, linear: bool) -> Any:
-    """Refuses second derivatives where something was rounded to FP8."""
-    precision = settings.precision
-    rounds = precision.attention_block is not None or (linear and precision.fp8_linear)
-    return guard(backward, name, precision) if rounds else backward

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float
 
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, statistics
+from coat_jax.ops.backward import rounds_rows, run_backward
 from coat_jax.ops.keep import Kept, keep, restore
-from coat_jax.ops.once import once_differentiable
 from coat_jax.ops.projection import (
     Biases,
     Outputs,
@@ -109,7 +109,8 @@ def _linear_backward(precision: Precision, residuals: Any, gradients: Outputs) -
         dx, *rest = project_backward(n, weights, biases, gradients, dtype, precision)
         return dx.astype(dtype), *rest
 
-    return guard(backward, "linear", precision)(*residuals, gradients)
+    rounds = precision.fp8_linear
+    return run_backward(backward, residuals, gradients, name="linear", rounds=rounds)
 
 
 _linear.defvjp(_linear_forward, _linear_backward)
@@ -147,13 +148,8 @@ def _norm_linear_backward(precision: Precision, residuals: Any, gradients: Outpu
         dx, d_norm = normalize_backward(values, stats, norm, dn)
         return dx.astype(dtype), d_norm, d_weights, d_biases
 
-    return guard(backward, "norm_linear", precision)(*residuals, gradients)
+    rounds = rounds_rows(precision)
+    return run_backward(backward, residuals, gradients, name="norm_linear", rounds=rounds)
 
 
 _norm_linear.defvjp(_norm_linear_forward, _norm_linear_backward)
-
-
-def guard(backward: Any, name: str, precision: Precision) -> Any:
-    """Refuses second derivatives where something was rounded to FP8."""
-    rounds = precision.fp8_linear or precision.block is not None
-    return once_differentiable(backward, name) if rounds else backward

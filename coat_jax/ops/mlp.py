@@ -21,8 +21,9 @@ from coat_jax.kernels.activation import (
     require_activation,
 )
 from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, statistics
+from coat_jax.ops.backward import rounds_rows, run_backward
 from coat_jax.ops.keep import Kept, keep, restore
-from coat_jax.ops.linear import guard, require_norm
+from coat_jax.ops.linear import require_norm
 from coat_jax.ops.projection import (
     Biases,
     Weights,
@@ -193,7 +194,8 @@ def _backward(settings: _Settings, residuals: _Residuals, gradient: Array) -> An
             dx = dx + dy.astype(jnp.float32)
         return dx.astype(dtype), d_norm, d_weights, d_biases, d_down, d_down_bias
 
-    return guard(backward, settings.name, settings.precision)(residuals, gradient)
+    rounds = rounds_rows(settings.precision)
+    return run_backward(backward, (residuals,), gradient, name=settings.name, rounds=rounds)
 
 
 _mlp.defvjp(_forward, _backward)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, statistics
+from coat_jax.ops.backward import run_backward
 from coat_jax.ops.keep import Kept, keep, restore
-from coat_jax.ops.linear import guard, require_norm
+from coat_jax.ops.linear import require_norm
 from coat_jax.ops.projection import require_real
 from coat_jax.precision import COAT, Precision
 
@@ -50,7 +51,8 @@ def _backward(precision: Precision, residuals: Any, gradient: Array) -> Any:
         dx, d_norm = normalize_backward(values, stats, norm, dy)
         return dx.astype(dy.dtype), d_norm
 
-    return guard(backward, "norm", precision)(*residuals, gradient)
+    rounds = precision.block is not None
+    return run_backward(backward, residuals, gradient, name="norm", rounds=rounds)
 
 
 _norm.defvjp(_forward, _backward)

@@ -1,0 +1,52 @@
+"""What every backward pass of the ops has in common.
+
+**It begins when the gradient arrives.** A barrier ties what was kept to the gradient. Without it
+XLA finds that the backward pass recomputes what the forward pass computed, and keeps that instead.
+
+**It is not differentiated.** Rounding has no second derivative: an error, not wrong numbers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from coat_jax.precision import Precision
+
+
+def run_backward(
+    backward: Callable[..., Any],
+    residuals: tuple[Any, ...],
+    gradient: Any,
+    *,
+    name: str,
+    rounds: bool,
+) -> Any:
+    """`backward(*residuals, gradient)`.
+
+    Args:
+        backward: the gradients as a function of what was kept and of the result's gradient.
+        residuals: what was kept.
+        gradient: of the result.
+        name: of the operation, for the error.
+        rounds: whether it rounds to FP8, so that it can be differentiated once only.
+    """
+    residuals, gradient = lax.optimization_barrier((residuals, gradient))
+    if not rounds:
+        return backward(*residuals, gradient)
+    guarded = jax.custom_jvp(backward)
+
+    @guarded.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise TypeError(
+            f"coat.ops.{name} in FP8 can be differentiated once only: rounding to FP8 has no "
+            "second derivative. Use precision=coat.BF16 where you need Hessians."
+        )
+
+    return guarded(*residuals, gradient)
+
+
+def rounds_rows(precision: Precision) -> bool:
+    """Whether a linear layer or what it keeps is rounded to FP8."""
+    return precision.fp8_linear or precision.block is not None
