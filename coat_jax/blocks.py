@@ -9,7 +9,8 @@ a division where this is a shift. Largest and smallest normal code lie 2^14.8 ap
 rounding the scale up costs one of these binades at most.
 
 Zero stays zero. Exponent 255 marks a block with a NaN or an infinity: none of it is finite.
-A short last block is allowed. Denormal FP32 counts as zero.
+A short last block is allowed. Denormal FP32 counts as zero; what rounds up to 2^128 becomes
+infinite, as in a cast to BF16.
 """
 
 from typing import NamedTuple

@@ -47,7 +47,7 @@ class Precision:
             )
         for name in ("block", "attention_block"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or value not in BLOCK_SIZES):
+            if value is not None and (not isinstance(value, int) or value not in BLOCK_SIZES):
                 raise ValueError(f"{name}={value!r} must be None or one of {BLOCK_SIZES}.")
 
 

@@ -33,6 +33,23 @@ def choose(implementation: Implementation | None) -> Implementation:
     return implementation
 
 
+def choose_fp8(implementation: Implementation | None) -> Implementation:
+    """`choose`, for products in FP8: raises on a GPU that has none, unless XLA is asked for."""
+    if implementation is None and not multiplies_fp8():
+        raise RuntimeError(
+            f"This GPU has compute capability {(gpu_capability() or 0) / 10:.1f}; products in FP8 "
+            'need 8.9 (Ada) or newer. Use implementation="xla", which computes the same in FP32, '
+            "slowly, or precision=coat.BF16."
+        )
+    return choose(implementation)
+
+
+def multiplies_fp8() -> bool:
+    """Whether the GPU, if there is one, multiplies FP8."""
+    capability = gpu_capability()
+    return capability is None or capability >= FIRST_WITH_FP8
+
+
 def triton_installed() -> bool:
     """Whether the packages that the kernels need can be imported."""
     needed = ("triton", "torch") if interpreting() else ("triton", "jax_triton")

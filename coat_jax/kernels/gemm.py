@@ -22,24 +22,54 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.blocks import fitting_exponent, power_of_two
-from coat_jax.formats import format_of, saturating_cast
+from coat_jax.kernels import dispatch
+from coat_jax.kernels.cast import Layout, cast, cast_reference
+from coat_jax.kernels.dispatch import Implementation
 
 FP8 = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
 
 
 class Operand(NamedTuple):
-    """One side of a product: FP8 codes and their scale, or an array and None."""
+    """One side of a product: FP8 codes and their scale, or an array and None.
 
-    values: Float[Array, "..."]
+    Where a kernel made the codes, they may be there in one layout only, or in both.
+    """
+
+    values: Float[Array, "*rows K"] | None
+    transposed: Float[Array, "K *rows"] | None
     scale: Float[Array, ""] | None
 
+    @property
+    def straight(self) -> tuple[Array, bool]:
+        """The values, and whether they are transposed; straight if there is a choice."""
+        if self.values is not None:
+            return self.values, False
+        return self._transposed(), True
 
-def operand(x: Float[Array, "..."], dtype: DTypeLike | None) -> Operand:
+    @property
+    def summed_over_rows(self) -> tuple[Array, bool]:
+        """The values, and whether they are transposed; transposed if there is a choice."""
+        if self.transposed is not None:
+            return self.transposed, True
+        return self.straight
+
+    def _transposed(self) -> Array:
+        if self.transposed is None:
+            raise ValueError("An operand needs its values in one layout at least.")
+        return self.transposed
+
+
+def operand(
+    x: Float[Array, "*rows K"],
+    dtype: DTypeLike | None,
+    layout: Layout = "straight",
+    implementation: Implementation = "xla",
+) -> Operand:
     """Rounds `x` to FP8 with one scale; with dtype None leaves it as it is."""
     if dtype is None:
-        return Operand(x, None)
+        return Operand(x, None, None)
     amax = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
-    return scaled(x, tensor_scale(amax, dtype), dtype)
+    return scaled(x, tensor_scale(amax, dtype), dtype, layout, implementation)
 
 
 def tensor_scale(amax: Float[Array, ""], dtype: DTypeLike) -> Float[Array, ""]:
@@ -48,34 +78,59 @@ def tensor_scale(amax: Float[Array, ""], dtype: DTypeLike) -> Float[Array, ""]:
     return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
 
 
-def scaled(x: Float[Array, "..."], scale: Float[Array, ""], dtype: DTypeLike) -> Operand:
-    """Rounds `x` to FP8 with a scale that is known."""
-    format_of(dtype)
-    return Operand(saturating_cast(x.astype(jnp.float32) * (1.0 / scale), dtype), scale)
+def scaled(
+    x: Float[Array, "*rows K"],
+    scale: Float[Array, ""],
+    dtype: DTypeLike,
+    layout: Layout = "straight",
+    implementation: Implementation = "xla",
+) -> Operand:
+    """Rounds `x` to FP8 with a scale that is known; XLA transposes by itself where it must."""
+    if implementation == "xla":
+        return Operand(cast_reference(x, scale, dtype, "straight")[0], None, scale)
+    return Operand(*cast(x, scale, dtype, layout), scale)
 
 
 def product(x: Operand, w: Operand, dtype: DTypeLike) -> Float[Array, "*rows N"]:
-    """x w: the forward product."""
-    return _dot(x, w, ((x.values.ndim - 1,), (0,)), dtype)
+    """x w: the forward product. Takes x straight and w transposed."""
+    a, a_transposed = x.straight
+    b, b_transposed = w.summed_over_rows
+    return _dot(a, b, (_columns(a, a_transposed), _rows(b, b_transposed)), x, w, dtype)
 
 
 def product_transposed(dy: Operand, w: Operand, dtype: DTypeLike) -> Float[Array, "*rows K"]:
-    """dy w^T: the gradient of the input."""
-    return _dot(dy, w, ((dy.values.ndim - 1,), (1,)), dtype)
+    """dy w^T: the gradient of the input. Takes both straight."""
+    a, a_transposed = dy.straight
+    b, b_transposed = w.straight
+    return _dot(a, b, (_columns(a, a_transposed), _columns(b, b_transposed)), dy, w, dtype)
 
 
 def outer_product(x: Operand, dy: Operand, dtype: DTypeLike) -> Float[Array, "K N"]:
-    """x^T dy, summed over all rows: the gradient of the weight."""
-    rows = tuple(range(x.values.ndim - 1))
-    return _dot(x, dy, (rows, rows), dtype)
+    """x^T dy, summed over all rows: the gradient of the weight. Takes both transposed."""
+    a, a_transposed = x.summed_over_rows
+    b, b_transposed = dy.summed_over_rows
+    return _dot(a, b, (_rows(a, a_transposed), _rows(b, b_transposed)), x, dy, dtype)
+
+
+def _columns(values: Array, transposed: bool) -> tuple[int, ...]:
+    return (0,) if transposed else (values.ndim - 1,)
+
+
+def _rows(values: Array, transposed: bool) -> tuple[int, ...]:
+    return tuple(range(1, values.ndim)) if transposed else tuple(range(values.ndim - 1))
 
 
 def _dot(
-    a: Operand, b: Operand, axes: tuple[tuple[int, ...], tuple[int, ...]], dtype: DTypeLike
+    a: Array,
+    b: Array,
+    axes: tuple[tuple[int, ...], tuple[int, ...]],
+    left: Operand,
+    right: Operand,
+    dtype: DTypeLike,
 ) -> Float[Array, "..."]:
     dimensions = (axes, ((), ()))
-    if a.scale is None or b.scale is None:
-        return lax.dot_general(a.values, b.values, dimensions, preferred_element_type=dtype)
+    if left.scale is None or right.scale is None:
+        return lax.dot_general(a, b, dimensions, preferred_element_type=dtype)
 
     # A product of codes is up to 448^2, which FP16 cannot hold before it is scaled.
     wide = jnp.float32 if dtype == jnp.float16 else dtype
@@ -87,5 +142,8 @@ def _dot(
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         return lax.dot_general(a, b, dimensions, precision=lax.Precision.HIGHEST).astype(wide)
 
-    result = lax.platform_dependent(a.values, b.values, cuda=in_fp8, default=in_fp32)
-    return (result * (a.scale * b.scale).astype(wide)).astype(dtype)
+    if dispatch.multiplies_fp8():
+        result = lax.platform_dependent(a, b, cuda=in_fp8, default=in_fp32)
+    else:
+        result = in_fp32(a, b)
+    return (result * (left.scale * right.scale).astype(wide)).astype(dtype)

@@ -7,6 +7,7 @@ first one is launched, not when the module that holds it is: `import coat_jax` n
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from coat_jax.kernels import dispatch
+
+_ONE_AT_A_TIME = threading.Lock()  # the interpreter keeps its grid in global variables
 
 
 class Kernel:
@@ -102,7 +105,8 @@ def _interpret(
             pointers[of_output[i]] if i in of_output else _to_torch(np.empty(o.shape, o.dtype))
             for i, o in enumerate(outputs)
         ]
-        jitted[(programs,)](*pointers, *results, **constants)
+        with _ONE_AT_A_TIME:
+            jitted[(programs,)](*pointers, *results, **constants)
         return [
             _to_numpy(r, o.dtype).reshape(o.shape) for r, o in zip(results, outputs, strict=True)
         ]

@@ -39,7 +39,8 @@ class Norm:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r} must be one of {KINDS}.")
-        if self.kind == "rms" and self.shift is not None:
+        # JAX fills trees with placeholders, also in the place of None: only arrays are judged.
+        if self.kind == "rms" and hasattr(self.shift, "shape"):
             raise ValueError('A norm of kind "rms" has no shift. Use kind="layer".')
 
 

@@ -20,16 +20,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from coat_jax.kernels.dispatch import Implementation
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.keep import keep, restore
 from coat_jax.ops.projection import (
-    input_operand,
+    Mode,
+    Scales,
+    as_operand,
+    bias_gradients,
+    gradient_operand,
+    mode_of,
     project,
     project_backward,
     require_layers,
     require_real,
+    total,
 )
-from coat_jax.precision import COAT, Precision
+from coat_jax.precision import COAT, Precision, precision_of
 
 Backend = Literal["cudnn", "xla"]
 MAX_CUDNN_HEAD = 128
@@ -44,7 +51,7 @@ def attention(
     window: int | None = None,
     segments: Int[Array, "B S"] | None = None,
     scale: float | None = None,
-    precision: Precision = COAT,
+    precision: Precision | str = COAT,
     backend: Backend | None = None,
 ) -> Float[Array, "B S N H"]:
     """Scaled dot-product attention.
@@ -75,8 +82,9 @@ def attention_linear(
     window: int | None = None,
     segments: Int[Array, "B S"] | None = None,
     scale: float | None = None,
-    precision: Precision = COAT,
+    precision: Precision | str = COAT,
     backend: Backend | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B S D"]:
     """`attention`, its heads joined, times `weight`; keeps no more than attention by itself.
 
@@ -92,10 +100,12 @@ def attention_linear(
         scale: see `attention`.
         precision: see `coat.Precision`.
         backend: see `attention`.
+        implementation: of the projection: "xla", "triton", or None for what suits the device.
     """
     settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
     require_layers("attention_linear", q.shape[2] * q.shape[3], (weight,), (bias,))
-    return _attention_linear(settings, q, k, v, segments, weight, bias)
+    mode = mode_of(precision, implementation)
+    return _attention_linear((settings, mode), q, k, v, segments, weight, bias)
 
 
 class _Settings(NamedTuple):
@@ -114,7 +124,7 @@ def _settings(
     window: int | None,
     segments: Array | None,
     scale: float | None,
-    precision: Precision,
+    precision: Precision | str,
     backend: Backend | None,
 ) -> _Settings:
     """The checked settings."""
@@ -126,7 +136,7 @@ def _settings(
             f"{v.shape}."
         )
     heads, kv_heads, head_dim = q.shape[2], k.shape[2], q.shape[3]
-    if q.shape[0] != k.shape[0] or head_dim != k.shape[3] or heads % kv_heads:
+    if q.shape[0] != k.shape[0] or head_dim != k.shape[3] or not kv_heads or heads % kv_heads:
         raise ValueError(
             f"q {q.shape} and k {k.shape} do not fit: batch and head sizes must be equal, and the "
             "number of key heads must divide that of query heads."
@@ -148,7 +158,7 @@ def _settings(
             f'not {head_dim}. Use backend="xla".'
         )
     scale = head_dim**-0.5 if scale is None else scale
-    return _Settings(causal, window, scale, precision, backend)
+    return _Settings(causal, window, scale, precision_of(precision), backend)
 
 
 def _attend(settings: _Settings, segments: Array | None) -> Callable[..., Array]:
@@ -233,7 +243,7 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention_linear(
-    settings: _Settings,
+    static: tuple[_Settings, Mode],
     q: Array,
     k: Array,
     v: Array,
@@ -241,11 +251,11 @@ def _attention_linear(
     weight: Array,
     bias: Array | None,
 ) -> Array:
-    return _attention_linear_forward(settings, q, k, v, segments, weight, bias)[0]
+    return _attention_linear_forward(static, q, k, v, segments, weight, bias)[0]
 
 
 def _attention_linear_forward(
-    settings: _Settings,
+    static: tuple[_Settings, Mode],
     q: Array,
     k: Array,
     v: Array,
@@ -253,22 +263,33 @@ def _attention_linear_forward(
     weight: Array,
     bias: Array | None,
 ) -> Any:
+    settings, mode = static
     o, heads = _attend_and_keep(settings, q, k, v, segments)
-    n = input_operand(_joined(o), q.dtype, settings.precision)
-    (y,) = project(n, (weight,), (bias,), q.dtype, settings.precision)
-    return y, (heads, segments, weight, bias)
+    n = as_operand(_joined(o), q.dtype, mode)
+    (y,), scales = project(n, (weight,), (bias,), q.dtype, mode)
+    return y, (heads, segments, weight, scales, bias)
 
 
-def _attention_linear_backward(settings: _Settings, residuals: Any, gradient: Array) -> Any:
+def _attention_linear_backward(
+    static: tuple[_Settings, Mode], residuals: Any, gradient: Array
+) -> Any:
+    settings, mode = static
+
     def backward(
-        heads: _Heads, segments: Array | None, weight: Array, bias: Array | None, dy: Array
+        heads: _Heads,
+        segments: Array | None,
+        weight: Array,
+        scales: Scales,
+        bias: Array | None,
+        dy: Array,
     ) -> Any:
         o, pull = _attend_again(settings, heads, segments, dy.dtype)
-        n = input_operand(_joined(o), dy.dtype, settings.precision)
-        do, (d_weight,), (d_bias,) = project_backward(
-            n, (weight,), (bias,), (dy,), dy.dtype, settings.precision
-        )
-        return *pull(do.reshape(o.shape).astype(o.dtype)), None, d_weight, d_bias
+        n = as_operand(_joined(o), dy.dtype, mode, "transposed")
+        g = [gradient_operand(dy, mode)]
+        shares, (d_weight,) = project_backward(n, (weight,), scales, g, dy.dtype, mode)
+        (d_bias,) = bias_gradients((bias,), (dy,))
+        do = total(shares).reshape(o.shape).astype(o.dtype)
+        return *pull(do), None, d_weight, d_bias
 
     rounds = settings.precision.fp8_linear or settings.precision.attention_block is not None
     return run_backward(backward, residuals, gradient, name="attention_linear", rounds=rounds)

@@ -32,7 +32,8 @@ def run_backward(
         name: of the operation, for the error.
         rounds: whether it rounds to FP8, so that it can be differentiated once only.
     """
-    residuals, gradient = lax.optimization_barrier((residuals, gradient))
+    # The gradient itself goes on around the barrier, which would hide its sharding.
+    residuals, _ = lax.optimization_barrier((residuals, gradient))
     if not rounds:
         return backward(*residuals, gradient)
     guarded = jax.custom_jvp(backward)

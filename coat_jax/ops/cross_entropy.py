@@ -50,11 +50,11 @@ def cross_entropy(
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"labels are token numbers, not {labels.dtype.name}.")
-    if not isinstance(chunk, int) or chunk < 1:
+    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
         raise ValueError(f"chunk={chunk!r} must be a positive whole number.")
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and under 1.")
-    settings = _Settings(min(chunk, hidden.shape[-2]), z_loss, label_smoothing)
+    settings = _Settings(max(min(chunk, hidden.shape[-2]), 1), z_loss, label_smoothing)
     total = _sum_of_losses(settings, hidden, weight, labels)
     return total / jnp.maximum(jnp.sum(labels >= 0), 1)
 

@@ -12,23 +12,30 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
-from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, statistics
+from coat_jax.kernels.norm import Norm
+from coat_jax.kernels.rows import as_rows
 from coat_jax.ops.backward import rounds_rows, run_backward
-from coat_jax.ops.keep import Kept, keep, restore
+from coat_jax.ops.normed import Normed, normed, normed_gradient, normed_operand
 from coat_jax.ops.projection import (
     Biases,
+    Mode,
     Outputs,
+    Scales,
     Weights,
     as_layers,
-    input_operand,
+    as_operand,
+    bias_gradients,
+    gradient_operand,
+    mode_of,
     project,
     project_backward,
+    require_columns,
     require_layers,
-    require_real,
+    total,
 )
 from coat_jax.precision import COAT, Precision
 
@@ -38,7 +45,8 @@ def linear(
     weights: Array | Sequence[Array],
     biases: Array | Sequence[Array | None] | None = None,
     *,
-    precision: Precision = COAT,
+    precision: Precision | str = COAT,
+    implementation: Implementation | None = None,
 ) -> Any:
     """x w + b: one output for one weight, a tuple of outputs for several.
 
@@ -47,12 +55,13 @@ def linear(
         weights: [K, N], or several.
         biases: [N], or one per weight, None where there is none.
         precision: see `coat.Precision`.
+        implementation: "xla", "triton", or None for what suits the device.
     """
     ws, bs = as_layers(weights, biases)
-    require_real("linear", x)
+    require_columns("linear", x)
     require_layers("linear", x.shape[-1], ws, bs)
-    outputs = _linear(precision, x, ws, bs)
-    return outputs if isinstance(weights, Sequence) else outputs[0]
+    outputs = _linear(mode_of(precision, implementation), as_rows(x), ws, bs)
+    return _shaped(outputs, x, weights)
 
 
 def norm_linear(
@@ -61,7 +70,8 @@ def norm_linear(
     weights: Array | Sequence[Array],
     biases: Array | Sequence[Array | None] | None = None,
     *,
-    precision: Precision = COAT,
+    precision: Precision | str = COAT,
+    implementation: Implementation | None = None,
 ) -> Any:
     """norm(x) w + b: one output for one weight, a tuple of outputs for several.
 
@@ -71,13 +81,20 @@ def norm_linear(
         weights: [K, N], or several.
         biases: [N], or one per weight, None where there is none.
         precision: see `coat.Precision`.
+        implementation: "xla", "triton", or None for what suits the device.
     """
     ws, bs = as_layers(weights, biases)
-    require_real("norm_linear", x)
+    require_columns("norm_linear", x)
     require_norm("norm_linear", x.shape[-1], norm)
     require_layers("norm_linear", x.shape[-1], ws, bs)
-    outputs = _norm_linear(precision, x, norm, ws, bs)
-    return outputs if isinstance(weights, Sequence) else outputs[0]
+    outputs = _norm_linear(mode_of(precision, implementation), as_rows(x), norm, ws, bs)
+    return _shaped(outputs, x, weights)
+
+
+def _shaped(outputs: Outputs, x: Array, weights: Array | Sequence[Array]) -> Any:
+    """The outputs with the rows of x: a tuple, or one array for one weight."""
+    shaped = tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs)
+    return shaped if isinstance(weights, Sequence) else shaped[0]
 
 
 def require_norm(name: str, columns: int, norm: Norm) -> None:
@@ -94,22 +111,26 @@ def require_norm(name: str, columns: int, norm: Norm) -> None:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(precision: Precision, x: Array, weights: Weights, biases: Biases) -> Outputs:
-    return _linear_forward(precision, x, weights, biases)[0]
+def _linear(mode: Mode, x: Array, weights: Weights, biases: Biases) -> Outputs:
+    return _linear_forward(mode, x, weights, biases)[0]
 
 
-def _linear_forward(precision: Precision, x: Array, weights: Weights, biases: Biases) -> Any:
-    n = input_operand(x, x.dtype, precision)
-    return project(n, weights, biases, x.dtype, precision), (n, weights, biases)
+def _linear_forward(mode: Mode, x: Array, weights: Weights, biases: Biases) -> Any:
+    n = as_operand(x, x.dtype, mode)
+    outputs, scales = project(n, weights, biases, x.dtype, mode)
+    return outputs, (n, weights, scales, biases)
 
 
-def _linear_backward(precision: Precision, residuals: Any, gradients: Outputs) -> Any:
-    def backward(n: Operand, weights: Weights, biases: Biases, gradients: Outputs) -> Any:
+def _linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any:
+    def backward(
+        n: Operand, weights: Weights, scales: Scales, biases: Biases, gradients: Outputs
+    ) -> Any:
         dtype = gradients[0].dtype
-        dx, *rest = project_backward(n, weights, biases, gradients, dtype, precision)
-        return dx.astype(dtype), *rest
+        g = [gradient_operand(dy, mode) for dy in gradients]
+        shares, d_weights = project_backward(n, weights, scales, g, dtype, mode)
+        return total(shares).astype(dtype), d_weights, bias_gradients(biases, gradients)
 
-    rounds = precision.fp8_linear
+    rounds = mode.precision.fp8_linear
     return run_backward(backward, residuals, gradients, name="linear", rounds=rounds)
 
 
@@ -120,35 +141,33 @@ _linear.defvjp(_linear_forward, _linear_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm_linear(
-    precision: Precision, x: Array, norm: Norm, weights: Weights, biases: Biases
-) -> Outputs:
-    return _norm_linear_forward(precision, x, norm, weights, biases)[0]
+def _norm_linear(mode: Mode, x: Array, norm: Norm, weights: Weights, biases: Biases) -> Outputs:
+    return _norm_linear_forward(mode, x, norm, weights, biases)[0]
 
 
-def _norm_linear_forward(
-    precision: Precision, x: Array, norm: Norm, weights: Weights, biases: Biases
-) -> Any:
-    kept = keep(x, precision.forward, precision.block)
-    values = restore(kept, jnp.float32, precision.block)
-    stats = statistics(values, norm)
-    n = input_operand(normalize(values, stats, norm), x.dtype, precision)
-    outputs = project(n, weights, biases, x.dtype, precision)
-    return outputs, (kept, stats, norm, weights, biases)
+def _norm_linear_forward(mode: Mode, x: Array, norm: Norm, weights: Weights, biases: Biases) -> Any:
+    kept, n = normed(x, norm, mode)
+    outputs, scales = project(n, weights, biases, x.dtype, mode)
+    return outputs, (kept, norm, weights, scales, biases)
 
 
-def _norm_linear_backward(precision: Precision, residuals: Any, gradients: Outputs) -> Any:
+def _norm_linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any:
     def backward(
-        kept: Kept, stats: Stats, norm: Norm, weights: Weights, biases: Biases, gradients: Outputs
+        kept: Normed,
+        norm: Norm,
+        weights: Weights,
+        scales: Scales,
+        biases: Biases,
+        gradients: Outputs,
     ) -> Any:
         dtype = gradients[0].dtype
-        values = restore(kept, jnp.float32, precision.block)
-        n = input_operand(normalize(values, stats, norm), dtype, precision)
-        dn, d_weights, d_biases = project_backward(n, weights, biases, gradients, dtype, precision)
-        dx, d_norm = normalize_backward(values, stats, norm, dn)
-        return dx.astype(dtype), d_norm, d_weights, d_biases
+        n = normed_operand(kept, norm, mode, dtype)
+        g = [gradient_operand(dy, mode) for dy in gradients]
+        shares, d_weights = project_backward(n, weights, scales, g, dtype, mode)
+        dx, d_norm = normed_gradient(kept, norm, shares, None, mode, dtype)
+        return dx, d_norm, d_weights, bias_gradients(biases, gradients)
 
-    rounds = rounds_rows(precision)
+    rounds = rounds_rows(mode.precision)
     return run_backward(backward, residuals, gradients, name="norm_linear", rounds=rounds)
 
 

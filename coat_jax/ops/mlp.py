@@ -11,27 +11,34 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from coat_jax.kernels.activation import (
-    Activation,
-    activate,
-    activate_backward,
-    require_activation,
+from coat_jax.kernels.activation import Activation, require_activation
+from coat_jax.kernels.dispatch import Implementation
+from coat_jax.kernels.norm import Norm
+from coat_jax.kernels.rows import as_rows
+from coat_jax.ops.activated import (
+    Activated,
+    activated,
+    activated_gradients,
+    activated_operand,
+    gradient_values,
 )
-from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, statistics
 from coat_jax.ops.backward import rounds_rows, run_backward
-from coat_jax.ops.keep import Kept, keep, restore
 from coat_jax.ops.linear import require_norm
+from coat_jax.ops.normed import Normed, normed, normed_gradient, normed_operand
 from coat_jax.ops.projection import (
     Biases,
+    Mode,
+    Scales,
     Weights,
-    input_operand,
+    bias_gradients,
+    gradient_operand,
+    mode_of,
     project,
     project_backward,
+    require_columns,
     require_layers,
-    require_real,
 )
 from coat_jax.precision import COAT, Precision
 
@@ -45,7 +52,8 @@ def gated_mlp(
     *,
     activation: Activation = "silu",
     residual: bool = True,
-    precision: Precision = COAT,
+    precision: Precision | str = COAT,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "*rows D"]:
     """x + (act(norm(x) gate) * (norm(x) up)) down.
 
@@ -58,12 +66,14 @@ def gated_mlp(
         activation: of the gate.
         residual: whether x is added to the result.
         precision: see `coat.Precision`.
+        implementation: "xla", "triton", or None for what suits the device.
     """
     if gate.shape != up.shape:
         raise ValueError(f"gate {gate.shape} and up {up.shape} must have one shape.")
     _require("gated_mlp", x, norm, (gate, up), (None, None), down, None, activation)
-    settings = _Settings(activation, residual, precision, "gated_mlp")
-    return _mlp(settings, x, norm, (gate, up), (None, None), down, None)
+    settings = _Settings(activation, residual, mode_of(precision, implementation), "gated_mlp")
+    y = _mlp(settings, as_rows(x), norm, (gate, up), (None, None), down, None)
+    return y.reshape(x.shape)
 
 
 def mlp(
@@ -76,7 +86,8 @@ def mlp(
     *,
     activation: Activation = "gelu_tanh",
     residual: bool = True,
-    precision: Precision = COAT,
+    precision: Precision | str = COAT,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "*rows D"]:
     """x + act(norm(x) up + up_bias) down + down_bias.
 
@@ -90,10 +101,12 @@ def mlp(
         activation: see `coat_jax.kernels.activation`.
         residual: whether x is added to the result.
         precision: see `coat.Precision`.
+        implementation: "xla", "triton", or None for what suits the device.
     """
     _require("mlp", x, norm, (up,), (up_bias,), down, down_bias, activation)
-    settings = _Settings(activation, residual, precision, "mlp")
-    return _mlp(settings, x, norm, (up,), (up_bias,), down, down_bias)
+    settings = _Settings(activation, residual, mode_of(precision, implementation), "mlp")
+    y = _mlp(settings, as_rows(x), norm, (up,), (up_bias,), down, down_bias)
+    return y.reshape(x.shape)
 
 
 def _require(
@@ -107,7 +120,7 @@ def _require(
     activation: str,
 ) -> None:
     require_activation(activation)
-    require_real(name, x)
+    require_columns(name, x)
     if norm is not None:
         require_norm(name, x.shape[-1], norm)
     require_layers(name, x.shape[-1], weights, biases)
@@ -119,21 +132,21 @@ def _require(
 class _Settings(NamedTuple):
     activation: Activation
     residual: bool
-    precision: Precision
+    mode: Mode
     name: str
 
 
-class _Residuals(NamedTuple):
-    """What is kept; the weights are the caller's own arrays."""
+class _Kept(NamedTuple):
+    """What is kept; the norm and the weights are the caller's own arrays."""
 
-    x: Kept
-    stats: Stats | None
-    hidden: tuple[Kept, ...]  # before the activation: gate and up, or up
+    x: Normed
+    hidden: Activated
     norm: Norm | None
     weights: Weights
     biases: Biases
     down: Array
     down_bias: Array | None
+    scales: Scales  # of the weights, down's last
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -157,55 +170,39 @@ def _forward(
     biases: Biases,
     down: Array,
     down_bias: Array | None,
-) -> tuple[Array, _Residuals]:
-    precision, dtype = settings.precision, x.dtype
-    kept = keep(x, precision.forward, precision.block)
-    values = restore(kept, jnp.float32, precision.block)
-    stats = None if norm is None else statistics(values, norm)
-    n = input_operand(_normed(values, stats, norm), dtype, precision)
-    hidden = tuple(
-        keep(h, precision.forward, precision.block)
-        for h in project(n, weights, biases, dtype, precision)
-    )
-    a = input_operand(_activated(settings, hidden), dtype, precision)
-    (y,) = project(a, (down,), (down_bias,), dtype, precision)
-    result = x + y if settings.residual else y
-    return result, _Residuals(kept, stats, hidden, norm, weights, biases, down, down_bias)
+) -> tuple[Array, _Kept]:
+    act, residual, mode, _ = settings
+    kept, n = normed(x, norm, mode)
+    before, scales = project(n, weights, biases, x.dtype, mode)
+    hidden, a = activated(before, act, mode)
+    (y,), down_scale = project(a, (down,), (down_bias,), x.dtype, mode)
+    scales += down_scale
+    everything = _Kept(kept, hidden, norm, weights, biases, down, down_bias, scales)
+    return x + y if residual else y, everything
 
 
-def _backward(settings: _Settings, residuals: _Residuals, gradient: Array) -> Any:
-    def backward(r: _Residuals, dy: Array) -> Any:
-        precision, dtype = settings.precision, dy.dtype
-        a = input_operand(_activated(settings, r.hidden), dtype, precision)
-        da, (d_down,), (d_down_bias,) = project_backward(
-            a, (r.down,), (r.down_bias,), (dy,), dtype, precision
-        )
-        hidden = [restore(h, jnp.float32, precision.block) for h in r.hidden]
-        d_hidden = activate_backward(hidden, da, settings.activation)
-        values = restore(r.x, jnp.float32, precision.block)
-        n = input_operand(_normed(values, r.stats, r.norm), dtype, precision)
-        dn, d_weights, d_biases = project_backward(
-            n, r.weights, r.biases, [d.astype(dtype) for d in d_hidden], dtype, precision
-        )
-        dx, d_norm = dn, None
-        if r.norm is not None and r.stats is not None:
-            dx, d_norm = normalize_backward(values, r.stats, r.norm, dn)
-        if settings.residual:
-            dx = dx + dy.astype(jnp.float32)
-        return dx.astype(dtype), d_norm, d_weights, d_biases, d_down, d_down_bias
+def _backward(settings: _Settings, kept: _Kept, gradient: Array) -> Any:
+    act, residual, mode, name = settings
 
-    rounds = rounds_rows(settings.precision)
-    return run_backward(backward, (residuals,), gradient, name=settings.name, rounds=rounds)
+    def backward(k: _Kept, dy: Array) -> Any:
+        dtype = dy.dtype
+        a = activated_operand(k.hidden, act, mode, dtype)
+        g = [gradient_operand(dy, mode)]
+        (da,), (d_down,) = project_backward(a, (k.down,), k.scales[-1:], g, dtype, mode)
+        (d_down_bias,) = bias_gradients((k.down_bias,), (dy,))
+
+        n = normed_operand(k.x, k.norm, mode, dtype)
+        g = activated_gradients(k.hidden, da, act, mode)
+        shares, d_weights = project_backward(n, k.weights, k.scales[:-1], g, dtype, mode)
+        d_biases = k.biases
+        if any(bias is not None for bias in k.biases):
+            d_biases = bias_gradients(k.biases, gradient_values(k.hidden, da, act, mode))
+
+        beside = dy if residual else None
+        dx, d_norm = normed_gradient(k.x, k.norm, shares, beside, mode, dtype)
+        return dx, d_norm, d_weights, d_biases, d_down, d_down_bias
+
+    return run_backward(backward, (kept,), gradient, name=name, rounds=rounds_rows(mode.precision))
 
 
 _mlp.defvjp(_forward, _backward)
-
-
-def _normed(values: Array, stats: Stats | None, norm: Norm | None) -> Array:
-    return values if norm is None or stats is None else normalize(values, stats, norm)
-
-
-def _activated(settings: _Settings, hidden: tuple[Kept, ...]) -> Float[Array, "*rows F"]:
-    """The activation of what was kept, in FP32."""
-    values = [restore(h, jnp.float32, settings.precision.block) for h in hidden]
-    return activate(values, settings.activation)

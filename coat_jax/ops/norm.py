@@ -14,12 +14,12 @@ from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, st
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.keep import Kept, keep, restore
 from coat_jax.ops.linear import require_norm
-from coat_jax.ops.projection import require_real
-from coat_jax.precision import COAT, Precision
+from coat_jax.ops.projection import require_columns
+from coat_jax.precision import COAT, Precision, precision_of
 
 
 def norm(
-    x: Float[Array, "*rows D"], norm: Norm, *, precision: Precision = COAT
+    x: Float[Array, "*rows D"], norm: Norm, *, precision: Precision | str = COAT
 ) -> Float[Array, "*rows D"]:
     """RMSNorm or LayerNorm of the last axis, in the dtype of `x`.
 
@@ -28,9 +28,9 @@ def norm(
         norm: what it learns, and how it is computed.
         precision: of which only `block` matters here.
     """
-    require_real("norm", x)
+    require_columns("norm", x)
     require_norm("norm", x.shape[-1], norm)
-    return _norm(precision, x, norm)
+    return _norm(precision_of(precision), x, norm)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

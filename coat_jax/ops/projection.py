@@ -4,60 +4,120 @@
     dn   = sum_i dy_i w_i^T        dw_i = n^T dy_i        db_i = sum over rows of dy_i
 
 In FP8 the input is rounded to E4M3 once for all weights, each gradient to E5M2 by itself.
-Weights are rounded anew in the backward pass: keeping their codes would cost a byte a parameter.
+Weights are rounded anew in the backward pass, with the scales of the forward pass: keeping their
+codes would cost a byte a parameter.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.kernels import gemm
+from coat_jax.kernels import dispatch, gemm
+from coat_jax.kernels.cast import Layout
+from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
-from coat_jax.precision import Precision
+from coat_jax.precision import Precision, precision_of
 
 Weights = tuple[Float[Array, "K N"], ...]
 Biases = tuple[Float[Array, "N"] | None, ...]
 Outputs = tuple[Float[Array, "*rows N"], ...]
+Scales = tuple[Float[Array, ""] | None, ...]
 
 
-def input_operand(x: Float[Array, "*rows K"], dtype: DTypeLike, precision: Precision) -> Operand:
-    """The input as the products take it: FP8, or `dtype`."""
+class Mode(NamedTuple):
+    """How an op computes: what the user asked for, settled when it is traced."""
+
+    precision: Precision
+    implementation: Implementation
+
+    @property
+    def format(self) -> DTypeLike | None:
+        """The FP8 format of inputs and weights; None where they are multiplied as they come."""
+        return self.precision.forward if self.precision.fp8_linear else None
+
+    @property
+    def gradient_format(self) -> DTypeLike | None:
+        """Likewise of gradients."""
+        return self.precision.backward if self.precision.fp8_linear else None
+
+    @property
+    def fused(self) -> bool:
+        """Whether kernels go from kept blocks to the operands of products."""
+        blocks = self.precision.block is not None
+        return self.implementation == "triton" and self.precision.fp8_linear and blocks
+
+
+def mode_of(precision: Precision | str, implementation: Implementation | None) -> Mode:
+    """Settles precision and implementation; raises where it cannot run."""
+    precision = precision_of(precision)
     if precision.fp8_linear:
-        return gemm.operand(x, precision.forward)
-    return gemm.operand(x.astype(dtype), None)
+        return Mode(precision, dispatch.choose_fp8(implementation))
+    dispatch.choose(implementation)
+    return Mode(precision, "xla")
+
+
+def as_operand(
+    x: Float[Array, "*rows K"], dtype: DTypeLike, mode: Mode, layout: Layout = "straight"
+) -> Operand:
+    """An input or a weight as the products take it: FP8, or `dtype`."""
+    if mode.format is None:
+        x = x.astype(dtype)
+    return gemm.operand(x, mode.format, layout, mode.implementation)
+
+
+def gradient_operand(dy: Float[Array, "*rows N"], mode: Mode) -> Operand:
+    """A gradient as the products take it, for both of them."""
+    return gemm.operand(dy, mode.gradient_format, "both", mode.implementation)
 
 
 def project(
-    n: Operand, weights: Weights, biases: Biases, dtype: DTypeLike, precision: Precision
-) -> Outputs:
-    """Returns the outputs of all layers, as `dtype`."""
-    outputs = []
+    n: Operand, weights: Weights, biases: Biases, dtype: DTypeLike, mode: Mode
+) -> tuple[Outputs, Scales]:
+    """Returns the outputs of all layers, as `dtype`; and the weights' scales, to be kept."""
+    outputs, scales = [], []
     for weight, bias in zip(weights, biases, strict=True):
-        y = gemm.product(n, input_operand(weight, dtype, precision), dtype)
+        w = as_operand(weight, dtype, mode, "transposed")
+        y = gemm.product(n, w, dtype)
         outputs.append(y if bias is None else y + bias.astype(dtype))
-    return tuple(outputs)
+        scales.append(w.scale)
+    return tuple(outputs), tuple(scales)
 
 
 def project_backward(
     n: Operand,
     weights: Weights,
-    biases: Biases,
-    gradients: Sequence[Float[Array, "*rows N"]],
+    scales: Scales,
+    gradients: Sequence[Operand],
     dtype: DTypeLike,
-    precision: Precision,
-) -> tuple[Float[Array, "*rows K"], Weights, Biases]:
-    """Returns the gradients of the input, in FP32, of the weights and of the biases."""
-    d_input = jnp.zeros([])
-    d_weights, d_biases = [], []
-    for weight, bias, dy in zip(weights, biases, gradients, strict=True):
-        g = gemm.operand(dy, precision.backward if precision.fp8_linear else None)
-        w = input_operand(weight, dtype, precision)
-        d_input = d_input + gemm.product_transposed(g, w, dtype).astype(jnp.float32)
+    mode: Mode,
+) -> tuple[list[Float[Array, "*rows K"]], Weights]:
+    """Returns each layer's share of the input's gradient, and the gradients of the weights."""
+    shares, d_weights = [], []
+    for weight, scale, g in zip(weights, scales, gradients, strict=True):
+        if scale is None or mode.format is None:
+            w = Operand(weight.astype(dtype), None, None)
+        else:
+            w = gemm.scaled(weight, scale, mode.format, "straight", mode.implementation)
+        shares.append(gemm.product_transposed(g, w, dtype))
         d_weights.append(gemm.outer_product(n, g, weight.dtype))
-        d_biases.append(None if bias is None else _sum_of_rows(dy).astype(bias.dtype))
-    return d_input, tuple(d_weights), tuple(d_biases)
+    return shares, tuple(d_weights)
+
+
+def bias_gradients(biases: Biases, gradients: Sequence[Float[Array, "*rows N"]]) -> Biases:
+    """The gradients of the biases that there are."""
+    return tuple(
+        None if bias is None else _sum_of_rows(dy).astype(bias.dtype)
+        for bias, dy in zip(biases, gradients, strict=True)
+    )
+
+
+def total(shares: Sequence[Float[Array, "*rows K"]]) -> Float[Array, "*rows K"]:
+    """The sum, in FP32."""
+    first, *others = (share.astype(jnp.float32) for share in shares)
+    return sum(others, first)
 
 
 def _sum_of_rows(dy: Float[Array, "*rows N"]) -> Float[Array, "N"]:
@@ -100,6 +160,13 @@ def require_layers(
             )
         for array in (weight, bias):
             require_real(name, array)
+
+
+def require_columns(name: str, x: Array) -> None:
+    """Raises unless `x` is an array of real floats with a last axis to work on."""
+    if jnp.ndim(x) == 0:
+        raise ValueError(f"{name} works on the last axis of its input, and a scalar has none.")
+    require_real(name, x)
 
 
 def require_real(name: str, array: Array | None) -> None:

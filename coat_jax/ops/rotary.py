@@ -70,6 +70,11 @@ def rotate(
         rotary: the angles.
     """
     rotary.frequencies(x.shape[-1])  # refuses odd heads
+    if positions.shape not in (x.shape[:-2], x.shape[-3:-2]):
+        raise ValueError(
+            f"positions {positions.shape} must be one per token: {x.shape[-3:-2]} or "
+            f"{x.shape[:-2]}."
+        )
     return _rotate(rotary, x, positions)
 
 

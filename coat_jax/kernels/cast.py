@@ -1,0 +1,171 @@
+"""Rounds an array to one FP8 tensor, straight or transposed, in one pass over memory.
+
+    straight     codes[row, column] = fp8(x[row, column] / scale)
+    transposed   codes[column, row]
+
+Hopper multiplies FP8 only where both operands are contiguous along the axis that is summed
+over. A weight or a gradient is summed over its columns in one product and over its rows in
+another, so it is needed in both layouts; XLA's own transpose of FP8 is several times slower.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from coat_jax.formats import format_of, saturating_cast
+from coat_jax.kernels import dispatch
+from coat_jax.kernels.fp8 import rounded
+from coat_jax.kernels.launch import kernel, launch
+from coat_jax.kernels.rows import as_rows, over_rows
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+Layout = Literal["straight", "transposed", "both"]
+TILE_ROWS, TILE_COLUMNS, WARPS = 128, 64, 4
+
+
+def cast_reference(
+    x: Float[Array, "*rows D"], scale: Float[Array, ""], dtype: DTypeLike, layout: Layout
+) -> tuple[Array | None, Array | None]:
+    """The codes of x / scale, straight [*rows, D] and transposed [D, *rows]; None if not asked."""
+    codes = saturating_cast(x.astype(jnp.float32) * (1.0 / scale), dtype)
+    straight = codes if layout != "transposed" else None
+    return straight, jnp.moveaxis(codes, -1, 0) if layout != "straight" else None
+
+
+def cast(
+    x: Float[Array, "*rows D"], scale: Float[Array, ""], dtype: DTypeLike, layout: Layout
+) -> tuple[Array | None, Array | None]:
+    """`cast_reference` as a kernel."""
+    *rows_shape, width = x.shape
+    x = as_rows(x)
+    results = {"straight": ["b s d"], "transposed": ["d b s"], "both": ["b s d", "d b s"]}[layout]
+
+    def run(x: Array, scale: Array) -> list[Array]:
+        rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+        shapes = {"b s d": x.shape, "d b s": (columns, *x.shape[:-1])}
+        return launch(
+            cast_both if layout == "both" else cast_one,
+            x,
+            scale,
+            outputs=[jax.ShapeDtypeStruct(shapes[axes], dtype) for axes in results],
+            aliases={},
+            programs=tiles(rows, columns),
+            warps=WARPS,
+            ROWS=rows,
+            COLUMNS=columns,
+            STRAIGHT=layout != "transposed",
+            TRANSPOSED=layout != "straight",
+            TILE_ROWS=TILE_ROWS,
+            TILE_COLUMNS=TILE_COLUMNS,
+            F8=rounding_of(dtype),
+            FAST=not dispatch.interpreting(),
+        )
+
+    outputs = over_rows(run, [x, scale], ["b s d", ""], results)
+    straight = outputs[0].reshape(*rows_shape, width) if layout != "transposed" else None
+    return straight, outputs[-1].reshape(width, *rows_shape) if layout != "straight" else None
+
+
+def tiles(rows: int, columns: int) -> int:
+    """How many tiles cover an array."""
+    return -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
+
+
+def rounding_of(dtype: DTypeLike) -> tuple[float, int, int]:
+    """What a kernel needs to round to an FP8 format where the hardware does not."""
+    fmt = format_of(dtype)
+    return fmt.max, fmt.min_exponent, fmt.mantissa_bits
+
+
+@kernel
+def tile_of(
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """The rows and columns of this program's tile; neighbouring programs share rows."""
+    across = (COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS
+    program = tl.program_id(0)
+    row = (program // across) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = (program % across) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    return row, column
+
+
+@kernel
+def store_codes(
+    codes,
+    straight,
+    transposed,
+    row,
+    column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STRAIGHT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """Stores a tile in the layouts that are asked for."""
+    here = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
+    if STRAIGHT:
+        at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+        tl.store(straight + at, codes, mask=here)
+    if TRANSPOSED:
+        at = column.to(tl.int64)[:, None] * ROWS + row[None, :]
+        tl.store(transposed + at, tl.trans(codes), mask=tl.trans(here))
+
+
+@kernel
+def cast_tile(
+    x,
+    scale,
+    straight,
+    transposed,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STRAIGHT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    F8: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    row, column = tile_of(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    here = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
+    at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    y = tl.load(x + at, mask=here, other=0.0).to(tl.float32) * (1.0 / tl.load(scale))
+    codes = rounded(y, F8[0], F8[1], F8[2], FAST).to(straight.dtype.element_ty)
+    store_codes(codes, straight, transposed, row, column, ROWS, COLUMNS, STRAIGHT, TRANSPOSED)
+
+
+@kernel
+def cast_one(
+    x, scale, out,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """One layout."""
+    cast_tile(
+        x, scale, out, out,
+        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, TILE_ROWS, TILE_COLUMNS, F8, FAST,
+    )  # fmt: skip
+
+
+@kernel
+def cast_both(
+    x, scale, straight, transposed,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Both layouts."""
+    cast_tile(
+        x, scale, straight, transposed,
+        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, TILE_ROWS, TILE_COLUMNS, F8, FAST,
+    )  # fmt: skip

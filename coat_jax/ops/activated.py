@@ -1,0 +1,98 @@
+"""The activation between two linear layers: from their outputs to the next product, and back.
+
+    forward     hidden -> kept (blocks), scale -> a = act(kept) in FP8, straight
+    backward    kept, scale -> a in FP8, transposed;  da -> gradients of hidden in FP8
+
+Hidden is (gate, up) or (up,). Each function is jnp, or a kernel where `mode.fused`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from coat_jax.blocks import Blocks
+from coat_jax.kernels import gemm
+from coat_jax.kernels.activation import Activation, activate, activate_backward
+from coat_jax.kernels.activation_fused import (
+    activation_backward,
+    activation_bounds,
+    activation_cast,
+    activation_forward,
+)
+from coat_jax.kernels.gemm import Operand
+from coat_jax.ops.keep import Kept, keep, restore
+from coat_jax.ops.projection import Mode
+
+
+class Activated(NamedTuple):
+    """What is kept of an activation's inputs."""
+
+    hidden: tuple[Kept, ...]
+    scale: Float[Array, ""] | None  # of the product's operand, where that is FP8
+
+
+def activated(
+    hidden: Sequence[Float[Array, "B S F"]], act: Activation, mode: Mode
+) -> tuple[Activated, Operand]:
+    """What to keep of `hidden`, and its activation as a product takes it."""
+    precision, dtype = mode.precision, hidden[0].dtype
+    if mode.fused:
+        size = precision.block or 1
+        blocks, maxima = activation_forward(hidden, act, precision.forward, size)
+        scale = gemm.tensor_scale(jnp.max(maxima), precision.forward)
+        codes = activation_cast(blocks, act, scale, size, "straight")
+        return Activated(blocks, scale), Operand(codes, None, scale)
+    kept = tuple(keep(h, precision.forward, precision.block) for h in hidden)
+    a = activate(_values(kept, mode), act)
+    if mode.format is None:
+        return Activated(kept, None), Operand(a.astype(dtype), None, None)
+    operand = gemm.operand(a, mode.format, "straight", mode.implementation)
+    return Activated(kept, operand.scale), operand
+
+
+def activated_operand(result: Activated, act: Activation, mode: Mode, dtype: DTypeLike) -> Operand:
+    """The activation again, from what was kept, for the gradient of the weight after it."""
+    hidden, scale = result
+    if scale is None or mode.format is None:
+        return Operand(activate(_values(hidden, mode), act).astype(dtype), None, None)
+    if mode.fused:
+        size = mode.precision.block or 1
+        codes = activation_cast(_blocks(hidden), act, scale, size, "transposed")
+        return Operand(None, codes, scale)
+    a = activate(_values(hidden, mode), act)
+    return gemm.scaled(a, scale, mode.format, "transposed", mode.implementation)
+
+
+def activated_gradients(
+    result: Activated, da: Float[Array, "B S F"], act: Activation, mode: Mode
+) -> list[Operand]:
+    """The gradients of hidden as the products take them."""
+    if mode.fused:
+        blocks, size = _blocks(result.hidden), mode.precision.block or 1
+        bounds = activation_bounds(blocks, da, act, size)
+        dtype = mode.precision.backward
+        scales = [gemm.tensor_scale(jnp.max(maxima), dtype) for maxima in bounds]
+        codes = activation_backward(blocks, da, act, scales, size, dtype)
+        return [Operand(*pair, scale) for pair, scale in zip(codes, scales, strict=True)]
+    gradients = gradient_values(result, da, act, mode)
+    if mode.gradient_format is None:
+        gradients = tuple(d.astype(da.dtype) for d in gradients)
+    return [gemm.operand(d, mode.gradient_format, "both", mode.implementation) for d in gradients]
+
+
+def gradient_values(
+    result: Activated, da: Float[Array, "B S F"], act: Activation, mode: Mode
+) -> tuple[Float[Array, "B S F"], ...]:
+    """The gradients of hidden in FP32, as biases need them."""
+    return activate_backward(_values(result.hidden, mode), da, act)
+
+
+def _values(hidden: Sequence[Kept], mode: Mode) -> list[Float[Array, "B S F"]]:
+    return [restore(h, jnp.float32, mode.precision.block) for h in hidden]
+
+
+def _blocks(hidden: Sequence[Kept]) -> list[Blocks]:
+    return [h for h in hidden if isinstance(h, Blocks)]

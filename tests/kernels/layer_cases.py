@@ -1,0 +1,144 @@
+"""Where the kernels of a layer are tried, and how their results are compared with the references.
+
+Codes are compared as values: they may differ by one code where FP32 rounding or an approximate
+exponential puts a value on the other side of an edge, in `SLACK` of all places at most. Blocks,
+which involve powers of two only, are exact.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coat_jax import E4M3, E5M2
+from coat_jax.blocks import from_blocks, to_blocks
+from coat_jax.formats import format_of
+from coat_jax.kernels import activation, activation_fused, gemm, norm, norm_fused
+from coat_jax.kernels.cast import cast, cast_reference
+
+SLACK = 0.01
+SMALL = [(2, 6, 72), (1, 70, 160), (3, 5, 130)]  # no multiple of a tile, a block or a warp
+LARGE = [(4, 512, 4096), (2, 100, 11008), (1, 333, 2047)]
+
+
+class NormCase(NamedTuple):
+    kind: str = "rms"
+    scale: bool = True
+    shift: bool = False
+    gradients: int = 3
+    residual: bool = True
+    size: int = 16
+
+
+NORMS = [
+    NormCase(),
+    NormCase(scale=False, gradients=1, residual=False),
+    NormCase("layer", shift=True, gradients=2, size=32),
+    NormCase("layer", scale=False, gradients=1, size=128),
+]
+ACTIVATIONS = [(name, count) for name in activation.ACTIVATIONS for count in (1, 2)]
+
+
+def numbers(seed, shape, dtype=jnp.bfloat16, spread=3.0):
+    """Normal numbers of various sizes, and a row of zeros."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * np.exp(rng.uniform(-spread, spread, (*shape[:-1], 1)))
+    x[0, 0] = 0
+    return jnp.asarray(x, dtype)
+
+
+def assert_codes(got, want):
+    """The same codes but for a few neighbours."""
+    fmt = format_of(want.dtype)
+    got, want = np.float64(np.asarray(got)), np.float64(np.asarray(want))
+    assert got.shape == want.shape
+    step = np.maximum(np.abs(want) * 2.0**-fmt.mantissa_bits, fmt.tiny)
+    np.testing.assert_array_less(np.abs(got - want), 1.001 * step)
+    assert np.mean(got != want) <= SLACK
+
+
+def check_cast(shape, dtype):
+    x = numbers(0, shape)
+    scale = gemm.tensor_scale(jnp.max(jnp.abs(x)).astype(jnp.float32), dtype)
+    for layout in ("straight", "transposed", "both"):
+        results = zip(
+            cast(x, scale, dtype, layout), cast_reference(x, scale, dtype, layout), strict=True
+        )
+        for got, want in results:
+            assert (got is None) == (want is None)
+            if want is not None:
+                assert_codes(got, want)
+
+
+def check_norm(shape, case: NormCase):
+    columns, size = shape[-1], case.size
+    of = norm.Norm(
+        1 + numbers(1, (1, 2, columns), jnp.float32, 0.1)[0, 1] if case.scale else None,
+        numbers(2, (1, 2, columns), jnp.float32, 0.1)[0, 1] if case.shift else None,
+        case.kind,
+        1e-5,
+    )
+    x = numbers(3, shape)
+    blocks, stats, amax = norm_fused.norm_forward(x, of, E4M3, size)
+    exact = to_blocks(x, size=size)
+    for got, want in zip(blocks, exact, strict=True):
+        np.testing.assert_array_equal(
+            np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8)
+        )
+    values = from_blocks(exact, size=size)
+    expected = norm.statistics(values, of)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), stats, expected)
+    n = norm.normalize(values, expected, of)
+    np.testing.assert_allclose(amax, jnp.max(jnp.abs(n), axis=-1), rtol=1e-5)
+
+    scale = gemm.tensor_scale(jnp.max(amax), E4M3)
+    for layout, want in zip(
+        ("straight", "transposed"), cast_reference(n, scale, E4M3, "both"), strict=True
+    ):
+        assert_codes(norm_fused.norm_cast(blocks, stats, of, scale, size, layout), want)
+
+    gradients = [numbers(4 + i, shape) for i in range(case.gradients)]
+    residual = numbers(8, shape) if case.residual else None
+    dx, d_norm = norm_fused.norm_backward(blocks, stats, of, gradients, residual, size, jnp.float32)
+    total = sum(g.astype(jnp.float32) for g in gradients)
+    want, d_want = norm.normalize_backward(values, expected, of, total)
+    if residual is not None:
+        want = want + residual.astype(jnp.float32)
+    largest = float(jnp.max(jnp.abs(want)))
+    np.testing.assert_allclose(dx, want, atol=1e-5 * largest)
+    for a, b in zip(jax.tree.leaves(d_norm), jax.tree.leaves(d_want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(b))))
+
+
+def check_activation(shape, name, count, size=16):
+    hidden = [numbers(i, shape, spread=1.0) for i in range(count)]
+    kept, maxima = activation_fused.activation_forward(hidden, name, E4M3, size)
+    exact = [to_blocks(h, size=size) for h in hidden]
+    for got, want in zip(jax.tree.leaves(kept), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_array_equal(
+            np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8)
+        )
+    values = [from_blocks(b, size=size) for b in exact]
+    a = activation.activate(values, name)
+    np.testing.assert_allclose(jnp.max(maxima), jnp.max(jnp.abs(a)), rtol=1e-5)
+    scale = gemm.tensor_scale(jnp.max(maxima), E4M3)
+    for layout, want in zip(
+        ("straight", "transposed"), cast_reference(a, scale, E4M3, "both"), strict=True
+    ):
+        assert_codes(activation_fused.activation_cast(kept, name, scale, size, layout), want)
+
+    da = numbers(7, shape, spread=1.0)
+    gradients = activation.activate_backward(values, da, name)
+    bounds = activation_fused.activation_bounds(kept, da, name, size)
+    for bound, d in zip(bounds, gradients, strict=True):
+        np.testing.assert_allclose(jnp.max(bound), jnp.max(jnp.abs(d)), rtol=1e-4)
+    scales = [gemm.tensor_scale(jnp.max(bound), E5M2) for bound in bounds]
+    codes = activation_fused.activation_backward(kept, da, name, scales, size, E5M2)
+    for pair, d, scale in zip(codes, gradients, scales, strict=True):
+        # Far from zero derivatives are differences of nearly equal numbers: rounded away.
+        for got, want in zip(pair, cast_reference(d, scale, E5M2, "both"), strict=True):
+            off = np.abs(np.float64(np.asarray(got)) - np.float64(np.asarray(want)))
+            step = np.maximum(np.abs(np.float64(np.asarray(want))) * 0.25, 57344 * 2.0**-20)
+            np.testing.assert_array_less(off, 1.001 * step)
+            assert np.mean(off > 57344 * 2.0**-20) <= SLACK

@@ -1,0 +1,143 @@
+"""A Llama layer as compiled for Hopper: all products in FP8, no FP8 transposed, weights sharded."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+pytest.importorskip("jax_triton")
+from hopper import can_compile_for_hopper, compile_for, hopper_mesh
+
+import coat_jax as coat
+from coat_jax import ops
+
+pytestmark = [
+    pytest.mark.compiled,
+    pytest.mark.skipif(not can_compile_for_hopper(), reason="needs XLA's CUDA plugin"),
+]
+
+B, S, D, F, HEAD = 4, 2048, 2048, 5632, 128
+WHOLE = P()
+ALONE = (WHOLE, WHOLE, WHOLE)
+# Without a GPU XLA does not time its choices, and would take its own Triton GEMMs. It also merges
+# small products that share an operand; those of larger models it leaves apart.
+OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "triton"])
+
+
+@pytest.fixture(autouse=True)
+def cudnn(monkeypatch):
+    """Lets JAX emit cuDNN's attention for a GPU that is not there."""
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    monkeypatch.setattr(attention, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(attention, "check_compute_capability", lambda *_: True)
+
+
+def layer(x, w, precision, implementation):
+    how = {"precision": precision, "implementation": implementation}
+    q, k, v = ops.norm_linear(x, ops.Norm(w["n1"]), (w["q"], w["k"], w["v"]), **how)
+    q, k, v = (y.reshape(*x.shape[:2], -1, HEAD) for y in (q, k, v))
+    q, k = (ops.rotate(y, jnp.arange(S), ops.Rotary()) for y in (q, k))
+    x = x + ops.attention_linear(q, k, v, w["o"], backend="cudnn", **how)
+    return ops.gated_mlp(x, ops.Norm(w["n2"]), w["gate"], w["up"], w["down"], **how)
+
+
+def compile_layer(mesh, precision, implementation, specs):
+    widening, narrowing, batch = specs
+
+    def array(*shape, spec=WHOLE):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    weights = {name: array(D, D, spec=widening) for name in "qkv"}
+    weights |= {name: array(D, F, spec=widening) for name in ("gate", "up")}
+    weights |= {"o": array(D, D, spec=narrowing), "down": array(F, D, spec=narrowing)}
+    weights |= {"n1": array(D), "n2": array(D)}
+
+    def loss(x, weights):
+        y = layer(x, weights, precision, implementation)
+        return jnp.sum(jnp.square(y.astype(jnp.float32)))
+
+    x = array(B, S, D, spec=batch)
+    return compile_for(
+        mesh,
+        jax.grad(loss, argnums=(0, 1)),
+        x,
+        weights,
+        compiler_options=OPTIONS,
+        out_shardings=jax.tree.map(lambda a: a.sharding, (x, weights)),
+    ).as_text()
+
+
+def fp8_products(program):
+    return program.count('custom_call_target="__cublas$lt$matmul$f8"')
+
+
+def other_products(program):
+    return len(re.findall(r'custom_call_target="__cublas\$(?:lt\$matmul|gemm)"| dot\(', program))
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize(
+    ("precision", "attentions"), [(coat.FP8_LINEAR, 1), (coat.COAT, 1), (coat.COAT_LEAN, 2)]
+)
+def test_every_product_of_a_layer_is_in_fp8(precision, attentions, implementation):
+    """Seven weights, three products each; COAT_LEAN computes attention forward a second time."""
+    program = compile_layer(hopper_mesh((4,), ("x",)), precision, implementation, ALONE)
+    assert fp8_products(program) == 21
+    assert other_products(program) == 0
+    assert program.count('custom_call_target="__cudnn$fmhaSoftmax"') == attentions
+    assert program.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
+
+
+def test_in_full_precision_no_product_is_in_fp8():
+    program = compile_layer(hopper_mesh((4,), ("x",)), coat.BF16, "xla", ALONE)
+    assert (fp8_products(program), other_products(program)) == (0, 21)
+
+
+def test_kernels_leave_xla_no_fp8_to_transpose():
+    program = compile_layer(hopper_mesh((4,), ("x",)), coat.COAT, "triton", ALONE)
+    made_by_xla = re.findall(r"%\S+ = f8e\dm\d\w*\[\d\S* (?:fusion|transpose|copy)\(", program)
+    assert made_by_xla == []
+
+
+MESHES = {
+    "fsdp": ((1, 4, 1), 0),
+    "fsdp and tensor": ((1, 2, 2), None),
+    "data and fsdp": ((2, 2, 1), 0),
+}
+
+
+@pytest.mark.parametrize(("shape", "activations_summed"), MESHES.values(), ids=MESHES)
+def test_on_a_mesh_weights_travel_in_fp8_and_activations_stay(shape, activations_summed):
+    mesh = hopper_mesh(shape, ("data", "fsdp", "tensor"))
+    specs = P("fsdp", "tensor"), P("tensor", "fsdp"), P(("data", "fsdp"))
+    program = compile_layer(mesh, coat.COAT, "triton", specs)
+    gathered = re.findall(r"= (.*) all-gather(?:-start)?\(", program)
+    assert gathered
+    for result in gathered:
+        assert set(re.findall(r"(\w+)\[\d", result)) == {"f8e4m3fn"}
+        # Weights have two axes; kernels see them with a third of size 1.
+        assert all(len(dims.split(",")) <= 3 for dims in re.findall(r"\[([\d,]+)\]", result))
+    assert "all-to-all" not in program
+    assert "collective-permute" not in program
+    summed = re.findall(rf"= .*\[\d+,{S},\d+\].* all-reduce(?:-start)?\(", program)
+    if activations_summed is not None:
+        assert len(summed) == activations_summed
+
+
+def test_on_a_mesh_gradients_are_reduced_to_shards():
+    mesh = hopper_mesh((1, 4, 1), ("data", "fsdp", "tensor"))
+    specs = P("fsdp", "tensor"), P("tensor", "fsdp"), P(("data", "fsdp"))
+    program = compile_layer(mesh, coat.COAT, "triton", specs)
+    assert "reduce-scatter" in program
+    large = [
+        dims
+        for result in re.findall(r"= (.*) all-reduce(?:-start)?\(", program)
+        for dims in re.findall(r"\[([\d,]+)\]", result)
+        if "," in dims
+    ]
+    assert large == []

@@ -1,0 +1,32 @@
+"""The kernels of a layer on a GPU, against their references."""
+
+import jax
+import pytest
+
+pytest.importorskip("jax_triton")
+from layer_cases import ACTIVATIONS, LARGE, NORMS, SMALL, check_activation, check_cast, check_norm
+
+import coat_jax as coat
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU"),
+]
+
+
+@pytest.mark.parametrize("dtype", [coat.E4M3, coat.E5M2], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
+def test_cast(shape, dtype):
+    check_cast(shape, dtype)
+
+
+@pytest.mark.parametrize("case", NORMS, ids=str)
+@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
+def test_norm(shape, case):
+    check_norm(shape, case)
+
+
+@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
+@pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
+def test_activation(shape, name, count):
+    check_activation(shape, name, count)

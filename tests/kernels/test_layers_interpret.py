@@ -1,0 +1,73 @@
+"""The kernels of a layer in Triton's interpreter, against their references."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("torch")
+from layer_cases import ACTIVATIONS, NORMS, SMALL, check_activation, check_cast, check_norm
+
+import coat_jax as coat
+from coat_jax import ops
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1",
+        reason="Triton decides at import: run with TRITON_INTERPRET=1",
+    ),
+    # Exponentials of large numbers are meant.
+    pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
+]
+
+
+@pytest.mark.parametrize("dtype", [coat.E4M3, coat.E5M2], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_cast(shape, dtype):
+    check_cast(shape, dtype)
+
+
+@pytest.mark.parametrize("case", NORMS, ids=str)
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_norm(shape, case):
+    check_norm(shape, case)
+
+
+@pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
+def test_activation(name, count):
+    check_activation(SMALL[1], name, count)
+
+
+def numbers(*shape, scale=1.0):
+    return scale * jax.random.normal(jax.random.key(sum(shape)), shape)
+
+
+@pytest.mark.parametrize("precision", [coat.FP8_LINEAR, coat.COAT], ids=["fp8_linear", "coat"])
+def test_a_layer_of_kernels_is_the_layer_of_references(precision):
+    """But for codes on an edge, where statistics differ in FP32's last place."""
+    width, hidden = 64, 160
+    scale = 1 + numbers(width, scale=0.1)
+    weights = [numbers(width, hidden, scale=width**-0.5) for _ in range(2)]
+    down = numbers(hidden, width, scale=hidden**-0.5)
+    bias = numbers(hidden, scale=0.1)
+
+    def layer(implementation, x, scale, weights, down, bias):
+        how = {"precision": precision, "implementation": implementation}
+        x = ops.gated_mlp(x, ops.Norm(scale), *weights, down, **how)
+        x = ops.mlp(x, ops.Norm(scale, kind="layer"), weights[0], down, bias, **how)
+        return ops.norm_linear(x, ops.Norm(scale), weights, **how)
+
+    results = []
+    for implementation in ("xla", "triton"):
+        outputs, pull = jax.vjp(
+            lambda *args, i=implementation: layer(i, *args),
+            numbers(2, 24, width), scale, weights, down, bias,
+        )  # fmt: skip
+        results.append((outputs, pull(type(outputs)(jnp.sin(y) for y in outputs))))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        assert jnp.linalg.norm(a - b) <= 1e-3 * jnp.linalg.norm(b)

@@ -1,0 +1,203 @@
+"""What the layers are tried on, and their oracles.
+
+In full precision the oracle is the plain formula in jnp, under JAX's own differentiation. In
+FP8 it is the same formula on rounded operands: rounding is written again in FP64 NumPy, from
+the definition of the formats, and a gradient passes through it unchanged (`through`).
+
+Both sides sum in FP32 in their own order. Sums have up to 64 terms, so that they agree to
+64 * 2^-24 = 4e-6 of what goes in: FP32 = 1e-5 of the largest result. A number that lies within
+FP32's rounding of the middle between two codes may become either of them: where an operand was
+computed, and not given, such numbers are one in 10^5, and the seeds are fixed.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import coat_jax as coat
+from coat_jax import ops
+from coat_jax.formats import format_of
+
+FP32 = 1e-5
+PRESETS = {"bf16": coat.BF16, "fp8_linear": coat.FP8_LINEAR, "coat": coat.COAT}
+PRESETS["coat_lean"] = coat.COAT_LEAN
+FP8_PRESETS = {name: preset for name, preset in PRESETS.items() if name != "bf16"}
+
+
+def draw(seed, *shapes, dtype=jnp.float32, over=1.0):
+    """Normal numbers; weights are those `over` the root of their number of inputs."""
+    rng = np.random.default_rng(seed)
+    arrays = [jnp.asarray(rng.standard_normal(shape) / over, dtype) for shape in shapes]
+    return arrays if len(shapes) > 1 else arrays[0]
+
+
+def weight(seed, inputs, outputs, dtype=jnp.float32):
+    return draw(seed, (inputs, outputs), dtype=dtype, over=inputs**0.5)
+
+
+def some_norm(kind, columns, seed=0, *, scale=True, shift=True, eps=1e-6):
+    a, b = draw(seed, (columns,), (columns,), over=4)
+    return ops.Norm(
+        1 + a if scale else None, b if shift and kind == "layer" else None, kind=kind, eps=eps
+    )
+
+
+def quick_jit(f):
+    """`jax.jit` that compiles in half the time, to slower programs."""
+    return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def pulled(f, *args, dy=None):
+    """What f gives, the gradients of all arguments for outputs' gradients dy, and dy, drawn."""
+    if dy is None:
+        leaves, tree = jax.tree.flatten(jax.eval_shape(f, *args))
+        rng = np.random.default_rng(99)
+        dy = tree.unflatten([jnp.asarray(rng.standard_normal(y.shape), y.dtype) for y in leaves])
+
+    def run(dy, *args):
+        y, pull = jax.vjp(f, *args)
+        return y, pull(dy)
+
+    return *quick_jit(run)(dy, *args), dy
+
+
+def same_gradients(f, g, *args, tolerance=FP32):
+    """f and g give the same for `args`, and the same gradients."""
+    assert_close(pulled(f, *args)[:2], pulled(g, *args)[:2], tolerance)
+
+
+def assert_close(got, want, tolerance=FP32):
+    """Each leaf of `got` is within `tolerance` of the largest magnitude of that of `want`."""
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        name, wanted = jax.tree_util.keystr(path), np.asarray(b, np.float64)
+        assert a.shape == b.shape, name
+        atol = tolerance * np.max(np.abs(wanted), initial=1e-30)
+        np.testing.assert_allclose(
+            np.asarray(a, np.float64), wanted, rtol=0, atol=atol, err_msg=name, equal_nan=False
+        )
+
+
+def assert_equal(got, want):
+    """Bit for bit."""
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(
+            np.float32(a), np.float32(b), err_msg=jax.tree_util.keystr(path)
+        )
+
+
+def distance(got, want):
+    """The length of the difference over that of `want`, for each leaf."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return np.array([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs])
+
+
+# --- rounding, in FP64 -----------------------------------------------------------------------
+
+
+def least_power(largest, dtype):
+    """The least power of two, from 2^-126 on, with which `largest` fits the format."""
+    power = np.full(np.shape(largest), -126)
+    for candidate in range(-126, 128):
+        power = np.where(largest > format_of(dtype).max * 2.0**candidate, candidate + 1, power)
+    return 2.0**power
+
+
+def nearest(x, dtype):
+    """The nearest number of the format, ties to even; x fits it."""
+    fmt = format_of(dtype)
+    exponent = np.frexp(x)[1] - 1
+    place = 2.0 ** (np.maximum(exponent, fmt.min_exponent) - fmt.mantissa_bits)
+    return np.rint(x / place) * place
+
+
+def rounded(x, dtype):
+    """What FP8 makes of a tensor with one scale, in FP64."""
+    x = np.asarray(x, np.float64)
+    scale = least_power(np.max(np.abs(x), initial=0), dtype)
+    return nearest(x / scale, dtype) * scale
+
+
+def rounded_blocks(x, dtype, size):
+    """What FP8 makes of an array with one scale per block, in FP64."""
+    x = np.asarray(x, np.float64)
+    if size is None:
+        return x
+    parts = [x[..., i : i + size] for i in range(0, x.shape[-1], size)]
+    scales = [least_power(np.abs(p).max(-1, keepdims=True), dtype) for p in parts]
+    return np.concatenate(
+        [nearest(p / s, dtype) * s for p, s in zip(parts, scales, strict=True)], axis=-1
+    )
+
+
+def through(x, dtype, size):
+    """`rounded_blocks` inside a traced function; the gradient passes unchanged."""
+    if size is None:
+        return x
+    like = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    exact = jax.pure_callback(
+        lambda x: rounded_blocks(x, dtype, size).astype(np.float32), like, jax.lax.stop_gradient(x)
+    )
+    return x + jax.lax.stop_gradient(exact - x)
+
+
+# --- the layers, plainly ---------------------------------------------------------------------
+
+
+def plain_norm(x, norm):
+    if norm is None:
+        return x
+    if norm.kind == "layer":
+        x = x - x.mean(-1, keepdims=True)
+    y = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + norm.eps)
+    y = y if norm.scale is None else y * norm.scale
+    return y if norm.shift is None else y + norm.shift
+
+
+def plain_attention(q, k, v, *, causal=True, window=None, segments=None, scale=None):
+    """Query by query and key by key, all scores at once."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = scale * jnp.einsum("bsnh,btnh->bnst", q, k)
+    s, t = np.arange(q.shape[1])[:, None], np.arange(k.shape[1])
+    sees = np.full((1, 1, len(s), len(t)), True)
+    if causal:
+        sees = sees & (t <= s)
+    if window is not None:
+        sees = sees & (t > s - window)
+    if segments is not None:
+        sees = sees & (segments[:, None, :, None] == segments[:, None, None, :])
+    weights = jnp.exp(scores - jnp.max(jnp.where(sees, scores, -1e30), axis=-1, keepdims=True))
+    weights = jnp.where(sees, weights, 0)
+    weights = weights / weights.sum(-1, keepdims=True)
+    return jnp.einsum("bnst,btnh->bsnh", weights, v)
+
+
+# --- a whole layer ---------------------------------------------------------------------------
+
+HEADS, HEAD_DIM = 4, 16
+WIDTH, FFN = HEADS * HEAD_DIM, 176
+
+
+def layer_params(seed=0, dtype=jnp.float32):
+    """The weights of one Llama layer with half as many key heads as heads."""
+    kv = WIDTH // 2
+    return {
+        "attention_norm": some_norm("rms", WIDTH, seed),
+        "qkv": tuple(weight(seed + i, WIDTH, n, dtype) for i, n in enumerate((WIDTH, kv, kv))),
+        "out": weight(seed + 3, WIDTH, WIDTH, dtype),
+        "mlp_norm": some_norm("rms", WIDTH, seed + 4),
+        "gate": weight(seed + 5, WIDTH, FFN, dtype),
+        "up": weight(seed + 6, WIDTH, FFN, dtype),
+        "down": weight(seed + 7, FFN, WIDTH, dtype),
+    }
+
+
+def layer(params, x, precision):
+    """One Llama layer, x [B, S, D] to [B, S, D]."""
+    positions = jnp.arange(x.shape[1])
+    qkv = ops.norm_linear(x, params["attention_norm"], params["qkv"], precision=precision)
+    q, k, v = (y.reshape(*y.shape[:-1], -1, HEAD_DIM) for y in qkv)
+    q, k = (ops.rotate(y, positions, ops.Rotary()) for y in (q, k))
+    x = x + ops.attention_linear(q, k, v, params["out"], precision=precision)
+    weights = params["gate"], params["up"], params["down"]
+    return ops.gated_mlp(x, params["mlp_norm"], *weights, precision=precision)

@@ -1,0 +1,179 @@
+"""Laws of attention: softmax over all scores at once, on q, k and v or on what blocks make of them.
+
+Rounding of q, k and v is written in FP64 (ops_cases.py); the output projection is `linear`,
+whose own oracle is in test_linear.py.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ops_cases import (
+    assert_close,
+    distance,
+    draw,
+    plain_attention,
+    pulled,
+    quick_jit,
+    same_gradients,
+    through,
+    weight,
+)
+
+import coat_jax as coat
+from coat_jax import ops
+from coat_jax.formats import E4M3
+
+B, S, H = 2, 7, 24
+SEGMENTS = jnp.array([[0, 0, 0, 1, 1, 1, 1], [3, 3, 2, 2, 2, 2, 9]])
+MASKS = {
+    "causal": {},
+    "full": {"causal": False},
+    "window of 1": {"window": 1},
+    "window of 3": {"window": 3},
+    "window of all and more": {"window": 100},
+    "segments": {"segments": SEGMENTS},
+    "full segments": {"segments": SEGMENTS, "causal": False},
+    "window in segments": {"segments": SEGMENTS, "window": 2},
+    "scale": {"scale": 0.5},
+    "scale 0": {"scale": 0.0},
+}
+
+
+def qkv(seed=1, heads=4, kv_heads=2, tokens=S, keys=None, head_dim=H):
+    shapes = ((B, tokens, heads, head_dim), *[(B, keys or tokens, kv_heads, head_dim)] * 2)
+    return draw(seed, *shapes)
+
+
+def test_full_precision_is_softmax_of_the_scores():
+    """Each mask on arrays of its own, in one program."""
+
+    def f(arrays):
+        return {
+            name: ops.attention(*arrays[name], **mask, precision=coat.BF16)
+            for name, mask in MASKS.items()
+        }
+
+    def plain(arrays):
+        return {name: plain_attention(*arrays[name], **mask) for name, mask in MASKS.items()}
+
+    same_gradients(f, plain, {name: qkv(i) for i, name in enumerate(MASKS)})
+
+
+def test_key_heads_serve_their_groups_of_query_heads():
+    def f(single, shared, other):
+        causal = [ops.attention(*args, precision=coat.BF16) for args in (single, shared)]
+        return *causal, ops.attention(*other, causal=False, precision=coat.BF16)
+
+    def plain(single, shared, other):
+        causal = [plain_attention(*args) for args in (single, shared)]
+        return *causal, plain_attention(*other, causal=False)
+
+    same_gradients(f, plain, qkv(kv_heads=4), qkv(kv_heads=1), qkv(keys=5))
+
+
+@pytest.mark.parametrize("block", [16, 128])
+def test_lean_attention_is_that_of_what_blocks_make_of_q_k_and_v(block):
+    """Heads of 24: a block of 16 and a short one, or only a short one."""
+    precision = dataclasses.replace(coat.COAT, attention_block=block)
+    mask = MASKS["window in segments"]
+
+    def f(q, k, v):
+        return ops.attention(q, k, v, **mask, precision=precision)
+
+    def plain(*args):
+        return plain_attention(*(through(x, E4M3, block) for x in args), **mask)
+
+    same_gradients(f, plain, *qkv())
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_packed_sequences_are_separate_sequences(causal):
+    """Blocks and all: they lie inside of a token's head."""
+    cut = 3
+    segments = jnp.array([[5] * cut + [1] * (S - cut)] * B)
+
+    def packed(q, k, v):
+        return ops.attention(q, k, v, causal=causal, segments=segments, precision=coat.COAT_LEAN)
+
+    def separate(q, k, v):
+        parts = [slice(0, cut), slice(cut, S)]
+        attend = [
+            ops.attention(*(x[:, part] for x in (q, k, v)), causal=causal, precision=coat.COAT_LEAN)
+            for part in parts
+        ]
+        return jnp.concatenate(attend, axis=1)
+
+    same_gradients(packed, separate, *qkv())
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [coat.BF16, coat.FP8_LINEAR, coat.COAT_LEAN],
+    ids=["bf16", "fp8_linear", "coat_lean"],
+)
+def test_attention_linear_is_attention_then_linear(precision):
+    def f(q, k, v, w, b):
+        return ops.attention_linear(q, k, v, w, b, window=4, precision=precision)
+
+    def composed(q, k, v, w, b):
+        o = ops.attention(q, k, v, window=4, precision=precision)
+        return ops.linear(o.reshape(B, S, -1), w, b, precision=precision)
+
+    same_gradients(f, composed, *qkv(), weight(2, 4 * H, 10), draw(3, (10,)))
+
+
+@pytest.mark.parametrize("precision", [coat.COAT, coat.COAT_LEAN], ids=["coat", "coat_lean"])
+def test_fp8_is_as_close_to_full_precision_as_its_roundings(precision):
+    """As in test_mlp.py, each rounding is at most 3.6% (E4M3) or 7.2% (E5M2) on average.
+
+    COAT rounds o, w and dy: 5.1% forward, 8.8% backward. COAT_LEAN rounds q, k and v as well.
+    q and k change scores, of deviation 1, by 5.1% of it, and those the probabilities by as
+    much; softmax centres them, so that the gradients of q and k are differences that lose up
+    to a factor of two: 7.2% forward, 2 * 10.8% backward.
+    """
+    args = *qkv(tokens=32, head_dim=16), weight(2, 64, 64)
+
+    def f(precision):
+        def attend(*args):
+            return ops.attention_linear(*args, precision=precision)
+
+        return pulled(attend, *args)[:2]
+
+    (y, gradients), (want, want_gradients) = f(precision), f(coat.BF16)
+    forward, backward = (0.051, 0.088) if precision == coat.COAT else (0.072, 0.22)
+    assert 0.01 < distance(y, want) < forward
+    off = distance(gradients, want_gradients)
+    assert np.all((off > 0.01) & (off < backward))
+
+
+def test_what_a_token_does_not_see_does_not_matter():
+    """Bit for bit, forward; and no gradient goes there."""
+    q, k, v = qkv()
+    later = jnp.arange(S)[:, None, None] > 3
+
+    def f(q, k, v):
+        return ops.attention(q, k, v, precision=coat.COAT_LEAN)[:, :4]
+
+    y, (dq, dk, dv), dy = pulled(f, q, k, v)
+    for part in (dq, dk, dv):
+        assert np.all(part[:, 4:] == 0)
+    changed, _, _ = pulled(f, *(jnp.where(later, 50 * x, x) for x in (q, k, v)), dy=dy)
+    np.testing.assert_array_equal(changed, y)
+
+
+def test_results_have_the_dtype_of_what_they_belong_to():
+    args = *(x.astype(jnp.bfloat16) for x in qkv()), weight(2, 4 * H, 10)
+
+    def f(*args):
+        return ops.attention_linear(*args, precision=coat.COAT_LEAN)
+
+    y, gradients, _ = pulled(f, *args)
+    assert y.dtype == jnp.bfloat16
+    assert [g.dtype for g in gradients] == [x.dtype for x in args]
+    want = quick_jit(f)(*(x.astype(jnp.float32) for x in args))
+    # BF16 rounds scores, probabilities and o to 2^-9 each, and moves codes of o.
+    assert_close(y, want, 2.0**-4)
+    assert jax.eval_shape(ops.attention, *args[:3]).dtype == jnp.bfloat16

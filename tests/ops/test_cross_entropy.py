@@ -1,0 +1,151 @@
+"""Laws of the loss: the direct formula over all logits at once, however the sequence is cut."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from ops_cases import assert_close, distance, draw, pulled, quick_jit, same_gradients, weight
+
+from coat_jax import ops
+
+B, S, D, V = 2, 7, 12, 19
+W = weight(2, D, V)
+
+
+def labels_for(shape, ignored=0.3, seed=0):
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, V, shape)
+    return jnp.asarray(np.where(rng.random(shape) < ignored, -100, labels))
+
+
+def direct(hidden, w, labels, *, z_loss=0.0, label_smoothing=0.0, chunk=None):
+    """Each token's loss against a soft label, from the logarithm of softmax."""
+    del chunk
+    log_p = jax.nn.log_softmax(hidden @ w, axis=-1)
+    wanted = (1 - label_smoothing) * jax.nn.one_hot(labels, V) + label_smoothing / V
+    lse = jax.nn.logsumexp(hidden @ w, axis=-1)
+    losses = -(wanted * log_p).sum(-1) + z_loss * lse**2
+    return jnp.where(labels >= 0, losses, 0).sum() / (labels >= 0).sum()
+
+
+CASES = {
+    "one chunk": ((B, S), {}),
+    "chunks that fit": ((2, 3, 8), {"chunk": 4, "z_loss": 1e-2}),
+    "a short last chunk": ((B, S), {"chunk": 3, "label_smoothing": 0.1}),
+    "all at once": ((B, S), {"chunk": 5, "z_loss": 0.1, "label_smoothing": 0.3}),
+    "no batch": ((S,), {"chunk": 2}),
+}
+
+
+def test_it_is_the_direct_formula():
+    """Each case on arrays of its own, in one program."""
+    labels = {name: labels_for(shape, seed=i) for i, (name, (shape, _)) in enumerate(CASES.items())}
+
+    def of(loss):
+        def f(arrays):
+            return {
+                name: loss(*arrays[name], labels[name], **settings)
+                for name, (_, settings) in CASES.items()
+            }
+
+        return f
+
+    arrays = {name: (draw(i, (*shape, D)), W) for i, (name, (shape, _)) in enumerate(CASES.items())}
+    same_gradients(of(ops.cross_entropy), of(direct), arrays)
+
+
+def test_chunks_change_nothing():
+    hidden, labels = draw(1, (B, S, D)), labels_for((B, S))
+
+    def f(hidden, w):
+        return [ops.cross_entropy(hidden, w, labels, chunk=n) for n in (S, 1, 2, 4, 512)]
+
+    whole, *cut = pulled(f, hidden, W)[0]
+    for loss in cut:
+        np.testing.assert_allclose(loss, whole, rtol=1e-6)
+
+
+def test_ignored_tokens_do_not_count():
+    """Any negative label; they take no gradient, and the mean is over the others."""
+    hidden, labels = draw(1, (B, S, D)), labels_for((B, S))
+
+    def f(hidden, w):
+        return ops.cross_entropy(hidden, w, labels, chunk=3)
+
+    loss, (dh, dw), dy = pulled(f, hidden, W)
+    assert np.all(dh[labels < 0] == 0)
+    counted = np.asarray(labels >= 0)
+
+    def rest(hidden, w):
+        return ops.cross_entropy(hidden[counted], w, labels[counted])
+
+    want, (want_dh, want_dw), _ = pulled(rest, hidden, W, dy=dy)
+    assert_close((loss, dh, dw), (want, want_dh, want_dw))
+    other = quick_jit(ops.cross_entropy)(hidden, W, jnp.where(labels < 0, -1, labels))
+    np.testing.assert_allclose(other, loss, rtol=1e-6)
+
+
+def test_without_labels_the_loss_and_its_gradients_are_zero():
+    none = jnp.full((B, S), -100)
+
+    def f(hidden, w):
+        return ops.cross_entropy(hidden, w, none, chunk=3, z_loss=0.1, label_smoothing=0.1)
+
+    loss, gradients, _ = pulled(f, draw(1, (B, S, D)), W)
+    assert loss == 0
+    for g in gradients:
+        assert np.all(g == 0)
+
+
+def test_uniform_logits_cost_log_v():
+    loss = quick_jit(ops.cross_entropy)(0 * draw(1, (B, S, D)), W, labels_for((B, S)))
+    np.testing.assert_allclose(loss, np.log(V), rtol=1e-6)
+
+
+def test_large_logits_stay_finite():
+    hidden, labels = 1e5 * draw(1, (B, S, D)), labels_for((B, S))
+    loss, gradients, _ = pulled(lambda h, w: ops.cross_entropy(h, w, labels), hidden, W)
+    assert loss > 1e4
+    assert all(np.all(np.isfinite(g)) for g in gradients)
+
+
+def test_a_label_beyond_the_vocabulary_is_never_a_finite_loss():
+    labels = labels_for((B, S), ignored=0).at[1, 2].set(V)
+    assert np.isnan(quick_jit(ops.cross_entropy)(draw(1, (B, S, D)), W, labels))
+
+
+def test_results_have_the_dtype_of_what_they_belong_to():
+    """The loss is FP32; BF16 moves each logit and gradient by 2^-9 of its terms."""
+    hidden, labels = draw(1, (B, S, D), dtype=jnp.bfloat16), labels_for((B, S))
+    loss, (dh, dw), _ = pulled(lambda h, w: ops.cross_entropy(h, w, labels), hidden, W)
+    assert (loss.dtype, dh.dtype, dw.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
+    wide = pulled(lambda h, w: direct(h, w, labels), hidden.astype(jnp.float32), W)
+    off = distance((loss, np.float32(dh), dw), (wide[0], *wide[1]))
+    assert np.all(off < 2.0**-7)
+
+
+def sizes(jaxpr):
+    """The size of every array in a program, also inside its loops."""
+    found = set()
+    for equation in jaxpr.eqns:
+        found |= {out.aval.size for out in equation.outvars}
+        for inner in jaxprs_in_params(equation.params):
+            found |= sizes(inner)
+    return found
+
+
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_no_more_logits_exist_than_those_of_a_chunk(chunk):
+    """Vocabulary and batch are primes, so that no other array has a multiple of V numbers."""
+    batch, tokens, width, vocabulary = 3, 40, 4, 101
+    hidden, w = jnp.ones((batch, tokens, width)), jnp.ones((width, vocabulary))
+    labels = jnp.zeros((batch, tokens), int)
+
+    def loss(hidden, w):
+        return ops.cross_entropy(hidden, w, labels, chunk=chunk)
+
+    program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(hidden, w).jaxpr
+    of_vocabulary = {size for size in sizes(program) if size % vocabulary == 0}
+    assert batch * chunk * vocabulary in of_vocabulary
+    assert max(of_vocabulary) <= max(batch * chunk, width) * vocabulary

@@ -1,0 +1,241 @@
+"""Laws of linear layers: in full precision the plain formula, in FP8 that of rounded operands.
+
+The oracle in FP8 rounds what the layer says that it rounds, once, in FP64, and multiplies:
+
+    y = r(n) r(w) + b       dn = r(dy) r(w)^T       dw = r(n)^T r(dy)       db = sum of dy
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ops_cases import (
+    assert_close,
+    assert_equal,
+    draw,
+    plain_norm,
+    pulled,
+    quick_jit,
+    rounded,
+    rounded_blocks,
+    same_gradients,
+    some_norm,
+    weight,
+)
+
+import coat_jax as coat
+from coat_jax import ops
+from coat_jax.formats import E4M3, E5M2, format_of
+
+K, N = 13, (29, 7)
+WEIGHTS = tuple(weight(i, K, n) for i, n in enumerate(N))
+BIASES = (draw(5, (N[0],)), None)
+SETTINGS = {
+    "coat": coat.COAT,
+    "E4M3 gradients": dataclasses.replace(coat.COAT, backward=E4M3),
+    "E5M2 values": coat.Precision(forward=E5M2, backward=E4M3),
+}
+norms = pytest.mark.parametrize("kind", ["rms", "layer"])
+leading = pytest.mark.parametrize("lead", [(), (5,), (2, 5)], ids=str)
+
+
+def rounded_layers(n, weights, biases, gradients, precision):
+    """The outputs, and the gradients of n, the weights and the biases, in FP64."""
+    flat = rounded(n, precision.forward).reshape(-1, n.shape[-1])
+    outputs, dn, dws, dbs = [], 0, [], []
+    for full, b, dy in zip(weights, biases, gradients, strict=True):
+        w, g = rounded(full, precision.forward), rounded(dy, precision.backward)
+        y = (flat @ w).reshape(dy.shape)
+        outputs.append(y if b is None else y + np.asarray(b))
+        g = g.reshape(-1, g.shape[-1])
+        dn = dn + (g @ w.T).reshape(n.shape)
+        dws.append(flat.T @ g)
+        dbs.append(None if b is None else np.float64(dy).reshape(-1, dy.shape[-1]).sum(0))
+    return tuple(outputs), dn, tuple(dws), tuple(dbs)
+
+
+@leading
+def test_full_precision_is_the_plain_formula(lead):
+    def f(x, ws, bs):
+        return ops.linear(x, ws, bs, precision=coat.BF16)
+
+    def plain(x, ws, bs):
+        return tuple(x @ w if b is None else x @ w + b for w, b in zip(ws, bs, strict=True))
+
+    same_gradients(f, plain, draw(1, (*lead, K)), WEIGHTS, BIASES)
+
+
+@norms
+def test_full_precision_of_a_norm_before_it_is_the_plain_formula(kind):
+    def f(x, norm, ws, bs):
+        return ops.norm_linear(x, norm, ws, bs, precision=coat.BF16)
+
+    def plain(x, norm, ws, bs):
+        n = plain_norm(x, norm)
+        return tuple(n @ w if b is None else n @ w + b for w, b in zip(ws, bs, strict=True))
+
+    same_gradients(f, plain, draw(1, (2, 5, K)), some_norm(kind, K), WEIGHTS, BIASES)
+
+
+@pytest.mark.parametrize("precision", SETTINGS.values(), ids=SETTINGS)
+def test_fp8_is_the_product_of_rounded_operands(precision):
+    def f(x, ws, bs):
+        return ops.linear(x, ws, bs, precision=precision)
+
+    x = draw(1, (2, 5, K))
+    y, (dx, dws, dbs), dy = pulled(f, x, WEIGHTS, BIASES)
+    want = rounded_layers(x, WEIGHTS, BIASES, dy, precision)
+    assert_close((y, dx, dws, dbs), want)
+    # What was compared is not what full precision gives.
+    assert np.abs(y[1] - x @ WEIGHTS[1]).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        ("rms", coat.FP8_LINEAR),
+        ("rms", coat.COAT),
+        ("layer", dataclasses.replace(coat.COAT, block=32, backward=E4M3)),
+    ],
+    ids=["fp8_linear", "coat", "layer, blocks of 32"],
+)
+def test_fp8_of_a_norm_before_it_rounds_blocks_then_the_norm(kind, precision):
+    def f(x, norm, ws):
+        return ops.norm_linear(x, norm, ws, precision=precision)
+
+    x, norm = draw(1, (2, 5, 40)), some_norm(kind, 40)
+    ws = tuple(weight(i, 40, n) for i, n in enumerate(N))
+    y, (dx, d_norm, dws), dy = pulled(f, x, norm, ws)
+    values = rounded_blocks(x, precision.forward, precision.block)
+    n = numpy_norm(values, norm)
+    want_y, dn, want_dws, _ = rounded_layers(n, ws, (None, None), dy, precision)
+    _, want_dx_and_norm, _ = pulled(plain_norm, jnp.float32(values), norm, dy=jnp.float32(dn))
+    assert_close((y, dws, (dx, d_norm)), (want_y, want_dws, want_dx_and_norm))
+
+
+def numpy_norm(x, norm):
+    """`plain_norm` in FP64."""
+    if norm.kind == "layer":
+        x = x - x.mean(-1, keepdims=True)
+    y = x / np.sqrt((x**2).mean(-1, keepdims=True) + norm.eps) * np.float64(norm.scale)
+    return y if norm.shift is None else y + np.float64(norm.shift)
+
+
+jitted = quick_jit(ops.linear)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    binades=st.tuples(st.sampled_from([0.0, 4.0, 30.0]), st.sampled_from([0.0, 4.0, 30.0])),
+    powers=st.tuples(st.integers(-40, 40), st.integers(-40, 40)),
+)
+def test_the_error_of_a_product_is_that_of_its_factors(seed, binades, powers):
+    """Each factor is off by 2^-4 of itself, or by half the smallest code: e, and the product by
+
+    e(x) |w| + |x| e(w) + e(x) e(w),        and its sum by FP32's rounding of K terms.
+    """
+    rng = np.random.default_rng(seed)
+    x, w = (
+        np.float32(np.exp2(power - spread * rng.random(shape)) * rng.choice([-1, 1], shape))
+        for shape, spread, power in zip(((16, 24), (24, 8)), binades, powers, strict=True)
+    )
+    y = np.asarray(jitted(x, w), np.float64)
+    x, w = np.float64(x), np.float64(w)
+    fmt = format_of(E4M3)
+    error_x, error_w = (
+        np.maximum(2.0**-4 * np.abs(a), fmt.tiny / 2 * np.abs(a).max() / (fmt.max / 2))
+        for a in (x, w)
+    )
+    bound = error_x @ np.abs(w) + np.abs(x) @ error_w + error_x @ error_w
+    slack = 24 * 2.0**-24 * (np.abs(x) + error_x) @ (np.abs(w) + error_w)
+    assert np.all(np.abs(y - x @ w) <= bound + slack)
+
+
+@pytest.mark.parametrize("precision", [coat.BF16, coat.COAT], ids=["bf16", "coat"])
+@pytest.mark.parametrize("norm", [None, some_norm("rms", K)], ids=["linear", "norm_linear"])
+def test_several_weights_are_separate_layers_on_one_input(norm, precision):
+    """Outputs and gradients of weights bit for bit; those of the input and the norm add up."""
+
+    def f(x, norm, ws, bs):
+        if norm is None:
+            return ops.linear(x, ws, bs, precision=precision)
+        return ops.norm_linear(x, norm, ws, bs, precision=precision)
+
+    def separate(x, norm, ws, bs):
+        return tuple(f(x, norm, w, b) for w, b in zip(ws, bs, strict=True))
+
+    args = draw(1, (2, 5, K)), norm, WEIGHTS, BIASES
+    y, (dx, d_norm, *rest), _ = pulled(f, *args)
+    want_y, (want_dx, want_d_norm, *want_rest), _ = pulled(separate, *args)
+    assert_equal((y, rest), (want_y, want_rest))
+    assert_close((dx, d_norm), (want_dx, want_d_norm))
+
+
+def test_norm_linear_is_norm_then_linear():
+    """For FP32 arrays, where the norm's output is not rounded in between."""
+
+    def f(x, norm, w):
+        return ops.norm_linear(x, norm, w)
+
+    def composed(x, norm, w):
+        return ops.linear(ops.norm(x, norm), w)
+
+    same_gradients(f, composed, draw(1, (4, 40)), some_norm("layer", 40), weight(2, 40, 24))
+
+
+def test_one_weight_gives_one_output_and_several_a_tuple():
+    x, w, b = draw(1, (2, K)), WEIGHTS[0], BIASES[0]
+
+    def structure(f, *args):
+        return jax.tree.map(lambda y: y.shape, jax.eval_shape(f, *args))
+
+    assert structure(ops.linear, x, w, b) == (2, N[0])
+    assert structure(ops.linear, x, [w], [b]) == ((2, N[0]),)
+    assert structure(ops.norm_linear, x, ops.Norm(), WEIGHTS) == ((2, N[0]), (2, N[1]))
+
+
+def test_powers_of_two_go_into_the_scales():
+    """A factor 2^n of an operand is that factor of all that depends on it, bit for bit."""
+
+    def f(x, w):
+        return ops.linear(x, w)
+
+    x, w = draw(1, (2, 5, K)), WEIGHTS[0]
+    y, (dx, dw), _ = pulled(f, x, w)
+    large_y, (same_dx, large_dw), _ = pulled(f, x * 2.0**30, w)
+    assert_equal((large_y, same_dx, large_dw), (y * 2.0**30, dx, dw * 2.0**30))
+
+
+def test_zero_gives_the_bias_and_no_gradient():
+    def f(x, w, b):
+        return ops.linear(x, w, b)
+
+    x, w, b = draw(1, (2, 5, K)), WEIGHTS[0], BIASES[0]
+    y, (_, dw, _), _ = pulled(f, 0 * x, w, b)
+    assert_equal((y, dw), (jnp.broadcast_to(b, y.shape), 0 * w))
+    y, (dx, _, _), _ = pulled(f, x, 0 * w, b)
+    assert_equal((y, dx), (jnp.broadcast_to(b, y.shape), 0 * x))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "fp16"])
+def test_results_have_the_dtype_of_what_they_belong_to(dtype):
+    """Outputs that of x, gradients that of their arrays, and no more is lost than by casting.
+
+    FP16 ends at 65504, which products of codes pass before they are scaled.
+    """
+
+    def f(x, norm, w, b):
+        return ops.norm_linear(x, norm, w, b)
+
+    x, norm, w, b = draw(1, (4, K), dtype=dtype), some_norm("layer", K), WEIGHTS[0], BIASES[0]
+    y, grads, dy = pulled(f, x, norm, w, b.astype(dtype))
+    assert y.dtype == dtype
+    fp32 = jnp.float32
+    assert [g.dtype for g in jax.tree.leaves(grads)] == [dtype, fp32, fp32, fp32, dtype]
+    want = pulled(f, x.astype(fp32), norm, w, b.astype(dtype).astype(fp32), dy=dy.astype(fp32))
+    # BF16 rounds a product, the bias and the result to 2^-9 of each.
+    assert_close((y, grads), want[:2], 2.0**-7)

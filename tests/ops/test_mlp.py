@@ -1,0 +1,166 @@
+"""Laws of MLPs: in full precision the plain formula, in FP8 that of the layers it is made of.
+
+In FP8 the oracle composes norm_linear and linear, whose own oracle is the rounding itself
+(test_linear.py), and rounds to blocks in FP64 what lies between them.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ops_cases import (
+    FFN,
+    WIDTH,
+    assert_close,
+    distance,
+    draw,
+    plain_norm,
+    pulled,
+    same_gradients,
+    some_norm,
+    through,
+    weight,
+)
+
+import coat_jax as coat
+from coat_jax import ops
+
+D, F = 24, 40
+FORMULAS = {
+    "silu": lambda x: x / (1 + jnp.exp(-x)),
+    "gelu": lambda x: x * 0.5 * (1 + jax.lax.erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: x * 0.5 * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "relu": lambda x: jnp.where(x > 0, x, 0),
+    "relu2": lambda x: jnp.where(x > 0, x, 0) ** 2,
+}
+CASES = [
+    ("silu", "rms", True),
+    ("gelu", "layer", True),
+    ("gelu_tanh", None, False),
+    ("relu", "rms", False),
+    ("relu2", None, True),
+]
+
+
+def gated_args(kind=None):
+    norm = kind and some_norm(kind, D)
+    return draw(1, (2, 3, D)), norm, weight(2, D, F), weight(3, D, F), weight(4, F, D)
+
+
+def plain_args(kind=None):
+    x, norm, _, up, down = gated_args(kind)
+    return x, norm, up, down, draw(5, (F,)), draw(6, (D,))
+
+
+@pytest.mark.parametrize(("activation", "kind", "residual"), CASES)
+def test_full_precision_is_the_plain_formula(activation, kind, residual):
+    settings = {"activation": activation, "residual": residual, "precision": coat.BF16}
+    act = FORMULAS[activation]
+
+    def f(gated, plain):
+        return ops.gated_mlp(*gated, **settings), ops.mlp(*plain, **settings)
+
+    def formula(gated, plain):
+        x, norm, gate, up, down = gated
+        n = plain_norm(x, norm)
+        first = residual * x + (act(n @ gate) * (n @ up)) @ down
+        x, norm, up, down, up_bias, down_bias = plain
+        second = act(plain_norm(x, norm) @ up + up_bias) @ down + down_bias
+        return first, residual * x + second
+
+    same_gradients(f, formula, gated_args(kind), plain_args(kind))
+
+
+FP8_CASES = {
+    "fp8_linear": (coat.FP8_LINEAR, "silu", "rms", True),
+    "coat": (coat.COAT, "gelu_tanh", "layer", True),
+    "blocks of 32, no norm": (dataclasses.replace(coat.COAT, block=32), "relu2", None, False),
+    "no FP8 products": (dataclasses.replace(coat.COAT, fp8_linear=False), "silu", "rms", True),
+}
+
+
+def layers_of(precision):
+    """Rounding to blocks, and the first linear layers on an input with or without norm."""
+
+    def keep(x):
+        return through(x, precision.forward, precision.block)
+
+    def first(x, norm, weights, biases=None):
+        if norm is None:
+            return ops.linear(keep(x), weights, biases, precision=precision)
+        return ops.norm_linear(x, norm, weights, biases, precision=precision)
+
+    return keep, first
+
+
+@pytest.mark.parametrize("case", ["fp8_linear", "coat", "no FP8 products"])
+def test_a_gated_mlp_in_fp8_is_its_layers_with_blocks_between_them(case):
+    precision, activation, kind, residual = FP8_CASES[case]
+    keep, first = layers_of(precision)
+
+    def f(*args):
+        return ops.gated_mlp(*args, activation=activation, residual=residual, precision=precision)
+
+    def composed(x, norm, gate, up, down):
+        g, u = first(x, norm, (gate, up))
+        a = FORMULAS[activation](keep(g)) * keep(u)
+        return residual * x + ops.linear(a, down, precision=precision)
+
+    same_gradients(f, composed, *gated_args(kind))
+
+
+@pytest.mark.parametrize("case", ["coat", "blocks of 32, no norm"])
+def test_an_mlp_in_fp8_is_its_layers_with_blocks_between_them(case):
+    precision, activation, kind, residual = FP8_CASES[case]
+    keep, first = layers_of(precision)
+
+    def f(*args):
+        return ops.mlp(*args, activation=activation, residual=residual, precision=precision)
+
+    def composed(x, norm, up, down, up_bias, down_bias):
+        a = FORMULAS[activation](keep(first(x, norm, up, up_bias)))
+        return residual * x + ops.linear(a, down, down_bias, precision=precision)
+
+    same_gradients(f, composed, *plain_args(kind))
+
+
+def test_fp8_is_as_close_to_full_precision_as_its_roundings():
+    """Half a place of E4M3 is at most 2^-4: spread evenly, its root mean square is under
+    2^-4 / sqrt(3) = 3.6%, that of E5M2 7.2%, and independent ones add in squares.
+
+    Forward, 7 of E4M3 lie in a row: x, n, two weights, gate, up, a: 9.6%. Backward, two of
+    E5M2 join them, dy and the gradient of the gate: 14%.
+    """
+    x, norm = draw(1, (64, WIDTH)), some_norm("rms", WIDTH)
+    weights = weight(2, WIDTH, FFN), weight(3, WIDTH, FFN), weight(4, FFN, WIDTH)
+
+    def f(precision):
+        def mlp(*args):
+            return ops.gated_mlp(*args, residual=False, precision=precision)
+
+        return pulled(mlp, x, norm, *weights)[:2]
+
+    y, gradients = f(coat.COAT)
+    want, want_gradients = f(coat.BF16)
+    assert 0.01 < distance(y, want) < 0.096
+    off = distance(gradients, want_gradients)
+    assert np.all((off > 0.01) & (off < 0.14))
+
+
+def test_results_have_the_dtype_of_what_they_belong_to():
+    x, norm, *weights = gated_args("layer")
+
+    def f(*args):
+        return ops.gated_mlp(*args)
+
+    y, (dx, d_norm, *d_weights), dy = pulled(f, x.astype(jnp.bfloat16), norm, *weights)
+    assert y.dtype == dx.dtype == jnp.bfloat16
+    assert {g.dtype for g in jax.tree.leaves((d_norm, d_weights))} == {jnp.dtype(jnp.float32)}
+    wide = x.astype(jnp.bfloat16).astype(jnp.float32)
+    want = pulled(f, wide, norm, *weights, dy=dy.astype(jnp.float32))
+    # BF16 moves gate, up and gradients by 2^-9, and a few of them to the next code.
+    assert np.all(distance(jax.tree.map(np.float32, (y, dx)), (want[0], want[1][0])) < 0.02)
+    assert_close(y, want[0], 0.05)

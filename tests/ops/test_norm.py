@@ -1,0 +1,86 @@
+"""Laws of norms: the plain formula on x, or in FP8 on what blocks make of x."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ops_cases import (
+    assert_close,
+    draw,
+    plain_norm,
+    pulled,
+    quick_jit,
+    same_gradients,
+    some_norm,
+    through,
+)
+
+import coat_jax as coat
+from coat_jax import ops
+
+KINDS = ("rms", "layer")
+D = 40
+NORMS = tuple(
+    some_norm(kind, D, i, scale=scale, shift=shift, eps=eps)
+    for i, (kind, scale, shift, eps) in enumerate(
+        itertools.product(KINDS, [False, True], [False, True], [1e-6, 0.5])
+    )
+    if kind == "layer" or not shift
+)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [coat.BF16, coat.COAT, dataclasses.replace(coat.COAT, block=32)],
+    ids=["bf16", "coat", "blocks of 32"],
+)
+def test_every_norm_is_its_formula_on_what_is_kept(precision):
+    def f(x, norms):
+        return [ops.norm(x, norm, precision=precision) for norm in norms]
+
+    def plain(x, norms):
+        values = through(x, precision.forward, precision.block)
+        return [plain_norm(values, norm) for norm in norms]
+
+    same_gradients(f, plain, draw(1, (2, 3, D)), NORMS)
+
+
+def test_rows_are_normal():
+    """Mean square 1, and mean 0 of layer norm; in FP8 as well, as blocks come before the norm."""
+    x = 1e3 * draw(1, (64, D)) + 500
+    rms, layer = quick_jit(lambda x: [ops.norm(x, ops.Norm(kind=kind)) for kind in KINDS])(x)
+    for y in (rms, layer):
+        np.testing.assert_allclose(np.square(np.float64(y)).mean(-1), 1, rtol=1e-5)
+    np.testing.assert_allclose(np.float64(layer).mean(-1), 0, atol=1e-5)
+
+
+def test_eps_keeps_zero_and_small_rows_finite():
+    x = jnp.concatenate([jnp.zeros((1, D)), 1e-6 * draw(1, (1, D)), draw(2, (1, D))])
+    norms = [ops.Norm(kind=kind, eps=1e-6) for kind in KINDS]
+    y, dx, _ = pulled(lambda x: [ops.norm(x, norm) for norm in norms], x)
+    for part in jax.tree.leaves((y, dx)):
+        assert np.all(np.isfinite(part))
+    for rows in y:
+        assert np.all(rows[0] == 0)
+        # Members of 1e-6 over a root of 1e-6.
+        assert np.all(np.abs(rows[1]) <= 1.01e-3 * np.abs(1e6 * x[1]).max())
+
+
+def test_results_have_the_dtype_of_what_they_belong_to():
+    x, norm = draw(1, (4, D), dtype=jnp.bfloat16), some_norm("layer", D)
+    y, (dx, d_norm), _ = pulled(ops.norm, x, norm)
+    assert y.dtype == dx.dtype == jnp.bfloat16
+    assert d_norm.scale.dtype == d_norm.shift.dtype == jnp.float32
+    assert_close(y, quick_jit(ops.norm)(x.astype(jnp.float32), norm), 2.0**-8)
+
+
+def test_a_norm_is_a_tree_of_what_it_learns():
+    norm = some_norm("layer", D, eps=0.25)
+    assert len(jax.tree.leaves(norm)) == 2
+    doubled = jax.tree.map(lambda leaf: 2 * leaf, norm)
+    assert (doubled.kind, doubled.eps) == ("layer", 0.25)
+    assert jax.tree.leaves(ops.Norm()) == []
+    assert jax.tree.structure(ops.Norm()) != jax.tree.structure(ops.Norm(eps=1e-5))

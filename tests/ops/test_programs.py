@@ -1,0 +1,261 @@
+"""The layers inside JAX's transformations, in Flax and on meshes: none changes the result.
+
+Two programs may sum in another order, which moves FP32 numbers by their last bits, and where
+one lies in the middle between two codes, it may get the other code. That is one number in
+10^4, which moves by 2^-3 of itself: 1 / 8 / 100 of a tensor's length at worst. SAME = 1% holds
+for that and for nothing else: a rounding left out or added moves it by 2.6% and more.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ops_cases import (
+    FP32,
+    PRESETS,
+    WIDTH,
+    assert_close,
+    assert_equal,
+    distance,
+    draw,
+    layer,
+    layer_params,
+    plain_attention,
+    plain_norm,
+    pulled,
+    quick_jit,
+    same_gradients,
+    some_norm,
+    weight,
+)
+
+import coat_jax as coat
+from coat_jax import ops
+
+SAME = 0.01
+X = draw(1, (4, 8, WIDTH))
+DY = draw(2, X.shape)
+PARAMS = layer_params()
+presets = pytest.mark.parametrize("name", PRESETS)
+
+
+def run(params, x, dy, precision, transform=lambda f: f):
+    """A layer's output and gradients."""
+    y, pull = jax.vjp(transform(lambda params, x: layer(params, x, precision)), params, x)
+    return y, pull(dy)
+
+
+@functools.cache
+def compiled(name):
+    return quick_jit(functools.partial(run, precision=PRESETS[name]))
+
+
+@functools.cache
+def expected(name):
+    return compiled(name)(PARAMS, X, DY)
+
+
+def assert_same(got, want):
+    assert np.all(distance(got, want) < SAME), distance(got, want)
+
+
+@presets
+def test_the_same_call_gives_the_same_bits(name):
+    assert_equal(compiled(name)(PARAMS, X, DY), expected(name))
+
+
+@presets
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_never_passes_for_a_number(name, bad):
+    """In x, its token is lost at least, and the weights' gradients; in dy the gradients."""
+    place = (1, 3, 5)
+    y, (d_params, dx) = compiled(name)(PARAMS, X.at[place].set(bad), DY)
+    assert not np.any(np.isfinite(y[1, 3]))
+    assert not np.any(np.isfinite(dx[1, 3]))
+    for lost in jax.tree.leaves(d_params):
+        assert not np.all(np.isfinite(lost))
+    y, (d_params, dx) = compiled(name)(PARAMS, X, DY.at[place].set(bad))
+    assert np.all(np.isfinite(y))
+    assert not np.any(np.isfinite(dx[1, 3]))
+    for lost in jax.tree.leaves(d_params):
+        assert not np.all(np.isfinite(lost))
+
+
+def test_checkpoint_changes_nothing():
+    step = functools.partial(run, precision=coat.COAT_LEAN, transform=jax.checkpoint)
+    assert_same(quick_jit(step)(PARAMS, X, DY), expected("coat_lean"))
+
+
+def test_a_scan_over_stacked_layers_is_one_layer_after_the_other():
+    first, second = layer_params(0), layer_params(100)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), first, second)
+
+    def scanned(params, x):
+        def one(x, params):
+            return layer(params, x, coat.COAT), None
+
+        return jax.lax.scan(one, x, params)[0]
+
+    y, (d_params, dx), _ = pulled(scanned, stacked, X, dy=DY)
+    between, _ = compiled("coat")(first, X, DY)
+    want, (d_second, d_between) = compiled("coat")(second, between, DY)
+    _, (d_first, want_dx) = compiled("coat")(first, X, d_between)
+    wanted = jax.tree.map(lambda *leaves: jnp.stack(leaves), d_first, d_second)
+    assert_same((y, d_params, dx), (want, wanted, want_dx))
+
+
+def test_vmap_is_a_loop_and_gradients_accumulate():
+    """Each batch has scales of its own; in a scan their gradients add up."""
+    step = functools.partial(run, precision=coat.COAT_LEAN)
+    xs, dys = jnp.stack([X, 100 * X[::-1]]), jnp.stack([DY, DY[::-1] / 8])
+    each = [compiled("coat_lean")(PARAMS, x, dy) for x, dy in zip(xs, dys, strict=True)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+    assert_same(quick_jit(jax.vmap(step, (None, 0, 0)))(PARAMS, xs, dys), stacked)
+
+    def accumulate(params, xs, dys):
+        def one(total, batch):
+            _, (gradient, _) = step(params, *batch)
+            return jax.tree.map(jnp.add, total, gradient), None
+
+        return jax.lax.scan(one, jax.tree.map(jnp.zeros_like, params), (xs, dys))[0]
+
+    want = jax.tree.map(lambda leaf: leaf.sum(0), stacked[1][0])
+    assert_same(quick_jit(accumulate)(PARAMS, xs, dys), want)
+
+
+def rows_of_13(x, norm, w, down):
+    """All that works on rows, 13 to 29 numbers and back, which nothing divides."""
+    return (
+        ops.linear(x, w),
+        ops.norm_linear(x, norm, w),
+        ops.norm(x, norm),
+        ops.gated_mlp(x, norm, w, w, down),
+    )
+
+
+@pytest.mark.parametrize(("lead", "flat"), [((2, 3), (6,)), ((), (1,))], ids=str)
+def test_leading_axes_are_rows(lead, flat):
+    args = some_norm("layer", 13), weight(1, 13, 29), weight(2, 29, 13)
+    x = draw(3, (*lead, 13))
+    y, (dx, *d_args), dy = pulled(rows_of_13, x, *args)
+    dy = jax.tree.map(lambda leaf: leaf.reshape(*flat, -1), dy)
+    want_y, (want_dx, *want), _ = pulled(rows_of_13, x.reshape(*flat, 13), *args, dy=dy)
+    reshaped = jax.tree.map(lambda leaf: leaf.reshape(*lead, -1), (want_y, want_dx))
+    assert_same(((y, dx), d_args), (reshaped, want))
+
+
+def test_no_rows_give_nothing_and_no_gradient():
+    args = ops.Norm(jnp.ones(13)), weight(1, 13, 29), weight(2, 29, 13)
+    y, (dx, *d_args), _ = pulled(rows_of_13, jnp.ones((2, 0, 13)), *args)
+    assert [part.shape for part in y] == [(2, 0, 29), (2, 0, 29), (2, 0, 13), (2, 0, 13)]
+    assert dx.shape == (2, 0, 13)
+    assert_equal(d_args, jax.tree.map(jnp.zeros_like, list(args)))
+
+
+def test_second_derivatives_in_full_precision_are_those_of_the_formula():
+    """As Hessian times vector, of everything at once."""
+    x, norm, w = draw(3, (2, 3, 12)), some_norm("layer", 12), weight(1, 12, 12)
+    labels = jnp.array([[0, 3, -100], [2, 2, 5]])
+    bf16 = {"precision": coat.BF16}
+
+    def layers(x):
+        y = ops.norm_linear(x, norm, w, **bf16) + ops.linear(x, w, **bf16)
+        y = ops.gated_mlp(y, None, w, w, w, **bf16) / 8 + ops.norm(x, norm, **bf16)
+        heads = ops.rotate(y.reshape(2, 3, 2, 6), jnp.arange(3), ops.Rotary())
+        y = ops.attention_linear(*[heads] * 3, w, **bf16)
+        return ops.cross_entropy(y, w, labels, chunk=2, z_loss=0.1)
+
+    def formula(x):
+        y = plain_norm(x, norm) @ w + x @ w
+        y = (y + (jax.nn.silu(y @ w) * (y @ w)) @ w) / 8 + plain_norm(x, norm)
+        angles = jnp.arange(3)[:, None, None] * 10000.0 ** (-jnp.arange(0, 6, 2) / 6)
+        a, b = jnp.split(y.reshape(2, 3, 2, 6), 2, axis=-1)
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        heads = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        logits = plain_attention(*[heads] * 3).reshape(2, 3, 12) @ w @ w
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        label = jnp.take_along_axis(logits, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+        return jnp.where(labels >= 0, lse - label + 0.1 * lse**2, 0).sum() / 5
+
+    def twice(f):
+        return quick_jit(lambda x, t: jax.jvp(jax.grad(f), (x,), (t,)))(x, draw(4, x.shape))
+
+    # Ten layers in a row, twice differentiated, each to FP32.
+    assert_close(twice(layers), twice(formula), 10 * FP32)
+
+
+def test_attention_that_keeps_no_fp8_has_second_derivatives_in_any_precision():
+    q = draw(1, (1, 3, 2, 4))
+
+    def loss(attend, q):
+        return jnp.sum(attend(q, q, q) ** 2)
+
+    def length(attend):
+        return lambda q: jnp.sum(jax.grad(functools.partial(loss, attend))(q) ** 2)
+
+    same_gradients(length(ops.attention), length(plain_attention), q, tolerance=10 * FP32)
+
+
+def test_a_norm_takes_shardings_as_any_tree_does():
+    """JAX fills its fields with placeholders, the empty ones as well."""
+    norm = ops.Norm(jnp.ones(16))
+    sharding = NamedSharding(jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,)), P("a"))
+    shardings = jax.tree.map(lambda _: sharding, norm)
+    placed = jax.jit(lambda norm: norm, out_shardings=shardings)(norm)
+    assert placed.scale.sharding == sharding
+    assert jax.device_put(norm, shardings).scale.sharding == sharding
+
+
+class Block(nnx.Module):
+    """A layer in Flax: parameters, and calls of the ops."""
+
+    def __init__(self):
+        self.params = nnx.data(jax.tree.map(nnx.Param, PARAMS))
+
+    def __call__(self, x):
+        params = jax.tree.map(
+            lambda p: p[...], self.params, is_leaf=lambda p: isinstance(p, nnx.Param)
+        )
+        return layer(params, x, coat.COAT)
+
+
+def test_a_flax_module_has_the_same_gradients():
+    block = Block()
+
+    @nnx.jit
+    def step(block, x, dy):
+        return nnx.value_and_grad(lambda block: jnp.sum(block(x) * dy))(block)
+
+    loss, gradients = step(block, X, DY)
+    y, (want, _) = expected("coat")
+    np.testing.assert_allclose(loss, jnp.sum(y * DY), rtol=SAME)
+    got = jax.tree.leaves(gradients)
+    assert_same(got, jax.tree.leaves(want))
+
+
+@pytest.mark.parametrize("name", ["bf16", "coat_lean"])
+def test_a_mesh_of_eight_changes_nothing(name):
+    """Batch over fsdp and data, weights over fsdp and tensor: scales are global maxima.
+
+    In the order (data, fsdp) XLA's partitioner gets the gradients of plain jnp wrong as well.
+    """
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+    def place(leaf):
+        spec = P("fsdp", "tensor") if leaf.ndim == 2 else P()
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    batch = NamedSharding(mesh, P(("fsdp", "data")))
+    with jax.set_mesh(mesh):
+        params = jax.tree.map(place, PARAMS)
+        x, dy = (jax.device_put(leaf, batch) for leaf in (X, DY))
+        got = quick_jit(functools.partial(run, precision=PRESETS[name]))(params, x, dy)
+    if name == "bf16":
+        assert_close(got, expected(name), 10 * FP32)
+    else:
+        assert_same(got, expected(name))

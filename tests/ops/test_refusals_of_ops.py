@@ -1,0 +1,248 @@
+"""What cannot work is refused with what arrived and what is required."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import coat_jax as coat
+from coat_jax import ops
+
+X = jnp.ones((2, 5, 13))
+W = jnp.ones((13, 29))
+DOWN = jnp.ones((29, 13))
+HEADS = jnp.ones((2, 5, 4, 8))
+NORM = ops.Norm()
+WIDE_NORM = ops.Norm(jnp.ones(14))
+INTEGERS = jnp.ones((2, 5, 13), jnp.int32)
+LABELS = jnp.zeros((2, 5), jnp.int32)
+
+
+def linear(*args, **settings):
+    return lambda: ops.linear(*args, **settings)
+
+
+def norm_linear(*args, **settings):
+    return lambda: ops.norm_linear(*args, **settings)
+
+
+def gated_mlp(x=X, norm=NORM, gate=W, up=W, down=DOWN, **settings):
+    return lambda: ops.gated_mlp(x, norm, gate, up, down, **settings)
+
+
+def mlp(x=X, norm=NORM, up=W, down=DOWN, *biases, **settings):
+    return lambda: ops.mlp(x, norm, up, down, *biases, **settings)
+
+
+def attention(q=HEADS, k=HEADS, v=HEADS, **settings):
+    return lambda: ops.attention(q, k, v, **settings)
+
+
+def attention_linear(w, *bias, q=HEADS, **settings):
+    return lambda: ops.attention_linear(q, HEADS, HEADS, w, *bias, **settings)
+
+
+def cross_entropy(hidden=X, w=W, labels=LABELS, **settings):
+    return lambda: ops.cross_entropy(hidden, w, labels, **settings)
+
+
+VALUES = {
+    "linear: transposed weight": (
+        linear(X, W.T),
+        r"linear got an input with 13 columns and a weight of shape \(29, 13\).*\[13, N\]",
+    ),
+    "linear: weight of rank 3": (linear(X, W[None]), r"shape \(1, 13, 29\)\. A weight is"),
+    "linear: second weight": (linear(X, [W, W[:12]]), r"13 columns.*\(12, 29\)"),
+    "linear: no weight": (linear(X, []), "linear needs at least one weight"),
+    "linear: bias": (
+        linear(X, W, jnp.ones(13)),
+        r"bias of shape \(13,\) for a weight of shape \(13, 29\): it should be \(29,\)",
+    ),
+    "linear: one bias for two weights": (
+        linear(X, [W, W], jnp.ones(29)),
+        "2 weights came with 1 biases. Give one per weight, None where",
+    ),
+    "linear: three biases for two weights": (
+        linear(X, (W, W), [None] * 3),
+        "2 weights came with 3 biases",
+    ),
+    "norm_linear: norm": (
+        norm_linear(X, WIDE_NORM, W),
+        r"norm_linear got an input with 13 columns and a norm .*\(14,\): it should be \(13,\)",
+    ),
+    "norm_linear: shift": (
+        norm_linear(X, ops.Norm(shift=jnp.ones((1, 13)), kind="layer"), W),
+        r"\(1, 13\): it should be \(13,\)",
+    ),
+    "norm_linear: weight": (norm_linear(X, NORM, W.T), r"norm_linear got .*\(29, 13\)"),
+    "norm: width": (lambda: ops.norm(X, WIDE_NORM), r"norm got an input with 13 .*\(14,\)"),
+    "norm: kind": (
+        lambda: ops.Norm(kind="batch"),
+        r"kind='batch' must be one of \('rms', 'layer'\)",
+    ),
+    "norm: shift of rms": (
+        lambda: ops.Norm(shift=jnp.ones(13)),
+        'kind "rms" has no shift. Use kind="layer"',
+    ),
+    "gated_mlp: gate and up": (
+        gated_mlp(up=W[:, :28]),
+        r"gate \(13, 29\) and up \(13, 28\) must have one shape",
+    ),
+    "gated_mlp: both": (gated_mlp(gate=W.T, up=W.T), r"gated_mlp got .* 13 columns .*\(29, 13\)"),
+    "gated_mlp: down": (gated_mlp(down=W), r"29 columns and a weight of shape \(13, 29\)"),
+    "gated_mlp: width of down": (
+        gated_mlp(down=DOWN[:, :12]),
+        r"gated_mlp got x with 13 columns and down \(29, 12\)",
+    ),
+    "gated_mlp: norm": (gated_mlp(norm=WIDE_NORM), r"gated_mlp got .*\(14,\)"),
+    "gated_mlp: activation": (
+        gated_mlp(activation="swish"),
+        r"activation='swish' must be one of \('silu', 'gelu', 'gelu_tanh', 'relu', 'relu2'\)",
+    ),
+    "mlp: activation": (mlp(activation=None), r"activation=None must be one of"),
+    "mlp: up": (mlp(up=DOWN), r"mlp got an input with 13 columns .*\(29, 13\)"),
+    "mlp: width of down": (
+        mlp(down=DOWN[:, :1], residual=False),
+        r"mlp got x with 13 columns and down \(29, 1\)",
+    ),
+    "mlp: up_bias": (mlp(X, NORM, W, DOWN, jnp.ones(13)), r"bias of shape \(13,\).*\(29,\)"),
+    "mlp: down_bias": (
+        mlp(X, NORM, W, DOWN, None, jnp.ones(29)),
+        r"bias of shape \(29,\).*\(13,\)",
+    ),
+    "attention: rank": (attention(q=HEADS[0]), r"q \[B, S, N, H\] .*not \(5, 4, 8\), \(2, 5,"),
+    "attention: k and v": (attention(v=HEADS[:, :4]), r"and \(2, 4, 4, 8\)"),
+    "attention: batch": (
+        attention(q=HEADS[:1]),
+        r"q \(1, 5, 4, 8\) and k \(2, 5, 4, 8\) do not fit: batch and head sizes must be equal",
+    ),
+    "attention: head size": (attention(q=HEADS[..., :6]), r"q \(2, 5, 4, 6\) and k .*do not fit"),
+    "attention: key heads": (
+        attention(k=HEADS[:, :, :3], v=HEADS[:, :, :3]),
+        "number of key heads must divide that of query heads",
+    ),
+    "attention: window of 0": (attention(window=0), "window=0 needs causal=True and at least one"),
+    "attention: full window": (attention(window=3, causal=False), "window=3 needs causal=True"),
+    "attention: segments": (
+        attention(segments=jnp.zeros((2, 4), int)),
+        r"segments \(2, 4\) must number the tokens of q \(2, 5\)",
+    ),
+    "attention: segments of other keys": (
+        attention(k=HEADS[:, :4], v=HEADS[:, :4], segments=LABELS),
+        "must number the tokens of q .* and of k",
+    ),
+    "attention: backend": (
+        attention(backend="triton"),
+        'backend=\'triton\' must be None, "cudnn" or "xla"',
+    ),
+    "attention: large heads on cuDNN": (
+        attention(*[jnp.ones((2, 5, 4, 136))] * 3, backend="cudnn"),
+        'up to 128 numbers, a multiple of 8, not 136. Use backend="xla"',
+    ),
+    "attention: odd heads on cuDNN": (
+        attention(*[jnp.ones((2, 5, 4, 12))] * 3, backend="cudnn"),
+        'a multiple of 8, not 12. Use backend="xla"',
+    ),
+    "attention_linear: weight": (
+        attention_linear(jnp.ones((8, 29))),
+        r"attention_linear got an input with 32 columns and a weight of shape \(8, 29\)",
+    ),
+    "attention_linear: bias": (
+        attention_linear(jnp.ones((32, 29)), jnp.ones(32)),
+        r"bias of shape \(32,\).*should be \(29,\)",
+    ),
+    "attention_linear: heads": (
+        attention_linear(jnp.ones((24, 29)), q=HEADS[:, :, :3]),
+        "do not fit",
+    ),
+    "rotate: odd heads": (
+        lambda: ops.rotate(HEADS[..., :7], jnp.arange(5), ops.Rotary()),
+        "turn pairs: a head of 7 is odd",
+    ),
+    "cross_entropy: labels": (
+        cross_entropy(labels=LABELS[:1]),
+        r"labels \(1, 5\) must be one per row of hidden \(2, 5\)",
+    ),
+    "cross_entropy: no sequence": (
+        cross_entropy(hidden=X[0, 0], labels=LABELS[0, 0]),
+        r"labels \(\) .* needs a sequence axis",
+    ),
+    "cross_entropy: head": (cross_entropy(w=W.T), r"cross_entropy got .*13 columns .*\(29, 13\)"),
+    "cross_entropy: chunk of 0": (cross_entropy(chunk=0), "chunk=0 must be a positive whole"),
+    "cross_entropy: chunk of 1.5": (cross_entropy(chunk=1.5), "chunk=1.5 must be a positive whole"),
+    "cross_entropy: smoothing of 1": (
+        cross_entropy(label_smoothing=1.0),
+        "label_smoothing=1.0 must be at least 0 and under 1",
+    ),
+    "cross_entropy: negative smoothing": (
+        cross_entropy(label_smoothing=-0.1),
+        "label_smoothing=-0.1 must be at least 0",
+    ),
+    "cross_entropy: no smoothing": (cross_entropy(label_smoothing=float("nan")), "=nan must be"),
+}
+
+
+@pytest.mark.parametrize("case", VALUES)
+def test_wrong_values_are_refused(case):
+    call, message = VALUES[case]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+TYPES = {
+    "linear": (linear(INTEGERS, W), "int32"),
+    "norm_linear": (norm_linear(INTEGERS, NORM, W), "int32"),
+    "norm": (lambda: ops.norm(INTEGERS, NORM), "int32"),
+    "gated_mlp": (gated_mlp(x=INTEGERS), "int32"),
+    "mlp": (mlp(X, NORM, W, DOWN, jnp.ones(29, bool)), "bool"),
+    "attention": (attention(k=HEADS.astype(jnp.complex64)), "complex64"),
+    "attention_linear": (attention_linear(jnp.ones((32, 29), jnp.int8)), "int8"),
+    "cross_entropy": (cross_entropy(w=W.astype(jnp.int32)), "int32"),
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_only_real_floats_are_computed_with(name):
+    call, dtype = TYPES[name]
+    with pytest.raises(TypeError, match=f"{name} computes with real floats, not with {dtype}"):
+        call()
+
+
+def test_labels_are_token_numbers():
+    with pytest.raises(TypeError, match="labels are token numbers, not float32"):
+        cross_entropy(labels=LABELS.astype(jnp.float32))()
+
+
+def test_an_activation_is_never_guessed():
+    """Names are exact, in lower case, so that none is taken for another."""
+    for name in ("SiLU", "gelu_new", "relu^2", ""):
+        with pytest.raises(ValueError, match=re.escape(f"activation={name!r} must be one of")):
+            mlp(activation=name)()
+
+
+ONCE = {
+    "linear": lambda x, p: ops.linear(x, W, precision=p),
+    "norm_linear": lambda x, p: ops.norm_linear(x, NORM, W, precision=p),
+    "norm": lambda x, p: ops.norm(x, NORM, precision=p),
+    "gated_mlp": lambda x, p: ops.gated_mlp(x, NORM, W, W, DOWN, precision=p),
+    "mlp": lambda x, p: ops.mlp(x, NORM, W, DOWN, precision=p),
+    "attention": lambda x, p: ops.attention(*[x[:, :, None]] * 3, precision=p),
+    "attention_linear": lambda x, p: ops.attention_linear(*[x[:, :, None]] * 3, W, precision=p),
+}
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_second_derivatives_of_fp8_are_refused(name):
+    """Forward over reverse, and reverse over reverse, in any direction of any kind of program."""
+
+    def loss(x):
+        return jnp.sum(ONCE[name](x, coat.COAT_LEAN) ** 2)
+
+    def length(x):
+        return jnp.sum(jax.grad(loss)(x) ** 2)
+
+    message = rf"coat\.ops\.{name} in FP8 can be differentiated once only.*precision=coat\.BF16"
+    for twice in (jax.hessian(loss), jax.grad(length), jax.jit(jax.grad(length))):
+        with pytest.raises(TypeError, match=message):
+            jax.eval_shape(twice, X)

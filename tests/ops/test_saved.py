@@ -1,0 +1,176 @@
+"""What the backward pass keeps, to the byte: the table in `precision`, and nothing twice.
+
+`jax.vjp` returns a function that is a tree of the arrays it needs. Weights are there by
+reference; the rest is counted. Elements take, and rows of a norm have
+
+    2 bytes in BF16,  1 + 1/16 in FP8 blocks of 16          4 bytes of statistics each
+
+Scalars are not counted: FP8 operands may keep their scales, and no more.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from ops_cases import (
+    FFN,
+    HEAD_DIM,
+    HEADS,
+    PRESETS,
+    WIDTH,
+    draw,
+    layer,
+    layer_params,
+    some_norm,
+    weight,
+)
+
+import coat_jax as coat
+from coat_jax import ops
+
+B, S = 2, 32
+ROWS = B * S
+presets = pytest.mark.parametrize("name", PRESETS)
+
+
+def kept_bytes(f, x, *weights):
+    """The bytes that f's backward pass needs besides the weights, each of which it needs once."""
+    pull = jax.eval_shape(lambda x, *weights: jax.vjp(f, x, *weights)[1], x, *weights)
+    kept = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(pull)]
+    for leaf in jax.tree.leaves(weights):
+        kept.remove((leaf.shape, leaf.dtype))
+    matrices = sum(leaf.ndim == 2 for leaf in jax.tree.leaves(weights))
+    scalars = [entry for entry in kept if entry[0] == ()]
+    assert len(scalars) <= 2 * matrices, "more than a scale for each input and each weight"
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in kept if shape)
+
+
+def elements(rows, width, block):
+    """Bytes of rows * width numbers: FP8 and one exponent per block, or BF16."""
+    return rows * (2 * width if block is None else width + -(-width // block))
+
+
+def activations(*shape):
+    return draw(1, shape, dtype=jnp.bfloat16)
+
+
+@presets
+def test_a_layer_keeps_what_the_table_says(name):
+    precision = PRESETS[name]
+    block, attention_block = precision.block, precision.attention_block
+
+    def f(x, params):
+        return layer(params, x, precision)
+
+    statistics = 4 * ROWS
+    norm_qkv = elements(ROWS, WIDTH, block) + statistics
+    heads = HEADS + 2 * (HEADS // 2)  # of q, k and v
+    attention = elements(ROWS * heads, HEAD_DIM, attention_block)
+    if attention_block is None:
+        attention += elements(ROWS, WIDTH, None)  # o
+    mlp = elements(ROWS, WIDTH, block) + statistics + 2 * elements(ROWS, FFN, block)
+    positions = 4 * S  # once for q and k
+    want = norm_qkv + attention + mlp + positions
+    assert kept_bytes(f, activations(B, S, WIDTH), layer_params()) == want
+
+
+def test_what_a_layer_saves_in_units_of_its_input():
+    """U = 2 B S D bytes, 7 heads' worth of q and o, F = 2.75 D: the units of the table.
+
+    BF16 keeps  x + (q, k, v, o) + x + (gate, up) = 1 + 3 + 1 + 5.5
+    """
+    unit = 2 * ROWS * WIDTH
+    extra = 2 * 4 * ROWS + 4 * S
+    units = {}
+    for name, precision in PRESETS.items():
+
+        def f(x, params, precision=precision):
+            return layer(params, x, precision)
+
+        got = kept_bytes(f, activations(B, S, WIDTH), layer_params())
+        units[name] = (got - extra) / unit
+    narrow = 17 / 32
+    assert units["bf16"] == units["fp8_linear"] == 10.5
+    assert units["coat"] == 3 + 7.5 * narrow
+    assert units["coat_lean"] == (2 + 7.5) * narrow
+
+
+@presets
+def test_a_linear_layer_keeps_its_input_once_for_all_weights(name):
+    def f(x, ws):
+        return ops.linear(x, ws, precision=PRESETS[name])
+
+    want = ROWS * WIDTH * (2 if name == "bf16" else 1)
+    ws = tuple(weight(i, WIDTH, 10 + i) for i in range(3))
+    assert kept_bytes(f, activations(B, S, WIDTH), ws) == want
+
+
+@presets
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_norm_keeps_its_input_and_one_or_two_numbers_per_row(name, kind):
+    def f(x, norm):
+        return ops.norm(x, norm, precision=PRESETS[name])
+
+    norm = some_norm(kind, 40)
+    # LayerNorm's shift adds: its gradient needs no shift, but its dtype, so that it stays.
+    statistics = ROWS * (4 if kind == "rms" else 8)
+    want = elements(ROWS, 40, PRESETS[name].block) + statistics
+    assert kept_bytes(f, activations(B, S, 40), norm) == want
+
+
+@presets
+@pytest.mark.parametrize("width", [172, 176])
+def test_an_mlp_keeps_its_input_and_what_enters_the_activation(name, width):
+    """A short last block has an exponent too: 172 is 10 blocks of 16 and one of 12."""
+
+    def f(x, norm, up, down, up_bias):
+        return ops.mlp(x, norm, up, down, up_bias, precision=PRESETS[name])
+
+    block = PRESETS[name].block
+    weights = weight(2, WIDTH, width), weight(3, width, WIDTH), draw(4, (width,))
+    got = kept_bytes(f, activations(B, S, WIDTH), some_norm("rms", WIDTH), *weights)
+    assert got == elements(ROWS, WIDTH, block) + 4 * ROWS + elements(ROWS, width, block)
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_larger_blocks_keep_fewer_exponents(size):
+    precision = dataclasses.replace(coat.COAT, block=size, attention_block=size)
+
+    def f(x, norm, w):
+        return ops.norm_linear(x, norm, w, precision=precision)
+
+    args = activations(B, S, 256), some_norm("rms", 256), weight(1, 256, 8)
+    assert kept_bytes(f, *args) == ROWS * (256 + 256 // size) + 4 * ROWS
+
+    def attend(qkv):
+        return ops.attention(*qkv, precision=precision)
+
+    heads = [activations(B, S, n, 128) for n in (4, 2, 2)]
+    assert kept_bytes(attend, heads) == ROWS * 8 * (128 + 128 // size)
+
+
+def test_attention_linear_keeps_no_more_than_attention_by_itself():
+    heads = [activations(B, S, n, HEAD_DIM) for n in (4, 2, 2)]
+    for name, precision in PRESETS.items():
+
+        def alone(qkv, precision=precision):
+            return ops.attention(*qkv, precision=precision)
+
+        def projected(qkv, w, precision=precision):
+            return ops.attention_linear(*qkv, w, precision=precision)
+
+        got = kept_bytes(projected, heads, weight(1, 4 * HEAD_DIM, 8))
+        assert got == kept_bytes(alone, heads), name
+
+
+def test_cross_entropy_keeps_the_hidden_states_and_one_number_per_token():
+    """Besides the labels."""
+    labels = jnp.zeros((B, S), jnp.int32)
+
+    def f(hidden, w):
+        return ops.cross_entropy(hidden, w, labels, chunk=8)
+
+    got = kept_bytes(f, activations(B, S, WIDTH), weight(1, WIDTH, 1000))
+    assert got == 2 * ROWS * WIDTH + 4 * ROWS + 4 * ROWS

@@ -1,0 +1,89 @@
+"""The presets are the rows of the table in `precision`, and a wrong setting is refused."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+import coat_jax as coat
+from coat_jax.formats import E4M3, E5M2
+from coat_jax.precision import BLOCK_SIZES, PRESETS, Precision, precision_of
+
+TABLE = {
+    "bf16": (coat.BF16, False, None, None),
+    "fp8_linear": (coat.FP8_LINEAR, True, None, None),
+    "coat": (coat.COAT, True, 16, None),
+    "coat_lean": (coat.COAT_LEAN, True, 16, 16),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_preset_is_its_row_of_the_table(name):
+    preset, fp8_linear, block, attention_block = TABLE[name]
+    assert preset == Precision(fp8_linear, E4M3, E5M2, block, attention_block)
+    assert PRESETS[name] == preset
+
+
+def test_there_are_no_other_presets():
+    assert PRESETS.keys() == TABLE.keys()
+
+
+def test_coat_is_the_default():
+    assert Precision() == coat.COAT
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_preset_is_found_by_its_name_in_any_case(name):
+    for spelling in (name, name.upper(), name.title()):
+        assert precision_of(spelling) is PRESETS[name]
+
+
+def test_a_precision_passes_through():
+    own = Precision(block=128)
+    assert precision_of(own) is own
+
+
+def test_an_ablation_replaces_one_field():
+    for size in BLOCK_SIZES:
+        ablation = dataclasses.replace(coat.COAT, block=size)
+        assert ablation.block == size
+        assert dataclasses.replace(ablation, block=16) == coat.COAT
+
+
+def test_a_precision_is_a_static_argument():
+    """It hashes by value, and cannot be changed."""
+    assert hash(Precision(block=32)) == hash(Precision(block=32))
+    assert len({Precision(), coat.COAT, coat.BF16}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        coat.COAT.block = None
+
+
+def test_the_formats_may_be_equal_or_exchanged_but_not_both_e5m2():
+    assert Precision(backward=E4M3).backward == E4M3
+    assert Precision(forward=E5M2, backward=E4M3).forward == E5M2
+    with pytest.raises(ValueError, match=r"cannot both be E5M2.*Use E4M3 for one of them"):
+        Precision(forward=E5M2)
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3b11fnuz, "e4m3", None, 8])
+def test_other_formats_are_refused(name, dtype):
+    with pytest.raises(ValueError, match=r"is no FP8 format of coat_jax. Use .*E4M3.*E5M2"):
+        Precision(**{name: dtype})
+
+
+@pytest.mark.parametrize("name", ["block", "attention_block"])
+@pytest.mark.parametrize("size", [0, 8, -16, 17, 256, True, False, "16", 1.5])
+def test_other_blocks_are_refused(name, size):
+    with pytest.raises(
+        ValueError, match=rf"{name}={size!r} must be None or one of \(16, 32, 64, 128\)"
+    ):
+        Precision(**{name: size})
+
+
+@pytest.mark.parametrize("name", ["fp8", "", "coat-lean", None, 8, E4M3])
+def test_an_unknown_name_is_refused_with_the_known_ones(name):
+    with pytest.raises(
+        ValueError, match=r"no precision .*Use one of bf16, .*coat_lean, or a coat\.P"
+    ):
+        precision_of(name)
