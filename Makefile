@@ -29,6 +29,7 @@ types: $(VENV)/dev.stamp  ## check types
 oracles: $(VENV)/oracles.stamp  ## run kernels in Triton's interpreter, and compile them for Hopper
 	JAX_PLATFORMS=cpu TRITON_INTERPRET=1 $(python) -m pytest -m interpret
 	JAX_PLATFORMS=cpu $(python) -m pytest tests/optax/test_trajectories.py
+	JAX_PLATFORMS=cpu $(python) -m pytest tests/models/test_hf_oracles.py
 	JAX_PLATFORMS=cpu,cuda $(python) -m pytest -m compiled
 
 clean:  ## remove the environment, caches and results

@@ -21,7 +21,7 @@ from coat_jax.qtensor import QTensor
 
 __version__ = "0.1.0.dev0"
 
-_WITH_FLAX = ("linen", "nn")  # imported when they are first used: Flax takes its time
+_WITH_FLAX = ("linen", "models", "nn")  # imported when they are first used: Flax takes its time
 
 
 def __getattr__(name: str) -> Any:
@@ -45,6 +45,7 @@ __all__ = [
     "expansion",
     "formats",
     "linen",
+    "models",
     "moments",
     "nn",
     "noise",

@@ -1,0 +1,25 @@
+"""Decoders of Llama's kind: Llama, Mistral, Qwen 2 and 3, OLMo 1 and 2.
+
+Config, PRESETS, config_of     what a model is, and published ones by name
+Llama                          the NNX module
+create, abstract               on a mesh, each device its own shards
+parameters_count
+hf                             weights from and to Hugging Face folders
+"""
+
+from coat_jax.models import hf
+from coat_jax.models.config import Config
+from coat_jax.models.creation import abstract, create, parameters_count
+from coat_jax.models.llama import Llama
+from coat_jax.models.presets import PRESETS, config_of
+
+__all__ = [
+    "PRESETS",
+    "Config",
+    "Llama",
+    "abstract",
+    "config_of",
+    "create",
+    "hf",
+    "parameters_count",
+]

@@ -1,0 +1,131 @@
+"""What a decoder is: its sizes, what its family does differently, how it is computed.
+
+    family     norm    norms     qkv_bias    qk_norm    window      tied
+    Llama      rms     before                                       rarely
+    Mistral    rms     before                           at times
+    Qwen 2     rms     before    yes                    at times    small ones
+    Qwen 3     rms     before                "head"     at times    small ones
+    OLMo       layer   before                                       small ones
+    OLMo 2     rms     after                 "all"
+
+All have rotary positions, gated MLPs with silu, and no other biases. Left out: dropout, mixtures
+of experts, layers that differ from each other.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from coat_jax import ops
+from coat_jax.nn import MeshAxes
+from coat_jax.precision import COAT, Precision, precision_of
+
+SIZES = ("vocab", "width", "layers", "heads", "kv_heads", "head_dim", "ffn", "context")
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "norm": ("rms", "layer"),
+    "norms": ("before", "after"),
+    "qk_norm": (None, "head", "all"),
+    "remat": (None, "layer"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A decoder. Variants are a `dataclasses.replace` away.
+
+    Attributes:
+        vocab: how many tokens there are.
+        width: of the residual stream.
+        layers: how many.
+        heads: of the queries.
+        kv_heads: of the keys and values; each serves heads / kv_heads query heads.
+        head_dim: numbers per head; heads * head_dim need not be the width.
+        ffn: width of the gated MLP.
+        context: the longest sequence.
+        norm: "rms" with a scale, or "layer" without parameters.
+        norm_eps: added to the variance.
+        norms: "before" attention and MLP, or "after" them, before the residual sum.
+        qkv_bias: whether queries, keys and values have biases.
+        qk_norm: RMSNorm of queries and keys: of each "head", of "all" together, or None.
+        rotary: how positions become angles.
+        window: how many tokens a token sees, itself included; None for all before it.
+        tied: whether the head is the embedding.
+        scan: whether layers are one array per parameter and run in a loop, which compiles in
+            a time that does not depend on their number.
+        remat: "layer" keeps a layer's input only and computes the rest again.
+        param_dtype: of the parameters.
+        dtype: of the residual stream and of all that is not FP8.
+        precision: what is FP8, a `coat.Precision` or its name. Embedding and head never are.
+        axes: the mesh axes that parameters are cut along.
+        batch_axes: the mesh axes that the batch is cut along.
+    """
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    context: int
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-5
+    norms: Literal["before", "after"] = "before"
+    qkv_bias: bool = False
+    qk_norm: Literal["head", "all"] | None = None
+    rotary: ops.Rotary = ops.Rotary()
+    window: int | None = None
+    tied: bool = False
+    scan: bool = True
+    remat: Literal["layer"] | None = None
+    param_dtype: DTypeLike = jnp.float32
+    dtype: DTypeLike = jnp.bfloat16
+    precision: Precision | str = COAT
+    axes: MeshAxes = MeshAxes()
+    batch_axes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in SIZES:
+            _require_count(name, getattr(self, name))
+        if self.window is not None:
+            _require_count("window", self.window)
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}: each key head "
+                "serves as many query heads as any other."
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs of numbers."
+            )
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {choices}.")
+        if not self.norm_eps > 0:
+            raise ValueError(f"norm_eps={self.norm_eps} must be above 0, as in 1e-5.")
+        # One spelling each, so that equal Configs compare equal.
+        object.__setattr__(self, "precision", precision_of(self.precision))
+        for name in ("param_dtype", "dtype"):
+            object.__setattr__(self, name, _wide(name, getattr(self, name)))
+        if isinstance(self.batch_axes, str) or not all(isinstance(a, str) for a in self.batch_axes):
+            raise ValueError(
+                f"batch_axes={self.batch_axes!r} must be a tuple of names, as in ('data', 'fsdp')."
+            )
+
+
+def _require_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name}={value!r} must be a whole number of 1 or more.")
+
+
+def _wide(name: str, value: Any) -> np.dtype:
+    dtype = jnp.dtype(value)
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise ValueError(
+            f"{name}={dtype.name} must be float32, bfloat16 or another float of 16 bits or more. "
+            "What is FP8 is for `precision` to say."
+        )
+    return dtype

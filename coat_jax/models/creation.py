@@ -1,0 +1,105 @@
+"""Making a model on a mesh, each device its own shards; how many parameters a model has.
+
+Values depend on the seed alone: not on the mesh, nor on `scan`.
+"""
+
+import contextlib
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+
+from coat_jax.models.config import Config
+from coat_jax.models.llama import Llama
+
+
+def create(config: Config, *, seed: int = 0, mesh: Mesh | None = None) -> Llama:
+    """A model with random parameters, cut along `config.axes`: no device ever holds all of it.
+
+    Args:
+        config: the model.
+        seed: of the values.
+        mesh: with automatic axes; by default the one that is set, if any.
+    """
+    mesh = _checked_mesh(config, mesh)
+    graph, state = abstract(config, mesh=mesh)
+
+    def initialize(key: jax.Array) -> Any:
+        return nnx.state(Llama(config, rngs=nnx.Rngs(key)))
+
+    shardings = None if mesh is None else nnx.get_named_sharding(state, mesh)
+    with _setting(mesh):
+        values = jax.jit(initialize, out_shardings=shardings)(jax.random.key(seed))
+    return nnx.merge(graph, values)
+
+
+def abstract(config: Config, *, mesh: Mesh | None = None) -> tuple[Any, Any]:
+    """A model without its numbers: its graph, and a state of shapes, dtypes and shardings.
+
+    Args:
+        config: the model.
+        mesh: see `create`.
+    """
+    mesh = _checked_mesh(config, mesh)
+    with _setting(mesh):
+        model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    if mesh is not None:
+        shardings = nnx.get_named_sharding(state, mesh)
+        state = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            state,
+            shardings,
+        )
+    return graph, state
+
+
+def parameters_count(config: Config) -> int:
+    """How many numbers a model learns."""
+    whole = dataclasses.replace(config, scan=True, axes=type(config.axes)())
+    model = nnx.eval_shape(lambda: Llama(whole, rngs=nnx.Rngs(0)))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+
+def _setting(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def _checked_mesh(config: Config, mesh: Mesh | None) -> Mesh | None:
+    """The mesh to use, if any; raises unless it fits the model."""
+    if mesh is None:
+        mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        if any(dataclasses.astuple(config.axes)):
+            raise ValueError(
+                f"axes={config.axes} names axes of a mesh, and there is none. Pass mesh=, call "
+                "this under jax.set_mesh(mesh), or leave axes at MeshAxes()."
+            )
+        return None
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ValueError(
+            f"The axes of the mesh are {mesh.axis_types}, and must be automatic. Make it with "
+            "jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
+        )
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    columns = {"vocab": config.vocab, "ffn": config.ffn}
+    columns |= {"heads * head_dim": queries, "kv_heads * head_dim": keys}
+    cuts = {"fsdp": {"width": config.width}, "tensor": columns}
+    for role, sizes in cuts.items():
+        axis = getattr(config.axes, role)
+        if axis is None:
+            continue
+        if axis not in mesh.shape:
+            raise ValueError(
+                f"axes.{role}={axis!r} is no axis of the mesh, which has {mesh.axis_names}."
+            )
+        for name, size in sizes.items():
+            if size % mesh.shape[axis]:
+                raise ValueError(
+                    f"{name}={size} cannot be cut into {mesh.shape[axis]} parts along {axis!r}. "
+                    f"Make it a multiple (a vocabulary may be padded), or this axis smaller."
+                )
+    return mesh

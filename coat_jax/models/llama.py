@@ -1,0 +1,272 @@
+"""A decoder of Llama's kind, over all the families of `Config`.
+
+    x = embed[tokens]
+    x = layer(x)                       for each layer: see coat.nn.TransformerBlock
+    logits = norm(x) head
+
+What the layers keep for the backward pass is theirs to say; between them stands x, in `dtype`.
+With `remat="layer"` x is all that is kept. Embedding and head compute in `dtype`, never in FP8.
+
+Left out: a cache for generation.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from coat_jax import nn, ops
+from coat_jax.models.config import Config
+from coat_jax.nn.norm import AnyNorm
+from coat_jax.nn.parameters import value_of, weight
+
+EMBEDDING_INIT = nnx.initializers.normal(0.02)
+
+
+class Llama(nnx.Module):
+    """Tokens to hidden states, logits or a loss.
+
+    Attributes:
+        embed: [V, D].
+        layers: a list of them; with `config.scan` one, whose parameters have a first axis over
+            layers.
+        norm: the last one.
+        head: [D, V], or None where it is the embedding.
+    """
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        axes, dtype = config.axes, config.param_dtype
+        self.config = config
+        self.embed = weight(
+            rngs, (config.vocab, config.width), axes.narrowing, init=EMBEDDING_INIT, dtype=dtype
+        )
+        self.layers = _layers(config, rngs)
+        self.norm = _norm(config)
+        head = None
+        if not config.tied:
+            head = weight(rngs, (config.width, config.vocab), axes.widening, dtype=dtype)
+        self.head = nnx.data(head)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B S"],
+        positions: Int[Array, "*B S"] | None = None,
+        segments: Int[Array, "B S"] | None = None,
+    ) -> Float[Array, "B S V"]:
+        """The logits of the token after each one, in FP32.
+
+        Args:
+            tokens: one outside the vocabulary gives NaN.
+            positions: of the tokens, 0 .. S - 1 by default.
+            segments: the number of each token's document; none sees another document.
+        """
+        hidden = self.hidden(tokens, positions, segments)
+        head = self.head_weight().astype(hidden.dtype)
+        return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B S"],
+        positions: Int[Array, "*B S"] | None = None,
+        segments: Int[Array, "B S"] | None = None,
+    ) -> Float[Array, "B S D"]:
+        """What the head is applied to; for the arguments see `__call__`."""
+        _require_tokens(self.config, tokens, positions, segments)
+        # Looked up before it is cast: the gradient is then summed in the parameter's dtype.
+        rows = value_of(self.embed).at[tokens]
+        x = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        x = along_batch(x.astype(self.config.dtype), self.config.batch_axes)
+        return self.norm(_through(self.config, self.layers, x, positions, segments))
+
+    def loss(
+        self,
+        tokens: Int[Array, "B S"],
+        labels: Int[Array, "B S"],
+        positions: Int[Array, "*B S"] | None = None,
+        segments: Int[Array, "B S"] | None = None,
+        *,
+        chunk: int = 512,
+        z_loss: float = 0.0,
+    ) -> Float[Array, ""]:
+        """The mean cross-entropy over the labelled tokens, without the full logits.
+
+        Args:
+            tokens: see `__call__`.
+            labels: the token after each one; negative ones (-100) do not count.
+            positions: see `__call__`.
+            segments: see `__call__`.
+            chunk: see `coat.ops.cross_entropy`.
+            z_loss: see `coat.ops.cross_entropy`.
+        """
+        hidden = self.hidden(tokens, positions, segments)
+        return ops.cross_entropy(hidden, self.head_weight(), labels, chunk=chunk, z_loss=z_loss)
+
+    def head_weight(self) -> Float[Array, "D V"]:
+        """The weight of the head: the embedding's transpose where they are tied."""
+        return value_of(self.embed).T if self.head is None else value_of(self.head)
+
+
+# --- Layers ----------------------------------------------------------------------------------
+
+
+def _layers(config: Config, rngs: nnx.Rngs) -> Any:
+    """All layers, in a list or stacked; with the same values either way."""
+    keys = jax.random.split(rngs.params(), config.layers)
+    if not config.scan:
+        return nnx.List([_layer(config, key) for key in keys])
+    stacked = nnx.vmap(
+        partial(_layer, config), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None}
+    )
+    return stacked(keys)
+
+
+def _layer(config: Config, key: Array) -> nn.TransformerBlock:
+    before = config.norms == "before"
+    shared: dict[str, Any] = {
+        "precision": config.precision,
+        "axes": config.axes,
+        "param_dtype": config.param_dtype,
+        "rngs": nnx.Rngs(key),
+    }
+    query_norm, key_norm = _query_and_key_norm(config)
+    attention = nn.Attention(
+        config.width,
+        config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        norm=_norm(config) if before else None,
+        query_norm=query_norm,
+        key_norm=key_norm,
+        rotary=config.rotary,
+        window=config.window,
+        qkv_bias=config.qkv_bias,
+        **shared,
+    )
+    mlp = nn.GatedMLP(
+        config.width,
+        config.ffn,
+        norm=_norm(config) if before else None,
+        residual=before,
+        **shared,
+    )
+    if before:
+        return nn.TransformerBlock(attention, mlp)
+    return nn.TransformerBlock(attention, mlp, attention_norm=_norm(config), mlp_norm=_norm(config))
+
+
+def _norm(config: Config) -> AnyNorm:
+    if config.norm == "rms":
+        return _rms_norm(config, config.width)
+    return nn.LayerNorm(
+        config.width,
+        epsilon=config.norm_eps,
+        use_scale=False,
+        use_bias=False,
+        precision=config.precision,
+    )
+
+
+def _query_and_key_norm(config: Config) -> tuple[AnyNorm | None, AnyNorm | None]:
+    if config.qk_norm is None:
+        return None, None
+    queries, keys = (config.heads, config.kv_heads) if config.qk_norm == "all" else (1, 1)
+    head = config.head_dim
+    return _rms_norm(config, queries * head), _rms_norm(config, keys * head)
+
+
+def _rms_norm(config: Config, columns: int) -> nn.RMSNorm:
+    return nn.RMSNorm(
+        columns,
+        epsilon=config.norm_eps,
+        precision=config.precision,
+        param_dtype=config.param_dtype,
+    )
+
+
+# --- Running them ----------------------------------------------------------------------------
+
+
+def _through(
+    config: Config, layers: Any, x: Float[Array, "B S D"], *context: Array | None
+) -> Float[Array, "B S D"]:
+    """The residual stream after all layers; `context` is their positions and segments."""
+    if config.scan:
+        graph, stacked = nnx.split(layers)
+        step = _step(config, graph, *context)
+        return lax.scan(lambda x, state: (step(x, state), None), x, stacked)[0]
+    for layer in layers:
+        graph, state = nnx.split(layer)
+        x = _step(config, graph, *context)(x, state)
+    return x
+
+
+def _step(config: Config, graph: Any, *context: Array | None) -> Callable[[Array, Any], Array]:
+    """One layer as a function of the residual stream and its parameters."""
+
+    def step(x: Array, state: Any) -> Array:
+        return along_batch(nnx.merge(graph, state)(x, *context), config.batch_axes)
+
+    if config.remat is None:
+        return step
+    # In a loop XLA cannot merge a layer with its recomputation: there is nothing to prevent.
+    return jax.checkpoint(step, prevent_cse=not config.scan)
+
+
+def along_batch(x: Float[Array, "B ..."], axes: tuple[str, ...]) -> Float[Array, "B ..."]:
+    """`x` with its first axis cut along these axes of the mesh that is set, if one is."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not axes or mesh.empty:
+        return x
+    if missing := [name for name in axes if name not in mesh.axis_names]:
+        raise ValueError(
+            f"batch_axes={axes} names {missing}, and the mesh has {mesh.axis_names}. Name axes of "
+            "the mesh, or leave batch_axes empty."
+        )
+    # Within shard_map an axis is manual: the batch is cut along it already.
+    automatic = tuple(name for name in axes if name in mesh.auto_axes)
+    parts = 1
+    for name in automatic:
+        parts *= mesh.shape[name]
+    if x.shape[0] % parts:
+        raise ValueError(
+            f"A batch of {x.shape[0]} cannot be cut into {parts} parts, along {automatic}: make "
+            f"it a multiple of {parts}, or name fewer batch_axes."
+        )
+    if not automatic:
+        return x
+    return lax.with_sharding_constraint(x, PartitionSpec(automatic))
+
+
+def _require_tokens(
+    config: Config, tokens: Array, positions: Array | None, segments: Array | None
+) -> None:
+    if tokens.ndim != 2:
+        raise ValueError(
+            f"tokens are [batch, sequence], not of shape {tokens.shape}."
+            f"{' Add a batch axis: tokens[None].' if tokens.ndim == 1 else ''}"
+        )
+    if tokens.shape[1] > config.context:
+        raise ValueError(
+            f"A sequence of {tokens.shape[1]} tokens is longer than context={config.context}. Cut "
+            "it, or replace `context` in the model's Config."
+        )
+    whole = tokens.shape
+    allowed = {"tokens": [whole], "positions": [whole, whole[1:]], "segments": [whole]}
+    given = {"tokens": tokens, "positions": positions, "segments": segments}
+    for name, array in given.items():
+        if array is None:
+            continue
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"{name} are whole numbers, not {array.dtype.name}.")
+        if array.shape not in allowed[name]:
+            shapes = " or ".join(map(str, allowed[name]))
+            raise ValueError(
+                f"{name} of shape {array.shape} came with tokens of shape {tokens.shape}: they "
+                f"should be {shapes}."
+            )

@@ -1,0 +1,134 @@
+"""A small model that has learnt some Python, and what other tests of models share."""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType
+
+from coat_jax import models, nn
+
+SMALL = models.Config(
+    vocab=256,
+    width=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    ffn=128,
+    context=64,
+    qk_norm="head",
+    precision="bf16",
+)
+AXES = {"axes": nn.MeshAxes("fsdp", "tensor"), "batch_axes": ("data", "fsdp")}
+# Programs that run once need not be fast, and are compiled in a half or a quarter of the time.
+QUICK = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):  # later ones have no such option
+    QUICK["xla_cpu_use_fusion_emitters"] = False
+STEPS, BATCH, LENGTH = 100, 8, 48
+
+
+def automatic_mesh(*sizes, names=("data", "fsdp", "tensor")):
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def variant(**changes):
+    return dataclasses.replace(SMALL, **changes)
+
+
+def filled(config, seed=0):
+    """A model with random parameters, scales and biases too, without compiling anything."""
+    rng = np.random.default_rng(seed)
+    graph, state = models.abstract(config)
+
+    def draw(leaf):
+        values = rng.standard_normal(leaf.shape) / np.sqrt(leaf.shape[-2:][0])
+        return jnp.asarray(values, leaf.dtype)
+
+    return nnx.merge(graph, jax.tree.map(draw, state))
+
+
+def batches(number):
+    """Python's own sources, in which much repeats: [number, BATCH, LENGTH + 1] bytes."""
+    text = "".join(inspect.getsource(module) for module in (ast, dataclasses, functools, textwrap))
+    data = np.frombuffer(text.encode(), np.uint8)
+    starts = np.random.default_rng(0).integers(0, len(data) - LENGTH - 1, (number, BATCH))
+    return jnp.asarray(data[starts[..., None] + np.arange(LENGTH + 1)], jnp.int32)
+
+
+def loss_of(graph, state, tokens):
+    return nnx.merge(graph, state).loss(tokens[:, :-1], tokens[:, 1:], chunk=16)
+
+
+class Answer(NamedTuple):
+    """The loss of a model on one batch, and its gradient by parameter."""
+
+    loss: Any
+    gradients: dict[str, Any]
+
+
+def answer(model, tokens):
+    graph, state = nnx.split(model)
+    program = jax.jit(jax.value_and_grad(functools.partial(loss_of, graph)), compiler_options=QUICK)
+    loss, gradients = program(state, tokens)
+    return Answer(float(loss), by_name(gradients))
+
+
+def by_name(state):
+    """Every parameter as FP32, stacked layers and lists of layers alike."""
+    found: dict[str, Any] = {}
+    for path, leaf in nnx.to_flat_state(state):
+        value = np.asarray(leaf[...], np.float32)
+        if path[0] != "layers":
+            found[".".join(path)] = value
+        elif isinstance(path[1], int):
+            found[".".join(map(str, path))] = value
+        else:
+            found |= {".".join(("layers", str(i), *path[1:])): v for i, v in enumerate(value)}
+    return found
+
+
+@functools.cache
+def trained_state():
+    """The parameters of SMALL after some steps of Adam, as a state of stacked layers.
+
+    Random parameters would not do: their gradients are mostly noise.
+    """
+    graph, state = nnx.split(filled(variant(dtype=jnp.float32)))
+    tx = optax.adam(3e-3)
+
+    def step(carry, tokens):
+        state, moments = carry
+        loss, gradients = jax.value_and_grad(functools.partial(loss_of, graph))(state, tokens)
+        updates, moments = tx.update(gradients, moments)
+        return (optax.apply_updates(state, updates), moments), loss
+
+    run = jax.jit(lambda carry, tokens: jax.lax.scan(step, carry, tokens), compiler_options=QUICK)
+    (state, _), losses = run((state, tx.init(state)), batches(STEPS))
+    assert losses[-10:].mean() < 0.6 * losses[0]
+    return state
+
+
+def trained(config, mesh=None):
+    """The trained model computed as `config` says, on a mesh if there is one."""
+    graph, state = models.abstract(config, mesh=mesh)
+    values = dict(nnx.to_flat_state(trained_state()))
+    flat = dict(nnx.to_flat_state(state))
+    for path, leaf in flat.items():
+        # A list of layers takes its values from a stack.
+        value = values[path][...] if path in values else values[path[0], *path[2:]][path[1]]
+        flat[path] = leaf.replace(jax.device_put(value, leaf.sharding))
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def cosine(a, b):
+    a, b = np.ravel(a).astype(np.float64), np.ravel(b).astype(np.float64)
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))

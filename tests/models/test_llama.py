@@ -1,0 +1,273 @@
+"""What the model computes does not depend on how: in a loop or not, recomputed or kept, cut or
+whole, and in FP8 not by much."""
+
+import contextlib
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from model_cases import (
+    AXES,
+    QUICK,
+    SMALL,
+    answer,
+    automatic_mesh,
+    batches,
+    by_name,
+    cosine,
+    filled,
+    loss_of,
+    trained,
+    variant,
+)
+
+from coat_jax import models
+
+TOKENS = batches(1)[0]
+MATRICES = ("query", "key", "value", "out", "gate", "up", "down", "embed", "head")
+
+
+# --- The same numbers ------------------------------------------------------------------------
+
+
+def answer_of(mesh=None, **changes):
+    """Of the trained model, computed as SMALL with these changes says."""
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        return answer(trained(variant(**changes), mesh), TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("precision", "ways", "tolerance"),
+    [
+        # Sums in another order differ by some 2^-24 times the root of their length.
+        ("bf16", [{"scan": False, "remat": "layer"}, AXES], 1e-5),
+        # In FP8 that turns a code in a million into its neighbour, 2^-4 away; were it one in a
+        # thousand, results would differ by some 2^-4 / 30.
+        ("coat", [{"remat": "layer"}, AXES], 2e-3),
+    ],
+)
+def test_scan_remat_and_eight_devices_do_not_change_the_result(precision, ways, tolerance):
+    wanted = answer_of(precision=precision, dtype=jnp.float32)
+    for changes in ways:
+        mesh = automatic_mesh(2, 2, 2) if changes is AXES else None
+        got = answer_of(mesh, precision=precision, dtype=jnp.float32, **changes)
+        np.testing.assert_allclose(got.loss, wanted.loss, rtol=tolerance)
+        assert set(got.gradients) == set(wanted.gradients)
+        for name, gradient in wanted.gradients.items():
+            distance = np.linalg.norm(got.gradients[name] - gradient)
+            assert distance < tolerance * np.linalg.norm(gradient), (name, changes)
+
+
+def test_fp8_gives_nearly_the_loss_and_gradients_of_bf16():
+    bf16 = answer_of()
+    for precision in ("fp8_linear", "coat", "coat_lean"):
+        fp8 = answer_of(precision=precision)
+        assert fp8.loss != bf16.loss
+        np.testing.assert_allclose(fp8.loss, bf16.loss, rtol=0.01)
+        for name, gradient in bf16.gradients.items():
+            if name.split(".")[-1] in MATRICES:
+                assert cosine(fp8.gradients[name], gradient) > 0.98, (precision, name)
+
+
+def test_values_depend_on_the_seed_alone():
+    """Neither on scan nor on the mesh, on which each device makes its own shards."""
+    mesh = automatic_mesh(2, 2, 2)
+    cut = models.create(variant(**AXES), seed=3, mesh=mesh)
+    whole = models.Llama(variant(scan=False), rngs=nnx.Rngs(jax.random.key(3)))
+    values = by_name(nnx.state(whole))
+    for name, value in by_name(nnx.state(cut)).items():
+        # XLA may fuse the last multiplication, which then rounds once.
+        np.testing.assert_allclose(value, values[name], rtol=2**-22, err_msg=name)
+    assert not np.array_equal(values["layers.0.mlp.gate"], values["layers.1.mlp.gate"])
+    for parameter, spec in (
+        (cut.embed, P("tensor", "fsdp")),
+        (cut.head, P("fsdp", "tensor")),
+        (cut.layers.mlp.gate, P(None, "fsdp", "tensor")),
+        (cut.layers.attention.out, P(None, "tensor", "fsdp")),
+    ):
+        value = parameter[...]
+        assert value.sharding == jax.sharding.NamedSharding(mesh, spec)
+        assert value.addressable_shards[0].data.size == value.size // 4
+
+
+# --- What tokens see -------------------------------------------------------------------------
+
+
+def logits_of(model, *args):
+    graph, state = nnx.split(model)
+    program = jax.jit(lambda s, *a: nnx.merge(graph, s)(*a), compiler_options=QUICK)
+    return np.asarray(program(state, *args))
+
+
+def test_documents_in_one_row_are_as_if_alone():
+    """Two documents in the first row; each by itself, with something after it, in the others."""
+    first, second, length = TOKENS[0, :13], TOKENS[1, :29], 42
+    rows = [jnp.concatenate(pair) for pair in ((first, second), (first, second), (second, first))]
+    ranges = jnp.concatenate([jnp.arange(13), jnp.arange(29)]), jnp.arange(length)
+    segments = (jnp.arange(length) >= 13).astype(jnp.int32), jnp.zeros(length, jnp.int32)
+    packed, before, after = logits_of(
+        filled(variant(dtype=jnp.float32)),
+        jnp.stack(rows),
+        jnp.stack([ranges[0], ranges[1], ranges[1]]),
+        jnp.stack([segments[0], segments[1], segments[1]]),
+    )
+    alone = np.concatenate([before[:13], after[:29]])
+    np.testing.assert_allclose(packed, alone, atol=1e-5 * np.abs(alone).max())
+    assert np.abs(before[13:] - packed[13:]).max() > 0.1 * np.abs(alone).max()
+
+
+def test_a_token_outside_the_vocabulary_gives_nan():
+    model = filled(variant(dtype=jnp.float32, layers=1))
+    logits = logits_of(model, jnp.array([[1, 2, 256, 3], [1, 2, -1, 3], [1, 2, 255, 0]]))
+    assert logits.dtype == np.float32
+    np.testing.assert_array_equal(np.isnan(logits).any(axis=(1, 2)), [True, True, False])
+
+
+# --- What is kept ----------------------------------------------------------------------------
+
+
+def bytes_kept(config):
+    """What the backward pass of a loss keeps beside the parameters, in bytes."""
+    graph, state = models.abstract(config)
+    tokens = jax.ShapeDtypeStruct((4, 33), jnp.int32)
+
+    def pull(state, tokens):
+        return jax.vjp(lambda state: loss_of(graph, state, tokens), state)[1]
+
+    kept = jax.tree.leaves(jax.eval_shape(pull, state, tokens))
+    total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in kept)
+    return total - sum(math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "coat"])
+def test_remat_keeps_one_activation_for_each_layer(scan, precision):
+    few, many = (
+        bytes_kept(variant(layers=layers, remat="layer", scan=scan, precision=precision))
+        for layers in (1, 3)
+    )
+    assert many - few == 2 * (4 * 32 * SMALL.width * 2)
+
+
+def test_coat_keeps_less_than_bf16():
+    assert bytes_kept(variant(precision="coat")) < 0.7 * bytes_kept(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("llama2_7b", 6_738_415_616),
+        ("llama2_13b", 13_015_864_320),
+        ("llama_30b", 32_528_943_616),
+        ("llama3_8b", 8_030_261_248),
+        ("llama3.1_8b", 8_030_261_248),
+        ("mistral_7b", 7_241_732_096),
+        ("qwen2_0.5b", 494_032_768),
+        ("qwen2_7b", 7_615_616_512),
+        ("qwen3_0.6b", 596_049_920),
+        ("qwen3_8b", 8_190_735_360),
+        ("olmo_1b", 1_176_764_416),
+        ("olmo_7b", 6_888_095_744),
+        ("olmo2_7b", 7_298_617_344),
+        ("tiny", 918_656),
+    ],
+)
+def test_presets_have_the_published_numbers_of_parameters(name, count):
+    assert models.parameters_count(models.PRESETS[name]) == count
+
+
+# --- Refusals --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 3}, "heads=3 must be a multiple of kv_heads=2"),
+        ({"head_dim": 15}, "head_dim=15 must be even"),
+        ({"layers": 0}, "layers=0 must be a whole number of 1 or more"),
+        ({"width": 64.0}, "width=64.0 must be a whole number"),
+        ({"window": 0}, "window=0 must be a whole number"),
+        ({"norm": "batch"}, r"norm='batch' must be one of \('rms', 'layer'\)"),
+        ({"norms": "both"}, "norms='both' must be one of"),
+        ({"qk_norm": True}, "qk_norm=True must be one of"),
+        ({"remat": "all"}, "remat='all' must be one of"),
+        ({"norm_eps": 0.0}, "norm_eps=0.0 must be above 0"),
+        ({"dtype": jnp.float8_e4m3fn}, "dtype=float8_e4m3fn must be float32, bfloat16"),
+        ({"param_dtype": jnp.int32}, "param_dtype=int32 must be float32"),
+        ({"batch_axes": "data"}, "batch_axes='data' must be a tuple of names"),
+        ({"precision": "fp7"}, "There is no precision 'fp7'"),
+    ],
+)
+def test_a_config_refuses(changes, message):
+    with pytest.raises(ValueError, match=message):
+        variant(**changes)
+
+
+def test_a_model_of_no_name_is_refused():
+    with pytest.raises(ValueError, match=r"no model 'llama2_8b'\. Use one of tiny, llama2_7b"):
+        models.config_of("llama2_8b")
+    assert models.config_of("Tiny") is models.config_of(models.PRESETS["tiny"])
+
+
+def shapes_of(config, tokens, *rest):
+    graph, state = models.abstract(config)
+    return jax.eval_shape(lambda s, *a: nnx.merge(graph, s)(*a), state, tokens, *rest)
+
+
+def ints(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        ((ints(8),), ValueError, r"not of shape \(8,\). Add a batch axis"),
+        ((ints(2, 8, 3),), ValueError, r"not of shape \(2, 8, 3\)"),
+        ((ints(2, 65),), ValueError, "65 tokens is longer than context=64"),
+        ((jnp.zeros((2, 8)),), TypeError, "tokens are whole numbers, not float32"),
+        ((ints(2, 8), ints(2)), ValueError, r"positions of shape \(2,\) .* \(2, 8\) or \(8,\)"),
+        ((ints(2, 8), jnp.zeros(8)), TypeError, "positions are whole numbers"),
+        ((ints(2, 8), None, ints(8)), ValueError, r"segments of shape \(8,\)"),
+    ],
+)
+def test_a_model_refuses(args, error, message):
+    tokens, *rest = args
+    with pytest.raises(error, match=message):
+        shapes_of(SMALL, tokens, *rest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names", "message"),
+    [
+        ({}, ("data", "shard", "tensor"), "axes.fsdp='fsdp' is no axis of the mesh"),
+        ({"ffn": 127}, None, "ffn=127 cannot be cut into 2 parts along 'tensor'"),
+        ({"vocab": 257}, None, "vocab=257 cannot be cut into 2 parts"),
+        ({"width": 63}, None, "width=63 cannot be cut into 2 parts along 'fsdp'"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(changes, names, message):
+    mesh = automatic_mesh(2, 2, 2, names=names or ("data", "fsdp", "tensor"))
+    with pytest.raises(ValueError, match=message):
+        models.create(variant(**AXES, **changes), mesh=mesh)
+
+
+def test_a_mesh_must_be_there_and_automatic():
+    with pytest.raises(ValueError, match="names axes of a mesh, and there is none"):
+        models.create(variant(**AXES))
+    with pytest.raises(ValueError, match=r"must be automatic\. Make it with"):
+        models.create(variant(**AXES), mesh=jax.make_mesh((8,), ("fsdp",)))
+
+
+def test_batch_axes_must_be_there_and_divide_the_batch():
+    config = variant(batch_axes=("data", "fsdp"))
+    cut = pytest.raises(ValueError, match="batch of 6 cannot be cut into 4 parts")
+    with jax.set_mesh(automatic_mesh(2, 2, 2)), cut:
+        shapes_of(config, ints(6, 8))
+    missing = pytest.raises(ValueError, match=r"batch_axes=.* names \['fsdp'\]")
+    with jax.set_mesh(automatic_mesh(8, names=("data",))), missing:
+        shapes_of(config, ints(8, 8))
+    assert shapes_of(config, ints(6, 8)).shape == (6, 8, 256)  # no mesh, no cut
