@@ -133,7 +133,9 @@ def _range(axis: Axes, figures: Figures) -> None:
         _name(axis, f"{moment} alone", (last, ratios[-1]), (0, 8), color, ha="right")
     axis.axhline(1, color=MUTED, lw=1, marker="")
     labels = [f"$2^{{-{b}}}$" for b in BOTTOMS]
-    axis.set_xticks(range(len(BOTTOMS)), [labels[0] + "\n(ours)", *labels[1:]])
+    labels[BOTTOMS.index(9)] += "\n(our m)"
+    labels[BOTTOMS.index(7)] += "\n(our v)"
+    axis.set_xticks(range(len(BOTTOMS)), labels)
     axis.set_ylim(0.8, 1.65)
     axis.set_xlabel("code of a group's smallest member")
     axis.set_ylabel("error over ours")
@@ -161,8 +163,8 @@ def _dead(axis: Axes, figures: Figures, whose: str) -> None:
     for name, color, style, label in (
         ("plain", MUTED, "--", "plain FP8"),
         ("floor 1/16", RED, "-", "k \u2265 1/16 (authors)"),
-        ("floor 1/2", ORANGE, "-", "k \u2265 1/2"),
-        ("floor 1", BLUE, "-", "k \u2265 1 (ours)"),
+        ("floor 1/2", ORANGE, "-", "k \u2265 1/2 (our v)"),
+        ("floor 1", BLUE, "-", "k \u2265 1 (our m)"),
     ):
         errors = [row[whose][name] for row in rows.values()]
         axis.plot([float(scale) for scale in rows], errors, style, color=color, label=label)
