@@ -1,0 +1,143 @@
+"""Conversion keeps parameters, follows rules, and says what it leaves alone."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import coat_jax as coat
+from coat_jax import nn, ops
+
+TOKENS = jnp.arange(10).reshape(2, 5)
+
+
+class Net(nnx.Module):
+    """One of each kind that Flax has."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(10, 32, rngs=rngs)
+        self.norm = nnx.RMSNorm(32, epsilon=1e-3, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs)
+        self.heads = nnx.LinearGeneral(32, (4, 8), rngs=rngs)
+        self.join = nnx.Einsum("...nh,nhd->...d", (4, 8, 32), (32,), rngs=rngs)
+        shared = nnx.Linear(32, 32, rngs=rngs)
+        self.layers = nnx.List([shared, nnx.LayerNorm(32, rngs=rngs), shared])
+        self.conv = nnx.Conv(32, 32, (3,), rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.join(self.heads(self.norm(x)))
+        x = x + self.attention(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.conv(x)
+
+
+@pytest.fixture(scope="module")
+def net():
+    return Net(nnx.Rngs(0))
+
+
+def parameters(model):
+    return dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+
+
+def test_parameters_stay_where_they_were(net):
+    before, after = parameters(net), parameters(nn.convert(net))
+    assert before.keys() == after.keys()
+    for path, value in before.items():
+        np.testing.assert_array_equal(value[...], after[path][...])
+
+
+def test_results_are_near_those_of_the_model_which_is_not_touched(net):
+    want = net(TOKENS)
+    got = nn.convert(net)(TOKENS)
+    assert 0 < jnp.linalg.norm(got - want) < 0.15 * jnp.linalg.norm(want)
+    np.testing.assert_array_equal(net(TOKENS), want)
+
+
+def test_in_full_precision_nothing_changes(net):
+    np.testing.assert_array_equal(nn.convert(net, "bf16")(TOKENS), net(TOKENS))
+
+
+def test_gradients_have_the_structure_and_the_direction_of_the_models(net):
+    def gradients(model):
+        return nnx.grad(lambda m: jnp.sum(jnp.sin(m(TOKENS))))(model)
+
+    exact, rounded = gradients(net), gradients(nn.convert(net))
+    assert jax.tree.structure(exact) == jax.tree.structure(rounded)
+    a, b = (jnp.concatenate([g.ravel() for g in jax.tree.leaves(t)]) for t in (exact, rounded))
+    assert jnp.vdot(a, b) > 0.97 * jnp.linalg.norm(a) * jnp.linalg.norm(b)
+
+
+def test_what_is_shared_stays_shared(net):
+    layers = nn.convert(net).layers
+    assert layers[0] is layers[2]
+
+
+def test_every_layer_is_planned_and_reasons_are_given(net, caplog):
+    plan = {d.path: d for d in nn.plan_conversion(net)}
+    converted = {path for path, d in plan.items() if d.precision == coat.COAT}
+    assert converted == {
+        "norm",
+        "attention.query",
+        "attention.key",
+        "attention.value",
+        "attention.out",
+        "heads",
+        "join",
+        "layers.0",
+        "layers.1",
+        "layers.2",
+    }
+    assert "no FP8 version" in plan["conv"].reason
+    with caplog.at_level(logging.INFO, "coat_jax"):
+        nn.convert(net)
+    assert "left alone: embed (Embed): there is no FP8 version" in caplog.text
+
+
+def test_the_first_rule_that_matches_wins(net):
+    rules = {"layers.1": "bf16", "layers.*": coat.FP8_LINEAR, "att*": "coat_lean"}
+    plan = {d.path: d.precision for d in nn.plan_conversion(net, rules=rules)}
+    assert plan["layers.1"] is None
+    assert plan["layers.0"] == coat.FP8_LINEAR
+    assert plan["attention.query"] == coat.COAT_LEAN
+    assert plan["norm"] == coat.COAT
+
+
+def test_a_rule_that_matches_nothing_is_refused_with_what_is_near(net):
+    with pytest.raises(ValueError, match=r"No module matches the rule 'layer\.0'.*layers\.0"):
+        nn.convert(net, rules={"layer.0": "bf16"})
+
+
+def test_only_modules_are_converted():
+    with pytest.raises(TypeError, match="takes a Flax NNX module, not dict"):
+        nn.convert({"a": 1})
+
+
+def test_modules_with_arithmetic_of_their_own_are_left_alone():
+    rngs = nnx.Rngs(0)
+    model = nnx.List(
+        [
+            nnx.Linear(8, 8, dot_general=lambda *args, **kwargs: None, rngs=rngs),
+            nnx.Einsum("bsd,bdf->bsf", (2, 8, 8), rngs=rngs),
+            nnx.LayerNorm(8, reduction_axes=(0, 1), rngs=rngs),
+            nn.Linear(8, 8, rngs=rngs),
+        ]
+    )
+    reasons = [d.reason for d in nn.plan_conversion(model)]
+    wanted = ("dot_general of its own", "batch axes", "other axes", "precision of its own")
+    assert len(reasons) == len(wanted)
+    for reason, part in zip(reasons, wanted, strict=True):
+        assert part in reason
+
+
+def test_linen_takes_the_products():
+    x = jnp.float32(np.random.default_rng(0).standard_normal((3, 32)))
+    dense = linen.Dense(16, use_bias=False, dot_general_cls=coat.linen.dot_general_cls())
+    variables = dense.init(jax.random.key(0), x)
+    want = ops.linear(x, variables["params"]["kernel"])
+    np.testing.assert_array_equal(dense.apply(variables, x), want)

@@ -1,0 +1,140 @@
+"""The modules are the ops with parameters: shapes, gradients, shardings, refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
+
+import coat_jax as coat
+from coat_jax import nn, ops
+
+WIDTH, HEADS = 32, 4
+X = jnp.float32(np.random.default_rng(0).standard_normal((2, 12, WIDTH)))
+AXES = nn.MeshAxes("fsdp", "tensor")
+
+
+def block(precision=coat.COAT, *, axes=nn.MeshAxes(), **attention):  # noqa: B008
+    rngs = nnx.Rngs(0)
+    shared = {"precision": precision, "axes": axes, "rngs": rngs}
+    return nn.TransformerBlock(
+        nn.Attention(
+            WIDTH,
+            HEADS,
+            norm=nn.RMSNorm(WIDTH, precision=precision),
+            rotary=ops.Rotary(),
+            **shared,
+            **attention,
+        ),
+        nn.GatedMLP(WIDTH, 80, norm=nn.RMSNorm(WIDTH, precision=precision), **shared),
+    )
+
+
+def test_linear_is_the_op_of_its_parameters():
+    layer = nn.Linear(WIDTH, 24, rngs=nnx.Rngs(0))
+    want = ops.linear(X, layer.kernel[...], layer.bias[...])
+    np.testing.assert_array_equal(layer(X), want)
+    assert nn.Linear(WIDTH, 24, use_bias=False, rngs=nnx.Rngs(0)).bias is None
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(nn.RMSNorm, nnx.RMSNorm), (nn.LayerNorm, nnx.LayerNorm)]
+)
+def test_norms_in_full_precision_are_those_of_flax(ours, theirs):
+    a = ours(WIDTH, epsilon=1e-3, precision=coat.BF16)
+    b = theirs(WIDTH, epsilon=1e-3, rngs=nnx.Rngs(0))
+    a.scale[...] = b.scale[...] = jnp.arange(1.0, WIDTH + 1)
+    if ours is nn.LayerNorm:
+        a.bias[...] = b.bias[...] = jnp.arange(WIDTH) / 7
+    np.testing.assert_allclose(a(X), b(X), rtol=1e-4, atol=1e-4)
+
+
+def test_attention_in_full_precision_is_that_of_the_formula():
+    layer = nn.Attention(
+        WIDTH, HEADS, kv_heads=2, qkv_bias=True, out_bias=True, precision="bf16", rngs=nnx.Rngs(0)
+    )
+    layer.query_bias[...] = layer.query_bias[...] + 0.3
+    layer.out_bias[...] = layer.out_bias[...] - 0.2
+    q = (X @ layer.query[...] + 0.3).reshape(2, 12, HEADS, 8)
+    k, v = ((X @ w[...]).reshape(2, 12, 2, 8) for w in (layer.key, layer.value))
+    k, v = (jnp.repeat(y, 2, axis=2) for y in (k, v))
+    scores = jnp.einsum("bsnh,btnh->bnst", q, k) / np.sqrt(8)
+    scores = jnp.where(np.tril(np.ones((12, 12), bool)), scores, -jnp.inf)
+    o = jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(scores), v)
+    want = o.reshape(2, 12, WIDTH) @ layer.out[...] - 0.2
+    np.testing.assert_allclose(layer(X), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("columns", [8, WIDTH])
+def test_queries_and_keys_are_normed_per_head_or_all_together(columns):
+    layer = nn.Attention(
+        WIDTH,
+        HEADS,
+        query_norm=nn.RMSNorm(columns, precision="bf16"),
+        key_norm=nn.RMSNorm(columns, precision="bf16"),
+        precision="bf16",
+        rngs=nnx.Rngs(0),
+    )
+    y = layer(X)
+    layer.query[...] = 5 * layer.query[...]  # a norm takes the size out
+    np.testing.assert_allclose(layer(X), y, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp8_linear", "coat", "coat_lean"])
+def test_a_block_in_fp8_is_near_the_block_in_full_precision(precision):
+    """Rounding moves each product by some percent; gradients keep their direction."""
+    results = []
+    for p in ("bf16", precision):
+        loss = nnx.jit(nnx.value_and_grad(lambda m, x: jnp.mean(jnp.square(m(x) - jnp.sin(x)))))
+        results.append(loss(block(p), X))
+    (a, exact), (b, rounded) = results
+    assert float(b) == pytest.approx(float(a), rel=0.02)
+    for g, h in zip(jax.tree.leaves(exact), jax.tree.leaves(rounded), strict=True):
+        assert jnp.sum(g * h) > 0.98 * jnp.linalg.norm(g) * jnp.linalg.norm(h)
+
+
+def test_norms_after_come_with_the_residual_sum():
+    rngs = nnx.Rngs(0)
+    attention = nn.Attention(WIDTH, HEADS, precision="bf16", rngs=rngs)
+    mlp = nn.GatedMLP(WIDTH, 80, residual=False, precision="bf16", rngs=rngs)
+    norms = [nn.RMSNorm(WIDTH, precision="bf16") for _ in range(2)]
+    layer = nn.TransformerBlock(attention, mlp, attention_norm=norms[0], mlp_norm=norms[1])
+    x = X + norms[0](attention(X))
+    np.testing.assert_allclose(layer(X), x + norms[1](mlp(x)), rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_are_sharded_over_the_mesh_that_is_set():
+    mesh = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        layer = nnx.jit(lambda: block(axes=AXES, qkv_bias=True))()
+    specs = {
+        "query": PartitionSpec("fsdp", "tensor"),
+        "out": PartitionSpec("tensor", "fsdp"),
+        "query_bias": PartitionSpec("tensor"),
+    }
+    for name, spec in specs.items():
+        assert getattr(layer.attention, name)[...].sharding.spec == spec
+    assert layer.mlp.down[...].sharding.spec == PartitionSpec("tensor", "fsdp")
+
+
+def test_segments_and_positions_reach_attention():
+    layer = block("bf16")
+    packed = jnp.concatenate([X[:1], X[1:]], axis=1)
+    segments = jnp.repeat(jnp.arange(2), 12)[None]
+    positions = jnp.tile(jnp.arange(12), 2)[None]
+    np.testing.assert_allclose(
+        layer(packed, positions, segments).reshape(X.shape), layer(X), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_wrong_sizes_are_refused_when_a_module_is_made():
+    with pytest.raises(ValueError, match="width=32 must be a multiple of heads=5"):
+        nn.Attention(WIDTH, 5, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="heads=4 of kv_heads=3"):
+        nn.Attention(WIDTH, HEADS, kv_heads=3, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"There is no precision 'fp9'\. Use one of bf16"):
+        nn.Linear(4, 4, precision="fp9", rngs=nnx.Rngs(0))
+    attention, mlp = block().attention, block().mlp
+    with pytest.raises(ValueError, match="residual=True, and there is a norm after it"):
+        nn.TransformerBlock(attention, mlp, mlp_norm=nn.RMSNorm(WIDTH))

@@ -1,0 +1,75 @@
+"""The drop-ins are lax.dot_general and jnp.einsum of an input and a weight, in FP8."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import coat_jax as coat
+from coat_jax import ops
+
+EXACT = ops.DotGeneral(coat.BF16)
+
+
+def numbers(*shape):
+    return jnp.float32(np.random.default_rng(sum(shape)).standard_normal(shape))
+
+
+CONTRACTIONS = [
+    ((3, 8), (8, 5), ((1,), (0,))),
+    ((3, 8), (5, 8), ((1,), (1,))),
+    ((2, 3, 4, 6), (4, 6, 5), ((2, 3), (0, 1))),
+    ((2, 4, 3, 6), (6, 5, 4), ((3, 1), (0, 2))),
+    ((8,), (8, 2, 3), ((0,), (0,))),
+]
+
+
+@pytest.mark.parametrize(("x", "w", "axes"), CONTRACTIONS)
+def test_it_contracts_as_lax_does(x, w, axes):
+    x, w = numbers(*x), numbers(*w)
+    dimensions = (axes, ((), ()))
+    want, pull = jax.vjp(lambda x, w: jax.lax.dot_general(x, w, dimensions), x, w)
+    got, own_pull = jax.vjp(lambda x, w: EXACT(x, w, dimensions), x, w)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    for a, b in zip(own_pull(jnp.sin(want)), pull(jnp.sin(want)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("equation", "x", "w"),
+    [
+        ("bd,df->bf", (3, 8), (8, 5)),
+        ("...d,dnh->...nh", (2, 3, 8), (8, 4, 5)),
+        ("...nh,nhd->...d", (2, 3, 4, 5), (4, 5, 8)),
+        ("bsd,fd->fbs", (2, 3, 8), (5, 8)),
+        ("b d, d f -> b f", (3, 8), (8, 5)),
+    ],
+)
+def test_einsum_is_jnp_einsum(equation, x, w):
+    x, w = numbers(*x), numbers(*w)
+    got = ops.Einsum(coat.BF16)(equation, x, w)
+    np.testing.assert_allclose(got, jnp.einsum(equation, x, w), rtol=1e-5, atol=1e-5)
+
+
+def test_in_fp8_it_is_linear():
+    x, w = numbers(3, 8), numbers(8, 5)
+    got = ops.DotGeneral()(x, w, (((1,), (0,)), ((), ())))
+    np.testing.assert_array_equal(got, ops.linear(x, w))
+
+
+def test_the_preferred_type_is_that_of_the_result():
+    x, w = jnp.bfloat16(numbers(3, 8)), jnp.bfloat16(numbers(8, 5))
+    y = EXACT(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    assert y.dtype == jnp.float32
+
+
+def test_what_is_no_linear_layer_is_refused():
+    x = numbers(2, 3, 8)
+    with pytest.raises(ValueError, match="no batch axes, and \\(0,\\), \\(0,\\) came"):
+        EXACT(x, numbers(2, 8, 5), (((2,), (1,)), ((0,), (0,))))
+    with pytest.raises(ValueError, match="takes no out_sharding"):
+        EXACT(x, numbers(8, 5), (((2,), (0,)), ((), ())), out_sharding="x")
+    with pytest.raises(ValueError, match="axes that input, weight and output share"):
+        ops.Einsum()("bsd,bdf->bsf", x, numbers(2, 8, 5))
+    with pytest.raises(ValueError, match="sums over an axis of one operand alone"):
+        ops.Einsum()("bsd,df->bf", x, numbers(8, 5))
