@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.ops.backward import run_backward
+from coat_jax.ops.checks import require_layers, require_real
 from coat_jax.ops.keep import keep, restore
 from coat_jax.ops.projection import (
     Mode,
@@ -32,8 +33,6 @@ from coat_jax.ops.projection import (
     mode_of,
     project,
     project_backward,
-    require_layers,
-    require_real,
     total,
 )
 from coat_jax.precision import COAT, Precision, precision_of

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from coat_jax.ops.projection import require_layers, require_real
+from coat_jax.ops.checks import require_layers, require_real
 
 IGNORED = -100
 

@@ -19,6 +19,7 @@ from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.rows import as_rows
 from coat_jax.ops.backward import rounds_rows, run_backward
+from coat_jax.ops.checks import require_columns, require_layers, require_norm
 from coat_jax.ops.normed import Normed, normed, normed_gradient, normed_operand
 from coat_jax.ops.projection import (
     Biases,
@@ -33,8 +34,6 @@ from coat_jax.ops.projection import (
     mode_of,
     project,
     project_backward,
-    require_columns,
-    require_layers,
     total,
 )
 from coat_jax.precision import COAT, Precision
@@ -95,16 +94,6 @@ def _shaped(outputs: Outputs, x: Array, weights: Array | Sequence[Array]) -> Any
     """The outputs with the rows of x: a tuple, or one array for one weight."""
     shaped = tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs)
     return shaped if isinstance(weights, Sequence) else shaped[0]
-
-
-def require_norm(name: str, columns: int, norm: Norm) -> None:
-    """Raises unless what the norm learns has one number per column."""
-    for part in (norm.scale, norm.shift):
-        if part is not None and part.shape != (columns,):
-            raise ValueError(
-                f"{name} got an input with {columns} columns and a norm with parameters of "
-                f"shape {part.shape}: it should be ({columns},)."
-            )
 
 
 # --- linear ----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from coat_jax.ops.activated import (
     gradient_values,
 )
 from coat_jax.ops.backward import rounds_rows, run_backward
-from coat_jax.ops.linear import require_norm
+from coat_jax.ops.checks import require_columns, require_layers, require_norm
 from coat_jax.ops.normed import Normed, normed, normed_gradient, normed_operand
 from coat_jax.ops.projection import (
     Biases,
@@ -37,8 +37,6 @@ from coat_jax.ops.projection import (
     mode_of,
     project,
     project_backward,
-    require_columns,
-    require_layers,
 )
 from coat_jax.precision import COAT, Precision
 

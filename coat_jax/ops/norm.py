@@ -12,9 +12,8 @@ from jaxtyping import Array, Float
 
 from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, statistics
 from coat_jax.ops.backward import run_backward
+from coat_jax.ops.checks import require_columns, require_norm
 from coat_jax.ops.keep import Kept, keep, restore
-from coat_jax.ops.linear import require_norm
-from coat_jax.ops.projection import require_columns
 from coat_jax.precision import COAT, Precision, precision_of
 
 
