@@ -57,8 +57,7 @@ def fitting_exponent(amax: Float[Array, "..."], dtype: DTypeLike) -> Int32[Array
     # The largest codes of both formats are 1.75 times a power of two: adding what is missing
     # from 1.75 to 2 carries into the exponent of FP32 exactly where the mantissa is above 1.75.
     bits = jax.lax.bitcast_convert_type(amax, jnp.int32) + np.int32(0x1F_FFFF)
-    top = int(np.log2(format_of(dtype).max / 1.75))
-    exponent = jnp.maximum((bits >> 23) - np.int32(top), 1)
+    exponent = jnp.maximum((bits >> 23) - np.int32(format_of(dtype).top_exponent), 1)
     return jnp.where(jnp.isfinite(amax), exponent, NOT_FINITE)
 
 

@@ -37,6 +37,11 @@ class Format(NamedTuple):
         """log2 of the largest over the smallest positive value."""
         return math.log2(self.max / self.tiny)
 
+    @property
+    def top_exponent(self) -> int:
+        """Of the top binade: the largest value of either format is 1.75 * 2^top_exponent."""
+        return int(math.log2(self.max / 1.75))
+
 
 _FORMATS = {
     jnp.dtype(E4M3): Format("E4M3", 448.0, 2.0**-9, -6, 3),

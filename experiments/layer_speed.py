@@ -19,43 +19,18 @@ less its weights and their gradients: from XLA's own account of the program, or 
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from experiments.stacks import Sizes
 
 RESULTS = Path(__file__).parent / "results"
-BATCHES, STEPS = 7, 4
 
 Case = dict[str, Any]
-
-
-class Sizes(NamedTuple):
-    """A layer and what goes through it."""
-
-    width: int = 4096
-    sequence: int = 2048
-    batch: int = 8
-    head: int = 128
-
-    @property
-    def hidden(self) -> int:
-        """The MLP's width: Llama's 8/3 of the width, in whole multiples of 256 from 4096 on."""
-        return {2048: 5632, 4096: 11008}.get(self.width, -(-self.width * 8 // 3 // 16) * 16)
-
-    @property
-    def unit(self) -> int:
-        """Bytes of the residual stream in BF16."""
-        return 2 * self.batch * self.sequence * self.width
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of one layer in BF16, and so of its gradients."""
-        return 2 * (4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width)
-
+Measured = dict[int, dict[str, float]]  # by depth
 
 PAPER = [Sizes(width, sequence, 4) for width in (2048, 4096) for sequence in (2048, 4096)]
 
@@ -78,7 +53,8 @@ def main() -> None:
     options = parser.parse_args()
     sizes = Sizes(options.width, options.sequence, options.batch, options.head)
     if options.worker:
-        for case in FRAMEWORKS[options.worker](sizes, options.depths):
+        for name, measured in FRAMEWORKS[options.worker]()(sizes, options.depths):
+            case = _marginal(name, measured, sizes)
             print(json.dumps({**sizes._asdict(), **case}), flush=True)
         return
     if options.draw:
@@ -120,21 +96,6 @@ def _run_worker(framework: str, sizes: Sizes, depths: list[int]) -> list[Case]:
     return cases
 
 
-def _median_ms(run: Callable[[], None], wait: Callable[[], None]) -> float:
-    """Milliseconds of one call."""
-    for _ in range(3):
-        run()
-    wait()
-    times = []
-    for _ in range(BATCHES):
-        start = time.perf_counter()
-        for _ in range(STEPS):
-            run()
-        wait()
-        times.append((time.perf_counter() - start) / STEPS * 1e3)
-    return statistics.median(times)
-
-
 def _marginal(name: str, measured: dict[int, dict[str, float]], sizes: Sizes) -> Case:
     """The cost of one more layer, from two stacks."""
     few, many = sorted(measured)
@@ -154,203 +115,19 @@ def _marginal(name: str, measured: dict[int, dict[str, float]], sizes: Sizes) ->
     }
 
 
-# --- JAX -------------------------------------------------------------------------------------
+def _jax() -> Callable[[Sizes, list[int]], Iterator[tuple[str, Measured]]]:
+    from experiments.stacks_jax import jax_cases
+
+    return jax_cases
 
 
-def _jax_cases(sizes: Sizes, depths: list[int]) -> Iterator[Case]:
-    import coat_jax as coat
+def _torch() -> Callable[[Sizes, list[int]], Iterator[tuple[str, Measured]]]:
+    from experiments.stacks_torch import torch_cases
 
-    presets = {
-        "BF16": coat.BF16,
-        "FP8_LINEAR": coat.FP8_LINEAR,
-        "COAT": coat.COAT,
-        "COAT_LEAN": coat.COAT_LEAN,
-    }
-    for name, precision in presets.items():
-        measured = {depth: _measure_jax(sizes, depth, precision) for depth in depths}
-        yield _marginal(f"coat_jax {name}", measured, sizes)
+    return torch_cases
 
 
-def _measure_jax(sizes: Sizes, depth: int, precision: Any) -> dict[str, float]:
-    import jax
-    import jax.numpy as jnp
-
-    from coat_jax import ops
-
-    width, hidden = sizes.width, sizes.hidden
-
-    def layer(x: Any, w: Any) -> Any:
-        norm = ops.Norm(w["norm"])
-        weights = (w["q"], w["k"], w["v"])
-        q, k, v = ops.norm_linear(x, norm, weights, precision=precision)
-        q, k, v = (y.reshape(*x.shape[:2], -1, sizes.head) for y in (q, k, v))
-        q, k = (ops.rotate(y, jnp.arange(sizes.sequence), ops.Rotary()) for y in (q, k))
-        x = x + ops.attention_linear(q, k, v, w["o"], precision=precision)
-        norm = ops.Norm(w["mlp_norm"])
-        return ops.gated_mlp(x, norm, w["gate"], w["up"], w["down"], precision=precision)
-
-    def stack(layers: Any, x: Any) -> Any:
-        for w in layers:
-            x = layer(x, w)
-        return x
-
-    @jax.jit
-    def create(key: Any) -> Any:
-        shapes = dict.fromkeys("qkvo", (width, width))
-        shapes |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-
-        def one(key: Any) -> Any:
-            keys = jax.random.split(key, len(shapes))
-            weights = {
-                name: jax.random.normal(k, shape, jnp.bfloat16) * shape[0] ** -0.5
-                for k, (name, shape) in zip(keys, shapes.items(), strict=True)
-            }
-            ones = jnp.ones(width, jnp.bfloat16)
-            return weights | {"norm": ones, "mlp_norm": ones}
-
-        *keys, last = jax.random.split(key, depth + 1)
-        x = jax.random.normal(last, (sizes.batch, sizes.sequence, width), jnp.bfloat16)
-        return [one(k) for k in keys], x
-
-    # An arbitrary gradient of the output, so that no reduction is measured.
-    def step(layers: Any, x: Any, dy: Any) -> Any:
-        y, pull = jax.vjp(stack, layers, x)
-        return y, pull(dy)
-
-    layers, x = create(jax.random.key(0))
-    dy = jnp.roll(x, 1, axis=1)
-    forward = jax.jit(stack).lower(layers, x).compile()
-    compiled = jax.jit(step).lower(layers, x, dy).compile()
-    results: list[Any] = [None]
-
-    def run(program: Any, *arguments: Any) -> None:
-        results[0] = None
-        results[0] = program(layers, x, *arguments)
-
-    def wait() -> None:
-        jax.block_until_ready(results[0])
-
-    forward_ms = _median_ms(lambda: run(forward), wait)
-    ms = _median_ms(lambda: run(compiled, dy), wait)
-    memory = compiled.memory_analysis()
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return {
-        "ms": ms,
-        "forward_ms": forward_ms,
-        "peak": float(
-            memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes
-        ),
-        "allocator_peak": float(stats.get("peak_bytes_in_use", 0)),
-    }
-
-
-# --- torch -----------------------------------------------------------------------------------
-
-
-def _torch_cases(sizes: Sizes, depths: list[int]) -> Iterator[Case]:
-    import torch
-
-    ways: dict[str, tuple[bool, str | None]] = {
-        "torch BF16, eager": (False, None),
-        "torch BF16, compiled": (True, None),
-        "torchao float8 tensorwise, compiled": (True, "tensorwise"),
-        "torchao float8 rowwise, compiled": (True, "rowwise"),
-    }
-    for name, (compiled, recipe) in ways.items():
-        measured = {}
-        for depth in depths:
-            torch.compiler.reset()
-            measured[depth] = _measure_torch(sizes, depth, compiled, recipe)
-        yield _marginal(name, measured, sizes)
-
-
-def _measure_torch(
-    sizes: Sizes, depth: int, compiled: bool, recipe: str | None
-) -> dict[str, float]:
-    import torch
-    from torch import nn
-    from torch.nn import functional
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            width, hidden = sizes.width, sizes.hidden
-            self.norm, self.mlp_norm = nn.RMSNorm(width, 1e-6), nn.RMSNorm(width, 1e-6)
-            shapes = dict.fromkeys("qkvo", (width, width))
-            shapes |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-            for name, (inputs, outputs) in shapes.items():
-                setattr(self, name, nn.Linear(inputs, outputs, bias=False))
-
-        def forward(self, x: Any, cos: Any, sin: Any) -> Any:
-            n = self.norm(x)
-            q, k, v = (
-                p(n).view(*x.shape[:2], -1, sizes.head).transpose(1, 2)
-                for p in (self.q, self.k, self.v)
-            )
-            q, k = turn(q, cos, sin), turn(k, cos, sin)
-            o = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.o(o.transpose(1, 2).reshape(x.shape))
-            n = self.mlp_norm(x)
-            return x + self.down(functional.silu(self.gate(n)) * self.up(n))
-
-    def turn(y: Any, cos: Any, sin: Any) -> Any:
-        a, b = y.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        layers = nn.ModuleList([Layer().bfloat16() for _ in range(depth)])
-        frequencies = 1e4 ** -(torch.arange(0, sizes.head, 2) / sizes.head)
-        angles = torch.arange(sizes.sequence)[:, None] * frequencies
-        cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
-        shape = sizes.batch, sizes.sequence, sizes.width
-        x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn_like(x)
-    if recipe:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        config = Float8LinearConfig.from_recipe_name(recipe)
-        convert_to_float8_training(layers, config=config)
-    if compiled:
-        for i in range(depth):
-            layers[i] = torch.compile(layers[i])
-
-    def forward() -> Any:
-        y = x
-        for layer in layers:
-            y = layer(y, cos, sin)
-        return y
-
-    def step() -> None:
-        for parameter in layers.parameters():
-            parameter.grad = None
-        x.grad = None
-        forward().backward(dy)
-
-    def wait() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    ms = _median_ms(step, wait)
-    peak = 0.0
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        wait()
-        peak = float(torch.cuda.max_memory_allocated())
-    with torch.no_grad():
-        forward_ms = _median_ms(forward, wait)
-    return {"ms": ms, "forward_ms": forward_ms, "peak": peak}
-
-
-FRAMEWORKS: dict[str, Callable[[Sizes, list[int]], Iterator[Case]]] = {
-    "jax": _jax_cases,
-    "torch": _torch_cases,
-}
-
-
-# --- The picture -----------------------------------------------------------------------------
+FRAMEWORKS = {"jax": _jax, "torch": _torch}  # imported by their own workers only
 
 
 def draw(folder: Path) -> None:

@@ -21,11 +21,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.blocks import Blocks
+from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.activation import Activation
 from coat_jax.kernels.cast import Layout, rounding_of, store_codes, tile_of
 from coat_jax.kernels.fp8 import (
     activation,
+    decoded_tile,
     fitting_exponent,
     inverse_power,
     magnitude_bits,
@@ -34,7 +36,6 @@ from coat_jax.kernels.fp8 import (
     through_fp8,
 )
 from coat_jax.kernels.launch import kernel, launch
-from coat_jax.kernels.norm_fused import decoded_tile, top_of
 from coat_jax.kernels.rows import as_rows, over_rows
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def activation_forward(
             NAME=act,
             GATED=len(hidden) == 2,
             F8=rounding_of(dtype),
-            TOP=top_of(dtype),
+            TOP=format_of(dtype).top_exponent,
             FAST=not dispatch.interpreting(),
         )
 

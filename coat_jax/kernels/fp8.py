@@ -63,6 +63,39 @@ def through_fp8(y, dtype: tl.constexpr, FAST: tl.constexpr):
 
 
 @kernel
+def decoded(
+    codes, exponents, row, lane, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
+):
+    """One row of blocks, in FP32."""
+    block = tl.arange(0, WIDTH // SIZE)
+    blocks: tl.constexpr = (COLUMNS + SIZE - 1) // SIZE
+    q = tl.load(codes + row * COLUMNS + lane, mask=lane < COLUMNS, other=0.0).to(tl.float32)
+    e = tl.load(exponents + row * blocks + block, mask=block < blocks, other=127).to(tl.int32)
+    values = tl.reshape(q, [WIDTH // SIZE, SIZE]) * power_of_two(e)[:, None]
+    return tl.reshape(values, [WIDTH])
+
+
+@kernel
+def decoded_tile(
+    codes, exponents, row, column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A tile of blocks, in FP32."""
+    across: tl.constexpr = TILE_COLUMNS // SIZE
+    blocks: tl.constexpr = (COLUMNS + SIZE - 1) // SIZE
+    here = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
+    long_row = row.to(tl.int64)[:, None]
+    q = tl.load(codes + long_row * COLUMNS + column[None, :], mask=here, other=0.0)
+    block = tl.min(column, axis=0) // SIZE + tl.arange(0, across)
+    there = (row < ROWS)[:, None] & (block < blocks)[None, :]
+    e = tl.load(exponents + long_row * blocks + block[None, :], mask=there, other=127)
+    values = tl.reshape(q.to(tl.float32), [TILE_ROWS, across, SIZE])
+    values = values * power_of_two(e.to(tl.int32))[:, :, None]
+    return tl.reshape(values, [TILE_ROWS, TILE_COLUMNS])
+
+
+@kernel
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 

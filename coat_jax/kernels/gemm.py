@@ -39,25 +39,6 @@ class Operand(NamedTuple):
     transposed: Float[Array, "K *rows"] | None
     scale: Float[Array, ""] | None
 
-    @property
-    def straight(self) -> tuple[Array, bool]:
-        """The values, and whether they are transposed; straight if there is a choice."""
-        if self.values is not None:
-            return self.values, False
-        return self._transposed(), True
-
-    @property
-    def summed_over_rows(self) -> tuple[Array, bool]:
-        """The values, and whether they are transposed; transposed if there is a choice."""
-        if self.transposed is not None:
-            return self.transposed, True
-        return self.straight
-
-    def _transposed(self) -> Array:
-        if self.transposed is None:
-            raise ValueError("An operand needs its values in one layout at least.")
-        return self.transposed
-
 
 def operand(
     x: Float[Array, "*rows K"],
@@ -92,43 +73,41 @@ def scaled(
 
 
 def product(x: Operand, w: Operand, dtype: DTypeLike) -> Float[Array, "*rows N"]:
-    """x w: the forward product. Takes x straight and w transposed."""
-    a, a_transposed = x.straight
-    b, b_transposed = w.summed_over_rows
-    return _dot(a, b, (_columns(a, a_transposed), _rows(b, b_transposed)), x, w, dtype)
+    """x w: the forward product. Takes x straight and w, better, transposed."""
+    return _dot(x, w, _over_columns(x), _over_rows(w), dtype)
 
 
 def product_transposed(dy: Operand, w: Operand, dtype: DTypeLike) -> Float[Array, "*rows K"]:
     """dy w^T: the gradient of the input. Takes both straight."""
-    a, a_transposed = dy.straight
-    b, b_transposed = w.straight
-    return _dot(a, b, (_columns(a, a_transposed), _columns(b, b_transposed)), dy, w, dtype)
+    return _dot(dy, w, _over_columns(dy), _over_columns(w), dtype)
 
 
 def outer_product(x: Operand, dy: Operand, dtype: DTypeLike) -> Float[Array, "K N"]:
-    """x^T dy, summed over all rows: the gradient of the weight. Takes both transposed."""
-    a, a_transposed = x.summed_over_rows
-    b, b_transposed = dy.summed_over_rows
-    return _dot(a, b, (_rows(a, a_transposed), _rows(b, b_transposed)), x, dy, dtype)
+    """x^T dy, summed over all rows: the gradient of the weight. Takes both, better, transposed."""
+    return _dot(x, dy, _over_rows(x), _over_rows(dy), dtype)
 
 
-def _columns(values: Array, transposed: bool) -> tuple[int, ...]:
-    return (0,) if transposed else (values.ndim - 1,)
+Side = tuple[Array, tuple[int, ...]]  # an array, and its axes that are summed over
 
 
-def _rows(values: Array, transposed: bool) -> tuple[int, ...]:
-    return tuple(range(1, values.ndim)) if transposed else tuple(range(values.ndim - 1))
+def _over_columns(x: Operand) -> Side:
+    if x.values is None:
+        raise ValueError("This product needs its operand straight.")
+    return x.values, (x.values.ndim - 1,)
+
+
+def _over_rows(x: Operand) -> Side:
+    if x.transposed is not None:
+        return x.transposed, tuple(range(1, x.transposed.ndim))
+    values, (columns,) = _over_columns(x)
+    return values, tuple(range(columns))
 
 
 def _dot(
-    a: Array,
-    b: Array,
-    axes: tuple[tuple[int, ...], tuple[int, ...]],
-    left: Operand,
-    right: Operand,
-    dtype: DTypeLike,
+    left: Operand, right: Operand, left_side: Side, right_side: Side, dtype: DTypeLike
 ) -> Float[Array, "..."]:
-    dimensions = (axes, ((), ()))
+    (a, a_axes), (b, b_axes) = left_side, right_side
+    dimensions = ((a_axes, b_axes), ((), ()))
     if left.scale is None or right.scale is None:
         return lax.dot_general(a, b, dimensions, preferred_element_type=dtype)
 

@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.blocks import Blocks
+from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.cast import (
     TILE_COLUMNS,
@@ -32,6 +33,8 @@ from coat_jax.kernels.cast import (
     tiles,
 )
 from coat_jax.kernels.fp8 import (
+    decoded,
+    decoded_tile,
     fitting_exponent,
     inverse_power,
     magnitude_bits,
@@ -85,7 +88,7 @@ def norm_forward(
             HAS_SHIFT=norm.shift is not None,
             EPS=norm.eps,
             F8=rounding_of(dtype),
-            TOP=top_of(dtype),
+            TOP=format_of(dtype).top_exponent,
             FAST=not dispatch.interpreting(),
         )
 
@@ -235,11 +238,6 @@ def require_width(columns: int) -> None:
         )
 
 
-def top_of(dtype: DTypeLike) -> int:
-    """The exponent of an FP8 format's top binade."""
-    return int(math.log2(rounding_of(dtype)[0] / 1.75))
-
-
 def _given(norm: Norm) -> list[Array]:
     return [p for p in (norm.scale, norm.shift) if p is not None]
 
@@ -261,19 +259,6 @@ def _warps(columns: int) -> int:
 
 
 # --- Kernels ---------------------------------------------------------------------------------
-
-
-@kernel
-def decoded(
-    codes, exponents, row, lane, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
-):
-    """One row of blocks, in FP32."""
-    block = tl.arange(0, WIDTH // SIZE)
-    blocks: tl.constexpr = (COLUMNS + SIZE - 1) // SIZE
-    q = tl.load(codes + row * COLUMNS + lane, mask=lane < COLUMNS, other=0.0).to(tl.float32)
-    e = tl.load(exponents + row * blocks + block, mask=block < blocks, other=127).to(tl.int32)
-    values = tl.reshape(q, [WIDTH // SIZE, SIZE]) * power_of_two(e)[:, None]
-    return tl.reshape(values, [WIDTH])
 
 
 @kernel
@@ -336,26 +321,6 @@ def norm_cast_tile(
         out.dtype.element_ty
     )
     store_codes(q, out, out, row, column, ROWS, COLUMNS, not TRANSPOSED, TRANSPOSED)
-
-
-@kernel
-def decoded_tile(
-    codes, exponents, row, column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """A tile of blocks, in FP32."""
-    across: tl.constexpr = TILE_COLUMNS // SIZE
-    blocks: tl.constexpr = (COLUMNS + SIZE - 1) // SIZE
-    here = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
-    long_row = row.to(tl.int64)[:, None]
-    q = tl.load(codes + long_row * COLUMNS + column[None, :], mask=here, other=0.0)
-    block = tl.min(column, axis=0) // SIZE + tl.arange(0, across)
-    there = (row < ROWS)[:, None] & (block < blocks)[None, :]
-    e = tl.load(exponents + long_row * blocks + block[None, :], mask=there, other=127)
-    values = tl.reshape(q.to(tl.float32), [TILE_ROWS, across, SIZE])
-    values = values * power_of_two(e.to(tl.int32))[:, :, None]
-    return tl.reshape(values, [TILE_ROWS, TILE_COLUMNS])
 
 
 @kernel

@@ -40,9 +40,10 @@ def normed(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[Nor
         result = Normed(blocks, of_rows, scale)
         return result, normed_operand(result, norm, mode, x.dtype, "straight")
     kept = keep(x, precision.forward, precision.block)
-    values = restore(kept, jnp.float32, precision.block)
-    stats = None if norm is None else statistics(values, norm)
-    n = _values(Normed(kept, stats, None), norm, mode)
+    n, stats = restore(kept, jnp.float32, precision.block), None
+    if norm is not None:
+        stats = statistics(n, norm)
+        n = normalize(n, stats, norm)
     if mode.format is None:
         return Normed(kept, stats, None), Operand(n.astype(x.dtype), None, None)
     operand = gemm.operand(n, mode.format, "straight", mode.implementation)

@@ -1,29 +1,15 @@
 """The kernels of a layer in Triton's interpreter, against their references."""
 
-import os
-
+import interpreted
 import jax
 import jax.numpy as jnp
 import pytest
-
-pytest.importorskip("triton")
-pytest.importorskip("torch")
 from layer_cases import ACTIVATIONS, NORMS, SMALL, check_activation, check_cast, check_norm
 
 import coat_jax as coat
 from coat_jax import ops
 
-pytestmark = [
-    pytest.mark.interpret,
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1",
-        reason="Triton decides at import: run with TRITON_INTERPRET=1",
-    ),
-    # Exponentials of large numbers are meant.
-    pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
-    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
-]
+pytestmark = interpreted.MARKS
 
 
 @pytest.mark.parametrize("dtype", [coat.E4M3, coat.E5M2], ids=["E4M3", "E5M2"])

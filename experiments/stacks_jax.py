@@ -1,0 +1,108 @@
+"""Stacks of Llama layers made of coat_jax's ops, in each precision."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import coat_jax as coat
+from coat_jax import ops
+from experiments.stacks import Sizes, median_ms
+
+PRESETS = {
+    "BF16": coat.BF16,
+    "FP8_LINEAR": coat.FP8_LINEAR,
+    "COAT": coat.COAT,
+    "COAT_LEAN": coat.COAT_LEAN,
+}
+
+Weights = dict[str, jax.Array]
+
+
+def jax_cases(sizes: Sizes, depths: list[int]) -> Iterator[tuple[str, dict[int, dict[str, float]]]]:
+    """Each preset's stacks, measured."""
+    for name, precision in PRESETS.items():
+        yield f"coat_jax {name}", {depth: measure(sizes, depth, precision) for depth in depths}
+
+
+def measure(sizes: Sizes, depth: int, precision: coat.Precision) -> dict[str, float]:
+    """Milliseconds of a step and of its forward pass alone, and the step's peak in bytes."""
+    layers, x = create(sizes, depth, jax.random.key(0))
+    dy = jnp.roll(x, 1, axis=1)
+    forward = jax.jit(partial(stack, sizes, precision)).lower(layers, x).compile()
+    compiled = jax.jit(partial(step, sizes, precision)).lower(layers, x, dy).compile()
+    results: list[Any] = [None]
+
+    def run(program: Any, *arguments: Any) -> None:
+        results[0] = None
+        results[0] = program(layers, x, *arguments)
+
+    def wait() -> None:
+        jax.block_until_ready(results[0])
+
+    forward_ms = median_ms(lambda: run(forward), wait)
+    ms = median_ms(lambda: run(compiled, dy), wait)
+    memory = compiled.memory_analysis()
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return {
+        "ms": ms,
+        "forward_ms": forward_ms,
+        "peak": float(
+            memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes
+        ),
+        "allocator_peak": float(stats.get("peak_bytes_in_use", 0)),
+    }
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def create(sizes: Sizes, depth: int, key: jax.Array) -> tuple[list[Weights], jax.Array]:
+    """Random weights and a random input."""
+    shapes = dict.fromkeys("qkvo", (sizes.width, sizes.width))
+    shapes |= dict.fromkeys(("gate", "up"), (sizes.width, sizes.hidden))
+    shapes |= {"down": (sizes.hidden, sizes.width)}
+
+    def one(key: jax.Array) -> Weights:
+        keys = jax.random.split(key, len(shapes))
+        weights = {
+            name: jax.random.normal(k, shape, jnp.bfloat16) * shape[0] ** -0.5
+            for k, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
+        ones = jnp.ones(sizes.width, jnp.bfloat16)
+        return weights | {"norm": ones, "mlp_norm": ones}
+
+    *keys, last = jax.random.split(key, depth + 1)
+    x = jax.random.normal(last, (sizes.batch, sizes.sequence, sizes.width), jnp.bfloat16)
+    return [one(k) for k in keys], x
+
+
+def step(
+    sizes: Sizes, precision: coat.Precision, layers: list[Weights], x: jax.Array, dy: jax.Array
+) -> Any:
+    """The stack, and the gradients of weights and input for an output's gradient that is given.
+
+    No loss: its reduction would be measured, too.
+    """
+    y, pull = jax.vjp(partial(stack, sizes, precision), layers, x)
+    return y, pull(dy)
+
+
+def stack(
+    sizes: Sizes, precision: coat.Precision, layers: list[Weights], x: jax.Array
+) -> jax.Array:
+    """One layer after the other, unrolled."""
+    for w in layers:
+        x = layer(sizes, precision, w, x)
+    return x
+
+
+def layer(sizes: Sizes, precision: coat.Precision, w: Weights, x: jax.Array) -> jax.Array:
+    """Llama's layer."""
+    weights = w["q"], w["k"], w["v"]
+    q, k, v = ops.norm_linear(x, ops.Norm(w["norm"]), weights, precision=precision)
+    q, k, v = (y.reshape(*x.shape[:2], -1, sizes.head) for y in (q, k, v))
+    q, k = (ops.rotate(y, jnp.arange(sizes.sequence), ops.Rotary()) for y in (q, k))
+    x = x + ops.attention_linear(q, k, v, w["o"], precision=precision)
+    norm = ops.Norm(w["mlp_norm"])
+    return ops.gated_mlp(x, norm, w["gate"], w["up"], w["down"], precision=precision)
