@@ -29,7 +29,7 @@ class Precision:
         backward: FP8 format of gradients, multiplied.
         block: norms, activations and gates keep their inputs in FP8, with one exponent per
             this many neighbours. None keeps them as they come.
-        attention_block: likewise for the query, key and value that attention keeps.
+        attention_block: likewise for the query, key, value and output that attention keeps.
     """
 
     fp8_linear: bool = True

@@ -21,6 +21,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -75,24 +76,28 @@ def _run_worker(framework: str, sizes: Sizes, depths: list[int]) -> list[Case]:
     for name, value in sizes._asdict().items():
         command += [f"--{name}", str(value)]
     command += ["--depths", *map(str, depths)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"},
-        check=False,
-    )
-    cases = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    for case in cases:
-        print(
-            f"{case['layer']:32} {case['forward_ms']:8.2f} + {case['backward_ms']:8.2f} = "
-            f"{case['ms']:8.2f} ms a layer   saved {case['saved'] / sizes.unit:6.2f} U",
-            flush=True,
-        )
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        print(f"{framework} stopped after {len(cases)} cases: {reason}", flush=True)
-        cases.append({**sizes._asdict(), "layer": framework, "skipped": reason})
+    env = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+    cases = []
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env) as run,
+    ):
+        assert run.stdout is not None
+        for line in run.stdout:
+            if not line.startswith("{"):
+                continue
+            case = json.loads(line)
+            cases.append(case)
+            print(
+                f"{case['layer']:38} {case['forward_ms']:6.2f} + {case['backward_ms']:6.2f} = "
+                f"{case['ms']:6.2f} ms a layer   saved {case['saved'] / sizes.unit:5.2f} U",
+                flush=True,
+            )
+        if run.wait():
+            errors.seek(0)
+            reason = (errors.read().strip().splitlines() or ["no message"])[-1]
+            print(f"{framework} stopped after {len(cases)} cases: {reason}", flush=True)
+            cases.append({**sizes._asdict(), "layer": framework, "skipped": reason})
     return cases
 
 

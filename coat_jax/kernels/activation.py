@@ -2,6 +2,9 @@
 
 hidden = (gate, up)     a = act(gate) * up
 hidden = (up,)          a = act(up)
+
+`gradient_bounds` tells from block maxima alone how large a gradient can be: what scales an FP8
+operand with the range of E5M2 well enough, for a fraction of the work of computing it.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +13,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from coat_jax.blocks import Blocks, power_of_two
+from coat_jax.formats import format_of
+from coat_jax.qtensor import split_groups
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
@@ -45,3 +52,24 @@ def activate_backward(
     da = da.astype(jnp.float32)
     a, pull = jax.vjp(ACTIVATIONS[activation], first)
     return (*pull(da * gated[0]), da * a) if gated else pull(da)
+
+
+def gradient_bounds(
+    hidden: Sequence[Blocks], da: Float[Array, "*rows F"], activation: Activation, size: int
+) -> tuple[Float[Array, ""], ...]:
+    """What no magnitude in the gradients of `hidden` exceeds; mostly 2 to 8 times the largest.
+
+    By block: the largest |da|, times the largest values that the exponents of `hidden` allow.
+    """
+    d = jnp.max(jnp.abs(split_groups(da.astype(jnp.float32), size)), axis=-1)
+    first, *gated = (
+        format_of(h.codes.dtype).max * power_of_two(h.exponents.reshape(d.shape)) for h in hidden
+    )
+    value, slope = steepest(first, activation)
+    bounds = (d * slope * gated[0], d * value) if gated else (d * slope,)
+    return tuple(jnp.max(bound) for bound in bounds)
+
+
+def steepest(m: Float[Array, "..."], activation: Activation) -> tuple[Array, Array | float]:
+    """What neither |act(x)| nor the magnitude of its slope exceeds where |x| <= m."""
+    return (m * m, 2 * m) if activation == "relu2" else (m, 1.13)

@@ -1,9 +1,10 @@
 """An activation between FP8 and FP8, in two passes each way; the references are in `activation`.
 
     activation_forward    hidden -> blocks, and the largest magnitudes of a = act(hidden)
-    activation_cast       blocks -> a as one FP8 tensor, straight or transposed
-    activation_bounds     blocks, da -> the largest magnitudes of the gradients of hidden
-    activation_backward   blocks, da -> those gradients as FP8 tensors in both layouts
+    activation_cast       blocks -> a as one FP8 tensor
+    activation_bounds     exponents, da -> bounds of the gradients of hidden
+    activation_backward   blocks, da -> those gradients as FP8 tensors in both layouts, and a,
+                          transposed
 
 Hidden is (gate, up), where a = act(gate) up, or (up,), where a = act(up). Magnitudes come one per
 row and 128 columns: a 128th of the reading for whoever reduces them.
@@ -24,26 +25,42 @@ from coat_jax.blocks import Blocks
 from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.activation import Activation
-from coat_jax.kernels.cast import Layout, rounding_of, store_codes, tile_of
+from coat_jax.kernels.cast import rounding_of
 from coat_jax.kernels.fp8 import (
     activation,
-    decoded_tile,
     fitting_exponent,
     inverse_power,
     magnitude_bits,
     power_of_two,
     rounded,
+    steepest,
     through_fp8,
 )
 from coat_jax.kernels.launch import kernel, launch
 from coat_jax.kernels.rows import as_rows, over_rows
+from coat_jax.kernels.tiles import (
+    block_places,
+    first_column,
+    load_blocks,
+    load_scales,
+    load_tile,
+    store_straight,
+    store_transposed,
+    tile_of,
+    tiles,
+)
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 COLUMNS_PER_MAXIMUM = 128
-TILE_ROWS = {"straight": 16, "transposed": 64}  # long columns, where a transpose is stored
-WARPS = {"straight": 4, "transposed": 8}
+# Rows and columns of a tile, warps of a program: the fastest on an H200.
+TILES = {
+    "forward": (32, COLUMNS_PER_MAXIMUM, 4),
+    "cast": (32, COLUMNS_PER_MAXIMUM, 8),
+    "bounds": (32, COLUMNS_PER_MAXIMUM, 4),
+    "backward": (32, 128, 8),
+}
 
 
 def activation_forward(
@@ -62,8 +79,7 @@ def activation_forward(
             hidden[-1],
             outputs=[codes, exponents, codes, exponents, _maxima(rows, columns)],
             aliases={},
-            **_tiles(rows, columns, "straight"),
-            SIZE=size,
+            **_tiles(rows, columns, size, "forward"),
             NAME=act,
             GATED=len(hidden) == 2,
             F8=rounding_of(dtype),
@@ -80,59 +96,58 @@ def activation_forward(
 
 
 def activation_cast(
-    hidden: Sequence[Blocks], act: Activation, scale: Float[Array, ""], size: int, layout: Layout
+    hidden: Sequence[Blocks], act: Activation, scale: Float[Array, ""], size: int
 ) -> Array:
-    """act(hidden) / scale as FP8 codes, in the blocks' format: [B, S, F] or [F, B, S]."""
-    axes = "b s f" if layout == "straight" else "f b s"
+    """act(hidden) / scale as FP8 codes, in the blocks' format."""
 
     def run(scale: Array, *parts: Array) -> list[Array]:
         *rows, columns = parts[0].shape
-        shape = parts[0].shape if layout == "straight" else (columns, *rows)
         return launch(
             activation_cast_tile,
             *parts[:2],
             *parts[-2:],
             scale,
-            outputs=[jax.ShapeDtypeStruct(shape, parts[0].dtype)],
+            outputs=[jax.ShapeDtypeStruct(parts[0].shape, parts[0].dtype)],
             aliases={},
-            **_tiles(rows, columns, layout),
-            SIZE=size,
+            **_tiles(rows, columns, size, "cast"),
             NAME=act,
             GATED=len(parts) == 4,
-            TRANSPOSED=layout == "transposed",
             F8=rounding_of(parts[0].dtype),
             FAST=not dispatch.interpreting(),
         )
 
     parts = [part for blocks in hidden for part in blocks]
-    (result,) = over_rows(run, [scale, *parts], ["", *_axes(hidden, size)], [axes])
+    (result,) = over_rows(run, [scale, *parts], ["", *_axes(hidden, size)], ["b s f"])
     return result
 
 
 def activation_bounds(
     hidden: Sequence[Blocks], da: Float[Array, "*rows F"], act: Activation, size: int
 ) -> tuple[Float[Array, "B S M"], ...]:
-    """The largest magnitudes of the gradients of `hidden`, given that of its activation."""
+    """Upper bounds of the gradients of `hidden`: the maxima are `activation.gradient_bounds`."""
 
-    def run(da: Array, *parts: Array) -> list[Array]:
+    def run(da: Array, *exponents: Array) -> list[Array]:
         *rows, columns = da.shape
         return launch(
             activation_bounds_tile,
             da,
-            *parts[:2],
-            *parts[-2:],
+            exponents[0],
+            exponents[-1],
             outputs=[_maxima(rows, columns)] * 2,
             aliases={},
-            **_tiles(rows, columns, "straight"),
-            SIZE=size,
+            **_tiles(rows, columns, size, "bounds"),
             NAME=act,
-            GATED=len(parts) == 4,
+            GATED=len(exponents) == 2,
+            LARGEST=format_of(hidden[0].codes.dtype).max,
         )
 
-    parts = [part for blocks in hidden for part in blocks]
+    exponents = [blocks.exponents for blocks in hidden]
     maxima = f"b s f/{COLUMNS_PER_MAXIMUM}"
     results = over_rows(
-        run, [as_rows(da), *parts], ["b s f", *_axes(hidden, size)], [maxima, maxima]
+        run,
+        [as_rows(da), *exponents],
+        ["b s f", *[f"b s f/{size}"] * len(exponents)],
+        [maxima, maxima],
     )
     return results[: len(hidden)]
 
@@ -141,41 +156,54 @@ def activation_backward(
     hidden: Sequence[Blocks],
     da: Float[Array, "*rows F"],
     act: Activation,
-    scales: Sequence[Float[Array, ""]],
+    scale: Float[Array, ""],
+    gradient_scales: Sequence[Float[Array, ""]],
     size: int,
     dtype: DTypeLike,
-) -> list[tuple[Array, Array]]:
-    """The gradients of `hidden` over their scales, as FP8 codes [B, S, F] and [F, B, S]."""
+) -> tuple[Array, list[tuple[Array, Array]]]:
+    """act(hidden) / scale as codes [F, B, S]; the gradients likewise, [B, S, F] and [F, B, S].
 
-    def run(da: Array, first: Array, last: Array, *parts: Array) -> list[Array]:
+    Args:
+        hidden: what was kept.
+        da: the gradient of act(hidden).
+        act: the activation.
+        scale: of act(hidden), as in the forward pass.
+        gradient_scales: one for each of `hidden`.
+        size: of the blocks.
+        dtype: of the gradients' codes; the activation's are in the blocks' format.
+    """
+
+    def run(da: Array, scale: Array, first: Array, last: Array, *parts: Array) -> list[Array]:
         *rows, columns = da.shape
         straight = jax.ShapeDtypeStruct(da.shape, dtype)
         transposed = jax.ShapeDtypeStruct((columns, *rows), dtype)
+        again = jax.ShapeDtypeStruct((columns, *rows), parts[0].dtype)
         return launch(
             activation_backward_tile if len(parts) == 4 else plain_backward_tile,
             da,
             *parts[:2],
             *parts[-2:],
+            scale,
             first,
             last,
-            outputs=[straight, transposed] * (len(parts) // 2),
+            outputs=[again, *[straight, transposed] * (len(parts) // 2)],
             aliases={},
-            **_tiles(rows, columns, "transposed"),
-            SIZE=size,
+            **_tiles(rows, columns, size, "backward"),
             NAME=act,
             GATED=len(parts) == 4,
-            F8=rounding_of(dtype),
+            F8=rounding_of(parts[0].dtype),
+            GRADIENT_F8=rounding_of(dtype),
             FAST=not dispatch.interpreting(),
         )
 
     parts = [part for blocks in hidden for part in blocks]
-    results = over_rows(
+    again, *codes = over_rows(
         run,
-        [as_rows(da), scales[0], scales[-1], *parts],
-        ["b s f", "", "", *_axes(hidden, size)],
-        ["b s f", "f b s"] * len(hidden),
+        [as_rows(da), scale, gradient_scales[0], gradient_scales[-1], *parts],
+        ["b s f", "", "", "", *_axes(hidden, size)],
+        ["f b s", *["b s f", "f b s"] * len(hidden)],
     )
-    return [(results[i], results[i + 1]) for i in range(0, len(results), 2)]
+    return again, list(zip(codes[::2], codes[1::2], strict=True))
 
 
 def _axes(hidden: Sequence[Blocks], size: int) -> list[str]:
@@ -186,16 +214,19 @@ def _maxima(rows: Sequence[int], columns: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*rows, -(-columns // COLUMNS_PER_MAXIMUM)), jnp.float32)
 
 
-def _tiles(rows: Sequence[int], columns: int, layout: str) -> dict[str, int]:
-    """How the array is cut into tiles, each as wide as a maximum counts."""
-    count, tile = math.prod(rows), TILE_ROWS[layout]
+def _tiles(rows: Sequence[int], columns: int, size: int, pass_: str) -> dict[str, int]:
+    """How the array is cut into tiles."""
+    count = math.prod(rows)
+    tile_rows, tile_columns, warps = TILES[pass_]
+    tile_columns = max(tile_columns, size)
     return {
-        "programs": -(-count // tile) * -(-columns // COLUMNS_PER_MAXIMUM),
-        "warps": WARPS[layout],
+        "programs": tiles(count, columns, tile_rows, tile_columns),
+        "warps": warps,
         "ROWS": count,
         "COLUMNS": columns,
-        "TILE_ROWS": tile,
-        "TILE_COLUMNS": COLUMNS_PER_MAXIMUM,
+        "TILE_ROWS": tile_rows,
+        "TILE_COLUMNS": tile_columns,
+        "SIZE": size,
     }
 
 
@@ -204,14 +235,13 @@ def _tiles(rows: Sequence[int], columns: int, layout: str) -> dict[str, int]:
 
 @kernel
 def store_maximum(
-    maxima, v, row, column,
+    maxima, v, row,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitude of each row of a tile."""
+    """The largest magnitude of each row of a tile; beyond the array there are zeros."""
+    largest = tl.max(magnitude_bits(v), axis=1).to(tl.float32, bitcast=True)
     across: tl.constexpr = (COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS
-    bits = tl.where((column < COLUMNS)[None, :], magnitude_bits(v), 0)
-    largest = tl.max(bits, axis=1).to(tl.float32, bitcast=True)
-    at = row.to(tl.int64) * across + tl.min(column, axis=0) // TILE_COLUMNS
+    at = row.to(tl.int64) * across + first_column(COLUMNS, TILE_COLUMNS) // TILE_COLUMNS
     tl.store(maxima + at, largest, mask=row < ROWS)
 
 
@@ -222,19 +252,13 @@ def keep_tile(
     SIZE: tl.constexpr, F8: tl.constexpr, TOP: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile as blocks; returns the values they stand for."""
-    across: tl.constexpr = TILE_COLUMNS // SIZE
-    blocks: tl.constexpr = (COLUMNS + SIZE - 1) // SIZE
-    here = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
-    at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-    v = tl.load(h + at, mask=here, other=0.0).to(tl.float32)
-    v = tl.reshape(v, [TILE_ROWS, across, SIZE])
+    v = load_tile(h, row, column, ROWS, COLUMNS)
+    v = tl.reshape(v, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE])
     e = fitting_exponent(tl.max(magnitude_bits(v), axis=2), TOP)
     q = rounded(v * inverse_power(e)[:, :, None], F8[0], F8[1], F8[2], FAST)
-    flat = tl.reshape(q, [TILE_ROWS, TILE_COLUMNS])
-    tl.store(codes + at, flat.to(codes.dtype.element_ty), mask=here)
-    block = tl.min(column, axis=0) // SIZE + tl.arange(0, across)
-    there = (row < ROWS)[:, None] & (block < blocks)[None, :]
-    at = row.to(tl.int64)[:, None] * blocks + block[None, :]
+    flat = tl.reshape(q, [TILE_ROWS, TILE_COLUMNS]).to(codes.dtype.element_ty)
+    store_straight(flat, codes, row, column, ROWS, COLUMNS)
+    at, there = block_places(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
     tl.store(exponents + at, e.to(tl.uint8), mask=there)
     v = through_fp8(q, codes.dtype.element_ty, FAST) * power_of_two(e)[:, :, None]
     return tl.reshape(v, [TILE_ROWS, TILE_COLUMNS])
@@ -247,111 +271,108 @@ def activation_forward_tile(
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
     TOP: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    row, column = tile_of(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     g = keep_tile(
         gate, gate_codes, gate_exponents, row, column,
         ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, TOP, FAST,
     )  # fmt: skip
-    a, _ = activation(g, NAME)
+    a, _ = activation(g, NAME, FAST)
     if GATED:
         a *= keep_tile(
             up, up_codes, up_exponents, row, column,
             ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, TOP, FAST,
         )  # fmt: skip
-    store_maximum(maxima, a, row, column, ROWS, COLUMNS, TILE_COLUMNS)
+    store_maximum(maxima, a, row, ROWS, COLUMNS, TILE_COLUMNS)
 
 
 @kernel
 def activation_cast_tile(
     gate_codes, gate_exponents, up_codes, up_exponents, scale, out,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, TRANSPOSED: tl.constexpr,
-    F8: tl.constexpr, FAST: tl.constexpr,
+    SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
-    row, column = tile_of(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    g = decoded_tile(
-        gate_codes, gate_exponents, row, column, ROWS, COLUMNS, SIZE, TILE_ROWS, TILE_COLUMNS
+    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    g = load_blocks(
+        gate_codes, gate_exponents, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE
     )
-    a, _ = activation(g, NAME)
+    a, _ = activation(g, NAME, FAST)
     if GATED:
-        a *= decoded_tile(
-            up_codes, up_exponents, row, column, ROWS, COLUMNS, SIZE, TILE_ROWS, TILE_COLUMNS
+        a *= load_blocks(
+            up_codes, up_exponents, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE
         )
     q = rounded(a * (1.0 / tl.load(scale)), F8[0], F8[1], F8[2], FAST).to(out.dtype.element_ty)
-    store_codes(q, out, out, row, column, ROWS, COLUMNS, not TRANSPOSED, TRANSPOSED)
-
-
-@kernel
-def gradients_of_tile(
-    da, gate_codes, gate_exponents, up_codes, up_exponents, row, column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    """The gradients of gate and up; without a gate the first is up's, the second of no use."""
-    here = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
-    at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-    d = tl.load(da + at, mask=here, other=0.0).to(tl.float32)
-    g = decoded_tile(
-        gate_codes, gate_exponents, row, column, ROWS, COLUMNS, SIZE, TILE_ROWS, TILE_COLUMNS
-    )
-    a, slope = activation(g, NAME)
-    d_up = d * a
-    if GATED:
-        d *= decoded_tile(
-            up_codes, up_exponents, row, column, ROWS, COLUMNS, SIZE, TILE_ROWS, TILE_COLUMNS
-        )
-    return d * slope, d_up
+    store_straight(q, out, row, column, ROWS, COLUMNS)
 
 
 @kernel
 def activation_bounds_tile(
-    da, gate_codes, gate_exponents, up_codes, up_exponents, first, second,
+    da, gate_exponents, up_exponents, first, second,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr,
+    SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    row, column = tile_of(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    d_gate, d_up = gradients_of_tile(
-        da, gate_codes, gate_exponents, up_codes, up_exponents, row, column,
-        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, NAME, GATED,
-    )  # fmt: skip
-    store_maximum(first, d_gate, row, column, ROWS, COLUMNS, TILE_COLUMNS)
+    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    d = tl.reshape(
+        load_tile(da, row, column, ROWS, COLUMNS), [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE]
+    )
+    d = tl.max(magnitude_bits(d), axis=2).to(tl.float32, bitcast=True)
+    gate = LARGEST * load_scales(gate_exponents, row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
+    value, slope = steepest(gate, NAME)
     if GATED:
-        store_maximum(second, d_up, row, column, ROWS, COLUMNS, TILE_COLUMNS)
+        store_maximum(second, d * value, row, ROWS, COLUMNS, TILE_COLUMNS)
+        d *= LARGEST * load_scales(up_exponents, row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
+    store_maximum(first, d * slope, row, ROWS, COLUMNS, TILE_COLUMNS)
 
 
 @kernel
 def activation_backward_tile(
-    da, gate_codes, gate_exponents, up_codes, up_exponents, first_scale, second_scale,
-    first, first_transposed, second, second_transposed,
+    da, gate_codes, gate_exponents, up_codes, up_exponents, scale, first_scale, second_scale,
+    again, first, first_transposed, second, second_transposed,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
-    FAST: tl.constexpr,
+    GRADIENT_F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    row, column = tile_of(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    d_gate, d_up = gradients_of_tile(
-        da, gate_codes, gate_exponents, up_codes, up_exponents, row, column,
-        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, NAME, GATED,
-    )  # fmt: skip
-    q = rounded(d_gate * (1.0 / tl.load(first_scale)), F8[0], F8[1], F8[2], FAST)
-    q = q.to(first.dtype.element_ty)
-    store_codes(q, first, first_transposed, row, column, ROWS, COLUMNS, True, True)
+    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    # Eight neighbours to a thread, not sixteen, which would fill its registers.
+    column = column // 8 * 8 + column % 8
+    d = load_tile(da, row, column, ROWS, COLUMNS)
+    g = load_blocks(
+        gate_codes, gate_exponents, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE
+    )
+    a, slope = activation(g, NAME, FAST)
     if GATED:
-        q = rounded(d_up * (1.0 / tl.load(second_scale)), F8[0], F8[1], F8[2], FAST)
-        q = q.to(first.dtype.element_ty)
-        store_codes(q, second, second_transposed, row, column, ROWS, COLUMNS, True, True)
+        q = rounded(
+            d * a * (1.0 / tl.load(second_scale)),
+            GRADIENT_F8[0], GRADIENT_F8[1], GRADIENT_F8[2], FAST,
+        ).to(second.dtype.element_ty)  # fmt: skip
+        store_straight(q, second, row, column, ROWS, COLUMNS)
+        store_transposed(q, second_transposed, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+        u = load_blocks(
+            up_codes, up_exponents, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE
+        )
+        a *= u
+        d *= u
+    q = rounded(
+        d * slope * (1.0 / tl.load(first_scale)),
+        GRADIENT_F8[0], GRADIENT_F8[1], GRADIENT_F8[2], FAST,
+    ).to(first.dtype.element_ty)  # fmt: skip
+    store_straight(q, first, row, column, ROWS, COLUMNS)
+    store_transposed(q, first_transposed, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    q = rounded(a * (1.0 / tl.load(scale)), F8[0], F8[1], F8[2], FAST).to(again.dtype.element_ty)
+    store_transposed(q, again, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
 
 
 @kernel
 def plain_backward_tile(
-    da, codes, exponents, codes_again, exponents_again, scale, scale_again,
-    straight, transposed,
+    da, codes, exponents, codes_again, exponents_again, scale, gradient_scale, scale_again,
+    again, straight, transposed,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
-    FAST: tl.constexpr,
+    GRADIENT_F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Without a gate there is one gradient only."""
     activation_backward_tile(
-        da, codes, exponents, codes_again, exponents_again, scale, scale_again,
-        straight, transposed, straight, transposed,
-        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, NAME, GATED, F8, FAST,
+        da, codes, exponents, codes_again, exponents_again, scale, gradient_scale, scale_again,
+        again, straight, transposed, straight, transposed,
+        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, NAME, GATED, F8, GRADIENT_F8, FAST,
     )  # fmt: skip

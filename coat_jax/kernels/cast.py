@@ -23,6 +23,7 @@ from coat_jax.kernels import dispatch
 from coat_jax.kernels.fp8 import rounded
 from coat_jax.kernels.launch import kernel, launch
 from coat_jax.kernels.rows import as_rows, over_rows
+from coat_jax.kernels.tiles import load_tile, store_straight, store_transposed, tile_of, tiles
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -57,7 +58,7 @@ def cast(
             scale,
             outputs=[jax.ShapeDtypeStruct(shapes[axes], dtype) for axes in results],
             aliases={},
-            programs=tiles(rows, columns),
+            programs=tiles(rows, columns, TILE_ROWS, TILE_COLUMNS),
             warps=WARPS,
             ROWS=rows,
             COLUMNS=columns,
@@ -74,52 +75,10 @@ def cast(
     return straight, outputs[-1].reshape(width, *rows_shape) if layout != "straight" else None
 
 
-def tiles(rows: int, columns: int) -> int:
-    """How many tiles cover an array."""
-    return -(-rows // TILE_ROWS) * -(-columns // TILE_COLUMNS)
-
-
 def rounding_of(dtype: DTypeLike) -> tuple[float, int, int]:
     """What a kernel needs to round to an FP8 format where the hardware does not."""
     fmt = format_of(dtype)
     return fmt.max, fmt.min_exponent, fmt.mantissa_bits
-
-
-@kernel
-def tile_of(
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-):
-    """The rows and columns of this program's tile; neighbouring programs share rows."""
-    across = (COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS
-    program = tl.program_id(0)
-    row = (program // across) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    column = (program % across) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    return row, column
-
-
-@kernel
-def store_codes(
-    codes,
-    straight,
-    transposed,
-    row,
-    column,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STRAIGHT: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):
-    """Stores a tile in the layouts that are asked for."""
-    here = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
-    if STRAIGHT:
-        at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-        tl.store(straight + at, codes, mask=here)
-    if TRANSPOSED:
-        at = column.to(tl.int64)[:, None] * ROWS + row[None, :]
-        tl.store(transposed + at, tl.trans(codes), mask=tl.trans(here))
 
 
 @kernel
@@ -137,12 +96,13 @@ def cast_tile(
     F8: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    row, column = tile_of(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    here = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
-    at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-    y = tl.load(x + at, mask=here, other=0.0).to(tl.float32) * (1.0 / tl.load(scale))
+    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    y = load_tile(x, row, column, ROWS, COLUMNS) * (1.0 / tl.load(scale))
     codes = rounded(y, F8[0], F8[1], F8[2], FAST).to(straight.dtype.element_ty)
-    store_codes(codes, straight, transposed, row, column, ROWS, COLUMNS, STRAIGHT, TRANSPOSED)
+    if STRAIGHT:
+        store_straight(codes, straight, row, column, ROWS, COLUMNS)
+    if TRANSPOSED:
+        store_transposed(codes, transposed, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
 
 
 @kernel

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from coat_jax.kernels.expansion import copysign, representable
+from coat_jax.kernels.expansion import copysign, exp2, reciprocal, representable
 from coat_jax.kernels.launch import kernel
 
 if TYPE_CHECKING:
@@ -76,45 +76,25 @@ def decoded(
 
 
 @kernel
-def decoded_tile(
-    codes, exponents, row, column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """A tile of blocks, in FP32."""
-    across: tl.constexpr = TILE_COLUMNS // SIZE
-    blocks: tl.constexpr = (COLUMNS + SIZE - 1) // SIZE
-    here = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
-    long_row = row.to(tl.int64)[:, None]
-    q = tl.load(codes + long_row * COLUMNS + column[None, :], mask=here, other=0.0)
-    block = tl.min(column, axis=0) // SIZE + tl.arange(0, across)
-    there = (row < ROWS)[:, None] & (block < blocks)[None, :]
-    e = tl.load(exponents + long_row * blocks + block[None, :], mask=there, other=127)
-    values = tl.reshape(q.to(tl.float32), [TILE_ROWS, across, SIZE])
-    values = values * power_of_two(e.to(tl.int32))[:, :, None]
-    return tl.reshape(values, [TILE_ROWS, TILE_COLUMNS])
+def sigmoid(x, FAST: tl.constexpr):
+    return reciprocal(1.0 + exp2(-1.4426950408889634 * x, FAST), FAST)
 
 
 @kernel
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@kernel
-def activation(x, NAME: tl.constexpr):
+def activation(x, NAME: tl.constexpr, FAST: tl.constexpr):
     """act(x), and its derivative."""
     if NAME == "silu":
-        s = sigmoid(x)
+        s = sigmoid(x, FAST)
         value = x * s
         slope = s + value * (1.0 - s)
     elif NAME == "gelu":
-        density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        density = 0.3989422804014327 * exp2(-0.7213475204444817 * x * x, FAST)
         cumulative = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
         value = x * cumulative
         slope = cumulative + x * density
     elif NAME == "gelu_tanh":
         inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-        s = sigmoid(inner)
+        s = sigmoid(inner, FAST)
         value = x * s
         slope = s + value * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     elif NAME == "relu":
@@ -124,3 +104,11 @@ def activation(x, NAME: tl.constexpr):
         slope = 2.0 * tl.maximum(x, 0.0)
         value = 0.25 * slope * slope
     return value, slope
+
+
+@kernel
+def steepest(m, NAME: tl.constexpr):
+    """The twin of `activation.steepest`."""
+    if NAME == "relu2":
+        return m * m, 2.0 * m
+    return m, 1.13

@@ -84,6 +84,18 @@ def normalize_backward(
     return dx * stats.inverse, dataclasses.replace(norm, scale=d_scale, shift=d_shift)
 
 
+def bound(norm: Norm, columns: int) -> Float[Array, ""]:
+    """What no magnitude in the norm of a row exceeds, whatever the row.
+
+    One member has at most all of the row's square sum: |y| <= sqrt(columns) |scale| + |shift|.
+    """
+    root = jnp.sqrt(jnp.float32(columns))
+    for parameter, largest in ((norm.scale, jnp.multiply), (norm.shift, jnp.add)):
+        if parameter is not None:
+            root = largest(root, jnp.max(jnp.abs(parameter)).astype(jnp.float32))
+    return root
+
+
 def _centered(x: Float[Array, "*rows D"], stats: Stats) -> Float[Array, "*rows D"]:
     x = x.astype(jnp.float32)
     return x if stats.mean is None else x - stats.mean

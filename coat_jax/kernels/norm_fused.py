@@ -1,11 +1,12 @@
-"""A norm between FP8 and FP8, in three passes over memory; the references are in `norm`.
+"""A norm between FP8 and FP8; the references are in `norm`.
 
-    norm_forward    x -> blocks, statistics, and the largest magnitude of each row of norm(x)
-    norm_cast       blocks, statistics -> norm(x) as one FP8 tensor, straight or transposed
-    norm_backward   blocks, statistics, gradients of norm(x) -> gradient of x, of scale and shift
+    norm_forward    x -> blocks, statistics, and norm(x) as one FP8 tensor
+    norm_cast       blocks, statistics -> norm(x) as one FP8 tensor, transposed
+    norm_backward   blocks, statistics, gradient of norm(x) -> gradient of x, of scale and shift
 
-The tensor's scale needs the maximum over all rows, hence two passes forward. The backward pass
-reads one byte an element where the norm's input would be two, and recomputes norm(x) from it.
+One pass forward: the tensor's scale comes from `norm.bound` and does not wait for the rows. The
+backward pass reads one byte an element where the norm's input would be two, and recomputes
+norm(x) from it.
 """
 
 from __future__ import annotations
@@ -23,18 +24,9 @@ from jaxtyping import Array, Float
 from coat_jax.blocks import Blocks
 from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
-from coat_jax.kernels.cast import (
-    TILE_COLUMNS,
-    TILE_ROWS,
-    Layout,
-    rounding_of,
-    store_codes,
-    tile_of,
-    tiles,
-)
+from coat_jax.kernels.cast import rounding_of
 from coat_jax.kernels.fp8 import (
     decoded,
-    decoded_tile,
     fitting_exponent,
     inverse_power,
     magnitude_bits,
@@ -45,41 +37,38 @@ from coat_jax.kernels.fp8 import (
 from coat_jax.kernels.launch import kernel, launch
 from coat_jax.kernels.norm import Norm, Stats
 from coat_jax.kernels.rows import as_rows, over_rows
+from coat_jax.kernels.tiles import load_blocks, store_transposed, tile_of, tiles
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 WIDEST = 16384  # columns that one program holds
+TILE_ROWS, TILE_COLUMNS = 64, 128  # of norm_cast
 ROWS_PER_SUM = 32  # rows whose contributions to a norm's parameters one program adds up
-MAX_GRADIENTS = 3
 
 
 def norm_forward(
-    x: Float[Array, "*rows D"], norm: Norm, dtype: DTypeLike, size: int
-) -> tuple[Blocks, Stats, Float[Array, "B S"]]:
-    """Blocks and statistics of `x`, with rows [B, S]; and the largest of each row of norm(x)."""
+    x: Float[Array, "*rows D"], norm: Norm, scale: Float[Array, ""], dtype: DTypeLike, size: int
+) -> tuple[Blocks, Stats, Array]:
+    """Blocks and statistics of `x`, with rows [B, S]; and norm(x) / scale as FP8 codes."""
     x = as_rows(x)
     require_width(x.shape[-1])
     layer = norm.kind == "layer"
 
-    def run(x: Array, *parameters: Array) -> list[Array]:
+    def run(x: Array, tensor_scale: Array, *parameters: Array) -> list[Array]:
         *rows, columns = x.shape
+        codes = jax.ShapeDtypeStruct(x.shape, dtype)
         numbers = jax.ShapeDtypeStruct((*rows, 1), jnp.float32)
-        outputs = [
-            jax.ShapeDtypeStruct(x.shape, dtype),
-            jax.ShapeDtypeStruct((*rows, -(-columns // size)), jnp.uint8),
-            numbers,
-            jax.ShapeDtypeStruct(tuple(rows), jnp.float32),
-            numbers,
-        ]
+        exponents = jax.ShapeDtypeStruct((*rows, -(-columns // size)), jnp.uint8)
         return launch(
             norm_forward_row,
             x,
+            tensor_scale,
             *_parameters(norm, parameters, x),
-            outputs=outputs,
+            outputs=[codes, exponents, numbers, numbers, codes],
             aliases={},
             programs=math.prod(rows),
-            warps=_warps(columns),
+            warps=min(_warps(columns), 8),
             COLUMNS=columns,
             WIDTH=_width(columns, size),
             SIZE=size,
@@ -93,29 +82,28 @@ def norm_forward(
         )
 
     given = _given(norm)
-    blocked = f"b s !d/{size}"
-    codes, exponents, inverse, amax, mean = over_rows(
+    row, number = "b s !d", "b s !one"
+    codes, exponents, inverse, mean, normed = over_rows(
         run,
-        [x, *given],
-        ["b s !d", *["!d"] * len(given)],
-        ["b s !d", blocked, "b s !one", "b s", "b s !one"],
+        [x, scale, *given],
+        [row, "", *["!d"] * len(given)],
+        [row, f"b s !d/{size}", number, number, row],
     )
-    return Blocks(codes, exponents), Stats(mean if layer else None, inverse), amax
+    return Blocks(codes, exponents), Stats(mean if layer else None, inverse), normed
 
 
 def norm_cast(
-    blocks: Blocks, stats: Stats, norm: Norm, scale: Float[Array, ""], size: int, layout: Layout
+    blocks: Blocks, stats: Stats, norm: Norm, scale: Float[Array, ""], size: int
 ) -> Array:
-    """norm(x) / scale as FP8 codes, in the format of the blocks: [B, S, D] or [D, B, S]."""
+    """norm(x) / scale as FP8 codes [D, B, S], in the format of the blocks."""
     given = _given(norm)
     moments = [stats.inverse] if stats.mean is None else [stats.inverse, stats.mean]
-    axes = "b s d" if layout == "straight" else "d b s"
 
     def run(codes: Array, exponents: Array, tensor_scale: Array, *rest: Array) -> list[Array]:
         *rows, columns = codes.shape
-        shape = codes.shape if layout == "straight" else (columns, *rows)
         count = len(moments)
         inverse, mean = rest[0], rest[count - 1]
+        tile_columns = max(TILE_COLUMNS, size)
         return launch(
             norm_cast_tile,
             codes,
@@ -124,9 +112,9 @@ def norm_cast(
             inverse,
             mean,
             *_parameters(norm, rest[count:], codes),
-            outputs=[jax.ShapeDtypeStruct(shape, codes.dtype)],
+            outputs=[jax.ShapeDtypeStruct((columns, *rows), codes.dtype)],
             aliases={},
-            programs=tiles(math.prod(rows), columns),
+            programs=tiles(math.prod(rows), columns, TILE_ROWS, tile_columns),
             warps=4,
             ROWS=math.prod(rows),
             COLUMNS=columns,
@@ -134,9 +122,8 @@ def norm_cast(
             LAYER=count == 2,
             HAS_SCALE=norm.scale is not None,
             HAS_SHIFT=norm.shift is not None,
-            TRANSPOSED=layout == "transposed",
             TILE_ROWS=TILE_ROWS,
-            TILE_COLUMNS=max(TILE_COLUMNS, size),
+            TILE_COLUMNS=tile_columns,
             F8=rounding_of(codes.dtype),
             FAST=not dispatch.interpreting(),
         )
@@ -145,7 +132,7 @@ def norm_cast(
         run,
         [blocks.codes, blocks.exponents, scale, *moments, *given],
         ["b s d", f"b s d/{size}", "", *["b s !one"] * len(moments), *["d"] * len(given)],
-        [axes],
+        ["d b s"],
     )
     return result
 
@@ -154,46 +141,40 @@ def norm_backward(
     blocks: Blocks,
     stats: Stats,
     norm: Norm,
-    gradients: Sequence[Float[Array, "B S D"]],
+    dn: Float[Array, "B S D"],
     residual: Float[Array, "B S D"] | None,
     size: int,
-    dtype: DTypeLike,
 ) -> tuple[Float[Array, "B S D"], Norm]:
-    """The gradient of x, the residual's added, and those of what the norm learns.
+    """The gradient of x, in dn's dtype, and those of what the norm learns.
 
     Args:
         blocks: what was kept of x.
         stats: its statistics.
         norm: the norm.
-        gradients: up to three, whose sum is the gradient of norm(x).
-        residual: added to the result, or None.
+        dn: the gradient of norm(x).
+        residual: added to the gradient of x, or None.
         size: of the blocks.
-        dtype: of the result.
     """
-    if not 1 <= len(gradients) <= MAX_GRADIENTS:
-        raise ValueError(f"norm_backward adds up 1 to {MAX_GRADIENTS} gradients.")
-    given = [] if norm.scale is None else [norm.scale]
     moments = [stats.inverse] if stats.mean is None else [stats.inverse, stats.mean]
     extra = [] if residual is None else [residual]
-    learns = norm.scale is not None, norm.shift is not None
+    scale = [] if norm.scale is None else [norm.scale]
+    learned = [p for p in (norm.scale, norm.shift) if p is not None]
     sums = math.gcd(blocks.codes.shape[1], ROWS_PER_SUM)
 
-    def run(codes: Array, exponents: Array, *rest: Array) -> list[Array]:
+    def run(codes: Array, exponents: Array, dn: Array, *rest: Array) -> list[Array]:
         *rows, columns = codes.shape
         moment, rest = rest[: len(moments)], rest[len(moments) :]
-        dy, rest = rest[: len(gradients)], rest[len(gradients) :]
-        added = rest[0] if extra else dy[0]
         partial = jax.ShapeDtypeStruct((rows[0], rows[1] // sums, columns), jnp.float32)
         return launch(
-            norm_backward_rows,
+            NORM_BACKWARD[len(learned)],
             codes,
             exponents,
+            dn,
             moment[0],
             moment[-1],
-            *(dy[min(i, len(dy) - 1)] for i in range(MAX_GRADIENTS)),
-            added,
-            rest[-1] if given else moment[0],
-            outputs=[jax.ShapeDtypeStruct(codes.shape, dtype), *[partial] * 2],
+            rest[0] if extra else dn,
+            rest[-1] if scale else dn,
+            outputs=[jax.ShapeDtypeStruct(codes.shape, dn.dtype), *[partial] * len(learned)],
             aliases={},
             programs=math.prod(rows) // sums,
             warps=_warps(columns),
@@ -201,32 +182,33 @@ def norm_backward(
             WIDTH=_width(columns, size),
             SIZE=size,
             SUMS=sums,
-            GRADIENTS=len(gradients),
             RESIDUAL=bool(extra),
             LAYER=len(moments) == 2,
-            HAS_SCALE=learns[0],
-            HAS_SHIFT=learns[1],
+            HAS_SCALE=norm.scale is not None,
+            HAS_SHIFT=norm.shift is not None,
         )
 
     rows = "b s !d"
-    sharded = f"b s/{sums} !d"
-    dx, d_scale, d_shift = over_rows(
+    dx, *sums_of_rows = over_rows(
         run,
-        [blocks.codes, blocks.exponents, *moments, *gradients, *extra, *given],
+        [blocks.codes, blocks.exponents, dn, *moments, *extra, *scale],
         [
             rows,
             f"b s !d/{size}",
+            rows,
             *["b s !one"] * len(moments),
-            *[rows] * (len(gradients) + len(extra)),
-            *["!d"] * len(given),
+            *[rows] * len(extra),
+            *["!d"] * len(scale),
         ],
-        [rows, sharded, sharded],
+        [rows, *[f"b s/{sums} !d"] * len(learned)],
     )
-    summed = [
-        None if parameter is None else jnp.sum(part, axis=(0, 1)).astype(parameter.dtype)
-        for parameter, part in ((norm.scale, d_scale), (norm.shift, d_shift))
+    gradients = [
+        jnp.sum(part, axis=(0, 1)).astype(parameter.dtype)
+        for parameter, part in zip(learned, sums_of_rows, strict=True)
     ]
-    return dx, dataclasses.replace(norm, scale=summed[0], shift=summed[1])
+    d_scale = None if norm.scale is None else gradients[0]
+    d_shift = None if norm.shift is None else gradients[-1]
+    return dx, dataclasses.replace(norm, scale=d_scale, shift=d_shift)
 
 
 def require_width(columns: int) -> None:
@@ -254,8 +236,8 @@ def _width(columns: int, size: int) -> int:
 
 
 def _warps(columns: int) -> int:
-    """About 16 columns per thread."""
-    return min(max(_width(columns, 1) // 512, 1), 16)
+    """About 8 columns per thread."""
+    return min(max(_width(columns, 1) // 256, 1), 16)
 
 
 # --- Kernels ---------------------------------------------------------------------------------
@@ -263,7 +245,7 @@ def _warps(columns: int) -> int:
 
 @kernel
 def norm_forward_row(
-    x, scale, shift, codes, exponents, inverse, amax, mean,
+    x, tensor_scale, scale, shift, codes, exponents, inverse, mean, normed,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, LAYER: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, EPS: tl.constexpr, F8: tl.constexpr,
     TOP: tl.constexpr, FAST: tl.constexpr,
@@ -297,19 +279,19 @@ def norm_forward_row(
         v = v * tl.load(scale + lane, mask=here, other=0.0).to(tl.float32)
     if HAS_SHIFT:
         v = v + tl.load(shift + lane, mask=here, other=0.0).to(tl.float32)
-    largest = tl.max(tl.where(here, magnitude_bits(v), 0), axis=0)
-    tl.store(amax + row, largest.to(tl.float32, bitcast=True))
+    v = rounded(v * (1.0 / tl.load(tensor_scale)), F8[0], F8[1], F8[2], FAST)
+    tl.store(normed + row * COLUMNS + lane, v.to(normed.dtype.element_ty), mask=here)
 
 
 @kernel
 def norm_cast_tile(
     codes, exponents, tensor_scale, inverse, mean, scale, shift, out,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, LAYER: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    row, column = tile_of(ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    v = decoded_tile(codes, exponents, row, column, ROWS, COLUMNS, SIZE, TILE_ROWS, TILE_COLUMNS)
+    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    v = load_blocks(codes, exponents, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE)
     if LAYER:
         v = v - tl.load(mean + row, mask=row < ROWS, other=0.0)[:, None]
     v = v * tl.load(inverse + row, mask=row < ROWS, other=0.0)[:, None]
@@ -320,15 +302,14 @@ def norm_cast_tile(
     q = rounded(v * (1.0 / tl.load(tensor_scale)), F8[0], F8[1], F8[2], FAST).to(
         out.dtype.element_ty
     )
-    store_codes(q, out, out, row, column, ROWS, COLUMNS, not TRANSPOSED, TRANSPOSED)
+    store_transposed(q, out, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
 
 
 @kernel
 def norm_backward_rows(
-    codes, exponents, inverse, mean, dy0, dy1, dy2, residual, scale, dx, d_scale, d_shift,
+    codes, exponents, dn, inverse, mean, residual, scale, dx, d_scale, d_shift,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SUMS: tl.constexpr,
-    GRADIENTS: tl.constexpr, RESIDUAL: tl.constexpr, LAYER: tl.constexpr, HAS_SCALE: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
+    RESIDUAL: tl.constexpr, LAYER: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
 ):  # fmt: skip
     lane = tl.arange(0, WIDTH)
     here = lane < COLUMNS
@@ -345,23 +326,50 @@ def norm_backward_rows(
             unit = tl.where(here, unit - tl.load(mean + row), 0.0)
         factor = tl.load(inverse + row)
         unit = unit * factor
-        dy = tl.load(dy0 + at, mask=here, other=0.0).to(tl.float32)
-        if GRADIENTS > 1:
-            dy += tl.load(dy1 + at, mask=here, other=0.0).to(tl.float32)
-        if GRADIENTS > 2:
-            dy += tl.load(dy2 + at, mask=here, other=0.0).to(tl.float32)
+        d = tl.load(dn + at, mask=here, other=0.0).to(tl.float32)
         if HAS_SHIFT:
-            for_shift += dy
+            for_shift += d
         if HAS_SCALE:
-            for_scale += dy * unit
-            dy = dy * weight
-        result = dy - unit * (tl.sum(dy * unit, axis=0) / COLUMNS)
+            for_scale += d * unit
+            d = d * weight
+        result = d - unit * (tl.sum(d * unit, axis=0) / COLUMNS)
         if LAYER:
-            result = result - tl.sum(dy, axis=0) / COLUMNS
+            result = result - tl.sum(d, axis=0) / COLUMNS
         result = result * factor
         if RESIDUAL:
             result += tl.load(residual + at, mask=here, other=0.0).to(tl.float32)
         tl.store(dx + at, result.to(dx.dtype.element_ty), mask=here)
     at = program * COLUMNS + lane
-    tl.store(d_scale + at, for_scale, mask=here)
-    tl.store(d_shift + at, for_shift, mask=here)
+    if HAS_SCALE:
+        tl.store(d_scale + at, for_scale, mask=here)
+    if HAS_SHIFT:
+        tl.store(d_shift + at, for_shift, mask=here)
+
+
+@kernel
+def norm_backward_rows_one(
+    codes, exponents, dn, inverse, mean, residual, scale, dx, learned,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SUMS: tl.constexpr,
+    RESIDUAL: tl.constexpr, LAYER: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Where the norm learns one thing."""
+    norm_backward_rows(
+        codes, exponents, dn, inverse, mean, residual, scale, dx, learned, learned,
+        COLUMNS, WIDTH, SIZE, SUMS, RESIDUAL, LAYER, HAS_SCALE, HAS_SHIFT,
+    )  # fmt: skip
+
+
+@kernel
+def norm_backward_rows_none(
+    codes, exponents, dn, inverse, mean, residual, scale, dx,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SUMS: tl.constexpr,
+    RESIDUAL: tl.constexpr, LAYER: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Where it learns nothing."""
+    norm_backward_rows(
+        codes, exponents, dn, inverse, mean, residual, scale, dx, dx, dx,
+        COLUMNS, WIDTH, SIZE, SUMS, RESIDUAL, LAYER, HAS_SCALE, HAS_SHIFT,
+    )  # fmt: skip
+
+
+NORM_BACKWARD = (norm_backward_rows_none, norm_backward_rows_one, norm_backward_rows)

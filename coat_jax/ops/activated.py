@@ -1,7 +1,7 @@
 """The activation between two linear layers: from their outputs to the next product, and back.
 
     forward     hidden -> kept (blocks), scale -> a = act(kept) in FP8, straight
-    backward    kept, scale -> a in FP8, transposed;  da -> gradients of hidden in FP8
+    backward    kept, scale, da -> a in FP8, transposed; the gradients of hidden in FP8
 
 Hidden is (gate, up) or (up,). Each function is jnp, or a kernel where `mode.fused`.
 """
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.blocks import Blocks
@@ -24,7 +23,7 @@ from coat_jax.kernels.activation_fused import (
 )
 from coat_jax.kernels.gemm import Operand
 from coat_jax.ops.keep import Kept, keep, restore
-from coat_jax.ops.projection import Mode
+from coat_jax.ops.projection import Mode, gradient_operand
 
 
 class Activated(NamedTuple):
@@ -43,7 +42,7 @@ def activated(
         size = precision.block or 1
         blocks, maxima = activation_forward(hidden, act, precision.forward, size)
         scale = gemm.tensor_scale(jnp.max(maxima), precision.forward)
-        codes = activation_cast(blocks, act, scale, size, "straight")
+        codes = activation_cast(blocks, act, scale, size)
         return Activated(blocks, scale), Operand(codes, None, scale)
     kept = tuple(keep(h, precision.forward, precision.block) for h in hidden)
     a = activate(_values(kept, mode), act)
@@ -53,34 +52,25 @@ def activated(
     return Activated(kept, operand.scale), operand
 
 
-def activated_operand(result: Activated, act: Activation, mode: Mode, dtype: DTypeLike) -> Operand:
-    """The activation again, from what was kept, for the gradient of the weight after it."""
-    hidden, scale = result
-    if scale is None or mode.format is None:
-        return Operand(activate(_values(hidden, mode), act).astype(dtype), None, None)
-    if mode.fused:
-        size = mode.precision.block or 1
-        codes = activation_cast(_blocks(hidden), act, scale, size, "transposed")
-        return Operand(None, codes, scale)
-    a = activate(_values(hidden, mode), act)
-    return gemm.scaled(a, scale, mode.format, "transposed", mode.implementation)
-
-
-def activated_gradients(
+def activated_backward(
     result: Activated, da: Float[Array, "B S F"], act: Activation, mode: Mode
-) -> list[Operand]:
-    """The gradients of hidden as the products take them."""
-    if mode.fused:
-        blocks, size = _blocks(result.hidden), mode.precision.block or 1
+) -> tuple[Operand, list[Operand]]:
+    """The activation again and the gradients of hidden, as the products take them."""
+    hidden, scale = result
+    if mode.fused and scale is not None:
+        blocks, size, dtype = _blocks(hidden), mode.precision.block or 1, mode.precision.backward
         bounds = activation_bounds(blocks, da, act, size)
-        dtype = mode.precision.backward
-        scales = [gemm.tensor_scale(jnp.max(maxima), dtype) for maxima in bounds]
-        codes = activation_backward(blocks, da, act, scales, size, dtype)
-        return [Operand(*pair, scale) for pair, scale in zip(codes, scales, strict=True)]
-    gradients = gradient_values(result, da, act, mode)
-    if mode.gradient_format is None:
-        gradients = tuple(d.astype(da.dtype) for d in gradients)
-    return [gemm.operand(d, mode.gradient_format, "both", mode.implementation) for d in gradients]
+        scales = [gemm.tensor_scale(jnp.max(bound), dtype) for bound in bounds]
+        again, codes = activation_backward(blocks, da, act, scale, scales, size, dtype)
+        gradients = [Operand(*pair, s) for pair, s in zip(codes, scales, strict=True)]
+        return Operand(None, again, scale), gradients
+    a = activate(_values(hidden, mode), act)
+    values = gradient_values(result, da, act, mode)
+    if scale is None or mode.format is None:
+        gradients = [Operand(d.astype(da.dtype), None, None) for d in values]
+        return Operand(a.astype(da.dtype), None, None), gradients
+    gradients = [gradient_operand(d, mode) for d in values]
+    return gemm.scaled(a, scale, mode.format, "transposed", mode.implementation), gradients
 
 
 def gradient_values(

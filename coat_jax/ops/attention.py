@@ -4,40 +4,37 @@
     y = o w + b
 
     attention_block    attention keeps                             attention_linear adds
-    None               q, k, v, o as they come, and what cuDNN     nothing: o again
-                       needs (log-sum-exp)
-    16, 32, ..         q, k, v in FP8 blocks                       nothing: o is computed again
+    None               q, k, v, o as they come                     nothing: o again
+    16, 32, ..         q, k, v, o in FP8 blocks                    nothing: o again
 
-Recomputing o costs a second forward pass, a fifth of attention's time, and saves its
-memory. On a GPU attention is cuDNN's, in 16 bits; elsewhere XLA's.
+and, with cuDNN, the log-sum-exp of each row.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from coat_jax.kernels.dispatch import Implementation
+from coat_jax.ops.attended import Attended, Attention, Backend, attended, attended_again
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_layers, require_real
-from coat_jax.ops.keep import keep, restore
+from coat_jax.ops.keep import restore
 from coat_jax.ops.projection import (
     Mode,
     Scales,
     as_operand,
     bias_gradients,
     gradient_operand,
+    input_gradient,
     mode_of,
     project,
-    project_backward,
-    total,
+    weight_gradients,
 )
 from coat_jax.precision import COAT, Precision, precision_of
 
-Backend = Literal["cudnn", "xla"]
 MAX_CUDNN_HEAD = 128
 
 
@@ -107,14 +104,6 @@ def attention_linear(
     return _attention_linear((settings, mode), q, k, v, segments, weight, bias)
 
 
-class _Settings(NamedTuple):
-    causal: bool
-    window: int | None
-    scale: float
-    precision: Precision
-    backend: Backend
-
-
 def _settings(
     q: Array,
     k: Array,
@@ -125,7 +114,7 @@ def _settings(
     scale: float | None,
     precision: Precision | str,
     backend: Backend | None,
-) -> _Settings:
+) -> Attention:
     """The checked settings."""
     for array in (q, k, v):
         require_real("attention", array)
@@ -157,77 +146,27 @@ def _settings(
             f'not {head_dim}. Use backend="xla".'
         )
     scale = head_dim**-0.5 if scale is None else scale
-    return _Settings(causal, window, scale, precision_of(precision), backend)
-
-
-def _attend(settings: _Settings, segments: Array | None) -> Callable[..., Array]:
-    """Attention as a function of q, k and v."""
-    mask: Bool[Array, "B 1 S S"] | None = None
-    if segments is not None:
-        mask = (segments[:, :, None] == segments[:, None, :])[:, None]
-    return partial(
-        jax.nn.dot_product_attention,
-        mask=mask,
-        scale=settings.scale,
-        is_causal=settings.causal,
-        local_window_size=None if settings.window is None else (settings.window - 1, 0),
-        implementation=settings.backend,
-    )
-
-
-class _Heads(NamedTuple):
-    """q, k, v as they were kept, and how to come by o and its gradient."""
-
-    kept: Any  # FP8 blocks, or the arrays
-    output: Array | None  # None where it is computed again
-    pull: Any  # o's gradient to those of q, k and v; None likewise
-
-
-def _attend_and_keep(
-    settings: _Settings, q: Array, k: Array, v: Array, segments: Array | None
-) -> tuple[Array, _Heads]:
-    block = settings.precision.attention_block
-    kept = tuple(keep(x, settings.precision.forward, block) for x in (q, k, v))
-    values = [restore(x, q.dtype, block) for x in kept]
-    attend = _attend(settings, segments)
-    if block is None and settings.backend == "cudnn":
-        # cuDNN's own residuals: q, k, v, o and the log-sum-exp.
-        o, pull = jax.vjp(attend, *values)
-        return o, _Heads((), o, pull)
-    o = attend(*values)
-    return o, _Heads(kept, o if block is None else None, None)
-
-
-def _attend_again(
-    settings: _Settings, heads: _Heads, segments: Array | None, dtype: Any
-) -> tuple[Array, Callable[[Array], tuple[Array, Array, Array]]]:
-    """o, and its pullback."""
-    if heads.output is not None and heads.pull is not None:
-        return heads.output, heads.pull
-    block = settings.precision.attention_block
-    values = [restore(x, dtype, block) for x in heads.kept]
-    o, pull = jax.vjp(_attend(settings, segments), *values)
-    return (o if heads.output is None else heads.output), pull
+    return Attention(causal, window, scale, precision_of(precision), backend)
 
 
 # --- attention -------------------------------------------------------------------------------
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(settings: _Settings, q: Array, k: Array, v: Array, segments: Array | None) -> Array:
+def _attention(settings: Attention, q: Array, k: Array, v: Array, segments: Array | None) -> Array:
     return _attention_forward(settings, q, k, v, segments)[0]
 
 
 def _attention_forward(
-    settings: _Settings, q: Array, k: Array, v: Array, segments: Array | None
+    settings: Attention, q: Array, k: Array, v: Array, segments: Array | None
 ) -> Any:
-    o, heads = _attend_and_keep(settings, q, k, v, segments)
-    return o, (heads, segments)
+    o, kept = attended(settings, q, k, v, segments)
+    return o, (kept, segments)
 
 
-def _attention_backward(settings: _Settings, residuals: Any, gradient: Array) -> Any:
-    def backward(heads: _Heads, segments: Array | None, do: Array) -> Any:
-        _, pull = _attend_again(settings, heads, segments, do.dtype)
+def _attention_backward(settings: Attention, residuals: Any, gradient: Array) -> Any:
+    def backward(kept: Attended, segments: Array | None, do: Array) -> Any:
+        _, pull = attended_again(settings, kept, segments, do.dtype)
         return *pull(do), None
 
     rounds = settings.precision.attention_block is not None
@@ -242,7 +181,7 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention_linear(
-    static: tuple[_Settings, Mode],
+    static: tuple[Attention, Mode],
     q: Array,
     k: Array,
     v: Array,
@@ -254,7 +193,7 @@ def _attention_linear(
 
 
 def _attention_linear_forward(
-    static: tuple[_Settings, Mode],
+    static: tuple[Attention, Mode],
     q: Array,
     k: Array,
     v: Array,
@@ -263,31 +202,32 @@ def _attention_linear_forward(
     bias: Array | None,
 ) -> Any:
     settings, mode = static
-    o, heads = _attend_and_keep(settings, q, k, v, segments)
+    _, kept = attended(settings, q, k, v, segments)
+    o = restore(kept.output, q.dtype, settings.precision.attention_block)
     n = as_operand(_joined(o), q.dtype, mode)
     (y,), scales = project(n, (weight,), (bias,), q.dtype, mode)
-    return y, (heads, segments, weight, scales, bias)
+    return y, (kept, segments, weight, scales, bias)
 
 
 def _attention_linear_backward(
-    static: tuple[_Settings, Mode], residuals: Any, gradient: Array
+    static: tuple[Attention, Mode], residuals: Any, gradient: Array
 ) -> Any:
     settings, mode = static
 
     def backward(
-        heads: _Heads,
+        kept: Attended,
         segments: Array | None,
         weight: Array,
         scales: Scales,
         bias: Array | None,
         dy: Array,
     ) -> Any:
-        o, pull = _attend_again(settings, heads, segments, dy.dtype)
+        o, pull = attended_again(settings, kept, segments, dy.dtype)
         n = as_operand(_joined(o), dy.dtype, mode, "transposed")
         g = [gradient_operand(dy, mode)]
-        shares, (d_weight,) = project_backward(n, (weight,), scales, g, dy.dtype, mode)
+        do = input_gradient((weight,), scales, g, o.dtype, mode).reshape(o.shape)
+        (d_weight,) = weight_gradients(n, (weight,), g)
         (d_bias,) = bias_gradients((bias,), (dy,))
-        do = total(shares).reshape(o.shape).astype(o.dtype)
         return *pull(do), None, d_weight, d_bias
 
     rounds = settings.precision.fp8_linear or settings.precision.attention_block is not None

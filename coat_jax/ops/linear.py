@@ -31,10 +31,10 @@ from coat_jax.ops.projection import (
     as_operand,
     bias_gradients,
     gradient_operand,
+    input_gradient,
     mode_of,
     project,
-    project_backward,
-    total,
+    weight_gradients,
 )
 from coat_jax.precision import COAT, Precision
 
@@ -116,8 +116,8 @@ def _linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any:
     ) -> Any:
         dtype = gradients[0].dtype
         g = [gradient_operand(dy, mode) for dy in gradients]
-        shares, d_weights = project_backward(n, weights, scales, g, dtype, mode)
-        return total(shares).astype(dtype), d_weights, bias_gradients(biases, gradients)
+        dx = input_gradient(weights, scales, g, dtype, mode)
+        return dx, weight_gradients(n, weights, g), bias_gradients(biases, gradients)
 
     rounds = mode.precision.fp8_linear
     return run_backward(backward, residuals, gradients, name="linear", rounds=rounds)
@@ -152,8 +152,9 @@ def _norm_linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any
         dtype = gradients[0].dtype
         n = normed_operand(kept, norm, mode, dtype)
         g = [gradient_operand(dy, mode) for dy in gradients]
-        shares, d_weights = project_backward(n, weights, scales, g, dtype, mode)
-        dx, d_norm = normed_gradient(kept, norm, shares, None, mode, dtype)
+        dn = input_gradient(weights, scales, g, dtype, mode)
+        dx, d_norm = normed_gradient(kept, norm, dn, None, mode)
+        d_weights = weight_gradients(n, weights, g)
         return dx, d_norm, d_weights, bias_gradients(biases, gradients)
 
     rounds = rounds_rows(mode.precision)

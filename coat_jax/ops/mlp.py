@@ -20,8 +20,7 @@ from coat_jax.kernels.rows import as_rows
 from coat_jax.ops.activated import (
     Activated,
     activated,
-    activated_gradients,
-    activated_operand,
+    activated_backward,
     gradient_values,
 )
 from coat_jax.ops.backward import rounds_rows, run_backward
@@ -34,9 +33,10 @@ from coat_jax.ops.projection import (
     Weights,
     bias_gradients,
     gradient_operand,
+    input_gradient,
     mode_of,
     project,
-    project_backward,
+    weight_gradients,
 )
 from coat_jax.precision import COAT, Precision
 
@@ -184,20 +184,19 @@ def _backward(settings: _Settings, kept: _Kept, gradient: Array) -> Any:
 
     def backward(k: _Kept, dy: Array) -> Any:
         dtype = dy.dtype
-        a = activated_operand(k.hidden, act, mode, dtype)
         g = [gradient_operand(dy, mode)]
-        (da,), (d_down,) = project_backward(a, (k.down,), k.scales[-1:], g, dtype, mode)
+        da = input_gradient((k.down,), k.scales[-1:], g, dtype, mode)
+        a, d_hidden = activated_backward(k.hidden, da, act, mode)
+        (d_down,) = weight_gradients(a, (k.down,), g)
         (d_down_bias,) = bias_gradients((k.down_bias,), (dy,))
 
+        dn = input_gradient(k.weights, k.scales[:-1], d_hidden, dtype, mode)
         n = normed_operand(k.x, k.norm, mode, dtype)
-        g = activated_gradients(k.hidden, da, act, mode)
-        shares, d_weights = project_backward(n, k.weights, k.scales[:-1], g, dtype, mode)
+        d_weights = weight_gradients(n, k.weights, d_hidden)
         d_biases = k.biases
         if any(bias is not None for bias in k.biases):
             d_biases = bias_gradients(k.biases, gradient_values(k.hidden, da, act, mode))
-
-        beside = dy if residual else None
-        dx, d_norm = normed_gradient(k.x, k.norm, shares, beside, mode, dtype)
+        dx, d_norm = normed_gradient(k.x, k.norm, dn, dy if residual else None, mode)
         return dx, d_norm, d_weights, d_biases, d_down, d_down_bias
 
     return run_backward(backward, (kept,), gradient, name=name, rounds=rounds_rows(mode.precision))

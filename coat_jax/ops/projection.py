@@ -8,6 +8,7 @@ Weights are rounded anew in the backward pass, with the scales of the forward pa
 codes would cost a byte a parameter.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -86,24 +87,27 @@ def project(
     return tuple(outputs), tuple(scales)
 
 
-def project_backward(
-    n: Operand,
-    weights: Weights,
-    scales: Scales,
-    gradients: Sequence[Operand],
-    dtype: DTypeLike,
-    mode: Mode,
-) -> tuple[list[Float[Array, "*rows K"]], Weights]:
-    """Returns each layer's share of the input's gradient, and the gradients of the weights."""
-    shares, d_weights = [], []
-    for weight, scale, g in zip(weights, scales, gradients, strict=True):
+def input_gradient(
+    weights: Weights, scales: Scales, gradients: Sequence[Operand], dtype: DTypeLike, mode: Mode
+) -> Float[Array, "*rows K"]:
+    """The gradient of the common input. On a GPU each product is added within the next GEMM."""
+
+    def share(weight: Array, scale: Array | None, g: Operand) -> Array:
         if scale is None or mode.format is None:
             w = Operand(weight.astype(dtype), None, None)
         else:
             w = gemm.scaled(weight, scale, mode.format, "straight", mode.implementation)
-        shares.append(gemm.product_transposed(g, w, dtype))
-        d_weights.append(gemm.outer_product(n, g, weight.dtype))
-    return shares, tuple(d_weights)
+        return gemm.product_transposed(g, w, dtype)
+
+    # XLA looks for the GEMM that takes the sum in on the left first.
+    return functools.reduce(lambda sum_, new: new + sum_, map(share, weights, scales, gradients))
+
+
+def weight_gradients(n: Operand, weights: Weights, gradients: Sequence[Operand]) -> Weights:
+    """The gradients of the weights, each in its weight's dtype."""
+    return tuple(
+        gemm.outer_product(n, g, weight.dtype) for weight, g in zip(weights, gradients, strict=True)
+    )
 
 
 def bias_gradients(biases: Biases, gradients: Sequence[Float[Array, "*rows N"]]) -> Biases:
@@ -112,12 +116,6 @@ def bias_gradients(biases: Biases, gradients: Sequence[Float[Array, "*rows N"]])
         None if bias is None else _sum_of_rows(dy).astype(bias.dtype)
         for bias, dy in zip(biases, gradients, strict=True)
     )
-
-
-def total(shares: Sequence[Float[Array, "*rows K"]]) -> Float[Array, "*rows K"]:
-    """The sum, in FP32."""
-    first, *others = (share.astype(jnp.float32) for share in shares)
-    return sum(others, first)
 
 
 def _sum_of_rows(dy: Float[Array, "*rows N"]) -> Float[Array, "N"]:

@@ -81,16 +81,20 @@ def other_products(program):
 
 
 @IMPLEMENTATIONS
-@pytest.mark.parametrize(
-    ("precision", "attentions"), [(coat.FP8_LINEAR, 1), (coat.COAT, 1), (coat.COAT_LEAN, 2)]
-)
-def test_every_product_of_a_layer_is_in_fp8(precision, attentions, implementation):
-    """Seven weights, three products each; COAT_LEAN computes attention forward a second time."""
-    program = compile_layer(hopper_mesh((4,), ("x",)), precision, implementation, ALONE)
+@pytest.mark.parametrize("preset", ["FP8_LINEAR", "COAT", "COAT_LEAN"])
+def test_every_product_of_a_layer_is_in_fp8(preset, implementation):
+    """Seven weights, three products each; attention once forward, once backward."""
+    program = compile_layer(hopper_mesh((4,), ("x",)), getattr(coat, preset), implementation, ALONE)
     assert fp8_products(program) == 21
     assert other_products(program) == 0
-    assert program.count('custom_call_target="__cudnn$fmhaSoftmax"') == attentions
+    assert program.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
     assert program.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
+
+
+def test_sums_of_products_are_taken_in_by_the_products():
+    """Two residual sums forward; backward one for gate and up, two for query, key and value."""
+    program = compile_layer(hopper_mesh((4,), ("x",)), coat.COAT, "triton", ALONE)
+    assert program.count('"beta":1') == 5
 
 
 def test_in_full_precision_no_product_is_in_fp8():

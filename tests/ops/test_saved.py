@@ -66,10 +66,8 @@ def test_a_layer_keeps_what_the_table_says(name):
 
     statistics = 4 * ROWS
     norm_qkv = elements(ROWS, WIDTH, block) + statistics
-    heads = HEADS + 2 * (HEADS // 2)  # of q, k and v
+    heads = 2 * HEADS + 2 * (HEADS // 2)  # of q and o, k and v
     attention = elements(ROWS * heads, HEAD_DIM, attention_block)
-    if attention_block is None:
-        attention += elements(ROWS, WIDTH, None)  # o
     mlp = elements(ROWS, WIDTH, block) + statistics + 2 * elements(ROWS, FFN, block)
     positions = 4 * S  # once for q and k
     want = norm_qkv + attention + mlp + positions
@@ -94,7 +92,7 @@ def test_what_a_layer_saves_in_units_of_its_input():
     narrow = 17 / 32
     assert units["bf16"] == units["fp8_linear"] == 10.5
     assert units["coat"] == 3 + 7.5 * narrow
-    assert units["coat_lean"] == (2 + 7.5) * narrow
+    assert units["coat_lean"] == (3 + 7.5) * narrow
 
 
 @presets
@@ -148,7 +146,7 @@ def test_larger_blocks_keep_fewer_exponents(size):
         return ops.attention(*qkv, precision=precision)
 
     heads = [activations(B, S, n, 128) for n in (4, 2, 2)]
-    assert kept_bytes(attend, heads) == ROWS * 8 * (128 + 128 // size)
+    assert kept_bytes(attend, heads) == ROWS * (4 + 2 + 2 + 4) * (128 + 128 // size)  # q, k, v, o
 
 
 def test_attention_linear_keeps_no_more_than_attention_by_itself():
