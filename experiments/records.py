@@ -64,12 +64,12 @@ def write(path: str | Path, figures: dict[str, Any]) -> None:
 
 def parents() -> dict[str, Any]:
     """What made the figures of this process: the script, the code, the machine, the day."""
+    copied = os.environ.get("COMMIT")  # where the code was copied without its history
     head = _git("rev-parse", "--verify", "--quiet", "HEAD")
     return {
         "script": _script(),
-        # COMMIT names it where the code was copied without its history.
-        "commit": head or os.environ.get("COMMIT"),
-        "dirty": None if head is None else _git("status", "--porcelain") != "",
+        "commit": copied or head,
+        "dirty": None if copied or head is None else _git("status", "--porcelain") != "",
         "hardware": {
             "device": jax.devices()[0].device_kind,
             "devices": jax.device_count(),

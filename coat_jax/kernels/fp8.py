@@ -110,5 +110,7 @@ def activation(x, NAME: tl.constexpr, FAST: tl.constexpr):
 def steepest(m, NAME: tl.constexpr):
     """The twin of `activation.steepest`."""
     if NAME == "relu2":
-        return m * m, 2.0 * m
-    return m, 1.13
+        value, slope = m * m, 2.0 * m
+    else:
+        value, slope = m, 1.13
+    return value, slope

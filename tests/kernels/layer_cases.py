@@ -18,6 +18,7 @@ from coat_jax.kernels import activation, activation_fused, gemm, norm, norm_fuse
 from coat_jax.kernels.cast import cast, cast_reference
 
 SLACK = 0.01
+FAR_FROM_ZERO = 57344 * 2.0**-19  # what is left of derivatives of activations there
 SMALL = [(2, 6, 72), (1, 70, 160), (3, 5, 130)]  # no multiple of a tile, a block or a warp
 LARGE = [(4, 512, 4096), (2, 100, 11008), (1, 333, 2047)]
 
@@ -135,9 +136,9 @@ def check_activation(shape, name, count, size=16):
     gradients = activation.activate_backward(values, da, name)
     for pair, d, bound, s in zip(codes, gradients, bounds, scales, strict=True):
         assert jnp.max(jnp.abs(d)) <= jnp.max(bound)
-        # Far from zero derivatives are differences of nearly equal numbers: rounded away.
+        # The reference's tanh ends 2^-24 below 1, and the derivative multiplies that by up to 2^5.
         for got, want in zip(pair, cast_reference(d, s, E5M2, "both"), strict=True):
             off = np.abs(np.float64(np.asarray(got)) - np.float64(np.asarray(want)))
             step = np.abs(np.float64(np.asarray(want))) * 0.25
-            np.testing.assert_array_less(off, 1.001 * step + 57344 * 2.0**-20)
-            assert np.mean(off > 57344 * 2.0**-20) <= SLACK
+            np.testing.assert_array_less(off, 1.001 * step + FAR_FROM_ZERO)
+            assert np.mean(off > FAR_FROM_ZERO) <= SLACK

@@ -9,10 +9,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("jax_triton")
-from hopper import can_compile_for_hopper, compile_for, hopper_mesh
+from hopper import can_compile_for_hopper, compile_for, hopper_mesh, kernel_calls
 
 import coat_jax as coat
 from coat_jax import ops
+from coat_jax.kernels import activation
 
 pytestmark = [
     pytest.mark.compiled,
@@ -95,6 +96,25 @@ def test_sums_of_products_are_taken_in_by_the_products():
     """Two residual sums forward; backward one for gate and up, two for query, key and value."""
     program = compile_layer(hopper_mesh((4,), ("x",)), coat.COAT, "triton", ALONE)
     assert program.count('"beta":1') == 5
+
+
+@pytest.mark.parametrize("name", activation.ACTIVATIONS)
+def test_every_activation_compiles(name):
+    """With a gate and without one, forward and backward: Triton's interpreter checks no types."""
+
+    def loss(x, up, down):
+        how = {"activation": name, "precision": coat.COAT, "implementation": "triton"}
+        y = ops.gated_mlp(x, None, up, up, down, **how)
+        return jnp.sum(ops.mlp(y, None, up, down, **how).astype(jnp.float32))
+
+    mesh = hopper_mesh((4,), ("x",))
+    alone = NamedSharding(mesh, WHOLE)
+    args = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=alone)
+        for shape in ((2, 128, 256), (256, 512), (512, 256))
+    )
+    program = compile_for(mesh, jax.grad(loss), *args, compiler_options=OPTIONS)
+    assert kernel_calls(program) >= 2 * len(("forward", "cast", "bounds", "backward"))
 
 
 def test_in_full_precision_no_product_is_in_fp8():
