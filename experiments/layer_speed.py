@@ -66,18 +66,20 @@ def main() -> None:
     cases: list[Case] = []
     for one in [sizes, *(PAPER if options.table else [])]:
         for framework in options.only or FRAMEWORKS:
-            cases += _run_worker(framework, one, options.depths)
-            records.write(options.out / "layer_speed.json", {"cases": cases})
+            for case in _run_worker(framework, one, options.depths):
+                cases.append(case)
+                records.write(options.out / "layer_speed.json", {"cases": cases})
     draw(options.out)
 
 
-def _run_worker(framework: str, sizes: Sizes, depths: list[int]) -> list[Case]:
+def _run_worker(framework: str, sizes: Sizes, depths: list[int]) -> Iterator[Case]:
+    """Each case of a framework when it is there, and last why there are no more."""
     command = [sys.executable, "-m", "experiments.layer_speed", "--worker", framework]
     for name, value in sizes._asdict().items():
         command += [f"--{name}", str(value)]
     command += ["--depths", *map(str, depths)]
     env = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
-    cases = []
+    count = 0
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env) as run,
@@ -87,18 +89,18 @@ def _run_worker(framework: str, sizes: Sizes, depths: list[int]) -> list[Case]:
             if not line.startswith("{"):
                 continue
             case = json.loads(line)
-            cases.append(case)
+            count += 1
             print(
                 f"{case['layer']:38} {case['forward_ms']:6.2f} + {case['backward_ms']:6.2f} = "
                 f"{case['ms']:6.2f} ms a layer   saved {case['saved'] / sizes.unit:5.2f} U",
                 flush=True,
             )
+            yield case
         if run.wait():
             errors.seek(0)
             reason = (errors.read().strip().splitlines() or ["no message"])[-1]
-            print(f"{framework} stopped after {len(cases)} cases: {reason}", flush=True)
-            cases.append({**sizes._asdict(), "layer": framework, "skipped": reason})
-    return cases
+            print(f"{framework} stopped after {count} cases: {reason}", flush=True)
+            yield {**sizes._asdict(), "layer": framework, "skipped": reason}
 
 
 def _marginal(name: str, measured: dict[int, dict[str, float]], sizes: Sizes) -> Case:
