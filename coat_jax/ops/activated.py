@@ -3,7 +3,7 @@
     forward     hidden -> kept (blocks), scale -> a = act(kept) in FP8, straight
     backward    kept, scale, da -> a in FP8, transposed; the gradients of hidden in FP8
 
-Hidden is (gate, up) or (up,). Each function is jnp, or a kernel where `mode.fused`.
+Hidden is (gate, up) or (up,). Each function is jnp, or a kernel where `mode.fused_block`.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ def activated(
 ) -> tuple[Activated, Operand]:
     """What to keep of `hidden`, and its activation as a product takes it."""
     precision, dtype = mode.precision, hidden[0].dtype
-    if mode.fused:
-        size = precision.block or 1
+    size = mode.fused_block
+    if size is not None:
         blocks, maxima = activation_forward(hidden, act, precision.forward, size)
         scale = gemm.tensor_scale(jnp.max(maxima), precision.forward)
         codes = activation_cast(blocks, act, scale, size)
@@ -57,8 +57,9 @@ def activated_backward(
 ) -> tuple[Operand, list[Operand]]:
     """The activation again and the gradients of hidden, as the products take them."""
     hidden, scale = result
-    if mode.fused and scale is not None:
-        blocks, size, dtype = _blocks(hidden), mode.precision.block or 1, mode.precision.backward
+    size = mode.fused_block
+    if size is not None and scale is not None:
+        blocks, dtype = _blocks(hidden), mode.precision.backward
         bounds = activation_bounds(blocks, da, act, size)
         scales = [gemm.tensor_scale(jnp.max(bound), dtype) for bound in bounds]
         again, codes = activation_backward(blocks, da, act, scale, scales, size, dtype)

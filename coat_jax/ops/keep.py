@@ -19,5 +19,6 @@ def keep(x: Float[Array, "*rows D"], dtype: DTypeLike, size: int | None) -> Kept
 def restore(kept: Kept, dtype: DTypeLike, size: int | None) -> Float[Array, "*rows D"]:
     """The array that `kept` stands for, as `dtype`."""
     if isinstance(kept, Blocks):
-        return from_blocks(kept, size=size or 1).astype(dtype)
+        assert size is not None
+        return from_blocks(kept, size=size).astype(dtype)
     return kept.astype(dtype)

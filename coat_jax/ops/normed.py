@@ -3,7 +3,7 @@
     forward     x -> kept (blocks), statistics, scale -> n = norm(kept) in FP8, straight
     backward    kept, statistics, scale -> n in FP8, transposed;  dn -> dx
 
-Without a norm, n is what was kept of x. Each function is jnp, or a kernel where `mode.fused`.
+Without a norm, n is what was kept of x. Each function is jnp, or a kernel where `mode.fused_block`.
 """
 
 from typing import NamedTuple
@@ -35,9 +35,10 @@ def normed(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[Nor
     scale = None
     if norm is not None and mode.format is not None:
         scale = gemm.tensor_scale(bound(norm, x.shape[-1]), mode.format)
-        if mode.fused:
-            size = precision.block or 1
-            blocks, of_rows, codes = norm_forward(x, norm, scale, precision.forward, size)
+        if mode.fused_block is not None:
+            blocks, of_rows, codes = norm_forward(
+                x, norm, scale, precision.forward, mode.fused_block
+            )
             return Normed(blocks, of_rows, scale), Operand(codes, None, scale)
     kept = keep(x, precision.forward, precision.block)
     n, stats = restore(kept, jnp.float32, precision.block), None
@@ -56,11 +57,11 @@ def normed(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[Nor
 def normed_operand(result: Normed, norm: Norm | None, mode: Mode, dtype: DTypeLike) -> Operand:
     """norm(x) again, from what was kept, for the gradient of the weights after it."""
     kept, stats, scale = result
+    size = mode.fused_block
     if scale is None or mode.format is None:
         return Operand(_values(result, norm, mode).astype(dtype), None, None)
-    if mode.fused and norm is not None and stats is not None and isinstance(kept, Blocks):
-        codes = norm_cast(kept, stats, norm, scale, mode.precision.block or 1)
-        return Operand(None, codes, scale)
+    if size is not None and norm is not None and stats is not None and isinstance(kept, Blocks):
+        return Operand(None, norm_cast(kept, stats, norm, scale, size), scale)
     values = _values(result, norm, mode)
     return gemm.scaled(values, scale, mode.format, "transposed", mode.implementation)
 
@@ -82,13 +83,12 @@ def normed_gradient(
         mode: how to compute.
     """
     kept, stats, _ = result
-    block = mode.precision.block
     if norm is None or stats is None:
         d_norm, dx = None, dn.astype(jnp.float32)
-    elif mode.fused and isinstance(kept, Blocks):
-        return norm_backward(kept, stats, norm, dn, residual, block or 1)
+    elif mode.fused_block is not None and isinstance(kept, Blocks):
+        return norm_backward(kept, stats, norm, dn, residual, mode.fused_block)
     else:
-        values = restore(kept, jnp.float32, block)
+        values = restore(kept, jnp.float32, mode.precision.block)
         dx, d_norm = normalize_backward(values, stats, norm, dn.astype(jnp.float32))
     if residual is not None:
         dx = dx + residual.astype(jnp.float32)

@@ -45,10 +45,10 @@ class Mode(NamedTuple):
         return self.precision.backward if self.precision.fp8_linear else None
 
     @property
-    def fused(self) -> bool:
-        """Whether kernels go from kept blocks to the operands of products."""
-        blocks = self.precision.block is not None
-        return self.implementation == "triton" and self.precision.fp8_linear and blocks
+    def fused_block(self) -> int | None:
+        """The size of the blocks from which kernels make operands; None where jnp does."""
+        fused = self.implementation == "triton" and self.precision.fp8_linear
+        return self.precision.block if fused else None
 
 
 def mode_of(precision: Precision | str, implementation: Implementation | None) -> Mode:
@@ -56,6 +56,11 @@ def mode_of(precision: Precision | str, implementation: Implementation | None) -
     precision = precision_of(precision)
     if precision.fp8_linear:
         return Mode(precision, dispatch.choose_fp8(implementation))
+    if implementation == "triton":
+        raise ValueError(
+            'implementation="triton" has kernels for products in FP8, and this precision has '
+            f"fp8_linear={precision.fp8_linear}. Leave implementation out."
+        )
     dispatch.choose(implementation)
     return Mode(precision, "xla")
 

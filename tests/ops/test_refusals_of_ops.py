@@ -54,6 +54,10 @@ VALUES = {
     ),
     "linear: weight of rank 3": (linear(X, W[None]), r"shape \(1, 13, 29\)\. A weight is"),
     "linear: second weight": (linear(X, [W, W[:12]]), r"13 columns.*\(12, 29\)"),
+    "linear: a kernel for products not in FP8": (
+        linear(X, W, precision="bf16", implementation="triton"),
+        "kernels for products in FP8, and this precision has fp8_linear=False",
+    ),
     "linear: no weight": (linear(X, []), "linear needs at least one weight"),
     "linear: bias": (
         linear(X, W, jnp.ones(13)),
