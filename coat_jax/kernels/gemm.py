@@ -5,13 +5,13 @@
     outer_product       dw = x^T dy      x [..., K]  dy [..., N] E4M3 and E5M2, K and N kept
 
 An FP8 operand has one scale, just in time: the least power of two with which its largest
-member fits the format. Powers of two multiply exactly in any dtype, so the scale of a product
-is folded into the GEMM, in BF16 as well. Sums are FP32. On NVIDIA GPUs each product is one FP8
-GEMM of cuBLASLt; elsewhere the operands are converted to FP32, with the same result but for
-the order of sums.
+member fits the format, or what bounds that member where a bound comes for less. Powers of two
+multiply exactly in any dtype, so the scale of a product is folded into the GEMM, in BF16 as
+well. Sums are FP32. On NVIDIA GPUs each product is one FP8 GEMM of cuBLASLt; elsewhere the
+operands are converted to FP32, with the same result but for the order of sums.
 
-An operand with a NaN or an infinity has a scale that is not a number, and so has all that
-comes of it: it cannot pass for a large number.
+A largest member that is NaN or infinite gives a scale that is not a number, and so is all that
+comes of it: it cannot pass for a large number. Under a bound it is its row that is not.
 """
 
 from typing import NamedTuple

@@ -28,7 +28,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "norm": ("rms", "layer"),
     "norms": ("before", "after"),
     "qk_norm": (None, "head", "all"),
-    "remat": (None, "layer"),
+    "remat": (None, "layer", "layer_fp8"),
 }
 
 
@@ -55,7 +55,8 @@ class Config:
         tied: whether the head is the embedding.
         scan: whether layers are one array per parameter and run in a loop, which compiles in
             a time that does not depend on their number.
-        remat: "layer" keeps a layer's input only and computes the rest again.
+        remat: "layer" keeps a layer's input only and computes the rest again; "layer_fp8" keeps
+            that in FP8, and its gradients are those at the rounded input.
         param_dtype: of the parameters.
         dtype: of the residual stream and of all that is not FP8.
         precision: what is FP8, a `coat.Precision` or its name. Embedding and head never are.
@@ -80,7 +81,7 @@ class Config:
     window: int | None = None
     tied: bool = False
     scan: bool = True
-    remat: Literal["layer"] | None = None
+    remat: Literal["layer", "layer_fp8"] | None = None
     param_dtype: DTypeLike = jnp.float32
     dtype: DTypeLike = jnp.bfloat16
     precision: Precision | str = COAT

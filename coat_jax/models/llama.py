@@ -5,7 +5,7 @@
     logits = norm(x) head
 
 What the layers keep for the backward pass is theirs to say; between them stands x, in `dtype`.
-With `remat="layer"` x is all that is kept. Embedding and head compute in `dtype`, never in FP8.
+With `remat` x is all that is kept. Embedding and head compute in `dtype`, never in FP8.
 
 Left out: a cache for generation.
 """
@@ -209,13 +209,15 @@ def _through(
 def _step(config: Config, graph: Any, *context: Array | None) -> Callable[[Array, Any], Array]:
     """One layer as a function of the residual stream and its parameters."""
 
-    def step(x: Array, state: Any) -> Array:
+    def step(x: Array, state: Any, *context: Array | None) -> Array:
         return along_batch(nnx.merge(graph, state)(x, *context), config.batch_axes)
 
-    if config.remat is None:
-        return step
-    # In a loop XLA cannot merge a layer with its recomputation: there is nothing to prevent.
-    return jax.checkpoint(step, prevent_cse=not config.scan)
+    if config.remat == "layer":
+        # In a loop XLA cannot merge a layer with its recomputation: there is nothing to prevent.
+        step = jax.checkpoint(step, prevent_cse=not config.scan)
+    elif config.remat == "layer_fp8":
+        step = ops.recompute(step)
+    return lambda x, state: step(x, state, *context)
 
 
 def along_batch(x: Float[Array, "B ..."], axes: tuple[str, ...]) -> Float[Array, "B ..."]:

@@ -4,6 +4,7 @@
     gated_mlp, mlp                   from norm to residual sum
     attention, attention_linear      with the output projection
     norm, rotate, cross_entropy      what stands between
+    recompute                        of any function keeps its input only, in FP8
 
 Each takes a `coat.Precision`, and works inside any framework, any `jit` and any mesh.
 """
@@ -15,6 +16,7 @@ from coat_jax.ops.dot_general import DotGeneral, Einsum
 from coat_jax.ops.linear import linear, norm_linear
 from coat_jax.ops.mlp import gated_mlp, mlp
 from coat_jax.ops.norm import norm
+from coat_jax.ops.recompute import recompute
 from coat_jax.ops.rotary import Llama3Scaling, Rotary, rotate
 
 __all__ = [
@@ -31,5 +33,6 @@ __all__ = [
     "mlp",
     "norm",
     "norm_linear",
+    "recompute",
     "rotate",
 ]

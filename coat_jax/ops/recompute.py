@@ -1,0 +1,44 @@
+"""A function of the residual stream that keeps its input only, in FP8 blocks.
+
+    forward     y = f(x)               keeps to_blocks(x): 1.06 bytes a value
+    backward    f again, at the values of the blocks, and its gradients there
+
+`jax.checkpoint` keeps x as it comes, two bytes a value in BF16, and gives the gradients at x. The
+residual stream itself is not rounded: y is that of x.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from coat_jax.formats import E4M3
+from coat_jax.ops.backward import run_backward
+from coat_jax.ops.keep import Kept, keep, restore
+
+
+def recompute(function: Callable[..., Array], *, block: int = 16) -> Callable[..., Array]:
+    """`function`, all of it computed again in the backward pass.
+
+    Args:
+        function: of x and of whatever else it differentiates or needs. Those are kept as they
+            are: parameters take no memory of their own. Its result has x's dtype.
+        block: the size of the blocks.
+    """
+
+    @jax.custom_vjp
+    def again(x: Float[Array, "*rows D"], *rest: Any) -> Array:
+        return function(x, *rest)
+
+    def forward(x: Float[Array, "*rows D"], *rest: Any) -> tuple[Array, Any]:
+        return function(x, *rest), (keep(x, E4M3, block), rest)
+
+    def backward(residuals: Any, gradient: Array) -> Any:
+        def pull(kept: Kept, rest: tuple[Any, ...], dy: Array) -> Any:
+            return jax.vjp(function, restore(kept, dy.dtype, block), *rest)[1](dy)
+
+        return run_backward(pull, residuals, gradient, name="recompute", rounds=True)
+
+    again.defvjp(forward, backward)
+    return again

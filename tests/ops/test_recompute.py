@@ -1,0 +1,53 @@
+"""Laws of recomputation from FP8: an exact result, and gradients at the rounded input."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ops_cases import assert_equal, draw
+
+from coat_jax import ops
+from coat_jax.blocks import from_blocks, to_blocks
+
+X, W = draw(0, (3, 40), (40, 40))
+
+
+def layer(x, weights, shift):
+    return x + jnp.tanh(x @ weights["w"]) * shift
+
+
+def rounded(x, block):
+    return from_blocks(to_blocks(x, size=block), size=block)
+
+
+@pytest.mark.parametrize("block", [16, 128])
+def test_the_result_is_exact_and_gradients_are_those_at_the_rounded_input(block):
+    again = ops.recompute(layer, block=block)
+    arguments = {"w": W}, jnp.float32(0.5)
+    y, pull = jax.vjp(again, X, *arguments)
+    exact, _ = jax.vjp(layer, X, *arguments)
+    _, at_rounded = jax.vjp(layer, rounded(X, block), *arguments)
+    assert_equal(y, exact)
+    assert_equal(pull(jnp.cos(y)), at_rounded(jnp.cos(y)))
+    assert np.any(np.asarray(rounded(X, block)) != np.asarray(X))
+
+
+def test_integers_may_stand_beside():
+    def looked_up(x, table, places):
+        return x * table[places]
+
+    again = ops.recompute(looked_up)
+    places = jnp.array([3, 0, 3])
+    got = jax.grad(lambda x, w: jnp.sum(again(x, w, places)), argnums=1)(X, W)
+    want = jax.grad(lambda x, w: jnp.sum(looked_up(x, w, places)), argnums=1)(rounded(X, 16), W)
+    assert_equal(got, want)
+
+
+def test_second_derivatives_are_refused():
+    again = ops.recompute(layer)
+
+    def loss(x):
+        return jnp.sum(again(x, {"w": W}, 1.0))
+
+    with pytest.raises(TypeError, match="recompute in FP8 can be differentiated once only"):
+        jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))(X)
