@@ -24,86 +24,48 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-import coat_jax as coat
-from coat_jax import ops
 from experiments import records
+from experiments.stacks import Sizes
+from experiments.stacks_jax import PRESETS, attention, attention_input, layer, mlp, rotation
 
 RESULTS = Path(__file__).parent / "results"
-BATCH, SEQUENCE, WIDTH, HIDDEN, HEADS = 8, 2048, 4096, 11008, 32
-UNIT = 2 * BATCH * SEQUENCE * WIDTH
-PRESETS = {
-    "BF16": coat.BF16,
-    "FP8_LINEAR": coat.FP8_LINEAR,
-    "COAT": coat.COAT,
-    "COAT_LEAN": coat.COAT_LEAN,
-}
+SIZES = Sizes()  # Llama-2-7B, batch 8 x 2048
 PAPER = {"BF16": 22.66, "TransformerEngine": 18.33, "COAT": 13.33}
 
-Weights = dict[str, Any]
 
-
-def attention_input(x: Any, w: Weights, precision: coat.Precision) -> Any:
-    """The norm and the projections to query, key and value."""
-    weights = (w["q"], w["k"], w["v"])
-    outputs = ops.norm_linear(x, ops.Norm(w["norm"]), weights, precision=precision)
-    return tuple(y.reshape(*x.shape[:2], HEADS, -1) for y in outputs)
-
-
-def rotation(q: Any, k: Any) -> Any:
-    """Rotary embeddings."""
-    return tuple(ops.rotate(y, jnp.arange(SEQUENCE), ops.Rotary()) for y in (q, k))
-
-
-def attention(q: Any, k: Any, v: Any, w: Weights, precision: coat.Precision) -> Any:
-    """Attention and the output projection."""
-    return ops.attention_linear(q, k, v, w["o"], precision=precision)
-
-
-def mlp(x: Any, w: Weights, precision: coat.Precision) -> Any:
-    """From the second norm to the residual sum."""
-    norm = ops.Norm(w["mlp_norm"])
-    return ops.gated_mlp(x, norm, w["gate"], w["up"], w["down"], precision=precision)
-
-
-def layer(x: Any, w: Weights, precision: coat.Precision) -> Any:
-    """All of it."""
-    q, k, v = attention_input(x, w, precision)
-    q, k = rotation(q, k)
-    return mlp(x + attention(q, k, v, w, precision), w, precision)
-
-
-def units_kept(function: Callable[..., Any], *arrays: Any, weights: Weights) -> float:
+def units_kept(function: Callable[..., Any], *arrays: Any, weights: dict[str, Any]) -> float:
     """What the gradient of `function` needs besides weights, in U."""
     pull = jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *arrays, weights)
     kept = [leaf for leaf in jax.tree.leaves(pull) if leaf.ndim]
     ours = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(weights)}
     kept = [leaf for leaf in kept if (leaf.shape, leaf.dtype) not in ours]
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in kept) / UNIT
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in kept) / SIZES.unit
 
 
 def measure() -> dict[str, dict[str, float]]:
     """U by preset and operator."""
-    bf16 = jnp.bfloat16
-    x = jax.ShapeDtypeStruct((BATCH, SEQUENCE, WIDTH), bf16)
-    head = jax.ShapeDtypeStruct((BATCH, SEQUENCE, HEADS, WIDTH // HEADS), bf16)
-    shapes = dict.fromkeys("qkvo", (WIDTH, WIDTH))
-    shapes |= {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
-    shapes |= {"norm": (WIDTH,), "mlp_norm": (WIDTH,)}
-    w = {name: jax.ShapeDtypeStruct(shape, bf16) for name, shape in shapes.items()}
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    x = array(SIZES.batch, SIZES.sequence, SIZES.width)
+    head = array(*x.shape[:2], SIZES.width // SIZES.head, SIZES.head)
+    w = {name: array(*shape) for name, shape in SIZES.weights.items()}
+    w |= {"norm": array(SIZES.width), "mlp_norm": array(SIZES.width)}
     table = {}
     for name, p in PRESETS.items():
         table[name] = {
             "norm, query, key, value": units_kept(
-                lambda x, w, p=p: attention_input(x, w, p), x, weights=w
+                lambda x, w, p=p: attention_input(SIZES, p, w, x), x, weights=w
             ),
-            "rotation": units_kept(lambda q, k, w: rotation(q, k), head, head, weights=w),
+            "rotation": units_kept(lambda q, k, w: rotation(SIZES, q, k), head, head, weights=w),
             "attention, output": units_kept(
-                lambda q, k, v, w, p=p: attention(q, k, v, w, p), head, head, head, weights=w
+                lambda q, k, v, w, p=p: attention(p, w, q, k, v), head, head, head, weights=w
             ),
             "norm, gate, up, activation, down": units_kept(
-                lambda x, w, p=p: mlp(x, w, p), x, weights=w
+                lambda x, w, p=p: mlp(p, w, x), x, weights=w
             ),
-            "the layer": units_kept(lambda x, w, p=p: layer(x, w, p), x, weights=w),
+            "the layer": units_kept(lambda x, w, p=p: layer(SIZES, p, w, x), x, weights=w),
         }
     return table
 
@@ -115,7 +77,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     options = parser.parse_args()
-    figures = {"units": measure(), "paper": PAPER, "bytes of a unit": UNIT}
+    figures = {"units": measure(), "paper": PAPER, "bytes of a unit": SIZES.unit}
     records.write(options.out / "activation_memory.json", figures)
     console = Console()
     table = Table(title="Kept per layer, in U")

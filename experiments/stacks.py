@@ -1,5 +1,6 @@
 """Stacks of Llama layers to be measured: their sizes, and how a step is timed."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -27,9 +28,15 @@ class Sizes(NamedTuple):
         return 2 * self.batch * self.sequence * self.width
 
     @property
+    def weights(self) -> dict[str, tuple[int, int]]:
+        """The shapes of a layer's weights, inputs times outputs; two norms come with them."""
+        square, wide = (self.width, self.width), (self.width, self.hidden)
+        return dict.fromkeys("qkvo", square) | {"gate": wide, "up": wide, "down": wide[::-1]}
+
+    @property
     def weight_bytes(self) -> int:
         """Of one layer in BF16, and so of its gradients."""
-        return 2 * (4 * self.width**2 + 3 * self.width * self.hidden + 2 * self.width)
+        return 2 * (sum(map(math.prod, self.weights.values())) + 2 * self.width)
 
 
 def median_ms(run: Callable[[], None], wait: Callable[[], None]) -> float:

@@ -59,9 +59,7 @@ def measure(sizes: Sizes, depth: int, precision: coat.Precision) -> dict[str, fl
 @partial(jax.jit, static_argnums=(0, 1))
 def create(sizes: Sizes, depth: int, key: jax.Array) -> tuple[list[Weights], jax.Array]:
     """Random weights and a random input."""
-    shapes = dict.fromkeys("qkvo", (sizes.width, sizes.width))
-    shapes |= dict.fromkeys(("gate", "up"), (sizes.width, sizes.hidden))
-    shapes |= {"down": (sizes.hidden, sizes.width)}
+    shapes = sizes.weights
 
     def one(key: jax.Array) -> Weights:
         keys = jax.random.split(key, len(shapes))
@@ -98,11 +96,34 @@ def stack(
 
 
 def layer(sizes: Sizes, precision: coat.Precision, w: Weights, x: jax.Array) -> jax.Array:
-    """Llama's layer."""
+    """Llama's layer: the four operators below."""
+    q, k, v = attention_input(sizes, precision, w, x)
+    q, k = rotation(sizes, q, k)
+    return mlp(precision, w, x + attention(precision, w, q, k, v))
+
+
+def attention_input(
+    sizes: Sizes, precision: coat.Precision, w: Weights, x: jax.Array
+) -> tuple[jax.Array, ...]:
+    """The norm and the projections to query, key and value."""
     weights = w["q"], w["k"], w["v"]
-    q, k, v = ops.norm_linear(x, ops.Norm(w["norm"]), weights, precision=precision)
-    q, k, v = (y.reshape(*x.shape[:2], -1, sizes.head) for y in (q, k, v))
-    q, k = (ops.rotate(y, jnp.arange(sizes.sequence), ops.Rotary()) for y in (q, k))
-    x = x + ops.attention_linear(q, k, v, w["o"], precision=precision)
+    outputs = ops.norm_linear(x, ops.Norm(w["norm"]), weights, precision=precision)
+    return tuple(y.reshape(*x.shape[:2], -1, sizes.head) for y in outputs)
+
+
+def rotation(sizes: Sizes, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
+    """Rotary embeddings."""
+    return tuple(ops.rotate(y, jnp.arange(sizes.sequence), ops.Rotary()) for y in (q, k))
+
+
+def attention(
+    precision: coat.Precision, w: Weights, q: jax.Array, k: jax.Array, v: jax.Array
+) -> jax.Array:
+    """Attention and the output projection."""
+    return ops.attention_linear(q, k, v, w["o"], precision=precision)
+
+
+def mlp(precision: coat.Precision, w: Weights, x: jax.Array) -> jax.Array:
+    """From the second norm to the residual sum."""
     norm = ops.Norm(w["mlp_norm"])
     return ops.gated_mlp(x, norm, w["gate"], w["up"], w["down"], precision=precision)

@@ -34,11 +34,8 @@ def _measure_torch(
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            width, hidden = sizes.width, sizes.hidden
-            self.norm, self.mlp_norm = nn.RMSNorm(width, 1e-6), nn.RMSNorm(width, 1e-6)
-            shapes = dict.fromkeys("qkvo", (width, width))
-            shapes |= {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-            for name, (inputs, outputs) in shapes.items():
+            self.norm, self.mlp_norm = (nn.RMSNorm(sizes.width, 1e-6) for _ in range(2))
+            for name, (inputs, outputs) in sizes.weights.items():
                 setattr(self, name, nn.Linear(inputs, outputs, bias=False))
 
         def forward(self, x: Any, cos: Any, sin: Any) -> Any:
