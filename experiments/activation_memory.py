@@ -26,7 +26,7 @@ from rich.table import Table
 
 from experiments import records
 from experiments.stacks import Sizes
-from experiments.stacks_jax import PRESETS, attention, attention_input, layer, mlp, rotation
+from experiments.stacks_jax import PRESETS, attention, attention_input, layer, mlp
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = Sizes()  # Llama-2-7B, batch 8 x 2048
@@ -55,10 +55,9 @@ def measure() -> dict[str, dict[str, float]]:
     table = {}
     for name, p in PRESETS.items():
         table[name] = {
-            "norm, query, key, value": units_kept(
+            "norm, query, key, value, rotation": units_kept(
                 lambda x, w, p=p: attention_input(SIZES, p, w, x), x, weights=w
             ),
-            "rotation": units_kept(lambda q, k, w: rotation(SIZES, q, k), head, head, weights=w),
             "attention, output": units_kept(
                 lambda q, k, v, w, p=p: attention(p, w, q, k, v), head, head, head, weights=w
             ),
@@ -98,7 +97,7 @@ def draw(folder: Path) -> None:
     units = figures["units"]
     bars = {f"paper:\n{name}": {"total": value} for name, value in figures["paper"].items()}
     bars |= {f"coat_jax\n{name}": value for name, value in units.items()}
-    operators = [name for name in units["BF16"] if name not in ("rotation", "the layer")]
+    operators = [name for name in units["BF16"] if name != "the layer"]
     shades = ["#8c2d1c", records.ACCENT, "#f0a58f"]
     with plt.rc_context(records.CHART):
         figure, axes = plt.subplots(figsize=(10, 4.4))

@@ -96,24 +96,19 @@ def stack(
 
 
 def layer(sizes: Sizes, precision: coat.Precision, w: Weights, x: jax.Array) -> jax.Array:
-    """Llama's layer: the four operators below."""
-    q, k, v = attention_input(sizes, precision, w, x)
-    q, k = rotation(sizes, q, k)
+    """Llama's layer: the three operators below."""
+    x, q, k, v = attention_input(sizes, precision, w, x)
     return mlp(precision, w, x + attention(precision, w, q, k, v))
 
 
 def attention_input(
     sizes: Sizes, precision: coat.Precision, w: Weights, x: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The norm and the projections to query, key and value."""
-    weights = w["q"], w["k"], w["v"]
-    outputs = ops.norm_linear(x, ops.Norm(w["norm"]), weights, precision=precision)
-    return tuple(y.reshape(*x.shape[:2], -1, sizes.head) for y in outputs)
-
-
-def rotation(sizes: Sizes, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
-    """Rotary embeddings."""
-    return tuple(ops.rotate(y, jnp.arange(sizes.sequence), ops.Rotary()) for y in (q, k))
+    """The norm, the projections to query, key and value, and rotary embeddings."""
+    weights, rotary = (w["q"], w["k"], w["v"]), ops.Rotary()
+    return ops.norm_qkv(
+        x, ops.Norm(w["norm"]), weights, head_dim=sizes.head, rotary=rotary, precision=precision
+    )
 
 
 def attention(

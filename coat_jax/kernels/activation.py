@@ -3,8 +3,7 @@
 hidden = (gate, up)     a = act(gate) * up
 hidden = (up,)          a = act(up)
 
-`gradient_bounds` tells from block maxima alone how large a gradient can be: what scales an FP8
-operand with the range of E5M2 well enough, for a fraction of the work of computing it.
+`gradient_bounds` tells without computing them how large gradients can be.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ from jaxtyping import Array, Float
 
 from coat_jax.blocks import Blocks, power_of_two
 from coat_jax.formats import format_of
-from coat_jax.qtensor import split_groups
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
@@ -55,19 +53,17 @@ def activate_backward(
 
 
 def gradient_bounds(
-    hidden: Sequence[Blocks], da: Float[Array, "*rows F"], activation: Activation, size: int
+    hidden: Sequence[Blocks], da_bound: Float[Array, ""], activation: Activation
 ) -> tuple[Float[Array, ""], ...]:
-    """What no magnitude in the gradients of `hidden` exceeds; mostly 2 to 8 times the largest.
+    """What no magnitude in the gradients of `hidden` exceeds, where none in da exceeds `da_bound`.
 
-    By block: the largest |da|, times the largest values that the exponents of `hidden` allow.
+    `hidden` counts with the largest value that its exponents allow.
     """
-    d = jnp.max(jnp.abs(split_groups(da.astype(jnp.float32), size)), axis=-1)
     first, *gated = (
-        format_of(h.codes.dtype).max * power_of_two(h.exponents.reshape(d.shape)) for h in hidden
+        format_of(h.codes.dtype).max * power_of_two(jnp.max(h.exponents)) for h in hidden
     )
     value, slope = steepest(first, activation)
-    bounds = (d * slope * gated[0], d * value) if gated else (d * slope,)
-    return tuple(jnp.max(bound) for bound in bounds)
+    return (da_bound * slope * gated[0], da_bound * value) if gated else (da_bound * slope,)
 
 
 def steepest(m: Float[Array, "..."], activation: Activation) -> tuple[Array, Array | float]:

@@ -2,7 +2,6 @@
 
     activation_forward    hidden -> blocks, and the largest magnitudes of a = act(hidden)
     activation_cast       blocks -> a as one FP8 tensor
-    activation_bounds     exponents, da -> bounds of the gradients of hidden
     activation_backward   blocks, da -> those gradients as FP8 tensors in both layouts, and a,
                           transposed
 
@@ -33,7 +32,6 @@ from coat_jax.kernels.fp8 import (
     magnitude_bits,
     power_of_two,
     rounded,
-    steepest,
     through_fp8,
 )
 from coat_jax.kernels.launch import kernel, launch
@@ -42,7 +40,6 @@ from coat_jax.kernels.tiles import (
     block_places,
     first_column,
     load_blocks,
-    load_scales,
     load_tile,
     store_straight,
     store_transposed,
@@ -58,7 +55,6 @@ COLUMNS_PER_MAXIMUM = 128
 TILES = {
     "forward": (32, COLUMNS_PER_MAXIMUM, 4),
     "cast": (32, COLUMNS_PER_MAXIMUM, 8),
-    "bounds": (32, COLUMNS_PER_MAXIMUM, 4),
     "backward": (32, 128, 8),
 }
 
@@ -119,37 +115,6 @@ def activation_cast(
     parts = [part for blocks in hidden for part in blocks]
     (result,) = over_rows(run, [scale, *parts], ["", *_axes(hidden, size)], ["b s f"])
     return result
-
-
-def activation_bounds(
-    hidden: Sequence[Blocks], da: Float[Array, "*rows F"], act: Activation, size: int
-) -> tuple[Float[Array, "B S M"], ...]:
-    """Upper bounds of the gradients of `hidden`: the maxima are `activation.gradient_bounds`."""
-
-    def run(da: Array, *exponents: Array) -> list[Array]:
-        *rows, columns = da.shape
-        return launch(
-            activation_bounds_tile,
-            da,
-            exponents[0],
-            exponents[-1],
-            outputs=[_maxima(rows, columns)] * 2,
-            aliases={},
-            **_tiles(rows, columns, size, "bounds"),
-            NAME=act,
-            GATED=len(exponents) == 2,
-            LARGEST=format_of(hidden[0].codes.dtype).max,
-        )
-
-    exponents = [blocks.exponents for blocks in hidden]
-    maxima = f"b s f/{COLUMNS_PER_MAXIMUM}"
-    results = over_rows(
-        run,
-        [as_rows(da), *exponents],
-        ["b s f", *[f"b s f/{size}"] * len(exponents)],
-        [maxima, maxima],
-    )
-    return results[: len(hidden)]
 
 
 def activation_backward(
@@ -303,25 +268,6 @@ def activation_cast_tile(
         )
     q = rounded(a * (1.0 / tl.load(scale)), F8[0], F8[1], F8[2], FAST).to(out.dtype.element_ty)
     store_straight(q, out, row, column, ROWS, COLUMNS)
-
-
-@kernel
-def activation_bounds_tile(
-    da, gate_exponents, up_exponents, first, second,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
-    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    d = tl.reshape(
-        load_tile(da, row, column, ROWS, COLUMNS), [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE]
-    )
-    d = tl.max(magnitude_bits(d), axis=2).to(tl.float32, bitcast=True)
-    gate = LARGEST * load_scales(gate_exponents, row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
-    value, slope = steepest(gate, NAME)
-    if GATED:
-        store_maximum(second, d * value, row, ROWS, COLUMNS, TILE_COLUMNS)
-        d *= LARGEST * load_scales(up_exponents, row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
-    store_maximum(first, d * slope, row, ROWS, COLUMNS, TILE_COLUMNS)
 
 
 @kernel

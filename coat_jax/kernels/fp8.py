@@ -104,13 +104,3 @@ def activation(x, NAME: tl.constexpr, FAST: tl.constexpr):
         slope = 2.0 * tl.maximum(x, 0.0)
         value = 0.25 * slope * slope
     return value, slope
-
-
-@kernel
-def steepest(m, NAME: tl.constexpr):
-    """The twin of `activation.steepest`."""
-    if NAME == "relu2":
-        value, slope = m * m, 2.0 * m
-    else:
-        value, slope = m, 1.13
-    return value, slope

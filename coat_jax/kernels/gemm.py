@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.blocks import fitting_exponent, power_of_two
+from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.cast import Layout, cast, cast_reference
 from coat_jax.kernels.dispatch import Implementation
@@ -49,8 +50,13 @@ def operand(
     """Rounds `x` to FP8 with one scale; with dtype None leaves it as it is."""
     if dtype is None:
         return Operand(x, None, None)
-    amax = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
-    return scaled(x, tensor_scale(amax, dtype), dtype, layout, implementation)
+    scale = tensor_scale(largest_magnitude(x), dtype)
+    return scaled(x, scale, dtype, layout, implementation)
+
+
+def largest_magnitude(x: Float[Array, "..."]) -> Float[Array, ""]:
+    """max |x|, in FP32; NaN if there is one."""
+    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
 
 
 def tensor_scale(amax: Float[Array, ""], dtype: DTypeLike) -> Float[Array, ""]:
@@ -70,6 +76,11 @@ def scaled(
     if implementation == "xla":
         return Operand(cast_reference(x, scale, dtype, "straight")[0], None, scale)
     return Operand(*cast(x, scale, dtype, layout), scale)
+
+
+def largest_code(scale: Float[Array, ""], dtype: DTypeLike) -> Float[Array, ""]:
+    """The largest magnitude that an operand of this scale can have."""
+    return format_of(dtype).max * scale
 
 
 def product(x: Operand, w: Operand, dtype: DTypeLike) -> Float[Array, "*rows N"]:

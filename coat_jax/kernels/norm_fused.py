@@ -327,6 +327,8 @@ def norm_backward_rows(
         factor = tl.load(inverse + row)
         unit = unit * factor
         d = tl.load(dn + at, mask=here, other=0.0).to(tl.float32)
+        if RESIDUAL:  # loaded before the sums, for which all threads wait
+            beside = tl.load(residual + at, mask=here, other=0.0).to(tl.float32)
         if HAS_SHIFT:
             for_shift += d
         if HAS_SCALE:
@@ -337,7 +339,7 @@ def norm_backward_rows(
             result = result - tl.sum(d, axis=0) / COLUMNS
         result = result * factor
         if RESIDUAL:
-            result += tl.load(residual + at, mask=here, other=0.0).to(tl.float32)
+            result += beside
         tl.store(dx + at, result.to(dx.dtype.element_ty), mask=here)
     at = program * COLUMNS + lane
     if HAS_SCALE:

@@ -64,16 +64,6 @@ def block_places(
 
 
 @kernel
-def load_scales(
-    exponents, row,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_COLUMNS: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """The scale of each block of a tile; 1 beyond the array."""
-    at, there = block_places(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
-    return power_of_two(tl.load(exponents + at, mask=there, other=127).to(tl.int32))
-
-
-@kernel
 def load_blocks(
     codes, exponents, row, column,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
@@ -81,7 +71,8 @@ def load_blocks(
 ):  # fmt: skip
     """A tile of blocks, in FP32."""
     q = load_tile(codes, row, column, ROWS, COLUMNS)
-    scales = load_scales(exponents, row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
+    at, there = block_places(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
+    scales = power_of_two(tl.load(exponents + at, mask=there, other=127).to(tl.int32))
     values = tl.reshape(q, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE]) * scales[:, :, None]
     return tl.reshape(values, [TILE_ROWS, TILE_COLUMNS])
 
@@ -99,9 +90,9 @@ def store_transposed(
     codes, out, row, column,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile of FP8 in an array [COLUMNS, ROWS]."""
+    """Stores a tile of FP8, or some columns of it, in an array [COLUMNS, ROWS]."""
     if ROWS % 2 == 0:
-        halves = tl.reshape(codes.to(tl.uint8, bitcast=True), [2, TILE_ROWS // 2, TILE_COLUMNS])
+        halves = tl.reshape(codes.to(tl.uint8, bitcast=True), [2, TILE_ROWS // 2, codes.shape[1]])
         shift = 8 * tl.arange(0, 2).to(tl.uint16)
         pairs = tl.sum(halves.to(tl.uint16) << shift[:, None, None], axis=0, dtype=tl.uint16)
         pair = first_row(COLUMNS, TILE_ROWS, TILE_COLUMNS) // 2 + tl.arange(0, TILE_ROWS // 2)

@@ -7,7 +7,7 @@
 What the layers keep for the backward pass is theirs to say; between them stands x, in `dtype`.
 With `remat` x is all that is kept. Embedding and head compute in `dtype`, never in FP8.
 
-Left out: a cache for generation.
+`coat_jax.generation` runs it token by token.
 """
 
 from collections.abc import Callable
@@ -66,9 +66,7 @@ class Llama(nnx.Module):
             positions: of the tokens, 0 .. S - 1 by default.
             segments: the number of each token's document; none sees another document.
         """
-        hidden = self.hidden(tokens, positions, segments)
-        head = self.head_weight().astype(hidden.dtype)
-        return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+        return self.logits(self.hidden(tokens, positions, segments))
 
     def hidden(
         self,
@@ -78,11 +76,20 @@ class Llama(nnx.Module):
     ) -> Float[Array, "B S D"]:
         """What the head is applied to; for the arguments see `__call__`."""
         _require_tokens(self.config, tokens, positions, segments)
+        x = self.embedded(tokens)
+        return self.norm(_through(self.config, self.layers, x, positions, segments))
+
+    def embedded(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+        """The residual stream before the first layer."""
         # Looked up before it is cast: the gradient is then summed in the parameter's dtype.
         rows = value_of(self.embed).at[tokens]
         x = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-        x = along_batch(x.astype(self.config.dtype), self.config.batch_axes)
-        return self.norm(_through(self.config, self.layers, x, positions, segments))
+        return along_batch(x.astype(self.config.dtype), self.config.batch_axes)
+
+    def logits(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
+        """The head of `hidden`, in FP32."""
+        head = self.head_weight().astype(hidden.dtype)
+        return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
 
     def loss(
         self,
@@ -146,6 +153,7 @@ def _layer(config: Config, key: Array) -> nn.TransformerBlock:
         rotary=config.rotary,
         window=config.window,
         qkv_bias=config.qkv_bias,
+        residual=before,
         **shared,
     )
     mlp = nn.GatedMLP(

@@ -8,7 +8,7 @@
 A module's `precision` says what is FP8; see `coat.Precision`.
 """
 
-from coat_jax.nn.attention import Attention
+from coat_jax.nn.attention import Attention, Past
 from coat_jax.nn.block import TransformerBlock
 from coat_jax.nn.convert import Decision, convert, plan_conversion
 from coat_jax.nn.linear import Linear
@@ -24,6 +24,7 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "MeshAxes",
+    "Past",
     "RMSNorm",
     "TransformerBlock",
     "convert",

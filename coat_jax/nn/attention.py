@@ -1,24 +1,36 @@
 """Self-attention, with the norm before it."""
 
+from typing import Any, NamedTuple
+
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from coat_jax import ops
 from coat_jax.nn.norm import AnyNorm
 from coat_jax.nn.parameters import WHOLE, MeshAxes, value_of, vector, weight
+from coat_jax.ops.keep import keep, restore
 from coat_jax.precision import COAT, Precision, precision_of
 
 
+class Past(NamedTuple):
+    """Keys and values of T tokens, normed, turned and rounded: what attention sees of them."""
+
+    keys: Float[Array, "B T K H"]
+    values: Float[Array, "B T K H"]
+
+
 class Attention(nnx.Module):
-    """softmax(q k^T / sqrt(H)) v, times the output weight; q, k, v = norm(x) w.
+    """x + softmax(q k^T / sqrt(H)) v out, where q, k, v = norm(x) w.
 
     Attributes:
         norm: before the projections, or None.
         query_norm, key_norm: of each head's queries and keys (Qwen 3), or of all heads
             together (OLMo 2), before the rotation; or None.
         rotary: the rotation by position, or None.
+        residual: whether x is added to the result.
     """
 
     def __init__(
@@ -36,6 +48,7 @@ class Attention(nnx.Module):
         window: int | None = None,
         qkv_bias: bool = False,
         out_bias: bool = False,
+        residual: bool = True,
         precision: Precision | str = COAT,
         axes: MeshAxes = WHOLE,
         param_dtype: DTypeLike = jnp.float32,
@@ -62,6 +75,7 @@ class Attention(nnx.Module):
         self.query_norm, self.key_norm = nnx.data(query_norm), nnx.data(key_norm)
         self.rotary = rotary
         self.causal, self.window = causal, window
+        self.residual = residual
         self.precision = precision_of(precision)
 
     def __call__(
@@ -70,26 +84,64 @@ class Attention(nnx.Module):
         positions: Int[Array, "*B S"] | None = None,
         segments: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
-        """Attends within each sequence, without the residual sum.
+        """Attends within each sequence.
 
         Args:
             x: the residual stream.
             positions: of the tokens, 0 .. S - 1 by default.
             segments: the number of each token's document; none sees another document.
         """
-        weights = [value_of(w) for w in (self.query, self.key, self.value)]
-        biases = [value_of(b) for b in (self.query_bias, self.key_bias, self.value_bias)]
-        if self.norm is None:
-            q, k, v = ops.linear(x, weights, biases, precision=self.precision)
-        else:
-            norm = self.norm.spec()
-            q, k, v = ops.norm_linear(x, norm, weights, biases, precision=self.precision)
-        q, k = self._normed(self.query_norm, q), self._normed(self.key_norm, k)
-        q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in (q, k, v))
-        if self.rotary is not None:
-            positions = jnp.arange(x.shape[1]) if positions is None else positions
-            q, k = (ops.rotate(y, positions, self.rotary) for y in (q, k))
-        return ops.attention_linear(
+        return self._attended(x, positions, segments)[0]
+
+    def prefill(
+        self,
+        x: Float[Array, "B S D"],
+        positions: Int[Array, "*B S"] | None = None,
+        segments: Int[Array, "B S"] | None = None,
+    ) -> tuple[Float[Array, "B S D"], Past]:
+        """Attends likewise; also returns what `decode` needs of these tokens."""
+        y, k, v = self._attended(x, positions, segments)
+        return y, Past(self._rounded(k), self._rounded(v))
+
+    def decode(
+        self,
+        x: Float[Array, "B 1 D"],
+        positions: Int[Array, "B 1"],
+        past: Past,
+        slot: Int[Array, ""],
+        visible: Bool[Array, "B T"],
+    ) -> tuple[Float[Array, "B 1 D"], Past]:
+        """Attends from one new token of each sequence, which takes a slot of the past.
+
+        Args:
+            x: the residual stream.
+            positions: of the new tokens.
+            past: of all slots, filled or not.
+            slot: where the new tokens' keys and values belong.
+            visible: the slots that each new token sees: its own, and those before it that hold
+                its text and lie in the window. Nothing else decides what it sees.
+
+        Returns:
+            The residual stream, and the keys and values of the new tokens.
+        """
+        x, *heads = self._heads(x, positions)
+        q, k, v = map(self._rounded, heads)
+        new = Past(k, v)
+        keys, values = (
+            lax.dynamic_update_slice_in_dim(old, one.astype(old.dtype), slot, axis=1)
+            for old, one in zip(past, new, strict=True)
+        )
+        o = ops.attention_to_past(q, keys, values, visible)
+        joined = self._rounded(o).reshape(*x.shape[:2], -1)
+        weight, bias = value_of(self.out), value_of(self.out_bias)
+        y = ops.linear(joined, weight, bias, precision=self.precision)
+        return x + y if self.residual else y, new
+
+    def _attended(
+        self, x: Float[Array, "B S D"], positions: Array | None, segments: Array | None
+    ) -> tuple[Array, Array, Array]:
+        x, q, k, v = self._heads(x, positions)
+        y = ops.attention_linear(
             q,
             k,
             v,
@@ -100,12 +152,45 @@ class Attention(nnx.Module):
             segments=segments,
             precision=self.precision,
         )
+        return x + y if self.residual else y, k, v
 
-    def _normed(self, norm: AnyNorm | None, y: Float[Array, "B S NH"]) -> Float[Array, "B S NH"]:
+    def _rounded(self, y: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
+        """What attention computes with: the values that it would keep for a backward pass."""
+        block = self.precision.attention_block
+        return restore(keep(y, self.precision.forward, block), y.dtype, block)
+
+    def _heads(self, x: Float[Array, "B S D"], positions: Int[Array, "*B S"] | None) -> Any:
+        """x as it goes into the residual sum; queries, keys and values, normed and turned."""
+        weights = [value_of(w) for w in (self.query, self.key, self.value)]
+        biases = [value_of(b) for b in (self.query_bias, self.key_bias, self.value_bias)]
+        if self.norm is not None:
+            normed_first = self.query_norm is not None or self.key_norm is not None
+            x, q, k, v = ops.norm_qkv(
+                x,
+                self.norm.spec(),
+                weights,
+                biases,
+                head_dim=self.head_dim,
+                rotary=None if normed_first else self.rotary,
+                positions=positions,
+                precision=self.precision,
+            )
+            if not normed_first:
+                return x, q, k, v
+        else:
+            outputs = ops.linear(x, weights, biases, precision=self.precision)
+            q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in outputs)
+        q, k = self._normed(self.query_norm, q), self._normed(self.key_norm, k)
+        if self.rotary is not None:
+            positions = jnp.arange(x.shape[1]) if positions is None else positions
+            q, k = (ops.rotate(y, positions, self.rotary) for y in (q, k))
+        return x, q, k, v
+
+    def _normed(self, norm: AnyNorm | None, y: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
         """Queries or keys, normed over as many columns as the norm has parameters."""
         if norm is None:
             return y
         scale = value_of(norm.scale)
-        if scale is not None and scale.shape[0] == y.shape[-1]:
+        if scale is None or scale.shape[0] == self.head_dim:
             return norm(y)
-        return norm(y.reshape(*y.shape[:-1], -1, self.head_dim)).reshape(y.shape)
+        return norm(y.reshape(*y.shape[:-2], -1)).reshape(y.shape)

@@ -5,9 +5,9 @@ norms after      x = x + norm(attention(x))     x = x + norm(mlp(x))       OLMo 
 """
 
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from coat_jax.nn.attention import Attention
+from coat_jax.nn.attention import Attention, Past
 from coat_jax.nn.mlp import MLP, GatedMLP
 from coat_jax.nn.norm import AnyNorm
 
@@ -15,8 +15,8 @@ from coat_jax.nn.norm import AnyNorm
 class TransformerBlock(nnx.Module):
     """Attention, then the MLP.
 
-    The norms before them belong to them, and so does the MLP's residual sum (`residual=True`),
-    unless there are norms after them.
+    The norms before them belong to them, and so do the residual sums (`residual=True`), unless
+    there are norms after them.
     """
 
     def __init__(
@@ -27,11 +27,13 @@ class TransformerBlock(nnx.Module):
         attention_norm: AnyNorm | None = None,
         mlp_norm: AnyNorm | None = None,
     ):
-        if mlp.residual == (mlp_norm is not None):
-            raise ValueError(
-                f"The MLP has residual={mlp.residual}, and there is "
-                f"{'a' if mlp_norm else 'no'} norm after it: the sum stands after that norm."
-            )
+        for part, norm in ((attention, attention_norm), (mlp, mlp_norm)):
+            if part.residual == (norm is not None):
+                there = "no" if norm is None else "a"
+                raise ValueError(
+                    f"{type(part).__name__} has residual={part.residual}, and there is {there} "
+                    "norm after it: the sum stands after that norm."
+                )
         self.attention, self.mlp = attention, mlp
         self.attention_norm, self.mlp_norm = nnx.data(attention_norm), nnx.data(mlp_norm)
 
@@ -42,7 +44,32 @@ class TransformerBlock(nnx.Module):
         segments: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
         """The residual stream after this layer; for the arguments see `Attention`."""
-        y = self.attention(x, positions, segments)
-        x = x + (y if self.attention_norm is None else self.attention_norm(y))
+        return self._after(x, self.attention(x, positions, segments))
+
+    def prefill(
+        self,
+        x: Float[Array, "B S D"],
+        positions: Int[Array, "*B S"] | None = None,
+        segments: Int[Array, "B S"] | None = None,
+    ) -> tuple[Float[Array, "B S D"], Past]:
+        """Likewise, and what `decode` needs of these tokens; see `Attention.prefill`."""
+        y, new = self.attention.prefill(x, positions, segments)
+        return self._after(x, y), new
+
+    def decode(
+        self,
+        x: Float[Array, "B 1 D"],
+        positions: Int[Array, "B 1"],
+        past: Past,
+        slot: Int[Array, ""],
+        visible: Bool[Array, "B T"],
+    ) -> tuple[Float[Array, "B 1 D"], Past]:
+        """One new token of each sequence; see `Attention.decode`."""
+        y, new = self.attention.decode(x, positions, past, slot, visible)
+        return self._after(x, y), new
+
+    def _after(self, x: Float[Array, "B S D"], y: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """The residual stream after the MLP, from that before attention and what it gave."""
+        x = y if self.attention_norm is None else x + self.attention_norm(y)
         y = self.mlp(x)
         return y if self.mlp_norm is None else x + self.mlp_norm(y)

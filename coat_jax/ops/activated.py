@@ -13,11 +13,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from coat_jax.blocks import Blocks
+from coat_jax.formats import E5M2, format_of
 from coat_jax.kernels import gemm
-from coat_jax.kernels.activation import Activation, activate, activate_backward
+from coat_jax.kernels.activation import (
+    Activation,
+    activate,
+    activate_backward,
+    gradient_bounds,
+)
 from coat_jax.kernels.activation_fused import (
     activation_backward,
-    activation_bounds,
     activation_cast,
     activation_forward,
 )
@@ -53,15 +58,26 @@ def activated(
 
 
 def activated_backward(
-    result: Activated, da: Float[Array, "B S F"], act: Activation, mode: Mode
+    result: Activated,
+    da: Float[Array, "B S F"],
+    da_bound: Float[Array, ""] | None,
+    act: Activation,
+    mode: Mode,
 ) -> tuple[Operand, list[Operand]]:
-    """The activation again and the gradients of hidden, as the products take them."""
+    """The activation again and the gradients of hidden, as the products take them.
+
+    Args:
+        result: what was kept.
+        da: the gradient of the activation.
+        da_bound: what none of its magnitudes exceeds, if that is known.
+        act: the activation.
+        mode: how to compute.
+    """
     hidden, scale = result
     size = mode.fused_block
     if size is not None and scale is not None:
         blocks, dtype = _blocks(hidden), mode.precision.backward
-        bounds = activation_bounds(blocks, da, act, size)
-        scales = [gemm.tensor_scale(jnp.max(bound), dtype) for bound in bounds]
+        scales = [gemm.tensor_scale(m, dtype) for m in _magnitudes(result, da, da_bound, act, mode)]
         again, codes = activation_backward(blocks, da, act, scale, scales, size, dtype)
         gradients = [Operand(*pair, s) for pair, s in zip(codes, scales, strict=True)]
         return Operand(None, again, scale), gradients
@@ -72,6 +88,21 @@ def activated_backward(
         return Operand(a.astype(da.dtype), None, None), gradients
     gradients = [gradient_operand(d, mode) for d in values]
     return gemm.scaled(a, scale, mode.format, "transposed", mode.implementation), gradients
+
+
+def _magnitudes(
+    result: Activated,
+    da: Float[Array, "B S F"],
+    da_bound: Float[Array, ""] | None,
+    act: Activation,
+    mode: Mode,
+) -> tuple[Float[Array, ""], ...]:
+    """What scales the gradients of hidden: bounds of them, or the largest."""
+    # A bound is some thousand times too large. E5M2, whose normal codes span 2^30, holds what
+    # matters all the same, and a pass over da is saved; E4M3 spans 2^15.
+    if da_bound is not None and format_of(mode.precision.backward) == format_of(E5M2):
+        return gradient_bounds(_blocks(result.hidden), da_bound, act)
+    return tuple(gemm.largest_magnitude(d) for d in gradient_values(result, da, act, mode))
 
 
 def gradient_values(

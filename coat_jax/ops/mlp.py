@@ -34,6 +34,7 @@ from coat_jax.ops.projection import (
     bias_gradients,
     gradient_operand,
     input_gradient,
+    input_gradient_bound,
     mode_of,
     project,
     weight_gradients,
@@ -186,7 +187,8 @@ def _backward(settings: _Settings, kept: _Kept, gradient: Array) -> Any:
         dtype = dy.dtype
         g = [gradient_operand(dy, mode)]
         da = input_gradient((k.down,), k.scales[-1:], g, dtype, mode)
-        a, d_hidden = activated_backward(k.hidden, da, act, mode)
+        da_bound = input_gradient_bound(k.down, k.scales[-1], g[0], mode)
+        a, d_hidden = activated_backward(k.hidden, da, da_bound, act, mode)
         (d_down,) = weight_gradients(a, (k.down,), g)
         (d_down_bias,) = bias_gradients((k.down_bias,), (dy,))
 

@@ -108,6 +108,16 @@ def input_gradient(
     return functools.reduce(lambda sum_, new: new + sum_, map(share, weights, scales, gradients))
 
 
+def input_gradient_bound(
+    weight: Float[Array, "K N"], scale: Array | None, g: Operand, mode: Mode
+) -> Float[Array, ""] | None:
+    """What no magnitude in dy w^T exceeds, by the scales alone; None in full precision."""
+    if scale is None or g.scale is None or mode.format is None:
+        return None
+    largest = gemm.largest_code(g.scale, mode.precision.backward)
+    return weight.shape[1] * largest * gemm.largest_code(scale, mode.format)
+
+
 def weight_gradients(n: Operand, weights: Weights, gradients: Sequence[Operand]) -> Weights:
     """The gradients of the weights, each in its weight's dtype."""
     return tuple(

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from coat_jax.kernels.turn import turn, turn_back
+
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
@@ -58,6 +60,13 @@ class Rotary:
         scaled = jnp.where(wavelength > low, frequencies / s.factor, between)
         return jnp.where(wavelength < high, frequencies, scaled)
 
+    def cos_sin(
+        self, positions: Int[Array, "*B S"], head_dim: int
+    ) -> tuple[Float[Array, "*B S P"], Float[Array, "*B S P"]]:
+        """Cosine and sine of each pair's angle, the same for all heads."""
+        angles = positions[..., None].astype(jnp.float32) * self.frequencies(head_dim)
+        return jnp.cos(angles), jnp.sin(angles)
+
 
 def rotate(
     x: Float[Array, "*B S N H"], positions: Int[Array, "*B S"], rotary: Rotary
@@ -70,12 +79,16 @@ def rotate(
         rotary: the angles.
     """
     rotary.frequencies(x.shape[-1])  # refuses odd heads
-    if positions.shape not in (x.shape[:-2], x.shape[-3:-2]):
-        raise ValueError(
-            f"positions {positions.shape} must be one per token: {x.shape[-3:-2]} or "
-            f"{x.shape[:-2]}."
-        )
+    require_positions(positions, x.shape[:-2])
     return _rotate(rotary, x, positions)
+
+
+def require_positions(positions: Array, tokens: tuple[int, ...]) -> None:
+    """Raises unless there is one position for each of these tokens, [*B, S]."""
+    if positions.shape not in (tokens, tokens[-1:]):
+        raise ValueError(
+            f"positions {positions.shape} must be one per token: {tokens[-1:]} or {tokens}."
+        )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -84,26 +97,11 @@ def _rotate(rotary: Rotary, x: Array, positions: Array) -> Array:
 
 
 def _forward(rotary: Rotary, x: Array, positions: Array) -> Any:
-    cos, sin = _turn(rotary, x, positions)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return turned.astype(x.dtype), positions
+    return turn(x, *rotary.cos_sin(positions, x.shape[-1])), positions
 
 
 def _backward(rotary: Rotary, positions: Array, gradient: Array) -> Any:
-    # As one loop over (a, b) and (b, a), in which XLA also finds the result's largest magnitude:
-    # a pass over memory less for the product in FP8 that comes next. Forward none comes.
-    cos, sin = (f[..., None, :] for f in _turn(rotary, gradient, positions))
-    pairs = gradient.astype(jnp.float32).reshape(*gradient.shape[:-1], 2, -1)
-    signs = jnp.array([[1.0], [-1.0]])
-    turned = pairs * cos + jnp.flip(pairs, -2) * (signs * sin)
-    return turned.reshape(gradient.shape).astype(gradient.dtype), None
-
-
-def _turn(rotary: Rotary, x: Array, positions: Array) -> tuple[Array, Array]:
-    """Cosine and sine of each pair's angle, the same for all heads."""
-    angles = positions[..., None].astype(jnp.float32) * rotary.frequencies(x.shape[-1])
-    return jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
+    return turn_back(gradient, *rotary.cos_sin(positions, gradient.shape[-1])), None
 
 
 _rotate.defvjp(_forward, _backward)

@@ -4,7 +4,18 @@ import jax
 import pytest
 
 pytest.importorskip("jax_triton")
-from layer_cases import ACTIVATIONS, LARGE, NORMS, SMALL, check_activation, check_cast, check_norm
+from layer_cases import (
+    ACTIVATIONS,
+    LARGE,
+    LARGE_TURNS,
+    NORMS,
+    SMALL,
+    TURNS,
+    check_activation,
+    check_cast,
+    check_norm,
+    check_turn,
+)
 
 import coat_jax as coat
 
@@ -18,6 +29,12 @@ pytestmark = [
 @pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
 def test_cast(shape, dtype):
     check_cast(shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [coat.E4M3, coat.E5M2], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize(("shape", "heads", "head", "per_sequence"), TURNS + LARGE_TURNS)
+def test_turn(shape, heads, head, per_sequence, dtype):
+    check_turn(shape, heads, head, dtype, per_sequence=per_sequence)
 
 
 @pytest.mark.parametrize("case", NORMS, ids=str)

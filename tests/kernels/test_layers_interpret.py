@@ -4,7 +4,16 @@ import interpreted
 import jax
 import jax.numpy as jnp
 import pytest
-from layer_cases import ACTIVATIONS, NORMS, SMALL, check_activation, check_cast, check_norm
+from layer_cases import (
+    ACTIVATIONS,
+    NORMS,
+    SMALL,
+    TURNS,
+    check_activation,
+    check_cast,
+    check_norm,
+    check_turn,
+)
 
 import coat_jax as coat
 from coat_jax import ops
@@ -16,6 +25,12 @@ pytestmark = interpreted.MARKS
 @pytest.mark.parametrize("shape", SMALL, ids=str)
 def test_cast(shape, dtype):
     check_cast(shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [coat.E4M3, coat.E5M2], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize(("shape", "heads", "head", "per_sequence"), TURNS)
+def test_turn(shape, heads, head, per_sequence, dtype):
+    check_turn(shape, heads, head, dtype, per_sequence=per_sequence)
 
 
 @pytest.mark.parametrize("case", NORMS, ids=str)
@@ -46,7 +61,8 @@ def test_a_layer_of_kernels_is_the_layer_of_references(precision):
         how = {"precision": precision, "implementation": implementation}
         x = ops.gated_mlp(x, ops.Norm(scale), *weights, down, **how)
         x = ops.mlp(x, ops.Norm(scale, kind="layer"), weights[0], down, bias, **how)
-        return ops.norm_linear(x, ops.Norm(scale), weights, **how)
+        turned = {"head_dim": 32, "rotary": ops.Rotary()}
+        return ops.norm_qkv(x, ops.Norm(scale), (*weights, weights[0]), **turned, **how)
 
     results = []
     for implementation in ("xla", "triton"):

@@ -52,7 +52,14 @@ def test_norms_in_full_precision_are_those_of_flax(ours, theirs):
 
 def test_attention_in_full_precision_is_that_of_the_formula():
     layer = nn.Attention(
-        WIDTH, HEADS, kv_heads=2, qkv_bias=True, out_bias=True, precision="bf16", rngs=nnx.Rngs(0)
+        WIDTH,
+        HEADS,
+        kv_heads=2,
+        qkv_bias=True,
+        out_bias=True,
+        residual=False,
+        precision="bf16",
+        rngs=nnx.Rngs(0),
     )
     layer.query_bias[...] = layer.query_bias[...] + 0.3
     layer.out_bias[...] = layer.out_bias[...] - 0.2
@@ -64,6 +71,8 @@ def test_attention_in_full_precision_is_that_of_the_formula():
     o = jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(scores), v)
     want = o.reshape(2, 12, WIDTH) @ layer.out[...] - 0.2
     np.testing.assert_allclose(layer(X), want, rtol=1e-4, atol=1e-5)
+    layer.residual = True
+    np.testing.assert_allclose(layer(X), X + want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("columns", [8, WIDTH])
@@ -96,7 +105,7 @@ def test_a_block_in_fp8_is_near_the_block_in_full_precision(precision):
 
 def test_norms_after_come_with_the_residual_sum():
     rngs = nnx.Rngs(0)
-    attention = nn.Attention(WIDTH, HEADS, precision="bf16", rngs=rngs)
+    attention = nn.Attention(WIDTH, HEADS, residual=False, precision="bf16", rngs=rngs)
     mlp = nn.GatedMLP(WIDTH, 80, residual=False, precision="bf16", rngs=rngs)
     norms = [nn.RMSNorm(WIDTH, precision="bf16") for _ in range(2)]
     layer = nn.TransformerBlock(attention, mlp, attention_norm=norms[0], mlp_norm=norms[1])
@@ -136,5 +145,8 @@ def test_wrong_sizes_are_refused_when_a_module_is_made():
     with pytest.raises(ValueError, match=r"There is no precision 'fp9'\. Use one of bf16"):
         nn.Linear(4, 4, precision="fp9", rngs=nnx.Rngs(0))
     attention, mlp = block().attention, block().mlp
-    with pytest.raises(ValueError, match="residual=True, and there is a norm after it"):
-        nn.TransformerBlock(attention, mlp, mlp_norm=nn.RMSNorm(WIDTH))
+    norm = nn.RMSNorm(WIDTH)
+    with pytest.raises(ValueError, match="GatedMLP has residual=True, and there is a norm after"):
+        nn.TransformerBlock(attention, mlp, mlp_norm=norm)
+    with pytest.raises(ValueError, match="Attention has residual=True, and there is a norm after"):
+        nn.TransformerBlock(attention, mlp, attention_norm=norm)

@@ -194,10 +194,14 @@ def layer_params(seed=0, dtype=jnp.float32):
 
 def layer(params, x, precision):
     """One Llama layer, x [B, S, D] to [B, S, D]."""
-    positions = jnp.arange(x.shape[1])
-    qkv = ops.norm_linear(x, params["attention_norm"], params["qkv"], precision=precision)
-    q, k, v = (y.reshape(*y.shape[:-1], -1, HEAD_DIM) for y in qkv)
-    q, k = (ops.rotate(y, positions, ops.Rotary()) for y in (q, k))
+    x, q, k, v = ops.norm_qkv(
+        x,
+        params["attention_norm"],
+        params["qkv"],
+        head_dim=HEAD_DIM,
+        rotary=ops.Rotary(),
+        precision=precision,
+    )
     x = x + ops.attention_linear(q, k, v, params["out"], precision=precision)
     weights = params["gate"], params["up"], params["down"]
     return ops.gated_mlp(x, params["mlp_norm"], *weights, precision=precision)

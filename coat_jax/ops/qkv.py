@@ -1,0 +1,189 @@
+"""From the residual stream to the heads of attention.
+
+    q, k, v = norm(x) w_i + b_i        q and k turned by position
+
+Keeps x, as `norm_linear` does. x is handed on for the residual sum: its gradient then comes back
+here, and is added where that of the norm is computed, not in a pass of its own. So are the
+gradients of q and k turned back where they are rounded for their products.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from coat_jax.kernels import gemm
+from coat_jax.kernels.dispatch import Implementation
+from coat_jax.kernels.gemm import Operand
+from coat_jax.kernels.norm import Norm
+from coat_jax.kernels.turn import (
+    GROWTH,
+    fits_turn_back_cast,
+    turn,
+    turn_back,
+    turn_back_cast,
+)
+from coat_jax.ops.backward import rounds_rows, run_backward
+from coat_jax.ops.checks import require_layers, require_norm, require_real
+from coat_jax.ops.normed import Normed, normed, normed_gradient, normed_operand
+from coat_jax.ops.projection import (
+    Biases,
+    Mode,
+    Scales,
+    Weights,
+    as_layers,
+    bias_gradients,
+    gradient_operand,
+    input_gradient,
+    mode_of,
+    project,
+    weight_gradients,
+)
+from coat_jax.ops.rotary import Rotary, require_positions
+from coat_jax.precision import COAT, Precision
+
+Heads = Float[Array, "B S N H"]
+Turned = (True, True, False)  # q, k, v
+
+
+def norm_qkv(
+    x: Float[Array, "B S D"],
+    norm: Norm,
+    weights: Sequence[Float[Array, "D NH"]],
+    biases: Sequence[Float[Array, "NH"] | None] | None = None,
+    *,
+    head_dim: int,
+    rotary: Rotary | None = None,
+    positions: Int[Array, "*B S"] | None = None,
+    precision: Precision | str = COAT,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B S D"], Heads, Heads, Heads]:
+    """x, for the residual sum; queries, keys and values.
+
+    Args:
+        x: the residual stream.
+        norm: RMSNorm or LayerNorm.
+        weights: three, to queries, keys and values; any number of heads each.
+        biases: one per weight, None where there is none.
+        head_dim: numbers per head.
+        rotary: how queries and keys are turned; None for not at all.
+        positions: of each token, [S] or [B, S]; 0 .. S - 1 by default.
+        precision: see `coat.Precision`.
+        implementation: "xla", "triton", or None for what suits the device.
+    """
+    if x.ndim != 3:
+        raise ValueError(f"norm_qkv takes x [batch, sequence, width], not {x.shape}.")
+    ws, bs = as_layers(tuple(weights), biases)
+    require_real("norm_qkv", x)
+    require_norm("norm_qkv", x.shape[-1], norm)
+    require_layers("norm_qkv", x.shape[-1], ws, bs)
+    if len(ws) != len(Turned) or any(w.shape[1] % head_dim for w in ws):
+        raise ValueError(
+            f"norm_qkv takes three weights to whole heads of {head_dim=}, not "
+            f"{[w.shape for w in ws]}."
+        )
+    angles = None
+    if rotary is not None:
+        positions = jnp.arange(x.shape[1]) if positions is None else positions
+        require_positions(positions, x.shape[:2])
+        angles = positions
+    settings = _Settings(head_dim, rotary, mode_of(precision, implementation))
+    return _norm_qkv(settings, x, norm, ws, bs, angles)
+
+
+class _Settings(NamedTuple):
+    head_dim: int
+    rotary: Rotary | None
+    mode: Mode
+
+    def angles(self, positions: Array | None) -> tuple[Array, Array] | None:
+        """Cosines and sines, where anything is turned."""
+        if self.rotary is None or positions is None:
+            return None
+        return self.rotary.cos_sin(positions, self.head_dim)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _norm_qkv(
+    settings: _Settings,
+    x: Array,
+    norm: Norm,
+    weights: Weights,
+    biases: Biases,
+    positions: Array | None,
+) -> Any:
+    return _forward(settings, x, norm, weights, biases, positions)[0]
+
+
+def _forward(
+    settings: _Settings,
+    x: Array,
+    norm: Norm,
+    weights: Weights,
+    biases: Biases,
+    positions: Array | None,
+) -> Any:
+    mode = settings.mode
+    kept, n = normed(x, norm, mode)
+    outputs, scales = project(n, weights, biases, x.dtype, mode)
+    heads = [y.reshape(*y.shape[:2], -1, settings.head_dim) for y in outputs]
+    angles = settings.angles(positions)
+    if angles is not None:
+        heads = [turn(y, *angles) if t else y for y, t in zip(heads, Turned, strict=True)]
+    return (x, *heads), (kept, norm, weights, scales, biases, positions)
+
+
+def _backward(settings: _Settings, residuals: Any, gradients: tuple[Array, ...]) -> Any:
+    mode = settings.mode
+
+    def backward(
+        kept: Normed,
+        norm: Norm,
+        weights: Weights,
+        scales: Scales,
+        biases: Biases,
+        positions: Array | None,
+        gradients: tuple[Array, ...],
+    ) -> Any:
+        residual, *heads = gradients
+        angles = settings.angles(positions)
+        back = [angles if t else None for t in Turned]
+        n = normed_operand(kept, norm, mode, residual.dtype)
+        g = [_operand(dy, a, mode) for dy, a in zip(heads, back, strict=True)]
+        dn = input_gradient(weights, scales, g, residual.dtype, mode)
+        dx, d_norm = normed_gradient(kept, norm, dn, residual, mode)
+        d_biases = biases
+        if any(bias is not None for bias in biases):
+            d_biases = bias_gradients(
+                biases, [_joined(_unturned(dy, a)) for dy, a in zip(heads, back, strict=True)]
+            )
+        return dx, d_norm, weight_gradients(n, weights, g), d_biases, None
+
+    rounds = rounds_rows(mode.precision)
+    return run_backward(backward, residuals, gradients, name="norm_qkv", rounds=rounds)
+
+
+_norm_qkv.defvjp(_forward, _backward)
+
+
+def _operand(dy: Heads, angles: tuple[Array, Array] | None, mode: Mode) -> Operand:
+    """The gradient of heads before they were turned, as products take it."""
+    dtype = mode.gradient_format
+    if angles is None or dtype is None:
+        return gradient_operand(_joined(_unturned(dy, angles)), mode)
+    scale = gemm.tensor_scale(GROWTH * gemm.largest_magnitude(dy), dtype)
+    if mode.implementation == "triton" and fits_turn_back_cast(dy.shape[-1]):
+        return Operand(*turn_back_cast(dy, *angles, scale, dtype), scale)
+    turned = _joined(_unturned(dy, angles))
+    return gemm.scaled(turned, scale, dtype, "both", mode.implementation)
+
+
+def _unturned(dy: Heads, angles: tuple[Array, Array] | None) -> Heads:
+    return dy if angles is None else turn_back(dy, *angles)
+
+
+def _joined(heads: Heads) -> Float[Array, "B S NH"]:
+    return heads.reshape(*heads.shape[:2], -1)
