@@ -20,38 +20,13 @@ from typing import Any
 import jax
 
 import coat_jax
+from coat_jax.training import chart
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 PEERS = ("jax-triton", "triton", "torch", "torchao", "bitsandbytes")  # where they are installed
 
-INK, PALE, ACCENT = "#1f2933", "#b8c1cc", "#d9482b"  # text; the baseline; what is new
-CHART = {
-    "figure.dpi": 160,
-    "figure.constrained_layout.use": True,
-    "figure.constrained_layout.w_pad": 0.15,  # inches
-    "figure.constrained_layout.h_pad": 0.12,
-    "figure.titlesize": 13,
-    "figure.titleweight": "bold",
-    "font.size": 10,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": PALE,
-    "axes.titlesize": 10.5,
-    "axes.titlelocation": "left",
-    "axes.titlepad": 12,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": "#e8ecf0",
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.major.size": 0,
-    "ytick.major.size": 0,
-    "legend.frameon": False,
-}
+INK, PALE, ACCENT, CHART = chart.INK, chart.PALE, chart.ACCENT, chart.CHART  # as `coat plot` draws
 
 
 def write(path: str | Path, figures: dict[str, Any]) -> None:

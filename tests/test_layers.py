@@ -26,13 +26,15 @@ LAYERS = [
     ("ops",),
     ("nn", "linen", "optax"),
     ("models",),
+    ("generation",),
     ("training",),
+    ("",),  # coat_jax/__init__.py
     ("cli",),
-    ("",),  # coat_jax/__init__.py, above all
+    ("__main__",),
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 IMPORT_SECONDS = 0.5
-HEAVY = {"triton", "torch", "jax_triton", "transformers"}
+HEAVY = {"triton", "torch", "jax_triton", "transformers", "orbax", "grain", "rich", "tokenizers"}
 
 
 def modules_of(package):

@@ -58,6 +58,7 @@ class Hyper(NamedTuple):
     eps_root: Number = 0.0
     weight_decay: Number = 0.0
     grad_scale: Number = 1.0  # multiplies the gradients: clipping, loss scaling
+    skip: bool | Array = False  # where true, the step changes nothing
 
 
 class Leaf(NamedTuple):
@@ -114,9 +115,13 @@ def adam_reference(
     dither = None
     if storage.stochastic:
         dither = noise.uniform(key, v.shape, run=storage.group_size)
-    mu = storage.write(m, storage.first)
-    nu = storage.write(v, storage.second, dither)
-    return Stepped(result, mu, nu)
+    stepped = Stepped(
+        result, storage.write(m, storage.first), storage.write(v, storage.second, dither)
+    )
+    if hyper.skip is False:
+        return stepped
+    before = Stepped(result if leaf.param is None else leaf.param, leaf.mu, leaf.nu)
+    return jax.tree.map(lambda old, new: jnp.where(hyper.skip, old, new), before, stepped)
 
 
 def adam_update(
@@ -129,7 +134,7 @@ def adam_update(
     nesterov: bool,
 ) -> tuple[Float[Array, ...], Float[Array, ...], Float[Array, ...]]:
     """Returns the new moments and the direction, in FP32."""
-    _, b1, b2, eps, eps_root, _, grad_scale = hyper
+    _, b1, b2, eps, eps_root, _, grad_scale, _ = hyper
     grad = grad.astype(jnp.float32) * grad_scale
     m = b1 * m + (1 - b1) * grad
     v = b2 * v + (1 - b2) * jnp.square(grad)
@@ -156,9 +161,9 @@ def log_decay(decay: Number) -> Number:
 
 def numbers_of_step(
     count: Int[Array, ""], hyper: Hyper, *, nesterov: bool, has_param: bool
-) -> Float[Array, 10]:
+) -> Float[Array, 11]:
     """What the kernel multiplies by, the same for all elements: computed once, by XLA."""
-    lr, b1, b2, eps, eps_root, weight_decay, grad_scale = hyper
+    lr, b1, b2, eps, eps_root, weight_decay, grad_scale, skip = hyper
     debias1, debias2 = bias(b1, count), bias(b2, count)
     from_m, from_grad = 1 / debias1, jnp.zeros([])
     if nesterov:
@@ -175,6 +180,7 @@ def numbers_of_step(
         sign * from_m,  # 7, 8: what is divided
         sign * from_grad,
         lr * weight_decay,  # 9
+        skip,  # 10: whether nothing is stored
     ]
     return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
 
@@ -215,6 +221,7 @@ def step_block(
     EPS_ROOT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     ROUND_PARAM: tl.constexpr,
+    MAY_SKIP: tl.constexpr,
     MU: tl.constexpr,
     NU: tl.constexpr,
     FAST: tl.constexpr,
@@ -262,6 +269,11 @@ def step_block(
     m += tl.load(numbers + 1) * g
     v = (tl.load(numbers + 2) * nu_scale)[:, None] * decode(nu, nu_root, FAST)
     v += tl.load(numbers + 3) * (g * g)
+
+    if MAY_SKIP:  # What is not stored stays: the step is in place.
+        wanted = tl.load(numbers + 10) == 0.0
+        exists = exists & wanted
+        here = here & wanted
 
     # The direction, or the new parameter.
     spread = v

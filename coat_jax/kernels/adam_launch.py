@@ -78,10 +78,13 @@ def adam_step(
         numbers = numbers_of_step(count, hyper, nesterov=settings.nesterov, has_param=has_param)
         keys = noise.leaf_keys(settings.storage.seed, count, len(leaves))
         eps_root = not (isinstance(hyper.eps_root, int | float) and hyper.eps_root == 0)
+        may_skip = hyper.skip is not False
         for bucket in _buckets(waiting, leaves):
             chosen_leaves = [leaves[i] for i in bucket]
             table = [(i, decayed[i]) for i in bucket]
-            results = _step_bucket(chosen_leaves, table, numbers, keys, settings, eps_root)
+            results = _step_bucket(
+                chosen_leaves, table, numbers, keys, settings, eps_root, may_skip
+            )
             stepped.update(zip(bucket, results, strict=True))
     return [stepped[i] for i in range(len(leaves))]
 
@@ -108,10 +111,11 @@ def _buckets(indices: Sequence[int], leaves: Sequence[Leaf]) -> list[list[int]]:
 def _step_bucket(
     leaves: Sequence[Leaf],
     table: Sequence[tuple[int, bool]],
-    numbers: Float[Array, 10],
+    numbers: Float[Array, 11],
     keys: UInt32[Array, leaves],
     settings: Settings,
     eps_root: bool,
+    may_skip: bool,
 ) -> list[Stepped]:
     """Steps one leaf, or BUCKET of them, in one launch; `table` has (index, decayed) of each."""
     storage = settings.storage
@@ -158,6 +162,7 @@ def _step_bucket(
             EPS_ROOT=eps_root,
             STOCHASTIC=storage.stochastic,
             ROUND_PARAM=settings.round_params and arrays[0][0].dtype == jnp.bfloat16,
+            MAY_SKIP=may_skip,
             MU=_format_constants(leaves[0].mu.codes.dtype, stochastic=False),
             NU=_format_constants(leaves[0].nu.codes.dtype, stochastic=storage.stochastic),
             FAST=not dispatch.interpreting(),
@@ -213,15 +218,15 @@ def step_leaf(
     GROUP: tl.constexpr, GROUPS_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
     JUMPS: tl.constexpr,
     HAS_PARAM: tl.constexpr, NESTEROV: tl.constexpr, EPS_ROOT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, ROUND_PARAM: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr,
-    FAST: tl.constexpr,
+    STOCHASTIC: tl.constexpr, ROUND_PARAM: tl.constexpr, MAY_SKIP: tl.constexpr,
+    MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Steps one leaf."""
     step_block(
         tl.program_id(0), numbers, keys, layout,
         p, g, mc, ma, mk, nc, na, nk, r, mco, mao, mko, nco, nao, nko,
         GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, NESTEROV, EPS_ROOT, STOCHASTIC,
-        ROUND_PARAM, MU, NU, FAST,
+        ROUND_PARAM, MAY_SKIP, MU, NU, FAST,
     )  # fmt: skip
 
 
@@ -247,8 +252,8 @@ def step_bucket(
     GROUP: tl.constexpr, GROUPS_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
     JUMPS: tl.constexpr,
     HAS_PARAM: tl.constexpr, NESTEROV: tl.constexpr, EPS_ROOT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, ROUND_PARAM: tl.constexpr, MU: tl.constexpr, NU: tl.constexpr,
-    FAST: tl.constexpr,
+    STOCHASTIC: tl.constexpr, ROUND_PARAM: tl.constexpr, MAY_SKIP: tl.constexpr,
+    MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Steps eight leaves: each program looks up which one its block belongs to."""
     block = tl.program_id(0)
@@ -282,5 +287,5 @@ def step_bucket(
         block, numbers, keys, row,
         p, g, mc, ma, mk, nc, na, nk, r, mco, mao, mko, nco, nao, nko,
         GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, NESTEROV, EPS_ROOT, STOCHASTIC,
-        ROUND_PARAM, MU, NU, FAST,
+        ROUND_PARAM, MAY_SKIP, MU, NU, FAST,
     )  # fmt: skip

@@ -9,6 +9,7 @@ backward pass. Kept: h, w, and one log-sum-exp per token. The products are in th
 of h, summed in FP32, and not in FP8: the head is the layer that suffers most from it.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -104,10 +105,7 @@ def _backward(settings: _Settings, residuals: Any, gradient: Array) -> Any:
         d_logits = jnp.where(y[..., None] >= 0, d_logits * gradient, 0.0).astype(h.dtype)
         dh = lax.dot_general(d_logits, w, (((h.ndim - 1,), (1,)), ((), ())))
         rows = tuple(range(h.ndim - 1))
-        product = lax.dot_general(
-            h, d_logits, ((rows, rows), ((), ())), preferred_element_type=jnp.float32
-        )
-        return dw + product, dh
+        return dw + _dot_in_fp32(h, d_logits, (rows, rows)), dh
 
     parts = _chunks(hidden, settings.chunk, -2, 0), _chunks(labels, settings.chunk, -1, IGNORED)
     dw, dh = lax.scan(one, jnp.zeros(weight.shape, jnp.float32), (*parts, lse))
@@ -118,8 +116,20 @@ _sum_of_losses.defvjp(_forward, _backward)
 
 
 def _logits(h: Float[Array, "*B C D"], w: Float[Array, "D V"]) -> Float[Array, "*B C V"]:
-    dimensions = (((h.ndim - 1,), (0,)), ((), ()))
-    return lax.dot_general(h, w, dimensions, preferred_element_type=jnp.float32)
+    return _dot_in_fp32(h, w, ((h.ndim - 1,), (0,)))
+
+
+def _dot_in_fp32(a: Array, b: Array, summed: tuple[Sequence[int], Sequence[int]]) -> Array:
+    """A product of arrays as they come, with sums and result in FP32."""
+
+    def dot(a: Array, b: Array) -> Array:
+        return lax.dot_general(a, b, (summed, ((), ())), preferred_element_type=jnp.float32)
+
+    def dot_of_fp32(a: Array, b: Array) -> Array:
+        return dot(a.astype(jnp.float32), b.astype(jnp.float32))
+
+    # XLA's CPU backend compiles products of BF16 in some layouts which it then cannot run.
+    return lax.platform_dependent(a, b, cpu=dot_of_fp32, default=dot)
 
 
 def _chunks(x: Array, chunk: int, axis: int, fill: int) -> Array:

@@ -183,6 +183,8 @@ def step_tree(
     result = jax.tree.unflatten(structure, [s.result for s in stepped])
     mu = _zip([s.mu for s in stepped], structure)
     nu = _zip([s.nu for s in stepped], structure)
+    if hyper.skip is not False:
+        count = jnp.where(hyper.skip, state.count, count)
     return result, ScaleByFP8AdamState(count, mu, nu)
 
 

@@ -53,8 +53,9 @@ def _require_same(path: Path, stored: Any, like: Any) -> None:
     only_found, only_expected = found.keys() - expected.keys(), expected.keys() - found.keys()
     if only_found or only_expected:
         raise ValueError(
-            f"The checkpoint at {path} holds another optimizer's state. Only stored: "
-            f"{sorted(only_found)[:5]}; only expected: {sorted(only_expected)[:5]}."
+            f"The checkpoint at {path} holds the state of another model or optimizer. Only stored: "
+            f"{sorted(only_found)[:5]}; only expected: {sorted(only_expected)[:5]}. Restore it "
+            "with the model and the optimizer it was made with."
         )
     for name, (shape, dtype) in expected.items():
         stored_shape, stored_dtype = found[name]
@@ -62,7 +63,7 @@ def _require_same(path: Path, stored: Any, like: Any) -> None:
             raise ValueError(
                 f"{name} is stored as {stored_dtype}{list(stored_shape)}, but {dtype}{list(shape)} "
                 f"is expected. The checkpoint at {path} was written with another FP8 format, "
-                "group size or model; restore it with the Storage it was made with."
+                "group size or model; restore it with the model and the Storage it was made with."
             )
 
 

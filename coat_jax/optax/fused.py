@@ -34,8 +34,18 @@ class Step(Protocol):
         state: ScaleByFP8AdamState,
         *,
         grad_scale: Number = 1.0,
+        skip: bool | Array = False,
     ) -> tuple[optax.Params, ScaleByFP8AdamState]:
-        """Returns new parameters and state; the gradients are multiplied by `grad_scale`."""
+        """Returns new parameters and state, or the old ones.
+
+        Args:
+            params: the parameters.
+            grads: their gradients.
+            state: what `init` or the step before returned.
+            grad_scale: multiplies the gradients.
+            skip: where true nothing changes, bit for bit and still in place. A conditional
+                around the step would copy parameters and state.
+        """
         ...
 
 
@@ -101,13 +111,14 @@ def fused_fp8_adamw(
         state: ScaleByFP8AdamState,
         *,
         grad_scale: Number = 1.0,
+        skip: bool | Array = False,
     ) -> tuple[optax.Params, ScaleByFP8AdamState]:
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         return step_tree(
             params,
             grads,
             state,
-            hyper._replace(learning_rate=rate, grad_scale=grad_scale),
+            hyper._replace(learning_rate=rate, grad_scale=grad_scale, skip=skip),
             settings,
             decayed=_decayed(mask, params),
             implementation=implementation,

@@ -54,6 +54,8 @@ CASES = [
     Case("b1 = 0", hyper=Hyper(1e-3, 0.0, 0.95, 1e-8, 0.0, 0.1, 1.0)),
     Case("eps_root", hyper=Hyper(1e-3, 0.9, 0.95, 1e-8, 1e-6, 0.1, 1.0)),
     Case("gradients scaled", hyper=Hyper(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.1, 0.125)),
+    Case("skipped", hyper=Hyper(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.1, 1.0, np.bool_(True))),
+    Case("not skipped", hyper=Hyper(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.1, 1.0, np.bool_(False))),
     Case("nesterov", settings=Settings(ALL_FP8, nesterov=True)),
     Case("nearest", settings=Settings(Storage(min_size=0, stochastic=False))),
     Case("seeded", settings=Settings(Storage(min_size=0, seed=2**31 + 5))),

@@ -149,3 +149,17 @@ def test_no_more_logits_exist_than_those_of_a_chunk(chunk):
     of_vocabulary = {size for size in sizes(program) if size % vocabulary == 0}
     assert batch * chunk * vocabulary in of_vocabulary
     assert max(of_vocabulary) <= max(batch * chunk, width) * vocabulary
+
+
+def test_the_embedding_can_be_the_head_in_bf16():
+    """Its gradient is a product in another layout, one that XLA's CPU backend refused to run."""
+    embed, hidden = draw(1, (256, 128), over=11.0), draw(2, (2, 64, 128), dtype=jnp.bfloat16)
+    labels = jnp.arange(128).reshape(2, 64)
+
+    def loss(embed, hidden):
+        return ops.cross_entropy(hidden, embed.T, labels)
+
+    got, want = (
+        jax.jit(jax.value_and_grad(loss))(embed, h) for h in (hidden, hidden.astype(jnp.float32))
+    )
+    assert_close(got, want, 2.0**-6)

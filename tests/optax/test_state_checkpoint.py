@@ -121,7 +121,7 @@ def test_a_state_of_another_model_is_refused(saved):
         restore_state(saved[0], tx.init(renamed))
     with pytest.raises(ValueError, match=r"only expected: \['0/mu/amax/extra'"):
         restore_state(saved[0], tx.init({**params, "extra": params["b"]}))
-    with pytest.raises(ValueError, match=r"another optimizer's state"):
+    with pytest.raises(ValueError, match=r"another model or optimizer"):
         restore_state(saved[0], optax.adamw(1e-3).init(params))
 
 

@@ -1,0 +1,49 @@
+"""Draws the loss curves of runs: a picture, and a page to explore beside it.
+
+  coat plot runs/bf16 runs/coat                      plot.png and plot.html
+  coat plot runs/* --over tokens --out curves.png    against tokens
+  coat plot runs/a runs/b --names AdamW "FP8 AdamW"  other names than the folders'
+
+Of several runs the first is the baseline, wide and pale below the others. Points are held-out
+losses. The page works offline, in any browser.
+"""
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The runs, and how to draw them."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs")
+    parser.add_argument(
+        "--over",
+        choices=("steps", "tokens", "time"),
+        default="steps",
+        help="what the runs are compared over (%(default)s)",
+    )
+    parser.add_argument(
+        "--smooth",
+        type=int,
+        default=20,
+        metavar="N",
+        help="records whose mean a point is; 1 draws them as they are (%(default)s)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("plot.png"),
+        metavar="FILE.png",
+        help="the picture; the page has the same name with .html (%(default)s)",
+    )
+    parser.add_argument(
+        "--names", nargs="+", default=(), metavar="NAME", help="what to call the runs, in order"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Draws, and says where."""
+    from coat_jax.training.plot import draw
+
+    draw(options.runs, options.out, over=options.over, smooth=options.smooth, names=options.names)
+    print(f"{options.out}\n{options.out.with_suffix('.html')}")
+    return 0

@@ -1,0 +1,75 @@
+"""Turn text into files of tokens, once, so that training reads them without delay.
+
+Text files are one document each; of .jsonl files every line is one, {"text": ...}. All cores work.
+The folder appears when it is complete; a run that is interrupted leaves nothing behind.
+
+    coat tokenize 'texts/*.txt' more.jsonl --tokenizer tokenizer.json --out tokens
+    coat train configs/llama_124m.py --data.train 'tokens/*.npy'
+"""
+
+import argparse
+from pathlib import Path
+
+from coat_jax.training.data.paths import are_tokens, files_of
+from coat_jax.training.data.tokenizer import encoder_of
+from coat_jax.training.data.tokenizing import Encoded, write
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="text files, .jsonl, patterns")
+    parser.add_argument(
+        "--tokenizer", help="a Hugging Face tokenizer.json; without one, tokens are bytes"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="the folder to make")
+    parser.add_argument(
+        "--end-of-text",
+        type=int,
+        help="the token that ends a document; by default the tokenizer's own, as <|endoftext|>",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Tokenizes, and says what came of it."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    paths = files_of(tuple(options.inputs))
+    if are_tokens(paths):
+        raise ValueError(f"{paths[0]} holds tokens already: name text files or .jsonl.")
+    encoder = encoder_of(options.tokenizer, options.end_of_text)
+    console = Console()
+    bar = Progress(
+        TextColumn("{task.fields[tokens]:,} tokens"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("", total=sum(path.stat().st_size for path in paths), tokens=0)
+
+        def advance(part: Encoded) -> None:
+            so_far = bar.tasks[0].fields["tokens"] + len(part.tokens)
+            bar.update(task, advance=part.size, tokens=so_far)
+
+        notes = write(paths, options.out, encoder, progress=advance)
+    console.print(
+        f"{notes['tokens']:,} tokens of {notes['documents']:,} documents as {notes['dtype']} in "
+        f"{len(notes['files']):,} files, vocabulary {notes['vocab']:,}, end of text "
+        f"{notes['end_of_text']}.\n"
+        f"coat train CONFIG --data.train '{options.out}/*.npy'",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0

@@ -1,0 +1,235 @@
+"""What a training run is: one frozen dataclass, which a file in configs/ returns.
+
+    config = TrainConfig(model=models.config_of("tiny"), steps=300, batch=8, sequence=256)
+    config = dataclasses.replace(config, seed=1)
+
+Everything is checked when it is made, before any work is lost; what depends on the machine is
+checked in `mesh`. The docstrings' sentences are what `coat train --help` prints.
+"""
+
+import dataclasses
+from typing import Literal, get_args
+
+from coat_jax import models
+from coat_jax.nn import MeshAxes
+from coat_jax.training.checks import require_between, require_choice, require_count
+from coat_jax.training.data import DataConfig
+
+Schedule = Literal["cosine", "linear", "wsd", "constant"]
+OptimizerName = Literal["fp8_adamw", "adamw"]
+Writer = Literal["tensorboard", "wandb"]
+
+AXES = MeshAxes("fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, its learning rate over the run, and what surrounds it.
+
+    Attributes:
+        name: "fp8_adamw" stores the moments in FP8 and steps in one pass; "adamw" is optax's,
+            with moments in FP32.
+        peak: the highest learning rate.
+        schedule: how the rate falls from its peak: a "cosine", "linear", or "wsd", which stays
+            (warmup, stable, decay) and falls at the end; "constant" never falls.
+        warmup: the share of the steps in which the rate rises to its peak.
+        cooldown: the share of the steps in which "wsd" falls, in a straight line.
+        final: the rate at the end, as a share of the peak.
+        b1: decay rate of the first moment.
+        b2: decay rate of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled from the gradient, multiplied by the learning rate.
+        decay_embedding: whether the embedding decays; where it is the head too, as well.
+        decay_vectors: whether the scales of norms and biases decay.
+        clip: the largest global norm of the gradients; None does not clip.
+        round_stochastically: whether BF16 parameters are rounded stochastically, so that small
+            updates are not lost. FP32 parameters need no rounding.
+    """
+
+    name: OptimizerName = "fp8_adamw"
+    peak: float = 3e-4
+    schedule: Schedule = "cosine"
+    warmup: float = 0.01
+    cooldown: float = 0.2
+    final: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    decay_embedding: bool = True
+    decay_vectors: bool = False
+    clip: float | None = 1.0
+    round_stochastically: bool = True
+
+    def __post_init__(self) -> None:
+        require_choice("optimizer.name", self.name, get_args(OptimizerName))
+        require_choice("optimizer.schedule", self.schedule, get_args(Schedule))
+        for name in ("warmup", "cooldown", "final"):
+            require_between(f"optimizer.{name}", getattr(self, name), 0.0, 1.0)
+        for name in ("b1", "b2"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ValueError(f"optimizer.{name}={value!r} must be at least 0 and under 1.")
+        for name in ("peak", "weight_decay"):
+            require_between(f"optimizer.{name}", getattr(self, name), 0.0, float("inf"))
+        for name in ("eps", "clip"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"optimizer.{name}={value!r} must be above 0.")
+        falling = self.cooldown if self.schedule == "wsd" else 0.0
+        if self.warmup + falling > 1:
+            raise ValueError(
+                f"optimizer.warmup={self.warmup} and optimizer.cooldown={falling} are shares of "
+                "the steps, and together more than all of them. Lower one."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """How devices share the work. One of the three may be -1: all devices that are left.
+
+    Attributes:
+        data: parts that the batch is cut into, every one with all parameters.
+        fsdp: parts that the batch is cut into, and the parameters with it: each is gathered
+            when it is needed.
+        tensor: parts that the layers' hidden widths are cut into.
+    """
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("data", "fsdp", "tensor"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+                raise ValueError(
+                    f"mesh.{name}={size!r} must be a whole number of 1 or more, or -1 for the "
+                    "devices that are left."
+                )
+        if (self.data, self.fsdp, self.tensor).count(-1) > 1:
+            raise ValueError(
+                f"mesh: data={self.data}, fsdp={self.fsdp} and tensor={self.tensor} leave more "
+                "than one axis to be found. Only one can be -1."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """When the loss on held-out data is taken.
+
+    Attributes:
+        every: steps between evaluations, and one at the end; 0 for none at all.
+        batches: how many held-out batches, always the same ones.
+    """
+
+    every: int = 200
+    batches: int = 16
+
+    def __post_init__(self) -> None:
+        require_count("evaluation.every", self.every, least=0)
+        require_count("evaluation.batches", self.batches)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the run is saved, and what is kept.
+
+    Attributes:
+        every: steps between checkpoints, and one at the end; 0 for none at all.
+        keep: how many of the newest stay.
+        keep_best: how many of those with the lowest held-out loss stay as well.
+    """
+
+    every: int = 1000
+    keep: int = 2
+    keep_best: int = 0
+
+    def __post_init__(self) -> None:
+        require_count("checkpoint.every", self.every, least=0)
+        require_count("checkpoint.keep", self.keep)
+        require_count("checkpoint.keep_best", self.keep_best, least=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A run.
+
+    Attributes:
+        model: what is trained.
+        data: what it is trained on.
+        optimizer: how.
+        mesh: over which devices.
+        evaluation: when the loss on held-out data is taken.
+        checkpoint: when the run is saved.
+        steps: how many times the parameters are updated.
+        batch: sequences of a step, over all devices.
+        sequence: tokens of a sequence.
+        accumulation: parts that a batch is cut into, one after the other, so that activations of
+            only one part are in memory. Gradients are then summed in FP32.
+        seed: of the first parameters, of the order of the data and of rounding.
+        z_loss: weight of the squared log-sum-exp of the logits, which keeps them from drifting.
+        out: the folder of the run: checkpoints, metrics, its config.
+        resume: whether a run that is in the folder goes on. If not, it is moved out of the way.
+        init_from: a Hugging Face folder to take the first parameters from.
+        log_every: steps between records of the metrics.
+        writers: where metrics go besides metrics.jsonl: "tensorboard", "wandb".
+        cache: the folder of JAX's compilation cache; None for none.
+    """
+
+    model: models.Config
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    mesh: MeshConfig = MeshConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    steps: int
+    batch: int
+    sequence: int
+    accumulation: int = 1
+    seed: int = 0
+    z_loss: float = 0.0
+    out: str = "out/run"
+    resume: bool = True
+    init_from: str | None = None
+    log_every: int = 1
+    writers: tuple[Writer, ...] = ()
+    cache: str | None = "~/.cache/coat_jax/xla"
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "sequence", "accumulation", "log_every"):
+            require_count(name, getattr(self, name))
+        require_count("seed", self.seed, least=0)
+        require_between("z_loss", self.z_loss, 0.0, float("inf"))
+        if self.sequence > self.model.context:
+            raise ValueError(
+                f"sequence={self.sequence} is longer than model.context={self.model.context}. "
+                "Lower the one or raise the other."
+            )
+        if self.batch % self.accumulation:
+            raise ValueError(
+                f"batch={self.batch} cannot be cut into accumulation={self.accumulation} equal "
+                "parts. Make it a multiple."
+            )
+        for writer in self.writers:
+            require_choice("writers", writer, get_args(Writer))
+        if (self.model.axes, self.model.batch_axes) != (MeshAxes(), ()):
+            raise ValueError(
+                "model.axes and model.batch_axes are set from `mesh`: leave them at their defaults."
+            )
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences that are computed at one time, over all devices."""
+        return self.batch // self.accumulation
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a batch, whether they have labels or not."""
+        return self.batch * self.sequence
+
+    @property
+    def model_on_mesh(self) -> models.Config:
+        """The model, its parameters and its batch cut along the axes of `mesh`."""
+        return dataclasses.replace(self.model, axes=AXES, batch_axes=BATCH_AXES)

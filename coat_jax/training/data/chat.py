@@ -1,0 +1,120 @@
+"""Conversations: what is said to whom becomes tokens, and the assistant's answers are learned.
+
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+
+    <|user|>        with the template '<|{role}|>\\n{content}{end}\\n', where {end} stands for the
+    Hi.             token end_of_text, here a point; what is learned is 'Hello.'
+    <|assistant|>
+    Hello.
+
+Special tokens in a template are meant as such; spelled out in a message they are ordinary text.
+"""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from coat_jax.training.data.packing import Documents
+from coat_jax.training.data.text_files import records
+from coat_jax.training.data.tokenizer import Encoder
+
+ROLES = ("system", "user", "assistant")
+LEARNED = "assistant"
+TOGETHER = 1024  # conversations that are tokenized at once
+IN_MEMORY = 2 << 30  # bytes of files: their tokens are kept in memory
+
+
+class Message(NamedTuple):
+    """What one says."""
+
+    role: str
+    content: str
+
+
+class Template(NamedTuple):
+    """What stands before, between and after role, content and end."""
+
+    before_role: str
+    after_role: str
+    after_content: str
+    after_end: str
+
+
+def template_of(text: str) -> Template:
+    """Reads a template; raises unless it has {role}, {content} and {end}, once, in this order."""
+    before, role, rest = text.partition("{role}")
+    after_role, content, rest = rest.partition("{content}")
+    after_content, end, after = rest.partition("{end}")
+    if not (role and content and end) or any(text.count(p) > 1 for p in (role, content, end)):
+        raise ValueError(
+            f"data.template={text!r} must have {{role}}, {{content}} and {{end}}, once each and in "
+            "this order."
+        )
+    return Template(before, after_role, after_content, after)
+
+
+def read(paths: list[Path], encoder: Encoder, template: str) -> Documents:
+    """The conversations of these files as tokens, each message as the template says."""
+    writer = _Writer(encoder, template_of(template))
+    conversations = (found for path in paths for found in _conversations(path))
+    written = []
+    while batch := list(islice(conversations, TOGETHER)):
+        written.append(writer.write(batch))
+    if not written:
+        raise ValueError(f"{paths[0]} and what comes with it hold no conversation.")
+    tokens, learned, lengths = (np.concatenate(arrays) for arrays in zip(*written, strict=True))
+    return Documents(tokens, learned, np.cumsum(lengths))
+
+
+class _Writer:
+    """Makes tokens of messages; what surrounds their contents is tokenized once."""
+
+    def __init__(self, encoder: Encoder, template: Template):
+        self._encoder = encoder
+        self._heads = {
+            role: encoder.encode_markers(template.before_role + role + template.after_role)
+            for role in ROLES
+        }
+        end = np.array([encoder.end_of_text], encoder.dtype)
+        self._end = np.concatenate([encoder.encode_markers(template.after_content), end])
+        self._tail = encoder.encode_markers(template.after_end)
+
+    def write(self, conversations: list[list[Message]]) -> tuple[np.ndarray, ...]:
+        """Tokens, whether each is learned, and the length of each conversation."""
+        messages = [message for conversation in conversations for message in conversation]
+        contents = self._encoder.encode([message.content for message in messages])
+        parts, learned = [], []
+        for message, content in zip(messages, contents, strict=True):
+            counts = message.role == LEARNED
+            parts += [self._heads[message.role], content, self._end, self._tail]
+            learned += [False, counts, counts, False]
+        lengths = np.array([len(part) for part in parts])
+        firsts = np.cumsum([0] + [4 * len(conversation) for conversation in conversations])[:-1]
+        of_each = np.add.reduceat(lengths, firsts)
+        return np.concatenate(parts), np.repeat(learned, lengths), of_each
+
+
+def _conversations(path: Path) -> Iterator[list[Message]]:
+    for place, record, _ in records(path):
+        messages = record.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise ValueError(
+                f'{place} has no "messages" that are a list; its keys are {sorted(record)}.'
+            )
+        found = [_message(place, message) for message in messages]
+        if not any(message.role == LEARNED for message in found):
+            raise ValueError(f"{place} has no message of the {LEARNED}: nothing can be learned.")
+        yield found
+
+
+def _message(place: str, message: Any) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+        raise ValueError(
+            f'{place}: a message is {{"role": ..., "content": "..."}}, not {str(message)[:60]}.'
+        )
+    if message.get("role") not in ROLES:
+        raise ValueError(f"{place}: role {message.get('role')!r} must be one of {ROLES}.")
+    return Message(message["role"], message["content"])

@@ -1,0 +1,61 @@
+"""The built-in corpus: the source of Python's own standard library, as bytes.
+
+It is on every machine that runs these programs, it is text with structure at every scale, and
+it needs neither a download nor a tokenizer: a token is a byte, the vocabulary has 256 entries.
+Another release of Python has another corpus; `Corpus.digest` tells them apart.
+
+Whole files are held out, every 20th, so that the held-out loss is over text that was not seen.
+"""
+
+import hashlib
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import UInt8
+
+HELD_OUT = 20  # one file in so many
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+class Corpus(NamedTuple):
+    """The bytes to train on and the bytes to evaluate on, which share no file."""
+
+    train: UInt8[np.ndarray, " N"]
+    held_out: UInt8[np.ndarray, " M"]
+
+    @property
+    def digest(self) -> str:
+        """Names these bytes: two runs with the same digest read the same text."""
+        return hashlib.sha256(self.train.tobytes() + self.held_out.tobytes()).hexdigest()[:16]
+
+
+def load(limit: int | None = None, root: Path | None = None) -> Corpus:
+    """Reads the corpus, the same for everyone who runs the same release of Python.
+
+    Args:
+        limit: the most bytes of either part; everything (about 12 MB) by default.
+        root: where to look for the library; this Python's own by default.
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
+    files = [path for path in sorted(root.rglob("*.py")) if _is_library(path.relative_to(root))]
+    if len(files) < HELD_OUT:
+        raise FileNotFoundError(
+            f"Found {len(files)} source files of the standard library under {root}, and the corpus "
+            f"needs {HELD_OUT}. This Python has no sources; use one from python.org, pyenv, conda "
+            "or the system's packages."
+        )
+    held_out = files[HELD_OUT - 1 :: HELD_OUT]
+    train = sorted(set(files) - set(held_out))
+    return Corpus(_read(train, limit), _read(held_out, limit))
+
+
+def _is_library(path: Path) -> bool:
+    """Leaves out tests, what others installed, and the record of how this Python was built."""
+    return not SKIPPED & set(path.parts) and not path.name.startswith("_sysconfigdata")
+
+
+def _read(files: list[Path], limit: int | None) -> UInt8[np.ndarray, " N"]:
+    """The files one after another, the first `limit` bytes of them."""
+    return np.frombuffer(b"".join(path.read_bytes() for path in files)[:limit], np.uint8)

@@ -1,0 +1,124 @@
+"""The loader: which rows a batch has, read ahead by threads.
+
+    order    epoch e is the permutation number (seed, e) of all rows; epochs follow each other
+    batch i  rows i B .. (i + 1) B - 1 of that order
+    process  p of P has the p-th of P equal parts of each batch
+
+A batch is so a pure function of data, seed and i: not of how many processes or threads there are,
+nor of whether the run was stopped in between. The state is one number. Shuffling is grain's: a
+permutation that is computed, not stored.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from coat_jax.training.data.rows import Batch, Rows, padded
+
+THREADS, BATCHES_AHEAD = 4, 8
+
+
+class Loader:
+    """An iterator over one process's parts of the batches.
+
+    Attributes:
+        tokens: how many there are in an epoch.
+        rows: likewise.
+        batches: how many there are in all epochs; None without end.
+        packed: whether a row may hold several documents. Where it does not, positions and
+            segments say nothing that a model would not assume.
+        digest: names the data and how it is cut into rows.
+        description: what there is, for people.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        batch: int,
+        seed: int,
+        process: int = 0,
+        processes: int = 1,
+        epochs: int | None = None,
+    ):
+        """See `load`."""
+        _require(batch, process, processes, epochs)
+        self.tokens, self.rows = rows.tokens, len(rows)
+        self.batches = None if epochs is None else -(-len(rows) * epochs // batch)
+        self.packed, self.digest = rows.packed, rows.digest
+        self.description = f"{rows.tokens:,} tokens in {len(rows):,} rows of {rows.sequence:,}"
+        if rows.cut:
+            self.description += f"; {rows.cut:,} documents were longer and are cut to that"
+        self._batch, self._seed, self._next = batch, seed, 0
+        self._parts = _parts(rows, batch, batch // processes, seed, epochs)[process::processes]
+        self._reader: Any = None
+
+    def __iter__(self) -> "Loader":
+        return self
+
+    def __next__(self) -> Batch:
+        if self._reader is None:
+            self._reader = _reader(self._parts[self._next :])
+        batch = next(self._reader)
+        self._next += 1
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """Where the iterator stands, for JSON: the same in every process."""
+        return {"data": self.digest, "seed": self._seed, "rows": self._next * self._batch}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes to where a loader of the same data stood; raises if it is of other data."""
+        for name, own in (("data", self.digest), ("seed", self._seed)):
+            if state[name] != own:
+                raise ValueError(
+                    f"The run to resume read {name}={state[name]!r}, and this one would read "
+                    f"{name}={own!r}. Resume with the data, the sequence length and the seed that "
+                    "it began with, or start a new run."
+                )
+        if state["rows"] % self._batch:
+            raise ValueError(
+                f"The run to resume has read {state['rows']:,} rows, no multiple of "
+                f"batch={self._batch}. Resume with a batch that divides them."
+            )
+        self.close()
+        self._next = state["rows"] // self._batch
+
+    def close(self) -> None:
+        """Stops reading ahead."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+
+def _parts(rows: Rows, batch: int, part: int, seed: int, epochs: int | None) -> Any:
+    """All processes' parts of all batches, by number."""
+    import grain
+
+    # grain shuffles epoch e with seed + e: from neighbouring seeds it would give the same epochs.
+    spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    ordered = grain.MapDataset.source(rows).shuffle(spread).repeat(epochs)
+    missing = -len(ordered) % batch
+    if epochs is not None and missing:
+        nothing = padded(Batch(*np.zeros((4, 0), np.int32)), rows.sequence)
+        filling = grain.MapDataset.source([nothing]).repeat(missing)
+        ordered = grain.MapDataset.concatenate([ordered, filling])
+    return ordered.batch(part, drop_remainder=True)
+
+
+def _reader(parts: Any) -> Any:
+    import grain
+
+    return iter(parts.to_iter_dataset(grain.ReadOptions(THREADS, BATCHES_AHEAD)))
+
+
+def _require(batch: int, process: int, processes: int, epochs: int | None) -> None:
+    if batch < 1 or batch % processes:
+        raise ValueError(
+            f"batch={batch} cannot be divided among {processes} processes: make it a multiple of "
+            f"{processes}."
+        )
+    if not 0 <= process < processes:
+        raise ValueError(f"process={process} must be one of 0 to {processes - 1}.")
+    if epochs is not None and epochs < 1:
+        raise ValueError(f"epochs={epochs} must be 1 or more, or None to go on without end.")

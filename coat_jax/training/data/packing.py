@@ -1,0 +1,92 @@
+"""Packing: short documents share a row, each with its own segment, and none is split.
+
+Documents are taken in a random order and put where they leave the least room (best fit). The plan
+is made from their lengths alone, so every process makes the same. One that is longer than a row
+has a row to itself and loses its end.
+"""
+
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int, Int64, UInt
+
+from coat_jax.training.data.rows import IGNORED, Batch, digest_of, padded
+
+
+class Documents(NamedTuple):
+    """Documents one after another, as tokens."""
+
+    tokens: UInt[np.ndarray, " N"]
+    learned: Bool[np.ndarray, " N"]  # whether the token is to be predicted
+    ends: Int64[np.ndarray, " D"]  # where each ends
+
+    @property
+    def digest(self) -> str:
+        """Names these documents."""
+        return digest_of(*(hashlib.sha256(array.data).hexdigest() for array in self))
+
+    def part(self, numbers: range) -> "Documents":
+        """Those of these numbers, which follow each other."""
+        edges = np.concatenate([[0], self.ends])
+        start, stop = edges[numbers.start], edges[numbers.stop]
+        within = slice(start, stop)
+        ends = self.ends[numbers.start : numbers.stop] - start
+        return Documents(self.tokens[within], self.learned[within], ends)
+
+
+def plan(lengths: Int[np.ndarray, " D"], sequence: int, seed: int) -> list[list[int]]:
+    """The numbers of the documents in each row."""
+    rows: list[list[int]] = []
+    by_room: list[list[int]] = [[] for _ in range(sequence + 1)]
+    rooms = 0  # bit r says that a row has room for r tokens: the best fit is the lowest bit
+    for number in np.random.default_rng(seed).permutation(len(lengths)).tolist():
+        length = min(int(lengths[number]), sequence)
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = by_room[room].pop()
+            if not by_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, row = sequence, len(rows)
+            rows.append([])
+        rows[row].append(number)
+        if room > length:
+            by_room[room - length].append(row)
+            rooms |= 1 << (room - length)
+    return rows
+
+
+class Packed:
+    """The `Rows` of documents that are packed."""
+
+    packed = True
+
+    def __init__(self, documents: Documents, *, sequence: int, seed: int):
+        lengths = np.diff(documents.ends, prepend=0)
+        self.sequence = sequence
+        self.tokens = len(documents.tokens)
+        self.cut = int(np.sum(lengths > sequence))
+        self._documents, self._starts = documents, documents.ends - lengths
+        self._plan = plan(lengths, sequence, seed)
+        self.digest = digest_of(documents.digest, self._plan, sequence)
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def __getitem__(self, row: int) -> Batch:
+        parts = [self._document(d, segment) for segment, d in enumerate(self._plan[row], 1)]
+        joined = Batch(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        return padded(joined, self.sequence)
+
+    def _document(self, number: int, segment: int) -> Batch:
+        """One document, its last token without a label."""
+        start, stop = self._starts[number], self._documents.ends[number]
+        tokens = self._documents.tokens[start:stop].astype(np.int32)
+        learned = self._documents.learned[start:stop]
+        labels = np.append(np.where(learned, tokens, IGNORED)[1:], np.int32(IGNORED))
+        kept = slice(self.sequence)
+        tokens, labels = tokens[kept], labels[kept].astype(np.int32)
+        positions = np.arange(len(tokens), dtype=np.int32)
+        return Batch(tokens, labels, positions, np.full_like(tokens, segment))

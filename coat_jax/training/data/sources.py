@@ -1,0 +1,137 @@
+"""From a config to a loader: which reader the data needs, and which part of it is held out."""
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from coat_jax.training.data import chat, corpus
+from coat_jax.training.data.config import DataConfig
+from coat_jax.training.data.loader import Loader
+from coat_jax.training.data.packing import Packed
+from coat_jax.training.data.paths import are_tokens, files_of
+from coat_jax.training.data.rows import Rows, Windows
+from coat_jax.training.data.stream import Memory, Stream
+from coat_jax.training.data.text_files import require_small
+from coat_jax.training.data.token_files import open_files, sidecar_of
+from coat_jax.training.data.tokenizer import Encoder, encoder_of
+from coat_jax.training.data.tokenizing import in_memory
+
+CORPUS = "corpus"
+SEARCHED = 1 << 24  # how many tokens are searched for the beginning of a document
+
+Split = Literal["train", "held_out"]
+
+
+def load(
+    config: DataConfig,
+    *,
+    split: Split,
+    batch: int,
+    sequence: int,
+    vocab: int,
+    seed: int = 0,
+    process: int = 0,
+    processes: int = 1,
+    epochs: int | None = None,
+) -> Loader:
+    """Opens the data of one split, and looks at as much of it as is cheap.
+
+    Args:
+        config: what the data is.
+        split: "train", or "held_out", which shares no token with it.
+        batch: rows in a batch, of all processes together.
+        sequence: tokens in a row.
+        vocab: the model's vocabulary; a token outside it is an error.
+        seed: of the order of the rows.
+        process: the number of this process among those that read different rows.
+        processes: how many there are.
+        epochs: how often all data is read, the last batch filled up with rows that are padding;
+            None goes on without end.
+    """
+    rows = _rows(config, split, sequence, vocab, seed)
+    return Loader(rows, batch=batch, seed=seed, process=process, processes=processes, epochs=epochs)
+
+
+def _rows(config: DataConfig, split: Split, sequence: int, vocab: int, seed: int) -> Rows:
+    _require_apart(config)
+    own = split == "held_out" and config.held_out
+    patterns = config.held_out if own else config.train
+    if config.kind == "chat":
+        return _chat_rows(config, split, files_of(patterns), sequence, vocab, seed)
+    if CORPUS in patterns:
+        stream, end_of_text, shared = _corpus(patterns, split), None, False
+    else:
+        stream, end_of_text = _files(config, files_of(patterns), vocab)
+        shared = not config.held_out
+    part = range(len(stream))
+    if shared:
+        part = _share(stream, split, config.held_out_part, end_of_text, vocab)
+    return Windows(stream, part, sequence=sequence, end_of_text=end_of_text, vocab=vocab)
+
+
+def _require_apart(config: DataConfig) -> None:
+    """Raises if a file is both trained on and held out; the corpus knows how to divide itself."""
+    train, held_out = (
+        {path.resolve() for path in files_of(tuple(p for p in patterns if p != CORPUS))}
+        for patterns in (config.train, config.held_out)
+    )
+    if both := train & held_out:
+        raise ValueError(f"{min(both)} is named in data.train and in data.held_out: name others.")
+
+
+def _corpus(patterns: tuple[str, ...], split: Split) -> Stream:
+    if len(patterns) > 1:
+        raise ValueError(f"{patterns} mixes the built-in corpus with files: name one or the other.")
+    return Stream([Memory(f"the corpus ({split})", getattr(corpus.load(), split))])
+
+
+def _files(config: DataConfig, paths: list[Path], vocab: int) -> tuple[Stream, int | None]:
+    """Token files or text as a stream, and the token that ends its documents."""
+    if are_tokens(paths):
+        notes = sidecar_of(paths) or {"vocab": 0, "end_of_text": None}
+        _require_vocab(f"The data in {paths[0].parent}", notes["vocab"], vocab)
+        end_of_text = notes["end_of_text"] if config.end_of_text is None else config.end_of_text
+        return Stream(open_files(paths, dtype=config.dtype)), end_of_text
+    encoder = _encoder(config, vocab)
+    return Stream([Memory(str(paths[0]), in_memory(paths, encoder))]), encoder.end_of_text
+
+
+def _chat_rows(
+    config: DataConfig, split: Split, paths: list[Path], sequence: int, vocab: int, seed: int
+) -> Packed:
+    require_small(paths, chat.IN_MEMORY, "Divide the conversations among several runs.")
+    documents = chat.read(paths, _encoder(config, vocab), config.template)
+    if not config.held_out:
+        count = len(documents.ends)
+        cut = count - max(round(config.held_out_part * count), 1)
+        if not cut:
+            raise ValueError(f"{paths[0]}: one conversation cannot be shared with held-out data.")
+        documents = documents.part(range(cut) if split == "train" else range(cut, count))
+    return Packed(documents, sequence=sequence, seed=seed)
+
+
+def _encoder(config: DataConfig, vocab: int) -> Encoder:
+    encoder = encoder_of(config.tokenizer, config.end_of_text)
+    _require_vocab(config.tokenizer or "Text as bytes", encoder.vocab, vocab)
+    return encoder
+
+
+def _require_vocab(what: str, needed: int, vocab: int) -> None:
+    if needed > vocab:
+        raise ValueError(
+            f"{what} has a vocabulary of {needed:,}, and the model one of {vocab:,}. Give the "
+            "model at least that."
+        )
+
+
+def _share(
+    stream: Stream, split: Split, held_out: float, end_of_text: int | None, vocab: int
+) -> range:
+    """The split's part of a stream: what is held out is its end, from a new document on."""
+    cut = len(stream) - round(held_out * len(stream))
+    if end_of_text is not None and cut < len(stream):
+        searched = stream.read(cut, min(cut + SEARCHED, len(stream)), vocab=vocab)
+        ends = np.flatnonzero(searched[:-1] == end_of_text)
+        cut += int(ends[0]) + 1 if len(ends) else 0
+    return range(cut) if split == "train" else range(cut, len(stream))

@@ -1,0 +1,212 @@
+"""Several processes, one run: they find each other, and they stop at the same step.
+
+    start()                          before JAX's first look at its devices
+    with Stop() as stop:             a request to stop lets the step in hand finish
+        ... one step, on every process ...
+        if stop.requested(): save, and leave
+
+What launched a process says where it stands; one that nobody says anything about is alone.
+
+    JAX_PROCESS_COUNT, JAX_PROCESS_ID and JAX_COORDINATOR_ADDRESS    ssh, Kubernetes, anything
+    mpirun                                                           Open MPI's own variables
+    srun                                                             SLURM's
+
+One process on a node takes all of its GPUs, several take one each, JAX_LOCAL_DEVICE_IDS=0,1 says
+otherwise. Losing a process ends the others, within JAX's 100 seconds: start the run again.
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from types import FrameType, TracebackType
+from typing import NamedTuple, Self
+
+import jax
+from jax.experimental import multihost_utils
+
+ADDRESS = "JAX_COORDINATOR_ADDRESS"
+COUNT, INDEX = "JAX_PROCESS_COUNT", "JAX_PROCESS_ID"
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # SLURM's --signal may send either
+
+
+class Place(NamedTuple):
+    """Where a process stands in a run.
+
+    Attributes:
+        launcher: how JAX calls what launched it; "deactivate" where the variables say it all.
+        coordinator: HOST:PORT of process 0; None where JAX can ask the launcher.
+        processes: how many there are.
+        process: which one this is.
+        rank_on_node: which of its node's; None where it is the only one.
+    """
+
+    launcher: str
+    coordinator: str | None
+    processes: int
+    process: int
+    rank_on_node: int | None
+
+
+def start(*, timeout: int = 300) -> None:
+    """Joins the processes of the run; does nothing where there is one.
+
+    Args:
+        timeout: seconds to wait for the others.
+
+    Raises:
+        ValueError: if the launcher's variables are incomplete or contradict each other.
+        TimeoutError: if nobody answers at the coordinator's address.
+    """
+    place = find_place(os.environ)
+    if place is None or place.processes == 1:
+        return
+    where = f" at {place.coordinator}" if place.coordinator else ""
+    # JAX aborts a process whose companions do not come: this line is then the one that explains.
+    print(
+        f"process {place.process} of {place.processes}: waits up to {timeout} s for all to meet"
+        f"{where}",
+        file=sys.stderr,
+        flush=True,
+    )
+    if place.coordinator and place.process > 0:
+        _require_answer(place.coordinator, timeout)
+    jax.distributed.initialize(
+        place.coordinator,
+        place.processes,
+        place.process,
+        local_device_ids=_local_devices(place, os.environ),
+        cluster_detection_method=place.launcher,
+        initialization_timeout=timeout,
+    )
+    if jax.process_count() != place.processes:
+        raise ValueError(
+            f"Process {place.process} was told of {place.processes} processes, process 0 of "
+            f"{jax.process_count()}: give all the same count ({COUNT})."
+        )
+
+
+def is_main() -> bool:
+    """Whether this process writes what only one may write."""
+    return jax.process_index() == 0
+
+
+def find_place(variables: Mapping[str, str]) -> Place | None:
+    """Reads the launcher's variables; None where nothing launched this process.
+
+    Raises:
+        ValueError: if some are missing, or contradict each other.
+    """
+    coordinator = variables.get(ADDRESS)
+    if COUNT in variables or INDEX in variables:
+        place = Place("deactivate", coordinator, *_position(variables, COUNT, INDEX), None)
+    elif "OMPI_COMM_WORLD_SIZE" in variables:
+        position = _position(variables, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+        alone = _number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE") == 1
+        rank = None if alone else _number(variables, "OMPI_COMM_WORLD_LOCAL_RANK")
+        place = Place("ompi", coordinator, *position, rank)
+    elif "SLURM_STEP_NUM_TASKS" in variables:  # within srun; a batch script alone has no step
+        position = _position(variables, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+        alone = position[0] == _number(variables, "SLURM_STEP_NUM_NODES")
+        place = Place(
+            "slurm", coordinator, *position, None if alone else _number(variables, "SLURM_LOCALID")
+        )
+    elif coordinator:
+        raise ValueError(f"{ADDRESS} is set, but not {COUNT} and {INDEX}: set all three, or none.")
+    else:
+        return None
+    # Open MPI 4 tells where mpirun runs, Open MPI 5 does not.
+    knows_host = place.launcher == "slurm" or "OMPI_MCA_orte_hnp_uri" in variables
+    if not coordinator and place.processes > 1 and not knows_host:
+        raise ValueError(
+            f"{place.processes} processes, but no {ADDRESS}: set it to HOST:PORT of process 0."
+        )
+    if coordinator and not coordinator.rpartition(":")[2].isdecimal():
+        raise ValueError(f"{ADDRESS}={coordinator!r} has no port: write HOST:PORT.")
+    return place
+
+
+class Stop:
+    """Notices SIGTERM and SIGUSR1, on any process, and tells all of them at the same step.
+
+    One process keeps a note of the signal. Several leave it to JAX's preemption service: it takes
+    SIGTERM, and agrees in the background, within seconds, on a step that none has passed.
+    Neither costs a step anything.
+    """
+
+    def __init__(self) -> None:
+        self._several = jax.process_count() > 1
+        self._asked = False
+        self._calls = 0
+
+    def __enter__(self) -> Self:
+        # Python must not take SIGTERM from the preemption service.
+        caught = (signal.SIGUSR1,) if self._several else SIGNALS
+        self._before = {number: signal.signal(number, self._on_signal) for number in caught}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def requested(self) -> bool:
+        """Whether to stop after this step. Every process must ask, once in every step."""
+        if self._several:
+            self._calls += 1
+            self._asked |= multihost_utils.reached_preemption_sync_point(self._calls)
+        return self._asked
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._several:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self._asked = True
+
+
+def _position(variables: Mapping[str, str], count: str, index: str) -> tuple[int, int]:
+    processes, process = _number(variables, count), _number(variables, index)
+    if process >= processes:
+        raise ValueError(
+            f"{index}={process}, but {count}={processes}: the last of {processes} processes is "
+            f"number {processes - 1}."
+        )
+    return processes, process
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    text = variables.get(name, "")
+    if not text.isdecimal():
+        raise ValueError(f"{name} is {text!r}, not a whole number: the launcher should set it.")
+    return int(text)
+
+
+def _local_devices(place: Place, variables: Mapping[str, str]) -> list[int] | None:
+    """The GPUs that a process takes, counted among those it sees; none named: all of them."""
+    if "JAX_LOCAL_DEVICE_IDS" in variables:
+        return None  # JAX reads it
+    sees_one = "," not in variables.get("CUDA_VISIBLE_DEVICES", ",")  # srun --gpus-per-task=1
+    return [] if place.rank_on_node is None or sees_one else [place.rank_on_node]
+
+
+def _require_answer(address: str, timeout: int) -> None:
+    """Returns once somebody listens at the address."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"Nobody answers at {ADDRESS}={address} after {timeout} s ({error}): is "
+                    f"process 0 running there, and its port open?"
+                ) from error
+            time.sleep(0.5)

@@ -1,0 +1,35 @@
+"""The mean loss over held-out batches: the same ones each time, also after a resume."""
+
+import itertools
+import math
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from coat_jax.training.batches import open_data, place
+from coat_jax.training.config import TrainConfig
+from coat_jax.training.step import held_out_step
+
+
+class Evaluation:
+    """Held-out data and the function that is evaluated on it, compiled at its first use."""
+
+    def __init__(self, config: TrainConfig, graph: Any, mesh: Mesh):
+        self._mesh = mesh
+        self._data = open_data(config, mesh, "held_out")
+        self._beginning = self._data.state()
+        self._batches = config.evaluation.batches
+        self._step = jax.jit(partial(held_out_step, graph))
+
+    def loss(self, params: Any) -> float:
+        """The mean over all labels of the held-out batches."""
+        self._data.restore(self._beginning)
+        losses, labels = [], []
+        for batch in itertools.islice(self._data, self._batches):
+            part = self._step(params, place(batch, self._mesh, parts=1, packed=self._data.packed))
+            losses.append(part.loss)
+            labels.append(part.labels)
+        self._data.close()  # stops it from reading ahead what nobody wants
+        return math.fsum(map(float, losses)) / max(sum(map(int, labels)), 1)

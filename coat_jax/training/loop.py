@@ -1,0 +1,198 @@
+"""The loop: from a config to a trained model.
+
+    config -> mesh -> data -> compiled step -> state, new or resumed -> steps
+
+Everything of a run is in its folder:
+
+    config.json      what was run
+    metrics.jsonl    a record per step
+    checkpoints/     states, with the place in the data
+"""
+
+import contextlib
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from coat_jax.training import accounting, identity
+from coat_jax.training.agreement import on_first
+from coat_jax.training.batches import abstract_batch, open_data, place
+from coat_jax.training.checkpoint import Checkpoints
+from coat_jax.training.config import TrainConfig
+from coat_jax.training.distributed import Stop
+from coat_jax.training.evaluation import Evaluation
+from coat_jax.training.mesh import batch_parts, everywhere, make_mesh, require_fitting
+from coat_jax.training.metrics import Metrics
+from coat_jax.training.optimizer import Optimizer, make_optimizer
+from coat_jax.training.progress import Progress
+from coat_jax.training.recorder import Recorder
+from coat_jax.training.state import State, abstract_state, new_state
+from coat_jax.training.step import train_step
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+CONFIG, CHECKPOINTS = "config.json", "checkpoints"
+
+
+class Outcome(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+        step: the last one taken.
+        loss: the last one recorded.
+        held_out_loss: likewise; None without evaluation.
+        stopped: whether somebody asked for that before the last step.
+    """
+
+    step: int
+    loss: float
+    held_out_loss: float | None
+    stopped: bool
+
+
+def train(config: TrainConfig, console: "Console") -> Outcome:
+    """Trains until the last step or until SIGTERM; goes on where a run in the folder stopped."""
+    _use_cache(config.cache)
+    mesh = make_mesh(config.mesh)
+    require_fitting(config, mesh)
+    with (
+        jax.set_mesh(mesh),
+        accounting.explaining_out_of_memory(config, batch_parts=batch_parts(mesh)),
+    ):
+        return _train(config, mesh, console)
+
+
+def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
+    folder = Path(config.out)
+    data = open_data(config, mesh, "train")
+    optimizer = make_optimizer(config)
+    graph, abstract = abstract_state(config, optimizer, mesh)
+    evaluation = Evaluation(config, graph, mesh) if config.evaluation.every else None
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    for change in on_first(lambda: _claim(folder, config)):
+        say(f"Goes on with another config: {change}.")
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(
+            Checkpoints(
+                folder / CHECKPOINTS,
+                keep=config.checkpoint.keep,
+                keep_best=config.checkpoint.keep_best,
+                note=say,
+            )
+        )
+        program = _compile(config, graph, optimizer, abstract, mesh, console, packed=data.packed)
+        step, seconds = 0, 0.0
+        if checkpoints.latest() is None:
+            state = new_state(config, optimizer, mesh)
+        else:
+            step, state, extra = checkpoints.restore(abstract)
+            data.restore(extra["data"])
+            seconds = extra["seconds"]
+            say(f"Resumes after step {step:,} of {config.steps:,}.")
+        described = identity.to_json(config)
+        metrics = Metrics(folder, writers=config.writers, config=described, resume_step=step)
+        stack.callback(metrics.close)
+        progress = stack.enter_context(
+            Progress(console, steps=config.steps, done=step, tokens_per_step=config.tokens_per_step)
+        )
+        stop = stack.enter_context(Stop())
+        recorder = Recorder(config, mesh, metrics, progress, step=step, seconds=seconds)
+        stopped = False
+        held_out: float | None = None
+        while step < config.steps and not stopped:
+            batch = place(next(data), mesh, parts=config.accumulation, packed=data.packed)
+            state, report = program(state, batch)
+            step += 1
+            recorder.take(step, report)
+            stopped = stop.requested()
+            last = step == config.steps
+            loss_now = None
+            if evaluation and _is_due(step, config.evaluation.every, last):
+                recorder.flush()
+                held_out = loss_now = evaluation.loss(state.params)
+                recorder.take_held_out(step, held_out)
+                recorder.pause(step)
+            if _is_due(step, config.checkpoint.every, last) or stopped:
+                recorder.flush()
+                extra = {
+                    "data": data.state(),
+                    "seconds": recorder.seconds,
+                    "config": described,
+                }
+                checkpoints.save(step, state, extra, loss=loss_now)
+                recorder.pause(step)
+        recorder.flush()
+        data.close()
+    return Outcome(step, recorder.loss, held_out, stopped and step < config.steps)
+
+
+def _is_due(step: int, every: int, last: bool) -> bool:
+    return every > 0 and (last or step % every == 0)
+
+
+def _compile(
+    config: TrainConfig,
+    graph: Any,
+    optimizer: Optimizer,
+    abstract: State,
+    mesh: Mesh,
+    console: "Console",
+    *,
+    packed: bool,
+) -> Any:
+    """The step as a program, its memory shown before anything is in it."""
+    begin = time.perf_counter()
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract), everywhere(mesh)
+    step = partial(train_step, config, graph, optimizer)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=shardings)
+    program = jitted.lower(abstract, abstract_batch(config, mesh, packed=packed)).compile()
+    seconds = time.perf_counter() - begin
+    parts = batch_parts(mesh)
+    memory = accounting.account(
+        config, abstract, program, batch_parts=parts, device=mesh.local_devices[0]
+    )
+    console.print(accounting.table(memory))
+    console.print(f"Compiled the step in {seconds:.1f} s.", highlight=False)
+    if not memory.fits:
+        advice = accounting.advice(config, batch_parts=parts)
+        console.print(f"It will not fit the device. {advice}", style="bold red", highlight=False)
+    return program
+
+
+def _claim(folder: Path, config: TrainConfig) -> list[str]:
+    """Makes the folder this run's; returns what of an earlier config of the run it changes.
+
+    Raises:
+        ValueError: if the folder holds another run.
+    """
+    changed: list[str] = []
+    path = folder / CONFIG
+    if path.exists() and not config.resume:
+        folder.rename(_free_name(folder))
+    elif path.exists():
+        changed = identity.changes(config, json.loads(path.read_text("utf-8")))
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(identity.to_json(config), indent=2) + "\n", "utf-8")
+    unfinished.replace(path)
+    return changed
+
+
+def _free_name(folder: Path) -> Path:
+    """The folder's name with the first number behind it that is not taken."""
+    number = 1
+    while (moved := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    return moved
+
+
+def _use_cache(folder: str | None) -> None:
+    """Lets JAX keep compiled programs in a folder, unless it was told one before."""
+    if folder is not None and jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))

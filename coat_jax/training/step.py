@@ -1,0 +1,113 @@
+"""One step of training, and one of evaluation: the functions that are compiled.
+
+    loss, gradients = sum over microbatches of their share of the labels * (mean loss, gradient)
+    parameters      = the optimizer's, with gradients scaled to the norm `clip`
+
+A batch is [accumulation, rows, sequence]: cut into parts it has the loss and gradients of one
+large batch, summed in FP32. A step whose gradients or loss are not finite changes nothing and
+is counted. Parameters and moments are updated in place; a conditional would copy them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from coat_jax.training.config import TrainConfig
+from coat_jax.training.data import Batch
+from coat_jax.training.optimizer import Optimizer
+from coat_jax.training.schedule import learning_rate
+from coat_jax.training.state import State
+
+
+class Report(NamedTuple):
+    """What a step tells: its loss is that before the update."""
+
+    loss: Float[Array, ""]
+    gradient_norm: Float[Array, ""]  # before clipping
+    learning_rate: Float[Array, ""]
+    labels: Int32[Array, ""]  # tokens that the loss is the mean of
+    skipped: Int32[Array, ""]  # steps so far
+
+
+class HeldOut(NamedTuple):
+    """A sum of losses over labels; those of several batches add up."""
+
+    loss: Float[Array, ""]
+    labels: Int32[Array, ""]
+
+
+def train_step(
+    config: TrainConfig, graph: Any, optimizer: Optimizer, state: State, batch: Batch
+) -> tuple[State, Report]:
+    """The next state, and how the step went.
+
+    Args:
+        config: the run.
+        graph: of the model.
+        optimizer: from `make_optimizer`.
+        state: to be donated.
+        batch: arrays [accumulation, rows, sequence].
+    """
+    labels = jnp.sum(batch.labels >= 0)
+
+    def share_of_loss(params: Any, part: Batch) -> Float[Array, ""]:
+        share = jnp.sum(part.labels >= 0) / jnp.maximum(labels, 1)
+        return share * _loss(graph, params, part, config.z_loss)
+
+    loss, grads = _summed(jax.value_and_grad(share_of_loss), state.params, batch)
+    norm = global_norm(grads)
+    skip = ~(jnp.isfinite(norm) & jnp.isfinite(loss))
+    clip = config.optimizer.clip
+    scale = 1.0 if clip is None else jnp.minimum(1.0, clip / norm)
+    params, moments = optimizer.step(
+        state.params, grads, state.moments, grad_scale=scale, skip=skip
+    )
+    rate = learning_rate(config.optimizer, config.steps, state.step - state.skipped)
+    skipped = state.skipped + skip
+    report = Report(loss, norm, rate, labels, skipped)
+    return State(state.step + 1, params, moments, skipped), report
+
+
+def held_out_step(graph: Any, params: Any, batch: Batch) -> HeldOut:
+    """The loss of a batch [1, rows, sequence], without a z-loss."""
+    part = jax.tree.map(lambda array: array[0], batch)
+    labels = jnp.sum(part.labels >= 0)
+    return HeldOut(labels * _loss(graph, params, part, 0.0), labels)
+
+
+def global_norm(grads: Any) -> Float[Array, ""]:
+    """The norm of all gradients together, summed in FP32 whatever their dtype."""
+    squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
+    return jnp.sqrt(sum(squares, start=jnp.zeros([])))
+
+
+def _loss(graph: Any, params: Any, part: Batch, z_loss: float) -> Float[Array, ""]:
+    """The mean over the labels of one microbatch."""
+    model = nnx.merge(graph, params)
+    loss: Array = model.loss(part.tokens, part.labels, part.positions, part.segments, z_loss=z_loss)
+    return loss
+
+
+def _summed(
+    value_and_grad: Callable[[Any, Batch], tuple[Array, Any]], params: Any, batch: Batch
+) -> tuple[Array, Any]:
+    """Values and gradients over all microbatches, the gradients cut as the parameters are."""
+
+    def one(part: Batch) -> tuple[Array, Any]:
+        loss, grads = value_and_grad(params, part)
+        # Reduced to shards as soon as they are there.
+        return loss, lax.with_sharding_constraint(grads, nnx.get_partition_spec(params))
+
+    if batch.tokens.shape[0] == 1:
+        return one(jax.tree.map(lambda array: array[0], batch))
+
+    def add(sums: Any, part: Batch) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, one(part)), None
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    return lax.scan(add, (jnp.zeros([]), zeros), batch)[0]

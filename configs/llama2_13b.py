@@ -1,0 +1,52 @@
+"""Llama 2 with 13 billion parameters.
+
+    coat train configs/llama2_13b.py --train 'tokens/*.npy'         COAT
+    coat train configs/llama2_13b.py:bf16 --train 'tokens/*.npy'    BF16, optax's AdamW
+
+Hyper-parameters as in llama2_7b.py: Touvron et al. 2023 (Llama 2) train both alike. Parameters are
+BF16, rounded stochastically.
+Parameters and moments are cut along all GPUs. A microbatch is 8 sequences: 2 on each of 4 GPUs.
+"""
+
+import dataclasses
+
+from coat_jax import models
+from coat_jax.training.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from coat_jax.training.data import DataConfig
+
+TOKENS, WARMUP_STEPS = 2_000_000_000_000, 2000
+BATCH, SEQUENCE = 1024, 4096
+STEPS = TOKENS // (BATCH * SEQUENCE)
+
+
+def config() -> TrainConfig:
+    """In COAT."""
+    model = dataclasses.replace(models.config_of("llama2_13b"), param_dtype="bfloat16")
+    return TrainConfig(
+        model=model,
+        data=DataConfig(train=("tokens/*.npy",)),
+        optimizer=OptimizerConfig(peak=3e-4, warmup=WARMUP_STEPS / STEPS, eps=1e-5),
+        evaluation=EvaluationConfig(every=1000),
+        checkpoint=CheckpointConfig(every=1000),
+        steps=STEPS,
+        batch=BATCH,
+        sequence=SEQUENCE,
+        accumulation=128,
+        out="out/llama2_13b",
+    )
+
+
+def bf16() -> TrainConfig:
+    """In BF16, with optax's AdamW."""
+    coat = config()
+    return dataclasses.replace(
+        coat,
+        model=dataclasses.replace(coat.model, precision="bf16"),
+        optimizer=dataclasses.replace(coat.optimizer, name="adamw"),
+        out="out/llama2_13b_bf16",
+    )

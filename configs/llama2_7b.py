@@ -1,0 +1,87 @@
+"""Llama 2 with 7 billion parameters.
+
+    coat train configs/llama2_7b.py --train 'tokens/*.npy'          COAT
+    coat train configs/llama2_7b.py:bf16 --train 'tokens/*.npy'     BF16, optax's AdamW
+    coat train configs/llama2_7b.py:one_gpu                         COAT: throughput on one GPU
+    coat train configs/llama2_7b.py:one_gpu_bf16                    BF16: likewise
+
+Hyper-parameters of Touvron et al. 2023 (Llama 2, section 2.2): batches of 4 million tokens, AdamW
+with b2 = 0.95 and eps = 1e-5, 2000 steps of warmup, a cosine down to a tenth, over 2 trillion
+tokens. Differently from there, parameters are BF16, rounded stochastically, so that weights,
+gradients and moments take 6.1 bytes a parameter with COAT.
+
+Parameters and moments are cut along all GPUs. A microbatch is 8 sequences: 2 on each of 4 GPUs.
+
+The runs on one GPU are for the first row of table 7 of the COAT paper: full-parameter training on
+sequences of 2048 tokens. They read the built-in corpus, since what is learnt does not matter there.
+Choose --batch by the GPU's memory; the table that is printed first says what a batch takes.
+"""
+
+import dataclasses
+
+from coat_jax import models
+from coat_jax.training.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from coat_jax.training.data import DataConfig
+
+TOKENS, WARMUP_STEPS = 2_000_000_000_000, 2000
+BATCH, SEQUENCE = 1024, 4096
+STEPS = TOKENS // (BATCH * SEQUENCE)
+
+
+def config() -> TrainConfig:
+    """In COAT."""
+    model = dataclasses.replace(models.config_of("llama2_7b"), param_dtype="bfloat16")
+    return TrainConfig(
+        model=model,
+        data=DataConfig(train=("tokens/*.npy",)),
+        optimizer=OptimizerConfig(peak=3e-4, warmup=WARMUP_STEPS / STEPS, eps=1e-5),
+        evaluation=EvaluationConfig(every=1000),
+        checkpoint=CheckpointConfig(every=1000),
+        steps=STEPS,
+        batch=BATCH,
+        sequence=SEQUENCE,
+        accumulation=128,
+        out="out/llama2_7b",
+    )
+
+
+def bf16() -> TrainConfig:
+    """In BF16, with optax's AdamW."""
+    return _in_bf16(config())
+
+
+def one_gpu() -> TrainConfig:
+    """Throughput of COAT on one GPU."""
+    coat = config()
+    return dataclasses.replace(
+        coat,
+        model=dataclasses.replace(coat.model, scan=False),
+        data=DataConfig(),
+        optimizer=dataclasses.replace(coat.optimizer, schedule="constant", warmup=0.0, peak=1e-5),
+        evaluation=EvaluationConfig(every=0),
+        checkpoint=CheckpointConfig(every=0),
+        steps=30,
+        batch=4,
+        sequence=2048,
+        accumulation=1,
+        out="out/llama2_7b_one_gpu",
+    )
+
+
+def one_gpu_bf16() -> TrainConfig:
+    """Throughput of BF16 on one GPU."""
+    return _in_bf16(one_gpu())
+
+
+def _in_bf16(coat: TrainConfig) -> TrainConfig:
+    return dataclasses.replace(
+        coat,
+        model=dataclasses.replace(coat.model, precision="bf16"),
+        optimizer=dataclasses.replace(coat.optimizer, name="adamw"),
+        out=f"{coat.out}_bf16",
+    )

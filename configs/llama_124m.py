@@ -1,0 +1,65 @@
+"""Llama of 124 million parameters: the size of the smallest GPT-2, with its vocabulary.
+
+    coat train configs/llama_124m.py --train 'tokens/*.npy'          COAT
+    coat train configs/llama_124m.py:bf16 --train 'tokens/*.npy'     BF16, optax's AdamW
+
+Batch (0.5 million tokens), peak, AdamW, clipping and the cosine down to a tenth are GPT-3's for
+125 million parameters (Brown et al. 2020, table 2.1 and appendix B), as is the warmup over 375
+million tokens; the length is ten billion tokens. The vocabulary is GPT-2's 50,257, filled up to a
+multiple of 128. Parameters are FP32, as in that paper.
+
+Made for one GPU of 80 GB: a microbatch of 64 sequences.
+"""
+
+import dataclasses
+
+from coat_jax import models
+from coat_jax.training.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from coat_jax.training.data import DataConfig
+
+TOKENS, WARMUP_TOKENS = 10_000_000_000, 375_000_000
+BATCH, SEQUENCE = 512, 1024
+
+
+def config() -> TrainConfig:
+    """In COAT."""
+    model = models.Config(
+        vocab=50304,
+        width=768,
+        layers=12,
+        heads=12,
+        kv_heads=12,
+        head_dim=64,
+        ffn=2048,
+        context=SEQUENCE,
+        tied=True,
+        scan=False,
+    )
+    return TrainConfig(
+        model=model,
+        data=DataConfig(train=("tokens/*.npy",)),
+        optimizer=OptimizerConfig(peak=6e-4, warmup=WARMUP_TOKENS / TOKENS),
+        evaluation=EvaluationConfig(every=250),
+        checkpoint=CheckpointConfig(every=1000),
+        steps=TOKENS // (BATCH * SEQUENCE),
+        batch=BATCH,
+        sequence=SEQUENCE,
+        accumulation=8,
+        out="out/llama_124m",
+    )
+
+
+def bf16() -> TrainConfig:
+    """In BF16, with optax's AdamW."""
+    coat = config()
+    return dataclasses.replace(
+        coat,
+        model=dataclasses.replace(coat.model, precision="bf16"),
+        optimizer=dataclasses.replace(coat.optimizer, name="adamw"),
+        out="out/llama_124m_bf16",
+    )

@@ -1,0 +1,63 @@
+"""Llama of 360 million parameters: the size of the second GPT-2, with its vocabulary.
+
+    coat train configs/llama_350m.py --train 'tokens/*.npy'          COAT
+    coat train configs/llama_350m.py:bf16 --train 'tokens/*.npy'     BF16, optax's AdamW
+
+Hyper-parameters as in llama_124m.py, from GPT-3's line for 350 million parameters: half the peak.
+Parameters are FP32.
+
+Made for one GPU of 80 GB: a microbatch of 32 sequences.
+"""
+
+import dataclasses
+
+from coat_jax import models
+from coat_jax.training.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from coat_jax.training.data import DataConfig
+
+TOKENS, WARMUP_TOKENS = 10_000_000_000, 375_000_000
+BATCH, SEQUENCE = 512, 1024
+
+
+def config() -> TrainConfig:
+    """In COAT."""
+    model = models.Config(
+        vocab=50304,
+        width=1024,
+        layers=24,
+        heads=16,
+        kv_heads=16,
+        head_dim=64,
+        ffn=2816,
+        context=SEQUENCE,
+        tied=True,
+        scan=False,
+    )
+    return TrainConfig(
+        model=model,
+        data=DataConfig(train=("tokens/*.npy",)),
+        optimizer=OptimizerConfig(peak=3e-4, warmup=WARMUP_TOKENS / TOKENS),
+        evaluation=EvaluationConfig(every=250),
+        checkpoint=CheckpointConfig(every=1000),
+        steps=TOKENS // (BATCH * SEQUENCE),
+        batch=BATCH,
+        sequence=SEQUENCE,
+        accumulation=16,
+        out="out/llama_350m",
+    )
+
+
+def bf16() -> TrainConfig:
+    """In BF16, with optax's AdamW."""
+    coat = config()
+    return dataclasses.replace(
+        coat,
+        model=dataclasses.replace(coat.model, precision="bf16"),
+        optimizer=dataclasses.replace(coat.optimizer, name="adamw"),
+        out="out/llama_350m_bf16",
+    )

@@ -1,0 +1,45 @@
+"""Llama of 0.9 million parameters over bytes, on the source of Python's standard library.
+
+To see everything work on a laptop in minutes; not to be compared with anything.
+
+    coat train configs/llama_tiny.py            COAT: FP8 layers, FP8 moments
+    coat train configs/llama_tiny.py:bf16       BF16 layers, optax's AdamW with FP32 moments
+
+Parameters are FP32, because learning is quick here and the model small. The learning rate is what
+small models like; nobody published one for this.
+"""
+
+import dataclasses
+
+from coat_jax import models
+from coat_jax.training.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+
+
+def config() -> TrainConfig:
+    """In COAT."""
+    return TrainConfig(
+        model=models.config_of("tiny"),
+        optimizer=OptimizerConfig(peak=3e-3, warmup=0.1),
+        evaluation=EvaluationConfig(every=100),
+        checkpoint=CheckpointConfig(every=100),
+        steps=300,
+        batch=8,
+        sequence=128,
+        out="out/llama_tiny",
+    )
+
+
+def bf16() -> TrainConfig:
+    """In BF16, with optax's AdamW."""
+    coat = config()
+    return dataclasses.replace(
+        coat,
+        model=dataclasses.replace(coat.model, precision="bf16"),
+        optimizer=dataclasses.replace(coat.optimizer, name="adamw"),
+        out="out/llama_tiny_bf16",
+    )

@@ -1,0 +1,52 @@
+"""OLMo with 1.2 billion parameters: what the COAT paper pretrains.
+
+    coat train configs/olmo_1b.py --train 'tokens/*.npy'             COAT
+    coat train configs/olmo_1b.py:bf16 --train 'tokens/*.npy'        BF16, optax's AdamW
+
+Hyper-parameters of OLMo-1B.yaml in the OLMo project (Groeneveld et al. 2024): batches of 4 million
+tokens, a peak of 4e-4, 2000 steps of warmup, a cosine down to a tenth, over 3.1 trillion tokens.
+Token files in OLMo's layout are read as they are: give their paths with --train, and --end_of_text
+50279. Parameters are FP32, as there.
+
+A microbatch is 16 sequences.
+"""
+
+import dataclasses
+
+from coat_jax import models
+from coat_jax.training.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from coat_jax.training.data import DataConfig
+
+STEPS, WARMUP_STEPS = 739_328, 2000
+
+
+def config() -> TrainConfig:
+    """In COAT."""
+    return TrainConfig(
+        model=models.config_of("olmo_1b"),
+        data=DataConfig(train=("tokens/*.npy",)),
+        optimizer=OptimizerConfig(peak=4e-4, warmup=WARMUP_STEPS / STEPS),
+        evaluation=EvaluationConfig(every=1000),
+        checkpoint=CheckpointConfig(every=1000),
+        steps=STEPS,
+        batch=2048,
+        sequence=2048,
+        accumulation=128,
+        out="out/olmo_1b",
+    )
+
+
+def bf16() -> TrainConfig:
+    """In BF16, with optax's AdamW."""
+    coat = config()
+    return dataclasses.replace(
+        coat,
+        model=dataclasses.replace(coat.model, precision="bf16"),
+        optimizer=dataclasses.replace(coat.optimizer, name="adamw"),
+        out="out/olmo_1b_bf16",
+    )

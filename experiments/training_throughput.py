@@ -1,0 +1,188 @@
+"""How fast the trainer trains all parameters of Llama-2-7B on one GPU, and what memory it takes.
+
+Claim (the paper's table 7): FP8 moments and FP8 activations leave room for larger batches, and
+train faster. Measured is the trainer's own compiled step, gradients clipped, parameters in BF16
+and rounded stochastically, layers unrolled, sequences of 2048 tokens:
+
+    BF16, FP8_LINEAR     optax's AdamW, moments in FP32
+    COAT, COAT_LEAN      the fused step, moments in FP8
+
+    python -m experiments.training_throughput                     on a GPU: the cases of the table
+    python -m experiments.training_throughput COAT:8 BF16:8       some of them, PRECISION:BATCH
+    python -m experiments.training_throughput COAT:2 --model tiny --sequence 64     anywhere
+
+Every case runs in a process of its own, which may use 95 % of the GPU. The peak is that of the
+allocator, the whole training state in it; tokens are random. A case that does not fit says so.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+CASES = ["BF16:8", "FP8_LINEAR:8", "COAT:8", "COAT_LEAN:8", "COAT:16", "COAT_LEAN:16"]
+PAPER = {"BF16": "out of memory", "TransformerEngine": "out of memory", "COAT": 5906}  # tokens/s
+WARMUP, STEPS = 3, 10
+
+Case = dict[str, Any]
+
+
+def main() -> None:
+    """Measures each case in its own process, prints a line for each and writes the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", default=CASES, help="PRECISION:BATCH")
+    parser.add_argument("--model", default="llama2_7b", help="a name in coat.models.PRESETS")
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
+    parser.add_argument("--draw", action="store_true", help="only draw the results of before")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        name, batch = options.cases[0].split(":")
+        print(json.dumps(measure(options.model, options.sequence, name, int(batch))), flush=True)
+        return
+    if not options.draw:
+        from experiments import records
+
+        cases: list[Case] = []
+        for case in options.cases:
+            cases.append(_in_a_process(case, options))
+            print(_line(cases[-1]), flush=True)
+            figures = {"model": options.model, "sequence": options.sequence, "cases": cases}
+            records.write(options.out / "training_throughput.json", {**figures, "paper": PAPER})
+    draw(options.out)
+
+
+def _in_a_process(case: str, options: argparse.Namespace) -> Case:
+    command = [sys.executable, "-m", "experiments.training_throughput", case, "--worker"]
+    command += ["--model", options.model, "--sequence", str(options.sequence)]
+    env = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+    with tempfile.TemporaryFile("w+") as errors:
+        run = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env, check=False
+        )
+        lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
+        if lines:
+            return dict(json.loads(lines[-1]))
+        errors.seek(0)
+        text = errors.read().strip()
+    name, batch = case.split(":")
+    reason = "out of memory" if "RESOURCE_EXHAUSTED" in text else text.splitlines()[-1]
+    return {"precision": name, "batch": int(batch), "failed": reason}
+
+
+def _line(case: Case) -> str:
+    head = f"{case['precision']:12} batch {case['batch']:3}"
+    if "failed" in case:
+        return f"{head}   {case['failed']}"
+    return (
+        f"{head}   {case['tokens_per_second']:8,.0f} tokens/s   {case['peak'] / 1e9:6.1f} GB   "
+        f"compiled in {case['compile_seconds']:.0f} s"
+    )
+
+
+def measure(model: str, sequence: int, name: str, batch: int) -> Case:
+    """One case: seconds of a step, and what it takes in memory."""
+    import jax
+    import jax.numpy as jnp
+
+    from coat_jax import models
+    from coat_jax.training import accounting, batches, speed
+    from coat_jax.training.config import OptimizerConfig, TrainConfig
+    from coat_jax.training.mesh import make_mesh
+    from coat_jax.training.optimizer import make_optimizer
+    from coat_jax.training.state import abstract_state, new_state
+    from coat_jax.training.step import train_step
+
+    in_fp8 = name.startswith("COAT")
+    config = TrainConfig(
+        model=dataclasses.replace(
+            models.config_of(model), precision=name, param_dtype=jnp.bfloat16, scan=False
+        ),
+        optimizer=OptimizerConfig(
+            name="fp8_adamw" if in_fp8 else "adamw", peak=1e-5, schedule="constant", warmup=0.0
+        ),
+        steps=WARMUP + STEPS,
+        batch=batch,
+        sequence=sequence,
+    )
+    mesh = make_mesh(config.mesh)
+    device = mesh.local_devices[0]
+    with jax.set_mesh(mesh):
+        optimizer = make_optimizer(config)
+        graph, abstract = abstract_state(config, optimizer, mesh)
+        like = batches.abstract_batch(config, mesh, packed=False)
+        step = jax.jit(partial(train_step, config, graph, optimizer), donate_argnums=0)
+        begin = time.perf_counter()
+        program = step.lower(abstract, like).compile()
+        compile_seconds = time.perf_counter() - begin
+        memory = accounting.account(config, abstract, program, batch_parts=1, device=device)
+        tokens = jax.random.randint(
+            jax.random.key(0), like.tokens.shape, 0, config.model.vocab, jnp.int32
+        )
+        data = type(like)(tokens, jnp.roll(tokens, -1, -1), None, None)
+        state = new_state(config, optimizer, mesh)
+        seconds, losses = [], []
+        for _ in range(config.steps):
+            begin = time.perf_counter()
+            state, report = program(state, data)
+            losses.append(float(report.loss))
+            seconds.append(time.perf_counter() - begin)
+    per_step = statistics.median(seconds[WARMUP:])
+    rate = config.tokens_per_step / per_step
+    peak = speed.peak_of(device.device_kind)
+    work = speed.work_per_token(config.model, sequence)
+    return {
+        "precision": name,
+        "batch": batch,
+        "step_seconds": per_step,
+        "tokens_per_second": rate,
+        "mfu": None if peak is None else speed.utilization(work, peak, rate, 1),
+        "peak": (device.memory_stats() or {}).get("peak_bytes_in_use", memory.peak),
+        "memory": memory._asdict(),
+        "compile_seconds": compile_seconds,
+        "losses": losses,
+    }
+
+
+def draw(folder: Path) -> None:
+    """Draws tokens per second and peak memory of each case."""
+    import matplotlib.pyplot as plt
+
+    from experiments import records
+
+    figures = json.loads((folder / "training_throughput.json").read_text())["figures"]
+    shown = [case for case in figures["cases"] if "failed" not in case][::-1]
+    names = [f"{case['precision']}, batch {case['batch']}" for case in shown]
+    colors = [records.ACCENT if "COAT" in name else records.PALE for name in names]
+    with plt.rc_context(records.CHART | {"axes.grid.axis": "x"}):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 0.5 * len(shown) + 1.6))
+        rates = [case["tokens_per_second"] for case in shown]
+        peaks = [case["peak"] / 1e9 for case in shown]
+        for axes, values, title, form in (
+            (left, rates, "tokens a second", "{:,.0f}"),
+            (right, peaks, "peak memory, GB", "{:.1f}"),
+        ):
+            bars = axes.barh(names, values, color=colors, height=0.7)
+            axes.bar_label(bars, [form.format(v) for v in values], padding=3, fontsize=8)
+            axes.set_title(title)
+            axes.margins(x=0.15)
+        figure.suptitle(
+            f"Training {figures['model']} on one GPU, sequences of {figures['sequence']}"
+        )
+        figure.savefig(folder / "training_throughput.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""`coat tokenize`: text becomes files that training reads."""
+
+import json
+
+import numpy as np
+import pytest
+
+from coat_jax.cli import main
+from coat_jax.training.data import DataConfig, load
+
+
+@pytest.fixture
+def texts(tmp_path):
+    (tmp_path / "a.txt").write_text("some text\n" * 20)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "more of it"}) + "\n")
+    return [str(tmp_path / "*.txt"), str(tmp_path / "b.jsonl")]
+
+
+def test_what_it_writes_can_be_trained_on(texts, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["tokenize", *texts, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "212 tokens of 2 documents as uint16 in 1 files" in said
+    assert f"--data.train '{out}/*.npy'" in said
+    config = DataConfig(train=(f"{out}/*.npy",))
+    loader = load(config, split="train", batch=2, sequence=16, vocab=256)
+    assert loader.packed
+    assert next(loader).tokens.shape == (2, 16)
+    loader.close()
+
+
+def test_the_end_of_text_may_be_told(texts, tmp_path):
+    assert main(["tokenize", *texts, "--out", str(tmp_path / "out"), "--end-of-text", "3"]) == 0
+    assert np.load(tmp_path / "out" / "00000.npy")[-1] == 3
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "named"),
+    [
+        (["none.txt"], [], "There is no file"),
+        (["*.none"], [], "No file matches"),
+        (["tokens.npy"], [], "holds tokens already"),
+        (["bad.jsonl"], [], "bad.jsonl:1 is no JSON"),
+        (["a.txt"], ["--tokenizer", "none.json"], "no tokenizer file"),
+        (["a.txt"], ["--end-of-text", "256"], "not in the tokenizer's vocabulary"),
+    ],
+)
+def test_bad_input_ends_in_one_line_and_code_2(inputs, options, named, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "bad.jsonl").write_text("{")
+    np.save(tmp_path / "tokens.npy", np.arange(9, dtype=np.uint16))
+    inputs = [str(tmp_path / name) for name in inputs]
+    assert main(["tokenize", *inputs, "--out", str(tmp_path / "out"), *options]) == 2
+    said = capsys.readouterr().err
+    assert named in said
+    assert said.count("\n") == 1
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_nothing_is_overwritten(texts, tmp_path, capsys):
+    arguments = ["tokenize", *texts, "--out", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    before = (tmp_path / "out" / "tokens.json").stat()
+    assert main(arguments) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert (tmp_path / "out" / "tokens.json").stat() == before

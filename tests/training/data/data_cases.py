@@ -1,0 +1,62 @@
+"""Small data for the tests: rows, token files, a tokenizer."""
+
+import json
+
+import numpy as np
+
+from coat_jax.training.data.rows import Windows
+from coat_jax.training.data.stream import Memory, Stream
+
+END = 0  # ends documents throughout
+
+
+def stream_of(tokens):
+    return Stream([Memory("numbers", np.asarray(tokens, np.uint16))])
+
+
+def windows_of(tokens, sequence, end_of_text=None, vocab=1 << 16):
+    return Windows(
+        stream_of(tokens),
+        range(len(tokens)),
+        sequence=sequence,
+        end_of_text=end_of_text,
+        vocab=vocab,
+    )
+
+
+def numbered(rows, sequence=4):
+    """Rows of a stream in which the tokens are 0, 1, 2, ...: row r begins with r * sequence."""
+    return windows_of(range(rows * sequence + 1), sequence)
+
+
+def numbers_of(batch, sequence=4):
+    """The numbers of a batch's rows, without padding."""
+    real = batch.segments[:, 0] > 0
+    return (batch.tokens[real, 0] // sequence).tolist()
+
+
+def same(one, other):
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
+    return path
+
+
+def write_tokenizer(path, vocab=300, special=("<|endoftext|>",)):
+    """A byte-level BPE tokenizer, as published ones are, with a few merges."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=list(special),
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the thing that they thought then"] * 3, trainer)
+    tokenizer.save(str(path))
+    return path

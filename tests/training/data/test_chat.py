@@ -1,0 +1,129 @@
+"""Laws of conversations: answers are learned, questions are not."""
+
+import numpy as np
+import pytest
+from data_cases import write_lines, write_tokenizer
+
+from coat_jax.training.data import DataConfig, chat, load
+from coat_jax.training.data.chat import read, template_of
+from coat_jax.training.data.config import TEMPLATE
+from coat_jax.training.data.tokenizer import Bytes, Tokenizer
+
+HELLO = {
+    "messages": [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Bye"},
+        {"role": "assistant", "content": "Goodbye"},
+    ]
+}
+
+
+def text_of(tokens):
+    return bytes(tokens.tolist()).decode().replace("\0", "¶")
+
+
+def test_the_template_is_filled_in_and_answers_are_learned(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [HELLO, HELLO])
+    documents = read([path], Bytes(), TEMPLATE)
+    assert text_of(documents.tokens[: documents.ends[0]]) == (
+        "<|system|>\nBe kind.¶\n<|user|>\nHi¶\n<|assistant|>\nHello¶\n<|user|>\nBye¶\n"
+        "<|assistant|>\nGoodbye¶\n"
+    )
+    assert text_of(documents.tokens[documents.learned]) == "Hello¶Goodbye¶" * 2
+    assert len(documents.ends) == 2
+
+
+def test_labels_are_the_answers(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [HELLO, HELLO])
+    config = DataConfig(train=(str(path),), kind="chat", held_out_part=0.5)
+    batch = next(load(config, split="train", batch=1, sequence=256, vocab=256, epochs=1))
+    counted = batch.labels >= 0
+    assert text_of(batch.labels[counted]) == "Hello¶Goodbye¶"
+    following = np.roll(batch.tokens, -1)
+    assert (batch.labels[counted] == following[counted]).all()
+
+
+def test_a_template_may_use_the_tokenizer_s_own_markers(tmp_path):
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    encoder = Tokenizer(write_tokenizer(tmp_path / "t.json", special=special), end_of_text=2)
+    messages = [{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "x"}]
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": messages}])
+    documents = read([path], encoder, "<|im_start|>{role}\n{content}{end}\n")
+    # Once per message each, although the user spells one out.
+    assert documents.tokens.tolist().count(1) == 2
+    assert documents.tokens.tolist().count(2) == 2
+
+
+def test_conversations_are_shared_between_the_splits(tmp_path):
+    records = [
+        {"messages": [{"role": "assistant", "content": f"answer {number:03}"}]}
+        for number in range(100)
+    ]
+    config = DataConfig(
+        train=(str(write_lines(tmp_path / "a.jsonl", records)),), kind="chat", held_out_part=0.1
+    )
+    found = {}
+    for split in ("train", "held_out"):
+        loader = load(config, split=split, batch=4, sequence=64, vocab=256, epochs=1)
+        assert loader.packed
+        found[split] = [
+            answer
+            for batch in loader
+            for answer in text_of(batch.labels[batch.labels >= 0]).split("¶")
+            if answer
+        ]
+    assert len(found["held_out"]) == 10
+    everything = found["train"] + found["held_out"]
+    assert sorted(everything) == [f"answer {number:03}" for number in range(100)]
+
+
+def test_what_is_cut_is_said(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [HELLO] * 4)
+    config = DataConfig(train=(str(path),), kind="chat")
+    loader = load(config, split="train", batch=1, sequence=64, vocab=256)
+    assert "; 3 documents were longer and are cut to that" in loader.description
+
+
+@pytest.mark.parametrize(
+    "template", ["", "{role}{content}", "{content}{role}{end}", "{role}{role}{content}{end}"]
+)
+def test_a_template_without_its_parts_is_refused(template):
+    with pytest.raises(ValueError, match=r"must have {role}, {content} and {end}"):
+        template_of(template)
+
+
+@pytest.mark.parametrize(
+    ("record", "named"),
+    [
+        ({"text": "x"}, r'no "messages" that are a list; its keys are \[\'text\'\]'),
+        ({"messages": []}, 'no "messages"'),
+        ({"messages": ["x"]}, "a message is"),
+        ({"messages": [{"role": "user"}]}, "a message is"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, "role 'bot' must be one of"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "no message of the assistant"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_its_line(record, named, tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [HELLO, record])
+    with pytest.raises(ValueError, match=rf"a.jsonl:2:? .*{named}"):
+        read([path], Bytes(), TEMPLATE)
+
+
+def test_more_than_fits_in_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(chat, "IN_MEMORY", 100)
+    path = write_lines(tmp_path / "a.jsonl", [HELLO] * 4)
+    with pytest.raises(ValueError, match=r"a.jsonl .* Divide the conversations"):
+        load(
+            DataConfig(train=(str(path),), kind="chat"),
+            split="train",
+            batch=1,
+            sequence=64,
+            vocab=256,
+        )
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="hold no conversation"):
+        read([write_lines(tmp_path / "a.jsonl", [])], Bytes(), TEMPLATE)

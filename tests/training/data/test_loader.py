@@ -1,0 +1,154 @@
+"""Laws of the loader: a batch depends on data, seed and its number, and on nothing else."""
+
+import collections
+import itertools
+import json
+
+import numpy as np
+import pytest
+from data_cases import numbered, numbers_of, same, windows_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coat_jax.training.data import Loader
+
+sizes = st.integers(1, 17)
+
+
+def take(loader, count):
+    batches = list(itertools.islice(loader, count))
+    loader.close()
+    return batches
+
+
+@given(sizes, sizes, st.integers(1, 3), st.integers(0, 2**64))
+def test_every_row_is_read_once_in_each_epoch(rows, batch, epochs, seed):
+    loader = Loader(numbered(rows), batch=batch, seed=seed, epochs=epochs)
+    order = [number for part in loader for number in numbers_of(part)]
+    for epoch in range(epochs):
+        assert sorted(order[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
+    assert len(order) == rows * epochs
+
+
+@given(sizes, st.integers(1, 4), st.sampled_from([1, 2, 4]), st.sampled_from([None, 1, 2]))
+def test_batches_do_not_depend_on_the_number_of_processes(rows, per_process, processes, epochs):
+    batch = per_process * processes
+    shared = {"batch": batch, "seed": 1, "epochs": epochs}
+    alone = Loader(numbered(rows), **shared)
+    parts = [
+        Loader(numbered(rows), process=process, processes=processes, **shared)
+        for process in range(processes)
+    ]
+    joined = [
+        [np.concatenate(arrays) for arrays in zip(*of_each, strict=True)]
+        for of_each in zip(*(take(part, 6) for part in parts), strict=True)
+    ]
+    whole = take(alone, 6)
+    assert len(whole) == len(joined)
+    assert all(map(same, whole, joined))
+
+
+@given(sizes, st.integers(1, 5), st.integers(0, 12), st.sampled_from([None, 3]))
+def test_a_restored_loader_goes_on_with_the_same_rows(rows, batch, done, epochs):
+    shared = {"batch": batch, "seed": 5, "epochs": epochs}
+    first, second = Loader(numbered(rows), **shared), Loader(numbered(rows), **shared)
+    list(itertools.islice(first, done))
+    list(itertools.islice(second, 2))  # where it stood itself does not matter
+    second.restore(json.loads(json.dumps(first.state())))
+    assert second.state() == first.state()
+    following = take(first, 4)
+    assert len(following) == (4 if epochs is None else min(4, max(first.batches - done, 0)))
+    again = take(second, 4)
+    assert len(again) == len(following)
+    assert all(map(same, following, again))
+
+
+def test_the_state_is_the_same_in_every_process():
+    loaders = [Loader(numbered(8), batch=4, seed=0, process=p, processes=2) for p in range(2)]
+    for loader in loaders:
+        take(loader, 3)
+    assert loaders[0].state() == loaders[1].state()
+    assert loaders[0].state()["rows"] == 12
+
+
+def order_of(seed, epochs=1, rows=64):
+    loader = Loader(numbered(rows), batch=rows, seed=seed, epochs=epochs)
+    return [tuple(numbers_of(batch)) for batch in loader]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    orders = [order for seed in range(4) for order in order_of(seed, epochs=4)]
+    assert len(set(orders)) == len(orders)
+    assert tuple(range(64)) not in orders
+    assert order_of(3) == order_of(3)
+
+
+@settings(max_examples=3)
+@given(st.integers(0, 100))
+def test_the_shuffle_reaches_everywhere(seed):
+    """The first half of an epoch has rows of each quarter of the data, about equally many."""
+    quarters = collections.Counter(number // 64 for number in order_of(seed, rows=256)[0][:128])
+    # 32 of each are expected; 4 standard deviations of a draw without replacement are 14.
+    assert all(18 <= quarters[quarter] <= 46 for quarter in range(4))
+
+
+def test_the_last_batch_is_filled_with_padding():
+    loader = Loader(numbered(5), batch=4, seed=0, epochs=1)
+    *_, last = batches = list(loader)
+    assert loader.batches == len(batches) == 2
+    assert np.count_nonzero(last.segments[:, 0]) == 1
+    assert (last.labels[last.segments == 0] < 0).all()
+    assert {array.shape for array in last} == {(4, 4)}
+
+
+def test_without_epochs_it_goes_on():
+    loader = Loader(numbered(3), batch=2, seed=0)
+    assert loader.batches is None
+    assert len(take(loader, 12)) == 12
+
+
+def test_it_says_what_there_is():
+    loader = Loader(numbered(3), batch=2, seed=0)
+    assert (loader.tokens, loader.rows, loader.packed) == (13, 3, False)
+    assert loader.description == "13 tokens in 3 rows of 4"
+
+
+def test_what_fails_while_reading_reaches_the_caller():
+    tokens = [1] * 100
+    rows = windows_of(tokens, 4, vocab=2)
+    rows._vocab = 1  # as if the file had changed since it was opened
+    with pytest.raises(ValueError, match="numbers: token"):
+        next(Loader(rows, batch=2, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("state", "named"),
+    [({"data": "0" * 16}, "data="), ({"seed": 8}, "seed=8"), ({"rows": 3}, "3 rows, no multiple")],
+)
+def test_a_state_of_another_run_is_refused(state, named):
+    loader = Loader(numbered(8), batch=2, seed=0)
+    with pytest.raises(ValueError, match=named):
+        loader.restore(loader.state() | state)
+
+
+def test_a_resumed_run_may_have_another_batch():
+    first = Loader(numbered(8), batch=4, seed=0)
+    second = Loader(numbered(8), batch=2, seed=0)
+    take(first, 1)
+    second.restore(first.state())
+    expected = [n for b in take(Loader(numbered(8), batch=1, seed=0), 8) for n in numbers_of(b)]
+    assert [n for b in take(second, 2) for n in numbers_of(b)] == expected[4:]
+
+
+@pytest.mark.parametrize(
+    ("given_", "named"),
+    [
+        ({"batch": 3, "processes": 2}, "batch=3 cannot be divided among 2"),
+        ({"batch": 0}, "batch=0"),
+        ({"batch": 2, "process": 2, "processes": 2}, "process=2 must be one of 0 to 1"),
+        ({"batch": 2, "epochs": 0}, "epochs=0"),
+    ],
+)
+def test_impossible_batches_are_refused(given_, named):
+    with pytest.raises(ValueError, match=named):
+        Loader(numbered(8), seed=0, **given_)

@@ -1,0 +1,109 @@
+"""Laws of packing: nothing is lost, nothing is split, nothing depends on who plans."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coat_jax.training.data.packing import Documents, Packed, plan
+from coat_jax.training.data.rows import IGNORED
+
+SEQUENCE = 8
+lengths = st.lists(st.integers(1, SEQUENCE), min_size=1, max_size=40)
+
+
+def documents_of(lengths):
+    """Documents whose tokens are all different; the even ones are learned."""
+    total = sum(lengths)
+    tokens = np.arange(total, dtype=np.uint16)
+    return Documents(tokens, tokens % 2 == 0, np.cumsum(lengths))
+
+
+def rows_of(packed):
+    return [packed[row] for row in range(len(packed))]
+
+
+@given(lengths, st.integers(0, 9))
+def test_no_row_is_too_full_and_no_document_is_missing(lengths, seed):
+    rows = plan(np.array(lengths), SEQUENCE, seed)
+    assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
+    assert all(sum(lengths[number] for number in row) <= SEQUENCE for row in rows)
+
+
+@given(lengths, st.integers(0, 9))
+def test_no_two_rows_would_fit_in_one(lengths, seed):
+    """A document opens a row only where it fits in no other."""
+    filled = sorted(
+        sum(lengths[number] for number in row) for row in plan(np.array(lengths), SEQUENCE, seed)
+    )
+    assert len(filled) < 2 or filled[0] + filled[1] > SEQUENCE
+
+
+@given(lengths)
+def test_every_token_is_in_one_place_and_in_order(lengths):
+    documents = documents_of(lengths)
+    packed = Packed(documents, sequence=SEQUENCE, seed=0)
+    found = {}
+    for row in rows_of(packed):
+        for segment in range(1, row.segments.max() + 1):
+            tokens = row.tokens[row.segments == segment].tolist()
+            assert row.positions[row.segments == segment].tolist() == list(range(len(tokens)))
+            found[tokens[0]] = tokens
+    starts = (documents.ends - lengths).tolist()
+    whole = [list(range(s, e)) for s, e in zip(starts, documents.ends.tolist(), strict=True)]
+    assert [found[start] for start in starts] == whole
+    assert len(found) == len(lengths)
+
+
+@given(lengths)
+def test_labels_are_the_learned_tokens_one_place_ahead(lengths):
+    documents = documents_of(lengths)
+    firsts = set((documents.ends - lengths).tolist())
+    expected = [t for t in documents.tokens.tolist() if t % 2 == 0 and t not in firsts]
+    found = []
+    for row in rows_of(Packed(documents, sequence=SEQUENCE, seed=0)):
+        counted = row.labels != IGNORED
+        assert (row.labels[counted] == row.tokens[counted] + 1).all()
+        found += row.labels[counted].tolist()
+    assert sorted(found) == expected
+
+
+def test_what_is_too_long_is_cut_and_counted():
+    packed = Packed(documents_of([11, 3, 20]), sequence=SEQUENCE, seed=0)
+    assert packed.cut == 2
+    rows = {row.tokens[0]: row for row in rows_of(packed)}
+    assert rows[0].tokens.tolist() == list(range(8))
+    # The token after the cut is still predicted.
+    assert rows[0].labels.tolist() == [IGNORED, 2, IGNORED, 4, IGNORED, 6, IGNORED, 8]
+
+
+def test_the_plan_depends_on_the_seed_alone():
+    lengths = np.random.default_rng(0).integers(1, SEQUENCE, 50)
+    assert plan(lengths, SEQUENCE, 1) == plan(lengths, SEQUENCE, 1)
+    assert plan(lengths, SEQUENCE, 1) != plan(lengths, SEQUENCE, 2)
+
+
+def test_packing_is_nearly_full():
+    lengths = np.random.default_rng(0).integers(1, 600, 3000)
+    rows = plan(lengths, 2048, 0)
+    assert lengths.sum() / (len(rows) * 2048) > 0.99
+
+
+def test_other_documents_or_another_plan_have_another_digest():
+    digests = [
+        Packed(documents_of(lengths), sequence=sequence, seed=seed).digest
+        for lengths, sequence, seed in [
+            ([3, 4, 2], 8, 0),
+            ([4, 3, 2], 8, 0),
+            ([3, 4, 2], 7, 0),
+            ([3, 4, 2], 8, 1),
+        ]
+    ]
+    assert len(set(digests)) == len(digests)
+
+
+def test_a_part_is_the_same_documents():
+    documents = documents_of([2, 3, 4])
+    middle = documents.part(range(1, 2))
+    assert middle.tokens.tolist() == [2, 3, 4]
+    assert middle.ends.tolist() == [3]
+    assert documents.part(range(3)).ends.tolist() == documents.ends.tolist()

@@ -1,0 +1,195 @@
+"""Laws of token files: every layout holds the same tokens, and what is not tokens is refused."""
+
+import itertools
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coat_jax.training.data import DataConfig, load, token_files
+from coat_jax.training.data.stream import Memory, Stream
+from coat_jax.training.data.token_files import open_files, sidecar_of
+
+TOKENS = np.arange(5000) * 7 % 4999
+
+
+def npy(path, dtype):
+    np.save(path.with_suffix(".npy"), TOKENS.astype(dtype))
+    return path.with_suffix(".npy")
+
+
+def npy_without_header(path, dtype):
+    TOKENS.astype(dtype).tofile(path.with_suffix(".npy"))
+    return path.with_suffix(".npy")
+
+
+def raw(path, dtype):
+    TOKENS.astype(dtype).tofile(path.with_suffix(".bin"))
+    return path.with_suffix(".bin")
+
+
+def llm_c(path, dtype):
+    header = np.zeros(256, np.int32)
+    header[:3] = (20240520, 1, len(TOKENS)) if dtype == "uint16" else (20240801, 7, len(TOKENS))
+    path.with_suffix(".bin").write_bytes(header.tobytes() + TOKENS.astype(dtype).tobytes())
+    return path.with_suffix(".bin")
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+@pytest.mark.parametrize("layout", [npy, npy_without_header, raw, llm_c])
+def test_every_layout_holds_the_same_tokens(layout, dtype, tmp_path):
+    told = dtype if layout in (npy_without_header, raw) else None
+    (file,) = open_files([layout(tmp_path / "tokens", dtype)], dtype=told)
+    assert len(file) == len(TOKENS)
+    assert file.dtype == dtype
+    assert np.array_equal(file.read(10, 4000), TOKENS[10:4000])
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
+def test_parts_are_read_as_one(lengths, data):
+    edges = np.cumsum([0, *lengths]).tolist()
+    parts = [
+        Memory("part", TOKENS[start:stop].astype(np.uint16))
+        for start, stop in itertools.pairwise(edges)
+    ]
+    start = data.draw(st.integers(0, edges[-1] - 1))
+    stop = data.draw(st.integers(start + 1, edges[-1]))
+    assert np.array_equal(Stream(parts).read(start, stop, vocab=5000), TOKENS[start:stop])
+
+
+def test_a_file_is_not_loaded(tmp_path):
+    """A row of a file that is larger than any memory (and empty on disk)."""
+    with (tmp_path / "large.bin").open("wb") as file:
+        file.truncate(1 << 36)
+    loader = load(
+        DataConfig(train=(str(tmp_path / "large.bin"),)),
+        split="train",
+        batch=1,
+        sequence=8,
+        vocab=1,
+    )
+    assert loader.tokens > 1 << 34
+    assert next(loader).tokens.tolist() == [[0] * 8]
+    loader.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files")
+def test_only_so_many_files_are_open(tmp_path):
+    for number in range(token_files.OPEN_FILES + 50):
+        np.save(tmp_path / f"{number:03}.npy", np.full(4, number, np.uint16))
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    stream = Stream(open_files(sorted(tmp_path.iterdir()), dtype=None))
+    read = stream.read(0, len(stream), vocab=1000)
+    assert np.array_equal(read, np.repeat(np.arange(token_files.OPEN_FILES + 50), 4))
+    assert len(os.listdir("/proc/self/fd")) - before <= token_files.OPEN_FILES  # noqa: PTH208
+
+
+def test_a_file_that_was_made_again_is_read_again(tmp_path):
+    for value in (1, 2):
+        np.save(tmp_path / "new.npy", np.full(9, value, np.uint16))
+        (tmp_path / "new.npy").replace(tmp_path / "a.npy")
+        (file,) = open_files([tmp_path / "a.npy"], dtype=None)
+        assert file.read(0, 9).tolist() == [value] * 9
+
+
+def test_a_token_outside_the_vocabulary_is_named(tmp_path):
+    for number, bad in enumerate([99, 100]):
+        np.save(tmp_path / f"{number}.npy", np.array([*range(50), bad, 1, 2], np.uint16))
+    config = DataConfig(train=(str(tmp_path / "*.npy"),))
+    with pytest.raises(ValueError, match=r"1.npy: token 50 is 100, .* vocabulary of 100"):
+        load(config, split="train", batch=1, sequence=8, vocab=100)
+
+
+def test_it_is_found_in_a_row_that_no_sample_saw(tmp_path, monkeypatch):
+    monkeypatch.setattr("coat_jax.training.data.stream.SAMPLES", 1)
+    monkeypatch.setattr("coat_jax.training.data.stream.SAMPLE", 8)
+    np.save(tmp_path / "a.npy", np.array([1] * 60 + [300] + [1] * 39, np.uint16))
+    config = DataConfig(train=(str(tmp_path / "a.npy"),), held_out_part=0.2)
+    loader = load(config, split="train", batch=10, sequence=8, vocab=256)
+    with pytest.raises(ValueError, match=r"a.npy: token 60 is 300"):
+        next(loader)
+    loader.close()
+
+
+def write(path, array):
+    np.save(path, array, allow_pickle=True)
+
+
+@pytest.mark.parametrize(
+    ("array", "named"),
+    [
+        (np.ones(9, np.float32), r"float32\[9\]"),
+        (np.ones(9, np.int64), r"int64\[9\]"),
+        (np.ones(9, ">u2"), "uint16 or uint32 of this machine's byte order"),
+        (np.ones((3, 3), np.uint16), r"uint16\[3, 3\]"),
+        (np.ones(0, np.uint16), "holds no tokens"),
+        (np.array([{}]), "no whole .npy file"),
+    ],
+)
+def test_an_array_that_is_not_tokens_is_refused(array, named, tmp_path):
+    write(tmp_path / "wrong.npy", array)
+    with pytest.raises(ValueError, match=rf"wrong.npy.* {named}"):
+        open_files([tmp_path / "wrong.npy"], dtype=None)
+
+
+@pytest.mark.parametrize("layout", [npy, llm_c])
+def test_a_file_that_was_not_copied_whole_is_refused(layout, tmp_path):
+    path = layout(tmp_path / "cut", "uint16")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"cut\.(npy is no whole|bin has .* not copied whole)"):
+        open_files([path], dtype=None)
+
+
+def test_half_a_token_is_refused(tmp_path):
+    (tmp_path / "odd.bin").write_bytes(b"123")
+    with pytest.raises(ValueError, match=r"odd.bin has 3 bytes, no multiple of uint16's 2"):
+        open_files([tmp_path / "odd.bin"], dtype=None)
+
+
+def test_files_of_several_dtypes_are_refused(tmp_path):
+    paths = [npy(tmp_path / "a", "uint16"), npy(tmp_path / "b", "uint32")]
+    with pytest.raises(ValueError, match=r"b.npy holds uint32, and .*a.npy uint16"):
+        open_files(paths, dtype=None)
+
+
+def test_uint32_read_as_uint16_is_recognized(tmp_path):
+    with pytest.raises(ValueError, match=r"does not look like uint16.* Set data.dtype to uint32"):
+        open_files([raw(tmp_path / "a", "uint32")], dtype=None)
+
+
+def test_uint16_read_as_uint32_is_recognized(tmp_path):
+    config = DataConfig(train=(str(raw(tmp_path / "a", "uint16")),), dtype="uint32")
+    with pytest.raises(ValueError, match=r"token 0 is [\d,]+, .* of another dtype"):
+        load(config, split="train", batch=1, sequence=8, vocab=50304)
+
+
+def folder_with(tmp_path, name, notes):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "tokens.json").write_text(notes)
+    return npy(tmp_path / name / "a", "uint16")
+
+
+def test_notes_beside_files_are_read(tmp_path):
+    notes = {"vocab": 9, "end_of_text": 3, "tokenizer": "x"}
+    assert sidecar_of([folder_with(tmp_path, "a", json.dumps(notes))]) == notes
+    assert sidecar_of([npy(tmp_path / "b", "uint16")]) is None
+
+
+def test_files_of_several_tokenizers_are_refused(tmp_path):
+    notes = {"vocab": 9, "end_of_text": 3, "tokenizer": "x"}
+    paths = [
+        folder_with(tmp_path, "a", json.dumps(notes)),
+        folder_with(tmp_path, "b", json.dumps(notes | {"tokenizer": "y"})),
+    ]
+    with pytest.raises(ValueError, match="different tokenizers"):
+        sidecar_of(paths)
+
+
+@pytest.mark.parametrize("notes", ["{", "[]", '{"vocab": 9}'])
+def test_damaged_notes_are_refused(notes, tmp_path):
+    with pytest.raises(ValueError, match=r"tokens.json is not what `coat tokenize` writes"):
+        sidecar_of([folder_with(tmp_path, "a", notes)])

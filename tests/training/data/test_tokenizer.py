@@ -1,0 +1,69 @@
+"""Laws of encoders: special tokens are meant only where the template means them."""
+
+import json
+
+import numpy as np
+import pytest
+from data_cases import write_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coat_jax.training.data.tokenizer import Bytes, Tokenizer
+
+
+@given(st.lists(st.text(alphabet="aé漢😀\n\0"), max_size=4))
+def test_bytes_are_utf8(texts):
+    assert [bytes(one.tolist()).decode() for one in Bytes().encode(texts)] == texts
+
+
+def test_tokens_are_those_of_the_library(tmp_path):
+    import tokenizers
+
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    texts = ["the thing that they", "", "héllo\n\nworld"]
+    expected = [tokenizers.Tokenizer.from_file(str(path)).encode(text).ids for text in texts]
+    encoder = Tokenizer(path)
+    assert [one.tolist() for one in encoder.encode(texts)] == expected
+    assert encoder.dtype == np.uint16
+    assert encoder.vocab <= 300
+
+
+def test_a_special_token_that_is_spelled_out_is_ordinary_text(tmp_path):
+    encoder = Tokenizer(write_tokenizer(tmp_path / "tokenizer.json"))
+    (spelled,) = encoder.encode(["<|endoftext|>"])
+    assert encoder.end_of_text not in spelled
+    assert encoder.encode_markers("<|endoftext|>").tolist() == [encoder.end_of_text]
+
+
+def test_truncation_in_the_file_is_not_obeyed(tmp_path):
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    content = json.loads(path.read_text())
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 2,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    path.write_text(json.dumps(content))
+    assert len(Tokenizer(path).encode(["xyz xyz xyz"])[0]) > 2
+
+
+def test_the_end_of_text_is_found_or_told(tmp_path):
+    path = write_tokenizer(tmp_path / "a.json", special=("<pad>", "</s>"))
+    assert Tokenizer(path).end_of_text == 1
+    assert Tokenizer(path, end_of_text=5).end_of_text == 5
+    with pytest.raises(ValueError, match="end_of_text=999 is not in the tokenizer's vocabulary"):
+        Tokenizer(path, end_of_text=999)
+    unknown = write_tokenizer(tmp_path / "b.json", special=("<pad>",))
+    with pytest.raises(ValueError, match=r"b.json has none of .* set end_of_text"):
+        Tokenizer(unknown)
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no tokenizer file"):
+        Tokenizer(tmp_path / "missing.json")
+    with pytest.raises(FileNotFoundError, match=r"Name the tokenizer.json"):
+        Tokenizer(tmp_path)
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"other.json is no file of the `tokenizers` library"):
+        Tokenizer(tmp_path / "other.json")

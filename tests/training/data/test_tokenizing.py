@@ -1,0 +1,153 @@
+"""Laws of tokenizing: what is written does not depend on how the work is divided."""
+
+import json
+
+import numpy as np
+import pytest
+from data_cases import write_lines, write_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coat_jax.training.data import text_files, tokenizing
+from coat_jax.training.data.text_files import pieces
+from coat_jax.training.data.tokenizer import Bytes, Tokenizer
+from coat_jax.training.data.tokenizing import in_memory, write
+
+TEXT = "".join(f"line {number} of the thing\n" for number in range(400))
+
+
+@pytest.fixture
+def paths(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "empty.txt").write_text("")
+    records = [{"text": TEXT[: number * 37]} for number in range(50)]  # the first one is empty
+    return [
+        tmp_path / "a.txt",
+        tmp_path / "empty.txt",
+        write_lines(tmp_path / "b.jsonl", records),
+    ]
+
+
+@pytest.mark.parametrize("piece", [100, 1 << 20])
+def test_documents_follow_each_other_each_with_its_end(paths, piece, monkeypatch):
+    monkeypatch.setattr(text_files, "PIECE", piece)
+    expected = [TEXT, *(TEXT[: number * 37] for number in range(1, 50))]
+    assert bytes(in_memory(paths, Bytes()).tolist()).decode() == "".join(t + "\0" for t in expected)
+
+
+@given(
+    st.text(alphabet="ab\n\r", max_size=60), st.integers(1, 9), st.sampled_from(["txt", "jsonl"])
+)
+def test_pieces_join_to_the_text(tmp_path_factory, text, size, kind):
+    path = tmp_path_factory.mktemp("pieces") / f"a.{kind}"
+    path.write_bytes(text.encode() if kind == "txt" else json.dumps({"text": text}).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_files, "PIECE", size)
+        found = list(pieces([path]))
+    assert "".join(piece.text for piece in found) == text
+    assert [piece.last for piece in found] == [False] * (len(found) - 1) + [True] * bool(found)
+    assert sum(piece.size for piece in found) == (path.stat().st_size if text else 0)
+
+
+def test_pieces_end_with_lines(monkeypatch, paths):
+    monkeypatch.setattr(text_files, "PIECE", 100)
+    found = list(pieces(paths[:1]))
+    assert len(found) > 50
+    assert all(piece.text.endswith("\n") for piece in found)
+
+
+def test_the_files_hold_what_is_in_memory_however_the_work_is_divided(paths, tmp_path, monkeypatch):
+    encoder = Tokenizer(write_tokenizer(tmp_path / "tokenizer.json"))
+    expected = in_memory(paths, encoder)
+    monkeypatch.setattr(text_files, "PIECE", 100)
+    for together, ahead in [(1, 1), (1000, 3), (1 << 20, 2)]:
+        monkeypatch.setattr(tokenizing, "TOGETHER", together)
+        monkeypatch.setattr(tokenizing, "AHEAD", ahead)
+        out = tmp_path / f"out_{together}"
+        write(paths, out, encoder, shard=1000)
+        found = [np.load(path) for path in sorted(out.glob("*.npy"))]
+        assert np.array_equal(np.concatenate(found), expected)
+        assert all(part[-1] == encoder.end_of_text for part in found)
+    assert len(list((tmp_path / "out_1").glob("*.npy"))) > 5
+
+
+def test_notes_say_what_was_written(paths, tmp_path):
+    notes = write(paths, tmp_path / "out", Bytes())
+    assert json.loads((tmp_path / "out" / "tokens.json").read_text()) == notes
+    tokens = np.load(tmp_path / "out" / "00000.npy")
+    assert notes == {
+        "vocab": 256,
+        "dtype": "uint16",
+        "end_of_text": 0,
+        "tokenizer": "bytes",
+        "documents": 50,
+        "tokens": len(tokens),
+        "files": [len(tokens)],
+    }
+    assert tokens.dtype == np.uint16
+
+
+def test_a_large_vocabulary_takes_uint32(paths, tmp_path):
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["far"] = 1 << 16
+    path.write_text(json.dumps(content))
+    assert Tokenizer(path).dtype == np.uint32
+    write(paths, tmp_path / "out", Tokenizer(path))
+    assert np.load(tmp_path / "out" / "00000.npy").dtype == np.uint32
+
+
+def test_nothing_is_left_of_a_run_that_fails(paths, tmp_path):
+    def stop(part):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(paths, tmp_path / "out", Bytes(), progress=stop)
+    assert not list(tmp_path.glob("out*"))
+    write(paths, tmp_path / "out", Bytes())
+
+
+def test_nothing_is_overwritten(paths, tmp_path):
+    write(paths, tmp_path / "out", Bytes())
+    with pytest.raises(FileExistsError, match="out exists already"):
+        write(paths, tmp_path / "out", Bytes())
+    (tmp_path / "new.partial").mkdir()
+    with pytest.raises(FileExistsError, match="another `coat tokenize` is writing it"):
+        write(paths, tmp_path / "new", Bytes())
+
+
+def test_no_text_is_refused(paths, tmp_path):
+    with pytest.raises(ValueError, match=r"empty.txt .* hold no text"):
+        write(paths[1:2], tmp_path / "out", Bytes())
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_text_that_is_too_large_is_refused(paths, monkeypatch):
+    monkeypatch.setattr(tokenizing, "IN_MEMORY", 1 << 10)
+    with pytest.raises(
+        ValueError, match=r"a.txt .* MiB, .* up to 0 when it begins. Run `coat tokenize`"
+    ):
+        in_memory(paths, Bytes())
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        (b'{"text": ', "is no JSON"),
+        (b'"text"', "is no JSON object, but str"),
+        (b'{"content": "x"}', r'has no "text" that is a string; its keys are \[\'content\'\]'),
+        (b'{"text": 5}', 'has no "text" that is a string'),
+        (b'{"text": "\xff"}', "is no JSON"),
+        (rb'{"text": "\ud83d"}', "is no JSON: .* surrogates not allowed"),
+    ],
+)
+def test_a_bad_line_is_refused_with_its_number(line, named, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
+    with pytest.raises(ValueError, match=rf"a.jsonl:3 {named}"):
+        in_memory([tmp_path / "a.jsonl"], Bytes())
+
+
+def test_what_is_not_utf8_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"a.txt is no text in UTF-8"):
+        in_memory([tmp_path / "a.txt"], Bytes())
