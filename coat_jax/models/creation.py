@@ -26,14 +26,34 @@ def create(config: Config, *, seed: int = 0, mesh: Mesh | None = None) -> Llama:
     """
     mesh = _checked_mesh(config, mesh)
     graph, state = abstract(config, mesh=mesh)
+    # Layers are made stacked, by a program as long as one layer, and taken apart afterwards.
+    stacked = dataclasses.replace(config, scan=True)
 
     def initialize(key: jax.Array) -> Any:
-        return nnx.state(Llama(config, rngs=nnx.Rngs(key)))
+        return nnx.state(Llama(stacked, rngs=nnx.Rngs(key)))
 
-    shardings = None if mesh is None else nnx.get_named_sharding(state, mesh)
     with _setting(mesh):
+        shardings = _shardings(abstract(stacked, mesh=mesh)[1], mesh)
         values = jax.jit(initialize, out_shardings=shardings)(jax.random.key(seed))
+        if not config.scan:
+            values = jax.jit(_taken_apart, out_shardings=_shardings(state, mesh))(values)
     return nnx.merge(graph, values)
+
+
+def _taken_apart(stacked: Any) -> Any:
+    """The state of a list of layers, from that of stacked ones."""
+    apart = {}
+    for path, leaf in nnx.to_flat_state(stacked):
+        if path[0] != "layers":
+            apart[path] = leaf
+            continue
+        for i, value in enumerate(leaf[...]):
+            apart["layers", i, *path[1:]] = leaf.replace(value)
+    return nnx.from_flat_state(apart)
+
+
+def _shardings(state: Any, mesh: Mesh | None) -> Any:
+    return None if mesh is None else nnx.get_named_sharding(state, mesh)
 
 
 def abstract(config: Config, *, mesh: Mesh | None = None) -> tuple[Any, Any]:

@@ -91,6 +91,10 @@ def test_values_depend_on_the_seed_alone():
     for name, value in by_name(nnx.state(cut)).items():
         # XLA may fuse the last multiplication, which then rounds once.
         np.testing.assert_allclose(value, values[name], rtol=2**-22, err_msg=name)
+    apart = models.create(variant(scan=False, **AXES), seed=3, mesh=mesh)
+    for name, value in by_name(nnx.state(apart)).items():
+        np.testing.assert_allclose(value, values[name], rtol=2**-22, err_msg=name)
+    assert apart.layers[1].mlp.gate[...].sharding.spec == P("fsdp", "tensor")
     assert not np.array_equal(values["layers.0.mlp.gate"], values["layers.1.mlp.gate"])
     for parameter, spec in (
         (cut.embed, P("tensor", "fsdp")),
