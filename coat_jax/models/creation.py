@@ -33,27 +33,34 @@ def create(config: Config, *, seed: int = 0, mesh: Mesh | None = None) -> Llama:
         return nnx.state(Llama(stacked, rngs=nnx.Rngs(key)))
 
     with _setting(mesh):
-        shardings = _shardings(abstract(stacked, mesh=mesh)[1], mesh)
+        shardings = None
+        if mesh is not None:
+            shardings = nnx.get_named_sharding(abstract(stacked, mesh=mesh)[1], mesh)
         values = jax.jit(initialize, out_shardings=shardings)(jax.random.key(seed))
         if not config.scan:
-            values = jax.jit(_taken_apart, out_shardings=_shardings(state, mesh))(values)
+            values = _taken_apart(values, state)
     return nnx.merge(graph, values)
 
 
-def _taken_apart(stacked: Any) -> Any:
-    """The state of a list of layers, from that of stacked ones."""
-    apart = {}
-    for path, leaf in nnx.to_flat_state(stacked):
-        if path[0] != "layers":
-            apart[path] = leaf
-            continue
-        for i, value in enumerate(leaf[...]):
-            apart["layers", i, *path[1:]] = leaf.replace(value)
-    return nnx.from_flat_state(apart)
+def _taken_apart(stacked: Any, state: Any) -> Any:
+    """`state`, of a list of layers, with the values of the same layers stacked."""
+    flat = dict(nnx.to_flat_state(state))
+    shardings = None
+    if None not in (leaf.sharding for leaf in flat.values()):
+        shardings = {path: leaf.sharding for path, leaf in flat.items()}
 
+    def take_apart(arrays: dict[Any, jax.Array]) -> dict[Any, jax.Array]:
+        apart = {}
+        for path, array in arrays.items():
+            if path[0] == "layers":
+                apart |= {("layers", i, *path[1:]): layer for i, layer in enumerate(array)}
+            else:
+                apart[path] = array
+        return apart
 
-def _shardings(state: Any, mesh: Mesh | None) -> Any:
-    return None if mesh is None else nnx.get_named_sharding(state, mesh)
+    arrays = {path: leaf[...] for path, leaf in nnx.to_flat_state(stacked)}
+    apart = jax.jit(take_apart, out_shardings=shardings)(arrays)
+    return nnx.from_flat_state({path: leaf.replace(apart[path]) for path, leaf in flat.items()})
 
 
 def abstract(config: Config, *, mesh: Mesh | None = None) -> tuple[Any, Any]:
