@@ -13,7 +13,7 @@ python := $(VENV)/bin/python
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
-demo: $(VENV)/demo.stamp  ## train a small Llama with AdamW and with FP8 AdamW: minutes, on any CPU
+demo: $(VENV)/demo.stamp  ## train a tiny Llama in BF16 and in COAT: minutes, on any CPU
 	JAX_PLATFORMS=cpu $(python) -m experiments.demo
 
 test: $(VENV)/test.stamp  ## run the tests that need neither a GPU nor its compilers

@@ -1,6 +1,7 @@
 """Starts processes of one run on this machine, as a launcher would on several."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def begin(arguments, **variables):
     )
 
 
-def begin_all(arguments, count):
+def begin_all(arguments, count, **variables):
     """`count` processes that know of each other by JAX's variables."""
     address = f"127.0.0.1:{free_port()}"
     return [
@@ -42,17 +43,23 @@ def begin_all(arguments, count):
             JAX_COORDINATOR_ADDRESS=address,
             JAX_PROCESS_COUNT=count,
             JAX_PROCESS_ID=index,
+            **variables,
         )
         for index in range(count)
     ]
 
 
-def line(process, beginning):
-    """Its next line that begins so; Gloo, which joins CPUs, says things of its own."""
+def line(process, words):
+    """What it prints next that begins with these words, to the end of the line."""
     for said in process.stdout:
-        if said.startswith(beginning):
-            return said.removesuffix("\n")
+        if found := lines(said, words):
+            return found[0]
     raise AssertionError(process.stderr.read())
+
+
+def lines(text, words):
+    """All that begins with these words; Gloo, which joins CPUs, may stand before them in a line."""
+    return re.findall(f"{words}.*", text)
 
 
 def outputs(processes, code=0, seconds=120):

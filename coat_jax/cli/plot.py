@@ -24,9 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--smooth",
         type=int,
-        default=20,
         metavar="N",
-        help="records whose mean a point is; 1 draws them as they are (%(default)s)",
+        help="records whose mean a point is, 1 for all of them (a fiftieth of the shortest run)",
     )
     parser.add_argument(
         "--out",

@@ -271,9 +271,9 @@ def step_block(
     v += tl.load(numbers + 3) * (g * g)
 
     if MAY_SKIP:  # What is not stored stays: the step is in place.
-        wanted = tl.load(numbers + 10) == 0.0
-        exists = exists & wanted
-        here = here & wanted
+        skipped = tl.load(numbers + 10) != 0.0
+        exists = tl.where(skipped, False, exists)
+        here = tl.where(skipped, False, here)
 
     # The direction, or the new parameter.
     spread = v

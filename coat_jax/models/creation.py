@@ -50,7 +50,7 @@ def _taken_apart(stacked: Any, state: Any) -> Any:
         shardings = {path: leaf.sharding for path, leaf in flat.items()}
 
     def take_apart(arrays: dict[Any, jax.Array]) -> dict[Any, jax.Array]:
-        apart = {}
+        apart: dict[Any, jax.Array] = {}
         for path, array in arrays.items():
             if path[0] == "layers":
                 apart |= {("layers", i, *path[1:]): layer for i, layer in enumerate(array)}

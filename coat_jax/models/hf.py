@@ -6,13 +6,15 @@
     config = dataclasses.replace(hf.read_config(folder), precision="coat", remat="layer")
     model = hf.load(folder, config)
 
-One parameter at a time is in host memory; on a mesh, each device reads its own part. A weight
-is [outputs, inputs] in the files and [inputs, outputs] here. Tokenizers are left out.
+One parameter at a time is in host memory when a model is loaded (on a mesh each device's part of
+it), and one piece of one when it is saved. `read` and `write` are for parameters that stay outside
+of memory: see `coat_jax.models.stored`. A weight is [outputs, inputs] in the files and
+[inputs, outputs] here. Tokenizers are left out.
 """
 
+import dataclasses
 import json
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,19 +25,22 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from coat_jax.models import stored
 from coat_jax.models.config import Config
 from coat_jax.models.creation import abstract
-from coat_jax.models.hf_config import from_json, to_json
-from coat_jax.models.hf_files import Entry, Tensors, write
+from coat_jax.models.hf_config import Json, from_json, to_json
+from coat_jax.models.hf_files import NewTensors, Tensors
 from coat_jax.models.llama import Llama
+from coat_jax.models.stored import Index, Name, Parameters, Stored
+from coat_jax.nn import MeshAxes
 
 CONFIG = "config.json"
-OUTSIDE = {
+OUTSIDE: dict[Name, str] = {
     ("embed",): "model.embed_tokens.weight",
     ("norm", "scale"): "model.norm.weight",
     ("head",): "lm_head.weight",
 }
-IN_LAYER = {
+IN_LAYER: dict[Name, str] = {
     ("attention", "norm", "scale"): "input_layernorm.weight",
     ("attention", "query"): "self_attn.q_proj.weight",
     ("attention", "key"): "self_attn.k_proj.weight",
@@ -75,16 +80,7 @@ def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None 
         mesh: to load it onto; by default the one that is set, if any.
     """
     config = read_config(folder) if config is None else config
-    graph, state = abstract(config, mesh=mesh)
-    tensors = Tensors(Path(folder))
-    flat = dict(nnx.to_flat_state(state))
-    sources = {path: _source(path, leaf.shape, config) for path, leaf in flat.items()}
-    _require_names(sources.values(), tensors, config)
-    for source in sources.values():
-        _require_shapes(source, tensors)
-    for path, leaf in flat.items():
-        flat[path] = leaf.replace(_read(sources[path], tensors, leaf))
-    return nnx.merge(graph, nnx.from_flat_state(flat))
+    return stored.load(config, read(folder, config), mesh=mesh)
 
 
 def save(
@@ -92,7 +88,7 @@ def save(
     model: Llama,
     *,
     dtype: DTypeLike | None = None,
-    extra: Mapping[str, Any] | None = None,
+    extra: Json | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Writes config.json and the weights, for transformers and for `load`.
@@ -104,23 +100,64 @@ def save(
         extra: entries of config.json that a Config does not have, such as eos_token_id.
         file_bytes: how large a file may become.
     """
-    folder, config = Path(folder), model.config
-    stored = jnp.dtype(config.param_dtype if dtype is None else dtype)
-    data = {**to_json(config, stored), **(extra or {})}
-    entries = []
-    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        value = leaf[...]
-        if not value.is_fully_addressable:
-            raise ValueError(
-                f"{'.'.join(map(str, path))} is spread over several hosts. Save a checkpoint with "
-                "orbax, and convert that on one host."
-            )
-        source = _source(path, value.shape, config)
-        for i, name in enumerate(source.names):
-            shape = source.shape[::-1] if source.transposed else source.shape
-            entries.append(Entry(name, shape, partial(_fetch, source, value, i)))
+    parameters = {
+        path: _on_devices(path, leaf[...], model.config)
+        for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
+    write(folder, model.config, parameters, dtype=dtype, extra=extra, file_bytes=file_bytes)
+
+
+def read(folder: str | Path, config: Config) -> dict[Name, Stored]:
+    """The parameters in a folder, to be read in parts.
+
+    Args:
+        folder: with safetensors files.
+        config: what they are the parameters of.
+    """
+    tensors = Tensors(Path(folder))
+    _, state = abstract(dataclasses.replace(config, axes=MeshAxes()))
+    sources = {path: _source(path, leaf.shape, config) for path, leaf in nnx.to_flat_state(state)}
+    _require_names(sources.values(), tensors, config)
+    return {path: _in_files(source, tensors) for path, source in sources.items()}
+
+
+def write(
+    folder: str | Path,
+    config: Config,
+    parameters: Parameters,
+    *,
+    dtype: DTypeLike | None = None,
+    extra: Json | None = None,
+    file_bytes: int = FILE_BYTES,
+    progress: Callable[[int], object] = lambda size: None,
+) -> None:
+    """Writes config.json and parameters, of which one piece at a time is in memory.
+
+    Args:
+        folder: see `save`.
+        config: the model.
+        parameters: of it.
+        dtype: see `save`.
+        extra: see `save`.
+        file_bytes: see `save`.
+        progress: is told how many bytes more were read.
+    """
+    folder, kind = Path(folder), jnp.dtype(config.param_dtype if dtype is None else dtype)
+    data = {**to_json(config, kind), **(extra or {})}
+    stored.require_same(config, parameters)
+    sources = {path: _source(path, one.shape, config) for path, one in parameters.items()}
+    shapes = {name: source.there for source in sources.values() for name in source.names}
     folder.mkdir(parents=True, exist_ok=True)
-    write(folder, sorted(entries, key=_file_order), stored, file_bytes)
+    new = NewTensors(folder, dict(sorted(shapes.items(), key=_file_order)), kind, file_bytes)
+    for path, one in parameters.items():
+        source = sources[path]
+        for index in stored.pieces(one):
+            values = one.read(index)
+            layers, inner = _split(source, index)
+            there = inner[::-1] if source.transposed else inner
+            for name, layer in zip(source.names[layers], source.stack(values), strict=True):
+                new.write(name, there, layer.T if source.transposed else layer)
+            progress(values.nbytes)
     (folder / CONFIG).write_text(json.dumps(data, indent=2) + "\n", "utf-8")
 
 
@@ -128,53 +165,83 @@ class _Source(NamedTuple):
     """Where a parameter comes from: one tensor, or one per layer, stacked."""
 
     names: tuple[str, ...]
-    shape: tuple[int, ...]  # of the parameter, or of one layer of it
+    shape: tuple[int, ...]  # of the parameter
     stacked: bool
     transposed: bool
 
+    @property
+    def there(self) -> tuple[int, ...]:
+        """The shape of each tensor in the files."""
+        own = self.shape[1:] if self.stacked else self.shape
+        return own[::-1] if self.transposed else own
 
-def _source(path: tuple[Any, ...], shape: tuple[int, ...], config: Config) -> _Source:
+    def stack(self, values: np.ndarray) -> np.ndarray:
+        """A part of the parameter, with an axis over tensors."""
+        return values if self.stacked else values[None]
+
+
+def _source(path: Name, shape: tuple[int, ...], config: Config) -> _Source:
     if path[0] != "layers":
         return _Source((OUTSIDE[path],), shape, False, path == ("head",))
     if config.scan:
         name = IN_LAYER[path[1:]]
         names = tuple(f"model.layers.{i}.{name}" for i in range(config.layers))
-        return _Source(names, shape[1:], True, len(shape) == 3)
+        return _Source(names, shape, True, len(shape) == 3)
     name = f"model.layers.{path[1]}.{IN_LAYER[path[2:]]}"
     return _Source((name,), shape, False, len(shape) == 2)
 
 
-def _read(source: _Source, tensors: Tensors, leaf: Any) -> jax.Array:
-    """A parameter, each device's part of it by itself."""
+def _split(source: _Source, index: Index) -> tuple[slice, Index]:
+    """Which tensors a part of a parameter is in, and where there, not transposed."""
+    return (index[0], index[1:]) if source.stacked else (slice(None), index)
 
-    def part(index: Any) -> np.ndarray:
-        layers, inner = (index[0], index[1:]) if source.stacked else (slice(None), index)
+
+def _in_files(source: _Source, tensors: Tensors) -> Stored:
+    """A parameter in a folder; raises where a tensor has another shape or is no float."""
+    for name in source.names:
+        if tensors.shape(name) != source.there:
+            raise ValueError(
+                f"{name} in {tensors.folder} is {tensors.shape(name)}, and the Config says "
+                f"{source.there}."
+            )
+    dtype = np.result_type(*{jnp.dtype(tensors.dtype(name)) for name in source.names})
+
+    def read(index: Index) -> np.ndarray:
+        layers, inner = _split(source, index)
         there = inner[::-1] if source.transposed else inner
-        sizes = [len(range(*s.indices(n))) for s, n in zip(inner, source.shape, strict=True)]
         names = source.names[layers]
-        values = np.empty((len(names), *sizes), leaf.dtype)
+        values: Any = None
         for i, name in enumerate(names):
             tensor = tensors.read(name, there)
-            values[i] = tensor.T if source.transposed else tensor
-        return values if source.stacked else values[0]
+            tensor = tensor.T if source.transposed else tensor
+            if values is None:
+                values = np.empty((len(names), *tensor.shape), dtype)
+            values[i] = tensor
+        part: np.ndarray = values if source.stacked else values[0]
+        return part
 
-    if leaf.sharding is None:
-        return jax.device_put(part((slice(None),) * len(leaf.shape)))
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
-
-
-def _fetch(source: _Source, value: jax.Array, layer: int) -> np.ndarray:
-    """One tensor of a parameter, as the files have it."""
-    tensor = np.asarray(value[layer] if source.stacked else value)
-    return tensor.T if source.transposed else tensor
+    piece = stored.piece_of(source.shape, dtype.itemsize, stacked=source.stacked)
+    return Stored(source.shape, dtype, piece, read)
 
 
-def _file_order(entry: Entry) -> tuple[int, str]:
+def _on_devices(path: Name, value: jax.Array, config: Config) -> Stored:
+    if not value.is_fully_addressable:
+        raise ValueError(
+            f"{'.'.join(map(str, path))} is spread over several hosts. Save a checkpoint with "
+            "orbax, and convert that on one host."
+        )
+    stacked = path[0] == "layers" and config.scan
+    piece = stored.piece_of(value.shape, value.dtype.itemsize, stacked=stacked)
+    return Stored(value.shape, value.dtype, piece, lambda index: np.asarray(value[index]))
+
+
+def _file_order(tensor: tuple[str, Any]) -> tuple[int, str]:
     """The embedding, the layers in order, the rest."""
-    parts = entry.name.split(".")
+    name, _ = tensor
+    parts = name.split(".")
     if parts[1] == "layers":
-        return int(parts[2]), entry.name
-    return (-1 if entry.name == EMBEDDING else 10**9), entry.name
+        return int(parts[2]), name
+    return (-1 if name == EMBEDDING else 10**9), name
 
 
 def _require_names(sources: Iterable[_Source], tensors: Tensors, config: Config) -> None:
@@ -203,12 +270,3 @@ def _require_equal(tensors: Tensors) -> None:
             f"config.json of {tensors.folder} ties head and embedding, and {HEAD} differs from "
             f"{EMBEDDING}. Load it with a Config of tied=False."
         )
-
-
-def _require_shapes(source: _Source, tensors: Tensors) -> None:
-    shape = source.shape[::-1] if source.transposed else source.shape
-    for name in source.names:
-        if tensors.shape(name) != shape:
-            raise ValueError(
-                f"{name} in {tensors.folder} is {tensors.shape(name)}, and the Config says {shape}."
-            )

@@ -1,21 +1,27 @@
-"""The tensors of a Hugging Face folder, read and written one file at a time.
+"""The tensors of a Hugging Face folder, read and written in parts.
 
     model.safetensors                             all of them, or
     model.safetensors.index.json                  which tensor is in which file
     model-00001-of-00003.safetensors, ..
 
-Files are mapped into memory and read in slices, so a device that holds a part of a tensor reads
-that part only. Pickled checkpoints (.bin, .pt) are not read: unpickling runs whatever they hold.
+A part of a tensor is read by itself, from a file that is mapped into memory for as long as that
+takes. Files are written with room for all tensors, which are then filled in, in any order: a file
+is a length, a header in JSON, and the tensors one behind the other. Pickled checkpoints (.bin, .pt)
+are not read: unpickling runs whatever they hold.
 """
 
+import contextlib
+import errno
 import json
-from collections.abc import Callable, Iterable, Sequence
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors import SafetensorError, safe_open
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -23,11 +29,10 @@ FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 
 class Tensors:
-    """The tensors of a folder by name, as lazy slices."""
+    """The tensors of a folder by name."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._open: dict[str, tuple[Any, set[str]]] = {}
         self._file_of = _index(folder)
 
     def names(self) -> set[str]:
@@ -36,11 +41,33 @@ class Tensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
-        return tuple(self._slice(name).get_shape())
+        with self._slice(name) as tensor:
+            return tuple(tensor.get_shape())
 
     def dtype(self, name: str) -> str:
         """The dtype of a tensor, as NumPy calls it; raises unless it is a float of 16 bits up."""
-        dtype = self._slice(name).get_dtype()
+        with self._slice(name) as tensor:
+            return self._float(name, tensor)
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """A part of a tensor."""
+        with self._slice(name) as tensor:
+            self._float(name, tensor)
+            return tensor[index]
+
+    @contextlib.contextmanager
+    def _slice(self, name: str) -> Iterator[Any]:
+        """A tensor, to be read while its file is open."""
+        file = self._file_of[name]
+        with _opened(self.folder / file) as handle:
+            if name not in handle.keys():  # noqa: SIM118 (it is no mapping)
+                raise ValueError(
+                    f"{INDEX} says that {name} is in {file}, which has no such tensor."
+                )
+            yield handle.get_slice(name)
+
+    def _float(self, name: str, tensor: Any) -> str:
+        dtype = tensor.get_dtype()
         if dtype not in FLOATS:
             raise ValueError(
                 f"{name} in {self.folder} is stored as {dtype}, and coat_jax reads "
@@ -48,20 +75,12 @@ class Tensors:
             )
         return FLOATS[dtype]
 
-    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of a tensor."""
-        self.dtype(name)
-        return self._slice(name)[index]
 
-    def _slice(self, name: str) -> Any:
-        file = self._file_of[name]
-        if file not in self._open:
-            handle = safe_open(self.folder / file, framework="numpy")
-            self._open[file] = handle, set(handle.keys())
-        handle, names = self._open[file]
-        if name not in names:
-            raise ValueError(f"{INDEX} says that {name} is in {file}, which has no such tensor.")
-        return handle.get_slice(name)
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or cut off: {error}. Copy it here again.") from None
 
 
 def _index(folder: Path) -> dict[str, str]:
@@ -78,7 +97,7 @@ def _index(folder: Path) -> dict[str, str]:
                 raise FileNotFoundError(f"{INDEX} names the file {file!r}, not in {folder}.")
         return file_of
     if (folder / WHOLE).exists():
-        with safe_open(folder / WHOLE, framework="numpy") as handle:
+        with _opened(folder / WHOLE) as handle:
             return dict.fromkeys(handle.keys(), WHOLE)
     there = sorted(path.name for path in folder.iterdir())[:8]
     raise FileNotFoundError(
@@ -87,45 +106,96 @@ def _index(folder: Path) -> dict[str, str]:
     )
 
 
-class Entry(NamedTuple):
-    """A tensor that will be written: `value` fetches it when its file's turn comes."""
+class NewTensors:
+    """Tensors that are being written: there is room for all, and parts of them are filled in."""
 
-    name: str
-    shape: tuple[int, ...]
-    value: Callable[[], np.ndarray]
+    def __init__(
+        self, folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, file_bytes: int
+    ):
+        """Makes the files.
 
+        Args:
+            folder: without a model in it.
+            shapes: of the tensors, by name, in the order of the files.
+            dtype: of all of them.
+            file_bytes: how large a file may become; a larger tensor has one for itself.
+        """
+        if found := sorted(path.name for path in folder.glob("*.safetensors*")):
+            raise FileExistsError(f"{folder} holds a model already: {found[0]}. Name another one.")
+        self._shapes, self._dtype = dict(shapes), dtype
+        sizes = {name: _size(shape, dtype) for name, shape in shapes.items()}
+        groups = _distribute(sizes, file_bytes)
+        _require_room(folder, sum(sizes.values()))
+        self._place: dict[str, tuple[Path, int]] = {}
+        for number, names in enumerate(groups, 1):
+            many = f"model-{number:05}-of-{len(groups):05}.safetensors"
+            path = folder / (WHOLE if len(groups) == 1 else many)
+            header = self._header(names, sizes)
+            path.write_bytes(header)
+            offset = len(header)
+            for name in names:
+                self._place[name] = path, offset
+                offset += sizes[name]
+            os.truncate(path, offset)
+        if len(groups) > 1:
+            files = {name: path.name for name, (path, _) in sorted(self._place.items())}
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
 
-def write(folder: Path, entries: Sequence[Entry], dtype: np.dtype, file_bytes: int) -> None:
-    """Writes all entries as `dtype`, in files of up to `file_bytes`, one file in memory."""
-    if found := sorted(path.name for path in folder.glob("*.safetensors*")):
-        raise FileExistsError(f"{folder} holds a model already: {found[0]}. Name another folder.")
-    files = _distribute(entries, dtype.itemsize, file_bytes)
-    file_of: dict[str, str] = {}
-    for number, group in enumerate(files, 1):
-        name = WHOLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
-        tensors = {e.name: np.ascontiguousarray(e.value(), dtype=dtype) for e in group}
+    def _header(self, names: Sequence[str], sizes: Mapping[str, int]) -> bytes:
         # transformers refuses a file that does not say which framework wrote it.
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        file_of |= dict.fromkeys(tensors, name)
-    if len(files) > 1:
-        total = sum(_size(e) for e in entries) * dtype.itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+        content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        kind = {ours: theirs for theirs, ours in FLOATS.items()}[self._dtype.name]
+        end = 0
+        for name in names:
+            begin, end = end, end + sizes[name]
+            shape = list(self._shapes[name])
+            content[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+        text = json.dumps(content, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def write(self, name: str, index: tuple[slice, ...], values: np.ndarray) -> None:
+        """Fills in a part of a tensor, which has one or two axes."""
+        path, offset = self._place[name]
+        shape, size = self._shapes[name], self._dtype.itemsize
+        values = np.ascontiguousarray(values, dtype=self._dtype)
+        first = index[0].indices(shape[0])[0]
+        columns = math.prod(shape[1:])
+        with path.open("r+b") as file:
+            if values.shape[1:] == shape[1:]:
+                file.seek(offset + first * columns * size)
+                file.write(values.view(np.uint8).data)
+                return
+            left = index[1].indices(columns)[0]
+            for number, row in enumerate(values, first):
+                file.seek(offset + (number * columns + left) * size)
+                file.write(row.view(np.uint8).data)
 
 
-def _distribute(entries: Iterable[Entry], itemsize: int, file_bytes: int) -> list[list[Entry]]:
-    """The entries in order, in groups of up to `file_bytes`; a larger one stands alone."""
-    files: list[list[Entry]] = []
+def _distribute(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
+    """The names in order, in groups of up to `file_bytes`; a larger one stands alone."""
+    groups: list[list[str]] = []
     room = 0
-    for entry in entries:
-        size = _size(entry) * itemsize
-        if not files or size > room:
-            files.append([])
+    for name, size in sizes.items():
+        if not groups or size > room:
+            groups.append([])
             room = file_bytes
-        files[-1].append(entry)
+        groups[-1].append(name)
         room -= size
-    return files
+    return groups
 
 
-def _size(entry: Entry) -> int:
-    return int(np.prod(entry.shape, dtype=np.int64))
+def _size(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _require_room(folder: Path, size: int) -> None:
+    """Raises before anything is written, if the disk is too full."""
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise OSError(
+            errno.ENOSPC,
+            f"The model takes {size / 1e9:,.3f} GB, and {free / 1e9:,.3f} GB are free in {folder}. "
+            "Make room, or name a folder on another disk.",
+        )

@@ -132,7 +132,7 @@ def advice(config: TrainConfig, *, batch_parts: int) -> str:
     if config.model.remat != "layer_fp8":
         remedies.append("--remat layer_fp8")
     remedies.append("more devices along --mesh.fsdp")
-    return "Try " + ", ".join(remedies[:-1]) + f", or {remedies[-1]}."
+    return f"What helps: {'; '.join(remedies)}."
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from coat_jax.training.agreement import on_first
 from coat_jax.training.batches import abstract_batch, open_data, place
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.config import TrainConfig
+from coat_jax.training.data import Loader
 from coat_jax.training.distributed import Stop
 from coat_jax.training.evaluation import Evaluation
 from coat_jax.training.mesh import batch_parts, everywhere, make_mesh, require_fitting
@@ -31,7 +32,7 @@ from coat_jax.training.metrics import Metrics
 from coat_jax.training.optimizer import Optimizer, make_optimizer
 from coat_jax.training.progress import Progress
 from coat_jax.training.recorder import Recorder
-from coat_jax.training.state import State, abstract_state, new_state
+from coat_jax.training.state import State, abstract_state, new_state, require_same_model
 from coat_jax.training.step import train_step
 
 if TYPE_CHECKING:
@@ -69,23 +70,21 @@ def train(config: TrainConfig, console: "Console") -> Outcome:
 
 
 def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
+    """Prepares everything, what may be refused first, and takes the steps."""
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     folder = Path(config.out)
+    require_same_model(config)
     data = open_data(config, mesh, "train")
     optimizer = make_optimizer(config)
     graph, abstract = abstract_state(config, optimizer, mesh)
     evaluation = Evaluation(config, graph, mesh) if config.evaluation.every else None
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     for change in on_first(lambda: _claim(folder, config)):
         say(f"Goes on with another config: {change}.")
+    kept = {"keep": config.checkpoint.keep, "keep_best": config.checkpoint.keep_best}
+    described = identity.to_json(config)
     with contextlib.ExitStack() as stack:
-        checkpoints = stack.enter_context(
-            Checkpoints(
-                folder / CHECKPOINTS,
-                keep=config.checkpoint.keep,
-                keep_best=config.checkpoint.keep_best,
-                note=say,
-            )
-        )
+        stack.callback(data.close)
+        checkpoints = stack.enter_context(Checkpoints(folder / CHECKPOINTS, **kept, note=say))
         program = _compile(config, graph, optimizer, abstract, mesh, console, packed=data.packed)
         step, seconds = 0, 0.0
         if checkpoints.latest() is None:
@@ -95,45 +94,65 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
             data.restore(extra["data"])
             seconds = extra["seconds"]
             say(f"Resumes after step {step:,} of {config.steps:,}.")
-        described = identity.to_json(config)
         metrics = Metrics(folder, writers=config.writers, config=described, resume_step=step)
         stack.callback(metrics.close)
-        progress = stack.enter_context(
-            Progress(console, steps=config.steps, done=step, tokens_per_step=config.tokens_per_step)
+        progress = Progress(
+            console, steps=config.steps, done=step, tokens_per_step=config.tokens_per_step
         )
+        stack.enter_context(progress)
         stop = stack.enter_context(Stop())
-        recorder = Recorder(config, mesh, metrics, progress, step=step, seconds=seconds)
-        stopped = False
-        held_out: float | None = None
-        while step < config.steps and not stopped:
-            batch = place(next(data), mesh, parts=config.accumulation, packed=data.packed)
-            state, report = program(state, batch)
-            step += 1
-            recorder.take(step, report)
-            stopped = stop.requested()
-            last = step == config.steps
-            loss_now = None
-            if evaluation and _is_due(step, config.evaluation.every, last):
-                recorder.flush()
-                held_out = loss_now = evaluation.loss(state.params)
-                recorder.take_held_out(step, held_out)
-                recorder.pause(step)
-            if _is_due(step, config.checkpoint.every, last) or stopped:
-                recorder.flush()
-                extra = {
-                    "data": data.state(),
-                    "seconds": recorder.seconds,
-                    "config": described,
-                }
-                checkpoints.save(step, state, extra, loss=loss_now)
-                recorder.pause(step)
+        before: dict[str, Any] = {"step": step, "skipped": int(state.skipped), "seconds": seconds}
+        recorder = Recorder(config, mesh, metrics, progress, **before)
+        run = Run(config, mesh, program, data, evaluation, checkpoints, recorder, stop)
+        return _take_steps(run, step, state)
+
+
+class Run(NamedTuple):
+    """What the steps of a run need."""
+
+    config: TrainConfig
+    mesh: Mesh
+    program: Any
+    data: Loader
+    evaluation: Evaluation | None
+    checkpoints: Checkpoints
+    recorder: Recorder
+    stop: Stop
+
+
+def _take_steps(run: Run, step: int, state: State) -> Outcome:
+    """Takes the steps after `step`; evaluates and saves where that is due."""
+    config, recorder = run.config, run.recorder
+    held_out: float | None = None
+    stopped = False
+    while step < config.steps and not stopped:
+        batch = place(next(run.data), run.mesh, parts=config.accumulation, packed=run.data.packed)
+        state, report = run.program(state, batch)
+        step += 1
+        recorder.take(step, report)
+        stopped = run.stop.requested()
+        evaluates = _is_due(step, config.evaluation.every, config.steps)
+        saves = stopped or _is_due(step, config.checkpoint.every, config.steps)
+        if not evaluates and not saves:
+            continue
         recorder.flush()
-        data.close()
+        if run.evaluation and evaluates:
+            held_out = run.evaluation.loss(state.params)
+            recorder.take_held_out(step, held_out)
+        if saves:
+            extra = {
+                "data": run.data.state(),
+                "seconds": recorder.seconds,
+                "config": identity.to_json(config),
+            }
+            run.checkpoints.save(step, state, extra, loss=held_out if evaluates else None)
+        recorder.pause(step)
+    recorder.flush()
     return Outcome(step, recorder.loss, held_out, stopped and step < config.steps)
 
 
-def _is_due(step: int, every: int, last: bool) -> bool:
-    return every > 0 and (last or step % every == 0)
+def _is_due(step: int, every: int, last: int) -> bool:
+    return every > 0 and (step == last or step % every == 0)
 
 
 def _compile(

@@ -34,7 +34,7 @@ def draw(
     out: Path,
     *,
     over: str = "steps",
-    smooth: int = 20,
+    smooth: int | None = None,
     names: Sequence[str] = (),
 ) -> None:
     """Writes a picture to `out`, and a page beside it.
@@ -43,7 +43,7 @@ def draw(
         paths: folders of runs.
         out: a file that ends in .png.
         over: "steps", "tokens" or "time".
-        smooth: records whose mean a point is.
+        smooth: records whose mean a point is; by default a fiftieth of the shortest run's.
         names: what to call the runs instead of their folders.
 
     Raises:
@@ -53,12 +53,13 @@ def draw(
     """
     if over not in runs.AXES:
         raise ValueError(f"No axis is called {over!r}: {', '.join(runs.AXES)}.")
-    if smooth < 1:
+    if smooth is not None and smooth < 1:
         raise ValueError(f"{smooth=} records have no mean: take 1 or more.")
     if out.suffix != ".png":
         raise ValueError(f"{out} does not end in .png: the page takes the same name with .html.")
     loaded = runs.load(paths, names)
     looks = looks_of(len(loaded))
+    smooth = smooth or max(min(len(run.columns["loss"].rows) for run in loaded) // 50, 10)
     _picture(loaded, looks, out, over=over, smooth=smooth)
     page.write(loaded, looks, out.with_suffix(".html"), over=over, smooth=smooth)
 
@@ -137,7 +138,7 @@ def _curves(
 
 
 def _title(loaded: Sequence[Run], smooth: int) -> str:
-    mean = f", mean of {smooth} records" if smooth > 1 else ""
+    mean = f", mean of {smooth:,} records" if smooth > 1 else ""
     held_out = any("held_out_loss" in run.columns for run in loaded)
     return f"Training loss{mean}{'; points: held out' if held_out else ''}"
 

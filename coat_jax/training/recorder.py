@@ -25,8 +25,9 @@ class Recorder:
         mesh: its devices.
         metrics: where records are written.
         progress: where they are shown.
-        step: of these, before this process began.
-        seconds: likewise.
+        step: how many were taken before this process began.
+        skipped: how many of them changed nothing.
+        seconds: how long they took.
 
     Attributes:
         loss: of the last step that was recorded.
@@ -40,6 +41,7 @@ class Recorder:
         progress: Progress,
         *,
         step: int,
+        skipped: int,
         seconds: float,
     ):
         self.loss = math.nan
@@ -51,7 +53,7 @@ class Recorder:
         self._waiting: tuple[int, Report] | None = None
         self._began = time.perf_counter() - seconds
         self._clock = (step, time.perf_counter())  # where the pace is measured from
-        self._skipped: int | None = None
+        self._skipped = skipped
 
     @property
     def seconds(self) -> float:
@@ -107,7 +109,7 @@ class Recorder:
         self._progress.update(whole)
 
     def _note_skipped(self, step: int, skipped: int) -> None:
-        if self._skipped is not None and skipped > self._skipped:
+        if skipped > self._skipped:
             self._progress.note(
                 f"step {step:,}: its gradients are not finite. It changed nothing; {skipped:,} "
                 "steps so far."

@@ -95,8 +95,8 @@ def smoothed(y: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " N"]
     total = np.cumsum(np.where(finite, y, 0.0))
     count = np.cumsum(finite).astype(float)
     # Differences of running sums: those `window` back are taken off.
-    total[window:] -= total[:-window].copy()
-    count[window:] -= count[:-window].copy()
+    total[window:] -= total[:-window]
+    count[window:] -= count[:-window]
     return np.divide(total, count, out=np.full(len(y), np.nan), where=count > 0)
 
 

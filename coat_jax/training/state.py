@@ -4,6 +4,7 @@ There is no generator of random numbers in it: the order of the data and all rou
 from the config's seed and the step's number.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,10 @@ from coat_jax.optax import state_shardings
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.mesh import everywhere
 from coat_jax.training.optimizer import Optimizer
+
+# What a run chooses for itself, whatever model it begins from.
+OF_THE_RUN = {"context", "scan", "remat", "param_dtype", "dtype", "precision"}
+OF_THE_RUN |= {"axes", "batch_axes"}
 
 
 class State(NamedTuple):
@@ -42,6 +47,24 @@ def abstract_state(config: TrainConfig, optimizer: Optimizer, mesh: Mesh) -> tup
     )
     count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere(mesh))
     return graph, State(count, params, moments, count)
+
+
+def require_same_model(config: TrainConfig) -> None:
+    """Raises unless the folder to begin from holds the config's model."""
+    if config.init_from is None:
+        return
+    theirs = models.hf.read_config(config.init_from)
+    differ = [
+        f"{field.name} is {there!r} there and {here!r} in the config"
+        for field in dataclasses.fields(theirs)
+        if field.name not in OF_THE_RUN
+        and (there := getattr(theirs, field.name)) != (here := getattr(config.model, field.name))
+    ]
+    if differ:
+        raise ValueError(
+            f"{config.init_from} holds another model: {'; '.join(differ[:4])}. Make the config's "
+            "model from that of the folder: dataclasses.replace(models.hf.read_config(FOLDER), ..)."
+        )
 
 
 def new_state(config: TrainConfig, optimizer: Optimizer, mesh: Mesh) -> State:

@@ -1,0 +1,261 @@
+"""Continue texts with a trained model: `coat generate WHERE --prompt TEXT`.
+
+WHERE is the folder of a run, whose newest whole checkpoint is taken, or of a Hugging Face model.
+The text appears as it is made; of several prompts, one after another.
+
+  coat generate out/llama_tiny --prompt 'def main('
+  coat generate Llama-3.1-8B --prompt 'Once upon a time' --temperature 0
+  coat generate out/chat --prompts questions.txt --stop '<|im_end|>' --batch 16
+
+Text becomes tokens by the tokenizer.json in WHERE, or the one that the run was trained with, or
+byte by byte. A model computes in the precision that its run was trained in; one of Hugging Face as
+its weights are stored. A text ends with the token that ends a document, or with one of --stop.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coat_jax.generation.text import Text
+    from coat_jax.models import Config, Llama
+
+BYTES = "bytes"
+BETWEEN = "\n---\n"
+TENSOR = "tensor"
+# A model may well write what moves a terminal's cursor: control characters are shown instead.
+SHOWN = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    add = parser.add_argument
+    add("where", type=Path, metavar="WHERE", help="the folder of a model")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
+    add(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help='a prompt per line; in a .jsonl file each is a string or {"prompt": ...}',
+    )
+    add("--max-tokens", type=int, default=256, metavar="N", help="the most of each (%(default)s)")
+    add("--temperature", type=float, default=0.8, help="0 takes the likeliest (%(default)s)")
+    add("--top-k", type=int, default=0, metavar="K", help="only of the K likeliest tokens")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="only of the likeliest tokens that have probability P together",
+    )
+    add("--seed", type=int, default=0, help="of the random numbers (%(default)s)")
+    add("--stop", action="append", default=[], metavar="TOKEN", help="may be repeated")
+    add("--tokenizer", metavar="FILE", help=f'a tokenizer.json, or "{BYTES}"')
+    add("--batch", type=int, default=8, metavar="N", help="prompts at a time (%(default)s)")
+    add("--precision", help="bf16, fp8_linear, coat or coat_lean")
+    add("--step", type=int, help="of the checkpoint, by default the newest")
+    add("--devices", type=int, default=1, metavar="N", help="share each layer (%(default)s)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Generates, and says how fast."""
+    from coat_jax import generation
+
+    sampling = generation.Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+    )
+    if options.batch < 1:
+        raise ValueError(f"--batch {options.batch} must be 1 or more.")
+    texts = [*options.prompt, *_lines(options.prompts)]
+    model_folder = _Folder(options)
+    text = model_folder.text
+    prompts = [text.encode(one) for one in texts]
+    settings: dict[str, Any] = {
+        "max_tokens": options.max_tokens,
+        "stops": [*model_folder.stops, *map(text.token, options.stop)],
+    }
+    generation.require_prompts(model_folder.config, prompts, **settings)
+    with _sharing(options.devices):
+        model = model_folder.load()
+        speed = _Speed()
+        for first in range(0, len(prompts), options.batch):
+            batch = slice(first, first + options.batch)
+            chunks = generation.stream(
+                model, prompts[batch], sampling=sampling, first=first, **settings
+            )
+            _print(text, texts[batch], prompts[batch], speed.timed(chunks), more=first > 0)
+    _say("\n")
+    print(speed, file=sys.stderr)
+    return 0
+
+
+# --- What to continue ------------------------------------------------------------------------
+
+
+def _lines(file: Path | None) -> Iterator[str]:
+    """The prompts in a file."""
+    if file is None:
+        return
+    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+        if file.suffix != ".jsonl":
+            yield line
+            continue
+        try:
+            said = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{file}:{number} is no JSON: {error}.") from None
+        prompt = said.get("prompt") if isinstance(said, dict) else said
+        if not isinstance(prompt, str):
+            raise ValueError(f'{file}:{number} is neither a string nor {{"prompt": "..."}}.')
+        yield prompt
+
+
+# --- The model -------------------------------------------------------------------------------
+
+
+class _Folder:
+    """Where the model is: its config, its tokenizer, what ends a text.
+
+    Attributes:
+        config: of the model, as it is to be computed.
+        text: how text becomes tokens.
+        stops: tokens that end a text.
+    """
+
+    def __init__(self, options: argparse.Namespace):
+        from coat_jax.nn import MeshAxes
+        from coat_jax.precision import precision_of
+        from coat_jax.training import weights
+
+        self._where, self._step = options.where, options.step
+        said = weights.read_json(self._where)
+        self._of_run = weights.is_run(said)
+        config = weights.model_config(self._where)
+        precision = precision_of(options.precision or config.precision)
+        axes = MeshAxes(tensor=TENSOR if options.devices > 1 else None)
+        self.config: Config = dataclasses.replace(
+            config, precision=precision, axes=axes, batch_axes=()
+        )
+        data = said.get("data") or {}
+        self.text = self._text(options.tokenizer, data.get("tokenizer"))
+        self.stops = self._stops(said, data.get("end_of_text"))
+
+    def load(self) -> "Llama":
+        """The model, on the mesh that is set."""
+        from coat_jax.training import weights
+
+        note = partial(print, file=sys.stderr)
+        return weights.load(self._where, self.config, step=self._step, note=note)
+
+    def _text(self, asked: str | None, of_run: str | None) -> "Text":
+        from coat_jax.generation import Bytes, Tokenizer
+
+        own = self._where / "tokenizer.json"
+        if asked == BYTES:
+            return Bytes()
+        if asked is None and own.exists():
+            return Tokenizer(own)
+        if (other := asked or of_run) is not None:
+            # Training puts nothing in front of a text.
+            return Tokenizer(other, begin=not self._of_run)
+        if self.config.vocab != 256:
+            raise ValueError(
+                f"{self._where} has no tokenizer.json, and its model knows {self.config.vocab:,} "
+                f"tokens. Name its tokenizer with --tokenizer FILE; or --tokenizer {BYTES}."
+            )
+        return Bytes()
+
+    def _stops(self, said: dict[str, Any], of_run: int | None) -> list[int]:
+        """What ends a text: as generation_config.json or config.json says, or the tokenizer."""
+        file = self._where / "generation_config.json"
+        settings = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        ends = settings.get("eos_token_id", said.get("eos_token_id"))
+        if ends is None:
+            ends = self.text.end_of_text() if of_run is None else of_run
+        ends = ends if isinstance(ends, list) else [ends]
+        return [end for end in ends if end is not None and end < self.config.vocab]
+
+
+@contextlib.contextmanager
+def _sharing(devices: int) -> Iterator[None]:
+    """With a mesh of this many devices set, if it is more than one."""
+    import jax
+
+    if not 1 <= devices <= jax.device_count():
+        raise ValueError(f"--devices {devices}: there are {jax.device_count()}.")
+    if devices == 1:
+        yield
+        return
+    chosen, automatic = jax.devices()[:devices], (jax.sharding.AxisType.Auto,)
+    with jax.set_mesh(jax.make_mesh((devices,), (TENSOR,), devices=chosen, axis_types=automatic)):
+        yield
+
+
+# --- What comes of it ------------------------------------------------------------------------
+
+
+def _print(
+    text: "Text",
+    texts: Sequence[str],
+    prompts: Sequence[Sequence[int]],
+    chunks: Iterator[list[list[int]]],
+    *,
+    more: bool,
+) -> None:
+    """Prints the first text as it comes, and the others of its batch when all are there."""
+    readers = [text.reader(prompt) for prompt in prompts]
+    others = list(texts[1:])
+    _say((BETWEEN if more else "") + texts[0])
+    for chunk in chunks:
+        first, *rest = (reader.read(new) for reader, new in zip(readers, chunk, strict=True))
+        _say(first)
+        others = [before + new for before, new in zip(others, rest, strict=True)]
+    _say(readers[0].end())
+    for other, reader in zip(others, readers[1:], strict=True):
+        _say(BETWEEN + other + reader.end())
+
+
+def _say(text: str) -> None:
+    if sys.stdout.isatty():
+        text = text.translate(SHOWN)
+    # A terminal may lack characters, and a prompt hold what is none.
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
+
+
+class _Speed:
+    """Counts tokens and time; the first token of a batch waits for its prompts and for XLA."""
+
+    def __init__(self) -> None:
+        self.waited = self.seconds = 0.0
+        self.tokens = self.after_first = 0
+
+    def timed(self, chunks: Iterator[list[list[int]]]) -> Iterator[list[list[int]]]:
+        """The chunks, as they come."""
+        last, first = time.perf_counter(), True
+        for chunk in chunks:
+            now, count = time.perf_counter(), sum(map(len, chunk))
+            self.tokens += count
+            if first:
+                self.waited += now - last
+            else:
+                self.seconds += now - last
+                self.after_first += count
+            last, first = now, False
+            yield chunk
+
+    def __str__(self) -> str:
+        said = f"{self.tokens:,} tokens; {self.waited:.1f} s until the first"
+        if not self.seconds:
+            return f"{said}."
+        return f"{said}, then {self.after_first / self.seconds:,.0f} tokens/s."

@@ -1,0 +1,137 @@
+"""A model, token by token: the keys and values of past tokens are kept, not computed again.
+
+    slot      0   1   2   3   4   5   6   7
+    text 0    .   .   a   b   c   d   -   -       starts at slot 2
+    text 1    e   f   g   h   i   j   -   -       starts at slot 0;  6 slots are filled
+
+All texts end at the same slot, so that a new token of each takes the same one: one write into
+the cache, wherever the texts began. A token's position is its slot less the text's start. A token
+sees the slots from its text's start to its own, or the last `window` of them.
+
+`prefill` is the training forward, the slots before a text being another segment. `decode` does the
+same to one token; only the scales of FP8 products are those of fewer rows.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from coat_jax import nn
+from coat_jax.models import Config, Llama
+from coat_jax.models.llama import along_batch
+
+
+class Cache(NamedTuple):
+    """The past of a batch of texts, in T slots.
+
+    Attributes:
+        past: keys and values of all layers, in the model's dtype.
+        starts: the first slot of each text.
+        filled: how many slots are taken, from the first on.
+    """
+
+    past: nn.Past  # [L, B, T, K, H] each
+    starts: Int[Array, "B"]
+    filled: Int[Array, ""]
+
+    @property
+    def lengths(self) -> Int[Array, "B"]:
+        """How many tokens each text has."""
+        return self.filled - self.starts
+
+
+def prefill(
+    model: Llama, tokens: Int[Array, "B S"], starts: Int[Array, "B"], slots: int
+) -> tuple[Float[Array, "B V"], Cache]:
+    """The logits after the last token of each text, and a cache with room for more.
+
+    Args:
+        model: the model.
+        tokens: the texts, each at the right end of its row.
+        starts: where they begin; what stands before is ignored.
+        slots: of the cache, S or more.
+    """
+    length = tokens.shape[1]
+    if slots < length:
+        raise ValueError(f"A cache of {slots} slots cannot hold {length} tokens.")
+    places = jnp.arange(length) - starts[:, None]
+    positions, segments = jnp.maximum(places, 0), (places >= 0).astype(jnp.int32)
+
+    def layer(block: nn.TransformerBlock, x: Array, _: None) -> tuple[Array, nn.Past]:
+        return block.prefill(x, positions, segments)
+
+    x, new = _through(model, model.embedded(tokens), None, layer)
+    past = jax.tree.map(lambda n: _padded(n, slots, model.config), new)
+    logits = model.logits(model.norm(x[:, -1:]))[:, 0]
+    return logits, Cache(past, starts, jnp.int32(length))
+
+
+def decode(
+    model: Llama, tokens: Int[Array, "B"], cache: Cache
+) -> tuple[Float[Array, "B V"], Cache]:
+    """The logits after one more token of each text, and the cache with it.
+
+    Args:
+        model: the model.
+        tokens: the next one of each text.
+        cache: with a slot to spare: where there is none, the last one is overwritten.
+    """
+    slot, past = cache.filled, cache.past
+    positions = (slot - cache.starts)[:, None]
+    visible = _visible(cache, past.keys.shape[2], model.config.window)
+
+    def layer(block: nn.TransformerBlock, x: Array, past: nn.Past) -> tuple[Array, nn.Past]:
+        return block.decode(x, positions, past, slot, visible)
+
+    x, new = _through(model, model.embedded(tokens[:, None]), past, layer)
+    past = jax.tree.map(
+        lambda old, one: lax.dynamic_update_slice_in_dim(old, one, slot, axis=2), past, new
+    )
+    return model.logits(model.norm(x))[:, 0], Cache(past, cache.starts, slot + 1)
+
+
+def _visible(cache: Cache, slots: int, window: int | None) -> Bool[Array, "B T"]:
+    """The slots that the token at slot `filled` sees."""
+    places = jnp.arange(slots)
+    visible = (places >= cache.starts[:, None]) & (places <= cache.filled)
+    return visible if window is None else visible & (places > cache.filled - window)
+
+
+Layer = Callable[[nn.TransformerBlock, Array, Any], tuple[Array, nn.Past]]
+
+
+def _through(
+    model: Llama, x: Float[Array, "B S D"], past: nn.Past | None, layer: Layer
+) -> tuple[Float[Array, "B S D"], nn.Past]:
+    """The residual stream after all layers, and what is new of each, stacked."""
+    config = model.config
+
+    def step(x: Array, block: nn.TransformerBlock, past: nn.Past | None) -> tuple[Array, nn.Past]:
+        x, new = layer(block, x, past)
+        return along_batch(x, config.batch_axes), new
+
+    if config.scan:
+        graph, stacked = nnx.split(model.layers)
+        return lax.scan(lambda x, of: step(x, nnx.merge(graph, of[0]), of[1]), x, (stacked, past))
+    news = []
+    for i, block in enumerate(model.layers):
+        x, new = step(x, block, jax.tree.map(lambda a, i=i: a[i], past))
+        news.append(new)
+    return x, jax.tree.map(lambda *of: jnp.stack(of), *news)
+
+
+def _padded(new: Float[Array, "L B S K H"], slots: int, config: Config) -> Float[Array, "..."]:
+    """With empty slots behind, cut over the mesh as batches and heads are."""
+    empty = slots - new.shape[2]
+    padded = jnp.pad(new, [(0, empty if axis == 2 else 0) for axis in range(new.ndim)])
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return padded
+    spec = PartitionSpec(None, config.batch_axes or None, None, config.axes.tensor)
+    return lax.with_sharding_constraint(padded, spec)

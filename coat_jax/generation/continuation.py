@@ -1,0 +1,211 @@
+"""Texts continued, a few tokens at a time.
+
+    first call     prompts -> cache, the first new token of each
+    later calls    CHUNK more tokens of each, until all texts have ended
+
+The host reads a chunk while the device computes the next one, so that the device never waits.
+Prompts are filled up to a power of two (or to the model's context), caches to a multiple of 64
+slots: prompts of 1 to 1024 tokens need seven programs of each kind at most, not a thousand.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from coat_jax.generation.cache import Cache, decode, prefill
+from coat_jax.generation.sampling import Sampling, choose
+from coat_jax.models import Config, Llama
+
+CHUNK = 8
+SHORTEST, SLOTS = 16, 64
+NOTHING, NOT_A_NUMBER = -1, -2  # in the place of a token
+
+Prompts = Sequence[Sequence[int]]
+DEFAULT = Sampling()
+
+
+def stream(
+    model: Llama,
+    prompts: Prompts,
+    *,
+    max_tokens: int,
+    sampling: Sampling = DEFAULT,
+    stops: Sequence[int] = (),
+    first: int = 0,
+) -> Iterator[list[list[int]]]:
+    """What comes after each prompt: lists of new tokens, one per prompt, until all have ended.
+
+    Args:
+        model: on a mesh, call this with the mesh set.
+        prompts: tokens of each text so far.
+        max_tokens: how many more at most; a text ends at the model's context in any case.
+        sampling: how they are chosen.
+        stops: tokens that end a text, and are left out.
+        first: the number of the first prompt. A prompt's tokens depend on its number, not on
+            the prompts beside it.
+    """
+    require_prompts(model.config, prompts, max_tokens=max_tokens, stops=stops)
+    return _stream(model, prompts, max_tokens, sampling, stops, first)
+
+
+def generate(model: Llama, prompts: Prompts, **settings: Any) -> list[list[int]]:
+    """All that `stream` gives, together."""
+    chunks = stream(model, prompts, **settings)
+    return [list(itertools.chain.from_iterable(of_one)) for of_one in zip(*chunks, strict=True)]
+
+
+def _stream(
+    model: Llama,
+    prompts: Prompts,
+    max_tokens: int,
+    sampling: Sampling,
+    stops: Sequence[int],
+    first: int,
+) -> Iterator[list[list[int]]]:
+    graph, state = nnx.split(model)
+    lengths = [len(prompt) for prompt in prompts]
+    limits = [min(max_tokens, model.config.context - length) for length in lengths]
+    rows, length = _rows(len(prompts), model.config), _length(max(lengths), model.config.context)
+    slots = math.ceil((length + max(limits)) / SLOTS) * SLOTS
+    tokens = np.zeros((rows, length), np.int32)
+    starts, lefts = np.full(rows, length - 1, np.int32), np.zeros(rows, np.int32)
+    for row, prompt in enumerate(prompts):
+        starts[row], lefts[row] = length - len(prompt), limits[row]
+        tokens[row, starts[row] :] = prompt
+    numbers = np.arange(first, first + rows, dtype=np.uint32)
+    program = partial(_continue, graph, sampling, state, np.array(stops, np.int32))
+    chunk, session = _begin(
+        graph, sampling, slots, state, np.array(stops, np.int32), tokens, starts, lefts, numbers
+    )
+    for _ in range(math.ceil((max(limits) - 1) / CHUNK)):
+        following, session = program(session)
+        new = _listed(chunk, len(prompts))
+        yield new
+        if all(len(text) < chunk.shape[1] for text in new):
+            return
+        chunk = following
+    yield _listed(chunk, len(prompts))
+
+
+def _length(longest: int, context: int) -> int:
+    """How long the rows are for which a program is made."""
+    return min(max(SHORTEST, 1 << (longest - 1).bit_length()), context)
+
+
+def _rows(prompts: int, config: Config) -> int:
+    """How many rows a batch must have to be cut along its axes of the mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = math.prod(mesh.shape[axis] for axis in config.batch_axes) if not mesh.empty else 1
+    return math.ceil(prompts / parts) * parts
+
+
+def _listed(chunk: Int[Array, "B C"], prompts: int) -> list[list[int]]:
+    rows = np.asarray(chunk)[:prompts]
+    if (rows == NOT_A_NUMBER).any():
+        raise ValueError(
+            "The model's logits are not numbers: its parameters are damaged, or diverged in "
+            "training. Try an earlier checkpoint."
+        )
+    return [[int(token) for token in row if token != NOTHING] for row in rows]
+
+
+# --- The programs ----------------------------------------------------------------------------
+
+
+class _Session(NamedTuple):
+    cache: Cache
+    tokens: Int[Array, "B"]  # the newest, not in the cache yet
+    lefts: Int[Array, "B"]  # how many more each text may have; 0 once it has ended
+    numbers: Int[Array, "B"]
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _begin(
+    graph: Any,
+    sampling: Sampling,
+    slots: int,
+    state: Any,
+    stops: Int[Array, "E"],
+    tokens: Int[Array, "B S"],
+    starts: Int[Array, "B"],
+    lefts: Int[Array, "B"],
+    numbers: Int[Array, "B"],
+) -> tuple[Int[Array, "B 1"], _Session]:
+    logits, cache = prefill(nnx.merge(graph, state), tokens, starts, slots)
+    session = _Session(cache, tokens[:, -1], lefts, numbers)
+    new, session = _chosen(sampling, stops, logits, session)
+    return new[:, None], session
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+def _continue(
+    graph: Any, sampling: Sampling, state: Any, stops: Int[Array, "E"], session: _Session
+) -> tuple[Int[Array, "B C"], _Session]:
+    model = nnx.merge(graph, state)
+
+    def unfinished(carry: Any) -> Array:
+        i, _, session = carry
+        return (i < CHUNK) & jnp.any(session.lefts > 0)
+
+    def step(carry: Any) -> Any:
+        i, chunk, session = carry
+        logits, cache = decode(model, session.tokens, session.cache)
+        new, session = _chosen(sampling, stops, logits, session._replace(cache=cache))
+        return i + 1, lax.dynamic_update_index_in_dim(chunk, new, i, axis=1), session
+
+    empty = jnp.full((session.tokens.shape[0], CHUNK), NOTHING, jnp.int32)
+    _, chunk, session = lax.while_loop(unfinished, step, (0, empty, session))
+    return chunk, session
+
+
+def _chosen(
+    sampling: Sampling, stops: Int[Array, "E"], logits: Float[Array, "B V"], session: _Session
+) -> tuple[Int[Array, "B"], _Session]:
+    """The next token of each text, NOTHING where it has ended."""
+    tokens = choose(logits, sampling, session.numbers, session.cache.lengths)
+    ended = (session.lefts <= 0) | jnp.isin(tokens, stops)
+    lefts = jnp.where(ended, 0, session.lefts - 1)
+    new = jnp.where(jnp.isnan(logits).any(axis=-1), NOT_A_NUMBER, tokens)
+    new = jnp.where(ended, NOTHING, new)
+    return new, session._replace(tokens=tokens, lefts=lefts)
+
+
+# --- Refusals --------------------------------------------------------------------------------
+
+
+def require_prompts(
+    config: Config, prompts: Prompts, *, max_tokens: int, stops: Sequence[int] = ()
+) -> None:
+    """Raises unless `stream` can continue these prompts; needs no model yet."""
+    if not prompts:
+        raise ValueError("There is no prompt.")
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens} must be 1 or more.")
+    for number, prompt in enumerate(prompts, 1):
+        name = "The prompt" if len(prompts) == 1 else f"Prompt {number}"
+        if not prompt:
+            raise ValueError(f"{name} is empty. Give at least one token to continue.")
+        if len(prompt) >= config.context:
+            raise ValueError(
+                f"{name} has {len(prompt)} tokens, and the model's context={config.context} must "
+                "hold one more. Shorten it."
+            )
+        _require_known(f"{name} has", prompt, config.vocab)
+    _require_known("stops has", stops, config.vocab)
+
+
+def _require_known(where: str, tokens: Sequence[int], vocab: int) -> None:
+    if outside := [token for token in tokens if not 0 <= token < vocab]:
+        raise ValueError(
+            f"{where} token {outside[0]}, outside the model's vocabulary of {vocab}. Is the "
+            "tokenizer that of this model?"
+        )

@@ -1,0 +1,161 @@
+"""Parameters that are not in memory: they are in files, or on devices, and are read in parts.
+
+    load      onto a mesh, each device its own part
+    pieces    one after another, each small: what is converted is never in memory as a whole
+
+A parameter is named by its path in the model's state, as in ("layers", "mlp", "gate").
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from coat_jax.models.config import Config
+from coat_jax.models.creation import abstract
+from coat_jax.models.llama import Llama
+from coat_jax.nn import MeshAxes
+
+PIECE = 64 << 20  # bytes, about
+
+Name = tuple[str | int, ...]
+Index = tuple[slice, ...]
+
+
+class Stored(NamedTuple):
+    """A parameter that is somewhere else.
+
+    Attributes:
+        shape: of all of it.
+        dtype: in which it is stored.
+        piece: the shape of parts that are small and read at one go.
+        read: a part of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    piece: tuple[int, ...]
+    read: Callable[[Index], np.ndarray]
+
+
+Parameters = Mapping[Name, Stored]
+
+
+def load(config: Config, stored: Parameters, *, mesh: Mesh | None = None) -> Llama:
+    """The model with these parameters, cast to its dtype.
+
+    Args:
+        config: the model, whose parameters these are; its layers may be stacked otherwise.
+        stored: one after another, one is in memory.
+        mesh: by default the one that is set, if any.
+    """
+    stored = arranged(stored, scan=config.scan)
+    graph, state = abstract(config, mesh=mesh)
+    flat = dict(nnx.to_flat_state(state))
+    _require({path: leaf.shape for path, leaf in flat.items()}, stored)
+    for path, leaf in flat.items():
+        flat[path] = leaf.replace(_placed(stored[path], leaf))
+    return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def arranged(stored: Parameters, *, scan: bool) -> Parameters:
+    """The same parameters, those of all layers as one each (`scan`) or one by one."""
+    layers = {name: one for name, one in stored.items() if name[0] == "layers"}
+    numbered = any(isinstance(name[1], int) for name in layers)
+    if numbered != scan:
+        return stored
+    outside: dict[Name, Stored] = {n: one for n, one in stored.items() if n not in layers}
+    if not scan:
+        taken_apart = {
+            ("layers", i, *name[1:]): _one_of(one, i)
+            for name, one in layers.items()
+            for i in range(one.shape[0])
+        }
+        return outside | taken_apart
+    together: dict[Name, list[Stored]] = {}
+    for name, one in layers.items():
+        together.setdefault(("layers", *name[2:]), []).append(one)
+    return outside | {name: _stack_of(ones) for name, ones in together.items()}
+
+
+def _one_of(one: Stored, layer: int) -> Stored:
+    def read(index: Index) -> np.ndarray:
+        part: np.ndarray = one.read((slice(layer, layer + 1), *index))[0]
+        return part
+
+    return Stored(one.shape[1:], one.dtype, one.piece[1:], read)
+
+
+def _stack_of(ones: Sequence[Stored]) -> Stored:
+    """The parameters of layers in order, with a first axis over layers."""
+    first = ones[0]
+
+    def read(index: Index) -> np.ndarray:
+        return np.stack([one.read(index[1:]) for one in ones[index[0]]])
+
+    return Stored((len(ones), *first.shape), first.dtype, (1, *first.piece), read)
+
+
+def _placed(stored: Stored, leaf: Any) -> jax.Array:
+    def part(index: Index | None) -> np.ndarray:
+        whole = (slice(None),) * len(leaf.shape)
+        return cast(stored, leaf.dtype).read(whole if index is None else index)
+
+    if leaf.sharding is None:
+        return jax.device_put(part(None))
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+
+
+def require_same(config: Config, stored: Parameters) -> None:
+    """Raises unless these are the parameters of the model."""
+    _, state = abstract(dataclasses.replace(config, axes=MeshAxes()))
+    _require({path: leaf.shape for path, leaf in nnx.to_flat_state(state)}, stored)
+
+
+def _require(needed: Mapping[Name, tuple[int, ...]], stored: Parameters) -> None:
+    other = {path for path in needed.keys() & stored if needed[path] != stored[path].shape}
+    for kind, paths in (
+        ("lacks", needed.keys() - stored.keys()),
+        ("also has", stored.keys() - needed.keys()),
+        ("has in another shape", other),
+    ):
+        if paths:
+            names = ", ".join(sorted(".".join(map(str, path)) for path in paths)[:5])
+            raise ValueError(f"This is another model than its config says: it {kind} {names}.")
+
+
+def pieces(stored: Stored) -> Iterator[Index]:
+    """All of a parameter, piece by piece."""
+    ranges = [range(0, n, step) for n, step in zip(stored.shape, stored.piece, strict=True)]
+    for corner in itertools.product(*ranges):
+        yield tuple(
+            slice(first, min(first + step, n))
+            for first, step, n in zip(corner, stored.piece, stored.shape, strict=True)
+        )
+
+
+def cast(stored: Stored, dtype: np.dtype) -> Stored:
+    """The same parameter, read as another dtype."""
+    return stored._replace(
+        dtype=dtype, read=lambda index: stored.read(index).astype(dtype, copy=False)
+    )
+
+
+def size_of(stored: Stored) -> int:
+    """How many bytes a parameter takes."""
+    return math.prod(stored.shape) * stored.dtype.itemsize
+
+
+def piece_of(shape: tuple[int, ...], itemsize: int, *, stacked: bool) -> tuple[int, ...]:
+    """The shape of pieces of up to PIECE bytes, each of one layer."""
+    piece = [1, *shape[1:]] if stacked else list(shape)
+    while math.prod(piece) * itemsize > PIECE:
+        longest = piece.index(max(piece))
+        piece[longest] = math.ceil(piece[longest] / 2)
+    return tuple(piece)

@@ -1,0 +1,345 @@
+"""`coat convert`: models there and back, bit for bit, in little memory."""
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from coat_jax import models
+from coat_jax.cli import main
+from coat_jax.models import hf, stored
+from coat_jax.models.hf_files import NewTensors
+from coat_jax.ops import Llama3Scaling, Rotary
+from coat_jax.precision import BF16
+from coat_jax.training import conversion, weights
+from coat_jax.training.checkpoint import Checkpoints
+from coat_jax.training.state import State
+
+LLAMA = models.Config(
+    vocab=256,
+    width=48,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    ffn=80,
+    context=64,
+    rotary=Rotary(5e5, Llama3Scaling(original_context=32)),
+)
+FAMILIES = {
+    "llama": {},
+    "mistral": {"window": 8},
+    "qwen2": {"qkv_bias": True, "tied": True},
+    "qwen3": {"qk_norm": "head", "tied": True},
+    "olmo": {"norm": "layer"},
+    "olmo2": {"norms": "after", "qk_norm": "all"},
+}
+
+
+def variant(family="llama", dtype=jnp.bfloat16, **changes):
+    both = {"param_dtype": dtype, "dtype": dtype}
+    return dataclasses.replace(LLAMA, **both, **FAMILIES[family], **changes)
+
+
+def filled(config):
+    rng = np.random.default_rng(0)
+    graph, state = models.abstract(config)
+    draw = lambda leaf: jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)  # noqa: E731
+    return nnx.merge(graph, jax.tree.map(draw, state))
+
+
+def files_of(folder):
+    return {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
+
+
+def assert_same_files(one, other):
+    one, other = files_of(one), files_of(other)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype
+        np.testing.assert_array_equal(tensor, other[name], err_msg=name)
+
+
+@pytest.fixture
+def theirs(tmp_path):
+    folder = tmp_path / "theirs"
+    hf.save(folder, filled(variant("qwen3")), extra={"eos_token_id": [7, 8]})
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text('{"a": 1}')
+    return folder
+
+
+def convert(*arguments):
+    return main(["convert", *map(str, arguments)])
+
+
+# --- There and back --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_comes_back_bit_for_bit(family, tmp_path, monkeypatch):
+    """In pieces that are smaller than the tensors, and do not divide them."""
+    monkeypatch.setattr(stored, "PIECE", 5000)
+    dtype = jnp.float32 if family == "olmo" else jnp.bfloat16
+    model = filled(variant(family, dtype))
+    hf.save(tmp_path / "theirs", model)
+    conversion.to_run(tmp_path / "theirs", tmp_path / "ours")
+    again = weights.load(tmp_path / "ours")
+    assert again.config == dataclasses.replace(model.config, precision=BF16)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
+    conversion.to_hugging_face(tmp_path / "ours", tmp_path / "again", file_bytes=50_000)
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 2
+    assert_same_files(tmp_path / "theirs", tmp_path / "again")
+    before, after = (
+        json.loads((tmp_path / f / "config.json").read_text()) for f in ("theirs", "again")
+    )
+    assert before == after
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_reads_what_is_exported(family, tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = filled(variant(family))
+    hf.save(tmp_path / "theirs", model)
+    conversion.to_run(tmp_path / "theirs", tmp_path / "ours")
+    conversion.to_hugging_face(tmp_path / "ours", tmp_path / "again", file_bytes=50_000)
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    held, tensors = read.state_dict(), files_of(tmp_path / "theirs")
+    assert held.keys() - {"lm_head.weight"} == tensors.keys() - {"lm_head.weight"}
+    for name, tensor in tensors.items():
+        assert held[name].dtype == torch.bfloat16
+        np.testing.assert_array_equal(held[name].float().numpy(), tensor.astype(np.float32))
+
+
+def test_what_the_command_makes_and_says(theirs, tmp_path, capsys):
+    assert convert(theirs, tmp_path / "ours") == 0
+    assert convert(tmp_path / "ours", tmp_path / "again") == 0
+    said = capsys.readouterr().out
+    assert f"{tmp_path / 'ours'} is a checkpoint." in said
+    assert f"{tmp_path / 'again'} is a Hugging Face folder." in said
+    assert_same_files(theirs, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == [7, 8]
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "again" / name).read_text() == (theirs / name).read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"theirs", "ours", "again"}
+
+
+def test_parameters_may_be_cast(theirs, tmp_path):
+    assert convert(theirs, tmp_path / "ours", "--dtype", "float32") == 0
+    model = weights.load(tmp_path / "ours")
+    assert model.config.param_dtype == model.config.dtype == model.embed[...].dtype == jnp.float32
+    assert convert(tmp_path / "ours", tmp_path / "again", "--dtype", "bfloat16") == 0
+    assert_same_files(theirs, tmp_path / "again")
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_a_checkpoint_of_training_is_exported(scan, tmp_path):
+    """With moments beside the parameters, and of the step that is asked for."""
+    run = tmp_path / "run"
+    config = variant("olmo2", jnp.float32, scan=scan)
+    written = [filled(config), filled(dataclasses.replace(config))]
+    written[1].embed[...] = written[1].embed[...] + 1
+    with Checkpoints(run / "checkpoints", keep=2) as checkpoints:
+        for step, model in enumerate(written, 1):
+            params = nnx.state(model)
+            count = jnp.int32(step)
+            checkpoints.save(step, State(count, params, {"m": params}, count), {}, wait=True)
+    saved = {"model": json_of(config), "data": {"tokenizer": str(tmp_path / "words.json")}}
+    (run / "config.json").write_text(json.dumps(saved))
+    (tmp_path / "words.json").write_text('{"b": 2}')
+    for step, model in ((None, written[1]), (1, written[0])):
+        out = tmp_path / f"out{step}"
+        assert convert(run, out, *(["--step", step] if step else [])) == 0
+        got = hf.load(out, config)
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(got), nnx.state(model))
+        assert (out / "tokenizer.json").read_text() == '{"b": 2}'
+
+
+def json_of(config):
+    from coat_jax.training import identity
+
+    return identity.to_json(config)
+
+
+# --- In little memory ------------------------------------------------------------------------
+
+
+def test_a_model_is_never_in_memory_as_a_whole(tmp_path):
+    """240 MB there and back, and the process grows by a quarter of that at most, and usually by a
+    seventh. One parameter of all layers alone has 64 MB."""
+    wide = variant(vocab=8192, width=1024, ffn=8192, layers=4, heads=8, head_dim=64)
+    for name, config in (("tiny", variant()), ("large", wide)):
+        folder = tmp_path / name / "theirs"
+        one = np.frombuffer(np.random.default_rng(0).bytes(1 << 24), np.uint8)
+        hf.write(folder, config, {path: _bytes(leaf, one) for path, leaf in _leaves(config)})
+    size = sum(path.stat().st_size for path in (tmp_path / "large" / "theirs").iterdir())
+    assert size > 240e6
+    script = Path(__file__).with_name("converting.py")
+    result = subprocess.run(
+        [sys.executable, script, tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(models.__file__).parents[2])},
+    )
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) < size / 4
+    assert_same_files(tmp_path / "large" / "theirs", tmp_path / "large" / "again")
+    shutil.rmtree(tmp_path / "large")
+
+
+def test_a_piece_is_written_before_the_next_one_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(stored, "PIECE", 2000)
+    config, events = variant(), []
+
+    def watched(one):
+        return one._replace(read=lambda index: events.append("read") or one.read(index))
+
+    parameters = {
+        path: watched(_bytes(leaf, np.zeros(9, np.uint8))) for path, leaf in _leaves(config)
+    }
+    weights.write(tmp_path, config, parameters, progress=lambda size: events.append("written"))
+    assert len(events) > 100
+    assert events == ["read", "written"] * (len(events) // 2)
+
+
+def _leaves(config):
+    return nnx.to_flat_state(models.abstract(config)[1])
+
+
+def _bytes(leaf, source):
+    """A parameter whose parts are made when they are read. Their values do not matter."""
+
+    def read(index):
+        shape = tuple(len(range(*i.indices(n))) for i, n in zip(index, leaf.shape, strict=True))
+        values = np.resize(source, int(np.prod(shape)))
+        return values.astype(jnp.bfloat16).reshape(shape)
+
+    piece = stored.piece_of(leaf.shape, 2, stacked=len(leaf.shape) == 3)
+    return stored.Stored(leaf.shape, jnp.dtype(jnp.bfloat16), piece, read)
+
+
+# --- Refusals --------------------------------------------------------------------------------
+
+
+def assert_refused(capsys, tmp_path, *arguments, named):
+    before = sorted(tmp_path.rglob("*"))
+    assert convert(*arguments) == 2
+    said = capsys.readouterr().err
+    assert named in said
+    assert said.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def change(folder, **entries):
+    said = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(said | entries))
+
+
+def rewrite(folder, **changes):
+    """Changes tensors of a folder; None removes one."""
+    tensors = {**load_file(folder / "model.safetensors"), **changes}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda f: change(f, architectures=["GPT2LMHeadModel"]), "'GPT2LMHeadModel'. There are"),
+        (lambda f: rewrite(f, **{"model.norm.weight": None}), "lacks tensors: model.norm.weight"),
+        (lambda f: (f / "model.safetensors").unlink(), "There is no model.safetensors"),
+        (lambda f: (f / "config.json").unlink(), "there is no config.json in it"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json is no JSON"),
+        (lambda f: (f / "config.json").write_text("{}"), "neither the `model` of a run nor"),
+        (
+            lambda f: rewrite(f, **{"model.norm.weight": np.ones(48, np.float32)}),
+            "several dtypes, bfloat16, float32",
+        ),
+        (lambda f: os.truncate(f / "model.safetensors", 10_000), "is damaged or cut off"),
+    ],
+)
+def test_folders_that_are_no_model_are_refused(damage, named, theirs, tmp_path, capsys):
+    damage(theirs)
+    assert_refused(capsys, tmp_path, theirs, tmp_path / "out", named=named)
+
+
+def test_folders_that_are_not_there_are_refused(theirs, tmp_path, capsys):
+    nowhere = tmp_path / "nowhere"
+    assert_refused(capsys, tmp_path, nowhere, tmp_path / "out", named="there is no such folder")
+    step = [theirs, tmp_path / "out", "--step", "3"]
+    assert_refused(capsys, tmp_path, *step, named="--step chooses among the checkpoints of a run")
+
+
+def test_nothing_is_overwritten(theirs, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    assert_refused(capsys, tmp_path, theirs, out, named=f"{out} exists already")
+    out.rename(tmp_path / "out.unfinished")
+    assert_refused(capsys, tmp_path, theirs, out, named="another `coat convert` is writing it")
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused(theirs, tmp_path, capsys):
+    ours, out = tmp_path / "ours", tmp_path / "out"
+    assert convert(theirs, ours) == 0
+    capsys.readouterr()
+    assert_refused(capsys, tmp_path, ours, out, "--step", "5", named="no checkpoint of step 5")
+    (ours / "checkpoints" / "0" / "record.json").write_text("{}")
+    for step in ([], ["--step", 0]):
+        named = "record.json has 2 bytes instead of"
+        assert_refused(capsys, tmp_path, ours, out, *step, named=named)
+    (ours / "checkpoints" / "0").rename(ours / "checkpoints" / "0.unfinished")
+    assert_refused(capsys, tmp_path, ours, out, named="There is no checkpoint in")
+
+
+def test_a_config_of_another_model_is_refused(theirs, tmp_path, capsys):
+    ours, out = tmp_path / "ours", tmp_path / "out"
+    assert convert(theirs, ours) == 0
+    capsys.readouterr()
+    said = json.loads((ours / "config.json").read_text())
+    for changes, named in (
+        ({"qk_norm": None}, "it also has layers.attention.key_norm.scale"),
+        ({"layers": 3}, "it has in another shape layers.attention.key,"),
+        ({"tied": False}, "it lacks head"),
+        ({"ffn": 96}, "it has in another shape layers.mlp.down"),
+        ({"qkv_bias": True, "norms": "after"}, "No architecture of transformers computes"),
+    ):
+        (ours / "config.json").write_text(json.dumps({"model": said["model"] | changes}))
+        assert_refused(capsys, tmp_path, ours, out, named=named)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_full_disk_is_found_before_anything_is_written(
+    back, theirs, tmp_path, capsys, monkeypatch
+):
+    source = theirs
+    if back:
+        source = tmp_path / "ours"
+        assert convert(theirs, source) == 0
+    capsys.readouterr()
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    assert_refused(capsys, tmp_path, source, tmp_path / "out", named="does not fit in")
+
+
+def test_a_disk_that_fills_up_leaves_nothing_behind(theirs, tmp_path, capsys, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert convert(theirs, tmp_path / "ours") == 0
+    capsys.readouterr()
+    monkeypatch.setattr(NewTensors, "write", full)
+    arguments = [tmp_path / "ours", tmp_path / "out"]
+    assert_refused(capsys, tmp_path, *arguments, named="The model does not fit in")

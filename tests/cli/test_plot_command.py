@@ -1,0 +1,52 @@
+"""`coat plot` draws runs, and says in one line why it cannot."""
+
+import json
+
+import pytest
+
+from coat_jax import cli
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lines = [json.dumps({"step": i, "tokens": 8 * i, "loss": 3 / i}) for i in range(1, 9)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_it_says_what_it_wrote(tmp_path, run, capsys):
+    out = tmp_path / "curves.png"
+    asked = ["plot", str(run), "--out", str(out), "--over", "tokens", "--names", "a run"]
+    assert cli.main([*asked, "--smooth", "2"]) == 0
+    assert capsys.readouterr().out == f"{out}\n{out.with_suffix('.html')}\n"
+    assert out.stat().st_size > 10_000
+    assert '"a run"' in out.with_suffix(".html").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere does not exist."),
+        (["{run}", "--over", "time"], "does not say its seconds: plot it over steps."),
+        (["{run}", "--smooth", "0"], "smooth=0 records have no mean: take 1 or more."),
+        (["{run}", "--out", "plot.svg"], "plot.svg does not end in .png"),
+        (["{run}", "{run}"], "A run is given twice."),
+        (["{run}", "--out", "{run}/no/folder/plot.png"], "No such file or directory"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(tmp_path, run, capsys, arguments, message):
+    given = [argument.format(run=run) for argument in arguments]
+    assert cli.main(["plot", *given]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert message in said
+
+
+def test_an_unknown_axis_is_refused_with_the_known_ones(run, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plot", str(run), "--over", "epochs"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in ("epochs", "steps", "tokens", "time"))

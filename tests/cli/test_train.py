@@ -1,0 +1,164 @@
+"""`coat train`: bad input ends in one line and code 2, before anything is compiled or written."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from coat_jax import cli
+from coat_jax.training import disk, loop
+from coat_jax.training.overrides import load_config
+
+ROOT = Path(__file__).parent.parent.parent
+TINY = str(ROOT / "tests" / "training" / "tiny_run.py")
+CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+
+
+@pytest.fixture
+def train(tmp_path, capsys, monkeypatch):
+    """Runs `coat train` with arguments; its code, what it printed, and what it said of errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        code = cli.main(["train", *map(str, arguments)])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def tokens(path, *values, dtype=np.uint16):
+    np.save(path, np.array(values * 2000, dtype))
+    return path
+
+
+BAD = {
+    "a config that is not there": (["nothing.py"], "There is no config file nothing.py"),
+    "a function that is not there": ([f"{TINY}:bf16"], "has no function bf16()"),
+    "a field that does not exist": ([TINY, "--stepz", "3"], "Did you mean --steps?"),
+    "a value of another type": ([TINY, "--steps", "many"], "--steps 'many' is not a whole number"),
+    "a mesh that does not match": ([TINY, "--mesh.data", "3"], "has 3 devices, and there are 8"),
+    "a batch that cannot be shared": (
+        [TINY, "--batch", "6", "--mesh.fsdp", "-1"],
+        "6 sequences at a time, which 8 devices",
+    ),
+    "a model that cannot be cut": (
+        [TINY, "--tensor", "8", "--mesh.data", "1", "--model.vocab", "260"],
+        "vocab=260 cannot be cut into 8 parts along 'tensor'",
+    ),
+    "a sequence beyond the context": ([TINY, "--sequence", "65"], "longer than model.context=64"),
+    "data that is missing": ([TINY, "--train", "nothing/*.npy"], "nothing/*.npy"),
+    "a vocabulary too small for bytes": (
+        [TINY, "--train", str(ROOT / "README.md"), "--vocab", "64"],
+        "vocabulary of 256",
+    ),
+    "a folder to begin from without a model": ([TINY, "--init_from", "."], "no config.json"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_line_and_code_2(train, tmp_path, arguments, message):
+    mesh = [] if any("mesh" in a or "tensor" in a for a in arguments) else ["--mesh.fsdp", "8"]
+    code, out, err = train(*arguments, *(mesh if TINY in arguments else []))
+    assert code == 2
+    assert message in err
+    assert err.startswith("coat train: ")
+    assert err.count("\n") == 1
+    assert out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_where_an_error_comes_from(train):
+    code, _, err = train(TINY, "--stepz", "3", "--debug")
+    assert code == 2
+    assert "Traceback" in err
+
+
+def test_tokens_beyond_the_vocabulary_are_named(train, tmp_path):
+    path = tokens(tmp_path / "tokens.npy", 1, 2, 300)
+    code, _, err = train(TINY, "--mesh.fsdp", "8", "--train", path, "--cache", "none")
+    assert code == 2
+    assert "300" in err
+    assert "tokens.npy" in err
+
+
+def test_a_shard_of_the_wrong_dtype_is_named(train, tmp_path):
+    path = tokens(tmp_path / "tokens.npy", 1, 2, 3, dtype=np.float32)
+    code, _, err = train(TINY, "--mesh.fsdp", "8", "--train", path)
+    assert code == 2
+    assert "float32" in err
+
+
+def test_a_full_disk_has_a_code_of_its_own(train, monkeypatch):
+    def full(config, console):
+        raise disk.DiskFull("The checkpoint of step 4 does not fit. What was saved is intact.")
+
+    monkeypatch.setattr(loop, "train", full)
+    code, _, err = train(TINY)
+    assert code == 3
+    assert err == "coat train: The checkpoint of step 4 does not fit. What was saved is intact.\n"
+
+
+def test_exhausted_memory_says_what_to_lower(train, monkeypatch):
+    def exhaust(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(loop, "_train", exhaust)
+    code, _, err = train(TINY, "--mesh.fsdp", "8")
+    assert code == 2
+    assert "memory is used up" in err
+    assert "--precision coat_lean" in err
+
+
+def test_a_run_that_was_stopped_says_so(train, monkeypatch):
+    outcome = loop.Outcome(step=3, loss=1.0, held_out_loss=None, stopped=True)
+    monkeypatch.setattr(loop, "train", lambda config, console: outcome)
+    code, out, _ = train(TINY)
+    assert code == 143
+    assert "Stopped and saved after step 3." in out
+
+
+def test_help_lists_the_fields_with_their_values(train):
+    code, out, _ = train(TINY, "--peak", "5e-3", "--help")
+    assert code == 0
+    assert "--optimizer.peak 0.005" in out
+    with pytest.raises(SystemExit) as leaving:
+        train("--help")
+    assert leaving.value.code == 0
+
+
+def test_a_printed_config_can_be_run(train, tmp_path):
+    code, out, _ = train(TINY, "--steps", "7", "--print-config")
+    assert code == 0
+    path = tmp_path / "printed.py"
+    path.write_text(out)
+    assert load_config(str(path)).steps == 7
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_has_a_coat_and_a_bf16_variant(path):
+    coat, bf16 = (load_config(f"{path}:{function}") for function in ("config", "bf16"))
+    assert coat.model.precision.fp8_linear
+    assert coat.optimizer.name == "fp8_adamw"
+    assert not bf16.model.precision.fp8_linear
+    assert bf16.optimizer.name == "adamw"
+    assert coat.out != bf16.out
+
+
+def test_training_is_imported_when_it_is_asked_for():
+    """`coat train --help` needs neither orbax nor grain."""
+    program = """
+import sys
+from coat_jax.cli import main
+try:
+    main(["train", "--help"])
+except SystemExit:
+    print([name for name in ("orbax", "grain") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout.endswith("[]\n")

@@ -1,0 +1,99 @@
+"""What tests of generation share: every family of models, small and with random parameters."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from coat_jax import models
+from coat_jax.generation.cache import decode, prefill
+from coat_jax.ops import Llama3Scaling, Rotary
+
+LLAMA = models.Config(
+    vocab=256,
+    width=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    ffn=128,
+    context=64,
+    rotary=Rotary(5e5, Llama3Scaling(original_context=32)),
+    dtype=jnp.float32,
+    precision="bf16",
+)
+FAMILIES = {
+    "llama": {},
+    "mistral": {"window": 7},
+    "qwen2": {"qkv_bias": True, "tied": True},
+    "qwen3": {"qk_norm": "head", "head_dim": 32, "window": 7},
+    "olmo": {"norm": "layer"},
+    "olmo2": {"norms": "after", "qk_norm": "all"},
+}
+# Programs that run once need not be fast, and are compiled in a half or a quarter of the time.
+QUICK = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):  # later ones have no such option
+    QUICK["xla_cpu_use_fusion_emitters"] = False
+LENGTHS, NEW = (19, 12, 5), 5  # lengths of the texts' beginnings; tokens that are decoded
+
+
+def variant(family="llama", **changes):
+    return dataclasses.replace(LLAMA, **FAMILIES[family], **changes)
+
+
+def filled(config, mesh=None):
+    """A model with random parameters, scales and biases too, without compiling anything."""
+    rng = np.random.default_rng(0)
+    graph, state = models.abstract(config, mesh=mesh)
+
+    def draw(leaf):
+        values = rng.standard_normal(leaf.shape) / np.sqrt(leaf.shape[-2:][0])
+        return jax.device_put(jnp.asarray(values, leaf.dtype), leaf.sharding)
+
+    return nnx.merge(graph, jax.tree.map(draw, state))
+
+
+def texts():
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 256, length + NEW) for length in LENGTHS]
+
+
+def logits_at_once(model):
+    """The training forward of each text, from the end of its beginning on: [B, NEW + 1, V].
+
+    Texts begin at position 0 here, and are filled up behind, where no token of theirs looks.
+    """
+    graph, state = nnx.split(model)
+    tokens = np.zeros((len(LENGTHS), max(LENGTHS) + NEW), np.int32)
+    for row, text in enumerate(texts()):
+        tokens[row, : len(text)] = text
+    forward = jax.jit(lambda s, t: nnx.merge(graph, s)(t), compiler_options=QUICK)
+    logits = np.asarray(forward(state, tokens))
+    return np.stack([row[n - 1 : n + NEW] for row, n in zip(logits, LENGTHS, strict=True)])
+
+
+def logits_one_by_one(model, *, slots=32):
+    """Likewise, from a cache: all beginnings in one batch, then one token at a time."""
+    graph, state = nnx.split(model)
+    length = max(LENGTHS)
+    starts = np.array([length - own for own in LENGTHS])
+    tokens = np.zeros((len(LENGTHS), length), np.int32)
+    for row, text in enumerate(texts()):
+        tokens[row, starts[row] :] = text[:-NEW]
+    following = np.stack([text[-NEW:] for text in texts()], axis=1)
+
+    def run(state, tokens, starts, following):
+        model = nnx.merge(graph, state)
+        logits, cache = prefill(model, tokens, starts, slots)
+
+        def step(cache, new):
+            logits, cache = decode(model, new, cache)
+            return cache, logits
+
+        cache, more = jax.lax.scan(step, cache, following)
+        return jnp.concatenate([logits[None], more]).swapaxes(0, 1), cache
+
+    logits, cache = jax.jit(run, compiler_options=QUICK)(state, tokens, starts, following)
+    return np.asarray(logits), cache

@@ -1,0 +1,133 @@
+"""Token by token, from a cache, a model says what it says in training."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from generation_cases import (
+    FAMILIES,
+    LENGTHS,
+    NEW,
+    filled,
+    logits_at_once,
+    logits_one_by_one,
+    variant,
+)
+
+from coat_jax import nn, ops
+from coat_jax.generation.cache import prefill
+
+FP8 = {
+    "llama": "coat",
+    "mistral": "coat_lean",
+    "qwen2": "coat",
+    "qwen3": "coat_lean",
+    "olmo": "fp8_linear",
+    "olmo2": "coat_lean",
+}
+
+
+def relative(got, wanted):
+    """The largest difference of each token's logits, relative to the largest of them."""
+    return np.abs(got - wanted).max(axis=-1) / np.abs(wanted).max(axis=-1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_training_forward(family):
+    """In FP32, up to the order of sums: some dozen of them in a row, each off by 2^-24 or so."""
+    model = filled(variant(family, scan=family != "olmo2"))
+    got, _ = logits_one_by_one(model)
+    assert relative(got, logits_at_once(model)).max() < 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo", "olmo2"])
+def test_in_bf16_too(family):
+    """A sum in another order may fall on the other side of a rounding of 2^-9; most do not."""
+    scan = family == "olmo"
+    model = filled(variant(family, scan=scan, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16))
+    got, cache = logits_one_by_one(model)
+    assert cache.past.keys.dtype == jnp.bfloat16
+    off = relative(got, logits_at_once(model))
+    assert off.max() < 2**-6
+    assert np.median(off) == 0
+
+
+@pytest.mark.parametrize(("family", "precision"), FP8.items())
+def test_in_fp8_too(family, precision):
+    """The scale of a product's input is that of fewer rows here, so it may be a smaller power of
+    two. A code that is normal under both scales is the same value; a smaller one differs by at
+    most 2^-17 of the largest magnitude among all rows. What is left is sums in another order,
+    which now and then turn one code into its neighbour: an eighth of one member in a sum over
+    at least 64. A dozen of those in one token, in independent directions, stay below 1 / 16.
+    """
+    model = filled(variant(family, dtype=jnp.bfloat16, precision=precision))
+    got, _ = logits_one_by_one(model)
+    off = relative(got, logits_at_once(model))
+    assert off.max() < 1 / 16
+    assert np.median(off) == 0
+
+
+def test_the_precision_decides_what_is_generated():
+    """The logits in FP8 are not those in BF16: the bounds above are tighter than this."""
+    low = filled(variant(dtype=jnp.bfloat16, precision="coat"))
+    got, _ = logits_one_by_one(low)
+    off = relative(got, logits_at_once(filled(variant(dtype=jnp.bfloat16))))
+    assert np.median(off) > 2**-6
+
+
+def test_what_stands_before_a_text_does_not_matter():
+    """Tokens in the slots before a text, and slots that are not filled, are not seen."""
+    model = filled(variant("mistral"))
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 20))
+    tokens[1, 8:] = tokens[0, 8:]
+    starts = jnp.array([8, 8])
+    logits, cache = prefill(model, jnp.asarray(tokens), starts, 24)
+    np.testing.assert_allclose(logits[0], logits[1], rtol=1e-6)
+    np.testing.assert_array_equal(cache.lengths, [12, 12])
+
+
+def test_a_cache_has_one_place_per_layer_text_slot_and_key_head():
+    config = variant("qwen3")
+    _, cache = logits_one_by_one(filled(config), slots=40)
+    shape = (config.layers, len(LENGTHS), 40, config.kv_heads, config.head_dim)
+    assert cache.past.keys.shape == cache.past.values.shape == shape
+    assert int(cache.filled) == max(LENGTHS) + NEW
+    np.testing.assert_array_equal(cache.past.keys[:, :, int(cache.filled) :], 0)
+
+
+@pytest.mark.parametrize("sizes", [(3, 1, 2), (1, 2, 4)])
+def test_on_a_mesh_the_logits_are_the_same(sizes):
+    """Tensor parallelism over 2 devices cuts the 2 key heads; over 4 it cannot."""
+    config = variant("qwen3", axes=nn.MeshAxes("fsdp", "tensor"), batch_axes=("data",))
+    wanted, _ = logits_one_by_one(filled(variant("qwen3")))
+    devices = jax.devices()[: int(np.prod(sizes))]
+    mesh = jax.make_mesh(
+        sizes,
+        ("data", "fsdp", "tensor"),
+        devices=devices,
+        axis_types=(jax.sharding.AxisType.Auto,) * 3,
+    )
+    with jax.set_mesh(mesh):
+        got, cache = logits_one_by_one(filled(config, mesh))
+    assert relative(got, wanted).max() < 1e-5
+    part = cache.past.keys.addressable_shards[0].data.size / cache.past.keys.size
+    assert part == (1 / 6 if sizes[2] == 2 else 1)
+
+
+def test_a_cache_that_cannot_hold_the_prompt_is_refused():
+    with pytest.raises(ValueError, match="A cache of 3 slots cannot hold 4 tokens"):
+        prefill(filled(variant()), jnp.zeros((1, 4), jnp.int32), jnp.array([0]), 3)
+
+
+@pytest.mark.parametrize(
+    ("q", "keys", "visible"),
+    [
+        ((2, 2, 4, 16), (2, 8, 2, 16), (2, 8)),
+        ((2, 1, 4, 16), (2, 8, 3, 16), (2, 8)),
+        ((2, 1, 4, 16), (2, 8, 2, 8), (2, 8)),
+        ((2, 1, 4, 16), (2, 8, 2, 16), (2, 9)),
+    ],
+)
+def test_attention_refuses_shapes_that_do_not_fit(q, keys, visible):
+    with pytest.raises(ValueError, match=r"takes q \[B, 1, N, H\]"):
+        ops.attention_to_past(jnp.ones(q), jnp.ones(keys), jnp.ones(keys), jnp.ones(visible, bool))

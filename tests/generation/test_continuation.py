@@ -1,0 +1,134 @@
+"""Texts continued: the tokens a naive loop would give, whatever stands beside them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from generation_cases import QUICK, filled, variant
+
+from coat_jax import nn
+from coat_jax.generation import continuation
+from coat_jax.generation.continuation import CHUNK, generate, stream
+from coat_jax.generation.sampling import Sampling
+
+MODEL = filled(variant())
+GREEDY = Sampling(temperature=0)
+PROMPTS = [list(range(3, 12)), [7], list(b"a text of 20 letters")]
+
+
+def naive(model, prompt, count):
+    """The likeliest token, again and again, by the training forward."""
+    graph, state = nnx.split(model)
+    forward = jax.jit(lambda s, t: nnx.merge(graph, s)(t)[0], compiler_options=QUICK)
+    text = list(prompt)
+    for _ in range(count):
+        # Filled up behind, where no token of the text looks: one program for all lengths.
+        tokens = np.zeros((1, 48), np.int32)
+        tokens[0, : len(text)] = text
+        text.append(int(jnp.argmax(forward(state, tokens)[len(text) - 1])))
+    return text[len(prompt) :]
+
+
+def test_greedy_tokens_are_those_of_a_loop_over_the_training_forward():
+    wanted = [naive(MODEL, prompt, 20) for prompt in PROMPTS]
+    assert generate(MODEL, PROMPTS, max_tokens=20, sampling=GREEDY) == wanted
+    assert len({tuple(text) for text in wanted}) == 3
+
+
+def test_a_text_does_not_depend_on_those_beside_it():
+    settings = {"max_tokens": 20, "sampling": Sampling(temperature=1.5, top_k=40, top_p=0.9)}
+    together = generate(MODEL, PROMPTS, **settings)
+    for number in (0, 2):
+        (alone,) = generate(MODEL, [PROMPTS[number]], first=number, **settings)
+        assert alone == together[number]
+
+
+def test_seeds_and_numbers_make_other_texts():
+    def text(seed=0, first=0):
+        settings = {"max_tokens": 20, "sampling": Sampling(temperature=2, seed=seed)}
+        return generate(MODEL, PROMPTS[:1], first=first, **settings)
+
+    assert text() == text() != text(seed=1)
+    assert text() != text(first=1)
+
+
+def test_tokens_come_in_chunks_and_the_first_one_at_once():
+    chunks = list(stream(MODEL, PROMPTS, max_tokens=CHUNK + 4, sampling=GREEDY))
+    assert [[len(text) for text in new] for new in chunks] == [[1] * 3, [CHUNK] * 3, [3] * 3]
+    (one,) = stream(MODEL, PROMPTS, max_tokens=1, sampling=GREEDY)
+    assert one == chunks[0]
+
+
+def test_a_stop_token_ends_its_text_and_is_left_out():
+    wanted = generate(MODEL, PROMPTS, max_tokens=20, sampling=GREEDY)
+    stops = [wanted[0][4], 254, 255]
+    cut = [[*text, stops[0]] for text in wanted]
+    cut = [text[: next(i for i, token in enumerate(text) if token in stops)] for text in cut]
+    assert len(cut[0]) <= 4 < max(map(len, cut))
+    assert generate(MODEL, PROMPTS, max_tokens=20, sampling=GREEDY, stops=stops) == cut
+
+
+def test_when_all_texts_have_ended_nothing_more_comes():
+    texts = generate(MODEL, PROMPTS, max_tokens=20, sampling=GREEDY)
+    stops = [text[2] for text in texts]
+    chunks = list(stream(MODEL, PROMPTS, max_tokens=20, sampling=GREEDY, stops=stops))
+    assert len(chunks) <= 2
+
+
+def test_a_text_ends_where_the_context_does():
+    room = MODEL.config.context
+    prompts = [[5] * (room - 3), [6] * 10]
+    short, long = generate(MODEL, prompts, max_tokens=1000, sampling=GREEDY)
+    assert (len(short), len(long)) == (3, room - 10)
+    assert long == naive(MODEL, prompts[1], 20) + long[20:]
+
+
+def test_lengths_of_prompts_share_programs():
+    """Prompts of 1 to 32 tokens share two first programs, and one cache of 64 slots."""
+    config = variant(context=128)
+    model = filled(dataclasses.replace(config, layers=1))
+    begun, continued = continuation._begin._cache_size(), continuation._continue._cache_size()
+    for length, max_tokens in ((1, 9), (2, 20), (16, 48), (17, 9), (25, 32), (32, 10)):
+        generate(model, [[1] * length], max_tokens=max_tokens, sampling=GREEDY)
+    assert continuation._begin._cache_size() - begun == 2
+    assert continuation._continue._cache_size() - continued == 1
+
+
+def test_on_a_mesh_the_texts_are_the_same():
+    """Three prompts on 4 devices that cut the batch: one row is filled up."""
+    wanted = generate(MODEL, PROMPTS, max_tokens=20, sampling=GREEDY)
+    axes = {"axes": nn.MeshAxes("fsdp", "tensor"), "batch_axes": ("data", "fsdp")}
+    mesh = jax.make_mesh(
+        (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
+    with jax.set_mesh(mesh):
+        got = generate(filled(variant(**axes), mesh), PROMPTS, max_tokens=20, sampling=GREEDY)
+    assert got == wanted
+
+
+def test_logits_that_are_not_numbers_are_an_error():
+    model = filled(dataclasses.replace(MODEL.config, layers=1))
+    model.norm.scale[...] = model.norm.scale[...].at[0].set(jnp.nan)
+    with pytest.raises(ValueError, match="logits are not numbers: its parameters are damaged"):
+        generate(model, PROMPTS, max_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "changes", "message"),
+    [
+        ([], {}, "There is no prompt"),
+        ([[]], {}, "The prompt is empty"),
+        ([[1], []], {}, "Prompt 2 is empty"),
+        ([[1] * 64], {}, "The prompt has 64 tokens, and the model's context=64 must"),
+        ([[1, 256]], {}, "The prompt has token 256, outside the model's vocabulary of 256"),
+        ([[-1]], {}, "token -1, outside"),
+        ([[1]], {"max_tokens": 0}, "max_tokens=0 must be 1 or more"),
+        ([[1]], {"stops": [300]}, "stops has token 300, outside"),
+    ],
+)
+def test_prompts_that_cannot_be_continued_are_refused_at_once(prompts, changes, message):
+    with pytest.raises(ValueError, match=message):
+        stream(MODEL, prompts, **{"max_tokens": 5, **changes})

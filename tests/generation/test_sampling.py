@@ -1,0 +1,92 @@
+"""Choosing the next token: against transformers, and against the definition."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax.generation.sampling import Sampling, allowed, choose
+
+LOGITS = jnp.asarray(np.random.default_rng(0).standard_normal((4, 50)) * 2, jnp.float32)
+ROWS = jnp.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(1, 1.0), (7, 1.0), (50, 1.0), (0, 0.05), (0, 0.7), (20, 0.8), (0, 1.0)]
+)
+def test_what_may_be_chosen_is_what_transformers_allows(top_k, top_p):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    wanted = torch.tensor(np.asarray(LOGITS))
+    if top_k:
+        wanted = transformers.TopKLogitsWarper(top_k)(None, wanted)
+    if top_p < 1:
+        wanted = transformers.TopPLogitsWarper(top_p)(None, wanted)
+    got = allowed(LOGITS, Sampling(top_k=top_k, top_p=top_p))
+    np.testing.assert_array_equal(got, wanted.numpy())
+
+
+def test_top_p_keeps_the_fewest_that_are_enough():
+    logits = jnp.log(jnp.array([[0.1, 0.5, 0.15, 0.25]]))
+    for top_p, kept in ((0.4, [1]), (0.6, [1, 3]), (0.8, [1, 2, 3]), (0.99, [0, 1, 2, 3])):
+        got = allowed(logits, Sampling(top_p=top_p))
+        np.testing.assert_array_equal(np.flatnonzero(jnp.isfinite(got[0])), kept)
+
+
+def test_more_of_top_k_than_there_are_tokens_is_all():
+    np.testing.assert_array_equal(allowed(LOGITS, Sampling(top_k=51)), LOGITS)
+
+
+def test_temperature_0_takes_the_likeliest():
+    got = choose(LOGITS, Sampling(temperature=0, seed=3), ROWS, ROWS)
+    np.testing.assert_array_equal(got, jnp.argmax(LOGITS, axis=-1))
+
+
+def test_tokens_come_as_often_as_they_should():
+    """20,000 draws: a share s is off by sqrt(s (1 - s) / 20000), 0.0035 at most; 4 of those."""
+    draws, temperature = 20_000, 0.5
+    logits = jnp.log(jnp.array([0.1, 0.2, 0.3, 0.4]))
+    rows = jnp.broadcast_to(logits, (draws, 4))
+    got = choose(rows, Sampling(temperature=temperature), jnp.arange(draws), jnp.zeros(draws, int))
+    wanted = np.array([0.01, 0.04, 0.09, 0.16]) / 0.3  # squared, for the temperature
+    np.testing.assert_allclose(np.bincount(got, minlength=4) / draws, wanted, atol=4 * 0.0035)
+
+
+def test_random_numbers_are_those_of_seed_text_and_step():
+    program = jax.jit(choose, static_argnums=1)
+    many, none = jnp.arange(40), jnp.zeros(40, int)
+    rows = jnp.broadcast_to(LOGITS[:1], (40, 50))
+
+    def tokens(seed=0, numbers=many, steps=none):
+        return np.asarray(program(rows, Sampling(temperature=3, seed=seed), numbers, steps))
+
+    np.testing.assert_array_equal(tokens(), tokens())
+    np.testing.assert_array_equal(tokens()[::-1], tokens(numbers=many[::-1]))
+    assert len(set(tokens())) > 10
+    assert len(set(tokens(numbers=none, steps=many))) > 10
+    assert len(set(tokens(numbers=none))) == 1
+    assert (tokens(seed=1) != tokens()).any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -0.5}, r"temperature=-0\.5 must be 0, which takes the likeliest"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"top_k": -1}, "top_k=-1 must be 1 or more, or 0"),
+        ({"top_p": 0.0}, r"top_p=0\.0 must be above 0 and at most 1"),
+        ({"top_p": 1.5}, r"top_p=1\.5"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**32}, "seed=4294967296"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**settings)
+
+
+def test_settings_are_hashable():
+    """They select a program."""
+    assert hash(Sampling(top_k=3)) == hash(Sampling(top_k=3))
+    assert jax.jit(lambda x, s: x * s.top_k, static_argnums=1)(2, Sampling(top_k=3)) == 6

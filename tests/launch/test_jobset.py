@@ -1,0 +1,102 @@
+"""launch/jobset.yaml is a JobSet whose pods find each other, and begin again together."""
+
+import pytest
+import yaml
+from processes import ROOT
+
+from coat_jax.training.distributed import Place, find_place
+
+FIELDS = {  # of the API, those that are used
+    "": {"apiVersion", "kind", "metadata", "spec"},
+    "spec": {"network", "failurePolicy", "replicatedJobs"},
+    "spec.network": {"enableDNSHostnames"},
+    "spec.failurePolicy": {"maxRestarts", "rules"},
+    "spec.failurePolicy.rules.0": {"name", "action", "onJobFailureReasons"},
+    "spec.replicatedJobs.0": {"name", "replicas", "template"},
+    "spec.replicatedJobs.0.template": {"spec"},
+    "spec.replicatedJobs.0.template.spec": {
+        "completionMode",
+        "parallelism",
+        "completions",
+        "backoffLimit",
+        "podFailurePolicy",
+        "template",
+    },
+}
+
+
+def at(tree, path):
+    for key in filter(None, path.split(".")):
+        tree = tree[int(key) if key.isdecimal() else key]
+    return tree
+
+
+@pytest.fixture(scope="module")
+def jobset():
+    return yaml.safe_load((ROOT / "launch" / "jobset.yaml").read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def job(jobset):
+    return at(jobset, "spec.replicatedJobs.0.template.spec")
+
+
+@pytest.fixture(scope="module")
+def container(job):
+    (container,) = at(job, "template.spec.containers")
+    return container
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_fields_are_those_of_the_api(jobset, path):
+    assert set(at(jobset, path)) == FIELDS[path]
+
+
+def test_it_is_a_jobset(jobset):
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+
+
+def test_pods_find_each_other(jobset, job, container):
+    """Each process has a place, and the coordinator is the pod of process 0."""
+    assert job["completionMode"] == "Indexed"
+    variables = {v["name"]: v.get("value") for v in container["env"]}
+    (index,) = [v["valueFrom"] for v in container["env"] if "valueFrom" in v]
+    annotation = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert index == {"fieldRef": {"fieldPath": annotation}}
+    name, of_job = jobset["metadata"]["name"], at(jobset, "spec.replicatedJobs.0.name")
+    port = container["ports"][0]["containerPort"]
+    coordinator = f"{name}-{of_job}-0-0.{name}:{port}"
+    for process in range(job["completions"]):
+        place = find_place(variables | {"JAX_PROCESS_ID": str(process)})
+        assert place == Place("deactivate", coordinator, job["parallelism"], process, None)
+    assert jobset["spec"]["network"]["enableDNSHostnames"] is True
+
+
+def test_all_begin_again_together_and_a_stop_does_not_count(jobset, job, container):
+    assert job["backoffLimit"] == 0
+    assert at(job, "template.spec.restartPolicy") == "Never"  # as podFailurePolicy requires
+    (stopped,) = job["podFailurePolicy"]["rules"]
+    assert stopped["action"] == "FailJob"
+    assert stopped["onExitCodes"] == {
+        "containerName": container["name"],
+        "operator": "In",
+        "values": [143],
+    }
+    (rule,) = at(jobset, "spec.failurePolicy.rules")
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+
+
+def test_there_is_time_to_save(job):
+    assert at(job, "template.spec.terminationGracePeriodSeconds") >= 300
+
+
+def test_volumes_are_mounted_where_the_run_is_written(job, container):
+    volumes = {volume["name"] for volume in at(job, "template.spec.volumes")}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert set(mounts) == volumes
+    out = container["command"][container["command"].index("--out") + 1]
+    assert out.startswith(mounts["runs"])
+    config = container["command"][2]
+    assert container["command"][:2] == ["coat", "train"]
+    assert (ROOT / config).exists()

@@ -1,0 +1,97 @@
+"""Parameters outside of memory: read in pieces, stacked or not, they are the same numbers."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from model_cases import filled, variant
+
+from coat_jax.models import stored
+from coat_jax.models.stored import Stored
+
+SIZES = st.lists(st.integers(1, 7), min_size=1, max_size=3)
+
+
+def held(model):
+    """The parameters of a model, as if they were elsewhere."""
+    return {
+        path: array(np.asarray(leaf[...]))
+        for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
+
+
+def array(values):
+    return Stored(values.shape, values.dtype, values.shape, lambda index: values[index])
+
+
+def assert_same(got, wanted):
+    got, wanted = (dict(nnx.to_flat_state(nnx.state(model))) for model in (got, wanted))
+    assert got.keys() == wanted.keys()
+    for path, leaf in wanted.items():
+        np.testing.assert_array_equal(got[path][...], leaf[...], err_msg=str(path))
+
+
+@given(SIZES, st.data())
+def test_pieces_cover_a_parameter_once(shape, data):
+    piece = tuple(data.draw(st.integers(1, size)) for size in shape)
+    seen = np.zeros(shape, int)
+    for index in stored.pieces(Stored(tuple(shape), np.dtype(int), piece, lambda index: seen)):
+        assert all(n <= most for n, most in zip(seen[index].shape, piece, strict=True))
+        seen[index] += 1
+    assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("shape", [(80, 8192, 28672), (128256, 8192), (4, 7), (5,)])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_pieces_are_small_and_no_smaller_than_need_be(shape, stacked):
+    piece = stored.piece_of(shape, 2, stacked=stacked)
+    assert math.prod(piece) * 2 <= stored.PIECE
+    rest = math.prod(shape[1:] if stacked else shape) * 2
+    assert math.prod(piece) * 2 >= min(rest, stored.PIECE // 2)
+    assert not stacked or piece[0] == 1
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_layers_may_be_stacked_here_and_not_there(scan):
+    there, here = variant(scan=scan, layers=3), variant(scan=not scan, layers=3)
+    model = stored.load(here, held(filled(there)))
+    assert isinstance(model.layers, nnx.List) == scan
+    assert_same(stored.load(there, held(model)), filled(there))
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_rearranged_parameters_are_read_in_pieces(scan):
+    parameters = held(filled(variant(scan=scan, layers=3)))
+    for one in stored.arranged(parameters, scan=not scan).values():
+        whole = one.read((slice(None),) * len(one.shape))
+        assert whole.shape == one.shape
+        small = one._replace(piece=tuple(math.ceil(n / 2) for n in one.shape))
+        for index in stored.pieces(small):
+            np.testing.assert_array_equal(one.read(index), whole[index])
+
+
+def test_parameters_are_cast_to_those_of_the_config():
+    model = filled(variant())
+    low = stored.load(variant(param_dtype=jnp.bfloat16), held(model))
+    assert low.embed[...].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(low.embed[...], model.embed[...].astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tied": True}, "it also has head"),
+        ({"qkv_bias": True}, r"it lacks layers\.attention\.key_bias, layers\.attention\.query_b"),
+        ({"ffn": 96}, r"it has in another shape layers\.mlp\.down, layers\.mlp\.gate"),
+        ({"layers": 3}, r"it has in another shape layers\.attention\.key,"),
+    ],
+)
+def test_parameters_of_another_model_are_named(changes, message):
+    parameters = held(filled(variant()))
+    with pytest.raises(ValueError, match=message):
+        stored.load(dataclasses.replace(variant(), **changes), parameters)

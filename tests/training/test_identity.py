@@ -1,0 +1,68 @@
+"""A run goes on with what does not change its parameters or its data, and says what changed."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+from train_cases import SMALL, small
+
+from coat_jax.ops import Llama3Scaling, Rotary
+from coat_jax.training.data import DataConfig
+from coat_jax.training.identity import changes, model_of, to_json
+
+
+def saved(config):
+    return json.loads(json.dumps(to_json(config)))
+
+
+def test_the_same_config_changes_nothing():
+    assert changes(SMALL, saved(SMALL)) == []
+
+
+def test_the_folder_and_the_cache_do_not_matter():
+    assert changes(small(out="elsewhere", cache="there"), saved(SMALL)) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"steps": 20}, "steps was 10, now 20"),
+        ({"model": {"remat": "layer"}}, "model.remat was None, now 'layer'"),
+        ({"model": {"precision": "fp8_linear"}}, "model.precision.fp8_linear was False, now True"),
+        ({"optimizer": {"peak": 1.0}}, "optimizer.peak was 0.003, now 1.0"),
+        ({"accumulation": 2}, "accumulation was 1, now 2"),
+    ],
+)
+def test_what_may_change_is_told(changed, line):
+    assert line in changes(small(**changed), saved(SMALL))
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"model": {"ffn": 256}}, "model.ffn was 128, now 256"),
+        ({"model": {"scan": False}}, "model.scan was True, now False"),
+        ({"model": {"param_dtype": jnp.bfloat16}}, "model.param_dtype was 'float32', now 'bfl"),
+        ({"optimizer": {"name": "adamw"}}, "optimizer.name was 'fp8_adamw', now 'adamw'"),
+        ({"data": DataConfig(train=("a.npy",))}, r"data.train was \['corpus'\], now \['a.npy'\]"),
+        ({"batch": 8}, "batch was 16, now 8"),
+        ({"seed": 1}, "seed was 0, now 1"),
+    ],
+)
+def test_another_run_is_refused(changed, line):
+    with pytest.raises(ValueError, match=f"holds another run: {line}.*--out.*--resume false"):
+        changes(small(**changed), saved(SMALL))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"precision": "coat_lean", "param_dtype": jnp.bfloat16, "qk_norm": "head"},
+        {"rotary": Rotary(5e5, Llama3Scaling(factor=2.0)), "window": 8},
+        {"rotary": Rotary(5e5, 2.0)},
+    ],
+)
+def test_a_model_is_read_back_from_json(model):
+    config = small(model=model)
+    assert model_of(saved(config)) == config.model

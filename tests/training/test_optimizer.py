@@ -1,0 +1,84 @@
+"""The trainer's optimizers do what the libraries' do, and skip in place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from train_cases import small
+
+from coat_jax import models
+from coat_jax.training.optimizer import decayed, make_optimizer
+
+NAMES = ("adamw", "fp8_adamw")
+CONSTANT = {"schedule": "constant", "warmup": 0.0, "peak": 1e-2}
+
+
+def tree(seed, dtype=jnp.float32):
+    """A matrix that is large enough for FP8, in a tree that looks like a model's."""
+    rng = np.random.default_rng(seed)
+    shapes = {"embed": (128, 128), "norm": (128,)}
+    return {name: jnp.asarray(rng.standard_normal(s), dtype) for name, s in shapes.items()}
+
+
+def test_adamw_is_that_of_optax():
+    optimizer = make_optimizer(small(optimizer={"name": "adamw", **CONSTANT}))
+    mask = {"embed": True, "norm": False}
+    theirs = optax.adamw(1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask)
+    params, wanted = tree(0), tree(0)
+    moments, state = optimizer.init(params), theirs.init(wanted)
+    for i in range(1, 4):
+        params, moments = optimizer.step(params, tree(i), moments, grad_scale=0.5)
+        half = jax.tree.map(lambda g: g / 2, tree(i))
+        updates, state = theirs.update(half, state, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params, wanted)
+
+
+def test_both_step_alike():
+    """FP8 moments are within 2^-4 of FP32 ones, so steps of at most the rate are, too."""
+    params = {}
+    for name in NAMES:
+        optimizer = make_optimizer(small(optimizer={"name": name, **CONSTANT}))
+        params[name], moments = tree(0), optimizer.init(tree(0))
+        for i in range(1, 4):
+            params[name], moments = optimizer.step(params[name], tree(i), moments)
+    for a, b in zip(*map(jax.tree.leaves, params.values()), strict=True):
+        assert np.abs(a - b).max() < 3 * 1e-2 / 4
+        assert np.abs(a - b).mean() < 1e-2 / 16
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_skipped_step_changes_no_bit(name, dtype):
+    optimizer = make_optimizer(small(optimizer={"name": name}))
+    params = tree(0, dtype)
+    params, moments = optimizer.step(params, tree(1, dtype), optimizer.init(params))
+    hostile = jax.tree.map(lambda g: g.at[0].set(jnp.nan).at[1].set(jnp.inf), tree(2, dtype))
+    skipped = optimizer.step(params, hostile, moments, skip=jnp.bool_(True))
+    for a, b in zip(*map(jax.tree.leaves, (skipped, (params, moments))), strict=True):
+        np.testing.assert_array_equal(a, b)
+    taken = optimizer.step(params, tree(2, dtype), moments, skip=jnp.bool_(False))
+    wanted = optimizer.step(params, tree(2, dtype), moments)
+    for a, b in zip(*map(jax.tree.leaves, (taken, wanted)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("vectors", [True, False])
+@pytest.mark.parametrize("embedding", [True, False])
+def test_matrices_decay_and_the_config_decides_about_the_rest(scan, vectors, embedding):
+    config = small(
+        model={"scan": scan, "qkv_bias": True},
+        optimizer={"decay_vectors": vectors, "decay_embedding": embedding},
+    )
+    _, params = models.abstract(config.model)
+    found = {}
+    for path, decays in jax.tree.leaves_with_path(decayed(config, params)):
+        keys = [str(key.key) for key in path if hasattr(key, "key")]
+        found[keys[0] if keys[0] != "layers" else keys[-1]] = decays
+    matrices = ("query", "key", "value", "out", "gate", "up", "down", "head")
+    wanted = dict.fromkeys(matrices, True) | {"embed": embedding}
+    assert found == wanted | dict.fromkeys(
+        ("scale", "norm", "query_bias", "key_bias", "value_bias"), vectors
+    )

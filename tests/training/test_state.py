@@ -1,0 +1,80 @@
+"""A state is made in shards, from a seed or from a Hugging Face folder."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from train_cases import small
+
+from coat_jax import models
+from coat_jax.training.config import MeshConfig
+from coat_jax.training.mesh import make_mesh
+from coat_jax.training.optimizer import make_optimizer
+from coat_jax.training.state import abstract_state, new_state, require_same_model
+
+CONFIG = small(model={"layers": 1}, optimizer={"name": "adamw"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder as transformers writes it, with weights of its own."""
+    path = tmp_path_factory.mktemp("hf")
+    models.hf.save(path, models.create(CONFIG.model, seed=5), dtype=jnp.bfloat16)
+    return str(path)
+
+
+def made(config, sizes=(2, 2, 2)):
+    data, fsdp, tensor = sizes
+    mesh = make_mesh(
+        MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor]
+    )
+    optimizer = make_optimizer(config)
+    _, abstract = abstract_state(config, optimizer, mesh)
+    return abstract, new_state(config, optimizer, mesh)
+
+
+@pytest.mark.parametrize("name", ["adamw", "fp8_adamw"])
+def test_it_is_what_was_announced_and_nothing_large_is_whole(name):
+    abstract, state = made(small(model={"layers": 1}, optimizer={"name": name}))
+    assert jax.tree.structure(state) == jax.tree.structure(abstract)
+    for leaf, announced in zip(*map(jax.tree.leaves, (state, abstract)), strict=True):
+        assert (leaf.shape, leaf.dtype) == (announced.shape, announced.dtype)
+        assert leaf.sharding.is_equivalent_to(announced.sharding, leaf.ndim)
+        if leaf.size >= 64 * 64:
+            assert leaf.addressable_shards[0].data.size == leaf.size // 4
+    assert int(state.step) == int(state.skipped) == 0
+
+
+def test_a_run_begins_from_a_folder(folder):
+    config = dataclasses.replace(CONFIG, init_from=folder)
+    require_same_model(config)
+    _, state = made(config)
+    _, alone = made(config, (1, 1, 1))
+    rounded = jax.tree.map(
+        lambda p: p.astype(jnp.bfloat16), models.create(CONFIG.model, seed=5).embed[...]
+    )
+    for params in (state.params, alone.params):
+        assert params["embed"][...].dtype == jnp.float32
+        np.testing.assert_array_equal(params["embed"][...], rounded.astype(jnp.float32))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.moments))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"ffn": 256}, "ffn is 128 there and 256 in the config"),
+        ({"layers": 2, "tied": True}, "layers is 1 there and 2 .* tied is False there and True"),
+        ({"window": 8}, "window is None there and 8"),
+    ],
+)
+def test_a_folder_with_another_model_is_refused(folder, model, message):
+    config = small(model={"layers": 1} | model, init_from=folder)
+    with pytest.raises(ValueError, match=f"holds another model: .*{message}.*replace"):
+        require_same_model(config)
+
+
+def test_what_a_run_chooses_may_differ(folder):
+    chosen = {"layers": 1, "context": 32, "precision": "coat", "scan": False, "remat": "layer"}
+    require_same_model(small(model=chosen, init_from=folder))

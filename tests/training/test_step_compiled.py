@@ -1,0 +1,125 @@
+"""Training steps of the shipped configs as compiled for Hopper: what they move and what they take.
+
+Layers run in a loop, which compiles in seconds whatever their number; the last test unrolls two.
+"""
+
+import dataclasses
+import math
+import re
+from functools import partial
+from pathlib import Path
+
+import jax
+import pytest
+
+pytest.importorskip("jax_triton")
+from hopper import can_compile_for_hopper, compile_for, hopper_mesh
+
+from coat_jax.kernels import dispatch
+from coat_jax.training import accounting
+from coat_jax.training.batches import abstract_batch
+from coat_jax.training.mesh import NAMES, batch_parts, everywhere
+from coat_jax.training.optimizer import make_optimizer
+from coat_jax.training.overrides import load_config
+from coat_jax.training.state import abstract_state
+from coat_jax.training.step import train_step
+
+pytestmark = [
+    pytest.mark.compiled,
+    pytest.mark.skipif(not can_compile_for_hopper(), reason="needs XLA's CUDA plugin"),
+]
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+# See tests/kernels/test_layers_compiled.py.
+OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """Lets JAX choose what it would choose on a GPU that is not there."""
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    monkeypatch.setattr(attention, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(attention, "check_compute_capability", lambda *_: True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "gpu_capability", lambda: dispatch.HOPPER)
+
+
+class NoDevice:
+    """Has no memory to ask about."""
+
+    def memory_stats(self):
+        return None
+
+
+def compiled(source, sizes, *, batch, sequence, accumulation=1, **model):
+    """The program of a config's step on GPUs, and what it takes of the memory of each."""
+    config = load_config(str(CONFIGS / source))
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **model),
+        batch=batch * accumulation,
+        sequence=sequence,
+        accumulation=accumulation,
+    )
+    mesh = hopper_mesh(sizes, NAMES)
+    optimizer = make_optimizer(config)
+    graph, state = abstract_state(config, optimizer, mesh)
+    program = compile_for(
+        mesh,
+        partial(train_step, config, graph, optimizer),
+        state,
+        abstract_batch(config, mesh, packed=False),
+        donate_argnums=0,
+        out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, state), everywhere(mesh)),
+        compiler_options=OPTIONS,
+    )
+    memory = accounting.account(
+        config, state, program, batch_parts=batch_parts(mesh), device=NoDevice()
+    )
+    return program, memory, state
+
+
+def moved(program, collective):
+    """Dtype and shape of every array that a kind of collective returns."""
+    results = re.findall(rf"= (.*) {collective}(?:-start)?\(", program.as_text())
+    arrays = re.findall(r"(\w+)\[([\d,]+)\]", " ".join(results))
+    return {(dtype, tuple(map(int, dims.split(",")))) for dtype, dims in arrays}
+
+
+def test_llama2_7b_fits_80_gb_at_two_sequences_a_gpu_and_moves_fp8():
+    """As the config has it: parts of 8 sequences on 4 GPUs, gradients accumulated in FP32."""
+    program, memory, state = compiled(
+        "llama2_7b.py", (1, 4, 1), batch=8, sequence=4096, accumulation=2
+    )
+    assert memory.peak < 80 * GB
+    total = sum(math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(state.params))
+    assert memory.parameters < 1.001 * total / 4
+    vocabulary = 32000
+    for dtype, shape in moved(program, "all-gather"):
+        # The head computes in 16 bits. Of tokens there are few bytes.
+        assert dtype in ("f8e4m3fn", "s32") or vocabulary in shape, (dtype, shape)
+    assert ("f8e4m3fn", (4096, 11008)) in {(d, s[-2:]) for d, s in moved(program, "all-gather")}
+    scattered = {shape[-2:] for _, shape in moved(program, "reduce-scatter")}
+    assert {(1024, 11008), (1024, 4096)} <= scattered
+    for dtype, shape in moved(program, "all-reduce"):
+        assert math.prod(shape) <= 64 * 2 * 4096, (dtype, shape)  # scales of norms, all layers
+
+
+@pytest.mark.parametrize(("function", "fits"), [("config", True), ("bf16", False)])
+def test_llama_30b_fits_four_gpus_of_141_gb_in_coat_alone(function, fits):
+    """With four sequences of 2048 tokens on each."""
+    _, memory, _ = compiled(f"llama_30b.py:{function}", (1, 4, 1), batch=16, sequence=2048)
+    assert (memory.peak < 141 * GB) == fits
+
+
+@pytest.mark.parametrize("function", ["one_gpu", "one_gpu_bf16"])
+def test_a_step_takes_gradients_and_activations_and_no_copy_of_its_state(function):
+    """Though a step that is not finite changes nothing."""
+    source = f"llama2_7b.py:{function}"
+    program, memory, state = compiled(source, (4, 1, 1), batch=16, sequence=2048, layers=2)
+    used = program.memory_analysis()
+    leaves = jax.tree.leaves(state)
+    assert used.alias_size_in_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    assert used.temp_size_in_bytes < 1.25 * (memory.gradients + memory.activations)

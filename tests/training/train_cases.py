@@ -1,0 +1,136 @@
+"""A small run, and its step by itself: what tests of the trainer share."""
+
+import dataclasses
+import functools
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coat_jax import models
+from coat_jax.training.batches import abstract_batch, place
+from coat_jax.training.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    MeshConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from coat_jax.training.data import Batch
+from coat_jax.training.mesh import everywhere, make_mesh, require_fitting
+from coat_jax.training.optimizer import make_optimizer
+from coat_jax.training.state import State, abstract_state
+from coat_jax.training.step import train_step
+
+MODEL = models.Config(
+    vocab=256,
+    width=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    ffn=128,
+    context=64,
+    precision="bf16",
+)
+SMALL = TrainConfig(
+    model=MODEL,
+    optimizer=OptimizerConfig(peak=3e-3, warmup=0.1),
+    mesh=MeshConfig(data=1, fsdp=1, tensor=1),
+    evaluation=EvaluationConfig(every=0),
+    checkpoint=CheckpointConfig(every=0),
+    steps=10,
+    batch=16,
+    sequence=32,
+    cache=None,
+)
+ONE = (1, 1, 1)
+# Programs that run a few times need not be fast, and are compiled in a fraction of the time.
+QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):  # later ones have no such option
+    QUICK["xla_cpu_use_fusion_emitters"] = False
+
+
+def small(model: dict[str, Any] | None = None, optimizer: dict[str, Any] | None = None, **changes):
+    """SMALL with these changes; `model` and `optimizer` are changes to their fields."""
+    return dataclasses.replace(
+        SMALL,
+        model=dataclasses.replace(MODEL, **(model or {})),
+        optimizer=dataclasses.replace(SMALL.optimizer, **(optimizer or {})),
+        **changes,
+    )
+
+
+class Stepper(NamedTuple):
+    """A compiled step, and how to begin."""
+
+    config: TrainConfig
+    mesh: jax.sharding.Mesh
+    program: Any
+    init: Any  # parameters -> moments
+    abstract: State
+
+    def state(self, seed: int = 0) -> State:
+        """A state with random parameters. `new_state` takes longer: it compiles them."""
+        rng = np.random.default_rng(seed)
+
+        def draw(leaf):
+            spread = 1.0 if leaf.ndim < 2 else leaf.shape[-2] ** -0.5
+            values = spread * rng.standard_normal(leaf.shape)
+            return jax.device_put(jnp.asarray(values, leaf.dtype), leaf.sharding)
+
+        params = jax.tree.map(draw, self.abstract.params)
+        step, skipped = (jax.device_put(jnp.int32(0), everywhere(self.mesh)) for _ in range(2))
+        return State(step, params, self.init(params), skipped)
+
+    def place(self, batch: Batch) -> Any:
+        return place(batch, self.mesh, parts=self.config.accumulation, packed=False)
+
+    def run(self, batches, state: State | None = None) -> tuple[State, list]:
+        """The last state, and the reports as numbers; `state` is donated."""
+        reports = []
+        with jax.set_mesh(self.mesh):
+            state = self.state() if state is None else state
+            for batch in batches:
+                state, report = self.program(state, self.place(batch))
+                reports.append(jax.device_get(report))
+        return state, reports
+
+
+@functools.cache
+def stepper(config: TrainConfig, sizes: tuple[int, int, int] = ONE) -> Stepper:
+    """The config's step on a mesh of these sizes over the first devices."""
+    data, fsdp, tensor = sizes
+    devices = jax.devices()[: data * fsdp * tensor]
+    mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), devices)
+    require_fitting(config, mesh)
+    optimizer = make_optimizer(config)
+    graph, abstract = abstract_state(config, optimizer, mesh)
+    with jax.set_mesh(mesh):
+        program = jax.jit(
+            partial(train_step, config, graph, optimizer),
+            donate_argnums=0,
+            out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), everywhere(mesh)),
+        )
+        lowered = program.lower(abstract, abstract_batch(config, mesh, packed=False))
+        compiled = lowered.compile(compiler_options=QUICK)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.moments)
+        init = jax.jit(optimizer.init, out_shardings=shardings, compiler_options=QUICK)
+    return Stepper(config, mesh, compiled, init, abstract)
+
+
+def random_batches(number: int, config: TrainConfig = SMALL, seed: int = 0) -> list[Batch]:
+    """Batches of text that repeats itself, with labels missing here and there."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(number):
+        words = rng.integers(0, config.model.vocab, (config.batch, 1, 4))
+        text = np.tile(words, (1, config.sequence // 4 + 1, 1)).reshape(config.batch, -1)
+        tokens, labels = text[:, : config.sequence], text[:, 1 : config.sequence + 1].copy()
+        labels[:3, :10], labels[5] = -100, -100
+        positions = np.broadcast_to(np.arange(config.sequence), tokens.shape)
+        arrays = (tokens, labels, positions, np.ones_like(tokens))
+        made.append(Batch(*(np.ascontiguousarray(a, np.int32) for a in arrays)))
+    return made
