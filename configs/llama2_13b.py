@@ -16,6 +16,7 @@ from coat_jax.training.config import (
     EvaluationConfig,
     OptimizerConfig,
     TrainConfig,
+    in_bf16,
 )
 from coat_jax.training.data import DataConfig
 
@@ -43,10 +44,4 @@ def config() -> TrainConfig:
 
 def bf16() -> TrainConfig:
     """In BF16, with optax's AdamW."""
-    coat = config()
-    return dataclasses.replace(
-        coat,
-        model=dataclasses.replace(coat.model, precision="bf16"),
-        optimizer=dataclasses.replace(coat.optimizer, name="adamw"),
-        out="out/llama2_13b_bf16",
-    )
+    return in_bf16(config())

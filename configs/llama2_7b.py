@@ -25,6 +25,7 @@ from coat_jax.training.config import (
     EvaluationConfig,
     OptimizerConfig,
     TrainConfig,
+    in_bf16,
 )
 from coat_jax.training.data import DataConfig
 
@@ -52,7 +53,7 @@ def config() -> TrainConfig:
 
 def bf16() -> TrainConfig:
     """In BF16, with optax's AdamW."""
-    return _in_bf16(config())
+    return in_bf16(config())
 
 
 def one_gpu() -> TrainConfig:
@@ -75,13 +76,4 @@ def one_gpu() -> TrainConfig:
 
 def one_gpu_bf16() -> TrainConfig:
     """Throughput of BF16 on one GPU."""
-    return _in_bf16(one_gpu())
-
-
-def _in_bf16(coat: TrainConfig) -> TrainConfig:
-    return dataclasses.replace(
-        coat,
-        model=dataclasses.replace(coat.model, precision="bf16"),
-        optimizer=dataclasses.replace(coat.optimizer, name="adamw"),
-        out=f"{coat.out}_bf16",
-    )
+    return in_bf16(one_gpu())

@@ -11,14 +11,13 @@ multiple of 128. Parameters are FP32, as in that paper.
 Made for one GPU of 80 GB: a microbatch of 64 sequences.
 """
 
-import dataclasses
-
 from coat_jax import models
 from coat_jax.training.config import (
     CheckpointConfig,
     EvaluationConfig,
     OptimizerConfig,
     TrainConfig,
+    in_bf16,
 )
 from coat_jax.training.data import DataConfig
 
@@ -56,10 +55,4 @@ def config() -> TrainConfig:
 
 def bf16() -> TrainConfig:
     """In BF16, with optax's AdamW."""
-    coat = config()
-    return dataclasses.replace(
-        coat,
-        model=dataclasses.replace(coat.model, precision="bf16"),
-        optimizer=dataclasses.replace(coat.optimizer, name="adamw"),
-        out="out/llama_124m_bf16",
-    )
+    return in_bf16(config())

@@ -9,14 +9,13 @@ Parameters are FP32.
 Made for one GPU of 80 GB: a microbatch of 32 sequences.
 """
 
-import dataclasses
-
 from coat_jax import models
 from coat_jax.training.config import (
     CheckpointConfig,
     EvaluationConfig,
     OptimizerConfig,
     TrainConfig,
+    in_bf16,
 )
 from coat_jax.training.data import DataConfig
 
@@ -54,10 +53,4 @@ def config() -> TrainConfig:
 
 def bf16() -> TrainConfig:
     """In BF16, with optax's AdamW."""
-    coat = config()
-    return dataclasses.replace(
-        coat,
-        model=dataclasses.replace(coat.model, precision="bf16"),
-        optimizer=dataclasses.replace(coat.optimizer, name="adamw"),
-        out="out/llama_350m_bf16",
-    )
+    return in_bf16(config())

@@ -9,14 +9,13 @@ Parameters are FP32, because learning is quick here and the model small. The lea
 small models like; nobody published one for this.
 """
 
-import dataclasses
-
 from coat_jax import models
 from coat_jax.training.config import (
     CheckpointConfig,
     EvaluationConfig,
     OptimizerConfig,
     TrainConfig,
+    in_bf16,
 )
 
 
@@ -36,10 +35,4 @@ def config() -> TrainConfig:
 
 def bf16() -> TrainConfig:
     """In BF16, with optax's AdamW."""
-    coat = config()
-    return dataclasses.replace(
-        coat,
-        model=dataclasses.replace(coat.model, precision="bf16"),
-        optimizer=dataclasses.replace(coat.optimizer, name="adamw"),
-        out="out/llama_tiny_bf16",
-    )
+    return in_bf16(config())

@@ -11,14 +11,13 @@ Token files in OLMo's layout are read as they are: give their paths with --train
 A microbatch is 16 sequences.
 """
 
-import dataclasses
-
 from coat_jax import models
 from coat_jax.training.config import (
     CheckpointConfig,
     EvaluationConfig,
     OptimizerConfig,
     TrainConfig,
+    in_bf16,
 )
 from coat_jax.training.data import DataConfig
 
@@ -43,10 +42,4 @@ def config() -> TrainConfig:
 
 def bf16() -> TrainConfig:
     """In BF16, with optax's AdamW."""
-    coat = config()
-    return dataclasses.replace(
-        coat,
-        model=dataclasses.replace(coat.model, precision="bf16"),
-        optimizer=dataclasses.replace(coat.optimizer, name="adamw"),
-        out="out/olmo_1b_bf16",
-    )
+    return in_bf16(config())

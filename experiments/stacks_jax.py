@@ -45,14 +45,12 @@ def measure(sizes: Sizes, depth: int, precision: coat.Precision) -> dict[str, fl
     forward_ms = median_ms(lambda: run(forward), wait)
     ms = median_ms(lambda: run(compiled, dy), wait)
     memory = compiled.memory_analysis()
-    stats = jax.local_devices()[0].memory_stats() or {}
     return {
         "ms": ms,
         "forward_ms": forward_ms,
         "peak": float(
             memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes
         ),
-        "allocator_peak": float(stats.get("peak_bytes_in_use", 0)),
     }
 
 

@@ -91,7 +91,10 @@ def _index(folder: Path) -> dict[str, str]:
             f"--local-dir {folder}"
         )
     if (folder / INDEX).exists():
-        file_of: dict[str, str] = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
+        index = json.loads((folder / INDEX).read_text("utf-8"))
+        if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
+            raise ValueError(f"{INDEX} in {folder} has no weight_map: it is no index of tensors.")
+        file_of: dict[str, str] = index["weight_map"]
         for file in sorted(set(file_of.values())):
             if Path(file).name != file or not (folder / file).exists():
                 raise FileNotFoundError(f"{INDEX} names the file {file!r}, not in {folder}.")

@@ -172,7 +172,7 @@ class TrainConfig:
         z_loss: weight of the squared log-sum-exp of the logits, which keeps them from drifting.
         out: the folder of the run: checkpoints, metrics, its config.
         resume: whether a run that is in the folder goes on. If not, it is moved out of the way.
-        init_from: a Hugging Face folder to take the first parameters from.
+        init_from: a Hugging Face folder, or another run's, to take the first parameters from.
         log_every: steps between records of the metrics.
         writers: where metrics go besides metrics.jsonl: "tensorboard", "wandb".
         cache: the folder of JAX's compilation cache; None for none.
@@ -233,3 +233,13 @@ class TrainConfig:
     def model_on_mesh(self) -> models.Config:
         """The model, its parameters and its batch cut along the axes of `mesh`."""
         return dataclasses.replace(self.model, axes=AXES, batch_axes=BATCH_AXES)
+
+
+def in_bf16(config: TrainConfig) -> TrainConfig:
+    """The same run in BF16 with optax's AdamW, in another folder: what COAT is compared with."""
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, precision="bf16"),
+        optimizer=dataclasses.replace(config.optimizer, name="adamw"),
+        out=f"{config.out}_bf16",
+    )

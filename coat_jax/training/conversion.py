@@ -55,14 +55,16 @@ def to_run(
         dtype: of the parameters; that of the tensors by default.
         progress: see `Progress`.
     """
-    source = Path(source)
+    source, out = Path(source), Path(out)
+    _require_new(out)
     config = weights.model_config(source)
     parameters = hf.read(source, config)
     kind = _dtype(parameters, dtype)
     config = dataclasses.replace(config, param_dtype=kind, dtype=kind)
     parameters = {name: stored.cast(one, kind) for name, one in parameters.items()}
-    with _appearing(Path(out), parameters) as (folder, advance):
-        weights.write(folder, config, parameters, progress=lambda size: progress(*advance(size)))
+    total = _total(parameters)
+    with _appearing(out, total) as folder:
+        weights.write(folder, config, parameters, progress=_counted(progress, total))
         _copy(source, folder)
         if not (folder / GENERATION).exists():
             special = _special(json.loads((source / hf.CONFIG).read_text("utf-8")))
@@ -90,13 +92,15 @@ def to_hugging_face(
         progress: see `Progress`.
         note: is told of checkpoints that are passed over.
     """
-    source = Path(source)
+    source, out = Path(source), Path(out)
+    _require_new(out)
     said, config = weights.read_json(source), weights.model_config(source)
     parameters = weights.read(source, step, note=note)
     extra = {}
     if (source / GENERATION).exists():
         extra = _special(json.loads((source / GENERATION).read_text("utf-8")))
-    with _appearing(Path(out), parameters) as (folder, advance):
+    total = _total(parameters)
+    with _appearing(out, total) as folder:
         hf.write(
             folder,
             config,
@@ -104,7 +108,7 @@ def to_hugging_face(
             dtype=dtype,
             extra=extra,
             file_bytes=file_bytes,
-            progress=lambda size: progress(*advance(size)),
+            progress=_counted(progress, total),
         )
         _copy(source, folder)
         own = (said.get("data") or {}).get("tokenizer")
@@ -136,13 +140,29 @@ def _copy(source: Path, out: Path) -> None:
             shutil.copyfile(source / name, out / name)
 
 
-@contextlib.contextmanager
-def _appearing(
-    out: Path, parameters: stored.Parameters
-) -> Iterator[tuple[Path, Callable[[int], tuple[int, int]]]]:
-    """A folder to write in, which becomes `out` if all goes well; and what counts progress."""
-    total, done = sum(map(stored.size_of, parameters.values())), 0
-    unfinished = out.with_name(out.name + UNFINISHED)
+def _total(parameters: stored.Parameters) -> int:
+    return sum(map(stored.size_of, parameters.values()))
+
+
+def _counted(progress: Progress, total: int) -> Callable[[int], None]:
+    """Tells `progress` the sum of the sizes it is given."""
+    done = 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        progress(done, total)
+
+    return advance
+
+
+def _unfinished(out: Path) -> Path:
+    return out.with_name(out.name + UNFINISHED)
+
+
+def _require_new(out: Path) -> None:
+    """Raises if there is something already where a folder is to be made."""
+    unfinished = _unfinished(out)
     if out.exists():
         raise FileExistsError(f"{out} exists already: name another folder, or remove it.")
     if unfinished.exists():
@@ -151,15 +171,15 @@ def _appearing(
             "if none is running."
         )
 
-    def advance(size: int) -> tuple[int, int]:
-        nonlocal done
-        done += size
-        return done, total
 
+@contextlib.contextmanager
+def _appearing(out: Path, size: int) -> Iterator[Path]:
+    """A folder to write about `size` bytes in, which becomes `out` if all goes well."""
+    unfinished = _unfinished(out)
     unfinished.mkdir(parents=True)
     try:
-        with failures_named(out.parent, "The model", total):
-            yield unfinished, advance
+        with failures_named(out.parent, "The model", size):
+            yield unfinished
             unfinished.rename(out)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)

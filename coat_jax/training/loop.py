@@ -78,12 +78,13 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
     optimizer = make_optimizer(config)
     graph, abstract = abstract_state(config, optimizer, mesh)
     evaluation = Evaluation(config, graph, mesh) if config.evaluation.every else None
-    for change in on_first(lambda: _claim(folder, config)):
+    for change in on_first(lambda: claim(folder, config)):
         say(f"Goes on with another config: {change}.")
     kept = {"keep": config.checkpoint.keep, "keep_best": config.checkpoint.keep_best}
     described = identity.to_json(config)
     with contextlib.ExitStack() as stack:
         stack.callback(data.close)
+        stop = stack.enter_context(Stop())  # asked for while compiling, it comes after a step
         checkpoints = stack.enter_context(Checkpoints(folder / CHECKPOINTS, **kept, note=say))
         program = _compile(config, graph, optimizer, abstract, mesh, console, packed=data.packed)
         step, seconds = 0, 0.0
@@ -100,7 +101,6 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
             console, steps=config.steps, done=step, tokens_per_step=config.tokens_per_step
         )
         stack.enter_context(progress)
-        stop = stack.enter_context(Stop())
         before: dict[str, Any] = {"step": step, "skipped": int(state.skipped), "seconds": seconds}
         recorder = Recorder(config, mesh, metrics, progress, **before)
         run = Run(config, mesh, program, data, evaluation, checkpoints, recorder, stop)
@@ -184,7 +184,7 @@ def _compile(
     return program
 
 
-def _claim(folder: Path, config: TrainConfig) -> list[str]:
+def claim(folder: Path, config: TrainConfig) -> list[str]:
     """Makes the folder this run's; returns what of an earlier config of the run it changes.
 
     Raises:

@@ -69,9 +69,8 @@ def load_config(source: str) -> TrainConfig:
         line = f":{lines[-1]}" if lines else ""
         raise ValueError(f"{file}{line}: {type(error).__name__}: {error}") from error
     if not isinstance(made, TrainConfig):
-        fitting = [
-            name for name, value in names.items() if inspect.isfunction(value) and name[0] != "_"
-        ]
+        own = {n: f for n, f in names.items() if inspect.isfunction(f) and n[0] != "_"}
+        fitting = [name for name, f in own.items() if f.__module__ == names["__name__"]]
         raise ValueError(
             f"{file} has no function {function}() that returns a TrainConfig. Its functions are "
             f"{', '.join(fitting) or 'none'}; choose one with {file}:NAME."

@@ -15,6 +15,7 @@ from jaxtyping import Array, Int32
 
 from coat_jax import models
 from coat_jax.optax import state_shardings
+from coat_jax.training import weights
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.mesh import everywhere
 from coat_jax.training.optimizer import Optimizer
@@ -53,7 +54,7 @@ def require_same_model(config: TrainConfig) -> None:
     """Raises unless the folder to begin from holds the config's model."""
     if config.init_from is None:
         return
-    theirs = models.hf.read_config(config.init_from)
+    theirs = weights.model_config(config.init_from)
     differ = [
         f"{field.name} is {there!r} there and {here!r} in the config"
         for field in dataclasses.fields(theirs)
@@ -63,7 +64,8 @@ def require_same_model(config: TrainConfig) -> None:
     if differ:
         raise ValueError(
             f"{config.init_from} holds another model: {'; '.join(differ[:4])}. Make the config's "
-            "model from that of the folder: dataclasses.replace(models.hf.read_config(FOLDER), ..)."
+            "model from that of the folder: dataclasses.replace(weights.model_config(FOLDER), ..), "
+            "from coat_jax.training import weights."
         )
 
 
@@ -72,7 +74,7 @@ def new_state(config: TrainConfig, optimizer: Optimizer, mesh: Mesh) -> State:
     if config.init_from is None:
         model = models.create(config.model_on_mesh, seed=config.seed, mesh=mesh)
     else:
-        model = models.hf.load(config.init_from, config.model_on_mesh, mesh=mesh)
+        model = weights.load(config.init_from, config.model_on_mesh, mesh=mesh)
     params = nnx.state(model)
     moments = jax.jit(optimizer.init, out_shardings=state_shardings(optimizer, params))(params)
     step, skipped = (jax.device_put(jnp.zeros([], jnp.int32), everywhere(mesh)) for _ in range(2))

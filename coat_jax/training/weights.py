@@ -59,7 +59,12 @@ def model_config(folder: str | Path) -> Config:
     """The model in a folder; one of Hugging Face computes as it is stored, not in FP8."""
     said = read_json(folder)
     if is_run(said):
-        return identity.model_of(said)
+        try:
+            return identity.model_of(said)
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"{Path(folder) / CONFIG} is of another version of coat_jax: {error}."
+            ) from error
     return dataclasses.replace(hf.read_config(folder), precision=BF16)
 
 

@@ -259,6 +259,9 @@ def test_files_that_are_not_there_are_named(folder, tmp_path):
 
 
 def test_an_index_that_is_wrong_is_refused(folder):
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ValueError, match="has no weight_map: it is no index of tensors"):
+        hf.load(folder)
     names = [*load_file(folder / "model.safetensors"), "model.ghost"]
     index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

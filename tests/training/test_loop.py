@@ -14,6 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from train_cases import small
+
+from coat_jax.training.loop import claim
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "tiny_run.py"
@@ -131,9 +134,11 @@ def test_a_run_goes_on_over_other_devices(folder, undisturbed):
     assert "mesh.data was 1, now 2" in text
     found = losses(folder, "moved")
     assert found.keys() == undisturbed.keys()
-    # See the tolerances in test_step.py; the model computes in BF16, with 2^-8 for 2^-24.
-    for key, loss in undisturbed.items():
-        np.testing.assert_allclose(found[key], loss, rtol=0 if key[1] <= 10 else 5e-3)
+    # See the tolerances in test_step.py; with BF16 for FP32 a difference of 2^-9 grows from step to
+    # step. Another batch would change a loss by a tenth.
+    for (key, step), loss in undisturbed.items():
+        tolerance = 0 if step <= 10 else 2e-3 if step <= 15 else 2e-2
+        np.testing.assert_allclose(found[key, step], loss, rtol=tolerance)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(folder, undisturbed):
@@ -152,14 +157,22 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(folder, undisturb
     assert losses(folder, "damaged") == undisturbed
 
 
-def test_another_run_in_the_folder_is_refused_or_moved_out_of_the_way(folder, undisturbed):
-    shutil.copytree(folder / "undisturbed", folder / "taken")
-    code, text = run(folder, "taken", "--model.ffn", "256")
+def test_another_run_in_the_folder_is_refused(folder, undisturbed):
+    code, text = run(folder, "undisturbed", "--model.ffn", "256")
     assert code == 2
-    assert "taken holds another run: model.ffn was 128, now 256." in text
+    assert "undisturbed holds another run: model.ffn was 128, now 256." in text
     assert "--resume false" in text
-    assert losses(folder, "taken") == undisturbed
-    code, text = run(folder, "taken", "--resume", "false")
-    assert code == 0, text
-    assert "Resumes" not in text
-    assert losses(folder, "taken") == losses(folder, "taken.1") == undisturbed
+    assert losses(folder, "undisturbed") == undisturbed
+
+
+def test_a_run_that_does_not_resume_moves_the_old_one_out_of_the_way(tmp_path):
+    out = tmp_path / "run"
+    old, new = (small(out=str(out), resume=False, seed=seed) for seed in (0, 1))
+    for config in (old, new, new):
+        assert claim(out, config) == []
+        (out / "metrics.jsonl").write_text(str(config.seed))
+    assert {p.name: (p / "metrics.jsonl").read_text() for p in tmp_path.iterdir()} == {
+        "run": "1",
+        "run.1": "0",
+        "run.2": "1",
+    }

@@ -9,6 +9,7 @@ import pytest
 from train_cases import small
 
 from coat_jax import models
+from coat_jax.training import conversion
 from coat_jax.training.config import MeshConfig
 from coat_jax.training.mesh import make_mesh
 from coat_jax.training.optimizer import make_optimizer
@@ -59,6 +60,16 @@ def test_a_run_begins_from_a_folder(folder):
         assert params["embed"][...].dtype == jnp.float32
         np.testing.assert_array_equal(params["embed"][...], rounded.astype(jnp.float32))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.moments))
+
+
+def test_a_run_begins_where_another_run_ended(folder, tmp_path):
+    conversion.to_run(folder, tmp_path / "run")
+    states = [
+        made(dataclasses.replace(CONFIG, init_from=str(source)), (1, 2, 1))[1]
+        for source in (folder, tmp_path / "run")
+    ]
+    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize(

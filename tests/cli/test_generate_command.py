@@ -237,7 +237,7 @@ def test_what_ends_a_text_is_found(theirs, tmp_path):
 
 
 def test_texts_end_with_a_stop_token(run, capsys):
-    (text,) = continued(filled(CONFIG, seed=1), "def ", stops=[])
+    (text,) = continued(filled(CONFIG, seed=1), "def ")
     stop = next(letter for letter in text[1:] if letter.isascii() and letter != text[0])
     assert coat(run, "--prompt", "def ", "--stop", stop, *GREEDY) == 0
     assert capsys.readouterr().out == f"def {text[: text.index(stop)]}\n"
