@@ -4,7 +4,7 @@ import jax
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def _quick_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
