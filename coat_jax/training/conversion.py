@@ -7,11 +7,10 @@ Both copy the tokenizer's files along, and give back bit for bit what the other 
 new folder appears when it is complete.
 """
 
-import contextlib
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from jax.typing import DTypeLike
 from coat_jax.models import hf, stored
 from coat_jax.training import weights
 from coat_jax.training.disk import failures_named
+from coat_jax.training.new_folder import NewFolder
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
 COPIED = (
@@ -35,7 +35,6 @@ COPIED = (
     "chat_template.jinja",
 )
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-UNFINISHED = ".unfinished"
 
 Progress = Callable[[int, int], object]  # is told bytes that were read, and of how many in all
 
@@ -56,14 +55,14 @@ def to_run(
         progress: see `Progress`.
     """
     source, out = Path(source), Path(out)
-    _require_new(out)
+    _new(out).require_new()
     config = weights.model_config(source)
     parameters = hf.read(source, config)
     kind = _dtype(parameters, dtype)
     config = dataclasses.replace(config, param_dtype=kind, dtype=kind)
     parameters = {name: stored.cast(one, kind) for name, one in parameters.items()}
     total = _total(parameters)
-    with _appearing(out, total) as folder:
+    with _new(out).appearing() as folder, failures_named(out.parent, "The model", total):
         weights.write(folder, config, parameters, progress=_counted(progress, total))
         _copy(source, folder)
         if not (folder / GENERATION).exists():
@@ -93,14 +92,14 @@ def to_hugging_face(
         note: is told of checkpoints that are passed over.
     """
     source, out = Path(source), Path(out)
-    _require_new(out)
+    _new(out).require_new()
     said, config = weights.read_json(source), weights.model_config(source)
     parameters = weights.read(source, step, note=note)
     extra = {}
     if (source / GENERATION).exists():
         extra = _special(json.loads((source / GENERATION).read_text("utf-8")))
     total = _total(parameters)
-    with _appearing(out, total) as folder:
+    with _new(out).appearing() as folder, failures_named(out.parent, "The model", total):
         hf.write(
             folder,
             config,
@@ -156,31 +155,5 @@ def _counted(progress: Progress, total: int) -> Callable[[int], None]:
     return advance
 
 
-def _unfinished(out: Path) -> Path:
-    return out.with_name(out.name + UNFINISHED)
-
-
-def _require_new(out: Path) -> None:
-    """Raises if there is something already where a folder is to be made."""
-    unfinished = _unfinished(out)
-    if out.exists():
-        raise FileExistsError(f"{out} exists already: name another folder, or remove it.")
-    if unfinished.exists():
-        raise FileExistsError(
-            f"{unfinished} exists: another `coat convert` is writing it, or was killed. Remove it "
-            "if none is running."
-        )
-
-
-@contextlib.contextmanager
-def _appearing(out: Path, size: int) -> Iterator[Path]:
-    """A folder to write about `size` bytes in, which becomes `out` if all goes well."""
-    unfinished = _unfinished(out)
-    unfinished.mkdir(parents=True)
-    try:
-        with failures_named(out.parent, "The model", size):
-            yield unfinished
-            unfinished.rename(out)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+def _new(out: Path) -> NewFolder:
+    return NewFolder(out, ".unfinished", "coat convert")

@@ -34,11 +34,10 @@ from coat_jax.training.progress import Progress
 from coat_jax.training.recorder import Recorder
 from coat_jax.training.state import State, abstract_state, new_state, require_same_model
 from coat_jax.training.step import train_step
+from coat_jax.training.weights import CHECKPOINTS, CONFIG
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-CONFIG, CHECKPOINTS = "config.json", "checkpoints"
 
 
 class Outcome(NamedTuple):

@@ -7,6 +7,7 @@ Another release of Python has another corpus; `Corpus.digest` tells them apart.
 Whole files are held out, every 20th, so that the held-out loss is over text that was not seen.
 """
 
+import functools
 import hashlib
 import sysconfig
 from pathlib import Path
@@ -31,6 +32,7 @@ class Corpus(NamedTuple):
         return hashlib.sha256(self.train.tobytes() + self.held_out.tobytes()).hexdigest()[:16]
 
 
+@functools.cache  # a run asks for one part, then for the other
 def load(limit: int | None = None, root: Path | None = None) -> Corpus:
     """Reads the corpus, the same for everyone who runs the same release of Python.
 

@@ -10,7 +10,6 @@ folder appears under its name when it is complete.
 import collections
 import itertools
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ from jaxtyping import UInt
 from coat_jax.training.data.text_files import Piece, pieces, require_small
 from coat_jax.training.data.token_files import SIDECAR
 from coat_jax.training.data.tokenizer import Encoder
+from coat_jax.training.new_folder import NewFolder
 
 IN_MEMORY = 256 << 20  # bytes of text; more would take minutes at the start of every run
 TOGETHER = 4 << 20  # characters that are tokenized at once
@@ -83,30 +83,19 @@ def write(
         progress: is told of each batch that was written.
         shard: tokens in a file; it ends with a document, so it may have more.
     """
-    partial = out.with_name(out.name + ".partial")
-    if out.exists():
-        raise FileExistsError(f"{out} exists already: name another folder, or remove it.")
-    if partial.exists():
-        raise FileExistsError(
-            f"{partial} exists: another `coat tokenize` is writing it, or was killed. Remove it if "
-            "none is running."
-        )
-    partial.mkdir(parents=True)
-    try:
+    new = NewFolder(out, ".partial", "coat tokenize")
+    new.require_new()
+    with new.appearing() as folder:
         notes = {
             "vocab": encoder.vocab,
             "dtype": encoder.dtype.name,
             "end_of_text": encoder.end_of_text,
             "tokenizer": encoder.digest,
-            **_write_shards(partial, encoded(paths, encoder), encoder.dtype, progress, shard),
+            **_write_shards(folder, encoded(paths, encoder), encoder.dtype, progress, shard),
         }
         if not notes["tokens"]:
             raise ValueError(f"{paths[0]} and what comes with it hold no text.")
-        (partial / SIDECAR).write_text(json.dumps(notes, indent=2) + "\n", "utf-8")
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        (folder / SIDECAR).write_text(json.dumps(notes, indent=2) + "\n", "utf-8")
     return notes
 
 
