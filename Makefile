@@ -27,10 +27,10 @@ types: $(VENV)/dev.stamp  ## check types
 	$(python) -m mypy
 
 oracles: $(VENV)/oracles.stamp  ## run kernels in Triton's interpreter, and compile them for Hopper
-	JAX_PLATFORMS=cpu TRITON_INTERPRET=1 $(python) -m pytest -m interpret
-	JAX_PLATFORMS=cpu $(python) -m pytest tests/optax/test_trajectories.py
-	JAX_PLATFORMS=cpu $(python) -m pytest tests/models/test_hf_oracles.py
-	JAX_PLATFORMS=cpu,cuda $(python) -m pytest -m compiled
+	JAX_PLATFORMS=cpu TRITON_INTERPRET=1 $(python) -m pytest --no-skips -m interpret
+	JAX_PLATFORMS=cpu $(python) -m pytest --no-skips tests/optax/test_trajectories.py \
+	  tests/models/test_hf_oracles.py tests/generation/test_sampling.py
+	JAX_PLATFORMS=cpu,cuda $(python) -m pytest --no-skips -m compiled
 
 clean:  ## remove the environment, caches and results
 	rm -rf $(VENV) out build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

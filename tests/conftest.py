@@ -1,13 +1,16 @@
-"""Eight devices on the CPU, and property tests that try the same examples on every run.
+"""Eight devices on the CPU, property tests that try the same examples on every run, `--no-skips`.
 
-Both variables must be set before JAX starts its backend; one that is set already is kept.
+The variables must be set before JAX starts its backends; one that is set already is kept.
 """
 
 import os
 
+import pytest
 from hypothesis import Phase, settings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# XLA's CUDA plugin looks for CUDA's libraries, which compiling does not need.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 DEVICES = "--xla_force_host_platform_device_count"
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
@@ -21,3 +24,27 @@ settings.register_profile(
     phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],
 )
 settings.load_profile("laws")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--no-skips",
+        action="store_true",
+        help="a test or module that would be skipped fails: for suites that are run on purpose",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--no-skips"):
+        config.pluginmanager.register(NoSkips(), "no-skips")
+
+
+class NoSkips:
+    """Makes of each skipped test a failed one."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item):
+        report = yield
+        if report.skipped and not hasattr(report, "wasxfail"):
+            report.outcome = "failed"
+        return report
