@@ -10,10 +10,10 @@ by count, so that what a stack does once (input, loss) cancels.
 
 Every framework runs in a process of its own, one after the other on the same device. One that is
 not installed is skipped with a line that says so. Layers are unrolled; weights and inputs are
-BF16 and random. The step is the gradient with respect to input and all weights. Times are medians,
-the device drained around each batch of steps. "saved" is what a further layer adds to the peak,
-less its weights and their gradients: from XLA's own account of the program, or torch's allocator.
-1 U = 2 bytes x batch x sequence x width.
+BF16 and random. The step is the gradient with respect to input and all weights. Times are medians;
+the two stacks take turns, so that both meet the clocks of a GPU at its power limit. "saved" is what
+a further layer adds to the peak, less its weights and their gradients: from XLA's own account of
+the program, or torch's allocator. 1 U = 2 bytes x batch x sequence x width.
 """
 
 import argparse
@@ -26,12 +26,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.stacks import Sizes
+from experiments.stacks import Measured, Sizes
 
 RESULTS = Path(__file__).parent / "results"
 
 Case = dict[str, Any]
-Measured = dict[int, dict[str, float]]  # by depth
 
 PAPER = [Sizes(width, sequence, 4) for width in (2048, 4096) for sequence in (2048, 4096)]
 
@@ -44,7 +43,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096, help="of the residual stream")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=8, help="sequences")
-    parser.add_argument("--head", type=int, default=128, help="numbers of a head")
+    parser.add_argument("--head", type=int, help="numbers of a head; 128 where the width allows")
     parser.add_argument("--depths", type=int, nargs=2, default=[4, 8], help="layers of the stacks")
     parser.add_argument("--only", nargs="*", help="frameworks: " + ", ".join(FRAMEWORKS))
     parser.add_argument("--table", action="store_true", help="also the sizes of the paper's table")
@@ -52,7 +51,8 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="only draw the results of before")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    sizes = Sizes(options.width, options.sequence, options.batch, options.head)
+    head = options.head or min(options.width, Sizes().head)
+    sizes = Sizes(options.width, options.sequence, options.batch, head)
     if options.worker:
         for name, measured in FRAMEWORKS[options.worker]()(sizes, options.depths):
             case = _marginal(name, measured, sizes)
@@ -78,7 +78,11 @@ def _run_worker(framework: str, sizes: Sizes, depths: list[int]) -> Iterator[Cas
     for name, value in sizes._asdict().items():
         command += [f"--{name}", str(value)]
     command += ["--depths", *map(str, depths)]
-    env = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+    # The last line of a traceback tells why: JAX would append one of its own.
+    env = os.environ | {
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
+        "JAX_TRACEBACK_FILTERING": "off",
+    }
     count = 0
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -103,7 +107,7 @@ def _run_worker(framework: str, sizes: Sizes, depths: list[int]) -> Iterator[Cas
             yield {**sizes._asdict(), "layer": framework, "skipped": reason}
 
 
-def _marginal(name: str, measured: dict[int, dict[str, float]], sizes: Sizes) -> Case:
+def _marginal(name: str, measured: Measured, sizes: Sizes) -> Case:
     """The cost of one more layer, from two stacks."""
     few, many = sorted(measured)
     count = many - few

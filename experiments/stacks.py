@@ -3,10 +3,10 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-BATCHES, STEPS = 7, 4
+WARMUP, BATCHES, STEPS = 2, 9, 5  # batches, batches, calls of one batch
 
 
 class Sizes(NamedTuple):
@@ -39,16 +39,50 @@ class Sizes(NamedTuple):
         return 2 * (sum(map(math.prod, self.weights.values())) + 2 * self.width)
 
 
+class Stack(NamedTuple):
+    """Layers of one framework, ready to run."""
+
+    step: Callable[[], None]
+    forward: Callable[[], None]
+    wait: Callable[[], None]  # until the device has done what was asked
+    peak: float  # bytes of a step
+
+
+Measured = dict[int, dict[str, float]]  # by depth
+
+
+def measure(stacks: dict[int, Stack]) -> Measured:
+    """Milliseconds of a step and of its forward pass alone, of each stack, and its peak."""
+    waits = {depth: stack.wait for depth, stack in stacks.items()}
+    steps = medians_ms({depth: stack.step for depth, stack in stacks.items()}, waits)
+    forwards = medians_ms({depth: stack.forward for depth, stack in stacks.items()}, waits)
+    return {
+        depth: {"ms": steps[depth], "forward_ms": forwards[depth], "peak": stack.peak}
+        for depth, stack in stacks.items()
+    }
+
+
+def medians_ms(
+    runs: Mapping[int, Callable[[], None]], waits: Mapping[int, Callable[[], None]]
+) -> dict[int, float]:
+    """Milliseconds of one call of each: medians over batches, the device drained around each.
+
+    They take turns. A GPU at its power limit changes its clocks by the second; what is compared
+    must meet the same clocks.
+    """
+    times: dict[int, list[float]] = {key: [] for key in runs}
+    for batch in range(-WARMUP, BATCHES):
+        for key, run in runs.items():
+            waits[key]()
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                run()
+            waits[key]()
+            if batch >= 0:
+                times[key].append((time.perf_counter() - start) / STEPS * 1e3)
+    return {key: statistics.median(values) for key, values in times.items()}
+
+
 def median_ms(run: Callable[[], None], wait: Callable[[], None]) -> float:
-    """Milliseconds of one call: the median of several batches, the device drained around each."""
-    for _ in range(3):
-        run()
-    wait()
-    times = []
-    for _ in range(BATCHES):
-        start = time.perf_counter()
-        for _ in range(STEPS):
-            run()
-        wait()
-        times.append((time.perf_counter() - start) / STEPS * 1e3)
-    return statistics.median(times)
+    """Milliseconds of one call."""
+    return medians_ms({0: run}, {0: wait})[0]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import coat_jax as coat
 from coat_jax import ops
-from experiments.stacks import Sizes, median_ms
+from experiments.stacks import Measured, Sizes, Stack, measure
 
 PRESETS = {
     "BF16": coat.BF16,
@@ -21,18 +21,19 @@ PRESETS = {
 Weights = dict[str, jax.Array]
 
 
-def jax_cases(sizes: Sizes, depths: list[int]) -> Iterator[tuple[str, dict[int, dict[str, float]]]]:
+def jax_cases(sizes: Sizes, depths: list[int]) -> Iterator[tuple[str, Measured]]:
     """Each preset's stacks, measured."""
     for name, precision in PRESETS.items():
-        yield f"coat_jax {name}", {depth: measure(sizes, depth, precision) for depth in depths}
+        stacks = {depth: prepare(sizes, depth, precision) for depth in depths}
+        yield f"coat_jax {name}", measure(stacks)
 
 
-def measure(sizes: Sizes, depth: int, precision: coat.Precision) -> dict[str, float]:
-    """Milliseconds of a step and of its forward pass alone, and the step's peak in bytes."""
+def prepare(sizes: Sizes, depth: int, precision: coat.Precision) -> Stack:
+    """A stack with its programs."""
     layers, x = create(sizes, depth, jax.random.key(0))
     dy = jnp.roll(x, 1, axis=1)
     forward = jax.jit(partial(stack, sizes, precision)).lower(layers, x).compile()
-    compiled = jax.jit(partial(step, sizes, precision)).lower(layers, x, dy).compile()
+    both = jax.jit(partial(step, sizes, precision)).lower(layers, x, dy).compile()
     results: list[Any] = [None]
 
     def run(program: Any, *arguments: Any) -> None:
@@ -41,17 +42,17 @@ def measure(sizes: Sizes, depth: int, precision: coat.Precision) -> dict[str, fl
 
     def wait() -> None:
         jax.block_until_ready(results[0])
+        results[0] = None
 
-    forward_ms = median_ms(lambda: run(forward), wait)
-    ms = median_ms(lambda: run(compiled, dy), wait)
-    memory = compiled.memory_analysis()
-    return {
-        "ms": ms,
-        "forward_ms": forward_ms,
-        "peak": float(
+    memory = both.memory_analysis()
+    return Stack(
+        step=lambda: run(both, dy),
+        forward=lambda: run(forward),
+        wait=wait,
+        peak=float(
             memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes
         ),
-    }
+    )
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -7,12 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from experiments.stacks import Sizes, median_ms
+from experiments.stacks import Measured, Sizes, Stack, measure
 
 
-def torch_cases(
-    sizes: Sizes, depths: list[int]
-) -> Iterator[tuple[str, dict[int, dict[str, float]]]]:
+def torch_cases(sizes: Sizes, depths: list[int]) -> Iterator[tuple[str, Measured]]:
     """Each way's stacks, measured."""
     ways: dict[str, tuple[bool, str | None]] = {
         "torch BF16, eager": (False, None),
@@ -21,16 +19,14 @@ def torch_cases(
         "torchao float8 rowwise, compiled": (True, "rowwise"),
     }
     for name, (compiled, recipe) in ways.items():
-        measured = {}
-        for depth in depths:
-            torch.compiler.reset()
-            measured[depth] = _measure_torch(sizes, depth, compiled, recipe)
-        yield name, measured
+        torch.compiler.reset()
+        stacks = {depth: _prepare(sizes, depth, compiled, recipe) for depth in depths}
+        yield name, measure(stacks)
 
 
-def _measure_torch(
-    sizes: Sizes, depth: int, compiled: bool, recipe: str | None
-) -> dict[str, float]:
+def _prepare(sizes: Sizes, depth: int, compiled: bool, recipe: str | None) -> Stack:
+    """A stack, and what its step takes beside what is on the device already."""
+
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -56,6 +52,7 @@ def _measure_torch(
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    others = torch.cuda.memory_allocated() if device == "cuda" else 0
     with torch.device(device):
         layers = nn.ModuleList([Layer().bfloat16() for _ in range(depth)])
         frequencies = 1e4 ** -(torch.arange(0, sizes.head, 2) / sizes.head)
@@ -73,7 +70,7 @@ def _measure_torch(
         for i in range(depth):
             layers[i] = torch.compile(layers[i])
 
-    def forward() -> Any:
+    def run() -> Any:
         y = x
         for layer in layers:
             y = layer(y, cos, sin)
@@ -83,19 +80,21 @@ def _measure_torch(
         for parameter in layers.parameters():
             parameter.grad = None
         x.grad = None
-        forward().backward(dy)
+        run().backward(dy)
+
+    def forward() -> None:
+        with torch.no_grad():
+            run()
 
     def wait() -> None:
         if device == "cuda":
             torch.cuda.synchronize()
 
-    ms = median_ms(step, wait)
+    step()  # compiles
     peak = 0.0
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         step()
         wait()
-        peak = float(torch.cuda.max_memory_allocated())
-    with torch.no_grad():
-        forward_ms = median_ms(forward, wait)
-    return {"ms": ms, "forward_ms": forward_ms, "peak": peak}
+        peak = float(torch.cuda.max_memory_allocated() - others)
+    return Stack(step, forward, wait, peak)

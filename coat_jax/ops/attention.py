@@ -30,6 +30,7 @@ from coat_jax.ops.projection import (
     gradient_operand,
     input_gradient,
     mode_of,
+    operand_again,
     project,
     weight_gradients,
 )
@@ -206,7 +207,7 @@ def _attention_linear_forward(
     o = restore(kept.output, q.dtype, settings.precision.attention_block)
     n = as_operand(_joined(o), q.dtype, mode)
     (y,), scales = project(n, (weight,), (bias,), q.dtype, mode)
-    return y, (kept, segments, weight, scales, bias)
+    return y, (kept, n.scale, segments, weight, scales, bias)
 
 
 def _attention_linear_backward(
@@ -216,6 +217,7 @@ def _attention_linear_backward(
 
     def backward(
         kept: Attended,
+        scale: Array | None,
         segments: Array | None,
         weight: Array,
         scales: Scales,
@@ -223,7 +225,7 @@ def _attention_linear_backward(
         dy: Array,
     ) -> Any:
         o, pull = attended_again(settings, kept, segments, dy.dtype)
-        n = as_operand(_joined(o), dy.dtype, mode, "transposed")
+        n = operand_again(_joined(o), scale, dy.dtype, mode, "transposed")
         g = [gradient_operand(dy, mode)]
         do = input_gradient((weight,), scales, g, o.dtype, mode).reshape(o.shape)
         (d_weight,) = weight_gradients(n, (weight,), g)

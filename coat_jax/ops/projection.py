@@ -74,6 +74,19 @@ def as_operand(
     return gemm.operand(x, mode.format, layout, mode.implementation)
 
 
+def operand_again(
+    x: Float[Array, "*rows K"],
+    scale: Float[Array, ""] | None,
+    dtype: DTypeLike,
+    mode: Mode,
+    layout: Layout = "straight",
+) -> Operand:
+    """As `as_operand` made it in the forward pass, of which `scale` was kept."""
+    if scale is None or mode.format is None:
+        return Operand(x.astype(dtype), None, None)
+    return gemm.scaled(x, scale, mode.format, layout, mode.implementation)
+
+
 def gradient_operand(dy: Float[Array, "*rows N"], mode: Mode) -> Operand:
     """A gradient as the products take it, for both of them."""
     return gemm.operand(dy, mode.gradient_format, "both", mode.implementation)
@@ -98,11 +111,7 @@ def input_gradient(
     """The gradient of the common input. On a GPU each product is added within the next GEMM."""
 
     def share(weight: Array, scale: Array | None, g: Operand) -> Array:
-        if scale is None or mode.format is None:
-            w = Operand(weight.astype(dtype), None, None)
-        else:
-            w = gemm.scaled(weight, scale, mode.format, "straight", mode.implementation)
-        return gemm.product_transposed(g, w, dtype)
+        return gemm.product_transposed(g, operand_again(weight, scale, dtype, mode), dtype)
 
     # XLA looks for the GEMM that takes the sum in on the left first.
     return functools.reduce(lambda sum_, new: new + sum_, map(share, weights, scales, gradients))

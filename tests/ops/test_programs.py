@@ -7,6 +7,7 @@ for that and for nothing else: a rounding left out or added moves it by 2.6% and
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -259,3 +260,10 @@ def test_a_mesh_of_eight_changes_nothing(name):
         assert_close(got, expected(name), 10 * FP32)
     else:
         assert_same(got, expected(name))
+
+
+@pytest.mark.parametrize("name", [n for n in PRESETS if PRESETS[n].fp8_linear])
+def test_what_scales_an_operand_is_found_once(name):
+    """7 weights, 2 norms' bounds, o, a; the gradients of q, k, v, gate, up, and of both results."""
+    program = jax.make_jaxpr(functools.partial(run, precision=PRESETS[name]))(PARAMS, X, DY)
+    assert len(re.findall(r":\w+\[\] = reduce_max\[", str(program))) == 7 + 2 + 2 + 5 + 2
