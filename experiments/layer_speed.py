@@ -5,7 +5,8 @@ and keeps less. Measured as the marginal cost of a layer: stacks of 4 and of 8, 
 by count, so that what a stack does once (input, loss) cancels.
 
     python -m experiments.layer_speed                     on a GPU: Llama-2-7B's layer, all peers
-    python -m experiments.layer_speed --table             the paper's four sizes as well
+    python -m experiments.layer_speed --table             the paper's four sizes; goes on where it
+                                                          was stopped
     python -m experiments.layer_speed --width 64 --sequence 64 --batch 1 --depths 1 2   anywhere
 
 Every framework runs in a process of its own, one after the other on the same device. One that is
@@ -46,7 +47,7 @@ def main() -> None:
     parser.add_argument("--head", type=int, help="numbers of a head; 128 where the width allows")
     parser.add_argument("--depths", type=int, nargs=2, default=[4, 8], help="layers of the stacks")
     parser.add_argument("--only", nargs="*", help="frameworks: " + ", ".join(FRAMEWORKS))
-    parser.add_argument("--table", action="store_true", help="also the sizes of the paper's table")
+    parser.add_argument("--table", action="store_true", help="the sizes of the paper's table")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     parser.add_argument("--draw", action="store_true", help="only draw the results of before")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -58,18 +59,36 @@ def main() -> None:
             case = _marginal(name, measured, sizes)
             print(json.dumps({**sizes._asdict(), **case}), flush=True)
         return
-    if options.draw:
-        draw(options.out)
-        return
+    path = options.out / ("layer_table.json" if options.table else "layer_speed.json")
+    if not options.draw:
+        measure(options, PAPER if options.table else [sizes], path)
+    draw(path)
+
+
+def measure(options: argparse.Namespace, every: list[Sizes], path: Path) -> None:
+    """Every size by every framework; the results are written after each of these."""
     from experiments import records
 
-    cases: list[Case] = []
-    for one in [sizes, *(PAPER if options.table else [])]:
+    cases = _measured_before(path) if options.table else []
+    done = {(case["framework"], *(case[field] for field in Sizes._fields)) for case in cases}
+    for sizes in every:
         for framework in options.only or FRAMEWORKS:
-            for case in _run_worker(framework, one, options.depths):
-                cases.append(case)
-                records.write(options.out / "layer_speed.json", {"cases": cases})
-    draw(options.out)
+            if (framework, *sizes) in done:
+                continue
+            print("width {}, {} x {}, {}:".format(*sizes[:1], *sizes[2:0:-1], framework))
+            for case in _run_worker(framework, sizes, options.depths):
+                cases.append({"framework": framework, **case})
+            records.write(path, {"cases": cases})
+
+
+def _measured_before(path: Path) -> list[Case]:
+    """What a run that was stopped had measured of the same code on the same machine, today."""
+    from experiments import records
+
+    if not path.exists():
+        return []
+    before = json.loads(path.read_text())
+    return before["figures"]["cases"] if before["parents"] == records.parents() else []
 
 
 def _run_worker(framework: str, sizes: Sizes, depths: list[int]) -> Iterator[Case]:
@@ -141,33 +160,37 @@ def _torch() -> Callable[[Sizes, list[int]], Iterator[tuple[str, Measured]]]:
 FRAMEWORKS = {"jax": _jax, "torch": _torch}  # imported by their own workers only
 
 
-def draw(folder: Path) -> None:
-    """Draws time and saved memory per layer as bars, ours in colour."""
+def draw(path: Path) -> None:
+    """Draws time and saved memory per layer as bars, ours in colour; a row for each size."""
     import matplotlib.pyplot as plt
 
     from experiments import records
 
-    cases = json.loads((folder / "layer_speed.json").read_text())["figures"]["cases"]
-    first = {key: cases[0][key] for key in Sizes._fields}
-    shown = [c for c in cases if "skipped" not in c and first.items() <= c.items()]
-    unit = Sizes(**first).unit
+    cases = [c for c in json.loads(path.read_text())["figures"]["cases"] if "skipped" not in c]
+    every = list(dict.fromkeys(Sizes(*(c[key] for key in Sizes._fields)) for c in cases))
+    names = list(dict.fromkeys(c["layer"] for c in cases))
     with plt.rc_context(records.CHART | {"axes.grid.axis": "x"}):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 0.5 * len(shown) + 1.6))
-        names = [c["layer"] for c in shown][::-1]
-        colors = [records.ACCENT if c["layer"].startswith("coat") else records.PALE for c in shown][
-            ::-1
-        ]
-        values = {left: [c["ms"] for c in shown], right: [c["saved"] / unit for c in shown]}
-        for axes, title in ((left, "ms, forward and backward"), (right, "saved activations, U")):
-            bars = axes.barh(names, values[axes][::-1], color=colors, height=0.7)
-            axes.bar_label(bars, [f"{v:.1f}" for v in values[axes][::-1]], padding=3, fontsize=8)
-            axes.tick_params(axis="y", labelsize=8)
-            axes.set_title(title)
-            axes.margins(x=0.12)
-        figure.suptitle(
-            "One more Llama layer: width {width}, batch {batch} x {sequence}".format(**first)
+        figure, rows = plt.subplots(
+            len(every), 2, figsize=(11, (0.4 * len(names) + 1) * len(every) + 0.6), squeeze=False
         )
-        figure.savefig(folder / "layer_speed.png")
+        for sizes, (left, right) in zip(every, rows, strict=True):
+            shown = [c for c in cases if sizes._asdict().items() <= c.items()][::-1]
+            colors = [
+                records.ACCENT if c["layer"].startswith("coat") else records.PALE for c in shown
+            ]
+            for axes, values, title in (
+                (left, [c["ms"] for c in shown], "ms, forward and backward"),
+                (right, [c["saved"] / sizes.unit for c in shown], "saved activations, U"),
+            ):
+                bars = axes.barh([c["layer"] for c in shown], values, color=colors, height=0.7)
+                axes.bar_label(bars, [f"{v:.1f}" for v in values], padding=3, fontsize=8)
+                axes.tick_params(axis="y", labelsize=8)
+                axes.set_title(
+                    f"width {sizes.width}, batch {sizes.batch} x {sizes.sequence}: {title}"
+                )
+                axes.margins(x=0.12)
+        figure.suptitle("What one more Llama layer costs")
+        figure.savefig(path.with_suffix(".png"))
 
 
 if __name__ == "__main__":
