@@ -3,19 +3,23 @@
 Claim (the paper's table 2): FP8 activations keep 13.3 U a layer where BF16 keeps 22.7 and
 TransformerEngine 18.3. Here BF16 itself keeps no more than it must, and COAT keeps 8.
 
-    python -m experiments.activation_memory      anywhere: nothing is computed
+    python -m experiments.activation_memory      anywhere; on a GPU its allocator is asked, too
 
 `jax.vjp` returns a function that holds the arrays it needs. Their sizes are counted, weights and
 scalars left out, for each operator of Llama-2-7B's layer at batch 8 x 2048 and for the whole
 layer, where an array that two operators share counts once. 1 U = 2 bytes x batch x sequence x
 width. cuDNN's attention keeps 4 bytes a row and head besides (0.016 U), which XLA's, counted here,
-does not. What a GPU's allocator says is in layer_speed.py.
+does not. Beside it torch, where it is installed: see kept_torch.py. On a CPU, torch runs 512
+tokens: what it keeps is the same number of U.
 """
 
 import argparse
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,40 +37,105 @@ SIZES = Sizes()  # Llama-2-7B, batch 8 x 2048
 PAPER = {"BF16": 22.66, "TransformerEngine": 18.33, "COAT": 13.33}
 
 
-def units_kept(function: Callable[..., Any], *arrays: Any, weights: dict[str, Any]) -> float:
-    """What the gradient of `function` needs besides weights, in U."""
-    pull = jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], *arrays, weights)
-    kept = [leaf for leaf in jax.tree.leaves(pull) if leaf.ndim]
-    ours = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(weights)}
-    kept = [leaf for leaf in kept if (leaf.shape, leaf.dtype) not in ours]
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in kept) / SIZES.unit
+# The methods of torch's layer, and what the tables call them.
+OPERATORS = {
+    "attention_input": "norm, query, key, value, rotation",
+    "attention": "attention, output",
+    "mlp": "norm, gate, up, activation, down",
+    "forward": "the layer",
+}
+
+Units = dict[str, dict[str, float]]  # by preset, or by torch's ways, and by operator
 
 
-def measure() -> dict[str, dict[str, float]]:
-    """U by preset and operator."""
+def measure() -> tuple[Units, Units]:
+    """U counted by preset and operator, and U allocated, where there is a GPU."""
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
     x = array(SIZES.batch, SIZES.sequence, SIZES.width)
-    head = array(*x.shape[:2], SIZES.width // SIZES.head, SIZES.head)
+    heads = [array(*x.shape[:2], SIZES.width // SIZES.head, SIZES.head)] * 3
     w = {name: array(*shape) for name, shape in SIZES.weights.items()}
     w |= {"norm": array(SIZES.width), "mlp_norm": array(SIZES.width)}
-    table = {}
-    for name, p in PRESETS.items():
-        table[name] = {
-            "norm, query, key, value, rotation": units_kept(
-                lambda x, w, p=p: attention_input(SIZES, p, w, x), x, weights=w
-            ),
-            "attention, output": units_kept(
-                lambda q, k, v, w, p=p: attention(p, w, q, k, v), head, head, head, weights=w
-            ),
-            "norm, gate, up, activation, down": units_kept(
-                lambda x, w, p=p: mlp(p, w, x), x, weights=w
-            ),
-            "the layer": units_kept(lambda x, w, p=p: layer(SIZES, p, w, x), x, weights=w),
+    counted: Units = {}
+    allocated: Units = {}
+    for name, precision in PRESETS.items():
+        functions = {
+            "attention_input": (partial(_attention_input, precision), [x]),
+            "attention": (partial(_attention, precision), heads),
+            "mlp": (partial(_mlp, precision), [x]),
+            "forward": (partial(layer, SIZES, precision), [x]),
         }
-    return table
+        counted[name], allocated[name] = {}, {}
+        for operator, (function, arrays) in functions.items():
+            title = OPERATORS[operator]
+            counted[name][title] = units_kept(function, w, arrays)
+            if jax.default_backend() == "gpu":
+                allocated[name][title] = units_allocated(function, w, arrays)
+    return counted, {name: units for name, units in allocated.items() if units}
+
+
+def _attention_input(precision: Any, w: Any, x: jax.Array) -> Any:
+    return attention_input(SIZES, precision, w, x)
+
+
+def _attention(precision: Any, w: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    return attention(precision, w, q, k, v)
+
+
+def _mlp(precision: Any, w: Any, x: jax.Array) -> Any:
+    return mlp(precision, w, x)
+
+
+def units_kept(function: Callable[..., Any], weights: dict[str, Any], arrays: list[Any]) -> float:
+    """What the gradient of `function` needs besides weights, in U."""
+    _, kept = jax.eval_shape(partial(_run, function), weights, *arrays)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in kept) / SIZES.unit
+
+
+def units_allocated(
+    function: Callable[..., Any],
+    weights: dict[str, Any],
+    arrays: list[Any],
+    bytes_in_use: Callable[[], int] | None = None,
+) -> float:
+    """What the allocator holds for the gradient of `function` once it has run, in U."""
+    device = jax.local_devices()[0]
+    in_use = bytes_in_use or (lambda: (device.memory_stats() or {})["bytes_in_use"])
+    zeros = partial(jax.tree.map, lambda a: jax.device_put(jnp.zeros(a.shape, a.dtype), device))
+    w = zeros(weights)
+    before = in_use()
+    y, kept = jax.block_until_ready(jax.jit(partial(_run, function))(w, *zeros(arrays)))
+    held = in_use() - before - sum(leaf.nbytes for leaf in jax.tree.leaves(y))
+    del kept
+    return held / SIZES.unit
+
+
+def _run(function: Callable[..., Any], weights: dict[str, Any], *arrays: Any) -> tuple[Any, Any]:
+    """The outputs, and the arrays that the gradient needs, each once; no weights, no scalars."""
+    y, pull = jax.vjp(function, weights, *arrays)
+    ours = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(weights)}
+    kept = {id(leaf): leaf for leaf in jax.tree.leaves(pull) if leaf.ndim}
+    return y, [leaf for leaf in kept.values() if (leaf.shape, leaf.dtype) not in ours]
+
+
+def torch_units() -> tuple[Units, Units, str | None]:
+    """As `measure`, of torch's ways; and why there are no more of them."""
+    on_gpu = jax.default_backend() == "gpu"
+    sizes = SIZES if on_gpu else SIZES._replace(batch=1, sequence=512)
+    request = json.dumps({"sizes": sizes._asdict(), "operators": OPERATORS})
+    run = subprocess.run(
+        [sys.executable, "-m", "experiments.kept_torch", request],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
+    counted = {way: units for way, units, _ in lines}
+    allocated = {way: units for way, _, units in lines if units}
+    why = (run.stderr.strip().splitlines() or ["no message"])[-1] if run.returncode else None
+    return counted, allocated, why
 
 
 def main() -> None:
@@ -76,17 +145,30 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     options = parser.parse_args()
-    figures = {"units": measure(), "paper": PAPER, "bytes of a unit": SIZES.unit}
+    counted, allocated = measure()
+    torch_counted, torch_allocated, why = torch_units()
+    if why:
+        print(f"torch stopped after {len(torch_counted)} ways: {why}")
+    figures = {
+        "units": counted | torch_counted,
+        "allocated": allocated | torch_allocated,
+        "paper": PAPER,
+        "bytes of a unit": SIZES.unit,
+    }
     records.write(options.out / "activation_memory.json", figures)
-    console = Console()
-    table = Table(title="Kept per layer, in U")
-    for column in ("", *PRESETS):
-        table.add_column(column, justify="right" if column else "left")
-    for operator in figures["units"]["BF16"]:
-        values = (f"{figures['units'][preset][operator]:.2f}" for preset in PRESETS)
-        table.add_row(operator, *values)
-    console.print(table)
+    for title, units in (("Kept", figures["units"]), ("Allocated", figures["allocated"])):
+        if units:
+            _show(f"{title} per layer, in U", units)
     draw(options.out)
+
+
+def _show(title: str, units: Units) -> None:
+    table = Table(title=title)
+    for column in ("", *OPERATORS.values()):
+        table.add_column(column, justify="right" if column else "left")
+    for name, values in units.items():
+        table.add_row(name, *(f"{value:.2f}" for value in values.values()))
+    Console().print(table)
 
 
 def draw(folder: Path) -> None:
@@ -96,11 +178,11 @@ def draw(folder: Path) -> None:
     figures = json.loads((folder / "activation_memory.json").read_text())["figures"]
     units = figures["units"]
     bars = {f"paper:\n{name}": {"total": value} for name, value in figures["paper"].items()}
-    bars |= {f"coat_jax\n{name}": value for name, value in units.items()}
-    operators = [name for name in units["BF16"] if name != "the layer"]
+    bars |= {_name(name): value for name, value in units.items()}
+    operators = list(OPERATORS.values())[:-1]
     shades = ["#8c2d1c", records.ACCENT, "#f0a58f"]
     with plt.rc_context(records.CHART):
-        figure, axes = plt.subplots(figsize=(10, 4.4))
+        figure, axes = plt.subplots(figsize=(11, 4.4))
         for place, values in enumerate(bars.values()):
             if "total" in values:
                 axes.bar(place, values["total"], color=records.PALE, width=0.65)
@@ -116,10 +198,17 @@ def draw(folder: Path) -> None:
         for operator, shade in zip(operators, shades, strict=True):
             axes.bar(0, 0, color=shade, label=operator)
         axes.legend(frameon=False, fontsize=9)
-        axes.set_xticks(range(len(bars)), list(bars))
+        axes.set_xticks(range(len(bars)), list(bars), fontsize=8)
         axes.set_ylabel("U = 2 bytes x tokens x width")
         axes.set_title("What a Llama-2-7B layer keeps for its backward pass")
         figure.savefig(folder / "activation_memory.png")
+
+
+def _name(case: str) -> str:
+    """A case's name, a word to a line."""
+    return (
+        f"coat_jax\n{case}" if case in PRESETS else case.replace(", ", "\n").replace(" ", "\n", 1)
+    )
 
 
 if __name__ == "__main__":

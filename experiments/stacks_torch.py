@@ -9,63 +9,97 @@ from torch.nn import functional
 
 from experiments.stacks import Measured, Sizes, Stack, measure
 
+# Compiled or eager; the recipe of torchao's FP8.
+WAYS: dict[str, tuple[bool, str | None]] = {
+    "torch BF16, eager": (False, None),
+    "torch BF16, compiled": (True, None),
+    "torchao float8 tensorwise, compiled": (True, "tensorwise"),
+    "torchao float8 rowwise, compiled": (True, "rowwise"),
+}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def torch_cases(sizes: Sizes, depths: list[int]) -> Iterator[tuple[str, Measured]]:
     """Each way's stacks, measured."""
-    ways: dict[str, tuple[bool, str | None]] = {
-        "torch BF16, eager": (False, None),
-        "torch BF16, compiled": (True, None),
-        "torchao float8 tensorwise, compiled": (True, "tensorwise"),
-        "torchao float8 rowwise, compiled": (True, "rowwise"),
-    }
-    for name, (compiled, recipe) in ways.items():
+    for name, (compiled, recipe) in WAYS.items():
         torch.compiler.reset()
         stacks = {depth: _prepare(sizes, depth, compiled, recipe) for depth in depths}
         yield name, measure(stacks)
 
 
-def _prepare(sizes: Sizes, depth: int, compiled: bool, recipe: str | None) -> Stack:
-    """A stack, and what its step takes beside what is on the device already."""
+class Layer(nn.Module):
+    """Llama's layer: the three operators below."""
 
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.mlp_norm = (nn.RMSNorm(sizes.width, 1e-6) for _ in range(2))
-            for name, (inputs, outputs) in sizes.weights.items():
-                setattr(self, name, nn.Linear(inputs, outputs, bias=False))
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.head = sizes.head
+        self.norm, self.mlp_norm = (nn.RMSNorm(sizes.width, 1e-6) for _ in range(2))
+        for name, (inputs, outputs) in sizes.weights.items():
+            setattr(self, name, nn.Linear(inputs, outputs, bias=False))
 
-        def forward(self, x: Any, cos: Any, sin: Any) -> Any:
-            n = self.norm(x)
-            q, k, v = (
-                p(n).view(*x.shape[:2], -1, sizes.head).transpose(1, 2)
-                for p in (self.q, self.k, self.v)
-            )
-            q, k = turn(q, cos, sin), turn(k, cos, sin)
-            o = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.o(o.transpose(1, 2).reshape(x.shape))
-            n = self.mlp_norm(x)
-            return x + self.down(functional.silu(self.gate(n)) * self.up(n))
+    def forward(self, x: Any, cos: Any, sin: Any) -> Any:
+        """The layer's output."""
+        return self.mlp(x + self.attention(*self.attention_input(x, cos, sin)))
 
-    def turn(y: Any, cos: Any, sin: Any) -> Any:
-        a, b = y.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    def attention_input(self, x: Any, cos: Any, sin: Any) -> tuple[Any, ...]:
+        """The norm, the projections to query, key and value, and rotary embeddings."""
+        n = self.norm(x)
+        q, k, v = (
+            project(n).view(*x.shape[:2], -1, self.head).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
+        return turn(q, cos, sin), turn(k, cos, sin), v
 
+    def attention(self, q: Any, k: Any, v: Any) -> Any:
+        """Attention and the output projection."""
+        o = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.o(o.reshape(*o.shape[:2], -1))
+
+    def mlp(self, x: Any) -> Any:
+        """From the second norm to the residual sum."""
+        n = self.mlp_norm(x)
+        return x + self.down(functional.silu(self.gate(n)) * self.up(n))
+
+
+def turn(y: Any, cos: Any, sin: Any) -> Any:
+    """Rotary embeddings."""
+    a, b = y.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def make_layers(sizes: Sizes, depth: int, recipe: str | None) -> nn.ModuleList:
+    """Random layers in BF16, their products in FP8 by a recipe of torchao or not."""
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    others = torch.cuda.memory_allocated() if device == "cuda" else 0
-    with torch.device(device):
-        layers = nn.ModuleList([Layer().bfloat16() for _ in range(depth)])
-        frequencies = 1e4 ** -(torch.arange(0, sizes.head, 2) / sizes.head)
-        angles = torch.arange(sizes.sequence)[:, None] * frequencies
-        cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
-        shape = sizes.batch, sizes.sequence, sizes.width
-        x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn_like(x)
+    with torch.device(DEVICE):
+        layers = nn.ModuleList([Layer(sizes).bfloat16() for _ in range(depth)])
     if recipe:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = Float8LinearConfig.from_recipe_name(recipe)
         convert_to_float8_training(layers, config=config)
+    return layers
+
+
+def make_angles(sizes: Sizes) -> tuple[Any, Any]:
+    """Cosines and sines of rotary embeddings."""
+    frequencies = 1e4 ** -(torch.arange(0, sizes.head, 2, device=DEVICE) / sizes.head)
+    angles = torch.arange(sizes.sequence, device=DEVICE)[:, None] * frequencies
+    return angles.cos().bfloat16(), angles.sin().bfloat16()
+
+
+def make_input(sizes: Sizes) -> Any:
+    """A random residual stream."""
+    shape = sizes.batch, sizes.sequence, sizes.width
+    return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
+
+
+def _prepare(sizes: Sizes, depth: int, compiled: bool, recipe: str | None) -> Stack:
+    """A stack, and what its step takes beside what is on the device already."""
+    others = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+    layers = make_layers(sizes, depth, recipe)
+    cos, sin = make_angles(sizes)
+    x = make_input(sizes)
+    dy = torch.randn_like(x)
     if compiled:
         for i in range(depth):
             layers[i] = torch.compile(layers[i])
@@ -87,12 +121,12 @@ def _prepare(sizes: Sizes, depth: int, compiled: bool, recipe: str | None) -> St
             run()
 
     def wait() -> None:
-        if device == "cuda":
+        if DEVICE == "cuda":
             torch.cuda.synchronize()
 
     step()  # compiles
     peak = 0.0
-    if device == "cuda":
+    if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
         step()
         wait()
