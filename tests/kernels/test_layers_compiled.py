@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("jax_triton")
-from hopper import can_compile_for_hopper, compile_for, hopper_mesh, kernel_calls
+from hopper import OPTIONS, can_compile_for_hopper, compile_for, hopper_mesh, kernel_calls, there
 
 import coat_jax as coat
 from coat_jax import ops
@@ -23,19 +23,13 @@ pytestmark = [
 B, S, D, F, HEAD = 4, 2048, 2048, 5632, 128
 WHOLE = P()
 ALONE = (WHOLE, WHOLE, WHOLE)
-# Without a GPU XLA does not time its choices, and would take its own Triton GEMMs. It also merges
-# small products that share an operand; those of larger models it leaves apart.
-OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "triton"])
 
 
 @pytest.fixture(autouse=True)
-def cudnn(monkeypatch):
-    """Lets JAX emit cuDNN's attention for a GPU that is not there."""
-    from jax._src.cudnn import fused_attention_stablehlo as attention
-
-    monkeypatch.setattr(attention, "check_cudnn_version", lambda: 91000)
-    monkeypatch.setattr(attention, "check_compute_capability", lambda *_: True)
+def hopper():
+    with there():
+        yield
 
 
 def layer(x, w, precision, implementation):

@@ -13,9 +13,8 @@ import jax
 import pytest
 
 pytest.importorskip("jax_triton")
-from hopper import can_compile_for_hopper, compile_for, hopper_mesh
+from hopper import OPTIONS, can_compile_for_hopper, compile_for, hopper_mesh, there
 
-from coat_jax.kernels import dispatch
 from coat_jax.training import accounting
 from coat_jax.training.batches import abstract_batch
 from coat_jax.training.mesh import NAMES, batch_parts, everywhere
@@ -30,20 +29,13 @@ pytestmark = [
 ]
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
-# See tests/kernels/test_layers_compiled.py.
-OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 GB = 10**9
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch):
-    """Lets JAX choose what it would choose on a GPU that is not there."""
-    from jax._src.cudnn import fused_attention_stablehlo as attention
-
-    monkeypatch.setattr(attention, "check_cudnn_version", lambda: 91000)
-    monkeypatch.setattr(attention, "check_compute_capability", lambda *_: True)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(dispatch, "gpu_capability", lambda: dispatch.HOPPER)
+def hopper():
+    with there():
+        yield
 
 
 class NoDevice:

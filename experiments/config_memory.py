@@ -1,0 +1,103 @@
+"""What each shipped config takes of a GPU's memory, in COAT and in BF16.
+
+    python -m experiments.config_memory      anywhere with XLA's CUDA plugin: nothing is computed
+
+The trainer's step is compiled for H100s that need not be there, with the config's own batch: a
+microbatch of it, its gradients accumulated where it is cut into several. The peak is XLA's account
+of the program, as `coat train` prints it before the first step. Layers run in a loop: unrolled, as
+some configs have them, they take as much or less.
+"""
+
+import argparse
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from experiments import records
+from experiments.hopper import OPTIONS, compile_for, hopper_mesh, there
+
+RESULTS = Path(__file__).parent / "results"
+CONFIGS = Path(__file__).parent.parent / "configs"
+GPUS = {
+    "llama_124m": 1,
+    "llama_350m": 1,
+    "olmo_1b": 1,
+    "llama2_7b": 4,
+    "llama2_13b": 4,
+    "llama_30b": 4,
+}
+VARIANTS = {"COAT": "config", "BF16": "bf16"}
+
+
+class NoDevice:
+    """Has no memory to ask about."""
+
+    def memory_stats(self) -> None:
+        """Nothing is known of it."""
+
+
+def measure(name: str, function: str, gpus: int) -> dict[str, Any]:
+    """Bytes on each GPU."""
+    from coat_jax.training import accounting
+    from coat_jax.training.batches import abstract_batch
+    from coat_jax.training.mesh import NAMES, batch_parts, everywhere
+    from coat_jax.training.optimizer import make_optimizer
+    from coat_jax.training.overrides import load_config
+    from coat_jax.training.state import abstract_state
+    from coat_jax.training.step import train_step
+
+    config = load_config(f"{CONFIGS / name}.py:{function}")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, scan=True))
+    with there():
+        mesh = hopper_mesh((1, gpus, 1), NAMES)
+        optimizer = make_optimizer(config)
+        graph, state = abstract_state(config, optimizer, mesh)
+        program = compile_for(
+            mesh,
+            partial(train_step, config, graph, optimizer),
+            state,
+            abstract_batch(config, mesh, packed=False),
+            donate_argnums=0,
+            out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, state), everywhere(mesh)),
+            compiler_options=OPTIONS,
+        )
+        memory = accounting.account(
+            config, state, program, batch_parts=batch_parts(mesh), device=NoDevice()
+        )
+    rows = config.batch // config.accumulation // gpus
+    return {"gpus": gpus, "rows": rows, "sequence": config.sequence, **memory._asdict()}
+
+
+def main() -> None:
+    """Compiles each, prints the table and writes the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("configs", nargs="*", default=list(GPUS), help="names in configs/")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
+    options = parser.parse_args()
+    figures: dict[str, dict[str, Any]] = {}
+    for name in options.configs:
+        figures[name] = {}
+        for variant, function in VARIANTS.items():
+            figures[name][variant] = one = measure(name, function, GPUS[name])
+            print(f"{name:12} {variant}  {one['peak'] / 1e9:6.1f} GB", flush=True)
+    records.write(options.out / "config_memory.json", figures)
+    table = Table(title="Peak of each GPU, in GB")
+    for column in ("config", "GPUs", "rows of each", *VARIANTS):
+        table.add_column(column, justify="left" if column == "config" else "right")
+    for name, variants in figures.items():
+        first = next(iter(variants.values()))
+        rows = f"{first['rows']} x {first['sequence']}"
+        peaks = (f"{one['peak'] / 1e9:.1f}" for one in variants.values())
+        table.add_row(name, str(first["gpus"]), rows, *peaks)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Compiles programs for H100s on a machine that has none: XLA's CUDA plugin is enough.
+
+with there():
+    program = compile_for(hopper_mesh((4,), ("x",)), function, *arguments)
+"""
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+# XLA's CUDA plugin looks for CUDA's libraries, which compiling does not need.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax
+from jax.experimental import topologies
+
+from coat_jax.kernels import dispatch
+
+# Without a GPU XLA does not time its choices, and would take its own Triton GEMMs. It also merges
+# small products that share an operand; those of larger models it leaves apart.
+OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+
+
+def hopper_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:
+    """A mesh of 4 H100s, or of 1, that do not exist."""
+    description = (Path(__file__).parent / "h100.txtpb").read_text()
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=description, topology=f"1x1x{math.prod(shape)}"
+    )
+    return topologies.make_mesh(topo=topology, mesh_shape=shape, axis_names=names)
+
+
+def compile_for(mesh: jax.sharding.Mesh, function: Callable, *args: Any, **jit: Any) -> Any:
+    """The program of `function` for `mesh`; args are ShapeDtypeStructs with shardings."""
+    with jax.set_mesh(mesh):
+        return jax.jit(function, **jit).lower(*args).compile()
+
+
+@contextlib.contextmanager
+def there() -> Iterator[None]:
+    """Inside, JAX and coat_jax choose what they would choose on these GPUs."""
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    with (
+        mock.patch.object(attention, "check_cudnn_version", return_value=91000),
+        mock.patch.object(attention, "check_compute_capability", return_value=True),
+        mock.patch.object(jax, "default_backend", return_value="gpu"),
+        mock.patch.object(dispatch, "gpu_capability", return_value=dispatch.HOPPER),
+    ):
+        yield
