@@ -206,9 +206,8 @@ def draw(folder: Path) -> None:
 
 def _name(case: str) -> str:
     """A case's name, a word to a line."""
-    return (
-        f"coat_jax\n{case}" if case in PRESETS else case.replace(", ", "\n").replace(" ", "\n", 1)
-    )
+    name = f"coat_jax {case}" if case in PRESETS else case.replace(",", "")
+    return name.replace(" ", "\n")
 
 
 if __name__ == "__main__":
