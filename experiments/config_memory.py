@@ -10,16 +10,15 @@ some configs have them, they take as much or less.
 
 import argparse
 import dataclasses
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.table import Table
 
+from coat_jax.training.overrides import load_config
 from experiments import records
-from experiments.hopper import OPTIONS, compile_for, hopper_mesh, there
+from experiments.hopper import compile_step, there
 
 RESULTS = Path(__file__).parent / "results"
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -34,41 +33,12 @@ GPUS = {
 VARIANTS = {"COAT": "config", "BF16": "bf16"}
 
 
-class NoDevice:
-    """Has no memory to ask about."""
-
-    def memory_stats(self) -> None:
-        """Nothing is known of it."""
-
-
 def measure(name: str, function: str, gpus: int) -> dict[str, Any]:
     """Bytes on each GPU."""
-    from coat_jax.training import accounting
-    from coat_jax.training.batches import abstract_batch
-    from coat_jax.training.mesh import NAMES, batch_parts, everywhere
-    from coat_jax.training.optimizer import make_optimizer
-    from coat_jax.training.overrides import load_config
-    from coat_jax.training.state import abstract_state
-    from coat_jax.training.step import train_step
-
     config = load_config(f"{CONFIGS / name}.py:{function}")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, scan=True))
     with there():
-        mesh = hopper_mesh((1, gpus, 1), NAMES)
-        optimizer = make_optimizer(config)
-        graph, state = abstract_state(config, optimizer, mesh)
-        program = compile_for(
-            mesh,
-            partial(train_step, config, graph, optimizer),
-            state,
-            abstract_batch(config, mesh, packed=False),
-            donate_argnums=0,
-            out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, state), everywhere(mesh)),
-            compiler_options=OPTIONS,
-        )
-        memory = accounting.account(
-            config, state, program, batch_parts=batch_parts(mesh), device=NoDevice()
-        )
+        _, memory, _ = compile_step(config, (1, gpus, 1))
     rows = config.batch // config.accumulation // gpus
     return {"gpus": gpus, "rows": rows, "sequence": config.sequence, **memory._asdict()}
 

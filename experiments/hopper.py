@@ -8,6 +8,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +20,13 @@ import jax
 from jax.experimental import topologies
 
 from coat_jax.kernels import dispatch
+from coat_jax.training import accounting
+from coat_jax.training.batches import abstract_batch
+from coat_jax.training.config import TrainConfig
+from coat_jax.training.mesh import NAMES, batch_parts, everywhere
+from coat_jax.training.optimizer import make_optimizer
+from coat_jax.training.state import State, abstract_state
+from coat_jax.training.step import train_step
 
 # Without a GPU XLA does not time its choices, and would take its own Triton GEMMs. It also merges
 # small products that share an operand; those of larger models it leaves apart.
@@ -38,6 +46,35 @@ def compile_for(mesh: jax.sharding.Mesh, function: Callable, *args: Any, **jit: 
     """The program of `function` for `mesh`; args are ShapeDtypeStructs with shardings."""
     with jax.set_mesh(mesh):
         return jax.jit(function, **jit).lower(*args).compile()
+
+
+def compile_step(
+    config: TrainConfig, sizes: tuple[int, int, int]
+) -> tuple[Any, accounting.Memory, State]:
+    """The trainer's step on a mesh of `sizes`, what it takes of each GPU, the state's shapes."""
+    mesh = hopper_mesh(sizes, NAMES)
+    optimizer = make_optimizer(config)
+    graph, state = abstract_state(config, optimizer, mesh)
+    program = compile_for(
+        mesh,
+        partial(train_step, config, graph, optimizer),
+        state,
+        abstract_batch(config, mesh, packed=False),
+        donate_argnums=0,
+        out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, state), everywhere(mesh)),
+        compiler_options=OPTIONS,
+    )
+    memory = accounting.account(
+        config, state, program, batch_parts=batch_parts(mesh), device=_NoDevice()
+    )
+    return program, memory, state
+
+
+class _NoDevice:
+    """Has no memory to ask about."""
+
+    def memory_stats(self) -> None:
+        return None
 
 
 @contextlib.contextmanager

@@ -3,13 +3,14 @@
 import re
 from typing import Any
 
-from experiments.hopper import OPTIONS, compile_for, hopper_mesh, there
+from experiments.hopper import OPTIONS, compile_for, compile_step, hopper_mesh, there
 
 __all__ = [
     "OPTIONS",
     "can_compile_for_hopper",
     "collectives",
     "compile_for",
+    "compile_step",
     "copies",
     "hopper_mesh",
     "kernel_calls",

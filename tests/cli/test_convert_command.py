@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from small_model import SMALL
 
 from coat_jax import models
 from coat_jax.cli import main
@@ -28,15 +29,11 @@ from coat_jax.training import conversion, weights
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.state import State
 
-LLAMA = models.Config(
-    vocab=256,
+LLAMA = dataclasses.replace(
+    SMALL,
     width=48,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
     ffn=80,
-    context=64,
+    precision="coat",
     rotary=Rotary(5e5, Llama3Scaling(original_context=32)),
 )
 FAMILIES = {

@@ -6,23 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from small_model import QUICK, SMALL
 
-from coat_jax import models
 from coat_jax.generation.cache import decode, prefill
 from coat_jax.ops import Llama3Scaling, Rotary
 
-LLAMA = models.Config(
-    vocab=256,
-    width=64,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    ffn=128,
-    context=64,
-    rotary=Rotary(5e5, Llama3Scaling(original_context=32)),
-    dtype=jnp.float32,
-    precision="bf16",
+LLAMA = dataclasses.replace(
+    SMALL, rotary=Rotary(5e5, Llama3Scaling(original_context=32)), dtype=jnp.float32
 )
 FAMILIES = {
     "llama": {},
@@ -32,27 +22,11 @@ FAMILIES = {
     "olmo": {"norm": "layer"},
     "olmo2": {"norms": "after", "qk_norm": "all"},
 }
-# Programs that run once need not be fast, and are compiled in a half or a quarter of the time.
-QUICK = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):  # later ones have no such option
-    QUICK["xla_cpu_use_fusion_emitters"] = False
 LENGTHS, NEW = (19, 12, 5), 5  # lengths of the texts' beginnings; tokens that are decoded
 
 
 def variant(family="llama", **changes):
     return dataclasses.replace(LLAMA, **FAMILIES[family], **changes)
-
-
-def filled(config, mesh=None):
-    """A model with random parameters, scales and biases too, without compiling anything."""
-    rng = np.random.default_rng(0)
-    graph, state = models.abstract(config, mesh=mesh)
-
-    def draw(leaf):
-        values = rng.standard_normal(leaf.shape) / np.sqrt(leaf.shape[-2:][0])
-        return jax.device_put(jnp.asarray(values, leaf.dtype), leaf.sharding)
-
-    return nnx.merge(graph, jax.tree.map(draw, state))
 
 
 def texts():

@@ -8,11 +8,11 @@ from generation_cases import (
     FAMILIES,
     LENGTHS,
     NEW,
-    filled,
     logits_at_once,
     logits_one_by_one,
     variant,
 )
+from small_model import filled
 
 from coat_jax import nn, ops
 from coat_jax.generation.cache import prefill
@@ -108,7 +108,7 @@ def test_on_a_mesh_the_logits_are_the_same(sizes):
         axis_types=(jax.sharding.AxisType.Auto,) * 3,
     )
     with jax.set_mesh(mesh):
-        got, cache = logits_one_by_one(filled(config, mesh))
+        got, cache = logits_one_by_one(filled(config, mesh=mesh))
     assert relative(got, wanted).max() < 1e-5
     part = cache.past.keys.addressable_shards[0].data.size / cache.past.keys.size
     assert part == (1 / 6 if sizes[2] == 2 else 1)

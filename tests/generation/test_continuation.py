@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from generation_cases import QUICK, filled, variant
+from generation_cases import variant
+from small_model import QUICK, filled
 
 from coat_jax import nn
 from coat_jax.generation import continuation
@@ -105,7 +106,7 @@ def test_on_a_mesh_the_texts_are_the_same():
         (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
     )
     with jax.set_mesh(mesh):
-        got = generate(filled(variant(**axes), mesh), PROMPTS, max_tokens=20, sampling=GREEDY)
+        got = generate(filled(variant(**axes), mesh=mesh), PROMPTS, max_tokens=20, sampling=GREEDY)
     assert got == wanted
 
 

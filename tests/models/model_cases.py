@@ -13,26 +13,13 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AxisType
+from small_model import QUICK, filled
+from small_model import SMALL as PLAIN
 
 from coat_jax import models, nn
 
-SMALL = models.Config(
-    vocab=256,
-    width=64,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    ffn=128,
-    context=64,
-    qk_norm="head",
-    precision="bf16",
-)
+SMALL = dataclasses.replace(PLAIN, qk_norm="head")
 AXES = {"axes": nn.MeshAxes("fsdp", "tensor"), "batch_axes": ("data", "fsdp")}
-# Programs that run once need not be fast, and are compiled in a half or a quarter of the time.
-QUICK = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):  # later ones have no such option
-    QUICK["xla_cpu_use_fusion_emitters"] = False
 STEPS, BATCH, LENGTH = 100, 8, 48
 
 
@@ -42,18 +29,6 @@ def automatic_mesh(*sizes, names=("data", "fsdp", "tensor")):
 
 def variant(**changes):
     return dataclasses.replace(SMALL, **changes)
-
-
-def filled(config, seed=0):
-    """A model with random parameters, scales and biases too, without compiling anything."""
-    rng = np.random.default_rng(seed)
-    graph, state = models.abstract(config)
-
-    def draw(leaf):
-        values = rng.standard_normal(leaf.shape) / np.sqrt(leaf.shape[-2:][0])
-        return jnp.asarray(values, leaf.dtype)
-
-    return nnx.merge(graph, jax.tree.map(draw, state))
 
 
 def batches(number):

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from model_cases import AXES, automatic_mesh, filled, variant
+from model_cases import AXES, automatic_mesh, variant
 from safetensors.numpy import load_file, save_file
+from small_model import filled
 
 from coat_jax import models
 from coat_jax.models import hf

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from model_cases import QUICK
+from small_model import QUICK
 
 from coat_jax.models import hf
 from coat_jax.models.hf_files import Tensors

@@ -12,18 +12,17 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from model_cases import (
     AXES,
-    QUICK,
     SMALL,
     answer,
     automatic_mesh,
     batches,
     by_name,
     cosine,
-    filled,
     loss_of,
     trained,
     variant,
 )
+from small_model import QUICK, filled
 
 from coat_jax import models
 

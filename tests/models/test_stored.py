@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from model_cases import filled, variant
+from model_cases import variant
+from small_model import filled
 
 from coat_jax.models import stored
 from coat_jax.models.stored import Stored

@@ -6,22 +6,15 @@ Layers run in a loop, which compiles in seconds whatever their number; the last 
 import dataclasses
 import math
 import re
-from functools import partial
 from pathlib import Path
 
 import jax
 import pytest
 
 pytest.importorskip("jax_triton")
-from hopper import OPTIONS, can_compile_for_hopper, compile_for, hopper_mesh, there
+from hopper import can_compile_for_hopper, compile_step, there
 
-from coat_jax.training import accounting
-from coat_jax.training.batches import abstract_batch
-from coat_jax.training.mesh import NAMES, batch_parts, everywhere
-from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.overrides import load_config
-from coat_jax.training.state import abstract_state
-from coat_jax.training.step import train_step
 
 pytestmark = [
     pytest.mark.compiled,
@@ -38,13 +31,6 @@ def hopper():
         yield
 
 
-class NoDevice:
-    """Has no memory to ask about."""
-
-    def memory_stats(self):
-        return None
-
-
 def compiled(source, sizes, *, batch, sequence, accumulation=1, **model):
     """The program of a config's step on GPUs, and what it takes of the memory of each."""
     config = load_config(str(CONFIGS / source))
@@ -55,22 +41,7 @@ def compiled(source, sizes, *, batch, sequence, accumulation=1, **model):
         sequence=sequence,
         accumulation=accumulation,
     )
-    mesh = hopper_mesh(sizes, NAMES)
-    optimizer = make_optimizer(config)
-    graph, state = abstract_state(config, optimizer, mesh)
-    program = compile_for(
-        mesh,
-        partial(train_step, config, graph, optimizer),
-        state,
-        abstract_batch(config, mesh, packed=False),
-        donate_argnums=0,
-        out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, state), everywhere(mesh)),
-        compiler_options=OPTIONS,
-    )
-    memory = accounting.account(
-        config, state, program, batch_parts=batch_parts(mesh), device=NoDevice()
-    )
-    return program, memory, state
+    return compile_step(config, sizes)
 
 
 def moved(program, collective):

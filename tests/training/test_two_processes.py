@@ -13,7 +13,7 @@ def config():
     return small(model={"layers": 1}, steps=30, cache=CACHE)
 """
 QUICK = "--xla_backend_optimization_level=0"  # compiles in a fraction of the time
-PATHS = f"{ROOT}:{ROOT / 'tests' / 'training'}"
+PATHS = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'training'}"
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def losses(folder):
     return [(record["step"], record["loss"]) for record in records]
 
 
-def wait_for(path, seconds=120):
+def wait_for(path, seconds=600):
     end = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < end, f"{path} did not appear"

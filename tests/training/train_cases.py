@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from small_model import QUICK
+from small_model import SMALL as MODEL
 
-from coat_jax import models
 from coat_jax.training.batches import abstract_batch, place
 from coat_jax.training.config import (
     CheckpointConfig,
@@ -24,17 +25,6 @@ from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.state import State, abstract_state
 from coat_jax.training.step import train_step
 
-MODEL = models.Config(
-    vocab=256,
-    width=64,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    ffn=128,
-    context=64,
-    precision="bf16",
-)
 SMALL = TrainConfig(
     model=MODEL,
     optimizer=OptimizerConfig(peak=3e-3, warmup=0.1),
@@ -47,10 +37,6 @@ SMALL = TrainConfig(
     cache=None,
 )
 ONE = (1, 1, 1)
-# Programs that run a few times need not be fast, and are compiled in a fraction of the time.
-QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
-if jax.__version_info__ < (0, 11):  # later ones have no such option
-    QUICK["xla_cpu_use_fusion_emitters"] = False
 
 
 def small(model: dict[str, Any] | None = None, optimizer: dict[str, Any] | None = None, **changes):

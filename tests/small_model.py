@@ -1,0 +1,39 @@
+"""A model so small that its programs compile in seconds, for tests of models and what uses them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from coat_jax import models
+
+SMALL = models.Config(
+    vocab=256,
+    width=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    ffn=128,
+    context=64,
+    precision="bf16",
+)
+# Programs that run a few times need not be fast, and are compiled in a quarter of the time.
+QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):  # later ones have no such option
+    QUICK["xla_cpu_use_fusion_emitters"] = False
+
+
+def filled(config, seed=0, mesh=None):
+    """A model with random parameters, scales and biases too, without compiling anything."""
+    rng = np.random.default_rng(seed)
+    graph, state = models.abstract(config, mesh=mesh)
+
+    def draw(leaf):
+        values = rng.standard_normal(leaf.shape) / np.sqrt(leaf.shape[-2:][0])
+        values = jnp.asarray(values, leaf.dtype)
+        return values if mesh is None else jax.device_put(values, leaf.sharding)
+
+    return nnx.merge(graph, jax.tree.map(draw, state))
