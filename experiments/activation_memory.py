@@ -62,9 +62,9 @@ def measure() -> tuple[Units, Units]:
     allocated: Units = {}
     for name, precision in PRESETS.items():
         functions = {
-            "attention_input": (partial(_attention_input, precision), [x]),
-            "attention": (partial(_attention, precision), heads),
-            "mlp": (partial(_mlp, precision), [x]),
+            "attention_input": (partial(attention_input, SIZES, precision), [x]),
+            "attention": (partial(attention, precision), heads),
+            "mlp": (partial(mlp, precision), [x]),
             "forward": (partial(layer, SIZES, precision), [x]),
         }
         counted[name], allocated[name] = {}, {}
@@ -76,18 +76,6 @@ def measure() -> tuple[Units, Units]:
     return counted, {name: units for name, units in allocated.items() if units}
 
 
-def _attention_input(precision: Any, w: Any, x: jax.Array) -> Any:
-    return attention_input(SIZES, precision, w, x)
-
-
-def _attention(precision: Any, w: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-    return attention(precision, w, q, k, v)
-
-
-def _mlp(precision: Any, w: Any, x: jax.Array) -> Any:
-    return mlp(precision, w, x)
-
-
 def units_kept(function: Callable[..., Any], weights: dict[str, Any], arrays: list[Any]) -> float:
     """What the gradient of `function` needs besides weights, in U."""
     _, kept = jax.eval_shape(partial(_run, function), weights, *arrays)
@@ -95,14 +83,14 @@ def units_kept(function: Callable[..., Any], weights: dict[str, Any], arrays: li
 
 
 def units_allocated(
-    function: Callable[..., Any],
-    weights: dict[str, Any],
-    arrays: list[Any],
-    bytes_in_use: Callable[[], int] | None = None,
+    function: Callable[..., Any], weights: dict[str, Any], arrays: list[Any]
 ) -> float:
     """What the allocator holds for the gradient of `function` once it has run, in U."""
     device = jax.local_devices()[0]
-    in_use = bytes_in_use or (lambda: (device.memory_stats() or {})["bytes_in_use"])
+
+    def in_use() -> int:
+        return int((device.memory_stats() or {})["bytes_in_use"])
+
     zeros = partial(jax.tree.map, lambda a: jax.device_put(jnp.zeros(a.shape, a.dtype), device))
     w = zeros(weights)
     before = in_use()

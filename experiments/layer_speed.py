@@ -66,29 +66,42 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, every: list[Sizes], path: Path) -> None:
-    """Every size by every framework; the results are written after each of these."""
+    """Every size by every framework; the results are written after each case."""
     from experiments import records
 
-    cases = _measured_before(path) if options.table else []
-    done = {(case["framework"], *(case[field] for field in Sizes._fields)) for case in cases}
+    cases, complete = _measured_before(path) if options.table else ([], [])
     for sizes in every:
         for framework in options.only or FRAMEWORKS:
-            if (framework, *sizes) in done:
+            if [framework, *sizes] in complete:
                 continue
-            print("width {}, {} x {}, {}:".format(*sizes[:1], *sizes[2:0:-1], framework))
+            print(
+                f"width {sizes.width}, {sizes.batch} x {sizes.sequence}, {framework}:", flush=True
+            )
             for case in _run_worker(framework, sizes, options.depths):
                 cases.append({"framework": framework, **case})
-            records.write(path, {"cases": cases})
+                records.write(path, {"cases": cases, "complete": complete})
+            complete.append([framework, *sizes])
+            records.write(path, {"cases": cases, "complete": complete})
 
 
-def _measured_before(path: Path) -> list[Case]:
-    """What a run that was stopped had measured of the same code on the same machine, today."""
+def _measured_before(path: Path) -> tuple[list[Case], list[list[Any]]]:
+    """What a run that was stopped had measured of the same code on the same machine, today.
+
+    A framework that it had not finished at some size is measured again, so that all its cases
+    met the same GPU.
+    """
     from experiments import records
 
-    if not path.exists():
-        return []
-    before = json.loads(path.read_text())
-    return before["figures"]["cases"] if before["parents"] == records.parents() else []
+    before = json.loads(path.read_text()) if path.exists() else {}
+    if before.get("parents") != records.parents():
+        return [], []
+    complete = before["figures"]["complete"]
+    cases = [
+        case
+        for case in before["figures"]["cases"]
+        if [case["framework"], *(case[field] for field in Sizes._fields)] in complete
+    ]
+    return cases, complete
 
 
 def _run_worker(framework: str, sizes: Sizes, depths: list[int]) -> Iterator[Case]:

@@ -53,9 +53,8 @@ Measured = dict[int, dict[str, float]]  # by depth
 
 def measure(stacks: dict[int, Stack]) -> Measured:
     """Milliseconds of a step and of its forward pass alone, of each stack, and its peak."""
-    waits = {depth: stack.wait for depth, stack in stacks.items()}
-    steps = medians_ms({depth: stack.step for depth, stack in stacks.items()}, waits)
-    forwards = medians_ms({depth: stack.forward for depth, stack in stacks.items()}, waits)
+    steps = medians_ms({depth: (stack.step, stack.wait) for depth, stack in stacks.items()})
+    forwards = medians_ms({depth: (stack.forward, stack.wait) for depth, stack in stacks.items()})
     return {
         depth: {"ms": steps[depth], "forward_ms": forwards[depth], "peak": stack.peak}
         for depth, stack in stacks.items()
@@ -63,21 +62,21 @@ def measure(stacks: dict[int, Stack]) -> Measured:
 
 
 def medians_ms(
-    runs: Mapping[int, Callable[[], None]], waits: Mapping[int, Callable[[], None]]
+    runs: Mapping[int, tuple[Callable[[], None], Callable[[], None]]],
 ) -> dict[int, float]:
     """Milliseconds of one call of each: medians over batches, the device drained around each.
 
-    They take turns. A GPU at its power limit changes its clocks by the second; what is compared
-    must meet the same clocks.
+    Each is what to run, and how to wait for it. They take turns: a GPU at its power limit changes
+    its clocks by the second, and what is compared must meet the same clocks.
     """
     times: dict[int, list[float]] = {key: [] for key in runs}
     for batch in range(-WARMUP, BATCHES):
-        for key, run in runs.items():
-            waits[key]()
+        for key, (run, wait) in runs.items():
+            wait()
             start = time.perf_counter()
             for _ in range(STEPS):
                 run()
-            waits[key]()
+            wait()
             if batch >= 0:
                 times[key].append((time.perf_counter() - start) / STEPS * 1e3)
     return {key: statistics.median(values) for key, values in times.items()}
@@ -85,4 +84,4 @@ def medians_ms(
 
 def median_ms(run: Callable[[], None], wait: Callable[[], None]) -> float:
     """Milliseconds of one call."""
-    return medians_ms({0: run}, {0: wait})[0]
+    return medians_ms({0: (run, wait)})[0]

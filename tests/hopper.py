@@ -3,19 +3,7 @@
 import re
 from typing import Any
 
-from experiments.hopper import OPTIONS, compile_for, compile_step, hopper_mesh, there
-
-__all__ = [
-    "OPTIONS",
-    "can_compile_for_hopper",
-    "collectives",
-    "compile_for",
-    "compile_step",
-    "copies",
-    "hopper_mesh",
-    "kernel_calls",
-    "there",
-]
+from experiments.hopper import hopper_mesh
 
 COLLECTIVE = re.compile(
     r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("

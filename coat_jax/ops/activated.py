@@ -28,7 +28,7 @@ from coat_jax.kernels.activation_fused import (
 )
 from coat_jax.kernels.gemm import Operand
 from coat_jax.ops.keep import Kept, keep, restore
-from coat_jax.ops.projection import Mode, gradient_operand
+from coat_jax.ops.projection import Mode, gradient_operand, operand_again
 
 
 class Activated(NamedTuple):
@@ -83,11 +83,10 @@ def activated_backward(
         return Operand(None, again, scale), gradients
     a = activate(_values(hidden, mode), act)
     values = gradient_values(result, da, act, mode)
-    if scale is None or mode.format is None:
-        gradients = [Operand(d.astype(da.dtype), None, None) for d in values]
-        return Operand(a.astype(da.dtype), None, None), gradients
+    if mode.format is None:
+        values = tuple(d.astype(da.dtype) for d in values)
     gradients = [gradient_operand(d, mode) for d in values]
-    return gemm.scaled(a, scale, mode.format, "transposed", mode.implementation), gradients
+    return operand_again(a, scale, da.dtype, mode, "transposed"), gradients
 
 
 def _magnitudes(

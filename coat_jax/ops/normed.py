@@ -18,7 +18,7 @@ from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm, Stats, bound, normalize, normalize_backward, statistics
 from coat_jax.kernels.norm_fused import norm_backward, norm_cast, norm_forward
 from coat_jax.ops.keep import Kept, keep, restore
-from coat_jax.ops.projection import Mode
+from coat_jax.ops.projection import Mode, operand_again
 
 
 class Normed(NamedTuple):
@@ -58,12 +58,15 @@ def normed_operand(result: Normed, norm: Norm | None, mode: Mode, dtype: DTypeLi
     """norm(x) again, from what was kept, for the gradient of the weights after it."""
     kept, stats, scale = result
     size = mode.fused_block
-    if scale is None or mode.format is None:
-        return Operand(_values(result, norm, mode).astype(dtype), None, None)
-    if size is not None and norm is not None and stats is not None and isinstance(kept, Blocks):
+    if (
+        isinstance(kept, Blocks)
+        and norm is not None
+        and stats is not None
+        and scale is not None
+        and size is not None
+    ):
         return Operand(None, norm_cast(kept, stats, norm, scale, size), scale)
-    values = _values(result, norm, mode)
-    return gemm.scaled(values, scale, mode.format, "transposed", mode.implementation)
+    return operand_again(_values(result, norm, mode), scale, dtype, mode, "transposed")
 
 
 def normed_gradient(

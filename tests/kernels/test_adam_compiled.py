@@ -7,16 +7,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("jax_triton")
-from hopper import (
-    can_compile_for_hopper,
-    collectives,
-    compile_for,
-    copies,
-    hopper_mesh,
-    kernel_calls,
-)
+from hopper import can_compile_for_hopper, collectives, copies, kernel_calls
 
 import coat_jax as coat
+from experiments.hopper import compile_for, hopper_mesh
 
 pytestmark = [
     pytest.mark.compiled,

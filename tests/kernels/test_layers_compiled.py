@@ -9,11 +9,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("jax_triton")
-from hopper import OPTIONS, can_compile_for_hopper, compile_for, hopper_mesh, kernel_calls, there
+from hopper import can_compile_for_hopper, kernel_calls
 
 import coat_jax as coat
 from coat_jax import ops
 from coat_jax.kernels import activation
+from experiments.hopper import OPTIONS, compile_for, hopper_mesh, there
 
 pytestmark = [
     pytest.mark.compiled,

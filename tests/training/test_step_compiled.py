@@ -12,9 +12,10 @@ import jax
 import pytest
 
 pytest.importorskip("jax_triton")
-from hopper import can_compile_for_hopper, compile_step, there
+from hopper import can_compile_for_hopper
 
 from coat_jax.training.overrides import load_config
+from experiments.hopper import compile_step, there
 
 pytestmark = [
     pytest.mark.compiled,
