@@ -8,7 +8,6 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,12 +20,11 @@ from jax.experimental import topologies
 
 from coat_jax.kernels import dispatch
 from coat_jax.training import accounting
-from coat_jax.training.batches import abstract_batch
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.mesh import NAMES, batch_parts, everywhere
+from coat_jax.training.mesh import NAMES, batch_parts
 from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.state import State, abstract_state
-from coat_jax.training.step import train_step
+from coat_jax.training.step import lower_step
 
 # Without a GPU XLA does not time its choices, and would take its own Triton GEMMs. It also merges
 # small products that share an operand; those of larger models it leaves apart.
@@ -55,15 +53,8 @@ def compile_step(
     mesh = hopper_mesh(sizes, NAMES)
     optimizer = make_optimizer(config)
     graph, state = abstract_state(config, optimizer, mesh)
-    program = compile_for(
-        mesh,
-        partial(train_step, config, graph, optimizer),
-        state,
-        abstract_batch(config, mesh, packed=False),
-        donate_argnums=0,
-        out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, state), everywhere(mesh)),
-        compiler_options=OPTIONS,
-    )
+    lowered = lower_step(config, graph, optimizer, state, mesh)
+    program = lowered.compile(compiler_options=OPTIONS)
     memory = accounting.account(
         config, state, program, batch_parts=batch_parts(mesh), device=_NoDevice()
     )

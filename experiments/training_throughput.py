@@ -1,4 +1,4 @@
-"""How fast the trainer trains all parameters of Llama-2-7B on one GPU, and what memory it takes.
+"""How fast the trainer trains all parameters of Llama-2-7B, and what memory of a GPU it takes.
 
 Claim (the paper's table 7): FP8 moments and FP8 activations leave room for larger batches, and
 train faster. Measured is the trainer's own compiled step, gradients clipped, parameters in BF16
@@ -7,12 +7,14 @@ and rounded stochastically, layers unrolled, sequences of 2048 tokens:
     BF16, FP8_LINEAR     optax's AdamW, moments in FP32
     COAT, COAT_LEAN      the fused step, moments in FP8
 
-    python -m experiments.training_throughput                     on a GPU: the cases of the table
+    python -m experiments.training_throughput                     the cases of the table
     python -m experiments.training_throughput COAT:8 BF16:8       some of them, PRECISION:BATCH
     python -m experiments.training_throughput COAT:2 --model tiny --sequence 64     anywhere
 
-Every case runs in a process of its own, which may use 95 % of the GPU. The peak is that of the
-allocator, the whole training state in it; tokens are random. A case that does not fit says so.
+All GPUs that are seen train together, parameters and moments cut along all of them; BATCH is the
+sequences on each. Every case runs in a process of its own, which may use 95 % of each GPU. The peak
+is that of the fullest one's allocator, the whole training state in it; tokens are random. A case
+that does not fit says so.
 """
 
 import argparse
@@ -24,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("cases", nargs="*", default=CASES, help="PRECISION:BATCH")
+    parser.add_argument(
+        "cases", nargs="*", default=CASES, help="PRECISION:BATCH, sequences on each GPU"
+    )
     parser.add_argument("--model", default="llama2_7b", help="a name in coat.models.PRESETS")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
@@ -60,8 +63,17 @@ def main() -> None:
             cases.append(_in_a_process(case, options))
             print(_line(cases[-1]), flush=True)
             figures = {"model": options.model, "sequence": options.sequence, "cases": cases}
-            records.write(options.out / "training_throughput.json", {**figures, "paper": PAPER})
-    draw(options.out)
+            records.write(_path(options), {**figures, "paper": PAPER})
+    draw(_path(options))
+
+
+def _path(options: argparse.Namespace) -> Path:
+    """The results of one GPU, or of that many."""
+    import jax
+
+    gpus = jax.device_count()
+    name = "training_throughput" + (f"_{gpus}_gpus" if gpus > 1 else "")
+    return Path(options.out / f"{name}.json")
 
 
 def _in_a_process(case: str, options: argparse.Namespace) -> Case:
@@ -98,14 +110,17 @@ def measure(model: str, sequence: int, name: str, batch: int) -> Case:
     import jax.numpy as jnp
 
     from coat_jax import models
-    from coat_jax.training import accounting, batches, speed
-    from coat_jax.training.config import OptimizerConfig, TrainConfig
-    from coat_jax.training.mesh import make_mesh
+    from coat_jax.training import accounting, speed
+    from coat_jax.training.batches import abstract_batch
+    from coat_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
+    from coat_jax.training.mesh import batch_parts, make_mesh
     from coat_jax.training.optimizer import make_optimizer
     from coat_jax.training.state import abstract_state, new_state
-    from coat_jax.training.step import train_step
+    from coat_jax.training.step import lower_step
 
     in_fp8 = name.startswith("COAT")
+    mesh = make_mesh(MeshConfig())
+    device = mesh.local_devices[0]
     config = TrainConfig(
         model=dataclasses.replace(
             models.config_of(model), precision=name, param_dtype=jnp.bfloat16, scan=False
@@ -114,24 +129,24 @@ def measure(model: str, sequence: int, name: str, batch: int) -> Case:
             name="fp8_adamw" if in_fp8 else "adamw", peak=1e-5, schedule="constant", warmup=0.0
         ),
         steps=WARMUP + STEPS,
-        batch=batch,
+        batch=batch * batch_parts(mesh),
         sequence=sequence,
     )
-    mesh = make_mesh(config.mesh)
-    device = mesh.local_devices[0]
     with jax.set_mesh(mesh):
         optimizer = make_optimizer(config)
         graph, abstract = abstract_state(config, optimizer, mesh)
-        like = batches.abstract_batch(config, mesh, packed=False)
-        step = jax.jit(partial(train_step, config, graph, optimizer), donate_argnums=0)
         begin = time.perf_counter()
-        program = step.lower(abstract, like).compile()
+        program = lower_step(config, graph, optimizer, abstract, mesh).compile()
         compile_seconds = time.perf_counter() - begin
-        memory = accounting.account(config, abstract, program, batch_parts=1, device=device)
+        memory = accounting.account(
+            config, abstract, program, batch_parts=batch_parts(mesh), device=device
+        )
+        like = abstract_batch(config, mesh, packed=False)
         tokens = jax.random.randint(
             jax.random.key(0), like.tokens.shape, 0, config.model.vocab, jnp.int32
         )
-        data = type(like)(tokens, jnp.roll(tokens, -1, -1), None, None)
+        tokens = jax.device_put(tokens, like.tokens.sharding)
+        data = like._replace(tokens=tokens, labels=jnp.roll(tokens, -1, -1))
         state = new_state(config, optimizer, mesh)
         seconds, losses = [], []
         for _ in range(config.steps):
@@ -143,26 +158,28 @@ def measure(model: str, sequence: int, name: str, batch: int) -> Case:
     rate = config.tokens_per_step / per_step
     peak = speed.peak_of(device.device_kind)
     work = speed.work_per_token(config.model, sequence)
+    stats = [one.memory_stats() or {} for one in mesh.devices.flat]
     return {
         "precision": name,
         "batch": batch,
         "step_seconds": per_step,
         "tokens_per_second": rate,
-        "mfu": None if peak is None else speed.utilization(work, peak, rate, 1),
-        "peak": (device.memory_stats() or {}).get("peak_bytes_in_use", memory.peak),
+        "mfu": None if peak is None else speed.utilization(work, peak, rate, mesh.size),
+        "peak": max(of_one.get("peak_bytes_in_use", memory.peak) for of_one in stats),
         "memory": memory._asdict(),
         "compile_seconds": compile_seconds,
         "losses": losses,
     }
 
 
-def draw(folder: Path) -> None:
+def draw(path: Path) -> None:
     """Draws tokens per second and peak memory of each case."""
     import matplotlib.pyplot as plt
 
     from experiments import records
 
-    figures = json.loads((folder / "training_throughput.json").read_text())["figures"]
+    record = json.loads(path.read_text())
+    figures, gpus = record["figures"], record["parents"]["hardware"]["devices"]
     shown = [case for case in figures["cases"] if "failed" not in case][::-1]
     names = [f"{case['precision']}, batch {case['batch']}" for case in shown]
     colors = [records.ACCENT if "COAT" in name else records.PALE for name in names]
@@ -178,10 +195,11 @@ def draw(folder: Path) -> None:
             axes.bar_label(bars, [form.format(v) for v in values], padding=3, fontsize=8)
             axes.set_title(title)
             axes.margins(x=0.15)
+        where = "one GPU" if gpus == 1 else f"{gpus} GPUs"
         figure.suptitle(
-            f"Training {figures['model']} on one GPU, sequences of {figures['sequence']}"
+            f"Training {figures['model']} on {where}, sequences of {figures['sequence']}"
         )
-        figure.savefig(folder / "training_throughput.png")
+        figure.savefig(path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

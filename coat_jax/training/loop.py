@@ -21,19 +21,19 @@ from jax.sharding import Mesh
 
 from coat_jax.training import accounting, identity
 from coat_jax.training.agreement import on_first
-from coat_jax.training.batches import abstract_batch, open_data, place
+from coat_jax.training.batches import open_data, place
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Loader
 from coat_jax.training.distributed import Stop
 from coat_jax.training.evaluation import Evaluation
-from coat_jax.training.mesh import batch_parts, everywhere, make_mesh, require_fitting
+from coat_jax.training.mesh import batch_parts, make_mesh, require_fitting
 from coat_jax.training.metrics import Metrics
 from coat_jax.training.optimizer import Optimizer, make_optimizer
 from coat_jax.training.progress import Progress
 from coat_jax.training.recorder import Recorder
 from coat_jax.training.state import State, abstract_state, new_state, require_same_model
-from coat_jax.training.step import train_step
+from coat_jax.training.step import lower_step
 from coat_jax.training.weights import CHECKPOINTS, CONFIG
 
 if TYPE_CHECKING:
@@ -166,10 +166,7 @@ def _compile(
 ) -> Any:
     """The step as a program, its memory shown before anything is in it."""
     begin = time.perf_counter()
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract), everywhere(mesh)
-    step = partial(train_step, config, graph, optimizer)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=shardings)
-    program = jitted.lower(abstract, abstract_batch(config, mesh, packed=packed)).compile()
+    program = lower_step(config, graph, optimizer, abstract, mesh, packed=packed).compile()
     seconds = time.perf_counter() - begin
     parts = batch_parts(mesh)
     memory = accounting.account(

@@ -9,16 +9,20 @@ is counted. Parameters and moments are updated in place; a conditional would cop
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
+from coat_jax.training.batches import abstract_batch
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Batch
+from coat_jax.training.mesh import everywhere
 from coat_jax.training.optimizer import Optimizer
 from coat_jax.training.schedule import learning_rate
 from coat_jax.training.state import State
@@ -39,6 +43,32 @@ class HeldOut(NamedTuple):
 
     loss: Float[Array, ""]
     labels: Int32[Array, ""]
+
+
+def lower_step(
+    config: TrainConfig,
+    graph: Any,
+    optimizer: Optimizer,
+    state: State,
+    mesh: Mesh,
+    *,
+    packed: bool = False,
+) -> jax.stages.Lowered:
+    """`train_step` for a mesh, ready to compile: the state is donated, and stays cut as it is.
+
+    Args:
+        config: the run.
+        graph: of the model, from `abstract_state`.
+        optimizer: from `make_optimizer`.
+        state: shapes and shardings, from `abstract_state`.
+        mesh: of the run.
+        packed: whether a row of a batch is several texts.
+    """
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state), everywhere(mesh)
+    step = partial(train_step, config, graph, optimizer)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=shardings)
+    with jax.set_mesh(mesh):
+        return jitted.lower(state, abstract_batch(config, mesh, packed=packed))
 
 
 def train_step(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 from small_model import QUICK
 from small_model import SMALL as MODEL
 
-from coat_jax.training.batches import abstract_batch, place
+from coat_jax.training.batches import place
 from coat_jax.training.config import (
     CheckpointConfig,
     EvaluationConfig,
@@ -23,7 +22,7 @@ from coat_jax.training.data import Batch
 from coat_jax.training.mesh import everywhere, make_mesh, require_fitting
 from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.state import State, abstract_state
-from coat_jax.training.step import train_step
+from coat_jax.training.step import lower_step
 
 SMALL = TrainConfig(
     model=MODEL,
@@ -94,14 +93,9 @@ def stepper(config: TrainConfig, sizes: tuple[int, int, int] = ONE) -> Stepper:
     require_fitting(config, mesh)
     optimizer = make_optimizer(config)
     graph, abstract = abstract_state(config, optimizer, mesh)
+    lowered = lower_step(config, graph, optimizer, abstract, mesh)
+    compiled = lowered.compile(compiler_options=QUICK)
     with jax.set_mesh(mesh):
-        program = jax.jit(
-            partial(train_step, config, graph, optimizer),
-            donate_argnums=0,
-            out_shardings=(jax.tree.map(lambda leaf: leaf.sharding, abstract), everywhere(mesh)),
-        )
-        lowered = program.lower(abstract, abstract_batch(config, mesh, packed=False))
-        compiled = lowered.compile(compiler_options=QUICK)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.moments)
         init = jax.jit(optimizer.init, out_shardings=shardings, compiler_options=QUICK)
     return Stepper(config, mesh, compiled, init, abstract)
