@@ -5,8 +5,8 @@ and keeps less. Measured as the marginal cost of a layer: stacks of 4 and of 8, 
 by count, so that what a stack does once (input, loss) cancels.
 
     python -m experiments.layer_speed                     on a GPU: Llama-2-7B's layer, all peers
-    python -m experiments.layer_speed --table             the paper's four sizes; goes on where it
-                                                          was stopped
+    python -m experiments.layer_speed --table             the paper's four sizes at batches of 4
+                                                          and 8; goes on where it was stopped
     python -m experiments.layer_speed --width 64 --sequence 64 --batch 1 --depths 1 2   anywhere
 
 Every framework runs in a process of its own, one after the other on the same device. One that is
@@ -33,7 +33,9 @@ RESULTS = Path(__file__).parent / "results"
 
 Case = dict[str, Any]
 
-PAPER = [Sizes(width, sequence, 4) for width in (2048, 4096) for sequence in (2048, 4096)]
+PAPER = [
+    Sizes(w, sequence, batch) for batch in (4, 8) for w in (2048, 4096) for sequence in (2048, 4096)
+]
 
 
 def main() -> None:
