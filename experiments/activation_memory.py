@@ -31,6 +31,7 @@ from rich.table import Table
 from experiments import records
 from experiments.stacks import Sizes
 from experiments.stacks_jax import PRESETS, attention, attention_input, layer, mlp
+from experiments.workers import reason
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = Sizes()  # Llama-2-7B, batch 8 x 2048
@@ -122,7 +123,7 @@ def torch_units() -> tuple[Units, Units, str | None]:
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
     counted = {way: units for way, units, _ in lines}
     allocated = {way: units for way, _, units in lines if units}
-    why = (run.stderr.strip().splitlines() or ["no message"])[-1] if run.returncode else None
+    why = reason(run.stderr) if run.returncode else None
     return counted, allocated, why
 
 

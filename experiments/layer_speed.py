@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.stacks import Measured, Sizes
+from experiments.workers import reason
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -136,9 +137,9 @@ def _run_worker(framework: str, sizes: Sizes, depths: list[int]) -> Iterator[Cas
             yield case
         if run.wait():
             errors.seek(0)
-            reason = (errors.read().strip().splitlines() or ["no message"])[-1]
-            print(f"{framework} stopped after {count} cases: {reason}", flush=True)
-            yield {**sizes._asdict(), "layer": framework, "skipped": reason}
+            why = reason(errors.read())
+            print(f"{framework} stopped after {count} cases: {why}", flush=True)
+            yield {**sizes._asdict(), "layer": framework, "skipped": why}
 
 
 def _marginal(name: str, measured: Measured, sizes: Sizes) -> Case:

@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from experiments.workers import reason
+
 RESULTS = Path(__file__).parent / "results"
 BATCHES = 7
 
@@ -122,9 +124,9 @@ def _run_worker(framework: str, model: str, elements: int) -> list[Case]:
     for case in cases:
         print(f"{model:10} {_name(case):60} {case['ms']:9.3f} ms", flush=True)
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        print(f"{model:10} {framework} stopped after {len(cases)} cases: {reason}", flush=True)
-        cases.append({"model": model, "optimizer": framework, "skipped": reason})
+        why = reason(done.stderr)
+        print(f"{model:10} {framework} stopped after {len(cases)} cases: {why}", flush=True)
+        cases.append({"model": model, "optimizer": framework, "skipped": why})
     return cases
 
 

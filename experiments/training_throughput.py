@@ -29,6 +29,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from experiments.workers import reason
+
 RESULTS = Path(__file__).parent / "results"
 CASES = ["BF16:8", "FP8_LINEAR:8", "COAT:8", "COAT_LEAN:8", "COAT:16", "COAT_LEAN:16"]
 PAPER = {"BF16": "out of memory", "TransformerEngine": "out of memory", "COAT": 5906}  # tokens/s
@@ -88,10 +90,10 @@ def _in_a_process(case: str, options: argparse.Namespace) -> Case:
         if lines:
             return dict(json.loads(lines[-1]))
         errors.seek(0)
-        text = errors.read().strip()
+        text = errors.read()
     name, batch = case.split(":")
-    reason = "out of memory" if "RESOURCE_EXHAUSTED" in text else text.splitlines()[-1]
-    return {"precision": name, "batch": int(batch), "failed": reason}
+    why = "out of memory" if "RESOURCE_EXHAUSTED" in text else reason(text)
+    return {"precision": name, "batch": int(batch), "failed": why}
 
 
 def _line(case: Case) -> str:

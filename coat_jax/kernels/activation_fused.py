@@ -6,7 +6,8 @@
                           transposed
 
 Hidden is (gate, up), where a = act(gate) up, or (up,), where a = act(up). Magnitudes come one per
-row and 128 columns: a 128th of the reading for whoever reduces them.
+row and 32 columns: a 32nd of the reading for whoever reduces them, and few columns enough that a
+mesh can cut widths like 11008 = 32 x 344 between them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ from coat_jax.kernels.launch import kernel, launch
 from coat_jax.kernels.rows import as_rows, over_rows
 from coat_jax.kernels.tiles import (
     block_places,
-    first_column,
     load_blocks,
     load_tile,
     store_straight,
@@ -50,11 +50,11 @@ from coat_jax.kernels.tiles import (
 if TYPE_CHECKING:
     import triton.language as tl
 
-COLUMNS_PER_MAXIMUM = 128
+COLUMNS_PER_MAXIMUM = 32  # or a block, if that is wider
 # Rows and columns of a tile, warps of a program: the fastest on an H200.
 TILES = {
-    "forward": (32, COLUMNS_PER_MAXIMUM, 4),
-    "cast": (32, COLUMNS_PER_MAXIMUM, 8),
+    "forward": (32, 128, 4),
+    "cast": (32, 128, 8),
     "backward": (32, 128, 8),
 }
 
@@ -64,18 +64,21 @@ def activation_forward(
 ) -> tuple[tuple[Blocks, ...], Float[Array, "B S M"]]:
     """Blocks of `hidden`, with rows [B, S], and the largest magnitudes of its activation."""
     hidden = [as_rows(h) for h in hidden]
+    per_maximum = max(size, COLUMNS_PER_MAXIMUM)
 
     def run(*hidden: Array) -> list[Array]:
         *rows, columns = hidden[0].shape
         codes = jax.ShapeDtypeStruct(hidden[0].shape, dtype)
         exponents = jax.ShapeDtypeStruct((*rows, -(-columns // size)), jnp.uint8)
+        maxima = jax.ShapeDtypeStruct((*rows, -(-columns // per_maximum)), jnp.float32)
         return launch(
             activation_forward_tile,
             hidden[0],
             hidden[-1],
-            outputs=[codes, exponents, codes, exponents, _maxima(rows, columns)],
+            outputs=[codes, exponents, codes, exponents, maxima],
             aliases={},
             **_tiles(rows, columns, size, "forward"),
+            PER_MAXIMUM=per_maximum,
             NAME=act,
             GATED=len(hidden) == 2,
             F8=rounding_of(dtype),
@@ -85,7 +88,7 @@ def activation_forward(
 
     blocked = ["b s f", f"b s f/{size}"]
     *parts, maxima = over_rows(
-        run, hidden, ["b s f"] * len(hidden), [*blocked, *blocked, f"b s f/{COLUMNS_PER_MAXIMUM}"]
+        run, hidden, ["b s f"] * len(hidden), [*blocked, *blocked, f"b s f/{per_maximum}"]
     )
     kept = (Blocks(*parts[:2]), Blocks(*parts[2:]))
     return kept[: len(hidden)], maxima
@@ -175,10 +178,6 @@ def _axes(hidden: Sequence[Blocks], size: int) -> list[str]:
     return ["b s f", f"b s f/{size}"] * len(hidden)
 
 
-def _maxima(rows: Sequence[int], columns: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((*rows, -(-columns // COLUMNS_PER_MAXIMUM)), jnp.float32)
-
-
 def _tiles(rows: Sequence[int], columns: int, size: int, pass_: str) -> dict[str, int]:
     """How the array is cut into tiles."""
     count = math.prod(rows)
@@ -199,15 +198,15 @@ def _tiles(rows: Sequence[int], columns: int, size: int, pass_: str) -> dict[str
 
 
 @kernel
-def store_maximum(
+def store_maxima(
     maxima, v, row,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    PER_MAXIMUM: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitude of each row of a tile; beyond the array there are zeros."""
-    largest = tl.max(magnitude_bits(v), axis=1).to(tl.float32, bitcast=True)
-    across: tl.constexpr = (COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS
-    at = row.to(tl.int64) * across + first_column(COLUMNS, TILE_COLUMNS) // TILE_COLUMNS
-    tl.store(maxima + at, largest, mask=row < ROWS)
+    """The largest magnitudes of a tile; beyond the array there are zeros."""
+    v = tl.reshape(magnitude_bits(v), [TILE_ROWS, TILE_COLUMNS // PER_MAXIMUM, PER_MAXIMUM])
+    at, there = block_places(row, ROWS, COLUMNS, TILE_COLUMNS, PER_MAXIMUM)
+    tl.store(maxima + at, tl.max(v, axis=2).to(tl.float32, bitcast=True), mask=there)
 
 
 @kernel
@@ -234,7 +233,7 @@ def activation_forward_tile(
     gate, up, gate_codes, gate_exponents, up_codes, up_exponents, maxima,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
-    TOP: tl.constexpr, FAST: tl.constexpr,
+    TOP: tl.constexpr, PER_MAXIMUM: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     g = keep_tile(
@@ -247,7 +246,7 @@ def activation_forward_tile(
             up, up_codes, up_exponents, row, column,
             ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, TOP, FAST,
         )  # fmt: skip
-    store_maximum(maxima, a, row, ROWS, COLUMNS, TILE_COLUMNS)
+    store_maxima(maxima, a, row, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, PER_MAXIMUM)
 
 
 @kernel

@@ -7,8 +7,9 @@
 An FP8 operand has one scale, just in time: the least power of two with which its largest
 member fits the format, or what bounds that member where a bound comes for less. Powers of two
 multiply exactly in any dtype, so the scale of a product is folded into the GEMM, in BF16 as
-well. Sums are FP32. On NVIDIA GPUs each product is one FP8 GEMM of cuBLASLt; elsewhere the
-operands are converted to FP32, with the same result but for the order of sums.
+well. Sums are FP32. On NVIDIA GPUs each product is one FP8 GEMM of cuBLASLt, or where one side is
+a single row, a sum that XLA fuses; elsewhere the operands are converted to FP32. The results are
+the same but for the order of sums.
 
 A largest member that is NaN or infinite gives a scale that is not a number, and so is all that
 comes of it: it cannot pass for a large number. Under a bound it is its row that is not.
@@ -26,8 +27,6 @@ from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.cast import Layout, cast, cast_reference
 from coat_jax.kernels.dispatch import Implementation
-
-FP8 = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
 
 
 class Operand(NamedTuple):
@@ -126,7 +125,10 @@ def _dot(
     wide = jnp.float32 if dtype == jnp.float16 else dtype
 
     def in_fp8(a: Array, b: Array) -> Array:
-        return lax.dot_general(a, b, dimensions, precision=FP8, preferred_element_type=wide)
+        # Not DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM: the same GEMM, but XLA fails where a
+        # device has a single row. DEFAULT, whatever jax_default_matmul_precision says.
+        default = lax.Precision.DEFAULT
+        return lax.dot_general(a, b, dimensions, precision=default, preferred_element_type=wide)
 
     def in_fp32(a: Array, b: Array) -> Array:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)

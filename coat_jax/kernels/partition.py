@@ -136,7 +136,7 @@ def _sharding_rule(
     def shardable(leaf: int) -> bool:
         """Whether the last axis may be sharded, in whole groups."""
         columns = leaves[leaf][0].shape[-1]
-        return columns % group_size == 0 and _divides_cleanly(mesh, columns // group_size)
+        return columns % group_size == 0 and divides_cleanly(mesh, columns // group_size)
 
     def mapping(leaf: int, shape: Shape) -> ArrayMapping:
         whole = leaves[leaf][0].shape
@@ -165,11 +165,14 @@ def _sharding_rule(
     return SdyShardingRule(tuple(operands), tuple(results), **special)
 
 
-def _divides_cleanly(mesh: Any, groups: int) -> bool:
-    """Whether no part of a mesh axis, smaller than the whole of it, could divide the groups.
+def divides_cleanly(mesh: Any, groups: int) -> bool:
+    """Whether a mesh can cut an axis of that many groups, by whole axes of its own if at all.
 
-    Shardy would then shard by that part, which a PartitionSpec cannot say.
+    Shardy may also cut by a part of a mesh axis, which a PartitionSpec cannot say. And it knows
+    no axis that consists of a single group.
     """
+    if groups == 1:
+        return False
     sizes = list(mesh.shape.values())
     for used in itertools.product((False, True), repeat=len(sizes)):
         rest, left = divmod(groups, math.prod(itertools.compress(sizes, used)))

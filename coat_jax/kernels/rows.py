@@ -24,6 +24,8 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from coat_jax.kernels.partition import divides_cleanly
+
 Kernel = Callable[..., Sequence[Array]]
 
 
@@ -55,8 +57,8 @@ def over_rows(
         return mesh, lambda *shards: tuple(run(*shards)), shardings[1], shardings[0]
 
     def rule(mesh: Any, operand_types: Sequence[Any], result_types: Sequence[Any]) -> Any:
-        del mesh, operand_types, result_types
-        return layout.rule()
+        del operand_types, result_types
+        return layout.rule(mesh)
 
     whole.def_partition(partition, sharding_rule=rule)
     return whole(*arrays)
@@ -106,13 +108,18 @@ class _Layout:
     def spec(self, axes: str, cuts: dict[str, Any]) -> PartitionSpec:
         return PartitionSpec(*(cuts.get(_parse(axis)[0]) for axis in axes.split()))
 
-    def rule(self) -> SdyShardingRule:
+    def rule(self, mesh: Any) -> SdyShardingRule:
         """The axes as Shardy's factors: a blocked axis is (blocks, block)."""
         sizes: dict[str, int] = {}
+        whole_axes = self.whole | {
+            name
+            for name, block in self.blocks.items()
+            if block > 1 and not divides_cleanly(mesh, self.sizes[name] // block)
+        }
 
         def factors(axis: str) -> Any:
             name, block = _parse(axis)
-            if name in self.whole:
+            if name in whole_axes:
                 return name if block == 1 else f"{name}_per_{block}"
             inner = self.blocks[name] // block
             if inner == 1:
@@ -139,7 +146,7 @@ class _Layout:
             for axis in axes.split():
                 found = factors(axis)
                 parts = tuple(found) if isinstance(found, CompoundFactor) else (found,)
-                uncut = parts[1:] if _parse(axis)[0] not in self.whole else parts
+                uncut = parts[1:] if _parse(axis)[0] not in whole_axes else parts
                 whole |= dict.fromkeys(uncut)
         special: dict[str, Any] = {"need_replication_factors": tuple(whole), **sizes}
         return SdyShardingRule(operands, results, **special)

@@ -92,6 +92,13 @@ def test_axis_cut_inside_a_group_is_gathered_and_still_steps():
     assert "all-gather" in collectives(compiled)
 
 
+@pytest.mark.parametrize("spec", [P(), P("fsdp"), P(None, "fsdp")], ids=str)
+def test_a_last_axis_of_one_group_steps_on_a_mesh(spec):
+    compiled = compile_step(hopper_mesh((4,), ("fsdp",)), [(4096, 128)], [spec])
+    assert kernel_calls(compiled) == 1
+    assert ("all-gather" in collectives(compiled)) == (spec == P(None, "fsdp"))
+
+
 def test_schedule_and_rounding_add_no_pass_over_memory():
     compiled = compile_step(
         hopper_mesh((4,), ("fsdp",)),

@@ -1,5 +1,6 @@
 """A Llama layer as compiled for Hopper: all products in FP8, no FP8 transposed, weights sharded."""
 
+import dataclasses
 import re
 
 import jax
@@ -111,6 +112,22 @@ def test_every_activation_compiles(name):
     assert kernel_calls(program) >= 2 * len(("forward", "cast", "backward"))
 
 
+@pytest.mark.parametrize("rows", [WHOLE, P("x")], ids=["everywhere", "one on each GPU"])
+@pytest.mark.parametrize(("k", "n"), [(256, 128), (1, 128), (256, 1)])
+def test_a_product_with_a_single_row_or_column_compiles(k, n, rows):
+    """A vector has no FP8 product; and where the program has four rows, a GPU of four has one."""
+    mesh = hopper_mesh((4,), ("x",))
+    x, w = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((1 if rows == WHOLE else 4, k), rows), ((k, n), WHOLE))
+    )
+
+    def loss(x, w):
+        return jnp.sum(ops.linear(x, w, precision=coat.COAT).astype(jnp.float32))
+
+    compile_for(mesh, jax.value_and_grad(loss, argnums=(0, 1)), x, w, compiler_options=OPTIONS)
+
+
 def test_in_full_precision_no_product_is_in_fp8():
     program = compile_layer(hopper_mesh((4,), ("x",)), coat.BF16, "xla", ALONE)
     assert (fp8_products(program), other_products(program)) == (0, 21)
@@ -159,3 +176,36 @@ def test_on_a_mesh_gradients_are_reduced_to_shards():
         if "," in dims
     ]
     assert large == []
+
+
+WIDTHS = {
+    "six times 128, on four GPUs": (256, 768, 16),
+    "a single 128": (128, 128, 16),
+    "a single block": (16, 16, 16),
+    "blocks of 128": (128, 256, 128),
+    "nothing divides": (32, 48, 16),
+}
+
+
+@pytest.mark.parametrize("rows", [P("x"), P(None, "x"), P(None, None, "x")], ids=str)
+@pytest.mark.parametrize(("width", "hidden", "block"), WIDTHS.values(), ids=WIDTHS)
+def test_every_width_compiles_on_a_mesh(width, hidden, block, rows):
+    """Whatever is cut: texts, their tokens, or columns; and weights as tensor parallelism does."""
+    mesh = hopper_mesh((4,), ("x",))
+    precision = dataclasses.replace(coat.COAT, block=block)
+
+    def loss(x, scale, up, down):
+        norm = ops.Norm(scale)
+        y = ops.gated_mlp(x, norm, up, up, down, precision=precision, implementation="triton")
+        return jnp.sum(y.astype(jnp.float32))
+
+    args = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (
+            ((4, 64, width), rows),
+            ((width,), WHOLE),
+            ((width, hidden), P(None, "x")),
+            ((hidden, width), P("x")),
+        )
+    )
+    compile_for(mesh, jax.grad(loss, argnums=(0, 1, 2, 3)), *args, compiler_options=OPTIONS)

@@ -71,6 +71,15 @@ def test_llama2_7b_fits_80_gb_at_two_sequences_a_gpu_and_moves_fp8():
         assert math.prod(shape) <= 64 * 2 * 4096, (dtype, shape)  # scales of norms, all layers
 
 
+def test_llama2_7b_is_cut_in_four_by_tensor_parallelism():
+    """Its hidden width, 11008, is 86 times 128: no multiple of four GPUs."""
+    program, memory, _ = compiled("llama2_7b.py", (1, 1, 4), batch=8, sequence=2048)
+    assert memory.peak < 30 * GB
+    for dtype, shape in moved(program, "all-gather"):  # weights only, for casts and the optimizer
+        assert dtype in ("f8e4m3fn", "bf16"), (dtype, shape)
+        assert 2048 not in shape, (dtype, shape)
+
+
 @pytest.mark.parametrize(("function", "fits"), [("config", True), ("bf16", False)])
 def test_llama_30b_fits_four_gpus_of_141_gb_in_coat_alone(function, fits):
     """With four sequences of 2048 tokens on each."""
