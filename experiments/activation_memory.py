@@ -16,6 +16,7 @@ tokens: what it keeps is the same number of U.
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -114,10 +115,13 @@ def torch_units() -> tuple[Units, Units, str | None]:
     on_gpu = jax.default_backend() == "gpu"
     sizes = SIZES if on_gpu else SIZES._replace(batch=1, sequence=512)
     request = json.dumps({"sizes": sizes._asdict(), "operators": OPERATORS})
+    # jax-triton takes Triton's cache away from this process; torch needs it.
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR"}
     run = subprocess.run(
         [sys.executable, "-m", "experiments.kept_torch", request],
         capture_output=True,
         text=True,
+        env=env,
         check=False,
     )
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]

@@ -128,6 +128,30 @@ def test_a_product_with_a_single_row_or_column_compiles(k, n, rows):
     compile_for(mesh, jax.value_and_grad(loss, argnums=(0, 1)), x, w, compiler_options=OPTIONS)
 
 
+@pytest.mark.parametrize("preset", ["BF16", "COAT", "COAT_LEAN"])
+def test_packed_sequences_of_an_odd_length_compile(preset):
+    """cuDNN takes no mask of an odd length."""
+    mesh = hopper_mesh((4,), ("x",))
+    heads, segments, weight = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, WHOLE))
+        for shape, dtype in (
+            ((2, 19, 2, 64), jnp.bfloat16),
+            ((2, 19), jnp.int32),
+            ((128, 128), jnp.bfloat16),
+        )
+    )
+
+    def loss(q, k, v, weight, segments):
+        how = {"segments": segments, "precision": getattr(coat, preset), "backend": "cudnn"}
+        return jnp.sum(ops.attention_linear(q, k, v, weight, **how).astype(jnp.float32))
+
+    args = heads, heads, heads, weight, segments
+    program = compile_for(
+        mesh, jax.grad(loss, argnums=(0, 1, 2, 3)), *args, compiler_options=OPTIONS
+    ).as_text()
+    assert len(re.findall(r'custom_call_target="__cudnn\$fmha\w*Backward"', program)) == 1
+
+
 def test_in_full_precision_no_product_is_in_fp8():
     program = compile_layer(hopper_mesh((4,), ("x",)), coat.BF16, "xla", ALONE)
     assert (fp8_products(program), other_products(program)) == (0, 21)
