@@ -33,6 +33,7 @@ from experiments.workers import reason
 RESULTS = Path(__file__).parent / "results"
 
 Case = dict[str, Any]
+BASELINE = "coat_jax BF16"
 
 PAPER = [
     Sizes(w, sequence, batch) for batch in (4, 8) for w in (2048, 4096) for sequence in (2048, 4096)
@@ -177,36 +178,83 @@ FRAMEWORKS = {"jax": _jax, "torch": _torch}  # imported by their own workers onl
 
 
 def draw(path: Path) -> None:
-    """Draws time and saved memory per layer as bars, ours in colour; a row for each size."""
+    """Draws one size as bars, ours in colour, and several as a row of points each."""
+    cases = [c for c in json.loads(path.read_text())["figures"]["cases"] if "skipped" not in c]
+    of_sizes: dict[Sizes, list[Case]] = {}
+    for case in cases:
+        of_sizes.setdefault(Sizes(*(case[key] for key in Sizes._fields)), []).append(case)
+    if len(of_sizes) == 1:
+        _draw_bars(path, *of_sizes.popitem())
+    else:
+        _draw_points(path, of_sizes)
+
+
+def _draw_bars(path: Path, sizes: Sizes, cases: list[Case]) -> None:
+    """Time and saved memory per layer."""
     import matplotlib.pyplot as plt
 
     from experiments import records
 
-    cases = [c for c in json.loads(path.read_text())["figures"]["cases"] if "skipped" not in c]
-    every = list(dict.fromkeys(Sizes(*(c[key] for key in Sizes._fields)) for c in cases))
-    names = list(dict.fromkeys(c["layer"] for c in cases))
+    shown = cases[::-1]
     with plt.rc_context(records.CHART | {"axes.grid.axis": "x"}):
-        figure, rows = plt.subplots(
-            len(every), 2, figsize=(11, (0.4 * len(names) + 1) * len(every) + 0.6), squeeze=False
-        )
-        for sizes, (left, right) in zip(every, rows, strict=True):
-            shown = [c for c in cases if sizes._asdict().items() <= c.items()][::-1]
-            colors = [
-                records.ACCENT if c["layer"].startswith("coat") else records.PALE for c in shown
-            ]
-            for axes, values, title in (
-                (left, [c["ms"] for c in shown], "ms, forward and backward"),
-                (right, [c["saved"] / sizes.unit for c in shown], "saved activations, U"),
-            ):
-                bars = axes.barh([c["layer"] for c in shown], values, color=colors, height=0.7)
-                axes.bar_label(bars, [f"{v:.1f}" for v in values], padding=3, fontsize=8)
-                axes.tick_params(axis="y", labelsize=8)
-                axes.set_title(
-                    f"width {sizes.width}, batch {sizes.batch} x {sizes.sequence}: {title}"
-                )
-                axes.margins(x=0.12)
+        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 0.4 * len(shown) + 1.6))
+        colors = [records.ACCENT if _is_ours(c["layer"]) else records.PALE for c in shown]
+        for axes, values, title in (
+            (left, [c["ms"] for c in shown], "ms, forward and backward"),
+            (right, [c["saved"] / sizes.unit for c in shown], "saved activations, U"),
+        ):
+            bars = axes.barh([c["layer"] for c in shown], values, color=colors, height=0.7)
+            axes.bar_label(bars, [f"{v:.1f}" for v in values], padding=3, fontsize=8)
+            axes.tick_params(axis="y", labelsize=8)
+            axes.set_title(f"{_described(sizes)}: {title}")
+            axes.margins(x=0.12)
         figure.suptitle("What one more Llama layer costs")
         figure.savefig(path.with_suffix(".png"))
+
+
+def _draw_points(path: Path, of_sizes: dict[Sizes, list[Case]]) -> None:
+    """How many times as fast as BF16 each way is, a row for each size."""
+    import matplotlib.pyplot as plt
+
+    from experiments import records
+
+    names = list(dict.fromkeys(c["layer"] for cases in of_sizes.values() for c in cases))
+    markers = dict(zip(names, "os^Dos^D" * len(names), strict=False))
+    with plt.rc_context(records.CHART | {"axes.grid.axis": "x"}):
+        figure, axes = plt.subplots(figsize=(11, 0.5 * len(of_sizes) + 2.2))
+        for name in names:
+            places, speeds = [], []
+            for place, cases in enumerate(reversed(of_sizes.values())):
+                ms = {case["layer"]: case["ms"] for case in cases}
+                if name in ms:
+                    places.append(place)
+                    speeds.append(ms[BASELINE] / ms[name])
+            ours = _is_ours(name)
+            color = records.ACCENT if ours else records.INK
+            axes.scatter(
+                speeds,
+                places,
+                s=60,
+                marker=markers[name],
+                facecolors=color if ours else "white",
+                edgecolors=color,
+                label=name,
+                zorder=3,
+            )
+        axes.set_yticks(range(len(of_sizes)), [_described(s) for s in reversed(of_sizes)])
+        axes.set_ylim(-0.5, len(of_sizes) - 0.5)
+        axes.set_xlabel(f"times as fast as {BASELINE}, forward and backward")
+        axes.set_title("One more Llama layer")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        figure.savefig(path.with_suffix(".png"))
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("coat")
+
+
+def _described(sizes: Sizes) -> str:
+    return f"width {sizes.width}, batch {sizes.batch} x {sizes.sequence}"
 
 
 if __name__ == "__main__":
