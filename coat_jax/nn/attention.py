@@ -1,5 +1,6 @@
 """Self-attention, with the norm before it."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -10,7 +11,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from coat_jax import ops
 from coat_jax.nn.norm import AnyNorm
-from coat_jax.nn.parameters import WHOLE, MeshAxes, value_of, vector, weight
+from coat_jax.nn.parameters import (
+    WHOLE,
+    MeshAxes,
+    shares_out,
+    uncut,
+    value_of,
+    vector,
+    weight,
+)
 from coat_jax.ops.keep import keep, restore
 from coat_jax.precision import COAT, Precision, precision_of
 
@@ -24,6 +33,9 @@ class Past(NamedTuple):
 
 class Attention(nnx.Module):
     """x + softmax(q k^T / sqrt(H)) v out, where q, k, v = norm(x) w.
+
+    A mesh shares out heads along the axis `tensor`. Where it cannot give each device as many heads
+    of queries and of keys as any other, every device computes all of them.
 
     Attributes:
         norm: before the projections, or None.
@@ -74,6 +86,7 @@ class Attention(nnx.Module):
         self.norm = nnx.data(norm)
         self.query_norm, self.key_norm = nnx.data(query_norm), nnx.data(key_norm)
         self.rotary = rotary
+        self.tensor = axes.tensor
         self.causal, self.window = causal, window
         self.residual = residual
         self.precision = precision_of(precision)
@@ -133,8 +146,8 @@ class Attention(nnx.Module):
         )
         o = ops.attention_to_past(q, keys, values, visible)
         joined = self._rounded(o).reshape(*x.shape[:2], -1)
-        weight, bias = value_of(self.out), value_of(self.out_bias)
-        y = ops.linear(joined, weight, bias, precision=self.precision)
+        bias = value_of(self.out_bias)
+        y = ops.linear(joined, self._out(), bias, precision=self.precision)
         return x + y if self.residual else y, new
 
     def _attended(
@@ -145,7 +158,7 @@ class Attention(nnx.Module):
             q,
             k,
             v,
-            value_of(self.out),
+            self._out(),
             value_of(self.out_bias),
             causal=self.causal,
             window=self.window,
@@ -153,6 +166,14 @@ class Attention(nnx.Module):
             precision=self.precision,
         )
         return x + y if self.residual else y, k, v
+
+    def _shares_heads_out(self) -> bool:
+        return shares_out(math.gcd(self.heads, self.kv_heads), self.tensor)
+
+    def _out(self) -> Float[Array, "N*H D"]:
+        """The last weight; its rows decide how the heads before it are cut."""
+        out = value_of(self.out)
+        return out if self._shares_heads_out() else uncut(out, 0)
 
     def _rounded(self, y: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
         """What attention computes with: the values that it would keep for a backward pass."""
@@ -163,6 +184,8 @@ class Attention(nnx.Module):
         """x as it goes into the residual sum; queries, keys and values, normed and turned."""
         weights = [value_of(w) for w in (self.query, self.key, self.value)]
         biases = [value_of(b) for b in (self.query_bias, self.key_bias, self.value_bias)]
+        if not self._shares_heads_out():
+            weights, biases = ([uncut(w, -1) for w in of] for of in (weights, biases))
         if self.norm is not None:
             normed_first = self.query_norm is not None or self.key_norm is not None
             x, q, k, v = ops.norm_qkv(

@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.nn.initializers import Initializer
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 LECUN = nnx.initializers.lecun_normal()
@@ -67,3 +69,19 @@ def _param(value: jax.Array, sharding: tuple[str | None, ...]) -> nnx.Param:
 def value_of(parameter: nnx.Param | None) -> Any:
     """The array of a parameter that may be left out."""
     return None if parameter is None else parameter[...]
+
+
+def shares_out(count: int, axis: str | None) -> bool:
+    """Whether the mesh that is set can give each device along `axis` as many of `count` things."""
+    mesh = jax.sharding.get_abstract_mesh()
+    # Within shard_map an axis is manual: what is here is a device's share already.
+    return axis not in mesh.auto_axes or count % mesh.shape[axis] == 0
+
+
+def uncut(array: Any, axis: int) -> Any:
+    """`array` with an axis that every device holds whole; None remains None."""
+    if array is None:
+        return None
+    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * array.ndim
+    spec[axis] = None
+    return lax.with_sharding_constraint(array, PartitionSpec(*spec))

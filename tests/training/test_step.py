@@ -116,9 +116,10 @@ def test_state_is_updated_in_place(name):
 TOLERANCES = {"bf16": (1e-6, 1e-4), "coat": (2e-4, 2e-3)}
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 4)], ids=str)
 @pytest.mark.parametrize("precision", TOLERANCES)
 def test_losses_do_not_depend_on_the_mesh(precision, sizes):
+    """The last one has four devices for two key heads."""
     name = "adamw" if precision == "bf16" else "fp8_adamw"
     config = small(model=IN_FP32 | {"precision": precision}, optimizer={"name": name})
     batches = random_batches(4)

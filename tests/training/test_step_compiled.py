@@ -13,7 +13,9 @@ import pytest
 
 pytest.importorskip("jax_triton")
 from hopper import can_compile_for_hopper
+from small_model import SMALL
 
+from coat_jax.training.config import OptimizerConfig, TrainConfig
 from coat_jax.training.overrides import load_config
 from experiments.hopper import compile_step, there
 
@@ -78,6 +80,20 @@ def test_llama2_7b_is_cut_in_four_by_tensor_parallelism():
     for dtype, shape in moved(program, "all-gather"):  # weights only, for casts and the optimizer
         assert dtype in ("f8e4m3fn", "bf16"), (dtype, shape)
         assert 2048 not in shape, (dtype, shape)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "coat"])
+def test_two_key_heads_are_trained_on_four_gpus(precision):
+    """Cut by tensor parallelism, which cannot give each GPU a key head of its own."""
+    config = TrainConfig(
+        model=dataclasses.replace(SMALL, precision=precision),
+        optimizer=OptimizerConfig(),
+        steps=10,
+        batch=4,
+        sequence=32,
+    )
+    program, _, _ = compile_step(config, (1, 1, 4))
+    assert "__cudnn$fmha" in program.as_text()
 
 
 @pytest.mark.parametrize(("function", "fits"), [("config", True), ("bf16", False)])
