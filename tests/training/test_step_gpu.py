@@ -1,6 +1,6 @@
 """The trainer's step on several real GPUs, against one of them.
 
-    python -m pytest -m gpu --noconftest tests/training/test_step_gpu.py
+    JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/training/test_step_gpu.py
 
 A model wide enough for every kernel, in BF16 as it is trained.
 """
