@@ -15,8 +15,10 @@ A largest member that is NaN or infinite gives a scale that is not a number, and
 comes of it: it cannot pass for a large number. Under a bound it is its row that is not.
 """
 
+import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -27,6 +29,10 @@ from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.cast import Layout, cast, cast_reference
 from coat_jax.kernels.dispatch import Implementation
+
+# One FP8 GEMM of cuBLASLt. By default XLA would also try its own Triton GEMMs for every product:
+# programs then take up to 40 times as long to compile, and run no faster.
+FP8 = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
 
 
 class Operand(NamedTuple):
@@ -123,12 +129,12 @@ def _dot(
 
     # A product of codes is up to 448^2, which FP16 cannot hold before it is scaled.
     wide = jnp.float32 if dtype == jnp.float16 else dtype
+    narrow = min(_kept_size(left_side), _kept_size(right_side)) <= _most_shards()
 
     def in_fp8(a: Array, b: Array) -> Array:
-        # Not DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM: the same GEMM, but XLA fails where a
-        # device has a single row. DEFAULT, whatever jax_default_matmul_precision says.
-        default = lax.Precision.DEFAULT
-        return lax.dot_general(a, b, dimensions, precision=default, preferred_element_type=wide)
+        # XLA has no FP8 algorithm for a vector. DEFAULT, whatever jax_default_matmul_precision is.
+        how = lax.Precision.DEFAULT if narrow else FP8
+        return lax.dot_general(a, b, dimensions, precision=how, preferred_element_type=wide)
 
     def in_fp32(a: Array, b: Array) -> Array:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -139,3 +145,17 @@ def _dot(
     else:
         result = in_fp32(a, b)
     return (result * (left.scale * right.scale).astype(wide)).astype(dtype)
+
+
+def _kept_size(side: Side) -> int:
+    """How many rows (or columns) a side of the product gives to the result."""
+    array, summed = side
+    return math.prod(size for axis, size in enumerate(array.shape) if axis not in summed)
+
+
+def _most_shards() -> int:
+    """The most devices that rows may be sharded over: with no more rows, one may have a single row.
+
+    Sharding is not known yet when a program is traced.
+    """
+    return max(jax.sharding.get_abstract_mesh().size, jax.device_count())

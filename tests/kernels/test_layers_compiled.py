@@ -233,3 +233,28 @@ def test_every_width_compiles_on_a_mesh(width, hidden, block, rows):
         )
     )
     compile_for(mesh, jax.grad(loss, argnums=(0, 1, 2, 3)), *args, compiler_options=OPTIONS)
+
+
+def test_xla_is_asked_for_its_fp8_algorithm():
+    """Without one it tries its own GEMMs for every product, and compiles 40 times as long."""
+    mesh = hopper_mesh((4,), ("x",))
+    whole = NamedSharding(mesh, WHOLE)
+
+    def lowered(rows):
+        x, w = (
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole)
+            for shape in ((rows, 256), (256, 128))
+        )
+        with jax.set_mesh(mesh):
+            program = jax.jit(lambda x, w: ops.linear(x, w, precision=coat.COAT)).lower(x, w)
+        return [line for line in program.as_text().splitlines() if "f8E4M3FN" in line]
+
+    def algorithms(rows):
+        return [
+            "allow_imprecise_accumulation = true" in line
+            for line in lowered(rows)
+            if "dot_general" in line
+        ]
+
+    assert algorithms(64) == [True]
+    assert algorithms(4) == [False]  # a GPU of four may have a single row
