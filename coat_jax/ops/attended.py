@@ -88,14 +88,13 @@ def _attend(settings: Attention, segments: Array | None) -> Callable[..., Array]
     mask: Bool[Array, "B 1 S S"] | None = None
     if segments is not None:
         mask = (segments[:, :, None] == segments[:, None, :])[:, None]
-    if mask is not None and settings.backend == "cudnn" and mask.shape[-1] % 2:
-        return partial(_evenly, settings, mask)
-    return _under(settings, mask)
+    return partial(_evenly if settings.backend == "cudnn" else _under, settings, mask)
 
 
-def _under(settings: Attention, mask: Bool[Array, "B 1 S S"] | None) -> Callable[..., Array]:
-    return partial(
-        jax.nn.dot_product_attention,
+def _under(settings: Attention, mask: Bool[Array, "B 1 S T"] | None, *values: Array) -> Array:
+    """Attention under a mask, besides that of `settings`."""
+    return jax.nn.dot_product_attention(
+        *values,
         mask=mask,
         scale=settings.scale,
         is_causal=settings.causal,
@@ -105,12 +104,29 @@ def _under(settings: Attention, mask: Bool[Array, "B 1 S S"] | None) -> Callable
 
 
 def _evenly(
-    settings: Attention, mask: Bool[Array, "B 1 S S"], *values: Float[Array, "B S K H"]
-) -> Array:
-    """With a token more, which nobody else sees: cuDNN takes no mask of an odd length."""
-    mask = jnp.pad(mask, [(0, 0), (0, 0), (0, 1), (0, 1)]).at[..., -1, -1].set(True)
-    padded = (jnp.pad(x, [(0, 0), (0, 1), (0, 0), (0, 0)]) for x in values)
-    return _under(settings, mask)(*padded)[:, :-1]
+    settings: Attention,
+    mask: Bool[Array, "B 1 S T"] | None,
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+) -> Float[Array, "B S N H"]:
+    """cuDNN's attention, which has no gradients of an odd length: with one more query or key.
+
+    No query but the added one sees the added key: it is the last, or masked.
+    """
+    (batch, s), t = q.shape[:2], k.shape[1]
+    queries, keys = s % 2, t % 2  # how many are added
+    if not queries and not keys:
+        return _under(settings, mask, q, k, v)
+    if mask is None and keys and not (settings.causal and s <= t):
+        mask = jnp.ones((batch, 1, s, t), bool)
+    if mask is not None:
+        mask = jnp.pad(mask, [(0, 0), (0, 0), (0, queries), (0, keys)])
+        if queries:  # The softmax of a row without any key would be NaN.
+            mask = mask.at[:, :, s, min(s, t + keys - 1)].set(True)
+    q = jnp.pad(q, [(0, 0), (0, queries), (0, 0), (0, 0)])
+    k, v = (jnp.pad(x, [(0, 0), (0, keys), (0, 0), (0, 0)]) for x in (k, v))
+    return _under(settings, mask, q, k, v)[:, :s]
 
 
 def _places(attend: Callable[..., Array], values: list[Array]) -> tuple[int | None, int | None]:

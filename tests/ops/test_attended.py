@@ -11,6 +11,7 @@ from ops_cases import assert_close, distance, draw, quick_jit
 
 import coat_jax as coat
 from coat_jax import ops
+from coat_jax.ops import attended
 
 B, S, N, K, H = 2, 6, 4, 2, 8
 
@@ -91,3 +92,29 @@ def test_an_output_in_blocks_moves_gradients_by_its_rounding(cudnn):
     off = distance(got, want)
     assert np.all(off < 2**-4)
     assert np.all(off[:2] > 0)  # it is the rounded o that is put back
+
+
+LENGTHS = [(5, 5), (5, 6), (5, 9), (4, 6), (6, 5), (9, 5)]  # the last two with queries to spare
+
+
+@pytest.mark.parametrize(
+    ("how", "s", "t"),
+    [
+        *((how, *lengths) for how in ("causal", "full", "segments") for lengths in LENGTHS),
+        *(("window", *lengths) for lengths in LENGTHS[:-2]),  # else some see no key at all
+    ],
+)
+def test_an_added_token_changes_nothing(how, s, t):
+    """cuDNN takes odd lengths with one query or key more: results and gradients are the same."""
+    q, k, v, dy = draw(0, (B, s, N, H), (B, t, K, H), (B, t, K, H), (B, s, N, H))
+    window = 3 if how == "window" else None
+    settings = attended.Attention(how != "full", window, H**-0.5, coat.BF16, "xla")
+    mask = None
+    if how == "segments":
+        mask = jnp.asarray(np.random.default_rng(0).random((B, 1, s, t)) < 0.5).at[..., 0].set(True)
+
+    def results(attend):
+        o, pull = jax.vjp(lambda *values: attend(settings, mask, *values), q, k, v)
+        return o, *pull(dy)
+
+    assert_close(results(attended._evenly), results(attended._under), 1e-5)
