@@ -1,14 +1,16 @@
 # make demo and make test need Python 3.11 or later and make; they install the rest in $(VENV).
 #
 #   make test PYTHON=python3.12 VENV=.venv312      another Python, in an environment of its own
+#   make gpu CUDA=cuda12                           another release of CUDA
 
 PYTHON ?= python3
+CUDA ?= cuda13
 VENV ?= .venv
 python := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types oracles clean
+.PHONY: help demo test lint types oracles gpu clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -31,6 +33,9 @@ oracles: $(VENV)/oracles.stamp  ## run kernels in Triton's interpreter, and comp
 	JAX_PLATFORMS=cpu $(python) -m pytest --no-skips tests/optax/test_trajectories.py \
 	  tests/models/test_hf_oracles.py tests/generation/test_sampling.py
 	JAX_PLATFORMS=cpu,cuda $(python) -m pytest --no-skips -m compiled
+
+gpu: $(VENV)/$(CUDA),test.stamp  ## on a GPU: its tests, and a benchmark of two minutes
+	JAX_PLATFORMS=cuda,cpu $(python) -m experiments.gpu_suite
 
 clean:  ## remove the environment, caches and results
 	rm -rf $(VENV) out build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,5 +1,7 @@
 """Eight devices on the CPU, property tests that try the same examples on every run, `--no-skips`.
 
+`-m gpu` asks for the suite of a GPU: it runs on the GPU, and fails where there is none.
+
 The variables must be set before JAX starts its backends; one that is set already is kept.
 """
 
@@ -8,7 +10,6 @@ import os
 import pytest
 from hypothesis import Phase, settings
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA's CUDA plugin looks for CUDA's libraries, which compiling does not need.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 DEVICES = "--xla_force_host_platform_device_count"
@@ -35,7 +36,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--no-skips"):
+    on_gpu = config.getoption("markexpr").startswith("gpu")
+    os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if on_gpu else "cpu")
+    if on_gpu or config.getoption("--no-skips"):
         config.pluginmanager.register(NoSkips(), "no-skips")
 
 

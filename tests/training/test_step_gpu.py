@@ -1,6 +1,6 @@
 """The trainer's step on several real GPUs, against one of them.
 
-    JAX_PLATFORMS=cuda,cpu python -m pytest -m gpu tests/training/test_step_gpu.py
+    python -m pytest -m gpu tests/training/test_step_gpu.py
 
 A model wide enough for every kernel, in BF16 as it is trained.
 """
@@ -14,6 +14,7 @@ from train_cases import ONE, random_batches, small, stepper
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.several_gpus,
     pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs GPUs"),
     pytest.mark.skipif(jax.device_count() < 2, reason="needs several GPUs"),
 ]
