@@ -6,7 +6,6 @@ first one is launched, not when the module that holds it is: `import coat_jax` n
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coat_jax.kernels import dispatch
+from coat_jax.kernels.kernel_cache import triton_kernel
 
 _ONE_AT_A_TIME = threading.Lock()  # the interpreter keeps its grid in global variables
 
@@ -71,20 +71,15 @@ def launch(
     jitted = entry.jitted() if isinstance(entry, Kernel) else entry
     if dispatch.interpreting():
         return _interpret(jitted, inputs, outputs, aliases, programs, constants)
-    import jax_triton
-
-    # jax-triton 0.4 renamed the parameter.
-    modern = "out_type" in inspect.signature(jax_triton.triton_call).parameters
-    return jax_triton.triton_call(
+    return triton_kernel.bind(
         *inputs,
         kernel=jitted,
-        grid=(programs,),
-        num_warps=warps,
-        num_stages=1,
-        compute_capability=dispatch.target_capability(),
-        input_output_aliases=dict(aliases),
-        **{"out_type" if modern else "out_shape": list(outputs)},
-        **constants,
+        outputs=tuple(outputs),
+        aliases=tuple(aliases.items()),
+        programs=programs,
+        warps=warps,
+        capability=dispatch.target_capability(),
+        constants=tuple(constants.items()),
     )
 
 

@@ -26,6 +26,7 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from coat_jax.kernels.identity import call_by_name
 from coat_jax.qtensor import scales_shape
 
 Shape = tuple[int, ...]
@@ -75,9 +76,10 @@ def over_mesh(
     def run(flat: Sequence[Array], places: Sequence[LeafPlace]) -> list[list[Array]]:
         return step(*unflatten(flat), places)
 
-    @custom_partitioning
-    def whole(*flat: Array) -> list[list[Array]]:
+    def alone(*flat: Array) -> list[list[Array]]:
         return run(flat, [LeafPlace(shape, 0, ()) for shape in shapes])
+
+    whole = custom_partitioning(alone)
 
     def partition(mesh: Any, operands: Sequence[Any], results: Sequence[Sequence[Any]]) -> Any:
         _, leaf_operands = unflatten(operands)
@@ -110,16 +112,11 @@ def over_mesh(
         del operand_types, result_types
         return _sharding_rule(mesh, shared, leaves, result_shapes, group_size)
 
-    result_shapes = [
-        [r.shape for r in leaf]
-        for leaf in jax.eval_shape(
-            lambda *flat: run(flat, [LeafPlace(shape, 0, ()) for shape in shapes]),
-            *shared,
-            *(a for arrays in leaves for a in arrays),
-        )
-    ]
+    flat = [*shared, *(a for arrays in leaves for a in arrays)]
+    result_shapes = [[r.shape for r in leaf] for leaf in jax.eval_shape(alone, *flat)]
     whole.def_partition(partition, sharding_rule=rule)
-    return whole(*shared, *(a for arrays in leaves for a in arrays))
+    results: list[list[Array]] = call_by_name(whole, alone, flat)
+    return results
 
 
 def _sharding_rule(

@@ -24,6 +24,7 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from coat_jax.kernels.identity import call_by_name
 from coat_jax.kernels.partition import divides_cleanly
 
 Kernel = Callable[..., Sequence[Array]]
@@ -61,7 +62,7 @@ def over_rows(
         return layout.rule(mesh)
 
     whole.def_partition(partition, sharding_rule=rule)
-    return whole(*arrays)
+    return tuple(call_by_name(whole, run, arrays))
 
 
 class _Layout:

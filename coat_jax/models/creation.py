@@ -72,7 +72,7 @@ def abstract(config: Config, *, mesh: Mesh | None = None) -> tuple[Any, Any]:
     """
     mesh = _checked_mesh(config, mesh)
     with _setting(mesh):
-        model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
+        model = _shape_of(config)
     graph, state = nnx.split(model)
     if mesh is not None:
         shardings = nnx.get_named_sharding(state, mesh)
@@ -82,6 +82,16 @@ def abstract(config: Config, *, mesh: Mesh | None = None) -> tuple[Any, Any]:
             shardings,
         )
     return graph, state
+
+
+def _shape_of(config: Config) -> Llama:
+    """A model of shapes. Flax takes long for each parameter, so one layer stands for all."""
+    one = config if config.scan else dataclasses.replace(config, layers=1)
+    model: Llama = nnx.eval_shape(lambda: Llama(one, rngs=nnx.Rngs(0)))
+    if not config.scan:
+        model.layers = nnx.List([nnx.clone(model.layers[0]) for _ in range(config.layers)])
+        model.config = config
+    return model
 
 
 def parameters_count(config: Config) -> int:

@@ -208,9 +208,13 @@ def _through(
         graph, stacked = nnx.split(layers)
         step = _step(config, graph, *context)
         return lax.scan(lambda x, state: (step(x, state), None), x, stacked)[0]
+    steps: dict[Any, Callable[[Array, Any], Array]] = {}
     for layer in layers:
         graph, state = nnx.split(layer)
-        x = _step(config, graph, *context)(x, state)
+        if graph not in steps:
+            # Layers are alike: under jit one is traced, and serves all. XLA inlines it.
+            steps[graph] = jax.jit(_step(config, graph, *context))
+        x = steps[graph](x, state)
     return x
 
 

@@ -23,6 +23,7 @@ from coat_jax.training import accounting, identity
 from coat_jax.training.agreement import on_first
 from coat_jax.training.batches import open_data, place
 from coat_jax.training.checkpoint import Checkpoints
+from coat_jax.training.compilation import use_cache
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Loader
 from coat_jax.training.distributed import Stop
@@ -58,7 +59,7 @@ class Outcome(NamedTuple):
 
 def train(config: TrainConfig, console: "Console") -> Outcome:
     """Trains until the last step or until SIGTERM; goes on where a run in the folder stopped."""
-    _use_cache(config.cache)
+    use_cache(config.cache)
     mesh = make_mesh(config.mesh)
     require_fitting(config, mesh)
     with (
@@ -205,9 +206,3 @@ def _free_name(folder: Path) -> Path:
     while (moved := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1
     return moved
-
-
-def _use_cache(folder: str | None) -> None:
-    """Lets JAX keep compiled programs in a folder, unless it was told one before."""
-    if folder is not None and jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))

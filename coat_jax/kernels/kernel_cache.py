@@ -1,0 +1,129 @@
+"""Triton kernels that are compiled once, and not again in every process.
+
+jax-triton compiles a kernel each time a program that launches it is lowered, also where JAX's
+compilation cache has the program. That takes seconds for the kernels of a model. Here the compiled
+launch is a file beside JAX's entries: in `triton/` of `jax_compilation_cache_dir`, if that is set.
+
+    file    SHA-256 of the rest, and the custom call's configuration as jax-triton made it
+    name    a hash of the kernel's source, its constants, the arrays, the GPU and all versions
+
+A file that cannot be read, or was cut short, is written anew.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+TARGET = "triton_kernel_call"  # jax-triton registers it
+
+triton_kernel = Primitive("triton_kernel")
+triton_kernel.multiple_results = True
+
+
+@triton_kernel.def_abstract_eval
+def _types(*arrays: Any, outputs: Sequence[jax.ShapeDtypeStruct], **call: Any) -> Any:
+    del arrays, call
+    return [jax.core.ShapedArray(output.shape, output.dtype) for output in outputs]
+
+
+@triton_kernel.def_impl
+def _run(*arrays: jax.Array, **call: Any) -> Any:
+    return jax.jit(functools.partial(triton_kernel.bind, **call))(*arrays)
+
+
+def _lower(context: Any, *operands: Any, **call: Any) -> Any:
+    """The custom call, from its file or from jax-triton."""
+    path = _path(context.avals_in, call)
+    if path is not None and (known := read(path)) is not None:
+        import jax_triton  # noqa: F401  # registers the target
+
+        aliases = dict(call["aliases"])
+        lower: Callable[..., Any] = jax.ffi.ffi_lowering(
+            TARGET, api_version=2, backend_config=known, operand_output_aliases=aliases
+        )
+        return lower(context, *operands)
+    compiled = mlir.lower_fun(functools.partial(_through_jax_triton, **call), multiple_results=True)
+    results = compiled(context, *operands)
+    if path is not None:
+        write(path, results[0].owner.attributes["backend_config"].value_bytes)
+    return results
+
+
+mlir.register_lowering(triton_kernel, _lower, platform="cuda")
+
+
+def _through_jax_triton(
+    *arrays: jax.Array,
+    kernel: Any,
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    aliases: Sequence[tuple[int, int]],
+    programs: int,
+    warps: int,
+    capability: int,
+    constants: Sequence[tuple[str, Any]],
+) -> Any:
+    import jax_triton
+
+    # jax-triton 0.4 renamed the parameter.
+    modern = "out_type" in inspect.signature(jax_triton.triton_call).parameters
+    return jax_triton.triton_call(
+        *arrays,
+        kernel=kernel,
+        grid=(programs,),
+        num_warps=warps,
+        num_stages=1,
+        compute_capability=capability,
+        input_output_aliases=dict(aliases),
+        **{"out_type" if modern else "out_shape": list(outputs)},
+        **dict(constants),
+    )
+
+
+def _path(inputs: Sequence[Any], call: dict[str, Any]) -> Path | None:
+    """Where the compiled launch is kept; None without a compilation cache on this machine."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    if folder is None or "://" in folder or not jax.config.values["jax_enable_compilation_cache"]:
+        return None
+    kernel = call["kernel"]
+    arrays = [(a.shape, a.dtype.name) for a in (*inputs, *call["outputs"])]
+    fixed = {name: value for name, value in call.items() if name not in ("kernel", "outputs")}
+    described = repr((kernel.cache_key, arrays, sorted(fixed.items()), _versions()))
+    digest = hashlib.sha256(described.encode()).hexdigest()[:32]
+    return Path(folder) / "triton" / f"{kernel.__name__}-{digest}"
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    return tuple(importlib.metadata.version(name) for name in ("jaxlib", "jax-triton", "triton"))
+
+
+def read(path: Path) -> bytes | None:
+    """What `write` wrote; None where there is no such file, or not all of it."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    checksum, rest = content[:32], content[32:]
+    return rest if hashlib.sha256(rest).digest() == checksum else None
+
+
+def write(path: Path, configuration: bytes) -> None:
+    """Writes a file at once, whoever else writes it; a folder that takes none is left alone."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.sha256(configuration).digest() + configuration)
+        Path(name).replace(path)
+    except OSError:
+        return

@@ -1,0 +1,78 @@
+"""A kernel that was compiled before is launched without compiling it again."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+jax_triton = pytest.importorskip("jax_triton")
+from hopper import can_compile_for_hopper
+
+import coat_jax as coat
+from coat_jax.kernels.cast import cast
+from coat_jax.kernels.kernel_cache import read, write
+from experiments.hopper import hopper_mesh, there
+
+pytestmark = [
+    pytest.mark.compiled,
+    pytest.mark.skipif(not can_compile_for_hopper(), reason="needs XLA's CUDA plugin"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield tmp_path / "triton"
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def lowered(rows=256, dtype=coat.E4M3):
+    """The rounding of a matrix, as it is handed to XLA's compiler."""
+    with there():
+        mesh = hopper_mesh((1,), ("x",))
+        whole = NamedSharding(mesh, P())
+        x = jax.ShapeDtypeStruct((rows, 128), jnp.bfloat16, sharding=whole)
+        scale = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
+        with jax.set_mesh(mesh):
+            jitted = jax.jit(lambda x, scale: cast(x, scale, dtype, "both"))
+            return jitted.lower(x, scale).as_text()
+
+
+def test_the_second_time_nothing_is_compiled(folder, monkeypatch):
+    program = lowered()
+    assert len(list(folder.iterdir())) == 1
+
+    def compile_again(*arrays, **call):
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(jax_triton, "triton_call", compile_again)
+    assert lowered() == program
+    with pytest.raises(AssertionError, match="compiled again"):
+        lowered(rows=512)
+    with pytest.raises(AssertionError, match="compiled again"):
+        lowered(dtype=coat.E5M2)
+
+
+@pytest.mark.parametrize("length", [0, 31, 40, -1])
+def test_a_file_that_was_cut_short_is_written_anew(folder, length):
+    program = lowered()
+    (path,) = folder.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:length])
+    assert lowered() == program
+    assert path.read_bytes() == whole
+
+
+def test_without_a_cache_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lowered()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_takes_no_file_does_no_harm(tmp_path):
+    in_the_way = tmp_path / "file"
+    in_the_way.write_bytes(b"")
+    write(in_the_way / "kernel", b"configuration")
+    assert read(in_the_way / "kernel") is None

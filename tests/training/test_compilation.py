@@ -1,0 +1,59 @@
+"""The compilation cache: programs are found again, and what a kill left is not."""
+
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+from coat_jax.training import compilation
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import sys, jax, jax.numpy as jnp
+from coat_jax.training.compilation import use_cache
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+use_cache(sys.argv[1])
+events = []
+jax.monitoring.register_event_listener(lambda event, **_: events.append(event.split("/")[-1]))
+jax.jit(lambda x: jnp.sin(x) * 2)(jnp.ones(3)).block_until_ready()
+print("hits" if "cache_hits" in events else "misses")
+"""
+
+
+def run(folder):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_a_second_process_finds_the_program_even_after_an_entry_was_cut_short(tmp_path):
+    assert [run(tmp_path), run(tmp_path)] == ["misses", "hits"]
+    for entry in tmp_path.glob("*-cache"):
+        entry.write_bytes(entry.read_bytes()[:-5])
+    assert [run(tmp_path), run(tmp_path)] == ["misses", "hits"]
+
+
+@pytest.mark.parametrize("length", [0, 1, 10, -1])
+def test_an_entry_that_ends_too_early_is_deleted(tmp_path, length):
+    whole = zlib.compress(b"a program" * 100)
+    (tmp_path / "cut-cache").write_bytes(whole[:length])
+    (tmp_path / "whole-cache").write_bytes(whole)
+    (tmp_path / "other").write_bytes(b"not JAX's")
+    assert [path.name for path in compilation.delete_unreadable(tmp_path)] == ["cut-cache"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "whole-cache"]
+
+
+def test_entries_in_zstandard_are_checked_too():
+    zstandard = pytest.importorskip("zstandard")
+    whole = zstandard.compress(b"a program" * 100)
+    assert compilation.is_whole(whole)
+    assert not compilation.is_whole(whole[:-1])
