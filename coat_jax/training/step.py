@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
 from coat_jax.training.batches import abstract_batch
+from coat_jax.training.communication import compiler_options
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Batch
 from coat_jax.training.mesh import everywhere
@@ -66,7 +67,12 @@ def lower_step(
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state), everywhere(mesh)
     step = partial(train_step, config, graph, optimizer)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=shardings)
+    jitted = jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=shardings,
+        compiler_options=compiler_options(mesh),
+    )
     with jax.set_mesh(mesh):
         return jitted.lower(state, abstract_batch(config, mesh, packed=packed))
 

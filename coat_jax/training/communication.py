@@ -1,0 +1,26 @@
+"""XLA's options for a step on several GPUs: collectives run while layers compute.
+
+    latency hiding scheduler    starts a collective as early, and waits for it as late, as it can
+    combine thresholds          joins the collectives of neighbouring layers into larger ones
+
+An option that XLA_FLAGS already sets is left as it is there.
+"""
+
+import os
+
+from jax.sharding import Mesh
+
+_MB = 1 << 20
+OPTIONS: dict[str, bool | int] = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_all_gather_combine_threshold_bytes": 128 * _MB,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 256 * _MB,
+}
+
+
+def compiler_options(mesh: Mesh) -> dict[str, bool | int]:
+    """The options for a mesh of several GPUs; none for one device, or for other devices."""
+    if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
+        return {}
+    given = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in OPTIONS.items() if f"--{name}=" not in given}
