@@ -1,6 +1,6 @@
 """Programs that measure: each writes its figures, with their parents, and its picture.
 
-    optimizer    optimizer_error, second_moment_drift, optimizer_step
+    optimizer    optimizer_error, accumulated_error, second_moment_drift, optimizer_step
     layers       activation_memory, layer_speed, granularity, group_scaling, precision_ablation
     training     training_throughput, training_curves, config_memory, demo
 
