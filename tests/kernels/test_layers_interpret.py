@@ -17,6 +17,7 @@ from layer_cases import (
 
 import coat_jax as coat
 from coat_jax import ops
+from coat_jax.kernels import activation_fused
 
 pytestmark = interpreted.MARKS
 
@@ -42,6 +43,13 @@ def test_norm(shape, case):
 @pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
 def test_activation(name, count):
     check_activation(SMALL[1], name, count)
+
+
+def test_a_kernel_refuses_an_unknown_activation():
+    """Rather than computing another one."""
+    x = jnp.ones((1, 4, 32), jnp.bfloat16)
+    with pytest.raises(Exception, match="no activation of this name"):
+        activation_fused.activation_forward((x, x), "swish", coat.E4M3, 16)
 
 
 def numbers(*shape, scale=1.0):
