@@ -2,7 +2,7 @@
 
     error = sum (u' - u)^2 / sum u^2,    u of optax's Adam in FP32, u' of the optimizer measured
 
-    python -m experiments.accumulated_error                      four minutes on two CPU cores
+    python -m experiments.accumulated_error                      six minutes on two CPU cores
     python -m experiments.accumulated_error --steps 50           smoke test
 
 `optimizer_error` encodes exact moments once. Here each optimizer runs its own step on its own
@@ -10,12 +10,14 @@ stored moments, so that rounding errors accumulate as they do in training. All r
 gradients of one training: a small Llama on real text under `optax.adamw` (FP32, b2 = 0.95).
 
 Every element of every matrix counts, with Adam's own eps. The layers' matrices stand apart from
-embedding and head, which belong to rare and common bytes. Groups have 128 elements everywhere;
-bitsandbytes itself has blocks of 256, and its code is rounded to nearest, as it does.
+embedding and head, which belong to rare and common bytes. Groups have 128 elements everywhere,
+where bitsandbytes has blocks of 256. It rounds to nearest; every format is measured with v rounded
+to nearest and stochastically, so that the format and the rounding can be told apart.
 """
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +32,12 @@ from rich.progress import track
 from rich.table import Table
 
 import coat_jax as coat
+from coat_jax import noise
+from coat_jax.formats import E4M3
 from coat_jax.kernels.adam import Hyper, adam_update
 from coat_jax.moments import Storage
-from coat_jax.optax.unexpanded import scale_by_unexpanded_fp8_adam
-from experiments import corpus, moment_coders, records
+from experiments import corpus, records
+from experiments import moment_coders as coders
 from experiments.small_llama import Config, Llama, loss
 
 RESULTS = Path(__file__).parent / "results"
@@ -44,52 +48,68 @@ B2S = (0.95, 0.999)
 SAMPLES = 30  # points of each curve
 LAST = 3  # of these: their mean is the error at the end
 PARTS = ("layers", "embedding and head")
-STORAGES = OURS, NEAREST, PLAIN, DYNAMIC = (
-    "coat_jax",
-    "coat_jax, v rounded to nearest",
-    "FP8 with one scale per group",
-    "bitsandbytes' dynamic code",
+FORMATS = EXPANDED, PLAIN, DYNAMIC = (
+    "dynamic range expansion",
+    "one scale per group",
+    "bitsandbytes' code",
 )
+ROUNDINGS = STOCHASTIC, NEAREST = "v stochastic", "v to nearest"
+STORAGES = [f"{name}, {rounding}" for name in FORMATS for rounding in ROUNDINGS]
 
 Figures = dict[str, Any]
 
 
-def storages(b2: float) -> dict[str, optax.GradientTransformation]:
-    """The optimizers that are compared; each one's update is Adam's direction."""
-    return {
-        OURS: coat.optax.scale_by_fp8_adam(b2=b2),
-        NEAREST: coat.optax.scale_by_fp8_adam(b2=b2, storage=Storage(stochastic=False)),
-        PLAIN: scale_by_unexpanded_fp8_adam(b2=b2),
-        DYNAMIC: scale_by_dynamic_adam(b2),
-    }
+def storages(b2: float) -> list[optax.GradientTransformation]:
+    """The optimizers of `STORAGES`, in this order; each one's update is Adam's direction."""
+    plain = coders.plain(E4M3)
+    signed, unsigned = (coders.dynamic(signed=signed) for signed in (True, False))
+    return [
+        coat.optax.scale_by_fp8_adam(b2=b2),
+        coat.optax.scale_by_fp8_adam(b2=b2, storage=Storage(stochastic=False)),
+        scale_by_coded_adam(b2, plain, coders.plain_stochastic),
+        scale_by_coded_adam(b2, plain, lambda v, _: plain(v)),
+        scale_by_coded_adam(b2, signed, coders.dynamic_stochastic),
+        scale_by_coded_adam(b2, signed, lambda v, _: unsigned(v)),
+    ]
 
 
-class DynamicState(NamedTuple):
-    """Both moments as bitsandbytes' code leaves them, decoded."""
+class CodedState(NamedTuple):
+    """Both moments as their coders leave them, in FP32."""
 
     count: Array
     mu: Any
     nu: Any
 
 
-def scale_by_dynamic_adam(b2: float) -> optax.GradientTransformation:
-    """Adam whose moments go through bitsandbytes' 8-bit code after every step."""
+def scale_by_coded_adam(
+    b2: float, first: coders.Coder, second: Callable[[Array, Array], Array]
+) -> optax.GradientTransformation:
+    """Adam whose moments are encoded and decoded after every step.
+
+    Args:
+        b2: decay rate of the second moment.
+        first: the coder of the first moment.
+        second: that of the second, which also takes a number in [0, 1) for every element.
+    """
     hyper = Hyper(b2=b2)
-    first, second = (moment_coders.dynamic(signed=signed) for signed in (True, False))
 
-    def init(params: Any) -> DynamicState:
+    def init(params: Any) -> CodedState:
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return DynamicState(jnp.zeros([], jnp.int32), zeros, zeros)
+        return CodedState(jnp.zeros([], jnp.int32), zeros, zeros)
 
-    def update(grads: Any, state: DynamicState, params: Any = None) -> tuple[Any, DynamicState]:
+    def update(grads: Any, state: CodedState, params: Any = None) -> tuple[Any, CodedState]:
         del params
         count = state.count + 1
-        stepped = jax.tree.map(
-            lambda g, m, v: adam_update(m, v, g, count, hyper, nesterov=False),
-            grads, state.mu, state.nu,
-        )  # fmt: skip
-        mu, nu, updates = jax.tree.transpose(jax.tree.structure(grads), None, stepped)
-        return updates, DynamicState(count, jax.tree.map(first, mu), jax.tree.map(second, nu))
+        flat, tree = jax.tree.flatten(grads)
+        old = zip(flat, jax.tree.leaves(state.mu), jax.tree.leaves(state.nu), strict=True)
+        mu, nu, updates = [], [], []
+        for leaf, (grad, *before) in enumerate(old):
+            m, v, direction = adam_update(*before, grad, count, hyper, nesterov=False)
+            uniform = noise.uniform(noise.leaf_key(0, count, leaf), v.shape, run=coders.GROUP_SIZE)
+            updates.append(direction)
+            mu.append(first(m))
+            nu.append(second(v, uniform))
+        return tree.unflatten(updates), CodedState(count, tree.unflatten(mu), tree.unflatten(nu))
 
     return optax.GradientTransformation(init, update)
 
@@ -122,7 +142,7 @@ def measure(steps: int, seed: int) -> tuple[list[int], dict[str, dict[str, Figur
             b2: {
                 part: jnp.stack(
                     [_square(true[b2][part])]
-                    + [_distance(stored[b2][name][part], true[b2][part]) for name in STORAGES]
+                    + [_distance(u[part], true[b2][part]) for u in stored[b2]]
                 )
                 for part in PARTS
             }
@@ -222,11 +242,12 @@ def draw(figures: Figures, path: Path) -> None:
     """Draws the error over training, a panel for each b2 and part."""
     import matplotlib.pyplot as plt
 
+    colors = dict(zip(FORMATS, (records.ACCENT, records.INK, "#2563a8"), strict=True))
+    lines = dict(zip(ROUNDINGS, ("-", ":"), strict=True))
     styles = {
-        OURS: {"color": records.ACCENT, "lw": 2.2},
-        NEAREST: {"color": records.ACCENT, "ls": ":"},
-        PLAIN: {"color": records.INK},
-        DYNAMIC: {"color": records.INK, "ls": "--"},
+        f"{name}, {rounding}": {"color": color, "ls": line}
+        for name, color in colors.items()
+        for rounding, line in lines.items()
     }
     with plt.rc_context(records.CHART):
         figure, panels = plt.subplots(1, 4, figsize=(15, 3.9), layout="constrained")
@@ -238,7 +259,7 @@ def draw(figures: Figures, path: Path) -> None:
             axes.set_title(f"{part}, {b2}")
             axes.set_xlabel("step")
         panels[0].set_ylabel("squared error of the update, relative")
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
         figure.savefig(path)
 
 
