@@ -24,7 +24,7 @@ from model_cases import (
 )
 from small_model import QUICK, filled
 
-from coat_jax import models
+from coat_jax import models, nn
 
 TOKENS = batches(1)[0]
 MATRICES = ("query", "key", "value", "out", "gate", "up", "down", "embed", "head")
@@ -284,3 +284,12 @@ def test_batch_axes_must_be_there_and_divide_the_batch():
     with jax.set_mesh(automatic_mesh(8, names=("data",))), missing:
         shapes_of(config, ints(8, 8))
     assert shapes_of(config, ints(6, 8)).shape == (6, 8, 256)  # no mesh, no cut
+
+
+def test_every_norm_has_the_epsilon_of_the_config():
+    graph, state = models.abstract(variant(norm_eps=3e-4, scan=False))
+    model = nnx.merge(graph, state)
+    norms = [node for _, node in nnx.iter_graph(model) if isinstance(node, nn.RMSNorm)]
+    # Of each of two layers: before attention and MLP, of queries and of keys; and the last one.
+    assert len(norms) == 4 * SMALL.layers + 1
+    assert {node.epsilon for node in norms} == {3e-4}
