@@ -24,7 +24,7 @@ from model_cases import (
 )
 from small_model import QUICK, filled
 
-from coat_jax import models, nn
+from coat_jax import models, nn, ops
 
 TOKENS = batches(1)[0]
 MATRICES = ("query", "key", "value", "out", "gate", "up", "down", "embed", "head")
@@ -191,6 +191,36 @@ def test_coat_keeps_less_than_bf16():
 )
 def test_presets_have_the_published_numbers_of_parameters(name, count):
     assert models.parameters_count(models.PRESETS[name]) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "theta", "norm_eps", "context", "heads", "window"),
+    [
+        ("llama2_7b", 1e4, 1e-5, 4096, (32, 32, 128), None),
+        ("llama2_13b", 1e4, 1e-5, 4096, (40, 40, 128), None),
+        ("llama_30b", 1e4, 1e-6, 2048, (52, 52, 128), None),
+        ("llama3_8b", 5e5, 1e-5, 8192, (32, 8, 128), None),
+        ("llama3.1_8b", 5e5, 1e-5, 131072, (32, 8, 128), None),
+        ("mistral_7b", 1e4, 1e-5, 32768, (32, 8, 128), 4096),
+        ("qwen2_0.5b", 1e6, 1e-6, 131072, (14, 2, 64), None),
+        ("qwen2_7b", 1e6, 1e-6, 131072, (28, 4, 128), None),
+        ("qwen3_0.6b", 1e6, 1e-6, 40960, (16, 8, 128), None),
+        ("qwen3_8b", 1e6, 1e-6, 40960, (32, 8, 128), None),
+        ("olmo_1b", 1e4, 1e-5, 2048, (16, 16, 128), None),
+        ("olmo_7b", 1e4, 1e-5, 2048, (32, 32, 128), None),
+        ("olmo2_7b", 5e5, 1e-6, 4096, (32, 32, 128), None),
+    ],
+)
+def test_presets_have_the_published_numbers_that_parameters_do_not_show(
+    name, theta, norm_eps, context, heads, window
+):
+    """As the models' config.json has them."""
+    config = models.PRESETS[name]
+    assert (config.rotary.theta, config.norm_eps, config.context) == (theta, norm_eps, context)
+    assert (config.heads, config.kv_heads, config.head_dim) == heads
+    assert config.window == window
+    stretched = ops.Llama3Scaling(8.0, 1.0, 4.0, 8192) if name == "llama3.1_8b" else None
+    assert config.rotary.scaling == stretched
 
 
 # --- Refusals --------------------------------------------------------------------------------
