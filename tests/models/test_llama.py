@@ -316,6 +316,12 @@ def test_batch_axes_must_be_there_and_divide_the_batch():
     assert shapes_of(config, ints(6, 8)).shape == (6, 8, 256)  # no mesh, no cut
 
 
+def test_a_new_embedding_is_small():
+    """Its deviation is 0.02, as GPT-2's: tied to the head it gives logits near zero."""
+    model = models.create(models.config_of("tiny"), seed=0)
+    np.testing.assert_allclose(jnp.std(model.embed[...]), 0.02, rtol=0.02)
+
+
 def test_every_norm_has_the_epsilon_of_the_config():
     graph, state = models.abstract(variant(norm_eps=3e-4, scan=False))
     model = nnx.merge(graph, state)
