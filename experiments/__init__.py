@@ -9,5 +9,7 @@ are what is learnt and what learns, `stacks` (`_jax`, `_torch`) and `kept_torch`
 measured, `moment_coders`, `moment_errors`, `moments_recording` and `dynamic_exponent` the ways to
 store a moment, `hopper` the GPUs that need not be there.
 
+`figures` compares what README, docs and configs say with the results.
+
 They import the package; the package never imports them.
 """

@@ -16,7 +16,7 @@ DOCUMENTS = ("README.md", "docs/*.md", "configs/*.py")
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 UNITS = (
     "%|ms|us|ns|seconds?|minutes?|hours?|[KMG]i?B|GB|bytes?|U|times|TB/s|TFLOP/s|tokens/s"
-    "|tokens a second|x as"
+    "|tokens a second"
 )
 WORDS = "two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|hundred|thousand|million"
 FIGURE = re.compile(
