@@ -53,7 +53,7 @@ def precision_ablation() -> Rows:
         one = variants[name]
         cells = []
         for figure in ("final", "held out"):
-            change = f"{100 * (one[figure] / base[figure] - 1):+.1f} %"
+            change = f"{round(100 * (one[figure] / base[figure] - 1), 1) + 0.0:+.1f} %"  # no -0.0
             cells += [f"{one[figure]:.3f}", "" if one is base else change]
         rows.append([name, *cells])
     return rows
