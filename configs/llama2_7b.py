@@ -7,8 +7,9 @@
 
 Hyper-parameters of Touvron et al. 2023 (Llama 2, section 2.2): batches of 4 million tokens, AdamW
 with b2 = 0.95 and eps = 1e-5, 2000 steps of warmup, a cosine down to a tenth, over 2 trillion
-tokens. Differently from there, parameters are BF16, rounded stochastically, so that weights,
-gradients and moments take 6.1 bytes a parameter with COAT.
+tokens. Differently from there, parameters are BF16, rounded stochastically. Weights, gradients and
+moments take 10.1 bytes a parameter with COAT, of which 4 are the FP32 sum of the gradients of
+several microbatches; without accumulation they take 6.1.
 
 Parameters and moments are cut along all GPUs. A microbatch is 8 sequences: 2 on each of 4 GPUs. It
 takes 35.4 GB of each in COAT and 54.1 in BF16 (XLA's account of the step,
@@ -17,7 +18,7 @@ experiments/config_memory.py).
 The runs on one GPU are for the first row of table 7 of the COAT paper: full-parameter training on
 sequences of 2048 tokens. They read the built-in corpus, since what is learnt does not matter there.
 Choose --batch by the GPU's memory; the table that is printed first says what a batch takes. On an
-H200, COAT takes 72.7 GB at a batch of 10 and steps at 23,205 tokens a second, BF16 131.8 GB and
+H200, COAT takes 72.7 GB at a batch of 10 and trains 23,205 tokens a second, BF16 131.8 GB and
 14,316 (experiments/training_throughput.py).
 """
 

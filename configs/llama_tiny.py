@@ -1,8 +1,7 @@
 """Llama of 0.9 million parameters over bytes, on the source of Python's standard library.
 
-To see everything work on a laptop in minutes; not to be compared with anything. On two cores it
-took 2 min 24 s in COAT and 1 min 18 s in BF16, and ended at held-out losses of 1.798 and 1.793. On
-a CPU, which has no products in FP8, FP8 saves memory and not time.
+To see everything work on a laptop in minutes; not to be compared with anything. On a CPU, which
+has no products in FP8, FP8 saves memory and not time.
 
     coat train configs/llama_tiny.py            COAT: FP8 layers, FP8 moments
     coat train configs/llama_tiny.py:bf16       BF16 layers, optax's AdamW with FP32 moments

@@ -1,6 +1,6 @@
 """Programs that measure: each writes its figures, with their parents, and its picture.
 
-    optimizer    optimizer_error, second_moment_drift, optimizer_step
+    optimizer    optimizer_error, accumulated_error, second_moment_drift, optimizer_step
     layers       activation_memory, layer_speed, granularity, group_scaling, precision_ablation
     training     training_throughput, training_curves, config_memory, demo
 
@@ -8,6 +8,8 @@ The other modules are what these are made of: `records` writes results, `corpus`
 are what is learnt and what learns, `stacks` (`_jax`, `_torch`) and `kept_torch` the layers that are
 measured, `moment_coders`, `moment_errors`, `moments_recording` and `dynamic_exponent` the ways to
 store a moment, `hopper` the GPUs that need not be there.
+
+`figures` compares what README, docs and configs say with the results.
 
 They import the package; the package never imports them.
 """

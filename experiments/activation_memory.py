@@ -15,7 +15,6 @@ tokens: what it keeps is the same number of U.
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
@@ -31,7 +30,15 @@ from rich.table import Table
 
 from experiments import records
 from experiments.stacks import Sizes
-from experiments.stacks_jax import PRESETS, attention, attention_input, layer, mlp
+from experiments.stacks_jax import (
+    PRESETS,
+    attention,
+    attention_input,
+    forward_saving,
+    layer,
+    mlp,
+    saved_bytes,
+)
 from experiments.workers import reason
 
 RESULTS = Path(__file__).parent / "results"
@@ -80,8 +87,7 @@ def measure() -> tuple[Units, Units]:
 
 def units_kept(function: Callable[..., Any], weights: dict[str, Any], arrays: list[Any]) -> float:
     """What the gradient of `function` needs besides weights, in U."""
-    _, kept = jax.eval_shape(partial(_run, function), weights, *arrays)
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in kept) / SIZES.unit
+    return saved_bytes(function, weights, *arrays) / SIZES.unit
 
 
 def units_allocated(
@@ -96,18 +102,10 @@ def units_allocated(
     zeros = partial(jax.tree.map, lambda a: jax.device_put(jnp.zeros(a.shape, a.dtype), device))
     w = zeros(weights)
     before = in_use()
-    y, kept = jax.block_until_ready(jax.jit(partial(_run, function))(w, *zeros(arrays)))
+    y, kept = jax.block_until_ready(jax.jit(partial(forward_saving, function))(w, *zeros(arrays)))
     held = in_use() - before - sum(leaf.nbytes for leaf in jax.tree.leaves(y))
     del kept
     return held / SIZES.unit
-
-
-def _run(function: Callable[..., Any], weights: dict[str, Any], *arrays: Any) -> tuple[Any, Any]:
-    """The outputs, and the arrays that the gradient needs, each once; no weights, no scalars."""
-    y, pull = jax.vjp(function, weights, *arrays)
-    ours = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(weights)}
-    kept = {id(leaf): leaf for leaf in jax.tree.leaves(pull) if leaf.ndim}
-    return y, [leaf for leaf in kept.values() if (leaf.shape, leaf.dtype) not in ours]
 
 
 def torch_units() -> tuple[Units, Units, str | None]:

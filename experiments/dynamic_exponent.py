@@ -35,6 +35,14 @@ def nearest(x: Float[Array, "..."], *, signed: bool) -> Float[Array, "..."]:
     return jnp.asarray(values)[jnp.searchsorted(jnp.asarray(boundaries), x)]
 
 
+def at_random(x: Float[Array, "..."], uniform: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Rounds numbers within [0, 1] to a neighbouring value, right on average."""
+    values = jnp.asarray(dynamic_map(signed=False))
+    above = jnp.clip(jnp.searchsorted(values, x), 1, len(values) - 1)
+    low, high = values[above - 1], values[above]
+    return jnp.where(uniform * (high - low) < x - low, high, low)
+
+
 def smallest(*, signed: bool) -> float:
     """The smallest positive value of the type."""
     values = dynamic_map(signed=signed)

@@ -6,11 +6,12 @@ kernel that makes the tensor also writes one maximum per group, and only those a
     python -m experiments.group_scaling                          on a GPU with FP8 units
     python -m experiments.group_scaling --rows 64 --columns 256  anywhere: a smoke test, no results
 
-Tensors are BF16; group maxima FP32, one per row and 128 columns, as `activation_forward` writes
-them. "silu(gate) up" is that kernel: alone, with the reduction of its maxima, and with a full pass
-over its result in BF16 instead, the writing of which is not counted. The bound is that of norms,
-|norm(x)| <= sqrt(D) max|scale|, which reads no tensor. Times are of the kernels alone, as the
-profiler sees them: calls this short are lost in the time that launching them takes.
+Tensors are BF16; group maxima FP32, as many for each row as `activation_forward` writes: one per 32
+columns, and one per 128 when the recorded results were made. "silu(gate) up" is that kernel: alone,
+with the reduction of its maxima, and with a full pass over its result in BF16 instead, the writing
+of which is not counted. The bound is that of norms, |norm(x)| <= sqrt(D) max|scale|, which reads no
+tensor. Times are of the kernels alone, as the profiler sees them: calls this short are lost in the
+time that launching them takes.
 """
 
 import argparse

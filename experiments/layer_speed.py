@@ -1,8 +1,8 @@
-"""How long a Llama layer takes, forward and backward, and what it keeps in between.
+"""How long a Llama layer takes, forward and backward, and what it saves in between.
 
-Claim (the paper's tables 2 and 6): a layer that computes and keeps FP8 is faster than one in BF16
-and keeps less. Measured as the marginal cost of a layer: stacks of 4 and of 8, halved difference
-by count, so that what a stack does once (input, loss) cancels.
+Claim (the paper's tables 2 and 6): a layer that computes and saves FP8 is faster than one in BF16
+and saves less. Measured as the marginal cost of a layer: the difference between stacks of 4 and of
+8, divided by 4, so that what a stack does once (input, loss) cancels.
 
     python -m experiments.layer_speed                     on a GPU: Llama-2-7B's layer, all peers
     python -m experiments.layer_speed --table             the paper's four sizes at batches of 4
@@ -13,8 +13,10 @@ Every framework runs in a process of its own, one after the other on the same de
 not installed is skipped with a line that says so. Layers are unrolled; weights and inputs are
 BF16 and random. The step is the gradient with respect to input and all weights. Times are medians;
 the two stacks take turns, so that both meet the clocks of a GPU at its power limit. "saved" is what
-a further layer adds to the peak, less its weights and their gradients: from XLA's own account of
-the program, or torch's allocator. 1 U = 2 bytes x batch x sequence x width.
+a further layer leaves for the backward pass: the arrays that the function returned by `jax.vjp`
+holds, weights left out, and for torch what its allocator holds after the forward pass. "peak" in
+the results is of the whole step: XLA's own account of the program, or torch's allocator.
+1 U = 2 bytes x batch x sequence x width.
 """
 
 import argparse
@@ -60,7 +62,7 @@ def main() -> None:
     sizes = Sizes(options.width, options.sequence, options.batch, head)
     if options.worker:
         for name, measured in FRAMEWORKS[options.worker]()(sizes, options.depths):
-            case = _marginal(name, measured, sizes)
+            case = _marginal(name, measured)
             print(json.dumps({**sizes._asdict(), **case}), flush=True)
         return
     path = options.out / ("layer_table.json" if options.table else "layer_speed.json")
@@ -132,7 +134,8 @@ def _run_worker(framework: str, sizes: Sizes, depths: list[int]) -> Iterator[Cas
             count += 1
             print(
                 f"{case['layer']:38} {case['forward_ms']:6.2f} + {case['backward_ms']:6.2f} = "
-                f"{case['ms']:6.2f} ms a layer   saved {case['saved'] / sizes.unit:5.2f} U",
+                f"{case['ms']:6.2f} ms a layer   "
+                f"saved {case['saved_bytes'] / sizes.unit:5.2f} U",
                 flush=True,
             )
             yield case
@@ -143,7 +146,7 @@ def _run_worker(framework: str, sizes: Sizes, depths: list[int]) -> Iterator[Cas
             yield {**sizes._asdict(), "layer": framework, "skipped": why}
 
 
-def _marginal(name: str, measured: Measured, sizes: Sizes) -> Case:
+def _marginal(name: str, measured: Measured) -> Case:
     """The cost of one more layer, from two stacks."""
     few, many = sorted(measured)
     count = many - few
@@ -157,7 +160,7 @@ def _marginal(name: str, measured: Measured, sizes: Sizes) -> Case:
         "ms": total,
         "forward_ms": forward,
         "backward_ms": total - forward,
-        "saved": per_layer("peak") - 2 * sizes.weight_bytes,  # a weight and its gradient
+        "saved_bytes": per_layer("saved_bytes"),
         "stacks": measured,
     }
 
@@ -190,25 +193,22 @@ def draw(path: Path) -> None:
 
 
 def _draw_bars(path: Path, sizes: Sizes, cases: list[Case]) -> None:
-    """Time and saved memory per layer."""
+    """Time per layer; activation_memory has the picture of what is saved."""
     import matplotlib.pyplot as plt
 
     from experiments import records
 
     shown = cases[::-1]
+    names = [c["layer"] for c in shown]
+    colors = [records.ACCENT if _is_ours(name) else records.PALE for name in names]
     with plt.rc_context(records.CHART | {"axes.grid.axis": "x"}):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 0.4 * len(shown) + 1.6))
-        colors = [records.ACCENT if _is_ours(c["layer"]) else records.PALE for c in shown]
-        for axes, values, title in (
-            (left, [c["ms"] for c in shown], "ms, forward and backward"),
-            (right, [c["saved"] / sizes.unit for c in shown], "saved activations, U"),
-        ):
-            bars = axes.barh([c["layer"] for c in shown], values, color=colors, height=0.7)
-            axes.bar_label(bars, [f"{v:.1f}" for v in values], padding=3, fontsize=8)
-            axes.tick_params(axis="y", labelsize=8)
-            axes.set_title(f"{_described(sizes)}: {title}")
-            axes.margins(x=0.12)
-        figure.suptitle("What one more Llama layer costs")
+        figure, axes = plt.subplots(figsize=(8, 0.4 * len(shown) + 1.6))
+        bars = axes.barh(names, [c["ms"] for c in shown], color=colors, height=0.7)
+        axes.bar_label(bars, [f"{c['ms']:.1f}" for c in shown], padding=3, fontsize=8)
+        axes.tick_params(axis="y", labelsize=8)
+        axes.set_xlabel("ms, forward and backward")
+        axes.set_title(f"One more Llama layer: {_described(sizes)}")
+        axes.margins(x=0.12)
         figure.savefig(path.with_suffix(".png"))
 
 

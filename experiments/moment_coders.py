@@ -52,6 +52,14 @@ def stochastic(seed: int) -> Coder:
     return jax.jit(code)
 
 
+def plain_stochastic(x: Rows, uniform: Rows) -> Rows:
+    """E4M3 with one scale per group, rounded stochastically."""
+    grouped, random = (qtensor.split_groups(a, GROUP_SIZE) for a in (x, uniform))
+    scale = jnp.max(jnp.abs(grouped), axis=-1, keepdims=True) / format_of(E4M3).max
+    codes = stochastic_cast(grouped / jnp.where(scale > 0, scale, 1.0), E4M3, random)
+    return qtensor.join_groups(codes.astype(jnp.float32) * scale, x.shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class Exponent:
     """A rule for k = log2_range / log2(max / min) of a group; by default that of coat_jax.
@@ -129,6 +137,14 @@ def dynamic(*, signed: bool) -> Coder:
         return qtensor.join_groups(dynamic_exponent.nearest(unit, signed=signed) * amax, x.shape)
 
     return jax.jit(code)
+
+
+def dynamic_stochastic(x: Rows, uniform: Rows) -> Rows:
+    """Unsigned DE8 with one scale per group, rounded stochastically."""
+    grouped, random = (qtensor.split_groups(a, GROUP_SIZE) for a in (x, uniform))
+    amax = jnp.max(grouped, axis=-1, keepdims=True)
+    unit = dynamic_exponent.at_random(grouped / jnp.where(amax > 0, amax, 1.0), random)
+    return qtensor.join_groups(unit * amax, x.shape)
 
 
 def dynamic_expanded(*, signed: bool) -> Coder:

@@ -6,7 +6,8 @@
     python -m experiments.optimizer_error --steps 16 --drift-steps 100    smoke test
 
 Claim: dynamic range expansion lowers it more than the paper's 1.63 times, against FP8 with one
-scale per group. Moments are recorded in a real training, coded and decoded once. Only ratios
+scale per group. Moments are recorded in a real training, coded and decoded once, and rounded to
+nearest: what training sees is in `accumulated_error`. Only ratios
 compare with the paper, whose scale is not known; bias correction cancels within a step. Elements
 whose v becomes zero in some coder of a table are left out of it, for u' would be infinite; that
 favours the coders that lose them. The layers' matrices lose none and stand apart from embedding

@@ -1,16 +1,16 @@
 """What each part of COAT costs in loss: products, kept activations, optimizer, alone and together.
 
-Claim (the paper's figures 5 and 6): training with all of it loses next to nothing. What the paper
-does not say is which part loses how much. Here a small Llama learns Python's own source from the
-same parameters, on the same batches, at the same learning rates, under precisions that differ by
-one `dataclasses.replace`:
+The paper (figures 5 and 6) trains with all of it, and does not say which part loses how much. Here
+a small Llama learns Python's own source from the same parameters, on the same batches, at the same
+learning rates, under precisions that differ by one `dataclasses.replace`:
 
     python -m experiments.precision_ablation                 300 steps each, on any machine
     python -m experiments.precision_ablation --steps 40      a glance
 
 Arithmetic is FP32 where it is not FP8, so that FP8 is all the difference. Losses are in nats per
-byte: the mean of the last steps, and that over files that were held out. Two runs of different
-seeds tell how large a difference means nothing.
+byte: the mean of the last steps, and that over files that were held out. "other seed" has other
+parameters at the start and other batches: it says how far runs of this length lie apart, not what
+rounding alone does. Differences this small between single runs cannot rank the parts.
 """
 
 import argparse

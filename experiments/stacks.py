@@ -1,6 +1,5 @@
 """Stacks of Llama layers to be measured: their sizes, and how a step is timed."""
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -33,11 +32,6 @@ class Sizes(NamedTuple):
         square, wide = (self.width, self.width), (self.width, self.hidden)
         return dict.fromkeys("qkvo", square) | {"gate": wide, "up": wide, "down": wide[::-1]}
 
-    @property
-    def weight_bytes(self) -> int:
-        """Of one layer in BF16, and so of its gradients."""
-        return 2 * (sum(map(math.prod, self.weights.values())) + 2 * self.width)
-
 
 class Stack(NamedTuple):
     """Layers of one framework, ready to run."""
@@ -46,17 +40,23 @@ class Stack(NamedTuple):
     forward: Callable[[], None]
     wait: Callable[[], None]  # until the device has done what was asked
     peak: float  # bytes of a step
+    saved: float  # bytes that the forward pass leaves for the backward pass
 
 
 Measured = dict[int, dict[str, float]]  # by depth
 
 
 def measure(stacks: dict[int, Stack]) -> Measured:
-    """Milliseconds of a step and of its forward pass alone, of each stack, and its peak."""
+    """Milliseconds of a step and of its forward pass alone, of each stack, and its memory."""
     steps = medians_ms({depth: (stack.step, stack.wait) for depth, stack in stacks.items()})
     forwards = medians_ms({depth: (stack.forward, stack.wait) for depth, stack in stacks.items()})
     return {
-        depth: {"ms": steps[depth], "forward_ms": forwards[depth], "peak": stack.peak}
+        depth: {
+            "ms": steps[depth],
+            "forward_ms": forwards[depth],
+            "peak": stack.peak,
+            "saved_bytes": stack.saved,
+        }
         for depth, stack in stacks.items()
     }
 

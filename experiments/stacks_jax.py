@@ -1,6 +1,7 @@
 """Stacks of Llama layers made of coat_jax's ops, in each precision."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -52,7 +53,22 @@ def prepare(sizes: Sizes, depth: int, precision: coat.Precision) -> Stack:
         peak=float(
             memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes
         ),
+        saved=float(saved_bytes(partial(stack, sizes, precision), layers, x)),
     )
+
+
+def saved_bytes(function: Callable[..., Any], weights: Any, *arrays: Any) -> int:
+    """The bytes that the gradient of `function` needs besides its weights: counted, not run."""
+    _, saved = jax.eval_shape(partial(forward_saving, function), weights, *arrays)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in saved)
+
+
+def forward_saving(function: Callable[..., Any], weights: Any, *arrays: Any) -> tuple[Any, Any]:
+    """The outputs, and the arrays that the gradient needs, each once; no weights, no scalars."""
+    y, pull = jax.vjp(function, weights, *arrays)
+    ours = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(weights)}
+    saved = {id(leaf): leaf for leaf in jax.tree.leaves(pull) if leaf.ndim}
+    return y, [leaf for leaf in saved.values() if (leaf.shape, leaf.dtype) not in ours]
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -125,10 +125,15 @@ def _prepare(sizes: Sizes, depth: int, compiled: bool, recipe: str | None) -> St
             torch.cuda.synchronize()
 
     step()  # compiles
-    peak = 0.0
+    peak = saved = 0.0
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
         step()
         wait()
         peak = float(torch.cuda.max_memory_allocated() - others)
-    return Stack(step, forward, wait, peak)
+        before = torch.cuda.memory_allocated()
+        y = run()
+        wait()
+        saved = float(torch.cuda.memory_allocated() - before - y.untyped_storage().nbytes())
+        del y
+    return Stack(step, forward, wait, peak, saved)

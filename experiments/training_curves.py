@@ -1,7 +1,8 @@
 """A Llama of 124 million parameters learns from source code, in BF16 and in COAT.
 
-Claim (the paper's figures 5 and 6): the loss of COAT follows that of BF16 with FP32 moments. Both
-runs are `coat train configs/llama_124m.py`, from the same parameters, on the same batches:
+Question (the paper's figures 5 and 6): how far is the loss of COAT from that of BF16 with FP32
+moments? One run of each, so that the answer has chance in it. Both are
+`coat train configs/llama_124m.py`, from the same parameters, on the same batches:
 
     python -m experiments.training_curves --folder /tmp/curves       on a GPU
     python -m experiments.training_curves --folder /tmp/curves --steps 20 --batch 2 --sequence 64
@@ -44,8 +45,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, required=True, help="for text, tokens and runs")
-    parser.add_argument("--steps", type=int, default=2000, help="of training")
-    parser.add_argument("--batch", type=int, default=128, help="sequences of a step")
+    parser.add_argument("--steps", type=int, default=2250, help="of training")
+    parser.add_argument("--batch", type=int, default=64, help="sequences of a step")
     parser.add_argument("--sequence", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--accumulation", type=int, default=2, help="parts of a batch")
     parser.add_argument("--text", type=int, default=600, help="megabytes of text at most")

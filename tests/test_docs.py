@@ -1,28 +1,171 @@
-"""Every Python example in the documentation runs, and every docstring's says what it prints."""
+"""The examples of the documentation work: Python runs, and commands take their arguments."""
 
+import argparse
+import ast
 import doctest
 import importlib
 import pkgutil
 import re
+import shlex
+import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import coat_jax
+from coat_jax import cli
+from experiments.figures import pages
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WITH_EXAMPLES = [page for page in PAGES if "```python" in page.read_text()]
 MODULES = sorted(m.name for m in pkgutil.walk_packages(coat_jax.__path__, "coat_jax."))
+SOURCES = [
+    *pages.names(),
+    *(f"coat_jax/cli/{name}.py" for name in cli.COMMANDS),
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "experiments").glob("*.py"))),
+]
 
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.name)
 def test_examples_of_a_page_run_in_order(page: Path) -> None:
-    names: dict = {}
+    """And every optimizer that a page makes takes a step."""
+    names: dict[str, Any] = {}
+    stepped: set[int] = set()
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
         exec(compile(block, page.name, "exec"), names)
+        for value in list(names.values()):
+            if isinstance(value, optax.GradientTransformation) and id(value) not in stepped:
+                take_a_step(value, names["params"])
+                stepped.add(id(value))
+
+
+def take_a_step(tx: optax.GradientTransformation, params: Any) -> None:
+    """With gradients of one, for the parameters that the page has."""
+    trained = params.fast if isinstance(params, optax.LookaheadParams) else params
+    grads = jax.tree.map(jnp.ones_like, trained)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    after = optax.apply_updates(params, updates)
+    finite = jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), after)
+    assert all(jax.tree.leaves(finite))
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_docstring_examples_print_what_they_say(module: str) -> None:
     assert doctest.testmod(importlib.import_module(module)).failed == 0
+
+
+# --- Commands --------------------------------------------------------------------------------
+
+
+class Command(NamedTuple):
+    """A command line in a page or a docstring."""
+
+    page: str
+    line: str
+
+    @property
+    def words(self) -> list[str]:
+        """Without settings of the environment, and without the words that explain it."""
+        command = re.split(r"\s{2,}", self.line.strip())[0]
+        words = shlex.split(command)
+        return [word for word in words if not re.match(r"[A-Z_]+=", word)]
+
+
+def commands(program: str) -> list[Command]:
+    """Every line of code in pages and docstrings that runs this program.
+
+    Not those without arguments, those that leave something out, nor a worker for programs.
+    """
+    start = re.compile(rf"^(?:    |  )((?:[A-Z_]+=\S+ )*{program}\b.*)$|`({program}\b[^`]*)`", re.M)
+    found = []
+    for page in SOURCES:
+        text = (ROOT / page).read_text()
+        if page.endswith(".py"):
+            text = ast.get_docstring(ast.parse(text)) or ""
+        for match in start.finditer(text):
+            command = Command(page, match[1] or match[2])
+            complete = "..." not in command.line and "kept_torch" not in command.line
+            if complete and (len(command.words) > 2 or program == "make"):
+                found.append(command)
+    return found
+
+
+def named(command: Command) -> str:
+    return f"{Path(command.page).name}: {' '.join(command.words)}"
+
+
+def ready(config: str) -> str:
+    """The config that a command names; any will do where it names none of ours."""
+    return config if config.startswith("configs/") else "configs/llama_tiny.py"
+
+
+@pytest.mark.parametrize("command", commands(f"coat (?:{'|'.join(cli.COMMANDS)})"), ids=named)
+def test_a_command_of_coat_is_one_that_it_takes(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its arguments are read, and for `train` its config is made; nothing runs."""
+    _, name, *arguments = command.words
+    monkeypatch.chdir(ROOT)
+    if name == "train" and arguments != ["--help"]:
+        arguments = [ready(arguments[0]), *arguments[1:], "--print-config"]
+    else:
+        module = importlib.import_module(f"coat_jax.cli.{name}")
+        monkeypatch.setattr(module, "run", lambda options: 0)
+    try:
+        code = cli.main([name, *arguments])
+    except SystemExit as end:  # --help
+        code = end.code
+    assert code == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", commands("python -m experiments"), ids=named)
+def test_a_module_that_is_run_takes_its_arguments(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its `main` is called until the arguments have been read."""
+    _, _, name, *arguments = command.words
+    entry = f"{name}.__main__" if (ROOT / name.replace(".", "/")).is_dir() else name
+    main = importlib.import_module(entry).main
+    stop_after_parsing(monkeypatch)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(Parsed):
+        main()
+
+
+class Parsed(Exception):
+    """The arguments were read."""
+
+
+def stop_after_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
+        parse(parser, *args, **kwargs)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+
+
+@pytest.mark.parametrize("command", commands("make"), ids=named)
+def test_make_has_the_targets_that_pages_name(command: Command) -> None:
+    for target in (word for word in command.words[1:] if "=" not in word):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), target
+
+
+@pytest.mark.parametrize("command", commands("pip install"), ids=named)
+def test_pip_installs_extras_that_exist(command: Command) -> None:
+    declared = (ROOT / "pyproject.toml").read_text()
+    for extras in re.findall(r"\[([\w,]+)\]", " ".join(command.words)):
+        for extra in extras.split(","):
+            assert re.search(rf"^{extra} = \[", declared, re.M), extra
+
+
+def test_pages_link_to_files_that_exist() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

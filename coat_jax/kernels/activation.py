@@ -68,4 +68,7 @@ def gradient_bounds(
 
 def steepest(m: Float[Array, "..."], activation: Activation) -> tuple[Array, Array | float]:
     """What neither |act(x)| nor the magnitude of its slope exceeds where |x| <= m."""
-    return (m * m, 2 * m) if activation == "relu2" else (m, 1.13)
+    require_activation(activation)
+    if activation == "relu2":
+        return m * m, 2 * m
+    return m, 1.13  # gelu has the largest slope: 1.1290 at sqrt(2)

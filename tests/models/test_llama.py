@@ -24,7 +24,7 @@ from model_cases import (
 )
 from small_model import QUICK, filled
 
-from coat_jax import models
+from coat_jax import models, nn, ops
 
 TOKENS = batches(1)[0]
 MATRICES = ("query", "key", "value", "out", "gate", "up", "down", "embed", "head")
@@ -193,6 +193,36 @@ def test_presets_have_the_published_numbers_of_parameters(name, count):
     assert models.parameters_count(models.PRESETS[name]) == count
 
 
+@pytest.mark.parametrize(
+    ("name", "theta", "norm_eps", "context", "heads", "window"),
+    [
+        ("llama2_7b", 1e4, 1e-5, 4096, (32, 32, 128), None),
+        ("llama2_13b", 1e4, 1e-5, 4096, (40, 40, 128), None),
+        ("llama_30b", 1e4, 1e-6, 2048, (52, 52, 128), None),
+        ("llama3_8b", 5e5, 1e-5, 8192, (32, 8, 128), None),
+        ("llama3.1_8b", 5e5, 1e-5, 131072, (32, 8, 128), None),
+        ("mistral_7b", 1e4, 1e-5, 32768, (32, 8, 128), 4096),
+        ("qwen2_0.5b", 1e6, 1e-6, 131072, (14, 2, 64), None),
+        ("qwen2_7b", 1e6, 1e-6, 131072, (28, 4, 128), None),
+        ("qwen3_0.6b", 1e6, 1e-6, 40960, (16, 8, 128), None),
+        ("qwen3_8b", 1e6, 1e-6, 40960, (32, 8, 128), None),
+        ("olmo_1b", 1e4, 1e-5, 2048, (16, 16, 128), None),
+        ("olmo_7b", 1e4, 1e-5, 2048, (32, 32, 128), None),
+        ("olmo2_7b", 5e5, 1e-6, 4096, (32, 32, 128), None),
+    ],
+)
+def test_presets_have_the_published_numbers_that_parameters_do_not_show(
+    name, theta, norm_eps, context, heads, window
+):
+    """As the models' config.json has them."""
+    config = models.PRESETS[name]
+    assert (config.rotary.theta, config.norm_eps, config.context) == (theta, norm_eps, context)
+    assert (config.heads, config.kv_heads, config.head_dim) == heads
+    assert config.window == window
+    stretched = ops.Llama3Scaling(8.0, 1.0, 4.0, 8192) if name == "llama3.1_8b" else None
+    assert config.rotary.scaling == stretched
+
+
 # --- Refusals --------------------------------------------------------------------------------
 
 
@@ -284,3 +314,18 @@ def test_batch_axes_must_be_there_and_divide_the_batch():
     with jax.set_mesh(automatic_mesh(8, names=("data",))), missing:
         shapes_of(config, ints(8, 8))
     assert shapes_of(config, ints(6, 8)).shape == (6, 8, 256)  # no mesh, no cut
+
+
+def test_a_new_embedding_is_small():
+    """Its deviation is 0.02, as GPT-2's: tied to the head it gives logits near zero."""
+    model = models.create(models.config_of("tiny"), seed=0)
+    np.testing.assert_allclose(jnp.std(model.embed[...]), 0.02, rtol=0.02)
+
+
+def test_every_norm_has_the_epsilon_of_the_config():
+    graph, state = models.abstract(variant(norm_eps=3e-4, scan=False))
+    model = nnx.merge(graph, state)
+    norms = [node for _, node in nnx.iter_graph(model) if isinstance(node, nn.RMSNorm)]
+    # Of each of two layers: before attention and MLP, of queries and of keys; and the last one.
+    assert len(norms) == 4 * SMALL.layers + 1
+    assert {node.epsilon for node in norms} == {3e-4}

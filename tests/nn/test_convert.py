@@ -135,6 +135,14 @@ def test_modules_with_arithmetic_of_their_own_are_left_alone():
         assert part in reason
 
 
+@pytest.mark.parametrize("kind", [nnx.RMSNorm, nnx.LayerNorm])
+def test_a_converted_norm_keeps_its_epsilon(kind):
+    model = nnx.Sequential(kind(32, epsilon=0.5, rngs=nnx.Rngs(0)))
+    x = 0.1 * jnp.float32(np.random.default_rng(0).standard_normal((3, 32)))
+    # E4M3 rounds to 2^-4 of a value; without its epsilon the norm would be 7 times as large.
+    np.testing.assert_allclose(nn.convert(model, coat.COAT)(x), model(x), rtol=0.1, atol=0.01)
+
+
 def test_linen_takes_the_products():
     x = jnp.float32(np.random.default_rng(0).standard_normal((3, 32)))
     dense = linen.Dense(16, use_bias=False, dot_general_cls=coat.linen.dot_general_cls())

@@ -177,3 +177,14 @@ def test_results_have_the_dtype_of_what_they_belong_to():
     # BF16 rounds scores, probabilities and o to 2^-9 each, and moves codes of o.
     assert_close(y, want, 2.0**-4)
     assert jax.eval_shape(ops.attention, *args[:3]).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_attention_of_the_newest_token_is_softmax_of_what_it_sees(scale):
+    q, keys, values = draw(1, (2, 1, 4, 16), (2, 5, 2, 16), (2, 5, 2, 16))
+    visible = jnp.array([[True] * 5, [False, True, True, False, True]])
+    scores = jnp.einsum("bnh,bknh->bnk", q[:, 0], jnp.repeat(keys, 2, axis=2))
+    scores = jnp.where(visible[:, None], scores * (scale or 16**-0.5), -jnp.inf)
+    want = jnp.einsum("bnk,bknh->bnh", jax.nn.softmax(scores), jnp.repeat(values, 2, axis=2))
+    got = ops.attention_to_past(q, keys, values, visible, scale=scale)
+    assert_close(got[:, 0], want)

@@ -239,3 +239,11 @@ def test_results_have_the_dtype_of_what_they_belong_to(dtype):
     want = pulled(f, x.astype(fp32), norm, w, b.astype(dtype).astype(fp32), dy=dy.astype(fp32))
     # BF16 rounds a product, the bias and the result to 2^-9 of each.
     assert_close((y, grads), want[:2], 2.0**-7)
+
+
+def test_gradients_of_biases_are_summed_in_fp32_and_not_rounded_on_the_way():
+    """BF16 holds whole numbers up to 256 only: the sum of 257 ones would be 256."""
+    x, w, bias = jnp.ones((257, K), jnp.bfloat16), WEIGHTS[0], jnp.zeros(WEIGHTS[0].shape[1])
+    ones = jnp.ones((257, w.shape[1]), jnp.bfloat16)
+    _, pull = jax.vjp(lambda bias: ops.linear(x, w, bias), bias)
+    assert_equal(pull(ones)[0], jnp.full_like(bias, 257.0))

@@ -102,9 +102,10 @@ def test_positions_may_differ_between_sequences():
 def test_results_have_the_dtype_of_x_and_angles_are_fp32():
     """BF16 holds positions up to 256 only: at 1001 it would turn by 3 radians too little."""
     positions = 1001 + jnp.arange(S)
-    y = rotate(X.astype(jnp.bfloat16), positions)
+    x = X.astype(jnp.bfloat16)
+    y = rotate(x, positions)
     assert y.dtype == jnp.bfloat16
-    assert_close(y, rotate(X.astype(jnp.bfloat16).astype(jnp.float32), positions), 2.0**-8)
+    assert_close(y, turned(x, positions, np.float64(Rotary().frequencies(H))), 2.0**-8)
 
 
 def test_nothing_but_positions_is_kept():

@@ -76,6 +76,11 @@ def test_what_is_too_long_is_cut_and_counted():
     assert rows[0].labels.tolist() == [IGNORED, 2, IGNORED, 4, IGNORED, 6, IGNORED, 8]
 
 
+def test_a_document_of_exactly_a_row_is_not_cut():
+    packed = Packed(documents_of([SEQUENCE, SEQUENCE + 1]), sequence=SEQUENCE, seed=0)
+    assert packed.cut == 1
+
+
 def test_the_plan_depends_on_the_seed_alone():
     lengths = np.random.default_rng(0).integers(1, SEQUENCE, 50)
     assert plan(lengths, SEQUENCE, 1) == plan(lengths, SEQUENCE, 1)

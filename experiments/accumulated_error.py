@@ -1,0 +1,267 @@
+"""How far Adam's update is from exact after thousands of steps with moments stored in 8 bits.
+
+    error = sum (u' - u)^2 / sum u^2,    u of optax's Adam in FP32, u' of the optimizer measured
+
+    python -m experiments.accumulated_error                      six minutes on two CPU cores
+    python -m experiments.accumulated_error --steps 50           smoke test
+
+`optimizer_error` encodes exact moments once. Here each optimizer runs its own step on its own
+stored moments, so that rounding errors accumulate as they do in training. All receive the
+gradients of one training: a small Llama on real text under `optax.adamw` (FP32, b2 = 0.95).
+
+Every element of every matrix counts, with Adam's own eps. The layers' matrices stand apart from
+embedding and head, which belong to rare and common bytes. Groups have 128 elements everywhere,
+where bitsandbytes has blocks of 256. It rounds to nearest; every format is measured with v rounded
+to nearest and stochastically, so that the format and the rounding can be told apart.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import coat_jax as coat
+from coat_jax import noise
+from coat_jax.formats import E4M3
+from coat_jax.kernels.adam import Hyper, adam_update
+from coat_jax.moments import Storage
+from experiments import corpus, records
+from experiments import moment_coders as coders
+from experiments.small_llama import Config, Llama, loss
+
+RESULTS = Path(__file__).parent / "results"
+CONFIG = Config(layers=2)
+BATCH, SEQUENCE = 8, 128
+LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1
+B2S = (0.95, 0.999)
+SAMPLES = 30  # points of each curve
+LAST = 3  # of these: their mean is the error at the end
+PARTS = ("layers", "embedding and head")
+FORMATS = EXPANDED, PLAIN, DYNAMIC = (
+    "dynamic range expansion",
+    "one scale per group",
+    "bitsandbytes' code",
+)
+ROUNDINGS = STOCHASTIC, NEAREST = "v stochastic", "v to nearest"
+STORAGES = [f"{name}, {rounding}" for name in FORMATS for rounding in ROUNDINGS]
+
+Figures = dict[str, Any]
+
+
+def storages(b2: float) -> list[optax.GradientTransformation]:
+    """The optimizers of `STORAGES`, in this order; each one's update is Adam's direction."""
+    plain = coders.plain(E4M3)
+    signed, unsigned = (coders.dynamic(signed=signed) for signed in (True, False))
+    return [
+        coat.optax.scale_by_fp8_adam(b2=b2),
+        coat.optax.scale_by_fp8_adam(b2=b2, storage=Storage(stochastic=False)),
+        scale_by_coded_adam(b2, plain, coders.plain_stochastic),
+        scale_by_coded_adam(b2, plain, lambda v, _: plain(v)),
+        scale_by_coded_adam(b2, signed, coders.dynamic_stochastic),
+        scale_by_coded_adam(b2, signed, lambda v, _: unsigned(v)),
+    ]
+
+
+class CodedState(NamedTuple):
+    """Both moments as their coders leave them, in FP32."""
+
+    count: Array
+    mu: Any
+    nu: Any
+
+
+def scale_by_coded_adam(
+    b2: float, first: coders.Coder, second: Callable[[Array, Array], Array]
+) -> optax.GradientTransformation:
+    """Adam whose moments are encoded and decoded after every step.
+
+    Args:
+        b2: decay rate of the second moment.
+        first: the coder of the first moment.
+        second: that of the second, which also takes a number in [0, 1) for every element.
+    """
+    hyper = Hyper(b2=b2)
+
+    def init(params: Any) -> CodedState:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return CodedState(jnp.zeros([], jnp.int32), zeros, zeros)
+
+    def update(grads: Any, state: CodedState, params: Any = None) -> tuple[Any, CodedState]:
+        del params
+        count = state.count + 1
+        flat, tree = jax.tree.flatten(grads)
+        old = zip(flat, jax.tree.leaves(state.mu), jax.tree.leaves(state.nu), strict=True)
+        mu, nu, updates = [], [], []
+        for leaf, (grad, *before) in enumerate(old):
+            m, v, direction = adam_update(*before, grad, count, hyper, nesterov=False)
+            uniform = noise.uniform(noise.leaf_key(0, count, leaf), v.shape, run=coders.GROUP_SIZE)
+            updates.append(direction)
+            mu.append(first(m))
+            nu.append(second(v, uniform))
+        return tree.unflatten(updates), CodedState(count, tree.unflatten(mu), tree.unflatten(nu))
+
+    return optax.GradientTransformation(init, update)
+
+
+def measure(steps: int, seed: int) -> tuple[list[int], dict[str, dict[str, Figures]], list[float]]:
+    """The steps of the samples, the errors by b2, storage and part, and the losses."""
+    tokens = corpus.batches(corpus.load().train, BATCH, SEQUENCE, seed)
+    graph, params = nnx.split(Llama(CONFIG, rngs=nnx.Rngs(seed)), nnx.Param)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, LEARNING_RATE, max(steps // 10, 1), steps, LEARNING_RATE / 10
+    )
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=WEIGHT_DECAY)
+    exact = {b2: optax.scale_by_adam(b2=b2) for b2 in B2S}
+    measured = {b2: storages(b2) for b2 in B2S}
+    every = (exact, measured)
+    is_optimizer = {"is_leaf": lambda x: isinstance(x, optax.GradientTransformation)}
+
+    def one(carry: tuple[Any, Any, Any], tokens: Array) -> tuple[tuple[Any, Any, Any], Any]:
+        params, training, states = carry
+        value, grads = jax.value_and_grad(lambda p: loss(nnx.merge(graph, p), tokens))(params)
+        given = matrices(grads)
+        updates, training = adamw.update(grads, training, params)
+        stepped = jax.tree.map(lambda tx, s: tx.update(given, s), every, states, **is_optimizer)
+        directions, states = (
+            jax.tree.map(lambda _, pair, i=i: pair[i], every, stepped, **is_optimizer)
+            for i in (0, 1)
+        )
+        true, stored = directions
+        squares = {
+            b2: {
+                part: jnp.stack(
+                    [_square(true[b2][part])]
+                    + [_distance(u[part], true[b2][part]) for u in stored[b2]]
+                )
+                for part in PARTS
+            }
+            for b2 in B2S
+        }
+        return (optax.apply_updates(params, updates), training, states), (value, squares)
+
+    @jax.jit
+    def interval(carry: Any, tokens: Array) -> tuple[Any, Any, Any]:
+        carry, (losses, squares) = jax.lax.scan(one, carry, tokens)
+        return carry, losses, jax.tree.map(lambda x: x.sum(axis=0), squares)
+
+    zeros = jax.tree.map(jnp.zeros_like, matrices(params))
+    states = jax.tree.map(lambda tx: tx.init(zeros), every, **is_optimizer)
+    carry = (params, adamw.init(params), states)
+    length = max(steps // SAMPLES, 1)
+    ends, losses, sums = list(range(length, steps + 1, length)), [], []
+    for _ in track(ends, "training"):
+        batch = jnp.stack([jnp.asarray(next(tokens)) for _ in range(length)])
+        carry, values, squares = interval(carry, batch)
+        losses += np.asarray(values).tolist()
+        sums.append(jax.tree.map(np.asarray, squares))
+    errors = {
+        f"b2 = {b2}": {
+            name: {part: [float(s[b2][part][i] / s[b2][part][0]) for s in sums] for part in PARTS}
+            for i, name in enumerate(STORAGES, 1)
+        }
+        for b2 in B2S
+    }
+    return ends, errors, losses
+
+
+def matrices(tree: Any) -> dict[str, dict[str, Array]]:
+    """The leaves that coat_jax stores in FP8, by part and path."""
+    parts: dict[str, dict[str, Array]] = {part: {} for part in PARTS}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path)
+        if Storage().holds_in_fp8(leaf.shape):
+            parts[PARTS[0] if "layers" in name else PARTS[1]][name] = leaf
+    return parts
+
+
+def _square(tree: Any) -> Array:
+    return sum((jnp.sum(x * x) for x in jax.tree.leaves(tree)), jnp.zeros([]))
+
+
+def _distance(tree: Any, other: Any) -> Array:
+    return _square(jax.tree.map(jnp.subtract, tree, other))
+
+
+def main() -> None:
+    """Measures, prints the table and writes figures and picture."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=1500, help="of training")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
+    parser.add_argument("--seed", type=int, default=0, help="of model and batches")
+    options = parser.parse_args()
+    started = time.perf_counter()
+    ends, errors, losses = measure(options.steps, options.seed)
+    figures: Figures = {
+        "training": {
+            "model": f"Llama over bytes: width {CONFIG.width}, {CONFIG.layers} layers, "
+            f"ffn {CONFIG.ffn}, FP32",
+            "steps": options.steps,
+            "first and last loss": [losses[0], losses[-1]],
+            "seconds": round(time.perf_counter() - started),
+        },
+        "step": ends,
+        "error": errors,
+        "at the end": {
+            b2: {
+                name: {part: float(np.mean(curve[-LAST:])) for part, curve in parts.items()}
+                for name, parts in of_b2.items()
+            }
+            for b2, of_b2 in errors.items()
+        },
+    }
+    records.write(options.out / "accumulated_error.json", figures)
+    draw(figures, options.out / "accumulated_error.png")
+    show(figures)
+
+
+def show(figures: Figures) -> None:
+    """Prints the errors at the end."""
+    table = Table(title=f"Error of the update after {figures['training']['steps']} steps")
+    for column in ("b2", "moments stored as", *PARTS):
+        table.add_column(column)
+    for b2, of_b2 in figures["at the end"].items():
+        for name, parts in of_b2.items():
+            table.add_row(b2, name, *(f"{parts[part]:.2e}" for part in PARTS))
+    Console().print(table)
+
+
+def draw(figures: Figures, path: Path) -> None:
+    """Draws the error over training, a panel for each b2 and part."""
+    import matplotlib.pyplot as plt
+
+    colors = dict(zip(FORMATS, (records.ACCENT, records.INK, "#2563a8"), strict=True))
+    lines = dict(zip(ROUNDINGS, ("-", ":"), strict=True))
+    styles = {
+        f"{name}, {rounding}": {"color": color, "ls": line}
+        for name, color in colors.items()
+        for rounding, line in lines.items()
+    }
+    with plt.rc_context(records.CHART):
+        figure, panels = plt.subplots(1, 4, figsize=(15, 3.9), layout="constrained")
+        places = [(b2, part) for part in PARTS for b2 in figures["error"]]
+        for axes, (b2, part) in zip(panels, places, strict=True):
+            for name, style in styles.items():
+                axes.plot(figures["step"], figures["error"][b2][name][part], label=name, **style)
+            axes.set_yscale("log")
+            axes.set_title(f"{part}, {b2}")
+            axes.set_xlabel("step")
+        panels[0].set_ylabel("squared error of the update, relative")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Figures of the pages that are not results of this repository, and why each may stand there."""
+
+from experiments.figures.pages import Given
+
+PAPER = "quoted from the COAT paper"
+OTHER_RUN = "measured by the authors in a run that wrote no results file here: the page says so"
+PUBLISHED = "quoted from the publication that the page names"
+SETTING = "a constant of the code, of another program, or of a published recipe"
+TESTED = "asserted by a test"
+ARITHMETIC = "follows from a definition on the page"
+
+BENCHMARKS = "docs/benchmarks.md"
+
+GIVEN = [
+    Given("README.md", "1 U is the residual stream in BF16", ARITHMETIC),
+    Given(BENCHMARKS, "The paper reports 1.45 and 1.54 on H100s", PAPER),
+    Given(BENCHMARKS, "(the paper: 1.44 to 1.57 on an H100)", PAPER),
+    Given(
+        BENCHMARKS,
+        "TransformerEngine-JAX 2.19 was not in it: on the same layer, in another run on another "
+        "H200 of the same kind, it took 21.8 to 22.0 ms with current scaling and 21.3 to 22.0 ms "
+        "with delayed scaling",
+        OTHER_RUN,
+    ),
+    Given(BENCHMARKS, "1 U is the residual stream in BF16: 2 bytes x batch x", ARITHMETIC),
+    Given("docs/architecture.md", "At b2 = 0.999 a step", SETTING),
+    Given("docs/architecture.md", "under 16,384 elements", SETTING),
+    Given("docs/architecture.md", "since JAX 0.11", SETTING),
+    Given("docs/clusters.md", "300 seconds", SETTING),
+    Given("docs/clusters.md", "30 seconds", SETTING),
+    Given("docs/clusters.md", "100 seconds", SETTING),
+    Given("docs/clusters.md", "22.05 with two virtual nodes", SETTING),
+    Given("docs/clusters.md", "4.1, two processes", SETTING),
+    Given("docs/data.md", "12 MB", SETTING),
+    Given("docs/data.md", "256 MiB", SETTING),
+    Given("docs/data.md", "2 GiB", SETTING),
+    Given("docs/data.md", "1024 bytes", SETTING),
+    Given("docs/data.md", "more than 99 % full", TESTED),  # test_packing.py
+    Given("docs/generation.md", "64 MB", SETTING),
+    Given("docs/generation.md", "2 GB", SETTING),
+    Given("docs/layers.md", "1 U is the residual stream in BF16: 2 bytes times batch", ARITHMETIC),
+    Given("docs/layers.md", "saves the input of each layer only (1 U)", ARITHMETIC),
+    Given("docs/training.md", "Llamas of 0.9, 124 and 360 million parameters", SETTING),
+    Given("docs/training.md", "100 % would be", ARITHMETIC),
+    Given("docs/training.md", "2.1 bytes a parameter for 8", ARITHMETIC),
+    Given("configs/llama2_7b.py", "section 2.2", PUBLISHED),
+    Given("configs/llama2_7b.py", "b2 = 0.95", PUBLISHED),
+    Given("configs/llama_124m.py", "0.5 million tokens", PUBLISHED),
+    Given("configs/llama_124m.py", "table 2.1", PUBLISHED),
+    Given("configs/llama_124m.py", "50,257", PUBLISHED),
+    Given("configs/llama_30b.py", "section 2.3", PUBLISHED),
+    Given("configs/llama_30b.py", "b2 = 0.95", PUBLISHED),
+    Given("configs/llama_30b.py", "1.4 trillion tokens", PUBLISHED),
+    Given("configs/olmo_1b.py", "3.1 trillion tokens", PUBLISHED),
+]

@@ -1,0 +1,63 @@
+"""What the results files say, for `sentences` and `tables`."""
+
+import functools
+import json
+from typing import Any
+
+from experiments.figures.pages import ROOT
+
+FOLDER = ROOT / "experiments" / "results"
+GB = 1e9
+
+
+@functools.cache
+def record(name: str) -> dict[str, Any]:
+    """A results file: its figures and their parents."""
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def of(name: str) -> Any:
+    """The figures of a results file."""
+    return record(name)["figures"]
+
+
+def case(name: str, **wanted: Any) -> dict[str, Any]:
+    """The one case of a results file that has these values."""
+    (found,) = (
+        case
+        for case in of(name)["cases"]
+        if all(case.get(key) == value for key, value in wanted.items())
+    )
+    return found
+
+
+def training(precision: str, batch: int, gpus: int = 1) -> dict[str, Any]:
+    """A case of training_throughput."""
+    file = "training_throughput" if gpus == 1 else f"training_throughput_{gpus}_gpus"
+    return case(file, precision=precision, batch=batch)
+
+
+def layer(name: str) -> dict[str, Any]:
+    """A case of layer_speed."""
+    return case("layer_speed", layer=name)
+
+
+def step(optimizer: str, params: str, grads: str, model: str = "one_leaf") -> dict[str, Any]:
+    """A case of optimizer_step."""
+    return case("optimizer_step", optimizer=optimizer, params=params, grads=grads, model=model)
+
+
+def error_over_ours(b2: float, part: str, coder: str) -> float:
+    """A case of optimizer_error: its error over that of coat_jax's own format."""
+    table = of("optimizer_error")[f"b2 = {b2}"][part]
+    return table[coder]["error"] / table["E4M3+E / E4M3+E"]["error"]
+
+
+def accumulated(b2: float, part: str, storage: str) -> float:
+    """The error at the end of accumulated_error."""
+    return of("accumulated_error")["at the end"][f"b2 = {b2}"][storage][part]
+
+
+def unit(name: str, kind: str = "units", file: str = "activation_memory") -> float:
+    """What a whole layer saves, in U."""
+    return of(file)[kind][name]["the layer"]

@@ -1,0 +1,346 @@
+"""Sentences of the pages with figures, and where each figure comes from."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from coat_jax.expansion import GROUP_SIZE
+from coat_jax.kernels.dispatch import FIRST_WITH_FP8
+from coat_jax.models import PRESETS, parameters_count
+from coat_jax.models.config import Config
+from experiments.figures.pages import Sentence
+from experiments.figures.results import (
+    GB,
+    accumulated,
+    case,
+    error_over_ours,
+    layer,
+    of,
+    step,
+    training,
+    unit,
+)
+from experiments.stacks import Sizes
+
+README, BENCHMARKS = "README.md", "docs/benchmarks.md"
+ARCHITECTURE, LAYERS = "docs/architecture.md", "docs/layers.md"
+B2S = (0.95, 0.999)
+ROUNDINGS = STOCHASTIC, NEAREST = "v stochastic", "v to nearest"
+CAPABILITY = FIRST_WITH_FP8 / 10
+MOMENTS = 2 * (1 + 5 / GROUP_SIZE)  # bytes a parameter: codes, and 5 bytes a group
+
+
+def ratio(of_what: str, first: Any, second: Any) -> float:
+    """One case's figure over another's."""
+    return first[of_what] / second[of_what]
+
+
+def tokens() -> float:
+    """Of the run of training_curves."""
+    settings = of("training_curves")["settings"]
+    return settings["steps"] * settings["batch"] * settings["sequence"]
+
+
+def epochs() -> float:
+    """How often that run saw its text."""
+    return tokens() / of("training_curves")["settings"]["tokens of text"]
+
+
+def held_out() -> tuple[float, float]:
+    """The last held-out losses of that run, in BF16 and in COAT."""
+    base, ours = (curve["held out"] for curve in of("training_curves")["curves"].values())
+    last = max(base, key=int)
+    return base[last], ours[last]
+
+
+def held_out_gap() -> float:
+    """In percent."""
+    base, ours = held_out()
+    return 100 * (ours / base - 1)
+
+
+def off_by() -> float:
+    """GB between the allocator's peak and XLA's account, at most."""
+    cases = of("training_throughput")["cases"]
+    return math.ceil(max(abs(c["peak"] - c["memory"]["peak"]) for c in cases) / GB * 100) / 100
+
+
+def speed_up(name: str, other: str) -> tuple[float, float]:
+    """The smallest and the largest over the sizes of layer_table."""
+    cases = of("layer_table")["cases"]
+    by_size: dict[tuple[int, ...], dict[str, float]] = {}
+    for c in cases:
+        by_size.setdefault((c["width"], c["batch"], c["sequence"]), {})[c["layer"]] = c["ms"]
+    ratios = [ms[other] / ms[name] for ms in by_size.values()]
+    return min(ratios), max(ratios)
+
+
+def exact_scale_gains(tensor: str) -> float:
+    """By how many percent an exact scale lowers an error of granularity."""
+    recorded = of("granularity")["recorded"]
+    exact, ours = (recorded[way]["errors"][tensor] for way in ("1 x 16", "1 x 16, 2^n (ours)"))
+    return 100 * (1 - exact / ours)
+
+
+def accumulated_over_ours(b2: float, storage: str, roundings: Sequence[str]) -> float:
+    """The error in the layers over that of coat_jax as shipped, with the best of the roundings."""
+    ours = accumulated(b2, "layers", f"dynamic range expansion, {STOCHASTIC}")
+    return min(accumulated(b2, "layers", f"{storage}, {r}") for r in roundings) / ours
+
+
+def bytes_a_parameter(*kinds: str) -> float:
+    """Of llama2_7b on each of its GPUs, by config_memory."""
+    memory = of("config_memory")["llama2_7b"]["COAT"]
+    parameters = parameters_count(PRESETS["llama2_7b"]) / memory["gpus"]
+    return sum(memory[kind] for kind in kinds) / parameters
+
+
+def peaks(name: str) -> tuple[float, float]:
+    """GB of a config in COAT and in BF16."""
+    variants = of("config_memory")[name]
+    return variants["COAT"]["peak"] / GB, variants["BF16"]["peak"] / GB
+
+
+def millions(config: Config) -> float:
+    """Parameters of a preset."""
+    return parameters_count(config) / 1e6
+
+
+COAT_10, BF16_10 = training("COAT", 10), training("BF16", 10)
+COAT_4, BF16_4 = training("COAT", 8, gpus=4), training("BF16", 8, gpus=4)
+COAT_LAYER, BF16_LAYER = layer("coat_jax COAT"), layer("coat_jax BF16")
+TENSORWISE = "torchao float8 tensorwise, compiled"
+
+
+def seven_billion() -> tuple[float, float]:
+    """How many times as fast, in how many times less memory, Llama-2-7B trains on one GPU."""
+    return ratio("tokens_per_second", COAT_10, BF16_10), ratio("peak", BF16_10, COAT_10)
+
+
+SENTENCES = [
+    # README
+    Sentence(
+        README,
+        "The two moments of AdamW take {:.2f} bytes a parameter instead of {:.0f}.",
+        lambda: (MOMENTS, 8),
+    ),
+    Sentence(
+        README,
+        "A Llama layer saves {:.1f} U for its backward pass instead of {:.1f}, or {:.1f}",
+        lambda: (unit("COAT"), unit("BF16"), unit("COAT_LEAN")),
+    ),
+    Sentence(
+        README,
+        "train {:.2f} times as fast as in BF16, in {:.2f} times less memory",
+        seven_billion,
+    ),
+    Sentence(
+        README,
+        "{:.0f} million tokens of source code, {:.2f} epochs, one seed, batch {:.0f}: at the end "
+        "COAT's held-out loss is {:.2f} % above",
+        lambda: (
+            tokens() / 1e6,
+            epochs(),
+            of("training_curves")["settings"]["batch"],
+            held_out_gap(),
+        ),
+    ),
+    Sentence(README, "compute capability {:.1f} or newer", lambda: (CAPABILITY,)),
+    # docs/benchmarks.md
+    Sentence(BENCHMARKS, "was within {:.2f} GB of it", lambda: (off_by(),)),
+    Sentence(
+        BENCHMARKS,
+        "At a batch of 10 COAT is {:.2f} times as fast as BF16 in {:.2f} times less memory.",
+        seven_billion,
+    ),
+    Sentence(
+        BENCHMARKS,
+        "COAT trains {:,.0f} tokens a second in {:.1f} GB of each GPU, BF16 {:,.0f} in {:.1f} GB: "
+        "{:.2f} times as fast in {:.2f} times less memory.",
+        lambda: (
+            COAT_4["tokens_per_second"],
+            COAT_4["peak"] / GB,
+            BF16_4["tokens_per_second"],
+            BF16_4["peak"] / GB,
+            ratio("tokens_per_second", COAT_4, BF16_4),
+            ratio("peak", BF16_4, COAT_4),
+        ),
+    ),
+    Sentence(
+        BENCHMARKS,
+        "Each of the four trains {:.2f} of what one GPU alone trains",
+        lambda: (ratio("tokens_per_second", COAT_4, COAT_10) / 4,),
+    ),
+    Sentence(
+        BENCHMARKS,
+        "One seed, {:.0f} steps of batch {:.0f} x {:.0f}: {:.0f} million tokens, {:.2f} epochs",
+        lambda: (
+            *(of("training_curves")["settings"][key] for key in ("steps", "batch", "sequence")),
+            tokens() / 1e6,
+            epochs(),
+        ),
+    ),
+    Sentence(
+        BENCHMARKS,
+        "COAT is {:.2f} times as fast as BF16, and {:.2f} times as fast as torchao's tensorwise "
+        "FP8, the fastest other one in this run.",
+        lambda: (ratio("ms", BF16_LAYER, COAT_LAYER), ratio("ms", layer(TENSORWISE), COAT_LAYER)),
+    ),
+    Sentence(
+        BENCHMARKS,
+        "COAT is {:.2f} to {:.2f} times as fast as BF16 (the paper:",
+        lambda: speed_up("coat_jax COAT", "coat_jax BF16"),
+    ),
+    Sentence(
+        BENCHMARKS,
+        "and {:.2f} to {:.2f} times as fast as torchao's tensorwise FP8.",
+        lambda: speed_up("coat_jax COAT", TENSORWISE),
+    ),
+    Sentence(
+        BENCHMARKS,
+        "JAX's allocator holds {:.2f} U in BF16, {:.2f} in COAT and {:.2f} in COAT_LEAN",
+        lambda: [
+            unit(name, "allocated", "activation_memory_h200")
+            for name in ("BF16", "COAT", "COAT_LEAN")
+        ],
+    ),
+    Sentence(
+        BENCHMARKS,
+        "with FP32 gradients `fused_fp8_adamw` takes {:.2f} ms",
+        lambda: (step("coat fused_fp8_adamw", "float32", "float32")["ms"],),
+    ),
+    Sentence(
+        BENCHMARKS,
+        "expansion makes the error {:.1f} times smaller than one scale per group with the same "
+        "rounding at b2 = 0.95, and {:.1f} times at b2 = 0.999.",
+        lambda: [accumulated_over_ours(b2, "one scale per group", [STOCHASTIC]) for b2 in B2S],
+    ),
+    Sentence(
+        BENCHMARKS,
+        "{:.2f} of our error at b2 = 0.95 and {:.2f} at b2 = 0.999, with the better rounding",
+        lambda: [accumulated_over_ours(b2, "bitsandbytes' code", ROUNDINGS) for b2 in B2S],
+    ),
+    Sentence(
+        BENCHMARKS,
+        "makes the error {:.2f} times smaller than plain FP8 in groups does (the paper: {:.2f} "
+        "times); with embedding and head alone it is {:.2f} times.",
+        lambda: (
+            error_over_ours(0.95, "layers", "E4M3 / E4M3"),
+            of("optimizer_error")["paper"]["E4M3 / E4M3"]
+            / of("optimizer_error")["paper"]["E4M3+E / E4M3+E"],
+            error_over_ours(0.95, "embedding and head", "E4M3 / E4M3"),
+        ),
+    ),
+    Sentence(
+        BENCHMARKS,
+        "its error is {:.2f} of ours at b2 = 0.95 and {:.2f} at b2 = 0.999",
+        lambda: [error_over_ours(b2, "layers", "DE8 / DE8") for b2 in (0.95, 0.999)],
+    ),
+    Sentence(
+        BENCHMARKS,
+        "takes {:.0f} us to find by reading the tensor",
+        lambda: (case("group_scaling", columns=11008)["ms"]["full pass"] * 1e3,),
+    ),
+    Sentence(
+        BENCHMARKS,
+        "and {:.0f} us from maxima of groups",
+        lambda: (case("group_scaling", columns=11008)["ms"]["group maxima"] * 1e3,),
+    ),
+    Sentence(
+        BENCHMARKS,
+        "make the error of a norm's input {:.0f} % smaller, and that of the recomputed activation "
+        "{:.0f} %, for {:.0f} % more bytes.",
+        lambda: (exact_scale_gains("x"), exact_scale_gains("a"), 100 * (1.25 / 1.0625 - 1)),
+    ),
+    # docs/architecture.md
+    Sentence(
+        ARCHITECTURE,
+        "Two moments take 2 (1 + 5/{:.0f}) = {:.2f} bytes a parameter",
+        lambda: (GROUP_SIZE, MOMENTS),
+    ),
+    Sentence(
+        ARCHITECTURE,
+        "It moves {:.1f} bytes per FP32 parameter with BF16 gradients, where AdamW with FP32 "
+        "moments moves {:.0f}.",
+        lambda: (4 + 4 + 2 + 2 * MOMENTS, 4 + 4 + 2 + 2 * 8),
+    ),
+    Sentence(
+        ARCHITECTURE,
+        "one byte per 16 values: {:.2f} bytes a value. An exact scale takes {:.3f} bytes with BF16 "
+        "and {:.2f} with FP32.",
+        lambda: [1 + scale / 16 for scale in (1, 2, 4)],
+    ),
+    Sentence(
+        ARCHITECTURE,
+        "makes the error of a norm's input {:.0f} % smaller and that of the recomputed activation "
+        "{:.0f} %",
+        lambda: (exact_scale_gains("x"), exact_scale_gains("a")),
+    ),
+    Sentence(ARCHITECTURE, "compute capability {:.1f} or newer", lambda: (CAPABILITY,)),
+    # docs/layers.md
+    *(
+        Sentence(LAYERS, f"{row} | {{:.1f}} U |", lambda name=name: (unit(name),))
+        for name, row in {
+            "BF16": "| `coat.BF16` | as they come | as they come | q, k, v, o",
+            "FP8_LINEAR": "| `coat.FP8_LINEAR` | FP8 | as they come | q, k, v, o",
+            "COAT": "| `coat.COAT` | FP8 | FP8 in blocks of 16 | q, k, v, o",
+            "COAT_LEAN": "| `coat.COAT_LEAN` | FP8 | FP8 in blocks of 16 | q, k, v, o in FP8",
+        }.items()
+    ),
+    Sentence(
+        LAYERS,
+        "its hidden width is {:.2f} times the width",
+        lambda: (Sizes().hidden / Sizes().width,),
+    ),
+    Sentence(LAYERS, "saves it in FP8 ({:.2f} U)", lambda: ((1 + 1 / 16) / 2,)),
+    Sentence(LAYERS, "before Ada (compute capability {:.1f})", lambda: (CAPABILITY,)),
+    # configs
+    *(
+        Sentence(f"configs/{name}.py", pattern, lambda name=name: peaks(name))
+        for name, pattern in {
+            "llama_124m": "takes {:.1f} GB in COAT and {:.1f} in BF16",
+            "llama_350m": "takes {:.1f} GB in COAT and {:.1f} in BF16",
+            "olmo_1b": "takes {:.1f} GB of one GPU in COAT and {:.1f} in BF16",
+            "llama2_7b": "takes {:.1f} GB of each in COAT and {:.1f} in BF16",
+            "llama2_13b": "takes {:.1f} GB of each in COAT and {:.1f} in BF16",
+            "llama_30b": "takes {:.1f} GB of each in COAT and {:.1f} in BF16",
+        }.items()
+    ),
+    Sentence(
+        "configs/llama_124m.py",
+        "{:.0f} million tokens of source code ({:.2f} epochs, one seed) on an H200 ended at a "
+        "held-out loss of {:.3f} in COAT, and of {:.3f} in BF16",
+        lambda: (tokens() / 1e6, epochs(), *held_out()[::-1]),
+    ),
+    Sentence(
+        "configs/llama2_7b.py",
+        "take {:.1f} bytes a parameter with COAT, of which {:.0f} are the FP32 sum of the "
+        "gradients of several microbatches; without accumulation they take {:.1f}.",
+        lambda: (
+            bytes_a_parameter("parameters", "gradients", "optimizer"),
+            4,
+            bytes_a_parameter("parameters", "gradients", "optimizer") - 4,
+        ),
+    ),
+    Sentence(
+        "configs/llama2_7b.py",
+        "COAT takes {:.1f} GB at a batch of 10 and trains {:,.0f} tokens a second, BF16 {:.1f} GB "
+        "and {:,.0f} (",
+        lambda: (
+            COAT_10["peak"] / GB,
+            COAT_10["tokens_per_second"],
+            BF16_10["peak"] / GB,
+            BF16_10["tokens_per_second"],
+        ),
+    ),
+    Sentence(
+        "configs/llama_tiny.py",
+        "Llama of {:.1f} million parameters",
+        lambda: (millions(PRESETS["tiny"]),),
+    ),
+    Sentence(
+        "configs/olmo_1b.py",
+        "OLMo with {:.1f} billion parameters",
+        lambda: (millions(PRESETS["olmo_1b"]) / 1e3,),
+    ),
+]

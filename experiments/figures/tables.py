@@ -1,0 +1,230 @@
+"""The tables of README and docs/benchmarks.md, from results files."""
+
+from experiments.figures.pages import Table
+from experiments.figures.results import FOLDER, GB, accumulated, error_over_ours, layer, of, record
+from experiments.figures.results import step as step_of
+
+Rows = list[list[str]]
+BENCHMARKS = "docs/benchmarks.md"
+OURS = {"coat_jax COAT", "coat fused_fp8_adamw"}
+
+
+def bold(text: str, when: bool = True) -> str:
+    """Bold where a row is ours."""
+    return f"**{text}**" if when else text
+
+
+def training_throughput() -> Rows:
+    """Every case, by batch."""
+    rows = [["precision", "batch", "tokens/s", "peak memory, GB"]]
+    order = ["BF16", "FP8_LINEAR", "COAT", "COAT_LEAN"]
+    cases = of("training_throughput")["cases"]
+    for one in sorted(cases, key=lambda c: (order.index(c["precision"]), c["batch"])):
+        rows.append(
+            [
+                bold(one["precision"], one["precision"] == "COAT"),
+                str(one["batch"]),
+                f"{one['tokens_per_second']:,.0f}",
+                f"{one['peak'] / GB:.1f}",
+            ]
+        )
+    return rows
+
+
+def training_curves() -> Rows:
+    """The final losses, and held-out ones on the way."""
+    base, ours = of("training_curves")["curves"].values()
+    pairs = {"training loss, mean of the last 50 steps": (base["final"], ours["final"])}
+    held_out = base["held out"]
+    for step in [*list(held_out)[4::2], max(held_out, key=int)]:
+        pairs[f"held-out loss after {step} steps"] = held_out[step], ours["held out"][step]
+    rows = [["", "BF16, FP32 moments", "COAT", "COAT above BF16"]]
+    for name, (a, b) in pairs.items():
+        rows.append([name, f"{a:.4f}", f"{b:.4f}", f"{100 * (b / a - 1):+.2f} %"])
+    return rows
+
+
+def precision_ablation() -> Rows:
+    """Both losses of every variant, against full precision; the other seed last."""
+    variants = of("precision_ablation")["variants"]
+    base = variants["full precision"]
+    rows = [["", "loss, last 30 steps", "", "held out", ""]]
+    for name in sorted(variants, key=lambda name: "seed" in name):
+        one = variants[name]
+        cells = []
+        for figure in ("final", "held out"):
+            change = f"{round(100 * (one[figure] / base[figure] - 1), 1) + 0.0:+.1f} %"  # no -0.0
+            cells += [f"{one[figure]:.3f}", "" if one is base else change]
+        rows.append([name, *cells])
+    return rows
+
+
+def layer_speed() -> Rows:
+    """Every way in the order in which it was measured."""
+    rows = [["", "forward", "backward", "both"]]
+    for one in of("layer_speed")["cases"]:
+        name = one["layer"]
+        times = (f"{layer(name)[key]:.1f}" for key in ("forward_ms", "backward_ms", "ms"))
+        rows.append([bold(cell, name in OURS) for cell in (name, *times)])
+    return rows
+
+
+def layer_table() -> Rows:
+    """A row for each size."""
+    ways = {
+        "BF16": "coat_jax BF16",
+        "COAT": "coat_jax COAT",
+        "COAT_LEAN": "coat_jax COAT_LEAN",
+        "torch BF16, compiled": "torch BF16, compiled",
+        "torchao tensorwise": "torchao float8 tensorwise, compiled",
+    }
+    times: dict[tuple[int, int, int], dict[str, float]] = {}
+    for one in of("layer_table")["cases"]:
+        size = one["width"], one["batch"], one["sequence"]
+        times.setdefault(size, {})[one["layer"]] = one["ms"]
+    rows = [["width", "batch x sequence", *ways]]
+    for (width, batch, sequence), ms in times.items():
+        cells = (bold(f"{ms[way]:.2f}", way in OURS) for way in ways.values())
+        rows.append([str(width), f"{batch} x {sequence}", *cells])
+    return rows
+
+
+def activation_memory() -> Rows:
+    """Every way by operator, in U; the paper's totals last."""
+    units = of("activation_memory")["units"]
+    operators = list(units["BF16"])
+    rows = [["U", *operators]]
+    for name, row in units.items():
+        shown = name if name.startswith("torch") else f"coat_jax {name}"
+        rows.append([shown, *(f"{row[operator]:.2f}" for operator in operators)])
+    for name, total in of("activation_memory")["paper"].items():
+        rows.append([f"paper: {name}", *[""] * (len(operators) - 1), f"{total:.2f}"])
+    return rows
+
+
+def config_memory() -> Rows:
+    """The peak of each config in both precisions."""
+    rows = [["config", "GPUs", "sequences on each", "COAT, GB", "BF16, GB"]]
+    for name, variants in of("config_memory").items():
+        one = variants["COAT"]
+        peaks = (f"{variants[v]['peak'] / GB:.1f}" for v in ("COAT", "BF16"))
+        rows.append([name, str(one["gpus"]), f"{one['rows']} x {one['sequence']}", *peaks])
+    return rows
+
+
+OPTIMIZERS = {  # the gradients of FP32 parameters
+    "coat fused_fp8_adamw": "bfloat16",
+    "coat fused_fp8_adamw, stochastic": "bfloat16",
+    "coat fp8_adamw chain": "bfloat16",
+    "optax.adamw": "bfloat16",
+    "torch AdamW fused": "float32",
+    "torchao AdamWFp8": "float32",
+    "torchao AdamW8bit": "float32",
+    "bitsandbytes AdamW8bit": "float32",
+}
+
+
+def optimizer_step() -> Rows:
+    """One array of 2^28 parameters."""
+    return _steps("one_leaf")
+
+
+def optimizer_step_7b() -> Rows:
+    """The arrays of Llama-2-7B."""
+    return _steps("llama2_7b")
+
+
+def _steps(model: str) -> Rows:
+    rows = [["", "FP32 parameters", "BF16 parameters", "extra memory", "state, bytes a parameter"]]
+    measured = {
+        (c["optimizer"], c["params"], c["grads"])
+        for c in of("optimizer_step")["cases"]
+        if c["model"] == model
+    }
+    for name, grads in OPTIMIZERS.items():
+        arguments = [(name, "float32", grads), (name, "bfloat16", "bfloat16")]
+        found = [step_of(*a, model=model) if a in measured else None for a in arguments]
+        there = [one for one in found if one is not None]
+        if there:
+            states = dict.fromkeys(f"{one['state_bytes_per_param']:.2f}" for one in there)
+            times = ["" if one is None else f"{one['ms']:.2f}" for one in found]
+            memory = max(one["extra_bytes"] for one in there)
+            cells = [name, *times, _size(memory), " / ".join(states)]
+            rows.append([bold(c, name in OURS and bool(c)) for c in cells])
+    return rows
+
+
+def _size(count: int) -> str:
+    """Bytes in a unit that a reader takes in at a glance."""
+    if count < 2**20:
+        return f"{count / 2**10:.0f} KiB" if count >= 2**10 else f"{count} bytes"
+    return f"{count / 2**20:,.0f} MiB"
+
+
+def accumulated_error() -> Rows:
+    """The error at the end by format, rounding, b2 and part."""
+    ends = of("accumulated_error")["at the end"]
+    names, parts = ends["b2 = 0.95"], ("layers", "embedding and head")
+    rows = [["moments stored with", *(f"{part}, {b2}" for part in parts for b2 in ends)]]
+    for name in names:
+        cells = [_rounded(accumulated(b2, part, name)) for part in parts for b2 in (0.95, 0.999)]
+        ours = name == next(iter(names))
+        rows.append([bold(cell, ours) for cell in (name, *cells)])
+    return rows
+
+
+def _rounded(number: float) -> str:
+    """Two digits, without an exponent."""
+    return f"{float(f'{number:.2g}'):g}"
+
+
+def optimizer_error() -> Rows:
+    """Errors over that of coat_jax's format, by format, b2 and part."""
+    coders = {
+        "dynamic range expansion to E4M3": "E4M3+E / E4M3+E",
+        "E4M3, one scale per group": "E4M3 / E4M3",
+        "bitsandbytes' code": "DE8 / DE8",
+        "m: bitsandbytes' code expanded, v: E4M3 expanded": "DE8+E / E4M3+E",
+    }
+    columns = [(part, b2) for part in ("layers", "embedding and head") for b2 in (0.95, 0.999)]
+    rows = [["both moments", *(f"{part}, b2 = {b2}" for part, b2 in columns)]]
+    for name, coder in coders.items():
+        rows.append([name, *(f"{error_over_ours(b2, part, coder):.2f}" for part, b2 in columns)])
+    return rows
+
+
+def parents() -> Rows:
+    """What each results file says of itself."""
+    rows = [["results", "script", "commit", "hardware", "date"]]
+    for name in sorted(path.stem for path in FOLDER.glob("*.json")):
+        made = record(name)["parents"]
+        hardware = made["hardware"]
+        several = f"{hardware['devices']} x " if hardware["devices"] > 1 else ""
+        script = made["script"].removeprefix("experiments/").removesuffix(".py")
+        rows.append(
+            [
+                f"[{name}](../experiments/results/{name}.json)",
+                f"`{script}`",
+                f"`{made['commit'][:9]}`",
+                several + hardware["device"].replace("cpu", "CPU"),
+                made["date"],
+            ]
+        )
+    return rows
+
+
+TABLES = [
+    Table("README.md", "training_throughput", training_throughput),
+    Table(BENCHMARKS, "training_throughput", training_throughput),
+    Table(BENCHMARKS, "training_curves", training_curves),
+    Table(BENCHMARKS, "precision_ablation", precision_ablation),
+    Table(BENCHMARKS, "layer_speed", layer_speed),
+    Table(BENCHMARKS, "layer_table", layer_table),
+    Table(BENCHMARKS, "activation_memory", activation_memory),
+    Table(BENCHMARKS, "config_memory", config_memory),
+    Table(BENCHMARKS, "optimizer_step", optimizer_step),
+    Table(BENCHMARKS, "optimizer_step_7b", optimizer_step_7b),
+    Table(BENCHMARKS, "accumulated_error", accumulated_error),
+    Table(BENCHMARKS, "optimizer_error", optimizer_error),
+    Table(BENCHMARKS, "parents", parents),
+]

@@ -1,0 +1,48 @@
+"""The activations, and the bounds of their gradients."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from coat_jax import blocks
+from coat_jax.kernels import activation
+from coat_jax.kernels.activation import ACTIVATIONS
+
+POINTS = jnp.linspace(-8, 8, 100_001)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("m", [0.25, 1.5, 8.0])
+def test_no_value_and_no_slope_exceeds_its_bound(name, m):
+    x = POINTS[jnp.abs(POINTS) <= m]
+    value, slope = activation.steepest(jnp.float32(m), name)
+    rounding = 1 + 1e-6
+    assert jnp.max(jnp.abs(ACTIVATIONS[name](x))) <= value * rounding
+    assert jnp.max(jnp.abs(jax.vmap(jax.grad(ACTIVATIONS[name]))(x))) <= slope * rounding
+
+
+@pytest.mark.parametrize("name", ["gelu", "relu2"])
+def test_a_bound_of_a_slope_is_nearly_reached(name):
+    """Within 1 %: a looser one would waste codes."""
+    slopes = jnp.abs(jax.vmap(jax.grad(ACTIVATIONS[name]))(POINTS))
+    assert jnp.max(slopes) > 0.99 * activation.steepest(jnp.float32(8.0), name)[1]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_gradient_of_what_an_activation_receives_exceeds_its_bound(name, count):
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = [3 * jax.random.normal(key, (16, 64)) for key in keys[:count]]
+    stored = [blocks.to_blocks(h, size=16) for h in hidden]
+    da = jax.random.normal(keys[2], (16, 64))
+    gradients = activation.activate_backward(
+        [blocks.from_blocks(b, size=16) for b in stored], da, name
+    )
+    bounds = activation.gradient_bounds(stored, jnp.max(jnp.abs(da)), name)
+    for gradient, bound in zip(gradients, bounds, strict=True):
+        assert jnp.max(jnp.abs(gradient)) <= bound
+
+
+def test_an_unknown_activation_is_refused():
+    with pytest.raises(ValueError, match="'swish' must be one of"):
+        activation.steepest(jnp.float32(1.0), "swish")

@@ -1,0 +1,48 @@
+"""Which implementation runs on which GPU."""
+
+import pytest
+
+from coat_jax.kernels import dispatch
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Pretends that a GPU of some compute capability is there, and all packages."""
+
+    def pretend(capability):
+        monkeypatch.setattr(dispatch, "gpu_capability", lambda: capability)
+        monkeypatch.setattr(dispatch, "triton_installed", lambda: True)
+
+    return pretend
+
+
+@pytest.mark.parametrize("capability", [89, 90, 100, 120])  # Ada, Hopper, Blackwell
+def test_a_gpu_that_multiplies_fp8_runs_the_kernels(gpu, capability):
+    gpu(capability)
+    assert dispatch.choose(None) == dispatch.choose("triton") == "triton"
+    assert dispatch.choose_fp8(None) == "triton"
+    assert dispatch.multiplies_fp8()
+
+
+@pytest.mark.parametrize("capability", [70, 75, 80, 86, 87])  # Volta, Turing, Ampere
+def test_a_gpu_before_ada_computes_through_xla_and_refuses_fp8(gpu, capability):
+    gpu(capability)
+    assert dispatch.choose(None) == "xla"
+    assert not dispatch.multiplies_fp8()
+    named = f"compute capability {capability / 10:.1f}"
+    with pytest.raises(RuntimeError, match=named):
+        dispatch.choose("triton")
+    with pytest.raises(RuntimeError, match=named):
+        dispatch.choose_fp8(None)
+    assert dispatch.choose_fp8("xla") == "xla"
+
+
+def test_without_a_gpu_everything_runs_through_xla(gpu):
+    gpu(None)
+    assert dispatch.choose(None) == dispatch.choose_fp8(None) == "xla"
+    assert dispatch.target_capability() == 90  # programs are compiled for Hopper ahead of time
+
+
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match="not 'cuda'"):
+        dispatch.choose("cuda")
