@@ -168,7 +168,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, help="the highest; likewise")
     parser.add_argument("--side-by-side", type=int, default=4, help="runs on each GPU")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all of it")
-    parser.add_argument("--text", type=int, default=800, help="megabytes of text at most")
+    parser.add_argument("--text", type=int, default=300, help="megabytes of text at most")
     parser.add_argument("--text-from", type=Path, nargs="+", help="folders; default: the machine's")
     work = Path(tempfile.gettempdir()) / "loss_study"
     parser.add_argument(

@@ -115,7 +115,10 @@ def run(
             free = _without(slots, [one.gpu for one in running])
             while waiting and free:
                 work = waiting[0]
-                if now + needed.get(work.job["size"], work.seconds) > end:
+                expected = work.seconds
+                if work.job["size"] in needed:  # where fewer run beside it, it is faster
+                    expected = needed[work.job["size"]] * (len(running) + 1) / len(slots)
+                if now + expected > end:
                     outcome.left.extend(one.name for one in waiting)
                     say(f"No time left for {', '.join(one.name for one in waiting)}.")
                     waiting.clear()
