@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from coat_jax import noise
+from coat_jax import expansion, noise
+from coat_jax.expansion import GROUP_SIZE
 from coat_jax.moments import Storage
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.optimizer import Optimizer, decayed
@@ -44,8 +45,12 @@ class Expanded:
         self, values: Float[Array, "..."], uniform: Float[Array, "..."]
     ) -> Float[Array, "..."]:
         """The values after they were stored and read again."""
+        if not self.storage.holds_in_fp8(values.shape):
+            return values
         dither = uniform if self.stochastic else None
-        return self.storage.read(self.storage.write(values, self.storage.first, dither))
+        size = self.storage.group_size
+        stored = expansion.encode(values, self.storage.first, group_size=size, noise=dither)
+        return expansion.decode(stored, group_size=size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +98,9 @@ def _stored(moment: Any, form: Format | None, count: Array, seed: int) -> Any:
     if form is None:
         return moment
     leaves, structure = jax.tree.flatten(moment)
-    keys = noise.leaf_keys(seed, count, len(leaves))
     stored = [
-        form(leaf, noise.uniform(key, leaf.shape, run=128))
-        for leaf, key in zip(leaves, keys, strict=True)
+        form(leaf, noise.uniform(noise.leaf_key(seed, count, i), leaf.shape, run=GROUP_SIZE))
+        for i, leaf in enumerate(leaves)
     ]
     return jax.tree.unflatten(structure, stored)
 

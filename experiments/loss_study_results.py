@@ -3,8 +3,9 @@
 A row is named by its key, a hash of everything that decides the result: the arm field by field,
 the size, the seed, the settings, the text, and the code. What has a row is not measured again.
 
-The code counts without comments, docstrings and layout, and only where it takes part: the layers
-of coat_jax below the trainer, the trainer's step, and the files of the study that train.
+The code counts without comments, docstrings, imports and layout, wherever its files are, and only
+where it takes part: the layers of coat_jax below the trainer, the trainer's step, and the files of
+the study that train.
 """
 
 import ast
@@ -68,24 +69,29 @@ def code_digest() -> str:
     """The hash of the code that decides a result."""
     package, study = ROOT / "coat_jax", ROOT / "experiments"
     files = [p for p in package.rglob("*.py") if p.relative_to(package).parts[0] not in ASIDE]
-    files += [package / "training" / f"{name}.py" for name in STEP]
+    files += [p for p in (package / "training").rglob("*.py") if p.stem in STEP]
     files += [study / f"loss_study_{name}.py" for name in STUDY]
-    state = hashlib.blake2b(digest_size=6)
-    for file in sorted(files):
-        state.update(essence(file.read_text("utf-8")).encode())
-    return state.hexdigest()
+    return digest(sorted(essence(file.read_text("utf-8")) for file in files))
 
 
 def essence(source: str) -> str:
-    """Code without comments, docstrings and layout."""
+    """Code without comments, docstrings, layout and imports, which only say where things are."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
-        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
-            value = body[0].value
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                del body[0]
+        if not isinstance(body, list):
+            continue
+        node.body = [  # type: ignore[attr-defined]
+            one
+            for i, one in enumerate(body)
+            if not isinstance(one, ast.Import | ast.ImportFrom) and not (i == 0 and _is_text(one))
+        ]
     return ast.dump(tree)
+
+
+def _is_text(node: ast.AST) -> bool:
+    value = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 def read(paths: Iterable[Path]) -> list[Row]:
