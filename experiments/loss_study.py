@@ -84,7 +84,7 @@ SIZES: dict[str, Size] = {
             vocab=16384, width=512, layers=10, heads=8, kv_heads=8, head_dim=64, ffn=1408,
             context=1024, tied=True, scan=False,
         ),
-        Settings(400, 128, 1024, 2, 1.5e-3, held_out=1024),
+        Settings(400, 64, 1024, 1, 1.5e-3, held_out=1024),
         tokens_per_second=0.9e6,
     ),
     "124M": Size(

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from experiments import loss_study_plot
 from experiments.loss_study_results import Row, baselines_of, conditions_of
-from experiments.loss_study_statistics import Comparison, compare, held_out
+from experiments.loss_study_statistics import Comparison, Effect, compare, held_out
 
 
 def show(rows: list[Row], folder: Path) -> None:
@@ -17,7 +17,7 @@ def show(rows: list[Row], folder: Path) -> None:
     if not rows:
         print("There are no results yet. Name a --size to measure some.")
         return
-    console = Console(width=120)
+    console = Console(width=140)
     for conditions, group in conditions_of(rows).items():
         baselines = baselines_of(group)
         if not baselines:
@@ -38,19 +38,29 @@ def _table(conditions: str, rows: list[Row], baselines: set[str]) -> Table:
     for column in (*columns, "held out", "own seeds", "Holm p"):
         table.add_column(column, justify="left" if not column else "right")
     for arm in sorted(training.effects, key=lambda arm: training.effects[arm].mean):
-        one, other = training.effects[arm], held.effects[arm]
-        table.add_row(
-            arm,
-            str(one.seeds),
-            f"{percent(one.mean)} ± {_width(one.half)}",
-            f"± {_width(one.own)}",
-            f"± {_width(one.within)}",
-            _p(one.holm),
-            f"{percent(other.mean)} ± {_width(other.half)}",
-            f"± {_width(other.own)}",
-            _p(other.holm),
-        )
+        table.add_row(arm, *_cells(training.effects[arm], held.effects[arm]))
+    table.add_section()
+    alike = [row for row in rows if row["arm"] in baselines]
+    for arm in sorted(baselines):
+        others = baselines - {arm}
+        against = compare(alike, others), compare(alike, others, held_out("own"))
+        if arm in against[0].effects:
+            cells = _cells(*(comparison.effects[arm] for comparison in against))
+            table.add_row(f"{arm} (baseline)", *cells)
     return table
+
+
+def _cells(training: Effect, held: Effect) -> list[str]:
+    return [
+        str(training.seeds),
+        f"{percent(training.mean)} ± {_width(training.half)}",
+        f"± {_width(training.own)}",
+        f"± {_width(training.within)}",
+        _p(training.holm),
+        f"{percent(held.mean)} ± {_width(held.half)}",
+        f"± {_width(held.own)}",
+        _p(held.holm),
+    ]
 
 
 def _caption(training: Comparison, held: Comparison) -> str:
@@ -59,7 +69,8 @@ def _caption(training: Comparison, held: Comparison) -> str:
     seeds = max((effect.seeds for effect in training.effects.values()), default=0)
     lines = [
         "± is half of a 95 % interval from the noise of all arms; 'own seeds': from the arm's "
-        "differences alone; 'in a run': the standard error over 8 blocks of steps.",
+        "differences alone; 'in a run': the standard error over 8 blocks of steps. A baseline is "
+        "compared with the other baselines.",
     ]
     if noise.floor_freedom:
         lines.append(

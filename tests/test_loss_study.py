@@ -250,7 +250,8 @@ def test_every_arm_is_another_run():
 
 def test_only_code_that_runs_counts():
     plain = "from a import b\ndef f(x):\n    return x + 1\n"
-    noted = '"""Text."""\nfrom a.c import b\ndef f(x):\n    """Text."""\n    # Text.\n    return (x + 1)\n'
+    noted = '"""Text."""\nfrom a.c import b\ndef f(x):\n    """Text."""\n    # Text.\n'
+    noted += "    return (x + 1)\n"
     assert loss_study_results.essence(plain) == loss_study_results.essence(noted)
     assert loss_study_results.essence(plain) != loss_study_results.essence(plain.replace("1", "2"))
 
@@ -332,7 +333,7 @@ def test_table_and_picture_show_every_arm(capsys: pytest.CaptureFixture, tmp_pat
     ]
     loss_study_table.show(rows, tmp_path)
     printed = capsys.readouterr().out
-    for words in ("coat", "moments", "Noise floor: baselines", "evaluated in BF16"):
+    for words in ("coat", "moments", "bf16_ulp", "Noise floor: baselines", "evaluated in BF16"):
         assert words in printed
     assert len(list(tmp_path.glob("loss_study_tiny_*.png"))) == 1
 
