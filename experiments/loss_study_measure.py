@@ -63,10 +63,11 @@ def measure(call: Call) -> dict[str, str]:
         f"{call.settings.tokens / 1e6:.1f} M. {time.monotonic() - begin:.0f} s.",
         flush=True,
     )
+    plan(call)
     loss_study_text.require_rows(tokens, call.settings.rows, call.settings.sequence)
     gpus = loss_study_queue.count_gpus()
     outcome = loss_study_queue.run(
-        missing(call, notes["digest"], max(gpus, 1)),
+        missing(call, notes["digest"]),
         call.work,
         gpus=gpus,
         side_by_side=call.side_by_side,
@@ -85,54 +86,46 @@ def keep(path: Path, row: Row) -> None:
     loss_study_results.write(path, [*loss_study_results.read([path]), row])
 
 
-def missing(call: Call, text: str, gpus: int) -> list[Work]:
+def missing(call: Call, text: str) -> list[Work]:
     """The runs that have no row, all arms of one seed before those of the next."""
     known = {row["key"] for row in loss_study_results.read([call.known, call.out])}
-    runs = len(call.arms) * len(call.seeds)
-    beside = min(call.side_by_side, -(-runs // gpus))
     work = []
     for seed in call.seeds:
         for name, arm in call.arms.items():
             row = loss_study_results.row_of(
                 name, arm, call.size_name, call.size, seed, call.settings, text
             )
+            job = {
+                "arm": name,
+                "size": call.size_name,
+                "seed": seed,
+                "settings": row["settings"],
+                "text": str(call.work / "text"),
+            }
             if row["key"] not in known:
-                job = {
-                    "arm": name,
-                    "size": call.size_name,
-                    "seed": seed,
-                    "settings": row["settings"],
-                    "text": str(call.work / "text"),
-                }
-                expected = STARTING + beside * _alone(call)
-                work.append(Work(f"{name}/{seed}", row["key"], job, row, expected))
+                work.append(Work(f"{name}/{seed}", row["key"], job, row))
     return work
 
 
 def plan(call: Call) -> None:
     """Prints what would run, and an estimate of how long on one H200."""
-    notes = call.work / "text" / "text.json"
-    text = loss_study_text.notes(call.work / "text")["digest"] if notes.exists() else None
     rows = loss_study_results.read([call.known, call.out])
-    if text is None and rows:
-        text = rows[-1]["text"]  # the same machine, installed alike, has the same
-    work = missing(call, text or "", 1)
-    settings = call.settings
+    if (call.work / "text" / loss_study_text.NOTES).exists():
+        text = loss_study_text.notes(call.work / "text")["digest"]
+    else:  # machines that are installed alike have the same text
+        text = rows[-1]["text"] if rows else ""
+    work = missing(call, text)
+    settings, of_run = call.settings, call.settings.tokens / call.size.tokens_per_second
     print(
         f"{call.size_name}: {models.parameters_count(call.size.model) / 1e6:.1f} M parameters, "
         f"{settings.steps} steps of {settings.batch} x {settings.sequence} tokens = "
-        f"{settings.tokens / 1e6:.1f} M tokens a run, {len(work)} of "
-        f"{len(call.arms) * len(call.seeds)} runs have no row yet"
+        f"{settings.tokens / 1e6:.1f} M tokens a run.\n"
+        f"{len(work)} of {len(call.arms) * len(call.seeds)} runs have no row yet: "
+        f"{', '.join(one.name for one in work) or 'nothing to do'}."
     )
-    for one in work:
-        print(f"  {one.name}")
-    seconds = PREPARING + STARTING + len(work) * _alone(call)
+    seconds = STARTING + len(work) * of_run
     print(
-        f"About {seconds / 60:.1f} minutes on one H200 of {call.seconds / 60:.1f} at most: "
-        f"{PREPARING} s for text and tokens where there are none, {STARTING} s to start, "
-        f"{_alone(call):.0f} s for a run that has the GPU alone."
+        f"About {seconds / 60:.1f} of {call.seconds / 60:.1f} minutes on one H200: {STARTING} s to "
+        f"start and {of_run:.0f} s for a run that has the GPU alone; {PREPARING} s more where text "
+        "and tokens are not there yet."
     )
-
-
-def _alone(call: Call) -> float:
-    return call.settings.tokens / call.size.tokens_per_second

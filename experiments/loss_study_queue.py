@@ -22,8 +22,8 @@ from experiments.workers import reason
 COMMAND = [sys.executable, "-m", "experiments.loss_study_run"]
 MEMORY = 0.92  # of a GPU, for all runs on it
 SAY_EVERY = 15.0  # seconds
-TO_STOP = 20.0  # seconds before the end, for runs to save
-TO_BE_KILLED = 40.0  # seconds after that
+TO_STOP = 25.0  # seconds before the end, for runs to save
+TO_BE_KILLED = 22.0  # seconds after that
 # Without Triton's products XLA compiles in seconds, not minutes, and is as fast.
 FLAGS = "--xla_gpu_enable_triton_gemm=false"
 
@@ -36,14 +36,12 @@ class Work(NamedTuple):
         key: names its folder.
         job: what it is told; see `loss_study_run.Job`.
         row: what its result is added to.
-        seconds: how long it will take beside the others, until one has been measured.
     """
 
     name: str
     key: str
     job: dict[str, Any]
     row: dict[str, Any]
-    seconds: float
 
 
 @dataclasses.dataclass
@@ -115,10 +113,9 @@ def run(
             free = _without(slots, [one.gpu for one in running])
             while waiting and free:
                 work = waiting[0]
-                expected = work.seconds
-                if work.job["size"] in needed:  # where fewer run beside it, it is faster
-                    expected = needed[work.job["size"]] * (len(running) + 1) / len(slots)
-                if now + expected > end:
+                # Where fewer run beside it, a run is faster. The first ones show how long it takes.
+                share = (len(running) + 1) / len(slots)
+                if now + needed.get(work.job["size"], 0.0) * share > end:
                     outcome.left.extend(one.name for one in waiting)
                     say(f"No time left for {', '.join(one.name for one in waiting)}.")
                     waiting.clear()

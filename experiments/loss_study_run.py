@@ -106,17 +106,18 @@ def run(job: Job, stopped: list[int]) -> dict[str, Any] | None:
         stream = _Losses(folder, losses, settings.steps)
         began = time.perf_counter()
         for step in range(len(losses), settings.steps):
+            if stopped:
+                break
             rows = order[step * settings.batch : (step + 1) * settings.batch]
             batch = _placed(tokens, rows, settings.sequence, config.accumulation, mesh)
             state, report = program(state, batch)
             stream.take(report.loss)
-            if stopped:
-                break
         stream.finish()
         seconds += time.perf_counter() - began
         if len(losses) < settings.steps:
             extra = {"losses": losses, "seconds": seconds}
-            saved.save(len(losses), state, extra, wait=True)
+            if losses:
+                saved.save(len(losses), state, extra, wait=True)
             return None
         held_out = _held_out(job, config, settings, state, mesh)
     return {
