@@ -23,6 +23,9 @@ def show(rows: list[Row], folder: Path) -> None:
         if not baselines:
             print(f"{conditions}: no baseline yet, so nothing to compare with.")
             continue
+        if len({row["arm"] for row in group}) == 1:
+            print(f"{conditions}: one arm only, so nothing to compare with.")
+            continue
         console.print(_table(conditions, group, baselines), highlight=False)
         console.print(_crossed(group, baselines), highlight=False)
     folder.mkdir(parents=True, exist_ok=True)
