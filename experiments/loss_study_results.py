@@ -26,7 +26,7 @@ Row = dict[str, Any]
 FILE = "loss_study.json"
 ASIDE = ("cli", "generation", "training")  # folders of coat_jax that a run does not use, but for
 STEP = ("batches", "optimizer", "schedule", "state", "step")  # these files of its trainer
-STUDY = ("arms", "moments", "run", "text")
+STUDY = ("arms", "duplicates", "moments", "run", "text")
 
 
 def row_of(

@@ -2,11 +2,9 @@
 
     files -> documents without near-duplicates -> training | held out -> tokens
 
-A document's fingerprint is a sample of the hashes of its windows of 32 characters, white space
-left out: those hashes that are divisible by 16 (Manber 1994). Documents are read in the order of
-a hash of their content. One is dropped if more than half of its fingerprint was seen in earlier
-ones, which finds copies, other versions, and parts of larger files. Held out are the last
-documents, which therefore share little with all that is trained on.
+Documents are ordered by a hash of their content. One is dropped if most of it was seen in earlier
+ones (`loss_study_duplicates`). Held out are the last documents, which therefore share little with
+all that is trained on.
 
     folder/text.json                     counts, and a digest of both parts
     folder/{train,held_out}.jsonl        the documents
@@ -29,9 +27,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, UInt16, UInt32
+from jaxtyping import UInt16
 
 from coat_jax.errors import UserError
+from experiments.loss_study_duplicates import distinct
 
 SUFFIXES = (
     *(".py", ".pyi", ".pyx", ".pxd", ".md", ".rst", ".txt"),
@@ -46,10 +45,7 @@ FOR_TOKENIZER = 40_000_000  # bytes of documents
 NOTES = "text.json"
 END = "<|endoftext|>"
 BYTES = 256  # the vocabulary that needs no tokenizer; byte 0 ends a document
-
-WINDOW, SAMPLE, BITS = 32, 16, 28
-SEEN_BEFORE = 0.5
-TOGETHER = 4_000_000  # bytes that are hashed at once
+TOGETHER = 16_000_000  # characters that are tokenized at once
 
 
 class Documents(NamedTuple):
@@ -162,54 +158,6 @@ def split(texts: list[bytes], limit: int) -> Documents:
     return Documents(kept[:held], kept[held:], len(texts), size)
 
 
-def distinct(texts: list[bytes]) -> list[bool]:
-    """For each document, whether it is new: at most half of its fingerprint was seen before."""
-    seen: Bool[np.ndarray, " N"] = np.zeros(1 << BITS, bool)
-    new = []
-    for fingerprint in _fingerprints(texts):
-        is_new = len(fingerprint) > 0 and float(seen[fingerprint].mean()) <= SEEN_BEFORE
-        if is_new:
-            seen[fingerprint] = True
-        new.append(is_new)
-    return new
-
-
-def _fingerprints(texts: list[bytes]) -> Iterator[UInt32[np.ndarray, " N"]]:
-    """The fingerprint of each document; NumPy hashes several batches at a time."""
-    batches: list[list[bytes]] = [[]]
-    size = 0
-    for text in texts:
-        if size > TOGETHER:
-            batches.append([])
-            size = 0
-        batches[-1].append(text)
-        size += len(text)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for fingerprints in pool.map(_of_batch, batches):
-            yield from fingerprints
-
-
-def _of_batch(texts: list[bytes]) -> list[UInt32[np.ndarray, " N"]]:
-    """The fingerprints of some documents, hashed as one array."""
-    bare = [text.translate(None, b" \t\r\n") for text in texts]
-    ends = np.cumsum([len(text) for text in bare])
-    hashes = np.frombuffer(b"".join(bare), np.uint8).astype(np.uint64) + np.uint64(1)
-    width, factor = 1, 0x9E3779B97F4A7C15
-    while width < WINDOW:  # the hash of a window from those of its halves
-        hashes = hashes[:-width] * np.uint64(factor) + hashes[width:]
-        factor = factor * factor % 2**64
-        width *= 2
-    hashes ^= hashes >> np.uint64(33)
-    hashes *= np.uint64(0xFF51AFD7ED558CCD)
-    at = np.flatnonzero(hashes >> np.uint64(BITS) & np.uint64(SAMPLE - 1) == 0)
-    codes = (hashes[at] & np.uint64((1 << BITS) - 1)).astype(np.uint32)
-    fingerprints = []
-    for begin, end in zip((0, *ends[:-1]), ends, strict=True):
-        first, last = np.searchsorted(at, (begin, max(end - WINDOW + 1, begin)))
-        fingerprints.append(np.unique(codes[first:last]))
-    return fingerprints
-
-
 def _read(places: list[Path], avoid: Path) -> Iterator[bytes]:
     """Every text below `places`, but for this repository and the folder `avoid`."""
     here = (Path(__file__).resolve().parent.parent, avoid.resolve())
@@ -285,7 +233,7 @@ def _encoded(documents: Iterator[str], encode: Any) -> Iterator[UInt16[np.ndarra
     for document in documents:
         batch.append(document)
         size += len(document)
-        if size > 4 * TOGETHER:
+        if size > TOGETHER:
             yield from encode(batch)
             batch, size = [], 0
     yield from encode(batch)

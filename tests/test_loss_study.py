@@ -1,7 +1,6 @@
-"""The bench that measures what FP8 costs in loss: its statistics, its text, its bookkeeping."""
+"""The loss study: what names a result, what is measured, and one run of it."""
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
@@ -15,210 +14,10 @@ from experiments import (
     loss_study_queue,
     loss_study_results,
     loss_study_run,
-    loss_study_statistics,
     loss_study_table,
     loss_study_text,
 )
 from experiments.loss_study_arms import Arm, Size
-
-STEPS, NOISE = 200, 5e-4
-
-
-# --- Statistics -------------------------------------------------------------------------------
-
-
-def synthetic(effects: dict[str, float], *, seeds: int, random: np.random.Generator) -> list[dict]:
-    """Runs whose log loss is that of their seed, the arm's effect, and the luck of the run."""
-    rows = []
-    for seed in range(seeds):
-        of_batches = 1.0 + 0.05 * random.standard_normal(STEPS) + 0.1 * random.standard_normal()
-        for arm, effect in effects.items():
-            luck = NOISE * random.standard_normal()
-            losses = np.exp(of_batches + effect + luck + 1e-3 * random.standard_normal(STEPS))
-            held_out = [float(np.exp(1.2 + effect + luck))] * 4
-            rows.append({
-                "arm": arm, "seed": seed, "losses": losses.tolist(),
-                "held_out": dict.fromkeys(("own", "bf16", "coat"), held_out),
-            })  # fmt: skip
-    return rows
-
-
-EFFECTS = {"base": 0.0, "ulp": 0.0, "coat": 3e-3, "harmless": 0.0}
-
-
-def test_intervals_hold_the_true_effect_as_often_as_they_say():
-    random = np.random.default_rng(0)
-    held, trials = 0, 300
-    for _ in range(trials):
-        rows = synthetic(EFFECTS, seeds=3, random=random)
-        found = loss_study_statistics.compare(rows, ["base", "ulp"]).effects
-        held += sum(abs(found[arm].mean - EFFECTS[arm]) <= found[arm].half for arm in found)
-    # 600 intervals of 95 %, two in a trial not independent: at most 5 standard deviations off.
-    assert 0.90 <= held / (2 * trials) <= 0.99
-
-
-def test_an_effect_six_times_the_noise_is_found_and_none_where_there_is_none():
-    rows = synthetic(EFFECTS, seeds=3, random=np.random.default_rng(1))
-    result = loss_study_statistics.compare(rows, ["base", "ulp"])
-    assert result.effects["coat"].holm < 0.01
-    assert result.effects["harmless"].holm > 0.05
-    assert result.effects["coat"].seeds == 3
-    assert result.baselines == 2
-    assert result.noise.floor_freedom == 3
-    assert abs(result.effects["coat"].mean) > result.noise.band(3, 2)
-
-
-def test_noise_is_that_of_the_runs_not_of_the_seeds():
-    rows = synthetic(EFFECTS, seeds=200, random=np.random.default_rng(2))
-    noise = loss_study_statistics.compare(rows, ["base", "ulp"], loss_study_statistics.final).noise
-    # A standard deviation of n numbers is right within 1 / sqrt(2 n): here 3 % and 5 %.
-    of_run = np.hypot(NOISE, 1e-3 / np.sqrt(0.1 * STEPS))
-    assert noise.run == pytest.approx(of_run, rel=0.15)
-    assert noise.floor == pytest.approx(of_run, rel=0.25)
-
-
-def test_runs_that_are_missing_and_seeds_without_baseline_are_no_obstacle():
-    rows = synthetic(EFFECTS, seeds=4, random=np.random.default_rng(3))
-    whole = loss_study_statistics.compare(rows, ["base", "ulp"]).effects["coat"]
-    rows = [row for row in rows if (row["arm"], row["seed"]) not in {("coat", 1), ("ulp", 2)}]
-    rows = [row for row in rows if row["seed"] != 3 or row["arm"] not in {"base", "ulp"}]
-    part = loss_study_statistics.compare(rows, ["base", "ulp"]).effects["coat"]
-    assert part.seeds == 2
-    assert part.mean == pytest.approx(whole.mean, abs=4 * NOISE)
-
-
-def test_one_run_against_one_baseline_has_no_interval():
-    rows = synthetic({"base": 0.0, "coat": 1e-3}, seeds=1, random=np.random.default_rng(4))
-    result = loss_study_statistics.compare(rows, ["base"])
-    effect = result.effects["coat"]
-    assert np.isnan([effect.half, effect.own, effect.p, effect.holm]).all()
-    assert np.isnan(result.noise.band(1, 1))
-
-
-def test_block_error_is_that_of_independent_numbers_and_sees_slow_drift():
-    random = np.random.default_rng(5)
-    white = random.standard_normal((400, 800))
-    errors = [loss_study_statistics.block_error(row) for row in white]
-    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(1 / np.sqrt(800), rel=0.1)
-    slow = np.repeat(random.standard_normal(80), 10)  # ten equal neighbours
-    assert loss_study_statistics.block_error(slow) > 2 / np.sqrt(800)
-
-
-def test_holm_corrects_the_smallest_most_and_keeps_the_order():
-    # The example of Holm's procedure: 0.01 * 4, 0.02 * 3, max(0.03 * 2, before), max(0.04, before).
-    corrected = loss_study_statistics.holm([0.03, 0.01, 0.04, 0.02])
-    assert corrected == pytest.approx([0.06, 0.04, 0.06, 0.06])
-    assert loss_study_statistics.holm([0.6, float("nan"), 0.9])[0] == 1.0
-
-
-def test_gap_of_an_arm_is_its_effect_and_of_a_baseline_about_nothing():
-    rows = synthetic(EFFECTS, seeds=3, random=np.random.default_rng(6))
-    coat = loss_study_statistics.gap(rows, "coat", ["base", "ulp"])
-    assert coat.shape == (STEPS,)
-    assert coat.mean() == pytest.approx(3e-3, abs=4 * NOISE)
-    assert abs(loss_study_statistics.gap(rows, "ulp", ["base", "ulp"]).mean()) < 4 * NOISE
-
-
-# --- Text -------------------------------------------------------------------------------------
-
-
-def prose(seed: int, words: int = 600) -> bytes:
-    random = np.random.default_rng(seed)
-    letters = random.integers(97, 123, size=(words, 6)).astype(np.uint8)
-    return b" ".join(bytes(word) for word in letters)
-
-
-def test_copies_versions_and_parts_are_near_duplicates():
-    original = prose(0)
-    edited = original.replace(b"a", b"A", 20)
-    reflowed = original.replace(b" ", b"\n    ")
-    part = original[1000:3000]
-    mostly = original[:2500] + prose(1)[:1000]
-    texts = [original, original, edited, reflowed, part, mostly, prose(2), original + prose(3)]
-    new = loss_study_text.distinct(texts)
-    # The last one is half new, and just that much is allowed to be old.
-    assert new[:7] == [True, False, False, False, False, False, True]
-
-
-def test_what_was_dropped_does_not_count_as_seen():
-    original, other = prose(0), prose(1)
-    mixed = original + b" " + other[: int(0.58 * len(other))]
-    assert loss_study_text.distinct([original, mixed, other]) == [True, False, True]
-
-
-def test_documents_are_hashed_alone_also_in_one_batch():
-    texts = [prose(i, words=40 + i) for i in range(50)] + [b"short", b""]
-    together = loss_study_text._of_batch(texts)
-    for text, fingerprint in zip(texts, together, strict=True):
-        np.testing.assert_array_equal(fingerprint, loss_study_text._of_batch([text, prose(99)])[0])
-    assert len(together[-1]) == len(together[-2]) == 0
-
-
-def test_held_out_text_is_like_no_training_text_and_order_does_not_matter():
-    texts = [prose(i // 2) for i in range(80)]  # each twice
-    documents = loss_study_text.split(texts, limit=10**9)
-    assert len(documents.train) + len(documents.held_out) == 40
-    assert documents.held_out
-    assert not set(documents.held_out) & set(documents.train)
-    assert loss_study_text.split(texts[::-1], limit=10**9) == documents
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of prepared text, in bytes."""
-    folder = tmp_path_factory.mktemp("text")
-    files = folder / "files"
-    files.mkdir()
-    for i in range(40):
-        (files / f"{i}.md").write_bytes(prose(i // 2))
-    (files / "table.txt").write_bytes(b"1234567890 " * 400)
-    (files / "binary.py").write_bytes(b"\xff\xfe" * 1000)
-    notes = loss_study_text.prepare(
-        folder / "made", loss_study_text.BYTES, places=[files], limit=10**9
-    )
-    assert notes["train"]["documents"] + notes["held_out"]["documents"] == 20
-    return folder / "made"
-
-
-def test_text_is_made_once(corpus: Path):
-    before = {path: path.stat().st_mtime_ns for path in corpus.iterdir()}
-    notes = loss_study_text.prepare(corpus, loss_study_text.BYTES, places=[], limit=10**9)
-    assert {path: path.stat().st_mtime_ns for path in corpus.iterdir()} == before
-    tokens = loss_study_text.load(corpus, "train", loss_study_text.BYTES)
-    assert len(tokens) == notes["train"]["bytes"] + notes["train"]["documents"]
-    assert np.count_nonzero(tokens == 0) == notes["train"]["documents"]
-    with pytest.raises(UserError, match="limited to"):
-        loss_study_text.prepare(corpus, loss_study_text.BYTES, places=[], limit=5)
-
-
-def test_tokenizer_gives_back_the_text(tmp_path: Path):
-    tokenizers = pytest.importorskip("tokenizers")
-    files = tmp_path / "files"
-    files.mkdir()
-    for i in range(10):
-        (files / f"{i}.md").write_bytes(prose(i))
-    loss_study_text.prepare(tmp_path / "made", 300, places=[files], limit=10**9)
-    tokens = loss_study_text.load(tmp_path / "made", "train", 300)
-    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "made/tokenizer_300.json"))
-    documents = [
-        json.loads(line) for line in (tmp_path / "made/train.jsonl").read_text().splitlines()
-    ]
-    ends = np.flatnonzero(tokens == 0)
-    assert len(ends) == len(documents)
-    assert tokenizer.decode(tokens[: ends[0]].tolist()) == documents[0]
-
-
-def test_a_run_reads_no_row_twice_and_refuses_more_than_one_epoch():
-    settings = dataclasses.replace(loss_study.SIZES["tiny"].settings, steps=10, batch=4)
-    tokens = np.zeros(40 * settings.sequence + 1, np.uint16)
-    order = loss_study_run.row_order(tokens, settings, seed=0)
-    assert sorted(order) == list(range(40))
-    assert not np.array_equal(order, loss_study_run.row_order(tokens, settings, seed=1))
-    with pytest.raises(UserError, match=r"40 rows of 64 tokens and the text has 39"):
-        loss_study_run.row_order(tokens[:-1], settings, seed=0)
-
-
-# --- Results ----------------------------------------------------------------------------------
 
 
 def named(name: str = "coat", **changes: object) -> dict:
@@ -339,6 +138,29 @@ def test_table_and_picture_show_every_arm(capsys: pytest.CaptureFixture, tmp_pat
 
 
 # --- Running ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of prepared text, in bytes."""
+    folder = tmp_path_factory.mktemp("text")
+    letters = np.random.default_rng(0).integers(97, 123, size=(20, 4000)).astype(np.uint8)
+    for number, text in enumerate(letters):
+        (folder / f"{number}.md").write_bytes(bytes(text))
+    made = folder / "made"
+    loss_study_text.prepare(made, loss_study_text.BYTES, places=[folder], limit=10**9)
+    return made
+
+
+def test_a_run_reads_no_row_twice_and_refuses_more_than_one_epoch():
+    settings = dataclasses.replace(loss_study.SIZES["tiny"].settings, steps=10, batch=4)
+    tokens = np.zeros(40 * settings.sequence + 1, np.uint16)
+    order = loss_study_run.row_order(tokens, settings, seed=0)
+    assert sorted(order) == list(range(40))
+    assert not np.array_equal(order, loss_study_run.row_order(tokens, settings, seed=1))
+    with pytest.raises(UserError, match=r"40 rows of 64 tokens and the text has 39"):
+        loss_study_run.row_order(tokens[:-1], settings, seed=0)
+
 
 WORKER = """
 import json, signal, sys, time
