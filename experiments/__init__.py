@@ -2,12 +2,12 @@
 
     optimizer    optimizer_error, accumulated_error, second_moment_drift, optimizer_step
     layers       activation_memory, layer_speed, granularity, group_scaling, precision_ablation
-    training     training_throughput, training_curves, config_memory, demo
+    training     training_throughput, training_curves, loss_study, config_memory, demo
 
 The other modules are what these are made of: `records` writes results, `corpus` and `small_llama`
 are what is learnt and what learns, `stacks` (`_jax`, `_torch`) and `kept_torch` the layers that are
 measured, `moment_coders`, `moment_errors`, `moments_recording` and `dynamic_exponent` the ways to
-store a moment, `hopper` the GPUs that need not be there.
+store a moment, `hopper` the GPUs that need not be there, `loss_study_*` the parts of that study.
 
 `figures` compares what README, docs and configs say with the results.
 
