@@ -31,9 +31,10 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"
 LAYERS = 4
 
-# The two programs differ by BF16's rounding, 2^-8, which turns a code where a value lies on the
-# edge: of gradients in E5M2, whose codes are 2^-2 apart, that is sqrt(2^-8 2^-2) = 2^-5 of the whole
-# in each product, and a dozen products stand one behind the other. A loss is a mean of thousands.
+# The two programs differ by BF16's rounding, 2^-8, which changes a code where a value lies halfway
+# between two. The codes of gradients in E5M2 are 2^-2 apart, so each product differs by
+# sqrt(2^-8 2^-2) = 2^-5 of its size, and a gradient passes through a dozen of them. A loss is a
+# mean over thousands of tokens.
 BOUNDS = {"loss": 5e-4, "gradient_norm": 5e-2, "gradients": 2**-3}
 
 Figures = dict[str, Any]
@@ -170,11 +171,7 @@ def stacks(small: bool, compile_only: bool) -> None:
 
 def optimizer(small: bool, compile_only: bool) -> None:
     """The fused AdamW step, of FP32 and BF16 parameters with BF16 gradients."""
-    import jax
     import jax.numpy as jnp
-
-    import coat_jax as coat
-    from experiments.stacks import median_ms
 
     side = 2**8 if small else 2**14
     seconds, milliseconds = {}, {}
@@ -183,23 +180,36 @@ def optimizer(small: bool, compile_only: bool) -> None:
         ("bfloat16", jnp.bfloat16, False),
         ("bfloat16, stochastic", jnp.bfloat16, True),
     ):
-        fused = coat.optax.fused_fp8_adamw(1e-4, b2=0.95, weight_decay=0.1, round_params=rounds)
-        params = jax.random.normal(jax.random.key(0), (side, side), dtype)
-        grads = 1e-3 * jax.random.normal(jax.random.key(1), (side, side), jnp.bfloat16)
-        state = fused.init(params)
-        begin = time.perf_counter()
-        step = jax.jit(fused.step, donate_argnums=(0, 2)).lower(params, grads, state).compile()
-        seconds[name] = time.perf_counter() - begin
-        if compile_only:
-            continue
-        now = [params, state]
-        del params, state
-
-        def run() -> None:
-            now[:] = step(now[0], grads, now[1])
-
-        milliseconds[name] = median_ms(run, lambda: jax.block_until_ready(now))
+        seconds[name], milliseconds[name] = _fused_step(side, dtype, rounds, compile_only)
     print(json.dumps({"compile_seconds": seconds, "ms": milliseconds}))
+
+
+def _fused_step(
+    side: int, dtype: Any, rounds: bool, compile_only: bool
+) -> tuple[float, float | None]:
+    """Seconds to compile the step of a square matrix, and milliseconds to run it."""
+    import jax
+    import jax.numpy as jnp
+
+    import coat_jax as coat
+    from experiments.stacks import median_ms
+
+    fused = coat.optax.fused_fp8_adamw(1e-4, b2=0.95, weight_decay=0.1, round_params=rounds)
+    params = jax.random.normal(jax.random.key(0), (side, side), dtype)
+    grads = 1e-3 * jax.random.normal(jax.random.key(1), (side, side), jnp.bfloat16)
+    state = fused.init(params)
+    begin = time.perf_counter()
+    step = jax.jit(fused.step, donate_argnums=(0, 2)).lower(params, grads, state).compile()
+    seconds = time.perf_counter() - begin
+    if compile_only:
+        return seconds, None
+    now = [params, state]
+    del params, state
+
+    def run() -> None:
+        now[:] = step(now[0], grads, now[1])
+
+    return seconds, median_ms(run, lambda: jax.block_until_ready(now))
 
 
 def training(small: bool, compile_only: bool) -> None:

@@ -48,8 +48,9 @@ def _lower(context: Any, *operands: Any, **call: Any) -> Any:
         import jax_triton  # noqa: F401  # registers the target
 
         aliases = dict(call["aliases"])
+        configuration: Any = known  # bytes, though the signature says text
         lower: Callable[..., Any] = jax.ffi.ffi_lowering(
-            TARGET, api_version=2, backend_config=known, operand_output_aliases=aliases
+            TARGET, api_version=2, backend_config=configuration, operand_output_aliases=aliases
         )
         return lower(context, *operands)
     compiled = mlir.lower_fun(functools.partial(_through_jax_triton, **call), multiple_results=True)

@@ -91,10 +91,14 @@ def _attend(settings: Attention, segments: Array | None) -> Callable[..., Array]
     return partial(_evenly if settings.backend == "cudnn" else _under, settings, mask)
 
 
-def _under(settings: Attention, mask: Bool[Array, "B 1 S T"] | None, *values: Array) -> Array:
+def _under(
+    settings: Attention, mask: Bool[Array, "B 1 S T"] | None, q: Array, k: Array, v: Array
+) -> Array:
     """Attention under a mask, besides that of `settings`."""
     return jax.nn.dot_product_attention(
-        *values,
+        q,
+        k,
+        v,
         mask=mask,
         scale=settings.scale,
         is_causal=settings.causal,

@@ -34,12 +34,12 @@ def lowered(activation="silu"):
         y = ops.mlp(x, None, up, down, activation=activation, implementation="triton")
         return jnp.sum(y.astype(jnp.float32))
 
-    def array(*shape, spec=P()):
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+    def array(*shape, axes=()):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*axes)))
 
     with there():
         mesh = hopper_mesh((4,), ("x",))
-        args = array(4, 128, 256, spec=P("x")), array(256, 512), array(512, 256)
+        args = array(4, 128, 256, axes="x"), array(256, 512), array(512, 256)
         with jax.set_mesh(mesh):
             text = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*args).as_text()
     assert "CustomSPMDPartitioning" in text
