@@ -11,8 +11,9 @@ and rounded stochastically, layers unrolled, sequences of 2048 tokens:
     python -m experiments.training_throughput COAT:8 BF16:8       some of them, PRECISION:BATCH
     python -m experiments.training_throughput COAT:2 --model tiny --sequence 64     anywhere
 
-All GPUs that are seen train together, parameters and moments cut along all of them; BATCH is the
-sequences on each. Every case runs in a process of its own, which may use 95 % of each GPU. The peak
+All GPUs that are seen train together, parameters and moments sharded over all of them; BATCH is the
+sequences on each. With --beside-one, the first GPU then trains each case alone, and the efficiency
+is what a GPU of several does of that. Every case runs in a process of its own, which may use 95 % of each GPU. The peak
 is that of the fullest one's allocator, the whole training state in it; tokens are random. A case
 that does not fit says so.
 """
@@ -49,6 +50,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="llama2_7b", help="a name in coat.models.PRESETS")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--beside-one", action="store_true", help="compare with one GPU alone")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     parser.add_argument("--draw", action="store_true", help="only draw the results of before")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -63,6 +65,8 @@ def main() -> None:
         cases: list[Case] = []
         for case in options.cases:
             cases.append(_in_a_process(case, options))
+            if options.beside_one:
+                cases[-1] |= _beside_one(cases[-1], case, options)
             print(_line(cases[-1]), flush=True)
             figures = {"model": options.model, "sequence": options.sequence, "cases": cases}
             records.write(_path(options), {**figures, "paper": PAPER})
@@ -78,10 +82,19 @@ def _path(options: argparse.Namespace) -> Path:
     return Path(options.out / f"{name}.json")
 
 
-def _in_a_process(case: str, options: argparse.Namespace) -> Case:
+def _beside_one(together: Case, case: str, options: argparse.Namespace) -> Case:
+    """What the first GPU does alone, and how much of that each does of several."""
+    alone = _in_a_process(case, options, CUDA_VISIBLE_DEVICES="0")
+    if "failed" in alone or "failed" in together:
+        return {"alone": alone}
+    share = together["tokens_per_second"] / together["devices"]
+    return {"alone": alone, "efficiency": share / alone["tokens_per_second"]}
+
+
+def _in_a_process(case: str, options: argparse.Namespace, **variables: str) -> Case:
     command = [sys.executable, "-m", "experiments.training_throughput", case, "--worker"]
     command += ["--model", options.model, "--sequence", str(options.sequence)]
-    env = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+    env = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"} | variables
     with tempfile.TemporaryFile("w+") as errors:
         run = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env, check=False
@@ -103,6 +116,7 @@ def _line(case: Case) -> str:
     return (
         f"{head}   {case['tokens_per_second']:8,.0f} tokens/s   {case['peak'] / 1e9:6.1f} GB   "
         f"compiled in {case['compile_seconds']:.0f} s"
+        + (f"   {case['efficiency']:.3f} of one GPU alone" if "efficiency" in case else "")
     )
 
 
@@ -164,6 +178,7 @@ def measure(model: str, sequence: int, name: str, batch: int) -> Case:
     return {
         "precision": name,
         "batch": batch,
+        "devices": mesh.size,
         "step_seconds": per_step,
         "tokens_per_second": rate,
         "mfu": None if peak is None else speed.utilization(work, peak, rate, mesh.size),

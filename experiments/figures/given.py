@@ -40,6 +40,8 @@ GIVEN = [
     Given("docs/generation.md", "2 GB", SETTING),
     Given("docs/layers.md", "1 U is the residual stream in BF16: 2 bytes times batch", ARITHMETIC),
     Given("docs/layers.md", "saves the input of each layer only (1 U)", ARITHMETIC),
+    Given("docs/loss.md", "The last 8 MB", SETTING),
+    Given("docs/loss.md", "gives the 95 % intervals", SETTING),
     Given("docs/training.md", "Llamas of 0.9, 124 and 360 million parameters", SETTING),
     Given("docs/training.md", "100 % would be", ARITHMETIC),
     Given("docs/training.md", "2.1 bytes a parameter for 8", ARITHMETIC),
