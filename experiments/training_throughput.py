@@ -13,9 +13,9 @@ and rounded stochastically, layers unrolled, sequences of 2048 tokens:
 
 All GPUs that are seen train together, parameters and moments sharded over all of them; BATCH is the
 sequences on each. With --beside-one, the first GPU then trains each case alone, and the efficiency
-is what a GPU of several does of that. Every case runs in a process of its own, which may use 95 % of each GPU. The peak
-is that of the fullest one's allocator, the whole training state in it; tokens are random. A case
-that does not fit says so.
+is the share of its speed that a GPU of several reaches. Every case runs in a process of its own,
+which may use 95 % of each GPU. The peak is that of the fullest one's allocator, the whole training
+state in it; tokens are random. A case that does not fit says so.
 """
 
 import argparse
