@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from coat_jax.errors import UserError
 from coat_jax.optax import Storage, fused_fp8_adamw
 from coat_jax.training import disk, manifest
 from coat_jax.training.checkpoint import Checkpoints, worth_keeping
@@ -217,7 +218,7 @@ def test_a_run_that_goes_back_replaces_what_came_later(folder):
 
 def test_a_run_does_not_write_over_another(two):
     checkpoints = Checkpoints(two)
-    with pytest.raises(FileExistsError, match=r"steps \[1, 2\].*Restore one first"):
+    with pytest.raises(UserError, match=r"steps \[1, 2\].*Restore one first"):
         checkpoints.save(3, state_of(3), {})
     assert checkpoints.steps() == [1, 2]
 
@@ -378,11 +379,11 @@ def test_an_unfinished_save_is_named_and_cleared_away(two):
 
 
 def test_what_is_not_there_is_not_restored(folder, two, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+    with pytest.raises(UserError, match="no checkpoint in"):
         Checkpoints(tmp_path / "empty").restore(like(state_of(1)))
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 5 .* of \[1, 2\]"):
+    with pytest.raises(UserError, match=r"no checkpoint of step 5 .* of \[1, 2\]"):
         Checkpoints(two).restore(like(state_of(1)), step=5)
-    with pytest.raises(FileNotFoundError, match="no checkpoint of step 5"):
+    with pytest.raises(UserError, match="no checkpoint of step 5"):
         Checkpoints(two).read_extra(5)
 
 
@@ -423,7 +424,7 @@ def test_settings_that_keep_nothing_are_refused(folder, settings):
 
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match="is a file"):
+    with pytest.raises(UserError, match="is a file"):
         Checkpoints(tmp_path / "file")
 
 

@@ -14,9 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from train_cases import small
-
-from coat_jax.training.loop import claim
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "tiny_run.py"
@@ -163,16 +160,3 @@ def test_another_run_in_the_folder_is_refused(folder, undisturbed):
     assert "undisturbed holds another run: model.ffn was 128, now 256." in text
     assert "--resume false" in text
     assert losses(folder, "undisturbed") == undisturbed
-
-
-def test_a_run_that_does_not_resume_moves_the_old_one_out_of_the_way(tmp_path):
-    out = tmp_path / "run"
-    old, new = (small(out=str(out), resume=False, seed=seed) for seed in (0, 1))
-    for config in (old, new, new):
-        assert claim(out, config) == []
-        (out / "metrics.jsonl").write_text(str(config.seed))
-    assert {p.name: (p / "metrics.jsonl").read_text() for p in tmp_path.iterdir()} == {
-        "run": "1",
-        "run.1": "0",
-        "run.2": "1",
-    }
