@@ -5,6 +5,7 @@ What a killed process or a full disk leaves behind is tried out in tests/trainin
 
 import json
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -471,3 +472,44 @@ def test_the_record_says_what_it_is_of(folder):
         checkpoints.save(4, state_of(4), {"a": 1}, loss=2.5)
     record = json.loads((folder / "4" / "record.json").read_text())
     assert record == {"step": 4, "loss": 2.5, "extra": {"a": 1}}
+
+
+# What a killed run leaves behind
+
+
+def test_pruning_removes_what_a_killed_run_left_over(folder):
+    save_all(folder, [1, 2, 3, 4])
+    with Checkpoints(folder, keep=2, keep_best=0, note=silent) as checkpoints:
+        checkpoints.prune()
+        assert checkpoints.steps() == [1, 2, 3, 4]  # whoever restored nothing, removes nothing
+        checkpoints.restore(like(state_of(4)))
+        checkpoints.prune()
+        assert checkpoints.steps() == [3, 4]
+
+
+def test_pruning_does_not_let_damaged_checkpoints_displace_whole_ones(folder):
+    save_all(folder, [1, 2, 3, 4])
+    for step in (3, 4):
+        truncate(folder / str(step))
+    with Checkpoints(folder, keep=2, keep_best=0, note=lambda text: None) as checkpoints:
+        assert checkpoints.restore(like(state_of(2))).step == 2
+        checkpoints.prune()
+        assert checkpoints.steps() == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_noted_and_does_not_end_the_run(two, monkeypatch):
+    notes = []
+    with Checkpoints(two, keep=1, keep_best=0, note=notes.append) as checkpoints:
+        checkpoints.restore(like(state_of(2)))
+        rename = Path.rename
+
+        def refuse(path, target):
+            if path.name == "1":
+                raise PermissionError(13, "Permission denied", str(path))
+            return rename(path, target)
+
+        monkeypatch.setattr(Path, "rename", refuse)
+        checkpoints.save(3, state_of(3), {}, wait=True)
+        assert checkpoints.steps() == [1, 3]
+    assert len(notes) == 1
+    assert "The checkpoint of step 1 could not be removed" in notes[0]

@@ -183,8 +183,10 @@ def test_a_run_says_how_many_conversations_are_cut(step, config, tmp_path):
 
     path = tmp_path / "talk.jsonl"
     path.write_text("\n".join(talk(n) for n in (1, 2, 3, 100, 200, 300, 4, 5, 6, 7)))
-    _, text = train(replace(config, steps=1, data=DataConfig(train=(str(path),), kind="chat")))
-    assert "rows of 32; 3 documents were longer and are cut to that." in text
+    _, text = train(
+        replace(config, steps=1, sequence=64, data=DataConfig(train=(str(path),), kind="chat"))
+    )
+    assert "rows of 64; 3 documents were longer and are cut to that." in text
 
 
 def test_the_run_seed_reaches_everything_that_is_random(step, config, monkeypatch):
