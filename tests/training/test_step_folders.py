@@ -59,7 +59,7 @@ def make_link_to_a_file(path):
     path.symlink_to(os.devnull)
 
 
-STRAY = ["99", "007", "٣", "²", "1e3", "-1", "9" * 200, "40", "latest"]  # noqa: RUF001
+STRAY = ["99", "007", "٣", "²", "1e3", "-1", "9" * 200, "40", "latest"]
 LEFT_OVER = ["5.unfinished", "30.unfinished", "40.unfinished", "10.deleted", "99.deleted"]
 
 
