@@ -89,9 +89,9 @@ def _explained(error: Exception) -> tuple[str | None, int]:
     if isinstance(error, UserError):
         return str(error) or type(error).__name__, error.exit_code
     if isinstance(error, OSError) and (error.filename is not None or error.errno in FULL):
-        path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        where = "" if error.filename is None else f": '{os.fsdecode(error.filename)}'"
         code = NotWritten.exit_code if error.errno in FULL else BAD_INPUT
-        return f"{path}{error.strerror}.", code
+        return f"{error.strerror}{where}.", code
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.split(".")[0]
         if package != "coat_jax":
