@@ -4,13 +4,15 @@ Each is a module of this package: its docstring is its help, `add_arguments` say
 `run` does it. Only the one that is asked for is imported.
 
 What a user can mend ends in one line, and the exit code says what it was: 2 for bad input, others
-where the error has its own. That is a UserError, an error of the system about a file (the commands
-open none that nobody named), or a package that is not installed; `--debug` shows where it came
-from. Every other exception is a bug: it shows its traceback and ends with code 1.
+where the error has its own. That is a UserError, a missing file or permission (the commands open
+no files but those that somebody named), a full disk, or a package that is not installed; `--debug`
+shows where it came from. Every other exception is a bug, or a failure of the machine: it shows its
+traceback and ends with code 1.
 """
 
 import argparse
 import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -31,6 +33,9 @@ COMMANDS = {
     "tokenize": "turn text into files of tokens",
     "plot": "draw the loss curves of runs",
 }
+# What the system says of a path that another name, a permission or a removal mends.
+MENDABLE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR}
+MENDABLE |= {errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENAMETOOLONG}
 BAD_INPUT, INTERRUPTED = UserError.exit_code, 130
 NO_READER = 141  # what shells report of a program that SIGPIPE ended
 
@@ -88,7 +93,7 @@ def _explained(error: Exception) -> tuple[str | None, int]:
     """What to say of an error, and the exit code; None where only a traceback explains it."""
     if isinstance(error, UserError):
         return str(error) or type(error).__name__, error.exit_code
-    if isinstance(error, OSError) and (error.filename is not None or error.errno in FULL):
+    if isinstance(error, OSError) and error.errno in FULL | MENDABLE:
         where = "" if error.filename is None else f": '{os.fsdecode(error.filename)}'"
         code = NotWritten.exit_code if error.errno in FULL else BAD_INPUT
         return f"{error.strerror}{where}.", code

@@ -51,7 +51,7 @@ def raising(error):
             2,
             "Permission denied: 'a\\x1bb'.",
         ),
-        (OSError(errno.EIO, "Input/output error", "/data/x"), 2, "Input/output error: '/data/x'."),
+        (FileExistsError(errno.EEXIST, "File exists", b"/data/x"), 2, "File exists: '/data/x'."),
         (
             OSError(errno.ENOSPC, "No space left on device", "/x"),
             3,
@@ -76,7 +76,8 @@ def test_what_a_user_can_mend_is_one_line(command, error, code, line):
         ValueError("invalid literal for int()"),
         RuntimeError("a bug"),
         KeyError("name"),
-        OSError(errno.EPERM, "of no file"),
+        OSError(errno.EIO, "Input/output error", "/data/x"),
+        OSError("of no number"),
         FileNotFoundError("of no file"),
         ImportError("cannot import name 'x'"),
         ModuleNotFoundError("No module", name="coat_jax.nothing"),

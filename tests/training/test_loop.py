@@ -160,3 +160,33 @@ def test_another_run_in_the_folder_is_refused(folder, undisturbed):
     assert "undisturbed holds another run: model.ffn was 128, now 256." in text
     assert "--resume false" in text
     assert losses(folder, "undisturbed") == undisturbed
+
+
+def test_a_run_goes_on_when_nobody_reads_what_it_says(folder, undisturbed):
+    """As in `coat train ... | head -1`, and when the terminal it was started from is closed."""
+    process = start(folder, "unread")
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=300) == 0
+    assert losses(folder, "unread") == undisturbed
+
+
+def test_of_two_runs_in_one_folder_one_is_refused(folder, undisturbed):
+    both = [start(folder, "shared") for _ in range(2)]
+    (first, _), (second, _) = ended = [finish(process) for process in both]
+    assert sorted((first, second)) == [0, 2], ended
+    goes_on = both[first > 0].pid
+    refusal = ended[first == 0][1]
+    assert f"shared is in use by process {goes_on} on " in refusal
+    assert losses(folder, "shared") == undisturbed
+
+
+def test_a_run_in_a_closed_terminal_saves(folder, undisturbed):
+    process = start(folder, "closed")
+    wait_for(lambda: len(records(folder, "closed")) >= 5, process)
+    process.send_signal(signal.SIGHUP)
+    code, text = finish(process)
+    assert code == 143, text
+    code, text = run(folder, "closed")
+    assert code == 0, text
+    assert losses(folder, "closed") == undisturbed

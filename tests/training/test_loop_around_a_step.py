@@ -15,6 +15,7 @@ from rich.console import Console
 from train_cases import small
 
 from coat_jax.training import disk, loop
+from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.config import CheckpointConfig, EvaluationConfig, MeshConfig
 from coat_jax.training.data import DataConfig
 from coat_jax.training.disk import DiskFull
@@ -205,3 +206,22 @@ def test_the_run_seed_reaches_everything_that_is_random(step, config, monkeypatc
         spy(name)
     train(replace(config, steps=1, seed=7))
     assert seeds == {"open_data": 7, "make_optimizer": 7, "new_state": 7}
+
+
+def test_records_are_on_the_disk_before_the_checkpoint_that_follows_them(step, config, monkeypatch):
+    """A power failure must not leave a checkpoint whose records are lost."""
+    order = []
+
+    def watched(owner, name):
+        function = getattr(owner, name)
+
+        def wrapped(self, *arguments, **options):
+            order.append((name, len(records(config))))
+            return function(self, *arguments, **options)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    watched(Metrics, "sync")
+    watched(Checkpoints, "save")
+    train(replace(config, checkpoint=CheckpointConfig(every=4)))
+    assert order == [("sync", 4), ("save", 4), ("sync", 8), ("save", 8)]
