@@ -91,10 +91,10 @@ def _check(folder: Path, only: str | None) -> None:
 
 def _recorded(folder: Path) -> dict[str, tuple[int, int]]:
     """The size and checksum of each file."""
+    if not (folder / NAME).is_file():  # also a device, whose end never comes
+        damaged(folder, f"{NAME} is missing")
     try:
         recorded = json.loads((folder / NAME).read_text("utf-8"))
         return {name: (int(size), int(checksum)) for name, (size, checksum) in recorded.items()}
-    except FileNotFoundError:
-        damaged(folder, f"{NAME} is missing")
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         damaged(folder, f"{NAME} is not readable")

@@ -196,7 +196,7 @@ class WandB:
         package = _require("wandb", extra="wandb")
         note = folder / "wandb_id"
         known = (
-            note.read_text("utf-8").strip() if resume_step is not None and note.exists() else None
+            note.read_text("utf-8").strip() if resume_step is not None and note.is_file() else None
         )
         self._run = package.init(
             dir=str(folder), name=folder.name, config=dict(config), id=known, resume="allow"

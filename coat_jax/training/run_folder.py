@@ -74,7 +74,7 @@ class RunFolder:
         """The config that the run in the folder has had; None if there is none."""
         saved = config_in_checkpoint(self.path)
         path = self.path / CONFIG
-        if saved is not None or not path.exists():
+        if saved is not None or not path.is_file():
             return saved
         saved = parsed(path)
         if saved is None:

@@ -1,6 +1,7 @@
 """A folder holds one run: which one is known while any copy of its config is left."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -105,6 +106,14 @@ def test_a_folder_that_is_no_run_is_named(out, saved):
     (out / "config.json").unlink()
     with pytest.raises(UserError, match=r"neither the folder .* no config\.json in it"):
         read_json(out)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_config_without_an_end_is_replaced(out, make):
+    out.mkdir()
+    make(out / "config.json")
+    assert claim(small(out=str(out))) == []
+    assert (out / "config.json").is_file()
 
 
 def test_what_changes_is_told(out, saved):

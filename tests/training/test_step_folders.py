@@ -79,6 +79,14 @@ def test_what_is_no_checkpoint_is_no_step_and_in_nobodys_way(root, three, name, 
     assert three.newest_whole()[0] == 30
 
 
+@pytest.mark.parametrize("name", ["007", "030", "٣٠", "+30", " 30", "30.0"])
+def test_a_name_is_a_step_only_as_python_writes_it(root, three, name):
+    shutil.copytree(root / "30", root / name)
+    assert three.steps() == [10, 20, 30]
+    step, notes = three.newest_whole()
+    assert (step, notes) == (30, [])
+
+
 def test_what_has_another_name_stays(root, three):
     for name in ("notes.unfinished", "007", "latest"):
         (root / name).mkdir()
@@ -130,9 +138,13 @@ FILES = ["manifest.json", "record.json", "state/d/arrays"]
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_folder_where_a_file_should_be_is_damage(root, three, name):
+@pytest.mark.parametrize(
+    "make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=range(3)
+)
+def test_what_is_no_file_where_one_should_be_is_damage(root, three, name, make):
+    """None of these is read: a device has no end."""
     (root / "30" / name).unlink()
-    (root / "30" / name).mkdir()
+    make(root / "30" / name)
     step, notes = three.newest_whole()
     assert step == 20
     assert "30 is damaged" in notes[0]
