@@ -17,6 +17,7 @@ import importlib
 import json
 import math
 import os
+import stat
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -155,12 +156,13 @@ class JSONLines:
             self.unwritten.append(finite)
 
     def sync(self) -> None:
-        """Waits until the disk has all lines."""
-        try:
-            with failures_named(self._folder, FILE):
-                os.fsync(self._file.fileno())
-        except NotWritten as error:
-            self.failure = self.failure or error
+        """Waits until the disk has all lines, if it is one: /dev/null cannot be waited for."""
+        if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            try:
+                with failures_named(self._folder, FILE):
+                    os.fsync(self._file.fileno())
+            except NotWritten as error:
+                self.failure = self.failure or error
 
     def close(self) -> None:
         """Closes the file."""

@@ -263,3 +263,11 @@ def test_an_error_of_the_disk_is_seen_at_the_latest_by_sync(tmp_path, monkeypatc
         monkeypatch.setattr(metrics.os, "fsync", fail)
         written.sync()
         assert "could not be written" in str(written.failure)
+
+
+def test_metrics_that_nobody_wants_may_go_to_dev_null(tmp_path):
+    (tmp_path / metrics.FILE).symlink_to("/dev/null")
+    with closing(Metrics(tmp_path, config={}, resume_step=0)) as written:
+        written.write(record(1))
+        written.sync()
+        assert written.failure is None
