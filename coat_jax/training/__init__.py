@@ -12,6 +12,6 @@ evaluation, identity      held-out loss; whether a run may go on with another co
 run_folder, run_lock      whose a folder is; position: where the run in it stands
 checkpoint and below      saving and restoring
 data/                     where tokens come from
-metrics, progress, plot   where numbers go
+metrics, writers, progress, plot   where numbers go
 distributed, agreement    several processes as one
 """

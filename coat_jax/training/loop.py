@@ -101,6 +101,7 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
             writers=config.writers,
             config=identity.to_json(config),
             resume_step=position.step,
+            recorded=position.recorded,
             unwritten=position.unwritten,
             note=say,
         )
@@ -162,8 +163,8 @@ def _take_steps(run: Run, step: int, state: State) -> Outcome:
             recorder.take_held_out(step, held_out)
         if saves:
             run.metrics.sync()
-            unwritten = run.metrics.unwritten
-            position = Position(step, run.data.state(), recorder.seconds, unwritten)
+            records = run.metrics.recorded, run.metrics.unwritten
+            position = Position(step, run.data.state(), recorder.seconds, *records)
             extra = to_json(position, config)
             run.checkpoints.save(step, state, extra, loss=held_out if evaluates else None)
         recorder.pause(step)

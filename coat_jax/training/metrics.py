@@ -13,7 +13,6 @@ A record that cannot be written, on a full disk say, does not end the run at onc
 """
 
 import contextlib
-import importlib
 import json
 import math
 import os
@@ -21,17 +20,15 @@ import stat
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from coat_jax.errors import UserError
 from coat_jax.training import distributed
 from coat_jax.training.disk import NotWritten, failures_named
+from coat_jax.training.writers import WRITERS, Record, Writer
 
 FILE = "metrics.jsonl"
 BEGIN = b'{"step"'  # of every line that this module wrote
-
-Record = Mapping[str, float | int | str]
 
 
 class Metrics:
@@ -47,6 +44,7 @@ class Metrics:
         config: the run's configuration, for the writers that show it.
         resume_step: the step of the checkpoint that the run resumes from, 0 to begin again; None
             for a new run, whose folder must have no records.
+        recorded: the step of the last record that was in metrics.jsonl when it was saved.
         unwritten: records that the checkpoint has, because the run before could not write them.
         note: is told of damage that was mended.
     """
@@ -58,17 +56,18 @@ class Metrics:
         writers: Sequence[str] = (),
         config: Mapping[str, Any],
         resume_step: int | None = None,
+        recorded: int = 0,
         unwritten: Sequence[Mapping[str, Any]] = (),
         note: Callable[[str], object] = warnings.warn,
     ) -> None:
         unknown = [name for name in writers if name not in WRITERS]
         if unknown:
             raise UserError(f"No writer of metrics is called {unknown[0]!r}: {', '.join(WRITERS)}")
-        self._writers: list[Writer] = []
+        self._writers: list[Writer | JSONLines] = []
         self._lines: JSONLines | None = None
         if distributed.is_main():
             others = [WRITERS[name](folder, config, resume_step) for name in writers]
-            self._lines = JSONLines(folder, resume_step, note)
+            self._lines = JSONLines(folder, resume_step, recorded, note)
             for record in unwritten:
                 self._lines.write(record)
             self._writers = [self._lines, *others]
@@ -77,6 +76,11 @@ class Metrics:
     def failure(self) -> NotWritten | None:
         """Why records are not written any more; None if all is well, and on other processes."""
         return None if self._lines is None else self._lines.failure
+
+    @property
+    def recorded(self) -> int:
+        """The step of the last record in metrics.jsonl; 0 without any, and on other processes."""
+        return 0 if self._lines is None else self._lines.recorded
 
     @property
     def unwritten(self) -> list[dict[str, Any]]:
@@ -101,41 +105,41 @@ class Metrics:
             writer.close()
 
 
-class Writer(Protocol):
-    """Where records go."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
-        """Opens it; what it holds of steps after `resume_step` is void."""
-
-    def write(self, record: Record) -> None:
-        """Writes one record."""
-
-    def close(self) -> None:
-        """Completes what is buffered."""
-
-
 class JSONLines:
     """metrics.jsonl.
 
     Attributes:
+        recorded: the step of the last record; 0 without any.
         failure: of the first record that could not be written; None if all is well.
         unwritten: that record and those after it.
     """
 
-    def __init__(self, folder: Path, resume_step: int | None, note: Callable[[str], object]):
+    def __init__(
+        self,
+        folder: Path,
+        resume_step: int | None,
+        recorded: int,
+        note: Callable[[str], object],
+    ):
         path = folder / FILE
+        self.recorded = 0
         self.failure: NotWritten | None = None
         self.unwritten: list[dict[str, Any]] = []
         self._folder = folder
         with failures_named(folder, FILE):
-            if resume_step is None:
-                if path.exists() and path.stat().st_size:
-                    raise UserError(
-                        f"{path} has records of an earlier run: resume it, or choose another "
-                        "folder."
-                    )
-            elif path.is_file() and (lost := mend(path, resume_step)):
-                note(f"{path} was damaged: {lost:,} lines were no records, and were removed.")
+            if resume_step is None and path.exists() and path.stat().st_size:
+                raise UserError(
+                    f"{path} has records of an earlier run: resume it, or choose another folder."
+                )
+            if resume_step is not None and path.is_file():
+                self.recorded, lost = mend(path, resume_step)
+                if lost:
+                    note(f"{path} was damaged: {lost:,} lines were no records, and were removed.")
+            if self.recorded < recorded:
+                note(
+                    f"{path} was damaged: it has lost the records of steps {self.recorded + 1:,} "
+                    f"to {recorded:,}."
+                )
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: Record) -> None:
@@ -152,7 +156,9 @@ class JSONLines:
                 self.failure = error
                 with contextlib.suppress(OSError):
                     self._file.truncate(end)
-        if self.failure is not None:
+        if self.failure is None:
+            self.recorded = int(record["step"])
+        else:
             self.unwritten.append(finite)
 
     def sync(self) -> None:
@@ -167,56 +173,6 @@ class JSONLines:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
-
-
-class TensorBoard:
-    """Event files in FOLDER/tensorboard."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
-        package = _require("tensorboardX", extra="tensorboard")
-        purge = None if resume_step is None else resume_step + 1
-        self._summary = package.SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
-
-    def write(self, record: Record) -> None:
-        """Adds a point to the curve of each number."""
-        for name, value in record.items():
-            if name != "step" and not isinstance(value, str):
-                self._summary.add_scalar(name, value, record["step"])
-
-    def close(self) -> None:
-        """Closes the event file."""
-        self._summary.close()
-
-
-class WandB:
-    """A run on Weights & Biases, found again by the name in FOLDER/wandb_id.
-
-    Its server cuts nothing: it keeps the first record of a step, which a resumed run repeats.
-    """
-
-    def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
-        package = _require("wandb", extra="wandb")
-        note = folder / "wandb_id"
-        known = (
-            note.read_text("utf-8").strip() if resume_step is not None and note.is_file() else None
-        )
-        self._run = package.init(
-            dir=str(folder), name=folder.name, config=dict(config), id=known, resume="allow"
-        )
-        with failures_named(folder, note.name):
-            note.write_text(self._run.id + "\n", encoding="utf-8")
-
-    def write(self, record: Record) -> None:
-        """Logs the record at its step."""
-        values = {name: value for name, value in record.items() if name != "step"}
-        self._run.log(values, step=record["step"])
-
-    def close(self) -> None:
-        """Waits for what is not sent yet."""
-        self._run.finish()
-
-
-WRITERS: dict[str, type[Writer]] = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
@@ -240,17 +196,26 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                 )
 
 
-def mend(path: Path, step: int) -> int:
+class Mended(NamedTuple):
+    """What is left of a file, and what is not.
+
+    Attributes:
+        last: the step of the last record; 0 without any.
+        lost: how many lines were no records, but for a torn one at the end.
+    """
+
+    last: int
+    lost: int
+
+
+def mend(path: Path, step: int) -> Mended:
     """Removes the records of later steps and what is no record; keeps all others.
 
     It is atomic: either file is whole at any moment. A line that was torn when a process was
     killed may have the next record behind it: that one is kept.
-
-    Returns:
-        How many lines were no records, but for a torn one at the end.
     """
     kept = path.with_suffix(".kept")
-    lost = 0
+    last = lost = 0
     with path.open("rb") as old, kept.open("wb") as new:
         for line in old:
             whole = line.strip()
@@ -261,10 +226,11 @@ def mend(path: Path, step: int) -> int:
                 record = _record(whole)
             if record is not None and record["step"] <= step:
                 new.write(whole + b"\n")
+                last = record["step"]
         new.flush()
         os.fsync(new.fileno())
     kept.replace(path)
-    return lost
+    return Mended(last, lost)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
@@ -279,12 +245,3 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 def _is_finite(value: float | int | str | None) -> bool:
     return value is None or isinstance(value, str) or math.isfinite(value)
-
-
-def _require(package: str, *, extra: str) -> ModuleType:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise UserError(
-            f"The {extra} writer needs {package}: pip install 'coat_jax[{extra}]'."
-        ) from error

@@ -19,12 +19,14 @@ class Position(NamedTuple):
         step: the last one taken.
         data: the state of the loader.
         seconds: how long the run has taken, all its processes one after the other.
+        recorded: the step of the last record in metrics.jsonl.
         unwritten: records that did not get into metrics.jsonl.
     """
 
     step: int = 0
     data: Mapping[str, Any] = MappingProxyType({})
     seconds: float = 0.0
+    recorded: int = 0
     unwritten: Sequence[Mapping[str, Any]] = ()
 
 
@@ -33,6 +35,7 @@ def to_json(position: Position, config: TrainConfig) -> dict[str, Any]:
     return {
         "data": dict(position.data),
         "seconds": position.seconds,
+        "recorded": position.recorded,
         "unwritten": [dict(record) for record in position.unwritten],
         "config": identity.to_json(config),
     }
@@ -46,12 +49,14 @@ def position_of(step: int, extra: Mapping[str, Any]) -> Position:
     """
     data: Any = extra.get("data")
     seconds: Any = extra.get("seconds")
+    recorded: Any = extra.get("recorded", 0)
     unwritten: Any = extra.get("unwritten", [])
     is_position = (
         isinstance(data, dict)
         and isinstance(data.get("rows"), int)
         and data.keys() >= {"data", "seed"}
         and isinstance(seconds, int | float)
+        and isinstance(recorded, int)
         and isinstance(unwritten, list)
         and all(isinstance(r, dict) and isinstance(r.get("step"), int) for r in unwritten)
     )
@@ -60,4 +65,4 @@ def position_of(step: int, extra: Mapping[str, Any]) -> Position:
             f"The checkpoint of step {step} does not say where a run stands: `coat train` did not "
             "save it. Begin from its parameters with --init_from, in another folder."
         )
-    return Position(step, data, seconds, unwritten)
+    return Position(step, data, seconds, recorded, unwritten)

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coat_jax.printable import printable
-from coat_jax.training.metrics import Record
+from coat_jax.training.writers import Record
 
 SMOOTHING = 0.9  # of the loss that is shown, from one record to the next
 LINES = 20  # in the log of a short run

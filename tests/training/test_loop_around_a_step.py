@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -225,3 +226,28 @@ def test_records_are_on_the_disk_before_the_checkpoint_that_follows_them(step, c
     watched(Checkpoints, "save")
     train(replace(config, checkpoint=CheckpointConfig(every=4)))
     assert order == [("sync", 4), ("save", 4), ("sync", 8), ("save", 8)]
+
+
+@pytest.mark.parametrize(
+    ("left", "lost"),
+    [
+        (8, None),
+        (5, None),
+        (4, None),
+        (3, "steps 4 to 4"),
+        (1, "steps 2 to 4"),
+        (0, "steps 1 to 4"),
+    ],
+)
+def test_records_that_were_lost_are_noted(step, config, left, lost):
+    """The newest checkpoint is of step 4: the records before it do not come again."""
+    train(replace(config, checkpoint=CheckpointConfig(every=4)))
+    shutil.rmtree(Path(config.out) / "checkpoints" / "8")
+    path = Path(config.out) / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:left]))
+    _, text = train(config)
+    assert ("it has lost the records of" in text) == (lost is not None)
+    assert (lost or "") in text
+    expected = [*range(1, min(left, 4) + 1), *range(5, STEPS + 1)]
+    assert [record["step"] for record in records(config)] == expected
