@@ -1,9 +1,13 @@
 """The error that a user can mend."""
 
+from typing import ClassVar
+
 
 class UserError(ValueError):
     """Bad input: the message says what arrived, what is required and how to get there.
 
-    The commands end with one line and exit code 2 on it. Any other exception is a bug, or a
+    The commands end with one line and `exit_code` on it. Any other exception is a bug, or a
     failure of the machine, and shows its traceback.
     """
+
+    exit_code: ClassVar[int] = 2

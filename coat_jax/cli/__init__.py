@@ -3,17 +3,28 @@
 Each is a module of this package: its docstring is its help, `add_arguments` says what it takes,
 `run` does it. Only the one that is asked for is imported.
 
-What a user can mend ends in one line and code 2; `--debug` shows where it came from. An
-interrupt ends with code 130, as shells expect.
+What a user can mend ends in one line, and the exit code says what it was: 2 for bad input, others
+where the error has its own. That is a UserError, a missing file or permission (the commands open
+no files but those that somebody named), a full disk, or a package that is not installed; `--debug`
+shows where it came from. Every other exception is a bug, or a failure of the machine: it shows its
+traceback and ends with code 1.
 """
 
 import argparse
+import contextlib
+import errno
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
+
+from coat_jax.cli.output import discard_broken
+from coat_jax.errors import UserError
+from coat_jax.printable import printable
+from coat_jax.training.disk import FULL, NotWritten
 
 COMMANDS = {
     "train": "train a model, from a config to a checkpoint",
@@ -22,7 +33,11 @@ COMMANDS = {
     "tokenize": "turn text into files of tokens",
     "plot": "draw the loss curves of runs",
 }
-BAD_INPUT, INTERRUPTED = 2, 130
+# What the system says of a path that another name, a permission or a removal mends.
+MENDABLE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR}
+MENDABLE |= {errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENAMETOOLONG}
+BAD_INPUT, INTERRUPTED = UserError.exit_code, 130
+NO_READER = 141  # what shells report of a program that SIGPIPE ended
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,12 +45,24 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with code 2."""
-        self.exit(BAD_INPUT, f"{self.prog}: {message} (--help explains)\n")
+        self.exit(BAD_INPUT, f"{self.prog}: {_one_line(message)} (--help explains)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        try:
+            return _run(given)
+        finally:
+            if sys.stdout is not None:  # closed by `>&-`
+                sys.stdout.flush()
+    except BrokenPipeError:
+        discard_broken()
+        return NO_READER
+
+
+def _run(given: list[str]) -> int:
     parser = _parser()
     if not given:
         parser.print_help()
@@ -48,14 +75,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = importlib.import_module(f"coat_jax.cli.{name}")
         return int(command.run(_command_parser(name, command).parse_args(given[1:])))
     except KeyboardInterrupt:
-        print(f"coat {name}: interrupted", file=sys.stderr)
+        _report(f"coat {name}: interrupted")
         return INTERRUPTED
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+    except BrokenPipeError:
+        raise
+    except (UserError, OSError, ModuleNotFoundError) as error:
+        line, code = _explained(error)
+        if line is None:
+            raise
         if debug:
-            traceback.print_exc()
-        message = " ".join(str(error).split()) or type(error).__name__
-        print(f"coat {name}: {message}", file=sys.stderr)
-        return BAD_INPUT
+            _report(printable(traceback.format_exc()))
+        _report(f"coat {name}: {_one_line(line)}")
+        return code
+
+
+def _explained(error: Exception) -> tuple[str | None, int]:
+    """What to say of an error, and the exit code; None where only a traceback explains it."""
+    if isinstance(error, UserError):
+        return str(error) or type(error).__name__, error.exit_code
+    if isinstance(error, OSError) and error.errno in FULL | MENDABLE:
+        where = "" if error.filename is None else f": '{os.fsdecode(error.filename)}'"
+        code = NotWritten.exit_code if error.errno in FULL else BAD_INPUT
+        return f"{error.strerror}{where}.", code
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.split(".")[0]
+        if package != "coat_jax":
+            extra = "The trainer's packages come with pip install 'coat_jax[train]'."
+            return f"The package {package} is not installed. {extra}", BAD_INPUT
+    return None, 1
+
+
+def _report(text: str) -> None:
+    """Prints an error; the exit code stays what it is where that cannot be written."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr)
+
+
+def _one_line(text: str) -> str:
+    return printable(" ".join(text.split()))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,14 +10,22 @@ value, by its path (--optimizer.peak 1e-3), or by its last part where no other f
   coat train configs/llama_tiny.py --steps 30 --peak 1e-3
   coat train configs/llama_tiny.py --print-config           the whole config, as Python
 
-A run that was stopped goes on when the same command is given again. Exit codes: 0 done; 2 bad
-input; 3 no room to save; 130 interrupted; 143 stopped by SIGTERM, after saving.
+A run that was stopped goes on when the same command is given again. It also goes on when nobody
+reads its output any more.
+
+exit codes:
+  0    done
+  1    a bug, or a failure of the machine: the traceback says more
+  2    bad input, a folder that another run is using, or out of memory
+  3    a checkpoint or the metrics could not be written: no room, say
+  4    diverged: too many steps in a row had no finite loss and gradients
+  130  interrupted (Ctrl-C), without saving
+  143  stopped by SIGTERM, SIGHUP or SIGUSR1, after saving
 """
 
 import argparse
-import sys
 
-STOPPED, NO_ROOM = 143, 3
+STOPPED = 143
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +42,8 @@ def run(options: argparse.Namespace) -> int:
     """Trains; returns the exit code."""
     from rich.console import Console
 
+    from coat_jax.cli.output import lasting
     from coat_jax.training import distributed, overrides
-    from coat_jax.training.disk import DiskFull
     from coat_jax.training.loop import train
 
     flags = {"--help", "-h", "--print-config", "--debug"}
@@ -48,14 +56,10 @@ def run(options: argparse.Namespace) -> int:
     if "--print-config" in given:
         print(overrides.source(config), end="")
         return 0
-    distributed.start()
-    console = Console(quiet=not distributed.is_main())
-    try:
+    with lasting():
+        distributed.start()
+        console = Console(quiet=not distributed.is_main())
         outcome = train(config, console)
-    except DiskFull as error:
-        print(f"coat train: {error}", file=sys.stderr)
-        return NO_ROOM
-    if outcome.stopped:
-        console.print(f"Stopped and saved after step {outcome.step:,}.", highlight=False)
-        return STOPPED
-    return 0
+        if outcome.stopped:
+            console.print(f"Stopped and saved after step {outcome.step:,}.", highlight=False)
+    return STOPPED if outcome.stopped else 0

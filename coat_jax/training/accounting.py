@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from coat_jax import models
+from coat_jax.errors import UserError
 from coat_jax.precision import COAT_LEAN
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.state import State
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-class OutOfMemory(RuntimeError):
+class OutOfMemory(UserError):
     """The device's memory is used up; the message says what to lower."""
 
 

@@ -24,14 +24,16 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
+from coat_jax.errors import UserError
 from coat_jax.optax.checkpoint import restore_state
 from coat_jax.training import manifest
 from coat_jax.training.agreement import on_first
 from coat_jax.training.disk import failures_named, require_space
 from coat_jax.training.distributed import is_main
-from coat_jax.training.step_folders import StepFolders
+from coat_jax.training.manifest import DamagedCheckpoint
+from coat_jax.training.step_folders import RECORD, StepFolders
 
-STATE, RECORD = "state", "record.json"
+STATE = "state"
 
 
 class Restored(NamedTuple):
@@ -51,8 +53,8 @@ class Restored(NamedTuple):
 class Checkpoints:
     """The checkpoints in a folder.
 
-    They are one line of history. When a run that went back to step 50 saves step 60, what it left
-    of step 100 is removed: that has become a past that never was.
+    They are one line of history. When a run that went back to step 50 saves step 60, the checkpoint
+    of step 100 is removed: it belongs to an abandoned branch.
 
     Args:
         folder: holds a folder for each; made when the first is saved.
@@ -70,11 +72,11 @@ class Checkpoints:
         note: Callable[[str], object] = warnings.warn,
     ):
         if keep < 1 or keep_best < 0:
-            raise ValueError(
+            raise UserError(
                 f"keep={keep} and keep_best={keep_best}: at least 1 of the newest must stay, and "
                 "0 or more of the best."
             )
-        self.folder = Path(folder).absolute()
+        self.folder = Path(folder).expanduser().absolute()
         self._folders = StepFolders(self.folder)
         self._keep, self._keep_best, self._note = keep, keep_best, note
         self._orbax: Any = None
@@ -104,16 +106,16 @@ class Checkpoints:
 
         Raises:
             DiskFull: if there is no room for the state, or there was none for the one before.
-            FileExistsError: if the folder holds checkpoints, and none of them was restored.
+            UserError: if the folder holds checkpoints, and none of them was restored.
         """
         self.wait()
         if step != self._current:
             record = json.dumps({"step": step, "loss": loss, "extra": extra})
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-            on_first(lambda: self._prepare(step, size))
             if self._orbax is None:
                 self._orbax = _checkpointer()
             with failures_named(self.folder, _name(step), size):
+                on_first(lambda: self._prepare(step, size))
                 self._orbax.save(self._folders.unfinished(step) / STATE, state)
             self._writing = step, self._background.submit(self._complete, step, record, size)
         if wait:
@@ -129,22 +131,29 @@ class Checkpoints:
                 had to be passed over.
 
         Raises:
-            FileNotFoundError: if there is none.
             DamagedCheckpoint: if the one asked for is damaged, or all are.
-            ValueError: if it holds other arrays than `like`.
+            ValueError: if there is none, or it holds other arrays than `like`.
         """
         self.wait()
         chosen = on_first(lambda: self._choose(step))
         state = restore_state(self._folders.finished(chosen) / STATE, like)
         self._current = chosen
-        return Restored(chosen, state, self._record(chosen)["extra"])
+        return Restored(chosen, state, self._folders.record(chosen)["extra"])
 
     def read_extra(self, step: int) -> dict[str, Any]:
         """What was saved beside a state, without the state."""
         self.wait()
-        manifest.check(self._folders.finished(step), only=RECORD)
-        extra: dict[str, Any] = self._record(step)["extra"]
+        extra: dict[str, Any] = self._folders.record(step)["extra"]
         return extra
+
+    def prune(self) -> None:
+        """Removes what is not worth keeping, as `save` does.
+
+        A run that was killed between the two leaves one checkpoint too many.
+        """
+        self.wait()
+        if (newest := self._current) is not None:
+            on_first(lambda: self._prune(newest))
 
     def steps(self) -> list[int]:
         """The steps that were saved whole, oldest first; whether they still are, restoring says."""
@@ -187,7 +196,7 @@ class Checkpoints:
         """On the first process: makes the folder to write in, if all is well."""
         present = self._folders.steps()
         if self._current is None and present:
-            raise FileExistsError(
+            raise UserError(
                 f"{self.folder} holds checkpoints of the steps {present}, which this run does not "
                 "continue. Restore one first, or name another folder."
             )
@@ -201,7 +210,8 @@ class Checkpoints:
                 f"The checkpoints of the steps {later} in {self.folder} are not of this run's "
                 f"past. They are removed when step {step} has been saved."
             )
-        self._folders.clear()
+        for path in self._folders.clear():
+            self._note(f"{path} could not be removed. Remove it by hand.")
         require_space(self.folder, _name(step), size)
         self._folders.begin(step)
 
@@ -219,31 +229,36 @@ class Checkpoints:
                 if is_main():
                     shutil.rmtree(folder, ignore_errors=True)
                 raise
-        losses = {other: self._loss(other) for other in self._folders.steps()}
-        for other in losses.keys() - worth_keeping(losses, self._keep, self._keep_best):
-            self._folders.remove(other)
+        self._prune(step)
+
+    def _prune(self, newest: int) -> None:
+        """On the first process: removes what is not worth keeping up to this step.
+
+        What is later is damaged, or of an abandoned branch, and must not displace whole ones.
+        """
+        losses = {step: self._loss(step) for step in self._folders.steps() if step <= newest}
+        for step in losses.keys() - worth_keeping(losses, self._keep, self._keep_best):
+            try:
+                self._folders.remove(step)
+            except OSError as error:
+                self._note(f"{_name(step)} could not be removed: {error}")
 
     def _choose(self, step: int | None) -> int:
         """On the first process: the step to restore, every byte of it checked."""
         if step is not None:
-            manifest.check(self._folders.finished(step))
+            self._folders.check(step)
             return step
         chosen, notes = self._folders.newest_whole()
         for text in notes:
             self._note(text)
         return chosen
 
-    def _record(self, step: int) -> dict[str, Any]:
-        text = (self._folders.finished(step) / RECORD).read_text("utf-8")
-        record: dict[str, Any] = json.loads(text)
-        return record
-
     def _loss(self, step: int) -> float | None:
         try:
-            loss: float | None = self._record(step)["loss"]
-        except (OSError, ValueError):
-            return None  # damaged, so it is none of the best
-        return loss
+            loss = self._folders.record(step).get("loss")
+        except DamagedCheckpoint:
+            return None  # so it is none of the best
+        return loss if isinstance(loss, int | float) else None
 
 
 def worth_keeping(losses: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:

@@ -170,6 +170,8 @@ class TrainConfig:
             only one part are in memory. Gradients are then summed in FP32.
         seed: of the first parameters, of the order of the data and of rounding.
         z_loss: weight of the squared log-sum-exp of the logits, which keeps them from drifting.
+        max_skipped_steps: how many steps in a row may be skipped, because their loss or gradients
+            are not finite, before the run ends with code 4.
         out: the folder of the run: checkpoints, metrics, its config.
         resume: whether a run that is in the folder goes on. If not, it is moved out of the way.
         init_from: a Hugging Face folder, or another run's, to take the first parameters from.
@@ -190,6 +192,7 @@ class TrainConfig:
     accumulation: int = 1
     seed: int = 0
     z_loss: float = 0.0
+    max_skipped_steps: int = 100
     out: str = "out/run"
     resume: bool = True
     init_from: str | None = None
@@ -198,7 +201,8 @@ class TrainConfig:
     cache: str | None = "~/.cache/coat_jax/xla"
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "sequence", "accumulation", "log_every"):
+        counts = ("steps", "batch", "sequence", "accumulation", "log_every", "max_skipped_steps")
+        for name in counts:
             require_count(name, getattr(self, name))
         require_count("seed", self.seed, least=0)
         require_between("z_loss", self.z_loss, 0.0, float("inf"))

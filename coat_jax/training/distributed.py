@@ -27,9 +27,12 @@ from typing import NamedTuple, Self
 import jax
 from jax.experimental import multihost_utils
 
+from coat_jax.errors import UserError
+
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 COUNT, INDEX = "JAX_PROCESS_COUNT", "JAX_PROCESS_ID"
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # SLURM's --signal may send either
+# SLURM's --signal may send either of the first two; a terminal that is closed sends SIGHUP.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Place(NamedTuple):
@@ -57,8 +60,8 @@ def start(*, timeout: int = 300) -> None:
         timeout: seconds to wait for the others.
 
     Raises:
-        ValueError: if the launcher's variables are incomplete or contradict each other.
-        TimeoutError: if nobody answers at the coordinator's address.
+        UserError: if the launcher's variables are incomplete or contradict each other, or nobody
+            answers at the coordinator's address.
     """
     place = find_place(os.environ)
     if place is None or place.processes == 1:
@@ -82,7 +85,7 @@ def start(*, timeout: int = 300) -> None:
         initialization_timeout=timeout,
     )
     if jax.process_count() != place.processes:
-        raise ValueError(
+        raise UserError(
             f"Process {place.process} was told of {place.processes} processes, process 0 of "
             f"{jax.process_count()}: give all the same count ({COUNT})."
         )
@@ -97,7 +100,7 @@ def find_place(variables: Mapping[str, str]) -> Place | None:
     """Reads the launcher's variables; None where nothing launched this process.
 
     Raises:
-        ValueError: if some are missing, or contradict each other.
+        UserError: if some are missing, or contradict each other.
     """
     coordinator = variables.get(ADDRESS)
     if COUNT in variables or INDEX in variables:
@@ -114,26 +117,26 @@ def find_place(variables: Mapping[str, str]) -> Place | None:
             "slurm", coordinator, *position, None if alone else _number(variables, "SLURM_LOCALID")
         )
     elif coordinator:
-        raise ValueError(f"{ADDRESS} is set, but not {COUNT} and {INDEX}: set all three, or none.")
+        raise UserError(f"{ADDRESS} is set, but not {COUNT} and {INDEX}: set all three, or none.")
     else:
         return None
     # Open MPI 4 tells where mpirun runs, Open MPI 5 does not.
     knows_host = place.launcher == "slurm" or "OMPI_MCA_orte_hnp_uri" in variables
     if not coordinator and place.processes > 1 and not knows_host:
-        raise ValueError(
+        raise UserError(
             f"{place.processes} processes, but no {ADDRESS}: set it to HOST:PORT of process 0."
         )
     if coordinator and not coordinator.rpartition(":")[2].isdecimal():
-        raise ValueError(f"{ADDRESS}={coordinator!r} has no port: write HOST:PORT.")
+        raise UserError(f"{ADDRESS}={coordinator!r} has no port: write HOST:PORT.")
     return place
 
 
 class Stop:
-    """Notices SIGTERM and SIGUSR1, on any process, and tells all of them at the same step.
+    """Notices SIGTERM, SIGUSR1 and SIGHUP, and lets all processes stop at the same step.
 
     One process keeps a note of the signal. Several leave it to JAX's preemption service: it takes
-    SIGTERM, and agrees in the background, within seconds, on a step that none has passed.
-    Neither costs a step anything.
+    SIGTERM, on any process, and agrees in the background, within seconds, on a step that none has
+    passed. Neither costs a step anything. What is ignored stays so: `nohup` ignores SIGHUP.
     """
 
     def __init__(self) -> None:
@@ -143,7 +146,9 @@ class Stop:
 
     def __enter__(self) -> Self:
         # Python must not take SIGTERM from the preemption service.
-        caught = (signal.SIGUSR1,) if self._several else SIGNALS
+        caught = [number for number in SIGNALS if not self._several or number != signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            caught.remove(signal.SIGHUP)
         self._before = {number: signal.signal(number, self._on_signal) for number in caught}
         return self
 
@@ -163,17 +168,21 @@ class Stop:
             self._asked |= multihost_utils.reached_preemption_sync_point(self._calls)
         return self._asked
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def request(self) -> None:
+        """Asks for it, on any process, as a signal does."""
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
             self._asked = True
 
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.request()
+
 
 def _position(variables: Mapping[str, str], count: str, index: str) -> tuple[int, int]:
     processes, process = _number(variables, count), _number(variables, index)
     if process >= processes:
-        raise ValueError(
+        raise UserError(
             f"{index}={process}, but {count}={processes}: the last of {processes} processes is "
             f"number {processes - 1}."
         )
@@ -183,7 +192,7 @@ def _position(variables: Mapping[str, str], count: str, index: str) -> tuple[int
 def _number(variables: Mapping[str, str], name: str) -> int:
     text = variables.get(name, "")
     if not text.isdecimal():
-        raise ValueError(f"{name} is {text!r}, not a whole number: the launcher should set it.")
+        raise UserError(f"{name} is {text!r}, not a whole number: the launcher should set it.")
     return int(text)
 
 
@@ -205,7 +214,7 @@ def _require_answer(address: str, timeout: int) -> None:
             return
         except OSError as error:
             if time.monotonic() >= deadline:
-                raise TimeoutError(
+                raise UserError(
                     f"Nobody answers at {ADDRESS}={address} after {timeout} s ({error}): is "
                     f"process 0 running there, and its port open?"
                 ) from error

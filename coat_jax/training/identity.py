@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from coat_jax import models
+from coat_jax.errors import UserError
 from coat_jax.nn import MeshAxes
 from coat_jax.ops import Llama3Scaling, Rotary
 from coat_jax.precision import Precision
@@ -54,7 +55,7 @@ def changes(config: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
     """What a run goes on with that is not as it was saved, one line each.
 
     Raises:
-        ValueError: if it cannot go on, naming what differs.
+        UserError: if it cannot go on, naming what differs.
     """
     before, now = dict(_flat(saved)), dict(_flat(to_json(config)))
     names = sorted((before.keys() | now.keys()).difference(UNIMPORTANT))
@@ -62,7 +63,7 @@ def changes(config: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
     described = {name: f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in differ}
     fatal = [described[name] for name in differ if _is_fixed(name)]
     if fatal:
-        raise ValueError(
+        raise UserError(
             f"{config.out} holds another run: {'; '.join(fatal[:4])}. Choose another folder with "
             "--out, or begin anew with --resume false, which moves that run out of the way."
         )

@@ -2,23 +2,18 @@
 
     config -> mesh -> data -> compiled step -> state, new or resumed -> steps
 
-Everything of a run is in its folder:
-
-    config.json      what was run
-    metrics.jsonl    a record per step
-    checkpoints/     states, with the place in the data
+Everything of a run is in its folder: see `run_folder`.
 """
 
 import contextlib
-import json
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
+from coat_jax.printable import printable
 from coat_jax.training import accounting, identity
 from coat_jax.training.agreement import on_first
 from coat_jax.training.batches import open_data, place
@@ -31,11 +26,12 @@ from coat_jax.training.evaluation import Evaluation
 from coat_jax.training.mesh import batch_parts, make_mesh, require_fitting
 from coat_jax.training.metrics import Metrics
 from coat_jax.training.optimizer import Optimizer, make_optimizer
+from coat_jax.training.position import Position, position_of, to_json
 from coat_jax.training.progress import Progress
 from coat_jax.training.recorder import Recorder
+from coat_jax.training.run_folder import RunFolder
 from coat_jax.training.state import State, abstract_state, new_state, require_same_model
 from coat_jax.training.step import lower_step
-from coat_jax.training.weights import CHECKPOINTS, CONFIG
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,7 +54,7 @@ class Outcome(NamedTuple):
 
 
 def train(config: TrainConfig, console: "Console") -> Outcome:
-    """Trains until the last step or until SIGTERM; goes on where a run in the folder stopped."""
+    """Trains until the last step or a signal to stop; resumes the run in the folder, if any."""
     use_cache(config.cache)
     mesh = make_mesh(config.mesh)
     require_fitting(config, mesh)
@@ -71,40 +67,64 @@ def train(config: TrainConfig, console: "Console") -> Outcome:
 
 def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
     """Prepares everything, what may be refused first, and takes the steps."""
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    folder = Path(config.out)
+
+    def say(text: str) -> None:
+        console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+
     require_same_model(config)
     data = open_data(config, mesh, "train")
     optimizer = make_optimizer(config)
     graph, abstract = abstract_state(config, optimizer, mesh)
     evaluation = Evaluation(config, graph, mesh) if config.evaluation.every else None
-    for change in on_first(lambda: claim(folder, config)):
-        say(f"Goes on with another config: {change}.")
-    kept = {"keep": config.checkpoint.keep, "keep_best": config.checkpoint.keep_best}
-    described = identity.to_json(config)
     with contextlib.ExitStack() as stack:
         stack.callback(data.close)
-        stop = stack.enter_context(Stop())  # asked for while compiling, it comes after a step
-        checkpoints = stack.enter_context(Checkpoints(folder / CHECKPOINTS, **kept, note=say))
+        folder = RunFolder(config, note=say)
+        stack.callback(folder.release)
+        for change in on_first(folder.claim):
+            say(f"Goes on with another config: {change}.")
+        say(f"Trains on {data.description}.")
+        # A stop requested during compilation takes effect after the first step.
+        stop = stack.enter_context(Stop())
+        kept = {"keep": config.checkpoint.keep, "keep_best": config.checkpoint.keep_best}
+        checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, **kept, note=say))
         program = _compile(config, graph, optimizer, abstract, mesh, console, packed=data.packed)
-        step, seconds = 0, 0.0
+        position = Position()
         if checkpoints.latest() is None:
             state = new_state(config, optimizer, mesh)
         else:
             step, state, extra = checkpoints.restore(abstract)
-            data.restore(extra["data"])
-            seconds = extra["seconds"]
+            position = position_of(step, extra)
+            data.restore(dict(position.data))
+            checkpoints.prune()
             say(f"Resumes after step {step:,} of {config.steps:,}.")
-        metrics = Metrics(folder, writers=config.writers, config=described, resume_step=step)
+        metrics = Metrics(
+            folder.path,
+            writers=config.writers,
+            config=identity.to_json(config),
+            resume_step=position.step,
+            recorded=position.recorded,
+            unwritten=position.unwritten,
+            note=say,
+        )
         stack.callback(metrics.close)
         progress = Progress(
-            console, steps=config.steps, done=step, tokens_per_step=config.tokens_per_step
+            console,
+            steps=config.steps,
+            done=position.step,
+            tokens_per_step=config.tokens_per_step,
         )
         stack.enter_context(progress)
-        before: dict[str, Any] = {"step": step, "skipped": int(state.skipped), "seconds": seconds}
-        recorder = Recorder(config, mesh, metrics, progress, **before)
-        run = Run(config, mesh, program, data, evaluation, checkpoints, recorder, stop)
-        return _take_steps(run, step, state)
+        recorder = Recorder(
+            config,
+            mesh,
+            metrics,
+            progress,
+            step=position.step,
+            skipped=int(state.skipped),
+            seconds=position.seconds,
+        )
+        run = Run(config, mesh, program, data, evaluation, checkpoints, metrics, recorder, stop)
+        return _take_steps(run, position.step, state)
 
 
 class Run(NamedTuple):
@@ -116,6 +136,7 @@ class Run(NamedTuple):
     data: Loader
     evaluation: Evaluation | None
     checkpoints: Checkpoints
+    metrics: Metrics
     recorder: Recorder
     stop: Stop
 
@@ -130,6 +151,8 @@ def _take_steps(run: Run, step: int, state: State) -> Outcome:
         state, report = run.program(state, batch)
         step += 1
         recorder.take(step, report)
+        if run.metrics.failure is not None:
+            run.stop.request()
         stopped = run.stop.requested()
         evaluates = _is_due(step, config.evaluation.every, config.steps)
         saves = stopped or _is_due(step, config.checkpoint.every, config.steps)
@@ -140,14 +163,16 @@ def _take_steps(run: Run, step: int, state: State) -> Outcome:
             held_out = run.evaluation.loss(state.params)
             recorder.take_held_out(step, held_out)
         if saves:
-            extra = {
-                "data": run.data.state(),
-                "seconds": recorder.seconds,
-                "config": identity.to_json(config),
-            }
+            run.metrics.sync()
+            records = run.metrics.recorded, run.metrics.unwritten
+            position = Position(step, run.data.state(), recorder.seconds, *records)
+            extra = to_json(position, config)
             run.checkpoints.save(step, state, extra, loss=held_out if evaluates else None)
         recorder.pause(step)
     recorder.flush()
+    if run.metrics.failure is not None:
+        run.checkpoints.wait()
+        raise run.metrics.failure
     return Outcome(step, recorder.loss, held_out, stopped and step < config.steps)
 
 
@@ -179,30 +204,3 @@ def _compile(
         advice = accounting.advice(config, batch_parts=parts)
         console.print(f"It will not fit the device. {advice}", style="bold red", highlight=False)
     return program
-
-
-def claim(folder: Path, config: TrainConfig) -> list[str]:
-    """Makes the folder this run's; returns what of an earlier config of the run it changes.
-
-    Raises:
-        ValueError: if the folder holds another run.
-    """
-    changed: list[str] = []
-    path = folder / CONFIG
-    if path.exists() and not config.resume:
-        folder.rename(_free_name(folder))
-    elif path.exists():
-        changed = identity.changes(config, json.loads(path.read_text("utf-8")))
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(identity.to_json(config), indent=2) + "\n", "utf-8")
-    unfinished.replace(path)
-    return changed
-
-
-def _free_name(folder: Path) -> Path:
-    """The folder's name with the first number behind it that is not taken."""
-    number = 1
-    while (moved := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    return moved

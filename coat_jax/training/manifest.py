@@ -14,12 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
+from coat_jax.errors import UserError
+from coat_jax.printable import printable
+
 NAME = "manifest.json"
 CHUNK = 1 << 20
 
 
-class DamagedCheckpoint(ValueError):
-    """A checkpoint's files are not what was written."""
+class DamagedCheckpoint(UserError):
+    """A checkpoint's files are not what was written, or cannot be read."""
 
 
 def write(folder: Path) -> None:
@@ -41,20 +44,16 @@ def check(folder: Path, only: str | None = None) -> None:
         folder: may have been moved since.
         only: look at this file alone.
     """
-    files = _recorded(folder)
-    if only is not None:
-        files = {only: files[only]} if only in files else _damaged(folder, f"{NAME} lacks {only}")
-    # Sizes are found at once, checksums after reading everything.
-    for name, (size, _) in files.items():
-        if not (folder / name).is_file():
-            _damaged(folder, f"{name} is missing")
-        if (found := (folder / name).stat().st_size) != size:
-            _damaged(folder, f"{name} has {found} bytes instead of {size}")
-    with ThreadPoolExecutor() as threads:
-        sums = threads.map(_checksum, [folder / name for name in files])
-        for (name, (_, checksum)), found in zip(files.items(), sums, strict=True):
-            if found != checksum:
-                _damaged(folder, f"the checksum of {name} is wrong")
+    try:
+        _check(folder, only)
+    except OSError as error:  # of a failing disk, a missing permission, a folder for a file
+        name = Path(os.fsdecode(error.filename or folder)).name
+        damaged(folder, f"{name} cannot be read ({error.strerror})")
+
+
+def damaged(folder: Path, how: str) -> NoReturn:
+    """Raises DamagedCheckpoint."""
+    raise DamagedCheckpoint(f"The checkpoint {folder} is damaged: {printable(how)}.")
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -73,16 +72,29 @@ def _checksum(path: Path) -> int:
     return checksum
 
 
+def _check(folder: Path, only: str | None) -> None:
+    files = _recorded(folder)
+    if only is not None:
+        files = {only: files[only]} if only in files else damaged(folder, f"{NAME} lacks {only}")
+    # Sizes are found at once, checksums after reading everything.
+    for name, (size, _) in files.items():
+        if not (folder / name).is_file():
+            damaged(folder, f"{name} is missing")
+        if (found := (folder / name).stat().st_size) != size:
+            damaged(folder, f"{name} has {found} bytes instead of {size}")
+    with ThreadPoolExecutor() as threads:
+        sums = threads.map(_checksum, [folder / name for name in files])
+        for (name, (_, checksum)), found in zip(files.items(), sums, strict=True):
+            if found != checksum:
+                damaged(folder, f"the checksum of {name} is wrong")
+
+
 def _recorded(folder: Path) -> dict[str, tuple[int, int]]:
     """The size and checksum of each file."""
+    if not (folder / NAME).is_file():  # also a device, whose end never comes
+        damaged(folder, f"{NAME} is missing")
     try:
         recorded = json.loads((folder / NAME).read_text("utf-8"))
         return {name: (int(size), int(checksum)) for name, (size, checksum) in recorded.items()}
-    except FileNotFoundError:
-        _damaged(folder, f"{NAME} is missing")
-    except (ValueError, TypeError, AttributeError):
-        _damaged(folder, f"{NAME} is not readable")
-
-
-def _damaged(folder: Path, how: str) -> NoReturn:
-    raise DamagedCheckpoint(f"The checkpoint {folder} is damaged: {how}.")
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        damaged(folder, f"{NAME} is not readable")

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from coat_jax.errors import UserError
+
 
 class NewFolder(NamedTuple):
     """Where a folder is to be made.
@@ -32,9 +34,9 @@ class NewFolder(NamedTuple):
     def require_new(self) -> None:
         """Raises if there is something already."""
         if self.out.exists():
-            raise FileExistsError(f"{self.out} exists already: name another folder, or remove it.")
+            raise UserError(f"{self.out} exists already: name another folder, or remove it.")
         if self.unfinished.exists():
-            raise FileExistsError(
+            raise UserError(
                 f"{self.unfinished} exists: another `{self.command}` is writing it, or was killed. "
                 "Remove it if none is running."
             )

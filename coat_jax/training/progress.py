@@ -22,7 +22,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from coat_jax.training.metrics import Record
+from coat_jax.printable import printable
+from coat_jax.training.writers import Record
 
 SMOOTHING = 0.9  # of the loss that is shown, from one record to the next
 LINES = 20  # in the log of a short run
@@ -96,7 +97,7 @@ class Progress:
         self.close()
 
     def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def _is_due(self, now: float) -> bool:
         return (

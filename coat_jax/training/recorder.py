@@ -10,11 +10,18 @@ import time
 import jax
 from jax.sharding import Mesh
 
+from coat_jax.errors import UserError
 from coat_jax.training import speed
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.metrics import Metrics
 from coat_jax.training.progress import Progress
 from coat_jax.training.step import Report
+
+
+class Diverged(UserError):
+    """Steps change nothing any more."""
+
+    exit_code = 4
 
 
 class Recorder:
@@ -53,7 +60,8 @@ class Recorder:
         self._waiting: tuple[int, Report] | None = None
         self._began = time.perf_counter() - seconds
         self._clock = (step, time.perf_counter())  # where the pace is measured from
-        self._skipped = skipped
+        self._reported = (step, skipped)
+        self._in_row = 0  # steps that were skipped one after the other, up to that report
 
     @property
     def seconds(self) -> float:
@@ -67,7 +75,11 @@ class Recorder:
             self._waiting = step, report
 
     def flush(self) -> None:
-        """Records what is kept; waits for the step to finish."""
+        """Records what is kept; waits for the step to finish.
+
+        Raises:
+            Diverged: if too many steps in a row were skipped, or all steps of the run.
+        """
         if self._waiting is None:
             return
         (step, report), self._waiting = self._waiting, None
@@ -77,7 +89,6 @@ class Recorder:
         self._clock = step, now
         pace = (step - before) * self._config.tokens_per_step / (now - since)
         self.loss = loss
-        self._note_skipped(step, int(skipped))
         record = {
             "loss": loss,
             "learning_rate": rate,
@@ -92,6 +103,7 @@ class Recorder:
         if "peak_bytes_in_use" in stats:
             record["memory"] = stats["peak_bytes_in_use"]
         self._write(step, record)
+        self._count_skipped(step, int(skipped))
 
     def take_held_out(self, step: int, loss: float) -> None:
         """Records the loss on held-out data."""
@@ -108,10 +120,22 @@ class Recorder:
         self._metrics.write(whole)
         self._progress.update(whole)
 
-    def _note_skipped(self, step: int, skipped: int) -> None:
-        if skipped > self._skipped:
+    def _count_skipped(self, step: int, skipped: int) -> None:
+        """Compares with the last report: a row goes on if all steps since then were skipped."""
+        (step_before, skipped_before), self._reported = self._reported, (step, skipped)
+        goes_on = self._in_row > 0
+        all_of_them = skipped - skipped_before == step - step_before
+        self._in_row = self._in_row + step - step_before if all_of_them else 0
+        if skipped > skipped_before and not (goes_on and all_of_them):
             self._progress.note(
                 f"step {step:,}: its gradients are not finite. It changed nothing; {skipped:,} "
                 "steps so far."
             )
-        self._skipped = skipped
+        nothing_learned = skipped == step == self._config.steps
+        if self._in_row >= self._config.max_skipped_steps or nothing_learned:
+            raise Diverged(
+                f"The last {self._in_row:,} steps, up to step {step:,}, changed nothing: their "
+                "losses or gradients are not finite. Lower --optimizer.peak "
+                f"({self._config.optimizer.peak:g}), look at the data and at the records before, "
+                "or allow more of them with --max_skipped_steps."
+            )

@@ -4,6 +4,7 @@ A curve is a key over steps, tokens or time. Where a record does not say its own
 seconds (an evaluation), it has those of the record before. null is NaN: it leaves a gap.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from coat_jax.errors import UserError
 from coat_jax.training import metrics
 
 AXES = {"steps": "step", "tokens": "tokens", "time": "seconds"}
@@ -43,10 +45,10 @@ class Run(NamedTuple):
         """What an axis counts, as the run went.
 
         Raises:
-            ValueError: if the run did not write it.
+            UserError: if the run did not write it.
         """
         if AXES[over] not in self.columns:
-            raise ValueError(f"{self.path} does not say its {AXES[over]}: plot it over steps.")
+            raise UserError(f"{self.path} does not say its {AXES[over]}: plot it over steps.")
         return self.columns[AXES[over]]
 
     def curve(self, key: str, over: str) -> Curve:
@@ -77,11 +79,11 @@ def load(paths: Sequence[Path], names: Sequence[str] = ()) -> list[Run]:
             tells them apart.
 
     Raises:
-        FileNotFoundError: if a path is no run.
-        ValueError: if a file is damaged or has no losses, or names do not fit the runs.
+        UserError: if a path is no run, a file is damaged or has no losses, or names do not fit
+            the runs.
     """
     if names and len(names) != len(paths):
-        raise ValueError(f"{len(names)} names for {len(paths)} runs: name all of them, or none.")
+        raise UserError(f"{len(names)} names for {len(paths)} runs: name all of them, or none.")
     files = [_file(path) for path in paths]
     return [
         Run(name, file, _columns(file))
@@ -103,9 +105,9 @@ def smoothed(y: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " N"]
 def _file(path: Path) -> Path:
     file = path / metrics.FILE if path.is_dir() else path
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist.")
+        raise UserError(f"{path} does not exist.")
     if not file.is_file():
-        raise FileNotFoundError(f"{path} has no {metrics.FILE}: is it the folder of a run?")
+        raise UserError(f"{path} has no {metrics.FILE}: is it the folder of a run?")
     return file
 
 
@@ -116,16 +118,24 @@ def _columns(file: Path) -> dict[str, Column]:
         for key, value in record.items():
             if value is None or isinstance(value, int | float):
                 rows[key].append(row)
-                values[key].append(np.nan if value is None else value)
+                values[key].append(math.nan if value is None else _number(value))
     if "loss" not in rows:
-        raise ValueError(f"{file} has no losses{' yet' if not rows else ''}.")
+        raise UserError(f"{file} has no losses{' yet' if not rows else ''}.")
     return {key: Column(np.array(rows[key]), np.array(values[key], float)) for key in rows}
+
+
+def _number(value: int | float) -> float:
+    """JSON's numbers have no largest one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _names(files: Sequence[Path]) -> list[str]:
     folders = [file.resolve().parent.parts for file in files]
     if len(set(folders)) < len(folders):
-        raise ValueError("A run is given twice.")
+        raise UserError("A run is given twice.")
     for count in range(1, max(map(len, folders)) + 1):
         names = ["/".join(parts[-count:]) for parts in folders]
         if len(set(names)) == len(names):

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from coat_jax.errors import UserError
 from coat_jax.models import Config, Llama, hf, stored
 from coat_jax.models.stored import Index, Name, Parameters, Stored
 from coat_jax.precision import BF16
 from coat_jax.training import identity, manifest
-from coat_jax.training.checkpoint import RECORD, STATE
+from coat_jax.training.checkpoint import STATE
 from coat_jax.training.disk import failures_named, require_space
-from coat_jax.training.step_folders import StepFolders
+from coat_jax.training.step_folders import RECORD, StepFolders
 from coat_jax.training.streamed import save_streamed
 
 CONFIG, CHECKPOINTS = "config.json", "checkpoints"
@@ -32,22 +33,42 @@ PARAMETERS, VALUE = "params", "value"  # the first and last parts of the arrays'
 
 
 def read_json(folder: str | Path) -> dict[str, Any]:
-    """The config.json in a folder with a model: a run's, or one of Hugging Face."""
-    path = Path(folder) / CONFIG
-    if not path.is_file():
+    """The config.json in a folder with a model: a run's, or one of Hugging Face.
+
+    A run's that is missing or damaged is replaced by what its newest checkpoint says.
+    """
+    path = Path(folder).expanduser() / CONFIG
+    said = parsed(path) if path.is_file() else None
+    if said is None:
+        said = config_in_checkpoint(path.parent)
+    if said is None and path.is_file():
+        raise UserError(f"{path} is no JSON object.")
+    if said is None:
         there = "no config.json in it" if path.parent.is_dir() else "no such folder"
-        raise FileNotFoundError(
+        raise UserError(
             f"{folder} is neither the folder of a run nor one of Hugging Face: there is {there}."
         )
-    try:
-        said: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}.") from None
-    if not isinstance(said, dict) or not {"model", "architectures"} & said.keys():
-        raise ValueError(
+    if not {"model", "architectures"} & said.keys():
+        raise UserError(
             f"{path} has neither the `model` of a run nor the `architectures` of Hugging Face."
         )
     return said
+
+
+def parsed(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if it holds nothing of that kind."""
+    try:
+        said = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return said if isinstance(said, dict) else None
+
+
+def config_in_checkpoint(folder: Path) -> dict[str, Any] | None:
+    """The config that the newest checkpoint of a run was saved with, if it says that."""
+    record = StepFolders(folder / CHECKPOINTS).newest_record()
+    config = None if record is None else record["extra"].get("config")
+    return config if isinstance(config, dict) else None
 
 
 def is_run(said: Mapping[str, Any]) -> bool:
@@ -57,12 +78,13 @@ def is_run(said: Mapping[str, Any]) -> bool:
 
 def model_config(folder: str | Path) -> Config:
     """The model in a folder; one of Hugging Face computes as it is stored, not in FP8."""
+    folder = Path(folder).expanduser()
     said = read_json(folder)
     if is_run(said):
         try:
             return identity.model_of(said)
         except (KeyError, TypeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{Path(folder) / CONFIG} is of another version of coat_jax: {error}."
             ) from error
     return dataclasses.replace(hf.read_config(folder), precision=BF16)
@@ -86,13 +108,14 @@ def load(
         mesh: to load it onto; by default the one that is set, if any.
         note: is told of checkpoints that are passed over.
     """
+    folder = Path(folder).expanduser()
     config = model_config(folder) if config is None else config
     if is_run(read_json(folder)):
         parameters = read(folder, step, note=note)
     elif step is None:
         parameters = hf.read(folder, config)
     else:
-        raise ValueError(f"There is no step {step} in {folder}: it holds one model, and no steps.")
+        raise UserError(f"There is no step {step} in {folder}: it holds one model, and no steps.")
     return stored.load(config, parameters, mesh=mesh)
 
 
@@ -102,13 +125,13 @@ def read(
     """The parameters in a checkpoint of a run, to be read in parts; for the rest see `load`."""
     import orbax.checkpoint as ocp
 
-    folders = StepFolders(Path(folder).absolute() / CHECKPOINTS)
+    folders = StepFolders(Path(folder).expanduser().absolute() / CHECKPOINTS)
     if step is None:
         step, notes = folders.newest_whole()
         for text in notes:
             note(text)
     else:
-        manifest.check(folders.finished(step))
+        folders.check(step)
     path = folders.finished(step) / STATE
     with ocp.StandardCheckpointer() as checkpointer:
         metadata = checkpointer.metadata(path).item_metadata
@@ -133,21 +156,21 @@ def write(
         progress: is told how many bytes more were read.
     """
     stored.require_same(config, parameters)
-    folder = Path(folder).absolute()
+    folder = Path(folder).expanduser().absolute()
     size = sum(map(stored.size_of, parameters.values()))
     what = "The model"
     folders = StepFolders(folder / CHECKPOINTS)
-    folders.clear()
-    require_space(folder, what, size)
+    saved = {"model": identity.to_json(config)}
     with failures_named(folder, what, size):
+        folders.clear()
+        require_space(folder, what, size)
         folders.begin(0)
         unfinished = folders.unfinished(0)
         save_streamed(unfinished / STATE, _nested(parameters), progress)
-        record = json.dumps({"step": 0, "loss": None, "extra": {}})
+        record = json.dumps({"step": 0, "loss": None, "extra": {"config": saved}})
         manifest.write_durably(unfinished / RECORD, record)
         folders.finish(0)
-        saved = json.dumps({"model": identity.to_json(config)}, indent=2)
-        manifest.write_durably(folder / CONFIG, saved + "\n")
+        manifest.write_durably(folder / CONFIG, json.dumps(saved, indent=2) + "\n")
 
 
 def _in_checkpoint(path: Path, name: Name, array: Any, driver: str) -> Stored:

@@ -250,9 +250,9 @@ def _bytes(leaf, source):
 # --- Refusals --------------------------------------------------------------------------------
 
 
-def assert_refused(capsys, tmp_path, *arguments, named):
+def assert_refused(capsys, tmp_path, *arguments, named, code=2):
     before = sorted(tmp_path.rglob("*"))
-    assert convert(*arguments) == 2
+    assert convert(*arguments) == code
     said = capsys.readouterr().err
     assert named in said
     assert said.count("\n") == 1
@@ -349,7 +349,7 @@ def test_a_full_disk_is_found_before_anything_is_written(
     capsys.readouterr()
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    assert_refused(capsys, tmp_path, source, tmp_path / "out", named="does not fit in")
+    assert_refused(capsys, tmp_path, source, tmp_path / "out", named="does not fit in", code=3)
 
 
 def test_a_disk_that_fills_up_leaves_nothing_behind(theirs, tmp_path, capsys, monkeypatch):
@@ -360,4 +360,4 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(theirs, tmp_path, capsys, mo
     capsys.readouterr()
     monkeypatch.setattr(NewTensors, "write", full)
     arguments = [tmp_path / "ours", tmp_path / "out"]
-    assert_refused(capsys, tmp_path, *arguments, named="The model does not fit in")
+    assert_refused(capsys, tmp_path, *arguments, named="The model does not fit in", code=3)

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from coat_jax import cli
+from coat_jax.cli.train import STOPPED
+from coat_jax.errors import UserError
 from coat_jax.training import disk, loop
 from coat_jax.training.overrides import load_config
+from coat_jax.training.recorder import Diverged
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = str(ROOT / "tests" / "training" / "tiny_run.py")
@@ -128,6 +131,17 @@ def test_help_lists_the_fields_with_their_values(train):
     with pytest.raises(SystemExit) as leaving:
         train("--help")
     assert leaving.value.code == 0
+
+
+def test_help_explains_the_exit_codes_that_there_are(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    explained = capsys.readouterr().out.partition("exit codes:")[2].splitlines()
+    codes = {int(line.split()[0]) for line in explained if line.strip()[:1].isdigit()}
+    ends = {0, 1, UserError.exit_code, disk.DiskFull.exit_code, Diverged.exit_code}
+    assert codes == {*ends, cli.INTERRUPTED, STOPPED}
+    page = (ROOT / "docs" / "training.md").read_text()
+    assert all(f"| {code} |" in page for code in codes)
 
 
 def test_a_printed_config_can_be_run(train, tmp_path):

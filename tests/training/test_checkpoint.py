@@ -5,6 +5,7 @@ What a killed process or a full disk leaves behind is tried out in tests/trainin
 
 import json
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from coat_jax.errors import UserError
 from coat_jax.optax import Storage, fused_fp8_adamw
 from coat_jax.training import disk, manifest
 from coat_jax.training.checkpoint import Checkpoints, worth_keeping
@@ -217,7 +219,7 @@ def test_a_run_that_goes_back_replaces_what_came_later(folder):
 
 def test_a_run_does_not_write_over_another(two):
     checkpoints = Checkpoints(two)
-    with pytest.raises(FileExistsError, match=r"steps \[1, 2\].*Restore one first"):
+    with pytest.raises(UserError, match=r"steps \[1, 2\].*Restore one first"):
         checkpoints.save(3, state_of(3), {})
     assert checkpoints.steps() == [1, 2]
 
@@ -378,11 +380,11 @@ def test_an_unfinished_save_is_named_and_cleared_away(two):
 
 
 def test_what_is_not_there_is_not_restored(folder, two, tmp_path):
-    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+    with pytest.raises(UserError, match="no checkpoint in"):
         Checkpoints(tmp_path / "empty").restore(like(state_of(1)))
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 5 .* of \[1, 2\]"):
+    with pytest.raises(UserError, match=r"no checkpoint of step 5 .* of \[1, 2\]"):
         Checkpoints(two).restore(like(state_of(1)), step=5)
-    with pytest.raises(FileNotFoundError, match="no checkpoint of step 5"):
+    with pytest.raises(UserError, match="no checkpoint of step 5"):
         Checkpoints(two).read_extra(5)
 
 
@@ -423,7 +425,7 @@ def test_settings_that_keep_nothing_are_refused(folder, settings):
 
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match="is a file"):
+    with pytest.raises(UserError, match="is a file"):
         Checkpoints(tmp_path / "file")
 
 
@@ -470,3 +472,44 @@ def test_the_record_says_what_it_is_of(folder):
         checkpoints.save(4, state_of(4), {"a": 1}, loss=2.5)
     record = json.loads((folder / "4" / "record.json").read_text())
     assert record == {"step": 4, "loss": 2.5, "extra": {"a": 1}}
+
+
+# What a killed run leaves behind
+
+
+def test_pruning_removes_what_a_killed_run_left_over(folder):
+    save_all(folder, [1, 2, 3, 4])
+    with Checkpoints(folder, keep=2, keep_best=0, note=silent) as checkpoints:
+        checkpoints.prune()
+        assert checkpoints.steps() == [1, 2, 3, 4]  # whoever restored nothing, removes nothing
+        checkpoints.restore(like(state_of(4)))
+        checkpoints.prune()
+        assert checkpoints.steps() == [3, 4]
+
+
+def test_pruning_does_not_let_damaged_checkpoints_displace_whole_ones(folder):
+    save_all(folder, [1, 2, 3, 4])
+    for step in (3, 4):
+        truncate(folder / str(step))
+    with Checkpoints(folder, keep=2, keep_best=0, note=lambda text: None) as checkpoints:
+        assert checkpoints.restore(like(state_of(2))).step == 2
+        checkpoints.prune()
+        assert checkpoints.steps() == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_noted_and_does_not_end_the_run(two, monkeypatch):
+    notes = []
+    with Checkpoints(two, keep=1, keep_best=0, note=notes.append) as checkpoints:
+        checkpoints.restore(like(state_of(2)))
+        rename = Path.rename
+
+        def refuse(path, target):
+            if path.name == "1":
+                raise PermissionError(13, "Permission denied", str(path))
+            return rename(path, target)
+
+        monkeypatch.setattr(Path, "rename", refuse)
+        checkpoints.save(3, state_of(3), {}, wait=True)
+        assert checkpoints.steps() == [1, 3]
+    assert len(notes) == 1
+    assert "The checkpoint of step 1 could not be removed" in notes[0]

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from coat_jax.errors import UserError
 from coat_jax.training import disk
 from coat_jax.training.agreement import on_first
 from coat_jax.training.checkpoint import Checkpoints
@@ -66,8 +68,14 @@ def main(address, process, folder):
             disk.shutil.disk_usage = lambda _: usage._replace(free=0)
         try:
             checkpoints.save(3, state_of(3, meshes[0]), {})
-        except OSError as error:
-            print(error)
+        except UserError as error:
+            print(error.exit_code, error)
+    # What fails on the first process ends the others, too.
+    with pytest.raises(FileNotFoundError) as missing:
+        on_first((folder / "missing").read_text)
+    assert Path(missing.value.filename) == folder / "missing"
+    with pytest.raises(RuntimeError if process else ZeroDivisionError):
+        on_first(lambda: 1 / 0)
 
 
 def test_two_processes_act_as_one(tmp_path):
@@ -92,7 +100,7 @@ def test_two_processes_act_as_one(tmp_path):
     for process in processes:
         output, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
-        assert "step 3 does not fit" in output
+        assert "3 The checkpoint of step 3 does not fit" in output
     shards = {path.name for path in (tmp_path / "checkpoints" / "1" / "state").iterdir()}
     assert {"ocdbt.process_0", "ocdbt.process_1"} <= shards
 

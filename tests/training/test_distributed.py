@@ -8,6 +8,7 @@ import jax
 import pytest
 from processes import begin_all, free_port, line, lines, outputs
 
+from coat_jax.errors import UserError
 from coat_jax.training import distributed
 from coat_jax.training.distributed import Place, Stop, find_place
 
@@ -71,7 +72,7 @@ def test_the_launcher_says_where_a_process_stands(variables, place):
     ],
 )
 def test_incomplete_and_contradicting_variables_are_refused(variables, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         find_place(variables)
 
 
@@ -123,7 +124,7 @@ def test_processes_that_were_told_different_counts_do_not_go_on(joins, monkeypat
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    with pytest.raises(ValueError, match="was told of 4 processes, process 0 of 3"):
+    with pytest.raises(UserError, match="was told of 4 processes, process 0 of 3"):
         distributed.start()
 
 
@@ -131,12 +132,12 @@ def test_a_coordinator_that_does_not_answer_is_named(joins, monkeypatch):
     address = f"127.0.0.1:{free_port()}"
     for name, value in {**VARIABLES, "JAX_COORDINATOR_ADDRESS": address}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(TimeoutError, match=f"JAX_COORDINATOR_ADDRESS={address} after 1 s"):
+    with pytest.raises(UserError, match=f"JAX_COORDINATOR_ADDRESS={address} after 1 s"):
         distributed.start(timeout=1)
     assert joins == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_one_process_notes_a_signal_and_goes_on(number):
     before = signal.getsignal(number)
     with Stop() as stop:
@@ -147,7 +148,23 @@ def test_one_process_notes_a_signal_and_goes_on(number):
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_what_nohup_ignores_stays_ignored(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_stop_can_be_requested_without_a_signal():
+    with Stop() as stop:
+        stop.request()
+        assert stop.requested()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_to_one_process_stops_all_at_the_same_step(number):
     processes = begin_all([JOINED], 2)
     joined = [line(process, "joined") for process in processes]

@@ -14,9 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from train_cases import small
-
-from coat_jax.training.loop import claim
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "tiny_run.py"
@@ -165,14 +162,31 @@ def test_another_run_in_the_folder_is_refused(folder, undisturbed):
     assert losses(folder, "undisturbed") == undisturbed
 
 
-def test_a_run_that_does_not_resume_moves_the_old_one_out_of_the_way(tmp_path):
-    out = tmp_path / "run"
-    old, new = (small(out=str(out), resume=False, seed=seed) for seed in (0, 1))
-    for config in (old, new, new):
-        assert claim(out, config) == []
-        (out / "metrics.jsonl").write_text(str(config.seed))
-    assert {p.name: (p / "metrics.jsonl").read_text() for p in tmp_path.iterdir()} == {
-        "run": "1",
-        "run.1": "0",
-        "run.2": "1",
-    }
+def test_a_run_goes_on_when_nobody_reads_what_it_says(folder, undisturbed):
+    """As in `coat train ... | head -1`, and when the terminal it was started from is closed."""
+    process = start(folder, "unread")
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=300) == 0
+    assert losses(folder, "unread") == undisturbed
+
+
+def test_of_two_runs_in_one_folder_one_is_refused(folder, undisturbed):
+    both = [start(folder, "shared") for _ in range(2)]
+    (first, _), (second, _) = ended = [finish(process) for process in both]
+    assert sorted((first, second)) == [0, 2], ended
+    goes_on = both[first > 0].pid
+    refusal = ended[first == 0][1]
+    assert f"shared is in use by process {goes_on} on " in refusal
+    assert losses(folder, "shared") == undisturbed
+
+
+def test_a_run_in_a_closed_terminal_saves(folder, undisturbed):
+    process = start(folder, "closed")
+    wait_for(lambda: len(records(folder, "closed")) >= 5, process)
+    process.send_signal(signal.SIGHUP)
+    code, text = finish(process)
+    assert code == 143, text
+    code, text = run(folder, "closed")
+    assert code == 0, text
+    assert losses(folder, "closed") == undisturbed

@@ -1,5 +1,6 @@
 """metrics.jsonl reads like an undisturbed run, whatever happened to it."""
 
+import errno
 import json
 import math
 import sys
@@ -11,7 +12,9 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
+from coat_jax.errors import UserError
 from coat_jax.training import distributed, metrics
+from coat_jax.training.disk import DiskFull
 from coat_jax.training.metrics import Metrics
 
 
@@ -80,20 +83,38 @@ def test_a_cut_that_is_interrupted_leaves_the_old_file(tmp_path, monkeypatch):
 
 def test_a_new_run_does_not_write_over_another(tmp_path):
     run(tmp_path, [1])
-    with pytest.raises(FileExistsError, match="records of an earlier run: resume it, or choose"):
+    with pytest.raises(UserError, match="records of an earlier run: resume it, or choose"):
         run(tmp_path, [1])
     assert len(lines(tmp_path)) == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [("{oops", r"metrics\.jsonl:2 is not JSON"), ("[1]", ":2 is no record"), ("{}", "no step")],
-)
-def test_a_damaged_line_is_named(tmp_path, line, message):
-    (tmp_path / metrics.FILE).write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path, [4], resume_step=3)
-    assert len(lines(tmp_path)) == 3
+NO_RECORDS = [b"{oops", b"[1]", b"{}", b"\0\0\0", b"\xff", b"[" * 100_000, b'{"step": 1.5}']
+
+
+@pytest.mark.parametrize("line", NO_RECORDS)
+def test_a_damaged_line_is_named(tmp_path, line):
+    path = tmp_path / metrics.FILE
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2 is no record"):
+        list(metrics.read(path))
+
+
+@pytest.mark.parametrize("line", NO_RECORDS)
+def test_resuming_removes_damaged_lines_and_keeps_all_records(tmp_path, line):
+    (tmp_path / metrics.FILE).write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    notes = []
+    run(tmp_path, [4], resume_step=3, note=notes.append)
+    assert [json.loads(line)["step"] for line in lines(tmp_path)] == [1, 3, 4]
+    assert len(notes) == 1
+    assert "1 lines were no records" in notes[0]
+
+
+def test_a_torn_tail_is_mended_and_later_records_stay(tmp_path):
+    """The next process wrote behind the torn line; no newline is at the end of a whole record."""
+    torn = b'{"step": 1}\n{"step": 2, "lo{"step": 3}\n{"step": 4}'
+    (tmp_path / metrics.FILE).write_bytes(torn)
+    run(tmp_path, [5], resume_step=4, note=lambda text: None)
+    assert [json.loads(line)["step"] for line in lines(tmp_path)] == [1, 3, 4, 5]
 
 
 @pytest.mark.parametrize("broken", [{"loss": 1.0}, {"step": 1.5}, {"step": None}])
@@ -112,7 +133,7 @@ def test_only_the_main_process_writes(tmp_path, monkeypatch):
 
 
 def test_an_unknown_writer_is_refused_with_the_known_ones(tmp_path):
-    with pytest.raises(ValueError, match="'tensorbord': tensorboard, wandb"):
+    with pytest.raises(UserError, match="'tensorbord': tensorboard, wandb"):
         Metrics(tmp_path, writers=("tensorbord",), config={})
 
 
@@ -121,7 +142,7 @@ def test_an_unknown_writer_is_refused_with_the_known_ones(tmp_path):
 )
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, writer, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=rf"needs {package}: pip install 'coat_jax\[{writer}\]'"):
+    with pytest.raises(UserError, match=rf"needs {package}: pip install 'coat_jax\[{writer}\]'"):
         Metrics(tmp_path, writers=(writer,), config={})
     assert list(tmp_path.iterdir()) == []
 
@@ -180,3 +201,73 @@ def test_wandb_finds_a_resumed_run_again(tmp_path, monkeypatch):
     assert first.options["config"] == {"seed": 1}
     assert first.logged == [(1, {"tokens": 64, "loss": 1.0, "phase": "warm-up"}), "finished"]
     assert (first.options["id"], second.options["id"]) == (None, "made-up")
+
+
+def test_a_full_disk_keeps_the_records_for_the_run_that_resumes(tmp_path, monkeypatch):
+    (tmp_path / metrics.FILE).symlink_to("/dev/full")
+    with closing(Metrics(tmp_path, config={}, resume_step=0)) as full:
+        assert full.failure is None
+        for step in (1, 2):
+            full.write({"step": step, "loss": math.nan})
+        assert isinstance(full.failure, DiskFull)
+        unwritten = full.unwritten
+    (tmp_path / metrics.FILE).unlink()
+    run(tmp_path, [3], resume_step=2, unwritten=json.loads(json.dumps(unwritten)))
+    assert [json.loads(line)["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    assert json.loads(lines(tmp_path)[0]) == {"step": 1, "loss": None}
+
+
+class Torn:
+    """A file of which only so many bytes fit on the disk."""
+
+    def __init__(self, file, room):
+        self._file, self._room = file, room
+
+    def write(self, data):
+        if not self._room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        part = data[: self._room]
+        self._room -= len(part)
+        return self._file.write(part)
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+@pytest.mark.parametrize("room", range(0, 60, 7))
+def test_a_line_is_written_whole_or_not_at_all(tmp_path, room):
+    with closing(Metrics(tmp_path, config={})) as written:
+        written._lines._file = Torn(written._lines._file, room)
+        for step in range(1, 6):
+            written.write({"step": step})
+        assert isinstance(written.failure, DiskFull)
+        whole = [{"step": step} for step in range(1, 1 + room // 12)]
+        assert list(map(json.loads, lines(tmp_path))) == whole
+        assert [*whole, *written.unwritten] == [{"step": step} for step in range(1, 6)]
+
+
+def test_records_are_on_the_disk_after_sync(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(metrics.os, "fsync", synced.append)
+    with closing(Metrics(tmp_path, config={})) as written:
+        written.write(record(1))
+        written.sync()
+        assert synced == [written._lines._file.fileno()]
+
+
+def test_an_error_of_the_disk_is_seen_at_the_latest_by_sync(tmp_path, monkeypatch):
+    def fail(file):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with closing(Metrics(tmp_path, config={})) as written:
+        monkeypatch.setattr(metrics.os, "fsync", fail)
+        written.sync()
+        assert "could not be written" in str(written.failure)
+
+
+def test_metrics_that_nobody_wants_may_go_to_dev_null(tmp_path):
+    (tmp_path / metrics.FILE).symlink_to("/dev/null")
+    with closing(Metrics(tmp_path, config={}, resume_step=0)) as written:
+        written.write(record(1))
+        written.sync()
+        assert written.failure is None

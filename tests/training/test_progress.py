@@ -147,6 +147,17 @@ def test_notes_and_held_out_losses_stay(terminal):
     assert "step 12,000  held-out loss 3.2500  perplexity 25.79\n" in text
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_note_cannot_control_the_terminal(terminal):
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=80, _environ={})
+    with Progress(console, steps=10, done=0, tokens_per_step=1) as shown:
+        shown.note("a\x1b]0;title\x07b\x9b31m")
+    assert r"a\x1b]0;title\x07b\x9b31m" in file.getvalue()
+    assert "\x1b]" not in file.getvalue()
+    assert "\x9b" not in file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("number", "text"),
     [(0, "0"), (999, "999"), (1234, "1.23k"), (999_999, "1M"), (1.5e9, "1.5B"), (2e13, "20T")],

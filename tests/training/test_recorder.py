@@ -9,7 +9,7 @@ from train_cases import small
 from coat_jax.training import recorder as recorders
 from coat_jax.training.config import MeshConfig
 from coat_jax.training.mesh import make_mesh
-from coat_jax.training.recorder import Recorder
+from coat_jax.training.recorder import Diverged, Recorder
 from coat_jax.training.step import Report
 
 
@@ -98,16 +98,49 @@ def test_between_records_steps_are_passed_over_but_the_last(kept, clock):
     assert kept.records[1]["tokens_per_second"] == 16 * 32
 
 
-def test_skipped_steps_are_told_when_they_happen(kept):
-    records = recorder(kept)
-    for step, skipped in enumerate((0, 1, 1, 2), start=1):
-        records.take(step, report(np.nan if skipped else 1.0, skipped))
+def take(records, skipped, first=1):
+    """Steps of which these many were skipped in all, step by step."""
+    for step, count in enumerate(skipped, start=first):
+        records.take(step, report(skipped=count))
     records.flush()
+
+
+def test_skipped_steps_are_told_when_they_begin(kept):
+    take(recorder(kept), (0, 1, 1, 2, 3, 4, 4))
     assert [note[:7] for note in kept.notes] == ["step 2:", "step 4:"]
-    resumed = recorder(kept, step=4, skipped=2)
-    resumed.take(5, report(skipped=2))
-    resumed.flush()
+    take(recorder(kept, step=4, skipped=2), [2], first=5)
     assert len(kept.notes) == 2
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(kept):
+    records = recorder(kept, max_skipped_steps=3, steps=100)
+    take(records, (0, 1, 2, 2, 3, 4))
+    with pytest.raises(Diverged, match="last 3 steps, up to step 7, changed nothing"):
+        take(records, [5], first=7)
+    assert kept.records[-1]["step"] == 7
+    assert Diverged.exit_code == 4
+
+
+def test_a_row_counts_the_steps_between_records(kept):
+    records = recorder(kept, max_skipped_steps=8, log_every=4, steps=100)
+    take(records, (0, 0, 0, 1, 2, 3, 4, 5))
+    with pytest.raises(Diverged, match="last 8 steps, up to step 12"):
+        take(records, (6, 7, 8, 9), first=9)
+    sparse = recorder(kept, max_skipped_steps=8, log_every=4, steps=100)
+    take(sparse, (0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9))  # a step of each four was taken
+
+
+def test_a_resumed_run_counts_its_own_row(kept):
+    records = recorder(kept, step=50, skipped=2, max_skipped_steps=3, steps=100)
+    take(records, (3, 4), first=51)
+    with pytest.raises(Diverged):
+        take(records, [5], first=53)
+
+
+def test_a_run_that_skipped_every_step_has_failed(kept):
+    with pytest.raises(Diverged):
+        take(recorder(kept, steps=4), (1, 2, 3, 4))
+    take(recorder(kept, steps=4), (0, 1, 2, 3))
 
 
 def test_a_held_out_loss_has_its_perplexity(kept, clock):

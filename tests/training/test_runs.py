@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from run_cases import write_run
 
+from coat_jax.errors import UserError
 from coat_jax.training import runs
 
 
@@ -62,30 +63,30 @@ def test_runs_have_their_folders_names_and_more_where_these_are_alike(tmp_path):
         ("", "has no losses yet"),
         ('{"step": 1, "loss": 2', "has no losses yet"),  # torn, with nothing before it
         ('{"step": 1, "held_out_loss": 2}\n', "has no losses"),
-        ('{"step": 1, "loss": 2}\n?\n', r"metrics\.jsonl:2 is not JSON"),
+        ('{"step": 1, "loss": 2}\n?\n', r"metrics\.jsonl:2 is no record"),
         ('{"loss": 2}\n', r"metrics\.jsonl:1 is no record"),
     ],
 )
 def test_empty_and_damaged_files_are_named(tmp_path, content, message):
     (tmp_path / "metrics.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         runs.load([tmp_path])
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path} has no metrics.jsonl"):
+    with pytest.raises(UserError, match=f"{tmp_path} has no metrics.jsonl"):
         runs.load([tmp_path])
 
 
 def test_an_axis_that_a_run_lacks_is_named(tmp_path):
     (run,) = runs.load([write_run(tmp_path / "a", [1.0], without=("tokens",))])
-    with pytest.raises(ValueError, match="does not say its tokens: plot it over steps"):
+    with pytest.raises(UserError, match="does not say its tokens: plot it over steps"):
         run.curve("loss", "tokens")
 
 
 def test_names_must_fit_the_runs(tmp_path):
     path = write_run(tmp_path / "a", [1.0])
-    with pytest.raises(ValueError, match="2 names for 1 runs"):
+    with pytest.raises(UserError, match="2 names for 1 runs"):
         runs.load([path], ["x", "y"])
-    with pytest.raises(ValueError, match="given twice"):
+    with pytest.raises(UserError, match="given twice"):
         runs.load([path, path / "metrics.jsonl"])

@@ -8,6 +8,7 @@ from data_cases import write_lines, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coat_jax.errors import UserError
 from coat_jax.training.data import text_files, tokenizing
 from coat_jax.training.data.text_files import pieces
 from coat_jax.training.data.tokenizer import Bytes, Tokenizer
@@ -109,10 +110,10 @@ def test_nothing_is_left_of_a_run_that_fails(paths, tmp_path):
 
 def test_nothing_is_overwritten(paths, tmp_path):
     write(paths, tmp_path / "out", Bytes())
-    with pytest.raises(FileExistsError, match="out exists already"):
+    with pytest.raises(UserError, match="out exists already"):
         write(paths, tmp_path / "out", Bytes())
     (tmp_path / "new.partial").mkdir()
-    with pytest.raises(FileExistsError, match="another `coat tokenize` is writing it"):
+    with pytest.raises(UserError, match="another `coat tokenize` is writing it"):
         write(paths, tmp_path / "new", Bytes())
 
 

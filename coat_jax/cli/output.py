@@ -1,0 +1,86 @@
+"""Standard output and error whose readers may go away: `coat train ... | head -1`.
+
+Other commands end then, as Unix tools do (`discard_broken`). Training does not: what it is for
+is in its folder, and hours of work must not end with a pager or a closed terminal (`lasting`).
+"""
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+
+@contextlib.contextmanager
+def lasting() -> Iterator[None]:
+    """Inside, output that cannot be written is dropped, from the first failure on."""
+    with Path(os.devnull).open("w") as nowhere:  # where one is closed: `>&-`
+        out, err = LastingStream(sys.stdout or nowhere), LastingStream(sys.stderr or nowhere)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                yield
+            finally:
+                out.flush()
+                err.flush()
+
+
+class LastingStream(io.TextIOBase):
+    """A stream that writes to another one as long as that takes it."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes, or drops, the text."""
+        try:
+            self._stream.write(text)
+        except OSError:
+            discard(self._stream)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes what was written, or drops it."""
+        try:
+            self._stream.flush()
+        except OSError:
+            discard(self._stream)
+
+    def isatty(self) -> bool:
+        """Whether a terminal is behind it."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """The file descriptor behind it."""
+        return self._stream.fileno()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Of the stream behind it; rich chooses its characters by this."""
+        return self._stream.encoding
+
+
+def discard(stream: TextIO) -> None:
+    """What a stream still holds, and what is written to it from now on, goes nowhere."""
+    with contextlib.suppress(io.UnsupportedOperation):  # it may have no descriptor, as in tests
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
+
+
+def discard_broken() -> bool:
+    """Whether somebody stopped reading the output; Python would complain of it when it exits."""
+    broken = False
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            discard(stream)
+            broken = True
+    return broken

@@ -1,0 +1,68 @@
+"""Where a run stands: what a checkpoint has beside the state, so that another process goes on.
+
+{"data": {"data": .., "seed": 0, "rows": 640}, "seconds": 51.2, "unwritten": [], "config": ..}
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from coat_jax.errors import UserError
+from coat_jax.training import identity
+from coat_jax.training.config import TrainConfig
+
+
+class Position(NamedTuple):
+    """Where a run stands, by default at its beginning.
+
+    Attributes:
+        step: the last one taken.
+        data: the state of the loader.
+        seconds: how long the run has taken, all its processes one after the other.
+        recorded: the step of the last record in metrics.jsonl.
+        unwritten: records that did not get into metrics.jsonl.
+    """
+
+    step: int = 0
+    data: Mapping[str, Any] = MappingProxyType({})
+    seconds: float = 0.0
+    recorded: int = 0
+    unwritten: Sequence[Mapping[str, Any]] = ()
+
+
+def to_json(position: Position, config: TrainConfig) -> dict[str, Any]:
+    """A position, and the config of the run, for `Checkpoints.save`, which knows the step."""
+    return {
+        "data": dict(position.data),
+        "seconds": position.seconds,
+        "recorded": position.recorded,
+        "unwritten": [dict(record) for record in position.unwritten],
+        "config": identity.to_json(config),
+    }
+
+
+def position_of(step: int, extra: Mapping[str, Any]) -> Position:
+    """Reads what `to_json` wrote.
+
+    Raises:
+        UserError: if it is something else.
+    """
+    data: Any = extra.get("data")
+    seconds: Any = extra.get("seconds")
+    recorded: Any = extra.get("recorded", 0)
+    unwritten: Any = extra.get("unwritten", [])
+    is_position = (
+        isinstance(data, dict)
+        and isinstance(data.get("rows"), int)
+        and data.keys() >= {"data", "seed"}
+        and isinstance(seconds, int | float)
+        and isinstance(recorded, int)
+        and isinstance(unwritten, list)
+        and all(isinstance(r, dict) and isinstance(r.get("step"), int) for r in unwritten)
+    )
+    if not is_position:
+        raise UserError(
+            f"The checkpoint of step {step} does not say where a run stands: `coat train` did not "
+            "save it. Begin from its parameters with --init_from, in another folder."
+        )
+    return Position(step, data, seconds, recorded, unwritten)

@@ -1,0 +1,91 @@
+"""The folder of a run, and whose it is.
+
+    lock             held by the run's first process: see `run_lock`
+    config.json      what was run
+    metrics.jsonl    a record per step
+    checkpoints/     states, with the place in the data and the config
+
+A run goes on only with the config that it began with, up to what `identity` lets change. The
+newest checkpoint is asked first: its checksums tell whether it still says what was written.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from coat_jax.training import identity, manifest, metrics
+from coat_jax.training.config import TrainConfig
+from coat_jax.training.disk import failures_named
+from coat_jax.training.run_lock import lock
+from coat_jax.training.weights import CHECKPOINTS, CONFIG, config_in_checkpoint, parsed
+
+
+class RunFolder:
+    """The folder that a config names; only the first process claims it.
+
+    Args:
+        config: of the run.
+        note: is told of what was damaged.
+    """
+
+    def __init__(self, config: TrainConfig, note: Callable[[str], object]):
+        self.path = Path(config.out).expanduser()
+        self.checkpoints = self.path / CHECKPOINTS
+        self._config, self._note = config, note
+        self._lock: TextIO | None = None
+
+    def claim(self) -> list[str]:
+        """Makes the folder this run's; returns what of its earlier config is changed.
+
+        Raises:
+            UserError: if another process is using it, or it holds another run.
+        """
+        self._take()
+        if not self._config.resume and self._holds_a_run():
+            self.path.rename(_free_name(self.path))
+            before = self._lock
+            self._take()
+            if before is not None:
+                before.close()
+        saved = self._saved()
+        changed = [] if saved is None else identity.changes(self._config, saved)
+        text = json.dumps(identity.to_json(self._config), indent=2) + "\n"
+        unfinished = self.path / f"{CONFIG}.unfinished"
+        with failures_named(self.path, CONFIG):
+            manifest.write_durably(unfinished, text)
+            unfinished.replace(self.path / CONFIG)
+        return changed
+
+    def release(self) -> None:
+        """Lets others use the folder."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _take(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = lock(self.path, self._note)
+
+    def _holds_a_run(self) -> bool:
+        return any((self.path / name).exists() for name in (CONFIG, metrics.FILE, CHECKPOINTS))
+
+    def _saved(self) -> dict[str, Any] | None:
+        """The config that the run in the folder has had; None if there is none."""
+        saved = config_in_checkpoint(self.path)
+        path = self.path / CONFIG
+        if saved is not None or not path.is_file():
+            return saved
+        saved = parsed(path)
+        if saved is None:
+            self._note(f"{path} is damaged, and no checkpoint says what was run. It is replaced.")
+        return saved
+
+
+def _free_name(folder: Path) -> Path:
+    """The folder's name with the first number behind it that is not taken."""
+    folder = folder.absolute()
+    number = 1
+    while (moved := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    return moved

@@ -1,0 +1,72 @@
+"""The lock on a run's folder: two runs never write in it at the same time.
+
+    lock    locked with flock by the run's first process; its text says which process that is
+
+The kernel holds the lock and drops it when the process ends, however it ends: a lock file that was
+left behind locks nothing. On NFS the server holds it. The other processes of a distributed run
+need no lock: they write when the first one says so.
+"""
+
+import datetime
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from coat_jax.errors import UserError
+from coat_jax.printable import printable
+from coat_jax.training.disk import failures_named
+
+FILE = "lock"
+# What file systems without locks answer.
+UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+def lock(folder: Path, note: Callable[[str], object]) -> TextIO:
+    """Locks a folder until the file that is returned is closed.
+
+    Args:
+        folder: of a run.
+        note: is told where the file system has no locks.
+
+    Raises:
+        UserError: if another process holds the lock, saying which.
+    """
+    path = folder / FILE
+    while True:
+        # A link is not followed: the file is overwritten.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        file = os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = printable(" ".join(file.read(200).split())) or "another process"
+            file.close()
+            raise UserError(
+                f"{folder} is in use by {holder}. Wait until that run has ended or stop it, or "
+                "choose another folder with --out."
+            ) from None
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            note(f"The file system of {folder} has no locks: let only one run use the folder.")
+        if _is_at(path, file):
+            break
+        file.close()  # the folder was moved away since it was opened
+    with failures_named(folder, "The lock file"):
+        file.truncate(0)
+        now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, which began at {now}\n")
+        file.flush()
+    return file
+
+
+def _is_at(path: Path, file: TextIO) -> bool:
+    """Whether this is still the file of that name."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False

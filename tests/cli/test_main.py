@@ -1,0 +1,218 @@
+"""Every way in which a command ends: its exit code, and what it says."""
+
+import errno
+import importlib
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from coat_jax import cli
+from coat_jax.errors import UserError
+from coat_jax.training.disk import DiskFull
+
+ROOT = Path(__file__).parents[2]
+ON_CPU = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": ""}
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs `coat plot` with a body of one's own; the code and what it said of errors."""
+
+    def run(body, *arguments):
+        module = types.ModuleType("coat_jax.cli.plot", "A command.")
+        module.add_arguments = lambda parser: None
+        module.run = lambda options: body() or 0
+        monkeypatch.setattr(importlib, "import_module", lambda name: module)
+        return cli.main(["plot", *arguments]), capsys.readouterr().err
+
+    return run
+
+
+def raising(error):
+    def body():
+        raise error
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("steps=0 must be\n1 or more."), 2, "steps=0 must be 1 or more."),
+        (UserError("a\x1b[2Jb\x9b"), 2, r"a\x1b[2Jb\x9b"),
+        (UserError(), 2, "UserError"),
+        (DiskFull("It does not fit."), 3, "It does not fit."),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "a\x1bb"),
+            2,
+            "Permission denied: 'a\\x1bb'.",
+        ),
+        (FileExistsError(errno.EEXIST, "File exists", b"/data/x"), 2, "File exists: '/data/x'."),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/x"),
+            3,
+            "No space left on device: '/x'.",
+        ),
+        (OSError(errno.ENOSPC, "No space left on device"), 3, "No space left on device."),
+        (ModuleNotFoundError("No", name="grain.x"), 2, "The package grain is not installed."),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(command, error, code, line):
+    ended, err = command(raising(error))
+    assert ended == code
+    assert err.startswith(f"coat plot: {line}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("'>' not supported between instances of 'str' and 'int'"),
+        ValueError("invalid literal for int()"),
+        RuntimeError("a bug"),
+        KeyError("name"),
+        OSError(errno.EIO, "Input/output error", "/data/x"),
+        OSError("of no number"),
+        FileNotFoundError("of no file"),
+        ImportError("cannot import name 'x'"),
+        ModuleNotFoundError("No module", name="coat_jax.nothing"),
+        AssertionError(),
+    ],
+    ids=repr,
+)
+def test_a_bug_shows_where_it_is(command, error):
+    with pytest.raises(type(error)) as raised:
+        command(raising(error))
+    assert raised.value is error
+
+
+def test_a_bug_ends_with_code_1_and_a_traceback():
+    program = """
+import sys
+from coat_jax import cli
+from coat_jax.cli import plot
+plot.run = lambda options: 1 > "x"
+sys.exit(cli.main(["plot", "x"]))
+"""
+    done = python(program)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "TypeError" in done.stderr
+
+
+def test_debug_adds_the_traceback_without_control_characters(command):
+    code, err = command(raising(UserError("\x1b[2J")), "--debug")
+    assert code == 2
+    assert "Traceback" in err
+    assert "\x1b" not in err
+
+
+def test_a_wrong_argument_cannot_reach_the_terminal(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["\x1b[2J"])
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def python(program, **options):
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=ON_CPU,
+        timeout=120,
+        **options,
+    )
+
+
+PRINTING = """
+import sys
+from coat_jax import cli
+from coat_jax.cli import plot
+def run(options):
+    for _ in range(10_000):
+        print("a line of output", file=sys.{stream})
+    return 0
+plot.run = run
+sys.exit(cli.main(["plot", "x"]))
+"""
+
+
+@pytest.mark.parametrize(
+    "program", [PRINTING.format(stream="stdout"), PRINTING.format(stream="stderr")]
+)
+def test_a_command_that_nobody_reads_ends_quietly(program, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    with (tmp_path / "said").open("w+") as said:
+        streams = {"stdout": write, "stderr": said}
+        if "stderr" in program:
+            streams = {"stdout": said, "stderr": write}
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            check=False,
+            cwd=ROOT,
+            env=ON_CPU,
+            timeout=120,
+            **streams,
+        )
+        os.close(write)
+        said.seek(0)
+        assert done.returncode == 141
+        assert "Error" not in said.read()
+
+
+def test_help_that_nobody_reads_ends_quietly():
+    read, write = os.pipe()
+    os.close(read)
+    program = "import sys; from coat_jax.cli import main; sys.exit(main(['--help']))"
+    done = python(program, stdout=write)
+    os.close(write)
+    assert done.returncode == 141
+    assert "Error" not in done.stderr
+
+
+LASTING = """
+import sys
+from rich.console import Console
+from coat_jax.cli.output import lasting
+with lasting():
+    console = Console()
+    for step in range(1_000):
+        console.print("step", step)
+        print("more", file=sys.stderr)
+print("after")
+open(sys.argv[1], "w").write("whole")
+"""
+
+
+@pytest.mark.parametrize("outputs", ["closed pipes", "full", "closed"])
+def test_training_goes_on_when_its_output_cannot_be_written(tmp_path, outputs):
+    """Also when Python exits, which flushes what is left."""
+    done = tmp_path / "done"
+    arguments = [sys.executable, "-c", LASTING, str(done)]
+    if outputs == "closed":
+        code = subprocess.run(
+            ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *arguments],
+            check=False,
+            cwd=ROOT,
+            env=ON_CPU,
+            timeout=120,
+        ).returncode
+    else:
+        read, write = os.pipe()
+        os.close(read)
+        if outputs == "full":
+            write = os.open("/dev/full", os.O_WRONLY)
+        code = subprocess.run(
+            arguments, check=False, cwd=ROOT, env=ON_CPU, timeout=120, stdout=write, stderr=write
+        ).returncode
+        os.close(write)
+    assert code == 0
+    assert done.read_text() == "whole"

@@ -1,0 +1,253 @@
+"""What the loop does around a step, with a step that only counts: nothing is compiled."""
+
+import dataclasses
+import io
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+from train_cases import small
+
+from coat_jax.training import disk, loop
+from coat_jax.training.checkpoint import Checkpoints
+from coat_jax.training.config import CheckpointConfig, EvaluationConfig, MeshConfig
+from coat_jax.training.data import DataConfig
+from coat_jax.training.disk import DiskFull
+from coat_jax.training.metrics import Metrics
+from coat_jax.training.recorder import Diverged
+from coat_jax.training.step import Report
+
+STEPS = 8
+
+
+class Counting:
+    """Stands in for the compiled step.
+
+    Attributes:
+        skipped: the steps that are.
+        after: what happens when a step has been taken.
+    """
+
+    def __init__(self):
+        self.skipped = set()
+        self.after = {}
+
+    def __call__(self, state, batch):
+        step = int(state.step) + 1
+        skipped = state.skipped + (step in self.skipped)
+        self.after.get(step, lambda: None)()
+        loss = jnp.float32(np.nan if step in self.skipped else 1 / step)
+        report = Report(loss, loss, jnp.float32(0), jnp.int32(9), skipped)
+        return state._replace(step=state.step + 1, skipped=skipped), report
+
+
+@pytest.fixture
+def step(monkeypatch):
+    counting = Counting()
+
+    def zeros(config, optimizer, mesh):
+        _, abstract = loop.abstract_state(config, optimizer, mesh)
+        return jax.tree.map(
+            lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), abstract
+        )
+
+    class HeldOut:
+        """Its loss is another one each time."""
+
+        def __init__(self, *arguments):
+            self.losses = iter((2.5, 2.25, 2.125))
+
+        def loss(self, params):
+            return next(self.losses)
+
+    monkeypatch.setattr(loop, "_compile", lambda *arguments, **options: counting)
+    monkeypatch.setattr(loop, "new_state", zeros)
+    monkeypatch.setattr(loop, "Evaluation", HeldOut)
+    return counting
+
+
+@pytest.fixture
+def config(tmp_path):
+    return small(
+        model={"layers": 1},
+        out=str(tmp_path / "run"),
+        steps=STEPS,
+        checkpoint=CheckpointConfig(every=2, keep=9),
+        mesh=MeshConfig(),
+    )
+
+
+def train(config):
+    """The outcome and what was printed."""
+    file = io.StringIO()
+    return loop.train(config, Console(file=file, width=200)), file.getvalue()
+
+
+def records(config):
+    lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def saved(config):
+    """The record.json of each checkpoint, by step."""
+    folder = Path(config.out) / "checkpoints"
+    paths = sorted(folder.glob("*/record.json"))
+    return {int(path.parent.name): json.loads(path.read_text()) for path in paths}
+
+
+def replace(config, **changes):
+    return dataclasses.replace(config, **changes)
+
+
+def test_a_checkpoint_has_the_held_out_loss_of_its_step_or_none(step, config):
+    """Not that of an evaluation before it."""
+    train(replace(config, evaluation=EvaluationConfig(every=4)))
+    losses = {step: record["loss"] for step, record in saved(config).items()}
+    assert losses == {2: None, 4: 2.5, 6: None, 8: 2.25}
+
+
+def test_a_run_that_diverges_ends_with_a_code_of_its_own(step, config):
+    step.skipped = set(range(4, 9))
+    with pytest.raises(Diverged, match="last 3 steps, up to step 6"):
+        train(replace(config, max_skipped_steps=3))
+    assert [record["step"] for record in records(config)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_saves_and_stops(step, config, number):
+    step.after[3] = lambda: os.kill(os.getpid(), number)
+    outcome, _ = train(config)
+    assert (outcome.step, outcome.stopped) == (3, True)
+    assert list(saved(config)) == [2, 3]
+    step.after.clear()
+    assert train(config)[0].step == STEPS
+    assert [record["step"] for record in records(config)] == list(range(1, STEPS + 1))
+
+
+def test_a_full_disk_saves_what_fits_and_nothing_is_lost(step, config, monkeypatch):
+    """The metrics cannot be written any more; the checkpoint can, and has their records."""
+    descriptors = []
+
+    def watched(*arguments, **options):
+        metrics = Metrics(*arguments, **options)
+        descriptors.append(metrics._lines._file.fileno())
+        return metrics
+
+    def fill():
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, descriptors[0])
+        os.close(full)
+
+    monkeypatch.setattr(loop, "Metrics", watched)
+    step.after[5] = fill
+    with pytest.raises(DiskFull, match=r"metrics\.jsonl does not fit"):
+        train(config)
+    assert [record["step"] for record in records(config)] == [1, 2, 3, 4][: len(records(config))]
+    last = max(saved(config))
+    assert last in (5, 6)
+    step.after.clear()
+    _, text = train(config)
+    assert f"Resumes after step {last}" in text
+    assert [record["step"] for record in records(config)] == list(range(1, STEPS + 1))
+
+
+def test_a_full_disk_that_takes_no_checkpoint_leaves_the_last_one(step, config, monkeypatch):
+    usage = disk.shutil.disk_usage("/")
+    full = usage._replace(free=0)
+    step.after[3] = lambda: monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: full)
+    with pytest.raises(DiskFull, match="step 4 does not fit"):
+        train(config)
+    assert list(saved(config)) == [2]
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage)
+    step.after.clear()
+    assert train(config)[0].step == STEPS
+    assert [record["step"] for record in records(config)] == list(range(1, STEPS + 1))
+
+
+def test_what_a_killed_run_did_not_prune_is_pruned_at_the_next_start(step, config):
+    train(config)
+    assert list(saved(config)) == [2, 4, 6, 8]
+    train(replace(config, checkpoint=CheckpointConfig(every=2, keep=2)))
+    assert list(saved(config)) == [6, 8]
+
+
+def test_a_run_says_how_many_conversations_are_cut(step, config, tmp_path):
+    def talk(length):
+        said = [("user", "Hi"), ("assistant", "a" * length)]
+        return json.dumps({"messages": [{"role": r, "content": c} for r, c in said]})
+
+    path = tmp_path / "talk.jsonl"
+    path.write_text("\n".join(talk(n) for n in (1, 2, 3, 100, 200, 300, 4, 5, 6, 7)))
+    _, text = train(
+        replace(config, steps=1, sequence=64, data=DataConfig(train=(str(path),), kind="chat"))
+    )
+    assert "rows of 64; 3 documents were longer and are cut to that." in text
+
+
+def test_the_run_seed_reaches_everything_that_is_random(step, config, monkeypatch):
+    seeds = {}
+
+    def spy(name):
+        function = getattr(loop, name)
+
+        def wrapped(config, *arguments):
+            seeds[name] = config.seed
+            return function(config, *arguments)
+
+        monkeypatch.setattr(loop, name, wrapped)
+
+    for name in ("open_data", "make_optimizer", "new_state"):
+        spy(name)
+    train(replace(config, steps=1, seed=7))
+    assert seeds == {"open_data": 7, "make_optimizer": 7, "new_state": 7}
+
+
+def test_records_are_on_the_disk_before_the_checkpoint_that_follows_them(step, config, monkeypatch):
+    """A power failure must not leave a checkpoint whose records are lost."""
+    order = []
+
+    def watched(owner, name):
+        function = getattr(owner, name)
+
+        def wrapped(self, *arguments, **options):
+            order.append((name, len(records(config))))
+            return function(self, *arguments, **options)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    watched(Metrics, "sync")
+    watched(Checkpoints, "save")
+    train(replace(config, checkpoint=CheckpointConfig(every=4)))
+    assert order == [("sync", 4), ("save", 4), ("sync", 8), ("save", 8)]
+
+
+@pytest.mark.parametrize(
+    ("left", "lost"),
+    [
+        (8, None),
+        (5, None),
+        (4, None),
+        (3, "steps 4 to 4"),
+        (1, "steps 2 to 4"),
+        (0, "steps 1 to 4"),
+    ],
+)
+def test_records_that_were_lost_are_noted(step, config, left, lost):
+    """The newest checkpoint is of step 4: the records before it do not come again."""
+    train(replace(config, checkpoint=CheckpointConfig(every=4)))
+    shutil.rmtree(Path(config.out) / "checkpoints" / "8")
+    path = Path(config.out) / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:left]))
+    _, text = train(config)
+    assert ("it has lost the records of" in text) == (lost is not None)
+    assert (lost or "") in text
+    expected = [*range(1, min(left, 4) + 1), *range(5, STEPS + 1)]
+    assert [record["step"] for record in records(config)] == expected

@@ -1,0 +1,180 @@
+"""A folder holds one run: which one is known while any copy of its config is left."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from train_cases import small
+
+from coat_jax.errors import UserError
+from coat_jax.training import identity, manifest
+from coat_jax.training.disk import NotWritten
+from coat_jax.training.run_folder import RunFolder
+from coat_jax.training.weights import model_config, read_json
+
+
+def claim(config, notes=None):
+    """What is changed; the folder is released again."""
+    notes = [] if notes is None else notes
+    folder = RunFolder(config, notes.append)
+    try:
+        return folder.claim()
+    finally:
+        folder.release()
+
+
+def write_checkpoint(out, step, config):
+    """As `Checkpoints` leaves it, with a state of one file."""
+    folder = Path(out) / "checkpoints" / str(step)
+    (folder / "state").mkdir(parents=True)
+    (folder / "state" / "arrays").write_text("numbers")
+    record = {"step": step, "loss": None, "extra": {"config": identity.to_json(config)}}
+    (folder / "record.json").write_text(json.dumps(record))
+    manifest.write(folder)
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def saved(out):
+    """A run of batch 16 with two checkpoints; its config.json is as it should be."""
+    config = small(out=str(out))
+    claim(config)
+    for step in (1, 2):
+        write_checkpoint(out, step, config)
+    return config
+
+
+BROKEN = {
+    "missing": lambda path: path.unlink(),
+    "cut off": lambda path: path.write_text(path.read_text()[:100]),
+    "empty": lambda path: path.write_text(""),
+    "no object": lambda path: path.write_text("[1]"),
+    "no text": lambda path: path.write_bytes(b"\xff\x00"),
+    "deep": lambda path: path.write_text("[" * 100_000),
+    "edited": lambda path: path.write_text(path.read_text().replace('"batch": 16', '"batch": 32')),
+}
+
+
+@pytest.mark.parametrize("harm", BROKEN.values(), ids=BROKEN)
+def test_a_config_that_is_broken_is_known_from_the_checkpoint(out, saved, harm):
+    harm(out / "config.json")
+    with pytest.raises(UserError, match="holds another run: batch was 16, now 32"):
+        claim(small(out=str(out), batch=32))
+    assert claim(saved) == []
+    assert json.loads((out / "config.json").read_text()) == identity.to_json(saved)
+
+
+@pytest.mark.parametrize("harm", BROKEN.values(), ids=BROKEN)
+def test_a_damaged_checkpoint_does_not_say_what_was_run(out, saved, harm):
+    """The one before does."""
+    harm(out / "checkpoints" / "2" / "record.json")
+    (out / "config.json").unlink()
+    with pytest.raises(UserError, match="holds another run: batch was 16, now 32"):
+        claim(small(out=str(out), batch=32))
+
+
+@pytest.mark.parametrize("harm", list(BROKEN.values())[:-1], ids=list(BROKEN)[:-1])
+def test_the_model_of_a_run_whose_config_is_broken_is_read_from_its_checkpoint(out, saved, harm):
+    whole = model_config(out)
+    harm(out / "config.json")
+    assert model_config(out) == whole
+
+
+def test_what_is_damaged_without_a_checkpoint_is_replaced_and_noted(out, saved):
+    shutil.rmtree(out / "checkpoints")
+    (out / "config.json").write_text('{"model"')
+    notes = []
+    assert claim(saved, notes) == []
+    assert len(notes) == 1
+    assert "config.json is damaged, and no checkpoint says what was run" in notes[0]
+    with pytest.raises(UserError, match="batch was 16, now 32"):
+        claim(small(out=str(out), batch=32))
+
+
+def test_a_folder_that_is_no_run_is_named(out, saved):
+    shutil.rmtree(out / "checkpoints")
+    (out / "config.json").write_text('{"model"')
+    with pytest.raises(UserError, match="is no JSON object"):
+        read_json(out)
+    (out / "config.json").unlink()
+    with pytest.raises(UserError, match=r"neither the folder .* no config\.json in it"):
+        read_json(out)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_config_without_an_end_is_replaced(out, make):
+    out.mkdir()
+    make(out / "config.json")
+    assert claim(small(out=str(out))) == []
+    assert (out / "config.json").is_file()
+
+
+def test_what_changes_is_told(out, saved):
+    assert claim(small(out=str(out), steps=99)) == ["steps was 10, now 99"]
+
+
+def test_a_run_that_does_not_resume_moves_the_old_one_out_of_the_way(tmp_path, out):
+    old, new = (small(out=str(out), resume=False, seed=seed) for seed in (0, 1))
+    for config in (old, new, new):
+        assert claim(config) == []
+        (out / "metrics.jsonl").write_text(str(config.seed))
+    assert {p.name: (p / "metrics.jsonl").read_text() for p in tmp_path.iterdir()} == {
+        "run": "1",
+        "run.1": "0",
+        "run.2": "1",
+    }
+
+
+@pytest.mark.parametrize("left", ["config.json", "metrics.jsonl", "checkpoints"])
+def test_whatever_is_left_of_a_run_is_moved(tmp_path, out, saved, left):
+    (out / "metrics.jsonl").write_text("")
+    for path in out.iterdir():
+        if path.name != left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert claim(small(out=str(out), resume=False)) == []
+    assert (tmp_path / "run.1" / left).exists()
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_that_goes_on_is_left_alone(tmp_path, out, resume):
+    running = RunFolder(small(out=str(out)), print)
+    running.claim()
+    before = (out / "config.json").stat()
+    with pytest.raises(UserError, match="is in use by process"):
+        claim(small(out=str(out), resume=resume))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert (out / "config.json").stat() == before
+    running.release()
+    claim(small(out=str(out), resume=resume))
+
+
+def test_the_lock_moves_with_the_run(out):
+    claim(small(out=str(out)))
+    new = RunFolder(small(out=str(out), resume=False), print)
+    new.claim()
+    with pytest.raises(UserError, match="is in use"):
+        claim(small(out=str(out)))
+    claim(small(out=f"{out}.1"))
+    new.release()
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    claim(small(out="~/run"))
+    assert (tmp_path / "run" / "config.json").is_file()
+    assert not (tmp_path / "~").exists()
+    assert model_config("~/run").ffn == small().model.ffn
+
+
+def test_what_stands_in_the_way_is_named(out):
+    (out / "config.json.unfinished").mkdir(parents=True)
+    with pytest.raises(NotWritten, match=r"config\.json could not be written in .*directory"):
+        claim(small(out=str(out)))

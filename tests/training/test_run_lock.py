@@ -1,0 +1,120 @@
+"""A folder is one process's at a time, and nobody's when that has ended, however it ended."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coat_jax.errors import UserError
+from coat_jax.training import run_lock
+from coat_jax.training.run_lock import FILE, lock
+
+ROOT = Path(__file__).parents[2]
+HOLDING = """
+import sys, time
+from pathlib import Path
+from coat_jax.training.run_lock import lock
+held = lock(Path(sys.argv[1]), print)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def silent(text):
+    raise AssertionError(f"noted: {text}")
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDING, tmp_path], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_who_holds_it_is_named(tmp_path, holder):
+    with pytest.raises(UserError, match=rf"is in use by process {holder.pid} on .* began at 20"):
+        lock(tmp_path, silent)
+
+
+def test_the_lock_ends_with_its_process(tmp_path, holder):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    lock(tmp_path, silent).close()
+
+
+def test_a_lock_is_taken_and_given_back(tmp_path):
+    """Also within one process: the kernel tells open files apart, not processes."""
+    held = lock(tmp_path, silent)
+    with pytest.raises(UserError, match=f"process {os.getpid()} on"):
+        lock(tmp_path, silent)
+    held.close()
+    lock(tmp_path, silent).close()
+
+
+def test_a_folder_that_was_moved_does_not_lock_its_successor(tmp_path):
+    old, new = tmp_path / "run", tmp_path / "run.1"
+    old.mkdir()
+    before = lock(old, silent)
+    old.rename(new)
+    old.mkdir()
+    with lock(old, silent), pytest.raises(UserError, match=r"run\.1 is in use"):
+        lock(new, silent)
+    before.close()
+
+
+def test_a_lock_on_a_file_that_was_moved_meanwhile_is_no_lock(tmp_path, monkeypatch):
+    """Another process moves the folder after this one opened the file, and makes a new one."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    flock, opened = run_lock.fcntl.flock, []
+
+    def flock_late(file, flags):
+        if not opened:
+            folder.rename(tmp_path / "run.1")
+            folder.mkdir()
+        opened.append(os.fstat(file.fileno()).st_ino)
+        flock(file, flags)
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", flock_late)
+    with lock(folder, silent) as held:
+        assert len(opened) == 2
+        assert os.path.samestat((folder / FILE).stat(), os.fstat(held.fileno()))
+
+
+def test_what_stands_in_the_file_cannot_reach_the_terminal(tmp_path):
+    held = lock(tmp_path, silent)
+    (tmp_path / FILE).write_bytes(b"\x1b[2J\nevil \xff\n" + b"x" * 10_000)
+    with pytest.raises(UserError) as refused:
+        lock(tmp_path, silent)
+    held.close()
+    assert r"\x1b[2J evil" in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+def test_a_link_is_not_written_through(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("data")
+    (tmp_path / FILE).symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic links"):
+        lock(tmp_path, silent)
+    assert precious.read_text() == "data"
+
+
+def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch):
+    def refuse(file, flags):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
+    notes = []
+    lock(tmp_path, notes.append).close()
+    assert len(notes) == 1
+    assert "has no locks" in notes[0]
