@@ -18,7 +18,7 @@ import coat_jax
 
 PACKAGE = Path(coat_jax.__file__).parent
 LAYERS = [
-    ("errors", "formats", "noise"),
+    ("errors", "formats", "noise", "printable"),
     ("precision", "qtensor"),
     ("blocks", "expansion"),
     ("moments",),

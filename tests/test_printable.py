@@ -1,0 +1,37 @@
+"""Laws of coat_jax.printable."""
+
+import sys
+import unicodedata
+
+import pytest
+
+from coat_jax.printable import printable
+
+EVERY = "".join(map(chr, range(sys.maxunicode + 1)))
+
+
+def test_no_control_character_but_tab_and_newline_is_left():
+    left = {c for c in printable(EVERY) if unicodedata.category(c) == "Cc"}
+    assert left == {"\t", "\n"}
+
+
+def test_every_result_can_be_encoded():
+    assert printable(EVERY).encode("utf-8").decode("utf-8") == printable(EVERY)
+
+
+def test_all_other_characters_stay():
+    others = "".join(c for c in EVERY if unicodedata.category(c) not in ("Cc", "Cs"))
+    assert printable(others) == others
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
+        ("a\rb\x7f\x9b31m", r"a\x0db\x7f\x9b31m"),
+        ("a\tb\nc é 漢 🙂", "a\tb\nc é 漢 🙂"),
+        ("\udc80", r"\udc80"),
+    ],
+)
+def test_controls_are_shown_as_escapes(text, shown):
+    assert printable(text) == shown
