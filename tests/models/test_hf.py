@@ -14,18 +14,19 @@ from safetensors.numpy import load_file, save_file
 from small_model import filled
 
 from coat_jax import models
+from coat_jax.errors import UserError
 from coat_jax.models import hf
 from coat_jax.models.hf_config import FAMILIES, from_json, to_json
 from coat_jax.models.hf_files import Tensors
 from coat_jax.ops import Llama3Scaling, Rotary
 
-PLAIN = {"qk_norm": None, "norm_eps": 1e-5, "precision": "coat"}
+PLAIN = {"qk_norm": None, "norm_eps": 1e-5, "precision": "bf16"}
 LLAMA = variant(**PLAIN, rotary=Rotary(5e5, Llama3Scaling()))
 FAMILY = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": variant(**PLAIN, window=8),
     "Qwen2ForCausalLM": variant(**PLAIN, qkv_bias=True, tied=True, rotary=Rotary(1e6, 4.0)),
-    "Qwen3ForCausalLM": variant(precision="coat", window=8, tied=True),
+    "Qwen3ForCausalLM": variant(precision="bf16", window=8, tied=True),
     "OlmoForCausalLM": variant(**PLAIN, norm="layer"),
     "Olmo2ForCausalLM": variant(**{**PLAIN, "qk_norm": "all"}, norms="after"),
 }
@@ -118,7 +119,8 @@ def test_on_a_mesh_each_device_reads_its_own_part(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", models.PRESETS)
 def test_presets_pass_through_config_json(name):
-    config = dataclasses.replace(models.PRESETS[name], param_dtype=jnp.bfloat16)
+    stored = {"param_dtype": jnp.bfloat16, "precision": "bf16"}
+    config = dataclasses.replace(models.PRESETS[name], **stored)
     assert from_json(json.loads(json.dumps(to_json(config, jnp.bfloat16)))) == config
 
 
@@ -248,7 +250,7 @@ def test_tensors_that_say_nothing_new_are_passed_over(folder):
 def test_files_that_are_not_there_are_named(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere\. Download the model"):
         hf.load(tmp_path / "nowhere", LLAMA)
-    with pytest.raises(FileNotFoundError, match=r"There is no .*config.json"):
+    with pytest.raises(FileNotFoundError, match=r"There is no file .*config.json"):
         hf.load(tmp_path / "nowhere")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match=r"no model.safetensors .* 'pytorch_model.bin'"):
@@ -260,9 +262,14 @@ def test_files_that_are_not_there_are_named(folder, tmp_path):
 
 
 def test_an_index_that_is_wrong_is_refused(folder):
-    (folder / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ValueError, match="has no weight_map: it is no index of tensors"):
-        hf.load(folder)
+    for index, message in (
+        ("[]", "is no JSON object, but list"),
+        ("{}", "has no weight_map: it is no index of tensors"),
+        ('{"weight_map": {"a": 3}}', "maps a tensor to what is no name of a file"),
+    ):
+        (folder / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(UserError, match=message):
+            hf.load(folder)
     names = [*load_file(folder / "model.safetensors"), "model.ghost"]
     index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -276,5 +283,5 @@ def test_an_index_that_is_wrong_is_refused(folder):
 
 
 def test_a_model_is_not_written_over_another(folder):
-    with pytest.raises(FileExistsError, match=r"holds a model already: model\.safetensors"):
+    with pytest.raises(UserError, match=r"holds a model already: model\.safetensors"):
         hf.save(folder, filled(LLAMA))

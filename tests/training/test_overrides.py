@@ -79,7 +79,7 @@ def test_fields_are_checked_together():
         (["--precision", "fp7"], "--model.precision 'fp7' is not bf16 or fp8_linear or coat or"),
         (["--param_dtype", "float9"], "--model.param_dtype 'float9' is not a dtype"),
         (["--writers", "excel"], "--writers 'excel' is not .*tensorboard or wandb"),
-        (["--steps", "0"], "steps=0 must be a whole number of 1 or more"),
+        (["--steps", "0"], "steps=0 must be a whole number from 1 to"),
     ],
 )
 def test_what_is_refused(arguments, message):

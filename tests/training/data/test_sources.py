@@ -8,6 +8,7 @@ from data_cases import write_lines, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coat_jax.errors import UserError
 from coat_jax.training.data import DataConfig, corpus, load
 from coat_jax.training.data.tokenizer import Tokenizer
 from coat_jax.training.data.tokenizing import write
@@ -126,7 +127,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
     [
         (("none.npy",), FileNotFoundError, "There is no file .*none.npy"),
         (("*.none",), FileNotFoundError, r"No file matches .*\*\.none"),
-        (("folder",), IsADirectoryError, r"Name its files by a pattern, as in '.*folder/\*.npy'"),
+        (("folder",), UserError, r"Name its files by a pattern, as in '.*folder/\*.npy'"),
         (("a.npy", "a.txt"), ValueError, "a.npy holds tokens, and .*a.txt text"),
     ],
 )
@@ -148,10 +149,10 @@ def test_the_corpus_does_not_mix(tmp_path):
     ("field", "named"),
     [
         ({"train": ()}, "names no data"),
-        ({"train": "corpus"}, "must be a tuple of paths"),
-        ({"held_out": ("",)}, "must be a tuple of paths"),
-        ({"kind": "image"}, "kind='image' must be one of"),
-        ({"dtype": "int64"}, "dtype='int64' must be one of"),
+        ({"train": "corpus"}, r"data.train='corpus' must be a tuple of texts, as in \('a', 'b'\)"),
+        ({"held_out": ("",)}, "data.held_out has an empty path"),
+        ({"kind": "image"}, "kind='image' must be 'text' or 'chat'"),
+        ({"dtype": "int64"}, "dtype='int64' must be 'uint16' or 'uint32' or None"),
         ({"held_out_part": 1.0}, "held_out_part=1.0 must be"),
         ({"end_of_text": -1}, "end_of_text=-1 must be"),
     ],
