@@ -67,6 +67,12 @@ def status(path: Path) -> os.stat_result | None:
             return None
 
 
+def is_folder(path: Path) -> bool:
+    """Whether a folder is there."""
+    found = status(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
 def is_regular(path: Path) -> bool:
     """Whether a regular file is there, which can be read to its end."""
     found = status(path)

@@ -18,6 +18,7 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -107,6 +108,14 @@ def require(name: str, value: Any, annotation: Any, default: Any = None) -> None
     if not _fits(value, annotation):
         proposed = "" if not isinstance(default, int | float) else f" The default is {default!r}."
         raise UserError(f"{name}={shown(value)} must be {described(annotation)}.{proposed}")
+
+
+def dtype_of(name: str, value: Any) -> np.dtype:
+    """The dtype that a value stands for; raises UserError where it stands for none."""
+    try:
+        return jnp.dtype(value)
+    except Exception:  # NumPy parses text as Python, and fails in as many ways
+        raise UserError(f"{name}={shown(value)} is no dtype. Write one as 'bfloat16'.") from None
 
 
 def annotations(kind: type[Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from coat_jax.errors import UserError
 from coat_jax.formats import E4M3, E5M2, format_of
-from coat_jax.limits import Among, require_fields, shown
+from coat_jax.limits import Among, dtype_of, require_fields, shown
 
 FORMATS: dict[str, DTypeLike] = {"E4M3": E4M3, "E5M2": E5M2}
 Block = Annotated[int, Among((16, 32, 64, 128))]
@@ -46,7 +46,7 @@ class Precision:
         require_fields(self)
         for name in ("forward", "backward"):
             try:
-                found = format_of(getattr(self, name)).name
+                found = format_of(dtype_of(name, getattr(self, name))).name
             except ValueError as error:
                 raise UserError(f"{name}: {error}") from None
             # One spelling each, so that equal Precisions compare equal.

@@ -1,5 +1,7 @@
 """A tokenizer.json of the `tokenizers` library, from a file that may be anything."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +27,22 @@ def parsed(content: bytes, where: str) -> Any:
     """
     import tokenizers
 
-    try:
+    with failures_named(f"{where} is no file of the `tokenizers` library, as tokenizer.json is"):
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
         highest = max(tokenizer.get_vocab().values(), default=-1)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library panics on some files, which is no Exception
-        raise UserError(
-            f"{where} is no file of the `tokenizers` library ({error}). It is usually named "
-            "tokenizer.json."
-        ) from None
     if not 0 <= highest < LARGEST:
         raise UserError(f"{where} has no vocabulary that a model can have: make it anew.")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+@contextlib.contextmanager
+def failures_named(what: str) -> Iterator[None]:
+    """Turns an error of the library, which has no class of its own, into one line."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, UserError):
+        raise
+    except BaseException as error:  # the library panics on some files, which is no Exception
+        raise UserError(f"{what}: {error}.") from None

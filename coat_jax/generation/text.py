@@ -102,19 +102,20 @@ class Tokenizer:
             path: of the file.
             begin: whether texts begin with what the file says, such as <s>, if anything.
         """
+        self._path = path
         self._tokenizer, _ = tokenizer_file.read(path)
         self._begin = begin
 
     def encode(self, text: str) -> list[int]:
         """See `Text`."""
-        return list(self._tokenizer.encode(_clean(text), add_special_tokens=self._begin).ids)
+        return self._encode(text, add_special_tokens=self._begin)
 
     def token(self, text: str) -> int:
         """See `Text`."""
         token = self._tokenizer.token_to_id(_clean(text))
         if token is not None:
             return int(token)
-        tokens = self._tokenizer.encode(_clean(text), add_special_tokens=False).ids
+        tokens = self._encode(text, add_special_tokens=False)
         if len(tokens) != 1:
             raise UserError(f"{text!r} is no token of the tokenizer, which makes it {tokens}.")
         return int(tokens[0])
@@ -123,6 +124,12 @@ class Tokenizer:
         """See `Text`: by its usual names."""
         known = map(self._tokenizer.token_to_id, ENDS_OF_TEXT)
         return next((int(token) for token in known if token is not None), None)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        with tokenizer_file.failures_named(f"{self._path} cannot tokenize this text"):
+            return list(
+                self._tokenizer.encode(_clean(text), add_special_tokens=add_special_tokens).ids
+            )
 
     def reader(self, prompt: Sequence[int]) -> Reader:
         """See `Text`. Special tokens are left out."""

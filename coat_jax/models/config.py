@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax.errors import UserError
-from coat_jax.limits import Count, Range, require_fields, shown
+from coat_jax.limits import Count, Range, dtype_of, require_fields
 from coat_jax.nn import MeshAxes
 from coat_jax.precision import COAT, Precision, precision_of
 
@@ -109,13 +109,10 @@ class Config:
 
 
 def _wide(name: str, value: Any) -> np.dtype:
-    try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+    dtype = dtype_of(name, value)
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise UserError(
-            f"{name}={shown(dtype.name if dtype else value)} must be float32, bfloat16 or another "
+            f"{name}={dtype.name} must be float32, bfloat16 or another "
             "float of 16 bits or more. What is FP8 is for `precision` to say."
         )
     if dtype.itemsize > 4 and jax.dtypes.canonicalize_dtype(dtype) != dtype:

@@ -24,7 +24,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from coat_jax.errors import UserError
-from coat_jax.files import MissingFile, is_regular, read_json, require_regular
+from coat_jax.files import MissingFile, is_folder, is_regular, read_json, require_regular
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -87,7 +87,7 @@ def _opened(path: Path) -> Any:
 
 def _index(folder: Path) -> dict[str, str]:
     """The file of each tensor."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise MissingFile(
             f"There is no folder {folder}. Download the model first: hf download <name> "
             f"--local-dir {folder}"

@@ -60,6 +60,9 @@ def draw(
     if out.suffix.lower() != ".png":
         raise UserError(f"{out} does not end in .png: the page takes the same name with .html.")
     loaded = runs.load(paths, names)
+    for run in loaded:
+        if not np.all(np.isfinite(run.axis(over).values)):
+            raise UserError(f"{run.path} has {over} that are no numbers: plot over another axis.")
     looks = looks_of(len(loaded))
     smooth = smooth or max(min(len(run.columns["loss"].rows) for run in loaded) // 50, 10)
     with failures_named(out):

@@ -211,9 +211,9 @@ def test_presets_have_the_published_numbers_of_parameters(name, count):
         ({"norm_eps": 0.0}, "norm_eps=0.0 must be a number from 1e-30 to 1. The default is 1e-05"),
         (
             {"dtype": jnp.float8_e4m3fn},
-            "dtype='float8_e4m3fn' must be float32, bfloat16",
+            "dtype=float8_e4m3fn must be float32, bfloat16",
         ),
-        ({"param_dtype": jnp.int32}, "param_dtype='int32' must be float32"),
+        ({"param_dtype": jnp.int32}, "param_dtype=int32 must be float32"),
         ({"batch_axes": "data"}, "batch_axes='data' must be a tuple of texts"),
         ({"precision": "fp7"}, "There is no precision 'fp7'"),
     ],

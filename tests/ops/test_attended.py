@@ -11,6 +11,7 @@ from ops_cases import assert_close, distance, draw, quick_jit
 
 import coat_jax as coat
 from coat_jax import ops
+from coat_jax.ops import attended
 
 B, S, N, K, H = 2, 6, 4, 2, 8
 
@@ -91,3 +92,25 @@ def test_an_output_in_blocks_moves_gradients_by_its_rounding(cudnn):
     off = distance(got, want)
     assert np.all(off < 2**-4)
     assert np.all(off[:2] > 0)  # it is the rounded o that is put back
+
+
+def test_a_token_more_to_make_the_length_even_changes_nothing():
+    """cuDNN takes masks of even lengths only; XLA takes both, and so can compare them."""
+    q, k, v = draw(7, (3, 5, N, H), (3, 5, K, H), (3, 5, K, H))
+    segments = jnp.array([[0, 0, 0, 1, 1], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
+    mask = (segments[:, :, None] == segments[:, None, :])[:, None]
+    settings = attended.Attention(True, None, H**-0.5, coat.BF16, "xla")
+    got = attended._evenly(settings, mask, q, k, v)
+    wanted = attended._under(settings, mask)(q, k, v)
+    assert got.shape == wanted.shape
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_fp16_on_a_cpu_is_that_of_fp32_rounded():
+    q, k, v = (x.astype("float16") for x in draw(7, (2, 5, N, H), (2, 5, K, H), (2, 5, K, H)))
+    got = ops.attention(q, k, v, precision="bf16")
+    wanted = ops.attention(*(x.astype("float32") for x in (q, k, v)), precision="bf16")
+    assert got.dtype == jnp.float16
+    np.testing.assert_array_equal(got, wanted.astype("float16"))
+    one = ops.attention_to_past(q[:, :1], k, v, jnp.ones((2, 5), bool))
+    assert one.dtype == jnp.float16

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from train_cases import SMALL, small
 
+from coat_jax.errors import UserError
 from coat_jax.nn import MeshAxes
 from coat_jax.training.config import (
     CheckpointConfig,
@@ -13,6 +14,7 @@ from coat_jax.training.config import (
     OptimizerConfig,
     TrainConfig,
 )
+from coat_jax.training.overrides import override
 
 PARTS = (TrainConfig, OptimizerConfig, MeshConfig, EvaluationConfig, CheckpointConfig)
 
@@ -82,3 +84,45 @@ def test_microbatches_share_the_batch():
 def test_every_field_is_described(part):
     for field in dataclasses.fields(part):
         assert f"    {field.name}: " in part.__doc__, field.name
+
+
+NUMBERS = {"z_loss", "model.norm_eps", "model.rotary.theta", "model.rotary.scaling"}
+NUMBERS |= {f"optimizer.{name}" for name in ("peak", "eps", "clip", "weight_decay")}
+COUNTS = ("steps", "batch", "sequence", "seed", "accumulation", "log_every", "evaluation.batches")
+COUNTS += ("model.vocab", "model.width", "model.layers", "model.ffn", "model.window")
+COUNTS += ("model.heads", "model.head_dim", "model.context", "checkpoint.keep", "data.end_of_text")
+
+
+@pytest.mark.parametrize("name", sorted(NUMBERS))
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "1e30", "1e300"])
+def test_numbers_that_no_run_can_use_are_refused(name, value):
+    if (name, value) == ("optimizer.clip", "1e30"):
+        return  # does not clip
+    with pytest.raises(UserError, match=f"{name.rpartition('.')[2]}=.* must be a number"):
+        override(SMALL, [f"--{name}={value}"])
+
+
+@pytest.mark.parametrize("name", sorted(NUMBERS - {"z_loss", "optimizer.weight_decay"}))
+def test_numbers_that_must_be_above_0_are(name):
+    with pytest.raises(UserError, match=f"{name.rpartition('.')[2]}=0.0 must be a number"):
+        override(SMALL, [f"--{name}=0"])
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("value", ["-1", "1" + 20 * "0", "1e20", "nan"])
+def test_counts_that_no_run_can_use_are_refused(name, value):
+    with pytest.raises(UserError, match=f"{name.rpartition('.')[2]}.* a whole number"):
+        override(SMALL, [f"--{name}={value}"])
+
+
+def test_a_step_s_tokens_can_be_counted():
+    with pytest.raises(UserError, match=r"batch=67108864 times sequence=32 is more than the 2,147"):
+        small(batch=1 << 26)
+
+
+def test_folders_may_be_in_the_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = small(out="~/x", init_from="~/y")
+    assert (config.out, config.init_from) == (f"{tmp_path}/x", f"{tmp_path}/y")
+    with pytest.raises(UserError, match="out='' names no folder"):
+        small(out="")

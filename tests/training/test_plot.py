@@ -217,6 +217,13 @@ def test_a_name_is_drawn_whatever_it_is(tmp_path, two):
     assert (tmp_path / "plot.PNG").stat().st_size > 10_000
 
 
+def test_an_axis_without_numbers_is_refused(tmp_path, two):
+    metrics = two[0] / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"seconds": 0.5', '"seconds": null'))
+    with pytest.raises(UserError, match="has time that are no numbers: plot over another axis"):
+        draw(two, tmp_path / "plot.png", over="time")
+
+
 def test_a_missing_matplotlib_is_named_with_its_extra(tmp_path, two, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"need matplotlib: pip install 'coat_jax\[train\]'"):

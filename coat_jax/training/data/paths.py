@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from coat_jax.errors import UserError
-from coat_jax.files import MissingFile, expanded, failures_named, require_regular, status
+from coat_jax.files import MissingFile, expanded, failures_named, is_folder, require_regular, status
 
 TOKENS, CHAT = (".npy", ".bin"), ".jsonl"
 ANY_FOLDERS = "**"
@@ -48,7 +48,7 @@ def identity(path: Path) -> Identity:
 
 def _files(pattern: str) -> list[Path]:
     path = expanded(pattern)
-    if path.is_dir():
+    if is_folder(path):
         raise UserError(
             f"{pattern} is a folder. Name its files by a pattern, as in '{path}/*.npy'."
         )

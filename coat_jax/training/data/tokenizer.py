@@ -74,6 +74,7 @@ class Tokenizer:
             path: of the file.
             end_of_text: by default the first of ENDS_OF_TEXT that the tokenizer knows.
         """
+        self._path = path
         self._plain, content = tokenizer_file.read(path)
         self._with_markers = tokenizer_file.parsed(content, str(path))
         self._plain.encode_special_tokens = True  # as ordinary text, that is
@@ -92,12 +93,15 @@ class Tokenizer:
 
     def encode(self, texts: list[str]) -> list[UInt[np.ndarray, " N"]]:
         """See `Encoder`."""
-        found = self._plain.encode_batch_fast(texts, add_special_tokens=False)
+        with tokenizer_file.failures_named(f"{self._path} cannot tokenize the data"):
+            found = self._plain.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, self.dtype) for one in found]
 
     def encode_markers(self, text: str) -> UInt[np.ndarray, " N"]:
         """See `Encoder`."""
-        return np.array(self._with_markers.encode(text, add_special_tokens=False).ids, self.dtype)
+        with tokenizer_file.failures_named(f"{self._path} cannot tokenize {text!r}"):
+            found = self._with_markers.encode(text, add_special_tokens=False)
+        return np.array(found.ids, self.dtype)
 
 
 def _known(end_of_text: int, vocab: int) -> int:
