@@ -11,12 +11,16 @@ a `dataclasses.replace` of one field.
 """
 
 import dataclasses
+from typing import Annotated
 
 from jax.typing import DTypeLike
 
+from coat_jax.errors import UserError
 from coat_jax.formats import E4M3, E5M2, format_of
+from coat_jax.limits import Among, dtype_of, require_fields, shown
 
-BLOCK_SIZES = (16, 32, 64, 128)
+FORMATS: dict[str, DTypeLike] = {"E4M3": E4M3, "E5M2": E5M2}
+Block = Annotated[int, Among((16, 32, 64, 128))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,20 +39,23 @@ class Precision:
     fp8_linear: bool = True
     forward: DTypeLike = E4M3
     backward: DTypeLike = E5M2
-    block: int | None = 16
-    attention_block: int | None = None
+    block: Block | None = 16
+    attention_block: Block | None = None
 
     def __post_init__(self) -> None:
-        forward, backward = format_of(self.forward), format_of(self.backward)
-        if forward.name == backward.name == "E5M2":
-            raise ValueError(
+        require_fields(self)
+        for name in ("forward", "backward"):
+            try:
+                found = format_of(dtype_of(name, getattr(self, name))).name
+            except ValueError as error:
+                raise UserError(f"{name}: {error}") from None
+            # One spelling each, so that equal Precisions compare equal.
+            object.__setattr__(self, name, FORMATS[found])
+        if self.forward == self.backward == E5M2:
+            raise UserError(
                 "forward and backward cannot both be E5M2, which GPUs do not multiply with itself. "
                 "Use E4M3 for one of them."
             )
-        for name in ("block", "attention_block"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value not in BLOCK_SIZES):
-                raise ValueError(f"{name}={value!r} must be None or one of {BLOCK_SIZES}.")
 
 
 BF16 = Precision(fp8_linear=False, block=None)
@@ -66,6 +73,7 @@ def precision_of(name: str | Precision) -> Precision:
     try:
         return PRESETS[name.lower()]
     except (KeyError, AttributeError):
-        raise ValueError(
-            f"There is no precision {name!r}. Use one of {', '.join(PRESETS)}, or a coat.Precision."
+        raise UserError(
+            f"There is no precision {shown(name)}. Use one of {', '.join(PRESETS)}, or a "
+            "coat.Precision."
         ) from None

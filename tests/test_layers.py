@@ -18,8 +18,9 @@ import coat_jax
 
 PACKAGE = Path(coat_jax.__file__).parent
 LAYERS = [
-    ("errors", "formats", "noise", "printable"),
-    ("precision", "qtensor"),
+    ("errors", "printable"),
+    ("files", "formats", "limits", "noise"),
+    ("precision", "qtensor", "tokenizer_file"),
     ("blocks", "expansion"),
     ("moments",),
     ("kernels",),

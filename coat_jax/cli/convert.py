@@ -11,8 +11,11 @@ A piece of a tensor is in memory at a time. TO appears when it is complete.
 
 import argparse
 import sys
-from functools import partial
 from pathlib import Path
+
+from coat_jax.errors import UserError
+from coat_jax.files import expanded
+from coat_jax.printable import printable
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -22,6 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, metavar="FROM", help="a folder with a model")
     parser.add_argument("out", type=Path, metavar="TO", help="the folder to make")
     parser.add_argument("--dtype", choices=DTYPES, help="of the parameters, if not as they are")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="a tokenizer.json for TO; by default the one in a run's folder",
+    )
     parser.add_argument(
         "--step", type=int, help="which checkpoint of a run; by default the newest that is whole"
     )
@@ -40,12 +49,14 @@ def run(options: argparse.Namespace) -> int:
 
     from coat_jax.training import conversion, weights
 
-    of_run = weights.is_run(weights.read_json(options.source))
+    source, out = expanded(options.source), expanded(options.out)
+    of_run = weights.is_run(weights.read_json(source))
     if options.step is not None and not of_run:
-        raise ValueError(
-            f"--step chooses among the checkpoints of a run, and {options.source} is "
-            "a Hugging Face folder."
+        raise UserError(
+            f"--step chooses among the checkpoints of a run, and {source} is a Hugging Face folder."
         )
+    if options.tokenizer is not None and not of_run:
+        raise UserError(f"--tokenizer is for a run, and {source} has its own: leave it out.")
     console = Console()
     bar = Progress(
         BarColumn(),
@@ -64,15 +75,16 @@ def run(options: argparse.Namespace) -> int:
 
         if of_run:
             conversion.to_hugging_face(
-                options.source,
-                options.out,
+                source,
+                out,
                 step=options.step,
                 dtype=options.dtype,
+                tokenizer=options.tokenizer,
                 progress=progress,
-                note=partial(print, file=sys.stderr),
+                note=lambda text: print(printable(text), file=sys.stderr),
             )
         else:
-            conversion.to_run(options.source, options.out, dtype=options.dtype, progress=progress)
+            conversion.to_run(source, out, dtype=options.dtype, progress=progress)
     what = "a Hugging Face folder" if of_run else "a checkpoint"
-    console.print(f"{options.out} is {what}.", highlight=False, soft_wrap=True)
+    console.print(printable(f"{out} is {what}."), highlight=False, markup=False, soft_wrap=True)
     return 0

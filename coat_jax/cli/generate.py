@@ -15,13 +15,16 @@ its weights are stored. A text ends with the token that ends a document, or with
 import argparse
 import contextlib
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from coat_jax.errors import UserError
+from coat_jax.files import expanded, lines_of, parse_json, read_json, read_text, status
+from coat_jax.limits import CountOrZero, require, shown
+from coat_jax.printable import printable
 
 if TYPE_CHECKING:
     from coat_jax.generation.text import Text
@@ -30,8 +33,6 @@ if TYPE_CHECKING:
 BYTES = "bytes"
 BETWEEN = "\n---\n"
 TENSOR = "tensor"
-# A model may well write what moves a terminal's cursor: control characters are shown instead.
-SHOWN = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         seed=options.seed,
     )
     if options.batch < 1:
-        raise ValueError(f"--batch {options.batch} must be 1 or more.")
+        raise UserError(f"--batch {options.batch} must be 1 or more.")
     texts = [*options.prompt, *_lines(options.prompts)]
     model_folder = _Folder(options)
     text = model_folder.text
@@ -106,18 +107,15 @@ def _lines(file: Path | None) -> Iterator[str]:
     """The prompts in a file."""
     if file is None:
         return
-    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
-        if file.suffix != ".jsonl":
+    for number, line in enumerate(lines_of(read_text(expanded(file))), 1):
+        if file.suffix.lower() != ".jsonl":
             yield line
-            continue
-        try:
-            said = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{file}:{number} is no JSON: {error}.") from None
-        prompt = said.get("prompt") if isinstance(said, dict) else said
-        if not isinstance(prompt, str):
-            raise ValueError(f'{file}:{number} is neither a string nor {{"prompt": "..."}}.')
-        yield prompt
+        elif line.strip():
+            said = parse_json(line, f"{file}:{number}")
+            prompt = said.get("prompt") if isinstance(said, dict) else said
+            if not isinstance(prompt, str):
+                raise UserError(f'{file}:{number} is neither a string nor {{"prompt": "..."}}.')
+            yield prompt
 
 
 # --- The model -------------------------------------------------------------------------------
@@ -137,7 +135,7 @@ class _Folder:
         from coat_jax.precision import precision_of
         from coat_jax.training import weights
 
-        self._where, self._step = options.where, options.step
+        self._where, self._step = expanded(options.where), options.step
         said = weights.read_json(self._where)
         self._of_run = weights.is_run(said)
         config = weights.model_config(self._where)
@@ -147,14 +145,20 @@ class _Folder:
             config, precision=precision, axes=axes, batch_axes=()
         )
         data = said.get("data") or {}
-        self.text = self._text(options.tokenizer, data.get("tokenizer"))
-        self.stops = self._stops(said, data.get("end_of_text"))
+        if not isinstance(data, dict):
+            raise UserError(f"{self._where}/config.json: data={shown(data)} must be an object.")
+        tokenizer, end_of_text = data.get("tokenizer"), data.get("end_of_text")
+        require(f"{self._where}/config.json: data.tokenizer", tokenizer, str | None)
+        self.text = self._text(options.tokenizer, tokenizer)
+        self.stops = self._stops(said, end_of_text)
 
     def load(self) -> "Llama":
         """The model, on the mesh that is set."""
         from coat_jax.training import weights
 
-        note = partial(print, file=sys.stderr)
+        def note(text: str) -> None:
+            print(printable(text), file=sys.stderr)
+
         return weights.load(self._where, self.config, step=self._step, note=note)
 
     def _text(self, asked: str | None, of_run: str | None) -> "Text":
@@ -163,13 +167,13 @@ class _Folder:
         own = self._where / "tokenizer.json"
         if asked == BYTES:
             return Bytes()
-        if asked is None and own.exists():
+        if asked is None and status(own):
             return Tokenizer(own)
         if (other := asked or of_run) is not None:
             # Training puts nothing in front of a text.
             return Tokenizer(other, begin=not self._of_run)
         if self.config.vocab != 256:
-            raise ValueError(
+            raise UserError(
                 f"{self._where} has no tokenizer.json, and its model knows {self.config.vocab:,} "
                 f"tokens. Name its tokenizer with --tokenizer FILE; or --tokenizer {BYTES}."
             )
@@ -178,11 +182,13 @@ class _Folder:
     def _stops(self, said: dict[str, Any], of_run: int | None) -> list[int]:
         """What ends a text: as generation_config.json or config.json says, or the tokenizer."""
         file = self._where / "generation_config.json"
-        settings = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        settings = read_json(file) if status(file) else {}
         ends = settings.get("eos_token_id", said.get("eos_token_id"))
         if ends is None:
             ends = self.text.end_of_text() if of_run is None else of_run
         ends = ends if isinstance(ends, list) else [ends]
+        for end in ends:
+            require(f"{self._where}: eos_token_id", end, CountOrZero | None)
         return [end for end in ends if end is not None and end < self.config.vocab]
 
 
@@ -192,7 +198,7 @@ def _sharing(devices: int) -> Iterator[None]:
     import jax
 
     if not 1 <= devices <= jax.device_count():
-        raise ValueError(f"--devices {devices}: there are {jax.device_count()}.")
+        raise UserError(f"--devices {devices}: there are {jax.device_count()}.")
     if devices == 1:
         yield
         return
@@ -226,8 +232,9 @@ def _print(
 
 
 def _say(text: str) -> None:
+    # A model may well write what moves a terminal's cursor.
     if sys.stdout.isatty():
-        text = text.translate(SHOWN)
+        text = printable(text)
     # A terminal may lack characters, and a prompt hold what is none.
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)

@@ -11,6 +11,9 @@ losses. The page works offline, in any browser.
 import argparse
 from pathlib import Path
 
+from coat_jax.files import expanded
+from coat_jax.printable import printable
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The runs, and how to draw them."""
@@ -43,6 +46,7 @@ def run(options: argparse.Namespace) -> int:
     """Draws, and says where."""
     from coat_jax.training.plot import draw
 
-    draw(options.runs, options.out, over=options.over, smooth=options.smooth, names=options.names)
-    print(f"{options.out}\n{options.out.with_suffix('.html')}")
+    paths, out = [expanded(path) for path in options.runs], expanded(options.out)
+    draw(paths, out, over=options.over, smooth=options.smooth, names=options.names)
+    print(printable(f"{out}\n{out.with_suffix('.html')}"))
     return 0

@@ -10,6 +10,9 @@ The folder appears when it is complete; a run that is interrupted leaves nothing
 import argparse
 from pathlib import Path
 
+from coat_jax.errors import UserError
+from coat_jax.files import expanded
+from coat_jax.printable import printable
 from coat_jax.training.data.paths import are_tokens, files_of
 from coat_jax.training.data.tokenizer import encoder_of
 from coat_jax.training.data.tokenizing import Encoded, write
@@ -41,9 +44,10 @@ def run(options: argparse.Namespace) -> int:
         TransferSpeedColumn,
     )
 
+    out = expanded(options.out)
     paths = files_of(tuple(options.inputs))
     if are_tokens(paths):
-        raise ValueError(f"{paths[0]} holds tokens already: name text files or .jsonl.")
+        raise UserError(f"{paths[0]} holds tokens already: name text files or .jsonl.")
     encoder = encoder_of(options.tokenizer, options.end_of_text)
     console = Console()
     bar = Progress(
@@ -63,13 +67,12 @@ def run(options: argparse.Namespace) -> int:
             so_far = bar.tasks[0].fields["tokens"] + len(part.tokens)
             bar.update(task, advance=part.size, tokens=so_far)
 
-        notes = write(paths, options.out, encoder, progress=advance)
-    console.print(
+        notes = write(paths, out, encoder, progress=advance)
+    told = (
         f"{notes['tokens']:,} tokens of {notes['documents']:,} documents as {notes['dtype']} in "
         f"{len(notes['files']):,} files, vocabulary {notes['vocab']:,}, end of text "
         f"{notes['end_of_text']}.\n"
-        f"coat train CONFIG --data.train '{options.out}/*.npy'",
-        highlight=False,
-        soft_wrap=True,
+        f"coat train CONFIG --data.train '{out}/*.npy'"
     )
+    console.print(printable(told), highlight=False, markup=False, soft_wrap=True)
     return 0

@@ -21,6 +21,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from coat_jax.errors import UserError
 from coat_jax.generation.cache import Cache, decode, prefill
 from coat_jax.generation.sampling import Sampling, choose
 from coat_jax.models import Config, Llama
@@ -111,7 +112,7 @@ def _rows(prompts: int, config: Config) -> int:
 def _listed(chunk: Int[Array, "B C"], prompts: int) -> list[list[int]]:
     rows = np.asarray(chunk)[:prompts]
     if (rows == NOT_A_NUMBER).any():
-        raise ValueError(
+        raise UserError(
             "The model's logits are not numbers: its parameters are damaged, or diverged in "
             "training. Try an earlier checkpoint."
         )
@@ -187,15 +188,15 @@ def require_prompts(
 ) -> None:
     """Raises unless `stream` can continue these prompts; needs no model yet."""
     if not prompts:
-        raise ValueError("There is no prompt.")
+        raise UserError("There is no prompt.")
     if max_tokens < 1:
-        raise ValueError(f"max_tokens={max_tokens} must be 1 or more.")
+        raise UserError(f"max_tokens={max_tokens} must be 1 or more.")
     for number, prompt in enumerate(prompts, 1):
         name = "The prompt" if len(prompts) == 1 else f"Prompt {number}"
         if not prompt:
-            raise ValueError(f"{name} is empty. Give at least one token to continue.")
+            raise UserError(f"{name} is empty. Give at least one token to continue.")
         if len(prompt) >= config.context:
-            raise ValueError(
+            raise UserError(
                 f"{name} has {len(prompt)} tokens, and the model's context={config.context} must "
                 "hold one more. Shorten it."
             )
@@ -205,7 +206,7 @@ def require_prompts(
 
 def _require_known(where: str, tokens: Sequence[int], vocab: int) -> None:
     if outside := [token for token in tokens if not 0 <= token < vocab]:
-        raise ValueError(
+        raise UserError(
             f"{where} token {outside[0]}, outside the model's vocabulary of {vocab}. Is the "
             "tokenizer that of this model?"
         )

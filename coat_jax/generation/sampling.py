@@ -9,11 +9,15 @@ do not depend on the texts beside it.
 """
 
 import dataclasses
-import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from coat_jax.limits import CountOrZero, Range, require_fields
+
+TINY = 1e-37  # almost the smallest number that XLA does not take for 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,23 +31,13 @@ class Sampling:
         seed: of the random numbers.
     """
 
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
+    temperature: Annotated[float, Range(least=0, most=1e30)] = 0.8
+    top_k: CountOrZero = 0
+    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
+    seed: Annotated[int, Range(least=0, most=2**32 - 1)] = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(
-                f"temperature={self.temperature} must be 0, which takes the likeliest token, or "
-                "above."
-            )
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} must be 1 or more, or 0 for all tokens.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1.")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed} must be 0 or more, and below 2^32.")
+        require_fields(self)
 
 
 def choose(
@@ -62,7 +56,7 @@ def choose(
     """
     if not sampling.temperature:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    kept = allowed(logits / sampling.temperature, sampling)
+    kept = allowed(_sharpened(logits, sampling.temperature), sampling)
     key = jax.random.key(sampling.seed)
 
     def one(row: Array, number: Array, step: Array) -> Array:
@@ -70,6 +64,13 @@ def choose(
         return jax.random.categorical(own, row)
 
     return jax.vmap(one)(kept, numbers, steps).astype(jnp.int32)
+
+
+def _sharpened(logits: Float[Array, "B V"], temperature: float) -> Float[Array, "B V"]:
+    """The logits over the temperature, less the largest: no temperature is too small for FP32."""
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    divided = (logits - largest) / max(temperature, TINY)
+    return jnp.where(logits == largest, 0.0, divided)
 
 
 def allowed(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
@@ -82,6 +83,7 @@ def allowed(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B 
         shares = jax.nn.softmax(ordered)
         # A token is needed if those before it have too little; the first one always is.
         needed = jnp.cumsum(shares, axis=-1) - shares < sampling.top_p
+        needed = needed.at[..., 0].set(True)  # however small top_p is in FP32
         least = jnp.min(jnp.where(needed, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits >= least, logits, -jnp.inf)
     return logits

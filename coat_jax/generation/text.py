@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from coat_jax import tokenizer_file
+from coat_jax.errors import UserError
+
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 BEFORE = 8  # tokens of the prompt that a new one's text may depend on, generously
@@ -46,13 +49,13 @@ class Bytes:
 
     def encode(self, text: str) -> list[int]:
         """See `Text`. What a terminal passed on without understanding it stays as it was."""
-        return list(text.encode("utf-8", "surrogateescape"))
+        return list(_bytes_of(text))
 
     def token(self, text: str) -> int:
         """See `Text`."""
         tokens = self.encode(text)
         if len(tokens) != 1:
-            raise ValueError(f"{text!r} is no token: tokens are bytes, and it has {len(tokens)}.")
+            raise UserError(f"{text!r} is no token: tokens are bytes, and it has {len(tokens)}.")
         return tokens[0]
 
     def end_of_text(self) -> int | None:
@@ -62,6 +65,19 @@ class Bytes:
     def reader(self, prompt: Sequence[int]) -> Reader:
         """See `Text`."""
         return _BytesReader()
+
+
+def _bytes_of(text: str) -> bytes:
+    """Its UTF-8, and the bytes that a terminal passed on and Python could not read."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{text[:40]!r} is no text: {error.reason}.") from None
+
+
+def _clean(text: str) -> str:
+    """The text, what is no text in it replaced: a tokenizer takes nothing else."""
+    return _bytes_of(text).decode("utf-8", "replace")
 
 
 class _BytesReader:
@@ -86,39 +102,34 @@ class Tokenizer:
             path: of the file.
             begin: whether texts begin with what the file says, such as <s>, if anything.
         """
-        import tokenizers
-
-        path = Path(path)
-        if not path.is_file():
-            inside = " It is a folder: name the tokenizer.json in it." if path.is_dir() else ""
-            raise FileNotFoundError(f"There is no tokenizer file {path}.{inside}")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # it raises no narrower class
-            raise ValueError(f"{path} is no file of the `tokenizers` library: {error}.") from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._path = path
+        self._tokenizer, _ = tokenizer_file.read(path)
         self._begin = begin
 
     def encode(self, text: str) -> list[int]:
         """See `Text`."""
-        clean = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-        return list(self._tokenizer.encode(clean, add_special_tokens=self._begin).ids)
+        return self._encode(text, add_special_tokens=self._begin)
 
     def token(self, text: str) -> int:
         """See `Text`."""
-        token = self._tokenizer.token_to_id(text)
+        token = self._tokenizer.token_to_id(_clean(text))
         if token is not None:
             return int(token)
-        tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
+        tokens = self._encode(text, add_special_tokens=False)
         if len(tokens) != 1:
-            raise ValueError(f"{text!r} is no token of the tokenizer, which makes it {tokens}.")
+            raise UserError(f"{text!r} is no token of the tokenizer, which makes it {tokens}.")
         return int(tokens[0])
 
     def end_of_text(self) -> int | None:
         """See `Text`: by its usual names."""
         known = map(self._tokenizer.token_to_id, ENDS_OF_TEXT)
         return next((int(token) for token in known if token is not None), None)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        with tokenizer_file.failures_named(f"{self._path} cannot tokenize this text"):
+            return list(
+                self._tokenizer.encode(_clean(text), add_special_tokens=add_special_tokens).ids
+            )
 
     def reader(self, prompt: Sequence[int]) -> Reader:
         """See `Text`. Special tokens are left out."""

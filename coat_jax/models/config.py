@@ -13,23 +13,26 @@ of experts, layers that differ from each other.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from coat_jax import ops
+from coat_jax.errors import UserError
+from coat_jax.limits import Count, Range, dtype_of, require_fields
 from coat_jax.nn import MeshAxes
 from coat_jax.precision import COAT, Precision, precision_of
 
-SIZES = ("vocab", "width", "layers", "heads", "kv_heads", "head_dim", "ffn", "context")
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "norm": ("rms", "layer"),
-    "norms": ("before", "after"),
-    "qk_norm": (None, "head", "all"),
-    "remat": (None, "layer", "layer_fp8"),
-}
+# Far above any model, and small enough that the bytes of any array of it are a 64-bit number.
+Layers = Annotated[int, Range(least=1, most=10_000)]
+Heads = Annotated[int, Range(least=1, most=1 << 14)]
+Width = Annotated[int, Range(least=1, most=1 << 20)]
+Vocab = Annotated[int, Range(least=1, most=1 << 24)]
+Context = Annotated[int, Range(least=1, most=1 << 24)]
+Epsilon = Annotated[float, Range(least=1e-30, most=1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,21 +67,21 @@ class Config:
         batch_axes: the mesh axes that the batch is cut along.
     """
 
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    context: int
+    vocab: Vocab
+    width: Width
+    layers: Layers
+    heads: Heads
+    kv_heads: Heads
+    head_dim: Heads
+    ffn: Width
+    context: Context
     norm: Literal["rms", "layer"] = "rms"
-    norm_eps: float = 1e-5
+    norm_eps: Epsilon = 1e-5
     norms: Literal["before", "after"] = "before"
     qkv_bias: bool = False
     qk_norm: Literal["head", "all"] | None = None
     rotary: ops.Rotary = ops.Rotary()
-    window: int | None = None
+    window: Count | None = None
     tied: bool = False
     scan: bool = True
     remat: Literal["layer", "layer_fp8"] | None = None
@@ -89,44 +92,29 @@ class Config:
     batch_axes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in SIZES:
-            _require_count(name, getattr(self, name))
-        if self.window is not None:
-            _require_count("window", self.window)
+        require_fields(self)
         if self.heads % self.kv_heads:
-            raise ValueError(
+            raise UserError(
                 f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}: each key head "
                 "serves as many query heads as any other."
             )
         if self.head_dim % 2:
-            raise ValueError(
+            raise UserError(
                 f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs of numbers."
             )
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {choices}.")
-        if not self.norm_eps > 0:
-            raise ValueError(f"norm_eps={self.norm_eps} must be above 0, as in 1e-5.")
         # One spelling each, so that equal Configs compare equal.
         object.__setattr__(self, "precision", precision_of(self.precision))
         for name in ("param_dtype", "dtype"):
             object.__setattr__(self, name, _wide(name, getattr(self, name)))
-        if isinstance(self.batch_axes, str) or not all(isinstance(a, str) for a in self.batch_axes):
-            raise ValueError(
-                f"batch_axes={self.batch_axes!r} must be a tuple of names, as in ('data', 'fsdp')."
-            )
-
-
-def _require_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number of 1 or more.")
 
 
 def _wide(name: str, value: Any) -> np.dtype:
-    dtype = jnp.dtype(value)
+    dtype = dtype_of(name, value)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-        raise ValueError(
-            f"{name}={dtype.name} must be float32, bfloat16 or another float of 16 bits or more. "
-            "What is FP8 is for `precision` to say."
+        raise UserError(
+            f"{name}={dtype.name} must be float32, bfloat16 or another "
+            "float of 16 bits or more. What is FP8 is for `precision` to say."
         )
+    if dtype.itemsize > 4 and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise UserError(f"{name}={dtype.name} needs JAX_ENABLE_X64=1 in the environment.")
     return dtype

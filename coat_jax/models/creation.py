@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
+from coat_jax.errors import UserError
 from coat_jax.models.config import Config
 from coat_jax.models.llama import Llama
 
@@ -111,13 +112,13 @@ def _checked_mesh(config: Config, mesh: Mesh | None) -> Mesh | None:
         mesh = jax.sharding.get_mesh()
     if mesh.empty:
         if any(dataclasses.astuple(config.axes)):
-            raise ValueError(
+            raise UserError(
                 f"axes={config.axes} names axes of a mesh, and there is none. Pass mesh=, call "
                 "this under jax.set_mesh(mesh), or leave axes at MeshAxes()."
             )
         return None
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
-        raise ValueError(
+        raise UserError(
             f"The axes of the mesh are {mesh.axis_types}, and must be automatic. Make it with "
             "jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
         )
@@ -130,12 +131,12 @@ def _checked_mesh(config: Config, mesh: Mesh | None) -> Mesh | None:
         if axis is None:
             continue
         if axis not in mesh.shape:
-            raise ValueError(
+            raise UserError(
                 f"axes.{role}={axis!r} is no axis of the mesh, which has {mesh.axis_names}."
             )
         for name, size in sizes.items():
             if size % mesh.shape[axis]:
-                raise ValueError(
+                raise UserError(
                     f"{name}={size} cannot be cut into {mesh.shape[axis]} parts along {axis!r}. "
                     f"Make it a multiple (a vocabulary may be padded), or this axis smaller."
                 )

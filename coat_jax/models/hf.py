@@ -25,6 +25,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from coat_jax.errors import UserError
+from coat_jax.files import expanded, read_json
 from coat_jax.models import stored
 from coat_jax.models.config import Config
 from coat_jax.models.creation import abstract
@@ -63,11 +65,8 @@ FILE_BYTES = 5 * 10**9
 
 
 def read_config(folder: str | Path) -> Config:
-    """The Config of a folder's config.json; its dtypes are those of the weights."""
-    path = Path(folder) / CONFIG
-    if not path.exists():
-        raise FileNotFoundError(f"There is no {path}.")
-    return from_json(json.loads(path.read_text("utf-8")))
+    """The Config of a folder's config.json: it computes as the weights are stored, not in FP8."""
+    return from_json(read_json(expanded(folder) / CONFIG))
 
 
 def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None = None) -> Llama:
@@ -114,7 +113,7 @@ def read(folder: str | Path, config: Config) -> dict[Name, Stored]:
         folder: with safetensors files.
         config: what they are the parameters of.
     """
-    tensors = Tensors(Path(folder))
+    tensors = Tensors(expanded(folder))
     _, state = abstract(dataclasses.replace(config, axes=MeshAxes()))
     sources = {path: _source(path, leaf.shape, config) for path, leaf in nnx.to_flat_state(state)}
     _require_names(sources.values(), tensors, config)
@@ -142,7 +141,7 @@ def write(
         file_bytes: see `save`.
         progress: is told how many bytes more were read.
     """
-    folder, kind = Path(folder), jnp.dtype(config.param_dtype if dtype is None else dtype)
+    folder, kind = expanded(folder), jnp.dtype(config.param_dtype if dtype is None else dtype)
     data = {**to_json(config, kind), **(extra or {})}
     stored.require_same(config, parameters)
     sources = {path: _source(path, one.shape, config) for path, one in parameters.items()}
@@ -200,7 +199,7 @@ def _in_files(source: _Source, tensors: Tensors) -> Stored:
     """A parameter in a folder; raises where a tensor has another shape or is no float."""
     for name in source.names:
         if tensors.shape(name) != source.there:
-            raise ValueError(
+            raise UserError(
                 f"{name} in {tensors.folder} is {tensors.shape(name)}, and the Config says "
                 f"{source.there}."
             )
@@ -226,7 +225,7 @@ def _in_files(source: _Source, tensors: Tensors) -> Stored:
 
 def _on_devices(path: Name, value: jax.Array, config: Config) -> Stored:
     if not value.is_fully_addressable:
-        raise ValueError(
+        raise UserError(
             f"{'.'.join(map(str, path))} is spread over several hosts. Save a checkpoint with "
             "orbax, and convert that on one host."
         )
@@ -256,7 +255,7 @@ def _require_names(sources: Iterable[_Source], tensors: Tensors, config: Config)
         if names:
             listed = ", ".join(sorted(names)[:5])
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ValueError(
+            raise UserError(
                 f"{tensors.folder} {kind} tensors: {listed}{more}. Its config.json or the Config "
                 "describes another model."
             )
@@ -266,7 +265,7 @@ def _require_equal(tensors: Tensors) -> None:
     everything = (slice(None), slice(None))
     head, embedding = (tensors.read(name, everything) for name in (HEAD, EMBEDDING))
     if head.shape != embedding.shape or not np.array_equal(head, embedding):
-        raise ValueError(
+        raise UserError(
             f"config.json of {tensors.folder} ties head and embedding, and {HEAD} differs from "
             f"{EMBEDDING}. Load it with a Config of tied=False."
         )

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from coat_jax.errors import UserError
+from coat_jax.limits import CountOrZero, annotations, require, shown
 from coat_jax.models.config import Config
 from coat_jax.ops import Llama3Scaling, Rotary
+from coat_jax.precision import BF16
 
 Json = Mapping[str, Any]
 
@@ -56,76 +59,121 @@ REQUIRED = {
     "partial_rotary_factor": (1, None),
 }
 WINDOWED = ("mistral", "qwen2", "qwen3")
+FULL, SLIDING = "full_attention", "sliding_attention"
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 # --- From config.json ------------------------------------------------------------------------
 
 
 def from_json(data: Json) -> Config:
-    """The Config of a config.json; dtypes are those of its weights."""
-    architecture = (data.get("architectures") or ["none"])[0]
-    if architecture not in FAMILIES:
-        raise ValueError(
-            f"config.json names the architecture {architecture!r}. There are {', '.join(FAMILIES)}."
-        )
-    family = FAMILIES[architecture]
+    """The Config of a config.json, which computes as its weights are stored, not in FP8."""
+    family = _family(data)
     for name, allowed in REQUIRED.items():
         if data.get(name) not in allowed:
-            raise ValueError(
-                f"config.json has {name}={data[name]!r}, which coat_jax does not support: it can "
-                f"only be {' or '.join(repr(value) for value in allowed)}."
+            raise UserError(
+                f"config.json has {name}={shown(data[name])}, which coat_jax does not support: it "
+                f"can only be {' or '.join(repr(value) for value in allowed)}."
             )
     data = {**family.defaults, **data}
     if missing := [name for name in SIZES.values() if name not in data]:
-        raise ValueError(f"config.json of {architecture} lacks {', '.join(missing)}.")
+        raise UserError(f"config.json of {family.model_type} lacks {', '.join(missing)}.")
+    for ours, theirs in SIZES.items():
+        _require(Config, ours, theirs, data[theirs])
     sizes = {ours: data[theirs] for ours, theirs in SIZES.items()}
-    heads = sizes["heads"]
-    dtype = jnp.dtype(data.get("dtype") or data.get("torch_dtype") or "float32")
+    heads, width = sizes["heads"], sizes["width"]
     fields = {
         **sizes,
-        "kv_heads": data.get("num_key_value_heads") or heads,
-        "head_dim": data.get("head_dim") or sizes["width"] // heads,
-        "norm_eps": data.get("rms_norm_eps", 1e-6),
+        "kv_heads": _optional(data, "kv_heads", "num_key_value_heads", heads),
+        "head_dim": _optional(data, "head_dim", "head_dim", width // heads),
+        "norm_eps": _optional(data, "norm_eps", "rms_norm_eps", 1e-6),
         "rotary": _rotary(data),
         "window": _window(data, family, sizes["layers"]),
-        "tied": bool(data.get("tie_word_embeddings", False)),
-        "param_dtype": dtype,
-        "dtype": dtype,
+        "tied": _optional(data, "tied", "tie_word_embeddings", False),
+        "precision": BF16,
     }
-    return Config(**{**fields, **family.fixed})
+    stored = {"param_dtype": _dtype(data), "dtype": _dtype(data)}
+    return Config(**{**fields, **stored, **family.fixed})
+
+
+def _family(data: Json) -> Family:
+    """What kind of model it is."""
+    names = data.get("architectures") or ["none"]
+    name = names[0] if isinstance(names, list) else names
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise UserError(
+            f"config.json names the architecture {shown(name)}. There are {', '.join(FAMILIES)}."
+        )
+    return FAMILIES[name]
+
+
+def _require(kind: type, ours: str, theirs: str, value: Any) -> None:
+    """Raises unless a value in config.json is one that our field may have."""
+    require(f"config.json: {theirs}", value, annotations(kind)[ours])
+
+
+def _optional(data: Json, ours: str, theirs: str, default: Any) -> Any:
+    """What config.json says of a field, or if it says nothing or null a default."""
+    value = data.get(theirs)
+    value = default if value is None else value
+    _require(Config, ours, theirs, value)
+    return value
+
+
+def _dtype(data: Json) -> Any:
+    """The dtype of the weights."""
+    name = data.get("dtype") or data.get("torch_dtype") or "float32"
+    if name not in DTYPES:
+        raise UserError(
+            f"config.json: dtype={shown(name)} must be one of {', '.join(DTYPES)}. Load the model "
+            "with transformers, and save it in one of these."
+        )
+    return jnp.dtype(name)
 
 
 def _rotary(data: Json) -> Rotary:
     """From rope_theta and rope_scaling, or from rope_parameters, which hold both since 2025."""
     rope: Json = data.get("rope_scaling") or data.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise UserError(f"config.json scales rotary positions by {shown(rope)}: an object is due.")
     theta = rope.get("rope_theta", data.get("rope_theta", 10000.0))
+    _require(Rotary, "theta", "rope_theta", theta)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(
+        raise UserError(
             f"config.json has different rotary positions for {', '.join(rope)}. All layers of a "
             "Config have the same."
         )
     if rope.get("partial_rotary_factor", 1) != 1:
-        raise ValueError(
-            f"config.json has partial_rotary_factor={rope['partial_rotary_factor']}, and coat_jax "
-            "turns whole heads."
+        raise UserError(
+            f"config.json has partial_rotary_factor={shown(rope['partial_rotary_factor'])}, and "
+            "coat_jax turns whole heads."
         )
     if kind == "default":
         return Rotary(float(theta))
     if kind == "linear":
-        return Rotary(float(theta), float(rope["factor"]))
+        return Rotary(float(theta), _scaling_factor(rope, "factor"))
     if kind == "llama3":
+        context = rope.get("original_max_position_embeddings", data["max_position_embeddings"])
+        _require(Llama3Scaling, "original_context", "original_max_position_embeddings", context)
         scaling = Llama3Scaling(
-            float(rope["factor"]),
-            float(rope["low_freq_factor"]),
-            float(rope["high_freq_factor"]),
-            rope.get("original_max_position_embeddings", data["max_position_embeddings"]),
+            factor=_scaling_factor(rope, "factor"),
+            low_freq_factor=_scaling_factor(rope, "low_freq_factor"),
+            high_freq_factor=_scaling_factor(rope, "high_freq_factor"),
+            original_context=context,
         )
         return Rotary(float(theta), scaling)
-    raise ValueError(
-        f"config.json scales rotary positions by {kind!r}, and coat_jax has default, linear and "
-        "llama3."
+    raise UserError(
+        f"config.json scales rotary positions by {shown(kind)}, and coat_jax has default, linear "
+        "and llama3."
     )
+
+
+def _scaling_factor(rope: Json, name: str) -> float:
+    if name not in rope:
+        raise UserError(f"config.json: rope_scaling lacks {name}.")
+    _require(Llama3Scaling, name, f"rope_scaling.{name}", rope[name])
+    return float(rope[name])
 
 
 def _window(data: Json, family: Family, layers: int) -> int | None:
@@ -133,21 +181,51 @@ def _window(data: Json, family: Family, layers: int) -> int | None:
     if family.model_type not in WINDOWED:
         return None
     window = data.get("sliding_window")
-    if family.model_type != "mistral" and not data.get("use_sliding_window", False):
+    _require(Config, "window", "sliding_window", window)
+    mistral = family.model_type == "mistral"
+    if not mistral and not _optional(data, "tied", "use_sliding_window", False):
         window = None
-    if window is None:
-        return None
+    kinds = _layer_types(data, window, layers, mistral=mistral)
+    windowed = kinds.count(SLIDING)
+    if mistral and data.get("layer_types") is not None and windowed != (layers if window else 0):
+        # transformers ignores the layers' types in this architecture, so one of the two is wrong.
+        raise UserError(
+            f"config.json: layer_types gives a window to {windowed} of {layers} layers, and in "
+            f"Mistral sliding_window={window} is that of all. Remove layer_types, or name the "
+            "architecture that the model is of."
+        )
+    if windowed not in (0, layers):
+        raise UserError(
+            f"config.json gives a window of {window} to {windowed} of {layers} layers. All layers "
+            "of a Config have the same."
+        )
+    if windowed and window is None:
+        raise UserError(
+            "config.json: layer_types names sliding_attention, and no sliding_window is in use. "
+            "Set sliding_window and use_sliding_window, or remove layer_types."
+        )
+    return window if windowed else None
+
+
+def _layer_types(data: Json, window: int | None, layers: int, *, mistral: bool) -> list[str]:
+    """What attention each layer has."""
     kinds = data.get("layer_types")
     if kinds is None:
         # In Qwen the first layers see everything, and these are how many.
-        first = 0 if family.model_type == "mistral" else data.get("max_window_layers", 28)
-        kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
-    if len(set(kinds)) > 1:
-        raise ValueError(
-            f"config.json gives a window of {window} to {kinds.count('sliding_attention')} of "
-            f"{layers} layers. All layers of a Config have the same."
+        first = 0 if mistral else data.get("max_window_layers", 28)
+        require("config.json: max_window_layers", first, CountOrZero)
+        if window is None:
+            first = layers
+        return [FULL if i < first else SLIDING for i in range(layers)]
+    if not isinstance(kinds, list) or any(kind not in (FULL, SLIDING) for kind in kinds):
+        raise UserError(
+            f"config.json: layer_types={shown(kinds)} must be a list of {FULL} and {SLIDING}."
         )
-    return window if kinds[0] == "sliding_attention" else None
+    if len(kinds) != layers:
+        raise UserError(
+            f"config.json: layer_types names {len(kinds)} layers, and num_hidden_layers={layers}."
+        )
+    return kinds
 
 
 # --- To config.json --------------------------------------------------------------------------
@@ -164,7 +242,7 @@ def architecture_of(config: Config) -> str:
         if windows and structure == {**default, **fixed} and config.norm_eps == eps:
             return name
     given = {**structure, "window": config.window, "norm_eps": config.norm_eps}
-    raise ValueError(
+    raise UserError(
         f"No architecture of transformers computes {given}. There are {', '.join(FAMILIES)}; "
         f"OLMo has norm_eps={OLMO_EPS}, and Mistral and Qwen alone have windows."
     )

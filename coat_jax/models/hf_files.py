@@ -23,6 +23,9 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from coat_jax.errors import UserError
+from coat_jax.files import MissingFile, is_folder, is_regular, read_json, require_regular
+
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -61,15 +64,13 @@ class Tensors:
         file = self._file_of[name]
         with _opened(self.folder / file) as handle:
             if name not in handle.keys():  # noqa: SIM118 (it is no mapping)
-                raise ValueError(
-                    f"{INDEX} says that {name} is in {file}, which has no such tensor."
-                )
+                raise UserError(f"{INDEX} says that {name} is in {file}, which has no such tensor.")
             yield handle.get_slice(name)
 
     def _float(self, name: str, tensor: Any) -> str:
         dtype = tensor.get_dtype()
         if dtype not in FLOATS:
-            raise ValueError(
+            raise UserError(
                 f"{name} in {self.folder} is stored as {dtype}, and coat_jax reads "
                 f"{', '.join(FLOATS)}. Load the model with transformers, dequantized, and save it."
             )
@@ -77,33 +78,35 @@ class Tensors:
 
 
 def _opened(path: Path) -> Any:
+    require_regular(path)
     try:
         return safe_open(path, framework="numpy")
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or cut off: {error}. Copy it here again.") from None
+        raise UserError(f"{path} is damaged or cut off: {error}. Copy it here again.") from None
 
 
 def _index(folder: Path) -> dict[str, str]:
     """The file of each tensor."""
-    if not folder.is_dir():
-        raise FileNotFoundError(
+    if not is_folder(folder):
+        raise MissingFile(
             f"There is no folder {folder}. Download the model first: hf download <name> "
             f"--local-dir {folder}"
         )
-    if (folder / INDEX).exists():
-        index = json.loads((folder / INDEX).read_text("utf-8"))
-        if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
-            raise ValueError(f"{INDEX} in {folder} has no weight_map: it is no index of tensors.")
-        file_of: dict[str, str] = index["weight_map"]
+    if is_regular(folder / INDEX):
+        file_of: dict[str, str] = read_json(folder / INDEX).get("weight_map", {})
+        if not isinstance(file_of, dict) or not file_of:
+            raise UserError(f"{INDEX} in {folder} has no weight_map: it is no index of tensors.")
+        if not all(isinstance(file, str) for file in file_of.values()):
+            raise UserError(f"{INDEX} in {folder} maps a tensor to what is no name of a file.")
         for file in sorted(set(file_of.values())):
-            if Path(file).name != file or not (folder / file).exists():
-                raise FileNotFoundError(f"{INDEX} names the file {file!r}, not in {folder}.")
+            if Path(file).name != file or not is_regular(folder / file):
+                raise MissingFile(f"{INDEX} names the file {file!r}, not in {folder}.")
         return file_of
-    if (folder / WHOLE).exists():
+    if is_regular(folder / WHOLE):
         with _opened(folder / WHOLE) as handle:
             return dict.fromkeys(handle.keys(), WHOLE)
     there = sorted(path.name for path in folder.iterdir())[:8]
-    raise FileNotFoundError(
+    raise MissingFile(
         f"There is no {WHOLE} and no {INDEX} in {folder}, but {there}. Other formats are not "
         "read: load the model with transformers and save_pretrained it."
     )
@@ -124,7 +127,7 @@ class NewTensors:
             file_bytes: how large a file may become; a larger tensor has one for itself.
         """
         if found := sorted(path.name for path in folder.glob("*.safetensors*")):
-            raise FileExistsError(f"{folder} holds a model already: {found[0]}. Name another one.")
+            raise UserError(f"{folder} holds a model already: {found[0]}. Name another one.")
         self._shapes, self._dtype = dict(shapes), dtype
         sizes = {name: _size(shape, dtype) for name, shape in shapes.items()}
         groups = _distribute(sizes, file_bytes)

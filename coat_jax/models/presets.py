@@ -6,6 +6,7 @@ mesh axes, scan, remat) is left at its default: use `dataclasses.replace`.
 
 import dataclasses
 
+from coat_jax.errors import UserError
 from coat_jax.models.config import Config
 from coat_jax.ops import Llama3Scaling, Rotary
 
@@ -121,6 +122,6 @@ def config_of(name: str | Config) -> Config:
     try:
         return PRESETS[name.lower()]
     except (KeyError, AttributeError):
-        raise ValueError(
+        raise UserError(
             f"There is no model {name!r}. Use one of {', '.join(PRESETS)}, or a coat.models.Config."
         ) from None

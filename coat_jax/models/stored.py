@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from coat_jax.errors import UserError
 from coat_jax.models.config import Config
 from coat_jax.models.creation import abstract
 from coat_jax.models.llama import Llama
@@ -127,7 +128,7 @@ def _require(needed: Mapping[Name, tuple[int, ...]], stored: Parameters) -> None
     ):
         if paths:
             names = ", ".join(sorted(".".join(map(str, path)) for path in paths)[:5])
-            raise ValueError(f"This is another model than its config says: it {kind} {names}.")
+            raise UserError(f"This is another model than its config says: it {kind} {names}.")
 
 
 def pieces(stored: Stored) -> Iterator[Index]:

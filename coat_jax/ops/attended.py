@@ -9,7 +9,7 @@ log-sum-exp. XLA's, elsewhere, computes them again.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +95,7 @@ def _under(
     settings: Attention, mask: Bool[Array, "B 1 S T"] | None, q: Array, k: Array, v: Array
 ) -> Array:
     """Attention under a mask, besides that of `settings`."""
-    return jax.nn.dot_product_attention(
+    return dot_product_attention(
         q,
         k,
         v,
@@ -105,6 +105,19 @@ def _under(
         local_window_size=None if settings.window is None else (settings.window - 1, 0),
         implementation=settings.backend,
     )
+
+
+def dot_product_attention(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    **settings: Any,
+) -> Float[Array, "B S N H"]:
+    """`jax.nn.dot_product_attention`, also of FP16 on a CPU, where XLA has no such products."""
+    if q.dtype != jnp.float16 or jax.default_backend() != "cpu":
+        return jax.nn.dot_product_attention(q, k, v, **settings)
+    wide = (x.astype(jnp.float32) for x in (q, k, v))
+    return jax.nn.dot_product_attention(*wide, **settings).astype(q.dtype)
 
 
 def _evenly(

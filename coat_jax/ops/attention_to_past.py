@@ -6,8 +6,9 @@ Keys and values of all slots are there already. It is for generation: one row of
 small, so nothing is fused, and there is no backward pass to keep anything for.
 """
 
-import jax
 from jaxtyping import Array, Bool, Float
+
+from coat_jax.ops.attended import dot_product_attention
 
 
 def attention_to_past(
@@ -36,6 +37,4 @@ def attention_to_past(
             f"{visible.shape}."
         )
     mask = visible[:, None, None, :]
-    return jax.nn.dot_product_attention(
-        q, keys, values, mask=mask, scale=scale, implementation="xla"
-    )
+    return dot_product_attention(q, keys, values, mask=mask, scale=scale, implementation="xla")

@@ -9,23 +9,36 @@ nothing is kept but the positions.
 import dataclasses
 import math
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from coat_jax.errors import UserError
 from coat_jax.kernels.turn import turn, turn_back
+from coat_jax.limits import Count, Range, require_fields
+
+Theta = Annotated[float, Range(least=1, most=1e12)]
+Factor = Annotated[float, Range(least=1e-6, most=1e6)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
     """Llama 3.1's stretching of low frequencies to contexts longer than those of pretraining."""
 
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
+    factor: Factor = 8.0
+    low_freq_factor: Factor = 1.0
+    high_freq_factor: Factor = 4.0
+    original_context: Count = 8192
+
+    def __post_init__(self) -> None:
+        require_fields(self)
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise UserError(
+                f"low_freq_factor={self.low_freq_factor} must be below "
+                f"high_freq_factor={self.high_freq_factor}, as in 1 and 4."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +50,11 @@ class Rotary:
         scaling: None; a number, by which positions are divided; or Llama 3.1's.
     """
 
-    theta: float = 10000.0
-    scaling: float | Llama3Scaling | None = None
+    theta: Theta = 10000.0
+    scaling: Factor | Llama3Scaling | None = None
+
+    def __post_init__(self) -> None:
+        require_fields(self)
 
     def frequencies(self, head_dim: int) -> Float[Array, "H2"]:
         """Radians per position of each pair."""

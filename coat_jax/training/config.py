@@ -8,16 +8,20 @@ checked in `mesh`. The docstrings' sentences are what `coat train --help` prints
 """
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 from coat_jax import models
+from coat_jax.errors import UserError
+from coat_jax.files import expanded
+from coat_jax.limits import MOST, Count, CountOrZero, Range, Share, require_fields
 from coat_jax.nn import MeshAxes
-from coat_jax.training.checks import require_between, require_choice, require_count
 from coat_jax.training.data import DataConfig
 
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 OptimizerName = Literal["fp8_adamw", "adamw"]
 Writer = Literal["tensorboard", "wandb"]
+Devices = Annotated[int, Range(least=-1, most=MOST)]
+Decay = Annotated[float, Range(least=0, below=1)]
 
 AXES = MeshAxes("fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -48,38 +52,25 @@ class OptimizerConfig:
     """
 
     name: OptimizerName = "fp8_adamw"
-    peak: float = 3e-4
+    peak: Annotated[float, Range(above=0, most=10)] = 3e-4
     schedule: Schedule = "cosine"
-    warmup: float = 0.01
-    cooldown: float = 0.2
-    final: float = 0.1
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    warmup: Share = 0.01
+    cooldown: Share = 0.2
+    final: Share = 0.1
+    b1: Decay = 0.9
+    b2: Decay = 0.95
+    eps: Annotated[float, Range(least=1e-30, most=1)] = 1e-8
+    weight_decay: Annotated[float, Range(least=0, most=100)] = 0.1
     decay_embedding: bool = True
     decay_vectors: bool = False
-    clip: float | None = 1.0
+    clip: Annotated[float, Range(least=1e-30, most=1e30)] | None = 1.0
     round_stochastically: bool = True
 
     def __post_init__(self) -> None:
-        require_choice("optimizer.name", self.name, get_args(OptimizerName))
-        require_choice("optimizer.schedule", self.schedule, get_args(Schedule))
-        for name in ("warmup", "cooldown", "final"):
-            require_between(f"optimizer.{name}", getattr(self, name), 0.0, 1.0)
-        for name in ("b1", "b2"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ValueError(f"optimizer.{name}={value!r} must be at least 0 and under 1.")
-        for name in ("peak", "weight_decay"):
-            require_between(f"optimizer.{name}", getattr(self, name), 0.0, float("inf"))
-        for name in ("eps", "clip"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"optimizer.{name}={value!r} must be above 0.")
+        require_fields(self, "optimizer.")
         falling = self.cooldown if self.schedule == "wsd" else 0.0
         if self.warmup + falling > 1:
-            raise ValueError(
+            raise UserError(
                 f"optimizer.warmup={self.warmup} and optimizer.cooldown={falling} are shares of "
                 "the steps, and together more than all of them. Lower one."
             )
@@ -96,20 +87,19 @@ class MeshConfig:
         tensor: parts that the layers' hidden widths are cut into.
     """
 
-    data: int = 1
-    fsdp: int = -1
-    tensor: int = 1
+    data: Devices = 1
+    fsdp: Devices = -1
+    tensor: Devices = 1
 
     def __post_init__(self) -> None:
+        require_fields(self, "mesh.")
         for name in ("data", "fsdp", "tensor"):
-            size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
-                raise ValueError(
-                    f"mesh.{name}={size!r} must be a whole number of 1 or more, or -1 for the "
-                    "devices that are left."
+            if getattr(self, name) == 0:
+                raise UserError(
+                    f"mesh.{name}=0 must be 1 or more, or -1 for the devices that are left."
                 )
         if (self.data, self.fsdp, self.tensor).count(-1) > 1:
-            raise ValueError(
+            raise UserError(
                 f"mesh: data={self.data}, fsdp={self.fsdp} and tensor={self.tensor} leave more "
                 "than one axis to be found. Only one can be -1."
             )
@@ -121,15 +111,14 @@ class EvaluationConfig:
 
     Attributes:
         every: steps between evaluations, and one at the end; 0 for none at all.
-        batches: how many held-out batches, always the same ones.
+        batches: how many held-out batches, always the same ones; all, where there are fewer.
     """
 
-    every: int = 200
-    batches: int = 16
+    every: CountOrZero = 200
+    batches: Count = 16
 
     def __post_init__(self) -> None:
-        require_count("evaluation.every", self.every, least=0)
-        require_count("evaluation.batches", self.batches)
+        require_fields(self, "evaluation.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,14 +131,12 @@ class CheckpointConfig:
         keep_best: how many of those with the lowest held-out loss stay as well.
     """
 
-    every: int = 1000
-    keep: int = 2
-    keep_best: int = 0
+    every: CountOrZero = 1000
+    keep: Count = 2
+    keep_best: CountOrZero = 0
 
     def __post_init__(self) -> None:
-        require_count("checkpoint.every", self.every, least=0)
-        require_count("checkpoint.keep", self.keep)
-        require_count("checkpoint.keep_best", self.keep_best, least=0)
+        require_fields(self, "checkpoint.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,42 +173,47 @@ class TrainConfig:
     mesh: MeshConfig = MeshConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    steps: int
-    batch: int
-    sequence: int
-    accumulation: int = 1
-    seed: int = 0
-    z_loss: float = 0.0
-    max_skipped_steps: int = 100
+    steps: Count
+    batch: Count
+    sequence: Count
+    accumulation: Count = 1
+    seed: Annotated[int, Range(least=0, most=2**32 - 1)] = 0
+    z_loss: Annotated[float, Range(least=0, most=1)] = 0.0
+    max_skipped_steps: Count = 100
     out: str = "out/run"
     resume: bool = True
     init_from: str | None = None
-    log_every: int = 1
+    log_every: Count = 1
     writers: tuple[Writer, ...] = ()
     cache: str | None = "~/.cache/coat_jax/xla"
 
     def __post_init__(self) -> None:
-        counts = ("steps", "batch", "sequence", "accumulation", "log_every", "max_skipped_steps")
-        for name in counts:
-            require_count(name, getattr(self, name))
-        require_count("seed", self.seed, least=0)
-        require_between("z_loss", self.z_loss, 0.0, float("inf"))
+        require_fields(self)
         if self.sequence > self.model.context:
-            raise ValueError(
+            raise UserError(
                 f"sequence={self.sequence} is longer than model.context={self.model.context}. "
                 "Lower the one or raise the other."
             )
         if self.batch % self.accumulation:
-            raise ValueError(
+            raise UserError(
                 f"batch={self.batch} cannot be cut into accumulation={self.accumulation} equal "
                 "parts. Make it a multiple."
             )
-        for writer in self.writers:
-            require_choice("writers", writer, get_args(Writer))
+        if self.batch * self.sequence > MOST:
+            raise UserError(
+                f"batch={self.batch} times sequence={self.sequence} is more than the {MOST:,} "
+                "tokens that a step can count. Lower one."
+            )
         if (self.model.axes, self.model.batch_axes) != (MeshAxes(), ()):
-            raise ValueError(
+            raise UserError(
                 "model.axes and model.batch_axes are set from `mesh`: leave them at their defaults."
             )
+        for name in ("out", "init_from"):
+            path = getattr(self, name)
+            if path == "":
+                raise UserError(f"{name}={path!r} names no folder.")
+            if path is not None:
+                object.__setattr__(self, name, str(expanded(path)))
 
     @property
     def microbatch(self) -> int:

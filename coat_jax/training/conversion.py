@@ -3,13 +3,12 @@
     to_run              safetensors -> config.json, checkpoints/0, as of a run that has not begun
     to_hugging_face     a checkpoint of a run -> config.json, safetensors
 
-Both copy the tokenizer's files along, and give back bit for bit what the other was given. The
-new folder appears when it is complete.
+Both copy the tokenizer's files along, as `coat_jax.training.companions` says, and give back bit for
+bit what the other was given. The new folder appears when it is complete.
 """
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,23 +16,22 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from coat_jax import tokenizer_file
+from coat_jax.errors import UserError
+from coat_jax.files import expanded, parse_json, read_json
+from coat_jax.limits import CountOrZero, require
 from coat_jax.models import hf, stored
 from coat_jax.training import weights
+from coat_jax.training.companions import (
+    GENERATION,
+    TOKENIZER,
+    read_companions,
+    tokenizer_of_run,
+    write_companions,
+)
 from coat_jax.training.disk import failures_named
 from coat_jax.training.new_folder import NewFolder
 
-GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
-COPIED = (
-    GENERATION,
-    TOKENIZER,
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 Progress = Callable[[int, int], object]  # is told bytes that were read, and of how many in all
@@ -54,9 +52,10 @@ def to_run(
         dtype: of the parameters; that of the tensors by default.
         progress: see `Progress`.
     """
-    source, out = Path(source), Path(out)
+    source, out = expanded(source), expanded(out)
     _new(out).require_new()
     config = weights.model_config(source)
+    companions = read_companions(source)
     parameters = hf.read(source, config)
     kind = _dtype(parameters, dtype)
     config = dataclasses.replace(config, param_dtype=kind, dtype=kind)
@@ -64,10 +63,10 @@ def to_run(
     total = _total(parameters)
     with _new(out).appearing() as folder, failures_named(out.parent, "The model", total):
         weights.write(folder, config, parameters, progress=_counted(progress, total))
-        _copy(source, folder)
-        if not (folder / GENERATION).exists():
-            special = _special(json.loads((source / hf.CONFIG).read_text("utf-8")))
-            (folder / GENERATION).write_text(json.dumps(special, indent=2) + "\n", "utf-8")
+        if GENERATION not in companions:
+            special = _special(read_json(source / hf.CONFIG))
+            companions[GENERATION] = (json.dumps(special, indent=2) + "\n").encode()
+        write_companions(companions, folder)
 
 
 def to_hugging_face(
@@ -76,6 +75,7 @@ def to_hugging_face(
     *,
     step: int | None = None,
     dtype: DTypeLike | None = None,
+    tokenizer: str | Path | None = None,
     file_bytes: int = hf.FILE_BYTES,
     progress: Progress = lambda size, total: None,
     note: Callable[[str], object] = lambda text: None,
@@ -87,17 +87,23 @@ def to_hugging_face(
         out: the folder to make.
         step: of the checkpoint; by default the newest that is whole.
         dtype: of the tensors; that of the parameters by default.
+        tokenizer: a tokenizer.json to put beside them; by default the one in the run's folder.
         file_bytes: how large a file may become.
         progress: see `Progress`.
-        note: is told of checkpoints that are passed over.
+        note: is told of checkpoints that are passed over, and of a tokenizer that is left out.
     """
-    source, out = Path(source), Path(out)
+    source, out = expanded(source), expanded(out)
     _new(out).require_new()
     said, config = weights.read_json(source), weights.model_config(source)
+    companions = read_companions(source)
+    if tokenizer is not None:
+        companions[TOKENIZER] = tokenizer_file.read(tokenizer)[1]
+    elif TOKENIZER not in companions:
+        companions |= tokenizer_of_run(said, source, note)
     parameters = weights.read(source, step, note=note)
     extra = {}
-    if (source / GENERATION).exists():
-        extra = _special(json.loads((source / GENERATION).read_text("utf-8")))
+    if GENERATION in companions:
+        extra = _special(parse_json(companions[GENERATION], str(source / GENERATION)))
     total = _total(parameters)
     with _new(out).appearing() as folder, failures_named(out.parent, "The model", total):
         hf.write(
@@ -109,10 +115,7 @@ def to_hugging_face(
             file_bytes=file_bytes,
             progress=_counted(progress, total),
         )
-        _copy(source, folder)
-        own = (said.get("data") or {}).get("tokenizer")
-        if own is not None and Path(own).is_file() and not (folder / TOKENIZER).exists():
-            shutil.copyfile(own, folder / TOKENIZER)
+        write_companions(companions, folder)
 
 
 def _dtype(parameters: stored.Parameters, asked: DTypeLike | None) -> Any:
@@ -122,7 +125,7 @@ def _dtype(parameters: stored.Parameters, asked: DTypeLike | None) -> Any:
     found = {one.dtype for one in parameters.values()}
     if len(found) > 1:
         names = ", ".join(sorted(dtype.name for dtype in found))
-        raise ValueError(
+        raise UserError(
             f"The tensors have several dtypes, {names}, and a model has one: choose it by dtype."
         )
     return found.pop()
@@ -130,13 +133,11 @@ def _dtype(parameters: stored.Parameters, asked: DTypeLike | None) -> Any:
 
 def _special(said: dict[str, Any]) -> dict[str, Any]:
     """Which tokens begin, end and fill up a text."""
-    return {name: said[name] for name in SPECIAL if said.get(name) is not None}
-
-
-def _copy(source: Path, out: Path) -> None:
-    for name in COPIED:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
+    special = {name: said[name] for name in SPECIAL if said.get(name) is not None}
+    for name, tokens in special.items():
+        for token in tokens if isinstance(tokens, list) else [tokens]:
+            require(name, token, CountOrZero)
+    return special
 
 
 def _total(parameters: stored.Parameters) -> int:

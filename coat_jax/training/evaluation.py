@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from coat_jax.errors import UserError
 from coat_jax.training.batches import open_data, place
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.step import held_out_step
@@ -21,6 +22,11 @@ class Evaluation:
         self._data = open_data(config, mesh, "held_out")
         self._beginning = self._data.state()
         self._batches = config.evaluation.batches
+        if not self._data.has_labels(self._batches):
+            raise UserError(
+                f"The first evaluation.batches={self._batches} held-out batches have no token to "
+                "predict. Raise it, or name other files in data.held_out."
+            )
         self._step = jax.jit(partial(held_out_step, graph))
 
     def loss(self, params: Any) -> float:
@@ -32,4 +38,4 @@ class Evaluation:
             losses.append(part.loss)
             labels.append(part.labels)
         self._data.close()  # stops it from reading ahead what nobody wants
-        return math.fsum(map(float, losses)) / max(sum(map(int, labels)), 1)
+        return math.fsum(map(float, losses)) / sum(map(int, labels))

@@ -10,11 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from coat_jax import models
 from coat_jax.errors import UserError
-from coat_jax.nn import MeshAxes
-from coat_jax.ops import Llama3Scaling, Rotary
-from coat_jax.precision import Precision
 from coat_jax.training.config import TrainConfig
 
 # What begins with one of the first must stay, unless it begins with one of the second.
@@ -33,22 +29,6 @@ def to_json(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     return jnp.dtype(value).name
-
-
-def model_of(saved: Mapping[str, Any]) -> models.Config:
-    """The model of a config that `to_json` wrote."""
-    model = saved["model"]
-    scaling = model["rotary"]["scaling"]
-    if isinstance(scaling, Mapping):
-        scaling = Llama3Scaling(**scaling)
-    formats = {name: getattr(jnp, model["precision"][name]) for name in ("forward", "backward")}
-    inner = {
-        "rotary": Rotary(model["rotary"]["theta"], scaling),
-        "precision": Precision(**{**model["precision"], **formats}),
-        "axes": MeshAxes(**model["axes"]),
-        "batch_axes": tuple(model["batch_axes"]),
-    }
-    return models.Config(**{**model, **inner})
 
 
 def changes(config: TrainConfig, saved: Mapping[str, Any]) -> list[str]:

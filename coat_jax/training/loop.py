@@ -7,7 +7,6 @@ Everything of a run is in its folder: see `run_folder`.
 
 import contextlib
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax

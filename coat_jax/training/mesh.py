@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from coat_jax.errors import UserError
 from coat_jax.training.config import BATCH_AXES, MeshConfig, TrainConfig
 
 NAMES = ("data", "fsdp", "tensor")
@@ -30,12 +31,12 @@ def _sizes(config: MeshConfig, devices: int) -> tuple[int, ...]:
     named = math.prod(size for size in sizes if size != -1)
     described = ", ".join(f"{name}={size}" for name, size in zip(NAMES, sizes, strict=True))
     if -1 not in sizes and named != devices:
-        raise ValueError(
+        raise UserError(
             f"A mesh of {described} has {named} devices, and there are {devices}. Change its "
             "sizes, or make one of them -1: what is left."
         )
     if devices % named:
-        raise ValueError(
+        raise UserError(
             f"{devices} devices cannot be shared out over a mesh of {described}: they are no "
             f"multiple of {named}."
         )
@@ -46,7 +47,7 @@ def require_fitting(config: TrainConfig, mesh: Mesh) -> None:
     """Raises unless the batch can be cut along the mesh."""
     parts = batch_parts(mesh)
     if config.microbatch % parts:
-        raise ValueError(
+        raise UserError(
             f"batch={config.batch} in accumulation={config.accumulation} parts are "
             f"{config.microbatch} sequences at a time, which {parts} devices (mesh.data * "
             f"mesh.fsdp) cannot share equally. Make batch a multiple of "
@@ -82,7 +83,7 @@ def share_of_process(mesh: Mesh) -> Share:
     mine = [i for i, devices in enumerate(rows) if any(_is_here(d) for d in devices)]
     parts, left = divmod(len(rows), len(mine))
     if left or mine != list(range(mine[0], mine[-1] + 1)) or mine[0] % len(mine):
-        raise ValueError(
+        raise UserError(
             f"This process has devices at places {mine} of the {len(rows)} that see different "
             "rows, which is no equal part of them. Give mesh.data * mesh.fsdp or mesh.tensor a "
             "size that whole machines share equally."

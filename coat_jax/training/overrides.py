@@ -18,13 +18,15 @@ import traceback
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from coat_jax import precision
+from coat_jax.errors import UserError
+from coat_jax.files import MissingFile, expanded, require_regular, status
+from coat_jax.limits import dtype_of, shown
 from coat_jax.training.config import TrainConfig
 
 FUNCTION = "config"
@@ -58,20 +60,22 @@ class Field:
 def load_config(source: str) -> TrainConfig:
     """What a function of a Python file returns; FILE is short for FILE:config."""
     file, _, function = source.partition(":")
-    path, function = Path(file), function or FUNCTION
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no config file {file}. configs/ has some to begin with.")
+    path, function = expanded(file), function or FUNCTION
+    if not status(path):
+        raise MissingFile(f"There is no config file {file}. configs/ has some to begin with.")
+    require_regular(path, "config file")
     try:
         names = runpy.run_path(str(path))
         made = names[function]() if callable(names.get(function)) else None
     except Exception as error:
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         line = f":{lines[-1]}" if lines else ""
-        raise ValueError(f"{file}{line}: {type(error).__name__}: {error}") from error
+        raise UserError(f"{file}{line}: {type(error).__name__}: {error}") from error
     if not isinstance(made, TrainConfig):
         own = {n: f for n, f in names.items() if inspect.isfunction(f) and n[0] != "_"}
         fitting = [name for name, f in own.items() if f.__module__ == names["__name__"]]
-        raise ValueError(
+        raise UserError(
             f"{file} has no function {function}() that returns a TrainConfig. Its functions are "
             f"{', '.join(fitting) or 'none'}; choose one with {file}:NAME."
         )
@@ -98,7 +102,7 @@ def _pairs(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     while rest:
         first = rest.pop(0)
         if not first.startswith("--"):
-            raise ValueError(f"{first!r} belongs to no field: write --field value.")
+            raise UserError(f"{first!r} belongs to no field: write --field value.")
         name, equals, text = first[2:].partition("=")
         texts = [text] if equals else []
         while not equals and rest and not rest[0].startswith("--"):
@@ -115,13 +119,13 @@ def _find(name: str, known: dict[str, Field]) -> Field:
         short = {path.rpartition(".")[2] for path in known}
         near = difflib.get_close_matches(name, [*known, *short], n=1)
         hint = f" Did you mean --{near[0]}?" if near else ""
-        raise ValueError(f"There is no field {name!r}.{hint} --help lists them all.")
+        raise UserError(f"There is no field {shown(name)}.{hint} --help lists them all.")
     if len(found) > 1:
         names = ", ".join(f"--{field.name}" for field in found)
-        raise ValueError(f"--{name} may be any of {names}: name one of them.")
+        raise UserError(f"--{name} may be any of {names}: name one of them.")
     if found[0].group:
         inner = [f"--{path}" for path in known if path.startswith(f"{found[0].name}.")]
-        raise ValueError(f"--{name} is a group of fields: {', '.join(inner[:4])}, ...")
+        raise UserError(f"--{name} is a group of fields: {', '.join(inner[:4])}, ...")
     return found[0]
 
 
@@ -132,8 +136,8 @@ def _read(field: Field, texts: list[str]) -> Any:
         if get_origin(kind) is tuple:
             return tuple(_read_one(field, text, _alternatives(get_args(kind)[0])) for text in texts)
     if len(texts) != 1:
-        got = "nothing" if not texts else " ".join(texts)
-        raise ValueError(
+        got = "nothing" if not texts else shown(" ".join(texts))
+        raise UserError(
             f"--{field.name} takes one value ({_describe(field.annotation)}), not {got}."
         )
     return _read_one(field, texts[0], alternatives)
@@ -145,7 +149,7 @@ def _read_one(field: Field, text: str, alternatives: tuple[Any, ...]) -> Any:
             return _parse(text, kind)
         except (ValueError, TypeError, KeyError):
             continue
-    raise ValueError(f"--{field.name} {text!r} is not {_describe(field.annotation)}.")
+    raise UserError(f"--{field.name} {shown(text)} is not {_describe(field.annotation)}.")
 
 
 def _parse(text: str, kind: Any) -> Any:
@@ -159,7 +163,7 @@ def _parse(text: str, kind: Any) -> Any:
     if kind is precision.Precision:
         return precision.precision_of(text)
     if kind is DTypeLike:
-        return jnp.dtype(text)
+        return dtype_of("dtype", text)
     if kind in (int, float, str):
         return kind(text)
     raise TypeError(kind)

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from coat_jax.errors import UserError
+from coat_jax.files import failures_named
+from coat_jax.printable import printable
 from coat_jax.training import page, runs
 from coat_jax.training.chart import CHART, Look, looks_of
 from coat_jax.training.runs import Run
@@ -47,21 +50,24 @@ def draw(
         names: what to call the runs instead of their folders.
 
     Raises:
-        FileNotFoundError: if a path is no run.
-        ValueError: if a run is damaged or empty, or does not say what the axis counts.
-        ImportError: if matplotlib is missing.
+        UserError: if a path is no run, or a run is damaged or empty, or does not say what the axis
+            counts, or matplotlib is missing.
     """
     if over not in runs.AXES:
-        raise ValueError(f"No axis is called {over!r}: {', '.join(runs.AXES)}.")
+        raise UserError(f"No axis is called {over!r}: {', '.join(runs.AXES)}.")
     if smooth is not None and smooth < 1:
-        raise ValueError(f"{smooth=} records have no mean: take 1 or more.")
-    if out.suffix != ".png":
-        raise ValueError(f"{out} does not end in .png: the page takes the same name with .html.")
+        raise UserError(f"{smooth=} records have no mean: take 1 or more.")
+    if out.suffix.lower() != ".png":
+        raise UserError(f"{out} does not end in .png: the page takes the same name with .html.")
     loaded = runs.load(paths, names)
+    for run in loaded:
+        if not np.all(np.isfinite(run.axis(over).values)):
+            raise UserError(f"{run.path} has {over} that are no numbers: plot over another axis.")
     looks = looks_of(len(loaded))
     smooth = smooth or max(min(len(run.columns["loss"].rows) for run in loaded) // 50, 10)
-    _picture(loaded, looks, out, over=over, smooth=smooth)
-    page.write(loaded, looks, out.with_suffix(".html"), over=over, smooth=smooth)
+    with failures_named(out):
+        _picture(loaded, looks, out, over=over, smooth=smooth)
+        page.write(loaded, looks, out.with_suffix(".html"), over=over, smooth=smooth)
 
 
 def _picture(
@@ -72,7 +78,7 @@ def _picture(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("Plots need matplotlib: pip install 'coat_jax[train]'.") from error
+        raise UserError("Plots need matplotlib: pip install 'coat_jax[train]'.") from error
 
     divisor, unit = _unit(loaded, over)
     longest = max(run.axis(over).values[-1] for run in loaded) / divisor
@@ -94,7 +100,7 @@ def _picture(
         _curves(axes, "loss", loaded, looks, over=over, smooth=smooth, divisor=divisor)
         axes.set_title(_title(loaded, smooth))
         axes.set_xlabel(unit)
-        axes.legend(loc="upper right")
+        _legend(axes, [_label(run, smooth) for run in loaded])
         figure.savefig(out)
 
 
@@ -120,7 +126,6 @@ def _curves(
             linewidth=look.width if key == "loss" else 0.6 * look.width,
             linestyle=look.style,
             solid_capstyle="round",
-            label=_label(run, smooth),
         )
         shown.append(mean[np.isfinite(mean)])
     for run, look in zip(loaded, looks, strict=True):
@@ -135,6 +140,15 @@ def _curves(
     bottom = values.min()
     margin = 0.06 * (top - bottom) or 1.0
     axes.set_ylim(bottom - margin, top + margin)
+
+
+def _legend(axes: "Axes", labels: Sequence[str]) -> None:
+    """The names as they are: in a label matplotlib reads $ as mathematics, and hides _run."""
+    numbers = [str(number) for number in range(len(labels))]
+    legend = axes.legend(axes.get_lines()[: len(labels)], numbers, loc="upper right")
+    for text, label in zip(legend.get_texts(), labels, strict=True):
+        text.set_parse_math(False)
+        text.set_text(printable(label))
 
 
 def _title(loaded: Sequence[Run], smooth: int) -> str:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int32
 
 from coat_jax import models
+from coat_jax.errors import UserError
 from coat_jax.optax import state_shardings
 from coat_jax.training import weights
 from coat_jax.training.config import TrainConfig
@@ -62,7 +63,7 @@ def require_same_model(config: TrainConfig) -> None:
         and (there := getattr(theirs, field.name)) != (here := getattr(config.model, field.name))
     ]
     if differ:
-        raise ValueError(
+        raise UserError(
             f"{config.init_from} holds another model: {'; '.join(differ[:4])}. Make the config's "
             "model from that of the folder: dataclasses.replace(weights.model_config(FOLDER), ..), "
             "from coat_jax.training import weights."

@@ -8,7 +8,6 @@ A checkpoint stores each array in chunks. One chunk at a time is in memory, so m
 larger than that. What is read was checked before: see `coat_jax.training.manifest`.
 """
 
-import dataclasses
 import json
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,10 +17,10 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from coat_jax import limits
 from coat_jax.errors import UserError
 from coat_jax.models import Config, Llama, hf, stored
 from coat_jax.models.stored import Index, Name, Parameters, Stored
-from coat_jax.precision import BF16
 from coat_jax.training import identity, manifest
 from coat_jax.training.checkpoint import STATE
 from coat_jax.training.disk import failures_named, require_space
@@ -81,13 +80,8 @@ def model_config(folder: str | Path) -> Config:
     folder = Path(folder).expanduser()
     said = read_json(folder)
     if is_run(said):
-        try:
-            return identity.model_of(said)
-        except (KeyError, TypeError) as error:
-            raise UserError(
-                f"{Path(folder) / CONFIG} is of another version of coat_jax: {error}."
-            ) from error
-    return dataclasses.replace(hf.read_config(folder), precision=BF16)
+        return limits.from_json(Config, said["model"], f"{Path(folder) / CONFIG}: model")
+    return hf.read_config(folder)
 
 
 def load(

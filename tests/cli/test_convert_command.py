@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 from small_model import SMALL
@@ -74,7 +75,7 @@ def assert_same_files(one, other):
 def theirs(tmp_path):
     folder = tmp_path / "theirs"
     hf.save(folder, filled(variant("qwen3")), extra={"eos_token_id": [7, 8]})
-    (folder / "tokenizer.json").write_text("{}")
+    write_tokenizer(folder / "tokenizer.json")
     (folder / "tokenizer_config.json").write_text('{"a": 1}')
     return folder
 
@@ -172,15 +173,20 @@ def test_a_checkpoint_of_training_is_exported(scan, tmp_path):
             params = nnx.state(model)
             count = jnp.int32(step)
             checkpoints.save(step, State(count, params, {"m": params}, count), {}, wait=True)
-    saved = {"model": json_of(config), "data": {"tokenizer": str(tmp_path / "words.json")}}
+    saved = {"model": json_of(config), "data": {"tokenizer": str(run / "words.json")}}
     (run / "config.json").write_text(json.dumps(saved))
-    (tmp_path / "words.json").write_text('{"b": 2}')
+    write_tokenizer(run / "words.json")
     for step, model in ((None, written[1]), (1, written[0])):
         out = tmp_path / f"out{step}"
         assert convert(run, out, *(["--step", step] if step else [])) == 0
         got = hf.load(out, config)
         jax.tree.map(np.testing.assert_array_equal, nnx.state(got), nnx.state(model))
-        assert (out / "tokenizer.json").read_text() == '{"b": 2}'
+        assert (out / "tokenizer.json").read_bytes() == (run / "words.json").read_bytes()
+
+
+def write_tokenizer(path, *words):
+    vocab = {word: number for number, word in enumerate(("yes", *words))}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="yes")).save(str(path))
 
 
 def json_of(config):
@@ -326,8 +332,8 @@ def test_a_config_of_another_model_is_refused(theirs, tmp_path, capsys):
     capsys.readouterr()
     said = json.loads((ours / "config.json").read_text())
     for changes, named in (
-        ({"rotary": {}}, "config.json is of another version of coat_jax: 'scaling'"),
-        ({"sizes": 3}, "unexpected keyword argument 'sizes'"),
+        ({"rotary": {}}, "config.json: model.rotary lacks scaling, theta: it is damaged"),
+        ({"sizes": 3}, "config.json: model has sizes: it is damaged, or was written by another"),
         ({"qk_norm": None}, "it also has layers.attention.key_norm.scale"),
         ({"layers": 3}, "it has in another shape layers.attention.key,"),
         ({"tied": False}, "it lacks head"),

@@ -157,6 +157,16 @@ def test_prompts_of_jsonl_may_have_lines(run, tmp_path, capsys):
     assert capsys.readouterr().out == f"a\nb{first}\n---\nc{second}\n"
 
 
+def test_only_newlines_divide_prompts(run, tmp_path, capsys):
+    (tmp_path / "p.txt").write_bytes("a\u2028b\r\nc\x85\n".encode())
+    (tmp_path / "p.JSONL").write_bytes('"a\u2028b"\n\n"c\x85"\n'.encode())
+    for name in ("p.txt", "p.JSONL"):
+        assert coat(run, "--prompts", tmp_path / name, *GREEDY, "--max-tokens", 1) == 0
+        first, second = capsys.readouterr().out.split("\n---\n")
+        assert first.startswith("a\u2028b")
+        assert second.startswith("c\x85")
+
+
 def test_several_devices_say_the_same(run, capsys):
     (text,) = continued(filled(CONFIG, seed=1), "def ")
     assert coat(run, "--prompt", "def ", "--devices", 2, *GREEDY) == 0
@@ -184,7 +194,7 @@ def test_a_terminal_is_not_sent_control_characters(monkeypatch, capsys):
     assert capsys.readouterr().out == "a\x1b[2J\tb\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     generate._say("a\x1b[2J\tb\n")
-    assert capsys.readouterr().out == "a␛[2J\tb\n"
+    assert capsys.readouterr().out == "a\\x1b[2J\tb\n"
 
 
 # --- What follows from the folder ------------------------------------------------------------
@@ -255,9 +265,9 @@ def test_texts_end_with_a_stop_token(run, capsys):
         (["--prompt", "x" * 64], "64 tokens, and the model's context=64"),
         (["--prompt", "a", "--max-tokens", "0"], "max_tokens=0 must be 1 or more"),
         (["--prompt", "a", "--max-tokens", "many"], "invalid int value: 'many'"),
-        (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be 0"),
-        (["--prompt", "a", "--top-p", "0"], "top_p=0.0 must be above 0"),
-        (["--prompt", "a", "--top-p", "1.1"], "top_p=1.1 must be above 0 and at most 1"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be a number from 0"),
+        (["--prompt", "a", "--top-p", "0"], "top_p=0.0 must be a number above 0"),
+        (["--prompt", "a", "--top-p", "1.1"], "top_p=1.1 must be a number above 0 and at most 1"),
         (["--prompt", "a", "--top-k", "-1"], "top_k=-1"),
         (["--prompt", "a", "--seed", "-1"], "seed=-1"),
         (["--prompt", "a", "--batch", "0"], "--batch 0 must be 1 or more"),
@@ -268,7 +278,8 @@ def test_texts_end_with_a_stop_token(run, capsys):
         (["--prompt", "a", "--devices", "0"], "--devices 0: there are 8"),
         (["--prompt", "a", "--devices", "3"], "cannot be cut into 3 parts"),
         (["--prompt", "a", "--tokenizer", "none.json"], "no tokenizer file none.json"),
-        (["--prompts", "none.txt"], "No such file or directory: 'none.txt'"),
+        (["--prompts", "/dev/zero"], "/dev/zero is a pipe or a device"),
+        (["--prompts", "none.txt"], "There is no file none.txt"),
     ],
 )
 def test_bad_input_ends_in_one_line_and_code_2(arguments, named, run, capsys):
@@ -290,6 +301,19 @@ def test_lines_that_are_no_prompts_are_named(line, named, run, tmp_path, capsys)
     (tmp_path / "p.jsonl").write_text(f'"a"\n{line}\n')
     assert coat(run, "--prompts", tmp_path / "p.jsonl") == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "settings",
+    ["[", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": [1, null, 1.5]}', "[" * 9999],
+)
+def test_settings_of_generation_that_are_none_are_refused(settings, tmp_path, capsys):
+    hf.save(tmp_path / "model", MODEL)
+    (tmp_path / "model" / "generation_config.json").write_text(settings)
+    assert coat(tmp_path / "model", "--prompt", "a") == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "generation_config.json is no JSON" in said or "eos_token_id" in said
 
 
 def test_folders_without_a_model_are_refused(theirs, tmp_path, capsys):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax.generation.sampling import Sampling, allowed, choose
+from coat_jax.generation.sampling import Sampling, _sharpened, allowed, choose
 
 LOGITS = jnp.asarray(np.random.default_rng(0).standard_normal((4, 50)) * 2, jnp.float32)
 ROWS = jnp.arange(4)
@@ -71,11 +71,11 @@ def test_random_numbers_are_those_of_seed_text_and_step():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": -0.5}, r"temperature=-0\.5 must be 0, which takes the likeliest"),
+        ({"temperature": -0.5}, r"temperature=-0\.5 must be a number from 0 to 1e\+30"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": float("inf")}, "temperature=inf"),
-        ({"top_k": -1}, "top_k=-1 must be 1 or more, or 0"),
-        ({"top_p": 0.0}, r"top_p=0\.0 must be above 0 and at most 1"),
+        ({"top_k": -1}, "top_k=-1 must be a whole number from 0"),
+        ({"top_p": 0.0}, r"top_p=0\.0 must be a number above 0 and at most 1"),
         ({"top_p": 1.5}, r"top_p=1\.5"),
         ({"seed": -1}, "seed=-1"),
         ({"seed": 2**32}, "seed=4294967296"),
@@ -84,6 +84,30 @@ def test_random_numbers_are_those_of_seed_text_and_step():
 def test_settings_that_mean_nothing_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**settings)
+
+
+@pytest.mark.parametrize("temperature", [1e-7, 1e-30, 1e-38, 1e-40, 1e-300, 5e-324])
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
+def test_the_smaller_the_temperature_the_likelier_the_token(temperature, scale):
+    """Down to the limit, which is the likeliest one; of equals any may be."""
+    rows = scale * jnp.array([[1.0, 3.0, 2.0, 3.0], [-5.0, -7.0, -6.0, -8.0]])
+    rows = jnp.tile(rows, (16, 1))
+    got = choose(rows, Sampling(temperature=temperature), jnp.arange(32), jnp.zeros(32, int))
+    if temperature < 1e-3 * scale:
+        assert set(got[::2].tolist()) == {1, 3}
+        assert set(got[1::2].tolist()) == {0}
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0, 1e30])
+def test_the_logits_of_the_likeliest_do_not_shift_the_others(temperature):
+    rows = jnp.array([[1.0, 3.0, 2.0, -jnp.inf, 3.0]])
+    got = jax.nn.softmax(allowed(_sharpened(rows, temperature), Sampling()))
+    np.testing.assert_allclose(got, jax.nn.softmax(rows / temperature), rtol=1e-5)
+
+
+def test_one_token_is_left_however_small_top_p_is():
+    kept = allowed(jnp.array([[1.0, 3.0, 2.0]]), Sampling(top_p=1e-45))
+    np.testing.assert_array_equal(jnp.isfinite(kept), [[False, True, False]])
 
 
 def test_settings_are_hashable():

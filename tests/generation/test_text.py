@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coat_jax.errors import UserError
 from coat_jax.generation.text import Bytes, Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -166,7 +167,7 @@ def test_what_ends_a_text_is_known_by_its_name(path):
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no tokenizer file .*missing\.json"):
         Tokenizer(tmp_path / "missing.json")
-    with pytest.raises(FileNotFoundError, match=r"It is a folder: name the tokenizer\.json in it"):
+    with pytest.raises(UserError, match="is a folder: name the tokenizer file itself"):
         Tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"config\.json is no file of the `tokenizers` library"):

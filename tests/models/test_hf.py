@@ -14,18 +14,21 @@ from safetensors.numpy import load_file, save_file
 from small_model import filled
 
 from coat_jax import models
+from coat_jax.errors import UserError
 from coat_jax.models import hf
 from coat_jax.models.hf_config import FAMILIES, from_json, to_json
 from coat_jax.models.hf_files import Tensors
 from coat_jax.ops import Llama3Scaling, Rotary
+from coat_jax.precision import BF16
+from coat_jax.training import weights
 
-PLAIN = {"qk_norm": None, "norm_eps": 1e-5, "precision": "coat"}
+PLAIN = {"qk_norm": None, "norm_eps": 1e-5, "precision": "bf16"}
 LLAMA = variant(**PLAIN, rotary=Rotary(5e5, Llama3Scaling()))
 FAMILY = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": variant(**PLAIN, window=8),
     "Qwen2ForCausalLM": variant(**PLAIN, qkv_bias=True, tied=True, rotary=Rotary(1e6, 4.0)),
-    "Qwen3ForCausalLM": variant(precision="coat", window=8, tied=True),
+    "Qwen3ForCausalLM": variant(precision="bf16", window=8, tied=True),
     "OlmoForCausalLM": variant(**PLAIN, norm="layer"),
     "Olmo2ForCausalLM": variant(**{**PLAIN, "qk_norm": "all"}, norms="after"),
 }
@@ -118,7 +121,8 @@ def test_on_a_mesh_each_device_reads_its_own_part(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", models.PRESETS)
 def test_presets_pass_through_config_json(name):
-    config = dataclasses.replace(models.PRESETS[name], param_dtype=jnp.bfloat16)
+    stored = {"param_dtype": jnp.bfloat16, "precision": "bf16"}
+    config = dataclasses.replace(models.PRESETS[name], **stored)
     assert from_json(json.loads(json.dumps(to_json(config, jnp.bfloat16)))) == config
 
 
@@ -159,6 +163,96 @@ def test_a_window_is_used_where_config_json_says_so():
     assert window(layer_types=["full_attention"] * 2) is None
     with pytest.raises(ValueError, match="window of 8 to 1 of 2 layers"):
         window(max_window_layers=1)
+
+
+FULL, SLIDING = ["full_attention"] * 2, ["sliding_attention"] * 2
+
+
+def test_layer_types_in_mistral_say_what_transformers_does_or_are_refused():
+    """There transformers ignores them: all layers have the window."""
+
+    def window(**changes):
+        return from_json(config_json("MistralForCausalLM", **changes)).window
+
+    assert window() == window(layer_types=SLIDING) == 8
+    assert window(sliding_window=None) is window(sliding_window=None, layer_types=FULL) is None
+    for changes in (
+        {"layer_types": FULL},
+        {"layer_types": [FULL[0], SLIDING[0]]},
+        {"layer_types": SLIDING, "sliding_window": None},
+    ):
+        with pytest.raises(UserError, match=r"gives a window to .* Remove layer_types"):
+            window(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": SLIDING, "use_sliding_window": False}, "no sliding_window is in use"),
+        ({"layer_types": FULL[:1]}, "names 1 layers, and num_hidden_layers=2"),
+        ({"layer_types": ["chunked_attention"] * 2}, "must be a list of full_attention and"),
+        ({"layer_types": 3}, "layer_types=3 must be a list"),
+        ({"sliding_window": "x"}, "sliding_window='x' must be a whole number from 1"),
+        ({"sliding_window": 0}, "sliding_window=0 must be a whole number from 1"),
+        ({"max_window_layers": None}, "max_window_layers=None must be a whole number"),
+        ({"use_sliding_window": "yes"}, "use_sliding_window='yes' must be True or False"),
+    ],
+)
+def test_windows_that_cannot_be_meant_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        from_json(config_json("Qwen3ForCausalLM", **changes))
+
+
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+SIZES += ("intermediate_size", "max_position_embeddings", "num_key_value_heads")
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [0, -1, 1.5, 10**9, 10**20, float("inf"), "64", [64], True])
+def test_sizes_that_cannot_be_meant_are_refused_by_their_names(name, value):
+    with pytest.raises(UserError, match=f"config.json: {name}=.* must be a whole number from 1"):
+        from_json(config_json(**{name: value}))
+
+
+ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": 0}, "rope_theta=0 must be a number from 1 to 1e.12"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan must be"),
+        ({"rope_theta": 1e30}, "rope_theta=1e.30 must be"),
+        ({"rope_theta": "1e4"}, "rope_theta='1e4' must be"),
+        ({"rope_theta": None}, "rope_theta=None must be"),
+        ({"rope_scaling": 8}, "scales rotary positions by 8: an object is due"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling lacks factor"),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, "rope_scaling.factor=-1 must be"),
+        ({"rope_scaling": {"type": ["linear"]}}, r"by \['linear'\], and coat_jax has"),
+        ({"rope_scaling": ROPE | {"factor": None}}, "rope_scaling.factor=None must be"),
+        ({"rope_scaling": ROPE | {"low_freq_factor": 4}}, "must be below high_freq_factor"),
+        (
+            {"rope_scaling": ROPE | {"original_max_position_embeddings": "x"}},
+            "original_max_position_embeddings='x' must be",
+        ),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number from 1e-30 to 1"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be"),
+        ({"architectures": "LlamaForCausalLM" * 99}, "names the architecture 'Llama"),
+        ({"architectures": [["x"]]}, r"names the architecture \['x'\]"),
+        ({"architectures": {"a": 1}}, "names the architecture {'a': 1}"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be True or False"),
+        ({"torch_dtype": "int8"}, "dtype='int8' must be one of float32, bfloat16, float16"),
+        ({"torch_dtype": 16}, "dtype=16 must be one of"),
+    ],
+)
+def test_values_that_cannot_be_meant_are_refused_by_their_names(changes, message):
+    with pytest.raises(UserError, match=message):
+        from_json(config_json(**changes))
+
+
+def test_both_readers_have_one_rule_for_the_precision(folder):
+    assert hf.read_config(folder) == weights.model_config(folder)
+    assert hf.load(folder).config.precision == BF16
 
 
 @pytest.mark.parametrize(
@@ -248,7 +342,7 @@ def test_tensors_that_say_nothing_new_are_passed_over(folder):
 def test_files_that_are_not_there_are_named(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere\. Download the model"):
         hf.load(tmp_path / "nowhere", LLAMA)
-    with pytest.raises(FileNotFoundError, match=r"There is no .*config.json"):
+    with pytest.raises(FileNotFoundError, match=r"There is no file .*config.json"):
         hf.load(tmp_path / "nowhere")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(FileNotFoundError, match=r"no model.safetensors .* 'pytorch_model.bin'"):
@@ -260,9 +354,14 @@ def test_files_that_are_not_there_are_named(folder, tmp_path):
 
 
 def test_an_index_that_is_wrong_is_refused(folder):
-    (folder / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ValueError, match="has no weight_map: it is no index of tensors"):
-        hf.load(folder)
+    for index, message in (
+        ("[]", "is no JSON object, but list"),
+        ("{}", "has no weight_map: it is no index of tensors"),
+        ('{"weight_map": {"a": 3}}', "maps a tensor to what is no name of a file"),
+    ):
+        (folder / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(UserError, match=message):
+            hf.load(folder)
     names = [*load_file(folder / "model.safetensors"), "model.ghost"]
     index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -276,5 +375,5 @@ def test_an_index_that_is_wrong_is_refused(folder):
 
 
 def test_a_model_is_not_written_over_another(folder):
-    with pytest.raises(FileExistsError, match=r"holds a model already: model\.safetensors"):
+    with pytest.raises(UserError, match=r"holds a model already: model\.safetensors"):
         hf.save(folder, filled(LLAMA))

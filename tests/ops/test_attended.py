@@ -118,3 +118,13 @@ def test_an_added_token_changes_nothing(how, s, t):
         return o, *pull(dy)
 
     assert_close(results(attended._evenly), results(attended._under), 1e-5)
+
+
+def test_fp16_on_a_cpu_is_that_of_fp32_rounded():
+    q, k, v = (x.astype("float16") for x in draw(7, (2, 5, N, H), (2, 5, K, H), (2, 5, K, H)))
+    got = ops.attention(q, k, v, precision="bf16")
+    wanted = ops.attention(*(x.astype("float32") for x in (q, k, v)), precision="bf16")
+    assert got.dtype == jnp.float16
+    np.testing.assert_array_equal(got, wanted.astype("float16"))
+    one = ops.attention_to_past(q[:, :1], k, v, jnp.ones((2, 5), bool))
+    assert one.dtype == jnp.float16

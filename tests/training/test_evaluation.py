@@ -1,5 +1,8 @@
 """The held-out loss is the mean over labels, of the same batches each time, on any mesh."""
 
+import dataclasses
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -7,8 +10,9 @@ from flax import nnx
 from train_cases import small, stepper
 
 from coat_jax import models
+from coat_jax.errors import UserError
 from coat_jax.training.config import EvaluationConfig, MeshConfig
-from coat_jax.training.data import load
+from coat_jax.training.data import DataConfig, load
 from coat_jax.training.evaluation import Evaluation
 from coat_jax.training.mesh import make_mesh
 
@@ -61,3 +65,53 @@ def test_it_does_not_depend_on_seed_or_mesh(graph, params):
         seed=9,
     )
     assert loss_on((1, 1, 1), graph, params, other) == wanted
+
+
+def chat(folder, answers):
+    """A config whose held-out conversations have answers of these lengths."""
+    for name, lengths in (("train", [9]), ("held_out", answers)):
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for length in lengths:
+                messages = [
+                    {"role": "user", "content": "?"},
+                    {"role": "assistant", "content": "x" * length},
+                ]
+                file.write(json.dumps({"messages": messages}) + "\n")
+    data = DataConfig(
+        train=(str(folder / "train.jsonl"),),
+        held_out=(str(folder / "held_out.jsonl"),),
+        kind="chat",
+        template="{role}{content}{end}",
+    )
+    return dataclasses.replace(CONFIG, data=data, batch=2, accumulation=2)
+
+
+def test_labels_count_alike_in_whatever_batch_they_are(graph, params, tmp_path):
+    """Batches of 2 to 15 labels: the mean of their means is another number."""
+    config = chat(tmp_path, [1, 14, 3])
+    data = {"sequence": 32, "vocab": 256, "epochs": 1}
+    batches = list(load(config.data, split="held_out", batch=1, **data))
+    counts = [int((batch.labels >= 0).sum()) for batch in batches]
+    assert sorted(counts) == [2, 4, 15]
+    model = nnx.merge(graph, params)
+    losses = [float(model.loss(b.tokens, b.labels, b.positions, b.segments)) for b in batches]
+    wanted = np.average(losses, weights=counts)
+    assert abs(wanted - np.mean(losses)) > 0.01
+    np.testing.assert_allclose(loss_on((1, 1, 1), graph, params, config), wanted, rtol=1e-5)
+
+
+def test_batches_without_a_label_are_refused_at_the_start(graph, tmp_path):
+    """Their loss would be 0, and the perplexity 1. The first of these is one, in any order."""
+    config = chat(tmp_path, [9])
+    template = "{role}{content}" + 40 * "." + "{end}"
+    late = dataclasses.replace(config.data, template=40 * "." + template)
+    mesh = make_mesh(CONFIG.mesh, jax.devices()[:1])
+    with jax.set_mesh(mesh), pytest.raises(UserError, match="held_out data has no token to pre"):
+        Evaluation(dataclasses.replace(config, data=late), graph, mesh)
+
+
+def test_more_batches_than_there_are_are_all(graph, params, tmp_path):
+    config = chat(tmp_path, [1, 14, 3])
+    many = dataclasses.replace(config, evaluation=EvaluationConfig(every=1, batches=2**31 - 1))
+    wanted = loss_on((1, 1, 1), graph, params, config)
+    assert loss_on((1, 1, 1), graph, params, many) == wanted

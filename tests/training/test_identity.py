@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import pytest
 from train_cases import SMALL, small
 
+from coat_jax import limits, models
 from coat_jax.ops import Llama3Scaling, Rotary
 from coat_jax.training.data import DataConfig
-from coat_jax.training.identity import changes, model_of, to_json
+from coat_jax.training.identity import changes, to_json
 
 
 def saved(config):
@@ -65,4 +66,4 @@ def test_another_run_is_refused(changed, line):
 )
 def test_a_model_is_read_back_from_json(model):
     config = small(model=model)
-    assert model_of(saved(config)) == config.model
+    assert limits.from_json(models.Config, saved(config)["model"], "model") == config.model

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from run_cases import write_run
 
+from coat_jax.errors import UserError
 from coat_jax.training import page, plot, runs
 from coat_jax.training.chart import LINES, PALE, looks_of
 from coat_jax.training.plot import draw
@@ -200,7 +201,30 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is_written(
     assert not list(tmp_path.glob("plot.*"))
 
 
+@pytest.mark.parametrize("name", ["$x_1$", "_run", "a$b", r"$\frac{", "\x1b[2J", "50% & more"])
+def test_a_name_is_shown_as_it_is(name, tmp_path, two, figure):
+    """matplotlib takes $ for mathematics, and hides what begins with an underscore."""
+    draw(two, tmp_path / "plot.png", names=[name, "other"])
+    shown = figure().axes[0].get_legend().get_texts()
+    wanted = name.replace("\x1b", r"\x1b")
+    assert [text.get_text().partition(", ends")[0] for text in shown] == [wanted, "other"]
+    assert not any(text.get_parse_math() for text in shown)
+    assert data_of(tmp_path / "plot.html")["runs"][0]["name"] == name
+
+
+def test_a_name_is_drawn_whatever_it_is(tmp_path, two):
+    draw(two, tmp_path / "plot.PNG", names=[r"$\frac{", "_run"])
+    assert (tmp_path / "plot.PNG").stat().st_size > 10_000
+
+
+def test_an_axis_without_numbers_is_refused(tmp_path, two):
+    metrics = two[0] / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"seconds": 0.5', '"seconds": null'))
+    with pytest.raises(UserError, match="has time that are no numbers: plot over another axis"):
+        draw(two, tmp_path / "plot.png", over="time")
+
+
 def test_a_missing_matplotlib_is_named_with_its_extra(tmp_path, two, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"need matplotlib: pip install 'coat_jax\[train\]'"):
+    with pytest.raises(UserError, match=r"need matplotlib: pip install 'coat_jax\[train\]'"):
         draw(two, tmp_path / "plot.png")

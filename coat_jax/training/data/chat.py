@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from coat_jax.errors import UserError
+from coat_jax.limits import shown
 from coat_jax.training.data.packing import Documents
 from coat_jax.training.data.text_files import records
 from coat_jax.training.data.tokenizer import Encoder
@@ -49,7 +51,7 @@ def template_of(text: str) -> Template:
     after_role, content, rest = rest.partition("{content}")
     after_content, end, after = rest.partition("{end}")
     if not (role and content and end) or any(text.count(p) > 1 for p in (role, content, end)):
-        raise ValueError(
+        raise UserError(
             f"data.template={text!r} must have {{role}}, {{content}} and {{end}}, once each and in "
             "this order."
         )
@@ -64,7 +66,7 @@ def read(paths: list[Path], encoder: Encoder, template: str) -> Documents:
     while batch := list(islice(conversations, TOGETHER)):
         written.append(writer.write(batch))
     if not written:
-        raise ValueError(f"{paths[0]} and what comes with it hold no conversation.")
+        raise UserError(f"{paths[0]} and what comes with it hold no conversation.")
     tokens, learned, lengths = (np.concatenate(arrays) for arrays in zip(*written, strict=True))
     return Documents(tokens, learned, np.cumsum(lengths))
 
@@ -101,20 +103,20 @@ def _conversations(path: Path) -> Iterator[list[Message]]:
     for place, record, _ in records(path):
         messages = record.get("messages")
         if not isinstance(messages, list) or not messages:
-            raise ValueError(
-                f'{place} has no "messages" that are a list; its keys are {sorted(record)}.'
+            raise UserError(
+                f'{place} has no "messages" that are a list; its keys are {shown(sorted(record))}.'
             )
         found = [_message(place, message) for message in messages]
         if not any(message.role == LEARNED for message in found):
-            raise ValueError(f"{place} has no message of the {LEARNED}: nothing can be learned.")
+            raise UserError(f"{place} has no message of the {LEARNED}: nothing can be learned.")
         yield found
 
 
 def _message(place: str, message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-        raise ValueError(
-            f'{place}: a message is {{"role": ..., "content": "..."}}, not {str(message)[:60]}.'
+        raise UserError(
+            f'{place}: a message is {{"role": ..., "content": "..."}}, not {shown(message)}.'
         )
     if message.get("role") not in ROLES:
-        raise ValueError(f"{place}: role {message.get('role')!r} must be one of {ROLES}.")
+        raise UserError(f"{place}: role {shown(message.get('role'))} must be one of {ROLES}.")
     return Message(message["role"], message["content"])

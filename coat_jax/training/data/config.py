@@ -1,9 +1,11 @@
 """What to train on, and what to evaluate on."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from coat_jax.training.checks import require_choice, require_count
+from coat_jax.errors import UserError
+from coat_jax.files import expanded
+from coat_jax.limits import CountOrZero, Range, require_fields
 
 Kind = Literal["text", "chat"]
 TokenDtype = Literal["uint16", "uint32"]
@@ -31,25 +33,19 @@ class DataConfig:
 
     train: tuple[str, ...] = ("corpus",)
     held_out: tuple[str, ...] = ()
-    held_out_part: float = 0.01
+    held_out_part: Annotated[float, Range(above=0, below=1)] = 0.01
     kind: Kind = "text"
     tokenizer: str | None = None
     dtype: TokenDtype | None = None
-    end_of_text: int | None = None
+    end_of_text: CountOrZero | None = None
     template: str = TEMPLATE
 
     def __post_init__(self) -> None:
+        require_fields(self, "data.")
         for name in ("train", "held_out"):
-            paths = getattr(self, name)
-            if not isinstance(paths, tuple) or not all(isinstance(p, str) and p for p in paths):
-                raise ValueError(f"data.{name}={paths!r} must be a tuple of paths: ('a.npy',).")
+            if "" in getattr(self, name):
+                raise UserError(f"data.{name} has an empty path: name files, as in ('a.npy',).")
         if not self.train:
-            raise ValueError("data.train=() names no data: give paths, or 'corpus'.")
-        if not 0 < self.held_out_part < 1:
-            raise ValueError(
-                f"data.held_out_part={self.held_out_part} must be above 0 and under 1."
-            )
-        require_choice("data.kind", self.kind, get_args(Kind))
-        require_choice("data.dtype", self.dtype, (None, *get_args(TokenDtype)))
-        if self.end_of_text is not None:
-            require_count("data.end_of_text", self.end_of_text, least=0)
+            raise UserError("data.train=() names no data: give paths, or 'corpus'.")
+        if self.tokenizer is not None:
+            object.__setattr__(self, "tokenizer", str(expanded(self.tokenizer)))

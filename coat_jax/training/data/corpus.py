@@ -16,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import UInt8
 
+from coat_jax.files import MissingFile
+
 HELD_OUT = 20  # one file in so many
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -40,17 +42,22 @@ def load(limit: int | None = None, root: Path | None = None) -> Corpus:
         limit: the most bytes of either part; everything (about 12 MB) by default.
         root: where to look for the library; this Python's own by default.
     """
+    train, held_out = files_of(root)
+    return Corpus(_read(train, limit), _read(held_out, limit))
+
+
+def files_of(root: Path | None = None) -> tuple[list[Path], list[Path]]:
+    """The files to train on and those to evaluate on."""
     root = root or Path(sysconfig.get_path("stdlib"))
     files = [path for path in sorted(root.rglob("*.py")) if _is_library(path.relative_to(root))]
     if len(files) < HELD_OUT:
-        raise FileNotFoundError(
+        raise MissingFile(
             f"Found {len(files)} source files of the standard library under {root}, and the corpus "
             f"needs {HELD_OUT}. This Python has no sources; use one from python.org, pyenv, conda "
             "or the system's packages."
         )
     held_out = files[HELD_OUT - 1 :: HELD_OUT]
-    train = sorted(set(files) - set(held_out))
-    return Corpus(_read(train, limit), _read(held_out, limit))
+    return sorted(set(files) - set(held_out)), held_out
 
 
 def _is_library(path: Path) -> bool:

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from coat_jax.training.data.rows import Batch, Rows, padded
+from coat_jax.errors import UserError
+from coat_jax.training.data.rows import IGNORED, Batch, Rows, padded
 
 THREADS, BATCHES_AHEAD = 4, 8
 
@@ -50,7 +51,9 @@ class Loader:
         if rows.cut:
             self.description += f"; {rows.cut:,} documents were longer and are cut to that"
         self._batch, self._seed, self._next = batch, seed, 0
-        self._parts = _parts(rows, batch, batch // processes, seed, epochs)[process::processes]
+        self._ordered = _ordered(rows, batch, seed, epochs)
+        parts = self._ordered.batch(batch // processes, drop_remainder=True)
+        self._parts = parts[process::processes]
         self._reader: Any = None
 
     def __iter__(self) -> "Loader":
@@ -63,6 +66,11 @@ class Loader:
         self._next += 1
         return batch
 
+    def has_labels(self, batches: int) -> bool:
+        """Whether anything is to be predicted in so many batches, the first ones."""
+        rows = range(min(batches * self._batch, len(self._ordered)))
+        return any(np.any(self._ordered[row].labels != IGNORED) for row in rows)
+
     def state(self) -> dict[str, Any]:
         """Where the iterator stands, for JSON: the same in every process."""
         return {"data": self.digest, "seed": self._seed, "rows": self._next * self._batch}
@@ -71,13 +79,13 @@ class Loader:
         """Goes to where a loader of the same data stood; raises if it is of other data."""
         for name, own in (("data", self.digest), ("seed", self._seed)):
             if state[name] != own:
-                raise ValueError(
+                raise UserError(
                     f"The run to resume read {name}={state[name]!r}, and this one would read "
                     f"{name}={own!r}. Resume with the data, the sequence length and the seed that "
                     "it began with, or start a new run."
                 )
         if state["rows"] % self._batch:
-            raise ValueError(
+            raise UserError(
                 f"The run to resume has read {state['rows']:,} rows, no multiple of "
                 f"batch={self._batch}. Resume with a batch that divides them."
             )
@@ -91,8 +99,8 @@ class Loader:
             self._reader = None
 
 
-def _parts(rows: Rows, batch: int, part: int, seed: int, epochs: int | None) -> Any:
-    """All processes' parts of all batches, by number."""
+def _ordered(rows: Rows, batch: int, seed: int, epochs: int | None) -> Any:
+    """The rows of all batches, by number."""
     import grain
 
     # grain shuffles epoch e with seed + e: from neighbouring seeds it would give the same epochs.
@@ -103,7 +111,7 @@ def _parts(rows: Rows, batch: int, part: int, seed: int, epochs: int | None) -> 
         nothing = padded(Batch(*np.zeros((4, 0), np.int32)), rows.sequence)
         filling = grain.MapDataset.source([nothing]).repeat(missing)
         ordered = grain.MapDataset.concatenate([ordered, filling])
-    return ordered.batch(part, drop_remainder=True)
+    return ordered
 
 
 def _reader(parts: Any) -> Any:
@@ -114,7 +122,7 @@ def _reader(parts: Any) -> Any:
 
 def _require(batch: int, process: int, processes: int, epochs: int | None) -> None:
     if batch < 1 or batch % processes:
-        raise ValueError(
+        raise UserError(
             f"batch={batch} cannot be divided among {processes} processes: make it a multiple of "
             f"{processes}."
         )

@@ -1,39 +1,130 @@
-"""Paths of data: patterns become files, and what a file is can be told from its name."""
+"""Paths of data: patterns become files, and what a file is can be told from its name.
 
+A file is read once, however many names, links and patterns lead to it: what is held out of a
+stream must not be in it a second time.
+"""
+
+import fnmatch
 import glob
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
+from coat_jax.errors import UserError
+from coat_jax.files import MissingFile, expanded, failures_named, is_folder, require_regular, status
+
 TOKENS, CHAT = (".npy", ".bin"), ".jsonl"
+ANY_FOLDERS = "**"
+
+Identity = tuple[int, int]
 
 
 def files_of(patterns: tuple[str, ...]) -> list[Path]:
     """The files that these paths and patterns name: in their order, a pattern's by name."""
-    return [path for pattern in patterns for path in _files(pattern)]
+    named: dict[Identity, Path] = {}
+    for pattern in patterns:
+        for path in _files(pattern):
+            named.setdefault(identity(path), path)
+    return list(named.values())
 
 
 def are_tokens(paths: list[Path]) -> bool:
     """Whether these are token files; raises where some are and some are not."""
-    tokens = [path for path in paths if path.suffix in TOKENS]
+    tokens = [path for path in paths if path.suffix.lower() in TOKENS]
     if tokens and len(tokens) < len(paths):
-        other = next(path for path in paths if path.suffix not in TOKENS)
-        raise ValueError(
+        other = next(path for path in paths if path.suffix.lower() not in TOKENS)
+        raise UserError(
             f"{tokens[0]} holds tokens, and {other} text: make tokens of the text with `coat "
             "tokenize`, and train on token files."
         )
     return bool(tokens)
 
 
+def identity(path: Path) -> Identity:
+    """The same for all names of a file or folder, links among them."""
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
 def _files(pattern: str) -> list[Path]:
-    path = Path(pattern).expanduser()
-    if path.is_dir():
-        raise IsADirectoryError(
+    path = expanded(pattern)
+    if is_folder(path):
+        raise UserError(
             f"{pattern} is a folder. Name its files by a pattern, as in '{path}/*.npy'."
         )
-    if path.exists():
+    if not glob.has_magic(str(path)) or status(path):
+        require_regular(path)
         return [path]
-    found = sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207 (absolute patterns)
-    files = [path for path in found if path.is_file()]
-    if not files:
-        what = "No file matches" if glob.has_magic(pattern) else "There is no file"
-        raise FileNotFoundError(f"{what} {pattern}, looked for from {Path.cwd()}.")
-    return files
+    with failures_named(path):
+        found = sorted(match for match in _matches(path) if not match.is_dir())
+    if not found:
+        raise MissingFile(f"No file matches {pattern}, looked for from {Path.cwd()}.")
+    for match in found:
+        require_regular(match)
+    return found
+
+
+# --- Patterns --------------------------------------------------------------------------------
+#
+# glob.glob follows links in circles until the system refuses.
+
+
+def _matches(pattern: Path) -> Iterator[Path]:
+    """Everything that matches a pattern, in which ** stands for any number of folders."""
+    parts = pattern.parts[bool(pattern.anchor) :]
+    if parts[-1] == ANY_FOLDERS:
+        parts = (*parts, "*")
+    start = Path(pattern.anchor or ".")
+    return _below(start, parts, {identity(start): start}, set())
+
+
+def _below(
+    folder: Path,
+    parts: tuple[str, ...],
+    above: dict[Identity, Path],
+    searched: set[tuple[Identity, int]],
+) -> Iterator[Path]:
+    """What matches the parts of a pattern in a folder.
+
+    Args:
+        folder: to look in.
+        parts: of the pattern, those that are left.
+        above: the folders on the way here, this one among them.
+        searched: where ** was followed already, and with how many parts left.
+    """
+    first, rest = parts[0], parts[1:]
+    if first == ANY_FOLDERS:
+        state = (identity(folder), len(parts))
+        if state in searched:
+            return
+        searched.add(state)
+        yield from _below(folder, rest, above, searched)
+        for child in _children(folder, "*"):
+            if child.is_dir():
+                yield from _below(child, parts, _on_the_way(child, above), searched)
+        return
+    for child in _children(folder, first):
+        if not rest:
+            yield child
+        elif child.is_dir():
+            yield from _below(child, rest, {**above, identity(child): child}, searched)
+
+
+def _children(folder: Path, part: str) -> list[Path]:
+    """What in a folder matches one part of a pattern; hidden names only if the pattern's is."""
+    if not glob.has_magic(part):
+        child = folder / part
+        return [child] if os.path.lexists(child) else []
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if fnmatch.fnmatchcase(entry.name, part)]
+    return [folder / name for name in sorted(names) if part[0] == "." or name[0] != "."]
+
+
+def _on_the_way(child: Path, above: dict[Identity, Path]) -> dict[Identity, Path]:
+    own = identity(child)
+    if own in above:
+        raise UserError(
+            f"{child} leads back to {above[own]}: ** would go round in circles. Remove the link, "
+            "or name the folders."
+        )
+    return {**above, own: child}

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Int32
 
+from coat_jax.errors import UserError
 from coat_jax.training.data.stream import Stream
 
 IGNORED = -100
@@ -60,13 +61,13 @@ class Windows:
         self, stream: Stream, part: range, *, sequence: int, end_of_text: int | None, vocab: int
     ):
         if len(part) <= sequence:
-            raise ValueError(
+            raise UserError(
                 f"{stream.name}: {len(part):,} tokens are too few for a row of {sequence:,} and "
                 "the token after it. Give more data or a shorter sequence; where no "
                 "data.held_out is named, data.held_out_part is the share that is held out."
             )
         if end_of_text is not None and end_of_text >= vocab:
-            raise ValueError(
+            raise UserError(
                 f"data.end_of_text={end_of_text} is not in the model's vocabulary of {vocab:,}."
             )
         self.sequence = sequence

@@ -5,12 +5,13 @@ from typing import Literal
 
 import numpy as np
 
+from coat_jax.errors import UserError
 from coat_jax.training.data import chat, corpus
 from coat_jax.training.data.config import DataConfig
 from coat_jax.training.data.loader import Loader
 from coat_jax.training.data.packing import Packed
-from coat_jax.training.data.paths import are_tokens, files_of
-from coat_jax.training.data.rows import Rows, Windows
+from coat_jax.training.data.paths import are_tokens, files_of, identity
+from coat_jax.training.data.rows import IGNORED, Rows, Windows
 from coat_jax.training.data.stream import Memory, Stream
 from coat_jax.training.data.text_files import require_small
 from coat_jax.training.data.token_files import open_files, sidecar_of
@@ -50,6 +51,7 @@ def load(
             None goes on without end.
     """
     rows = _rows(config, split, sequence, vocab, seed)
+    _require_labels(rows, split)
     return Loader(rows, batch=batch, seed=seed, process=process, processes=processes, epochs=epochs)
 
 
@@ -71,18 +73,34 @@ def _rows(config: DataConfig, split: Split, sequence: int, vocab: int, seed: int
 
 
 def _require_apart(config: DataConfig) -> None:
-    """Raises if a file is both trained on and held out; the corpus knows how to divide itself."""
-    train, held_out = (
-        {path.resolve() for path in files_of(tuple(p for p in patterns if p != CORPUS))}
-        for patterns in (config.train, config.held_out)
-    )
-    if both := train & held_out:
-        raise ValueError(f"{min(both)} is named in data.train and in data.held_out: name others.")
+    """Raises if a file is both trained on and held out."""
+    train = {identity(path): path for path in _named(config.train, "train")}
+    held_out = {identity(path) for path in _named(config.held_out, "held_out")}
+    if both := [path for own, path in train.items() if own in held_out]:
+        raise UserError(f"{min(both)} is named in data.train and in data.held_out: name others.")
+
+
+def _named(patterns: tuple[str, ...], split: Split) -> list[Path]:
+    """All files of a split, those of the corpus among them."""
+    paths = files_of(tuple(pattern for pattern in patterns if pattern != CORPUS))
+    if CORPUS not in patterns:
+        return paths
+    train, held_out = corpus.files_of()
+    return paths + (train if split == "train" else held_out)
+
+
+def _require_labels(rows: Rows, split: Split) -> None:
+    """Raises if nothing can be learned; where anything can, an early row shows it."""
+    if not any(np.any(rows[row].labels != IGNORED) for row in range(len(rows))):
+        raise UserError(
+            f"The {split} data has no token to predict: every label is masked. Is "
+            "data.end_of_text the right token? Is each answer of a chat beyond `sequence`?"
+        )
 
 
 def _corpus(patterns: tuple[str, ...], split: Split) -> Stream:
     if len(patterns) > 1:
-        raise ValueError(f"{patterns} mixes the built-in corpus with files: name one or the other.")
+        raise UserError(f"{patterns} mixes the built-in corpus with files: name one or the other.")
     return Stream([Memory(f"the corpus ({split})", getattr(corpus.load(), split))])
 
 
@@ -105,8 +123,8 @@ def _chat_rows(
     if not config.held_out:
         count = len(documents.ends)
         cut = count - max(round(config.held_out_part * count), 1)
-        if not cut:
-            raise ValueError(f"{paths[0]}: one conversation cannot be shared with held-out data.")
+        if cut < 1:
+            raise UserError(f"{paths[0]}: one conversation cannot be shared with held-out data.")
         documents = documents.part(range(cut) if split == "train" else range(cut, count))
     return Packed(documents, sequence=sequence, seed=seed)
 
@@ -119,7 +137,7 @@ def _encoder(config: DataConfig, vocab: int) -> Encoder:
 
 def _require_vocab(what: str, needed: int, vocab: int) -> None:
     if needed > vocab:
-        raise ValueError(
+        raise UserError(
             f"{what} has a vocabulary of {needed:,}, and the model one of {vocab:,}. Give the "
             "model at least that."
         )

@@ -15,6 +15,8 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int32, UInt
 
+from coat_jax.errors import UserError
+
 SAMPLES, SAMPLE = 256, 1 << 16  # how many pieces a digest reads, of how many tokens
 
 
@@ -71,7 +73,7 @@ class Stream:
             tokens = part.read(at - first, min(stop - first, len(part)))
             if tokens.max() >= vocab:
                 wrong = int(np.argmax(tokens >= vocab))
-                raise ValueError(
+                raise UserError(
                     f"{part.name}: token {at - first + wrong:,} is {tokens[wrong]:,}, and the "
                     f"model has a vocabulary of {vocab:,}. Is this another tokenizer's file, or "
                     "one of another dtype?"

@@ -5,10 +5,14 @@ pieces of a quarter of a megabyte or so, cut at line ends.
 """
 
 import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
+
+from coat_jax.errors import UserError
+from coat_jax.files import failures_named, parse_json
+from coat_jax.limits import shown
+from coat_jax.training.data.paths import CHAT
 
 PIECE = 1 << 18  # characters
 
@@ -24,14 +28,14 @@ class Piece(NamedTuple):
 def pieces(paths: list[Path]) -> Iterator[Piece]:
     """The documents of these files, in order; empty ones are none."""
     for path in paths:
-        yield from _of_lines(path) if path.suffix == ".jsonl" else _of_text(path)
+        yield from _of_lines(path) if path.suffix.lower() == CHAT else _of_text(path)
 
 
 def require_small(paths: list[Path], limit: int, remedy: str) -> None:
     """Raises if these files together have more bytes than are tokenized when a run begins."""
     size = sum(path.stat().st_size for path in paths)
     if size > limit:
-        raise ValueError(
+        raise UserError(
             f"{paths[0]} and what comes with it have {size / 2**20:,.0f} MiB, and a run tokenizes "
             f"up to {limit / 2**20:,.0f} when it begins. {remedy}"
         )
@@ -39,38 +43,33 @@ def require_small(paths: list[Path], limit: int, remedy: str) -> None:
 
 def records(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
     """The lines of a .jsonl: where each stands, what it says, and its size in bytes."""
-    with path.open("rb") as file:
+    with failures_named(path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
             place = f"{path}:{number}"
             if not line.strip():
                 continue
-            try:
-                record = json.loads(line)
-                if rb"\u" in line:  # it may spell out half of a pair, which no text contains
-                    json.dumps(record, ensure_ascii=False).encode()
-            except ValueError as error:
-                raise ValueError(f"{place} is no JSON: {error}") from None
+            record = parse_json(line, place)
             if not isinstance(record, dict):
-                raise ValueError(f"{place} is no JSON object, but {type(record).__name__}.")
+                raise UserError(f"{place} is no JSON object, but {type(record).__name__}.")
             yield place, record, len(line)
 
 
 def _of_lines(path: Path) -> Iterator[Piece]:
     for place, record, size in records(path):
         if not isinstance(text := record.get("text"), str):
-            raise ValueError(
-                f'{place} has no "text" that is a string; its keys are {sorted(record)}.'
+            raise UserError(
+                f'{place} has no "text" that is a string; its keys are {shown(sorted(record))}.'
             )
         for piece in _document(io.StringIO(text, newline="\n")):
             yield piece._replace(size=size if piece.last else 0)
 
 
 def _of_text(path: Path) -> Iterator[Piece]:
-    with path.open(encoding="utf-8", newline="\n") as file:
+    with failures_named(path), path.open(encoding="utf-8", newline="\n") as file:
         try:
             yield from _document(file)
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is no text in UTF-8: {error.reason}.") from None
+            raise UserError(f"{path} is no text in UTF-8: {error.reason}.") from None
 
 
 def _document(file: TextIO) -> Iterator[Piece]:

@@ -11,18 +11,25 @@ what `coat tokenize` knows of them.
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import UInt
 
-SIDECAR = "tokens.json"
+from coat_jax.errors import UserError
+from coat_jax.files import failures_named, read_json, status
+from coat_jax.limits import Count, CountOrZero, require
+
+SIDECAR, NOTED = "tokens.json", ("vocab", "end_of_text", "tokenizer")
 NUMPY_MAGIC = b"\x93NUMPY"
 LLM_C_MAGIC: dict[bytes, np.dtype] = {
     (20240520).to_bytes(4, "little"): np.dtype(np.uint16),
     (20240801).to_bytes(4, "little"): np.dtype(np.uint32),
+}
+HEADERS: dict[tuple[int, int], Any] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
 }
 LLM_C_HEADER = 1024
 LOOKED_AT = 4096  # tokens from which a wrong dtype is recognized
@@ -69,7 +76,7 @@ def open_files(paths: list[Path], *, dtype: str | None) -> list[TokenFile]:
     files = [_opened(path, np.dtype(dtype or np.uint16)) for path in paths]
     for file in files:
         if file.dtype != files[0].dtype:
-            raise ValueError(
+            raise UserError(
                 f"{file.path} holds {file.dtype.name}, and {files[0].path} {files[0].dtype.name}. "
                 "All files must hold tokens of one dtype, made with one tokenizer."
             )
@@ -81,52 +88,53 @@ def sidecar_of(paths: list[Path]) -> dict[str, Any] | None:
     notes = {path: _notes(path) for path in sorted({path.parent / SIDECAR for path in paths})}
     first = next(iter(notes))
     for path, note in notes.items():
-        for key in ("vocab", "end_of_text", "tokenizer"):
+        for key in NOTED:
             if (note or {}).get(key) != (notes[first] or {}).get(key):
-                raise ValueError(
+                raise UserError(
                     f"{path} and {first} tell of different tokenizers: train on files of one."
                 )
     return notes[first]
 
 
 def _notes(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
+    if not status(path):
         return None
-    try:
-        notes = json.loads(path.read_text("utf-8"))
-        return {key: notes[key] for key in ("vocab", "end_of_text", "tokenizer")}
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{path} is not what `coat tokenize` writes ({error!r}). Make the files again, or "
-            "remove it and set data.end_of_text."
-        ) from None
+    notes = read_json(path)
+    remedy = "Make the files again with `coat tokenize`, or remove this one and set "
+    remedy += "data.end_of_text."
+    if missing := [key for key in NOTED if key not in notes]:
+        raise UserError(f"{path} lacks {', '.join(missing)}. {remedy}")
+    require(f"{path}: vocab", notes["vocab"], Count)
+    require(f"{path}: tokenizer", notes["tokenizer"], str)
+    require(f"{path}: end_of_text", notes["end_of_text"], CountOrZero)
+    return {key: notes[key] for key in NOTED}
 
 
 def _opened(path: Path, raw_dtype: np.dtype) -> TokenFile:
     """Magic number, token count and dtype stand at the beginning, or nowhere."""
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with failures_named(path), path.open("rb") as file:
         start = file.read(12)
     if start.startswith(NUMPY_MAGIC):
-        found = _numpy_file(path)
-    elif path.suffix == ".bin" and start[:4] in LLM_C_MAGIC:
+        found = _numpy_file(path, size)
+    elif path.suffix.lower() == ".bin" and start[:4] in LLM_C_MAGIC:
         length = int.from_bytes(start[8:], "little")
         found = TokenFile(path, LLM_C_MAGIC[start[:4]], LLM_C_HEADER, length)
         if size != LLM_C_HEADER + found.length * found.dtype.itemsize:
-            raise ValueError(
+            raise UserError(
                 f"{path} has {size:,} bytes, and its header tells of {found.length:,} tokens of "
                 f"{found.dtype.name}: it is damaged or was not copied whole."
             )
     else:
         if size % raw_dtype.itemsize:
-            raise ValueError(
+            raise UserError(
                 f"{path} has {size:,} bytes, no multiple of {raw_dtype.name}'s "
                 f"{raw_dtype.itemsize}: it is damaged, or holds something else."
             )
         _require_dtype(path, raw_dtype)
         found = TokenFile(path, raw_dtype, 0, size // raw_dtype.itemsize)
     if not len(found):
-        raise ValueError(f"{path} holds no tokens.")
+        raise UserError(f"{path} holds no tokens.")
     return found
 
 
@@ -135,23 +143,36 @@ def _require_dtype(path: Path, dtype: np.dtype) -> None:
     tokens = np.fromfile(path, dtype, LOOKED_AT)
     low, high = tokens[::2], tokens[1::2]
     if dtype == np.uint16 and len(tokens) == LOOKED_AT and low.max() > 16 > high.max():
-        raise ValueError(
+        raise UserError(
             f"{path} does not look like uint16: every second number is at most {high.max()}. Set "
             "data.dtype to uint32."
         )
 
 
-def _numpy_file(path: Path) -> TokenFile:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
-        raise ValueError(f"{path} is no whole .npy file of tokens: {error}") from None
-    if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):
-        raise ValueError(
-            f"{path} holds {array.dtype.name}{list(array.shape)}. Tokens are an array of one "
-            "axis, uint16 or uint32 of this machine's byte order."
+def _numpy_file(path: Path, size: int) -> TokenFile:
+    shape, dtype, offset = _numpy_header(path)
+    if len(shape) != 1 or dtype not in (np.uint16, np.uint32):
+        raise UserError(
+            f"{path} holds {dtype.name}{list(shape)}. Tokens are an array of one axis, uint16 or "
+            "uint32 of this machine's byte order."
         )
-    return TokenFile(path, array.dtype, array.offset, len(array))
+    if not 0 <= shape[0] <= (size - offset) // dtype.itemsize:
+        raise UserError(
+            f"{path} is no whole .npy file of tokens: its header tells of {shape[0]:,} tokens, and "
+            f"{size - offset:,} bytes follow. It is damaged or was not copied whole."
+        )
+    return TokenFile(path, dtype, offset, shape[0])
+
+
+def _numpy_header(path: Path) -> tuple[tuple[int, ...], np.dtype, int]:
+    """Shape and dtype as a header says, and where it ends."""
+    with path.open("rb") as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            shape, _, dtype = HEADERS[version](file)
+        except Exception as error:  # NumPy parses it as Python, which fails in many ways
+            raise UserError(f"{path} is no whole .npy file of tokens: {error!r}.") from None
+        return shape, dtype, file.tell()
 
 
 @functools.lru_cache(OPEN_FILES)

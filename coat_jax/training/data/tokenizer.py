@@ -7,10 +7,13 @@ cannot end a document or speak for another role.
 
 import hashlib
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import UInt
+
+from coat_jax import tokenizer_file
+from coat_jax.errors import UserError
 
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
@@ -71,8 +74,9 @@ class Tokenizer:
             path: of the file.
             end_of_text: by default the first of ENDS_OF_TEXT that the tokenizer knows.
         """
-        content = _read(Path(path))
-        self._plain, self._with_markers = _parsed(path, content), _parsed(path, content)
+        self._path = path
+        self._plain, content = tokenizer_file.read(path)
+        self._with_markers = tokenizer_file.parsed(content, str(path))
         self._plain.encode_special_tokens = True  # as ordinary text, that is
         self.vocab = max(self._plain.get_vocab().values()) + 1
         self.digest = hashlib.sha256(content).hexdigest()[:16]
@@ -81,7 +85,7 @@ class Tokenizer:
         if end_of_text is None:
             end_of_text = next((token for token in known if token is not None), None)
         if end_of_text is None:
-            raise ValueError(
+            raise UserError(
                 f"{path} has none of {', '.join(ENDS_OF_TEXT)}: set end_of_text to the number of "
                 "the token that ends a document."
             )
@@ -89,39 +93,21 @@ class Tokenizer:
 
     def encode(self, texts: list[str]) -> list[UInt[np.ndarray, " N"]]:
         """See `Encoder`."""
-        found = self._plain.encode_batch_fast(texts, add_special_tokens=False)
+        with tokenizer_file.failures_named(f"{self._path} cannot tokenize the data"):
+            found = self._plain.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, self.dtype) for one in found]
 
     def encode_markers(self, text: str) -> UInt[np.ndarray, " N"]:
         """See `Encoder`."""
-        return np.array(self._with_markers.encode(text, add_special_tokens=False).ids, self.dtype)
-
-
-def _read(path: Path) -> bytes:
-    if not path.is_file():
-        inside = " Name the tokenizer.json in this folder." if path.is_dir() else ""
-        raise FileNotFoundError(f"There is no tokenizer file {path}.{inside}")
-    return path.read_bytes()
-
-
-def _parsed(path: str | Path, content: bytes) -> Any:
-    import tokenizers
-
-    try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # it raises no narrower class
-        raise ValueError(
-            f"{path} is no file of the `tokenizers` library ({error}). It is usually named "
-            "tokenizer.json."
-        ) from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+        with tokenizer_file.failures_named(f"{self._path} cannot tokenize {text!r}"):
+            found = self._with_markers.encode(text, add_special_tokens=False)
+        return np.array(found.ids, self.dtype)
 
 
 def _known(end_of_text: int, vocab: int) -> int:
-    if end_of_text >= vocab:
-        raise ValueError(
-            f"end_of_text={end_of_text} is not in the tokenizer's vocabulary of {vocab:,}."
+    if not 0 <= end_of_text < vocab:
+        raise UserError(
+            f"end_of_text={end_of_text} is not in the tokenizer's vocabulary of {vocab:,}: it must "
+            f"be from 0 to {vocab - 1}."
         )
     return end_of_text

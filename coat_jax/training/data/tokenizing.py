@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from jaxtyping import UInt
 
+from coat_jax.errors import UserError
 from coat_jax.training.data.text_files import Piece, pieces, require_small
 from coat_jax.training.data.token_files import SIDECAR
 from coat_jax.training.data.tokenizer import Encoder
@@ -94,7 +95,7 @@ def write(
             **_write_shards(folder, encoded(paths, encoder), encoder.dtype, progress, shard),
         }
         if not notes["tokens"]:
-            raise ValueError(f"{paths[0]} and what comes with it hold no text.")
+            raise UserError(f"{paths[0]} and what comes with it hold no text.")
         (folder / SIDECAR).write_text(json.dumps(notes, indent=2) + "\n", "utf-8")
     return notes
 

@@ -1,6 +1,7 @@
 """Laws of sources: what a config names is what is read, and what is held out is not trained on."""
 
 import hashlib
+import os
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from data_cases import write_lines, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coat_jax.errors import UserError
 from coat_jax.training.data import DataConfig, corpus, load
 from coat_jax.training.data.tokenizer import Tokenizer
 from coat_jax.training.data.tokenizing import write
@@ -85,6 +87,119 @@ def test_a_file_cannot_be_trained_on_and_held_out(tmp_path):
         opened(config)
 
 
+def shards(folder, count=3, size=100):
+    """Token files, no token of which is in another."""
+    folder.mkdir()
+    for number in range(count):
+        tokens = np.arange(number * size, (number + 1) * size, dtype=np.uint16)
+        np.save(folder / f"{number}.npy", tokens)
+    return folder
+
+
+def assert_nothing_is_in_both(*patterns, tokens=300):
+    config = DataConfig(train=tuple(map(str, patterns)), held_out_part=0.2)
+    train, held_out = opened(config), opened(config, "held_out")
+    assert train.tokens + held_out.tokens == tokens
+    assert tokens_of(train).isdisjoint(tokens_of(held_out))
+
+
+def test_a_file_is_read_once_whatever_leads_to_it(tmp_path):
+    """Twice in a stream, what is held out of it would be trained on as well."""
+    folder = shards(tmp_path / "a")
+    (tmp_path / "link").symlink_to(folder)
+    (folder / "again.npy").symlink_to("2.npy")
+    (folder / "hard.npy").hardlink_to(folder / "2.npy")
+    assert_nothing_is_in_both(folder / "*.npy")
+    assert_nothing_is_in_both(folder / "*.npy", folder / "2.npy", tmp_path / "link" / "2.npy")
+    assert_nothing_is_in_both(tmp_path / "**" / "*.npy", folder / ".." / "a" / "2.npy")
+
+
+def test_many_ways_to_a_folder_are_one(tmp_path):
+    """Two links a level would be 2^40 paths."""
+    for level in range(40):
+        (tmp_path / f"{level}").mkdir()
+        for name in ("x", "y"):
+            (tmp_path / f"{level}" / name).symlink_to(f"../{level + 1}")
+    shards(tmp_path / "40")
+    assert_nothing_is_in_both(tmp_path / "0" / "**" / "*.npy")
+
+
+@pytest.mark.parametrize("target", [".", "..", "../a"])
+def test_links_in_a_circle_are_refused(target, tmp_path):
+    folder = shards(tmp_path / "a")
+    (folder / "loop").symlink_to(target)
+    assert_nothing_is_in_both(folder / "*.npy")
+    with pytest.raises(UserError, match=r"loop leads back to .* circles. Remove the link"):
+        opened(DataConfig(train=(str(tmp_path / "**" / "*.npy"),)))
+
+
+@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
+def test_another_name_does_not_hide_what_is_held_out(link, tmp_path):
+    folder = shards(tmp_path / "a")
+    getattr(tmp_path / "other.npy", link)(folder / "2.npy")
+    config = DataConfig(train=(str(folder / "*.npy"),), held_out=(str(tmp_path / "other.npy"),))
+    with pytest.raises(UserError, match=r"2.npy is named in data.train and in data.held_out"):
+        opened(config)
+
+
+def test_the_corpus_s_own_files_are_kept_apart_too():
+    train, held_out = corpus.files_of()
+    for config in (
+        DataConfig(train=(str(held_out[0]),), held_out=("corpus",)),
+        DataConfig(train=("corpus",), held_out=(str(train[0]),)),
+    ):
+        with pytest.raises(UserError, match=r"is named in data.train and in data.held_out"):
+            opened(config)
+
+
+@pytest.mark.parametrize("name", ["pipe.txt", "pipe.npy", "pipe.jsonl"])
+def test_what_may_never_end_is_not_read(name, tmp_path):
+    os.mkfifo(tmp_path / name)
+    for path in (tmp_path / name, tmp_path / "pipe.*", "/dev/zero"):
+        with pytest.raises(UserError, match="is a pipe or a device: a file must be a regular file"):
+            opened(DataConfig(train=(str(path),)))
+
+
+def test_a_link_to_nothing_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"There is no file .*b.txt"):
+        opened(DataConfig(train=(str(tmp_path / "*.txt"),)))
+
+
+@pytest.mark.parametrize(("suffix", "spelled"), [(".npy", ".NPY"), (".bin", ".Bin")])
+def test_suffixes_are_read_in_any_case(suffix, spelled, tmp_path):
+    tokens = np.arange(200, dtype=np.uint16)
+    with (tmp_path / f"a{spelled}").open("wb") as file:
+        np.save(file, tokens) if suffix == ".npy" else tokens.tofile(file)
+    train = opened(DataConfig(train=(str(tmp_path / f"a{spelled}"),)))
+    assert tokens_of(train) == set(range(197))
+
+
+def test_a_jsonl_is_one_in_any_case(tmp_path):
+    path = write_lines(tmp_path / "a.JSONL", [{"text": "the thing"}] * 20)
+    train = opened(DataConfig(train=(str(path),), held_out_part=0.3), vocab=256)
+    assert tokens_of(train) == set(b"the thing\0")
+
+
+def test_data_without_a_label_is_refused(tmp_path):
+    np.save(tmp_path / "a.npy", np.full(100, END, np.uint16))
+    config = DataConfig(train=(str(tmp_path / "a.npy"),), end_of_text=END, held_out_part=0.3)
+    for split in ("train", "held_out"):
+        with pytest.raises(UserError, match=f"The {split} data has no token to predict"):
+            opened(config, split, sequence=8)
+
+
+def test_a_home_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_tokenizer(tmp_path / "t.json")
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "the thing"}] * 20)
+    config = DataConfig(train=("~/a.jsonl",), tokenizer="~/t.json", held_out_part=0.3)
+    assert config.tokenizer == str(tmp_path / "t.json")
+    assert opened(config).tokens > 20
+    assert path.exists()
+
+
 def test_files_are_read_in_the_order_of_their_names(tmp_path):
     for name in ("b", "a", "c"):
         (tmp_path / name).mkdir()
@@ -126,7 +241,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
     [
         (("none.npy",), FileNotFoundError, "There is no file .*none.npy"),
         (("*.none",), FileNotFoundError, r"No file matches .*\*\.none"),
-        (("folder",), IsADirectoryError, r"Name its files by a pattern, as in '.*folder/\*.npy'"),
+        (("folder",), UserError, r"Name its files by a pattern, as in '.*folder/\*.npy'"),
         (("a.npy", "a.txt"), ValueError, "a.npy holds tokens, and .*a.txt text"),
     ],
 )
@@ -148,10 +263,10 @@ def test_the_corpus_does_not_mix(tmp_path):
     ("field", "named"),
     [
         ({"train": ()}, "names no data"),
-        ({"train": "corpus"}, "must be a tuple of paths"),
-        ({"held_out": ("",)}, "must be a tuple of paths"),
-        ({"kind": "image"}, "kind='image' must be one of"),
-        ({"dtype": "int64"}, "dtype='int64' must be one of"),
+        ({"train": "corpus"}, r"data.train='corpus' must be a tuple of texts, as in \('a', 'b'\)"),
+        ({"held_out": ("",)}, "data.held_out has an empty path"),
+        ({"kind": "image"}, "kind='image' must be 'text' or 'chat'"),
+        ({"dtype": "int64"}, "dtype='int64' must be 'uint16' or 'uint32' or None"),
         ({"held_out_part": 1.0}, "held_out_part=1.0 must be"),
         ({"end_of_text": -1}, "end_of_text=-1 must be"),
     ],

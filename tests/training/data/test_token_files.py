@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coat_jax.errors import UserError
 from coat_jax.training.data import DataConfig, load, token_files
 from coat_jax.training.data.stream import Memory, Stream
 from coat_jax.training.data.token_files import open_files, sidecar_of
@@ -127,12 +128,24 @@ def write(path, array):
         (np.ones(9, ">u2"), "uint16 or uint32 of this machine's byte order"),
         (np.ones((3, 3), np.uint16), r"uint16\[3, 3\]"),
         (np.ones(0, np.uint16), "holds no tokens"),
-        (np.array([{}]), "no whole .npy file"),
+        (np.array([{}]), r"object\[1\]"),
     ],
 )
 def test_an_array_that_is_not_tokens_is_refused(array, named, tmp_path):
     write(tmp_path / "wrong.npy", array)
     with pytest.raises(ValueError, match=rf"wrong.npy.* {named}"):
+        open_files([tmp_path / "wrong.npy"], dtype=None)
+
+
+@pytest.mark.parametrize(
+    "shape", ["(4611686018427387904,)", "(-1,)", "(9,)", "(" * 99, "(9, 'x')", "True"]
+)
+def test_a_header_that_is_not_true_is_refused(shape, tmp_path):
+    """NumPy parses it as Python, and believes it."""
+    header = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    start = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    (tmp_path / "wrong.npy").write_bytes(start + bytes(16))
+    with pytest.raises(UserError, match=r"wrong.npy is no whole .npy file of tokens"):
         open_files([tmp_path / "wrong.npy"], dtype=None)
 
 
@@ -189,7 +202,22 @@ def test_files_of_several_tokenizers_are_refused(tmp_path):
         sidecar_of(paths)
 
 
-@pytest.mark.parametrize("notes", ["{", "[]", '{"vocab": 9}'])
-def test_damaged_notes_are_refused(notes, tmp_path):
-    with pytest.raises(ValueError, match=r"tokens.json is not what `coat tokenize` writes"):
+NOTES = '{"vocab": 9, "end_of_text": 3, "tokenizer": "x"}'
+
+
+@pytest.mark.parametrize(
+    ("notes", "named"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "is no JSON object, but list"),
+        ("[" * 9999, "is no JSON that can be read: it is nested too deep"),
+        ('{"vocab": 9}', "lacks end_of_text, tokenizer. Make the files again"),
+        (NOTES.replace("9", '"9"'), "vocab='9' must be a whole number from 1"),
+        (NOTES.replace("9", "1e999"), "vocab=inf must be a whole number from 1"),
+        (NOTES.replace("3", "-1"), "end_of_text=-1 must be a whole number from 0"),
+        (NOTES.replace('"x"', "null"), "tokenizer=None must be text"),
+    ],
+)
+def test_damaged_notes_are_refused(notes, named, tmp_path):
+    with pytest.raises(UserError, match=rf"tokens.json:? {named}"):
         sidecar_of([folder_with(tmp_path, "a", notes)])

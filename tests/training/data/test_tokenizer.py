@@ -8,6 +8,7 @@ from data_cases import write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coat_jax.errors import UserError
 from coat_jax.training.data.tokenizer import Bytes, Tokenizer
 
 
@@ -62,7 +63,7 @@ def test_the_end_of_text_is_found_or_told(tmp_path):
 def test_what_is_no_tokenizer_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="no tokenizer file"):
         Tokenizer(tmp_path / "missing.json")
-    with pytest.raises(FileNotFoundError, match=r"Name the tokenizer.json"):
+    with pytest.raises(UserError, match="is a folder: name the tokenizer file itself"):
         Tokenizer(tmp_path)
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match=r"other.json is no file of the `tokenizers` library"):

@@ -1,0 +1,221 @@
+"""What the fields of a config may hold: said in their annotations, checked when it is made.
+
+    @dataclasses.dataclass(frozen=True)
+    class Run:
+        steps: Count                                          a whole number, 1 or more
+        rate: Annotated[float, Range(above=0, most=10)]       a number: neither NaN nor infinite
+
+        def __post_init__(self) -> None:
+            require_fields(self)
+
+The same annotations check other files that say these things (`require`), and build a config from
+JSON (`from_json`). A value of another type is refused, too: a config file may say anything.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from coat_jax.errors import UserError
+
+SHOWN = 60  # characters of a value
+Made = TypeVar("Made")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Range:
+    """The numbers from `least` (or above `above`) to `most` (or below `below`)."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """Whether the number is one of them; NaN never is."""
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        if self.least is not None and self.most is not None:
+            return f"from {_number(self.least)} to {_number(self.most)}"
+        words = {"of at least": self.least, "above": self.above}
+        words |= {"at most": self.most, "below": self.below}
+        said = [f"{word} {_number(limit)}" for word, limit in words.items() if limit is not None]
+        return " and ".join(said)
+
+
+@dataclasses.dataclass(frozen=True)
+class Among:
+    """These numbers and no others."""
+
+    choices: tuple[int, ...]
+
+    def holds(self, value: float) -> bool:
+        """Whether the number is one of them."""
+        return value in self.choices
+
+    def __str__(self) -> str:
+        return f"among {', '.join(map(str, self.choices))}"
+
+
+MOST = 2**31 - 1  # what an int32 holds: counters of steps and positions of tokens are such
+Count = Annotated[int, Range(least=1, most=MOST)]
+CountOrZero = Annotated[int, Range(least=0, most=MOST)]
+Share = Annotated[float, Range(least=0, most=1)]
+
+
+# --- Checking --------------------------------------------------------------------------------
+
+
+def require_fields(config: Any, prefix: str = "") -> None:
+    """Raises UserError unless each field of a dataclass holds what its annotation says.
+
+    NumPy's numbers become Python's, so that equal configs are written alike.
+
+    Args:
+        config: the dataclass, frozen or not.
+        prefix: of the fields' names in errors, as in "optimizer.".
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, np.bool_ | np.integer | np.floating):
+            value = value.item()
+            object.__setattr__(config, field.name, value)
+        default = None if field.default is dataclasses.MISSING else field.default
+        require(prefix + field.name, value, annotations(type(config))[field.name], default)
+
+
+def require(name: str, value: Any, annotation: Any, default: Any = None) -> None:
+    """Raises UserError unless a value is what an annotation says.
+
+    Args:
+        name: of the value, for the error.
+        value: what came.
+        annotation: a type, maybe with a `Range`.
+        default: a value that the error may propose.
+    """
+    if not _fits(value, annotation):
+        proposed = "" if not isinstance(default, int | float) else f" The default is {default!r}."
+        raise UserError(f"{name}={shown(value)} must be {described(annotation)}.{proposed}")
+
+
+def dtype_of(name: str, value: Any) -> np.dtype:
+    """The dtype that a value stands for; raises UserError where it stands for none."""
+    try:
+        return jnp.dtype(value)
+    except Exception:  # NumPy parses text as Python, and fails in as many ways
+        raise UserError(f"{name}={shown(value)} is no dtype. Write one as 'bfloat16'.") from None
+
+
+def annotations(kind: type[Any]) -> dict[str, Any]:
+    """The annotation of each field, with what is said of its range."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+def shown(value: Any) -> str:
+    """A value in an error, however long it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print whole numbers of more than 4300 digits
+        text = "a number of thousands of digits"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    if annotation == DTypeLike:
+        return True  # the config itself knows which ones it takes
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        fits = _fits(value, arguments[0]) and all(limit.holds(value) for limit in arguments[1:])
+    elif origin is Literal:
+        fits = any(type(value) is type(choice) and value == choice for choice in arguments)
+    elif origin in (Union, types.UnionType):
+        fits = any(_fits(value, kind) for kind in arguments)
+    elif origin is tuple:
+        fits = isinstance(value, tuple) and all(_fits(item, arguments[0]) for item in value)
+    elif annotation in (int, float):
+        number = isinstance(value, int if annotation is int else int | float)
+        fits = number and not isinstance(value, bool) and -np.inf < value < np.inf
+    else:
+        fits = not isinstance(annotation, type) or isinstance(value, annotation)
+    return fits
+
+
+# --- In words --------------------------------------------------------------------------------
+
+NAMES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "True or False",
+    type(None): "None",
+}
+PLURALS = {str: "texts, as in ('a', 'b')"}
+
+
+def described(annotation: Any) -> str:
+    """What an annotation allows, in words."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        limits = " and ".join(map(str, arguments[1:]))
+        return f"{described(arguments[0])} {limits}"
+    if origin is Literal:
+        return " or ".join(map(repr, arguments))
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(described, arguments))
+    if origin is tuple:
+        return f"a tuple of {PLURALS.get(arguments[0]) or described(arguments[0])}"
+    return NAMES.get(annotation, f"a {getattr(annotation, '__name__', annotation)}")
+
+
+def _number(limit: float) -> str:
+    return f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"
+
+
+# --- From JSON -------------------------------------------------------------------------------
+
+
+def from_json(kind: type[Made], data: Any, where: str) -> Made:
+    """A config from the JSON that its fields were written as.
+
+    Args:
+        kind: its dataclass.
+        data: what JSON says, of every field.
+        where: that is, for errors.
+    """
+    if not isinstance(data, Mapping):
+        raise UserError(f"{where} must be a JSON object, not {shown(data)}.")
+    fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for problem, names in (("lacks", fields - data.keys()), ("has", data.keys() - fields)):
+        if names:
+            raise UserError(
+                f"{where} {problem} {', '.join(sorted(names)[:5])}: it is damaged, or was written "
+                "by another version of coat_jax."
+            )
+    values = {
+        name: _from_json(value, annotations(kind)[name], f"{where}.{name}")
+        for name, value in data.items()
+    }
+    return kind(**values)
+
+
+def _from_json(value: Any, annotation: Any, where: str) -> Any:
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else ()
+    if isinstance(value, Mapping):
+        for kind in kinds or (annotation,):
+            if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+                return from_json(kind, value, where)
+    if isinstance(value, list):
+        return tuple(value)
+    return value

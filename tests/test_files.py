@@ -1,0 +1,64 @@
+"""What a user names is looked at before it is read."""
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coat_jax.errors import UserError
+from coat_jax.files import MissingFile, expanded, lines_of, parse_json, read_json, read_text
+
+
+def test_a_home_is_the_user_s(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expanded("~/x") == tmp_path / "x"
+    assert str(expanded("a~/~")) == "a~/~"
+
+
+@pytest.mark.parametrize("path", ["~nobody_of_this_name/x", "a\0b"])
+def test_a_path_that_names_nothing_is_refused(path):
+    with pytest.raises(UserError, match=r"unknown user|null character"):
+        expanded(path)
+
+
+def test_only_regular_files_are_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "self").symlink_to("self")
+    (tmp_path / "binary").write_bytes(b"\xff")
+    for name, message in {
+        "nothing": "There is no config file .*nothing",
+        "": "is a folder: name the config file itself",
+        "pipe": "is a pipe or a device: a config file must be a regular file",
+        "self": "Too many levels of symbolic links",
+        "binary": "is no text in UTF-8",
+        "n" * 300: "File name too long",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            read_text(tmp_path / name, "config file")
+    with pytest.raises(FileNotFoundError):  # what else it is
+        read_text(tmp_path / "nothing")
+    assert issubclass(MissingFile, UserError)
+
+
+def test_only_newlines_end_lines():
+    breaks = "\x0b\x0c\x1c\x85\u2028\u2029"
+    assert lines_of(f"a{breaks}b\r\nc\n\n") == [f"a{breaks}b", "c", ""]
+    assert lines_of("a") == lines_of("a\n") == ["a"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 9999, '"\\ud800"', "1" * 5000, b"\xff", "\0"])
+def test_what_is_no_json_is_refused(text):
+    with pytest.raises(UserError, match=r"^place is no JSON"):
+        parse_json(text, "place")
+
+
+@given(st.binary(max_size=40))
+def test_whatever_is_in_a_file_is_an_object_or_refused(tmp_path_factory, content):
+    path = tmp_path_factory.mktemp("json") / "x.json"
+    path.write_bytes(content)
+    try:
+        found = read_json(path)
+    except UserError:
+        return
+    assert isinstance(found, dict)
