@@ -3,6 +3,7 @@
 A moment is a leaf that
     follows a parameter (its path ends with the parameter's),
     is a float in at least 16 bits, and large enough by the rule of `Storage`,
+    is not stored to be read, as the gradient of a line search is,
     does not begin as a copy of the parameter, or as anything else computed from its values,
     and for which the user's `where` says yes.
 
@@ -27,6 +28,13 @@ from coat_jax.optax.following import followed_params, optimized
 
 # L-BFGS stores gradients and parameters to subtract them from the next ones.
 REFUSED = (optax.ScaleByLBFGSState,)
+# What these store is for users to read: the last gradient, a measurement.
+WITHOUT_MOMENTS = (
+    optax.ScaleByBacktrackingLinesearchState,
+    optax.ScaleByZoomLinesearchState,
+    optax.transforms.MonitorState,
+    optax.transforms.SnapshotState,
+)
 
 
 # Equations that call another program with their own inputs and outputs, one for one.
@@ -46,10 +54,11 @@ def select_moments(
         if jnp.iscomplexobj(param):
             require_real_float(jax.tree_util.keystr(path), param)
     chosen = []
-    for (path, leaf), param, from_values in zip(
+    for (path, leaf), param, from_values, read in zip(
         jax.tree.leaves_with_path(state),
         followed_params(state, params),
         depends_on_values(init, params),
+        _within(WITHOUT_MOMENTS, state),
         strict=True,
     ):
         name = jax.tree_util.keystr(path)
@@ -60,7 +69,7 @@ def select_moments(
         chosen.append(
             param is not None
             and _is_wide_float(leaf)
-            and not from_values
+            and not (from_values or read)
             and jnp.size(leaf) > 0
             and storage.holds_in_fp8(jnp.shape(leaf))
             and (where is None or bool(where(name, leaf)))
@@ -116,6 +125,12 @@ def _dependent_outputs(jaxpr: Any, dependent_inputs: Sequence[bool]) -> list[boo
     return [is_dependent(atom) for atom in jaxpr.outvars]
 
 
+def _within(types: tuple[type, ...], state: Any) -> list[bool]:
+    """For each leaf of `state`, whether it is part of a node of these types."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, types))
+    return [isinstance(node, types) for node in nodes for _ in jax.tree.leaves(node)]
+
+
 def _require_compressible(state: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(state):
         if is_fp8(leaf):
@@ -124,13 +139,12 @@ def _require_compressible(state: Any) -> None:
                 f"{jax.tree_util.keystr(path)}. Nothing is gained by storing it in FP8 twice: use "
                 "fp8_adamw, or what is compressed, as it is."
             )
-    for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, REFUSED)):
-        if isinstance(node, REFUSED):
-            raise ValueError(
-                f"compress cannot follow {type(node).__name__}: L-BFGS subtracts the last "
-                "gradients and parameters from the present ones, which rounding to 8 bits would "
-                "drown. Use it uncompressed."
-            )
+    if any(_within(REFUSED, state)):
+        raise ValueError(
+            "compress does not take L-BFGS: it subtracts the last gradients and parameters from "
+            "the present ones, and rounding to 8 bits is larger than these differences. Use it "
+            "uncompressed."
+        )
 
 
 def _require_not_flat(name: str, leaf: Any, params: optax.Params) -> None:
