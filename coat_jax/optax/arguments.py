@@ -21,13 +21,14 @@ RANGES = {
     "eps": (0.0, float("inf")),
     "eps_root": (0.0, float("inf")),
     "weight_decay": (0.0, float("inf")),
+    "max_norm": (0.0, float("inf")),
 }
 MAY_BE_SCHEDULES = ("learning_rate", "weight_decay")
 
 
 def require_hyper(hyper: Hyper) -> None:
     """Raises unless every number is one, and in its range where its value is known."""
-    for name in RANGES:
+    for name in RANGES.keys() & set(hyper._fields):
         value = getattr(hyper, name)
         if not (name in MAY_BE_SCHEDULES and is_function(value)):
             require_number(name, value)
@@ -35,13 +36,18 @@ def require_hyper(hyper: Hyper) -> None:
 
 def require_number(name: str, value: Any) -> None:
     """Raises unless `value` is a real scalar in the range of the argument `name`."""
-    also = " or a schedule (a function of the step count)" if name in MAY_BE_SCHEDULES else ""
-    if not _is_scalar(value):
-        raise TypeError(f"{name}={_shown(value)} must be a number{also}.")
+    require_scalar(name, value)
     known = _known(value)
     low, high = RANGES[name]
     if known is not None and not low <= known < high:
         raise ValueError(f"{name}={known!r} is outside its range, {low:g} <= {name} < {high:g}.")
+
+
+def require_scalar(name: str, value: Any) -> None:
+    """Raises unless `value` is a real scalar."""
+    if not _is_scalar(value):
+        also = " or a schedule (a function of the step count)" if name in MAY_BE_SCHEDULES else ""
+        raise TypeError(f"{name}={_shown(value)} must be a number{also}.")
 
 
 def require_settings(
@@ -67,6 +73,12 @@ def require_settings(
             raise TypeError(f"{name}={_shown(value)} must be True or False.")
     if mask is not None and not is_function(mask):
         require_mask(mask)
+
+
+def require_seed(seed: Any) -> None:
+    """Raises unless `seed` is a whole number."""
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+        raise TypeError(f"seed={_shown(seed)} must be a whole number, zero or more.")
 
 
 def require_mask(mask: Any) -> None:

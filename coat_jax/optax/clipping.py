@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from coat_jax.optax.arguments import require_number
+
 
 def global_norm(grads: optax.Updates) -> Float[Array, ""]:
     """The norm of all gradients together, in FP32."""
@@ -19,6 +21,7 @@ def global_norm(grads: optax.Updates) -> Float[Array, ""]:
 
 def global_norm_scale(grads: optax.Updates, max_norm: float | Float[Array, ""]) -> Float[Array, ""]:
     """The factor that clips gradients to a global norm: `grad_scale` of a fused step."""
+    require_number("max_norm", max_norm)
     return jnp.minimum(1.0, max_norm / global_norm(grads))
 
 

@@ -19,7 +19,13 @@ from jaxtyping import Array
 from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.moments import Storage
-from coat_jax.optax.arguments import is_function, require_hyper, require_mask, require_settings
+from coat_jax.optax.arguments import (
+    is_function,
+    require_hyper,
+    require_mask,
+    require_scalar,
+    require_settings,
+)
 from coat_jax.optax.state import ScaleByFP8AdamState, init_state, require_state, step_tree
 
 
@@ -121,9 +127,10 @@ def fused_fp8_adamw(
         skip: bool | Array = False,
     ) -> tuple[optax.Params, ScaleByFP8AdamState]:
         require_state(state, settings.storage)
+        require_scalar("grad_scale", grad_scale)
         now = hyper._replace(
-            learning_rate=_at(learning_rate, state.count),
-            weight_decay=_at(weight_decay, state.count),
+            learning_rate=_at("learning_rate", learning_rate, state.count),
+            weight_decay=_at("weight_decay", weight_decay, state.count),
             grad_scale=grad_scale,
             skip=skip,
         )
@@ -140,9 +147,12 @@ def fused_fp8_adamw(
     return FusedOptimizer(init, step)
 
 
-def _at(value: optax.ScalarOrSchedule, count: Array) -> Number:
+def _at(name: str, value: optax.ScalarOrSchedule, count: Array) -> Number:
     """The value of a number or a schedule at this step."""
-    return value(count) if is_function(value) else value
+    if is_function(value):
+        value = value(count)
+        require_scalar(f"{name}(count)", value)
+    return value
 
 
 def _decayed(mask: Any, params: optax.Params) -> list[bool] | None:
@@ -151,5 +161,5 @@ def _decayed(mask: Any, params: optax.Params) -> list[bool] | None:
     tree = mask(params) if is_function(mask) else mask
     require_mask(tree)
     # As optax has it, the mask may be a prefix of the parameters' tree.
-    full = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), tree, params)
-    return [bool(flag) for flag in jax.tree.leaves(full)]
+    flags = jax.tree.broadcast(tree, params)
+    return [bool(flag) for flag in jax.tree.leaves(flags)]
