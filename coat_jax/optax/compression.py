@@ -28,7 +28,7 @@ from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.metadata import fit_metadata
 from coat_jax.optax.selection import select_moments, without_names
 from coat_jax.optax.sharding import zeros
-from coat_jax.qtensor import join_groups, split_groups
+from coat_jax.qtensor import join_groups, scales_shape, split_groups
 
 
 class CompressedState(NamedTuple):
@@ -83,7 +83,7 @@ def compress(
         leaves, structure = jax.tree.flatten(state)
         chosen = select_moments(inner.init, state, params, storage, where)
         encoded = [
-            _compressed(leaf, storage) if moment else _uncompressed(leaf)
+            _compressed(leaf, storage) if moment else _uncompressed(leaf, storage)
             for leaf, moment in zip(leaves, chosen, strict=True)
         ]
         codes, amax, k16 = (
@@ -170,9 +170,10 @@ def _compressed(leaf: Any, storage: Storage) -> Expanded:
     return e._replace(amax=_saturating(e.amax, leaf.dtype))
 
 
-def _uncompressed(leaf: Any) -> Expanded:
+def _uncompressed(leaf: Any, storage: Storage) -> Expanded:
     """A leaf that stays as it is, with scales that are not used, but can be sharded alike."""
-    shape = tuple(math.gcd(size, 8) for size in jnp.shape(leaf))
+    per_group = scales_shape(jnp.shape(leaf), storage.group_size)
+    shape = tuple(math.gcd(size, 8) for size in per_group)
     return Expanded(leaf, zeros(leaf, shape, jnp.float32), zeros(leaf, shape, jnp.uint8))
 
 
