@@ -10,16 +10,18 @@ save_state, restore_state       checkpoints that refuse a state of another forma
 """
 
 from coat_jax.moments import Storage
-from coat_jax.optax.adam import ScaleByFP8AdamState, fp8_adamw, scale_by_fp8_adam
+from coat_jax.optax.adam import fp8_adamw, scale_by_fp8_adam
 from coat_jax.optax.checkpoint import restore_state, save_state
-from coat_jax.optax.compression import CompressedState, compress
-from coat_jax.optax.fused import FusedOptimizer, fused_fp8_adamw, global_norm_scale
+from coat_jax.optax.clipping import global_norm, global_norm_scale
+from coat_jax.optax.compression import CompressedState, compress, decompress
+from coat_jax.optax.fused import FusedOptimizer, fused_fp8_adamw
 from coat_jax.optax.rounding import (
     StochasticRoundState,
     apply_updates,
     stochastic_round_updates,
 )
-from coat_jax.optax.sharding import state_shardings
+from coat_jax.optax.sharding import fitting_group_size, state_shardings
+from coat_jax.optax.state import ScaleByFP8AdamState
 from coat_jax.optax.unexpanded import ScaleByUnexpandedAdamState, scale_by_unexpanded_fp8_adam
 
 __all__ = [
@@ -31,8 +33,11 @@ __all__ = [
     "Storage",
     "apply_updates",
     "compress",
+    "decompress",
+    "fitting_group_size",
     "fp8_adamw",
     "fused_fp8_adamw",
+    "global_norm",
     "global_norm_scale",
     "restore_state",
     "save_state",

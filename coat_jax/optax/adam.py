@@ -11,34 +11,15 @@ in optax.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int32
 
-from coat_jax import expansion
-from coat_jax.expansion import Expanded
-from coat_jax.kernels.adam import Hyper, Leaf, Number, Settings
-from coat_jax.kernels.adam_launch import adam_step
+from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.moments import Storage
-from coat_jax.optax.checks import require_real_floats, require_same_shapes, require_sensible
-from coat_jax.optax.sharding import zeros
-from coat_jax.qtensor import scales_shape
-
-
-class ScaleByFP8AdamState(NamedTuple):
-    """The state of `scale_by_fp8_adam`: trees of arrays, each leaf following its parameter.
-
-    mu and nu each hold three trees: codes (FP8, the parameter's shape), amax (FP32) and k16
-    (uint8), one number per group along the last axis. See `Storage` for leaves kept in FP32.
-    """
-
-    count: Int32[Array, ""]  # type: ignore[assignment]
-    mu: Expanded
-    nu: Expanded
+from coat_jax.optax.arguments import require_hyper, require_settings
+from coat_jax.optax.state import ScaleByFP8AdamState, init_state, step_tree
 
 
 def scale_by_fp8_adam(
@@ -46,6 +27,7 @@ def scale_by_fp8_adam(
     b2: Number = 0.999,
     eps: Number = 1e-8,
     eps_root: Number = 0.0,
+    mu_dtype: None = None,
     *,
     nesterov: bool = False,
     storage: Storage | None = None,
@@ -58,13 +40,17 @@ def scale_by_fp8_adam(
         b2: decay rate of the second moment.
         eps: added to the root of the second moment.
         eps_root: added inside the root.
+        mu_dtype: must be None; it stands here because optax has it here.
         nesterov: whether to use Nesterov momentum, as optax has it.
         storage: formats, group size, rounding and which leaves stay in FP32.
         implementation: None, "xla" or "triton"; see `coat_jax.kernels.dispatch`.
     """
     hyper = Hyper(b1=b1, b2=b2, eps=eps, eps_root=eps_root)
+    require_hyper(hyper)
+    require_settings(
+        storage=storage, implementation=implementation, mu_dtype=mu_dtype, nesterov=nesterov
+    )
     settings = Settings(storage or Storage(), nesterov)
-    require_sensible(hyper)
 
     def init(params: optax.Params) -> ScaleByFP8AdamState:
         return init_state(params, settings.storage)
@@ -84,14 +70,15 @@ def fp8_adamw(
     b2: Number = 0.999,
     eps: Number = 1e-8,
     eps_root: Number = 0.0,
-    weight_decay: Number = 1e-4,
+    mu_dtype: None = None,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
     nesterov: bool = False,
     storage: Storage | None = None,
     implementation: Implementation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW with both moments stored in FP8; a drop-in for `optax.adamw`.
+    """AdamW with both moments stored in FP8; takes the arguments of `optax.adamw`.
 
     Args:
         learning_rate: a number or a schedule.
@@ -99,7 +86,9 @@ def fp8_adamw(
         b2: decay rate of the second moment.
         eps: added to the root of the second moment.
         eps_root: added inside the root.
-        weight_decay: decoupled from the gradient, multiplied by the learning rate.
+        mu_dtype: must be None; it stands here because optax has it here.
+        weight_decay: a number or a schedule; decoupled from the gradient, multiplied by the
+            learning rate.
         mask: a tree of booleans, or a function from parameters to one: which leaves decay.
         nesterov: whether to use Nesterov momentum, as optax has it.
         storage: formats, group size, rounding and which leaves stay in FP32.
@@ -114,87 +103,19 @@ def fp8_adamw(
         >>> state[0].mu.codes["w"].dtype.name
         'float8_e4m3fn'
     """
-    require_sensible(Hyper(learning_rate=learning_rate, weight_decay=weight_decay))
+    require_hyper(Hyper(learning_rate, b1, b2, eps, eps_root, weight_decay))
+    require_settings(storage=storage, mask=mask)
     return optax.chain(
         scale_by_fp8_adam(
             b1,
             b2,
             eps,
             eps_root,
+            mu_dtype,
             nesterov=nesterov,
             storage=storage,
             implementation=implementation,
         ),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
-    )
-
-
-def init_state(params: optax.Params, storage: Storage) -> ScaleByFP8AdamState:
-    """The state before the first step: zeros, sharded as the parameters are."""
-    require_real_floats(params)
-
-    def moment(dtype: Any) -> Expanded:
-        def codes(p: Any) -> Array:
-            return zeros(p, p.shape, dtype if storage.holds_in_fp8(p.shape) else jnp.float32)
-
-        def per_group(p: Any, dtype: Any, value: int) -> Array:
-            shape = scales_shape(p.shape, storage.group_size)
-            return zeros(p, shape, dtype) + jnp.asarray(value, dtype)
-
-        return Expanded(
-            jax.tree.map(codes, params),
-            jax.tree.map(lambda p: per_group(p, jnp.float32, 0), params),
-            jax.tree.map(lambda p: per_group(p, jnp.uint8, expansion.STEPS), params),
-        )
-
-    return ScaleByFP8AdamState(
-        jnp.zeros([], jnp.int32), moment(storage.first), moment(storage.second)
-    )
-
-
-def step_tree(
-    params: optax.Params | None,
-    grads: optax.Updates,
-    state: ScaleByFP8AdamState,
-    hyper: Hyper,
-    settings: Settings,
-    *,
-    decayed: list[bool] | None = None,
-    implementation: Implementation | None,
-) -> tuple[Any, ScaleByFP8AdamState]:
-    """Steps a whole tree: returns new parameters (directions without them) and state."""
-    require_real_floats(grads)
-    require_same_shapes("gradients", grads, state.mu.codes)
-    leaves, structure = jax.tree.flatten(grads)
-    if params is None:
-        old: list[Any] = [None] * len(leaves)
-    else:
-        require_same_shapes("parameters", params, state.mu.codes)
-        old = jax.tree.leaves(params)
-    per_leaf = [
-        Leaf(p, g, mu, nu)
-        for p, g, mu, nu in zip(old, leaves, _unzip(state.mu), _unzip(state.nu), strict=True)
-    ]
-    count = optax.safe_increment(state.count)
-    stepped = adam_step(
-        per_leaf, count, hyper, settings, decayed=decayed, implementation=implementation
-    )
-    result = jax.tree.unflatten(structure, [s.result for s in stepped])
-    mu = _zip([s.mu for s in stepped], structure)
-    nu = _zip([s.nu for s in stepped], structure)
-    if hyper.skip is not False:
-        count = jnp.where(hyper.skip, state.count, count)
-    return result, ScaleByFP8AdamState(count, mu, nu)
-
-
-def _unzip(moment: Expanded) -> list[Expanded]:
-    """An `Expanded` of trees as a list with one `Expanded` per leaf."""
-    return [Expanded(*arrays) for arrays in zip(*map(jax.tree.leaves, moment), strict=True)]
-
-
-def _zip(leaves: list[Expanded], structure: Any) -> Expanded:
-    """The inverse of `_unzip`."""
-    return Expanded(
-        *(jax.tree.unflatten(structure, [getattr(e, f) for e in leaves]) for f in Expanded._fields)
     )

@@ -5,6 +5,9 @@ another format, or grouped otherwise than they were written, would be wrong numb
 `restore_state` compares the stored shapes and dtypes with the expected ones first. The mesh
 may be another one: shardings are those of the expected state.
 
+What a state may hold besides arrays: typed random keys, stored as the integers they are made
+of, and Python numbers, stored as arrays without axes. Both are restored as what they were.
+
 Orbax is imported when it is needed: it takes longer than all of coat_jax.
 """
 
@@ -13,6 +16,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
 
 
 def save_state(path: str | Path, state: Any) -> None:
@@ -22,8 +27,9 @@ def save_state(path: str | Path, state: Any) -> None:
     path = Path(path).absolute()
     if path.exists():
         raise FileExistsError(f"{path} exists already. Choose another path, or remove it first.")
+    _require_storable(state)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, state)
+        checkpointer.save(path, jax.tree.map(_to_array, state))
 
 
 def restore_state(path: str | Path, like: Any) -> Any:
@@ -32,19 +38,77 @@ def restore_state(path: str | Path, like: Any) -> Any:
     Args:
         path: a directory that `save_state` wrote.
         like: the state expected: arrays, or `jax.ShapeDtypeStruct`s, as `jax.eval_shape(tx.init,
-            params)` gives them, with shardings where the state is to be sharded.
+            params)` gives them, with shardings where the state is to be sharded. Random keys are
+            restored with the implementation that they have here.
     """
     import orbax.checkpoint as ocp
 
     path = Path(path).absolute()
     if not path.is_dir():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
+    _require_storable(like)
+    arrays = jax.tree.map(_to_array, like)
     with ocp.StandardCheckpointer() as checkpointer:
         stored = checkpointer.metadata(path).item_metadata
         if stored is None:
             raise ValueError(f"{path} is no complete checkpoint: it has no metadata.")
-        _require_same(path, stored.tree, like)
-        return checkpointer.restore(path, like)
+        _require_same(path, stored.tree, arrays)
+        restored = checkpointer.restore(path, arrays)
+    return jax.tree.map(_from_array, like, restored)
+
+
+def _require_storable(state: Any) -> None:
+    if not jax.tree.leaves(state):
+        raise ValueError("The state has no arrays: there is nothing to save or restore.")
+    if jax.tree_util.all_leaves([state]):
+        raise ValueError("The state is a single leaf, which orbax does not take: put it in a dict.")
+    for path, leaf in jax.tree.leaves_with_path(state):
+        where = jax.tree_util.keystr(path)
+        kind = getattr(getattr(leaf, "dtype", None), "kind", "O")
+        if kind in "OSUmM" and not _is_number(leaf) and not _is_key(leaf):
+            raise TypeError(
+                f"{where} is a {type(leaf).__name__}, which is neither an array of numbers, a "
+                "random key nor a number: it cannot be saved."
+            )
+        if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
+            raise ValueError(f"{where} is {leaf}, which does not fit in 64 bits.")
+        if 0 in np.shape(leaf):
+            raise ValueError(
+                f"{where} has shape {np.shape(leaf)}: orbax stores no arrays of size zero. Leave "
+                "empty parameters out with optax.masked."
+            )
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key)
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, bool | int | float | complex | np.generic)
+
+
+def _to_array(leaf: Any) -> Any:
+    """What is stored for a leaf; of a ShapeDtypeStruct, its description."""
+    if not _is_key(leaf):
+        return np.asarray(leaf) if _is_number(leaf) else leaf
+    if isinstance(leaf, jax.Array):
+        return jax.random.key_data(leaf)
+    data = jax.eval_shape(jax.random.key_data, leaf)
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=_sharding_of_data(leaf))
+
+
+def _sharding_of_data(leaf: Any) -> Any:
+    """The sharding of a key array for its integers, which have one more axis."""
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def _from_array(leaf: Any, array: Any) -> Any:
+    """Restores what `_to_array` stored."""
+    if _is_key(leaf):
+        implementation = jax.random.key_impl(jax.random.key(0, dtype=leaf.dtype))
+        return jax.random.wrap_key_data(array, impl=implementation)
+    return type(leaf)(array.item()) if _is_number(leaf) else array
 
 
 def _require_same(path: Path, stored: Any, like: Any) -> None:

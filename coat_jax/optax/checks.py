@@ -1,28 +1,46 @@
-"""What an optimizer refuses, before any work is lost."""
+"""What an optimizer refuses when it is given parameters, gradients or a state."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from coat_jax.kernels.adam import Hyper
+from coat_jax.expansion import Expanded
+from coat_jax.moments import Storage
+from coat_jax.qtensor import scales_shape
+
+
+def dtype_of(leaf: Any) -> Any:
+    """The dtype of a leaf of a state: an array, a typed random key or a Python number."""
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+def is_fp8(leaf: Any) -> bool:
+    """Whether a leaf holds FP8 codes."""
+    dtype = dtype_of(leaf)
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1
 
 
 def require_real_floats(params: Any) -> None:
     """Raises unless every parameter is a real floating-point array."""
     for path, leaf in jax.tree.leaves_with_path(params):
-        dtype = jnp.result_type(leaf)
-        where = jax.tree_util.keystr(path) or "the parameter"
-        if jnp.issubdtype(dtype, jnp.complexfloating):
-            raise TypeError(
-                f"{where} is complex ({dtype.name}), which FP8 moments cannot follow. Wrap the "
-                "optimizer in optax.contrib.split_real_and_imaginary."
-            )
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(
-                f"{where} has dtype {dtype.name}; only floats are optimized. Leave it out with "
-                "optax.masked or optax.partition."
-            )
+        require_real_float(jax.tree_util.keystr(path) or "the parameter", leaf)
+
+
+def require_real_float(where: str, leaf: Any) -> None:
+    """Raises unless a parameter is a real floating-point array."""
+    dtype = jnp.result_type(leaf)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{where} is complex ({dtype.name}), which FP8 moments cannot follow. Wrap the "
+            "optimizer in optax.contrib.split_real_and_imaginary."
+        )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{where} has dtype {dtype.name}; only floats are optimized. Leave it out with "
+            "optax.masked or optax.partition."
+        )
 
 
 def require_same_shapes(name: str, tree: Any, codes: Any) -> None:
@@ -45,19 +63,31 @@ def require_same_shapes(name: str, tree: Any, codes: Any) -> None:
             )
 
 
-def require_sensible(hyper: Hyper) -> None:
-    """Raises for numbers outside their range; those computed in the program are not known yet."""
-    ranges = {
-        "learning_rate": (0.0, float("inf")),
-        "b1": (0.0, 1.0),
-        "b2": (0.0, 1.0),
-        "eps": (0.0, float("inf")),
-        "eps_root": (0.0, float("inf")),
-        "weight_decay": (0.0, float("inf")),
-    }
-    for name, (low, high) in ranges.items():
-        value = getattr(hyper, name)
-        if isinstance(value, int | float) and not low <= value < high:
-            raise ValueError(
-                f"{name}={value!r} is outside its range, {low:g} <= {name} < {high:g}."
-            )
+def require_moments(
+    name: str,
+    moment: Expanded,
+    layout: Callable[[tuple[int, ...]], tuple[jax.ShapeDtypeStruct, ...]],
+) -> None:
+    """Raises unless the leaves of a moment are stored as `layout` says for their shapes."""
+    leaves = [jax.tree.leaves_with_path(tree) for tree in moment]
+    for arrays in zip(*leaves, strict=True):
+        expected = layout(arrays[0][1].shape)
+        for field, (path, array), wanted in zip(Expanded._fields, arrays, expected, strict=True):
+            if (array.shape, array.dtype) != (wanted.shape, wanted.dtype):
+                raise ValueError(
+                    f"The state's {name}.{field}{jax.tree_util.keystr(path)} is "
+                    f"{array.dtype}{list(array.shape)}, but its Storage asks for "
+                    f"{wanted.dtype}{list(wanted.shape)}. It was made with another group size, "
+                    "FP8 format or min_size: use the Storage it was made with."
+                )
+
+
+def require_stored(name: str, stored: Expanded, storage: Storage) -> None:
+    """Raises unless a compressed leaf has the format and group size of `storage`."""
+    groups = scales_shape(stored.codes.shape, storage.group_size)
+    if stored.codes.dtype != storage.first or {stored.amax.shape, stored.k16.shape} != {groups}:
+        raise ValueError(
+            f"The state's {name} is {stored.codes.dtype} with scales {list(stored.amax.shape)}, "
+            f"but its Storage asks for {jnp.dtype(storage.first)} with scales {list(groups)}. It "
+            "was made with another FP8 format or group size: use the Storage it was made with."
+        )

@@ -2,17 +2,15 @@
 
     compress(optax.lion(1e-4)), compress(optax.adagrad(1e-2)), compress(optax.amsgrad(1e-3))
 
-The wrapped transformation computes in FP32; between steps those leaves of its state that
-follow a parameter are kept in expanded FP8 (`coat_jax.expansion`), rounded stochastically: a
-sum that grows by less than half a code a step would otherwise stand still. A group that a
-step leaves as it was keeps its codes.
+Between steps the moments are kept in expanded FP8 (`coat_jax.expansion`), rounded
+stochastically: a sum that grows by less than half a code a step would otherwise stand still.
+In a step they have the dtype that the wrapped transformation gave them, so that it computes as
+it would alone. A group that a step leaves as it was keeps its codes.
 
-Which leaves: those that `optax.tree_map_params` knows to follow parameters, of a floating dtype,
-large enough by the rule of `Storage` applied to the leaf's own shape, and for which `where`
-says yes. Left out by `where` should be what is not a moment: copies of parameters, as in
-`optax.contrib.schedule_free` or `optax.lookahead`, lose too much in 8 bits.
+`coat_jax.optax.selection` says which leaves of a state are moments.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,18 +22,25 @@ from jaxtyping import Array, Int32
 from coat_jax import noise
 from coat_jax.expansion import Expanded
 from coat_jax.moments import Storage
-from coat_jax.optax.checks import require_real_floats
-from coat_jax.qtensor import join_groups, split_groups
+from coat_jax.optax.arguments import require_settings
+from coat_jax.optax.checks import dtype_of, is_fp8, require_stored
+from coat_jax.optax.derivatives import refuse_derivatives
+from coat_jax.optax.metadata import fit_metadata
+from coat_jax.optax.selection import select_moments, without_names
+from coat_jax.optax.sharding import zeros
+from coat_jax.qtensor import join_groups, scales_shape, split_groups
 
 
 class CompressedState(NamedTuple):
-    """Three trees of the wrapped state's structure.
+    """The state of the wrapped transformation, and what decodes its moments.
 
-    `codes` holds FP8 codes where a leaf is compressed and the leaf itself elsewhere; `amax` and
-    `k16` belong to the codes, and are scalars without meaning elsewhere.
+    `codes` is that state, with FP8 codes for its moments. `amax` (in the moment's own dtype, in
+    which it is exact) and `k16` have one number per group of a moment, and a few without meaning
+    for any other leaf. They are trees like `codes`, its named tuples and dicts being plain tuples:
+    `optax.tree.get(state, name)` finds each name once.
     """
 
-    count: Int32[Array, ""]  # type: ignore[assignment]
+    step: Int32[Array, ""]
     codes: Any
     amax: Any
     k16: Any
@@ -53,7 +58,7 @@ def compress(
         tx: any optax transformation whose state has leaves that follow the parameters.
         storage: format (`first`), group size, rounding and which leaves stay as they are.
         where: (path, leaf) -> whether to compress a leaf of the state of `tx`, with a path such
-            as "[0].mu['w']"; all that qualify by default.
+            as "[0].mu['w']"; all moments by default.
 
     Example:
         >>> import coat_jax as coat, jax.numpy as jnp, optax
@@ -62,27 +67,34 @@ def compress(
         >>> {name: mu.dtype.name for name, mu in state.codes[0].mu.items()}
         {'b': 'float32', 'w': 'float8_e4m3fn'}
     """
+    require_settings(storage=storage)
+    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
+        raise TypeError(
+            f"compress takes an optax transformation, with init and update, not {tx!r}. Call the "
+            "function that makes it: compress(optax.lion(1e-4)). fused_fp8_adamw needs no compress."
+        )
+    if where is not None and not callable(where):
+        raise TypeError(f"where={where!r} must be a function of path and leaf, or None.")
     inner = optax.with_extra_args_support(tx)
     storage = storage or Storage()
 
     def init(params: optax.Params) -> CompressedState:
-        require_real_floats(params)
         state = inner.init(params)
-        follows = optax.tree_map_params(
-            inner, lambda _: True, state, transform_non_params=lambda _: False
-        )
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
         leaves, structure = jax.tree.flatten(state)
-        encoded = []
-        for path, leaf, follows_param in zip(paths, leaves, jax.tree.leaves(follows), strict=True):
-            chosen = (
-                follows_param
-                and jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-                and storage.holds_in_fp8(jnp.shape(leaf))
-                and (where is None or where(path, leaf))
-            )
-            encoded.append(storage.write(leaf, storage.first) if chosen else _leave(leaf))
-        return CompressedState(jnp.zeros([], jnp.int32), *_columns(structure, encoded))
+        chosen = select_moments(inner.init, state, params, storage, where)
+        encoded = [
+            _compressed(leaf, storage) if moment else _uncompressed(leaf, storage)
+            for leaf, moment in zip(leaves, chosen, strict=True)
+        ]
+        codes, amax, k16 = (
+            jax.tree.unflatten(structure, [getattr(e, field) for e in encoded])
+            for field in Expanded._fields
+        )
+        return CompressedState(
+            jnp.zeros([], jnp.int32),
+            codes,
+            *(without_names(fit_metadata(tree, state), params) for tree in (amax, k16)),
+        )
 
     def update(
         updates: optax.Updates,
@@ -90,57 +102,100 @@ def compress(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, CompressedState]:
-        count = optax.safe_increment(state.count)
+        stored = _stored_leaves(state, storage)
+        step = optax.safe_increment(state.step)
         structure: Any = jax.tree.structure(state.codes)
-        stored = [
-            Expanded(*arrays) for arrays in zip(*map(jax.tree.leaves, state[1:]), strict=True)
-        ]
         before = [_read(e, storage) for e in stored]
-        given = updates
         updates, after = inner.update(
-            given, jax.tree.unflatten(structure, before), params, **extra_args
+            updates, jax.tree.unflatten(structure, before), params, **extra_args
         )
-        # Decoded moments are FP32; what leaves here has the dtypes it would have without them.
-        updates = jax.tree.map(lambda u, g: u.astype(g.dtype), updates, given)
         if jax.tree.structure(after) != structure:
             raise ValueError(
                 "The wrapped transformation changed the structure of its state, from "
                 f"{structure} to {jax.tree.structure(after)}; compress needs it to stay."
             )
         encoded = [
-            _restore(e, old, new, storage, noise.leaf_key(storage.seed, count, i))
+            _restore(e, old, new, storage, noise.leaf_key(storage.seed, step, i))
             for i, (e, old, new) in enumerate(
                 zip(stored, before, jax.tree.leaves(after), strict=True)
             )
         ]
-        return updates, CompressedState(count, *_columns(structure, encoded))
+        trees = (
+            jax.tree.unflatten(jax.tree.structure(tree), [getattr(e, field) for e in encoded])
+            for tree, field in zip(state[1:], Expanded._fields, strict=True)
+        )
+        return updates, CompressedState(step, *trees)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _leave(leaf: Any) -> Expanded:
-    """A leaf that stays as it is."""
-    return Expanded(leaf, jnp.zeros([], jnp.float32), jnp.zeros([], jnp.uint8))
+def decompress(state: Any, storage: Storage | None = None) -> Any:
+    """Returns `state` with each `CompressedState` in it replaced by the state it stands for.
+
+    For what reads the state of an optimizer, such as
+    `optax.contrib.schedule_free_eval_params` or `optax.tree.get(decompress(state), "mu")`.
+
+    Args:
+        state: of `compress`, or of a chain or wrapper around it.
+        storage: what was given to `compress`.
+    """
+    require_settings(storage=storage)
+    storage = storage or Storage()
+
+    def plain(node: Any) -> Any:
+        if not isinstance(node, CompressedState):
+            return node
+        leaves = [_read(e, storage) for e in _stored_leaves(node, storage)]
+        return jax.tree.unflatten(jax.tree.structure(node.codes), leaves)
+
+    return jax.tree.map(plain, state, is_leaf=lambda node: isinstance(node, CompressedState))
 
 
-def _is_compressed(stored: Expanded) -> bool:
-    return jnp.result_type(stored.codes).itemsize == 1 and jnp.issubdtype(
-        stored.codes.dtype, jnp.floating
-    )
+def _stored_leaves(state: Any, storage: Storage) -> list[Expanded]:
+    """The leaves of a state, checked to be stored as `storage` says."""
+    if not isinstance(state, CompressedState):
+        raise TypeError(
+            f"The state must be a CompressedState, but is a {type(state).__name__}, which another "
+            "optimizer made. Make it with init(params)."
+        )
+    stored = [Expanded(*arrays) for arrays in zip(*map(jax.tree.leaves, state[1:]), strict=True)]
+    for (path, _), e in zip(jax.tree.leaves_with_path(state.codes), stored, strict=True):
+        if is_fp8(e.codes):
+            require_stored(jax.tree_util.keystr(path), e, storage)
+    return stored
+
+
+def _compressed(leaf: Any, storage: Storage) -> Expanded:
+    e = storage.write(leaf, storage.first)
+    return e._replace(amax=_saturating(e.amax, leaf.dtype))
+
+
+def _uncompressed(leaf: Any, storage: Storage) -> Expanded:
+    """A leaf that stays as it is, with scales that are not used, but can be sharded alike."""
+    per_group = scales_shape(jnp.shape(leaf), storage.group_size)
+    shape = tuple(math.gcd(size, 8) for size in per_group)
+    return Expanded(leaf, zeros(leaf, shape, jnp.float32), zeros(leaf, shape, jnp.uint8))
 
 
 def _read(stored: Expanded, storage: Storage) -> Any:
-    return storage.read(stored) if _is_compressed(stored) else stored.codes
+    if not is_fp8(stored.codes):
+        return stored.codes
+    stored = refuse_derivatives(stored)
+    dtype = stored.amax.dtype
+    values = storage.read(stored._replace(amax=stored.amax.astype(jnp.float32)))
+    return _saturating(values, dtype)
 
 
 def _restore(stored: Expanded, old: Any, new: Any, storage: Storage, key: Any) -> Expanded:
     """Stores a leaf after a step; a group without any change keeps its codes."""
-    if not _is_compressed(stored):
-        return _leave(jnp.asarray(new, jnp.result_type(stored.codes)))
+    if not is_fp8(stored.codes):
+        wanted = dtype_of(stored.codes)
+        return stored._replace(codes=new if dtype_of(new) == wanted else jnp.asarray(new, wanted))
     dither = None
     if storage.stochastic:
         dither = noise.uniform(key, new.shape, run=storage.group_size)
     fresh = storage.write(new, stored.codes.dtype, dither)
+    fresh = fresh._replace(amax=_saturating(fresh.amax, stored.amax.dtype))
     same = jnp.all(split_groups(old == new, storage.group_size), axis=-1)
 
     def select(kept: Any, written: Any) -> Any:
@@ -151,11 +206,8 @@ def _restore(stored: Expanded, old: Any, new: Any, storage: Storage, key: Any) -
     return Expanded(codes, select(stored.amax, fresh.amax), select(stored.k16, fresh.k16))
 
 
-def _columns(structure: Any, leaves: list[Expanded]) -> tuple[Any, Any, Any]:
-    """A list of `Expanded` as three trees."""
-    codes, amax, k16 = zip(*leaves, strict=True) if leaves else ((), (), ())
-    return (
-        jax.tree.unflatten(structure, codes),
-        jax.tree.unflatten(structure, amax),
-        jax.tree.unflatten(structure, k16),
-    )
+def _saturating(x: Array, dtype: Any) -> Array:
+    """Casts to a dtype that may have a smaller range; NaN stays NaN."""
+    if jnp.finfo(dtype).max < jnp.finfo(x.dtype).max:
+        x = jnp.clip(x, jnp.finfo(dtype).min, jnp.finfo(dtype).max)
+    return x.astype(dtype)

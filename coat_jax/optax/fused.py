@@ -13,15 +13,20 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.moments import Storage
-from coat_jax.optax.adam import ScaleByFP8AdamState, init_state, step_tree
-from coat_jax.optax.checks import require_sensible
+from coat_jax.optax.arguments import (
+    is_function,
+    require_hyper,
+    require_mask,
+    require_scalar,
+    require_settings,
+)
+from coat_jax.optax.state import ScaleByFP8AdamState, init_state, require_state, step_tree
 
 
 class Step(Protocol):
@@ -62,9 +67,9 @@ def fused_fp8_adamw(
     b2: Number = 0.999,
     eps: Number = 1e-8,
     eps_root: Number = 0.0,
-    weight_decay: Number = 1e-4,
-    mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
     nesterov: bool = False,
     round_params: bool = False,
     storage: Storage | None = None,
@@ -80,7 +85,8 @@ def fused_fp8_adamw(
         b2: decay rate of the second moment.
         eps: added to the root of the second moment.
         eps_root: added inside the root.
-        weight_decay: decoupled from the gradient, multiplied by the learning rate.
+        weight_decay: a number or a schedule; decoupled from the gradient, multiplied by the
+            learning rate.
         mask: a tree of booleans, or a function from parameters to one: which leaves decay.
         nesterov: whether to use Nesterov momentum, as optax has it.
         round_params: whether BF16 parameters are rounded stochastically, so that updates
@@ -99,8 +105,15 @@ def fused_fp8_adamw(
         0.9989
     """
     hyper = Hyper(learning_rate, b1, b2, eps, eps_root, weight_decay)
+    require_hyper(hyper)
+    require_settings(
+        storage=storage,
+        implementation=implementation,
+        mask=mask,
+        nesterov=nesterov,
+        round_params=round_params,
+    )
     settings = Settings(storage or Storage(), nesterov, round_params)
-    require_sensible(hyper)
 
     def init(params: optax.Params) -> ScaleByFP8AdamState:
         return init_state(params, settings.storage)
@@ -113,12 +126,19 @@ def fused_fp8_adamw(
         grad_scale: Number = 1.0,
         skip: bool | Array = False,
     ) -> tuple[optax.Params, ScaleByFP8AdamState]:
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        require_state(state, settings.storage)
+        require_scalar("grad_scale", grad_scale)
+        now = hyper._replace(
+            learning_rate=_at("learning_rate", learning_rate, state.count),
+            weight_decay=_at("weight_decay", weight_decay, state.count),
+            grad_scale=grad_scale,
+            skip=skip,
+        )
         return step_tree(
             params,
             grads,
             state,
-            hyper._replace(learning_rate=rate, grad_scale=grad_scale, skip=skip),
+            now,
             settings,
             decayed=_decayed(mask, params),
             implementation=implementation,
@@ -127,15 +147,19 @@ def fused_fp8_adamw(
     return FusedOptimizer(init, step)
 
 
-def global_norm_scale(grads: optax.Updates, max_norm: float) -> Float[Array, ""]:
-    """The factor that clips gradients to a global norm: `grad_scale` of a fused step."""
-    return jnp.minimum(1.0, max_norm / optax.tree.norm(grads))
+def _at(name: str, value: optax.ScalarOrSchedule, count: Array) -> Number:
+    """The value of a number or a schedule at this step."""
+    if is_function(value):
+        value = value(count)
+        require_scalar(f"{name}(count)", value)
+    return value
 
 
 def _decayed(mask: Any, params: optax.Params) -> list[bool] | None:
     if mask is None:
         return None
-    tree = mask(params) if callable(mask) else mask
+    tree = mask(params) if is_function(mask) else mask
+    require_mask(tree)
     # As optax has it, the mask may be a prefix of the parameters' tree.
-    full = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), tree, params)
-    return [bool(flag) for flag in jax.tree.leaves(full)]
+    flags = jax.tree.broadcast(tree, params)
+    return [bool(flag) for flag in jax.tree.leaves(flags)]

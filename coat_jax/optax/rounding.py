@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int32
 
 from coat_jax import noise
 from coat_jax.expansion import GROUP_SIZE
+from coat_jax.optax.arguments import require_seed
 from coat_jax.optax.checks import require_same_shapes
 
 
@@ -31,6 +32,7 @@ def stochastic_round_updates(seed: int = 0) -> optax.GradientTransformation:
     Updates of BF16 parameters become the FP32 difference to a stochastically rounded sum; those
     of other parameters pass unchanged.
     """
+    require_seed(seed)
 
     def init(params: optax.Params) -> StochasticRoundState:
         del params
@@ -68,6 +70,7 @@ def apply_updates(
         step: the number of this step, so that no two steps round alike.
         seed: of the random numbers.
     """
+    require_seed(seed)
     require_same_shapes("updates", updates, params)
     leaves, structure = jax.tree.flatten(params)
     new = [

@@ -15,6 +15,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from coat_jax.expansion import GROUP_SIZE
+from coat_jax.moments import GROUP_SIZES, Storage
+from coat_jax.optax.following import followed_params
+
 
 def state_shardings(tx: optax.GradientTransformation, params: optax.Params) -> Any:
     """The shardings of `tx.init(params)`, as a tree of the same structure.
@@ -23,22 +27,63 @@ def state_shardings(tx: optax.GradientTransformation, params: optax.Params) -> A
     state is made under jit, which cannot see how the parameters are sharded:
 
         state = jax.jit(tx.init, out_shardings=coat.optax.state_shardings(tx, params))(params)
+
+    `tx` is any optax transformation. A leaf whose path ends with a parameter's path, and that
+    has as many axes, is sharded as that parameter is; every other leaf is on all devices.
     """
+    require_named_shardings(params)
+    if not jax.tree.leaves(params):
+        raise ValueError("params has no leaves, and so no mesh that the state could be on.")
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    state = jax.eval_shape(tx.init, params)
+    leaves, structure = jax.tree.flatten(state)
+    shardings = [
+        NamedSharding(mesh, PartitionSpec())
+        if param is None or len(param.shape) != len(leaf.shape)
+        else sharding_like(param, leaf.shape)
+        for leaf, param in zip(leaves, followed_params(state, params), strict=True)
+    ]
+    return jax.tree.unflatten(structure, shardings)
+
+
+def fitting_group_size(params: optax.Params, *, min_size: int = Storage.min_size) -> int:
+    """The largest group size up to 128 with which every device holds whole groups.
+
+    Use it where scales must take their parameter's own PartitionSpec, or to keep a step from
+    communicating:
+
+        storage = coat.Storage(group_size=coat.optax.fitting_group_size(params))
+
+    Args:
+        params: arrays or `jax.ShapeDtypeStruct`s with NamedShardings.
+        min_size: as in `Storage`; smaller leaves are stored in FP32 and have no groups.
+    """
+    require_named_shardings(params)
+    sizes = [size for size in GROUP_SIZES if size <= GROUP_SIZE]
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not Storage(min_size=min_size).holds_in_fp8(leaf.shape) or not leaf.shape:
+            continue
+        columns = leaf.shape[-1]
+        parts = columns // leaf.sharding.shard_shape(leaf.shape)[-1]
+        if parts > 1:
+            sizes = [size for size in sizes if columns // parts % size == 0]
+        if not sizes:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} has {columns} columns, sharded into {parts} "
+                f"parts of {columns // parts}. No group size from {GROUP_SIZES[0]} to "
+                f"{GROUP_SIZE} divides these for all parameters: shard another axis."
+            )
+    return max(sizes)
+
+
+def require_named_shardings(params: optax.Params) -> None:
+    """Raises unless every parameter is on a mesh."""
     for path, leaf in jax.tree.leaves_with_path(params):
         if not isinstance(getattr(leaf, "sharding", None), NamedSharding):
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} has no NamedSharding. Place the parameters "
                 "on a mesh first, or pass jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
             )
-    mesh = jax.tree.leaves(params)[0].sharding.mesh
-    state = jax.eval_shape(tx.init, params)
-    return optax.tree_map_params(
-        tx,
-        lambda leaf, param: sharding_like(param, leaf.shape),
-        state,
-        params,
-        transform_non_params=lambda _: NamedSharding(mesh, PartitionSpec()),
-    )
 
 
 def zeros(param: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Array:

@@ -13,7 +13,8 @@ from jaxtyping import Array, Int32
 
 from coat_jax.kernels.adam import Hyper, Number, adam_update
 from coat_jax.moments import Storage
-from coat_jax.optax.checks import require_real_floats, require_same_shapes, require_sensible
+from coat_jax.optax.arguments import require_hyper, require_settings
+from coat_jax.optax.checks import require_real_floats, require_same_shapes
 from coat_jax.optax.sharding import zeros
 from coat_jax.qtensor import QTensor, dequantize, quantize, scales_shape
 
@@ -39,9 +40,10 @@ def scale_by_unexpanded_fp8_adam(
 ) -> optax.GradientTransformation:
     """As `scale_by_fp8_adam`, with plain group-scaled FP8 moments; every leaf is in FP8."""
     hyper = Hyper(b1=b1, b2=b2, eps=eps, eps_root=eps_root)
+    require_hyper(hyper)
+    require_settings(storage=storage, nesterov=nesterov)
     storage = storage or Storage()
     group_size = storage.group_size
-    require_sensible(hyper)
 
     def init(params: optax.Params) -> ScaleByUnexpandedAdamState:
         require_real_floats(params)

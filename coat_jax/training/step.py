@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
+from coat_jax.optax import global_norm
 from coat_jax.training.batches import abstract_batch
 from coat_jax.training.communication import compiler_options
 from coat_jax.training.config import TrainConfig
@@ -114,12 +115,6 @@ def held_out_step(graph: Any, params: Any, batch: Batch) -> HeldOut:
     part = jax.tree.map(lambda array: array[0], batch)
     labels = jnp.sum(part.labels >= 0)
     return HeldOut(labels * _loss(graph, params, part, 0.0), labels)
-
-
-def global_norm(grads: Any) -> Float[Array, ""]:
-    """The norm of all gradients together, summed in FP32 whatever their dtype."""
-    squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
-    return jnp.sqrt(sum(squares, start=jnp.zeros([])))
 
 
 def _loss(graph: Any, params: Any, part: Batch, z_loss: float) -> Float[Array, ""]:

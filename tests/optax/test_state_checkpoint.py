@@ -153,3 +153,49 @@ def test_relative_paths_work(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_state("state", saved[1])
     assert_equal(restore_state("state", saved[1]), saved[1])
+
+
+def test_random_keys_and_numbers_are_restored_as_what_they_were(tmp_path):
+    state = {
+        "key": jax.random.key(1),
+        "keys": jax.random.split(jax.random.key(2, impl="rbg"), 3),
+        "whole": 3,
+        "real": 0.1,
+        "flag": True,
+        "numpy": np.float32(2.5),
+        "noise": optax.add_noise(0.1, 0.1, 0).init({}),
+    }
+    save_state(tmp_path / "state", state)
+    like = {
+        **state,
+        "key": jax.eval_shape(lambda: jax.random.key(0)),
+        "noise": jax.eval_shape(optax.add_noise(0.1, 0.1, 7).init, {}),
+    }
+    got = restore_state(tmp_path / "state", like)
+    for name in ("whole", "real", "flag", "numpy"):
+        assert got[name] == state[name]
+        assert type(got[name]) is type(state[name])
+    for a, b in [(got[n], state[n]) for n in ("key", "keys")] + [
+        (got["noise"].rng_key, state["noise"].rng_key)
+    ]:
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(jax.random.key_data(a), jax.random.key_data(b))
+    with pytest.raises(ValueError, match=r"key is stored as uint32\[2\], but uint32\[4\]"):
+        restore_state(tmp_path / "state", {**state, "key": jax.random.key(0, impl="rbg")})
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        ({"a": "text"}, TypeError, r"\['a'\] is a str"),
+        ({"a": len}, TypeError, r"\['a'\] is a builtin_function"),
+        ({"a": 2**70}, ValueError, r"\['a'\] is .* does not fit in 64 bits"),
+        ({"a": jnp.zeros((0, 3))}, ValueError, r"\['a'\] has shape \(0, 3\)"),
+        ({}, ValueError, r"no arrays"),
+        (jnp.ones(3), ValueError, r"single leaf"),
+    ],
+)
+def test_what_cannot_be_restored_is_not_saved(state, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        save_state(tmp_path / "state", state)
+    assert not (tmp_path / "state").exists()

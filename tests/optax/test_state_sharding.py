@@ -14,11 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
+from flax import linen as nn
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from coat_jax.optax import Storage, compress, fp8_adamw, fused_fp8_adamw, state_shardings
+from coat_jax.optax import (
+    Storage,
+    compress,
+    fitting_group_size,
+    fp8_adamw,
+    fused_fp8_adamw,
+    scale_by_fp8_adam,
+    state_shardings,
+)
 
 SHAPES = {"cube": (8, 4, 512), "matrix": (64, 1024), "vector": (64,)}
 MESHES = {
@@ -189,3 +200,125 @@ def test_an_explicit_axis_cut_inside_a_group_is_refused():
     tx = fp8_adamw(1e-2, storage=Storage(min_size=0))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="whole groups of 128"):
         jax.jit(tx.update)(params, tx.init(params), params)
+
+
+# --- Wrappers that leave parameters out, and transformations of optax's own --------------------
+
+MATRICES = {"cube": True, "matrix": True, "vector": False}
+KIND_OF = {"cube": "large", "matrix": "large", "vector": "small"}
+
+
+def wrappers(tx):
+    return {
+        "masked": optax.masked(tx, MATRICES),
+        "masked by a function": optax.masked(tx, lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
+        "partition": optax.partition({"large": tx, "small": optax.sgd(0.1)}, KIND_OF),
+        "selective": optax.selective_transform(tx, freeze_mask={**MATRICES, "cube": False}),
+        "injected": optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(0.1),
+        "MultiSteps": optax.MultiSteps(tx, 2).gradient_transformation(),
+        "if finite": optax.apply_if_finite(tx, 3),
+    }
+
+
+muon = optax.contrib.muon(1e-2)
+WRAPPED = {
+    **{f"adamw, {name}": tx for name, tx in wrappers(fp8_adamw(1e-2)).items()},
+    **{f"compress inside, {name}": tx for name, tx in wrappers(compress(optax.lion(1e-2))).items()},
+    **{f"compress around, {n}": compress(tx) for n, tx in wrappers(optax.lion(1e-2)).items()},
+    "muon": muon,
+    "compressed muon": compress(muon),
+    "lookahead": optax.lookahead(fp8_adamw(1e-2), 5, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_any_wrapper_is_sharded_as_its_parameters(name):
+    _, shardings = mesh_and_shardings((4, 2), AxisType.Auto)
+    params = placed(shardings)(draw(0))
+    if name == "lookahead":
+        params = optax.LookaheadParams.init_synced(params)
+    tx = WRAPPED[name]
+    wanted = state_shardings(tx, params)
+    shapes = jax.eval_shape(tx.init, params)
+    assert jax.tree.structure(shapes) == jax.tree.structure(wanted)
+    sharded = 0
+    for leaf, sharding in zip(jax.tree.leaves(shapes), jax.tree.leaves(wanted), strict=True):
+        sharding.shard_shape(leaf.shape)  # raises where the mesh does not divide an axis
+        for parameter, shape in SHAPES.items():
+            if leaf.shape == shape and len(shape) > 1:
+                assert sharding == shardings[parameter]
+                sharded += 1
+    assert sharded > 0
+
+
+@pytest.mark.parametrize("name", ["adamw, partition", "compress around, masked"])
+def test_a_wrapped_state_can_be_made_and_stepped_on_a_mesh(name):
+    mesh, shardings = mesh_and_shardings((4, 2), AxisType.Auto)
+    params, tx = placed(shardings)(draw(0)), WRAPPED[name]
+    with jax.set_mesh(mesh):
+        wanted = state_shardings(tx, params)
+        state = jax.jit(tx.init, out_shardings=wanted)(params)
+        assert_sharded_alike(state, wanted)
+        _, state = jax.jit(tx.update)(params, state, params)
+
+
+def test_without_parameters_there_is_no_mesh():
+    with pytest.raises(ValueError, match=r"no leaves"):
+        state_shardings(chain, {})
+
+
+# --- Trainers that give scales the PartitionSpec of their parameter ----------------------------
+
+
+def sharded_struct(shape, spec, parts=4):
+    mesh = jax.make_mesh((8 // parts, parts), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "size"),
+    [
+        ((256, 128), P(None, "fsdp"), 32),
+        ((4096, 11008), P(None, "fsdp"), 64),
+        ((4096, 11008), P("fsdp", None), 128),
+        ((4096, 32000), P(None, "fsdp"), 64),
+        ((8, 128), P(None, "fsdp"), 128),  # small: in FP32, without groups
+    ],
+)
+def test_with_a_fitting_group_size_scales_take_their_parameters_spec(shape, spec, size):
+    params = {"w": sharded_struct(shape, spec), "scale": sharded_struct((128,), P("fsdp"))}
+    assert fitting_group_size(params) == size
+    storage = Storage(group_size=fitting_group_size(params))
+    state = jax.eval_shape(scale_by_fp8_adam(storage=storage).init, params)
+    for part in state.mu:
+        if shape != (8, 128):
+            params["w"].sharding.shard_shape(part["w"].shape)  # IndivisibleError where it fails
+
+
+def test_where_no_group_size_fits_another_axis_must_be_sharded():
+    with pytest.raises(
+        ValueError, match=r"params\['w'\] has 88 columns, sharded into 8 parts of 11"
+    ):
+        fitting_group_size({"w": sharded_struct((1024, 88), P(None, "fsdp"), 8)})
+    with pytest.raises(ValueError, match=r"has no NamedSharding"):
+        fitting_group_size({"w": jnp.ones((256, 128))})
+
+
+@pytest.mark.parametrize("tx", [fp8_adamw(1e-2), compress(optax.adamw(1e-2))])
+@pytest.mark.parametrize("shape", [(256, 128), (32, 128)], ids=["FP8", "FP32"])
+def test_annotations_of_flax_fit_the_state(tx, shape):
+    """nnx.Optimizer and MaxText shard every leaf by the annotation that init passed on to it."""
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    box = nn.LogicallyPartitioned(jnp.ones(shape), ("embed", "mlp"))
+    rules = (("embed", None), ("mlp", "fsdp"))
+    state = jax.eval_shape(tx.init, {"w": box})
+    shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(state), mesh, rules)
+    state = jax.jit(lambda: nn.unbox(tx.init({"w": box})), out_shardings=shardings)()
+    largest = max(jax.tree.leaves(state), key=lambda leaf: leaf.size)
+    assert largest.sharding.spec == P(None, "fsdp")
+
+    with jax.set_mesh(mesh):
+        model = nnx.Dict(w=nnx.Param(jnp.ones(shape), out_sharding=(None, "fsdp")))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        grads = jax.tree.map(jnp.ones_like, nnx.state(model))
+        optimizer.update(model, grads)

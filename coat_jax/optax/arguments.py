@@ -1,0 +1,123 @@
+"""What the functions that make optimizers refuse, when they are called.
+
+A wrong type is a TypeError, a number outside its range a ValueError. Numbers computed inside a
+traced function are only checked to be scalars: their values are not known yet.
+"""
+
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from coat_jax.kernels.adam import Hyper
+from coat_jax.kernels.dispatch import Implementation
+from coat_jax.moments import Storage
+
+RANGES = {
+    "learning_rate": (0.0, float("inf")),
+    "b1": (0.0, 1.0),
+    "b2": (0.0, 1.0),
+    "eps": (0.0, float("inf")),
+    "eps_root": (0.0, float("inf")),
+    "weight_decay": (0.0, float("inf")),
+    "max_norm": (0.0, float("inf")),
+}
+MAY_BE_SCHEDULES = ("learning_rate", "weight_decay")
+
+
+def require_hyper(hyper: Hyper) -> None:
+    """Raises unless every number is one, and in its range where its value is known."""
+    for name in RANGES.keys() & set(hyper._fields):
+        value = getattr(hyper, name)
+        if not (name in MAY_BE_SCHEDULES and is_function(value)):
+            require_number(name, value)
+
+
+def require_number(name: str, value: Any) -> None:
+    """Raises unless `value` is a real scalar in the range of the argument `name`."""
+    require_scalar(name, value)
+    known = _known(value)
+    low, high = RANGES[name]
+    if known is not None and not low <= known < high:
+        raise ValueError(f"{name}={known!r} is outside its range, {low:g} <= {name} < {high:g}.")
+
+
+def require_scalar(name: str, value: Any) -> None:
+    """Raises unless `value` is a real scalar."""
+    if not _is_scalar(value):
+        also = " or a schedule (a function of the step count)" if name in MAY_BE_SCHEDULES else ""
+        raise TypeError(f"{name}={_shown(value)} must be a number{also}.")
+
+
+def require_settings(
+    *,
+    storage: Any,
+    implementation: Any = None,
+    mu_dtype: Any = None,
+    mask: Any = None,
+    **flags: Any,
+) -> None:
+    """Raises unless these arguments, and `flags` that are booleans, have their types."""
+    if storage is not None and not isinstance(storage, Storage):
+        raise TypeError(f"storage={_shown(storage)} must be a coat_jax.Storage, or None.")
+    if implementation not in (None, *get_args(Implementation)):
+        raise ValueError(f'implementation must be None, "xla" or "triton", not {implementation!r}.')
+    if mu_dtype is not None:
+        raise ValueError(
+            f"mu_dtype={_shown(mu_dtype)}: the first moment is stored in FP8. Leave mu_dtype out; "
+            "storage=coat_jax.Storage(first=...) chooses among the FP8 formats."
+        )
+    for name, value in flags.items():
+        if not isinstance(value, bool | np.bool_):
+            raise TypeError(f"{name}={_shown(value)} must be True or False.")
+    if mask is not None and not is_function(mask):
+        require_mask(mask)
+
+
+def require_seed(seed: Any) -> None:
+    """Raises unless `seed` is a whole number."""
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+        raise TypeError(f"seed={_shown(seed)} must be a whole number, zero or more.")
+
+
+def require_mask(mask: Any) -> None:
+    """Raises unless every leaf of `mask` is a boolean."""
+    for path, flag in jax.tree.leaves_with_path(mask):
+        is_bool = isinstance(flag, bool) or getattr(flag, "dtype", None) == jnp.bool_
+        if not is_bool or np.shape(flag):
+            raise TypeError(
+                f"mask{jax.tree_util.keystr(path)}={_shown(flag)} must be True or False: a mask is "
+                "a tree of booleans, or a function from parameters to one."
+            )
+
+
+def is_function(value: Any) -> bool:
+    """Whether `value` can be a schedule or a mask; a dtype can be called, but is a class."""
+    return callable(value) and not isinstance(value, type)
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, bool | np.bool_):
+        return False
+    if isinstance(value, int | float):
+        return True
+    if not isinstance(value, np.generic | np.ndarray | jax.Array) or value.shape:
+        return False
+    return jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+
+
+def _known(value: Any) -> float | None:
+    """The value of a scalar, unless it is computed in the program."""
+    if isinstance(value, jax.core.Tracer):
+        return None
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return None
+    return value if isinstance(value, int | float) else float(value)
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: arrays by their type."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"{value.dtype}{list(value.shape)}"
+    return value.__name__ if isinstance(value, type) else repr(value)

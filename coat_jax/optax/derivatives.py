@@ -1,0 +1,32 @@
+"""Derivatives through optimizer steps, as in meta-learning: through one step, but not through more.
+
+The derivative of an array in FP8 is in FP8 too: JAX would round and overflow it without a word.
+The updates of a step depend on its gradients through FP32 only, so differentiating one step
+is exact. Differentiating what a second step reads from the state raises an error.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from coat_jax.expansion import Expanded
+
+
+def refuse_derivatives(stored: Expanded) -> Expanded:
+    """Returns what it is given, and raises where it is differentiated; FP32 leaves may be."""
+    return stored if stored.codes.dtype == jnp.float32 else _constant(stored)
+
+
+@jax.custom_jvp
+def _constant(stored: Expanded) -> Expanded:
+    return stored
+
+
+@_constant.defjvp
+def _refuse(primals: tuple[Expanded], tangents: tuple[Expanded]) -> tuple[Expanded, Expanded]:
+    raise NotImplementedError(
+        "Moments stored in FP8 cannot be differentiated, which happens when a derivative is taken "
+        "through more than one step or with respect to the state. Use the uncompressed optax "
+        "optimizer there, or storage=coat_jax.Storage(min_size=10**12), which stores all moments "
+        "in FP32; for derivatives through the last step alone, apply jax.lax.stop_gradient to "
+        "the state."
+    )

@@ -1,0 +1,144 @@
+"""The state of FP8 Adam: how it begins, what it must look like, and one step of it.
+
+For each parameter two moments, each stored in three arrays: the codes, and per group of
+neighbours the largest magnitude `amax` and the exponent `k16`. `coat_jax.moments.Storage` says
+which leaves are stored in FP8. `fp8_adamw` and `fused_fp8_adamw` have the same state.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int32
+
+from coat_jax import expansion
+from coat_jax.expansion import Expanded
+from coat_jax.kernels.adam import Hyper, Leaf, Settings
+from coat_jax.kernels.adam_launch import adam_step
+from coat_jax.kernels.dispatch import Implementation
+from coat_jax.moments import Storage
+from coat_jax.optax.checks import require_moments, require_real_floats, require_same_shapes
+from coat_jax.optax.derivatives import refuse_derivatives
+from coat_jax.optax.metadata import fit_metadata
+from coat_jax.optax.sharding import zeros
+from coat_jax.qtensor import scales_shape
+
+
+class ScaleByFP8AdamState(NamedTuple):
+    """The state of `scale_by_fp8_adam`: trees of arrays, each leaf following its parameter.
+
+    mu and nu each hold three trees: codes (FP8, the parameter's shape), amax (FP32) and k16
+    (uint8), one number per group along the last axis. See `Storage` for leaves in FP32.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    mu: Expanded
+    nu: Expanded
+
+
+def init_state(params: optax.Params, storage: Storage) -> ScaleByFP8AdamState:
+    """The state before the first step: zeros, sharded as the parameters are."""
+    require_real_floats(params)
+
+    def moment(dtype: DTypeLike) -> Expanded:
+        def tree(field: int, value: int) -> Any:
+            def leaf(p: Any) -> Array:
+                array = leaf_layout(jnp.shape(p), dtype, storage)[field]
+                return zeros(p, array.shape, array.dtype) + jnp.asarray(value, array.dtype)
+
+            return fit_metadata(jax.tree.map(leaf, params), params)
+
+        return Expanded(codes=tree(0, 0), amax=tree(1, 0), k16=tree(2, expansion.STEPS))
+
+    return ScaleByFP8AdamState(
+        jnp.zeros([], jnp.int32), moment(storage.first), moment(storage.second)
+    )
+
+
+def leaf_layout(
+    shape: tuple[int, ...], dtype: DTypeLike, storage: Storage
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Codes, amax and k16 of a parameter of this shape: their shapes and dtypes."""
+    per_group = scales_shape(shape, storage.group_size)
+    return (
+        jax.ShapeDtypeStruct(shape, dtype if storage.holds_in_fp8(shape) else jnp.float32),
+        jax.ShapeDtypeStruct(per_group, jnp.float32),
+        jax.ShapeDtypeStruct(per_group, jnp.uint8),
+    )
+
+
+def step_tree(
+    params: optax.Params | None,
+    grads: optax.Updates,
+    state: ScaleByFP8AdamState,
+    hyper: Hyper,
+    settings: Settings,
+    *,
+    decayed: list[bool] | None = None,
+    implementation: Implementation | None,
+) -> tuple[Any, ScaleByFP8AdamState]:
+    """Steps a whole tree: returns new parameters (directions without them) and state."""
+    require_state(state, settings.storage)
+    require_real_floats(grads)
+    require_same_shapes("gradients", grads, state.mu.codes)
+    leaves, structure = jax.tree.flatten(grads)
+    old: list[Any] = [None] * len(leaves)
+    if params is not None:
+        require_real_floats(params)
+        require_same_shapes("parameters", params, state.mu.codes)
+        old, structure = jax.tree.flatten(params)
+        old = [jnp.asarray(p) for p in old]
+    per_leaf = [
+        Leaf(p, jnp.asarray(g), mu, nu)
+        for p, g, mu, nu in zip(old, leaves, _unzip(state.mu), _unzip(state.nu), strict=True)
+    ]
+    count = optax.safe_increment(state.count)
+    stepped = adam_step(
+        per_leaf, count, hyper, settings, decayed=decayed, implementation=implementation
+    )
+    result = jax.tree.unflatten(structure, [s.result for s in stepped])
+    mu = _zip([s.mu for s in stepped], state.mu)
+    nu = _zip([s.nu for s in stepped], state.nu)
+    if hyper.skip is not False:
+        count = jnp.where(hyper.skip, state.count, count)
+    return result, ScaleByFP8AdamState(count, mu, nu)
+
+
+def require_state(state: Any, storage: Storage) -> None:
+    """Raises unless `state` is one of FP8 Adam, stored as `storage` says."""
+    if not isinstance(state, ScaleByFP8AdamState):
+        advice = "Make it with init(params)."
+        if isinstance(state, tuple) and any(isinstance(s, ScaleByFP8AdamState) for s in state):
+            advice = "This is the state of a chain; pass the link that is a ScaleByFP8AdamState."
+        raise TypeError(
+            f"The state must be a ScaleByFP8AdamState, but is a {type(state).__name__}, which "
+            f"another optimizer made. {advice}"
+        )
+    for name in ("mu", "nu"):
+        dtype = storage.first if name == "mu" else storage.second
+
+        layout = functools.partial(leaf_layout, dtype=dtype, storage=storage)
+        require_moments(name, getattr(state, name), layout)
+
+
+def _unzip(moment: Expanded) -> list[Expanded]:
+    """An `Expanded` of trees as a list with one `Expanded` per leaf."""
+    return [
+        refuse_derivatives(Expanded(*arrays))
+        for arrays in zip(*map(jax.tree.leaves, moment), strict=True)
+    ]
+
+
+def _zip(leaves: list[Expanded], like: Expanded) -> Expanded:
+    """The inverse of `_unzip`, with the structures that the trees had."""
+    return Expanded(
+        *(
+            jax.tree.unflatten(jax.tree.structure(tree), arrays)
+            for tree, arrays in zip(like, zip(*leaves, strict=True), strict=True)
+        )
+        if leaves
+        else like
+    )

@@ -1,0 +1,168 @@
+"""Arguments are optax's, in optax's order, and a wrong one is refused when it is given."""
+
+import inspect
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from coat_jax.optax import (
+    Storage,
+    apply_updates,
+    compress,
+    fp8_adamw,
+    fused_fp8_adamw,
+    global_norm_scale,
+    scale_by_fp8_adam,
+    scale_by_unexpanded_fp8_adam,
+    stochastic_round_updates,
+)
+
+PARAMS = {"w": jnp.ones((4, 128)), "b": jnp.ones((8,))}
+FP8 = Storage(min_size=0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(fp8_adamw, optax.adamw), (scale_by_fp8_adam, optax.scale_by_adam)],
+)
+def test_arguments_stand_where_optax_has_them(ours, theirs):
+    def described(f):
+        return [(name, p.kind, p.default) for name, p in inspect.signature(f).parameters.items()]
+
+    assert described(ours)[: len(described(theirs))] == described(theirs)
+    assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, kind, _ in described(ours)[-2:])
+
+
+@pytest.mark.parametrize("make", [fused_fp8_adamw, scale_by_unexpanded_fp8_adam])
+def test_after_eps_root_other_arguments_are_named(make):
+    names = list(inspect.signature(make).parameters.values())
+    after = names[[p.name for p in names].index("eps_root") + 1 :]
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in after)
+
+
+def test_a_dtype_for_the_first_moment_is_refused():
+    with pytest.raises(ValueError, match=r"mu_dtype=bfloat16: .*Storage\(first"):
+        fp8_adamw(1e-3, 0.9, 0.999, 1e-8, 0.0, jnp.bfloat16, 0.1)
+    with pytest.raises(ValueError, match=r"mu_dtype=bfloat16"):
+        scale_by_fp8_adam(0.9, 0.999, 1e-8, 0.0, jnp.bfloat16)
+
+
+NUMBERS = ("learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay")
+NO_NUMBERS = [None, "1e-3", True, jnp.bfloat16, 1j, jnp.ones(3), np.ones((1,)), jnp.array(True)]
+MAKERS = (fp8_adamw, fused_fp8_adamw, scale_by_fp8_adam, scale_by_unexpanded_fp8_adam)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_is_no_number_is_refused(make, name):
+    accepted = inspect.signature(make).parameters
+    given = {"learning_rate": 1e-3} if "learning_rate" in accepted else {}
+    for value in NO_NUMBERS if name in accepted else ():
+        with pytest.raises(TypeError, match=f"{name}=.* must be a number"):
+            make(**{**given, name: value})
+    for value in (np.float32(-1), jnp.float32(jnp.nan), np.float64(np.inf), -1):
+        if name in accepted:
+            with pytest.raises(ValueError, match=f"{name}=.* is outside its range"):
+                make(**{**given, name: value})
+    if name in ("b1", "b2", "eps", "eps_root") and name in accepted:
+        with pytest.raises(TypeError, match=r"must be a number"):
+            make(**{**given, name: lambda step: 0.9})
+
+
+@pytest.mark.parametrize("make", [fp8_adamw, fused_fp8_adamw])
+def test_numbers_may_come_from_numpy_and_jax(make):
+    for one in (np.float32(1e-3), np.array(1e-3), jnp.float32(1e-3), jnp.bfloat16(1e-3), 0, 1):
+        make(one, weight_decay=one)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"mask": 0.1}, "mask=0.1 must be True or False"),
+        ({"mask": {"w": 1}}, r"mask\['w'\]=1 must be True or False"),
+        ({"mask": jnp.bfloat16}, "mask.*must be True or False"),
+        ({"storage": {"group_size": 64}}, "must be a coat_jax.Storage"),
+        ({"nesterov": 1}, "nesterov=1 must be True or False"),
+    ],
+)
+@pytest.mark.parametrize("make", [fp8_adamw, fused_fp8_adamw])
+def test_settings_of_a_wrong_type_are_refused(make, argument, message):
+    with pytest.raises(TypeError, match=message):
+        make(1e-3, **argument)
+    make(1e-3, mask={"w": True, "b": np.bool_(False)})
+    make(1e-3, mask=lambda params: params)
+
+
+def test_the_fused_step_follows_a_schedule_of_weight_decay():
+    schedule = optax.linear_schedule(0.5, 0.0, 2)
+    chain = fp8_adamw(1e-2, weight_decay=schedule, storage=FP8)
+    fused = fused_fp8_adamw(1e-2, weight_decay=schedule, storage=FP8)
+    (params, state), (fused_params, fused_state) = (
+        (PARAMS, tx.init(PARAMS)) for tx in (chain, fused)
+    )
+    for _ in range(3):
+        updates, state = chain.update(PARAMS, state, params)
+        params = optax.apply_updates(params, updates)
+        fused_params, fused_state = fused.step(fused_params, PARAMS, fused_state)
+        for name in PARAMS:
+            np.testing.assert_allclose(fused_params[name], params[name], rtol=2**-22)
+
+
+def test_what_a_step_is_given_is_checked():
+    def step(grad_scale=1.0, state=None, **arguments):
+        fused = fused_fp8_adamw(**{"learning_rate": 1e-3, "storage": FP8, **arguments})
+        state = fused.init(PARAMS) if state is None else state
+        return fused.step(PARAMS, PARAMS, state, grad_scale=grad_scale)
+
+    with pytest.raises(TypeError, match=r"learning_rate\(count\)=None must be a number"):
+        step(learning_rate=lambda count: None)
+    with pytest.raises(TypeError, match=r"grad_scale='1' must be a number"):
+        step(grad_scale="1")
+    with pytest.raises(TypeError, match=r"mask=0.5 must be True or False"):
+        step(mask=lambda params: 0.5)
+    with pytest.raises(TypeError, match=r"but is a tuple.*pass the link"):
+        step(state=fp8_adamw(1e-3, storage=FP8).init(PARAMS))
+    with pytest.raises(TypeError, match=r"but is a ScaleByAdamState, which another optimizer made"):
+        step(state=optax.scale_by_adam().init(PARAMS))
+
+
+def test_a_state_of_another_storage_is_refused():
+    def compressed(rate, storage):
+        return compress(optax.adamw(rate), storage=storage)
+
+    grouped, small = Storage(min_size=0, group_size=64), Storage()
+    e5m2 = Storage(min_size=0, first=jnp.float8_e5m2)
+    for make, storage in [
+        (fp8_adamw, grouped),
+        (fp8_adamw, small),
+        (fp8_adamw, e5m2),
+        (compressed, grouped),
+        (compressed, e5m2),
+    ]:
+        state = make(1e-3, storage=storage).init(PARAMS)
+        with pytest.raises(ValueError, match=r"The state's .*but its Storage asks for"):
+            make(1e-3, storage=FP8).update(PARAMS, state, PARAMS)
+    with pytest.raises(TypeError, match=r"must be a CompressedState"):
+        compress(optax.adamw(1e-3)).update(PARAMS, optax.adamw(1e-3).init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("tx", [optax.lion, None, fused_fp8_adamw(1e-3)])
+def test_compress_takes_transformations_only(tx):
+    with pytest.raises(TypeError, match=r"compress takes an optax transformation"):
+        compress(tx)
+
+
+def test_seeds_and_norms_are_checked():
+    with pytest.raises(TypeError, match=r"where=True must be a function"):
+        compress(optax.lion(1e-3), where=True)
+    for seed in ("0", 0.5, -1, None):
+        with pytest.raises(TypeError, match=r"seed=.* must be a whole number"):
+            stochastic_round_updates(seed)
+        with pytest.raises(TypeError, match=r"seed=.* must be a whole number"):
+            apply_updates(PARAMS, PARAMS, step=1, seed=seed)
+    with pytest.raises(ValueError, match=r"max_norm=-1.0 is outside its range"):
+        global_norm_scale(PARAMS, -1.0)
+    with pytest.raises(TypeError, match=r"max_norm=None must be a number"):
+        global_norm_scale(PARAMS, None)

@@ -1,0 +1,51 @@
+"""The package tells type checkers that it has types, and a user's program sees them."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import coat_jax
+
+PACKAGE = Path(coat_jax.__file__).parent
+PROGRAM = """
+import coat_jax as coat
+from coat_jax.optax import FusedOptimizer, fused_fp8_adamw
+
+optimizer: FusedOptimizer = fused_fp8_adamw(1e-3)
+storage = coat.Storage(group_size="128")
+"""
+
+
+def test_the_package_is_marked_as_typed():
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_the_wheel_is_marked_as_typed(tmp_path):
+    pytest.importorskip("hatchling")
+    build = f"import hatchling.build as b; b.build_wheel({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=PACKAGE.parent, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "coat_jax/py.typed" in zipfile.ZipFile(wheel).namelist()
+
+
+def test_mypy_sees_the_types_in_a_users_program(tmp_path):
+    """From outside the repository, without its configuration: the wrong argument is found."""
+    pytest.importorskip("mypy")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    options = ["--follow-imports=silent", "--ignore-missing-imports", "--config-file="]
+    result = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, str(program)],
+        cwd=tmp_path,
+        env={"MYPYPATH": str(PACKAGE.parent), "PATH": "", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    errors = [line for line in result.stdout.splitlines() if ": error:" in line]
+    assert len(errors) == 1, result.stdout + result.stderr
+    assert "program.py:6" in errors[0]
+    assert 'Argument "group_size" to "Storage" has incompatible type "str"' in errors[0]
