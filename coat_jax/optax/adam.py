@@ -1,6 +1,6 @@
 """AdamW whose moments live in FP8 with dynamic range expansion.
 
-    m = b1 m + (1 - b1) g            stored as E4M3 codes, to nearest
+    m = b1 m + (1 - b1) g            stored as E4M3 codes, the smallest rounded stochastically
     v = b2 v + (1 - b2) g^2          stored as E4M3 codes, rounded stochastically
     u = m_hat / (sqrt(v_hat + eps_root) + eps)
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int32
 
-from coat_jax import expansion
+from coat_jax import expansion, noise
 from coat_jax.expansion import Expanded
 from coat_jax.kernels.adam import Hyper, Leaf, Number, Settings
 from coat_jax.kernels.adam_launch import adam_step
@@ -26,14 +26,13 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.moments import Storage
 from coat_jax.optax.checks import require_real_floats, require_same_shapes, require_sensible
 from coat_jax.optax.sharding import zeros
-from coat_jax.qtensor import scales_shape
 
 
 class ScaleByFP8AdamState(NamedTuple):
     """The state of `scale_by_fp8_adam`: trees of arrays, each leaf following its parameter.
 
     mu and nu each hold three trees: codes (FP8, the parameter's shape), amax (FP32) and k16
-    (uint8), one number per group along the last axis. See `Storage` for leaves kept in FP32.
+    (uint8), one number per group along the last axis. See `coat_jax.moments` for FP32 leaves.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -139,8 +138,7 @@ def init_state(params: optax.Params, storage: Storage) -> ScaleByFP8AdamState:
             return zeros(p, p.shape, dtype if storage.holds_in_fp8(p.shape) else jnp.float32)
 
         def per_group(p: Any, dtype: Any, value: int) -> Array:
-            shape = scales_shape(p.shape, storage.group_size)
-            return zeros(p, shape, dtype) + jnp.asarray(value, dtype)
+            return zeros(p, storage.scales_shape(p.shape), dtype) + jnp.asarray(value, dtype)
 
         return Expanded(
             jax.tree.map(codes, params),
@@ -178,7 +176,13 @@ def step_tree(
     ]
     count = optax.safe_increment(state.count)
     stepped = adam_step(
-        per_leaf, count, hyper, settings, decayed=decayed, implementation=implementation
+        per_leaf,
+        count,
+        hyper,
+        settings,
+        ids=noise.leaf_ids(grads),
+        decayed=decayed,
+        implementation=implementation,
     )
     result = jax.tree.unflatten(structure, [s.result for s in stepped])
     mu = _zip([s.mu for s in stepped], structure)

@@ -108,9 +108,9 @@ def compress(
                 f"{structure} to {jax.tree.structure(after)}; compress needs it to stay."
             )
         encoded = [
-            _restore(e, old, new, storage, noise.leaf_key(storage.seed, count, i))
-            for i, (e, old, new) in enumerate(
-                zip(stored, before, jax.tree.leaves(after), strict=True)
+            _restore(e, old, new, storage, noise.leaf_key(storage.seed, count, leaf))
+            for leaf, e, old, new in zip(
+                noise.leaf_ids(state.codes), stored, before, jax.tree.leaves(after), strict=True
             )
         ]
         return updates, CompressedState(count, *_columns(structure, encoded))
@@ -137,10 +137,10 @@ def _restore(stored: Expanded, old: Any, new: Any, storage: Storage, key: Any) -
     """Stores a leaf after a step; a group without any change keeps its codes."""
     if not _is_compressed(stored):
         return _leave(jnp.asarray(new, jnp.result_type(stored.codes)))
-    dither = None
-    if storage.stochastic:
-        dither = noise.uniform(key, new.shape, run=storage.group_size)
-    fresh = storage.write(new, stored.codes.dtype, dither)
+    # What is never negative may be divided by, and must not be rounded to zero.
+    fresh = storage.write(
+        new, stored.codes.dtype, noise.distinguish(key, new), never_zero=jnp.all(new >= 0)
+    )
     same = jnp.all(split_groups(old == new, storage.group_size), axis=-1)
 
     def select(kept: Any, written: Any) -> Any:

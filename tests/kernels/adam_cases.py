@@ -163,7 +163,9 @@ def _compare_results(expected: jax.Array, got: jax.Array, rtol: float) -> None:
 
 def _compare_moments(expected: Expanded, got: Expanded, group_size: int) -> None:
     """Neighbouring codes at the most, and that for at most 1 % of them (or two)."""
-    np.testing.assert_allclose(got.amax, expected.amax, rtol=1e-5)
+    # What is left of a moment and a gradient that cancel has their errors.
+    cancelled = 1e-6 * np.max(expected.amax, initial=0)
+    np.testing.assert_allclose(got.amax, expected.amax, rtol=1e-5, atol=min(cancelled, 1e-6))
     if expected.codes.dtype == jnp.float32:
         np.testing.assert_allclose(got.codes, expected.codes, rtol=1e-6)
         return
