@@ -125,15 +125,15 @@ class Storage:
         if not self.holds_in_fp8(m.shape):
             return self._in_fp32(m), self._in_fp32(v)
         size = self.group_size
-        for_v, for_m = None, None
-        if self.stochastic:
-            for_v, for_m = noise.uniform_pair(key, v.shape, run=size)
+        if not self.stochastic:
+            mu = expansion.encode(m, self.first, group_size=size)
+            return mu, expansion.encode(v, self.second, group_size=size)
+        for_v, for_m = noise.uniform_pair(key, v.shape, run=size)
         nu = expansion.encode(v, self.second, group_size=size, noise=for_v)
-        rounding = self.rounding_of_first(b1)
-        if rounding == "dithered":
+        if self.rounding_of_first(b1) == "dithered":
             return expansion.encode_dithered(m, self.first, for_m, group_size=size), nu
         mu = expansion.encode(m, self.first, group_size=size, noise=for_m)
-        if rounding == "stochastic" and isinstance(b1, jax.Array):
+        if isinstance(b1, jax.Array):
             dithered = expansion.encode_dithered(m, self.first, for_m, group_size=size)
             mu = jax.tree.map(lambda a, b: jnp.where(self._decays_fast(b1), a, b), dithered, mu)
         return mu, nu
@@ -141,8 +141,8 @@ class Storage:
     def rounding_of_first(self, b1: float | Array) -> Rounding:
         """How a first moment is rounded that decays by b1.
 
-        A b1 that is computed in the program counts as a slow one here. Through XLA its value decides
-        when the program runs; the Triton kernel rounds stochastically, which is right for any b1.
+        A b1 that is computed in the program counts as a slow one here. Through XLA its value
+        decides when the program runs; the Triton kernel rounds stochastically, right for any b1.
         """
         if not self.stochastic:
             return "nearest"
@@ -158,6 +158,7 @@ class Storage:
         return (2 ** format_of(self.first).mantissa_bits + 1) * (1 - b1) >= MIN_DECAY
 
     def rounding_of_second(self) -> Rounding:
+        """How a second moment is rounded."""
         return "stochastic" if self.stochastic else "nearest"
 
     def smallest_second(self, stored: Expanded) -> Float[Array, "..."]:

@@ -34,9 +34,7 @@ LOG2_ERROR = 2.0**-15
 MAX_LOG2_X = float(np.log2(FLOAT32_MAX))
 
 encode = jax.jit(expansion.encode, static_argnames=("dtype", "group_size"))
-encode_dithered = jax.jit(
-    expansion.encode_dithered, static_argnames=("dtype", "group_size")
-)
+encode_dithered = jax.jit(expansion.encode_dithered, static_argnames=("dtype", "group_size"))
 decode = jax.jit(expansion.decode, static_argnames="group_size")
 formats = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 roundings = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])

@@ -147,7 +147,7 @@ def test_the_code_is_the_exact_image_rounded(case, regimes, seed):
     """To the nearest value; if stochastically, to one of its two neighbours."""
     x = hostile(regimes, seed, case.shape, case.group_size)
     e, _ = round_trip(x, case, seed)
-    image, k, fmt = exact_image(x, e, case)
+    image, k, _ = exact_image(x, e, case)
     image = np.where(x == 0, 0, image)
     low, high = image * 2 ** (-k * LOG2_ERROR), image * 2 ** (k * LOG2_ERROR)
     places = ("down", "up") if case.stochastic else ("nearest", "nearest")
@@ -180,7 +180,7 @@ def test_the_error_is_that_of_the_code_shrunk_by_k(case, regimes, seed):
 @everywhere
 @given(regimes=regimes, seed=seeds)
 def test_the_group_fills_the_format(case, regimes, seed):
-    """k is the largest sixteenth that keeps the smallest element in the format, or above its bottom.
+    """k is the largest sixteenth that keeps the smallest element in the format or above its bottom.
 
     To 1/64 of a sixteenth, `expansion.TOLERANCE`: in binades, of which there are R / k, 1/1024
     of them, and what the logarithms leave.
@@ -250,8 +250,8 @@ def test_every_code_survives_another_round_trip(dtype, k16):
 def test_round_trips_settle_at_the_third(dtype):
     """Decoding and encoding over and over, as an optimizer does, must not move anything.
 
-    The first trip may round the smallest elements to zero. The second may then choose a larger k, and
-    again where none of a group got the smallest code. After it one has, so k is the same ever after.
+    The first trip may round the smallest elements to zero. The second may then choose a larger k,
+    and again where none of a group got the smallest code. After it one has, so k stays the same.
     """
     rng = np.random.default_rng(0)
     spread = np.exp2(rng.uniform(-4, 6, (512, 1)))

@@ -164,10 +164,10 @@ def adam_update(
 def largest_direction(
     count: Int[Array, ""], b1: Number, b2: Number, *, nesterov: bool
 ) -> Float[Array, ""]:
-    """The largest |direction| that exact moments can give at step t = count, whatever the gradients.
+    """The largest |direction| that exact moments can give at step t = count, for any gradients.
 
-    m_hat is a sum of  c_i g_(t-i),  and v a sum of  (1 - b2) b2^i g_(t-i)^2,  over i = 0 .. t - 1. By
-    the Cauchy-Schwarz inequality
+    m_hat is a sum of  c_i g_(t-i),  and v a sum of  (1 - b2) b2^i g_(t-i)^2,  over i = 0 .. t - 1.
+    By the Cauchy-Schwarz inequality
 
         m_hat^2 / v_hat <= (1 - b2^t) / (1 - b2)  sum of c_i^2 / b2^i
 

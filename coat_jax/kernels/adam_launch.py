@@ -78,7 +78,7 @@ def adam_step(
         if in_fp64 and not in_fp32 and implementation == "triton":
             raise ValueError(
                 "The Triton kernel steps parameters of up to 32 bits, and these are float64. Use "
-                "implementation=None or \"xla\"."
+                'implementation=None or "xla".'
             )
         # FP32 leaves are small: XLA fuses their steps, also with each other.
         if chosen == "xla" or in_fp32 or in_fp64 or leaf.grad.size == 0:
@@ -110,7 +110,7 @@ def adam_step(
 
 def _keys(
     seed: int, count: Int[Array, ""], ids: Sequence[int], leaves: Sequence[Leaf]
-) -> UInt32[Array, "leaves"]:
+) -> UInt32[Array, leaves]:
     """The keys of all leaves, those of shards inside a `shard_map` told apart."""
     arrays = [jax.tree.leaves(leaf) for leaf in leaves]
     if not any(noise.varying_axes(*a) for a in arrays):

@@ -142,7 +142,7 @@ def upper_half(bits, BASE: tl.constexpr, FAST: tl.constexpr):
 
 @kernel
 def decode(codes, amax, k16, log2_factor, LOG2_MAX: tl.constexpr, FAST: tl.constexpr):
-    """Magnitudes times 2^log2_factor:  2^((log2 |code| - LOG2_MAX) / k + log2 amax + log2_factor)."""
+    """Magnitudes times a factor:  2^((log2 |code| - LOG2_MAX) / k + log2 amax + log2_factor)."""
     root = 16.0 * reciprocal(k16.to(tl.float32), FAST)
     offset = log2(amax, FAST) + log2_factor - LOG2_MAX * root
     return exp2(log2(tl.abs(codes), FAST) * root[:, None] + offset[:, None], FAST)

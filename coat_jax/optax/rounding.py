@@ -72,9 +72,7 @@ def apply_updates(
     leaves, structure = jax.tree.flatten(params)
     new = [
         _apply(p, u, noise.distinguish(noise.leaf_key(seed, step, leaf), p, u))
-        for leaf, p, u in zip(
-            noise.leaf_ids(params), leaves, jax.tree.leaves(updates), strict=True
-        )
+        for leaf, p, u in zip(noise.leaf_ids(params), leaves, jax.tree.leaves(updates), strict=True)
     ]
     return jax.tree.unflatten(structure, new)
 

@@ -123,22 +123,20 @@ def test_partitions_are_stepped_as_if_alone(params):
     tx = optax.partition({"fp8": fp8_adamw(1e-2, storage=FP8), "sgd": optax.sgd(0.5)}, labels)
     grads = [noise(1), noise(2)]
     both, _ = path_of(tx, {"a": params["w"], "b": params["w"]}, [{"a": g, "b": g} for g in grads])
-    alone, _ = path_of(
-        fp8_adamw(1e-2, storage=FP8), {"a": params["w"]}, [{"a": g} for g in grads]
-    )
+    alone, _ = path_of(fp8_adamw(1e-2, storage=FP8), {"a": params["w"]}, [{"a": g} for g in grads])
     for got, wanted, grad in zip(both, alone, grads, strict=True):
         np.testing.assert_array_equal(got["a"], wanted["a"])
         np.testing.assert_array_equal(got["b"], -0.5 * grad)
 
 
 def test_groups_of_a_partition_are_rounded_with_noise_of_their_own(params):
-    tx = optax.partition({"x": fp8_adamw(1e-2, storage=FP8), "y": fp8_adamw(1e-2, storage=FP8)},
-                         {"a": "x", "b": "y"})  # fmt: skip
+    groups = {"x": fp8_adamw(1e-2, storage=FP8), "y": fp8_adamw(1e-2, storage=FP8)}
+    tx = optax.partition(groups, {"a": "x", "b": "y"})
     both = {"a": params["w"], "b": params["w"]}
     _, states = path_of(tx, both, [{"a": noise(1), "b": noise(1)}])
-    codes = [leaf for leaf in jax.tree.leaves(states[0]) if leaf.dtype.itemsize == 1]
-    first, second = (c.astype(jnp.float32) for c in codes if c.shape == SHAPE and c[0, 0] >= 0)
-    assert jnp.any(first != second)
+    leaves = [leaf for leaf in jax.tree.leaves(states[0]) if leaf.shape == SHAPE]
+    _, of_a, _, of_b = (leaf.astype(jnp.float32) for leaf in leaves)  # mu, nu; mu, nu
+    assert jnp.mean(of_a != of_b) > 0.1
 
 
 def test_accumulated_gradients_step_once(params):

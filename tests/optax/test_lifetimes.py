@@ -105,7 +105,7 @@ def test_a_compressed_transformation_comes_to_rest_too(gradient):
 @pytest.mark.parametrize("gradient", [tiny, tiny_and_rare])
 @pytest.mark.parametrize("ratio", [1e-4, 1e-5, 1e-6, 1e-8, 1e-12, 1e-20, 1e-35])
 def test_a_tiny_gradient_never_goes_one_way(gradient, ratio):
-    """Its moments cannot be told from zero at times, so it may move less or noisily, not steadily."""
+    """Its moments are zero at times, so it may move less or with noise, but not steadily."""
     ours, exact = both(functools.partial(gradient, ratio))
     bound = max(2.5 * np.sqrt(np.mean(np.square(exact))), 1)
     assert np.sqrt(np.mean(np.square(ours))) <= bound
@@ -130,7 +130,9 @@ def test_an_enormous_gradient_moves_its_neighbours_no_faster(size, b2):
     exact, exact_largest = walk(gradient, optax.scale_by_adam(0.9, b2))
     assert np.all(np.isfinite(ours))
     assert np.all(largest <= 2 * exact_largest.max())
-    assert np.sqrt(np.mean(np.square(ours))) <= 1.1 * np.sqrt(np.mean(np.square(exact[:, ~PECULIAR])))
+    assert np.sqrt(np.mean(np.square(ours))) <= 1.1 * np.sqrt(
+        np.mean(np.square(exact[:, ~PECULIAR]))
+    )
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
