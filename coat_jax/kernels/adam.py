@@ -155,10 +155,11 @@ def adam_update(
     m_hat = m / debias1
     if nesterov:
         m_hat = b1 * m / bias(b1, count + 1) + (1 - b1) * grad / debias1
+    m_hat = jnp.where(infinite, jnp.nan, m_hat)
     v_hat = jnp.maximum(v, b2 * smallest_v) / debias2
     direction = m_hat / (jnp.sqrt(v_hat + hyper.eps_root) + jnp.maximum(hyper.eps, SMALLEST))
     bound = largest_direction(count, b1, b2, nesterov=nesterov)
-    return m, v, jnp.where(infinite, jnp.nan, jnp.clip(direction, -bound, bound))
+    return m, v, jnp.clip(direction, -bound, bound)
 
 
 def largest_direction(
