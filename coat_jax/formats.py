@@ -4,8 +4,9 @@
     E5M2  5 exponent bits, 2 mantissa bits, largest 57344, smallest 2^-16
 
 `saturating_cast` rounds to nearest (ties to even). `stochastic_cast` rounds up or
-down with probabilities that make the result right on average. Both clip first: a
-plain cast turns what is too large into NaN (E4M3) or infinity (E5M2). NaN stays NaN.
+down with probabilities that make the result right on average; `dithered_cast` does so for
+the smallest codes only. All clip first: a plain cast turns what is too large into NaN (E4M3)
+or infinity (E5M2). NaN stays NaN.
 
 Arithmetic on FP8 arrays is left out on purpose: JAX would run it in 8 bits. Cast first.
 """
@@ -87,7 +88,8 @@ def stochastic_cast(
 
             which this takes for  f + (1 - a) / (2 n + 1) f (1 - f), exact for a = 2. The mean of
             x^a is then right to 4e-5 of it for n >= 4, and to 1.4e-3 for n = 1, the smallest
-            subnormal; its error changes sign along f.
+            subnormal; its error changes sign along f. Below that, between zero and n = 1, the
+            right probability f^a is met for a = 1 and a = 2.
     """
     fmt = format_of(dtype)
     x = jnp.clip(jnp.asarray(x, jnp.float32), -fmt.max, fmt.max)
@@ -99,6 +101,24 @@ def stochastic_cast(
     probability = fraction + bend * fraction * (1.0 - fraction)
     rounded = (below + (noise < probability)) * unit
     return saturating_cast(jnp.copysign(rounded, x), dtype)
+
+
+def dithered_cast(
+    x: Float[ArrayLike, "..."], dtype: DTypeLike, noise: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """Rounds `x` to nearest, after adding noise as wide as the distance of the smallest codes.
+
+    Where codes lie no further apart than that (subnormal ones and the first normal binade), this is
+    stochastic rounding. The larger the code, the less the noise matters. Zero stays zero.
+
+    Args:
+        x: what to round, computed with in FP32.
+        dtype: the FP8 format.
+        noise: uniform in [0, 1), of the shape of `x`.
+    """
+    x = jnp.asarray(x, jnp.float32)
+    magnitude = jnp.maximum(jnp.abs(x) + (noise - 0.5) * format_of(dtype).tiny, 0.0)
+    return saturating_cast(jnp.copysign(magnitude, x), dtype)
 
 
 def _unit_in_last_place(x: Float[Array, "..."], fmt: Format) -> Float[Array, "..."]:

@@ -2,14 +2,24 @@
 
     key    = mix(mix(seed + step * A) + leaf * A)      one per array and step
     run    = mix(key + run index * A)                  one per `run` neighbours of the last axis
-    noise  = 23 bits of mix(run + (lane // 2) * A)     two neighbours share 32 bits
+    bits   = mix(run + (lane // 2) * A)                32 bits for two neighbours
+    noise  = 16 of these for the even lane, the other 16 for the odd one
 
 A counter-based hash instead of a generator: an element's number depends only on the
 seed, the step, the array and its own place in the whole array. So the same training run
 rounds alike on any mesh, nothing is stored, and a kernel computes it in registers.
 `mix` is Wellons' lowbias32, a bijection of 32 bits in which flipping any input bit flips
-each output bit with probability close to 1/2.
+each output bit with probability close to 1/2. Two lanes share no bit, so they are independent.
+Probabilities are met to 2^-17, half the distance of two values of the noise.
+
+`leaf` is a hash of the array's path in its tree (`leaf_ids`), not its position: optimizers
+of several groups of parameters (`optax.partition`) see trees with other leaves left out.
+`distinguish` gives the copies of one array under `vmap` and `shard_map` keys of their own.
 """
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +37,22 @@ def mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     return x ^ (x >> 16)
 
 
+def leaf_ids(tree: Any) -> list[int]:
+    """A number of 32 bits for each leaf of a tree: a checksum of its path."""
+    return [
+        zlib.crc32(jax.tree_util.keystr(path).encode())
+        for path, _ in jax.tree.leaves_with_path(tree)
+    ]
+
+
 def leaf_key(seed: int, step: ArrayLike, leaf: int) -> UInt32[Array, ""]:
-    """The key of one array (by its position in the tree) at one step."""
+    """The key of one array, known by its number, at one step."""
     return mix(_step_key(seed, step) + np.uint32(leaf * GOLDEN & 0xFFFF_FFFF))
 
 
-def leaf_keys(seed: int, step: ArrayLike, leaves: int) -> UInt32[Array, "leaves"]:
-    """The keys of the first `leaves` arrays."""
-    return mix(_step_key(seed, step) + jnp.arange(leaves, dtype=jnp.uint32) * np.uint32(GOLDEN))
+def leaf_keys(seed: int, step: ArrayLike, leaves: Sequence[int]) -> UInt32[Array, "leaves"]:
+    """The keys of several arrays."""
+    return mix(_step_key(seed, step) + np.array(leaves, np.uint32) * np.uint32(GOLDEN))
 
 
 def _step_key(seed: int, step: ArrayLike) -> UInt32[Array, ""]:
@@ -42,8 +60,75 @@ def _step_key(seed: int, step: ArrayLike) -> UInt32[Array, ""]:
     return mix(np.uint32(seed & 0xFFFF_FFFF) + step * np.uint32(GOLDEN))
 
 
+def distinguish(key: UInt32[Array, ""], *arrays: Array) -> UInt32[Array, ""]:
+    """A key that differs between the members of a `vmap` and the shards of a `shard_map`.
+
+    Members and shards of `arrays`, that is: where these are the same on all devices of an axis,
+    so is the key, and replicas stay equal. `shard_map(check_vma=False)` does not say what is the
+    same, so there all shards get one key; give each a seed of its own if they are to differ.
+    """
+    key = _of_shard(key, varying_axes(*arrays))
+    # Nothing flows back through a random number.
+    return _of_member(key, [jax.lax.stop_gradient(a) for a in arrays])
+
+
+def varying_axes(*arrays: Array) -> tuple[str, ...]:
+    """The axes of the surrounding `shard_map`s along which any of the arrays may differ."""
+    return tuple(sorted({axis for a in arrays for axis in jax.typeof(a).mat.varying}))
+
+
+def _of_shard(key: UInt32[Array, ""], axes: tuple[str, ...]) -> UInt32[Array, ""]:
+    if not axes:
+        return key
+    return mix(key + jax.lax.axis_index(axes).astype(jnp.uint32) * np.uint32(GOLDEN))
+
+
+@jax.custom_batching.custom_vmap
+def _of_member(key: UInt32[Array, "..."], arrays: list[Array]) -> UInt32[Array, "..."]:
+    del arrays
+    return key
+
+
+@_of_member.def_vmap
+def _of_member_batched(
+    axis_size: int, in_batched: Any, key: UInt32[Array, "..."], arrays: list[Array]
+) -> tuple[UInt32[Array, "..."], bool]:
+    key = _of_member(key, arrays)  # of the vmaps around this one
+    if not in_batched[0]:
+        key = jnp.broadcast_to(key, (axis_size, *key.shape))
+    member = jax.lax.broadcasted_iota(jnp.uint32, key.shape, 0)
+    return mix(key + (member + np.uint32(1)) * np.uint32(GOLDEN)), True
+
+
 def uniform(key: UInt32[Array, ""], shape: tuple[int, ...], *, run: int) -> Float[Array, "..."]:
-    """Numbers in [0, 1), one per element of an array of `shape`."""
+    """Numbers in (0, 1), one per element of an array of `shape`: odd multiples of 2^-17."""
+    return _between_zero_and_one(_halves(key, shape, run=run)[0], shape)
+
+
+def uniform_pair(
+    key: UInt32[Array, ""], shape: tuple[int, ...], *, run: int
+) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """`uniform` twice, from the same hashes: two independent numbers per element.
+
+    The second number of a lane is the first of its neighbour in the pair. That suits two arrays
+    whose elements are used together, as one parameter's moments are: their rounding errors are
+    independent. Those of the first array in one lane and of the second in the next are not, but
+    these never meet in one update.
+    """
+    own, other = _halves(key, shape, run=run)
+    return _between_zero_and_one(own, shape), _between_zero_and_one(other, shape)
+
+
+def _between_zero_and_one(bits: UInt32[Array, "..."], shape: tuple[int, ...]) -> Array:
+    # Complemented, so that "noise < p" is a carry of p + bits / 2^16, which is what kernels ask.
+    centered = (np.uint32(0xFFFF) - bits).astype(jnp.float32) + 0.5
+    return (centered * 2.0**-16).reshape(shape)
+
+
+def _halves(
+    key: UInt32[Array, ""], shape: tuple[int, ...], *, run: int
+) -> tuple[UInt32[Array, "..."], UInt32[Array, "..."]]:
+    """Each lane's 16 bits, and those of its neighbour in the pair."""
     *leading, columns = shape or (1,)
     runs = -(-columns // run)
     grid = (*leading, runs, run)
@@ -53,11 +138,13 @@ def uniform(key: UInt32[Array, ""], shape: tuple[int, ...], *, run: int) -> Floa
         index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, index.shape, axis)
     lane = jax.lax.broadcasted_iota(jnp.uint32, grid, len(grid) - 1)
     bits = mix(mix(key + index * np.uint32(GOLDEN)) + (lane >> 1) * np.uint32(GOLDEN))
-    # Even lanes take the lower 23 bits, odd ones the upper. As a mantissa that is in [1, 2).
-    bits = jnp.where(lane & 1 == 0, bits & 0x7F_FFFF, bits >> 9)
-    one_to_two = jax.lax.bitcast_convert_type(bits | np.uint32(0x3F80_0000), jnp.float32)
-    flat = (one_to_two - 1.0).reshape(*leading, runs * run)
-    return flat[..., :columns].reshape(shape)
+    lower, upper, even = bits & 0xFFFF, bits >> 16, lane & 1 == 0
+    own, other = jnp.where(even, lower, upper), jnp.where(even, upper, lower)
+
+    def flat(bits: Array) -> Array:
+        return bits.reshape(*leading, runs * run)[..., :columns].reshape(shape)
+
+    return flat(own), flat(other)
 
 
 def param_key(key: UInt32[Array, ""]) -> UInt32[Array, ""]:
@@ -72,7 +159,6 @@ def round_to_bfloat16(
 
     Adds 16 random bits below BF16's last and cuts them off. Infinity and NaN stay.
     """
-    dither = jax.lax.bitcast_convert_type(uniform(key, x.shape, run=run) + 1.0, jnp.uint32)
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + ((dither >> 7) & 0xFFFF)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + _halves(key, x.shape, run=run)[0]
     rounded = jax.lax.bitcast_convert_type(bits & np.uint32(0xFFFF_0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)

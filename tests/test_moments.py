@@ -1,13 +1,14 @@
 """Laws of the rule for which moments are stored in FP8, and of storing them."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax import expansion
+from coat_jax import expansion, noise
 from coat_jax.expansion import Expanded
 from coat_jax.formats import E4M3, E5M2
 from coat_jax.moments import GROUP_SIZES, MIN_COLUMNS, Storage
@@ -70,9 +71,10 @@ def test_what_is_not_in_fp8_is_exact(shape):
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_what_is_in_fp8_is_expanded(shape, stochastic):
     storage, values = Storage(min_size=0, group_size=32), values_of(shape)
-    noise = np.full(shape, 0.75, np.float32) if stochastic else None
-    stored = write(storage, values, E5M2, noise)
-    want = encode(values, E5M2, group_size=32, noise=noise)
+    key = noise.leaf_key(3, 1, 4) if stochastic else None
+    stored = write(storage, values, E5M2, key)
+    dither = noise.uniform(key, shape, run=32) if stochastic else None
+    want = encode(values, E5M2, group_size=32, noise=dither)
     assert stored.codes.dtype == E5M2
     jax.tree.map(np.testing.assert_array_equal, stored, want)
     np.testing.assert_array_equal(read(storage, stored), decode(want, group_size=32))
@@ -89,9 +91,83 @@ def test_the_tree_is_the_same_whatever_the_rule_says(shape):
     fp8, fp32 = layout(0), layout(10**9)
     assert isinstance(fp8, Expanded)
     assert jax.tree.structure(fp8) == jax.tree.structure(fp32)
-    assert [leaf.shape for leaf in fp8] == [leaf.shape for leaf in fp32]
+    assert fp8.codes.shape == fp32.codes.shape
+    assert [leaf.ndim for leaf in fp8] == [leaf.ndim for leaf in fp32]
     assert (fp8.codes.dtype, fp32.codes.dtype) == (E4M3, jnp.float32)
     assert [leaf.dtype for leaf in fp8[1:]] == [leaf.dtype for leaf in fp32[1:]]
+
+
+@pytest.mark.parametrize(
+    "shape", [(512, 512, 3, 3), (65536, 1), (20000, 15), (4096,), (64, 64), (7,), ()], ids=str
+)
+def test_no_leaf_costs_more_than_fp32_moments(shape):
+    """But for the few bytes of scales that an FP32 leaf does not use."""
+    storage = Storage()
+    stored = jax.eval_shape(
+        lambda x: storage.write(x, E4M3), jax.ShapeDtypeStruct(shape, jnp.float32)
+    )
+    cost = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in stored)
+    assert cost <= 4 * math.prod(shape) + 5 * 64
+
+
+@pytest.mark.parametrize("shape", [(512, 512, 3, 3), (4096,), (64, 24, 8, 10)], ids=str)
+def test_scales_that_an_fp32_leaf_does_not_use_can_be_sharded_as_it_is(shape):
+    """Trainers copy a parameter's PartitionSpec onto arrays of the same rank."""
+    scales = Storage(min_size=10**9).scales_shape(shape)
+    leading = list(zip(shape[:-1], scales[:-1], strict=True))
+    for parts in (2, 4, 8):
+        assert all(scale % parts == 0 for size, scale in leading if size % parts == 0)
+        if shape[-1] % (parts * 128) == 0:
+            assert scales[-1] % parts == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "b1", "rounding"),
+    [
+        (E4M3, 0.9, "dithered"),
+        (E4M3, 0.0, "dithered"),
+        (E4M3, 0.95, "stochastic"),
+        (E4M3, 0.99, "stochastic"),
+        (E5M2, 0.9, "stochastic"),
+        (E5M2, 0.8, "dithered"),
+    ],
+)
+def test_a_slow_first_moment_is_rounded_stochastically_and_a_fast_one_dithered(first, b1, rounding):
+    storage = Storage(min_size=0, first=first)
+    assert storage.rounding_of_first(b1) == rounding
+    assert Storage(stochastic=False).rounding_of_first(b1) == "nearest"
+    m, key = values_of((4, 256)), noise.leaf_key(0, 1, 2)
+    known, _ = storage.write_moments(m, m**2, key, b1)
+    computed, _ = jax.jit(storage.write_moments)(m, m**2, key, jnp.float32(b1))
+    jax.tree.map(np.testing.assert_array_equal, known, computed)
+
+
+@pytest.mark.parametrize("first", [E4M3, E5M2])
+@pytest.mark.parametrize("b1", [0.5, 0.8, 0.85, 0.9, 0.91])
+def test_every_code_of_a_dithered_first_moment_decays_without_a_gradient(first, b1):
+    """However its noise falls, a normal code sinks; so nothing is held up above the smallest."""
+    storage = Storage(min_size=0, first=first)
+    if storage.rounding_of_first(b1) != "dithered":
+        pytest.skip("rounded stochastically")
+    codes = np.arange(1, 127, dtype=np.uint8).view(first).astype(np.float32)
+    codes = codes[np.isfinite(codes) & (codes >= 2.0 ** (-5 if first == E4M3 else -13))]
+    groups = np.zeros((1, 128), np.float32)
+    groups[0, : len(codes)] = codes
+    groups[0, -2:] = codes.max(), codes.min() * 2.0**-20  # so that k = 1
+    for u in (0.0, 0.5, 1 - 2.0**-17):
+        dither = np.full(groups.shape, u, np.float32)
+        decayed = np.where(np.arange(128) == 126, groups, np.float32(b1) * groups)
+        after = decode(expansion.encode_dithered(decayed, first, dither))
+        assert np.all(np.asarray(after)[0, : len(codes)] < codes)
+
+
+def test_the_noise_of_both_moments_is_independent_for_one_element():
+    key = noise.leaf_key(0, 1, 2)
+    a, b = (np.asarray(u) for u in noise.uniform_pair(key, (512, 1024), run=128))
+    assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 6 / np.sqrt(a.size)
+    for p in (2.0**-4, 2.0**-7):
+        both = np.mean((a < p) & (b < p))
+        assert abs(both - p * p) < 6 * p / np.sqrt(a.size)
 
 
 def test_half_precision_moments_are_read_as_float32():

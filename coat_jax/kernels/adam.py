@@ -1,16 +1,19 @@
 """One step of AdamW whose moments live in expanded FP8: decode, update, encode.
 
+    g = clip(grad_scale g, 2^63)                 whose square is finite in FP32
     m = b1 m + (1 - b1) g                        v = b2 v + (1 - b2) g^2
-    d = m / (1 - b1^t) / (sqrt(v / (1 - b2^t) + eps_root) + eps)
+    d = m / (1 - b1^t) / (sqrt(max(v, b2 s) / (1 - b2^t) + eps_root) + eps)
+    d = clip(d, largest_direction)               what exact moments could give at most
     p = p - learning_rate (d + weight_decay p)
+
+s is the smallest second moment that the element's group can hold, about amax 2^-36. A smaller one
+may have been rounded to zero, so its root says nothing; the step is then too small, not too large.
 
 `adam_reference` is this in `jnp`, one leaf at a time: the specification, and what runs through
 XLA. The Triton kernel does it in one pass over memory and in place: 14.2 bytes moved per FP32
 parameter with BF16 gradients. Without a parameter a leaf's result is its direction d, for the
-links of an optax chain that follow.
-
-The kernel's results differ from the reference's by the rounding of its approximate
-logarithms, powers and roots; a stored code may differ by one where a value lies on the edge.
+links of an optax chain that follow. Results of kernel and reference differ by the rounding of
+approximate logarithms, powers and roots; a stored code may differ by one on the edge.
 """
 
 from __future__ import annotations
@@ -24,18 +27,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from coat_jax import noise
-from coat_jax.expansion import Expanded
+from coat_jax.expansion import SMALLEST, Expanded
 from coat_jax.kernels.expansion import (
+    clip,
     copysign,
     decode,
-    decode_scale,
-    expand,
-    fit,
+    encode,
     mix,
-    one_plus_noise,
+    noise_bits,
     reciprocal,
-    representable,
-    round_stochastically,
     sqrt,
 )
 from coat_jax.kernels.launch import kernel
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 
 Number = float | Array
+LARGEST_GRADIENT = 2.0**63
 
 
 class Hyper(NamedTuple):
@@ -92,19 +93,29 @@ def adam_reference(
     count: Int[Array, ""],
     hyper: Hyper,
     settings: Settings,
-    index: int,
+    leaf_id: int,
     decayed: bool = True,
 ) -> Stepped:
-    """Steps the leaf at place `index` of the tree."""
+    """Steps one leaf, which is `leaf_id` in `noise.leaf_ids` of its tree."""
     storage = settings.storage
     m, v = storage.read(leaf.mu), storage.read(leaf.nu)
-    m, v, direction = adam_update(m, v, leaf.grad, count, hyper, nesterov=settings.nesterov)
+    m, v, direction = adam_update(
+        m,
+        v,
+        leaf.grad,
+        count,
+        hyper,
+        nesterov=settings.nesterov,
+        smallest_v=storage.smallest_second(leaf.nu),
+    )
 
-    key = noise.leaf_key(storage.seed, count, index)
+    key = noise.leaf_key(storage.seed, count, leaf_id)
+    key = noise.distinguish(key, *jax.tree.leaves(leaf))
     if leaf.param is None:
         result = direction.astype(leaf.grad.dtype)
     else:
-        param = leaf.param.astype(jnp.float32)
+        # In FP32, or in the parameter's FP64: that of a step of zero must not change.
+        param = leaf.param.astype(jnp.promote_types(leaf.param.dtype, jnp.float32))
         if decayed:
             direction = direction + hyper.weight_decay * param
         result = param + -hyper.learning_rate * direction
@@ -112,12 +123,7 @@ def adam_reference(
             result = noise.round_to_bfloat16(result, noise.param_key(key), run=storage.group_size)
         result = result.astype(leaf.param.dtype)
 
-    dither = None
-    if storage.stochastic:
-        dither = noise.uniform(key, v.shape, run=storage.group_size)
-    stepped = Stepped(
-        result, storage.write(m, storage.first), storage.write(v, storage.second, dither)
-    )
+    stepped = Stepped(result, *storage.write_moments(m, v, key, hyper.b1))
     if hyper.skip is False:
         return stepped
     before = Stepped(result if leaf.param is None else leaf.param, leaf.mu, leaf.nu)
@@ -132,17 +138,57 @@ def adam_update(
     hyper: Hyper,
     *,
     nesterov: bool,
+    smallest_v: Float[Array, ...] | float = 0.0,
 ) -> tuple[Float[Array, ...], Float[Array, ...], Float[Array, ...]]:
-    """Returns the new moments and the direction, in FP32."""
-    _, b1, b2, eps, eps_root, _, grad_scale, _ = hyper
-    grad = grad.astype(jnp.float32) * grad_scale
+    """Returns the new moments and the direction, in FP32.
+
+    `smallest_v` is the smallest second moment that could be stored: a smaller one counts as
+    that in the direction.
+    """
+    b1, b2 = hyper.b1, hyper.b2
+    infinite = jnp.isinf(grad)
+    grad = grad.astype(jnp.promote_types(grad.dtype, jnp.float32)) * hyper.grad_scale
+    grad = jnp.clip(grad, -LARGEST_GRADIENT, LARGEST_GRADIENT).astype(jnp.float32)
     m = b1 * m + (1 - b1) * grad
     v = b2 * v + (1 - b2) * jnp.square(grad)
     debias1, debias2 = bias(b1, count), bias(b2, count)
     m_hat = m / debias1
     if nesterov:
         m_hat = b1 * m / bias(b1, count + 1) + (1 - b1) * grad / debias1
-    return m, v, m_hat / (jnp.sqrt(v / debias2 + eps_root) + eps)
+    m_hat = jnp.where(infinite, jnp.nan, m_hat)
+    v_hat = jnp.maximum(v, b2 * smallest_v) / debias2
+    direction = m_hat / (jnp.sqrt(v_hat + hyper.eps_root) + jnp.maximum(hyper.eps, SMALLEST))
+    bound = largest_direction(count, b1, b2, nesterov=nesterov)
+    return m, v, jnp.clip(direction, -bound, bound)
+
+
+def largest_direction(
+    count: Int[Array, ""], b1: Number, b2: Number, *, nesterov: bool
+) -> Float[Array, ""]:
+    """The largest |direction| that exact moments can give at step t = count, for any gradients.
+
+    m_hat is a sum of  c_i g_(t-i),  and v a sum of  (1 - b2) b2^i g_(t-i)^2,  over i = 0 .. t - 1.
+    By the Cauchy-Schwarz inequality
+
+        m_hat^2 / v_hat <= (1 - b2^t) / (1 - b2)  sum of c_i^2 / b2^i
+
+    where c_i = c b1^i but for Nesterov's c_0. With r = b1^2 / b2 the sum is  c_0^2 + c^2 (s - 1),
+    s = (r^t - 1) / (r - 1). It tends to (1 - b1)^2 / (1 - r), and has no limit if r >= 1. At the
+    first step it is 1: the direction is the gradient's sign.
+    """
+    t = count.astype(jnp.float32)
+    debias1, debias2 = bias(b1, count), bias(b2, count)
+    log_r = 2 * log_decay(b1) - log_decay(b2)
+    # No power of b1 = 0 is left after the first, also if b2 = 0. With b2 = 0 alone r is infinite.
+    log_r = jnp.where(jnp.asarray(b1) == 0, -jnp.inf, jnp.asarray(log_r, jnp.float32))
+    many = jnp.where(log_r == 0, t, jnp.expm1(t * log_r) / jnp.expm1(log_r))
+    powers = jnp.where(t == 1, 1.0, jnp.where(log_r == jnp.inf, jnp.inf, many))
+    first = rest = (1 - b1) / debias1
+    if nesterov:
+        rest = b1 * (1 - b1) / bias(b1, count + 1)
+        first = first + rest
+    others = jnp.where(powers > 1, jnp.square(rest) * (powers - 1), 0.0)
+    return jnp.sqrt(debias2 / (1 - b2) * (jnp.square(first) + others))
 
 
 def bias(decay: Number, count: Int[Array, ""]) -> Float[Array, ""]:
@@ -160,27 +206,34 @@ def log_decay(decay: Number) -> Number:
 
 
 def numbers_of_step(
-    count: Int[Array, ""], hyper: Hyper, *, nesterov: bool, has_param: bool
-) -> Float[Array, 11]:
-    """What the kernel multiplies by, the same for all elements: computed once, by XLA."""
+    count: Int[Array, ""], hyper: Hyper, *, nesterov: bool, has_param: bool, smallest_v: float
+) -> Float[Array, 14]:
+    """What the kernel multiplies by, the same for all elements: computed once, by XLA.
+
+    `smallest_v` is `expansion.resolution` of the second moments.
+    """
     lr, b1, b2, eps, eps_root, weight_decay, grad_scale, skip = hyper
     debias1, debias2 = bias(b1, count), bias(b2, count)
     from_m, from_grad = 1 / debias1, jnp.zeros([])
     if nesterov:
         from_m, from_grad = b1 / bias(b1, count + 1), (1 - b1) * grad_scale / debias1
     sign = -lr if has_param else 1.0
+    bound = jnp.abs(sign) * largest_direction(count, b1, b2, nesterov=nesterov)
     numbers = [
-        b1,  # 0, 1: of the first moment and the gradient
+        jnp.log2(b1),  # 0, 1: of the first moment and the gradient
         (1 - b1) * grad_scale,
-        b2,  # 2, 3: of the second moment and the squared gradient
-        (1 - b2) * grad_scale * grad_scale,
+        jnp.log2(b2),  # 2, 3: of the second moment; of the gradient before it is squared
+        jnp.sqrt(1.0 - b2) * grad_scale,
         jax.lax.rsqrt(debias2),  # 4 - 6: sqrt(v + [6]) * [4] + [5] divides
-        eps,
+        jnp.maximum(eps, SMALLEST),
         eps_root * debias2,
         sign * from_m,  # 7, 8: what is divided
         sign * from_grad,
         lr * weight_decay,  # 9
         skip,  # 10: whether nothing is stored
+        LARGEST_GRADIENT / jnp.abs(grad_scale),  # 11: of the gradient as it arrives
+        jnp.where(jnp.isnan(bound), jnp.inf, bound),  # 12; 0 inf at a learning rate of zero
+        b2 * smallest_v,  # 13: times a group's largest v, the least that divides
     ]
     return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
 
@@ -219,7 +272,6 @@ def step_block(
     HAS_PARAM: tl.constexpr,
     NESTEROV: tl.constexpr,
     EPS_ROOT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     ROUND_PARAM: tl.constexpr,
     MAY_SKIP: tl.constexpr,
     MU: tl.constexpr,
@@ -248,27 +300,21 @@ def step_block(
         here = tl.full([GROUPS_PER_BLOCK, GROUP], 1, tl.int1)
 
     # Decode and update. Factors common to a group or to the step are multiplied first.
-    g = tl.load(grad + start + at, mask=here, other=0.0).to(tl.float32)
+    raw = tl.load(grad + start + at, mask=here, other=0.0).to(tl.float32)
     mu = tl.load(mu_codes + start + at, mask=here, other=0.0).to(tl.float32)
     nu = tl.load(nu_codes + start + at, mask=here, other=0.0).to(tl.float32)
     if HAS_PARAM:
         p = tl.load(param + start + at, mask=here, other=0.0).to(tl.float32)
-    mu_scale, mu_root = decode_scale(
-        tl.load(mu_amax + group, mask=exists, other=0.0),
-        tl.load(mu_k16 + group, mask=exists, other=16),
-        MU[0],
-        FAST,
-    )
-    nu_scale, nu_root = decode_scale(
-        tl.load(nu_amax + group, mask=exists, other=0.0),
-        tl.load(nu_k16 + group, mask=exists, other=16),
-        NU[0],
-        FAST,
-    )
-    m = (tl.load(numbers) * mu_scale)[:, None] * copysign(decode(mu, mu_root, FAST), mu)
+    mu_amax = tl.load(mu_amax + group, mask=exists, other=0.0)
+    nu_amax = tl.load(nu_amax + group, mask=exists, other=0.0)
+    mu_k16 = tl.load(mu_k16 + group, mask=exists, other=16)
+    nu_k16 = tl.load(nu_k16 + group, mask=exists, other=16)
+    g = clip(raw, tl.load(numbers + 11), FAST)
+    m = copysign(decode(mu, mu_amax, mu_k16, tl.load(numbers), MU[0], FAST), mu)
     m += tl.load(numbers + 1) * g
-    v = (tl.load(numbers + 2) * nu_scale)[:, None] * decode(nu, nu_root, FAST)
-    v += tl.load(numbers + 3) * (g * g)
+    v = decode(nu, nu_amax, nu_k16, tl.load(numbers + 2), NU[0], FAST)
+    root_of_new = tl.load(numbers + 3) * g
+    v += root_of_new * root_of_new
 
     if MAY_SKIP:  # What is not stored stays: the step is in place.
         skipped = tl.load(numbers + 10) != 0.0
@@ -276,14 +322,16 @@ def step_block(
         here = tl.where(skipped, False, here)
 
     # The direction, or the new parameter.
-    spread = v
+    smallest = nu_amax * tl.load(numbers + 13)
+    spread = tl.maximum(v, smallest[:, None], propagate_nan=tl.PropagateNan.ALL)
     if EPS_ROOT:
         spread += tl.load(numbers + 6)
     spread = sqrt(spread, FAST) * tl.load(numbers + 4) + tl.load(numbers + 5)
     moved = m * tl.load(numbers + 7)
     if NESTEROV:
         moved += g * tl.load(numbers + 8)
-    moved *= reciprocal(spread, FAST)
+    moved = clip(moved * reciprocal(spread, FAST), tl.load(numbers + 12), FAST)
+    moved += raw * 0.0  # NaN for an infinite gradient, as exact moments would give
     key = tl.load(keys + tl.load(layout + 4))
     run = group + tl.load(layout + 6)
     for jump in tl.static_range(JUMPS):
@@ -293,25 +341,23 @@ def step_block(
         shrink = 1.0 - tl.load(numbers + 9) * tl.load(layout + 5).to(tl.float32)
         moved += p * shrink
         if ROUND_PARAM:
-            u = one_plus_noise(mix(key ^ 0x5BD1E995), run, GROUP).to(tl.uint32, bitcast=True)
-            bits = moved.to(tl.uint32, bitcast=True) + ((u >> 7) & 0xFFFF)
+            own, _ = noise_bits(mix(key ^ 0x5BD1E995), run, 0, 0, GROUP, FAST)
+            bits = moved.to(tl.uint32, bitcast=True) + own
             rounded = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
             moved = tl.where(moved == moved, rounded, moved)  # noqa: PLR0124, NaN stays NaN
     tl.store(result + start + at, moved.to(result.dtype.element_ty), mask=here)
 
-    # Encode.
-    amax, log2_amax, k16 = fit(tl.abs(m), MU[1], MU[6], FAST)
-    image = expand(tl.abs(m), log2_amax, k16, MU[0], MU[2], FAST)
-    image = copysign(representable(image, MU[3], MU[4], MU[5], FAST), m)
+    # Encode. Both moments of an element take their noise from one hash, but other bits of it.
+    if MU[7] + NU[7] > 0:
+        for_v, for_m = noise_bits(key, run, NU[8], MU[8], GROUP, FAST)
+    else:
+        for_v, for_m = v, m  # not used
+    image, amax, k16 = encode(tl.abs(m), for_m, MU, FAST)
+    image = copysign(image, m)
     tl.store(mu_codes_out + start + at, image.to(mu_codes_out.dtype.element_ty), mask=here)
     tl.store(mu_amax_out + group, amax, mask=exists)
     tl.store(mu_k16_out + group, k16.to(tl.uint8), mask=exists)
-    amax, log2_amax, k16 = fit(v, NU[1], NU[6], FAST)
-    image = expand(v, log2_amax, k16, NU[0], NU[2], FAST)
-    if STOCHASTIC:
-        u = one_plus_noise(key, run, GROUP)
-        image = round_stochastically(image, u, k16, NU[4], NU[5], FAST)
-    image = representable(image, NU[3], NU[4], NU[5], FAST)
+    image, amax, k16 = encode(v, for_v, NU, FAST)
     tl.store(nu_codes_out + start + at, image.to(nu_codes_out.dtype.element_ty), mask=here)
     tl.store(nu_amax_out + group, amax, mask=exists)
     tl.store(nu_k16_out + group, k16.to(tl.uint8), mask=exists)

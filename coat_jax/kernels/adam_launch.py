@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
-from coat_jax import noise
-from coat_jax.expansion import Expanded, fit_of
+from coat_jax import expansion, noise
+from coat_jax.expansion import Expanded, Rounding, fit_of
 from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.adam import (
@@ -40,6 +41,7 @@ BLOCK = 1024
 WARPS = 2
 BUCKET = 8  # leaves per launch, where they are small
 SMALL = 2**20  # elements
+ROUNDINGS = ("nearest", "dithered", "stochastic")  # the kernel knows them by number
 MAX_JUMPS = 3
 LAYOUT_FIELDS = 7 + 2 * MAX_JUMPS  # the kernel knows them by number
 
@@ -50,43 +52,75 @@ def adam_step(
     hyper: Hyper,
     settings: Settings,
     *,
+    ids: Sequence[int] | None = None,
     decayed: Sequence[bool] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> list[Stepped]:
     """Steps every leaf.
 
     Args:
-        leaves: the arrays, in the order of the parameter tree (it seeds the rounding).
+        leaves: the arrays.
         count: the number of this step, from 1.
         hyper: learning rate, decay rates and so on.
         settings: formats and rounding.
+        ids: one number per leaf that seeds its rounding (`noise.leaf_ids`); by default its place.
         decayed: per leaf, whether weight decay applies; all by default.
         implementation: see `dispatch`.
     """
+    ids = range(len(leaves)) if ids is None else ids
     decayed = [True] * len(leaves) if decayed is None else decayed
     stepped: dict[int, Stepped] = {}
     waiting: list[int] = []
     chosen = dispatch.choose(implementation)
     for i, leaf in enumerate(leaves):
+        in_fp32 = leaf.mu.codes.dtype == jnp.float32
+        in_fp64 = leaf.param is not None and leaf.param.dtype == jnp.float64
+        if in_fp64 and not in_fp32 and implementation == "triton":
+            raise ValueError(
+                "The Triton kernel steps parameters of up to 32 bits, and these are float64. Use "
+                'implementation=None or "xla".'
+            )
         # FP32 leaves are small: XLA fuses their steps, also with each other.
-        if chosen == "xla" or leaf.mu.codes.dtype == jnp.float32 or leaf.grad.size == 0:
-            stepped[i] = adam_reference(leaf, count, hyper, settings, i, decayed[i])
+        if chosen == "xla" or in_fp32 or in_fp64 or leaf.grad.size == 0:
+            stepped[i] = adam_reference(leaf, count, hyper, settings, ids[i], decayed[i])
         else:
             waiting.append(i)
     if waiting:
-        has_param = leaves[waiting[0]].param is not None
-        numbers = numbers_of_step(count, hyper, nesterov=settings.nesterov, has_param=has_param)
-        keys = noise.leaf_keys(settings.storage.seed, count, len(leaves))
+        rounding = settings.storage.rounding_of_second()
+        numbers = numbers_of_step(
+            count,
+            hyper,
+            nesterov=settings.nesterov,
+            has_param=leaves[waiting[0]].param is not None,
+            smallest_v=expansion.resolution(settings.storage.second, rounding),
+        )
+        keys = _keys(settings.storage.seed, count, ids, leaves)
         eps_root = not (isinstance(hyper.eps_root, int | float) and hyper.eps_root == 0)
         may_skip = hyper.skip is not False
+        first = settings.storage.rounding_of_first(hyper.b1)
         for bucket in _buckets(waiting, leaves):
             chosen_leaves = [leaves[i] for i in bucket]
             table = [(i, decayed[i]) for i in bucket]
             results = _step_bucket(
-                chosen_leaves, table, numbers, keys, settings, eps_root, may_skip
+                chosen_leaves, table, numbers, keys, settings, first, eps_root, may_skip
             )
             stepped.update(zip(bucket, results, strict=True))
     return [stepped[i] for i in range(len(leaves))]
+
+
+def _keys(
+    seed: int, count: Int[Array, ""], ids: Sequence[int], leaves: Sequence[Leaf]
+) -> UInt32[Array, leaves]:
+    """The keys of all leaves, those of shards inside a `shard_map` told apart."""
+    arrays = [jax.tree.leaves(leaf) for leaf in leaves]
+    if not any(noise.varying_axes(*a) for a in arrays):
+        return noise.leaf_keys(seed, count, ids)
+    return jnp.stack(
+        [
+            noise.distinguish(noise.leaf_key(seed, count, leaf), *a)
+            for leaf, a in zip(ids, arrays, strict=True)
+        ]
+    )
 
 
 def _buckets(indices: Sequence[int], leaves: Sequence[Leaf]) -> list[list[int]]:
@@ -111,9 +145,10 @@ def _buckets(indices: Sequence[int], leaves: Sequence[Leaf]) -> list[list[int]]:
 def _step_bucket(
     leaves: Sequence[Leaf],
     table: Sequence[tuple[int, bool]],
-    numbers: Float[Array, 11],
+    numbers: Float[Array, 14],
     keys: UInt32[Array, leaves],
     settings: Settings,
+    first: Rounding,
     eps_root: bool,
     may_skip: bool,
 ) -> list[Stepped]:
@@ -160,11 +195,10 @@ def _step_bucket(
             HAS_PARAM=has_param,
             NESTEROV=settings.nesterov,
             EPS_ROOT=eps_root,
-            STOCHASTIC=storage.stochastic,
             ROUND_PARAM=settings.round_params and arrays[0][0].dtype == jnp.bfloat16,
             MAY_SKIP=may_skip,
-            MU=_format_constants(leaves[0].mu.codes.dtype, stochastic=False),
-            NU=_format_constants(leaves[0].nu.codes.dtype, stochastic=storage.stochastic),
+            MU=_format_constants(leaves[0].mu.codes.dtype, first),
+            NU=_format_constants(leaves[0].nu.codes.dtype, storage.rounding_of_second()),
             FAST=not dispatch.interpreting(),
         )
         return [results[k : k + results_per_leaf] for k in range(0, len(results), results_per_leaf)]
@@ -193,9 +227,12 @@ def _layout(
     return jnp.stack([jax.lax.convert_element_type(n, jnp.int32) for n in rows]), blocks
 
 
-def _format_constants(dtype: DTypeLike, *, stochastic: bool) -> tuple[float | int, ...]:
+def _format_constants(dtype: DTypeLike, rounding: Rounding) -> tuple[float | int, ...]:
     """What the kernel needs of an FP8 format and its rounding."""
-    fmt, fit = format_of(dtype), fit_of(dtype, stochastic=stochastic)
+    fmt, fit = format_of(dtype), fit_of(dtype, rounding)
+    # Stochastic rounding adds noise to codes in units of the last place, whose noise has 16 bits;
+    # dithering to codes themselves, where it is as wide as the smallest.
+    noise_unit = 1.0 if rounding == "stochastic" else fmt.tiny
     return (
         math.log2(fmt.max),
         fit.log2_range,
@@ -204,6 +241,8 @@ def _format_constants(dtype: DTypeLike, *, stochastic: bool) -> tuple[float | in
         fmt.min_exponent,
         fmt.mantissa_bits,
         float(fit.min_steps),
+        ROUNDINGS.index(rounding),
+        int(np.float32(128 * noise_unit).view(np.uint32)),
     )
 
 
@@ -218,15 +257,15 @@ def step_leaf(
     GROUP: tl.constexpr, GROUPS_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
     JUMPS: tl.constexpr,
     HAS_PARAM: tl.constexpr, NESTEROV: tl.constexpr, EPS_ROOT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, ROUND_PARAM: tl.constexpr, MAY_SKIP: tl.constexpr,
+    ROUND_PARAM: tl.constexpr, MAY_SKIP: tl.constexpr,
     MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Steps one leaf."""
     step_block(
         tl.program_id(0), numbers, keys, layout,
         p, g, mc, ma, mk, nc, na, nk, r, mco, mao, mko, nco, nao, nko,
-        GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, NESTEROV, EPS_ROOT, STOCHASTIC,
-        ROUND_PARAM, MAY_SKIP, MU, NU, FAST,
+        GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, NESTEROV, EPS_ROOT, ROUND_PARAM,
+        MAY_SKIP, MU, NU, FAST,
     )  # fmt: skip
 
 
@@ -252,7 +291,7 @@ def step_bucket(
     GROUP: tl.constexpr, GROUPS_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
     JUMPS: tl.constexpr,
     HAS_PARAM: tl.constexpr, NESTEROV: tl.constexpr, EPS_ROOT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, ROUND_PARAM: tl.constexpr, MAY_SKIP: tl.constexpr,
+    ROUND_PARAM: tl.constexpr, MAY_SKIP: tl.constexpr,
     MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Steps eight leaves: each program looks up which one its block belongs to."""
@@ -286,6 +325,6 @@ def step_bucket(
     step_block(
         block, numbers, keys, row,
         p, g, mc, ma, mk, nc, na, nk, r, mco, mao, mko, nco, nao, nko,
-        GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, NESTEROV, EPS_ROOT, STOCHASTIC,
-        ROUND_PARAM, MAY_SKIP, MU, NU, FAST,
+        GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, NESTEROV, EPS_ROOT, ROUND_PARAM,
+        MAY_SKIP, MU, NU, FAST,
     )  # fmt: skip

@@ -2,12 +2,17 @@
 
 A block is [B, G]: B groups of G neighbours, each thread holding 16 neighbours or so. The
 work is bound by issued instructions almost as much as by memory, hence:
-    FAST            base-2 logarithm, power, root and reciprocal by their one-instruction
-                    approximations (2^-22 relative), which flush denormals to zero;
-    per group       everything that depends on the group alone is computed once per group;
-    decode          leaves out amax 448^(-1/k), which the caller folds into a product it has
-                    to form anyway (`decode_scale`).
+    FAST         base-2 logarithm, power, root and reciprocal by their one-instruction
+                 approximations (2^-22 relative), which flush denormals to zero;
+    per group    everything that depends on the group alone is computed once per group;
+    decode       adds the logarithms of amax and of the decay inside the power;
+    noise        random bits become the mantissa of a float, by their place under the bits of one
+                 whose last place is right (the format's base): adding it is all that is left.
 Triton's interpreter knows no inline assembly: there FAST is off.
+
+A format with its rounding is a tuple, from `adam_launch`: log2 of the largest code, binades that
+a group is spread over, smallest code, largest code, exponent of the smallest normal code, mantissa
+bits, least 16 k, the rounding (0 to nearest, 1 dithered, 2 stochastic) and the base of its noise.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ def log2(x, FAST: tl.constexpr):
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
-    return tl.log2(x)
+    return tl.log2(tl.where(x < 1.1754943508222875e-38, 0.0, x))
 
 
 @kernel
@@ -72,18 +77,19 @@ def floor_positive(x, FAST: tl.constexpr):
 
 
 @kernel
-def at_least_if_nonzero(x, magnitude, least, FAST: tl.constexpr):
-    """max(x, least) where magnitude is not 0, else x."""
+def clip(x, limit, FAST: tl.constexpr):
+    """x with its magnitude limited; NaN stays."""
     if FAST:
         return tl.inline_asm_elementwise(
-            "{.reg .pred p; setp.ne.f32 p, $2, 0f00000000; @p max.f32 $0, $0, $3;}",
-            "=f,0,f,f",
-            [x, magnitude, least],
+            "min.NaN.xorsign.abs.f32 $0, $1, $2;",
+            "=f,f,f",
+            [x, limit],
             dtype=tl.float32,
             is_pure=True,
             pack=1,
         )
-    return tl.where(magnitude > 0, tl.maximum(x, least), x)
+    clipped = tl.minimum(tl.maximum(x, -limit), limit)
+    return tl.where(x == x, clipped, x)  # noqa: PLR0124
 
 
 @kernel
@@ -100,37 +106,77 @@ def mix(x):
 
 
 @kernel
-def one_plus_noise(key, run, GROUP: tl.constexpr):
-    """1 + noise.uniform for the groups `run`, as [B, G]; even lanes share a hash with odd ones."""
+def noise_bits(key, run, BASE: tl.constexpr, OTHER_BASE: tl.constexpr, GROUP: tl.constexpr,
+               FAST: tl.constexpr):  # fmt: skip
+    """Per element of the groups `run`, as [B, G]: 16 random bits, and those of its neighbour.
+
+    A hash of 32 bits serves two neighbours, the lower half the even one. Its halves are put under
+    the bits of BASE.
+    """
     row = mix(key + run * 0x9E3779B9)
     pair = tl.arange(0, GROUP // 2).to(tl.uint32)
     bits = mix(row[:, None] + pair[None, :] * 0x9E3779B9)
-    bits = tl.interleave((bits & 0x7FFFFF) | 0x3F800000, (bits >> 9) | 0x3F800000)
-    return bits.to(tl.float32, bitcast=True)
+    own = tl.interleave(lower_half(bits, BASE, FAST), upper_half(bits, BASE, FAST))
+    other = tl.interleave(upper_half(bits, OTHER_BASE, FAST), lower_half(bits, OTHER_BASE, FAST))
+    return own, other
 
 
 @kernel
-def decode_scale(amax, k16, LOG2_MAX: tl.constexpr, FAST: tl.constexpr):
-    """What `decode` leaves out, per group: amax 448^(-1/k); and 1/k, which it needs."""
+def lower_half(bits, BASE: tl.constexpr, FAST: tl.constexpr):
+    return (bits & 0xFFFF) | BASE
+
+
+@kernel
+def upper_half(bits, BASE: tl.constexpr, FAST: tl.constexpr):
+    if FAST:  # one instruction instead of two
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7632;",
+            "=r,r,r",
+            [bits, BASE],
+            dtype=tl.uint32,
+            is_pure=True,
+            pack=1,
+        )
+    return (bits >> 16) | BASE
+
+
+@kernel
+def decode(codes, amax, k16, log2_factor, LOG2_MAX: tl.constexpr, FAST: tl.constexpr):
+    """Magnitudes times a factor:  2^((log2 |code| - LOG2_MAX) / k + log2 amax + log2_factor)."""
     root = 16.0 * reciprocal(k16.to(tl.float32), FAST)
-    return amax * exp2(-LOG2_MAX * root, FAST), root
+    offset = log2(amax, FAST) + log2_factor - LOG2_MAX * root
+    return exp2(log2(tl.abs(codes), FAST) * root[:, None] + offset[:, None], FAST)
 
 
 @kernel
-def decode(codes, root, FAST: tl.constexpr):
-    """|code|^(1/k): the magnitude, but for the factor `decode_scale`."""
-    return exp2(log2(tl.abs(codes), FAST) * root[:, None], FAST)
+def encode(magnitude, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
+    """Magnitudes as the codes they are rounded to, in FP32 for the cast that follows; amax, 16 k.
+
+    `noise` is from `noise_bits` on top of the format's base.
+    """
+    amax, log2_amax, k16 = fit(magnitude, FORMAT[1], FORMAT[6], FAST)
+    image = expand(magnitude, log2_amax, k16, FORMAT[0], FAST)
+    if FORMAT[7] == 1:
+        # Noise is uniform in 2^7 + [0, 1) smallest codes; its sign does not matter.
+        TINY: tl.constexpr = FORMAT[2]
+        image += 128.5 * TINY - noise.to(tl.float32, bitcast=True)
+    if FORMAT[7] == 2:
+        noise = noise.to(tl.float32, bitcast=True)
+        image = round_stochastically(image, noise, k16, FORMAT[4], FORMAT[5], FAST)
+    return representable(image, FORMAT[3], FORMAT[4], FORMAT[5], FAST), amax, k16
 
 
 @kernel
 def fit(magnitude, LOG2_RANGE: tl.constexpr, MIN_K16: tl.constexpr, FAST: tl.constexpr):
     """Per group: amax, its logarithm, and 16 k."""
-    SMALLEST: tl.constexpr = 9.4039548065783e-38
+    SMALLEST: tl.constexpr = 1.1754943508222875e-38
+    SMALLEST_BITS: tl.constexpr = 0x00800000
     amax = tl.minimum(tl.max(magnitude, axis=1), 3.4028234663852886e38)
     amax = tl.where(amax < SMALLEST, 0.0, amax)
-    # As unsigned integers minus one, zeros are the largest and do not count as the minimum.
-    above_zero = magnitude.to(tl.uint32, bitcast=True) - 1
-    smallest = (tl.min(above_zero, axis=1) + 1).to(tl.float32, bitcast=True)
+    # As unsigned integers less the smallest normal number, zero and denormals are the largest and
+    # do not count as the minimum.
+    above = magnitude.to(tl.uint32, bitcast=True) - SMALLEST_BITS
+    smallest = (tl.min(above, axis=1) + SMALLEST_BITS).to(tl.float32, bitcast=True)
     log2_amax = log2(tl.maximum(amax, SMALLEST), FAST)
     spread = log2_amax - log2(smallest, FAST)
     k16 = 16.0 * LOG2_RANGE * reciprocal(tl.maximum(spread, 1e-6), FAST)
@@ -140,18 +186,15 @@ def fit(magnitude, LOG2_RANGE: tl.constexpr, MIN_K16: tl.constexpr, FAST: tl.con
 
 
 @kernel
-def expand(
-    magnitude, log2_amax, k16, LOG2_MAX: tl.constexpr, TINY: tl.constexpr, FAST: tl.constexpr
-):
-    """448 (magnitude / amax)^k, where a non-zero is at least the smallest code.
+def expand(magnitude, log2_amax, k16, LOG2_MAX: tl.constexpr, FAST: tl.constexpr):
+    """448 (magnitude / amax)^k.
 
     3e-6 too large, so that the approximate power does not put the largest under 448, where
     stochastic rounding could round it down. Above, it saturates.
     """
     k = k16 * (1.0 / 16.0)
     log2_ratio = log2(magnitude, FAST) - log2_amax[:, None]
-    image = exp2(log2_ratio * k[:, None] + (LOG2_MAX + 4e-6), FAST)
-    return at_least_if_nonzero(image, magnitude, TINY, FAST)
+    return exp2(log2_ratio * k[:, None] + (LOG2_MAX + 4e-6), FAST)
 
 
 @kernel
@@ -174,30 +217,37 @@ def unit_in_last_place(image, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr
 
 @kernel
 def round_stochastically(
-    image, one_plus_u, k16, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, FAST: tl.constexpr
+    image, noise, k16, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, FAST: tl.constexpr
 ):
-    """`formats.stochastic_cast` of image >= 0, exact in FP8, for the cast that follows."""
+    """`formats.stochastic_cast` of image >= 0. `noise` is 128 + 16 bits / 2^16.
+
+    Rounds up where noise and probability carry into the next integer, and cuts the rest off
+    (which leaves NaN what it is).
+    """
     curvature = 1.0 - 16.0 * reciprocal(k16, FAST)
     unit, per_unit = unit_in_last_place(image, MIN_EXPONENT, MANTISSA)
     scaled = image * per_unit
     below = floor_positive(scaled, FAST)
     fraction = scaled - below
-    bend = curvature[:, None] * reciprocal_of_integer(2.0 * below + 1.0, FAST)
-    probability = fraction + bend * (fraction - fraction * fraction)
-    return tl.where(one_plus_u < 1.0 + probability, below + 1.0, below) * unit
+    bend = (fraction - fraction * fraction) * reciprocal_of_integer(2.0 * below + 1.0, FAST)
+    carried = curvature[:, None] * bend + scaled + noise
+    whole = (carried.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return (whole - 128.0) * unit
 
 
 @kernel
 def representable(
     image, MAX: tl.constexpr, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, FAST: tl.constexpr
 ):
-    """The nearest FP8 value of image >= 0, for the cast that follows.
+    """The nearest FP8 value of image, zero for a negative one, for the cast that follows.
 
-    The hardware's cast rounds and saturates by itself. The interpreter's loses the carry
-    from the mantissa into the exponent: 1.97 would become 1.
+    The hardware's cast rounds and saturates by itself; what dithering made negative is less than
+    half the smallest code and becomes zero. The interpreter's loses the carry from the mantissa
+    into the exponent: 1.97 would become 1.
     """
     if FAST:
         return image
+    image = tl.where(image < 0, 0.0, image)
     unit, per_unit = unit_in_last_place(image, MIN_EXPONENT, MANTISSA)
     image = ((image * per_unit + 8388608.0) - 8388608.0) * unit
     return tl.where(image > MAX, MAX, image)

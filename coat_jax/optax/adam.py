@@ -1,6 +1,6 @@
 """AdamW whose moments live in FP8 with dynamic range expansion.
 
-    m = b1 m + (1 - b1) g            stored as E4M3 codes, to nearest
+    m = b1 m + (1 - b1) g            stored as E4M3 codes, the smallest rounded stochastically
     v = b2 v + (1 - b2) g^2          stored as E4M3 codes, rounded stochastically
     u = m_hat / (sqrt(v_hat + eps_root) + eps)
 

@@ -115,9 +115,9 @@ def compress(
                 f"{structure} to {jax.tree.structure(after)}; compress needs it to stay."
             )
         encoded = [
-            _restore(e, old, new, storage, noise.leaf_key(storage.seed, step, i))
-            for i, (e, old, new) in enumerate(
-                zip(stored, before, jax.tree.leaves(after), strict=True)
+            _restore(e, old, new, storage, noise.leaf_key(storage.seed, step, leaf))
+            for leaf, e, old, new in zip(
+                noise.leaf_ids(state.codes), stored, before, jax.tree.leaves(after), strict=True
             )
         ]
         trees = (
@@ -191,10 +191,10 @@ def _restore(stored: Expanded, old: Any, new: Any, storage: Storage, key: Any) -
     if not is_fp8(stored.codes):
         wanted = dtype_of(stored.codes)
         return stored._replace(codes=new if dtype_of(new) == wanted else jnp.asarray(new, wanted))
-    dither = None
-    if storage.stochastic:
-        dither = noise.uniform(key, new.shape, run=storage.group_size)
-    fresh = storage.write(new, stored.codes.dtype, dither)
+    # What is never negative may be divided by, and must not be rounded to zero.
+    fresh = storage.write(
+        new, stored.codes.dtype, noise.distinguish(key, new), never_zero=jnp.all(new >= 0)
+    )
     fresh = fresh._replace(amax=_saturating(fresh.amax, stored.amax.dtype))
     same = jnp.all(split_groups(old == new, storage.group_size), axis=-1)
 

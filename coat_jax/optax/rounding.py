@@ -74,8 +74,8 @@ def apply_updates(
     require_same_shapes("updates", updates, params)
     leaves, structure = jax.tree.flatten(params)
     new = [
-        _apply(p, u, noise.leaf_key(seed, step, i))
-        for i, (p, u) in enumerate(zip(leaves, jax.tree.leaves(updates), strict=True))
+        _apply(p, u, noise.distinguish(noise.leaf_key(seed, step, leaf), p, u))
+        for leaf, p, u in zip(noise.leaf_ids(params), leaves, jax.tree.leaves(updates), strict=True)
     ]
     return jax.tree.unflatten(structure, new)
 

@@ -14,7 +14,7 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
 
-from coat_jax import expansion
+from coat_jax import expansion, noise
 from coat_jax.expansion import Expanded
 from coat_jax.kernels.adam import Hyper, Leaf, Settings
 from coat_jax.kernels.adam_launch import adam_step
@@ -24,7 +24,6 @@ from coat_jax.optax.checks import require_moments, require_real_floats, require_
 from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.metadata import fit_metadata
 from coat_jax.optax.sharding import zeros
-from coat_jax.qtensor import scales_shape
 
 
 class ScaleByFP8AdamState(NamedTuple):
@@ -62,7 +61,7 @@ def leaf_layout(
     shape: tuple[int, ...], dtype: DTypeLike, storage: Storage
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Codes, amax and k16 of a parameter of this shape: their shapes and dtypes."""
-    per_group = scales_shape(shape, storage.group_size)
+    per_group = storage.scales_shape(shape)
     return (
         jax.ShapeDtypeStruct(shape, dtype if storage.holds_in_fp8(shape) else jnp.float32),
         jax.ShapeDtypeStruct(per_group, jnp.float32),
@@ -97,7 +96,13 @@ def step_tree(
     ]
     count = optax.safe_increment(state.count)
     stepped = adam_step(
-        per_leaf, count, hyper, settings, decayed=decayed, implementation=implementation
+        per_leaf,
+        count,
+        hyper,
+        settings,
+        ids=noise.leaf_ids(grads),
+        decayed=decayed,
+        implementation=implementation,
     )
     result = jax.tree.unflatten(structure, [s.result for s in stepped])
     mu = _zip([s.mu for s in stepped], state.mu)

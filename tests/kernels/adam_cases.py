@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from coat_jax import noise
 from coat_jax.expansion import Expanded
 from coat_jax.formats import E5M2
-from coat_jax.kernels.adam import Hyper, Leaf, Settings
+from coat_jax.kernels.adam import Hyper, Leaf, Settings, largest_direction
 from coat_jax.kernels.adam_launch import BUCKET, adam_step
 from coat_jax.kernels.dispatch import interpreting
 from coat_jax.moments import Storage
@@ -52,6 +53,19 @@ CASES = [
     Case("late step", count=1_000_000),
     Case("no weight decay on this leaf", decayed=False),
     Case("b1 = 0", hyper=Hyper(1e-3, 0.0, 0.95, 1e-8, 0.0, 0.1, 1.0)),
+    Case("slow first moment", hyper=Hyper(1e-3, 0.95, 0.95, 1e-8, 0.0, 0.1, 1.0)),
+    Case("slow decays", hyper=Hyper(1e-3, 0.99, 0.9999, 1e-8, 0.0, 0.1, 1.0), count=500),
+    Case("eps = 0", hyper=Hyper(1e-3, 0.9, 0.95, 0.0, 0.0, 0.1, 1.0), hostile=True),
+    Case(
+        "E5M2, fast first moment",
+        hyper=Hyper(1e-3, 0.8, 0.95, 1e-8, 0.0, 0.1, 1.0),
+        settings=Settings(Storage(min_size=0, first=E5M2, second=E5M2)),
+    ),
+    Case(
+        "gradients scaled far down",
+        hyper=Hyper(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.1, 1e-25),
+        hostile=True,
+    ),
     Case("eps_root", hyper=Hyper(1e-3, 0.9, 0.95, 1e-8, 1e-6, 0.1, 1.0)),
     Case("gradients scaled", hyper=Hyper(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.1, 0.125)),
     Case("skipped", hyper=Hyper(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.1, 1.0, np.bool_(True))),
@@ -149,6 +163,102 @@ def check(case: Case) -> None:
             _compare_moments(old, new, case.settings.storage.group_size)
 
 
+def one_step(
+    implementation: str, leaf: Leaf, count: int, hyper: Hyper, settings: Settings
+) -> tuple[jax.Array, Leaf]:
+    """The result of a step of one leaf, and the leaf as the next step takes it."""
+    stepped = adam_step([leaf], jnp.int32(count), hyper, settings, implementation=implementation)[0]
+    return stepped.result, leaf._replace(mu=stepped.mu, nu=stepped.nu)
+
+
+def fresh_leaf(param: jax.Array | None, grad: jax.Array, storage: Storage = ALL_FP8) -> Leaf:
+    """A leaf before its first step."""
+    zeros = jnp.zeros(grad.shape)
+    return Leaf(
+        param, grad, storage.write(zeros, storage.first), storage.write(zeros, storage.second)
+    )
+
+
+def check_rounded_parameters(implementation: str) -> None:
+    """BF16 parameters are rounded up as often as they should be, by numbers of their own.
+
+    The first step's direction is the gradient's sign: 1 + 0.3 units in the last place here.
+    """
+    shape, share = (32, 1024), 0.3
+    rng = np.random.default_rng(0)
+    grad = -jnp.asarray(np.exp(rng.normal(size=shape)), jnp.bfloat16)
+    settings = Settings(ALL_FP8, round_params=True)
+    hyper = Hyper(learning_rate=share * 2.0**-7, weight_decay=0.0)
+    for sign in (1, -1):
+        leaf = fresh_leaf(sign * jnp.ones(shape, jnp.bfloat16), sign * grad)
+        result = np.asarray(one_step(implementation, leaf, 1, hyper, settings)[0], np.float32)
+        assert set(np.unique(sign * result)) == {1.0, 1.0 + 2.0**-7}
+        up = sign * result > 1
+        assert abs(up.mean() - share) < 6 * np.sqrt(share * (1 - share) / up.size)
+        own = noise.round_to_bfloat16(
+            jnp.full(shape, 1 + share * 2.0**-7),
+            noise.param_key(noise.leaf_key(0, 1, 0)),
+            run=ALL_FP8.group_size,
+        )
+        assert np.mean((np.asarray(own, np.float32) > 1) == up) > 0.999
+        of_moments = noise.uniform(noise.leaf_key(0, 1, 0), shape, run=ALL_FP8.group_size)
+        assert abs(np.corrcoef(up.ravel(), np.ravel(of_moments))[0, 1]) < 6 / np.sqrt(up.size)
+
+
+def check_non_finite_gradients(implementation: str) -> None:
+    """NaN and infinity make their own parameter NaN, and no other; NaN stays in its moments."""
+    rng = np.random.default_rng(0)
+    grad = np.float32(rng.normal(size=(8, 128)))
+    grad[1, 3], grad[2, 5], grad[3, 0] = np.nan, np.inf, -np.inf
+    leaf = fresh_leaf(jnp.ones((8, 128)), jnp.asarray(grad))
+    hyper, settings = Hyper(learning_rate=1e-3), Settings(ALL_FP8)
+    result, leaf = one_step(implementation, leaf, 1, hyper, settings)
+    np.testing.assert_array_equal(np.isnan(result), ~np.isfinite(grad))
+    leaf = leaf._replace(param=result, grad=jnp.ones((8, 128)))
+    result, leaf = one_step(implementation, leaf, 2, hyper, settings)
+    np.testing.assert_array_equal(np.isnan(result), ~np.isfinite(grad))
+    for moment in (leaf.mu, leaf.nu):
+        assert np.all(np.isfinite(moment.amax))
+    if implementation == "triton" and interpreting():  # whose cast makes another code of NaN
+        return
+    for moment in (leaf.mu, leaf.nu):
+        np.testing.assert_array_equal(np.isnan(moment.codes.astype(jnp.float32)), np.isnan(grad))
+
+
+def check_an_element_comes_to_rest(implementation: str) -> None:
+    """Its gradient is zero from step 10 on, while its group's other gradients are not."""
+    rng = np.random.default_rng(0)
+    hyper, settings = Hyper(b1=0.7, b2=0.7), Settings(ALL_FP8)
+    leaf = fresh_leaf(None, jnp.zeros((8, 128)))
+    late = np.zeros((8, 128))
+    step = jax.jit(lambda leaf, t: one_step(implementation, leaf, t, hyper, settings))
+    for t in range(1, 101):
+        grad = np.abs(rng.normal(size=(8, 128))) + 0.1
+        if t > 10:
+            grad[:, 5] = 0
+        direction, leaf = step(leaf._replace(grad=jnp.asarray(grad, jnp.float32)), t)
+        if t > 80:
+            late += np.asarray(direction)
+    np.testing.assert_allclose(late[:, 5], 0, atol=1e-3)
+    assert np.all(late[:, 6:] > 5)
+
+
+def check_enormous_gradients(implementation: str) -> None:
+    """Their squares overflow; no direction exceeds the bound, and nothing becomes infinite."""
+    rng = np.random.default_rng(0)
+    leaf = fresh_leaf(None, jnp.zeros((8, 128)))
+    hyper, settings = Hyper(), Settings(ALL_FP8)
+    for t in range(1, 5):
+        grad = np.float32(rng.normal(size=(8, 128)))
+        grad[:, 7] = (3e38, -1e30, 1e25, 1e19, 1e12, 0, 1e-20, -1e-38)
+        leaf = leaf._replace(grad=jnp.asarray(np.roll(grad, t, 0)))
+        direction, leaf = one_step(implementation, leaf, t, hyper, settings)
+        bound = largest_direction(jnp.int32(t), hyper.b1, hyper.b2, nesterov=False)
+        assert np.max(np.abs(direction)) <= float(bound) * (1 + 1e-6)
+        for part in (*leaf.mu, *leaf.nu):
+            assert np.all(np.isfinite(np.asarray(part, np.float32)))
+
+
 def _compare_results(expected: jax.Array, got: jax.Array, rtol: float) -> None:
     """To rtol in FP32, and in 16 bits to one unit in the last place where rounding turned over.
 
@@ -163,7 +273,9 @@ def _compare_results(expected: jax.Array, got: jax.Array, rtol: float) -> None:
 
 def _compare_moments(expected: Expanded, got: Expanded, group_size: int) -> None:
     """Neighbouring codes at the most, and that for at most 1 % of them (or two)."""
-    np.testing.assert_allclose(got.amax, expected.amax, rtol=1e-5)
+    # What is left of a moment and a gradient that cancel has their errors.
+    cancelled = 1e-6 * np.max(expected.amax, initial=0)
+    np.testing.assert_allclose(got.amax, expected.amax, rtol=1e-5, atol=min(cancelled, 1e-6))
     if expected.codes.dtype == jnp.float32:
         np.testing.assert_allclose(got.codes, expected.codes, rtol=1e-6)
         return

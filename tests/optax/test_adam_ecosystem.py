@@ -123,10 +123,20 @@ def test_partitions_are_stepped_as_if_alone(params):
     tx = optax.partition({"fp8": fp8_adamw(1e-2, storage=FP8), "sgd": optax.sgd(0.5)}, labels)
     grads = [noise(1), noise(2)]
     both, _ = path_of(tx, {"a": params["w"], "b": params["w"]}, [{"a": g, "b": g} for g in grads])
-    alone, _ = path_of(fp8_adamw(1e-2, storage=FP8), params, [{"w": g} for g in grads])
+    alone, _ = path_of(fp8_adamw(1e-2, storage=FP8), {"a": params["w"]}, [{"a": g} for g in grads])
     for got, wanted, grad in zip(both, alone, grads, strict=True):
-        np.testing.assert_array_equal(got["a"], wanted["w"])
+        np.testing.assert_array_equal(got["a"], wanted["a"])
         np.testing.assert_array_equal(got["b"], -0.5 * grad)
+
+
+def test_groups_of_a_partition_are_rounded_with_noise_of_their_own(params):
+    groups = {"x": fp8_adamw(1e-2, storage=FP8), "y": fp8_adamw(1e-2, storage=FP8)}
+    tx = optax.partition(groups, {"a": "x", "b": "y"})
+    both = {"a": params["w"], "b": params["w"]}
+    _, states = path_of(tx, both, [{"a": noise(1), "b": noise(1)}])
+    leaves = [leaf for leaf in jax.tree.leaves(states[0]) if leaf.shape == SHAPE]
+    _, of_a, _, of_b = (leaf.astype(jnp.float32) for leaf in leaves)  # mu, nu; mu, nu
+    assert jnp.mean(of_a != of_b) > 0.1
 
 
 def test_accumulated_gradients_step_once(params):
@@ -235,17 +245,19 @@ def test_complex_parameters_are_stepped_as_two_real_ones():
     )[0]
     for got, (real, imag) in zip(updates, pairs, strict=True):
         assert got.dtype == jnp.complex64
-        np.testing.assert_array_equal(got, real + 1j * imag)
+        # The parts have other paths in the tree, and so other noise from the second step on.
+        np.testing.assert_allclose(got, real + 1j * imag, rtol=0.2, atol=2e-3)
 
 
 def test_several_models_are_stepped_at_once_under_vmap():
-    """An ensemble: every member as if alone (with the same noise: the index is the member's)."""
+    """An ensemble: every member as if alone, but rounded with noise of its own."""
     tx = fp8_adamw(1e-2, storage=FP8)
-    params, grads = noise(0, (3, *SHAPE)), noise(1, (3, *SHAPE))
+    params, grads = (jnp.broadcast_to(noise(seed), (3, *SHAPE)) for seed in (0, 1))
     states = jax.vmap(tx.init)(params)
     updates, states = jax.jit(jax.vmap(tx.update))(grads, states, params)
-    update = jax.jit(tx.update)
+    alone, _ = jax.jit(tx.update)(grads[0], tx.init(params[0]), params[0])
+    second = jax.vmap(FP8.read)(states[0].nu)
     for i in range(3):
-        alone, state = update(grads[i], tx.init(params[i]), params[i])
-        np.testing.assert_array_equal(updates[i], alone)
-        assert_equal(jax.tree.map(lambda leaf, i=i: leaf[i], states), state)
+        np.testing.assert_allclose(updates[i], alone, rtol=1e-6)  # exact before it is stored
+        assert jnp.any(second[i] != second[i - 1])
+        np.testing.assert_allclose(second[i], 0.001 * grads[i] ** 2, rtol=0.3, atol=1e-9)
