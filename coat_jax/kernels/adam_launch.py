@@ -8,6 +8,7 @@ and moments are overwritten where the caller donates them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -99,10 +100,16 @@ def adam_step(
         may_skip = hyper.skip is not False
         first = settings.storage.rounding_of_first(hyper.b1)
         for bucket in _buckets(waiting, leaves):
-            chosen_leaves = [leaves[i] for i in bucket]
-            table = [(i, decayed[i]) for i in bucket]
+            table = jnp.array([(i, decayed[i]) for i in bucket], jnp.int32)
             results = _step_bucket(
-                chosen_leaves, table, numbers, keys, settings, first, eps_root, may_skip
+                [leaves[i] for i in bucket],
+                table,
+                numbers,
+                keys,
+                settings=settings,
+                first=first,
+                eps_root=eps_root,
+                may_skip=may_skip,
             )
             stepped.update(zip(bucket, results, strict=True))
     return [stepped[i] for i in range(len(leaves))]
@@ -142,11 +149,14 @@ def _buckets(indices: Sequence[int], leaves: Sequence[Leaf]) -> list[list[int]]:
     return alone + buckets
 
 
+# Under jit a launch is traced once for all buckets of the same shapes; XLA inlines it.
+@functools.partial(jax.jit, static_argnames=("settings", "first", "eps_root", "may_skip"))
 def _step_bucket(
     leaves: Sequence[Leaf],
-    table: Sequence[tuple[int, bool]],
+    table: Int32[Array, "leaves 2"],
     numbers: Float[Array, 14],
-    keys: UInt32[Array, leaves],
+    keys: UInt32[Array, ...],
+    *,
     settings: Settings,
     first: Rounding,
     eps_root: bool,
@@ -165,6 +175,7 @@ def _step_bucket(
     def on_shards(
         shared: Sequence[Array], local: Sequence[Sequence[Array]], places: Sequence[LeafPlace]
     ) -> list[list[Array]]:
+        numbers, keys, table = shared
         layout, programs = _layout(places, table, storage.group_size)
         aliases = {}
         for i in range(len(local)):
@@ -174,7 +185,8 @@ def _step_bucket(
             aliases |= {first_in + 2 + k: first_out + 1 + k for k in range(6)}
         results = launch(
             step_leaf if len(local) == 1 else step_bucket,
-            *shared,
+            numbers,
+            keys,
             layout,
             *(a for leaf in local for a in leaf),
             outputs=[
@@ -203,24 +215,27 @@ def _step_bucket(
         )
         return [results[k : k + results_per_leaf] for k in range(0, len(results), results_per_leaf)]
 
-    stepped = over_mesh(on_shards, [numbers, keys], arrays, group_size=storage.group_size)
+    stepped = over_mesh(on_shards, [numbers, keys, table], arrays, group_size=storage.group_size)
     return [Stepped(r[0], Expanded(*r[1:4]), Expanded(*r[4:7])) for r in stepped]
 
 
 def _layout(
-    places: Sequence[LeafPlace], table: Sequence[tuple[int, bool]], group_size: int
+    places: Sequence[LeafPlace], table: Int32[Array, "leaves 2"], group_size: int
 ) -> tuple[Int32[Array, ...], int]:
     """One row of LAYOUT_FIELDS numbers per leaf for the kernel, and how many blocks there are."""
     rows: list[Any] = []
     blocks = 0
-    for place, (index, decayed) in zip(places, table, strict=True):
+    for leaf, place in enumerate(places):
         shape = place.shape or (1,)
         groups_per_row = -(-shape[-1] // group_size)
         groups = math.prod(shape[:-1]) * groups_per_row
         if len(place.jumps) > MAX_JUMPS:
-            raise ValueError(f"Leaf {index} is sharded along more than {MAX_JUMPS + 1} axes.")
+            raise ValueError(
+                f"A leaf of shape {place.shape} on each device is sharded along more than "
+                f"{MAX_JUMPS + 1} axes."
+            )
         jumps = [*place.jumps, *[(1, 0)] * (MAX_JUMPS - len(place.jumps))]
-        rows += [blocks, groups, groups_per_row, shape[-1], index, int(decayed), place.start]
+        rows += [blocks, groups, groups_per_row, shape[-1], *table[leaf], place.start]
         rows += [number for jump in jumps for number in jump]
         blocks += -(-groups * group_size // BLOCK)
     # From scalars, which XLA folds: custom_partitioning takes no array constants.

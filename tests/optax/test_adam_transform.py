@@ -73,7 +73,6 @@ def test_optax_is_the_real_one_beside_tests_of_that_name():
 def test_arguments_and_defaults_are_those_of_optax():
     theirs = dict(inspect.signature(optax.adamw).parameters)
     ours = dict(inspect.signature(fp8_adamw).parameters)
-    del theirs["mu_dtype"]  # `storage` says what the moments are stored in
     for name in ("storage", "implementation"):
         extra = ours.pop(name)
         assert extra.kind is inspect.Parameter.KEYWORD_ONLY
