@@ -31,6 +31,8 @@ class StepFolders:
     """The folders in `root`, which is made when the first of them is begun."""
 
     def __init__(self, root: Path):
+        if root.is_symlink() and not root.exists():  # a run must not begin anew for that
+            raise UserError(f"{root} links to what is not there. Is a disk missing?")
         if root.exists() and not root.is_dir():
             raise UserError(f"{root} is a file, where checkpoints need a folder.")
         self.root = root

@@ -221,3 +221,11 @@ def test_a_file_instead_of_the_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file, where checkpoints need a folder"):
         StepFolders(tmp_path / "file")
+
+
+@pytest.mark.parametrize("target", ["nowhere", "checkpoints"])
+def test_a_link_to_what_is_not_there_is_refused(root, target):
+    """The disk with the checkpoints is missing: to begin anew would remove the records."""
+    root.symlink_to(target)
+    with pytest.raises(UserError, match="links to what is not there"):
+        StepFolders(root)
