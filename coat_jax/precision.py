@@ -45,10 +45,14 @@ class Precision:
     def __post_init__(self) -> None:
         require_fields(self)
         for name in ("forward", "backward"):
+            value = getattr(self, name)
             try:
-                found = format_of(dtype_of(name, getattr(self, name))).name
-            except ValueError as error:
-                raise UserError(f"{name}: {error}") from None
+                found = format_of(dtype_of(name, value)).name
+            except ValueError:
+                raise UserError(
+                    f"{name}={shown(value)} is no FP8 format of coat_jax. Use coat.formats.E4M3 "
+                    "(more precision) or coat.formats.E5M2 (more range)."
+                ) from None
             # One spelling each, so that equal Precisions compare equal.
             object.__setattr__(self, name, FORMATS[found])
         if self.forward == self.backward == E5M2:
