@@ -22,6 +22,11 @@ def large(params: Any) -> Any:
     return jax.tree.map(lambda p: jnp.ndim(p) > 1, params)
 
 
+def small(params: Any) -> Any:
+    """The other parameters."""
+    return jax.tree.map(lambda p: jnp.ndim(p) < 2, params)
+
+
 def labels(params: Any) -> Any:
     """The same as labels, for optax.partition."""
     return jax.tree.map(lambda p: "matrix" if jnp.ndim(p) > 1 else "vector", params)
@@ -64,7 +69,9 @@ TRAINED: dict[str, Callable[[], Any]] = {
     "lars": lambda: optax.lars(1.0),
     "lion": lambda: optax.lion(1e-3),
     "lookahead": lambda: optax.lookahead(adam, 5, 0.5),
-    "masked": lambda: optax.masked(adam, large),
+    "masked": lambda: optax.chain(
+        optax.masked(adam, large), optax.masked(optax.scale(-0.1), small)
+    ),
     "multi_transform": lambda: optax.multi_transform({"matrix": adam, "vector": adam}, labels),
     "MultiSteps": lambda: optax.MultiSteps(adam, 2),
     "nadam": lambda: optax.nadam(3e-3),
@@ -79,7 +86,6 @@ TRAINED: dict[str, Callable[[], Any]] = {
     "radam": lambda: optax.radam(3e-3),
     "rmsprop": lambda: optax.rmsprop(1e-3, momentum=0.9),
     "rprop": lambda: optax.rprop(1e-3),
-    "scale_by_stddev": lambda: scaled(1e-3, optax.scale_by_stddev()),
     "selective_transform": lambda: optax.selective_transform(
         adam, freeze_mask={"up": False, "up_bias": True, "down": False, "down_bias": True}
     ),
@@ -202,6 +208,8 @@ STATELESS: dict[str, Callable[[], Any]] = {
 REFUSED: dict[str, Callable[[], Any]] = {
     "flatten": lambda: optax.flatten(adam),
     "lbfgs": optax.lbfgs,
+    "scale_by_stddev": lambda: scaled(1e-3, optax.scale_by_stddev()),
+    "rmsprop(centered=True)": lambda: optax.rmsprop(1e-3, centered=True),
     "scale_by_lbfgs": optax.scale_by_lbfgs,
     "coat_jax.optax.fp8_adamw": lambda: coat.optax.fp8_adamw(3e-3, storage=STORAGE),
     "coat_jax.optax.compress": lambda: coat.optax.compress(adam, storage=STORAGE),

@@ -11,6 +11,7 @@ and the table in docs/optimizers.md.
 
 import concurrent.futures
 import logging
+import math
 import multiprocessing
 import os
 import statistics
@@ -165,6 +166,16 @@ def trace(name: str, tx: Any, dtype: Any) -> tuple[Any, Any]:
     return state, jax.eval_shape(step_of(name, ours), params, state, jnp.int32(0))[1]
 
 
+def finite(loss: float) -> float | None:
+    """A loss for JSON, which has no NaN."""
+    return loss if math.isfinite(loss) else None
+
+
+def shown(loss: float | None) -> str:
+    """A loss for the table."""
+    return "diverges" if loss is None else f"{loss:.3g}"
+
+
 def row_of(name: str) -> dict[str, Any]:
     """The losses of one transformation."""
     row: dict[str, Any] = {}
@@ -173,7 +184,7 @@ def row_of(name: str) -> dict[str, Any]:
         row["compressed_leaves"] = compressed_leaves(trace(name, make(), dtype)[0])
         plain, ours = (wrapped(name, make(), compressed=c) for c in (False, True))
         loss, compressed_loss = (train(name, tx, dtype) for tx in (plain, ours))
-        row[dtype_name] = {"loss": loss, "compressed_loss": compressed_loss}
+        row[dtype_name] = {"loss": finite(loss), "compressed_loss": finite(compressed_loss)}
     print(name, row, flush=True)
     return row
 
@@ -221,7 +232,7 @@ def markdown(figures: dict[str, Any]) -> str:
     ]
     for name, row in figures["trained"].items():
         losses = [
-            f"{row[dtype][which]:.3g}" for dtype in DTYPES for which in ("loss", "compressed_loss")
+            shown(row[dtype][which]) for dtype in DTYPES for which in ("loss", "compressed_loss")
         ]
         lines.append(f"| {name} | {row['compressed_leaves']} | {' | '.join(losses)} |")
     return "\n".join(lines)
@@ -231,6 +242,6 @@ if __name__ == "__main__":
     logging.getLogger("absl").setLevel(logging.ERROR)  # optax.lookahead warns at each init
     figures = measure()
     records.write(RESULTS, figures)
-    before, _, rest = PAGE.read_text().partition(f"{BEGIN}\n")
-    after = rest.partition(f"\n{END}")[2]
+    before, rest = PAGE.read_text().split(BEGIN)
+    after = rest.split(END, 1)[1]
     PAGE.write_text(f"{before}{BEGIN}\n{markdown(figures)}\n{END}{after}")

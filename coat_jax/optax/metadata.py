@@ -46,7 +46,7 @@ def _is_box(node: Any) -> bool:
     return isinstance(node, boxes)
 
 
-def _flax_types(module: str, name: str) -> tuple[type, ...]:
+def _flax_types(module: str, name: str) -> tuple[Any, ...]:
     """A class of Flax, in a tuple; empty before the user imports Flax, which takes a second."""
     return (getattr(sys.modules[module], name),) if module in sys.modules else ()
 

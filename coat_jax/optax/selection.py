@@ -26,8 +26,13 @@ from coat_jax.moments import Storage
 from coat_jax.optax.checks import dtype_of, is_fp8, require_real_float
 from coat_jax.optax.following import followed_params, optimized
 
-# L-BFGS stores gradients and parameters to subtract them from the next ones.
-REFUSED = (optax.ScaleByLBFGSState,)
+# States that are subtracted from numbers nearly equal to them, by what the message calls them.
+REFUSED = {
+    optax.ScaleByLBFGSState: "L-BFGS, which subtracts the last gradients and parameters from the "
+    "present ones",
+    optax.ScaleByRStdDevState: "scale_by_stddev and rmsprop(centered=True), which subtract the "
+    "squared mean from the mean square",
+}
 # What these store is for users to read: the last gradient, a measurement.
 WITHOUT_MOMENTS = (
     optax.ScaleByBacktrackingLinesearchState,
@@ -139,12 +144,12 @@ def _require_compressible(state: Any) -> None:
                 f"{jax.tree_util.keystr(path)}. Nothing is gained by storing it in FP8 twice: use "
                 "fp8_adamw, or what is compressed, as it is."
             )
-    if any(_within(REFUSED, state)):
-        raise ValueError(
-            "compress does not take L-BFGS: it subtracts the last gradients and parameters from "
-            "the present ones, and rounding to 8 bits is larger than these differences. Use it "
-            "uncompressed."
-        )
+    for refused, description in REFUSED.items():
+        if any(_within((refused,), state)):
+            raise ValueError(
+                f"compress does not take {description}: rounding to 8 bits is larger than the "
+                "difference. Use it uncompressed."
+            )
 
 
 def _require_not_flat(name: str, leaf: Any, params: optax.Params) -> None:

@@ -4,6 +4,8 @@ The table is `experiments.compress_table`; its results stand in docs/optimizers.
 """
 
 import inspect
+import json
+import math
 import warnings
 
 import jax
@@ -53,6 +55,32 @@ def test_the_table_has_all_of_optax():
 @pytest.mark.parametrize("name", table.REFUSED)
 def test_what_cannot_be_compressed_is_refused_by_init(name):
     assert table.refusal(table.REFUSED[name]())
+
+
+def results():
+    if not table.RESULTS.exists():
+        pytest.skip("python -m experiments.compress_table has not been run")
+    return json.loads(table.RESULTS.read_text())["figures"]
+
+
+def test_the_documentation_has_the_measured_table():
+    assert table.markdown(results()) in table.PAGE.read_text()
+
+
+def test_the_results_are_of_this_table_and_good():
+    """No loss is more than 10 % above the uncompressed one's, but those named here."""
+    figures = results()
+    assert set(figures["trained"]) == set(table.TRAINED)
+    assert all(figures["stateless"].values())
+    worse = {
+        (name, dtype)
+        for name, row in figures["trained"].items()
+        for dtype in table.DTYPES
+        if row[dtype]["loss"] is not None  # diverges by itself
+        and not (row[dtype]["compressed_loss"] or math.inf) < 1.1 * row[dtype]["loss"]
+    }
+    # Sums of all gradients since the first step, from which they compute the parameters anew.
+    assert {name for name, _ in worse} <= {"contrib.cocob", "contrib.madgrad"}
 
 
 COPIES = {
