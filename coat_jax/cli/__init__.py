@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import NoReturn
 
+from coat_jax import files
 from coat_jax.cli.output import discard_broken
 from coat_jax.errors import UserError
 from coat_jax.printable import printable
@@ -34,8 +35,7 @@ COMMANDS = {
     "plot": "draw the loss curves of runs",
 }
 # What the system says of a path that another name, a permission or a removal mends.
-MENDABLE = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR}
-MENDABLE |= {errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENAMETOOLONG}
+MENDABLE = files.MENDABLE | {errno.ENOTEMPTY}
 BAD_INPUT, INTERRUPTED = UserError.exit_code, 130
 NO_READER = 141  # what shells report of a program that SIGPIPE ended
 

@@ -15,6 +15,8 @@ from typing import Literal
 
 import jax
 
+from coat_jax.errors import UserError
+
 Implementation = Literal["xla", "triton"]
 
 FIRST_WITH_FP8 = 89  # Ada Lovelace; Hopper is 90
@@ -36,7 +38,7 @@ def choose(implementation: Implementation | None) -> Implementation:
 def choose_fp8(implementation: Implementation | None) -> Implementation:
     """`choose`, for products in FP8: raises on a GPU that has none, unless XLA is asked for."""
     if implementation is None and not multiplies_fp8():
-        raise RuntimeError(
+        raise UserError(
             f"This GPU has compute capability {(gpu_capability() or 0) / 10:.1f}; products in FP8 "
             'need 8.9 (Ada) or newer. Use implementation="xla", which computes the same in FP32, '
             "slowly, or precision=coat.BF16."

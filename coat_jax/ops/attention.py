@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from coat_jax.errors import UserError
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.ops.attended import Attended, Attention, Backend, attended, attended_again
 from coat_jax.ops.backward import run_backward
@@ -142,7 +143,7 @@ def _settings(
         half = q.dtype in (jnp.bfloat16, jnp.float16)
         backend = "cudnn" if jax.default_backend() == "gpu" and half else "xla"
     if backend == "cudnn" and (head_dim > MAX_CUDNN_HEAD or head_dim % 8):
-        raise ValueError(
+        raise UserError(
             f"cuDNN's attention takes heads of up to {MAX_CUDNN_HEAD} numbers, a multiple of 8, "
             f'not {head_dim}. Use backend="xla".'
         )

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from coat_jax.errors import UserError
+from coat_jax.files import expanded
 from coat_jax.optax.checkpoint import restore_state
 from coat_jax.training import manifest
 from coat_jax.training.agreement import on_first
@@ -76,7 +77,7 @@ class Checkpoints:
                 f"keep={keep} and keep_best={keep_best}: at least 1 of the newest must stay, and "
                 "0 or more of the best."
             )
-        self.folder = Path(folder).expanduser().absolute()
+        self.folder = expanded(folder).absolute()
         self._folders = StepFolders(self.folder)
         self._keep, self._keep_best, self._note = keep, keep_best, note
         self._orbax: Any = None

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import jax
 
+from coat_jax.files import expanded
+
 
 def use_cache(folder: str | None) -> None:
     """Makes JAX keep compiled programs in a folder, unless it was told another one before."""
     if folder is None:
         return
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+        jax.config.update("jax_compilation_cache_dir", str(expanded(folder)))
     delete_unreadable(Path(jax.config.values["jax_compilation_cache_dir"]))
     # Kernels are named after what they compute: see coat_jax.kernels.identity.
     jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from coat_jax.files import expanded
 from coat_jax.training import identity, manifest, metrics
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.disk import failures_named
@@ -30,7 +31,7 @@ class RunFolder:
     """
 
     def __init__(self, config: TrainConfig, note: Callable[[str], object]):
-        self.path = Path(config.out).expanduser()
+        self.path = expanded(config.out)
         self.checkpoints = self.path / CHECKPOINTS
         self._config, self._note = config, note
         self._lock: TextIO | None = None

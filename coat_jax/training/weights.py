@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from coat_jax import limits
 from coat_jax.errors import UserError
+from coat_jax.files import expanded
 from coat_jax.models import Config, Llama, hf, stored
 from coat_jax.models.stored import Index, Name, Parameters, Stored
 from coat_jax.training import identity, manifest
@@ -36,7 +37,7 @@ def read_json(folder: str | Path) -> dict[str, Any]:
 
     A run's that is missing or damaged is replaced by what its newest checkpoint says.
     """
-    path = Path(folder).expanduser() / CONFIG
+    path = expanded(folder) / CONFIG
     said = parsed(path) if path.is_file() else None
     if said is None:
         said = config_in_checkpoint(path.parent)
@@ -77,7 +78,7 @@ def is_run(said: Mapping[str, Any]) -> bool:
 
 def model_config(folder: str | Path) -> Config:
     """The model in a folder; one of Hugging Face computes as it is stored, not in FP8."""
-    folder = Path(folder).expanduser()
+    folder = expanded(folder)
     said = read_json(folder)
     if is_run(said):
         return limits.from_json(Config, said["model"], f"{Path(folder) / CONFIG}: model")
@@ -102,7 +103,7 @@ def load(
         mesh: to load it onto; by default the one that is set, if any.
         note: is told of checkpoints that are passed over.
     """
-    folder = Path(folder).expanduser()
+    folder = expanded(folder)
     config = model_config(folder) if config is None else config
     if is_run(read_json(folder)):
         parameters = read(folder, step, note=note)
@@ -119,7 +120,7 @@ def read(
     """The parameters in a checkpoint of a run, to be read in parts; for the rest see `load`."""
     import orbax.checkpoint as ocp
 
-    folders = StepFolders(Path(folder).expanduser().absolute() / CHECKPOINTS)
+    folders = StepFolders(expanded(folder).absolute() / CHECKPOINTS)
     if step is None:
         step, notes = folders.newest_whole()
         for text in notes:
@@ -150,7 +151,7 @@ def write(
         progress: is told how many bytes more were read.
     """
     stored.require_same(config, parameters)
-    folder = Path(folder).expanduser().absolute()
+    folder = expanded(folder).absolute()
     size = sum(map(stored.size_of, parameters.values()))
     what = "The model"
     folders = StepFolders(folder / CHECKPOINTS)
