@@ -137,10 +137,10 @@ def _restore(stored: Expanded, old: Any, new: Any, storage: Storage, key: Any) -
     """Stores a leaf after a step; a group without any change keeps its codes."""
     if not _is_compressed(stored):
         return _leave(jnp.asarray(new, jnp.result_type(stored.codes)))
-    # What is never negative may be divided by, and must not be rounded to zero.
-    fresh = storage.write(
-        new, stored.codes.dtype, noise.distinguish(key, new), never_zero=jnp.all(new >= 0)
-    )
+    # A group that is nowhere negative may be divided by, and must not be rounded to zero.
+    groups = split_groups(new, storage.group_size)
+    positive = jnp.all(groups >= 0, axis=-1, keepdims=True)
+    fresh = storage.write(new, stored.codes.dtype, noise.distinguish(key, new), never_zero=positive)
     same = jnp.all(split_groups(old == new, storage.group_size), axis=-1)
 
     def select(kept: Any, written: Any) -> Any:
