@@ -96,7 +96,7 @@ def encode(
     *,
     group_size: int = GROUP_SIZE,
     noise: Float[Array, "*rows D"] | None = None,
-    never_zero: Bool[ArrayLike, ""] = False,
+    never_zero: Bool[ArrayLike, "*rows #G 1"] | bool = False,
 ) -> Expanded:
     """Rounds `x` to expanded FP8: to nearest, or with `noise` (uniform in [0, 1)) stochastically.
 
@@ -107,8 +107,8 @@ def encode(
         dtype: the FP8 format.
         group_size: neighbours along the last axis that share a scale and an exponent.
         noise: one number per element; see `coat_jax.noise.uniform`.
-        never_zero: whether a non-zero is at least the smallest code. It is then too large on
-            average: for what is divided by, where zero would be worse.
+        never_zero: whether a non-zero is at least the smallest code, for all groups or each. It is
+            then too large on average: for what is divided by, where zero would be worse.
     """
     rounding: Rounding = "nearest" if noise is None else "stochastic"
     group = _expand(x, dtype, group_size, rounding)

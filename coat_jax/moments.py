@@ -94,7 +94,7 @@ class Storage:
         dtype: DTypeLike,
         key: UInt32[Array, ""] | None = None,
         *,
-        never_zero: Bool[ArrayLike, ""] = False,
+        never_zero: Bool[ArrayLike, "*rows #G 1"] | bool = False,
     ) -> Expanded:
         """Stores one leaf.
 

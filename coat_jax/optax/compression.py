@@ -191,10 +191,10 @@ def _restore(stored: Expanded, old: Any, new: Any, storage: Storage, key: Any) -
     if not is_fp8(stored.codes):
         wanted = dtype_of(stored.codes)
         return stored._replace(codes=new if dtype_of(new) == wanted else jnp.asarray(new, wanted))
-    # What is never negative may be divided by, and must not be rounded to zero.
-    fresh = storage.write(
-        new, stored.codes.dtype, noise.distinguish(key, new), never_zero=jnp.all(new >= 0)
-    )
+    # A group that is nowhere negative may be divided by, and must not be rounded to zero.
+    groups = split_groups(new, storage.group_size)
+    positive = jnp.all(groups >= 0, axis=-1, keepdims=True)
+    fresh = storage.write(new, stored.codes.dtype, noise.distinguish(key, new), never_zero=positive)
     fresh = fresh._replace(amax=_saturating(fresh.amax, stored.amax.dtype))
     same = jnp.all(split_groups(old == new, storage.group_size), axis=-1)
 

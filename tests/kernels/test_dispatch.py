@@ -2,6 +2,7 @@
 
 import pytest
 
+from coat_jax.errors import UserError
 from coat_jax.kernels import dispatch
 
 
@@ -32,7 +33,7 @@ def test_a_gpu_before_ada_computes_through_xla_and_refuses_fp8(gpu, capability):
     named = f"compute capability {capability / 10:.1f}"
     with pytest.raises(RuntimeError, match=named):
         dispatch.choose("triton")
-    with pytest.raises(RuntimeError, match=named):
+    with pytest.raises(UserError, match=named):
         dispatch.choose_fp8(None)
     assert dispatch.choose_fp8("xla") == "xla"
 
