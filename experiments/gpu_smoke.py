@@ -1,0 +1,195 @@
+"""The smoke benchmark of `gpu_suite`: what it measures, each worker in a process of its own.
+
+A worker prints one line of JSON. With `compile_only` it compiles the same programs and runs none
+of them: the second process, which finds them in JAX's compilation cache.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+LAYERS = 4
+
+Figures = dict[str, Any]
+
+
+def stacks(small: bool, compile_only: bool) -> None:
+    """Layers in every precision."""
+    from experiments.stacks import Sizes, median_ms
+    from experiments.stacks_jax import PRESETS, prepare
+
+    sizes = Sizes(64, 64, 2, 16) if small else Sizes()
+    seconds, milliseconds = {}, {}
+    for name, precision in PRESETS.items():
+        begin = time.perf_counter()
+        stack = prepare(sizes, LAYERS, precision)
+        seconds[name] = time.perf_counter() - begin
+        if not compile_only:
+            milliseconds[name] = median_ms(stack.step, stack.wait)
+    print(json.dumps({"layers": LAYERS, "compile_seconds": seconds, "ms": milliseconds}))
+
+
+def optimizer(small: bool, compile_only: bool) -> None:
+    """The fused AdamW step, of FP32 and BF16 parameters with BF16 gradients."""
+    import jax.numpy as jnp
+
+    side = 2**8 if small else 2**14
+    seconds, milliseconds = {}, {}
+    for name, dtype, rounds in (
+        ("float32", jnp.float32, False),
+        ("bfloat16", jnp.bfloat16, False),
+        ("bfloat16, stochastic", jnp.bfloat16, True),
+    ):
+        seconds[name], milliseconds[name] = _fused_step(side, dtype, rounds, compile_only)
+    print(json.dumps({"compile_seconds": seconds, "ms": milliseconds}))
+
+
+def _fused_step(
+    side: int, dtype: Any, rounds: bool, compile_only: bool
+) -> tuple[float, float | None]:
+    """Seconds to compile the step of a square matrix, and milliseconds to run it."""
+    import jax
+    import jax.numpy as jnp
+
+    import coat_jax as coat
+    from experiments.stacks import median_ms
+
+    fused = coat.optax.fused_fp8_adamw(1e-4, b2=0.95, weight_decay=0.1, round_params=rounds)
+    params = jax.random.normal(jax.random.key(0), (side, side), dtype)
+    grads = 1e-3 * jax.random.normal(jax.random.key(1), (side, side), jnp.bfloat16)
+    state = fused.init(params)
+    begin = time.perf_counter()
+    step = jax.jit(fused.step, donate_argnums=(0, 2)).lower(params, grads, state).compile()
+    seconds = time.perf_counter() - begin
+    if compile_only:
+        return seconds, None
+    now = [params, state]
+    del params, state
+
+    def run() -> None:
+        now[:] = step(now[0], grads, now[1])
+
+    return seconds, median_ms(run, lambda: jax.block_until_ready(now))
+
+
+def training(small: bool, compile_only: bool) -> None:
+    """One step of the trainer, with kernels and without: how far apart they are."""
+    from unittest import mock
+
+    from coat_jax.kernels import dispatch
+
+    seconds, outcomes = {}, {}
+    for name, there in (("triton", True), ("xla", False)):
+        # By default XLA leaves out what rounds to FP8 and back.
+        options = {} if there or small else {"xla_allow_excess_precision": False}
+        with mock.patch.object(dispatch, "triton_installed", return_value=there and not small):
+            seconds[name], outcomes[name] = _train_once(options, small, compile_only)
+    figures: Figures = {"compile_seconds": seconds}
+    if not compile_only:
+        ours, theirs = outcomes["triton"], outcomes["xla"]
+        figures["apart"] = {
+            "loss": abs(ours[0] - theirs[0]) / theirs[0],
+            "gradient_norm": abs(ours[1] - theirs[1]) / theirs[1],
+            "gradients": _distance(ours[2], theirs[2]),
+        }
+    print(json.dumps(figures))
+
+
+def _train_once(options: Figures, small: bool, compile_only: bool) -> tuple[float, Any]:
+    """Seconds to compile; loss, norm of the gradients and first moments after one step."""
+    import jax
+    import jax.numpy as jnp
+
+    from coat_jax import models
+    from coat_jax.moments import Storage
+    from coat_jax.training.batches import abstract_batch
+    from coat_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
+    from coat_jax.training.mesh import make_mesh
+    from coat_jax.training.optimizer import make_optimizer
+    from coat_jax.training.state import abstract_state, new_state
+    from coat_jax.training.step import lower_step
+
+    width, sequence = (64, 32) if small else (1024, 1024)
+    heads = {"heads": width // 64, "kv_heads": width // 64, "head_dim": 64}
+    config = TrainConfig(
+        model=models.Config(
+            vocab=2048,
+            width=width,
+            layers=2,
+            ffn=11 * width // 4,
+            context=sequence,
+            precision="coat",
+            param_dtype=jnp.bfloat16,
+            **heads,
+        ),
+        optimizer=OptimizerConfig(schedule="constant", warmup=0.0, clip=None, b1=0.0),
+        mesh=MeshConfig(data=1, fsdp=1, tensor=1),
+        steps=1,
+        batch=4,
+        sequence=sequence,
+    )
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        optimizer = make_optimizer(config)
+        graph, abstract = abstract_state(config, optimizer, mesh)
+        begin = time.perf_counter()
+        program = lower_step(config, graph, optimizer, abstract, mesh).compile(options)
+        seconds = time.perf_counter() - begin
+        if compile_only:
+            return seconds, None
+        like = abstract_batch(config, mesh, packed=False)
+        tokens = jax.random.randint(jax.random.key(0), like.tokens.shape, 0, config.model.vocab)
+        data = like._replace(tokens=tokens, labels=jnp.roll(tokens, -1, -1))
+        state, report = program(new_state(config, optimizer, mesh), data)
+        # With b1 = 0 the first moment is the gradient.
+        gradients = jax.tree.map(
+            lambda *stored: Storage().read(type(state.moments.mu)(*stored)), *state.moments.mu
+        )
+    return seconds, (float(report.loss), float(report.gradient_norm), jax.device_get(gradients))
+
+
+def llama2_7b(small: bool, compile_only: bool) -> None:
+    """The step that a run on one GPU begins with: traced, lowered and compiled, not taken."""
+    del compile_only
+    import jax
+
+    from coat_jax.training import overrides
+    from coat_jax.training.compilation import use_cache
+    from coat_jax.training.mesh import make_mesh
+    from coat_jax.training.optimizer import make_optimizer
+    from coat_jax.training.state import abstract_state
+    from coat_jax.training.step import lower_step
+
+    source = "llama_tiny.py" if small else "llama2_7b.py:one_gpu"
+    config = overrides.load_config(str(CONFIGS / source))
+    use_cache(config.cache)
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        optimizer = make_optimizer(config)
+        graph, abstract = abstract_state(config, optimizer, mesh)
+        jax.block_until_ready(jax.numpy.zeros(()))  # the GPU is there
+        begin = time.perf_counter()
+        lower_step(config, graph, optimizer, abstract, mesh).compile()
+        print(json.dumps({"compile_seconds": time.perf_counter() - begin}))
+
+
+def _distance(ours: Any, theirs: Any) -> float:
+    """|ours - theirs| / |theirs|, over all gradients."""
+    import jax
+    import numpy as np
+
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+    squares = [(np.sum((a - b) ** 2.0), np.sum(b**2.0)) for a, b in pairs]
+    off, size = map(sum, zip(*squares, strict=True))
+    return float(np.sqrt(off / size))
+
+
+WORKERS: dict[str, Callable[[bool, bool], None]] = {
+    "stacks": stacks,
+    "optimizer": optimizer,
+    "training": training,
+    "llama2_7b": llama2_7b,
+}
