@@ -24,6 +24,13 @@ GIVEN = [
     ),
     Given(BENCHMARKS, "1 U is the residual stream in BF16: 2 bytes x batch x", ARITHMETIC),
     Given("docs/architecture.md", "At b2 = 0.999 a step", SETTING),
+    Given("docs/architecture.md", "At b1 = 0.9\n", SETTING),
+    Given("docs/architecture.md", "b1 above 0.916", ARITHMETIC),
+    Given(
+        "docs/architecture.md",
+        "7.3 learning rates for b1 = 0.9 and b2 = 0.999, 1.2 for b2 = 0.95",
+        ARITHMETIC,
+    ),
     Given("docs/architecture.md", "under 16,384 elements", SETTING),
     Given("docs/architecture.md", "since JAX 0.11", SETTING),
     Given("docs/clusters.md", "300 seconds", SETTING),

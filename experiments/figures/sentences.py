@@ -108,6 +108,7 @@ def millions(config: Config) -> float:
 
 COAT_10, BF16_10 = training("COAT", 10), training("BF16", 10)
 COAT_4, BF16_4 = training("COAT", 8, gpus=4), training("BF16", 8, gpus=4)
+COAT_2 = training("COAT", 16, gpus=2)
 COAT_LAYER, BF16_LAYER = layer("coat_jax COAT"), layer("coat_jax BF16")
 TENSORWISE = "torchao float8 tensorwise, compiled"
 
@@ -170,6 +171,11 @@ SENTENCES = [
         BENCHMARKS,
         "Each of the four trains {:.2f} of what one GPU alone trains",
         lambda: (ratio("tokens_per_second", COAT_4, COAT_10) / 4,),
+    ),
+    Sentence(
+        BENCHMARKS,
+        "COAT trains {:,.0f} tokens a second, and each of the two {:.3f} of what one trains alone",
+        lambda: (COAT_2["tokens_per_second"], COAT_2["efficiency"]),
     ),
     Sentence(
         BENCHMARKS,
