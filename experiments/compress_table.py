@@ -9,6 +9,7 @@ for one step, whose updates must be the same bit for bit. Results: results/compr
 and the table in docs/optimizers.md.
 """
 
+import argparse
 import concurrent.futures
 import logging
 import math
@@ -238,10 +239,18 @@ def markdown(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Measures, and writes the results and the table of the page."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     logging.getLogger("absl").setLevel(logging.ERROR)  # optax.lookahead warns at each init
     figures = measure()
     records.write(RESULTS, figures)
     before, rest = PAGE.read_text().split(BEGIN)
     after = rest.split(END, 1)[1]
     PAGE.write_text(f"{before}{BEGIN}\n{markdown(figures)}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

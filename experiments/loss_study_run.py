@@ -13,6 +13,7 @@ permutation of all rows, taken from the front, so that no token is read twice. A
 held-out loss is taken with a forward pass in the arm's own precision, in BF16 and in COAT.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -68,7 +69,11 @@ class Job(NamedTuple):
 
 def main() -> None:
     """Trains, and writes the row unless it was stopped."""
-    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("job", metavar="JOB.json", type=Path, help="what to run")
+    job = Job(**json.loads(parser.parse_args().job.read_text()))
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
     result = run(job, stopped)

@@ -35,13 +35,14 @@ SOURCES = [
 def test_examples_of_a_page_run_in_order(page: Path) -> None:
     """And every optimizer that a page makes takes a step."""
     names: dict[str, Any] = {}
-    stepped: set[int] = set()
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        before = dict(names)
         exec(compile(block, page.name, "exec"), names)
-        for value in list(names.values()):
-            if isinstance(value, optax.GradientTransformation) and id(value) not in stepped:
-                take_a_step(value, names["params"])
-                stepped.add(id(value))
+        made = [value for name, value in names.items() if before.get(name) is not value]
+        both = [value for value in made if isinstance(value, optax.LookaheadParams)]
+        for value in made:
+            if isinstance(value, optax.GradientTransformation):
+                take_a_step(value, both[0] if both else names["params"])
 
 
 def take_a_step(tx: optax.GradientTransformation, params: Any) -> None:

@@ -8,7 +8,6 @@ last axis: a width of 128 has one, which no mesh axis divides. Here the annotati
 loses the axes that do not fit.
 """
 
-import math
 import sys
 from typing import Any
 
@@ -20,8 +19,9 @@ ANNOTATIONS = ("out_sharding", "optimizer_sharding")  # of an nnx.Variable
 def fit_metadata(tree: Any, params: Any) -> Any:
     """Returns `tree`, a state leaf for each parameter, with annotations that fit its shapes.
 
-    An axis as long as its parameter's keeps its name. Any other keeps it only where the mesh of
-    `jax.set_mesh` is known to divide it.
+    An axis as long as its parameter's keeps its name, and no other: annotations are a part of the
+    tree's structure, which must not depend on the mesh that happens to be set. Trainers that use
+    them hold such an axis whole on each device; `state_shardings` shards it where that fits.
     """
 
     def fit(box: Any, param: Any) -> Any:
@@ -54,15 +54,7 @@ def _flax_types(module: str, name: str) -> tuple[Any, ...]:
 def _fitted(names: Any, shape: tuple[int, ...], param_shape: tuple[int, ...]) -> Any:
     same_rank = len(shape) == len(param_shape)
     kept = [
-        name if (same_rank and size == param_shape[i]) or _divides(name, size) else None
+        name if same_rank and size == param_shape[i] else None
         for i, (name, size) in enumerate(zip(names, shape, strict=False))
     ]
     return tuple(kept) if isinstance(names, tuple) else type(names)(*kept)
-
-
-def _divides(name: Any, size: int) -> bool:
-    """Whether the current mesh has these axes and shards an axis of this size evenly."""
-    axes = () if name is None else (name,) if isinstance(name, str) else tuple(name)
-    mesh = jax.sharding.get_abstract_mesh()
-    known = all(axis in mesh.shape for axis in axes)
-    return known and size % math.prod(mesh.shape[axis] for axis in axes) == 0

@@ -44,9 +44,9 @@ def answer_of(mesh=None, **changes):
     [
         # Sums in another order differ by some 2^-24 times the root of their length.
         ("bf16", [{"scan": False, "remat": "layer"}, AXES], 1e-5),
-        # In FP8 that turns a code in a million into its neighbour, 2^-4 away; were it one in a
-        # thousand, results would differ by some 2^-4 / 30.
-        ("coat", [{"remat": "layer"}, AXES], 2e-3),
+        # In FP8 that turns a code in a million into its neighbour, up to 2^-3 away in E5M2; were it
+        # one in a thousand, gradients would differ by some 2^-3 / 30.
+        ("coat", [{"remat": "layer"}, AXES], 4e-3),
     ],
 )
 def test_scan_remat_and_eight_devices_do_not_change_the_result(precision, ways, tolerance):

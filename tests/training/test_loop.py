@@ -1,6 +1,6 @@
 """A run that was killed, stopped or moved goes on as if nothing had happened.
 
-The runs are processes of their own: `coat train`, with what tiny_run.py says, on the README.
+The runs are processes of their own: `coat train`, with what tiny_run.py says, on a page of docs.
 """
 
 import json
@@ -24,7 +24,7 @@ QUICK = "--xla_backend_optimization_level=0"  # compiles in a fraction of the ti
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs")
-    text = (HERE.parent.parent / "README.md").read_bytes()
+    text = (HERE.parent.parent / "docs" / "architecture.md").read_bytes()
     np.save(path / "tokens.npy", np.frombuffer(text, np.uint8).astype(np.uint16))
     return path
 
