@@ -104,6 +104,7 @@ def _train_once(options: Figures, small: bool, compile_only: bool) -> tuple[floa
     import jax.numpy as jnp
 
     from coat_jax import models
+    from coat_jax.expansion import Expanded
     from coat_jax.moments import Storage
     from coat_jax.training.batches import abstract_batch
     from coat_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
@@ -145,9 +146,8 @@ def _train_once(options: Figures, small: bool, compile_only: bool) -> tuple[floa
         data = like._replace(tokens=tokens, labels=jnp.roll(tokens, -1, -1))
         state, report = program(new_state(config, optimizer, mesh), data)
         # With b1 = 0 the first moment is the gradient.
-        gradients = jax.tree.map(
-            lambda *stored: Storage().read(type(state.moments.mu)(*stored)), *state.moments.mu
-        )
+        first_moments = zip(*map(jax.tree.leaves, state.moments.mu), strict=True)
+        gradients = [Storage().read(Expanded(*stored)) for stored in first_moments]
     return seconds, (float(report.loss), float(report.gradient_norm), jax.device_get(gradients))
 
 
@@ -178,10 +178,9 @@ def llama2_7b(small: bool, compile_only: bool) -> None:
 
 def _distance(ours: Any, theirs: Any) -> float:
     """|ours - theirs| / |theirs|, over all gradients."""
-    import jax
     import numpy as np
 
-    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+    pairs = zip(ours, theirs, strict=True)
     squares = [(np.sum((a - b) ** 2.0), np.sum(b**2.0)) for a, b in pairs]
     off, size = map(sum, zip(*squares, strict=True))
     return float(np.sqrt(off / size))

@@ -109,6 +109,7 @@ def millions(config: Config) -> float:
 COAT_10, BF16_10 = training("COAT", 10), training("BF16", 10)
 COAT_4, BF16_4 = training("COAT", 8, gpus=4), training("BF16", 8, gpus=4)
 COAT_2 = training("COAT", 16, gpus=2)
+SUITE = of("gpu_suite")
 COAT_LAYER, BF16_LAYER = layer("coat_jax COAT"), layer("coat_jax BF16")
 TENSORWISE = "torchao float8 tensorwise, compiled"
 
@@ -176,6 +177,27 @@ SENTENCES = [
         BENCHMARKS,
         "COAT trains {:,.0f} tokens a second, and each of the two {:.3f} of what one trains alone",
         lambda: (COAT_2["tokens_per_second"], COAT_2["efficiency"]),
+    ),
+    Sentence(
+        BENCHMARKS,
+        "all {:.0f} tests of one GPU passed",
+        lambda: (int(SUITE["tests"]["summary"].split()[0]),),
+    ),
+    Sentence(
+        BENCHMARKS,
+        "Four unrolled layers of Llama-2-7B in COAT compile in {:.1f} s",
+        lambda: (SUITE["stacks"]["compile_seconds"]["COAT"],),
+    ),
+    Sentence(
+        BENCHMARKS,
+        "compiles in {:.0f} s the first time, and in {:.1f} s when JAX's compilation cache has it",
+        lambda: (SUITE["llama2_7b"]["compile_seconds"], SUITE["llama2_7b"]["warm"]),
+    ),
+    Sentence(
+        BENCHMARKS,
+        "took {:.2f} ms with FP32 parameters, {:.2f} ms with BF16 ones and {:.2f} ms where these "
+        "are rounded stochastically",
+        lambda: tuple(SUITE["optimizer"]["ms"].values()),
     ),
     Sentence(
         BENCHMARKS,
