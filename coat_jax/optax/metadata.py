@@ -8,6 +8,7 @@ last axis: a width of 128 has one, which no mesh axis divides. Here the annotati
 loses the axes that do not fit.
 """
 
+import math
 import sys
 from typing import Any
 
@@ -19,24 +20,27 @@ ANNOTATIONS = ("out_sharding", "optimizer_sharding")  # of an nnx.Variable
 def fit_metadata(tree: Any, params: Any) -> Any:
     """Returns `tree`, a state leaf for each parameter, with annotations that fit its shapes.
 
-    An axis as long as its parameter's keeps its name, and no other: annotations are a part of the
-    tree's structure, which must not depend on the mesh that happens to be set. Trainers that use
-    them hold such an axis whole on each device; `state_shardings` shards it where that fits.
+    An axis as long as its parameter's keeps its name. Any other loses it in a box, whose names the
+    user maps to mesh axes later. In an nnx.Variable they are mesh axes, and stay unless the mesh of
+    `jax.set_mesh` has them and does not divide the axis.
     """
 
     def fit(box: Any, param: Any) -> Any:
         if not _is_box(box) or len(jax.tree.leaves(box)) != 1:
             return box
-        shapes = [tuple(jax.tree.leaves(tree)[0].shape) for tree in (box, param)]
-        if isinstance(box, _flax_types("flax.nnx", "Variable")):
-            metadata = box.get_metadata()
-            fitted = {
-                name: _fitted(metadata[name], *shapes)
-                for name in ANNOTATIONS
-                if isinstance(metadata.get(name), tuple | jax.sharding.PartitionSpec)
-            }
-            return box.copy(**fitted) if fitted else box
-        return box.replace(names=_fitted(box.names, *shapes))
+        size, param_size = (tuple(jax.tree.leaves(tree)[0].shape) for tree in (box, param))
+        same_rank = len(size) == len(param_size)
+        equal = [same_rank and n == m for n, m in zip(size, param_size, strict=False)]
+        if not isinstance(box, _flax_types("flax.nnx", "Variable")):
+            return box.replace(names=_kept(box.names, equal))
+        metadata = box.get_metadata()
+        fitted = {}
+        for name in ANNOTATIONS:
+            axes = metadata.get(name)
+            if isinstance(axes, tuple | jax.sharding.PartitionSpec):
+                fits = [_may_divide(axis, n) for axis, n in zip(axes, size, strict=False)]
+                fitted[name] = _kept(axes, [a or b for a, b in zip(equal, fits, strict=False)])
+        return box.copy(**fitted) if fitted else box
 
     return jax.tree.map(fit, tree, params, is_leaf=_is_box)
 
@@ -51,10 +55,16 @@ def _flax_types(module: str, name: str) -> tuple[Any, ...]:
     return (getattr(sys.modules[module], name),) if module in sys.modules else ()
 
 
-def _fitted(names: Any, shape: tuple[int, ...], param_shape: tuple[int, ...]) -> Any:
-    same_rank = len(shape) == len(param_shape)
-    kept = [
-        name if same_rank and size == param_shape[i] else None
-        for i, (name, size) in enumerate(zip(names, shape, strict=False))
-    ]
-    return tuple(kept) if isinstance(names, tuple) else type(names)(*kept)
+def _kept(axes: Any, keep: list[bool]) -> Any:
+    """The names of axes, None where they are not kept, in a container like theirs."""
+    kept = [axis if stays else None for axis, stays in zip(axes, keep, strict=False)]
+    return tuple(kept) if isinstance(axes, tuple) else type(axes)(*kept)
+
+
+def _may_divide(axis: Any, size: int) -> bool:
+    """Whether a sharding over these mesh axes is possible, as far as the mesh is known."""
+    names = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(name not in mesh.shape for name in names):
+        return True
+    return size % math.prod(mesh.shape[name] for name in names) == 0

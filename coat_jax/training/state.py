@@ -42,11 +42,12 @@ class State(NamedTuple):
 def abstract_state(config: TrainConfig, optimizer: Optimizer, mesh: Mesh) -> tuple[Any, State]:
     """The model's graph, and a state of shapes, dtypes and shardings."""
     graph, params = models.abstract(config.model_on_mesh, mesh=mesh)
-    moments = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(optimizer.init, params),
-        state_shardings(optimizer, params),
-    )
+    with jax.set_mesh(mesh):  # which decides what annotations of Flax fit the state
+        moments = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            jax.eval_shape(optimizer.init, params),
+            state_shardings(optimizer, params),
+        )
     count: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere(mesh))
     return graph, State(count, params, moments, count)
 
@@ -77,6 +78,7 @@ def new_state(config: TrainConfig, optimizer: Optimizer, mesh: Mesh) -> State:
     else:
         model = weights.load(config.init_from, config.model_on_mesh, mesh=mesh)
     params = nnx.state(model)
-    moments = jax.jit(optimizer.init, out_shardings=state_shardings(optimizer, params))(params)
+    with jax.set_mesh(mesh):  # as in abstract_state
+        moments = jax.jit(optimizer.init, out_shardings=state_shardings(optimizer, params))(params)
     step, skipped = (jax.device_put(jnp.zeros([], jnp.int32), everywhere(mesh)) for _ in range(2))
     return State(step, params, moments, skipped)
