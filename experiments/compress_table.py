@@ -39,8 +39,6 @@ from experiments.compress_cases import (
 )
 
 RESULTS = Path(__file__).parent / "results" / "compress_table.json"
-PAGE = Path(__file__).parent.parent / "docs" / "optimizers.md"
-BEGIN, END = "<!-- experiments.compress_table -->", "<!-- end -->"
 STEPS, BATCH, SEEDS = 200, 64, 3
 INPUTS, HIDDEN, OUTPUTS = 64, 128, 8
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -172,11 +170,6 @@ def finite(loss: float) -> float | None:
     return loss if math.isfinite(loss) else None
 
 
-def shown(loss: float | None) -> str:
-    """A loss for the table."""
-    return "diverges" if loss is None else f"{loss:.3g}"
-
-
 def row_of(name: str) -> dict[str, Any]:
     """The losses of one transformation."""
     row: dict[str, Any] = {}
@@ -225,31 +218,13 @@ def measure() -> dict[str, Any]:
     }
 
 
-def markdown(figures: dict[str, Any]) -> str:
-    """The table of docs/optimizers.md."""
-    lines = [
-        "| transformation | leaves in FP8 | loss, FP32 | compressed | loss, BF16 | compressed |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, row in figures["trained"].items():
-        losses = [
-            shown(row[dtype][which]) for dtype in DTYPES for which in ("loss", "compressed_loss")
-        ]
-        lines.append(f"| {name} | {row['compressed_leaves']} | {' | '.join(losses)} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
-    """Measures, and writes the results and the table of the page."""
+    """Measures, and writes the results; `experiments.figures --write` writes the table."""
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
     logging.getLogger("absl").setLevel(logging.ERROR)  # optax.lookahead warns at each init
-    figures = measure()
-    records.write(RESULTS, figures)
-    before, rest = PAGE.read_text().split(BEGIN)
-    after = rest.split(END, 1)[1]
-    PAGE.write_text(f"{before}{BEGIN}\n{markdown(figures)}\n{END}{after}")
+    records.write(RESULTS, measure())
 
 
 if __name__ == "__main__":

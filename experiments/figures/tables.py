@@ -213,6 +213,22 @@ def parents() -> Rows:
     return rows
 
 
+def compress_table() -> Rows:
+    """Losses of every transformation, as it is and compressed."""
+    rows = [
+        ["transformation", "leaves in FP8", "loss, FP32", "compressed", "loss, BF16", "compressed"]
+    ]
+    for name, row in of("compress_table")["trained"].items():
+        losses = [
+            row[dtype][which]
+            for dtype in ("float32", "bfloat16")
+            for which in ("loss", "compressed_loss")
+        ]
+        shown = ["diverges" if loss is None else f"{loss:.3g}" for loss in losses]
+        rows.append([name, str(row["compressed_leaves"]), *shown])
+    return rows
+
+
 TABLES = [
     Table("README.md", "training_throughput", training_throughput),
     Table(BENCHMARKS, "training_throughput", training_throughput),
@@ -226,5 +242,6 @@ TABLES = [
     Table(BENCHMARKS, "optimizer_step_7b", optimizer_step_7b),
     Table(BENCHMARKS, "accumulated_error", accumulated_error),
     Table(BENCHMARKS, "optimizer_error", optimizer_error),
+    Table("docs/optimizers.md", "compress_table", compress_table),
     Table(BENCHMARKS, "parents", parents),
 ]
