@@ -6,12 +6,15 @@ An entry that cannot be read is deleted: JAX writes entries in place, so one tha
 would be read, refused and never replaced.
 """
 
+import os
 import zlib
 from pathlib import Path
 
 import jax
 
 from coat_jax.files import expanded
+
+CHECKED = "checked"
 
 
 def use_cache(folder: str | None) -> None:
@@ -26,10 +29,21 @@ def use_cache(folder: str | None) -> None:
 
 
 def delete_unreadable(folder: Path) -> list[Path]:
-    """Deletes the entries that end too early, and returns them."""
+    """Deletes the entries that end too early, and returns them.
+
+    Entries that are older than the file `checked` were read by an earlier start. A folder in which
+    nothing may be deleted, or that is not on this machine, is left alone.
+    """
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return []
+    stamp = folder / CHECKED
+    since = stamp.stat().st_mtime_ns if stamp.exists() else 0
+    stamp.touch()
     deleted = []
     for path in folder.glob("*-cache"):
-        if path.is_file() and not is_whole(path.read_bytes()):
+        if not path.is_file() or path.stat().st_mtime_ns < since:
+            continue
+        if not is_whole(path.read_bytes()):
             path.unlink(missing_ok=True)
             deleted.append(path)
     return deleted

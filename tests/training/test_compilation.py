@@ -49,7 +49,20 @@ def test_an_entry_that_ends_too_early_is_deleted(tmp_path, length):
     (tmp_path / "whole-cache").write_bytes(whole)
     (tmp_path / "other").write_bytes(b"not JAX's")
     assert [path.name for path in compilation.delete_unreadable(tmp_path)] == ["cut-cache"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "whole-cache"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == sorted([compilation.CHECKED, "other", "whole-cache"])
+
+
+def test_an_entry_is_read_by_one_start_only(tmp_path):
+    """A cache of gigabytes must not be decompressed at every start."""
+    old, new = tmp_path / "old-cache", tmp_path / "new-cache"
+    old.write_bytes(zlib.compress(b"a program"))
+    assert compilation.delete_unreadable(tmp_path) == []
+    old.write_bytes(b"")
+    new.write_bytes(b"")
+    checked = (tmp_path / compilation.CHECKED).stat().st_mtime_ns
+    os.utime(old, ns=(checked - 1, checked - 1))
+    assert compilation.delete_unreadable(tmp_path) == [new]
 
 
 def test_entries_in_zstandard_are_checked_too():
