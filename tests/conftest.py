@@ -6,6 +6,7 @@ The variables must be set before JAX starts its backends; one that is set alread
 """
 
 import os
+import signal
 
 import pytest
 from hypothesis import Phase, settings
@@ -15,6 +16,9 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 DEVICES = "--xla_force_host_platform_device_count"
 if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
+
+# A suite that runs under `nohup` inherits SIGHUP ignored, and hands that on to the runs it starts.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 settings.register_profile(
     "laws",
