@@ -58,6 +58,6 @@ def accumulated(b2: float, part: str, storage: str) -> float:
     return of("accumulated_error")["at the end"][f"b2 = {b2}"][storage][part]
 
 
-def unit(name: str, kind: str = "units", file: str = "activation_memory") -> float:
+def unit(name: str, kind: str = "units") -> float:
     """What a whole layer saves, in U."""
-    return of(file)[kind][name]["the layer"]
+    return of("activation_memory")[kind][name]["the layer"]

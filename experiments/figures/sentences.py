@@ -195,12 +195,6 @@ SENTENCES = [
     ),
     Sentence(
         BENCHMARKS,
-        "took {:.2f} ms with FP32 parameters, {:.2f} ms with BF16 ones and {:.2f} ms where these "
-        "are rounded stochastically",
-        lambda: tuple(SUITE["optimizer"]["ms"].values()),
-    ),
-    Sentence(
-        BENCHMARKS,
         "One seed, {:.0f} steps of batch {:.0f} x {:.0f}: {:.0f} million tokens, {:.2f} epochs",
         lambda: (
             *(of("training_curves")["settings"][key] for key in ("steps", "batch", "sequence")),
@@ -226,10 +220,11 @@ SENTENCES = [
     ),
     Sentence(
         BENCHMARKS,
-        "JAX's allocator holds {:.2f} U in BF16, {:.2f} in COAT and {:.2f} in COAT_LEAN",
+        "JAX's holds {:.2f} U in BF16, {:.2f} in COAT and {:.2f} in COAT_LEAN, torch's {:.2f} U in "
+        "BF16, compiled, and {:.2f} with torchao's tensorwise FP8.",
         lambda: [
-            unit(name, "allocated", "activation_memory_h200")
-            for name in ("BF16", "COAT", "COAT_LEAN")
+            unit(name, "allocated")
+            for name in ("BF16", "COAT", "COAT_LEAN", "torch BF16, compiled", TENSORWISE)
         ],
     ),
     Sentence(
