@@ -33,13 +33,15 @@ from coat_jax.kernels.expansion import (
     copysign,
     decode,
     encode,
+    exp2,
     mix,
     noise_bits,
     reciprocal,
     sqrt,
 )
 from coat_jax.kernels.launch import kernel
-from coat_jax.moments import Storage
+from coat_jax.kernels.moments import decode_root, directions, encode_integers, encode_logarithms
+from coat_jax.moments import Storage, stochastic_below
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -98,7 +100,7 @@ def adam_reference(
 ) -> Stepped:
     """Steps one leaf, which is `leaf_id` in `noise.leaf_ids` of its tree."""
     storage = settings.storage
-    m, v = storage.read(leaf.mu), storage.read(leaf.nu)
+    m, v = storage.read_moments(leaf.mu, leaf.nu)
     m, v, direction = adam_update(
         m,
         v,
@@ -123,7 +125,7 @@ def adam_reference(
             result = noise.round_to_bfloat16(result, noise.param_key(key), run=storage.group_size)
         result = result.astype(leaf.param.dtype)
 
-    stepped = Stepped(result, *storage.write_moments(m, v, key, hyper.b1))
+    stepped = Stepped(result, *storage.write_moments(m, v, key, hyper.b1, hyper.b2))
     if hyper.skip is False:
         return stepped
     before = Stepped(result if leaf.param is None else leaf.param, leaf.mu, leaf.nu)
@@ -207,10 +209,10 @@ def log_decay(decay: Number) -> Number:
 
 def numbers_of_step(
     count: Int[Array, ""], hyper: Hyper, *, nesterov: bool, has_param: bool, smallest_v: float
-) -> Float[Array, 14]:
+) -> Float[Array, 15]:
     """What the kernel multiplies by, the same for all elements: computed once, by XLA.
 
-    `smallest_v` is `expansion.resolution` of the second moments.
+    `smallest_v` is `Storage.resolution_of_second`.
     """
     lr, b1, b2, eps, eps_root, weight_decay, grad_scale, skip = hyper
     debias1, debias2 = bias(b1, count), bias(b2, count)
@@ -234,8 +236,16 @@ def numbers_of_step(
         LARGEST_GRADIENT / jnp.abs(grad_scale),  # 11: of the gradient as it arrives
         jnp.where(jnp.isnan(bound), jnp.inf, bound),  # 12; 0 inf at a learning rate of zero
         b2 * smallest_v,  # 13: times a group's largest v, the least that divides
+        stochastic_below(b1, b2),  # 14: of codes of directions
     ]
     return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
+
+
+@kernel
+def load_codes(pointers, here, INTEGER: tl.constexpr):
+    if INTEGER:
+        return tl.load(pointers, mask=here, other=0)
+    return tl.load(pointers, mask=here, other=0.0)
 
 
 # A program steps one block of one leaf: some groups of neighbours. `numbers` are those above,
@@ -301,18 +311,30 @@ def step_block(
 
     # Decode and update. Factors common to a group or to the step are multiplied first.
     raw = tl.load(grad + start + at, mask=here, other=0.0).to(tl.float32)
-    mu = tl.load(mu_codes + start + at, mask=here, other=0.0).to(tl.float32)
-    nu = tl.load(nu_codes + start + at, mask=here, other=0.0).to(tl.float32)
+    mu = load_codes(mu_codes + start + at, here, MU[9]).to(tl.float32)
+    nu = load_codes(nu_codes + start + at, here, NU[9]).to(tl.float32)
     if HAS_PARAM:
         p = tl.load(param + start + at, mask=here, other=0.0).to(tl.float32)
     mu_amax = tl.load(mu_amax + group, mask=exists, other=0.0)
     nu_amax = tl.load(nu_amax + group, mask=exists, other=0.0)
-    mu_k16 = tl.load(mu_k16 + group, mask=exists, other=16)
     nu_k16 = tl.load(nu_k16 + group, mask=exists, other=16)
     g = clip(raw, tl.load(numbers + 11), FAST)
-    m = copysign(decode(mu, mu_amax, mu_k16, tl.load(numbers), MU[0], FAST), mu)
+    RESOLUTION: tl.constexpr = NU[10]  # of second moments, beside a largest of 1
+    if NU[9]:
+        root = decode_root(nu, nu_amax, nu_k16, FAST)
+        v = root * (root * exp2(tl.load(numbers + 2), FAST))  # finite in this order
+    else:
+        v = decode(nu, nu_amax, nu_k16, tl.load(numbers + 2), NU[0], FAST)
+    if MU[9]:
+        if not NU[9]:
+            root = sqrt(decode(nu, nu_amax, nu_k16, 0.0, NU[0], FAST), FAST)
+        smallest_root = sqrt(tl.maximum(nu_amax * RESOLUTION, 1.1754943508222875e-38), FAST)
+        scale = mu_amax * (1.0 / 127.0) * exp2(tl.load(numbers), FAST)
+        m = mu * scale[:, None] * tl.maximum(root, smallest_root[:, None])
+    else:
+        mu_k16 = tl.load(mu_k16 + group, mask=exists, other=16)
+        m = copysign(decode(mu, mu_amax, mu_k16, tl.load(numbers), MU[0], FAST), mu)
     m += tl.load(numbers + 1) * g
-    v = decode(nu, nu_amax, nu_k16, tl.load(numbers + 2), NU[0], FAST)
     root_of_new = tl.load(numbers + 3) * g
     v += root_of_new * root_of_new
 
@@ -352,12 +374,19 @@ def step_block(
         for_v, for_m = noise_bits(key, run, NU[8], MU[8], GROUP, FAST)
     else:
         for_v, for_m = v, m  # not used
-    image, amax, k16 = encode(tl.abs(m), for_m, MU, FAST)
-    image = copysign(image, m)
-    tl.store(mu_codes_out + start + at, image.to(mu_codes_out.dtype.element_ty), mask=here)
-    tl.store(mu_amax_out + group, amax, mask=exists)
-    tl.store(mu_k16_out + group, k16.to(tl.uint8), mask=exists)
-    image, amax, k16 = encode(v, for_v, NU, FAST)
-    tl.store(nu_codes_out + start + at, image.to(nu_codes_out.dtype.element_ty), mask=here)
+    if NU[9]:
+        codes, amax, k16 = encode_logarithms(v, for_v, NU[7] > 0, RESOLUTION, FAST)
+    else:
+        codes, amax, k16 = encode(v, for_v, NU, FAST)
+    tl.store(nu_codes_out + start + at, codes.to(nu_codes_out.dtype.element_ty), mask=here)
     tl.store(nu_amax_out + group, amax, mask=exists)
     tl.store(nu_k16_out + group, k16.to(tl.uint8), mask=exists)
+    if MU[9]:  # What is not stored stays: k16 is the same for all directions.
+        direction = directions(m, v, amax, RESOLUTION, FAST)
+        codes, amax = encode_integers(direction, for_m, tl.load(numbers + 14), MU[7] > 0, FAST)
+    else:
+        codes, amax, k16 = encode(tl.abs(m), for_m, MU, FAST)
+        codes = copysign(codes, m)
+        tl.store(mu_k16_out + group, k16.to(tl.uint8), mask=exists)
+    tl.store(mu_codes_out + start + at, codes.to(mu_codes_out.dtype.element_ty), mask=here)
+    tl.store(mu_amax_out + group, amax, mask=exists)

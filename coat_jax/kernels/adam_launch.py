@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
-from coat_jax import expansion, noise
+from coat_jax import noise
 from coat_jax.expansion import Expanded, Rounding, fit_of
 from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
@@ -34,6 +34,7 @@ from coat_jax.kernels.adam import (
 )
 from coat_jax.kernels.launch import kernel, launch
 from coat_jax.kernels.partition import LeafPlace, over_mesh
+from coat_jax.moments import DIRECTION, LOGARITHM, Storage
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -87,13 +88,12 @@ def adam_step(
         else:
             waiting.append(i)
     if waiting:
-        rounding = settings.storage.rounding_of_second()
         numbers = numbers_of_step(
             count,
             hyper,
             nesterov=settings.nesterov,
             has_param=leaves[waiting[0]].param is not None,
-            smallest_v=expansion.resolution(settings.storage.second, rounding),
+            smallest_v=settings.storage.resolution_of_second(),
         )
         keys = _keys(settings.storage.seed, count, ids, leaves)
         eps_root = not (isinstance(hyper.eps_root, int | float) and hyper.eps_root == 0)
@@ -154,7 +154,7 @@ def _buckets(indices: Sequence[int], leaves: Sequence[Leaf]) -> list[list[int]]:
 def _step_bucket(
     leaves: Sequence[Leaf],
     table: Int32[Array, "leaves 2"],
-    numbers: Float[Array, 14],
+    numbers: Float[Array, 15],
     keys: UInt32[Array, ...],
     *,
     settings: Settings,
@@ -209,8 +209,8 @@ def _step_bucket(
             EPS_ROOT=eps_root,
             ROUND_PARAM=settings.round_params and arrays[0][0].dtype == jnp.bfloat16,
             MAY_SKIP=may_skip,
-            MU=_format_constants(leaves[0].mu.codes.dtype, first),
-            NU=_format_constants(leaves[0].nu.codes.dtype, storage.rounding_of_second()),
+            MU=_format_constants(storage.first, first, storage),
+            NU=_format_constants(storage.second, storage.rounding_of_second(), storage),
             FAST=not dispatch.interpreting(),
         )
         return [results[k : k + results_per_leaf] for k in range(0, len(results), results_per_leaf)]
@@ -242,8 +242,14 @@ def _layout(
     return jnp.stack([jax.lax.convert_element_type(n, jnp.int32) for n in rows]), blocks
 
 
-def _format_constants(dtype: DTypeLike, rounding: Rounding) -> tuple[float | int, ...]:
-    """What the kernel needs of an FP8 format and its rounding."""
+def _format_constants(
+    dtype: DTypeLike, rounding: Rounding, storage: Storage
+) -> tuple[float | int, ...]:
+    """What the kernel needs of a moment's format and its rounding."""
+    resolution = storage.resolution_of_second()
+    if dtype in (DIRECTION, LOGARITHM):
+        base = int(np.float32(128).view(np.uint32))
+        return (0.0,) * 7 + (ROUNDINGS.index(rounding), base, 1, resolution)
     fmt, fit = format_of(dtype), fit_of(dtype, rounding)
     # Stochastic rounding adds noise to codes in units of the last place, whose noise has 16 bits;
     # dithering to codes themselves, where it is as wide as the smallest.
@@ -258,6 +264,8 @@ def _format_constants(dtype: DTypeLike, rounding: Rounding) -> tuple[float | int
         float(fit.min_steps),
         ROUNDINGS.index(rounding),
         int(np.float32(128 * noise_unit).view(np.uint32)),
+        0,
+        resolution,
     )
 
 

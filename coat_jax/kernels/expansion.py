@@ -10,7 +10,7 @@ work is bound by issued instructions almost as much as by memory, hence:
                  whose last place is right (the format's base): adding it is all that is left.
 Triton's interpreter knows no inline assembly: there FAST is off.
 
-A format with its rounding is a tuple, from `adam_launch`: log2 of the largest code, binades that
+An FP8 format with its rounding is a tuple, from `adam_launch`: log2 of the largest code, binades that
 a group is spread over, smallest code, largest code, exponent of the smallest normal code, mantissa
 bits, least 16 k, the rounding (0 to nearest, 1 dithered, 2 stochastic) and the base of its noise.
 """
@@ -50,6 +50,15 @@ def sqrt(x, FAST: tl.constexpr):
             "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     return tl.sqrt(x)
+
+
+@kernel
+def rsqrt(x, FAST: tl.constexpr):
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return 1.0 / tl.sqrt(x)
 
 
 @kernel

@@ -85,9 +85,9 @@ def require_moments(
 def require_stored(name: str, stored: Expanded, storage: Storage) -> None:
     """Raises unless a compressed leaf has the format and group size of `storage`."""
     groups = scales_shape(stored.codes.shape, storage.group_size)
-    if stored.codes.dtype != storage.first or {stored.amax.shape, stored.k16.shape} != {groups}:
+    if stored.codes.dtype != storage.other or {stored.amax.shape, stored.k16.shape} != {groups}:
         raise ValueError(
             f"The state's {name} is {stored.codes.dtype} with scales {list(stored.amax.shape)}, "
-            f"but its Storage asks for {jnp.dtype(storage.first)} with scales {list(groups)}. It "
+            f"but its Storage asks for {jnp.dtype(storage.other)} with scales {list(groups)}. It "
             "was made with another FP8 format or group size: use the Storage it was made with."
         )

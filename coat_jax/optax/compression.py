@@ -56,7 +56,7 @@ def compress(
 
     Args:
         tx: any optax transformation whose state has leaves that follow the parameters.
-        storage: format (`first`), group size, rounding and which leaves stay as they are.
+        storage: format (`other`), group size, rounding and which leaves stay as they are.
         where: (path, leaf) -> whether to compress a leaf of the state of `tx`, with a path such
             as "[0].mu['w']"; all moments by default.
 
@@ -166,7 +166,7 @@ def _stored_leaves(state: Any, storage: Storage) -> list[Expanded]:
 
 
 def _compressed(leaf: Any, storage: Storage) -> Expanded:
-    e = storage.write(leaf, storage.first)
+    e = storage.write(leaf, storage.other)
     return e._replace(amax=_saturating(e.amax, leaf.dtype))
 
 

@@ -57,7 +57,7 @@ def scale_by_unexpanded_fp8_adam(
             )
 
         return ScaleByUnexpandedAdamState(
-            jnp.zeros([], jnp.int32), codes(storage.first), scale(), codes(storage.second), scale()
+            jnp.zeros([], jnp.int32), codes(storage.other), scale(), codes(storage.other), scale()
         )
 
     def update(
@@ -73,8 +73,8 @@ def scale_by_unexpanded_fp8_adam(
             m = dequantize(QTensor(mc, ms, group_size))
             v = dequantize(QTensor(nc, ns, group_size))
             m, v, direction = adam_update(m, v, g, count, hyper, nesterov=nesterov)
-            mu = quantize(m, storage.first, group_size=group_size)
-            nu = quantize(v, storage.second, group_size=group_size)
+            mu = quantize(m, storage.other, group_size=group_size)
+            nu = quantize(v, storage.other, group_size=group_size)
             return direction.astype(g.dtype), mu.codes, mu.scale, nu.codes, nu.scale
 
         stepped = jax.tree.map(step, updates, *state[1:])

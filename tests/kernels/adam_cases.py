@@ -16,13 +16,14 @@ import numpy as np
 
 from coat_jax import noise
 from coat_jax.expansion import Expanded
-from coat_jax.formats import E5M2
+from coat_jax.formats import E4M3, E5M2
 from coat_jax.kernels.adam import Hyper, Leaf, Settings, largest_direction
 from coat_jax.kernels.adam_launch import BUCKET, adam_step
 from coat_jax.kernels.dispatch import interpreting
-from coat_jax.moments import Storage
+from coat_jax.moments import DIRECTION, LOGARITHM, Storage
 
-ALL_FP8 = Storage(min_size=0)
+ALL_FP8 = Storage(min_size=0)  # every leaf in 8 bits
+EXPANDED = Storage(min_size=0, first=E4M3, second=E4M3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,17 @@ class Case:
 CASES = [
     Case("one block", ((8, 128),)),
     Case("several blocks", ((40, 256),)),
+    Case("E4M3", ((40, 256),), settings=Settings(EXPANDED)),
+    Case(
+        "E4M3 and logarithms",
+        ((40, 256),),
+        settings=Settings(dataclasses.replace(EXPANDED, second=LOGARITHM)),
+    ),
+    Case(
+        "directions and E4M3",
+        ((40, 256),),
+        settings=Settings(dataclasses.replace(EXPANDED, first=DIRECTION)),
+    ),
     Case("rank 3", ((2, 3, 256),)),
     Case("scalar", ((),)),
     Case("short row", ((3,),)),
@@ -53,6 +65,11 @@ CASES = [
     Case("late step", count=1_000_000),
     Case("no weight decay on this leaf", decayed=False),
     Case("b1 = 0", hyper=Hyper(1e-3, 0.0, 0.95, 1e-8, 0.0, 0.1, 1.0)),
+    Case(
+        "E4M3, slow first moment",
+        hyper=Hyper(1e-3, 0.95, 0.95, 1e-8, 0.0, 0.1, 1.0),
+        settings=Settings(EXPANDED),
+    ),
     Case("slow first moment", hyper=Hyper(1e-3, 0.95, 0.95, 1e-8, 0.0, 0.1, 1.0)),
     Case("slow decays", hyper=Hyper(1e-3, 0.99, 0.9999, 1e-8, 0.0, 0.1, 1.0), count=500),
     Case("eps = 0", hyper=Hyper(1e-3, 0.9, 0.95, 0.0, 0.0, 0.1, 1.0), hostile=True),
@@ -72,6 +89,7 @@ CASES = [
     Case("not skipped", hyper=Hyper(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.1, 1.0, np.bool_(False))),
     Case("nesterov", settings=Settings(ALL_FP8, nesterov=True)),
     Case("nearest", settings=Settings(Storage(min_size=0, stochastic=False))),
+    Case("E4M3, nearest", settings=Settings(dataclasses.replace(EXPANDED, stochastic=False))),
     Case("seeded", settings=Settings(Storage(min_size=0, seed=2**31 + 5))),
     Case("E5M2", settings=Settings(Storage(min_size=0, first=E5M2, second=E5M2))),
     Case("groups of 16", ((4, 256),), settings=Settings(Storage(min_size=0, group_size=16))),
@@ -85,6 +103,7 @@ CASES = [
         settings=Settings(ALL_FP8, round_params=True),
     ),
     Case("hostile gradients", ((16, 128),), hostile=True),
+    Case("E4M3, hostile gradients", ((16, 128),), settings=Settings(EXPANDED), hostile=True),
     Case("hostile, uneven", ((16, 100),), hostile=True),
     Case(
         "hostile, rounded parameters",
@@ -122,8 +141,7 @@ def leaves_of(case: Case, seed: int = 0) -> list[Leaf]:
             Leaf(
                 None if case.param is None else normal(shape, 1.0).astype(case.param),
                 grad.astype(case.grad),
-                storage.write(mu, storage.first),
-                storage.write(nu, storage.second),
+                *written(storage, mu, nu),
             )
         )
     return leaves
@@ -174,9 +192,13 @@ def one_step(
 def fresh_leaf(param: jax.Array | None, grad: jax.Array, storage: Storage = ALL_FP8) -> Leaf:
     """A leaf before its first step."""
     zeros = jnp.zeros(grad.shape)
-    return Leaf(
-        param, grad, storage.write(zeros, storage.first), storage.write(zeros, storage.second)
-    )
+    return Leaf(param, grad, *written(storage, zeros, zeros))
+
+
+def written(storage: Storage, m: jax.Array, v: jax.Array) -> tuple[Expanded, Expanded]:
+    """Both moments as `storage` holds them, rounded to nearest."""
+    nearest = dataclasses.replace(storage, stochastic=False)
+    return nearest.write_moments(m, v, noise.leaf_key(0, 0, 0), 0.9, 0.999)
 
 
 def check_rounded_parameters(implementation: str) -> None:
@@ -206,12 +228,20 @@ def check_rounded_parameters(implementation: str) -> None:
 
 
 def check_non_finite_gradients(implementation: str) -> None:
-    """NaN and infinity make their own parameter NaN, and no other; NaN stays in its moments."""
+    """NaN and infinity make their own parameter NaN, and no other.
+
+    NaN stays in moments in FP8; in those in integers it becomes zero.
+    """
     rng = np.random.default_rng(0)
     grad = np.float32(rng.normal(size=(8, 128)))
     grad[1, 3], grad[2, 5], grad[3, 0] = np.nan, np.inf, -np.inf
-    leaf = fresh_leaf(jnp.ones((8, 128)), jnp.asarray(grad))
-    hyper, settings = Hyper(learning_rate=1e-3), Settings(ALL_FP8)
+    for storage in (ALL_FP8, EXPANDED):
+        _check_non_finite_gradients(implementation, grad, storage)
+
+
+def _check_non_finite_gradients(implementation: str, grad: np.ndarray, storage: Storage) -> None:
+    leaf = fresh_leaf(jnp.ones((8, 128)), jnp.asarray(grad), storage)
+    hyper, settings = Hyper(learning_rate=1e-3), Settings(storage)
     result, leaf = one_step(implementation, leaf, 1, hyper, settings)
     np.testing.assert_array_equal(np.isnan(result), ~np.isfinite(grad))
     leaf = leaf._replace(param=result, grad=jnp.ones((8, 128)))
@@ -219,6 +249,8 @@ def check_non_finite_gradients(implementation: str) -> None:
     np.testing.assert_array_equal(np.isnan(result), ~np.isfinite(grad))
     for moment in (leaf.mu, leaf.nu):
         assert np.all(np.isfinite(moment.amax))
+    if storage is ALL_FP8:
+        return
     if implementation == "triton" and interpreting():  # whose cast makes another code of NaN
         return
     for moment in (leaf.mu, leaf.nu):
@@ -286,10 +318,17 @@ def _compare_moments(expected: Expanded, got: Expanded, group_size: int) -> None
     nan = np.isnan(np.asarray(expected.codes, np.float32))
     if not interpreting():  # whose cast makes another code of NaN
         np.testing.assert_array_equal(np.isnan(np.asarray(got.codes, np.float32)), nan)
-    ordinal = [np.asarray(e.codes).view(np.uint8).astype(int) for e in (expected, got)]
-    signed = [np.where(o >= 128, 128 - o, o) for o in ordinal]
-    apart = np.where(nan, 0, np.abs(signed[0] - signed[1]))
+    apart = np.where(nan, 0, np.abs(_places(expected.codes) - _places(got.codes)))
     per_code = np.repeat(np.atleast_1d(same_exponent), group_size, axis=-1)
     apart = apart[per_code[..., : apart.shape[-1]] if apart.ndim else per_code[0]]
     assert apart.max(initial=0) <= 1
     assert (apart > 0).sum() <= max(2, 0.01 * apart.size)
+
+
+def _places(codes: jax.Array) -> np.ndarray:
+    """The places of codes among all codes in ascending order."""
+    array = np.asarray(codes)
+    if array.dtype in (np.int8, np.uint8):
+        return array.astype(int)
+    ordinal = array.view(np.uint8).astype(int)
+    return np.where(ordinal >= 128, 128 - ordinal, ordinal)

@@ -1,0 +1,67 @@
+"""8-bit integers: numbers in 127 equal steps on each side of zero, with one scale per group.
+
+    encode    code = 127 x / amax,  rounded
+    decode    x = amax code / 127
+
+For numbers of similar size, such as the directions of Adam's updates. Large codes may be rounded
+to nearest and small ones stochastically: a number that decays by itself, by a part of itself per
+step, moves on from a large code and would be stuck at a small one.
+
+Laws, for finite input of any shape:
+    zero stays zero;
+    the largest of a group keeps its code, so a constant group is exact, but for FP32's rounding;
+    nothing non-finite comes out;
+    where rounding is stochastic, the decoded value is right on average.
+NaN becomes zero; infinity becomes the largest FP32.
+"""
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from coat_jax.expansion import SMALLEST, STEPS, Expanded
+from coat_jax.qtensor import group_max, join_groups, require_float, scales_shape, split_groups
+
+DTYPE = jnp.int8
+TOP = 127
+
+
+def encode(
+    x: Float[Array, "*rows D"],
+    *,
+    group_size: int,
+    noise: Float[Array, "*rows D"] | None = None,
+    stochastic_below: ArrayLike = jnp.inf,
+) -> Expanded:
+    """Rounds `x` to nearest, or with `noise` (uniform in (0, 1)) stochastically.
+
+    Args:
+        x: floats of any shape.
+        group_size: neighbours along the last axis that share a scale.
+        noise: one number per element; see `coat_jax.noise.uniform`.
+        stochastic_below: codes of this magnitude and more are rounded to nearest all the same.
+    """
+    require_float("x", x.dtype)
+    values = split_groups(x.astype(jnp.float32), group_size)
+    values = jnp.where(jnp.isnan(values), 0.0, values)
+    amax = group_max(jnp.abs(values))
+    amax = jnp.where(amax < SMALLEST, 0.0, amax)[..., None]
+    exact = jnp.clip(values * (TOP / jnp.where(amax > 0, amax, jnp.inf)), -TOP, TOP)
+    codes = jnp.floor(exact + 0.5)
+    if noise is not None:
+        whole = jnp.floor(exact)
+        at_random = whole + (split_groups(noise, group_size) < exact - whole)
+        codes = jnp.where(jnp.abs(exact) < stochastic_below, at_random, codes)
+    shape = scales_shape(x.shape, group_size)
+    return Expanded(
+        join_groups(codes.astype(DTYPE), x.shape),
+        amax.reshape(shape),
+        jnp.full(shape, STEPS, jnp.uint8),
+    )
+
+
+def decode(e: Expanded, *, group_size: int) -> Float[Array, "*rows D"]:
+    """Returns the FP32 values that `e` stands for."""
+    codes = split_groups(e.codes, group_size).astype(jnp.float32)
+    scale = e.amax.reshape(codes.shape[:-1])[..., None] / TOP
+    return join_groups(codes * scale, e.codes.shape)
