@@ -12,18 +12,20 @@ Laws, for finite input of any shape:
     the largest of a group keeps its code, so a constant group is exact, but for FP32's rounding;
     nothing non-finite comes out;
     where rounding is stochastic, the decoded value is right on average.
-NaN becomes zero; infinity becomes the largest FP32.
+NaN becomes zero. Magnitudes over 2^100 become that, and a group of none over 2^-100 zeros: their
+scales would have no reciprocals.
 """
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from coat_jax.expansion import SMALLEST, STEPS, Expanded
+from coat_jax.expansion import STEPS, Expanded
 from coat_jax.qtensor import group_max, join_groups, require_float, scales_shape, split_groups
 
 DTYPE = jnp.int8
 TOP = 127
+SMALLEST, LARGEST = 2.0**-100, 2.0**100
 
 
 def encode(
@@ -43,10 +45,10 @@ def encode(
     """
     require_float("x", x.dtype)
     values = split_groups(x.astype(jnp.float32), group_size)
-    values = jnp.where(jnp.isnan(values), 0.0, values)
+    values = jnp.clip(jnp.where(jnp.isnan(values), 0.0, values), -LARGEST, LARGEST)
     amax = group_max(jnp.abs(values))
-    amax = jnp.where(amax < SMALLEST, 0.0, amax)[..., None]
-    exact = jnp.clip(values * (TOP / jnp.where(amax > 0, amax, jnp.inf)), -TOP, TOP)
+    amax = jnp.where(amax < SMALLEST, 0.0, amax)
+    exact = TOP * (values / jnp.where(amax > 0, amax, jnp.inf)[..., None])
     codes = jnp.floor(exact + 0.5)
     if noise is not None:
         whole = jnp.floor(exact)

@@ -51,7 +51,10 @@ def encode(
     values = jnp.where(values >= SMALLEST, values, 0.0)
     amax = group_max(values)
     log2_amax = jnp.log2(jnp.maximum(amax, SMALLEST))[..., None]
-    log2_below = log2_amax - jnp.log2(jnp.minimum(values, amax[..., None]))  # inf for zero
+    log2_below = log2_amax - jnp.log2(values)  # inf for zero
+    # Not what is left of two logarithms' rounding, which could round the largest down.
+    log2_below = jnp.where(values >= amax[..., None], 0.0, log2_below)
+    log2_below = jnp.where(values > 0, log2_below, jnp.inf)
     spread = jnp.max(jnp.where(values > 0, log2_below, 0.0), axis=-1, keepdims=True, initial=0.0)
     spread = jnp.where(amax[..., None] > 0, spread, jnp.inf)
     steps = jnp.floor((TOP - 1) / jnp.maximum(spread, 1e-6) + TOLERANCE)

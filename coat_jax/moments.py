@@ -15,11 +15,11 @@ Adam's two moments are stored together, as what its update is made of:
     second    v as an 8-bit logarithm (`coat_jax.logarithms`), rounded stochastically
     first     the direction m / sqrt(v) as an 8-bit integer (`coat_jax.integers`)
 
-Directions of a group are of similar size where the moments themselves span many binades; and an
-error of v changes m and sqrt(v) alike, and not the next direction. Its large codes are rounded
-to nearest, with half the error. Small ones are rounded stochastically: without a gradient m / sqrt(v)
-decays by b1 / sqrt(b2) per step, which from a small code is less than half a step, and an element
-whose gradient has become zero would keep its momentum for ever.
+Directions of a group are of similar size, where the moments themselves span many binades; and an
+error of v, which multiplies what is read of m too, leaves the direction as it was. Large codes of a
+direction are rounded to nearest, with half the error, small ones stochastically: without a gradient
+m / sqrt(v) decays by b1 / sqrt(b2) per step, which from a small code is less than half a step, and
+an element whose gradient has become zero would keep its momentum for ever.
 
 Where v is below the smallest number that its group can hold, the root of that number takes its
 place in the direction, when it is stored and when it is read.
@@ -238,13 +238,11 @@ class Storage:
 _CODERS = {jnp.dtype(DIRECTION): integers, jnp.dtype(LOGARITHM): logarithms}
 
 
-def stochastic_below(b1: float | Array, b2: float | Array) -> float | Array:
+def stochastic_below(b1: float | Array, b2: float | Array) -> Float[Array, ""]:
     """The magnitude of code under which a direction is rounded stochastically; see above."""
-    if isinstance(b1, jax.Array) or isinstance(b2, jax.Array):
-        lost = 1 - b1 / jnp.sqrt(jnp.maximum(jnp.asarray(b2, jnp.float32), 1e-30))
-        return jnp.where(lost > 0, MIN_DECAY / jnp.maximum(lost, 1e-6), jnp.inf)
-    lost = 1 - b1 / math.sqrt(b2) if b2 > 0 else 0.0
-    return MIN_DECAY / lost if lost > 0 else math.inf
+    root = jnp.sqrt(jnp.maximum(jnp.asarray(b2, jnp.float32), expansion.SMALLEST))
+    lost = 1 - b1 / root
+    return jnp.where(lost > 0, MIN_DECAY / jnp.maximum(lost, 1e-6), jnp.inf)
 
 
 def _format(field: str, dtype: DTypeLike, own: DTypeLike | None) -> DTypeLike:

@@ -10,7 +10,9 @@ stored moments, so that rounding errors accumulate as they do in training. All r
 gradients of one training: a small Llama on real text under `optax.adamw` (FP32, b2 = 0.95).
 
 Every element of every matrix counts, with Adam's own eps. The layers' matrices stand apart from
-embedding and head, which belong to rare and common bytes. Groups have 128 elements everywhere,
+embedding and head, which belong to rare and common bytes. "Directions and logarithms" is what
+coat_jax stores by default, "dynamic range expansion" what the COAT paper does. Groups have 128
+elements everywhere,
 where bitsandbytes has blocks of 256. It rounds to nearest; every format is measured with v rounded
 to nearest and stochastically, so that the format and the rounding can be told apart.
 """
@@ -48,7 +50,8 @@ B2S = (0.95, 0.999)
 SAMPLES = 30  # points of each curve
 LAST = 3  # of these: their mean is the error at the end
 PARTS = ("layers", "embedding and head")
-FORMATS = EXPANDED, PLAIN, DYNAMIC = (
+FORMATS = OURS, EXPANDED, PLAIN, DYNAMIC = (
+    "directions and logarithms",
     "dynamic range expansion",
     "one scale per group",
     "bitsandbytes' code",
@@ -63,9 +66,12 @@ def storages(b2: float) -> list[optax.GradientTransformation]:
     """The optimizers of `STORAGES`, in this order; each one's update is Adam's direction."""
     plain = coders.plain(E4M3)
     signed, unsigned = (coders.dynamic(signed=signed) for signed in (True, False))
+    expanded = Storage(first=E4M3, second=E4M3)
     return [
         coat.optax.scale_by_fp8_adam(b2=b2),
         coat.optax.scale_by_fp8_adam(b2=b2, storage=Storage(stochastic=False)),
+        coat.optax.scale_by_fp8_adam(b2=b2, storage=expanded),
+        coat.optax.scale_by_fp8_adam(b2=b2, storage=coat.moments.PAPER),
         scale_by_coded_adam(b2, plain, coders.plain_stochastic),
         scale_by_coded_adam(b2, plain, lambda v, _: plain(v)),
         scale_by_coded_adam(b2, signed, coders.dynamic_stochastic),
@@ -242,7 +248,7 @@ def draw(figures: Figures, path: Path) -> None:
     """Draws the error over training, a panel for each b2 and part."""
     import matplotlib.pyplot as plt
 
-    colors = dict(zip(FORMATS, (records.ACCENT, records.INK, "#2563a8"), strict=True))
+    colors = dict(zip(FORMATS, (records.ACCENT, "#7a5195", records.INK, "#2563a8"), strict=True))
     lines = dict(zip(ROUNDINGS, ("-", ":"), strict=True))
     styles = {
         f"{name}, {rounding}": {"color": color, "ls": line}

@@ -22,17 +22,18 @@ from pathlib import Path
 import coat_jax as coat
 from coat_jax import models
 from coat_jax.errors import UserError
-from coat_jax.moments import Storage
+from coat_jax.moments import PAPER, Storage
 from experiments import loss_study_results
 from experiments.loss_study_arms import Arm, Settings, Size, differences
 from experiments.loss_study_measure import Call, measure, plan
-from experiments.loss_study_moments import Expanded, Separately
+from experiments.loss_study_moments import Expanded, Logarithm, Separately
 from experiments.loss_study_table import show
 
 BASE = Arm(baseline=True)
 NEVER = 1 << 60  # a `min_size` that leaves every leaf in FP32
 COAT_FP32 = Arm(precision=coat.COAT)
 MOMENTS = Arm(moments=Storage())
+EXPANDED = Storage(first=coat.E4M3, second=coat.E4M3)
 BOTH = Arm(precision=coat.COAT, moments=Storage())
 
 ARMS: dict[str, Arm] = {
@@ -46,6 +47,7 @@ ARMS: dict[str, Arm] = {
     "coat_lean": replace(BOTH, precision=coat.COAT_LEAN),
     "moments": MOMENTS,
     "activations": COAT_FP32,
+    "coat_expanded": replace(BOTH, moments=EXPANDED),
     "activations_lean": replace(COAT_FP32, precision=coat.COAT_LEAN),
     # Parts of the activations; "all_but" is COAT without one part.
     "products": Arm(precision=coat.FP8_LINEAR),
@@ -57,13 +59,16 @@ ARMS: dict[str, Arm] = {
     # Parts of the moments.
     "first": Arm(moments=Separately(first=Expanded())),
     "second": Arm(moments=Separately(second=Expanded(stochastic=True))),
+    "second_logarithm": Arm(moments=Separately(second=Logarithm())),
     "second_nearest": Arm(moments=Separately(second=Expanded())),
     "first_stochastic": Arm(moments=Separately(first=Expanded(stochastic=True))),
     "both_separately": Arm(moments=Separately(Expanded(), Expanded(stochastic=True))),
+    "moments_expanded": Arm(moments=EXPANDED),
+    "moments_paper": Arm(moments=PAPER),
     "moments_nearest": Arm(moments=Storage(stochastic=False)),
     "moments_64": Arm(moments=Storage(group_size=64)),
     "moments_32": Arm(moments=Storage(group_size=32)),
-    "moments_first_e5m2": Arm(moments=Storage(first=coat.E5M2)),
+    "moments_first_e5m2": Arm(moments=replace(EXPANDED, first=coat.E5M2)),
     # Settings of the optimizer: arms are compared with baselines of the same settings.
     "bf16_b2_999": replace(BASE, optimizer={"b2": 0.999}),
     "bf16_b2_999_ulp": replace(BASE, optimizer={"b2": 0.999}, perturbed=True),

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from coat_jax import expansion, noise
+from coat_jax import expansion, logarithms, noise
 from coat_jax.expansion import GROUP_SIZE
+from coat_jax.formats import E4M3
 from coat_jax.moments import Storage
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.optimizer import Optimizer, decayed
@@ -38,7 +39,7 @@ class Expanded:
         stochastic: whether to round stochastically, with the noise that is passed.
     """
 
-    storage: Storage = Storage()
+    storage: Storage = Storage(first=E4M3, second=E4M3)
     stochastic: bool = False
 
     def __call__(
@@ -51,6 +52,24 @@ class Expanded:
         size = self.storage.group_size
         stored = expansion.encode(values, self.storage.first, group_size=size, noise=dither)
         return expansion.decode(stored, group_size=size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Logarithm:
+    """8-bit logarithms, as coat_jax stores a second moment."""
+
+    storage: Storage = Storage()
+
+    def __call__(
+        self, values: Float[Array, "..."], uniform: Float[Array, "..."]
+    ) -> Float[Array, "..."]:
+        """The values after they were stored and read again."""
+        if not self.storage.holds_in_fp8(values.shape):
+            return values
+        size = self.storage.group_size
+        return logarithms.decode(
+            logarithms.encode(values, group_size=size, noise=uniform), group_size=size
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax import expansion, noise
+from coat_jax import expansion, logarithms, noise
 from coat_jax.expansion import Expanded
 from coat_jax.formats import E4M3, E5M2
-from coat_jax.moments import GROUP_SIZES, MIN_COLUMNS, Storage
+from coat_jax.moments import GROUP_SIZES, MIN_COLUMNS, PAPER, Storage, stochastic_below
 
 write = jax.jit(Storage.write, static_argnums=(0, 2))
 read = jax.jit(Storage.read, static_argnums=0)
@@ -137,8 +137,8 @@ def test_a_slow_first_moment_is_rounded_stochastically_and_a_fast_one_dithered(f
     assert storage.rounding_of_first(b1) == rounding
     assert Storage(stochastic=False).rounding_of_first(b1) == "nearest"
     m, key = values_of((4, 256)), noise.leaf_key(0, 1, 2)
-    known, _ = storage.write_moments(m, m**2, key, b1)
-    computed, _ = jax.jit(storage.write_moments)(m, m**2, key, jnp.float32(b1))
+    known, _ = storage.write_moments(m, m**2, key, b1, 0.95)
+    computed, _ = jax.jit(storage.write_moments)(m, m**2, key, jnp.float32(b1), 0.95)
     jax.tree.map(np.testing.assert_array_equal, known, computed)
 
 
@@ -191,8 +191,12 @@ def test_storage_can_be_a_static_argument():
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 def test_every_listed_group_size_works(group_size):
     storage, values = Storage(min_size=0, group_size=group_size), jnp.full((2, 40), 0.3)
-    stored = jax.eval_shape(lambda x: storage.write(x, storage.second), values)
-    assert stored.amax.shape == stored.k16.shape == (2, -(-40 // group_size))
+    key = noise.leaf_key(0, 1, 0)
+    moments = jax.eval_shape(lambda x: storage.write_moments(x, x, key, 0.9, 0.95), values)
+    for stored in moments:
+        assert stored.amax.shape == stored.k16.shape == (2, -(-40 // group_size))
+        assert jax.eval_shape(storage.read, stored).shape == (2, 40)
+    stored = jax.eval_shape(lambda x: storage.write(x, storage.other), values)
     assert jax.eval_shape(storage.read, stored).shape == (2, 40)
 
 
@@ -202,11 +206,84 @@ def test_another_group_size_is_refused(group_size):
         Storage(group_size=group_size)
 
 
-@pytest.mark.parametrize("field", ["first", "second"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, "int8", None, "e4m3"])
+@pytest.mark.parametrize("field", ["first", "second", "other"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, "int16", None, "e4m3"])
 def test_another_format_is_refused(field, dtype):
-    with pytest.raises(ValueError, match=r"no FP8 format.*coat\.formats\.E4M3"):
+    with pytest.raises(ValueError, match=rf"{field}=.* is no format .*coat\.formats\.E4M3"):
         Storage(**{field: dtype})
+
+
+def test_a_format_has_one_spelling():
+    assert Storage(first="int8", second=np.dtype("uint8")) == Storage()
+    assert Storage(first="float8_e4m3fn").first == E4M3
+    for field, dtype in (("first", jnp.uint8), ("second", jnp.int8), ("other", jnp.int8)):
+        with pytest.raises(ValueError, match=f"{field}=.* is no format"):
+            Storage(**{field: dtype})
+
+
+def adam_moments(seed=0):
+    """Moments of groups whose second moments span 15 binades or so."""
+    rng = np.random.default_rng(seed)
+    root = np.exp(rng.normal(size=(256, 128)))
+    return np.float32(0.2 * rng.normal(size=root.shape) * root), np.float32(root**2)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_the_error_of_a_direction_is_far_below_that_of_fp8(stochastic):
+    m, v = adam_moments()
+
+    def error(**formats):
+        storage = Storage(min_size=0, stochastic=stochastic, **formats)
+        stored = storage.write_moments(m, v, noise.leaf_key(0, 1, 2), 0.9, 0.95)
+        got_m, got_v = storage.read_moments(*stored)
+        return np.sqrt(np.mean(np.square(got_m / np.sqrt(got_v) - m / np.sqrt(v))))
+
+    assert error() < 0.35 * error(first=E4M3, second=E4M3)
+
+
+def test_both_moments_are_right_on_average():
+    m, v = (np.broadcast_to(x[:1], (4096, 128)) for x in adam_moments())
+    storage = Storage(min_size=0)
+    stored = storage.write_moments(m, v, noise.leaf_key(0, 1, 2), 1.0, 0.95)
+    for read, exact in zip(storage.read_moments(*stored), (m, v), strict=True):
+        got = np.asarray(read, np.float64)
+        error = 6 * got.std(0) / np.sqrt(len(got)) + 2e-3 * np.abs(exact[0])
+        assert np.all(np.abs(got.mean(0) - exact[0]) <= error)
+
+
+@pytest.mark.parametrize(("b1", "b2"), [(0.9, 0.95), (0.9, 0.999), (0.95, 0.95), (0.5, 0.9)])
+def test_every_code_of_a_direction_that_is_rounded_to_nearest_decays(b1, b2):
+    below = float(stochastic_below(b1, b2))
+    codes = np.arange(1, 128)
+    stays = np.round(codes * b1 / np.sqrt(b2)) == codes
+    assert not np.any(stays[codes >= below])
+    assert np.any(stays) == (below > 2)
+
+
+@pytest.mark.parametrize(("b1", "b2"), [(0.99, 0.95), (0.9, 0.0), (1.0, 0.999)])
+def test_a_direction_that_does_not_decay_is_rounded_stochastically(b1, b2):
+    assert np.isinf(stochastic_below(b1, b2))
+    assert np.isinf(jax.jit(stochastic_below)(b1, b2))
+
+
+def test_a_first_moment_survives_a_second_one_that_is_too_small_to_be_stored():
+    """Its direction is then stored, and read, with the smallest root that the group can hold."""
+    m, v = np.full((1, 128), 1e-9, np.float32), np.full((1, 128), 1e-16, np.float32)
+    m[0, 0], v[0, 0] = 1.0, 1.0
+    storage = Storage(min_size=0, stochastic=False)
+    mu, nu = storage.write_moments(m, v, noise.leaf_key(0, 1, 2), 0.9, 0.95)
+    got_m, got_v = storage.read_moments(mu, nu)
+    np.testing.assert_array_equal(got_v[0, 1:], 0)
+    smallest = np.sqrt(logarithms.resolution())
+    assert np.all(np.abs(got_m - m)[0, 1:] <= smallest / 127)
+
+
+def test_the_papers_formats_have_a_name():
+    assert Storage(first=E4M3, second=E4M3, stochastic=False) == PAPER
+    m, v = adam_moments()
+    mu, nu = PAPER.write_moments(m, v, noise.leaf_key(0, 1, 2), 0.9, 0.95)
+    jax.tree.map(np.testing.assert_array_equal, mu, encode(m, E4M3, group_size=128))
+    jax.tree.map(np.testing.assert_array_equal, nu, encode(v, E4M3, group_size=128))
 
 
 @pytest.mark.parametrize("field", ["min_size", "seed"])

@@ -28,19 +28,9 @@ from jaxtyping import Array, Float, Int
 
 from coat_jax import noise
 from coat_jax.expansion import SMALLEST, Expanded
-from coat_jax.kernels.expansion import (
-    clip,
-    copysign,
-    decode,
-    encode,
-    exp2,
-    mix,
-    noise_bits,
-    reciprocal,
-    sqrt,
-)
+from coat_jax.kernels.expansion import clip, mix, noise_bits, reciprocal, sqrt
 from coat_jax.kernels.launch import kernel
-from coat_jax.kernels.moments import decode_root, directions, encode_integers, encode_logarithms
+from coat_jax.kernels.moments import encode_first, encode_second, load_codes, read_moments
 from coat_jax.moments import Storage, stochastic_below
 
 if TYPE_CHECKING:
@@ -241,13 +231,6 @@ def numbers_of_step(
     return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
 
 
-@kernel
-def load_codes(pointers, here, INTEGER: tl.constexpr):
-    if INTEGER:
-        return tl.load(pointers, mask=here, other=0)
-    return tl.load(pointers, mask=here, other=0.0)
-
-
 # A program steps one block of one leaf: some groups of neighbours. `numbers` are those above,
 # `keys` one noise.leaf_key per leaf, `layout` a row of adam_launch's table: where the leaf's
 # blocks begin and so on.
@@ -311,29 +294,19 @@ def step_block(
 
     # Decode and update. Factors common to a group or to the step are multiplied first.
     raw = tl.load(grad + start + at, mask=here, other=0.0).to(tl.float32)
-    mu = load_codes(mu_codes + start + at, here, MU[9]).to(tl.float32)
-    nu = load_codes(nu_codes + start + at, here, NU[9]).to(tl.float32)
+    mu = load_codes(mu_codes + start + at, here, MU)
+    nu = load_codes(nu_codes + start + at, here, NU)
     if HAS_PARAM:
         p = tl.load(param + start + at, mask=here, other=0.0).to(tl.float32)
     mu_amax = tl.load(mu_amax + group, mask=exists, other=0.0)
     nu_amax = tl.load(nu_amax + group, mask=exists, other=0.0)
+    mu_k16 = tl.load(mu_k16 + group, mask=exists, other=16)
     nu_k16 = tl.load(nu_k16 + group, mask=exists, other=16)
     g = clip(raw, tl.load(numbers + 11), FAST)
-    RESOLUTION: tl.constexpr = NU[10]  # of second moments, beside a largest of 1
-    if NU[9]:
-        root = decode_root(nu, nu_amax, nu_k16, FAST)
-        v = root * (root * exp2(tl.load(numbers + 2), FAST))  # finite in this order
-    else:
-        v = decode(nu, nu_amax, nu_k16, tl.load(numbers + 2), NU[0], FAST)
-    if MU[9]:
-        if not NU[9]:
-            root = sqrt(decode(nu, nu_amax, nu_k16, 0.0, NU[0], FAST), FAST)
-        smallest_root = sqrt(tl.maximum(nu_amax * RESOLUTION, 1.1754943508222875e-38), FAST)
-        scale = mu_amax * (1.0 / 127.0) * exp2(tl.load(numbers), FAST)
-        m = mu * scale[:, None] * tl.maximum(root, smallest_root[:, None])
-    else:
-        mu_k16 = tl.load(mu_k16 + group, mask=exists, other=16)
-        m = copysign(decode(mu, mu_amax, mu_k16, tl.load(numbers), MU[0], FAST), mu)
+    m, v = read_moments(
+        mu, mu_amax, mu_k16, nu, nu_amax, nu_k16,
+        tl.load(numbers), tl.load(numbers + 2), MU, NU, FAST,
+    )  # fmt: skip
     m += tl.load(numbers + 1) * g
     root_of_new = tl.load(numbers + 3) * g
     v += root_of_new * root_of_new
@@ -374,19 +347,11 @@ def step_block(
         for_v, for_m = noise_bits(key, run, NU[8], MU[8], GROUP, FAST)
     else:
         for_v, for_m = v, m  # not used
-    if NU[9]:
-        codes, amax, k16 = encode_logarithms(v, for_v, NU[7] > 0, RESOLUTION, FAST)
-    else:
-        codes, amax, k16 = encode(v, for_v, NU, FAST)
+    codes, amax, k16 = encode_second(v, for_v, NU, FAST)
     tl.store(nu_codes_out + start + at, codes.to(nu_codes_out.dtype.element_ty), mask=here)
     tl.store(nu_amax_out + group, amax, mask=exists)
     tl.store(nu_k16_out + group, k16.to(tl.uint8), mask=exists)
-    if MU[9]:  # What is not stored stays: k16 is the same for all directions.
-        direction = directions(m, v, amax, RESOLUTION, FAST)
-        codes, amax = encode_integers(direction, for_m, tl.load(numbers + 14), MU[7] > 0, FAST)
-    else:
-        codes, amax, k16 = encode(tl.abs(m), for_m, MU, FAST)
-        codes = copysign(codes, m)
-        tl.store(mu_k16_out + group, k16.to(tl.uint8), mask=exists)
+    codes, amax, k16 = encode_first(m, for_m, v, amax, tl.load(numbers + 14), MU, NU, FAST)
     tl.store(mu_codes_out + start + at, codes.to(mu_codes_out.dtype.element_ty), mask=here)
     tl.store(mu_amax_out + group, amax, mask=exists)
+    tl.store(mu_k16_out + group, k16.to(tl.uint8), mask=exists)

@@ -10,7 +10,7 @@ work is bound by issued instructions almost as much as by memory, hence:
                  whose last place is right (the format's base): adding it is all that is left.
 Triton's interpreter knows no inline assembly: there FAST is off.
 
-An FP8 format with its rounding is a tuple, from `adam_launch`: log2 of the largest code, binades that
+A format with its rounding is a tuple, from `adam_launch`: log2 of the largest code, binades that
 a group is spread over, smallest code, largest code, exponent of the smallest normal code, mantissa
 bits, least 16 k, the rounding (0 to nearest, 1 dithered, 2 stochastic) and the base of its noise.
 """

@@ -1,20 +1,90 @@
-"""Directions and logarithms inside a kernel: the twins of `coat_jax.integers` and `.logarithms`.
+"""Adam's moments inside a kernel: the twins of `coat_jax.moments`, `.integers` and `.logarithms`.
 
-A block is [B, G], as in `kernels.expansion`. Noise is 128 + [0, 1), 16 random bits under the bits
-of 128. Codes come out as integers, for the cast to 8 bits that follows. Numbers become integers
-by adding 2^23 (or 1.5 times that, for negative ones) while rounding down: the code is then in the
-last bits of the sum, and no conversion is needed.
+A block is [B, G], as in `kernels.expansion`, whose tuples say how each moment is stored; their last
+three entries are the base of the noise, whether codes are integers, and what a group of second
+moments can hold beside a largest of 1.
+
+Integers are made by adding 1.5 * 2^23 while rounding down: the code is then in the last byte of
+the sum, and no conversion is needed. Their noise is 128 + [0, 1): 16 random bits under the bits of
+128.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from coat_jax.kernels.expansion import clip, exp2, fit, floor_positive, log2, reciprocal, rsqrt
+from coat_jax.kernels.expansion import (
+    clip,
+    copysign,
+    decode,
+    encode,
+    exp2,
+    fit,
+    floor_positive,
+    log2,
+    reciprocal,
+    rsqrt,
+    sqrt,
+)
 from coat_jax.kernels.launch import kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
+
+
+@kernel
+def load_codes(pointers, here, FORMAT: tl.constexpr):
+    """Codes in FP32."""
+    if FORMAT[9]:
+        return tl.load(pointers, mask=here, other=0).to(tl.float32)
+    return tl.load(pointers, mask=here, other=0.0).to(tl.float32)
+
+
+@kernel
+def read_moments(
+    mu, mu_amax, mu_k16, nu, nu_amax, nu_k16, log2_b1, log2_b2,
+    MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """b1 m and b2 v."""
+    if NU[9]:
+        root = decode_root(nu, nu_amax, nu_k16, FAST)
+        v = root * (root * exp2(log2_b2, FAST))  # finite in this order
+    else:
+        v = decode(nu, nu_amax, nu_k16, log2_b2, NU[0], FAST)
+        if MU[9]:
+            root = sqrt(decode(nu, nu_amax, nu_k16, 0.0, NU[0], FAST), FAST)
+    if MU[9]:
+        smallest = sqrt(smallest_second(nu_amax, NU), FAST)
+        scale = mu_amax * (1.0 / 127.0) * exp2(log2_b1, FAST)
+        return mu * scale[:, None] * tl.maximum(root, smallest[:, None]), v
+    return copysign(decode(mu, mu_amax, mu_k16, log2_b1, MU[0], FAST), mu), v
+
+
+@kernel
+def encode_second(v, noise, NU: tl.constexpr, FAST: tl.constexpr):
+    """Codes for the cast that follows; amax, 16 k."""
+    if NU[9]:
+        return encode_logarithms(v, noise, NU[7] > 0, NU[10], FAST)
+    return encode(v, noise, NU, FAST)
+
+
+@kernel
+def encode_first(
+    m, noise, v, nu_amax, stochastic_below, MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr
+):
+    """Codes for the cast that follows; amax, 16 k. `nu_amax` is that of the new v."""
+    if MU[9]:
+        direction = m * rsqrt(tl.maximum(v, smallest_second(nu_amax, NU)[:, None]), FAST)
+        direction = tl.where(direction == direction, direction, 0.0)  # noqa: PLR0124, NaN
+        return encode_integers(direction, noise, stochastic_below, MU[7] > 0, FAST)
+    codes, amax, k16 = encode(tl.abs(m), noise, MU, FAST)
+    return copysign(codes, m), amax, k16
+
+
+@kernel
+def smallest_second(amax, NU: tl.constexpr):
+    """What takes the place of smaller second moments in a direction that is stored."""
+    return tl.maximum(amax * NU[10], 1.1754943508222875e-38)
 
 
 @kernel
@@ -44,28 +114,17 @@ def encode_logarithms(
         rounded = exact
     codes = last_byte(floor_to_bits(rounded + noise, FAST))
     # Below the smallest code: it or zero. Only at the smallest k there are such numbers.
-    per_smallest = tl.where(
-        k16 > MIN_K16, 8.507059173023462e37, reciprocal(amax * RESOLUTION, FAST)
-    )
+    LARGEST: tl.constexpr = 8.507059173023462e37  # 2^126: any number here, times it, is over 1
+    per_smallest = tl.where(k16 > MIN_K16, LARGEST, reciprocal(amax * RESOLUTION, FAST))
     least = tl.where(x * per_smallest[:, None] + noise >= 1.0, 1, 0)
     return tl.where(exact >= 1.0, codes, least), amax, k16
 
 
 @kernel
-def directions(m, v, amax, RESOLUTION: tl.constexpr, FAST: tl.constexpr):
-    """m / sqrt(v), with at least the smallest v that the group can hold."""
-    SMALLEST: tl.constexpr = 1.1754943508222875e-38
-    smallest = tl.maximum(amax * RESOLUTION, SMALLEST)
-    ratio = m * rsqrt(tl.maximum(v, smallest[:, None]), FAST)
-    return tl.where(ratio == ratio, ratio, 0.0)  # noqa: PLR0124, NaN is not stored
-
-
-@kernel
 def encode_integers(x, noise, stochastic_below, STOCHASTIC: tl.constexpr, FAST: tl.constexpr):
-    """The codes of numbers of any sign, and amax."""
-    SMALLEST: tl.constexpr = 1.1754943508222875e-38
-    amax = tl.minimum(tl.max(tl.abs(x), axis=1), 3.4028234663852886e38)
-    amax = tl.where(amax < SMALLEST, 0.0, amax)
+    """The codes of numbers of any sign; amax, 16 k."""
+    amax = tl.minimum(tl.max(tl.abs(x), axis=1), 1.2676506002282294e30)
+    amax = tl.where(amax < 7.888609052210118e-31, 0.0, amax)
     per_amax = tl.where(amax > 0.0, 127.0 * reciprocal(amax, FAST), 0.0)
     exact = clip(x * per_amax[:, None], 127.0, FAST)
     if STOCHASTIC:
@@ -73,7 +132,8 @@ def encode_integers(x, noise, stochastic_below, STOCHASTIC: tl.constexpr, FAST: 
         noise = tl.where(tl.abs(exact) < stochastic_below, noise, 0.5)
     else:
         noise = 0.5
-    return last_byte(floor_to_bits(exact + noise, FAST)), amax
+    k16 = tl.full(amax.shape, 16, tl.int32)
+    return last_byte(floor_to_bits(exact + noise, FAST)), amax, k16
 
 
 @kernel

@@ -101,7 +101,7 @@ def fp8_adamw(
         >>> state = tx.init(params)
         >>> updates, state = tx.update({"w": jnp.ones((256, 256))}, state, params)
         >>> state[0].mu.codes["w"].dtype.name
-        'float8_e4m3fn'
+        'int8'
     """
     require_hyper(Hyper(learning_rate, b1, b2, eps, eps_root, weight_decay))
     require_settings(storage=storage, mask=mask)

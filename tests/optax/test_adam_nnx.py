@@ -56,14 +56,14 @@ def unsharded():
     return run(fp8_adamw(1e-3))
 
 
-def test_moments_stay_in_fp8_and_the_model_learns_as_with_optax(unsharded):
+def test_moments_stay_in_8_bits_and_the_model_learns_as_with_optax(unsharded):
     _, optimizer, losses = unsharded
     _, _, theirs = run(optax.adamw(1e-3))
-    for moment in moments(optimizer):
-        assert moment["codes"]["up"]["kernel"].dtype == jnp.float8_e4m3fn
-        assert moment["codes"]["down"]["kernel"].dtype == jnp.float8_e4m3fn
+    for moment, dtype in zip(moments(optimizer), (jnp.int8, jnp.uint8), strict=True):
+        assert moment["codes"]["up"]["kernel"].dtype == dtype
+        assert moment["codes"]["down"]["kernel"].dtype == dtype
         assert moment["codes"]["up"]["bias"].dtype == jnp.float32
-    # FP8 moves a parameter some percent otherwise, so the loss's fall differs by less.
+    # Rounding moves a parameter some percent otherwise, so the loss's fall differs by less.
     np.testing.assert_allclose(losses, theirs, rtol=0.01)
     assert losses[-1] < 0.8 * losses[0]
 

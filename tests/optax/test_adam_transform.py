@@ -15,6 +15,7 @@ import optax
 import pytest
 
 from coat_jax.formats import E4M3, E5M2
+from coat_jax.moments import DIRECTION, LOGARITHM
 from coat_jax.optax import Storage, fp8_adamw, scale_by_fp8_adam
 
 FP32 = Storage(min_size=10**9)
@@ -124,16 +125,17 @@ def optax_adamw_in_fp64(params):
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_with_fp8_moments_it_stays_close_to_optax_adamw(params, nesterov):
-    """Bounded by the rounding of the first moment, the coarser one.
+    """Bounded by the rounding of the first moment, the coarser one where b1 is small.
 
-    A code is off by 2^-4 / sqrt(3) / k at most, root mean square, and what the first moment
-    remembers adds up to 1 / sqrt(1 - b1^2) of it: 8 % / k of a step. Measured: 4.8 %, k about 1.6.
+    A direction's code is off by 1 / sqrt(12) of a step, of which the largest of 128 normal numbers,
+    2.8 times their root mean square, has 127; what the first moment remembers adds up to
+    1 / sqrt(1 - b1^2) of it. Nearly 2 %, and small codes are rounded with twice the error.
     """
     ours, _ = walk(fp8_adamw(1e-2, storage=FP8, nesterov=nesterov), params)
     theirs, _ = walk(optax.adamw(1e-2, nesterov=nesterov), params)
     matrix, ragged, _ = relative_distances(ours, theirs, params)
-    assert 0.01 < matrix < 0.08
-    assert 0.01 < ragged < 0.08
+    assert 0.001 < matrix < 0.04
+    assert 0.001 < ragged < 0.04
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -145,8 +147,8 @@ def test_the_maths_alone_is_optax_scale_by_adam(params, nesterov):
     assert max(relative_distances(end, wanted, params)) < 3e-5
 
 
-@pytest.mark.parametrize("first", [E4M3, E5M2])
-@pytest.mark.parametrize("second", [E4M3, E5M2])
+@pytest.mark.parametrize("first", [DIRECTION, E4M3, E5M2])
+@pytest.mark.parametrize("second", [LOGARITHM, E4M3, E5M2])
 def test_each_moment_has_the_format_asked_for(params, first, second):
     tx = fp8_adamw(1e-2, storage=Storage(first=first, second=second, min_size=0))
     end, state = walk(tx, params, 10)
@@ -155,18 +157,19 @@ def test_each_moment_has_the_format_asked_for(params, first, second):
     for leaf in jax.tree.leaves(state[0].nu.codes):
         assert leaf.dtype == second
     theirs, _ = walk(optax.adamw(1e-2), params, 10)
-    # As above, for 10 steps; E5M2 has one bit less, but nearly twice the range, and so twice the k.
+    # An FP8 code is off by 2^-4 / sqrt(3) / k, root mean square: 8 % / k of a step with what the
+    # first moment remembers. E5M2 has one bit less, but nearly twice the range and so twice the k.
     assert max(relative_distances(end, theirs, params)) < 0.08
 
 
-def test_default_storage_holds_large_leaves_in_fp8_and_small_ones_in_fp32():
+def test_default_storage_holds_large_leaves_in_8_bits_and_small_ones_in_fp32():
     shapes = {"matrix": (64, 256), "narrow": (4096, 15), "small": (63, 256), "vector": (256,)}
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     state = fp8_adamw(1e-2).init(params)[0]
     for moment in (state.mu, state.nu):
         dtypes = {name: codes.dtype.name for name, codes in moment.codes.items()}
         assert dtypes == {
-            "matrix": "float8_e4m3fn",
+            "matrix": "int8" if moment is state.mu else "uint8",
             "narrow": "float32",
             "small": "float32",
             "vector": "float32",

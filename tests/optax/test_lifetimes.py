@@ -16,10 +16,12 @@ import pytest
 import coat_jax as coat
 from coat_jax.formats import E4M3, E5M2
 from coat_jax.kernels.adam import largest_direction
+from coat_jax.moments import DIRECTION
 from coat_jax.optax import Storage, scale_by_fp8_adam
 
 SHAPE = (64, 128)
 FP8 = Storage(min_size=0)
+EXPANDED = Storage(min_size=0, first=E4M3, second=E4M3)
 STEPS = 600
 PECULIAR = jnp.arange(128) == 5
 
@@ -76,11 +78,14 @@ def both(gradient, *, b1=0.9, b2=0.999, storage=FP8, steps=STEPS):
 SLOW_AND_FAST = pytest.mark.parametrize(
     ("b1", "b2", "first"),
     [
+        (0.9, 0.999, DIRECTION),
+        (0.9, 0.95, DIRECTION),
+        (0.95, 0.95, DIRECTION),
+        (0.99, 0.999, DIRECTION),
+        (0.99, 0.95, DIRECTION),
+        (0.0, 0.99, DIRECTION),
         (0.9, 0.999, E4M3),
-        (0.9, 0.95, E4M3),
         (0.95, 0.95, E4M3),
-        (0.99, 0.999, E4M3),
-        (0.0, 0.99, E4M3),
         (0.9, 0.95, E5M2),
     ],
 )
@@ -89,7 +94,9 @@ SLOW_AND_FAST = pytest.mark.parametrize(
 @SLOW_AND_FAST
 @pytest.mark.parametrize("gradient", [dies, comes_rarely])
 def test_an_element_without_gradient_comes_to_rest(gradient, b1, b2, first):
-    ours, exact = both(gradient, b1=b1, b2=b2, storage=Storage(min_size=0, first=first))
+    second = {} if first == DIRECTION else {"second": E4M3}
+    storage = Storage(min_size=0, first=first, **second)
+    ours, exact = both(gradient, b1=b1, b2=b2, storage=storage)
     # Some 2 % of noise in each direction, and v that is 3 % off: see experiments.moment_errors.
     assert ours.mean() == pytest.approx(exact.mean(), rel=0.1)
 
@@ -157,24 +164,27 @@ def test_exact_adam_reaches_the_bound_and_does_not_exceed_it(b1, b2, nesterov):
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("eps", [0.0, 1e-8])
 @pytest.mark.parametrize("count", [0, 1, 30, 100_000])
-def test_no_codes_whatever_make_a_direction_exceed_the_bound(count, eps, nesterov):
+@pytest.mark.parametrize("storage", [FP8, EXPANDED], ids=["directions", "expanded"])
+def test_no_codes_whatever_make_a_direction_exceed_the_bound(storage, count, eps, nesterov):
     b1, b2 = 0.9, 0.99
-    tx = scale_by_fp8_adam(b1, b2, eps=eps, nesterov=nesterov, storage=FP8)
+    tx = scale_by_fp8_adam(b1, b2, eps=eps, nesterov=nesterov, storage=storage)
     rng = np.random.default_rng(count)
     state = tx.init(jnp.zeros(SHAPE))
 
-    def anything(moment, sign):
+    def anything(moment, dtype, sign):
         codes = rng.integers(0, 127, SHAPE, dtype=np.uint8) | (rng.integers(0, 2, SHAPE) * sign)
         codes = np.where(rng.random(SHAPE) < 0.3, 0, codes).astype(np.uint8)
         amax = np.exp2(rng.uniform(-126, 126, (64, 1))).astype(np.float32)
         amax[::7] = 0
         k16 = rng.integers(8, 256, (64, 1)).astype(np.uint8)
         return moment._replace(
-            codes=jnp.asarray(codes.view(E4M3)), amax=jnp.asarray(amax), k16=jnp.asarray(k16)
+            codes=jnp.asarray(codes.view(dtype)), amax=jnp.asarray(amax), k16=jnp.asarray(k16)
         )
 
     state = state._replace(
-        count=jnp.int32(count), mu=anything(state.mu, 128), nu=anything(state.nu, 0)
+        count=jnp.int32(count),
+        mu=anything(state.mu, storage.first, 128),
+        nu=anything(state.nu, storage.second, 0),
     )
     size = np.exp2(rng.uniform(-140, 127, SHAPE)) * rng.choice([-1, 0, 1], SHAPE)
     direction, after = tx.update(jnp.asarray(size, jnp.float32), state)

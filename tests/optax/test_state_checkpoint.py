@@ -99,8 +99,8 @@ def test_a_state_can_be_restored_onto_another_mesh(tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (Storage(second=jnp.float8_e5m2), r"nu.*float8_e4m3fn.*but float8_e5m2.* is expected"),
-        (Storage(min_size=10**9), r"mu.*float8_e4m3fn.*but float32.* is expected"),
+        (Storage(second=jnp.float8_e5m2), r"nu.*uint8.*but float8_e5m2.* is expected"),
+        (Storage(min_size=10**9), r"mu.*int8.*but float32.* is expected"),
         (Storage(group_size=64), r"amax.*float32\[64, 8\].*but float32\[64, 16\] is expected"),
     ],
     ids=["format", "FP32", "group size"],

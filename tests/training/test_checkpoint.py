@@ -400,8 +400,8 @@ def training_state(width=256, **storage):
     ("other", "message"),
     [
         (training_state(512), r"0/w is stored as float32\[64, 256\], but float32\[64, 512\] is"),
-        (training_state(min_size=10**9), r"float8_e4m3fn\[64, 256\], but float32\[64, 256\] is"),
-        (training_state(second=jnp.float8_e5m2), r"e4m3fn\[64, 256\], but float8_e5m2\[64, 256\]"),
+        (training_state(min_size=10**9), r"int8\[64, 256\], but float32\[64, 256\] is"),
+        (training_state(second=jnp.float8_e5m2), r"uint8\[64, 256\], but float8_e5m2\[64, 256\]"),
         (training_state(group_size=64), r"float32\[64, 2\], but float32\[64, 4\] is expected"),
         (training_state()[0], r"Only stored: \['0/b'.*only expected: \['b', 'w'\].*Restore it"),
     ],
