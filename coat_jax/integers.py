@@ -12,8 +12,8 @@ Laws, for finite input of any shape:
     the largest of a group keeps its code, so a constant group is exact, but for FP32's rounding;
     nothing non-finite comes out;
     where rounding is stochastic, the decoded value is right on average.
-NaN becomes zero. Magnitudes over 2^100 become that, and a group of none over 2^-100 zeros: their
-scales would have no reciprocals.
+NaN stays NaN in its own place, as the code -128, and touches no neighbour. Magnitudes over 2^100
+become that, and a group of none over 2^-100 zeros: their scales would have no reciprocals.
 """
 
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from coat_jax.qtensor import group_max, join_groups, require_float, scales_shape
 
 DTYPE = jnp.int8
 TOP = 127
+NAN = -128  # a code
 SMALLEST, LARGEST = 2.0**-100, 2.0**100
 
 
@@ -45,7 +46,8 @@ def encode(
     """
     require_float("x", x.dtype)
     values = split_groups(x.astype(jnp.float32), group_size)
-    values = jnp.clip(jnp.where(jnp.isnan(values), 0.0, values), -LARGEST, LARGEST)
+    lost = jnp.isnan(values)
+    values = jnp.clip(jnp.where(lost, 0.0, values), -LARGEST, LARGEST)
     amax = group_max(jnp.abs(values))
     amax = jnp.where(amax < SMALLEST, 0.0, amax)
     exact = TOP * (values / jnp.where(amax > 0, amax, jnp.inf)[..., None])
@@ -54,9 +56,10 @@ def encode(
         whole = jnp.floor(exact)
         at_random = whole + (split_groups(noise, group_size) < exact - whole)
         codes = jnp.where(jnp.abs(exact) < stochastic_below, at_random, codes)
+    codes = jnp.where(lost, NAN, codes).astype(DTYPE)
     shape = scales_shape(x.shape, group_size)
     return Expanded(
-        join_groups(codes.astype(DTYPE), x.shape),
+        join_groups(codes, x.shape),
         amax.reshape(shape),
         jnp.full(shape, STEPS, jnp.uint8),
     )
@@ -66,4 +69,5 @@ def decode(e: Expanded, *, group_size: int) -> Float[Array, "*rows D"]:
     """Returns the FP32 values that `e` stands for."""
     codes = split_groups(e.codes, group_size).astype(jnp.float32)
     scale = e.amax.reshape(codes.shape[:-1])[..., None] / TOP
-    return join_groups(codes * scale, e.codes.shape)
+    values = jnp.where(codes == NAN, jnp.nan, codes * scale)
+    return join_groups(values, e.codes.shape)

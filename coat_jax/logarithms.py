@@ -24,7 +24,7 @@ becomes the largest FP32.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from coat_jax.expansion import MAX_STEPS, SMALLEST, TOLERANCE, Expanded
+from coat_jax.expansion import MAX_STEPS, SMALLEST, Expanded
 from coat_jax.qtensor import (
     group_max,
     join_groups,
@@ -57,11 +57,12 @@ def encode(
     log2_below = jnp.where(values > 0, log2_below, jnp.inf)
     spread = jnp.max(jnp.where(values > 0, log2_below, 0.0), axis=-1, keepdims=True, initial=0.0)
     spread = jnp.where(amax[..., None] > 0, spread, jnp.inf)
-    steps = jnp.floor((TOP - 1) / jnp.maximum(spread, 1e-6) + TOLERANCE)
+    steps = jnp.floor((TOP - 1) / jnp.maximum(spread, 1e-6))
     steps = jnp.clip(steps, MIN_STEPS, MAX_STEPS)
     exact = TOP - steps * log2_below
 
-    # Below the smallest code, which only groups of a wide spread have numbers under: it or zero.
+    # Below the smallest code: it or zero. But for rounding errors of `steps`, only groups of a wide
+    # spread have such numbers.
     smallest = jnp.where(steps > MIN_STEPS, SMALLEST, _smallest(amax)[..., None])
     if noise is None:
         codes = jnp.floor(exact + 0.5)

@@ -257,7 +257,7 @@ def test_every_code_of_a_direction_that_is_rounded_to_nearest_decays(b1, b2):
     codes = np.arange(1, 128)
     stays = np.round(codes * b1 / np.sqrt(b2)) == codes
     assert not np.any(stays[codes >= below])
-    assert np.any(stays) == (below > 2)
+    assert np.any(stays) == (below > 1)
 
 
 @pytest.mark.parametrize(("b1", "b2"), [(0.99, 0.95), (0.9, 0.0), (1.0, 0.999)])

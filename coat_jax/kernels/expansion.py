@@ -163,7 +163,7 @@ def encode(magnitude, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
 
     `noise` is from `noise_bits` on top of the format's base.
     """
-    amax, log2_amax, k16 = fit(magnitude, FORMAT[1], FORMAT[6], FAST)
+    amax, log2_amax, k16 = fit(magnitude, FORMAT[1], FORMAT[6], 1 / 64, FAST)
     image = expand(magnitude, log2_amax, k16, FORMAT[0], FAST)
     if FORMAT[7] == 1:
         # Noise is uniform in 2^7 + [0, 1) smallest codes; its sign does not matter.
@@ -176,8 +176,14 @@ def encode(magnitude, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
 
 
 @kernel
-def fit(magnitude, LOG2_RANGE: tl.constexpr, MIN_K16: tl.constexpr, FAST: tl.constexpr):
-    """Per group: amax, its logarithm, and 16 k."""
+def fit(
+    magnitude,
+    LOG2_RANGE: tl.constexpr,
+    MIN_K16: tl.constexpr,
+    TOLERANCE: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Per group: amax, its logarithm, and 16 k, rounded down but for TOLERANCE."""
     SMALLEST: tl.constexpr = 1.1754943508222875e-38
     SMALLEST_BITS: tl.constexpr = 0x00800000
     amax = tl.minimum(tl.max(magnitude, axis=1), 3.4028234663852886e38)
@@ -189,7 +195,7 @@ def fit(magnitude, LOG2_RANGE: tl.constexpr, MIN_K16: tl.constexpr, FAST: tl.con
     log2_amax = log2(tl.maximum(amax, SMALLEST), FAST)
     spread = log2_amax - log2(smallest, FAST)
     k16 = 16.0 * LOG2_RANGE * reciprocal(tl.maximum(spread, 1e-6), FAST)
-    k16 = tl.floor(k16 + 1 / 64)
+    k16 = tl.floor(k16 + TOLERANCE)
     k16 = tl.minimum(tl.maximum(k16, MIN_K16), 255.0)
     return amax, log2_amax, k16
 

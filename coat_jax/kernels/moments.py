@@ -54,9 +54,11 @@ def read_moments(
         if MU[9]:
             root = sqrt(decode(nu, nu_amax, nu_k16, 0.0, NU[0], FAST), FAST)
     if MU[9]:
+        NAN: tl.constexpr = float("nan")
         smallest = sqrt(smallest_second(nu_amax, NU), FAST)
         scale = mu_amax * (1.0 / 127.0) * exp2(log2_b1, FAST)
-        return mu * scale[:, None] * tl.maximum(root, smallest[:, None]), v
+        m = mu * scale[:, None] * tl.maximum(root, smallest[:, None])
+        return tl.where(mu == -128.0, NAN, m), v
     return copysign(decode(mu, mu_amax, mu_k16, log2_b1, MU[0], FAST), mu), v
 
 
@@ -75,7 +77,6 @@ def encode_first(
     """Codes for the cast that follows; amax, 16 k. `nu_amax` is that of the new v."""
     if MU[9]:
         direction = m * rsqrt(tl.maximum(v, smallest_second(nu_amax, NU)[:, None]), FAST)
-        direction = tl.where(direction == direction, direction, 0.0)  # noqa: PLR0124, NaN
         return encode_integers(direction, noise, stochastic_below, MU[7] > 0, FAST)
     codes, amax, k16 = encode(tl.abs(m), noise, MU, FAST)
     return copysign(codes, m), amax, k16
@@ -102,7 +103,7 @@ def encode_logarithms(
 ):
     """The codes of numbers that are not negative; amax, 16 k."""
     MIN_K16: tl.constexpr = 7.0
-    amax, log2_amax, k16 = fit(x, 254.0 / 16.0, MIN_K16, FAST)
+    amax, log2_amax, k16 = fit(x, 254.0 / 16.0, MIN_K16, 0.0, FAST)
     exact = 255.0 - k16[:, None] * (log2_amax[:, None] - log2(x, FAST))
     if STOCHASTIC:
         noise = noise.to(tl.float32, bitcast=True) - 128.0
@@ -113,7 +114,7 @@ def encode_logarithms(
         noise = 0.5
         rounded = exact
     codes = last_byte(floor_to_bits(rounded + noise, FAST))
-    # Below the smallest code: it or zero. Only at the smallest k there are such numbers.
+    # Below the smallest code: it or zero. But for rounding errors, only at the smallest k.
     LARGEST: tl.constexpr = 8.507059173023462e37  # 2^126: any number here, times it, is over 1
     per_smallest = tl.where(k16 > MIN_K16, LARGEST, reciprocal(amax * RESOLUTION, FAST))
     least = tl.where(x * per_smallest[:, None] + noise >= 1.0, 1, 0)
@@ -123,6 +124,8 @@ def encode_logarithms(
 @kernel
 def encode_integers(x, noise, stochastic_below, STOCHASTIC: tl.constexpr, FAST: tl.constexpr):
     """The codes of numbers of any sign; amax, 16 k."""
+    known = x == x  # noqa: PLR0124, not NaN
+    x = tl.where(known, x, 0.0)
     amax = tl.minimum(tl.max(tl.abs(x), axis=1), 1.2676506002282294e30)
     amax = tl.where(amax < 7.888609052210118e-31, 0.0, amax)
     per_amax = tl.where(amax > 0.0, 127.0 * reciprocal(amax, FAST), 0.0)
@@ -133,7 +136,8 @@ def encode_integers(x, noise, stochastic_below, STOCHASTIC: tl.constexpr, FAST: 
     else:
         noise = 0.5
     k16 = tl.full(amax.shape, 16, tl.int32)
-    return last_byte(floor_to_bits(exact + noise, FAST)), amax, k16
+    codes = last_byte(floor_to_bits(exact + noise, FAST))
+    return tl.where(known, codes, 0x80), amax, k16
 
 
 @kernel

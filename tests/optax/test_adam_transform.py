@@ -203,7 +203,9 @@ def test_the_direction_has_the_dtype_of_the_gradients_and_is_computed_in_fp32():
         for name in names:
             assert updates[name].dtype == name
             np.testing.assert_array_equal(updates[name], updates32[name].astype(name))
-    jax.tree.map(np.testing.assert_array_equal, state, state32)
+    for leaf, leaf32 in zip(jax.tree.leaves(state), jax.tree.leaves(state32), strict=True):
+        # XLA may divide or multiply by a reciprocal: the scales differ in their last place.
+        np.testing.assert_allclose(leaf, leaf32, rtol=2.0**-22)
 
 
 def test_parameters_keep_their_dtype_whatever_the_gradients_have():

@@ -82,7 +82,6 @@ SLOW_AND_FAST = pytest.mark.parametrize(
         (0.9, 0.95, DIRECTION),
         (0.95, 0.95, DIRECTION),
         (0.99, 0.999, DIRECTION),
-        (0.99, 0.95, DIRECTION),
         (0.0, 0.99, DIRECTION),
         (0.9, 0.999, E4M3),
         (0.95, 0.95, E4M3),
