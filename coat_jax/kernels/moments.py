@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 def load_codes(pointers, here, FORMAT: tl.constexpr):
     """Codes in FP32."""
     if FORMAT[9]:
-        return tl.load(pointers, mask=here, other=0).to(tl.float32)
-    return tl.load(pointers, mask=here, other=0.0).to(tl.float32)
+        codes = tl.load(pointers, mask=here, other=0)
+    else:
+        codes = tl.load(pointers, mask=here, other=0.0)
+    return codes.to(tl.float32)
 
 
 @kernel
@@ -54,20 +56,24 @@ def read_moments(
         if MU[9]:
             root = sqrt(decode(nu, nu_amax, nu_k16, 0.0, NU[0], FAST), FAST)
     if MU[9]:
-        NAN: tl.constexpr = float("nan")
         smallest = sqrt(smallest_second(nu_amax, NU), FAST)
         scale = mu_amax * (1.0 / 127.0) * exp2(log2_b1, FAST)
         m = mu * scale[:, None] * tl.maximum(root, smallest[:, None])
-        return tl.where(mu == -128.0, NAN, m), v
-    return copysign(decode(mu, mu_amax, mu_k16, log2_b1, MU[0], FAST), mu), v
+        nan = tl.where(mu == -128.0, 0x7FC00000, 0).to(tl.uint32)
+        m = (m.to(tl.uint32, bitcast=True) | nan).to(tl.float32, bitcast=True)
+    else:
+        m = copysign(decode(mu, mu_amax, mu_k16, log2_b1, MU[0], FAST), mu)
+    return m, v
 
 
 @kernel
 def encode_second(v, noise, NU: tl.constexpr, FAST: tl.constexpr):
     """Codes for the cast that follows; amax, 16 k."""
     if NU[9]:
-        return encode_logarithms(v, noise, NU[7] > 0, NU[10], FAST)
-    return encode(v, noise, NU, FAST)
+        codes, amax, k16 = encode_logarithms(v, noise, NU[7] > 0, NU[10], FAST)
+    else:
+        codes, amax, k16 = encode(v, noise, NU, FAST)
+    return codes, amax, k16
 
 
 @kernel
@@ -77,9 +83,11 @@ def encode_first(
     """Codes for the cast that follows; amax, 16 k. `nu_amax` is that of the new v."""
     if MU[9]:
         direction = m * rsqrt(tl.maximum(v, smallest_second(nu_amax, NU)[:, None]), FAST)
-        return encode_integers(direction, noise, stochastic_below, MU[7] > 0, FAST)
-    codes, amax, k16 = encode(tl.abs(m), noise, MU, FAST)
-    return copysign(codes, m), amax, k16
+        codes, amax, k16 = encode_integers(direction, noise, stochastic_below, MU[7] > 0, FAST)
+    else:
+        codes, amax, k16 = encode(tl.abs(m), noise, MU, FAST)
+        codes = copysign(codes, m)
+    return codes, amax, k16
 
 
 @kernel
