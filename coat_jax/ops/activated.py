@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from coat_jax.blocks import Blocks
-from coat_jax.formats import E5M2, format_of
 from coat_jax.kernels import gemm
 from coat_jax.kernels.activation import (
     Activation,
@@ -60,7 +59,7 @@ def activated(
 def activated_backward(
     result: Activated,
     da: Float[Array, "B S F"],
-    da_bound: Float[Array, ""] | None,
+    da_bound: Float[Array, "B S"] | None,
     act: Activation,
     mode: Mode,
 ) -> tuple[Operand, list[Operand]]:
@@ -69,7 +68,7 @@ def activated_backward(
     Args:
         result: what was kept.
         da: the gradient of the activation.
-        da_bound: what none of its magnitudes exceeds, if that is known.
+        da_bound: what no magnitude in each of its rows exceeds, if that is known.
         act: the activation.
         mode: how to compute.
     """
@@ -92,14 +91,12 @@ def activated_backward(
 def _magnitudes(
     result: Activated,
     da: Float[Array, "B S F"],
-    da_bound: Float[Array, ""] | None,
+    da_bound: Float[Array, "B S"] | None,
     act: Activation,
     mode: Mode,
 ) -> tuple[Float[Array, ""], ...]:
     """What scales the gradients of hidden: bounds of them, or the largest."""
-    # A bound is some thousand times too large. E5M2, whose normal codes span 2^30, holds what
-    # matters all the same, and a pass over da is saved; E4M3 spans 2^15.
-    if da_bound is not None and format_of(mode.precision.backward) == format_of(E5M2):
+    if da_bound is not None:
         return gradient_bounds(_blocks(result.hidden), da_bound, act)
     return tuple(gemm.largest_magnitude(d) for d in gradient_values(result, da, act, mode))
 

@@ -15,7 +15,7 @@ from coat_jax import E4M3, E5M2
 from coat_jax.blocks import from_blocks, to_blocks
 from coat_jax.formats import format_of
 from coat_jax.kernels import activation, activation_fused, gemm, norm, norm_fused, turn
-from coat_jax.kernels.cast import cast, cast_reference
+from coat_jax.kernels.cast import cast, cast_reference, cast_with_lengths, lengths_reference
 from coat_jax.ops import Rotary
 
 SLACK = 0.01
@@ -75,6 +75,13 @@ def check_cast(shape, dtype):
             assert (got is None) == (want is None)
             if want is not None:
                 assert_codes(got, want)
+        *measured, lengths = cast_with_lengths(x, scale, dtype, layout)
+        for got, want in zip(measured, cast(x, scale, dtype, layout), strict=True):
+            assert (got is None) == (want is None)
+            if want is not None:
+                np.testing.assert_array_equal(np.float32(got), np.float32(want))
+        if layout != "transposed":
+            np.testing.assert_allclose(lengths, lengths_reference(measured[0], scale), rtol=1e-6)
 
 
 def check_turn(shape, heads, head, dtype, *, per_sequence):
@@ -145,7 +152,8 @@ def check_activation(shape, name, count, size=16):
     assert_codes(activation_fused.activation_cast(kept, name, scale, size), straight)
 
     da = numbers(7, shape, spread=1.0)
-    bounds = activation.gradient_bounds(kept, gemm.largest_magnitude(da), name)
+    largest = jnp.max(jnp.abs(da), axis=-1).astype(jnp.float32)
+    bounds = activation.gradient_bounds(kept, largest, name)
     scales = [gemm.tensor_scale(bound, E5M2) for bound in bounds]
     again, codes = activation_fused.activation_backward(kept, da, name, scale, scales, size, E5M2)
     assert_codes(again, transposed)
