@@ -3,7 +3,8 @@
     forward     hidden -> kept (blocks), scale -> a = act(kept) in FP8, straight
     backward    kept, scale, da -> a in FP8, transposed; the gradients of hidden in FP8
 
-Hidden is (gate, up) or (up,). Each function is jnp, or a kernel where `mode.fused_block`.
+Hidden is (gate, up) or (up,). With `Precision.exact_forward` the forward pass takes hidden itself
+in the place of what was kept. Each function is jnp, or a kernel where `mode.fused_block`.
 """
 
 from collections.abc import Sequence
@@ -20,13 +21,14 @@ from coat_jax.kernels.activation import (
     activate_backward,
     gradient_bounds,
 )
+from coat_jax.kernels.activation_exact import activation_forward_exact, activation_rescale
 from coat_jax.kernels.activation_fused import (
     activation_backward,
     activation_cast,
     activation_forward,
 )
 from coat_jax.kernels.gemm import Operand
-from coat_jax.ops.keep import Kept, keep, restore
+from coat_jax.ops.keep import Kept, keep_rows, restore
 from coat_jax.ops.projection import Mode, gradient_operand, operand_again
 
 
@@ -43,17 +45,29 @@ def activated(
     """What to keep of `hidden`, and its activation as a product takes it."""
     precision, dtype = mode.precision, hidden[0].dtype
     size = mode.fused_block
+    if size is not None and precision.exact_forward:
+        blocks, codes, maxima = activation_forward_exact(hidden, act, precision.forward, size)
+        scale = gemm.tensor_scale(jnp.max(maxima), precision.forward)
+        codes = activation_rescale(codes, maxima, scale, size)
+        return Activated(blocks, scale), Operand(codes, None, scale)
     if size is not None:
         blocks, maxima = activation_forward(hidden, act, precision.forward, size)
         scale = gemm.tensor_scale(jnp.max(maxima), precision.forward)
         codes = activation_cast(blocks, act, scale, size)
         return Activated(blocks, scale), Operand(codes, None, scale)
-    kept = tuple(keep(h, precision.forward, precision.block) for h in hidden)
-    a = activate(_values(kept, mode), act)
+    kept, values = zip(*(keep_rows(h, precision) for h in hidden), strict=True)
+    a = activate(values, act)
     if mode.format is None:
         return Activated(kept, None), Operand(a.astype(dtype), None, None)
-    operand = gemm.operand(a, mode.format, "straight", mode.implementation)
-    return Activated(kept, operand.scale), operand
+    if precision.block is None or not precision.exact_forward:
+        operand = gemm.operand(a, mode.format, "straight", mode.implementation)
+        return Activated(kept, operand.scale), operand
+    # The scale serves both passes: it fits what the backward pass recomputes, too.
+    again = activate(_values(kept, mode), act)
+    largest = gemm.largest_magnitude(jnp.maximum(jnp.abs(a), jnp.abs(again)))
+    scale = gemm.tensor_scale(largest, mode.format)
+    operand = gemm.scaled(a, scale, mode.format, "straight", mode.implementation)
+    return Activated(kept, scale), operand
 
 
 def activated_backward(

@@ -1,5 +1,7 @@
 """The kernels of a layer in Triton's interpreter, against their references."""
 
+import dataclasses
+
 import interpreted
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from layer_cases import (
     TURNS,
     check_activation,
     check_cast,
+    check_exact_activation,
     check_norm,
     check_turn,
 )
@@ -45,6 +48,11 @@ def test_activation(name, count):
     check_activation(SMALL[1], name, count)
 
 
+@pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
+def test_exact_activation(name, count):
+    check_exact_activation(SMALL[1], name, count)
+
+
 def test_a_kernel_refuses_an_unknown_activation():
     """Rather than computing another one."""
     x = jnp.ones((1, 4, 32), jnp.bfloat16)
@@ -56,7 +64,14 @@ def numbers(*shape, scale=1.0):
     return scale * jax.random.normal(jax.random.key(sum(shape)), shape)
 
 
-@pytest.mark.parametrize("precision", [coat.FP8_LINEAR, coat.COAT], ids=["fp8_linear", "coat"])
+PRECISIONS = {
+    "fp8_linear": coat.FP8_LINEAR,
+    "coat": coat.COAT,
+    "exact forward": dataclasses.replace(coat.COAT, exact_forward=True),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
 def test_a_layer_of_kernels_is_the_layer_of_references(precision):
     """But for codes on an edge, where statistics differ in FP32's last place."""
     width, hidden = 64, 160
