@@ -8,11 +8,13 @@ over. A weight or a gradient is summed over its columns in one product and over 
 another, so it is needed in both layouts; XLA's own transpose of FP8 is several times slower.
 
 `cast_with_lengths` also gives the Euclidean length of each row, of the values as they are rounded:
-the kernel writes one sum of squares per row and 16 columns, few enough that a mesh can cut them.
+the kernel writes one sum of squares per row and 16 columns, or fewer where a mesh cuts the columns
+finely.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Literal
 
@@ -25,6 +27,7 @@ from coat_jax.formats import format_of, saturating_cast
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.fp8 import rounded, through_fp8
 from coat_jax.kernels.launch import kernel, launch
+from coat_jax.kernels.partition import divides_cleanly
 from coat_jax.kernels.rows import as_rows, over_rows
 from coat_jax.kernels.tiles import (
     block_places,
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 
 Layout = Literal["straight", "transposed", "both"]
 TILE_ROWS, TILE_COLUMNS, WARPS = 128, 64, 4
-COLUMNS_PER_SUM = 16
+COLUMNS_PER_SUM = 16  # at most
 
 
 def cast_reference(
@@ -83,19 +86,22 @@ def _cast(
     *rows_shape, width = x.shape
     x = as_rows(x)
     results = {"straight": ["b s d"], "transposed": ["d b s"], "both": ["b s d", "d b s"]}[layout]
-    sums = [f"b s d/{COLUMNS_PER_SUM}"] if measured else []
+    per_sum = columns_per_sum(width) if measured else 0
+    sums = [f"b s d/{per_sum}"] if measured else []
 
     def run(x: Array, scale: Array) -> list[Array]:
         rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
         shapes = {"b s d": x.shape, "d b s": (columns, *x.shape[:-1])}
-        squares = (*x.shape[:-1], -(-columns // COLUMNS_PER_SUM))
         return launch(
             ENTRIES[layout == "both", measured],
             x,
             scale,
             outputs=[
                 *(jax.ShapeDtypeStruct(shapes[axes], dtype) for axes in results),
-                *[jax.ShapeDtypeStruct(squares, jnp.float32)] * measured,
+                *(
+                    jax.ShapeDtypeStruct((*x.shape[:-1], -(-columns // per_sum)), jnp.float32)
+                    for _ in sums
+                ),
             ],
             aliases={},
             programs=tiles(rows, columns, TILE_ROWS, TILE_COLUMNS),
@@ -104,7 +110,7 @@ def _cast(
             COLUMNS=columns,
             STRAIGHT=layout != "transposed",
             TRANSPOSED=layout != "straight",
-            PER_SUM=COLUMNS_PER_SUM if measured else 0,
+            PER_SUM=per_sum,
             TILE_ROWS=TILE_ROWS,
             TILE_COLUMNS=TILE_COLUMNS,
             F8=rounding_of(dtype),
@@ -116,6 +122,24 @@ def _cast(
     straight = codes[0].reshape(*rows_shape, width) if layout != "transposed" else None
     transposed = codes[-1].reshape(width, *rows_shape) if layout != "straight" else None
     return straight, transposed, outputs[-1].reshape(*rows_shape, -1) if measured else None
+
+
+def columns_per_sum(columns: int) -> int:
+    """How many columns a sum of squares is over: the mesh can cut sums wherever it cuts columns."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = tuple(mesh.shape.values())
+    uses = itertools.product((False, True), repeat=len(sizes))
+    parts = {math.prod(itertools.compress(sizes, used)) for used in uses} - {1}
+
+    def fits(per_sum: int) -> bool:
+        if any(columns % n == 0 and columns % (n * per_sum) for n in parts):
+            return False
+        return columns % per_sum != 0 or divides_cleanly(mesh, columns // per_sum)
+
+    per_sum = COLUMNS_PER_SUM
+    while per_sum > 1 and not fits(per_sum):
+        per_sum //= 2
+    return per_sum
 
 
 def rounding_of(dtype: DTypeLike) -> tuple[float, int, int]:

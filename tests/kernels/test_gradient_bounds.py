@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 
 from coat_jax import E4M3, E5M2
 from coat_jax.blocks import from_blocks, to_blocks
 from coat_jax.kernels import activation, gemm
 from coat_jax.kernels.activation import ACTIVATIONS
+from coat_jax.kernels.cast import columns_per_sum
 
 T, D, F, SIZE = 128, 512, 1024, 16
 OUTLIERS = {"none": 2.0**6, "channels": 2.0**7, "tokens": 2.0**7, "both": 2.0**8}
@@ -120,6 +122,29 @@ def test_a_length_is_that_of_the_rounded_row_whatever_its_size(dtype, size):
     operand = gemm.measured(x, scale, dtype, "straight", "xla")
     rounded = np.float64(operand.values) * float(scale)
     np.testing.assert_allclose(operand.lengths, np.linalg.norm(rounded, axis=-1), rtol=1e-6)
+
+
+WIDTHS = {
+    "no mesh": (None, 6656, 16),
+    "16 columns on each device": ((1, 8, 1), 128, 16),
+    "8 columns on each device": ((1, 8, 1), 64, 8),
+    "one column on each device": ((1, 8, 1), 8, 1),
+    "26 columns on each device": ((1, 8, 1), 208, 2),
+    "two axes that cut": ((1, 4, 2), 64, 8),
+    "nothing can cut them": ((1, 8, 1), 33, 16),
+}
+
+
+@pytest.mark.parametrize(("shape", "columns", "wanted"), WIDTHS.values(), ids=WIDTHS)
+def test_a_mesh_can_cut_sums_wherever_it_cuts_columns(shape, columns, wanted):
+    """Otherwise a weight would be gathered as it comes, only to be measured."""
+    if shape is None:
+        assert columns_per_sum(columns) == wanted
+        return
+    names = ("data", "fsdp", "tensor")
+    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * 3)
+    with jax.set_mesh(mesh):
+        assert columns_per_sum(columns) == wanted
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
