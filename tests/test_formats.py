@@ -230,6 +230,14 @@ def test_values_that_are_rounded_before_a_cast_are_those_of_the_cast(dtype):
     others = np.arange(0, 2**32, 99_991, dtype=np.uint64).astype(np.uint32).view(np.float32)
     x = jnp.asarray(np.concatenate([codes, middles, *near, others]))
     want = saturating_cast(x, dtype)
-    got = jax.jit(coat.formats.nearest, static_argnames="dtype")(x, dtype=dtype)
+    got = jax.jit(coat.formats.nearest, static_argnums=1)(x, dtype)
     np.testing.assert_array_equal(got, np.float32(want))
     np.testing.assert_array_equal(np.float32(got.astype(dtype)), np.float32(want))
+
+
+@formats
+def test_rounding_before_a_cast_has_the_derivative_of_the_cast(dtype):
+    """Of a second derivative, an op must see that it is asked for it: it is not zero."""
+    x, tangent = jnp.asarray([0.3, -5.1], jnp.bfloat16), jnp.asarray([2.0, 3.0], jnp.bfloat16)
+    _, got = jax.jvp(lambda x: coat.formats.nearest(x, dtype), (x,), (tangent,))
+    np.testing.assert_array_equal(got, np.float32(tangent))
