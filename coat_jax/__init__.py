@@ -16,7 +16,7 @@ from coat_jax import blocks, expansion, formats, moments, noise, ops, optax, qte
 from coat_jax.expansion import Expanded
 from coat_jax.formats import E4M3, E5M2
 from coat_jax.moments import Storage
-from coat_jax.precision import BF16, COAT, COAT_LEAN, FP8_LINEAR, Precision
+from coat_jax.precision import BF16, COAT, COAT_LEAN, COAT_PAPER, FP8_LINEAR, Precision
 from coat_jax.qtensor import QTensor
 
 __version__ = "0.1.0.dev0"
@@ -34,6 +34,7 @@ __all__ = [
     "BF16",
     "COAT",
     "COAT_LEAN",
+    "COAT_PAPER",
     "E4M3",
     "E5M2",
     "FP8_LINEAR",

@@ -22,7 +22,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
-from coat_jax.formats import E4M3, format_of, saturating_cast
+from coat_jax.formats import E4M3, format_of, nearest
 from coat_jax.qtensor import join_groups, require_float, scales_shape, split_groups
 
 NOT_FINITE = 255
@@ -41,7 +41,8 @@ def to_blocks(x: Float[Array, "*rows D"], dtype: DTypeLike = E4M3, *, size: int)
     grouped = split_groups(x.astype(jnp.float32), size)
     # XLA's maximum passes NaN on.
     exponents = fitting_exponent(jnp.max(jnp.abs(grouped), axis=-1, initial=0.0), dtype)
-    codes = saturating_cast(grouped * _inverse_power(exponents)[..., None], dtype)
+    # Rounded before the cast, so that `from_blocks` in the same program gives rounded values.
+    codes = nearest(grouped * _inverse_power(exponents)[..., None], dtype).astype(dtype)
     shape = scales_shape(x.shape, size)
     return Blocks(join_groups(codes, x.shape), exponents.astype(jnp.uint8).reshape(shape))
 

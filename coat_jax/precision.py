@@ -5,9 +5,11 @@
     FP8_LINEAR    FP8              as they come               as they come
     COAT          FP8              FP8 in blocks of 16        as they come
     COAT_LEAN     FP8              FP8 in blocks of 16        FP8 in blocks of 16
+    COAT_PAPER    FP8              FP8 in blocks of 16        as they come
 
-"As they come" is the dtype of the arrays: BF16, where a model computes in BF16. An ablation is
-a `dataclasses.replace` of one field.
+"As they come" is the dtype of the arrays: BF16, where a model computes in BF16. COAT_PAPER is the
+paper's form of COAT, and stays it where COAT changes. An ablation is a `dataclasses.replace` of
+one field.
 """
 
 import dataclasses
@@ -34,6 +36,10 @@ class Precision:
         block: norms, activations and gates keep their inputs in FP8, with one exponent per
             this many neighbours. None keeps them as they come.
         attention_block: likewise for the query, key, value and output that attention keeps.
+        exact_forward: whether the forward pass computes with the values as they come, and only
+            the backward pass with the FP8 that was kept of them. False computes with the kept
+            values in both passes. Attention computes with the kept queries, keys and values
+            either way; what it gives is exact.
     """
 
     fp8_linear: bool = True
@@ -41,6 +47,7 @@ class Precision:
     backward: DTypeLike = E5M2
     block: Block | None = 16
     attention_block: Block | None = None
+    exact_forward: bool = False
 
     def __post_init__(self) -> None:
         require_fields(self)
@@ -66,8 +73,22 @@ BF16 = Precision(fp8_linear=False, block=None)
 FP8_LINEAR = Precision(block=None)
 COAT = Precision()
 COAT_LEAN = Precision(attention_block=16)
+COAT_PAPER = Precision(
+    fp8_linear=True,
+    forward=E4M3,
+    backward=E5M2,
+    block=16,
+    attention_block=None,
+    exact_forward=False,
+)
 
-PRESETS = {"bf16": BF16, "fp8_linear": FP8_LINEAR, "coat": COAT, "coat_lean": COAT_LEAN}
+PRESETS = {
+    "bf16": BF16,
+    "fp8_linear": FP8_LINEAR,
+    "coat": COAT,
+    "coat_lean": COAT_LEAN,
+    "coat_paper": COAT_PAPER,
+}
 
 
 def precision_of(name: str | Precision) -> Precision:

@@ -32,6 +32,7 @@ from experiments.loss_study_table import show
 BASE = Arm(baseline=True)
 NEVER = 1 << 60  # a `min_size` that leaves every leaf in FP32
 COAT_FP32 = Arm(precision=coat.COAT)
+EXACT_FORWARD = replace(coat.COAT, exact_forward=True)
 MOMENTS = Arm(moments=Storage())
 EXPANDED = Storage(first=coat.E4M3, second=coat.E4M3)
 BOTH = Arm(precision=coat.COAT, moments=Storage())
@@ -49,6 +50,8 @@ ARMS: dict[str, Arm] = {
     "activations": COAT_FP32,
     "coat_expanded": replace(BOTH, moments=EXPANDED),
     "activations_lean": replace(COAT_FP32, precision=coat.COAT_LEAN),
+    "coat_exact_forward": replace(BOTH, precision=EXACT_FORWARD),
+    "activations_exact_forward": replace(COAT_FP32, precision=EXACT_FORWARD),
     # Parts of the activations; "all_but" is COAT without one part.
     "products": Arm(precision=coat.FP8_LINEAR),
     "products_e4m3_gradients": Arm(precision=replace(coat.FP8_LINEAR, backward=coat.E4M3)),

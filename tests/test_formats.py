@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import coat_jax as coat
 from coat_jax.formats import E4M3, E5M2, format_of, saturating_cast, stochastic_cast
 
 GRID = 2048
@@ -217,3 +218,26 @@ def test_an_unknown_dtype_is_refused_with_a_remedy(dtype):
     ):
         with pytest.raises(ValueError, match=r"no FP8 format.*coat\.formats\.E4M3.*E5M2"):
             call()
+
+
+@formats
+def test_values_that_are_rounded_before_a_cast_are_those_of_the_cast(dtype):
+    """Codes, the middles between them, their FP32 neighbours, and numbers of every exponent."""
+    codes = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    codes = np.sort(codes[np.isfinite(codes)])
+    middles = (codes[1:] + codes[:-1]) / 2
+    near = [np.nextafter(middles, np.float32(sign * np.inf)) for sign in (-1, 1)]
+    others = np.arange(0, 2**32, 99_991, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    x = jnp.asarray(np.concatenate([codes, middles, *near, others]))
+    want = saturating_cast(x, dtype)
+    got = jax.jit(coat.formats.nearest, static_argnums=1)(x, dtype)
+    np.testing.assert_array_equal(got, np.float32(want))
+    np.testing.assert_array_equal(np.float32(got.astype(dtype)), np.float32(want))
+
+
+@formats
+def test_rounding_before_a_cast_has_the_derivative_of_the_cast(dtype):
+    """Of a second derivative, an op must see that it is asked for it: it is not zero."""
+    x, tangent = jnp.asarray([0.3, -5.1], jnp.bfloat16), jnp.asarray([2.0, 3.0], jnp.bfloat16)
+    _, got = jax.jvp(lambda x: coat.formats.nearest(x, dtype), (x,), (tangent,))
+    np.testing.assert_array_equal(got, np.float32(tangent))

@@ -11,17 +11,18 @@ from coat_jax.formats import E4M3, E5M2
 from coat_jax.precision import PRESETS, Precision, precision_of
 
 TABLE = {
-    "bf16": (coat.BF16, False, None, None),
-    "fp8_linear": (coat.FP8_LINEAR, True, None, None),
-    "coat": (coat.COAT, True, 16, None),
-    "coat_lean": (coat.COAT_LEAN, True, 16, 16),
+    "bf16": (coat.BF16, False, None, None, False),
+    "fp8_linear": (coat.FP8_LINEAR, True, None, None, False),
+    "coat": (coat.COAT, True, 16, None, False),
+    "coat_lean": (coat.COAT_LEAN, True, 16, 16, False),
+    "coat_paper": (coat.COAT_PAPER, True, 16, None, False),
 }
 
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_preset_is_its_row_of_the_table(name):
-    preset, fp8_linear, block, attention_block = TABLE[name]
-    assert preset == Precision(fp8_linear, E4M3, E5M2, block, attention_block)
+    preset, fp8_linear, *kept = TABLE[name]
+    assert preset == Precision(fp8_linear, E4M3, E5M2, *kept)
     assert PRESETS[name] == preset
 
 
@@ -80,9 +81,15 @@ def test_other_blocks_are_refused(name, size):
         Precision(**{name: size})
 
 
+@pytest.mark.parametrize("value", [1, None, "true"])
+def test_the_forward_pass_is_exact_or_not(value):
+    with pytest.raises(UserError, match=f"exact_forward={value!r} must be True or False"):
+        Precision(exact_forward=value)
+
+
 @pytest.mark.parametrize("name", ["fp8", "", "coat-lean", None, 8, E4M3])
 def test_an_unknown_name_is_refused_with_the_known_ones(name):
     with pytest.raises(
-        ValueError, match=r"no precision .*Use one of bf16, .*coat_lean, or a coat\.P"
+        ValueError, match=r"no precision .*Use one of bf16, .*coat_paper, or a coat\.P"
     ):
         precision_of(name)

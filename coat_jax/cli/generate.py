@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stop", action="append", default=[], metavar="TOKEN", help="may be repeated")
     add("--tokenizer", metavar="FILE", help=f'a tokenizer.json, or "{BYTES}"')
     add("--batch", type=int, default=8, metavar="N", help="prompts at a time (%(default)s)")
-    add("--precision", help="bf16, fp8_linear, coat or coat_lean")
+    add("--precision", help="bf16, fp8_linear, coat, coat_lean or coat_paper")
     add("--step", type=int, help="of the checkpoint, by default the newest")
     add("--devices", type=int, default=1, metavar="N", help="share each layer (%(default)s)")
 

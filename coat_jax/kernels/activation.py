@@ -3,7 +3,8 @@
 hidden = (gate, up)     a = act(gate) * up
 hidden = (up,)          a = act(up)
 
-`gradient_bounds` tells without computing them how large gradients can be.
+`gradient_bounds` tells without computing them how large gradients can be: from what bounds each row
+of the activation's gradient, and from what the exponents of the row's blocks allow.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,17 +54,22 @@ def activate_backward(
 
 
 def gradient_bounds(
-    hidden: Sequence[Blocks], da_bound: Float[Array, ""], activation: Activation
+    hidden: Sequence[Blocks], da_bound: Float[Array, "*rows"], activation: Activation
 ) -> tuple[Float[Array, ""], ...]:
-    """What no magnitude in the gradients of `hidden` exceeds, where none in da exceeds `da_bound`.
+    """What no magnitude in the gradients of `hidden` exceeds.
 
-    `hidden` counts with the largest value that its exponents allow.
+    `hidden` counts with the largest values that its exponents allow: nothing is read but those.
+
+    Args:
+        hidden: what was kept.
+        da_bound: what no magnitude in each row of the gradient of the activation exceeds.
+        activation: the activation.
     """
-    first, *gated = (
-        format_of(h.codes.dtype).max * power_of_two(jnp.max(h.exponents)) for h in hidden
-    )
+    da_bound = da_bound[..., None]
+    first, *gated = (format_of(h.codes.dtype).max * power_of_two(h.exponents) for h in hidden)
     value, slope = steepest(first, activation)
-    return (da_bound * slope * gated[0], da_bound * value) if gated else (da_bound * slope,)
+    limits = (da_bound * slope * gated[0], da_bound * value) if gated else (da_bound * slope,)
+    return tuple(jnp.max(each, initial=0.0) for each in limits)
 
 
 def steepest(m: Float[Array, "..."], activation: Activation) -> tuple[Array, Array | float]:

@@ -25,25 +25,36 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.blocks import fitting_exponent, power_of_two
-from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
-from coat_jax.kernels.cast import Layout, cast, cast_reference
+from coat_jax.kernels.cast import (
+    Layout,
+    cast,
+    cast_reference,
+    cast_with_lengths,
+    lengths_reference,
+)
 from coat_jax.kernels.dispatch import Implementation
 
 # One FP8 GEMM of cuBLASLt. By default XLA would also try its own Triton GEMMs for every product:
 # programs then take up to 40 times as long to compile, and run no faster.
 FP8 = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
+# By how much rounding may enlarge a sum of products that reaches its bound. Hopper's tensor cores
+# drop what is 2^-13 of the sum so far or less, once for every 32 products: 2^-6 for 4096 of them.
+# The result in BF16 adds 2^-9.
+SUM_ROUNDING = 1 + 2.0**-5
 
 
 class Operand(NamedTuple):
     """One side of a product: FP8 codes and their scale, or an array and None.
 
-    Where a kernel made the codes, they may be there in one layout only, or in both.
+    Where a kernel made the codes, they may be there in one layout only, or in both. The Euclidean
+    length of each row is there where `measured` made them.
     """
 
     values: Float[Array, "*rows K"] | None
     transposed: Float[Array, "K *rows"] | None
     scale: Float[Array, ""] | None
+    lengths: Float[Array, "*rows"] | None = None
 
 
 def operand(
@@ -83,9 +94,20 @@ def scaled(
     return Operand(*cast(x, scale, dtype, layout), scale)
 
 
-def largest_code(scale: Float[Array, ""], dtype: DTypeLike) -> Float[Array, ""]:
-    """The largest magnitude that an operand of this scale can have."""
-    return format_of(dtype).max * scale
+def measured(
+    x: Float[Array, "*rows K"],
+    scale: Float[Array, ""],
+    dtype: DTypeLike,
+    layout: Layout,
+    implementation: Implementation,
+) -> Operand:
+    """As `scaled`, with the lengths of the rows."""
+    if implementation == "xla":
+        codes, _ = cast_reference(x, scale, dtype, "straight")
+        assert codes is not None
+        return Operand(codes, None, scale, lengths_reference(codes, scale))
+    straight, transposed, lengths = cast_with_lengths(x, scale, dtype, layout)
+    return Operand(straight, transposed, scale, lengths)
 
 
 def product(x: Operand, w: Operand, dtype: DTypeLike) -> Float[Array, "*rows N"]:
@@ -96,6 +118,16 @@ def product(x: Operand, w: Operand, dtype: DTypeLike) -> Float[Array, "*rows N"]
 def product_transposed(dy: Operand, w: Operand, dtype: DTypeLike) -> Float[Array, "*rows K"]:
     """dy w^T: the gradient of the input. Takes both straight."""
     return _dot(dy, w, _over_columns(dy), _over_columns(w), dtype)
+
+
+def bound_of_product_transposed(dy: Operand, w: Operand) -> Float[Array, "*rows"]:
+    """What no magnitude in each row of dy w^T exceeds, of operands that are `measured`.
+
+    A sum of products is at most the product of the two rows' lengths (Cauchy and Schwarz).
+    """
+    if dy.lengths is None or w.lengths is None:
+        raise ValueError("A product has a bound where both of its operands are measured.")
+    return SUM_ROUNDING * dy.lengths * jnp.max(w.lengths)
 
 
 def outer_product(x: Operand, dy: Operand, dtype: DTypeLike) -> Float[Array, "K N"]:

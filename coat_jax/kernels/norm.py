@@ -84,12 +84,18 @@ def normalize_backward(
     return dx * stats.inverse, dataclasses.replace(norm, scale=d_scale, shift=d_shift)
 
 
-def bound(norm: Norm, columns: int) -> Float[Array, ""]:
+def bound(norm: Norm, columns: int, rounding: float = 0.0) -> Float[Array, ""]:
     """What no magnitude in the norm of a row exceeds, whatever the row.
 
     One member has at most all of the row's square sum: |y| <= sqrt(columns) |scale| + |shift|.
+
+    Args:
+        norm: the norm.
+        columns: of a row.
+        rounding: how much larger a value may be than the one that the statistics are of,
+            relatively.
     """
-    root = jnp.sqrt(jnp.float32(columns))
+    root = (1 + rounding) * jnp.sqrt(jnp.float32(columns))
     for parameter, largest in ((norm.scale, jnp.multiply), (norm.shift, jnp.add)):
         if parameter is not None:
             root = largest(root, jnp.max(jnp.abs(parameter)).astype(jnp.float32))

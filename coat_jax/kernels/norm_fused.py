@@ -48,9 +48,18 @@ ROWS_PER_SUM = 32  # rows whose contributions to a norm's parameters one program
 
 
 def norm_forward(
-    x: Float[Array, "*rows D"], norm: Norm, scale: Float[Array, ""], dtype: DTypeLike, size: int
+    x: Float[Array, "*rows D"],
+    norm: Norm,
+    scale: Float[Array, ""],
+    dtype: DTypeLike,
+    size: int,
+    *,
+    exact: bool = False,
 ) -> tuple[Blocks, Stats, Array]:
-    """Blocks and statistics of `x`, with rows [B, S]; and norm(x) / scale as FP8 codes."""
+    """Blocks of `x`, with rows [B, S]; statistics and norm(x) / scale as FP8 codes.
+
+    Both are of what the blocks stand for, or of `x` itself where `exact`.
+    """
     x = as_rows(x)
     require_width(x.shape[-1])
     layer = norm.kind == "layer"
@@ -76,6 +85,7 @@ def norm_forward(
             HAS_SCALE=norm.scale is not None,
             HAS_SHIFT=norm.shift is not None,
             EPS=norm.eps,
+            EXACT=exact,
             F8=rounding_of(dtype),
             TOP=format_of(dtype).top_exponent,
             FAST=not dispatch.interpreting(),
@@ -247,8 +257,8 @@ def _warps(columns: int) -> int:
 def norm_forward_row(
     x, tensor_scale, scale, shift, codes, exponents, inverse, mean, normed,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, LAYER: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, EPS: tl.constexpr, F8: tl.constexpr,
-    TOP: tl.constexpr, FAST: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr,
+    F8: tl.constexpr, TOP: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, WIDTH)
@@ -265,8 +275,9 @@ def norm_forward_row(
     tl.store(codes + row * COLUMNS + lane, flat.to(codes.dtype.element_ty), mask=here)
     tl.store(exponents + row * blocks + block, e.to(tl.uint8), mask=block < blocks)
 
-    # The norm of what is kept.
-    v = through_fp8(q, codes.dtype.element_ty, FAST) * power_of_two(e)[:, None]
+    # The norm of what is kept, or of x.
+    if not EXACT:
+        v = through_fp8(q, codes.dtype.element_ty, FAST) * power_of_two(e)[:, None]
     v = tl.reshape(v, [WIDTH])
     if LAYER:
         center = tl.sum(v, axis=0) / COLUMNS

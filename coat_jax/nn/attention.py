@@ -145,7 +145,9 @@ class Attention(nnx.Module):
             for old, one in zip(past, new, strict=True)
         )
         o = ops.attention_to_past(q, keys, values, visible)
-        joined = self._rounded(o).reshape(*x.shape[:2], -1)
+        if not self.precision.exact_forward:
+            o = self._rounded(o)
+        joined = o.reshape(*x.shape[:2], -1)
         bias = value_of(self.out_bias)
         y = ops.linear(joined, self._out(), bias, precision=self.precision)
         return x + y if self.residual else y, new

@@ -3,7 +3,8 @@
     forward     hidden -> kept (blocks), scale -> a = act(kept) in FP8, straight
     backward    kept, scale, da -> a in FP8, transposed; the gradients of hidden in FP8
 
-Hidden is (gate, up) or (up,). Each function is jnp, or a kernel where `mode.fused_block`.
+Hidden is (gate, up) or (up,). With `Precision.exact_forward` the forward pass takes hidden itself
+in the place of what was kept. Each function is jnp, or a kernel where `mode.fused_block`.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from coat_jax.blocks import Blocks
-from coat_jax.formats import E5M2, format_of
 from coat_jax.kernels import gemm
 from coat_jax.kernels.activation import (
     Activation,
@@ -21,13 +21,14 @@ from coat_jax.kernels.activation import (
     activate_backward,
     gradient_bounds,
 )
+from coat_jax.kernels.activation_exact import activation_forward_exact, activation_rescale
 from coat_jax.kernels.activation_fused import (
     activation_backward,
     activation_cast,
     activation_forward,
 )
 from coat_jax.kernels.gemm import Operand
-from coat_jax.ops.keep import Kept, keep, restore
+from coat_jax.ops.keep import Kept, keep_rows, restore
 from coat_jax.ops.projection import Mode, gradient_operand, operand_again
 
 
@@ -44,23 +45,35 @@ def activated(
     """What to keep of `hidden`, and its activation as a product takes it."""
     precision, dtype = mode.precision, hidden[0].dtype
     size = mode.fused_block
+    if size is not None and precision.exact_forward:
+        blocks, codes, maxima = activation_forward_exact(hidden, act, precision.forward, size)
+        scale = gemm.tensor_scale(jnp.max(maxima), precision.forward)
+        codes = activation_rescale(codes, maxima, scale, size)
+        return Activated(blocks, scale), Operand(codes, None, scale)
     if size is not None:
         blocks, maxima = activation_forward(hidden, act, precision.forward, size)
         scale = gemm.tensor_scale(jnp.max(maxima), precision.forward)
         codes = activation_cast(blocks, act, scale, size)
         return Activated(blocks, scale), Operand(codes, None, scale)
-    kept = tuple(keep(h, precision.forward, precision.block) for h in hidden)
-    a = activate(_values(kept, mode), act)
+    kept, values = zip(*(keep_rows(h, precision) for h in hidden), strict=True)
+    a = activate(values, act)
     if mode.format is None:
         return Activated(kept, None), Operand(a.astype(dtype), None, None)
-    operand = gemm.operand(a, mode.format, "straight", mode.implementation)
-    return Activated(kept, operand.scale), operand
+    if precision.block is None or not precision.exact_forward:
+        operand = gemm.operand(a, mode.format, "straight", mode.implementation)
+        return Activated(kept, operand.scale), operand
+    # The scale serves both passes: it fits what the backward pass recomputes, too.
+    again = activate(_values(kept, mode), act)
+    largest = gemm.largest_magnitude(jnp.maximum(jnp.abs(a), jnp.abs(again)))
+    scale = gemm.tensor_scale(largest, mode.format)
+    operand = gemm.scaled(a, scale, mode.format, "straight", mode.implementation)
+    return Activated(kept, scale), operand
 
 
 def activated_backward(
     result: Activated,
     da: Float[Array, "B S F"],
-    da_bound: Float[Array, ""] | None,
+    da_bound: Float[Array, "B S"] | None,
     act: Activation,
     mode: Mode,
 ) -> tuple[Operand, list[Operand]]:
@@ -69,7 +82,7 @@ def activated_backward(
     Args:
         result: what was kept.
         da: the gradient of the activation.
-        da_bound: what none of its magnitudes exceeds, if that is known.
+        da_bound: what no magnitude in each of its rows exceeds, if that is known.
         act: the activation.
         mode: how to compute.
     """
@@ -92,14 +105,12 @@ def activated_backward(
 def _magnitudes(
     result: Activated,
     da: Float[Array, "B S F"],
-    da_bound: Float[Array, ""] | None,
+    da_bound: Float[Array, "B S"] | None,
     act: Activation,
     mode: Mode,
 ) -> tuple[Float[Array, ""], ...]:
     """What scales the gradients of hidden: bounds of them, or the largest."""
-    # A bound is some thousand times too large. E5M2, whose normal codes span 2^30, holds what
-    # matters all the same, and a pass over da is saved; E4M3 spans 2^15.
-    if da_bound is not None and format_of(mode.precision.backward) == format_of(E5M2):
+    if da_bound is not None:
         return gradient_bounds(_blocks(result.hidden), da_bound, act)
     return tuple(gemm.largest_magnitude(d) for d in gradient_values(result, da, act, mode))
 

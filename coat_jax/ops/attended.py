@@ -48,7 +48,12 @@ def attended(
     v: Float[Array, "B T K H"],
     segments: Int[Array, "B S"] | None,
 ) -> tuple[Float[Array, "B S N H"], Attended]:
-    """o, and what to keep."""
+    """o, and what to keep.
+
+    With `Precision.exact_forward`, too, o is that of q, k and v as they are kept. The backward pass
+    computes the softmax anew, from these and from the log-sum-exp: were that the log-sum-exp of
+    other scores, rows of the softmax would not add up to 1, and gradients would be worse.
+    """
     block, dtype = settings.precision.attention_block, settings.precision.forward
     query, key, value = (keep(x, dtype, block) for x in (q, k, v))
     values = [restore(x, q.dtype, block) for x in (query, key, value)]

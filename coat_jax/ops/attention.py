@@ -204,8 +204,9 @@ def _attention_linear_forward(
     bias: Array | None,
 ) -> Any:
     settings, mode = static
-    _, kept = attended(settings, q, k, v, segments)
-    o = restore(kept.output, q.dtype, settings.precision.attention_block)
+    o, kept = attended(settings, q, k, v, segments)
+    if not settings.precision.exact_forward:
+        o = restore(kept.output, q.dtype, settings.precision.attention_block)
     n = as_operand(_joined(o), q.dtype, mode)
     (y,), scales = project(n, (weight,), (bias,), q.dtype, mode)
     return y, (kept, n.scale, segments, weight, scales, bias)

@@ -32,9 +32,8 @@ from coat_jax.ops.projection import (
     Scales,
     Weights,
     bias_gradients,
-    gradient_operand,
+    bounded_input_gradient,
     input_gradient,
-    input_gradient_bound,
     mode_of,
     project,
     weight_gradients,
@@ -185,11 +184,9 @@ def _backward(settings: _Settings, kept: _Kept, gradient: Array) -> Any:
 
     def backward(k: _Kept, dy: Array) -> Any:
         dtype = dy.dtype
-        g = [gradient_operand(dy, mode)]
-        da = input_gradient((k.down,), k.scales[-1:], g, dtype, mode)
-        da_bound = input_gradient_bound(k.down, k.scales[-1], g[0], mode)
+        g, da, da_bound = bounded_input_gradient(k.down, k.scales[-1], dy, mode)
         a, d_hidden = activated_backward(k.hidden, da, da_bound, act, mode)
-        (d_down,) = weight_gradients(a, (k.down,), g)
+        (d_down,) = weight_gradients(a, (k.down,), (g,))
         (d_down_bias,) = bias_gradients((k.down_bias,), (dy,))
 
         dn = input_gradient(k.weights, k.scales[:-1], d_hidden, dtype, mode)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, statistics
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_columns, require_norm
-from coat_jax.ops.keep import Kept, keep, restore
+from coat_jax.ops.keep import Kept, keep_rows, restore
 from coat_jax.precision import COAT, Precision, precision_of
 
 
@@ -25,7 +25,7 @@ def norm(
     Args:
         x: the input, of any leading shape.
         norm: what it learns, and how it is computed.
-        precision: of which only `block` matters here.
+        precision: of which only `block` and `exact_forward` matter here.
     """
     require_columns("norm", x)
     require_norm("norm", x.shape[-1], norm)
@@ -38,8 +38,7 @@ def _norm(precision: Precision, x: Array, norm: Norm) -> Array:
 
 
 def _forward(precision: Precision, x: Array, norm: Norm) -> Any:
-    kept = keep(x, precision.forward, precision.block)
-    values = restore(kept, jnp.float32, precision.block)
+    kept, values = keep_rows(x, precision)
     stats = statistics(values, norm)
     return normalize(values, stats, norm).astype(x.dtype), (kept, stats, norm)
 

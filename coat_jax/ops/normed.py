@@ -3,7 +3,9 @@
     forward     x -> kept (blocks), statistics, scale -> n = norm(kept) in FP8, straight
     backward    kept, statistics, scale -> n in FP8, transposed;  dn -> dx
 
-Without a norm, n is what was kept of x. Each function is jnp, or a kernel where `mode.fused_block`.
+Without a norm, n is what was kept of x. With `Precision.exact_forward` the forward pass takes x
+itself in the place of what was kept; the statistics are then those of x, also in the backward pass.
+Each function is jnp, or a kernel where `mode.fused_block`.
 """
 
 from typing import NamedTuple
@@ -13,12 +15,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.blocks import Blocks
+from coat_jax.formats import format_of
 from coat_jax.kernels import gemm
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm, Stats, bound, normalize, normalize_backward, statistics
 from coat_jax.kernels.norm_fused import norm_backward, norm_cast, norm_forward
-from coat_jax.ops.keep import Kept, keep, restore
+from coat_jax.ops.keep import Kept, keep_rows, restore
 from coat_jax.ops.projection import Mode, operand_again
+from coat_jax.precision import Precision
 
 
 class Normed(NamedTuple):
@@ -34,14 +38,15 @@ def normed(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[Nor
     precision = mode.precision
     scale = None
     if norm is not None and mode.format is not None:
-        scale = gemm.tensor_scale(bound(norm, x.shape[-1]), mode.format)
+        largest = bound(norm, x.shape[-1], _rounding(precision))
+        scale = gemm.tensor_scale(largest, mode.format)
         if mode.fused_block is not None:
+            exact = precision.exact_forward
             blocks, of_rows, codes = norm_forward(
-                x, norm, scale, precision.forward, mode.fused_block
+                x, norm, scale, precision.forward, mode.fused_block, exact=exact
             )
             return Normed(blocks, of_rows, scale), Operand(codes, None, scale)
-    kept = keep(x, precision.forward, precision.block)
-    n, stats = restore(kept, jnp.float32, precision.block), None
+    (kept, n), stats = keep_rows(x, precision), None
     if norm is not None:
         stats = statistics(n, norm)
         n = normalize(n, stats, norm)
@@ -96,6 +101,13 @@ def normed_gradient(
     if residual is not None:
         dx = dx + residual.astype(jnp.float32)
     return dx.astype(dn.dtype), d_norm
+
+
+def _rounding(precision: Precision) -> float:
+    """How much larger than x what was kept may be, where the statistics are those of x."""
+    if precision.block is None or not precision.exact_forward:
+        return 0.0
+    return float(2.0 ** -(format_of(precision.forward).mantissa_bits + 1))
 
 
 def _values(result: Normed, norm: Norm | None, mode: Mode) -> Float[Array, "B S D"]:

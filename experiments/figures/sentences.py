@@ -302,12 +302,14 @@ SENTENCES = [
     Sentence(ARCHITECTURE, "compute capability {:.1f} or newer", lambda: (CAPABILITY,)),
     # docs/layers.md
     *(
-        Sentence(LAYERS, f"{row} | {{:.1f}} U |", lambda name=name: (unit(name),))
-        for name, row in {
-            "BF16": "| `coat.BF16` | as they come | as they come | q, k, v, o",
-            "FP8_LINEAR": "| `coat.FP8_LINEAR` | FP8 | as they come | q, k, v, o",
-            "COAT": "| `coat.COAT` | FP8 | FP8 in blocks of 16 | q, k, v, o",
-            "COAT_LEAN": "| `coat.COAT_LEAN` | FP8 | FP8 in blocks of 16 | q, k, v, o in FP8",
+        Sentence(LAYERS, f"| `coat.{row} | {{:.1f}} U |", lambda name=name: (unit(name),))
+        for row, name in {
+            "BF16` | as they come | as they come | q, k, v, o": "BF16",
+            "FP8_LINEAR` | FP8 | as they come | q, k, v, o": "FP8_LINEAR",
+            "COAT` | FP8 | FP8 in blocks of 16 | q, k, v, o": "COAT",
+            "COAT_LEAN` | FP8 | FP8 in blocks of 16 | q, k, v, o in FP8": "COAT_LEAN",
+            # Keeps what COAT keeps.
+            "COAT_PAPER` | FP8 | FP8 in blocks of 16 | q, k, v, o": "COAT",
         }.items()
     ),
     Sentence(

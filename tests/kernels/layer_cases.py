@@ -15,10 +15,12 @@ from coat_jax import E4M3, E5M2
 from coat_jax.blocks import from_blocks, to_blocks
 from coat_jax.formats import format_of
 from coat_jax.kernels import activation, activation_fused, gemm, norm, norm_fused, turn
-from coat_jax.kernels.cast import cast, cast_reference
+from coat_jax.kernels.activation_exact import activation_forward_exact, activation_rescale
+from coat_jax.kernels.cast import cast, cast_reference, cast_with_lengths, lengths_reference
 from coat_jax.ops import Rotary
 
 SLACK = 0.01
+ROUNDING = 2.0**-4  # of E4M3, relatively
 FAR_FROM_ZERO = 57344 * 2.0**-19  # what is left of derivatives of activations there
 SMALL = [(2, 6, 72), (1, 70, 160), (3, 5, 130)]  # no multiple of a tile, a block or a warp
 LARGE = [(4, 512, 4096), (2, 100, 11008), (1, 333, 2047)]
@@ -35,6 +37,7 @@ class NormCase(NamedTuple):
     shift: bool = False
     residual: bool = True
     size: int = 16
+    exact: bool = False  # the forward pass takes x itself
 
 
 NORMS = [
@@ -42,6 +45,8 @@ NORMS = [
     NormCase(scale=False, residual=False),
     NormCase("layer", shift=True, size=32),
     NormCase("layer", scale=False, size=128),
+    NormCase(exact=True),
+    NormCase("layer", shift=True, exact=True),
 ]
 ACTIVATIONS = [(name, count) for name in activation.ACTIVATIONS for count in (1, 2)]
 
@@ -75,6 +80,13 @@ def check_cast(shape, dtype):
             assert (got is None) == (want is None)
             if want is not None:
                 assert_codes(got, want)
+        *measured, lengths = cast_with_lengths(x, scale, dtype, layout)
+        for got, want in zip(measured, cast(x, scale, dtype, layout), strict=True):
+            assert (got is None) == (want is None)
+            if want is not None:
+                np.testing.assert_array_equal(np.float32(got), np.float32(want))
+        if layout != "transposed":
+            np.testing.assert_allclose(lengths, lengths_reference(measured[0], scale), rtol=1e-6)
 
 
 def check_turn(shape, heads, head, dtype, *, per_sequence):
@@ -98,24 +110,23 @@ def check_norm(shape, case: NormCase):
         1e-5,
     )
     x = numbers(3, shape)
-    limit = norm.bound(of, columns)
+    limit = norm.bound(of, columns, ROUNDING if case.exact else 0.0)
     scale = gemm.tensor_scale(limit, E4M3)
-    blocks, stats, straight = norm_fused.norm_forward(x, of, scale, E4M3, size)
+    blocks, stats, straight = norm_fused.norm_forward(x, of, scale, E4M3, size, exact=case.exact)
     exact = to_blocks(x, size=size)
     for got, want in zip(blocks, exact, strict=True):
         np.testing.assert_array_equal(
             np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8)
         )
     values = from_blocks(exact, size=size)
-    expected = norm.statistics(values, of)
+    seen = x.astype(jnp.float32) if case.exact else values
+    expected = norm.statistics(seen, of)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), stats, expected)
-    n = norm.normalize(values, expected, of)
-    assert jnp.max(jnp.abs(n)) <= limit
     transposed = norm_fused.norm_cast(blocks, stats, of, scale, size)
-    for got, want in zip(
-        (straight, transposed), cast_reference(n, scale, E4M3, "both"), strict=True
-    ):
-        assert_codes(got, want)
+    for got, rows, layout in ((straight, seen, 0), (transposed, values, 1)):
+        n = norm.normalize(rows, expected, of)
+        assert jnp.max(jnp.abs(n)) <= limit
+        assert_codes(got, cast_reference(n, scale, E4M3, "both")[layout])
 
     dn = numbers(4, shape).astype(jnp.float32)
     residual = numbers(8, shape) if case.residual else None
@@ -127,6 +138,28 @@ def check_norm(shape, case: NormCase):
     np.testing.assert_allclose(dx, want, atol=1e-5 * largest)
     for a, b in zip(jax.tree.leaves(d_norm), jax.tree.leaves(d_want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(b))))
+
+
+def check_exact_activation(shape, name, count, size=16):
+    hidden = [numbers(i, shape, spread=1.0) for i in range(count)]
+    kept, codes, maxima = activation_forward_exact(hidden, name, E4M3, size)
+    exact = [to_blocks(h, size=size) for h in hidden]
+    for got, want in zip(jax.tree.leaves(kept), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_array_equal(
+            np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8)
+        )
+    a = activation.activate(hidden, name)
+    again = activation.activate([from_blocks(b, size=size) for b in exact], name)
+    largest = jnp.maximum(jnp.abs(a), jnp.abs(again))
+    np.testing.assert_allclose(jnp.max(maxima), jnp.max(largest), rtol=1e-5)
+    scale = gemm.tensor_scale(jnp.max(maxima), E4M3)
+    got = activation_rescale(codes, maxima, scale, size)
+    # Rounded twice where the second code is subnormal, and then half a code further off at most.
+    want = np.float64(cast_reference(a, scale, E4M3, "straight")[0])
+    subnormal = np.abs(want) < 2.0 ** format_of(E4M3).min_exponent
+    off = np.abs(np.float64(got) - want)
+    assert np.max(off, where=subnormal, initial=0) <= format_of(E4M3).tiny
+    assert_codes(np.where(subnormal, 0, got), np.where(subnormal, 0, want).astype(E4M3))
 
 
 def check_activation(shape, name, count, size=16):
@@ -145,7 +178,8 @@ def check_activation(shape, name, count, size=16):
     assert_codes(activation_fused.activation_cast(kept, name, scale, size), straight)
 
     da = numbers(7, shape, spread=1.0)
-    bounds = activation.gradient_bounds(kept, gemm.largest_magnitude(da), name)
+    largest = jnp.max(jnp.abs(da), axis=-1).astype(jnp.float32)
+    bounds = activation.gradient_bounds(kept, largest, name)
     scales = [gemm.tensor_scale(bound, E5M2) for bound in bounds]
     again, codes = activation_fused.activation_backward(kept, da, name, scale, scales, size, E5M2)
     assert_codes(again, transposed)

@@ -4,7 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from coat_jax.kernels import norm, turn
+from coat_jax import E4M3, E5M2
+from coat_jax.blocks import from_blocks, to_blocks
+from coat_jax.formats import format_of
+from coat_jax.kernels import gemm, norm, turn
 
 ROUNDING = 1 + 1e-6
 SHIFT = jnp.linspace(-0.5, 0.5, 48)
@@ -42,3 +45,53 @@ def test_a_rotated_pair_grows_by_its_bound_and_no_more():
     largest = jnp.max(jnp.abs(back))
     assert largest <= turn.GROWTH * ROUNDING
     assert largest > turn.GROWTH / ROUNDING
+
+
+def error(x, scale, dtype):
+    codes = gemm.scaled(x, scale, dtype).values
+    return jnp.linalg.norm(codes.astype(jnp.float32) * scale - x)
+
+
+def cost(x, bound, dtype):
+    """How much larger the error in FP8 is with a scale from the bound than with a searched one."""
+    found = gemm.tensor_scale(gemm.largest_magnitude(x), dtype)
+    return error(x, gemm.tensor_scale(bound, dtype), dtype) / error(x, found, dtype)
+
+
+@pytest.mark.parametrize("factor", [1.0, 100.0, 1000.0])
+@pytest.mark.parametrize("outliers", ["in the input", "in the norm's scale", "in both"])
+def test_the_bound_of_a_norm_costs_no_accuracy(outliers, factor):
+    """Up to scales of 100 times the others; 1000 times cost a tenth, where E4M3 spans 2^15."""
+    rows, columns = 256, 1024
+    x = jax.random.normal(jax.random.key(0), (rows, columns))
+    scale = 1 + jax.random.normal(jax.random.key(1), (columns,)) / 8
+    if outliers != "in the norm's scale":
+        x = x.at[:, 7].mul(factor)
+    if outliers != "in the input":
+        scale = scale.at[7 if outliers == "in both" else 100].mul(factor)
+    of = norm.Norm(scale)
+    y = norm.normalize(x, norm.statistics(x, of), of)
+    limit = 1.1 if factor == 1000 else 1.01
+    assert cost(y, norm.bound(of, columns), E4M3) <= limit
+
+
+@pytest.mark.parametrize("factor", [1.0, 1000.0])
+def test_the_bound_of_a_rotation_costs_no_accuracy(factor):
+    dy = jax.random.normal(jax.random.key(0), (2, 64, 4, 32)).at[:, :, 1, 3].mul(factor)
+    angles = jnp.arange(64)[:, None] * 10000.0 ** (-jnp.arange(16) / 16)
+    back = turn.turn_back(dy, jnp.cos(angles), jnp.sin(angles))
+    assert cost(back, turn.GROWTH * gemm.largest_magnitude(dy), E5M2) <= 1.001
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_no_row_of_what_was_saved_exceeds_the_bound_with_its_rounding(kind, dtype):
+    """With the statistics of exact rows, rounded ones may be longer, and the bound says by what."""
+    of = norm.Norm(jnp.linspace(0.1, 2.0, 48), None, kind, 1e-12)
+    sizes = jnp.linspace(1.0, 2.0, 97)[:, None, None]
+    rows = sizes * jnp.concatenate([jnp.eye(48), -jnp.eye(48)])
+    saved = from_blocks(to_blocks(rows, dtype, size=16), size=16)
+    largest = jnp.max(jnp.abs(norm.normalize(saved, norm.statistics(rows, of), of)))
+    rounding = 2.0 ** -(format_of(dtype).mantissa_bits + 1)
+    assert norm.bound(of, 48) * ROUNDING < largest
+    assert largest <= norm.bound(of, 48, rounding) * ROUNDING

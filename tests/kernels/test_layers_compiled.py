@@ -14,6 +14,7 @@ from hopper import can_compile_for_hopper, kernel_calls
 
 import coat_jax as coat
 from coat_jax import ops
+from coat_jax.blocks import from_blocks, to_blocks
 from coat_jax.kernels import activation
 from experiments.hopper import OPTIONS, compile_for, hopper_mesh, there
 
@@ -76,11 +77,20 @@ def other_products(program):
     return len(re.findall(r'custom_call_target="__cublas\$(?:lt\$matmul|gemm)"| dot\(', program))
 
 
+EXACT = dataclasses.replace(coat.COAT, exact_forward=True)
+PRECISIONS = {
+    "FP8_LINEAR": coat.FP8_LINEAR,
+    "COAT": coat.COAT,
+    "COAT_LEAN": coat.COAT_LEAN,
+    "exact forward": EXACT,
+}
+
+
 @IMPLEMENTATIONS
-@pytest.mark.parametrize("preset", ["FP8_LINEAR", "COAT", "COAT_LEAN"])
-def test_every_product_of_a_layer_is_in_fp8(preset, implementation):
+@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+def test_every_product_of_a_layer_is_in_fp8(precision, implementation):
     """Seven weights, three products each; attention once forward, once backward."""
-    program = compile_layer(hopper_mesh((4,), ("x",)), getattr(coat, preset), implementation, ALONE)
+    program = compile_layer(hopper_mesh((4,), ("x",)), precision, implementation, ALONE)
     assert fp8_products(program) == 21
     assert other_products(program) == 0
     assert program.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
@@ -93,12 +103,60 @@ def test_sums_of_products_are_taken_in_by_the_products():
     assert program.count('"beta":1') == 5
 
 
+def test_sums_that_bound_gradients_are_made_by_the_kernels_that_round():
+    """XLA makes no pass over arrays as wide as the MLP, and none over dy but that for its scale.
+
+    It adds up one number per row and 16 columns of dy, and of the weight; and it reads exponents.
+    """
+    for precision in (coat.COAT, EXACT):
+        program = compile_layer(hopper_mesh((4,), ("x",)), precision, "triton", ALONE)
+        assert xla_reads(program, rf"\[{B},{S},{F}\]") == []
+        of_dy = xla_reads(program, rf"\[{B},{S},{D}\]")
+        # The scales of o's and down's gradients, and the sum of squares of this test's loss.
+        assert len(of_dy) <= 4, of_dy
+        assert len(xla_reads(program, rf"f32\[{B},{S},{D // 16}\]")) == 1
+        assert len(xla_reads(program, rf"f32\[(?:1,)?{F},{D // 16}\]")) == 1
+        assert len(xla_reads(program, rf"u8\[{B},{S},{F // 16}\]")) == 1  # gate and up at once
+
+
+def xla_reads(program, shape):
+    """The fusions of a program's entry that read or write an array of this shape."""
+    entry = program[program.index("ENTRY ") :]
+    types = dict(re.findall(r"(%\S+) = (\S+)", entry))
+    found = []
+    for result, inputs in re.findall(r"%\S+ = (.*?) fusion\(([^)]*)\)", entry):
+        arrays = " ".join([result, *(types.get(name, "") for name in inputs.split(", "))])
+        if re.search(shape, arrays):
+            found.append(arrays)
+    return found
+
+
+def test_an_exact_forward_pass_takes_no_more_passes_over_memory():
+    mesh = hopper_mesh((4,), ("x",))
+    rounded, exact = (compile_layer(mesh, p, "triton", ALONE) for p in (coat.COAT, EXACT))
+    calls = 'custom_call_target="triton_kernel_call"'
+    assert exact.count(calls) == rounded.count(calls)
+    assert exact.count(" fusion(") == rounded.count(" fusion(")
+
+
+def test_xla_leaves_in_the_rounding_of_what_a_layer_goes_on_with():
+    """It leaves out a cast to FP8 and back, unless values are rounded before."""
+    mesh = hopper_mesh((4,), ("x",))
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, WHOLE))
+    program = compile_for(
+        mesh, lambda x: from_blocks(to_blocks(x, size=16), size=16), x, compiler_options=OPTIONS
+    ).as_text()
+    assert "f8e4m3fn" not in program
+    assert "round-nearest-even" in program
+
+
+@pytest.mark.parametrize("precision", [coat.COAT, EXACT], ids=["coat", "exact forward"])
 @pytest.mark.parametrize("name", activation.ACTIVATIONS)
-def test_every_activation_compiles(name):
+def test_every_activation_compiles(name, precision):
     """With a gate and without one, forward and backward: Triton's interpreter checks no types."""
 
     def loss(x, up, down):
-        how = {"activation": name, "precision": coat.COAT, "implementation": "triton"}
+        how = {"activation": name, "precision": precision, "implementation": "triton"}
         y = ops.gated_mlp(x, None, up, up, down, **how)
         return jnp.sum(ops.mlp(y, None, up, down, **how).astype(jnp.float32))
 
@@ -202,6 +260,25 @@ def test_on_a_mesh_gradients_are_reduced_to_shards():
     assert large == []
 
 
+def test_bounds_of_gradients_take_one_more_sum_of_a_number_per_row_of_the_weight():
+    """Everything else that is reduced over the mesh is a scalar, a norm's gradient or activations.
+
+    What scales E4M3 gradients is searched for.
+    """
+    mesh = hopper_mesh((1, 2, 2), ("data", "fsdp", "tensor"))
+    specs = P("fsdp", "tensor"), P("tensor", "fsdp"), P(("data", "fsdp"))
+
+    def reduced(precision):
+        program = compile_layer(mesh, precision, "triton", specs)
+        results = re.findall(r"= (.*?) all-reduce(?:-start)?\(", program)
+        shapes = [s for result in results for s in re.findall(r"\w+\[([\d,]*)\]", result)]
+        return sorted(s for s in shapes if len(s) > 2 and not re.fullmatch(rf"\d+,{S},\d+", s))
+
+    searched = reduced(dataclasses.replace(coat.COAT, backward=coat.E4M3))
+    for precision in (coat.COAT, EXACT):
+        assert reduced(precision) == sorted([*searched, str(F // 2)])
+
+
 WIDTHS = {
     "six times 128, on four GPUs": (256, 768, 16),
     "a single 128": (128, 128, 16),
@@ -212,11 +289,12 @@ WIDTHS = {
 
 
 @pytest.mark.parametrize("rows", [P("x"), P(None, "x"), P(None, None, "x")], ids=str)
+@pytest.mark.parametrize("exact", [False, True], ids=["rounded", "exact"])
 @pytest.mark.parametrize(("width", "hidden", "block"), WIDTHS.values(), ids=WIDTHS)
-def test_every_width_compiles_on_a_mesh(width, hidden, block, rows):
+def test_every_width_compiles_on_a_mesh(width, hidden, block, exact, rows):
     """Whatever is cut: texts, their tokens, or columns; and weights as tensor parallelism does."""
     mesh = hopper_mesh((4,), ("x",))
-    precision = dataclasses.replace(coat.COAT, block=block)
+    precision = dataclasses.replace(coat.COAT, block=block, exact_forward=exact)
 
     def loss(x, scale, up, down):
         norm = ops.Norm(scale)

@@ -13,6 +13,7 @@ from layer_cases import (
     TURNS,
     check_activation,
     check_cast,
+    check_exact_activation,
     check_norm,
     check_turn,
 )
@@ -47,3 +48,9 @@ def test_norm(shape, case):
 @pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
 def test_activation(shape, name, count):
     check_activation(shape, name, count)
+
+
+@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
+@pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
+def test_exact_activation(shape, name, count):
+    check_exact_activation(shape, name, count)

@@ -1,5 +1,7 @@
 """The kernels of a layer in Triton's interpreter, against their references."""
 
+import dataclasses
+
 import interpreted
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from layer_cases import (
     TURNS,
     check_activation,
     check_cast,
+    check_exact_activation,
     check_norm,
     check_turn,
 )
@@ -45,6 +48,11 @@ def test_activation(name, count):
     check_activation(SMALL[1], name, count)
 
 
+@pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
+def test_exact_activation(name, count):
+    check_exact_activation(SMALL[1], name, count)
+
+
 def test_a_kernel_refuses_an_unknown_activation():
     """Rather than computing another one."""
     x = jnp.ones((1, 4, 32), jnp.bfloat16)
@@ -56,7 +64,14 @@ def numbers(*shape, scale=1.0):
     return scale * jax.random.normal(jax.random.key(sum(shape)), shape)
 
 
-@pytest.mark.parametrize("precision", [coat.FP8_LINEAR, coat.COAT], ids=["fp8_linear", "coat"])
+PRECISIONS = {
+    "fp8_linear": coat.FP8_LINEAR,
+    "coat": coat.COAT,
+    "exact forward": dataclasses.replace(coat.COAT, exact_forward=True),
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
 def test_a_layer_of_kernels_is_the_layer_of_references(precision):
     """But for codes on an edge, where statistics differ in FP32's last place."""
     width, hidden = 64, 160
@@ -81,6 +96,34 @@ def test_a_layer_of_kernels_is_the_layer_of_references(precision):
         results.append((outputs, pull(type(outputs)(jnp.sin(y) for y in outputs))))
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         assert jnp.linalg.norm(a - b) <= 1e-3 * jnp.linalg.norm(b)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["rounded", "exact"])
+@pytest.mark.parametrize("place", ["channels", "tokens", "both"])
+def test_gradients_with_outliers_are_those_of_references(place, exact):
+    """Also in rows with small gradients: references find the largest one, kernels bound it.
+
+    No code saturates, and where a code is subnormal for its larger scale, little is lost.
+    """
+    width, hidden, factor = 64, 160, 100.0
+    precision = dataclasses.replace(coat.COAT, exact_forward=exact)
+    rows = slice(None) if place == "channels" else slice(2)
+    columns = slice(None) if place == "tokens" else slice(3, 5)
+    dy = numbers(2, 24, width).at[0, rows, columns].mul(factor)
+    x = numbers(2, 24, width, scale=2).at[0, rows, columns].mul(factor)
+    gate, up = (numbers(width, hidden + i, scale=width**-0.5)[:, :hidden] for i in range(2))
+    up, down = up.at[:, 7].mul(factor), numbers(hidden, width, scale=hidden**-0.5)
+
+    def gradients(implementation):
+        def mlp(*args):
+            how = {"precision": precision, "implementation": implementation, "residual": False}
+            return ops.gated_mlp(args[0], None, *args[1:], **how)
+
+        return jax.vjp(mlp, x, gate, up, down)[1](dy)
+
+    for a, b in zip(gradients("triton"), gradients("xla"), strict=True):
+        off, length = (jnp.linalg.norm(each, axis=-1) for each in (a - b, b))
+        assert jnp.all(off <= 2**-8 * length)
 
 
 def test_gradients_of_equal_terms_do_not_saturate():

@@ -10,6 +10,8 @@ FP32's rounding of the middle between two codes may become either of them: where
 computed, and not given, such numbers are one in 10^5, and the seeds are fixed.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,7 @@ from coat_jax.formats import format_of
 FP32 = 1e-5
 PRESETS = {"bf16": coat.BF16, "fp8_linear": coat.FP8_LINEAR, "coat": coat.COAT}
 PRESETS["coat_lean"] = coat.COAT_LEAN
+PRESETS["coat_lean, exact forward"] = dataclasses.replace(coat.COAT_LEAN, exact_forward=True)
 FP8_PRESETS = {name: preset for name, preset in PRESETS.items() if name != "bf16"}
 
 

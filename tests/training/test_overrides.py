@@ -94,7 +94,8 @@ def test_help_explains_every_field_with_its_value():
         if not field.group:
             assert f"\n  --{field.name} " in text
     assert "--optimizer.peak 0.003    (a number)\n        the highest learning rate." in text
-    assert "--model.precision bf16    (bf16 or fp8_linear or coat or coat_lean)" in text
+    assert "--model.precision bf16    (bf16 or fp8_linear or coat or coat_lean or coat_" in text
+    assert "--model.precision.exact_forward false    (true or false)" in text
     assert "--model.precision.block none    (a whole number or none)" in text
     assert "model: what is trained.\n  --model.vocab 256" in text
     assert "--model.vocab    (a whole number)" in explain()

@@ -1,0 +1,206 @@
+"""With `exact_forward` only the backward pass sees what is kept in FP8.
+
+The forward pass is then that of a precision that keeps nothing in FP8, and gradients come closer
+to those of full precision, also where activations have heavy tails or outliers.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from ops_cases import (
+    FFN,
+    HEAD_DIM,
+    HEADS,
+    WIDTH,
+    assert_close,
+    assert_equal,
+    distance,
+    draw,
+    layer,
+    layer_params,
+    pulled,
+    quick_jit,
+    some_norm,
+    through,
+    weight,
+)
+
+import coat_jax as coat
+from coat_jax import ops
+from coat_jax.blocks import from_blocks, to_blocks
+from coat_jax.kernels import gemm
+from coat_jax.kernels.activation import ACTIVATIONS, activate
+from coat_jax.ops.activated import activated
+from coat_jax.ops.projection import mode_of
+
+EXACT = dataclasses.replace(coat.COAT, exact_forward=True)
+LEAN = dataclasses.replace(coat.COAT_LEAN, exact_forward=True)
+X = draw(1, (4, 16, WIDTH))
+PARAMS = layer_params()
+
+
+def ops_with_norms(precision):
+    """Everything that keeps blocks, as functions of x."""
+    norms = [some_norm(kind, WIDTH) for kind in ("rms", "layer")]
+    gate, up, down = weight(1, WIDTH, FFN), weight(2, WIDTH, FFN), weight(3, FFN, WIDTH)
+    how = {"precision": precision}
+
+    def run(x):
+        heads = ops.norm_qkv(x, norms[0], PARAMS["qkv"], head_dim=HEAD_DIM, **how)
+        outputs = [heads, *(ops.norm(x, norm, **how) for norm in norms)]
+        outputs += [ops.norm_linear(x, norm, (gate, up), **how) for norm in norms]
+        outputs += [ops.mlp(x, norm, up, down, **how) for norm in (None, *norms)]
+        return outputs + [
+            ops.gated_mlp(x, norms[0], gate, up, down, activation=name, **how)
+            for name in ACTIVATIONS
+        ]
+
+    return run
+
+
+def test_without_fp8_products_the_forward_pass_is_that_of_full_precision():
+    """To the bit."""
+    precision = dataclasses.replace(EXACT, fp8_linear=False)
+    assert_equal(quick_jit(ops_with_norms(precision))(X), quick_jit(ops_with_norms(coat.BF16))(X))
+
+
+def test_with_fp8_products_the_forward_pass_is_that_of_unrounded_inputs():
+    """The scales may be one power of two apart, which moves subnormal codes only.
+
+    Rounding what is kept moves every result but the residual stream by 2 % and more.
+    """
+    exact, unrounded, rounded = (
+        quick_jit(ops_with_norms(p))(X) for p in (EXACT, coat.FP8_LINEAR, coat.COAT)
+    )
+    assert np.all(distance(exact, unrounded) < 1e-3)
+    moved = distance(rounded, unrounded)
+    assert np.all(moved[1:] > 5e-3)
+    assert moved[0] == 0
+
+
+def test_attention_computes_with_kept_heads_and_gives_its_exact_output():
+    """Softmax is computed anew in the backward pass, from what was kept: both must be one.
+
+    The output's rounding to blocks shows where its product is not in FP8 as well, which rounds to
+    the same codes but for subnormal ones.
+    """
+    q, k, v = draw(2, (2, 12, HEADS, HEAD_DIM), (2, 12, 2, HEAD_DIM), (2, 12, 2, HEAD_DIM))
+    w = weight(4, HEADS * HEAD_DIM, 24)
+
+    def kept(x):
+        return through(x, LEAN.forward, LEAN.attention_block)
+
+    def run(precision, *heads):
+        return quick_jit(lambda *a: ops.attention_linear(*a, w, precision=precision))(*heads)
+
+    of_kept_heads = [run(p, *map(kept, (q, k, v))) for p in (coat.FP8_LINEAR, coat.BF16)]
+    assert_close(run(LEAN, q, k, v), of_kept_heads[0])
+    exact, rounded = (
+        run(dataclasses.replace(p, fp8_linear=False), q, k, v) for p in (LEAN, coat.COAT_LEAN)
+    )
+    assert_close(exact, of_kept_heads[1])
+    assert distance(rounded, exact)[0] > 0.01
+
+
+def test_a_layer_is_differentiable_and_its_forward_pass_closer_to_full_precision():
+    results = {}
+    for precision in (coat.BF16, coat.COAT_LEAN, LEAN):
+        y, (_, dx), _ = pulled(lambda p, x, how=precision: layer(p, x, how), PARAMS, X)
+        results[precision] = y, dx
+    want = results[coat.BF16]
+    assert np.all(distance(results[LEAN], want) < distance(results[coat.COAT_LEAN], want))
+
+
+def rows(name):
+    """Inputs as they occur in trained networks."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((256, WIDTH))
+    if name == "heavy tails":
+        x = rng.standard_t(2, x.shape)
+    elif name == "outlier channels":
+        x[:, rng.choice(WIDTH, 2, replace=False)] *= 100
+    elif name == "outlier tokens":
+        x[::16] *= 300
+    elif name == "one large constant channel":
+        x[:, 7] = 300 * (1 + 0.01 * x[:, 7])
+    return jnp.asarray(x, jnp.float32)
+
+
+def errors(name, kind, *, fp8_linear):
+    """Of the gradients of x and of the weights of an MLP, without and with the exact forward."""
+    norm = some_norm(kind, WIDTH)
+    weights = weight(1, WIDTH, FFN), weight(2, WIDTH, FFN), weight(3, FFN, WIDTH)
+
+    def gradients(precision):
+        def mlp(x, *weights):
+            return ops.gated_mlp(x, norm, *weights, residual=False, precision=precision)
+
+        return pulled(mlp, rows(name), *weights)[1]
+
+    want = gradients(coat.BF16)
+    coats = (dataclasses.replace(p, fp8_linear=fp8_linear) for p in (coat.COAT, EXACT))
+    return [distance(gradients(precision), want) for precision in coats]
+
+
+@pytest.mark.parametrize("fp8_linear", [False, True], ids=["saved in FP8", "products too"])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("name", ["normal", "heavy tails", "outlier channels", "outlier tokens"])
+def test_gradients_are_at_least_as_close_to_full_precision(name, kind, fp8_linear):
+    """Each to within 5 %, the spread of single draws; that of x is always closer."""
+    rounded, exact = errors(name, kind, fp8_linear=fp8_linear)
+    assert exact[0] < rounded[0]
+    assert np.all(exact < 1.05 * rounded)
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_constant_channel_shifts_its_own_weights_and_no_longer_all_others(kind):
+    """Its rounding is the same in every row: by up to 2^-4, and to either side.
+
+    Where the forward pass sees it, it rescales the whole row. Now it moves the gradients of the
+    weights of that channel, and that of x is closer.
+    """
+    rounded, exact = errors("one large constant channel", kind, fp8_linear=False)
+    assert exact[0] < rounded[0]
+    assert np.all(exact < 2**-4)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_the_backward_pass_recomputes_fits_the_scale_of_the_forward_pass(name, count):
+    """Rounded gates and ups may give more than exact ones: most of all far below zero."""
+    mode = mode_of(EXACT, "xla")
+    for seed, shift in enumerate((0, 3, -12)):
+        hidden = [draw(10 * seed + i, (1, 8, 64)) + shift for i in range(count)]
+        saved, operand = activated(hidden, name, mode)
+        limit = 448 * saved.scale
+        for values in (hidden, [from_blocks(h, size=16) for h in saved.hidden]):
+            assert jnp.max(jnp.abs(activate(values, name))) <= limit
+        want = activate(hidden, name)
+        got = operand.values.astype(jnp.float32) * operand.scale
+        assert jnp.max(jnp.abs(got - want)) <= 2**-4 * gemm.largest_magnitude(want)
+
+
+def test_what_is_kept_is_the_same():
+    """Blocks of the same input, in both forms of COAT."""
+    hidden = [draw(i, (1, 8, 64)) for i in range(2)]
+    results = [activated(hidden, "silu", mode_of(p, "xla"))[0] for p in (coat.COAT, EXACT)]
+    assert_equal(results[0].hidden, results[1].hidden)
+    assert_equal(results[0].hidden, tuple(to_blocks(h, size=16) for h in hidden))
+
+
+def test_generation_sees_what_training_sees():
+    """The output of attention to the past is not rounded either."""
+    x = draw(5, (2, 6, WIDTH))
+    how = {"kv_heads": 2, "precision": LEAN, "rotary": ops.Rotary()}
+    attention = coat.nn.Attention(WIDTH, heads=HEADS, rngs=nnx.Rngs(0), **how)
+    whole, _ = attention.prefill(x)
+    _, past = attention.prefill(x[:, :5])
+    past = jax.tree.map(lambda one: jnp.pad(one, ((0, 0), (0, 1), (0, 0), (0, 0))), past)
+    positions, visible = jnp.full((2, 1), 5), jnp.ones((2, 6), bool)
+    last, _ = attention.decode(x[:, 5:], positions, past, jnp.int32(5), visible)
+    # The scales of products are those of fewer rows.
+    assert distance(last[:, 0], whole[:, 5])[0] < 2**-5
