@@ -1,0 +1,13 @@
+"""What FP8 does to the numbers of a model while it trains.
+
+    measure     of a loss function: each operand, saved tensor and gradient that its layers round
+    moments     of an optimizer's state: each moment that is stored in FP8
+    named       names a part of a model, for `measure`
+"""
+
+from coat_jax.statistics import Statistics
+from coat_jax.telemetry.moments import MomentStatistics, moments
+from coat_jax.telemetry.tensors import measure
+from coat_jax.watching import named
+
+__all__ = ["MomentStatistics", "Statistics", "measure", "moments", "named"]
