@@ -44,7 +44,10 @@ NUMBERS = len(Sums._fields)
 
 
 class Statistics(NamedTuple):
-    """See above; NaN where there is nothing to tell, as the error of a tensor of zeros."""
+    """See above. A tensor of zeros has no error, and NaN for its headroom.
+
+    The error of one with a NaN or an infinity is NaN.
+    """
 
     underflow: float
     subnormal: float
@@ -78,18 +81,15 @@ def of_blocks(x: Float[Array, "*rows D"], blocks: Blocks, *, size: int) -> Float
 
 def of_sums(sums: Float[np.ndarray, "9"]) -> Statistics:
     """The statistics, on the host."""
-    s = Sums(*(float(number) for number in sums))
+    of = dict(zip(Sums._fields, map(float, sums), strict=True))
+    nonzero = of["nonzero"] or 1.0
     return Statistics(
-        underflow=_share(s.underflow, s.nonzero),
-        subnormal=_share(s.subnormal, s.nonzero),
-        saturated=_share(s.saturated, s.nonzero),
-        headroom=s.headroom / s.scales if s.scales else math.nan,
-        error=math.sqrt(s.squared_errors / s.squares) if s.squares else math.nan,
+        underflow=of["underflow"] / nonzero,
+        subnormal=of["subnormal"] / nonzero,
+        saturated=of["saturated"] / nonzero,
+        headroom=of["headroom"] / of["scales"] if of["scales"] else math.nan,
+        error=math.sqrt(of["squared_errors"] / of["squares"]) if of["squares"] else 0.0,
     )
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
 
 
 def _stacked(

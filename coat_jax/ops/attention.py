@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from coat_jax import watching
 from coat_jax.errors import UserError
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax import watching
 from coat_jax.ops import watched
 from coat_jax.ops.attended import Attended, Attention, Backend, attended, attended_again
 from coat_jax.ops.backward import run_backward

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, statistics
 from coat_jax import watching
+from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, statistics
 from coat_jax.ops import watched
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_columns, require_norm

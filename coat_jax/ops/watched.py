@@ -6,6 +6,7 @@ nothing to show.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -129,9 +130,7 @@ def attention_blocks(precision: Precision) -> tuple[str, ...]:
     return ("query/saved", "key/saved", "value/saved", "out/saved")
 
 
-def weights(
-    seen: Seen, values: Sequence[Float[Array, "K N"]], scales: Scales, mode: Mode
-) -> Seen:
+def weights(seen: Seen, values: Sequence[Float[Array, "K N"]], scales: Scales, mode: Mode) -> Seen:
     """The weights, in the order of their names."""
     return _of_weights(seen, "weight", lambda i: values[i], scales, mode.format)
 
@@ -160,9 +159,7 @@ def _of_weights(
     *,
     first: int = 0,
 ) -> Seen:
-    if seen is None:
-        return None
-    for i, scale in enumerate(scales):
-        name = of_weight(seen.weights[first + i], tensor)
-        seen = operand(seen, name, lambda i=i: values(i), scale, dtype)  # type: ignore[misc]
+    names = () if seen is None else seen.weights[first:]
+    for i, (name, scale) in enumerate(zip(names, scales, strict=False)):
+        seen = operand(seen, of_weight(name, tensor), partial(values, i), scale, dtype)
     return seen

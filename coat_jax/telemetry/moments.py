@@ -15,7 +15,7 @@ Both directions are corrected for bias and end where no exact moments could lead
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -100,14 +100,15 @@ def stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]]
         trees = [jax.tree_util.tree_flatten_with_path(getattr(node, f))[0] for f in FIELDS]
         for (within, codes), (_, amax), (_, k16) in zip(*trees, strict=True):
             if jnp.dtype(codes.dtype).itemsize == 1:
-                moment = _names(path)[-1:]
-                yield _names(within), "".join(moment), Expanded(codes, amax, k16)
+                moment = names_of(path)[-1:]
+                yield names_of(within), "".join(moment), Expanded(codes, amax, k16)
 
 
-def _names(path: Any) -> tuple[str, ...]:
+def names_of(path: Any) -> tuple[str, ...]:
     """The keys of a path, without the attribute that leads to an nnx.Variable's value."""
-    named = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", "")))) for key in path]
-    return tuple(named[:-1] if named[-1:] == ["value"] else named)
+    attributes = ("key", "name", "idx")  # of the kinds of keys that JAX has
+    names = [str(getattr(key, next(a for a in attributes if hasattr(key, a)))) for key in path]
+    return tuple(names[:-1] if names[-1:] == ["value"] else names)
 
 
 def _sums(stored: Expanded, layer_axes: int) -> Float[Array, "..."]:
@@ -140,12 +141,13 @@ class Decay(NamedTuple):
     eps: float
 
 
-def read_rows(storage: Storage, mu: Expanded, nu: Expanded, rows: int) -> Shadow:
-    """The first rows of stored moments, in FP32."""
+def read_rows(storage: Storage, pair: Sequence[Expanded], rows: int) -> Shadow:
+    """The first rows of both stored moments of a parameter, in FP32."""
 
     def read(stored: Expanded) -> Array:
         return storage.read(Expanded(*(some_rows(array, rows) for array in stored)))
 
+    mu, nu = pair
     return Shadow(read(mu), read(nu))
 
 
@@ -167,9 +169,10 @@ def followed(shadow: Shadow, g: Float[Array, "*rows D"], decay: Decay) -> Shadow
 def direction_error(
     stored: Shadow, exact: Shadow, count: Int[Array, ""], decay: Decay
 ) -> Float[Array, ""]:
-    """The error of a direction after `count` steps; NaN where the exact one is zero."""
+    """The error of a direction after `count` steps; none where both are zero."""
     d, wanted = (_direction(shadow, count, decay) for shadow in (stored, exact))
-    return jnp.sqrt(jnp.sum(jnp.square(d - wanted)) / jnp.sum(jnp.square(wanted)))
+    off, whole = jnp.sum(jnp.square(d - wanted)), jnp.sum(jnp.square(wanted))
+    return jnp.where(off == 0, 0.0, jnp.sqrt(off / whole))
 
 
 def _direction(shadow: Shadow, count: Int[Array, ""], decay: Decay) -> Float[Array, "*rows D"]:
