@@ -8,7 +8,8 @@
     error       root mean square of (decoded - value), relative to that of the values
 
 Sums add up: those of parts of a tensor, of microbatches, of shards or of layers are the sums of the
-whole. So they can be added by whatever computes gradients, which is how `telemetry` collects them.
+whole, in which each part's errors count relative to its own largest value. So they can be added by
+whatever computes gradients, which is how `telemetry` collects them.
 FP32 magnitudes under 2^-126 count as zero.
 """
 

@@ -144,7 +144,7 @@ class TelemetryConfig:
     """What is recorded of the tensors that are rounded to FP8, and of the moments stored in it.
 
     Attributes:
-        every: steps between records; 0 for none at all, at no cost. A record takes the time of
+        every: steps between records; 0 for none, at no cost. A record takes the time of
             about one more step.
         leaves: how many parameters have the directions that their moments give compared with
             those of FP32 moments.

@@ -138,7 +138,7 @@ class Telemetry:
             for statistic, value in of_tensor._asdict().items():
                 found[f"{PREFIX}{name}/{statistic}"] = _rounded(value)
         for name, error in errors.items():
-            found[f"{PREFIX}{name}/direction/error"] = _rounded(float(error))
+            found[f"{PREFIX}{self._labelled(name)}/direction/error"] = _rounded(float(error))
         return found
 
     def warning(self, found: Mapping[str, float]) -> str | None:
@@ -152,6 +152,12 @@ class Telemetry:
         others = f"; {len(off) - 1:,} more are off" if len(off) > 1 else ""
         name = worst.removeprefix(PREFIX).rpartition("/")[0]
         return f"{name}: {off[worst]}{others}."
+
+    def _labelled(self, name: str) -> str:
+        """A parameter's name; of layers in one array with the number of that which is sampled."""
+        first, _, rest = name.partition("/")
+        middle = self._config.model.layers // 2  # see `some_rows`
+        return f"{first}/{middle}/{rest}" if first in self._stacked else name
 
     def _compared(self, state: State, shadow: dict[str, Shadow]) -> Any:
         """Sums of all moments, and the error of each direction that is followed."""
