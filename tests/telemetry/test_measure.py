@@ -29,11 +29,12 @@ OF_MLP = {
 PRODUCTS = {f"attention/{t}" for t in OF_ATTENTION} | {f"mlp/{t}" for t in OF_MLP}
 BLOCKS = {"attention/saved", "mlp/saved", "mlp/gate/saved", "mlp/up/saved"}
 LEAN = {f"attention/{w}/saved" for w in ("query", "key", "value", "out")}
+UNROLLED = {"precision": "coat", "dtype": jnp.float32, "scan": False}
 TOKENS = jnp.arange(4 * 32).reshape(4, 32) * 7 % 256
 
 
 def model_of(**changes):
-    return dataclasses.replace(SMALL, **{"precision": "coat", "dtype": jnp.float32} | changes)
+    return dataclasses.replace(SMALL, **UNROLLED | changes)
 
 
 def measured(config, tokens=TOKENS, mesh=None):
