@@ -144,13 +144,13 @@ class TelemetryConfig:
     """What is recorded of the tensors that are rounded to FP8, and of the moments stored in it.
 
     Attributes:
-        every: steps between records; 0 for none, at no cost. A record takes the time of
-            about one more step.
+        every: steps between records; 0 for none, at no cost. A record takes a second forward
+            and backward pass, and some passes over each tensor.
         leaves: how many parameters have the directions that their moments give compared with
             those of FP32 moments.
         shadow: the steps up to a record in which those FP32 moments follow the gradients. They
-            begin with what is stored, so 1 shows the error of one step. Each takes the time of
-            about one more step.
+            begin with what is stored, so 1 shows the error of one step. Each step takes a second
+            forward and backward pass.
     """
 
     every: CountOrZero = 0
