@@ -8,7 +8,7 @@
     error       root mean square of (decoded - value), relative to that of the values
 
 Sums add up: those of parts of a tensor, of microbatches, of shards or of layers are the sums of the
-whole, in which each part's errors count relative to its own largest value. So they can be added by
+whole, in which each part's errors count relative to its own scale. So they can be added by
 whatever computes gradients, which is how `telemetry` collects them.
 FP32 magnitudes under 2^-126 count as zero.
 """
@@ -16,7 +16,6 @@ FP32 magnitudes under 2^-126 count as zero.
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -37,7 +36,7 @@ class Sums(NamedTuple):
     saturated: Float[Array, ""]
     scales: Float[Array, ""]  # those of tensors or blocks that are not zero
     headroom: Float[Array, ""]  # summed over scales
-    squares: Float[Array, ""]  # of the values, in units of the largest's power of two
+    squares: Float[Array, ""]  # of the values, in units of the scale; of blocks, of the largest
     squared_errors: Float[Array, ""]  # likewise
 
 
@@ -47,7 +46,8 @@ NUMBERS = len(Sums._fields)
 class Statistics(NamedTuple):
     """See above. A tensor of zeros has no error, and NaN for its headroom.
 
-    The error of one with a NaN or an infinity is NaN.
+    The error of one with a NaN or an infinity is NaN, as is that of one whose scale is so large
+    that nothing is left of it, nor of its square.
     """
 
     underflow: float
@@ -65,7 +65,7 @@ def of_tensor(
     codes = saturating_cast(x * (1.0 / scale), dtype).astype(jnp.float32)
     limit = format_of(dtype).max * scale
     amax = jnp.max(jnp.abs(x), initial=0.0)
-    return _stacked(x, codes, codes * scale, jnp.abs(x) > limit, limit, amax, dtype)
+    return _stacked(x, codes, codes * scale, jnp.abs(x) > limit, limit, amax, scale, dtype)
 
 
 def of_blocks(x: Float[Array, "*rows D"], blocks: Blocks, *, size: int) -> Float[Array, "9"]:
@@ -73,11 +73,13 @@ def of_blocks(x: Float[Array, "*rows D"], blocks: Blocks, *, size: int) -> Float
     x = jnp.atleast_1d(x).astype(jnp.float32)
     dtype = blocks.codes.dtype
     amax = jnp.max(jnp.abs(split_groups(x, size)), axis=-1, initial=0.0)
-    limit = format_of(dtype).max * power_of_two(blocks.exponents).reshape(amax.shape)
+    scales = power_of_two(blocks.exponents).reshape(amax.shape)
+    limit = format_of(dtype).max * scales
     beyond = jnp.abs(split_groups(x, size)) > limit[..., None]
     codes = blocks.codes.astype(jnp.float32).reshape(x.shape)
     decoded = from_blocks(blocks, size=size).reshape(x.shape)
-    return _stacked(x, codes, decoded, beyond, limit, amax, dtype)
+    unit = jnp.max(scales, initial=0.0)
+    return _stacked(x, codes, decoded, beyond, limit, amax, unit, dtype)
 
 
 def of_sums(sums: Float[np.ndarray, "9"]) -> Statistics:
@@ -89,8 +91,12 @@ def of_sums(sums: Float[np.ndarray, "9"]) -> Statistics:
         subnormal=of["subnormal"] / nonzero,
         saturated=of["saturated"] / nonzero,
         headroom=of["headroom"] / of["scales"] if of["scales"] else math.nan,
-        error=math.sqrt(of["squared_errors"] / of["squares"]) if of["squares"] else 0.0,
+        error=_root(of["squared_errors"], of["squares"]) if of["nonzero"] else 0.0,
     )
+
+
+def _root(part: float, whole: float) -> float:
+    return math.sqrt(part / whole) if whole else math.nan
 
 
 def _stacked(
@@ -100,15 +106,17 @@ def _stacked(
     beyond: Bool[Array, "..."],
     limit: Float[Array, "..."],
     amax: Float[Array, "..."],
+    unit: Float[Array, ""],
     dtype: DTypeLike,
 ) -> Float[Array, "9"]:
-    """`Sums` as one array, of codes in FP32 and of the limits and maxima of all scales."""
+    """`Sums` as one array, of codes in FP32 and of the limits and maxima of all scales.
+
+    They take one pass over the tensor: none of them waits for another.
+    """
     nonzero = x != 0
     smallest_normal = 2.0 ** format_of(dtype).min_exponent
     used = ~(amax == 0)  # also where it is NaN, which is then that of all
     binades = jnp.log2(jnp.where(used, limit, 1.0)) - jnp.log2(jnp.where(used, amax, 1.0))
-    # Squares of gradients would underflow. A power of two divides exactly.
-    unit = _power_below(jnp.max(amax, initial=0.0))
     sums = Sums(
         size=jnp.float32(x.size),
         nonzero=_count(nonzero),
@@ -117,6 +125,7 @@ def _stacked(
         saturated=_count(beyond),
         scales=_count(jnp.atleast_1d(used)),
         headroom=jnp.sum(binades),
+        # Squares of gradients would underflow. A power of two divides exactly.
         squares=jnp.sum(jnp.square(x / unit)),
         squared_errors=jnp.sum(jnp.square((decoded - x) / unit)),
     )
@@ -126,9 +135,3 @@ def _stacked(
 def _count(true: Bool[Array, "*rows D"]) -> Float[Array, ""]:
     """How many are true; a tensor over all devices may have more than an int32 counts."""
     return jnp.sum(jnp.sum(true, axis=-1, dtype=jnp.int32).astype(jnp.float32))
-
-
-def _power_below(amax: Float[Array, ""]) -> Float[Array, ""]:
-    """The power of two below a magnitude, by its exponent; 1 for zero."""
-    bits = jax.lax.bitcast_convert_type(amax, jnp.uint32) & np.uint32(0x7F80_0000)
-    return jnp.where(amax == 0, 1.0, jax.lax.bitcast_convert_type(bits, jnp.float32))

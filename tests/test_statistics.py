@@ -107,8 +107,8 @@ def test_blocks_that_saturate_are_seen():
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_sums_of_parts_are_those_of_the_whole(dtype):
-    values = np.clip(np.random.default_rng(1).standard_normal((6, 40)) ** 9, -2000, 2000)
-    values[0, 0] = values[3, 0] = 2000.0  # one unit for the squares
+    values = np.random.default_rng(1).standard_normal((6, 40)) ** 9
+    values[0, 0] = values[3, 0] = 40000.0  # one headroom
     x, scale = jnp.asarray(values, jnp.float32), jnp.float32(0.5)
     whole = of_tensor(x, scale, dtype)
     parts = sum(of_tensor(part, scale, dtype) for part in (x[:3], x[3:]))

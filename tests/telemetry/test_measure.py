@@ -259,6 +259,22 @@ def test_a_loss_may_come_with_other_results():
     assert with_others == telemetry.measure(layer_loss, jnp.eye(32), jnp.ones((4, 32)))
 
 
+def test_a_loss_without_fp8_has_nothing_to_tell():
+    found = telemetry.measure(
+        lambda w, x: jnp.sum(ops.linear(x, w, precision=coat.BF16)), jnp.eye(32), jnp.ones((4, 32))
+    )
+    assert found == {}
+
+
+def test_a_function_that_is_recomputed_is_seen_by_what_it_saves():
+    again = ops.recompute(lambda x, w: ops.linear(x, w))  # noqa: PLW0108
+    found = telemetry.measure(
+        lambda w, x: jnp.sum(again(x, w)), jnp.eye(32), jnp.full((4, 32), 1.0625)
+    )
+    assert set(found) == {"recompute/saved"}
+    assert found["recompute/saved"].error == pytest.approx(0.0625 / 1.0625)
+
+
 def test_it_is_compiled_once():
     compiled = []
 
