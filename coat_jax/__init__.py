@@ -12,7 +12,7 @@ e = coat.expansion.encode(x)                                 # dynamic range exp
 import importlib
 from typing import Any
 
-from coat_jax import blocks, expansion, formats, moments, noise, ops, optax, qtensor
+from coat_jax import blocks, expansion, formats, moments, noise, ops, optax, qtensor, telemetry
 from coat_jax.expansion import Expanded
 from coat_jax.formats import E4M3, E5M2
 from coat_jax.moments import Storage
@@ -53,4 +53,5 @@ __all__ = [
     "ops",
     "optax",
     "qtensor",
+    "telemetry",
 ]

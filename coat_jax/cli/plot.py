@@ -3,16 +3,20 @@
   coat plot runs/bf16 runs/coat                      plot.png and plot.html
   coat plot runs/* --over tokens --out curves.png    against tokens
   coat plot runs/a runs/b --names AdamW "FP8 AdamW"  other names than the folders'
+  coat plot runs/coat --fp8 underflow --out fp8.png  what telemetry recorded, as a heat map
 
 Of several runs the first is the baseline, wide and pale below the others. Points are held-out
-losses. The page works offline, in any browser.
+losses. The page works offline, in any browser. A heat map is a picture of one run alone.
 """
 
 import argparse
 from pathlib import Path
 
+from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.printable import printable
+
+STATISTICS = ("underflow", "subnormal", "saturated", "headroom", "error", "zero", "floor", "k")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,13 +44,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--names", nargs="+", default=(), metavar="NAME", help="what to call the runs, in order"
     )
+    parser.add_argument(
+        "--fp8",
+        choices=STATISTICS,
+        metavar="STATISTIC",
+        help=f"draw what --telemetry.every recorded of tensors in FP8: {', '.join(STATISTICS)}",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Draws, and says where."""
+    from coat_jax.training import heat
     from coat_jax.training.plot import draw
 
     paths, out = [expanded(path) for path in options.runs], expanded(options.out)
+    if options.fp8 is not None:
+        if len(paths) > 1:
+            raise UserError(f"A heat map is of one run, not of {len(paths)}.")
+        heat.draw(paths[0], out, statistic=options.fp8)
+        print(printable(str(out)))
+        return 0
     draw(paths, out, over=options.over, smooth=options.smooth, names=options.names)
     print(printable(f"{out}\n{out.with_suffix('.html')}"))
     return 0

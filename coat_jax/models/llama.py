@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from coat_jax import nn, ops
+from coat_jax import nn, ops, watching
 from coat_jax.models.config import Config
 from coat_jax.nn.norm import AnyNorm
 from coat_jax.nn.parameters import value_of, weight
@@ -204,32 +204,34 @@ def _through(
     config: Config, layers: Any, x: Float[Array, "B S D"], *context: Array | None
 ) -> Float[Array, "B S D"]:
     """The residual stream after all layers; `context` is their positions and segments."""
+    probes = watching.layers("layers", config.layers)
     if config.scan:
         graph, stacked = nnx.split(layers)
         step = _step(config, graph, *context)
-        return lax.scan(lambda x, state: (step(x, state), None), x, stacked)[0]
-    steps: dict[Any, Callable[[Array, Any], Array]] = {}
-    for layer in layers:
+        return lax.scan(lambda x, of_one: (step(x, *of_one), None), x, (stacked, probes))[0]
+    steps: dict[Any, Callable[[Array, Any, Any], Array]] = {}
+    for i, layer in enumerate(layers):
         graph, state = nnx.split(layer)
         if graph not in steps:
             # Layers are alike: under jit one is traced, and serves all. XLA inlines it.
             steps[graph] = jax.jit(_step(config, graph, *context))
-        x = steps[graph](x, state)
+        x = steps[graph](x, state, watching.one_of(probes, i))
     return x
 
 
-def _step(config: Config, graph: Any, *context: Array | None) -> Callable[[Array, Any], Array]:
-    """One layer as a function of the residual stream and its parameters."""
+def _step(config: Config, graph: Any, *context: Array | None) -> Callable[[Array, Any, Any], Array]:
+    """One layer as a function of the residual stream, its parameters and what watches it."""
 
-    def step(x: Array, state: Any, *context: Array | None) -> Array:
-        return along_batch(nnx.merge(graph, state)(x, *context), config.batch_axes)
+    def step(x: Array, state: Any, probes: Any, *context: Array | None) -> Array:
+        with watching.layer(probes):
+            return along_batch(nnx.merge(graph, state)(x, *context), config.batch_axes)
 
     if config.remat == "layer":
         # In a loop XLA cannot merge a layer with its recomputation: there is nothing to prevent.
         step = jax.checkpoint(step, prevent_cse=not config.scan)
     elif config.remat == "layer_fp8":
         step = ops.recompute(step)
-    return lambda x, state: step(x, state, *context)
+    return lambda x, state, probes: step(x, state, probes, *context)
 
 
 def along_batch(x: Float[Array, "B ..."], axes: tuple[str, ...]) -> Float[Array, "B ..."]:

@@ -9,7 +9,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from coat_jax import ops
+from coat_jax import ops, watching
 from coat_jax.nn.norm import AnyNorm
 from coat_jax.nn.parameters import (
     WHOLE,
@@ -203,9 +203,13 @@ class Attention(nnx.Module):
             if not normed_first:
                 return x, q, k, v
         else:
-            outputs = ops.linear(x, weights, biases, precision=self.precision)
+            with watching.named("", weights=("query", "key", "value")):
+                outputs = ops.linear(x, weights, biases, precision=self.precision)
             q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in outputs)
-        q, k = self._normed(self.query_norm, q), self._normed(self.key_norm, k)
+        with watching.named("query_norm"):
+            q = self._normed(self.query_norm, q)
+        with watching.named("key_norm"):
+            k = self._normed(self.key_norm, k)
         if self.rotary is not None:
             positions = jnp.arange(x.shape[1]) if positions is None else positions
             q, k = (ops.rotate(y, positions, self.rotary) for y in (q, k))

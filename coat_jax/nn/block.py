@@ -7,6 +7,7 @@ norms after      x = x + norm(attention(x))     x = x + norm(mlp(x))       OLMo 
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from coat_jax import watching
 from coat_jax.nn.attention import Attention, Past
 from coat_jax.nn.mlp import MLP, GatedMLP
 from coat_jax.nn.norm import AnyNorm
@@ -44,7 +45,9 @@ class TransformerBlock(nnx.Module):
         segments: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
         """The residual stream after this layer; for the arguments see `Attention`."""
-        return self._after(x, self.attention(x, positions, segments))
+        with watching.named("attention"):
+            y = self.attention(x, positions, segments)
+        return self._after(x, y)
 
     def prefill(
         self,
@@ -70,6 +73,14 @@ class TransformerBlock(nnx.Module):
 
     def _after(self, x: Float[Array, "B S D"], y: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """The residual stream after the MLP, from that before attention and what it gave."""
-        x = y if self.attention_norm is None else x + self.attention_norm(y)
-        y = self.mlp(x)
-        return y if self.mlp_norm is None else x + self.mlp_norm(y)
+        if self.attention_norm is None:
+            x = y
+        else:
+            with watching.named("attention_norm"):
+                x = x + self.attention_norm(y)
+        with watching.named("mlp"):
+            y = self.mlp(x)
+        if self.mlp_norm is None:
+            return y
+        with watching.named("mlp_norm"):
+            return x + self.mlp_norm(y)

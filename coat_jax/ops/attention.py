@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from coat_jax import watching
 from coat_jax.errors import UserError
 from coat_jax.kernels.dispatch import Implementation
+from coat_jax.ops import watched
 from coat_jax.ops.attended import Attended, Attention, Backend, attended, attended_again
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_layers, require_real
@@ -36,6 +38,7 @@ from coat_jax.ops.projection import (
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision, precision_of
+from coat_jax.watching import Seen
 
 MAX_CUDNN_HEAD = 128
 
@@ -66,7 +69,8 @@ def attention(
         backend: "cudnn" or "xla"; None takes cuDNN on a GPU, for 16-bit arrays.
     """
     settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
-    return _attention(settings, q, k, v, segments)
+    probe = watching.probe("attention", watched.attention_blocks(settings.precision))
+    return _attention(settings, q, k, v, segments, probe)
 
 
 def attention_linear(
@@ -103,7 +107,13 @@ def attention_linear(
     settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
     require_layers("attention_linear", q.shape[2] * q.shape[3], (weight,), (bias,))
     mode = mode_of(precision, implementation)
-    return _attention_linear((settings, mode), q, k, v, segments, weight, bias)
+    probe = watched.probe_of_layers(
+        "attention_linear",
+        mode,
+        ("out",),
+        operands=("out/input", *watched.attention_blocks(settings.precision)),
+    )
+    return _attention_linear((settings, mode), q, k, v, segments, weight, bias, probe)
 
 
 def _settings(
@@ -155,21 +165,23 @@ def _settings(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(settings: Attention, q: Array, k: Array, v: Array, segments: Array | None) -> Array:
-    return _attention_forward(settings, q, k, v, segments)[0]
+def _attention(
+    settings: Attention, q: Array, k: Array, v: Array, segments: Array | None, probe: Seen
+) -> Array:
+    return _attention_forward(settings, q, k, v, segments, probe)[0]
 
 
 def _attention_forward(
-    settings: Attention, q: Array, k: Array, v: Array, segments: Array | None
+    settings: Attention, q: Array, k: Array, v: Array, segments: Array | None, probe: Seen
 ) -> Any:
     o, kept = attended(settings, q, k, v, segments)
-    return o, (kept, segments)
+    return o, (kept, segments, watched.attended(probe, (q, k, v), o, kept, settings))
 
 
 def _attention_backward(settings: Attention, residuals: Any, gradient: Array) -> Any:
-    def backward(kept: Attended, segments: Array | None, do: Array) -> Any:
+    def backward(kept: Attended, segments: Array | None, seen: Seen, do: Array) -> Any:
         _, pull = attended_again(settings, kept, segments, do.dtype)
-        return *pull(do), None
+        return *pull(do), None, seen
 
     rounds = settings.precision.attention_block is not None
     return run_backward(backward, residuals, gradient, name="attention", rounds=rounds)
@@ -190,8 +202,9 @@ def _attention_linear(
     segments: Array | None,
     weight: Array,
     bias: Array | None,
+    probe: Seen,
 ) -> Array:
-    return _attention_linear_forward(static, q, k, v, segments, weight, bias)[0]
+    return _attention_linear_forward(static, q, k, v, segments, weight, bias, probe)[0]
 
 
 def _attention_linear_forward(
@@ -202,14 +215,18 @@ def _attention_linear_forward(
     segments: Array | None,
     weight: Array,
     bias: Array | None,
+    probe: Seen,
 ) -> Any:
     settings, mode = static
-    o, kept = attended(settings, q, k, v, segments)
-    if not settings.precision.exact_forward:
-        o = restore(kept.output, q.dtype, settings.precision.attention_block)
+    output, kept = attended(settings, q, k, v, segments)
+    exact = settings.precision.exact_forward
+    o = output if exact else restore(kept.output, q.dtype, settings.precision.attention_block)
     n = as_operand(_joined(o), q.dtype, mode)
     (y,), scales = project(n, (weight,), (bias,), q.dtype, mode)
-    return y, (kept, n.scale, segments, weight, scales, bias)
+    seen = watched.attended(probe, (q, k, v), output, kept, settings)
+    seen = watched.operand(seen, "out/input", lambda: _joined(o), n.scale, mode.format)
+    seen = watched.weights(seen, (weight,), scales, mode)
+    return y, (kept, n.scale, segments, weight, scales, bias, seen)
 
 
 def _attention_linear_backward(
@@ -224,6 +241,7 @@ def _attention_linear_backward(
         weight: Array,
         scales: Scales,
         bias: Array | None,
+        seen: Seen,
         dy: Array,
     ) -> Any:
         o, pull = attended_again(settings, kept, segments, dy.dtype)
@@ -232,7 +250,8 @@ def _attention_linear_backward(
         do = input_gradient((weight,), scales, g, o.dtype, mode).reshape(o.shape)
         (d_weight,) = weight_gradients(n, (weight,), g)
         (d_bias,) = bias_gradients((bias,), (dy,))
-        return *pull(do), None, d_weight, d_bias
+        seen = watched.gradients(seen, lambda: (dy,), g, mode)
+        return *pull(do), None, d_weight, d_bias, seen
 
     rounds = settings.precision.fp8_linear or settings.precision.attention_block is not None
     return run_backward(backward, residuals, gradient, name="attention_linear", rounds=rounds)

@@ -18,6 +18,7 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.rows import as_rows
+from coat_jax.ops import watched
 from coat_jax.ops.backward import rounds_rows, run_backward
 from coat_jax.ops.checks import require_columns, require_layers, require_norm
 from coat_jax.ops.normed import Normed, normed, normed_gradient, normed_operand
@@ -37,6 +38,7 @@ from coat_jax.ops.projection import (
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision
+from coat_jax.watching import Seen
 
 
 def linear(
@@ -59,7 +61,9 @@ def linear(
     ws, bs = as_layers(weights, biases)
     require_columns("linear", x)
     require_layers("linear", x.shape[-1], ws, bs)
-    outputs = _linear(mode_of(precision, implementation), as_rows(x), ws, bs)
+    mode = mode_of(precision, implementation)
+    probe = watched.probe_of_layers("linear", mode, _names(ws))
+    outputs = _linear(mode, as_rows(x), ws, bs, probe)
     return _shaped(outputs, x, weights)
 
 
@@ -86,7 +90,9 @@ def norm_linear(
     require_columns("norm_linear", x)
     require_norm("norm_linear", x.shape[-1], norm)
     require_layers("norm_linear", x.shape[-1], ws, bs)
-    outputs = _norm_linear(mode_of(precision, implementation), as_rows(x), norm, ws, bs)
+    mode = mode_of(precision, implementation)
+    probe = watched.probe_of_layers("norm_linear", mode, _names(ws), blocks=("saved",))
+    outputs = _norm_linear(mode, as_rows(x), norm, ws, bs, probe)
     return _shaped(outputs, x, weights)
 
 
@@ -96,28 +102,36 @@ def _shaped(outputs: Outputs, x: Array, weights: Array | Sequence[Array]) -> Any
     return shaped if isinstance(weights, Sequence) else shaped[0]
 
 
+def _names(weights: Weights) -> tuple[str, ...]:
+    """What telemetry calls weights that nobody has named."""
+    return tuple(map(str, range(len(weights)))) if len(weights) > 1 else ("",)
+
+
 # --- linear ----------------------------------------------------------------------------------
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(mode: Mode, x: Array, weights: Weights, biases: Biases) -> Outputs:
-    return _linear_forward(mode, x, weights, biases)[0]
+def _linear(mode: Mode, x: Array, weights: Weights, biases: Biases, probe: Seen) -> Outputs:
+    return _linear_forward(mode, x, weights, biases, probe)[0]
 
 
-def _linear_forward(mode: Mode, x: Array, weights: Weights, biases: Biases) -> Any:
+def _linear_forward(mode: Mode, x: Array, weights: Weights, biases: Biases, probe: Seen) -> Any:
     n = as_operand(x, x.dtype, mode)
     outputs, scales = project(n, weights, biases, x.dtype, mode)
-    return outputs, (n, weights, scales, biases)
+    seen = watched.operand(probe, "input", lambda: x, n.scale, mode.format)
+    seen = watched.weights(seen, weights, scales, mode)
+    return outputs, (n, weights, scales, biases, seen)
 
 
 def _linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any:
     def backward(
-        n: Operand, weights: Weights, scales: Scales, biases: Biases, gradients: Outputs
+        n: Operand, weights: Weights, scales: Scales, biases: Biases, seen: Seen, gradients: Outputs
     ) -> Any:
         dtype = gradients[0].dtype
         g = [gradient_operand(dy, mode) for dy in gradients]
         dx = input_gradient(weights, scales, g, dtype, mode)
-        return dx, weight_gradients(n, weights, g), bias_gradients(biases, gradients)
+        seen = watched.gradients(seen, lambda: gradients, g, mode)
+        return dx, weight_gradients(n, weights, g), bias_gradients(biases, gradients), seen
 
     rounds = mode.precision.fp8_linear
     return run_backward(backward, residuals, gradients, name="linear", rounds=rounds)
@@ -130,14 +144,20 @@ _linear.defvjp(_linear_forward, _linear_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm_linear(mode: Mode, x: Array, norm: Norm, weights: Weights, biases: Biases) -> Outputs:
-    return _norm_linear_forward(mode, x, norm, weights, biases)[0]
+def _norm_linear(
+    mode: Mode, x: Array, norm: Norm, weights: Weights, biases: Biases, probe: Seen
+) -> Outputs:
+    return _norm_linear_forward(mode, x, norm, weights, biases, probe)[0]
 
 
-def _norm_linear_forward(mode: Mode, x: Array, norm: Norm, weights: Weights, biases: Biases) -> Any:
+def _norm_linear_forward(
+    mode: Mode, x: Array, norm: Norm, weights: Weights, biases: Biases, probe: Seen
+) -> Any:
     kept, n = normed(x, norm, mode)
     outputs, scales = project(n, weights, biases, x.dtype, mode)
-    return outputs, (kept, norm, weights, scales, biases)
+    seen = watched.normed(probe, x, kept, norm, mode)
+    seen = watched.weights(seen, weights, scales, mode)
+    return outputs, (kept, norm, weights, scales, biases, seen)
 
 
 def _norm_linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any:
@@ -147,6 +167,7 @@ def _norm_linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any
         weights: Weights,
         scales: Scales,
         biases: Biases,
+        seen: Seen,
         gradients: Outputs,
     ) -> Any:
         dtype = gradients[0].dtype
@@ -155,7 +176,8 @@ def _norm_linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any
         dn = input_gradient(weights, scales, g, dtype, mode)
         dx, d_norm = normed_gradient(kept, norm, dn, None, mode)
         d_weights = weight_gradients(n, weights, g)
-        return dx, d_norm, d_weights, bias_gradients(biases, gradients)
+        seen = watched.gradients(seen, lambda: gradients, g, mode)
+        return dx, d_norm, d_weights, bias_gradients(biases, gradients), seen
 
     rounds = rounds_rows(mode.precision)
     return run_backward(backward, residuals, gradients, name="norm_linear", rounds=rounds)

@@ -17,6 +17,7 @@ from coat_jax.kernels.activation import Activation, require_activation
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.rows import as_rows
+from coat_jax.ops import watched
 from coat_jax.ops.activated import (
     Activated,
     activated,
@@ -39,6 +40,7 @@ from coat_jax.ops.projection import (
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision
+from coat_jax.watching import Seen
 
 
 def gated_mlp(
@@ -70,7 +72,7 @@ def gated_mlp(
         raise ValueError(f"gate {gate.shape} and up {up.shape} must have one shape.")
     _require("gated_mlp", x, norm, (gate, up), (None, None), down, None, activation)
     settings = _Settings(activation, residual, mode_of(precision, implementation), "gated_mlp")
-    y = _mlp(settings, as_rows(x), norm, (gate, up), (None, None), down, None)
+    y = _mlp(settings, as_rows(x), norm, (gate, up), (None, None), down, None, _probe(settings))
     return y.reshape(x.shape)
 
 
@@ -103,7 +105,7 @@ def mlp(
     """
     _require("mlp", x, norm, (up,), (up_bias,), down, down_bias, activation)
     settings = _Settings(activation, residual, mode_of(precision, implementation), "mlp")
-    y = _mlp(settings, as_rows(x), norm, (up,), (up_bias,), down, down_bias)
+    y = _mlp(settings, as_rows(x), norm, (up,), (up_bias,), down, down_bias, _probe(settings))
     return y.reshape(x.shape)
 
 
@@ -134,6 +136,17 @@ class _Settings(NamedTuple):
     name: str
 
 
+def _probe(settings: _Settings) -> Seen:
+    hidden = ("gate", "up") if settings.name == "gated_mlp" else ("up",)
+    return watched.probe_of_layers(
+        settings.name,
+        settings.mode,
+        (*hidden, "down"),
+        operands=("input", "down/input"),
+        blocks=("saved", *(f"{name}/saved" for name in hidden)),
+    )
+
+
 class _Kept(NamedTuple):
     """What is kept; the norm and the weights are the caller's own arrays."""
 
@@ -145,6 +158,7 @@ class _Kept(NamedTuple):
     down: Array
     down_bias: Array | None
     scales: Scales  # of the weights, down's last
+    seen: Seen
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -156,8 +170,9 @@ def _mlp(
     biases: Biases,
     down: Array,
     down_bias: Array | None,
+    probe: Seen,
 ) -> Array:
-    return _forward(settings, x, norm, weights, biases, down, down_bias)[0]
+    return _forward(settings, x, norm, weights, biases, down, down_bias, probe)[0]
 
 
 def _forward(
@@ -168,6 +183,7 @@ def _forward(
     biases: Biases,
     down: Array,
     down_bias: Array | None,
+    probe: Seen,
 ) -> tuple[Array, _Kept]:
     act, residual, mode, _ = settings
     kept, n = normed(x, norm, mode)
@@ -175,7 +191,10 @@ def _forward(
     hidden, a = activated(before, act, mode)
     (y,), down_scale = project(a, (down,), (down_bias,), x.dtype, mode)
     scales += down_scale
-    everything = _Kept(kept, hidden, norm, weights, biases, down, down_bias, scales)
+    seen = watched.normed(probe, x, kept, norm, mode)
+    seen = watched.weights(seen, (*weights, down), scales, mode)
+    seen = watched.activated(seen, "down/input", before, hidden, act, mode)
+    everything = _Kept(kept, hidden, norm, weights, biases, down, down_bias, scales, seen)
     return x + y if residual else y, everything
 
 
@@ -196,7 +215,11 @@ def _backward(settings: _Settings, kept: _Kept, gradient: Array) -> Any:
         if any(bias is not None for bias in k.biases):
             d_biases = bias_gradients(k.biases, gradient_values(k.hidden, da, act, mode))
         dx, d_norm = normed_gradient(k.x, k.norm, dn, dy if residual else None, mode)
-        return dx, d_norm, d_weights, d_biases, d_down, d_down_bias
+        seen = watched.gradients(
+            k.seen, lambda: gradient_values(k.hidden, da, act, mode), d_hidden, mode
+        )
+        seen = watched.gradients(seen, lambda: (dy,), g, mode, first=len(d_hidden))
+        return dx, d_norm, d_weights, d_biases, d_down, d_down_bias, seen
 
     return run_backward(backward, (kept,), gradient, name=name, rounds=rounds_rows(mode.precision))
 

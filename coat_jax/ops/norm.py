@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from coat_jax import watching
 from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, statistics
+from coat_jax.ops import watched
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_columns, require_norm
 from coat_jax.ops.keep import Kept, keep_rows, restore
 from coat_jax.precision import COAT, Precision, precision_of
+from coat_jax.watching import Seen
 
 
 def norm(
@@ -29,25 +32,28 @@ def norm(
     """
     require_columns("norm", x)
     require_norm("norm", x.shape[-1], norm)
-    return _norm(precision_of(precision), x, norm)
+    precision = precision_of(precision)
+    probe = watching.probe("norm", () if precision.block is None else ("saved",))
+    return _norm(precision, x, norm, probe)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm(precision: Precision, x: Array, norm: Norm) -> Array:
-    return _forward(precision, x, norm)[0]
+def _norm(precision: Precision, x: Array, norm: Norm, probe: Seen) -> Array:
+    return _forward(precision, x, norm, probe)[0]
 
 
-def _forward(precision: Precision, x: Array, norm: Norm) -> Any:
+def _forward(precision: Precision, x: Array, norm: Norm, probe: Seen) -> Any:
     kept, values = keep_rows(x, precision)
     stats = statistics(values, norm)
-    return normalize(values, stats, norm).astype(x.dtype), (kept, stats, norm)
+    seen = watched.saved(probe, "saved", x, kept, precision.block)
+    return normalize(values, stats, norm).astype(x.dtype), (kept, stats, norm, seen)
 
 
 def _backward(precision: Precision, residuals: Any, gradient: Array) -> Any:
-    def backward(kept: Kept, stats: Stats, norm: Norm, dy: Array) -> Any:
+    def backward(kept: Kept, stats: Stats, norm: Norm, seen: Seen, dy: Array) -> Any:
         values = restore(kept, jnp.float32, precision.block)
         dx, d_norm = normalize_backward(values, stats, norm, dy)
-        return dx.astype(dy.dtype), d_norm
+        return dx.astype(dy.dtype), d_norm, seen
 
     rounds = precision.block is not None
     return run_backward(backward, residuals, gradient, name="norm", rounds=rounds)

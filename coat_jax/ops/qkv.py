@@ -26,6 +26,7 @@ from coat_jax.kernels.turn import (
     turn_back,
     turn_back_cast,
 )
+from coat_jax.ops import watched
 from coat_jax.ops.backward import rounds_rows, run_backward
 from coat_jax.ops.checks import require_layers, require_norm, require_real
 from coat_jax.ops.normed import Normed, normed, normed_gradient, normed_operand
@@ -44,9 +45,11 @@ from coat_jax.ops.projection import (
 )
 from coat_jax.ops.rotary import Rotary, require_positions
 from coat_jax.precision import COAT, Precision
+from coat_jax.watching import Seen
 
 Heads = Float[Array, "B S N H"]
 Turned = (True, True, False)  # q, k, v
+NAMES = ("query", "key", "value")
 
 
 def norm_qkv(
@@ -91,7 +94,8 @@ def norm_qkv(
         require_positions(positions, x.shape[:2])
         angles = positions
     settings = _Settings(head_dim, rotary, mode_of(precision, implementation))
-    return _norm_qkv(settings, x, norm, ws, bs, angles)
+    probe = watched.probe_of_layers("norm_qkv", settings.mode, NAMES, blocks=("saved",))
+    return _norm_qkv(settings, x, norm, ws, bs, angles, probe)
 
 
 class _Settings(NamedTuple):
@@ -114,8 +118,9 @@ def _norm_qkv(
     weights: Weights,
     biases: Biases,
     positions: Array | None,
+    probe: Seen,
 ) -> Any:
-    return _forward(settings, x, norm, weights, biases, positions)[0]
+    return _forward(settings, x, norm, weights, biases, positions, probe)[0]
 
 
 def _forward(
@@ -125,6 +130,7 @@ def _forward(
     weights: Weights,
     biases: Biases,
     positions: Array | None,
+    probe: Seen,
 ) -> Any:
     mode = settings.mode
     kept, n = normed(x, norm, mode)
@@ -133,7 +139,9 @@ def _forward(
     angles = settings.angles(positions)
     if angles is not None:
         heads = [turn(y, *angles) if t else y for y, t in zip(heads, Turned, strict=True)]
-    return (x, *heads), (kept, norm, weights, scales, biases, positions)
+    seen = watched.normed(probe, x, kept, norm, mode)
+    seen = watched.weights(seen, weights, scales, mode)
+    return (x, *heads), (kept, norm, weights, scales, biases, positions, seen)
 
 
 def _backward(settings: _Settings, residuals: Any, gradients: tuple[Array, ...]) -> Any:
@@ -146,6 +154,7 @@ def _backward(settings: _Settings, residuals: Any, gradients: tuple[Array, ...])
         scales: Scales,
         biases: Biases,
         positions: Array | None,
+        seen: Seen,
         gradients: tuple[Array, ...],
     ) -> Any:
         residual, *heads = gradients
@@ -160,7 +169,13 @@ def _backward(settings: _Settings, residuals: Any, gradients: tuple[Array, ...])
             d_biases = bias_gradients(
                 biases, [_joined(_unturned(dy, a)) for dy, a in zip(heads, back, strict=True)]
             )
-        return dx, d_norm, weight_gradients(n, weights, g), d_biases, None
+        seen = watched.gradients(
+            seen,
+            lambda: [_joined(_unturned(dy, a)) for dy, a in zip(heads, back, strict=True)],
+            g,
+            mode,
+        )
+        return dx, d_norm, weight_gradients(n, weights, g), d_biases, None, seen
 
     rounds = rounds_rows(mode.precision)
     return run_backward(backward, residuals, gradients, name="norm_qkv", rounds=rounds)

@@ -13,9 +13,12 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
+from coat_jax import watching
 from coat_jax.formats import E4M3
+from coat_jax.ops import watched
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.keep import Kept, keep, restore
+from coat_jax.watching import Seen
 
 
 def recompute(function: Callable[..., Array], *, block: int = 16) -> Callable[..., Array]:
@@ -27,18 +30,28 @@ def recompute(function: Callable[..., Array], *, block: int = 16) -> Callable[..
         block: the size of the blocks.
     """
 
-    @jax.custom_vjp
-    def again(x: Float[Array, "*rows D"], *rest: Any) -> Array:
-        return function(x, *rest)
+    def alone(x: Float[Array, "*rows D"], *rest: Any) -> Array:
+        with watching.watched(None):  # whose probes would come from outside
+            return function(x, *rest)
 
-    def forward(x: Float[Array, "*rows D"], *rest: Any) -> tuple[Array, Any]:
-        return function(x, *rest), (keep(x, E4M3, block), rest)
+    @jax.custom_vjp
+    def again(probe: Seen, x: Float[Array, "*rows D"], *rest: Any) -> Array:
+        return alone(x, *rest)
+
+    def forward(probe: Seen, x: Float[Array, "*rows D"], *rest: Any) -> tuple[Array, Any]:
+        y, kept = alone(x, *rest), keep(x, E4M3, block)
+        return y, (watched.saved(probe, "saved", x, kept, block), kept, rest)
 
     def backward(residuals: Any, gradient: Array) -> Any:
-        def pull(kept: Kept, rest: tuple[Any, ...], dy: Array) -> Any:
-            return jax.vjp(function, restore(kept, dy.dtype, block), *rest)[1](dy)
+        def pull(seen: Seen, kept: Kept, rest: tuple[Any, ...], dy: Array) -> Any:
+            return seen, *jax.vjp(alone, restore(kept, dy.dtype, block), *rest)[1](dy)
 
         return run_backward(pull, residuals, gradient, name="recompute", rounds=True)
 
     again.defvjp(forward, backward)
-    return again
+
+    def run(x: Float[Array, "*rows D"], *rest: Any) -> Array:
+        result: Array = again(watching.probe("recompute", ("saved",)), x, *rest)
+        return result
+
+    return run

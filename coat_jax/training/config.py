@@ -140,6 +140,33 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TelemetryConfig:
+    """What is recorded of the tensors that are rounded to FP8, and of the moments stored in it.
+
+    Attributes:
+        every: steps between records; 0 for none, at no cost. A record takes a second forward
+            and backward pass, and some passes over each tensor.
+        leaves: how many parameters have the directions that their moments give compared with
+            those of FP32 moments.
+        shadow: the steps up to a record in which those FP32 moments follow the gradients. They
+            begin with what is stored, so 1 shows the error of one step. Each step takes a second
+            forward and backward pass.
+    """
+
+    every: CountOrZero = 0
+    leaves: CountOrZero = 4
+    shadow: Count = 1
+
+    def __post_init__(self) -> None:
+        require_fields(self, "telemetry.")
+        if self.every and self.shadow > self.every:
+            raise UserError(
+                f"telemetry.shadow={self.shadow} steps do not fit between records that are "
+                f"telemetry.every={self.every} steps apart. Lower the one or raise the other."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """A run.
 
@@ -150,6 +177,7 @@ class TrainConfig:
         mesh: over which devices.
         evaluation: when the loss on held-out data is taken.
         checkpoint: when the run is saved.
+        telemetry: what is recorded of tensors in FP8.
         steps: how many times the parameters are updated.
         batch: sequences of a step, over all devices.
         sequence: tokens of a sequence.
@@ -173,6 +201,7 @@ class TrainConfig:
     mesh: MeshConfig = MeshConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     steps: Count
     batch: Count
     sequence: Count

@@ -7,6 +7,7 @@ Everything of a run is in its folder: see `run_folder`.
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -31,6 +32,7 @@ from coat_jax.training.recorder import Recorder
 from coat_jax.training.run_folder import RunFolder
 from coat_jax.training.state import State, abstract_state, new_state, require_same_model
 from coat_jax.training.step import lower_step
+from coat_jax.training.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,6 +89,9 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
         kept = {"keep": config.checkpoint.keep, "keep_best": config.checkpoint.keep_best}
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, **kept, note=say))
         program = _compile(config, graph, optimizer, abstract, mesh, console, packed=data.packed)
+        telemetry = None
+        if config.telemetry.every:
+            telemetry = _compile_telemetry(config, graph, abstract, mesh, say, packed=data.packed)
         position = Position()
         if checkpoints.latest() is None:
             state = new_state(config, optimizer, mesh)
@@ -122,7 +127,18 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
             skipped=int(state.skipped),
             seconds=position.seconds,
         )
-        run = Run(config, mesh, program, data, evaluation, checkpoints, metrics, recorder, stop)
+        run = Run(
+            config,
+            mesh,
+            program,
+            data,
+            evaluation,
+            telemetry,
+            checkpoints,
+            metrics,
+            recorder,
+            stop,
+        )
         return _take_steps(run, position.step, state)
 
 
@@ -134,6 +150,7 @@ class Run(NamedTuple):
     program: Any
     data: Loader
     evaluation: Evaluation | None
+    telemetry: Telemetry | None
     checkpoints: Checkpoints
     metrics: Metrics
     recorder: Recorder
@@ -142,14 +159,20 @@ class Run(NamedTuple):
 
 def _take_steps(run: Run, step: int, state: State) -> Outcome:
     """Takes the steps after `step`; evaluates and saves where that is due."""
-    config, recorder = run.config, run.recorder
+    config, recorder, telemetry = run.config, run.recorder, run.telemetry
     held_out: float | None = None
     stopped = False
     while step < config.steps and not stopped:
         batch = place(next(run.data), run.mesh, parts=config.accumulation, packed=run.data.packed)
+        if telemetry is not None:
+            telemetry.begin(step + 1, state, batch)
         state, report = run.program(state, batch)
         step += 1
         recorder.take(step, report)
+        if telemetry is not None and (numbers := telemetry.end(step, state, report)):
+            recorder.flush()
+            recorder.take_telemetry(step, numbers, telemetry.warning(numbers))
+            recorder.pause(step)
         if run.metrics.failure is not None:
             run.stop.request()
         stopped = run.stop.requested()
@@ -173,6 +196,25 @@ def _take_steps(run: Run, step: int, state: State) -> Outcome:
         run.checkpoints.wait()
         raise run.metrics.failure
     return Outcome(step, recorder.loss, held_out, stopped and step < config.steps)
+
+
+def _compile_telemetry(
+    config: TrainConfig,
+    graph: Any,
+    abstract: State,
+    mesh: Mesh,
+    say: Callable[[str], None],
+    *,
+    packed: bool,
+) -> Telemetry | None:
+    """What looks at tensors in FP8; None where a run has none."""
+    begin = time.perf_counter()
+    telemetry = Telemetry(config, graph, abstract, mesh, packed=packed)
+    if telemetry.empty:
+        say("Nothing of this run is in FP8: there is no telemetry.")
+        return None
+    say(f"Compiled the telemetry in {time.perf_counter() - begin:.1f} s.")
+    return telemetry
 
 
 def _is_due(step: int, every: int, last: int) -> bool:

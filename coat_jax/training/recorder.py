@@ -110,15 +110,24 @@ class Recorder:
         perplexity = math.exp(loss) if loss < 700 else math.inf
         self._write(step, {"held_out_loss": loss, "perplexity": perplexity})
 
+    def take_telemetry(self, step: int, numbers: dict[str, float], warning: str | None) -> None:
+        """Records what FP8 does to tensors; shows a warning, if there is one."""
+        self._metrics.write(self._whole(step, numbers))
+        if warning is not None:
+            self._progress.note(f"step {step:,}: {warning}")
+
     def pause(self, step: int) -> None:
         """Takes what lies between the last step and now out of the pace."""
         self._clock = step, time.perf_counter()
 
     def _write(self, step: int, record: dict[str, float]) -> None:
-        tokens = step * self._config.tokens_per_step
-        whole = {"step": step, "tokens": tokens, "seconds": self.seconds, **record}
+        whole = self._whole(step, record)
         self._metrics.write(whole)
         self._progress.update(whole)
+
+    def _whole(self, step: int, record: dict[str, float]) -> dict[str, float]:
+        tokens = step * self._config.tokens_per_step
+        return {"step": step, "tokens": tokens, "seconds": self.seconds, **record}
 
     def _count_skipped(self, step: int, skipped: int) -> None:
         """Compares with the last report: a row goes on if all steps since then were skipped."""

@@ -91,11 +91,7 @@ def train_step(
         batch: arrays [accumulation, rows, sequence].
     """
     labels = jnp.sum(batch.labels >= 0)
-
-    def share_of_loss(params: Any, part: Batch) -> Float[Array, ""]:
-        share = jnp.sum(part.labels >= 0) / jnp.maximum(labels, 1)
-        return share * _loss(graph, params, part, config.z_loss)
-
+    share_of_loss = partial(loss_of_part, config, graph, labels)
     loss, grads = _summed(jax.value_and_grad(share_of_loss), state.params, batch)
     norm = global_norm(grads)
     skip = ~(jnp.isfinite(norm) & jnp.isfinite(loss))
@@ -108,6 +104,14 @@ def train_step(
     skipped = state.skipped + skip
     report = Report(loss, norm, rate, labels, skipped)
     return State(state.step + 1, params, moments, skipped), report
+
+
+def loss_of_part(
+    config: TrainConfig, graph: Any, labels: Array, params: Any, part: Batch
+) -> Float[Array, ""]:
+    """What a microbatch adds to the loss of a batch with so many labels."""
+    share = jnp.sum(part.labels >= 0) / jnp.maximum(labels, 1)
+    return share * _loss(graph, params, part, config.z_loss)
 
 
 def held_out_step(graph: Any, params: Any, batch: Batch) -> HeldOut:

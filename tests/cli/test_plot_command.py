@@ -25,9 +25,22 @@ def test_it_says_what_it_wrote(tmp_path, run, capsys):
     assert '"a run"' in out.with_suffix(".html").read_text("utf-8")
 
 
+def test_a_heat_map_is_a_picture_alone(tmp_path, run, capsys):
+    numbers = {f"fp8/layers/{i}/mlp/input/error": 0.02 for i in range(3)}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 8, **numbers}) + "\n")
+    out = tmp_path / "fp8.png"
+    assert cli.main(["plot", str(run), "--fp8", "error", "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}\n"
+    assert out.stat().st_size > 10_000
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["{run}", "--fp8", "error"], "no records of error: they are written when a run in FP8"),
+        (["{run}", "{run}", "--fp8", "error"], "A heat map is of one run, not of 2."),
+        (["{run}", "--fp8", "k", "--out", "fp8.svg"], "fp8.svg does not end in .png."),
         (["nowhere"], "nowhere does not exist."),
         (["{run}", "--over", "time"], "does not say its seconds: plot it over steps."),
         (["{run}", "--smooth", "0"], "smooth=0 records have no mean: take 1 or more."),

@@ -21,6 +21,7 @@ from layer_cases import (
 import coat_jax as coat
 from coat_jax import ops
 from coat_jax.kernels import activation_fused
+from coat_jax.telemetry import report, sums_and_gradients
 
 pytestmark = interpreted.MARKS
 
@@ -145,3 +146,29 @@ def test_gradients_of_equal_terms_do_not_saturate():
     exact = gradient_of_up(precision=coat.BF16)
     rounded = gradient_of_up(precision=coat.COAT, implementation="triton")
     assert jnp.linalg.norm(rounded - exact) < 0.25 * jnp.linalg.norm(exact)
+
+
+def test_telemetry_sees_the_tensors_of_kernels():
+    """Those of the references, and the same of them but for the scales of gradients, which kernels
+    may take from a bound: it is never below the largest.
+    """
+    width, hidden = 64, 160
+    weights = [numbers(width, hidden, scale=width**-0.5) for _ in range(2)]
+    down, x = numbers(hidden, width, scale=hidden**-0.5), numbers(2, 24, width)
+
+    def seen(implementation):
+        def loss(x):
+            y = ops.gated_mlp(x, ops.Norm(), *weights, down, implementation=implementation)
+            return jnp.sum(jnp.sin(y))
+
+        return report(jax.device_get(sums_and_gradients(loss, x)[0]))
+
+    references, kernels = seen("xla"), seen("triton")
+    assert set(kernels) == set(references)
+    for name, wanted in references.items():
+        if name.endswith("gradient"):
+            assert kernels[name].headroom > wanted.headroom - 0.1, name
+        else:
+            assert kernels[name].headroom == pytest.approx(wanted.headroom, abs=0.1), name
+        assert kernels[name].saturated == 0
+        assert kernels[name].error == pytest.approx(wanted.error, rel=0.05), name

@@ -133,7 +133,7 @@ def test_a_state_of_another_storage_is_refused():
         return compress(optax.adamw(rate), storage=storage)
 
     grouped, small = Storage(min_size=0, group_size=64), Storage()
-    e5m2 = Storage(min_size=0, first=jnp.float8_e5m2)
+    e5m2 = Storage(min_size=0, first=jnp.float8_e5m2, other=jnp.float8_e5m2)
     for make, storage in [
         (fp8_adamw, grouped),
         (fp8_adamw, small),

@@ -12,11 +12,19 @@ from coat_jax.training.config import (
     EvaluationConfig,
     MeshConfig,
     OptimizerConfig,
+    TelemetryConfig,
     TrainConfig,
 )
 from coat_jax.training.overrides import override
 
-PARTS = (TrainConfig, OptimizerConfig, MeshConfig, EvaluationConfig, CheckpointConfig)
+PARTS = (
+    TrainConfig,
+    OptimizerConfig,
+    MeshConfig,
+    EvaluationConfig,
+    CheckpointConfig,
+    TelemetryConfig,
+)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,15 @@ def test_a_record_comes_with_the_next_step(kept):
     assert records.loss == 3.0
 
 
+def test_telemetry_has_a_record_of_its_own_and_a_line_where_it_warns(kept):
+    records = recorder(kept, step=4)
+    records.take_telemetry(5, {"fp8/a/error": 0.5}, "a: its relative error is 50%.")
+    records.take_telemetry(6, {"fp8/a/error": 0.5}, None)
+    assert [(r["step"], r["fp8/a/error"]) for r in kept.records] == [(5, 0.5), (6, 0.5)]
+    assert kept.records[0]["tokens"] == 5 * 16 * 32
+    assert kept.notes == ["step 5: a: its relative error is 50%."]
+
+
 def test_a_record_has_pace_and_time_since_the_run_began(kept, clock):
     records = recorder(kept, step=4, seconds=50.0)
     records.take(5, report())

@@ -12,12 +12,16 @@ import jax
 import pytest
 
 pytest.importorskip("jax_triton")
-from hopper import can_compile_for_hopper
+from hopper import can_compile_for_hopper, kernel_calls
 from small_model import SMALL
 
-from coat_jax.training.config import OptimizerConfig, TrainConfig
+from coat_jax.training import telemetry
+from coat_jax.training.config import OptimizerConfig, TelemetryConfig, TrainConfig
+from coat_jax.training.mesh import NAMES
+from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.overrides import load_config
-from experiments.hopper import compile_step, there
+from coat_jax.training.state import abstract_state
+from experiments.hopper import OPTIONS, compile_step, hopper_mesh, there
 
 pytestmark = [
     pytest.mark.compiled,
@@ -112,3 +116,27 @@ def test_a_step_takes_gradients_and_activations_and_no_copy_of_its_state(functio
     leaves = jax.tree.leaves(state)
     assert used.alias_size_in_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     assert used.temp_size_in_bytes < 1.25 * (memory.gradients + memory.activations)
+
+
+def test_telemetry_runs_the_kernels_of_the_step_in_no_more_memory(monkeypatch):
+    """It looks at the tensors of these kernels, and calls nothing back on the host."""
+    config = load_config(str(CONFIGS / "llama2_7b.py:one_gpu"))
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, layers=2),
+        telemetry=TelemetryConfig(every=100),
+        batch=16,
+        sequence=2048,
+        accumulation=1,
+    )
+    step, _, state = compile_step(config, (4, 1, 1))
+    mesh = hopper_mesh((4, 1, 1), NAMES)
+    monkeypatch.setattr(telemetry, "compiler_options", lambda mesh: OPTIONS)
+    graph, state = abstract_state(config, make_optimizer(config), mesh)
+    watching = telemetry.Telemetry(config, graph, state, mesh, packed=False)
+    program = watching._collect
+    # Of a layer: norms, activation, rotation and casts, forward and backward.
+    assert kernel_calls(program) >= 12
+    assert "callback" not in program.as_text()
+    used, of_step = program.memory_analysis(), step.memory_analysis()
+    assert used.temp_size_in_bytes < 1.1 * of_step.temp_size_in_bytes

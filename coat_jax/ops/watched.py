@@ -1,0 +1,167 @@
+"""What telemetry sees of an op: the tensors that it rounds to FP8, beside their rounded values.
+
+Each function takes a probe, or None where nobody watches, and returns it with what it has seen.
+The values are computed here as `jnp` has them, whatever kernel rounds them: a fused kernel has
+nothing to show.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from coat_jax import statistics, watching
+from coat_jax.blocks import Blocks
+from coat_jax.kernels.activation import Activation, activate
+from coat_jax.kernels.gemm import Operand
+from coat_jax.kernels.norm import Norm, normalize
+from coat_jax.ops.activated import Activated
+from coat_jax.ops.attended import Attended, Attention
+from coat_jax.ops.keep import Kept, restore
+from coat_jax.ops.normed import Normed
+from coat_jax.ops.projection import Mode, Scales
+from coat_jax.precision import Precision
+from coat_jax.watching import Seen, of_weight
+
+
+def probe_of_layers(
+    op: str,
+    mode: Mode,
+    weights: Sequence[str],
+    *,
+    operands: Sequence[str] = ("input",),
+    blocks: Sequence[str] = (),
+) -> Seen:
+    """The probe of an op that multiplies.
+
+    Args:
+        op: its name.
+        mode: how it computes.
+        weights: what they are called.
+        operands: what is multiplied besides weights and gradients.
+        blocks: what is saved in blocks, if anything is.
+    """
+    saved = () if mode.precision.block is None else tuple(blocks)
+    if mode.format is None:
+        return watching.probe(op, saved)
+    return watching.probe(op, (*saved, *operands), weights, ("weight", "gradient"))
+
+
+def saved(
+    seen: Seen, tensor: str, x: Float[Array, "*rows D"], kept: Kept, size: int | None
+) -> Seen:
+    """A tensor and what is saved of it."""
+    if seen is None or size is None or not isinstance(kept, Blocks):
+        return seen
+    blocks = kept
+    return seen.seen(tensor, lambda: statistics.of_blocks(x, blocks, size=size))
+
+
+def operand(
+    seen: Seen,
+    tensor: str,
+    values: Callable[[], Float[Array, "*rows K"]],
+    scale: Float[Array, ""] | None,
+    dtype: DTypeLike | None,
+) -> Seen:
+    """A tensor and the operand that is made of it; its values are computed if they are needed."""
+    if seen is None or scale is None or dtype is None:
+        return seen
+    return seen.seen(tensor, lambda: statistics.of_tensor(values(), scale, dtype))
+
+
+def normed(
+    seen: Seen, x: Float[Array, "*rows D"], result: Normed, norm: Norm | None, mode: Mode
+) -> Seen:
+    """What is saved of a norm's input, and the norm as products take it."""
+    precision = mode.precision
+
+    def values() -> Array:
+        seen_of_x = x if precision.exact_forward else result.kept
+        n = restore(seen_of_x, jnp.float32, precision.block)
+        return n if norm is None or result.stats is None else normalize(n, result.stats, norm)
+
+    seen = saved(seen, "saved", x, result.kept, precision.block)
+    return operand(seen, "input", values, result.scale, mode.format)
+
+
+def activated(
+    seen: Seen,
+    tensor: str,
+    hidden: Sequence[Float[Array, "*rows F"]],
+    result: Activated,
+    act: Activation,
+    mode: Mode,
+) -> Seen:
+    """What is saved of an activation's inputs, and the activation as `tensor`."""
+    if seen is None:
+        return None
+    precision = mode.precision
+    for name, h, kept in zip(seen.weights, hidden, result.hidden, strict=False):
+        seen = saved(seen, of_weight(name, "saved"), h, kept, precision.block)
+
+    def values() -> Array:
+        inputs = hidden if precision.exact_forward else result.hidden
+        return activate([restore(h, jnp.float32, precision.block) for h in inputs], act)
+
+    return operand(seen, tensor, values, result.scale, mode.format)
+
+
+def attended(
+    seen: Seen,
+    inputs: Sequence[Float[Array, "B S N H"]],
+    output: Float[Array, "B S N H"],
+    result: Attended,
+    settings: Attention,
+) -> Seen:
+    """What attention saves."""
+    size = settings.precision.attention_block
+    names = attention_blocks(settings.precision)
+    tensors, kept = (*inputs, output), (*result.inputs, result.output)
+    for name, x, of_x in zip(names, tensors, kept, strict=False):
+        seen = saved(seen, name, x, of_x, size)
+    return seen
+
+
+def attention_blocks(precision: Precision) -> tuple[str, ...]:
+    """The tensors that attention saves in blocks."""
+    if precision.attention_block is None:
+        return ()
+    return ("query/saved", "key/saved", "value/saved", "out/saved")
+
+
+def weights(seen: Seen, values: Sequence[Float[Array, "K N"]], scales: Scales, mode: Mode) -> Seen:
+    """The weights, in the order of their names."""
+    return _of_weights(seen, "weight", lambda i: values[i], scales, mode.format)
+
+
+def gradients(
+    seen: Seen,
+    values: Callable[[], Sequence[Float[Array, "*rows N"]]],
+    operands: Sequence[Operand],
+    mode: Mode,
+    *,
+    first: int = 0,
+) -> Seen:
+    """The gradients of the weights' outputs, from the `first` of the weights on."""
+    scales = tuple(g.scale for g in operands)
+    return _of_weights(
+        seen, "gradient", lambda i: values()[i], scales, mode.gradient_format, first=first
+    )
+
+
+def _of_weights(
+    seen: Seen,
+    tensor: str,
+    values: Callable[[int], Array],
+    scales: Scales,
+    dtype: DTypeLike | None,
+    *,
+    first: int = 0,
+) -> Seen:
+    names = () if seen is None else seen.weights[first:]
+    for i, (name, scale) in enumerate(zip(names, scales, strict=False)):
+        seen = operand(seen, of_weight(name, tensor), partial(values, i), scale, dtype)
+    return seen

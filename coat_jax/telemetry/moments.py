@@ -1,0 +1,183 @@
+"""Statistics of the moments that an optimizer stores in 8 bits.
+
+    zero     share of the codes that are zero
+    floor    share of the codes that are the smallest: what is below becomes one of them or zero
+    k        mean exponent of the groups' dynamic range expansion; 1 is none, as in directions
+
+and the error of Adam's direction. One step from the stored moments in FP32, with the same gradient,
+is what the step that stores its moments is compared with:
+
+    m' = b1 m + (1 - b1) g      v' = b2 v + (1 - b2) g^2      d = m' / (sqrt(v') + eps)
+
+    error = |d stored - d| / |d|, root mean squares
+
+Both directions are corrected for bias and end where no exact moments could lead.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from coat_jax.expansion import STEPS, Expanded
+from coat_jax.formats import format_of
+from coat_jax.moments import Storage
+
+FIELDS = ("codes", "amax", "k16")  # of whatever holds stored leaves: trees of one structure
+
+
+class MomentStatistics(NamedTuple):
+    """See above."""
+
+    zero: float
+    floor: float
+    k: float
+
+
+def moments(state: Any) -> dict[str, MomentStatistics]:
+    """Statistics of each moment in 8 bits in the state of an optimizer, by parameter and moment.
+
+    Args:
+        state: of `fp8_adamw`, `fused_fp8_adamw` or `compress`, also within chains.
+
+    Example:
+        >>> import coat_jax as coat, jax.numpy as jnp
+        >>> tx = coat.optax.fp8_adamw(1e-3)
+        >>> params = {"w": jnp.ones((256, 256)), "b": jnp.ones(256)}
+        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> for name, found in sorted(coat.telemetry.moments(state).items()):
+        ...     print(name, found)
+        w/mu MomentStatistics(zero=0.0, floor=0.0, k=1.0)
+        w/nu MomentStatistics(zero=0.0, floor=0.0, k=15.9375)
+    """
+    return report_moments(jax.device_get(jax.jit(moment_sums)(state)))
+
+
+def moment_sums(state: Any, stacked: Collection[str] = ()) -> dict[str, Float[Array, "..."]]:
+    """What `report_moments` takes.
+
+    Args:
+        state: see `moments`.
+        stacked: names of parameters, or of trees of them, with a first axis over layers.
+    """
+    sums = {}
+    for path, moment, stored in stored_leaves(state):
+        first, *rest = path
+        by_layer = first in stacked
+        name = "/".join([first, "*", *rest] if by_layer else path)
+        sums[f"{name}/{moment}" if moment else name] = _sums(stored, 1 if by_layer else 0)
+    return sums
+
+
+def report_moments(
+    sums: Mapping[str, Float[np.ndarray, "..."]],
+) -> dict[str, MomentStatistics]:
+    """The statistics of sums on the host, those of layers apart."""
+    found = {}
+    for name, numbers in sums.items():
+        for layer, row in enumerate(np.atleast_2d(numbers)):
+            zero, floor, k = map(float, row)
+            found[name.replace("*", str(layer), 1)] = MomentStatistics(zero, floor, k)
+    return found
+
+
+def stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]]:
+    """The leaves of a state that are in 8 bits: the parameter's path, the moment's name, the arrays.
+
+    All that is known here of how states hold them.
+    """
+
+    def holds(node: Any) -> bool:
+        return all(hasattr(node, field) for field in FIELDS)
+
+    for path, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=holds)[0]:
+        if not holds(node):
+            continue
+        trees = [jax.tree_util.tree_flatten_with_path(getattr(node, f))[0] for f in FIELDS]
+        for (within, codes), (_, amax), (_, k16) in zip(*trees, strict=True):
+            if jnp.dtype(codes.dtype).itemsize == 1:
+                moment = names_of(path)[-1:]
+                yield names_of(within), "".join(moment), Expanded(codes, amax, k16)
+
+
+def names_of(path: Any) -> tuple[str, ...]:
+    """The keys of a path, without the attribute that leads to an nnx.Variable's value."""
+    attributes = ("key", "name", "idx")  # of the kinds of keys that JAX has
+    names = [str(getattr(key, next(a for a in attributes if hasattr(key, a)))) for key in path]
+    return tuple(names[:-1] if names[-1:] == ["value"] else names)
+
+
+def _sums(stored: Expanded, layer_axes: int) -> Float[Array, "..."]:
+    """The statistics of a leaf; with an axis over layers, of each."""
+    codes = jnp.abs(stored.codes.astype(jnp.float32))
+    integers = jnp.issubdtype(stored.codes.dtype, jnp.integer)
+    tiny = 1 if integers else format_of(stored.codes.dtype).tiny
+    k = stored.k16.astype(jnp.float32) / STEPS
+
+    def mean(x: Array) -> Array:
+        return jnp.mean(x.astype(jnp.float32), axis=tuple(range(layer_axes, x.ndim)))
+
+    return jnp.stack([mean(codes == 0), mean(codes == tiny), mean(k)], axis=-1)
+
+
+# --- The error of a direction ----------------------------------------------------------------
+
+
+class Shadow(NamedTuple):
+    """Some rows of both moments of a leaf, in FP32."""
+
+    m: Float[Array, "*rows D"]
+    v: Float[Array, "*rows D"]
+
+
+class Decay(NamedTuple):
+    """Adam's numbers."""
+
+    b1: float
+    b2: float
+    eps: float
+
+
+def read_rows(storage: Storage, pair: Sequence[Expanded], rows: int) -> Shadow:
+    """The first rows of both stored moments of a parameter, in FP32."""
+
+    mu, nu = (Expanded(*(some_rows(array, rows) for array in stored)) for stored in pair)
+    return Shadow(*storage.read_moments(mu, nu))
+
+
+def some_rows(x: Float[Array, "..."], rows: int) -> Float[Array, "..."]:
+    """The first rows of the middle one of its matrices. Groups, along the last axis, stay whole."""
+    while x.ndim > 2:
+        x = x[x.shape[0] // 2]
+    return x[:rows] if x.ndim == 2 else x
+
+
+def followed(shadow: Shadow, g: Float[Array, "*rows D"], decay: Decay) -> Shadow:
+    """The moments after a gradient."""
+    g = g.astype(jnp.float32)
+    b1, b2, _ = decay
+    m = b1 * shadow.m + (1 - b1) * g
+    return Shadow(m, b2 * shadow.v + (1 - b2) * jnp.square(g))
+
+
+def direction_error(
+    stored: Shadow, exact: Shadow, count: Int[Array, ""], decay: Decay
+) -> Float[Array, ""]:
+    """The error of a direction after `count` steps; none where both are zero."""
+    d, wanted = (_direction(shadow, count, decay) for shadow in (stored, exact))
+    off, whole = jnp.sum(jnp.square(d - wanted)), jnp.sum(jnp.square(wanted))
+    return jnp.where(off == 0, 0.0, jnp.sqrt(off / whole))
+
+
+def _direction(shadow: Shadow, count: Int[Array, ""], decay: Decay) -> Float[Array, "*rows D"]:
+    b1, b2, eps = decay
+    t = count.astype(jnp.float32)
+    m, v = shadow.m / (1 - b1**t), shadow.v / (1 - b2**t)
+    # By the Cauchy-Schwarz inequality, after many steps.
+    ratio = b1 * b1 / b2 if b2 else 0.0
+    limit = (1 - b1) / math.sqrt((1 - b2) * (1 - ratio)) if ratio < 1 else math.inf
+    return jnp.clip(m / (jnp.sqrt(v) + eps), -limit, limit)

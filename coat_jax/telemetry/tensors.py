@@ -1,0 +1,97 @@
+"""Statistics of the tensors that a loss function rounds to FP8, forward and backward.
+
+    found = measure(loss, params, batch)
+    found["layers/3/mlp/gate/gradient"].underflow
+
+A program of its own computes the loss and its gradients and returns a few sums for each tensor: run
+it on a batch now and then. The program that trains does not change. Everything that
+`coat_jax.ops` rounds is seen, whatever framework calls it.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from coat_jax import statistics
+from coat_jax.statistics import Statistics
+from coat_jax.watching import Found, Scope, watched
+
+
+def measure(loss: Callable[..., Any], *args: Any) -> dict[str, Statistics]:
+    """Statistics of each tensor that `loss(*args)` and its gradients round to FP8, by name.
+
+    Compiled once for a function and shapes of arguments: call it with the same function again.
+    Tensors that the gradients do not need are left out, and so is all that is not FP8.
+
+    Args:
+        loss: a function to a number, or to a tuple whose first element it is. It may use jit,
+            scan, remat and vmap. What a scan or vmap of your own repeats is seen as one tensor.
+        *args: trees of arrays.
+
+    Example:
+        >>> import coat_jax as coat, jax.numpy as jnp
+        >>> def loss(w, x):
+        ...     with coat.telemetry.named("first"):
+        ...         return jnp.mean(coat.ops.linear(x, w) ** 2)
+        >>> found = coat.telemetry.measure(loss, jnp.eye(32), jnp.full((4, 32), 1.5))
+        >>> sorted(found)
+        ['first/gradient', 'first/input', 'first/weight']
+        >>> found["first/input"].error
+        0.0
+    """
+    return report(jax.device_get(_measured(loss, *args)))
+
+
+def sums_and_gradients(
+    loss: Callable[..., Any], params: Any, *args: Any
+) -> tuple[dict[str, Array], Any]:
+    """What `report` takes, and the gradients of `params`: for a program of your own.
+
+    Sums of several batches may be added.
+
+    Args:
+        loss: of params and args; see `measure`.
+        params: what is differentiated besides.
+        *args: the rest.
+    """
+    found: dict[str, Found] = {}
+    with watched(Scope(found, None)):
+        jax.eval_shape(loss, params, *args)
+
+    def watched_loss(probes: Mapping[str, Array], params: Any) -> Array:
+        with watched(Scope(found, probes)):
+            result = loss(params, *args)
+        return result[0] if isinstance(result, tuple) else result
+
+    probes = {name: _zeros(tensor) for name, tensor in found.items()}
+    sums, grads = jax.grad(watched_loss, argnums=(0, 1))(probes, params)
+    return sums, grads
+
+
+def report(sums: Mapping[str, Float[np.ndarray, "..."]]) -> dict[str, Statistics]:
+    """The statistics of sums on the host; layers get numbers, and what was not seen is left out."""
+    found: dict[str, Statistics] = {}
+    for name, numbers in sums.items():
+        per_layer = np.atleast_2d(numbers)
+        for layer, row in enumerate(per_layer):
+            if row[0]:
+                found[name.replace("*", str(layer), 1)] = statistics.of_sums(row)
+    return found
+
+
+def _zeros(tensor: Found) -> Float[Array, "..."]:
+    layers = () if tensor.layers is None else (tensor.layers,)
+    return jnp.zeros((*layers, statistics.NUMBERS), jnp.float32)
+
+
+@partial(jax.jit, static_argnums=0)
+def _measured(loss: Callable[..., Any], *args: Any) -> dict[str, Array]:
+    def without_params(_: None, *args: Any) -> Any:
+        return loss(*args)
+
+    return sums_and_gradients(without_params, None, *args)[0]

@@ -1,0 +1,239 @@
+"""How ops hand out statistics of what they round: as the gradients of probes.
+
+    y = op(x, probe)       the probe, zeros, has no part in y
+    d probe                what the op's backward pass returns for it: the statistics
+
+A probe is an argument of an op like any other, so its "gradient" passes through everything that
+gradients pass through: jit, scan over layers, recomputation, meshes of devices. It adds up where
+gradients do. No callbacks, no side effects in the compiled program.
+
+`coat_jax.telemetry` makes the probes and sets the `Scope` in which ops look for theirs while they
+are traced. Where there is no scope an op gets None for its probe, which is no argument at all: its
+program is the same as if there were no such thing.
+
+The scope is part of what JAX's caches of traced functions are keyed by. A layer that was traced
+while somebody watched is not used when nobody does, nor the other way round.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Float
+
+_current = jax.make_user_context(default_value=None)
+
+
+@jax.tree_util.register_pytree_node_class
+class Probe:
+    """What an op takes and differentiates: for each tensor zeros, or what was seen of it.
+
+    Attributes:
+        sums: by the tensor's name within the op.
+        weights: what the op's weights are called, in order.
+    """
+
+    def __init__(self, sums: Mapping[str, Float[Array, "9"]], weights: tuple[str, ...]):
+        self.sums, self.weights = dict(sums), weights
+
+    def seen(self, tensor: str, sums: Callable[[], Float[Array, "9"]]) -> "Probe":
+        """With the sums of a tensor; as it is where nobody asked for that tensor."""
+        return Probe(self.sums | {tensor: sums()}, self.weights) if tensor in self.sums else self
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """For JAX."""
+        names = tuple(sorted(self.sums))
+        return tuple(self.sums[name] for name in names), (names, self.weights)
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, leaves: Any) -> "Probe":
+        """For JAX."""
+        names, weights = static
+        return cls(dict(zip(names, leaves, strict=True)), weights)
+
+
+Seen = Probe | None
+
+
+class Found(NamedTuple):
+    """A tensor that an op rounds.
+
+    Attributes:
+        layers: how many have it: a name with a * stands for that many, numbered from 0. None for
+            a name that stands for itself.
+    """
+
+    layers: int | None
+
+
+class Scope:
+    """Where ops look for probes.
+
+    Attributes:
+        found: every tensor that was asked for so far, by its name.
+        probes: by the same names; None while names are only collected.
+    """
+
+    def __init__(
+        self,
+        found: dict[str, Found],
+        probes: Mapping[str, Array] | None,
+        prefix: str = "",
+        layers: int | None = None,
+        taken: set[str] | None = None,
+        weights: tuple[str, ...] = (),
+    ):
+        self.found, self.probes = found, probes
+        self._prefix, self._layers = prefix, layers
+        self._taken: set[str] = set() if taken is None else taken
+        self._weights = weights
+
+    def probe(
+        self, op: str, tensors: Sequence[str], weights: Sequence[str], each: Sequence[str]
+    ) -> Seen:
+        """The probe of an op, under names that no other op of the scope has."""
+        weights = self._weights if len(self._weights) == len(weights) else tuple(weights)
+        tensors = [*tensors, *(of_weight(w, tensor) for w in weights for tensor in each)]
+        base = self._free(op, tensors)
+        names = {tensor: f"{base}/{tensor}" for tensor in tensors}
+        self._taken.update(names.values())
+        for name in names.values():
+            self.found[name] = Found(self._layers)
+        if self.probes is None:
+            return None
+        probes = self.probes
+        return Probe({t: probes[name] for t, name in names.items() if name in probes}, weights)
+
+    def _free(self, op: str, tensors: Sequence[str]) -> str:
+        """The scope's own name, or one with that of the op, or with a number."""
+        full = f"{self._prefix}/{op}" if self._prefix else op
+        base, number = self._prefix or op, 0
+        while any(f"{base}/{tensor}" in self._taken for tensor in tensors):
+            base, number = f"{full}_{number}" if number else full, number + 1
+        return base
+
+    def inner(self, name: str, weights: tuple[str, ...]) -> "Scope":
+        """The scope of a part of this one."""
+        prefix = "/".join(filter(None, (self._prefix, name)))
+        return Scope(self.found, self.probes, prefix, self._layers, self._taken, weights)
+
+    def of_layers(self, name: str, count: int) -> "Layers":
+        """What the layers of a stack need, to be passed to them as an argument."""
+        prefix = f"{self._prefix}/{name}/*" if self._prefix else f"{name}/*"
+        probes = None
+        if self.probes is not None:
+            probes = {n: p for n, p in self.probes.items() if n.startswith(f"{prefix}/")}
+        return Layers(probes, self.found, prefix, count)
+
+
+@jax.tree_util.register_pytree_node_class
+class Layers:
+    """The probes of layers, stacked along a first axis; or those of one layer, without it.
+
+    It is passed through jit, scan and recomputation as an argument, since what is traced there may
+    not reach for arrays outside.
+    """
+
+    def __init__(
+        self,
+        probes: Mapping[str, Array] | None,
+        found: dict[str, Found],
+        prefix: str,
+        count: int,
+    ):
+        self.probes, self._found, self._prefix, self._count = probes, found, prefix, count
+
+    def scope(self) -> Scope:
+        """Where the ops of one layer look, each time it is traced."""
+        return Scope(self._found, self.probes, self._prefix, self._count)
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """For JAX; `found` is compared by identity."""
+        names = tuple(sorted(self.probes or ()))
+        static = names, self.probes is None, _Identity(self._found), self._prefix, self._count
+        return tuple((self.probes or {})[name] for name in names), static
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, leaves: Any) -> "Layers":
+        """For JAX."""
+        names, collects, found, prefix, count = static
+        probes = None if collects else dict(zip(names, leaves, strict=True))
+        return cls(probes, found.value, prefix, count)
+
+
+class _Identity:
+    """A value that equals itself only."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+# --- What ops and modules call ---------------------------------------------------------------
+
+
+def probe(
+    op: str, tensors: Sequence[str], weights: Sequence[str] = (), each: Sequence[str] = ()
+) -> Seen:
+    """The probe of an op that is being traced; None where nobody watches, or nothing is FP8.
+
+    Args:
+        op: its name, used where no scope has named it, or where two ops would share names.
+        tensors: what it rounds to FP8.
+        weights: what its weights are called; the scope may know better.
+        each: what it rounds for each weight.
+    """
+    scope: Scope | None = _current.value
+    if scope is None or not (tensors or (weights and each)):
+        return None
+    return scope.probe(op, tensors, weights, each)
+
+
+def of_weight(weight: str, tensor: str) -> str:
+    """The name of a tensor that belongs to a weight, or to the only one."""
+    return f"{weight}/{tensor}" if weight else tensor
+
+
+@contextlib.contextmanager
+def named(name: str, weights: tuple[str, ...] = ()) -> Iterator[None]:
+    """Names what is traced within, and the weights of ops that take as many.
+
+    Args:
+        name: of this part of the model, as in "attention"; empty for that around it.
+        weights: as in ("query", "key", "value").
+    """
+    scope: Scope | None = _current.value
+    with contextlib.nullcontext() if scope is None else _current(scope.inner(name, weights)):
+        yield
+
+
+def layers(name: str, count: int) -> Layers | None:
+    """What `count` layers that are traced once need, each its part; None where nobody watches."""
+    scope: Scope | None = _current.value
+    return None if scope is None else scope.of_layers(name, count)
+
+
+def one_of(of_layers: Layers | None, index: int) -> Layers | None:
+    """That of one layer, from those of all."""
+    one: Layers | None = jax.tree.map(lambda stacked: stacked[index], of_layers)
+    return one
+
+
+@contextlib.contextmanager
+def layer(of_one: Layers | None) -> Iterator[None]:
+    """The scope of one layer, while it is traced."""
+    with contextlib.nullcontext() if of_one is None else _current(of_one.scope()):
+        yield
+
+
+@contextlib.contextmanager
+def watched(scope: Scope | None) -> Iterator[None]:
+    """Sets the scope, or with None nobody watches: for functions that JAX differentiates apart."""
+    with _current(scope):
+        yield

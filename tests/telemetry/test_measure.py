@@ -1,0 +1,294 @@
+"""What a loss rounds is seen, once and under its name, wherever it is traced."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from small_model import QUICK, SMALL, filled
+
+import coat_jax as coat
+from coat_jax import ops, telemetry
+from coat_jax.kernels import gemm
+from coat_jax.telemetry.tensors import report, sums_and_gradients
+
+OF_ATTENTION = {
+    "input",
+    *(f"{w}/{t}" for w in ("query", "key", "value", "out") for t in ("weight", "gradient")),
+    "out/input",
+}
+OF_MLP = {
+    "input",
+    *(f"{w}/{t}" for w in ("gate", "up", "down") for t in ("weight", "gradient")),
+    "down/input",
+}
+PRODUCTS = {f"attention/{t}" for t in OF_ATTENTION} | {f"mlp/{t}" for t in OF_MLP}
+BLOCKS = {"attention/saved", "mlp/saved", "mlp/gate/saved", "mlp/up/saved"}
+LEAN = {f"attention/{w}/saved" for w in ("query", "key", "value", "out")}
+UNROLLED = {"precision": "coat", "dtype": jnp.float32, "scan": False}
+TOKENS = jnp.arange(4 * 32).reshape(4, 32) * 7 % 256
+
+
+def model_of(**changes):
+    return dataclasses.replace(SMALL, **UNROLLED | changes)
+
+
+def measured(config, tokens=TOKENS, mesh=None):
+    """What `measure` finds of a model's loss, compiled quickly."""
+    model = filled(dataclasses.replace(config, scan=False), mesh=mesh)
+    graph, params = nnx.split(model)
+    if config.scan:
+        graph, _ = nnx.split(nnx.eval_shape(lambda: type(model)(config, rngs=nnx.Rngs(0))))
+        params = stacked(params)
+
+    def loss(params, tokens):
+        return nnx.merge(graph, params).loss(tokens, tokens)
+
+    program = jax.jit(partial(sums_and_gradients, loss), compiler_options=QUICK)
+    sums, _ = program(params, tokens)
+    return report(jax.device_get(sums))
+
+
+def stacked(params):
+    """The parameters of an unrolled model as those of one that scans."""
+    pure = nnx.to_pure_dict(params)
+    layers = pure["layers"]
+    pure["layers"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers.values())
+    return nnx.State(jax.tree.map(nnx.Param, pure))
+
+
+def in_layers(names, layers=2):
+    return {f"layers/{i}/{name}" for i in range(layers) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("precision", "of_layer", "others"),
+    [
+        ("bf16", set(), set()),
+        ("fp8_linear", PRODUCTS, set()),
+        ("coat", PRODUCTS | BLOCKS, {"norm/saved"}),
+        ("coat_lean", PRODUCTS | BLOCKS | LEAN, {"norm/saved"}),
+    ],
+)
+def test_all_that_a_precision_rounds_has_a_name(precision, of_layer, others):
+    found = measured(model_of(precision=precision))
+    assert set(found) == in_layers(of_layer) | others
+    for name, statistics in found.items():
+        assert statistics.saturated == 0, name
+        assert statistics.underflow < 0.01, name
+        assert 0 <= statistics.headroom < 4, name
+        # E4M3 rounds within 2^-4 of a value and E5M2 within 2^-3; evenly spread, a bit less than
+        # half of that. What is multiplied may have been rounded before, to codes of the same kind.
+        most = 2.0**-3 if name.endswith("gradient") else 2.0**-4
+        assert statistics.error < 0.55 * most, name
+
+
+@pytest.fixture(scope="module")
+def unrolled():
+    return measured(model_of())
+
+
+def assert_alike(found, wanted, *, besides=()):
+    """The same tensors; the same numbers but for codes on the edge."""
+    assert set(found) - set(besides) == set(wanted)
+    for name, numbers in wanted.items():
+        np.testing.assert_allclose(found[name], numbers, rtol=0.02, atol=2e-3, err_msg=name)
+
+
+def test_layers_that_are_scanned_are_told_apart(unrolled):
+    found = measured(model_of(scan=True))
+    assert_alike(found, unrolled)
+    assert found["layers/0/mlp/gate/weight"] != found["layers/1/mlp/gate/weight"]
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_layers_that_are_computed_again_are_seen_once(unrolled, scan):
+    assert_alike(measured(model_of(remat="layer", scan=scan)), unrolled)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_layers_that_save_their_input_alone_are_seen_in_the_backward_pass(unrolled, scan):
+    """Whose values differ a little, since layers begin with a rounded input."""
+    found = measured(model_of(remat="layer_fp8", scan=scan))
+    assert set(found) == set(unrolled) | {"recompute/saved"}
+    for name in unrolled:
+        assert found[name].error == pytest.approx(unrolled[name].error, rel=0.2, abs=0.03), name
+
+
+def test_statistics_do_not_depend_on_the_mesh(unrolled):
+    """Each once, not once per device."""
+    mesh = jax.make_mesh(
+        (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
+    axes = {"axes": coat.nn.MeshAxes("fsdp", "tensor"), "batch_axes": ("data", "fsdp")}
+    rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    with jax.set_mesh(mesh):
+        found = measured(model_of(**axes), jax.device_put(TOKENS, rows), mesh)
+    assert_alike(found, unrolled)
+
+
+def test_norms_after_layers_and_of_heads_have_names():
+    found = measured(model_of(norms="after", qk_norm="all"))
+    extra = {"attention_norm/saved", "mlp_norm/saved"}
+    extra |= {"attention/query_norm/saved", "attention/key_norm/saved"}
+    expected = (PRODUCTS | BLOCKS | extra) - {"attention/saved"}
+    assert set(found) == in_layers(expected) | {"norm/saved"}
+
+
+# --- Planted problems ------------------------------------------------------------------------
+
+
+def test_a_gradient_that_underflows_is_seen():
+    """30 of 100 outputs have a gradient 2^40 times smaller, which E5M2 cannot hold beside 1."""
+    weights = jnp.ones((32, 100)) / 32
+    dy = jnp.where(jnp.arange(100) < 30, 2.0**-40, 1.0)
+
+    def loss(w, x):
+        return jnp.sum(ops.linear(x, w) * dy)
+
+    found = telemetry.measure(loss, weights, jnp.ones((8, 32)))
+    assert found["linear/gradient"].underflow == pytest.approx(0.3)
+    assert found["linear/weight"].underflow == 0
+    assert found["linear/input"].error == 0
+
+
+def test_a_tensor_that_saturates_is_seen(monkeypatch):
+    """Where the largest magnitude is taken for a quarter of what it is."""
+    true = gemm.largest_magnitude
+    monkeypatch.setattr(gemm, "largest_magnitude", lambda x: true(x) / 4)
+    x = jnp.full((4, 32), 448.0).at[:, :8].set(1.0)
+    found = telemetry.measure(lambda w, x: jnp.sum(ops.linear(x, w)), jnp.eye(32), x)
+    assert found["linear/input"].saturated == pytest.approx(0.75)
+    assert found["linear/input"].headroom == pytest.approx(-2)
+
+
+def test_a_bound_that_an_outlier_makes_loose_is_seen():
+    """A norm's scale has one large number, for a column in which its input is zero."""
+    x = jnp.ones((4, 64)).at[:, 0].set(0.0)
+    weights = jnp.ones((64, 16))
+
+    def loss(scale, x):
+        norm = ops.Norm(jnp.ones(64).at[0].set(scale))
+        return jnp.sum(ops.norm_linear(x, norm, weights))
+
+    tight, loose = (telemetry.measure(loss, scale, x) for scale in (1.0, 2.0**12))
+    name = "norm_linear/input"
+    assert loose[name].headroom == pytest.approx(tight[name].headroom + 12, abs=1)
+    assert loose[name].subnormal == 1.0 > tight[name].subnormal
+
+
+# --- How it is called ------------------------------------------------------------------------
+
+
+def layer_loss(w, x):
+    return jnp.mean(ops.linear(x, w) ** 2)
+
+
+def test_what_is_traced_for_one_is_not_used_for_the_other():
+    """A function that is traced before, between and after keeps its own program."""
+    layer = jax.jit(ops.linear)
+    x, w = jnp.ones((4, 32)), jnp.eye(32)
+
+    def loss(w, x):
+        return jnp.sum(layer(x, w))
+
+    before = layer.lower(x, w).as_text()
+    first = jax.grad(loss)(w, x)
+    assert set(telemetry.measure(loss, w, x)) == {
+        "linear/input",
+        "linear/weight",
+        "linear/gradient",
+    }
+    assert layer.lower(x, w).as_text() == before
+    np.testing.assert_array_equal(jax.grad(loss)(w, x), first)
+    assert len(telemetry.measure(loss, w, 2 * x)) == 3
+
+
+def test_an_op_that_a_scan_repeats_is_one_tensor():
+    """Half of its steps lose a quarter of the weights."""
+    small = jnp.ones((32, 32)).at[:8].set(2.0**-30)
+    weights = jnp.stack([small, jnp.ones((32, 32))])
+
+    def loss(weights, x):
+        y, _ = jax.lax.scan(lambda x, w: (jax.checkpoint(ops.linear)(x, w), None), x, weights)
+        return jnp.sum(y)
+
+    found = telemetry.measure(loss, weights, jnp.ones((4, 32)))
+    assert found["linear/weight"].underflow == pytest.approx(1 / 8)
+
+
+def test_an_op_under_vmap_is_one_tensor():
+    small = jnp.ones((32, 32)).at[:8].set(2.0**-30)
+    weights = jnp.stack([small, jnp.ones((32, 32))])
+
+    def loss(weights, x):
+        return jnp.sum(jax.vmap(ops.linear, in_axes=(None, 0))(x, weights))
+
+    found = telemetry.measure(loss, weights, jnp.ones((4, 32)))
+    assert found["linear/weight"].underflow == pytest.approx(1 / 8)
+
+
+def test_two_ops_do_not_share_a_name():
+    def loss(w, x):
+        y = ops.linear(ops.linear(x, w), w)
+        with telemetry.named("head"):
+            return jnp.sum(ops.linear(y, (w, w))[0])
+
+    found = {name.rpartition("/")[0] for name in telemetry.measure(loss, jnp.eye(32), jnp.eye(32))}
+    assert found == {"linear", "linear_1", "head", "head/0", "head/1"}
+
+
+def test_modules_of_other_frameworks_are_seen():
+    """DotGeneral is what Flax's own layers are given."""
+    linear = nnx.Linear(32, 16, dot_general=ops.DotGeneral(), rngs=nnx.Rngs(0))
+    graph, params = nnx.split(linear)
+    found = telemetry.measure(
+        lambda params, x: jnp.sum(nnx.merge(graph, params)(x)), params, jnp.ones((4, 32))
+    )
+    assert set(found) == {"linear/input", "linear/weight", "linear/gradient"}
+
+
+def test_a_loss_may_come_with_other_results():
+    with_others = telemetry.measure(
+        lambda w, x: (layer_loss(w, x), {"norm": x}), jnp.eye(32), jnp.ones((4, 32))
+    )
+    assert with_others == telemetry.measure(layer_loss, jnp.eye(32), jnp.ones((4, 32)))
+
+
+def test_a_loss_without_fp8_has_nothing_to_tell():
+    found = telemetry.measure(
+        lambda w, x: jnp.sum(ops.linear(x, w, precision=coat.BF16)), jnp.eye(32), jnp.ones((4, 32))
+    )
+    assert found == {}
+
+
+def test_a_function_that_is_recomputed_is_seen_by_what_it_saves():
+    again = ops.recompute(lambda x, w: ops.linear(x, w))  # noqa: PLW0108
+    found = telemetry.measure(
+        lambda w, x: jnp.sum(again(x, w)), jnp.eye(32), jnp.full((4, 32), 1.0625)
+    )
+    assert set(found) == {"recompute/saved"}
+    assert found["recompute/saved"].error == pytest.approx(0.0625 / 1.0625)
+
+
+def test_it_is_compiled_once():
+    compiled = []
+
+    def loss(w, x):
+        compiled.append(1)
+        return layer_loss(w, x)
+
+    telemetry.measure(loss, jnp.eye(32), jnp.ones((4, 32)))
+    once = len(compiled)
+    telemetry.measure(loss, 2 * jnp.eye(32), jnp.ones((4, 32)))
+    assert len(compiled) == once
+
+
+def test_gradients_are_those_without_probes():
+    x, w = jnp.ones((4, 32)), jnp.linspace(-1, 1, 32 * 32).reshape(32, 32)
+    _, grads = jax.jit(partial(sums_and_gradients, layer_loss))(w, x)
+    np.testing.assert_array_equal(grads, jax.jit(jax.grad(layer_loss))(w, x))

@@ -1,0 +1,128 @@
+"""Statistics of stored moments, and the error of directions, on states made by hand."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import coat_jax as coat
+from coat_jax import E4M3, Storage, telemetry
+from coat_jax.expansion import Expanded
+from coat_jax.optax.state import ScaleByFP8AdamState
+from coat_jax.telemetry.moments import (
+    Decay,
+    Shadow,
+    direction_error,
+    followed,
+    moment_sums,
+    read_rows,
+    report_moments,
+    some_rows,
+)
+
+TINY = 2.0**-9
+DECAY = Decay(0.9, 0.95, 1e-8)
+
+
+def stored(codes, k16):
+    """One moment of one parameter of a layer."""
+    codes = jnp.asarray(codes, E4M3)
+    groups = (*codes.shape[:-1], 1)
+    k16 = jnp.broadcast_to(jnp.asarray(k16, jnp.uint8), groups)
+    return Expanded({"w": codes}, {"w": jnp.ones(groups)}, {"w": k16})
+
+
+def test_codes_at_zero_and_at_the_floor_are_counted():
+    mu = stored([[0.0, TINY, -TINY, 2 * TINY], [448.0, 1.0, 2.0, 3.0]], [[16], [48]])
+    nu = stored([[0.0] * 4, [TINY] * 4], [[8], [8]])
+    found = telemetry.moments(ScaleByFP8AdamState(jnp.int32(1), mu, nu))
+    assert found == {"w/mu": (1 / 8, 2 / 8, 2.0), "w/nu": (0.5, 0.5, 0.5)}
+
+
+def test_layers_in_one_array_are_told_apart():
+    mu = stored([[[0.0] * 4], [[1.0] * 4]], [[[16]], [[32]]])
+    state = ScaleByFP8AdamState(jnp.int32(1), mu, mu)
+    sums = {name: np.asarray(value) for name, value in moment_sums(state, ("w",)).items()}
+    found = report_moments(sums)
+    assert found["w/0/mu"] == (1.0, 0.0, 1.0)
+    assert found["w/1/mu"] == (0.0, 0.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("tx", "names"),
+    [
+        (coat.optax.fp8_adamw(1e-3), {"w/mu", "w/nu"}),
+        (optax.chain(optax.clip(1.0), coat.optax.compress(optax.lion(1e-3))), None),
+        (optax.adamw(1e-3), set()),
+    ],
+)
+def test_stored_moments_are_found_in_any_state(tx, names):
+    """Of one large parameter; a small one's are in FP32."""
+    state = tx.init({"w": jnp.ones((256, 128)), "b": jnp.ones(128)})
+    found = telemetry.moments(state)
+    assert names is None or set(found) == names
+    assert all("w" in name and "b" not in name.split("/") for name in found)
+    assert names is not None or len(found) == 1
+
+
+def shadow(m, v):
+    return Shadow(jnp.asarray(m, jnp.float32), jnp.asarray(v, jnp.float32))
+
+
+def test_equal_moments_have_no_error():
+    one = shadow([1.0, -2.0, 0.0], [1.0, 16.0, 0.0])
+    assert direction_error(one, one, jnp.int32(3), DECAY) == 0.0
+
+
+def test_the_error_is_relative_to_the_direction():
+    """Of the directions 1 and 1 one is 10 % off in m, the other 21 % in v."""
+    exact = shadow([0.1, 0.1], [0.05, 0.05])
+    other = shadow([0.11, 0.1], [0.05, 0.05 * 1.21])
+    error = direction_error(other, exact, jnp.int32(1), DECAY)
+    np.testing.assert_allclose(error, np.hypot(0.1, 1 - 1 / 1.1) / np.sqrt(2), rtol=1e-5)
+
+
+def test_a_second_moment_of_zero_counts_as_far_as_a_direction_can_go():
+    exact, lost = shadow([0.1], [0.05]), shadow([0.1], [0.0])
+    limit = (1 - 0.9) / np.sqrt((1 - 0.95) * (1 - 0.81 / 0.95))
+    error = direction_error(lost, exact, jnp.int32(1), DECAY)
+    np.testing.assert_allclose(error, limit - 1, rtol=1e-5)
+
+
+def test_fp32_moments_follow_as_adam_does():
+    gradients = [jnp.asarray([0.5, -2.0]), jnp.asarray([0.25, 1.0])]
+    of_adam = optax.scale_by_adam(b1=0.9, b2=0.95)
+    state, followed_so_far = of_adam.init(gradients[0]), shadow([0.0, 0.0], [0.0, 0.0])
+    for g in gradients:
+        _, state = of_adam.update(g, state)
+        followed_so_far = followed(followed_so_far, g, DECAY)
+    np.testing.assert_allclose(followed_so_far.m, state.mu, rtol=1e-6)
+    np.testing.assert_allclose(followed_so_far.v, state.nu, rtol=1e-6)
+
+
+def test_one_step_of_the_optimizer_has_the_error_of_its_codes():
+    """A few percent: E4M3 rounds within 2^-4, and expansion divides that by k."""
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.zeros((128, 256))}
+    tx = coat.optax.scale_by_fp8_adam(b1=0.9, b2=0.95)
+    state = tx.init(params)
+    storage = Storage()
+
+    def read(state):
+        return read_rows(storage, [Expanded(*(t["w"] for t in m)) for m in (state.mu, state.nu)], 8)
+
+    for _ in range(3):
+        grads = {"w": jnp.asarray(rng.standard_normal((128, 256)), jnp.float32)}
+        before = read(state)
+        _, state = tx.update(grads, state)
+    exact = followed(before, some_rows(grads["w"], 8), DECAY)
+    error = direction_error(read(state), exact, state.count, DECAY)
+    assert 0.002 < error < 0.06
+    assert direction_error(before, exact, state.count, DECAY) > 0.3
+
+
+def test_rows_are_those_of_the_middle_matrix():
+    x = jnp.arange(5 * 7 * 3).reshape(5, 7, 3)
+    np.testing.assert_array_equal(some_rows(x, 4), x[2, :4])
+    np.testing.assert_array_equal(some_rows(x[0], 100), x[0])
+    np.testing.assert_array_equal(some_rows(x[0, 0], 2), x[0, 0])
