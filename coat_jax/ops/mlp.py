@@ -218,7 +218,7 @@ def _backward(settings: _Settings, kept: _Kept, gradient: Array) -> Any:
         seen = watched.gradients(
             k.seen, lambda: gradient_values(k.hidden, da, act, mode), d_hidden, mode
         )
-        seen = watched.gradients(seen, lambda: (dy,), g, mode, first=len(d_hidden))
+        seen = watched.gradients(seen, lambda: (dy,), (g,), mode, first=len(d_hidden))
         return dx, d_norm, d_weights, d_biases, d_down, d_down_bias, seen
 
     return run_backward(backward, (kept,), gradient, name=name, rounds=rounds_rows(mode.precision))

@@ -86,7 +86,7 @@ def report_moments(
 
 
 def stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]]:
-    """The leaves of a state that are in 8 bits: the parameter's path, the moment's name, the arrays.
+    """The leaves of a state in 8 bits: the parameter's path, the moment's name, the arrays.
 
     All that is known here of how states hold them.
     """
