@@ -22,6 +22,7 @@ LAYERS = [
     ("files", "formats", "limits", "noise"),
     ("precision", "qtensor", "tokenizer_file"),
     ("blocks", "expansion"),
+    ("integers", "logarithms"),
     ("moments", "statistics"),
     ("watching",),
     ("kernels",),

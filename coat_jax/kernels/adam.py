@@ -1,4 +1,4 @@
-"""One step of AdamW whose moments live in expanded FP8: decode, update, encode.
+"""One step of AdamW whose moments are stored in 8 bits: decode, update, encode.
 
     g = clip(grad_scale g, 2^63)                 whose square is finite in FP32
     m = b1 m + (1 - b1) g                        v = b2 v + (1 - b2) g^2

@@ -1,8 +1,10 @@
-"""AdamW whose moments live in FP8 with dynamic range expansion.
+"""AdamW whose moments are stored in 8 bits each.
 
-    m = b1 m + (1 - b1) g            stored as E4M3 codes, the smallest rounded stochastically
-    v = b2 v + (1 - b2) g^2          stored as E4M3 codes, rounded stochastically
+    m = b1 m + (1 - b1) g            stored as m / sqrt(v), an integer of 8 bits
+    v = b2 v + (1 - b2) g^2          stored as a logarithm of 8 bits, rounded stochastically
     u = m_hat / (sqrt(v_hat + eps_root) + eps)
+
+`coat_jax.moments` says why, and has the FP8 formats of the COAT paper besides.
 
 `scale_by_fp8_adam` is this; `fp8_adamw` chains it with weight decay and the learning rate,
 with the argument names and defaults of `optax.adamw`. The state is 2.08 bytes per parameter
@@ -33,7 +35,7 @@ def scale_by_fp8_adam(
     storage: Storage | None = None,
     implementation: Implementation | None = None,
 ) -> optax.GradientTransformation:
-    """Rescales updates as Adam does, with both moments stored in FP8.
+    """Rescales updates as Adam does, with both moments stored in 8 bits.
 
     Args:
         b1: decay rate of the first moment.
@@ -78,7 +80,7 @@ def fp8_adamw(
     storage: Storage | None = None,
     implementation: Implementation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW with both moments stored in FP8; takes the arguments of `optax.adamw`.
+    """AdamW with both moments stored in 8 bits; takes the arguments of `optax.adamw`.
 
     Args:
         learning_rate: a number or a schedule.

@@ -65,8 +65,8 @@ def require_settings(
         raise ValueError(f'implementation must be None, "xla" or "triton", not {implementation!r}.')
     if mu_dtype is not None:
         raise ValueError(
-            f"mu_dtype={_shown(mu_dtype)}: the first moment is stored in FP8. Leave mu_dtype out; "
-            "storage=coat_jax.Storage(first=...) chooses among the FP8 formats."
+            f"mu_dtype={_shown(mu_dtype)}: the first moment is stored in 8 bits. Leave mu_dtype "
+            "out; storage=coat_jax.Storage(first=...) chooses among the formats."
         )
     for name, value in flags.items():
         if not isinstance(value, bool | np.bool_):

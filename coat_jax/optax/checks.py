@@ -78,7 +78,8 @@ def require_moments(
                     f"The state's {name}.{field}{jax.tree_util.keystr(path)} is "
                     f"{array.dtype}{list(array.shape)}, but its Storage asks for "
                     f"{wanted.dtype}{list(wanted.shape)}. It was made with another group size, "
-                    "FP8 format or min_size: use the Storage it was made with."
+                    "format or min_size: use the Storage it was made with. FP8 moments, which were "
+                    "the default before, are Storage(first=E4M3, second=E4M3)."
                 )
 
 

@@ -1,4 +1,4 @@
-"""The whole AdamW step at once: gradients in, parameters and FP8 moments updated in place.
+"""The whole AdamW step at once: gradients in, parameters and moments of 8 bits updated in place.
 
     params, state = optimizer.step(params, grads, state, grad_scale=scale)
 
@@ -75,7 +75,7 @@ def fused_fp8_adamw(
     storage: Storage | None = None,
     implementation: Implementation | None = None,
 ) -> FusedOptimizer:
-    """AdamW with both moments stored in FP8, as one in-place step.
+    """AdamW with both moments stored in 8 bits, as one in-place step.
 
     The arguments are those of `fp8_adamw`, and its state is the first link of that chain's.
 

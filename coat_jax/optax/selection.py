@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from coat_jax.expansion import Expanded
 from coat_jax.moments import Storage
 from coat_jax.optax.checks import dtype_of, is_fp8, require_real_float
 from coat_jax.optax.following import followed_params, optimized
@@ -137,11 +138,12 @@ def _within(types: tuple[type, ...], state: Any) -> list[bool]:
 
 
 def _require_compressible(state: Any) -> None:
-    for path, leaf in jax.tree.leaves_with_path(state):
-        if is_fp8(leaf):
+    leaves = jax.tree.leaves_with_path(state)
+    for (path, leaf), coded in zip(leaves, _within((Expanded,), state), strict=True):
+        if is_fp8(leaf) or coded:
             raise ValueError(
-                f"The state of the wrapped transformation holds FP8 already, in "
-                f"{jax.tree_util.keystr(path)}. Nothing is gained by storing it in FP8 twice: use "
+                f"The state of the wrapped transformation holds codes of 8 bits already, in "
+                f"{jax.tree_util.keystr(path)}. Nothing is gained by storing it twice: use "
                 "fp8_adamw, or what is compressed, as it is."
             )
     for refused, description in REFUSED.items():

@@ -2,7 +2,8 @@
 
 For each parameter two moments, each stored in three arrays: the codes, and per group of
 neighbours the largest magnitude `amax` and the exponent `k16`. `coat_jax.moments.Storage` says
-which leaves are stored in FP8. `fp8_adamw` and `fused_fp8_adamw` have the same state.
+which leaves are stored in 8 bits, and in which formats. `fp8_adamw` and `fused_fp8_adamw` have the
+same state.
 """
 
 import functools
@@ -29,7 +30,7 @@ from coat_jax.optax.sharding import zeros
 class ScaleByFP8AdamState(NamedTuple):
     """The state of `scale_by_fp8_adam`: trees of arrays, each leaf following its parameter.
 
-    mu and nu each hold three trees: codes (FP8, the parameter's shape), amax (FP32) and k16
+    mu and nu each hold three trees: codes (8 bits, the parameter's shape), amax (FP32) and k16
     (uint8), one number per group along the last axis. See `Storage` for leaves in FP32.
     """
 

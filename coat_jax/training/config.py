@@ -19,6 +19,7 @@ from coat_jax.training.data import DataConfig
 
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 OptimizerName = Literal["fp8_adamw", "adamw"]
+Moments = Literal["directions", "expanded", "paper"]
 Writer = Literal["tensorboard", "wandb"]
 Devices = Annotated[int, Range(least=-1, most=MOST)]
 Decay = Annotated[float, Range(least=0, below=1)]
@@ -32,8 +33,11 @@ class OptimizerConfig:
     """AdamW, its learning rate over the run, and what surrounds it.
 
     Attributes:
-        name: "fp8_adamw" stores the moments in FP8 and steps in one pass; "adamw" is optax's,
+        name: "fp8_adamw" stores the moments in 8 bits and steps in one pass; "adamw" is optax's,
             with moments in FP32.
+        moments: the formats of "fp8_adamw": "directions" stores m / sqrt(v) and the logarithm of v;
+            "expanded" stores m and v in FP8 with dynamic range expansion, and "paper" rounds them
+            to nearest besides, as the COAT paper does.
         peak: the highest learning rate.
         schedule: how the rate falls from its peak: a "cosine", "linear", or "wsd", which stays
             (warmup, stable, decay) and falls at the end; "constant" never falls.
@@ -52,6 +56,7 @@ class OptimizerConfig:
     """
 
     name: OptimizerName = "fp8_adamw"
+    moments: Moments = "directions"
     peak: Annotated[float, Range(above=0, most=10)] = 3e-4
     schedule: Schedule = "cosine"
     warmup: Share = 0.01

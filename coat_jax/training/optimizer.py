@@ -1,4 +1,4 @@
-"""The two optimizers of the trainer, with one face: AdamW in FP8, and optax's in FP32.
+"""The two optimizers of the trainer, with one face: AdamW in 8 bits, and optax's in FP32.
 
     moments = optimizer.init(params)
     params, moments = optimizer.step(params, grads, moments, grad_scale=clip, skip=not finite)
@@ -8,6 +8,7 @@ The baseline is as lean as optax allows: one pass over each array, with moments 
 BF16 parameters.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from coat_jax.moments import Storage
+from coat_jax.formats import E4M3
+from coat_jax.moments import PAPER, Storage
 from coat_jax.optax import apply_updates, fused_fp8_adamw
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.schedule import learning_rate
@@ -38,9 +40,19 @@ def _fp8_adamw(config: TrainConfig) -> Optimizer:
     fused = fused_fp8_adamw(
         **_hyper(config),
         round_params=config.optimizer.round_stochastically,
-        storage=Storage(seed=config.seed),
+        storage=storage_of(config),
     )
     return Optimizer(fused.init, fused.step)
+
+
+def storage_of(config: TrainConfig) -> Storage:
+    """How "fp8_adamw" stores its moments."""
+    formats = {
+        "directions": Storage(),
+        "expanded": Storage(first=E4M3, second=E4M3),
+        "paper": PAPER,
+    }
+    return dataclasses.replace(formats[config.optimizer.moments], seed=config.seed)
 
 
 def _adamw(config: TrainConfig) -> Optimizer:
