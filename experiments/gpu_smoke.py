@@ -146,8 +146,11 @@ def _train_once(options: Figures, small: bool, compile_only: bool) -> tuple[floa
         data = like._replace(tokens=tokens, labels=jnp.roll(tokens, -1, -1))
         state, report = program(new_state(config, optimizer, mesh), data)
         # With b1 = 0 the first moment is the gradient.
-        first_moments = zip(*map(jax.tree.leaves, state.moments.mu), strict=True)
-        gradients = [Storage().read(Expanded(*stored)) for stored in first_moments]
+        mu, nu = (
+            [Expanded(*stored) for stored in zip(*map(jax.tree.leaves, moment), strict=True)]
+            for moment in (state.moments.mu, state.moments.nu)
+        )
+        gradients = [Storage().read_moments(*pair)[0] for pair in zip(mu, nu, strict=True)]
     return seconds, (float(report.loss), float(report.gradient_norm), jax.device_get(gradients))
 
 
