@@ -24,7 +24,6 @@ GIVEN = [
     ),
     Given(BENCHMARKS, "1 U is the residual stream in BF16: 2 bytes x batch x", ARITHMETIC),
     Given("docs/architecture.md", "At b2 = 0.999 a step", SETTING),
-    Given("docs/architecture.md", "At b1 = 0.9\n", SETTING),
     Given("docs/architecture.md", "b1 above 0.916", ARITHMETIC),
     Given(
         "docs/architecture.md",

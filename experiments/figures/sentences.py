@@ -84,7 +84,7 @@ def exact_scale_gains(tensor: str) -> float:
 
 def accumulated_over_ours(b2: float, storage: str, roundings: Sequence[str]) -> float:
     """The error in the layers over that of coat_jax as shipped, with the best of the roundings."""
-    ours = accumulated(b2, "layers", f"dynamic range expansion, {STOCHASTIC}")
+    ours = accumulated(b2, "layers", f"directions and logarithms, {STOCHASTIC}")
     return min(accumulated(b2, "layers", f"{storage}, {r}") for r in roundings) / ours
 
 
@@ -195,6 +195,12 @@ SENTENCES = [
     ),
     Sentence(
         BENCHMARKS,
+        "took {:.2f} ms with FP32 parameters, {:.2f} ms with BF16 ones and {:.2f} ms where these "
+        "are rounded stochastically",
+        lambda: tuple(SUITE["optimizer"]["ms"].values()),
+    ),
+    Sentence(
+        BENCHMARKS,
         "One seed, {:.0f} steps of batch {:.0f} x {:.0f}: {:.0f} million tokens, {:.2f} epochs",
         lambda: (
             *(of("training_curves")["settings"][key] for key in ("steps", "batch", "sequence")),
@@ -234,13 +240,13 @@ SENTENCES = [
     ),
     Sentence(
         BENCHMARKS,
-        "expansion makes the error {:.1f} times smaller than one scale per group with the same "
+        "the error {:.1f} times smaller than dynamic range expansion to FP8 with the same "
         "rounding at b2 = 0.95, and {:.1f} times at b2 = 0.999.",
-        lambda: [accumulated_over_ours(b2, "one scale per group", [STOCHASTIC]) for b2 in B2S],
+        lambda: [accumulated_over_ours(b2, "dynamic range expansion", [STOCHASTIC]) for b2 in B2S],
     ),
     Sentence(
         BENCHMARKS,
-        "{:.2f} of our error at b2 = 0.95 and {:.2f} at b2 = 0.999, with the better rounding",
+        "is {:.1f} times ours at b2 = 0.95 and {:.1f} times at b2 = 0.999, with the better rounding",
         lambda: [accumulated_over_ours(b2, "bitsandbytes' code", ROUNDINGS) for b2 in B2S],
     ),
     Sentence(
@@ -256,7 +262,7 @@ SENTENCES = [
     ),
     Sentence(
         BENCHMARKS,
-        "its error is {:.2f} of ours at b2 = 0.95 and {:.2f} at b2 = 0.999",
+        "its error is {:.2f} of it at b2 = 0.95 and {:.2f} at b2 = 0.999",
         lambda: [error_over_ours(b2, "layers", "DE8 / DE8") for b2 in (0.95, 0.999)],
     ),
     Sentence(
