@@ -246,7 +246,8 @@ SENTENCES = [
     ),
     Sentence(
         BENCHMARKS,
-        "is {:.1f} times ours at b2 = 0.95 and {:.1f} times at b2 = 0.999, with the better rounding",
+        "is {:.1f} times ours at b2 = 0.95 and {:.1f} times at b2 = 0.999, with the better "
+        "rounding",
         lambda: [accumulated_over_ours(b2, "bitsandbytes' code", ROUNDINGS) for b2 in B2S],
     ),
     Sentence(
