@@ -3,7 +3,7 @@
 To see everything work on a laptop in minutes; not to be compared with anything. On a CPU, which
 has no products in FP8, FP8 saves memory and not time.
 
-    coat train configs/llama_tiny.py            COAT: FP8 layers, FP8 moments
+    coat train configs/llama_tiny.py            COAT: FP8 layers, moments in 8 bits
     coat train configs/llama_tiny.py:bf16       BF16 layers, optax's AdamW with FP32 moments
 
 Parameters are FP32, because learning is quick here and the model small. The learning rate is what
