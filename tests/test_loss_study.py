@@ -275,7 +275,7 @@ def test_each_moment_is_stored_in_the_format_of_its_own():
 
     from experiments.loss_study_moments import Expanded, Separately, scale_by_adam
 
-    form = Expanded(dataclasses.replace(loss_study.Storage(), min_size=0))
+    form = Expanded(dataclasses.replace(loss_study.EXPANDED, min_size=0))
     params = {"w": jnp.linspace(-1.0, 1.0, 256).reshape(2, 128)}
     grads = {"w": jnp.sin(params["w"] * 50)}
     exact = scale_by_adam(0.9, 0.95, 1e-8, Separately())
