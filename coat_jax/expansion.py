@@ -62,10 +62,16 @@ TOLERANCE = 1 / 64
 
 
 class Fit(NamedTuple):
-    """How k is chosen: the binades that a group is spread over, and the least 16 k."""
+    """How k is chosen."""
 
-    log2_range: float
-    min_steps: int
+    log2_range: float  # the binades that a group is spread over
+    min_steps: int  # the least 16 k
+    tolerance: float = TOLERANCE
+
+    @property
+    def resolution(self) -> float:
+        """The smallest magnitude that a group can hold beside a largest of 1, at the least k."""
+        return 2.0 ** (-self.log2_range * STEPS / self.min_steps)
 
 
 def fit_of(dtype: DTypeLike, rounding: Rounding) -> Fit:
@@ -77,9 +83,9 @@ def fit_of(dtype: DTypeLike, rounding: Rounding) -> Fit:
 
 
 def resolution(dtype: DTypeLike, rounding: Rounding) -> float:
-    """The smallest magnitude that a group can hold beside a largest of 1: its smallest code at
-    the smallest k."""
-    return 2.0 ** (-format_of(dtype).log2_range * STEPS / fit_of(dtype, rounding).min_steps)
+    """The smallest magnitude that a group can hold beside a largest of 1: its smallest code."""
+    fit = fit_of(dtype, rounding)
+    return fit._replace(log2_range=format_of(dtype).log2_range).resolution
 
 
 class Expanded(NamedTuple):
@@ -198,4 +204,4 @@ def exponent_sixteenths(
     """16 k per group, rounded down so that the smallest element still fits."""
     log2_spread = jnp.log2(smallest) - jnp.log2(jnp.maximum(amax, SMALLEST))
     steps = STEPS * fit.log2_range / jnp.maximum(-log2_spread, 1e-6)
-    return jnp.clip(jnp.floor(steps + TOLERANCE), fit.min_steps, MAX_STEPS).astype(jnp.uint8)
+    return jnp.clip(jnp.floor(steps + fit.tolerance), fit.min_steps, MAX_STEPS).astype(jnp.uint8)

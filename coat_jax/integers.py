@@ -9,11 +9,11 @@ step, moves on from a large code and would be stuck at a small one.
 
 Laws, for finite input of any shape:
     zero stays zero;
-    the largest of a group keeps its code, so a constant group is exact, but for FP32's rounding;
+    the largest of a group gets the code 127, so a constant group is exact to FP32;
     nothing non-finite comes out;
     where rounding is stochastic, the decoded value is right on average.
-NaN stays NaN in its own place, as the code -128, and touches no neighbour. Magnitudes over 2^100
-become that, and a group of none over 2^-100 zeros: their scales would have no reciprocals.
+There is no code for NaN: it becomes -1 and touches no neighbour. Magnitudes over 2^100 become that,
+and a group of none over 2^-100 zeros: their scales would have no reciprocals.
 """
 
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from coat_jax.qtensor import group_max, join_groups, require_float, scales_shape
 
 DTYPE = jnp.int8
 TOP = 127
-NAN = -128  # a code
+OF_NAN = -1  # the code that NaN gets
 SMALLEST, LARGEST = 2.0**-100, 2.0**100
 
 
@@ -50,13 +50,16 @@ def encode(
     values = jnp.clip(jnp.where(lost, 0.0, values), -LARGEST, LARGEST)
     amax = group_max(jnp.abs(values))
     amax = jnp.where(amax < SMALLEST, 0.0, amax)
-    exact = TOP * (values / jnp.where(amax > 0, amax, jnp.inf)[..., None])
+    largest = jnp.where(amax > 0, amax, jnp.inf)[..., None]
+    # Not a quotient for the largest: its rounding could leave a little under 1 to be rounded down.
+    share = jnp.where(jnp.abs(values) >= largest, jnp.sign(values), values / largest)
+    exact = TOP * share
     codes = jnp.floor(exact + 0.5)
     if noise is not None:
         whole = jnp.floor(exact)
         at_random = whole + (split_groups(noise, group_size) < exact - whole)
         codes = jnp.where(jnp.abs(exact) < stochastic_below, at_random, codes)
-    codes = jnp.where(lost, NAN, codes).astype(DTYPE)
+    codes = jnp.where(lost, OF_NAN, codes).astype(DTYPE)
     shape = scales_shape(x.shape, group_size)
     k16 = jnp.where(amax >= 0, STEPS, 0)  # always STEPS: not a constant, so sharded as amax is
     return Expanded(
@@ -70,5 +73,4 @@ def decode(e: Expanded, *, group_size: int) -> Float[Array, "*rows D"]:
     """Returns the FP32 values that `e` stands for."""
     codes = split_groups(e.codes, group_size).astype(jnp.float32)
     scale = e.amax.reshape(codes.shape[:-1])[..., None] / TOP
-    values = jnp.where(codes == NAN, jnp.nan, codes * scale)
-    return join_groups(values, e.codes.shape)
+    return join_groups(codes * scale, e.codes.shape)

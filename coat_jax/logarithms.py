@@ -24,7 +24,7 @@ becomes the largest FP32.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from coat_jax.expansion import MAX_STEPS, SMALLEST, Expanded
+from coat_jax.expansion import SMALLEST, STEPS, Expanded, Fit, exponent_sixteenths
 from coat_jax.qtensor import (
     group_max,
     join_groups,
@@ -36,6 +36,9 @@ from coat_jax.qtensor import (
 DTYPE = jnp.uint8
 TOP = 255  # the code of the largest
 MIN_STEPS = 7  # codes to a binade, at least
+# Without the tolerance of `expansion`. With it the smallest element may fall under its code and
+# then be rounded up to it, so that one that decays slowly stands still.
+FIT = Fit((TOP - 1) / STEPS, MIN_STEPS, tolerance=0.0)
 LOG2 = 0.6931471805599453  # the natural logarithm of 2
 
 
@@ -55,15 +58,14 @@ def encode(
     # Not what is left of two logarithms' rounding, which could round the largest down.
     log2_below = jnp.where(values >= amax[..., None], 0.0, log2_below)
     log2_below = jnp.where(values > 0, log2_below, jnp.inf)
-    spread = jnp.max(jnp.where(values > 0, log2_below, 0.0), axis=-1, keepdims=True, initial=0.0)
-    spread = jnp.where(amax[..., None] > 0, spread, jnp.inf)
-    steps = jnp.floor((TOP - 1) / jnp.maximum(spread, 1e-6))
-    steps = jnp.clip(steps, MIN_STEPS, MAX_STEPS)
+    least_value = jnp.min(jnp.where(values > 0, values, jnp.inf), axis=-1, initial=jnp.inf)
+    k16 = exponent_sixteenths(amax, jnp.where(amax > 0, least_value, 0.0), FIT)
+    steps = k16[..., None].astype(jnp.float32)
     exact = TOP - steps * log2_below
 
     # Below the smallest code: it or zero. But for rounding errors of `steps`, only groups of a wide
     # spread have such numbers.
-    smallest = jnp.where(steps > MIN_STEPS, SMALLEST, _smallest(amax)[..., None])
+    smallest = jnp.where(steps > MIN_STEPS, SMALLEST, amax[..., None] * FIT.resolution)
     if noise is None:
         codes = jnp.floor(exact + 0.5)
         least = (values >= smallest / 2).astype(jnp.float32)
@@ -80,7 +82,7 @@ def encode(
     return Expanded(
         join_groups(codes.astype(DTYPE), x.shape),
         amax.reshape(shape),
-        steps.astype(jnp.uint8).reshape(shape),
+        k16.reshape(shape),
     )
 
 
@@ -92,12 +94,3 @@ def decode(e: Expanded, *, group_size: int) -> Float[Array, "*rows D"]:
     amax = e.amax.reshape(groups)[..., None]
     values = amax * jnp.exp2((codes - TOP) / steps)
     return join_groups(jnp.where(codes > 0, values, 0.0), e.codes.shape)
-
-
-def _smallest(amax: Float[Array, "*rows G"]) -> Float[Array, "*rows G"]:
-    return amax * resolution()
-
-
-def resolution() -> float:
-    """The smallest magnitude that a group can hold beside a largest of 1."""
-    return 2.0 ** (-(TOP - 1) / MIN_STEPS)

@@ -226,7 +226,7 @@ class Storage:
     def resolution_of_second(self) -> float:
         """The smallest second moment that a group can hold beside a largest of 1."""
         if self.second == LOGARITHM:
-            return logarithms.resolution()
+            return logarithms.FIT.resolution
         return expansion.resolution(self.second, self.rounding_of_second())
 
     def _in_fp32(self, values: Float[Array, "..."]) -> Expanded:

@@ -39,8 +39,7 @@ def test_the_code_is_the_exact_one_rounded(shape, group_size, below, regimes, se
     assert np.all(off <= 1 + 1e-4)
     np.testing.assert_array_equal(e.codes[x == 0], 0)
     assert np.all(np.sign(y) * np.sign(x) >= 0)
-    # The largest, but for the rounding of a quotient just under the noise closest to one.
-    assert np.all(np.abs(e.codes[(np.abs(x) == amax) & (amax > 0)].astype(int)) >= 126)
+    assert np.all(np.abs(e.codes[(np.abs(x) == amax) & (amax > 0)].astype(int)) == 127)
     for part in (*e, y):
         assert np.all(np.isfinite(part))
 
@@ -60,15 +59,20 @@ def test_the_mean_is_right_where_rounding_is_stochastic():
     assert np.all(error <= 6 * 0.5 / 127 / np.sqrt(len(x)) + 1e-6)
 
 
-def test_nan_stays_in_its_own_place():
+def test_nan_becomes_a_small_number_and_touches_no_neighbour():
     rng = np.random.default_rng(0)
     x = np.float32(rng.normal(size=(8, 128)))
     where = rng.random(x.shape) < 0.2
     e, y = round_trip(np.where(where, np.float32(np.nan), x), 128, 0)
-    without, y_without = round_trip(np.where(where, np.float32(0), x), 128, 0)
+    without, _ = round_trip(np.where(where, np.float32(0), x), 128, 0)
     np.testing.assert_array_equal(e.amax, without.amax)
-    np.testing.assert_array_equal(e.codes, np.where(where, -128, without.codes))
-    np.testing.assert_array_equal(y, np.where(where, np.nan, y_without))
+    np.testing.assert_array_equal(e.codes, np.where(where, -1, without.codes))
+    assert np.all(np.isfinite(y))
+
+
+def test_a_group_of_nan_is_a_group_of_zeros():
+    _, y = round_trip(np.full((2, 128), np.nan, np.float32), 128, 0)
+    np.testing.assert_array_equal(y, 0)
 
 
 def test_infinity_is_the_largest():

@@ -126,7 +126,7 @@ def test_the_mean_is_right(spread):
     u = noise.uniform(noise.leaf_key(5, 1, 0), x.shape, run=128)
     e = encode(x, group_size=128, noise=u)
     y = np.asarray(decode(e, group_size=128), np.float64)
-    smallest = logarithms.resolution()
+    smallest = logarithms.FIT.resolution
     error = np.maximum(y.std(0), np.sqrt(group * smallest)) / np.sqrt(len(y))
     assert np.all(np.abs(y.mean(0) - group) <= 6 * error + 2e-4 * group * (group > 2.0**-36))
 

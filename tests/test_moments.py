@@ -274,7 +274,7 @@ def test_a_first_moment_survives_a_second_one_that_is_too_small_to_be_stored():
     mu, nu = storage.write_moments(m, v, noise.leaf_key(0, 1, 2), 0.9, 0.95)
     got_m, got_v = storage.read_moments(mu, nu)
     np.testing.assert_array_equal(got_v[0, 1:], 0)
-    smallest = np.sqrt(logarithms.resolution())
+    smallest = np.sqrt(logarithms.FIT.resolution)
     assert np.all(np.abs(got_m - m)[0, 1:] <= smallest / 127)
 
 

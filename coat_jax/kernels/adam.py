@@ -343,8 +343,8 @@ def step_block(
     tl.store(result + start + at, moved.to(result.dtype.element_ty), mask=here)
 
     # Encode. Both moments of an element take their noise from one hash, but other bits of it.
-    if MU[7] + NU[7] > 0:
-        for_v, for_m = noise_bits(key, run, NU[8], MU[8], GROUP, FAST)
+    if MU[8] + NU[8] > 0:
+        for_v, for_m = noise_bits(key, run, NU[9], MU[9], GROUP, FAST)
     else:
         for_v, for_m = v, m  # not used
     codes, amax, k16 = encode_second(v, for_v, NU, FAST)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
-from coat_jax import noise
+from coat_jax import logarithms, noise
 from coat_jax.expansion import Expanded, Rounding, fit_of
 from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
@@ -246,26 +246,26 @@ def _format_constants(
     dtype: DTypeLike, rounding: Rounding, storage: Storage
 ) -> tuple[float | int, ...]:
     """What the kernel needs of a moment's format and its rounding."""
-    resolution = storage.resolution_of_second()
-    if dtype in (DIRECTION, LOGARITHM):
-        base = int(np.float32(128).view(np.uint32))
-        return (0.0,) * 7 + (ROUNDINGS.index(rounding), base, 1, resolution)
-    fmt, fit = format_of(dtype), fit_of(dtype, rounding)
     # Stochastic rounding adds noise to codes in units of the last place, whose noise has 16 bits;
     # dithering to codes themselves, where it is as wide as the smallest.
-    noise_unit = 1.0 if rounding == "stochastic" else fmt.tiny
+    noise_unit = 1.0
+    of_format: tuple[float | int, ...]
+    if dtype in (DIRECTION, LOGARITHM):
+        of_format, fit = (0.0, 0.0, 0.0, 0, 0), logarithms.FIT
+    else:
+        fmt, fit = format_of(dtype), fit_of(dtype, rounding)
+        of_format = math.log2(fmt.max), fmt.tiny, fmt.max, fmt.min_exponent, fmt.mantissa_bits
+        if rounding != "stochastic":
+            noise_unit = fmt.tiny
     return (
-        math.log2(fmt.max),
-        fit.log2_range,
-        fmt.tiny,
-        fmt.max,
-        fmt.min_exponent,
-        fmt.mantissa_bits,
+        *of_format,  # 0 - 4: of FP8
+        fit.log2_range,  # 5 - 7: how k is chosen
         float(fit.min_steps),
-        ROUNDINGS.index(rounding),
-        int(np.float32(128 * noise_unit).view(np.uint32)),
-        0,
-        resolution,
+        fit.tolerance,
+        ROUNDINGS.index(rounding),  # 8
+        int(np.float32(128 * noise_unit).view(np.uint32)),  # 9: the bits that noise is put under
+        int(dtype in (DIRECTION, LOGARITHM)),  # 10: whether codes are integers
+        storage.resolution_of_second(),  # 11
     )
 
 

@@ -10,9 +10,7 @@ work is bound by issued instructions almost as much as by memory, hence:
                  whose last place is right (the format's base): adding it is all that is left.
 Triton's interpreter knows no inline assembly: there FAST is off.
 
-A format with its rounding is a tuple, from `adam_launch`: log2 of the largest code, binades that
-a group is spread over, smallest code, largest code, exponent of the smallest normal code, mantissa
-bits, least 16 k, the rounding (0 to nearest, 1 dithered, 2 stochastic) and the base of its noise.
+A format with its rounding is a tuple, from `adam_launch`, which says what its entries are.
 """
 
 from __future__ import annotations
@@ -163,16 +161,16 @@ def encode(magnitude, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
 
     `noise` is from `noise_bits` on top of the format's base.
     """
-    amax, log2_amax, k16 = fit(magnitude, FORMAT[1], FORMAT[6], 1 / 64, FAST)
+    amax, log2_amax, k16 = fit(magnitude, FORMAT[5], FORMAT[6], FORMAT[7], FAST)
     image = expand(magnitude, log2_amax, k16, FORMAT[0], FAST)
-    if FORMAT[7] == 1:
+    if FORMAT[8] == 1:
         # Noise is uniform in 2^7 + [0, 1) smallest codes; its sign does not matter.
-        TINY: tl.constexpr = FORMAT[2]
+        TINY: tl.constexpr = FORMAT[1]
         image += 128.5 * TINY - noise.to(tl.float32, bitcast=True)
-    if FORMAT[7] == 2:
+    if FORMAT[8] == 2:
         noise = noise.to(tl.float32, bitcast=True)
-        image = round_stochastically(image, noise, k16, FORMAT[4], FORMAT[5], FAST)
-    return representable(image, FORMAT[3], FORMAT[4], FORMAT[5], FAST), amax, k16
+        image = round_stochastically(image, noise, k16, FORMAT[3], FORMAT[4], FAST)
+    return representable(image, FORMAT[2], FORMAT[3], FORMAT[4], FAST), amax, k16
 
 
 @kernel

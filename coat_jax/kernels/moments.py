@@ -1,8 +1,7 @@
 """Adam's moments inside a kernel: the twins of `coat_jax.moments`, `.integers` and `.logarithms`.
 
-A block is [B, G], as in `kernels.expansion`, whose tuples say how each moment is stored; their last
-three entries are the base of the noise, whether codes are integers, and what a group of second
-moments can hold beside a largest of 1.
+A block is [B, G], as in `kernels.expansion`. The tuples that say how each moment is stored are made
+by `adam_launch`.
 
 Integers are made by adding 1.5 * 2^23 while rounding down: the code is then in the last byte of
 the sum, and no conversion is needed. Their noise is 128 + [0, 1): 16 random bits under the bits of
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 @kernel
 def load_codes(pointers, here, FORMAT: tl.constexpr):
     """Codes in FP32."""
-    if FORMAT[9]:
+    if FORMAT[10]:
         codes = tl.load(pointers, mask=here, other=0)
     else:
         codes = tl.load(pointers, mask=here, other=0.0)
@@ -48,19 +47,17 @@ def read_moments(
     MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """b1 m and b2 v."""
-    if NU[9]:
+    if NU[10]:
         root = decode_root(nu, nu_amax, nu_k16, FAST)
         v = root * (root * exp2(log2_b2, FAST))  # finite in this order
     else:
         v = decode(nu, nu_amax, nu_k16, log2_b2, NU[0], FAST)
-        if MU[9]:
+        if MU[10]:
             root = sqrt(decode(nu, nu_amax, nu_k16, 0.0, NU[0], FAST), FAST)
-    if MU[9]:
+    if MU[10]:
         smallest = sqrt(smallest_second(nu_amax, NU), FAST)
         scale = mu_amax * (1.0 / 127.0) * exp2(log2_b1, FAST)
         m = mu * scale[:, None] * tl.maximum(root, smallest[:, None])
-        nan = tl.where(mu == -128.0, 0x7FC00000, 0).to(tl.uint32)
-        m = (m.to(tl.uint32, bitcast=True) | nan).to(tl.float32, bitcast=True)
     else:
         m = copysign(decode(mu, mu_amax, mu_k16, log2_b1, MU[0], FAST), mu)
     return m, v
@@ -69,8 +66,8 @@ def read_moments(
 @kernel
 def encode_second(v, noise, NU: tl.constexpr, FAST: tl.constexpr):
     """Codes for the cast that follows; amax, 16 k."""
-    if NU[9]:
-        codes, amax, k16 = encode_logarithms(v, noise, NU[7] > 0, NU[10], FAST)
+    if NU[10]:
+        codes, amax, k16 = encode_logarithms(v, noise, NU, FAST)
     else:
         codes, amax, k16 = encode(v, noise, NU, FAST)
     return codes, amax, k16
@@ -81,9 +78,9 @@ def encode_first(
     m, noise, v, nu_amax, stochastic_below, MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr
 ):
     """Codes for the cast that follows; amax, 16 k. `nu_amax` is that of the new v."""
-    if MU[9]:
+    if MU[10]:
         direction = m * rsqrt(tl.maximum(v, smallest_second(nu_amax, NU)[:, None]), FAST)
-        codes, amax, k16 = encode_integers(direction, noise, stochastic_below, MU[7] > 0, FAST)
+        codes, amax, k16 = encode_integers(direction, noise, stochastic_below, MU[8] > 0, FAST)
     else:
         codes, amax, k16 = encode(tl.abs(m), noise, MU, FAST)
         codes = copysign(codes, m)
@@ -93,7 +90,7 @@ def encode_first(
 @kernel
 def smallest_second(amax, NU: tl.constexpr):
     """What takes the place of smaller second moments in a direction that is stored."""
-    return tl.maximum(amax * NU[10], 1.1754943508222875e-38)
+    return tl.maximum(amax * NU[11], 1.1754943508222875e-38)
 
 
 @kernel
@@ -106,14 +103,11 @@ def decode_root(codes, amax, k16, FAST: tl.constexpr):
 
 
 @kernel
-def encode_logarithms(
-    x, noise, STOCHASTIC: tl.constexpr, RESOLUTION: tl.constexpr, FAST: tl.constexpr
-):
+def encode_logarithms(x, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
     """The codes of numbers that are not negative; amax, 16 k."""
-    MIN_K16: tl.constexpr = 7.0
-    amax, log2_amax, k16 = fit(x, 254.0 / 16.0, MIN_K16, 0.0, FAST)
+    amax, log2_amax, k16 = fit(x, FORMAT[5], FORMAT[6], FORMAT[7], FAST)
     exact = 255.0 - k16[:, None] * (log2_amax[:, None] - log2(x, FAST))
-    if STOCHASTIC:
+    if FORMAT[8] > 0:
         noise = noise.to(tl.float32, bitcast=True) - 128.0
         fraction = exact - floor_positive(exact, FAST)
         bend = 0.34657359027997264 * reciprocal(k16, FAST)  # log(2) / 2k
@@ -124,7 +118,7 @@ def encode_logarithms(
     codes = last_byte(floor_to_bits(rounded + noise, FAST))
     # Below the smallest code: it or zero. But for rounding errors, only at the smallest k.
     LARGEST: tl.constexpr = 8.507059173023462e37  # 2^126: any number here, times it, is over 1
-    per_smallest = tl.where(k16 > MIN_K16, LARGEST, reciprocal(amax * RESOLUTION, FAST))
+    per_smallest = tl.where(k16 > FORMAT[6], LARGEST, reciprocal(amax * FORMAT[11], FAST))
     least = tl.where(x * per_smallest[:, None] + noise >= 1.0, 1, 0)
     return tl.where(exact >= 1.0, codes, least), amax, k16
 
@@ -132,8 +126,6 @@ def encode_logarithms(
 @kernel
 def encode_integers(x, noise, stochastic_below, STOCHASTIC: tl.constexpr, FAST: tl.constexpr):
     """The codes of numbers of any sign; amax, 16 k."""
-    known = x == x  # noqa: PLR0124, not NaN
-    x = tl.where(known, x, 0.0)
     amax = tl.minimum(tl.max(tl.abs(x), axis=1), 1.2676506002282294e30)
     amax = tl.where(amax < 7.888609052210118e-31, 0.0, amax)
     per_amax = tl.where(amax > 0.0, 127.0 * reciprocal(amax, FAST), 0.0)
@@ -145,17 +137,17 @@ def encode_integers(x, noise, stochastic_below, STOCHASTIC: tl.constexpr, FAST: 
         noise = 0.5
     k16 = tl.full(amax.shape, 16, tl.int32)
     codes = last_byte(floor_to_bits(exact + noise, FAST))
-    return tl.where(known, codes, 0x80), amax, k16
+    return codes, amax, k16
 
 
 @kernel
 def floor_to_bits(x, FAST: tl.constexpr):
-    """An integer whose last byte is that of floor(x), for |x| < 2^22."""
+    """An integer whose last byte is that of floor(x) for |x| < 2^22, and of -1 for NaN."""
     if FAST:
         return tl.inline_asm_elementwise(
             "add.rm.f32 $0, $1, 0f4B400000;", "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1
         )
-    return tl.floor(tl.where(tl.abs(x) < 4194304.0, x, 0.0)).to(tl.int32)
+    return tl.floor(tl.where(tl.abs(x) < 4194304.0, x, -1.0)).to(tl.int32)
 
 
 @kernel

@@ -137,9 +137,20 @@ def _within(types: tuple[type, ...], state: Any) -> list[bool]:
     return [isinstance(node, types) for node in nodes for _ in jax.tree.leaves(node)]
 
 
+def _within_codes(state: Any) -> list[bool]:
+    """For each leaf of `state`, whether it is part of arrays that are stored in 8 bits."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Expanded))
+    return [
+        isinstance(node, Expanded)
+        and any(dtype_of(codes).itemsize == 1 for codes in jax.tree.leaves(node.codes))
+        for node in nodes
+        for _ in jax.tree.leaves(node)
+    ]
+
+
 def _require_compressible(state: Any) -> None:
     leaves = jax.tree.leaves_with_path(state)
-    for (path, leaf), coded in zip(leaves, _within((Expanded,), state), strict=True):
+    for (path, leaf), coded in zip(leaves, _within_codes(state), strict=True):
         if is_fp8(leaf) or coded:
             raise ValueError(
                 f"The state of the wrapped transformation holds codes of 8 bits already, in "

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coat_jax import integers, noise
+from coat_jax import noise
 from coat_jax.expansion import Expanded
 from coat_jax.formats import E4M3, E5M2
 from coat_jax.kernels.adam import Hyper, Leaf, Settings, largest_direction
@@ -228,9 +228,9 @@ def check_rounded_parameters(implementation: str) -> None:
 
 
 def check_non_finite_gradients(implementation: str) -> None:
-    """NaN and infinity make their own parameter NaN, and no other.
+    """NaN and infinity make their own parameter NaN for good, and no other.
 
-    NaN stays in both moments in FP8. As a logarithm it becomes zero; the direction keeps it.
+    NaN stays in both moments in FP8. A logarithm becomes zero, and a direction a small number.
     """
     rng = np.random.default_rng(0)
     grad = np.float32(rng.normal(size=(8, 128)))
@@ -250,7 +250,7 @@ def _check_non_finite_gradients(implementation: str, grad: np.ndarray, storage: 
     for moment in (leaf.mu, leaf.nu):
         assert np.all(np.isfinite(moment.amax))
     if storage is ALL_FP8:
-        np.testing.assert_array_equal(leaf.mu.codes == integers.NAN, np.isnan(grad))
+        assert np.all(np.isfinite(Storage(min_size=0).read(leaf.mu)))
         return
     if implementation == "triton" and interpreting():  # whose cast makes another code of NaN
         return

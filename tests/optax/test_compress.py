@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from coat_jax.optax import Storage, compress, decompress
+from coat_jax.optax import Storage, compress, decompress, fp8_adamw
 
 STEPS = 200
 SMALL = Storage(min_size=1024)
@@ -298,6 +298,18 @@ def test_two_runs_are_equal_bit_for_bit_and_the_seed_matters():
 def test_the_format_can_be_chosen():
     state = compress(optax.adamw(1e-3), storage=Storage(other=jnp.float8_e5m2)).init(PARAMS)
     assert state.codes[0].mu["large"].dtype == state.codes[0].nu["large"].dtype == jnp.float8_e5m2
+
+
+def test_what_is_in_8_bits_already_is_refused_and_what_could_be_is_not():
+    params = {"w": noise(0, (16, 256))}
+    coded = fp8_adamw(1e-3, storage=SMALL)
+    with pytest.raises(ValueError, match="8 bits already"):
+        compress(coded, storage=SMALL).init(params)
+    in_fp32 = fp8_adamw(1e-3, storage=Storage(min_size=10**6))
+    tx = compress(in_fp32, storage=Storage(min_size=10**6))
+    updates, _ = tx.update(params, tx.init(params), params)
+    expected, _ = in_fp32.update(params, in_fp32.init(params), params)
+    np.testing.assert_array_equal(updates["w"], expected["w"])
 
 
 def test_a_state_that_changes_its_structure_is_refused():

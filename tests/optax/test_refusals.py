@@ -145,7 +145,7 @@ def test_weight_decay_needs_parameters():
     [(np.nan, slice(200, 201)), (np.inf, slice(128, 256)), (-np.inf, slice(128, 256))],
 )
 def test_a_gradient_that_is_not_finite_spoils_no_more_than_is_documented(value, columns):
-    """NaN its own element for good; infinity its element once, and its group of 128 as an outlier.
+    """NaN its own element; infinity its element, and its group of 128 as an outlier.
 
     optax.apply_if_finite skips such steps.
     """
@@ -160,7 +160,7 @@ def test_a_gradient_that_is_not_finite_spoils_no_more_than_is_documented(value, 
     for grads in (bad, good, good):
         updates, state = update(grads, state, params)
         not_finite = np.argwhere(~np.isfinite(updates["w"])).tolist()
-        assert not_finite == ([[1, 200]] if grads is bad or np.isnan(value) else [])
+        assert not_finite == ([[1, 200]] if grads is bad else [])
         # Adam's steps are about as long as the learning rate: the others keep their scale.
         assert np.all(np.abs(updates["w"][~spoilt]) < 3e-3)
         assert np.mean(np.abs(updates["w"][~spoilt])) > 0.5e-3
