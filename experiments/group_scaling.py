@@ -28,7 +28,7 @@ from rich.table import Table
 
 from coat_jax.formats import E4M3
 from coat_jax.kernels import dispatch
-from coat_jax.kernels.activation_fused import COLUMNS_PER_MAXIMUM, activation_forward
+from coat_jax.kernels.activation import COLUMNS_PER_MAXIMUM, activation_forward
 from coat_jax.kernels.norm import Norm, bound
 from experiments import records
 from experiments.stacks import median_ms

@@ -7,15 +7,20 @@ hidden = (up,)          a = act(up)
 of the activation's gradient, and from what the exponents of the row's blocks allow.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.blocks import Blocks, power_of_two
 from coat_jax.formats import format_of
+from coat_jax.kernels import dispatch
+from coat_jax.kernels.launch import launch, rounding_of, tile_count
+from coat_jax.kernels.rows import as_rows, over_rows
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
@@ -25,6 +30,15 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
+
+COLUMNS_PER_MAXIMUM = 32  # or a block, if that is wider
+# Rows and columns of a tile, warps of a program: the fastest on an H200.
+TILES = {
+    "forward": (32, 128, 4),
+    "exact": (16, 128, 4),  # not measured: no registers are spilled
+    "cast": (32, 128, 8),
+    "backward": (32, 128, 8),
 }
 
 
@@ -78,3 +92,200 @@ def steepest(m: Float[Array, "..."], activation: Activation) -> tuple[Array, Arr
     if activation == "relu2":
         return m * m, 2 * m
     return m, 1.13  # gelu has the largest slope: 1.1290 at sqrt(2)
+
+
+# --- Kernels ---
+
+
+def activation_forward(
+    hidden: Sequence[Float[Array, "*rows F"]], act: Activation, dtype: DTypeLike, size: int
+) -> tuple[tuple[Blocks, ...], Float[Array, "B S M"]]:
+    """Blocks of `hidden`, with rows [B, S], and the largest magnitudes of its activation."""
+    from coat_jax.kernels.triton.activation import activation_forward_tile
+
+    blocks, (maxima,) = _forward(activation_forward_tile, hidden, act, dtype, size, "forward")
+    return blocks, maxima
+
+
+def activation_forward_exact(
+    hidden: Sequence[Float[Array, "*rows F"]], act: Activation, dtype: DTypeLike, size: int
+) -> tuple[tuple[Blocks, ...], Array, Float[Array, "B S M"]]:
+    """Blocks of `hidden`; the activation's codes [B, S, F]; and its largest magnitudes.
+
+    The codes have one scale per row and magnitude: see `activation_rescale`.
+    """
+    from coat_jax.kernels.triton.activation import activation_forward_exact_tile
+
+    blocks, (codes, maxima) = _forward(
+        activation_forward_exact_tile, hidden, act, dtype, size, "exact"
+    )
+    return blocks, codes, maxima
+
+
+def _forward(
+    kernel: Any,
+    hidden: Sequence[Float[Array, "*rows F"]],
+    act: Activation,
+    dtype: DTypeLike,
+    size: int,
+    pass_: Literal["forward", "exact"],
+) -> tuple[tuple[Blocks, ...], list[Array]]:
+    """Blocks of `hidden`; what the kernel writes after them: codes if "exact", and maxima."""
+    hidden = [as_rows(h) for h in hidden]
+    per_maximum = max(size, COLUMNS_PER_MAXIMUM)
+    exact = pass_ == "exact"
+
+    def run(*hidden: Array) -> list[Array]:
+        *rows, columns = hidden[0].shape
+        codes = jax.ShapeDtypeStruct(hidden[0].shape, dtype)
+        exponents = jax.ShapeDtypeStruct((*rows, -(-columns // size)), jnp.uint8)
+        maxima = jax.ShapeDtypeStruct((*rows, -(-columns // per_maximum)), jnp.float32)
+        return launch(
+            kernel,
+            hidden[0],
+            hidden[-1],
+            outputs=[codes, exponents, codes, exponents, *[codes] * exact, maxima],
+            **_tiles(rows, columns, size, pass_),
+            PER_MAXIMUM=per_maximum,
+            NAME=act,
+            GATED=len(hidden) == 2,
+            F8=rounding_of(dtype),
+            TOP=format_of(dtype).top_exponent,
+            FAST=not dispatch.interpreting(),
+        )
+
+    blocked = ["b s f", f"b s f/{size}"]
+    results = [*blocked, *blocked, *["b s f"] * exact, f"b s f/{per_maximum}"]
+    written = over_rows(run, hidden, ["b s f"] * len(hidden), results)
+    blocks = (Blocks(*written[:2]), Blocks(*written[2:4]))
+    return blocks[: len(hidden)], list(written[4:])
+
+
+def activation_cast(
+    hidden: Sequence[Blocks], act: Activation, scale: Float[Array, ""], size: int
+) -> Array:
+    """act(hidden) / scale as FP8 codes, in the blocks' format."""
+    from coat_jax.kernels.triton.activation import activation_cast_tile
+
+    def run(scale: Array, *parts: Array) -> list[Array]:
+        *rows, columns = parts[0].shape
+        return launch(
+            activation_cast_tile,
+            *parts[:2],
+            *parts[-2:],
+            scale,
+            outputs=[jax.ShapeDtypeStruct(parts[0].shape, parts[0].dtype)],
+            **_tiles(rows, columns, size, "cast"),
+            NAME=act,
+            GATED=len(parts) == 4,
+            F8=rounding_of(parts[0].dtype),
+            FAST=not dispatch.interpreting(),
+        )
+
+    parts = [part for blocks in hidden for part in blocks]
+    (result,) = over_rows(run, [scale, *parts], ["", *_axes(hidden, size)], ["b s f"])
+    return result
+
+
+def activation_rescale(
+    codes: Float[Array, "B S F"],
+    maxima: Float[Array, "B S M"],
+    scale: Float[Array, ""],
+    size: int,
+) -> Array:
+    """The codes with `scale` in the place of those that follow from the magnitudes."""
+    from coat_jax.kernels.triton.activation import activation_rescale_tile
+
+    per_maximum = max(size, COLUMNS_PER_MAXIMUM)
+
+    def run(codes: Array, maxima: Array, scale: Array) -> list[Array]:
+        *rows, columns = codes.shape
+        return launch(
+            activation_rescale_tile,
+            codes,
+            maxima,
+            scale,
+            outputs=[jax.ShapeDtypeStruct(codes.shape, codes.dtype)],
+            **_tiles(rows, columns, per_maximum, "cast"),
+            F8=rounding_of(codes.dtype),
+            TOP=format_of(codes.dtype).top_exponent,
+            FAST=not dispatch.interpreting(),
+        )
+
+    axes = ["b s f", f"b s f/{per_maximum}", ""]
+    (result,) = over_rows(run, [codes, maxima, scale], axes, ["b s f"])
+    return result
+
+
+def activation_backward(
+    hidden: Sequence[Blocks],
+    da: Float[Array, "*rows F"],
+    act: Activation,
+    scale: Float[Array, ""],
+    gradient_scales: Sequence[Float[Array, ""]],
+    size: int,
+    dtype: DTypeLike,
+) -> tuple[Array, list[tuple[Array, Array]]]:
+    """act(hidden) / scale as codes [F, B, S]; the gradients likewise, [B, S, F] and [F, B, S].
+
+    Args:
+        hidden: what was kept.
+        da: the gradient of act(hidden).
+        act: the activation.
+        scale: of act(hidden), as in the forward pass.
+        gradient_scales: one for each of `hidden`.
+        size: of the blocks.
+        dtype: of the gradients' codes; the activation's are in the blocks' format.
+    """
+    from coat_jax.kernels.triton.activation import activation_backward_tile, plain_backward_tile
+
+    def run(da: Array, scale: Array, first: Array, last: Array, *parts: Array) -> list[Array]:
+        *rows, columns = da.shape
+        straight = jax.ShapeDtypeStruct(da.shape, dtype)
+        transposed = jax.ShapeDtypeStruct((columns, *rows), dtype)
+        again = jax.ShapeDtypeStruct((columns, *rows), parts[0].dtype)
+        return launch(
+            activation_backward_tile if len(parts) == 4 else plain_backward_tile,
+            da,
+            *parts[:2],
+            *parts[-2:],
+            scale,
+            first,
+            last,
+            outputs=[again, *[straight, transposed] * (len(parts) // 2)],
+            **_tiles(rows, columns, size, "backward"),
+            NAME=act,
+            GATED=len(parts) == 4,
+            F8=rounding_of(parts[0].dtype),
+            GRADIENT_F8=rounding_of(dtype),
+            FAST=not dispatch.interpreting(),
+        )
+
+    parts = [part for blocks in hidden for part in blocks]
+    again, *codes = over_rows(
+        run,
+        [as_rows(da), scale, gradient_scales[0], gradient_scales[-1], *parts],
+        ["b s f", "", "", "", *_axes(hidden, size)],
+        ["f b s", *["b s f", "f b s"] * len(hidden)],
+    )
+    return again, list(zip(codes[::2], codes[1::2], strict=True))
+
+
+def _axes(hidden: Sequence[Blocks], size: int) -> list[str]:
+    return ["b s f", f"b s f/{size}"] * len(hidden)
+
+
+def _tiles(rows: Sequence[int], columns: int, size: int, pass_: str) -> dict[str, Any]:
+    """How the array is cut into tiles."""
+    count = math.prod(rows)
+    tile_rows, tile_columns, warps = TILES[pass_]
+    tile_columns = max(tile_columns, size)
+    return {
+        "programs": tile_count(count, columns, tile_rows, tile_columns),
+        "warps": warps,
+        "ROWS": count,
+        "COLUMNS": columns,
+        "TILE_ROWS": tile_rows,
+        "TILE_COLUMNS": tile_columns,
+        "SIZE": size,
+    }

@@ -16,11 +16,9 @@ links of an optax chain that follow. Results of kernel and reference differ by t
 approximate logarithms, powers and roots; a stored code may differ by one on the edge.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from coat_jax import noise
 from coat_jax.expansion import SMALLEST, Expanded
-from coat_jax.kernels.expansion import clip, mix, noise_bits, reciprocal, sqrt
-from coat_jax.kernels.launch import kernel
-from coat_jax.kernels.moments import encode_first, encode_second, load_codes, read_moments
 from coat_jax.moments import Storage, stochastic_below
-
-if TYPE_CHECKING:
-    import triton.language as tl
-
 
 Number = float | Array
 LARGEST_GRADIENT = 2.0**63
@@ -57,8 +48,8 @@ class Hyper(NamedTuple):
 class Leaf(NamedTuple):
     """The arrays of one leaf; `param` is None where only the direction is wanted."""
 
-    param: Float[Array, ...] | None
-    grad: Float[Array, ...]
+    param: Float[Array, "..."] | None
+    grad: Float[Array, "..."]
     mu: Expanded
     nu: Expanded
 
@@ -66,7 +57,7 @@ class Leaf(NamedTuple):
 class Stepped(NamedTuple):
     """The results for one leaf: the new parameter, or the direction; and the new moments."""
 
-    result: Float[Array, ...]
+    result: Float[Array, "..."]
     mu: Expanded
     nu: Expanded
 
@@ -123,15 +114,15 @@ def adam_reference(
 
 
 def adam_update(
-    m: Float[Array, ...],
-    v: Float[Array, ...],
-    grad: Float[Array, ...],
+    m: Float[Array, "..."],
+    v: Float[Array, "..."],
+    grad: Float[Array, "..."],
     count: Int[Array, ""],
     hyper: Hyper,
     *,
     nesterov: bool,
-    smallest_v: Float[Array, ...] | float = 0.0,
-) -> tuple[Float[Array, ...], Float[Array, ...], Float[Array, ...]]:
+    smallest_v: Float[Array, "..."] | float = 0.0,
+) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
     """Returns the new moments and the direction, in FP32.
 
     `smallest_v` is the smallest second moment that could be stored: a smaller one counts as
@@ -189,17 +180,15 @@ def bias(decay: Number, count: Int[Array, ""]) -> Float[Array, ""]:
 
 
 def log_decay(decay: Number) -> Number:
+    """log(decay), which is minus infinity for a decay of zero."""
     if isinstance(decay, int | float):
         return math.log(decay) if decay > 0 else -math.inf
     return jnp.log(decay)
 
 
-# --- The kernel ------------------------------------------------------------------------------
-
-
 def numbers_of_step(
     count: Int[Array, ""], hyper: Hyper, *, nesterov: bool, has_param: bool, smallest_v: float
-) -> Float[Array, 15]:
+) -> Float[Array, "15"]:
     """What the kernel multiplies by, the same for all elements: computed once, by XLA.
 
     `smallest_v` is `Storage.resolution_of_second`.
@@ -229,129 +218,3 @@ def numbers_of_step(
         stochastic_below(b1, b2),  # 14: of codes of directions
     ]
     return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
-
-
-# A program steps one block of one leaf: some groups of neighbours. `numbers` are those above,
-# `keys` one noise.leaf_key per leaf, `layout` a row of adam_launch's table: where the leaf's
-# blocks begin and so on.
-
-
-@kernel
-def step_block(
-    block,
-    numbers,
-    keys,
-    layout,
-    param,
-    grad,
-    mu_codes,
-    mu_amax,
-    mu_k16,
-    nu_codes,
-    nu_amax,
-    nu_k16,
-    result,
-    mu_codes_out,
-    mu_amax_out,
-    mu_k16_out,
-    nu_codes_out,
-    nu_amax_out,
-    nu_k16_out,
-    GROUP: tl.constexpr,
-    GROUPS_PER_BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-    FULL: tl.constexpr,
-    JUMPS: tl.constexpr,
-    HAS_PARAM: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    EPS_ROOT: tl.constexpr,
-    ROUND_PARAM: tl.constexpr,
-    MAY_SKIP: tl.constexpr,
-    MU: tl.constexpr,
-    NU: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    # Where the block's groups are.
-    lane = tl.arange(0, GROUP)
-    first = (block - tl.load(layout)) * GROUPS_PER_BLOCK
-    group = first + tl.arange(0, GROUPS_PER_BLOCK)
-    exists = group < tl.load(layout + 1)
-    if WHOLE:
-        start = first.to(tl.int64) * GROUP
-        at = tl.arange(0, GROUPS_PER_BLOCK)[:, None] * GROUP + lane[None, :]
-        here = exists[:, None] & (lane < GROUP)[None, :]
-    else:
-        groups_per_row = tl.load(layout + 2)
-        columns = tl.load(layout + 3)
-        column = (group % groups_per_row) * GROUP
-        start = tl.zeros([], tl.int64)
-        at = (group // groups_per_row).to(tl.int64) * columns + column
-        at = at[:, None] + lane[None, :]
-        here = exists[:, None] & (column[:, None] + lane[None, :] < columns)
-    if FULL:  # Every block is: no masks.
-        exists = tl.full([GROUPS_PER_BLOCK], 1, tl.int1)
-        here = tl.full([GROUPS_PER_BLOCK, GROUP], 1, tl.int1)
-
-    # Decode and update. Factors common to a group or to the step are multiplied first.
-    raw = tl.load(grad + start + at, mask=here, other=0.0).to(tl.float32)
-    mu = load_codes(mu_codes + start + at, here, MU)
-    nu = load_codes(nu_codes + start + at, here, NU)
-    if HAS_PARAM:
-        p = tl.load(param + start + at, mask=here, other=0.0).to(tl.float32)
-    mu_amax = tl.load(mu_amax + group, mask=exists, other=0.0)
-    nu_amax = tl.load(nu_amax + group, mask=exists, other=0.0)
-    mu_k16 = tl.load(mu_k16 + group, mask=exists, other=16)
-    nu_k16 = tl.load(nu_k16 + group, mask=exists, other=16)
-    g = clip(raw, tl.load(numbers + 11), FAST)
-    m, v = read_moments(
-        mu, mu_amax, mu_k16, nu, nu_amax, nu_k16,
-        tl.load(numbers), tl.load(numbers + 2), MU, NU, FAST,
-    )  # fmt: skip
-    m += tl.load(numbers + 1) * g
-    root_of_new = tl.load(numbers + 3) * g
-    v += root_of_new * root_of_new
-
-    if MAY_SKIP:  # What is not stored stays: the step is in place.
-        skipped = tl.load(numbers + 10) != 0.0
-        exists = tl.where(skipped, False, exists)
-        here = tl.where(skipped, False, here)
-
-    # The direction, or the new parameter.
-    smallest = nu_amax * tl.load(numbers + 13)
-    spread = tl.maximum(v, smallest[:, None], propagate_nan=tl.PropagateNan.ALL)
-    if EPS_ROOT:
-        spread += tl.load(numbers + 6)
-    spread = sqrt(spread, FAST) * tl.load(numbers + 4) + tl.load(numbers + 5)
-    moved = m * tl.load(numbers + 7)
-    if NESTEROV:
-        moved += g * tl.load(numbers + 8)
-    moved = clip(moved * reciprocal(spread, FAST), tl.load(numbers + 12), FAST)
-    moved += raw * 0.0  # NaN for an infinite gradient, as exact moments would give
-    key = tl.load(keys + tl.load(layout + 4))
-    run = group + tl.load(layout + 6)
-    for jump in tl.static_range(JUMPS):
-        run += (group // tl.load(layout + 7 + 2 * jump)) * tl.load(layout + 8 + 2 * jump)
-    run = run.to(tl.uint32)
-    if HAS_PARAM:
-        shrink = 1.0 - tl.load(numbers + 9) * tl.load(layout + 5).to(tl.float32)
-        moved += p * shrink
-        if ROUND_PARAM:
-            own, _ = noise_bits(mix(key ^ 0x5BD1E995), run, 0, 0, GROUP, FAST)
-            bits = moved.to(tl.uint32, bitcast=True) + own
-            rounded = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-            moved = tl.where(moved == moved, rounded, moved)  # noqa: PLR0124, NaN stays NaN
-    tl.store(result + start + at, moved.to(result.dtype.element_ty), mask=here)
-
-    # Encode. Both moments of an element take their noise from one hash, but other bits of it.
-    if MU[8] + NU[8] > 0:
-        for_v, for_m = noise_bits(key, run, NU[9], MU[9], GROUP, FAST)
-    else:
-        for_v, for_m = v, m  # not used
-    codes, amax, k16 = encode_second(v, for_v, NU, FAST)
-    tl.store(nu_codes_out + start + at, codes.to(nu_codes_out.dtype.element_ty), mask=here)
-    tl.store(nu_amax_out + group, amax, mask=exists)
-    tl.store(nu_k16_out + group, k16.to(tl.uint8), mask=exists)
-    codes, amax, k16 = encode_first(m, for_m, v, amax, tl.load(numbers + 14), MU, NU, FAST)
-    tl.store(mu_codes_out + start + at, codes.to(mu_codes_out.dtype.element_ty), mask=here)
-    tl.store(mu_amax_out + group, amax, mask=exists)
-    tl.store(mu_k16_out + group, k16.to(tl.uint8), mask=exists)

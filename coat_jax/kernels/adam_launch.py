@@ -6,12 +6,10 @@ many small arrays does not wait for many small launches. Everything is in place:
 and moments are overwritten where the caller donates them.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,14 +28,10 @@ from coat_jax.kernels.adam import (
     Stepped,
     adam_reference,
     numbers_of_step,
-    step_block,
 )
-from coat_jax.kernels.launch import kernel, launch
+from coat_jax.kernels.launch import launch
 from coat_jax.kernels.partition import LeafPlace, over_mesh
 from coat_jax.moments import DIRECTION, LOGARITHM, Storage
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 BLOCK = 1024
 WARPS = 2
@@ -117,7 +111,7 @@ def adam_step(
 
 def _keys(
     seed: int, count: Int[Array, ""], ids: Sequence[int], leaves: Sequence[Leaf]
-) -> UInt32[Array, leaves]:
+) -> UInt32[Array, "leaves"]:
     """The keys of all leaves, those of shards inside a `shard_map` told apart."""
     arrays = [jax.tree.leaves(leaf) for leaf in leaves]
     if not any(noise.varying_axes(*a) for a in arrays):
@@ -154,8 +148,8 @@ def _buckets(indices: Sequence[int], leaves: Sequence[Leaf]) -> list[list[int]]:
 def _step_bucket(
     leaves: Sequence[Leaf],
     table: Int32[Array, "leaves 2"],
-    numbers: Float[Array, 15],
-    keys: UInt32[Array, ...],
+    numbers: Float[Array, "15"],
+    keys: UInt32[Array, "..."],
     *,
     settings: Settings,
     first: Rounding,
@@ -163,6 +157,8 @@ def _step_bucket(
     may_skip: bool,
 ) -> list[Stepped]:
     """Steps one leaf, or BUCKET of them, in one launch; `table` has (index, decayed) of each."""
+    from coat_jax.kernels.triton.adam import step_bucket, step_leaf
+
     storage = settings.storage
     has_param = leaves[0].param is not None
     # Without parameters the kernel does not look at the first pointer.
@@ -221,7 +217,7 @@ def _step_bucket(
 
 def _layout(
     places: Sequence[LeafPlace], table: Int32[Array, "leaves 2"], group_size: int
-) -> tuple[Int32[Array, ...], int]:
+) -> tuple[Int32[Array, "..."], int]:
     """One row of LAYOUT_FIELDS numbers per leaf for the kernel, and how many blocks there are."""
     rows: list[Any] = []
     blocks = 0
@@ -267,87 +263,3 @@ def _format_constants(
         int(dtype in (DIRECTION, LOGARITHM)),  # 10: whether codes are integers
         storage.resolution_of_second(),  # 11
     )
-
-
-# --- Entry points of the kernel: Triton takes every array as a parameter of its own -----------
-
-
-@kernel
-def step_leaf(
-    numbers, keys, layout,
-    p, g, mc, ma, mk, nc, na, nk,
-    r, mco, mao, mko, nco, nao, nko,
-    GROUP: tl.constexpr, GROUPS_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
-    JUMPS: tl.constexpr,
-    HAS_PARAM: tl.constexpr, NESTEROV: tl.constexpr, EPS_ROOT: tl.constexpr,
-    ROUND_PARAM: tl.constexpr, MAY_SKIP: tl.constexpr,
-    MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Steps one leaf."""
-    step_block(
-        tl.program_id(0), numbers, keys, layout,
-        p, g, mc, ma, mk, nc, na, nk, r, mco, mao, mko, nco, nao, nko,
-        GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, NESTEROV, EPS_ROOT, ROUND_PARAM,
-        MAY_SKIP, MU, NU, FAST,
-    )  # fmt: skip
-
-
-@kernel
-def step_bucket(
-    numbers, keys, layout,
-    p0, g0, mc0, ma0, mk0, nc0, na0, nk0,
-    p1, g1, mc1, ma1, mk1, nc1, na1, nk1,
-    p2, g2, mc2, ma2, mk2, nc2, na2, nk2,
-    p3, g3, mc3, ma3, mk3, nc3, na3, nk3,
-    p4, g4, mc4, ma4, mk4, nc4, na4, nk4,
-    p5, g5, mc5, ma5, mk5, nc5, na5, nk5,
-    p6, g6, mc6, ma6, mk6, nc6, na6, nk6,
-    p7, g7, mc7, ma7, mk7, nc7, na7, nk7,
-    r0, mco0, mao0, mko0, nco0, nao0, nko0,
-    r1, mco1, mao1, mko1, nco1, nao1, nko1,
-    r2, mco2, mao2, mko2, nco2, nao2, nko2,
-    r3, mco3, mao3, mko3, nco3, nao3, nko3,
-    r4, mco4, mao4, mko4, nco4, nao4, nko4,
-    r5, mco5, mao5, mko5, nco5, nao5, nko5,
-    r6, mco6, mao6, mko6, nco6, nao6, nko6,
-    r7, mco7, mao7, mko7, nco7, nao7, nko7,
-    GROUP: tl.constexpr, GROUPS_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
-    JUMPS: tl.constexpr,
-    HAS_PARAM: tl.constexpr, NESTEROV: tl.constexpr, EPS_ROOT: tl.constexpr,
-    ROUND_PARAM: tl.constexpr, MAY_SKIP: tl.constexpr,
-    MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Steps eight leaves: each program looks up which one its block belongs to."""
-    block = tl.program_id(0)
-    row = layout
-    p, g, mc, ma, mk, nc, na, nk = p0, g0, mc0, ma0, mk0, nc0, na0, nk0
-    r, mco, mao, mko, nco, nao, nko = r0, mco0, mao0, mko0, nco0, nao0, nko0
-    inputs = (
-        (p1, g1, mc1, ma1, mk1, nc1, na1, nk1),
-        (p2, g2, mc2, ma2, mk2, nc2, na2, nk2),
-        (p3, g3, mc3, ma3, mk3, nc3, na3, nk3),
-        (p4, g4, mc4, ma4, mk4, nc4, na4, nk4),
-        (p5, g5, mc5, ma5, mk5, nc5, na5, nk5),
-        (p6, g6, mc6, ma6, mk6, nc6, na6, nk6),
-        (p7, g7, mc7, ma7, mk7, nc7, na7, nk7),
-    )
-    outputs = (
-        (r1, mco1, mao1, mko1, nco1, nao1, nko1),
-        (r2, mco2, mao2, mko2, nco2, nao2, nko2),
-        (r3, mco3, mao3, mko3, nco3, nao3, nko3),
-        (r4, mco4, mao4, mko4, nco4, nao4, nko4),
-        (r5, mco5, mao5, mko5, nco5, nao5, nko5),
-        (r6, mco6, mao6, mko6, nco6, nao6, nko6),
-        (r7, mco7, mao7, mko7, nco7, nao7, nko7),
-    )
-    for leaf in tl.static_range(7):
-        if block >= tl.load(layout + 13 * (leaf + 1)):
-            row = layout + 13 * (leaf + 1)
-            p, g, mc, ma, mk, nc, na, nk = inputs[leaf]
-            r, mco, mao, mko, nco, nao, nko = outputs[leaf]
-    step_block(
-        block, numbers, keys, row,
-        p, g, mc, ma, mk, nc, na, nk, r, mco, mao, mko, nco, nao, nko,
-        GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, NESTEROV, EPS_ROOT, ROUND_PARAM,
-        MAY_SKIP, MU, NU, FAST,
-    )  # fmt: skip

@@ -12,34 +12,20 @@ the kernel writes one sum of squares per row and 16 columns, or fewer where a me
 finely.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.formats import format_of, saturating_cast
+from coat_jax.formats import saturating_cast
 from coat_jax.kernels import dispatch
-from coat_jax.kernels.fp8 import rounded, through_fp8
-from coat_jax.kernels.launch import kernel, launch
+from coat_jax.kernels.launch import launch, rounding_of, tile_count
 from coat_jax.kernels.partition import divides_cleanly
 from coat_jax.kernels.rows import as_rows, over_rows
-from coat_jax.kernels.tiles import (
-    block_places,
-    load_tile,
-    store_straight,
-    store_transposed,
-    tile_of,
-    tiles,
-)
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 Layout = Literal["straight", "transposed", "both"]
 TILE_ROWS, TILE_COLUMNS, WARPS = 128, 64, 4
@@ -83,6 +69,8 @@ def _cast(
     x: Array, scale: Array, dtype: DTypeLike, layout: Layout, *, measured: bool
 ) -> tuple[Array | None, Array | None, Array | None]:
     """The codes in both layouts, and sums of their squares."""
+    from coat_jax.kernels.triton.cast import ENTRIES
+
     *rows_shape, width = x.shape
     x = as_rows(x)
     results = {"straight": ["b s d"], "transposed": ["d b s"], "both": ["b s d", "d b s"]}[layout]
@@ -103,8 +91,7 @@ def _cast(
                     for _ in sums
                 ),
             ],
-            aliases={},
-            programs=tiles(rows, columns, TILE_ROWS, TILE_COLUMNS),
+            programs=tile_count(rows, columns, TILE_ROWS, TILE_COLUMNS),
             warps=WARPS,
             ROWS=rows,
             COLUMNS=columns,
@@ -140,99 +127,3 @@ def columns_per_sum(columns: int) -> int:
     while per_sum > 1 and not fits(per_sum):
         per_sum //= 2
     return per_sum
-
-
-def rounding_of(dtype: DTypeLike) -> tuple[float, int, int]:
-    """What a kernel needs to round to an FP8 format where the hardware does not."""
-    fmt = format_of(dtype)
-    return fmt.max, fmt.min_exponent, fmt.mantissa_bits
-
-
-# --- Kernels ---------------------------------------------------------------------------------
-
-
-@kernel
-def cast_tile(
-    x, scale, straight, transposed, squares,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
-    FAST: tl.constexpr,
-):  # fmt: skip
-    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    y = load_tile(x, row, column, ROWS, COLUMNS) * (1.0 / tl.load(scale))
-    y = rounded(y, F8[0], F8[1], F8[2], FAST)
-    codes = y.to(straight.dtype.element_ty)
-    if STRAIGHT:
-        store_straight(codes, straight, row, column, ROWS, COLUMNS)
-    if TRANSPOSED:
-        store_transposed(codes, transposed, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    if PER_SUM:
-        y = through_fp8(y, straight.dtype.element_ty, FAST)
-        y = tl.reshape(y * y, [TILE_ROWS, TILE_COLUMNS // PER_SUM, PER_SUM])
-        at, there = block_places(row, ROWS, COLUMNS, TILE_COLUMNS, PER_SUM)
-        tl.store(squares + at, tl.sum(y, axis=2), mask=there)
-
-
-@kernel
-def cast_one(
-    x, scale, out,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
-    FAST: tl.constexpr,
-):  # fmt: skip
-    """One layout."""
-    cast_tile(
-        x, scale, out, out, out,
-        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, F8, FAST,
-    )  # fmt: skip
-
-
-@kernel
-def cast_one_measured(
-    x, scale, out, squares,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
-    FAST: tl.constexpr,
-):  # fmt: skip
-    """One layout, and sums of squares."""
-    cast_tile(
-        x, scale, out, out, squares,
-        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, F8, FAST,
-    )  # fmt: skip
-
-
-@kernel
-def cast_both(
-    x, scale, straight, transposed,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
-    FAST: tl.constexpr,
-):  # fmt: skip
-    """Both layouts."""
-    cast_tile(
-        x, scale, straight, transposed, straight,
-        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, F8, FAST,
-    )  # fmt: skip
-
-
-@kernel
-def cast_both_measured(
-    x, scale, straight, transposed, squares,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
-    FAST: tl.constexpr,
-):  # fmt: skip
-    """Both layouts, and sums of squares."""
-    cast_tile(
-        x, scale, straight, transposed, squares,
-        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, F8, FAST,
-    )  # fmt: skip
-
-
-# By whether both layouts are wanted, and sums of squares.
-ENTRIES = {
-    (False, False): cast_one,
-    (False, True): cast_one_measured,
-    (True, False): cast_both,
-    (True, True): cast_both_measured,
-}

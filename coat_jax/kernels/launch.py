@@ -1,79 +1,53 @@
 """Runs Triton kernels on JAX arrays: through jax-triton, or in Triton's interpreter.
 
-A kernel is written as a plain function under `@kernel`. Triton is imported when the
-first one is launched, not when the module that holds it is: `import coat_jax` needs none.
+The kernels are the `@triton.jit` functions of `coat_jax.kernels.triton`. The functions that launch
+them import them in their body, so that `import coat_jax` needs no Triton.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.kernel_cache import triton_kernel
 
 _ONE_AT_A_TIME = threading.Lock()  # the interpreter keeps its grid in global variables
 
 
-class Kernel:
-    """A function in Triton's language, compiled at its first launch."""
-
-    def __init__(self, function: Callable[..., Any]):
-        self.function = function
-        self._jitted: Any = None
-
-    def jitted(self) -> Any:
-        """The function under `triton.jit`, and with it every kernel function it calls."""
-        if self._jitted is None:
-            import triton
-            import triton.language
-
-            self._jitted = triton.jit(self.function)
-            # Triton looks names up in the function's module, where its own must stand by now.
-            names = self.function.__globals__
-            names["tl"] = triton.language
-            for name, value in list(names.items()):
-                if isinstance(value, Kernel):
-                    names[name] = value.jitted()
-        return self._jitted
-
-
-def kernel(function: Callable[..., Any]) -> Any:
-    """Marks a function as a Triton kernel, or as a part of one."""
-    return Kernel(function)
-
-
 def launch(
-    entry: Any,
+    kernel: Any,
     *inputs: jax.Array,
     outputs: Sequence[jax.ShapeDtypeStruct],
-    aliases: Mapping[int, int],
     programs: int,
     warps: int,
+    aliases: Mapping[int, int] | None = None,
     **constants: Any,
 ) -> list[jax.Array]:
     """Runs `programs` instances of a kernel on pointers to the inputs, then the outputs.
 
     Args:
-        entry: the kernel.
+        kernel: a function under `@triton.jit`.
         inputs: arrays, in the order of the kernel's parameters.
         outputs: the shapes and dtypes of the results; their pointers follow the inputs'.
-        aliases: input index -> output index, for what is updated in place.
         programs: the size of the one-dimensional grid.
         warps: warps per program.
+        aliases: input index -> output index, for arrays that are updated in place.
         constants: the kernel's `tl.constexpr` parameters.
     """
-    jitted = entry.jitted() if isinstance(entry, Kernel) else entry
+    aliases = aliases or {}
     if dispatch.interpreting():
-        return _interpret(jitted, inputs, outputs, aliases, programs, constants)
+        return _interpret(kernel, inputs, outputs, aliases, programs, constants)
     return triton_kernel.bind(
         *inputs,
-        kernel=jitted,
+        kernel=kernel,
         outputs=tuple(outputs),
         aliases=tuple(aliases.items()),
         programs=programs,
@@ -83,8 +57,19 @@ def launch(
     )
 
 
+def tile_count(rows: int, columns: int, tile_rows: int, tile_columns: int) -> int:
+    """How many tiles cover an array [rows, columns]."""
+    return -(-rows // tile_rows) * -(-columns // tile_columns)
+
+
+def rounding_of(dtype: DTypeLike) -> tuple[float, int, int]:
+    """The constants with which a kernel rounds to an FP8 format itself (see `triton.fp8`)."""
+    fmt = format_of(dtype)
+    return fmt.max, fmt.min_exponent, fmt.mantissa_bits
+
+
 def _interpret(
-    jitted: Any,
+    kernel: Any,
     inputs: Sequence[jax.Array],
     outputs: Sequence[jax.ShapeDtypeStruct],
     aliases: Mapping[int, int],
@@ -101,7 +86,7 @@ def _interpret(
             for i, o in enumerate(outputs)
         ]
         with _ONE_AT_A_TIME:
-            jitted[(programs,)](*pointers, *results, **constants)
+            kernel[(programs,)](*pointers, *results, **constants)
         return [
             _to_numpy(r, o.dtype).reshape(o.shape) for r, o in zip(results, outputs, strict=True)
         ]

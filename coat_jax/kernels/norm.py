@@ -8,12 +8,25 @@ two numbers per row.
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+from coat_jax.blocks import Blocks
+from coat_jax.formats import format_of
+from coat_jax.kernels import dispatch
+from coat_jax.kernels.launch import launch, rounding_of, tile_count
+from coat_jax.kernels.rows import as_rows, over_rows
+
+WIDEST = 16384  # columns that one program holds
+TILE_ROWS, TILE_COLUMNS = 64, 128  # of norm_cast
+ROWS_PER_SUM = 32  # rows whose contributions to a norm's parameters one program adds up
 
 Kind = Literal["rms", "layer"]
 KINDS = ("rms", "layer")
@@ -105,3 +118,212 @@ def bound(norm: Norm, columns: int, rounding: float = 0.0) -> Float[Array, ""]:
 def _centered(x: Float[Array, "*rows D"], stats: Stats) -> Float[Array, "*rows D"]:
     x = x.astype(jnp.float32)
     return x if stats.mean is None else x - stats.mean
+
+
+# --- Kernels ---
+
+
+def norm_forward(
+    x: Float[Array, "*rows D"],
+    norm: Norm,
+    scale: Float[Array, ""],
+    dtype: DTypeLike,
+    size: int,
+    *,
+    exact: bool = False,
+) -> tuple[Blocks, Stats, Array]:
+    """Blocks of `x`, with rows [B, S]; statistics and norm(x) / scale as FP8 codes.
+
+    Both are of what the blocks stand for, or of `x` itself where `exact`.
+    """
+    from coat_jax.kernels.triton.norm import norm_forward_row
+
+    x = as_rows(x)
+    require_width(x.shape[-1])
+    layer = norm.kind == "layer"
+
+    def run(x: Array, tensor_scale: Array, *parameters: Array) -> list[Array]:
+        *rows, columns = x.shape
+        codes = jax.ShapeDtypeStruct(x.shape, dtype)
+        numbers = jax.ShapeDtypeStruct((*rows, 1), jnp.float32)
+        exponents = jax.ShapeDtypeStruct((*rows, -(-columns // size)), jnp.uint8)
+        return launch(
+            norm_forward_row,
+            x,
+            tensor_scale,
+            *_parameters(norm, parameters, x),
+            outputs=[codes, exponents, numbers, numbers, codes],
+            programs=math.prod(rows),
+            warps=min(_warps(columns), 8),
+            COLUMNS=columns,
+            WIDTH=_width(columns, size),
+            SIZE=size,
+            LAYER=layer,
+            HAS_SCALE=norm.scale is not None,
+            HAS_SHIFT=norm.shift is not None,
+            EPS=norm.eps,
+            EXACT=exact,
+            F8=rounding_of(dtype),
+            TOP=format_of(dtype).top_exponent,
+            FAST=not dispatch.interpreting(),
+        )
+
+    given = _given(norm)
+    row, number = "b s !d", "b s !one"
+    codes, exponents, inverse, mean, normed = over_rows(
+        run,
+        [x, scale, *given],
+        [row, "", *["!d"] * len(given)],
+        [row, f"b s !d/{size}", number, number, row],
+    )
+    return Blocks(codes, exponents), Stats(mean if layer else None, inverse), normed
+
+
+def norm_cast(
+    blocks: Blocks, stats: Stats, norm: Norm, scale: Float[Array, ""], size: int
+) -> Array:
+    """norm(x) / scale as FP8 codes [D, B, S], in the format of the blocks."""
+    from coat_jax.kernels.triton.norm import norm_cast_tile
+
+    given = _given(norm)
+    moments = [stats.inverse] if stats.mean is None else [stats.inverse, stats.mean]
+
+    def run(codes: Array, exponents: Array, tensor_scale: Array, *rest: Array) -> list[Array]:
+        *rows, columns = codes.shape
+        count = len(moments)
+        inverse, mean = rest[0], rest[count - 1]
+        tile_columns = max(TILE_COLUMNS, size)
+        return launch(
+            norm_cast_tile,
+            codes,
+            exponents,
+            tensor_scale,
+            inverse,
+            mean,
+            *_parameters(norm, rest[count:], codes),
+            outputs=[jax.ShapeDtypeStruct((columns, *rows), codes.dtype)],
+            programs=tile_count(math.prod(rows), columns, TILE_ROWS, tile_columns),
+            warps=4,
+            ROWS=math.prod(rows),
+            COLUMNS=columns,
+            SIZE=size,
+            LAYER=count == 2,
+            HAS_SCALE=norm.scale is not None,
+            HAS_SHIFT=norm.shift is not None,
+            TILE_ROWS=TILE_ROWS,
+            TILE_COLUMNS=tile_columns,
+            F8=rounding_of(codes.dtype),
+            FAST=not dispatch.interpreting(),
+        )
+
+    (result,) = over_rows(
+        run,
+        [blocks.codes, blocks.exponents, scale, *moments, *given],
+        ["b s d", f"b s d/{size}", "", *["b s !one"] * len(moments), *["d"] * len(given)],
+        ["d b s"],
+    )
+    return result
+
+
+def norm_backward(
+    blocks: Blocks,
+    stats: Stats,
+    norm: Norm,
+    dn: Float[Array, "B S D"],
+    residual: Float[Array, "B S D"] | None,
+    size: int,
+) -> tuple[Float[Array, "B S D"], Norm]:
+    """The gradient of x, in dn's dtype, and those of what the norm learns.
+
+    Args:
+        blocks: what was kept of x.
+        stats: its statistics.
+        norm: the norm.
+        dn: the gradient of norm(x).
+        residual: added to the gradient of x, or None.
+        size: of the blocks.
+    """
+    from coat_jax.kernels.triton.norm import NORM_BACKWARD
+
+    moments = [stats.inverse] if stats.mean is None else [stats.inverse, stats.mean]
+    extra = [] if residual is None else [residual]
+    scale = [] if norm.scale is None else [norm.scale]
+    learned = [p for p in (norm.scale, norm.shift) if p is not None]
+    sums = math.gcd(blocks.codes.shape[1], ROWS_PER_SUM)
+
+    def run(codes: Array, exponents: Array, dn: Array, *rest: Array) -> list[Array]:
+        *rows, columns = codes.shape
+        moment, rest = rest[: len(moments)], rest[len(moments) :]
+        partial = jax.ShapeDtypeStruct((rows[0], rows[1] // sums, columns), jnp.float32)
+        return launch(
+            NORM_BACKWARD[len(learned)],
+            codes,
+            exponents,
+            dn,
+            moment[0],
+            moment[-1],
+            rest[0] if extra else dn,
+            rest[-1] if scale else dn,
+            outputs=[jax.ShapeDtypeStruct(codes.shape, dn.dtype), *[partial] * len(learned)],
+            programs=math.prod(rows) // sums,
+            warps=_warps(columns),
+            COLUMNS=columns,
+            WIDTH=_width(columns, size),
+            SIZE=size,
+            SUMS=sums,
+            RESIDUAL=bool(extra),
+            LAYER=len(moments) == 2,
+            HAS_SCALE=norm.scale is not None,
+            HAS_SHIFT=norm.shift is not None,
+        )
+
+    rows = "b s !d"
+    dx, *sums_of_rows = over_rows(
+        run,
+        [blocks.codes, blocks.exponents, dn, *moments, *extra, *scale],
+        [
+            rows,
+            f"b s !d/{size}",
+            rows,
+            *["b s !one"] * len(moments),
+            *[rows] * len(extra),
+            *["!d"] * len(scale),
+        ],
+        [rows, *[f"b s/{sums} !d"] * len(learned)],
+    )
+    gradients = [
+        jnp.sum(part, axis=(0, 1)).astype(parameter.dtype)
+        for parameter, part in zip(learned, sums_of_rows, strict=True)
+    ]
+    d_scale = None if norm.scale is None else gradients[0]
+    d_shift = None if norm.shift is None else gradients[-1]
+    return dx, dataclasses.replace(norm, scale=d_scale, shift=d_shift)
+
+
+def require_width(columns: int) -> None:
+    """Raises where a row is too wide for one program."""
+    if columns > WIDEST:
+        raise ValueError(
+            f"The norm kernel holds rows of up to {WIDEST} columns, not {columns}. Use "
+            'implementation="xla".'
+        )
+
+
+def _given(norm: Norm) -> list[Array]:
+    return [p for p in (norm.scale, norm.shift) if p is not None]
+
+
+def _parameters(norm: Norm, given: Sequence[Array], other: Array) -> list[Array]:
+    """Scale and shift for a kernel, which wants a pointer even where there is nothing."""
+    rest = iter(given)
+    return [other if p is None else next(rest) for p in (norm.scale, norm.shift)]
+
+
+def _width(columns: int, size: int) -> int:
+    """Columns as a power of two, which Triton's blocks need."""
+    return max(1 << (columns - 1).bit_length(), size)
+
+
+def _warps(columns: int) -> int:
+    """About 8 columns per thread."""
+    return min(max(_width(columns, 1) // 256, 1), 16)

@@ -18,8 +18,17 @@ from coat_jax.blocks import Blocks
 from coat_jax.formats import format_of
 from coat_jax.kernels import gemm
 from coat_jax.kernels.gemm import Operand
-from coat_jax.kernels.norm import Norm, Stats, bound, normalize, normalize_backward, statistics
-from coat_jax.kernels.norm_fused import norm_backward, norm_cast, norm_forward
+from coat_jax.kernels.norm import (
+    Norm,
+    Stats,
+    bound,
+    norm_backward,
+    norm_cast,
+    norm_forward,
+    normalize,
+    normalize_backward,
+    statistics,
+)
 from coat_jax.ops.keep import Kept, keep_rows, restore
 from coat_jax.ops.projection import Mode, operand_again
 from coat_jax.precision import Precision

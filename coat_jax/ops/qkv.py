@@ -19,12 +19,12 @@ from coat_jax.kernels import gemm
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm
-from coat_jax.kernels.turn import (
+from coat_jax.kernels.rotary import (
     GROWTH,
-    fits_turn_back_cast,
-    turn,
-    turn_back,
-    turn_back_cast,
+    rotary_backward,
+    rotary_backward_cast,
+    rotary_forward,
+    supports_head_dim,
 )
 from coat_jax.ops import watched
 from coat_jax.ops.backward import rounds_rows, run_backward
@@ -138,7 +138,7 @@ def _forward(
     heads = [y.reshape(*y.shape[:2], -1, settings.head_dim) for y in outputs]
     angles = settings.angles(positions)
     if angles is not None:
-        heads = [turn(y, *angles) if t else y for y, t in zip(heads, Turned, strict=True)]
+        heads = [rotary_forward(y, *angles) if t else y for y, t in zip(heads, Turned, strict=True)]
     seen = watched.normed(probe, x, kept, norm, mode)
     seen = watched.weights(seen, weights, scales, mode)
     return (x, *heads), (kept, norm, weights, scales, biases, positions, seen)
@@ -190,14 +190,14 @@ def _operand(dy: Heads, angles: tuple[Array, Array] | None, mode: Mode) -> Opera
     if angles is None or dtype is None:
         return gradient_operand(_joined(_unturned(dy, angles)), mode)
     scale = gemm.tensor_scale(GROWTH * gemm.largest_magnitude(dy), dtype)
-    if mode.implementation == "triton" and fits_turn_back_cast(dy.shape[-1]):
-        return Operand(*turn_back_cast(dy, *angles, scale, dtype), scale)
+    if mode.implementation == "triton" and supports_head_dim(dy.shape[-1]):
+        return Operand(*rotary_backward_cast(dy, *angles, scale, dtype), scale)
     turned = _joined(_unturned(dy, angles))
     return gemm.scaled(turned, scale, dtype, "both", mode.implementation)
 
 
 def _unturned(dy: Heads, angles: tuple[Array, Array] | None) -> Heads:
-    return dy if angles is None else turn_back(dy, *angles)
+    return dy if angles is None else rotary_backward(dy, *angles)
 
 
 def _joined(heads: Heads) -> Float[Array, "B S NH"]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
-from coat_jax.kernels.turn import turn, turn_back
+from coat_jax.kernels.rotary import rotary_backward, rotary_forward
 from coat_jax.limits import Count, Range, require_fields
 
 Theta = Annotated[float, Range(least=1, most=1e12)]
@@ -113,11 +113,11 @@ def _rotate(rotary: Rotary, x: Array, positions: Array) -> Array:
 
 
 def _forward(rotary: Rotary, x: Array, positions: Array) -> Any:
-    return turn(x, *rotary.cos_sin(positions, x.shape[-1])), positions
+    return rotary_forward(x, *rotary.cos_sin(positions, x.shape[-1])), positions
 
 
 def _backward(rotary: Rotary, positions: Array, gradient: Array) -> Any:
-    return turn_back(gradient, *rotary.cos_sin(positions, gradient.shape[-1])), None
+    return rotary_backward(gradient, *rotary.cos_sin(positions, gradient.shape[-1])), None
 
 
 _rotate.defvjp(_forward, _backward)

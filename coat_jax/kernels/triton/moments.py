@@ -8,11 +8,10 @@ the sum, and no conversion is needed. Their noise is 128 + [0, 1): 16 random bit
 128.
 """
 
-from __future__ import annotations
+import triton
+import triton.language as tl
 
-from typing import TYPE_CHECKING
-
-from coat_jax.kernels.expansion import (
+from coat_jax.kernels.triton.expansion import (
     clip,
     copysign,
     decode,
@@ -25,13 +24,9 @@ from coat_jax.kernels.expansion import (
     rsqrt,
     sqrt,
 )
-from coat_jax.kernels.launch import kernel
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
-@kernel
+@triton.jit
 def load_codes(pointers, here, FORMAT: tl.constexpr):
     """Codes in FP32."""
     if FORMAT[10]:
@@ -41,7 +36,7 @@ def load_codes(pointers, here, FORMAT: tl.constexpr):
     return codes.to(tl.float32)
 
 
-@kernel
+@triton.jit
 def read_moments(
     mu, mu_amax, mu_k16, nu, nu_amax, nu_k16, log2_b1, log2_b2,
     MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr,
@@ -63,7 +58,7 @@ def read_moments(
     return m, v
 
 
-@kernel
+@triton.jit
 def encode_second(v, noise, NU: tl.constexpr, FAST: tl.constexpr):
     """Codes for the cast that follows; amax, 16 k."""
     if NU[10]:
@@ -73,7 +68,7 @@ def encode_second(v, noise, NU: tl.constexpr, FAST: tl.constexpr):
     return codes, amax, k16
 
 
-@kernel
+@triton.jit
 def encode_first(
     m, noise, v, nu_amax, stochastic_below, MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr
 ):
@@ -87,13 +82,13 @@ def encode_first(
     return codes, amax, k16
 
 
-@kernel
+@triton.jit
 def smallest_second(amax, NU: tl.constexpr):
     """What takes the place of smaller second moments in a direction that is stored."""
     return tl.maximum(amax * NU[11], 1.1754943508222875e-38)
 
 
-@kernel
+@triton.jit
 def decode_root(codes, amax, k16, FAST: tl.constexpr):
     """The roots of numbers that are stored as logarithms."""
     half = 0.5 * reciprocal(k16.to(tl.float32), FAST)
@@ -102,7 +97,7 @@ def decode_root(codes, amax, k16, FAST: tl.constexpr):
     return tl.where(codes == 0.0, 0.0, root)
 
 
-@kernel
+@triton.jit
 def encode_logarithms(x, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
     """The codes of numbers that are not negative; amax, 16 k."""
     amax, log2_amax, k16 = fit(x, FORMAT[5], FORMAT[6], FORMAT[7], FAST)
@@ -123,7 +118,7 @@ def encode_logarithms(x, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
     return tl.where(exact >= 1.0, codes, least), amax, k16
 
 
-@kernel
+@triton.jit
 def encode_integers(x, noise, stochastic_below, STOCHASTIC: tl.constexpr, FAST: tl.constexpr):
     """The codes of numbers of any sign; amax, 16 k."""
     amax = tl.minimum(tl.max(tl.abs(x), axis=1), 1.2676506002282294e30)
@@ -140,7 +135,7 @@ def encode_integers(x, noise, stochastic_below, STOCHASTIC: tl.constexpr, FAST: 
     return codes, amax, k16
 
 
-@kernel
+@triton.jit
 def floor_to_bits(x, FAST: tl.constexpr):
     """An integer whose last byte is that of floor(x) for |x| < 2^22, and of -1 for NaN."""
     if FAST:
@@ -150,6 +145,6 @@ def floor_to_bits(x, FAST: tl.constexpr):
     return tl.floor(tl.where(tl.abs(x) < 4194304.0, x, -1.0)).to(tl.int32)
 
 
-@kernel
+@triton.jit
 def last_byte(x):
     return x & 0xFF

@@ -13,17 +13,11 @@ Triton's interpreter knows no inline assembly: there FAST is off.
 A format with its rounding is a tuple, from `adam_launch`, which says what its entries are.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from coat_jax.kernels.launch import kernel
-
-if TYPE_CHECKING:
-    import triton.language as tl
+import triton
+import triton.language as tl
 
 
-@kernel
+@triton.jit
 def log2(x, FAST: tl.constexpr):
     if FAST:
         return tl.inline_asm_elementwise(
@@ -32,7 +26,7 @@ def log2(x, FAST: tl.constexpr):
     return tl.log2(tl.where(x < 1.1754943508222875e-38, 0.0, x))
 
 
-@kernel
+@triton.jit
 def exp2(x, FAST: tl.constexpr):
     if FAST:
         return tl.inline_asm_elementwise(
@@ -41,7 +35,7 @@ def exp2(x, FAST: tl.constexpr):
     return tl.exp2(x)
 
 
-@kernel
+@triton.jit
 def sqrt(x, FAST: tl.constexpr):
     if FAST:
         return tl.inline_asm_elementwise(
@@ -50,7 +44,7 @@ def sqrt(x, FAST: tl.constexpr):
     return tl.sqrt(x)
 
 
-@kernel
+@triton.jit
 def rsqrt(x, FAST: tl.constexpr):
     if FAST:
         return tl.inline_asm_elementwise(
@@ -59,7 +53,7 @@ def rsqrt(x, FAST: tl.constexpr):
     return 1.0 / tl.sqrt(x)
 
 
-@kernel
+@triton.jit
 def reciprocal(x, FAST: tl.constexpr):
     if FAST:
         return tl.inline_asm_elementwise(
@@ -68,7 +62,7 @@ def reciprocal(x, FAST: tl.constexpr):
     return 1.0 / x
 
 
-@kernel
+@triton.jit
 def floor_positive(x, FAST: tl.constexpr):
     """floor(x) for 0 <= x < 2^22: adding 2^23 while rounding towards zero drops the fraction."""
     if FAST:
@@ -83,7 +77,7 @@ def floor_positive(x, FAST: tl.constexpr):
     return tl.floor(x)
 
 
-@kernel
+@triton.jit
 def clip(x, limit, FAST: tl.constexpr):
     """x with its magnitude limited; NaN stays."""
     if FAST:
@@ -99,20 +93,20 @@ def clip(x, limit, FAST: tl.constexpr):
     return tl.where(x == x, clipped, x)  # noqa: PLR0124
 
 
-@kernel
+@triton.jit
 def copysign(x, signed):
     sign = signed.to(tl.uint32, bitcast=True) & 0x80000000
     return (x.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
-@kernel
+@triton.jit
 def mix(x):
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
 
 
-@kernel
+@triton.jit
 def noise_bits(key, run, BASE: tl.constexpr, OTHER_BASE: tl.constexpr, GROUP: tl.constexpr,
                FAST: tl.constexpr):  # fmt: skip
     """Per element of the groups `run`, as [B, G]: 16 random bits, and those of its neighbour.
@@ -128,12 +122,12 @@ def noise_bits(key, run, BASE: tl.constexpr, OTHER_BASE: tl.constexpr, GROUP: tl
     return own, other
 
 
-@kernel
+@triton.jit
 def lower_half(bits, BASE: tl.constexpr, FAST: tl.constexpr):
     return (bits & 0xFFFF) | BASE
 
 
-@kernel
+@triton.jit
 def upper_half(bits, BASE: tl.constexpr, FAST: tl.constexpr):
     if FAST:  # one instruction instead of two
         return tl.inline_asm_elementwise(
@@ -147,7 +141,7 @@ def upper_half(bits, BASE: tl.constexpr, FAST: tl.constexpr):
     return (bits >> 16) | BASE
 
 
-@kernel
+@triton.jit
 def decode(codes, amax, k16, log2_factor, LOG2_MAX: tl.constexpr, FAST: tl.constexpr):
     """Magnitudes times a factor:  2^((log2 |code| - LOG2_MAX) / k + log2 amax + log2_factor)."""
     root = 16.0 * reciprocal(k16.to(tl.float32), FAST)
@@ -155,7 +149,7 @@ def decode(codes, amax, k16, log2_factor, LOG2_MAX: tl.constexpr, FAST: tl.const
     return exp2(log2(tl.abs(codes), FAST) * root[:, None] + offset[:, None], FAST)
 
 
-@kernel
+@triton.jit
 def encode(magnitude, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
     """Magnitudes as the codes they are rounded to, in FP32 for the cast that follows; amax, 16 k.
 
@@ -173,7 +167,7 @@ def encode(magnitude, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
     return representable(image, FORMAT[2], FORMAT[3], FORMAT[4], FAST), amax, k16
 
 
-@kernel
+@triton.jit
 def fit(
     magnitude,
     LOG2_RANGE: tl.constexpr,
@@ -198,7 +192,7 @@ def fit(
     return amax, log2_amax, k16
 
 
-@kernel
+@triton.jit
 def expand(magnitude, log2_amax, k16, LOG2_MAX: tl.constexpr, FAST: tl.constexpr):
     """448 (magnitude / amax)^k.
 
@@ -210,7 +204,7 @@ def expand(magnitude, log2_amax, k16, LOG2_MAX: tl.constexpr, FAST: tl.constexpr
     return exp2(log2_ratio * k[:, None] + (LOG2_MAX + 4e-6), FAST)
 
 
-@kernel
+@triton.jit
 def reciprocal_of_integer(x, FAST: tl.constexpr):
     """1 / x within 0.4 %, for weights: from one integer subtraction (6 %) and a Newton step."""
     if FAST:
@@ -219,7 +213,7 @@ def reciprocal_of_integer(x, FAST: tl.constexpr):
     return 1.0 / x
 
 
-@kernel
+@triton.jit
 def unit_in_last_place(image, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
     """The distance of FP8 values around image >= 0, and its reciprocal."""
     exponent = image.to(tl.uint32, bitcast=True) & 0x7F800000
@@ -228,7 +222,7 @@ def unit_in_last_place(image, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr
     return unit, (((254 + MANTISSA) << 23) - exponent).to(tl.float32, bitcast=True)
 
 
-@kernel
+@triton.jit
 def round_stochastically(
     image, noise, k16, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, FAST: tl.constexpr
 ):
@@ -248,7 +242,7 @@ def round_stochastically(
     return (whole - 128.0) * unit
 
 
-@kernel
+@triton.jit
 def representable(
     image, MAX: tl.constexpr, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, FAST: tl.constexpr
 ):

@@ -7,35 +7,25 @@ A tile's rows come in the order 0, 2, 4, .. 1, 3, 5, ..: a thread, which holds e
 them, then holds pairs of neighbours, and a transpose moves each pair as one word of 16 bits.
 """
 
-from __future__ import annotations
+import triton
+import triton.language as tl
 
-from typing import TYPE_CHECKING
-
-from coat_jax.kernels.fp8 import power_of_two
-from coat_jax.kernels.launch import kernel
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from coat_jax.kernels.triton.fp8 import power_of_two
 
 
-def tiles(rows: int, columns: int, tile_rows: int, tile_columns: int) -> int:
-    """How many tiles cover an array."""
-    return -(-rows // tile_rows) * -(-columns // tile_columns)
-
-
-@kernel
+@triton.jit
 def first_row(COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
     across: tl.constexpr = (COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS
     return (tl.program_id(0) // across) * TILE_ROWS
 
 
-@kernel
+@triton.jit
 def first_column(COLUMNS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
     across: tl.constexpr = (COLUMNS + TILE_COLUMNS - 1) // TILE_COLUMNS
     return (tl.program_id(0) % across) * TILE_COLUMNS
 
 
-@kernel
+@triton.jit
 def tile_of(COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
     """The rows and columns of this program's tile."""
     place = tl.arange(0, TILE_ROWS)
@@ -44,7 +34,7 @@ def tile_of(COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.con
     return row, first_column(COLUMNS, TILE_COLUMNS) + tl.arange(0, TILE_COLUMNS)
 
 
-@kernel
+@triton.jit
 def load_tile(x, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """A tile in FP32, zero beyond the array."""
     here = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
@@ -52,7 +42,7 @@ def load_tile(x, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.load(x + at, mask=here, other=0.0).to(tl.float32)
 
 
-@kernel
+@triton.jit
 def block_places(
     row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_COLUMNS: tl.constexpr, SIZE: tl.constexpr
 ):
@@ -63,7 +53,7 @@ def block_places(
     return at, (row < ROWS)[:, None] & (block < blocks)[None, :]
 
 
-@kernel
+@triton.jit
 def load_blocks(
     codes, exponents, row, column,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
@@ -77,7 +67,7 @@ def load_blocks(
     return tl.reshape(values, [TILE_ROWS, TILE_COLUMNS])
 
 
-@kernel
+@triton.jit
 def store_straight(codes, out, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Stores a tile of FP8 as it is."""
     here = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
@@ -85,7 +75,7 @@ def store_straight(codes, out, row, column, ROWS: tl.constexpr, COLUMNS: tl.cons
     tl.store(out + at, codes, mask=here)
 
 
-@kernel
+@triton.jit
 def store_transposed(
     codes, out, row, column,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,

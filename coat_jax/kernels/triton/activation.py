@@ -1,0 +1,228 @@
+"""Activations between FP8 and FP8."""
+
+import triton
+import triton.language as tl
+
+from coat_jax.kernels.triton.expansion import exp2, reciprocal
+from coat_jax.kernels.triton.fp8 import (
+    fitting_exponent,
+    inverse_power,
+    magnitude_bits,
+    power_of_two,
+    rounded,
+    through_fp8,
+)
+from coat_jax.kernels.triton.tiles import (
+    block_places,
+    load_blocks,
+    load_tile,
+    store_straight,
+    store_transposed,
+    tile_of,
+)
+
+
+@triton.jit
+def sigmoid(x, FAST: tl.constexpr):
+    return reciprocal(1.0 + exp2(-1.4426950408889634 * x, FAST), FAST)
+
+
+@triton.jit
+def activation(x, NAME: tl.constexpr, FAST: tl.constexpr):
+    """act(x), and its derivative."""
+    if NAME == "silu":
+        s = sigmoid(x, FAST)
+        value = x * s
+        slope = s + value * (1.0 - s)
+    elif NAME == "gelu":
+        density = 0.3989422804014327 * exp2(-0.7213475204444817 * x * x, FAST)
+        cumulative = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+        value = x * cumulative
+        slope = cumulative + x * density
+    elif NAME == "gelu_tanh":
+        inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        s = sigmoid(inner, FAST)
+        value = x * s
+        slope = s + value * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    elif NAME == "relu":
+        value = tl.maximum(x, 0.0)
+        slope = tl.where(x > 0, 1.0, 0.0)
+    else:
+        tl.static_assert(NAME == "relu2", "no activation of this name")
+        slope = 2.0 * tl.maximum(x, 0.0)
+        value = 0.25 * slope * slope
+    return value, slope
+
+
+@triton.jit
+def store_maxima(
+    maxima, v, row,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    PER_MAXIMUM: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitudes of a tile; beyond the array there are zeros."""
+    v = tl.reshape(magnitude_bits(v), [TILE_ROWS, TILE_COLUMNS // PER_MAXIMUM, PER_MAXIMUM])
+    at, there = block_places(row, ROWS, COLUMNS, TILE_COLUMNS, PER_MAXIMUM)
+    tl.store(maxima + at, tl.max(v, axis=2).to(tl.float32, bitcast=True), mask=there)
+
+
+@triton.jit
+def keep_tile(
+    v, codes, exponents, row, column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr, F8: tl.constexpr, TOP: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile as blocks; returns the values they stand for."""
+    v = tl.reshape(v, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE])
+    e = fitting_exponent(tl.max(magnitude_bits(v), axis=2), TOP)
+    q = rounded(v * inverse_power(e)[:, :, None], F8[0], F8[1], F8[2], FAST)
+    flat = tl.reshape(q, [TILE_ROWS, TILE_COLUMNS]).to(codes.dtype.element_ty)
+    store_straight(flat, codes, row, column, ROWS, COLUMNS)
+    at, there = block_places(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
+    tl.store(exponents + at, e.to(tl.uint8), mask=there)
+    v = through_fp8(q, codes.dtype.element_ty, FAST) * power_of_two(e)[:, :, None]
+    return tl.reshape(v, [TILE_ROWS, TILE_COLUMNS])
+
+
+@triton.jit
+def activation_forward_tile(
+    gate, up, gate_codes, gate_exponents, up_codes, up_exponents, maxima,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
+    TOP: tl.constexpr, PER_MAXIMUM: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    g = keep_tile(
+        load_tile(gate, row, column, ROWS, COLUMNS), gate_codes, gate_exponents, row, column,
+        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, TOP, FAST,
+    )  # fmt: skip
+    a, _ = activation(g, NAME, FAST)
+    if GATED:
+        a *= keep_tile(
+            load_tile(up, row, column, ROWS, COLUMNS), up_codes, up_exponents, row, column,
+            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, TOP, FAST,
+        )  # fmt: skip
+    store_maxima(maxima, a, row, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, PER_MAXIMUM)
+
+
+@triton.jit
+def activation_cast_tile(
+    gate_codes, gate_exponents, up_codes, up_exponents, scale, out,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    g = load_blocks(
+        gate_codes, gate_exponents, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE
+    )
+    a, _ = activation(g, NAME, FAST)
+    if GATED:
+        a *= load_blocks(
+            up_codes, up_exponents, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE
+        )
+    q = rounded(a * (1.0 / tl.load(scale)), F8[0], F8[1], F8[2], FAST).to(out.dtype.element_ty)
+    store_straight(q, out, row, column, ROWS, COLUMNS)
+
+
+@triton.jit
+def activation_backward_tile(
+    da, gate_codes, gate_exponents, up_codes, up_exponents, scale, first_scale, second_scale,
+    again, first, first_transposed, second, second_transposed,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
+    GRADIENT_F8: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    # Eight neighbours to a thread, not sixteen, which would fill its registers.
+    column = column // 8 * 8 + column % 8
+    d = load_tile(da, row, column, ROWS, COLUMNS)
+    g = load_blocks(
+        gate_codes, gate_exponents, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE
+    )
+    a, slope = activation(g, NAME, FAST)
+    if GATED:
+        q = rounded(
+            d * a * (1.0 / tl.load(second_scale)),
+            GRADIENT_F8[0], GRADIENT_F8[1], GRADIENT_F8[2], FAST,
+        ).to(second.dtype.element_ty)  # fmt: skip
+        store_straight(q, second, row, column, ROWS, COLUMNS)
+        store_transposed(q, second_transposed, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+        u = load_blocks(
+            up_codes, up_exponents, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE
+        )
+        a *= u
+        d *= u
+    q = rounded(
+        d * slope * (1.0 / tl.load(first_scale)),
+        GRADIENT_F8[0], GRADIENT_F8[1], GRADIENT_F8[2], FAST,
+    ).to(first.dtype.element_ty)  # fmt: skip
+    store_straight(q, first, row, column, ROWS, COLUMNS)
+    store_transposed(q, first_transposed, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    q = rounded(a * (1.0 / tl.load(scale)), F8[0], F8[1], F8[2], FAST).to(again.dtype.element_ty)
+    store_transposed(q, again, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+
+
+@triton.jit
+def plain_backward_tile(
+    da, codes, exponents, codes_again, exponents_again, scale, gradient_scale, scale_again,
+    again, straight, transposed,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
+    GRADIENT_F8: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Without a gate there is one gradient only."""
+    activation_backward_tile(
+        da, codes, exponents, codes_again, exponents_again, scale, gradient_scale, scale_again,
+        again, straight, transposed, straight, transposed,
+        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, NAME, GATED, F8, GRADIENT_F8, FAST,
+    )  # fmt: skip
+
+
+@triton.jit
+def activation_forward_exact_tile(
+    gate, up, gate_codes, gate_exponents, up_codes, up_exponents, out, maxima,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
+    TOP: tl.constexpr, PER_MAXIMUM: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    v = load_tile(gate, row, column, ROWS, COLUMNS)
+    a, _ = activation(v, NAME, FAST)
+    v = keep_tile(
+        v, gate_codes, gate_exponents, row, column,
+        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, TOP, FAST,
+    )  # fmt: skip
+    again, _ = activation(v, NAME, FAST)
+    if GATED:
+        v = load_tile(up, row, column, ROWS, COLUMNS)
+        a *= v
+        again *= keep_tile(
+            v, up_codes, up_exponents, row, column,
+            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, TOP, FAST,
+        )  # fmt: skip
+    largest = tl.maximum(magnitude_bits(a), magnitude_bits(again))
+    largest = tl.reshape(largest, [TILE_ROWS, TILE_COLUMNS // PER_MAXIMUM, PER_MAXIMUM])
+    largest = tl.max(largest, axis=2)
+    at, there = block_places(row, ROWS, COLUMNS, TILE_COLUMNS, PER_MAXIMUM)
+    tl.store(maxima + at, largest.to(tl.float32, bitcast=True), mask=there)
+    a = tl.reshape(a, [TILE_ROWS, TILE_COLUMNS // PER_MAXIMUM, PER_MAXIMUM])
+    a *= inverse_power(fitting_exponent(largest, TOP))[:, :, None]
+    q = rounded(tl.reshape(a, [TILE_ROWS, TILE_COLUMNS]), F8[0], F8[1], F8[2], FAST)
+    store_straight(q.to(out.dtype.element_ty), out, row, column, ROWS, COLUMNS)
+
+
+@triton.jit
+def activation_rescale_tile(
+    codes, maxima, scale, out,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr, F8: tl.constexpr, TOP: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    q = load_tile(codes, row, column, ROWS, COLUMNS)
+    at, there = block_places(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
+    largest = tl.load(maxima + at, mask=there, other=0.0)
+    factor = power_of_two(fitting_exponent(magnitude_bits(largest), TOP)) * (1.0 / tl.load(scale))
+    q = tl.reshape(q, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE]) * factor[:, :, None]
+    q = rounded(tl.reshape(q, [TILE_ROWS, TILE_COLUMNS]), F8[0], F8[1], F8[2], FAST)
+    store_straight(q.to(out.dtype.element_ty), out, row, column, ROWS, COLUMNS)

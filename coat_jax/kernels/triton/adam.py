@@ -1,0 +1,213 @@
+"""One step of AdamW."""
+
+import triton
+import triton.language as tl
+
+from coat_jax.kernels.triton.expansion import clip, mix, noise_bits, reciprocal, sqrt
+from coat_jax.kernels.triton.moments import encode_first, encode_second, load_codes, read_moments
+
+# A program steps one block of one leaf: some groups of neighbours. `numbers` are those above,
+# `keys` one noise.leaf_key per leaf, `layout` a row of adam_launch's table: where the leaf's
+# blocks begin and so on.
+
+
+@triton.jit
+def step_block(
+    block,
+    numbers,
+    keys,
+    layout,
+    param,
+    grad,
+    mu_codes,
+    mu_amax,
+    mu_k16,
+    nu_codes,
+    nu_amax,
+    nu_k16,
+    result,
+    mu_codes_out,
+    mu_amax_out,
+    mu_k16_out,
+    nu_codes_out,
+    nu_amax_out,
+    nu_k16_out,
+    GROUP: tl.constexpr,
+    GROUPS_PER_BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    FULL: tl.constexpr,
+    JUMPS: tl.constexpr,
+    HAS_PARAM: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    EPS_ROOT: tl.constexpr,
+    ROUND_PARAM: tl.constexpr,
+    MAY_SKIP: tl.constexpr,
+    MU: tl.constexpr,
+    NU: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    # Where the block's groups are.
+    lane = tl.arange(0, GROUP)
+    first = (block - tl.load(layout)) * GROUPS_PER_BLOCK
+    group = first + tl.arange(0, GROUPS_PER_BLOCK)
+    exists = group < tl.load(layout + 1)
+    if WHOLE:
+        start = first.to(tl.int64) * GROUP
+        at = tl.arange(0, GROUPS_PER_BLOCK)[:, None] * GROUP + lane[None, :]
+        here = exists[:, None] & (lane < GROUP)[None, :]
+    else:
+        groups_per_row = tl.load(layout + 2)
+        columns = tl.load(layout + 3)
+        column = (group % groups_per_row) * GROUP
+        start = tl.zeros([], tl.int64)
+        at = (group // groups_per_row).to(tl.int64) * columns + column
+        at = at[:, None] + lane[None, :]
+        here = exists[:, None] & (column[:, None] + lane[None, :] < columns)
+    if FULL:  # Every block is: no masks.
+        exists = tl.full([GROUPS_PER_BLOCK], 1, tl.int1)
+        here = tl.full([GROUPS_PER_BLOCK, GROUP], 1, tl.int1)
+
+    # Decode and update. Factors common to a group or to the step are multiplied first.
+    raw = tl.load(grad + start + at, mask=here, other=0.0).to(tl.float32)
+    mu = load_codes(mu_codes + start + at, here, MU)
+    nu = load_codes(nu_codes + start + at, here, NU)
+    if HAS_PARAM:
+        p = tl.load(param + start + at, mask=here, other=0.0).to(tl.float32)
+    mu_amax = tl.load(mu_amax + group, mask=exists, other=0.0)
+    nu_amax = tl.load(nu_amax + group, mask=exists, other=0.0)
+    mu_k16 = tl.load(mu_k16 + group, mask=exists, other=16)
+    nu_k16 = tl.load(nu_k16 + group, mask=exists, other=16)
+    g = clip(raw, tl.load(numbers + 11), FAST)
+    m, v = read_moments(
+        mu, mu_amax, mu_k16, nu, nu_amax, nu_k16,
+        tl.load(numbers), tl.load(numbers + 2), MU, NU, FAST,
+    )  # fmt: skip
+    m += tl.load(numbers + 1) * g
+    root_of_new = tl.load(numbers + 3) * g
+    v += root_of_new * root_of_new
+
+    if MAY_SKIP:  # What is not stored stays: the step is in place.
+        skipped = tl.load(numbers + 10) != 0.0
+        exists = tl.where(skipped, False, exists)
+        here = tl.where(skipped, False, here)
+
+    # The direction, or the new parameter.
+    smallest = nu_amax * tl.load(numbers + 13)
+    spread = tl.maximum(v, smallest[:, None], propagate_nan=tl.PropagateNan.ALL)
+    if EPS_ROOT:
+        spread += tl.load(numbers + 6)
+    spread = sqrt(spread, FAST) * tl.load(numbers + 4) + tl.load(numbers + 5)
+    moved = m * tl.load(numbers + 7)
+    if NESTEROV:
+        moved += g * tl.load(numbers + 8)
+    moved = clip(moved * reciprocal(spread, FAST), tl.load(numbers + 12), FAST)
+    moved += raw * 0.0  # NaN for an infinite gradient, as exact moments would give
+    key = tl.load(keys + tl.load(layout + 4))
+    run = group + tl.load(layout + 6)
+    for jump in tl.static_range(JUMPS):
+        run += (group // tl.load(layout + 7 + 2 * jump)) * tl.load(layout + 8 + 2 * jump)
+    run = run.to(tl.uint32)
+    if HAS_PARAM:
+        shrink = 1.0 - tl.load(numbers + 9) * tl.load(layout + 5).to(tl.float32)
+        moved += p * shrink
+        if ROUND_PARAM:
+            own, _ = noise_bits(mix(key ^ 0x5BD1E995), run, 0, 0, GROUP, FAST)
+            bits = moved.to(tl.uint32, bitcast=True) + own
+            rounded = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+            moved = tl.where(moved == moved, rounded, moved)  # noqa: PLR0124, NaN stays NaN
+    tl.store(result + start + at, moved.to(result.dtype.element_ty), mask=here)
+
+    # Encode. Both moments of an element take their noise from one hash, but other bits of it.
+    if MU[8] + NU[8] > 0:
+        for_v, for_m = noise_bits(key, run, NU[9], MU[9], GROUP, FAST)
+    else:
+        for_v, for_m = v, m  # not used
+    codes, amax, k16 = encode_second(v, for_v, NU, FAST)
+    tl.store(nu_codes_out + start + at, codes.to(nu_codes_out.dtype.element_ty), mask=here)
+    tl.store(nu_amax_out + group, amax, mask=exists)
+    tl.store(nu_k16_out + group, k16.to(tl.uint8), mask=exists)
+    codes, amax, k16 = encode_first(m, for_m, v, amax, tl.load(numbers + 14), MU, NU, FAST)
+    tl.store(mu_codes_out + start + at, codes.to(mu_codes_out.dtype.element_ty), mask=here)
+    tl.store(mu_amax_out + group, amax, mask=exists)
+    tl.store(mu_k16_out + group, k16.to(tl.uint8), mask=exists)
+
+
+@triton.jit
+def step_leaf(
+    numbers, keys, layout,
+    p, g, mc, ma, mk, nc, na, nk,
+    r, mco, mao, mko, nco, nao, nko,
+    GROUP: tl.constexpr, GROUPS_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
+    JUMPS: tl.constexpr,
+    HAS_PARAM: tl.constexpr, NESTEROV: tl.constexpr, EPS_ROOT: tl.constexpr,
+    ROUND_PARAM: tl.constexpr, MAY_SKIP: tl.constexpr,
+    MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Steps one leaf."""
+    step_block(
+        tl.program_id(0), numbers, keys, layout,
+        p, g, mc, ma, mk, nc, na, nk, r, mco, mao, mko, nco, nao, nko,
+        GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, NESTEROV, EPS_ROOT, ROUND_PARAM,
+        MAY_SKIP, MU, NU, FAST,
+    )  # fmt: skip
+
+
+@triton.jit
+def step_bucket(
+    numbers, keys, layout,
+    p0, g0, mc0, ma0, mk0, nc0, na0, nk0,
+    p1, g1, mc1, ma1, mk1, nc1, na1, nk1,
+    p2, g2, mc2, ma2, mk2, nc2, na2, nk2,
+    p3, g3, mc3, ma3, mk3, nc3, na3, nk3,
+    p4, g4, mc4, ma4, mk4, nc4, na4, nk4,
+    p5, g5, mc5, ma5, mk5, nc5, na5, nk5,
+    p6, g6, mc6, ma6, mk6, nc6, na6, nk6,
+    p7, g7, mc7, ma7, mk7, nc7, na7, nk7,
+    r0, mco0, mao0, mko0, nco0, nao0, nko0,
+    r1, mco1, mao1, mko1, nco1, nao1, nko1,
+    r2, mco2, mao2, mko2, nco2, nao2, nko2,
+    r3, mco3, mao3, mko3, nco3, nao3, nko3,
+    r4, mco4, mao4, mko4, nco4, nao4, nko4,
+    r5, mco5, mao5, mko5, nco5, nao5, nko5,
+    r6, mco6, mao6, mko6, nco6, nao6, nko6,
+    r7, mco7, mao7, mko7, nco7, nao7, nko7,
+    GROUP: tl.constexpr, GROUPS_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
+    JUMPS: tl.constexpr,
+    HAS_PARAM: tl.constexpr, NESTEROV: tl.constexpr, EPS_ROOT: tl.constexpr,
+    ROUND_PARAM: tl.constexpr, MAY_SKIP: tl.constexpr,
+    MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Steps eight leaves: each program looks up which one its block belongs to."""
+    block = tl.program_id(0)
+    row = layout
+    p, g, mc, ma, mk, nc, na, nk = p0, g0, mc0, ma0, mk0, nc0, na0, nk0
+    r, mco, mao, mko, nco, nao, nko = r0, mco0, mao0, mko0, nco0, nao0, nko0
+    inputs = (
+        (p1, g1, mc1, ma1, mk1, nc1, na1, nk1),
+        (p2, g2, mc2, ma2, mk2, nc2, na2, nk2),
+        (p3, g3, mc3, ma3, mk3, nc3, na3, nk3),
+        (p4, g4, mc4, ma4, mk4, nc4, na4, nk4),
+        (p5, g5, mc5, ma5, mk5, nc5, na5, nk5),
+        (p6, g6, mc6, ma6, mk6, nc6, na6, nk6),
+        (p7, g7, mc7, ma7, mk7, nc7, na7, nk7),
+    )
+    outputs = (
+        (r1, mco1, mao1, mko1, nco1, nao1, nko1),
+        (r2, mco2, mao2, mko2, nco2, nao2, nko2),
+        (r3, mco3, mao3, mko3, nco3, nao3, nko3),
+        (r4, mco4, mao4, mko4, nco4, nao4, nko4),
+        (r5, mco5, mao5, mko5, nco5, nao5, nko5),
+        (r6, mco6, mao6, mko6, nco6, nao6, nko6),
+        (r7, mco7, mao7, mko7, nco7, nao7, nko7),
+    )
+    for leaf in tl.static_range(7):
+        if block >= tl.load(layout + 13 * (leaf + 1)):
+            row = layout + 13 * (leaf + 1)
+            p, g, mc, ma, mk, nc, na, nk = inputs[leaf]
+            r, mco, mao, mko, nco, nao, nko = outputs[leaf]
+    step_block(
+        block, numbers, keys, row,
+        p, g, mc, ma, mk, nc, na, nk, r, mco, mao, mko, nco, nao, nko,
+        GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, NESTEROV, EPS_ROOT, ROUND_PARAM,
+        MAY_SKIP, MU, NU, FAST,
+    )  # fmt: skip

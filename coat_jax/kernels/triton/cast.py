@@ -1,0 +1,100 @@
+"""FP8 codes of an array in one layout or both, and sums of their squares."""
+
+import triton
+import triton.language as tl
+
+from coat_jax.kernels.triton.fp8 import rounded, through_fp8
+from coat_jax.kernels.triton.tiles import (
+    block_places,
+    load_tile,
+    store_straight,
+    store_transposed,
+    tile_of,
+)
+
+
+@triton.jit
+def cast_tile(
+    x, scale, straight, transposed, squares,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    y = load_tile(x, row, column, ROWS, COLUMNS) * (1.0 / tl.load(scale))
+    y = rounded(y, F8[0], F8[1], F8[2], FAST)
+    codes = y.to(straight.dtype.element_ty)
+    if STRAIGHT:
+        store_straight(codes, straight, row, column, ROWS, COLUMNS)
+    if TRANSPOSED:
+        store_transposed(codes, transposed, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    if PER_SUM:
+        y = through_fp8(y, straight.dtype.element_ty, FAST)
+        y = tl.reshape(y * y, [TILE_ROWS, TILE_COLUMNS // PER_SUM, PER_SUM])
+        at, there = block_places(row, ROWS, COLUMNS, TILE_COLUMNS, PER_SUM)
+        tl.store(squares + at, tl.sum(y, axis=2), mask=there)
+
+
+@triton.jit
+def cast_one(
+    x, scale, out,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """One layout."""
+    cast_tile(
+        x, scale, out, out, out,
+        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, F8, FAST,
+    )  # fmt: skip
+
+
+@triton.jit
+def cast_one_measured(
+    x, scale, out, squares,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """One layout, and sums of squares."""
+    cast_tile(
+        x, scale, out, out, squares,
+        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, F8, FAST,
+    )  # fmt: skip
+
+
+@triton.jit
+def cast_both(
+    x, scale, straight, transposed,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Both layouts."""
+    cast_tile(
+        x, scale, straight, transposed, straight,
+        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, F8, FAST,
+    )  # fmt: skip
+
+
+@triton.jit
+def cast_both_measured(
+    x, scale, straight, transposed, squares,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
+    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Both layouts, and sums of squares."""
+    cast_tile(
+        x, scale, straight, transposed, squares,
+        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, F8, FAST,
+    )  # fmt: skip
+
+
+# By whether both layouts are wanted, and sums of squares.
+ENTRIES = {
+    (False, False): cast_one,
+    (False, True): cast_one_measured,
+    (True, False): cast_both,
+    (True, True): cast_both_measured,
+}

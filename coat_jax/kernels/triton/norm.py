@@ -1,0 +1,150 @@
+"""Norms between FP8 and FP8."""
+
+import triton
+import triton.language as tl
+
+from coat_jax.kernels.triton.fp8 import (
+    decoded,
+    fitting_exponent,
+    inverse_power,
+    magnitude_bits,
+    power_of_two,
+    rounded,
+    through_fp8,
+)
+from coat_jax.kernels.triton.tiles import load_blocks, store_transposed, tile_of
+
+
+@triton.jit
+def norm_forward_row(
+    x, tensor_scale, scale, shift, codes, exponents, inverse, mean, normed,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, LAYER: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr,
+    F8: tl.constexpr, TOP: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, WIDTH)
+    here = lane < COLUMNS
+    block = tl.arange(0, WIDTH // SIZE)
+    blocks: tl.constexpr = (COLUMNS + SIZE - 1) // SIZE
+
+    # What is kept.
+    v = tl.load(x + row * COLUMNS + lane, mask=here, other=0.0).to(tl.float32)
+    v = tl.reshape(v, [WIDTH // SIZE, SIZE])
+    e = fitting_exponent(tl.max(magnitude_bits(v), axis=1), TOP)
+    q = rounded(v * inverse_power(e)[:, None], F8[0], F8[1], F8[2], FAST)
+    flat = tl.reshape(q, [WIDTH])
+    tl.store(codes + row * COLUMNS + lane, flat.to(codes.dtype.element_ty), mask=here)
+    tl.store(exponents + row * blocks + block, e.to(tl.uint8), mask=block < blocks)
+
+    # The norm of what is kept, or of x.
+    if not EXACT:
+        v = through_fp8(q, codes.dtype.element_ty, FAST) * power_of_two(e)[:, None]
+    v = tl.reshape(v, [WIDTH])
+    if LAYER:
+        center = tl.sum(v, axis=0) / COLUMNS
+        tl.store(mean + row, center)
+        v = tl.where(here, v - center, 0.0)
+    factor = 1.0 / tl.sqrt(tl.sum(v * v, axis=0) / COLUMNS + EPS)
+    tl.store(inverse + row, factor)
+    v = v * factor
+    if HAS_SCALE:
+        v = v * tl.load(scale + lane, mask=here, other=0.0).to(tl.float32)
+    if HAS_SHIFT:
+        v = v + tl.load(shift + lane, mask=here, other=0.0).to(tl.float32)
+    v = rounded(v * (1.0 / tl.load(tensor_scale)), F8[0], F8[1], F8[2], FAST)
+    tl.store(normed + row * COLUMNS + lane, v.to(normed.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def norm_cast_tile(
+    codes, exponents, tensor_scale, inverse, mean, scale, shift, out,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, LAYER: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    v = load_blocks(codes, exponents, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE)
+    if LAYER:
+        v = v - tl.load(mean + row, mask=row < ROWS, other=0.0)[:, None]
+    v = v * tl.load(inverse + row, mask=row < ROWS, other=0.0)[:, None]
+    if HAS_SCALE:
+        v = v * tl.load(scale + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
+    if HAS_SHIFT:
+        v = v + tl.load(shift + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
+    q = rounded(v * (1.0 / tl.load(tensor_scale)), F8[0], F8[1], F8[2], FAST).to(
+        out.dtype.element_ty
+    )
+    store_transposed(q, out, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+
+
+@triton.jit
+def norm_backward_rows(
+    codes, exponents, dn, inverse, mean, residual, scale, dx, d_scale, d_shift,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SUMS: tl.constexpr,
+    RESIDUAL: tl.constexpr, LAYER: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
+):  # fmt: skip
+    lane = tl.arange(0, WIDTH)
+    here = lane < COLUMNS
+    for_scale = tl.zeros([WIDTH], tl.float32)
+    for_shift = tl.zeros([WIDTH], tl.float32)
+    if HAS_SCALE:
+        weight = tl.load(scale + lane, mask=here, other=0.0).to(tl.float32)
+    program = tl.program_id(0).to(tl.int64)
+    for i in range(SUMS):
+        row = program * SUMS + i
+        at = row * COLUMNS + lane
+        unit = decoded(codes, exponents, row, lane, COLUMNS, WIDTH, SIZE)
+        if LAYER:
+            unit = tl.where(here, unit - tl.load(mean + row), 0.0)
+        factor = tl.load(inverse + row)
+        unit = unit * factor
+        d = tl.load(dn + at, mask=here, other=0.0).to(tl.float32)
+        if RESIDUAL:  # loaded before the sums, for which all threads wait
+            beside = tl.load(residual + at, mask=here, other=0.0).to(tl.float32)
+        if HAS_SHIFT:
+            for_shift += d
+        if HAS_SCALE:
+            for_scale += d * unit
+            d = d * weight
+        result = d - unit * (tl.sum(d * unit, axis=0) / COLUMNS)
+        if LAYER:
+            result = result - tl.sum(d, axis=0) / COLUMNS
+        result = result * factor
+        if RESIDUAL:
+            result += beside
+        tl.store(dx + at, result.to(dx.dtype.element_ty), mask=here)
+    at = program * COLUMNS + lane
+    if HAS_SCALE:
+        tl.store(d_scale + at, for_scale, mask=here)
+    if HAS_SHIFT:
+        tl.store(d_shift + at, for_shift, mask=here)
+
+
+@triton.jit
+def norm_backward_rows_one(
+    codes, exponents, dn, inverse, mean, residual, scale, dx, learned,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SUMS: tl.constexpr,
+    RESIDUAL: tl.constexpr, LAYER: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Where the norm learns one thing."""
+    norm_backward_rows(
+        codes, exponents, dn, inverse, mean, residual, scale, dx, learned, learned,
+        COLUMNS, WIDTH, SIZE, SUMS, RESIDUAL, LAYER, HAS_SCALE, HAS_SHIFT,
+    )  # fmt: skip
+
+
+@triton.jit
+def norm_backward_rows_none(
+    codes, exponents, dn, inverse, mean, residual, scale, dx,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SUMS: tl.constexpr,
+    RESIDUAL: tl.constexpr, LAYER: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Where it learns nothing."""
+    norm_backward_rows(
+        codes, exponents, dn, inverse, mean, residual, scale, dx, dx, dx,
+        COLUMNS, WIDTH, SIZE, SUMS, RESIDUAL, LAYER, HAS_SCALE, HAS_SHIFT,
+    )  # fmt: skip
+
+
+NORM_BACKWARD = (norm_backward_rows_none, norm_backward_rows_one, norm_backward_rows)
