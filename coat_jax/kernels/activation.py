@@ -20,7 +20,7 @@ from coat_jax.blocks import Blocks, power_of_two
 from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.launch import launch, rounding_of, tile_count
-from coat_jax.kernels.rows import as_rows, over_rows
+from coat_jax.kernels.sharding import as_3d, run_sharded
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
@@ -131,7 +131,7 @@ def _forward(
     pass_: Literal["forward", "exact"],
 ) -> tuple[tuple[Blocks, ...], list[Array]]:
     """Blocks of `hidden`; what the kernel writes after them: codes if "exact", and maxima."""
-    hidden = [as_rows(h) for h in hidden]
+    hidden = [as_3d(h) for h in hidden]
     per_maximum = max(size, COLUMNS_PER_MAXIMUM)
     exact = pass_ == "exact"
 
@@ -156,7 +156,7 @@ def _forward(
 
     blocked = ["b s f", f"b s f/{size}"]
     results = [*blocked, *blocked, *["b s f"] * exact, f"b s f/{per_maximum}"]
-    written = over_rows(run, hidden, ["b s f"] * len(hidden), results)
+    written = run_sharded(run, hidden, ["b s f"] * len(hidden), results)
     blocks = (Blocks(*written[:2]), Blocks(*written[2:4]))
     return blocks[: len(hidden)], list(written[4:])
 
@@ -183,7 +183,7 @@ def activation_cast(
         )
 
     parts = [part for blocks in hidden for part in blocks]
-    (result,) = over_rows(run, [scale, *parts], ["", *_axes(hidden, size)], ["b s f"])
+    (result,) = run_sharded(run, [scale, *parts], ["", *_axes(hidden, size)], ["b s f"])
     return result
 
 
@@ -213,7 +213,7 @@ def activation_rescale(
         )
 
     axes = ["b s f", f"b s f/{per_maximum}", ""]
-    (result,) = over_rows(run, [codes, maxima, scale], axes, ["b s f"])
+    (result,) = run_sharded(run, [codes, maxima, scale], axes, ["b s f"])
     return result
 
 
@@ -262,9 +262,9 @@ def activation_backward(
         )
 
     parts = [part for blocks in hidden for part in blocks]
-    again, *codes = over_rows(
+    again, *codes = run_sharded(
         run,
-        [as_rows(da), scale, gradient_scales[0], gradient_scales[-1], *parts],
+        [as_3d(da), scale, gradient_scales[0], gradient_scales[-1], *parts],
         ["b s f", "", "", "", *_axes(hidden, size)],
         ["f b s", *["b s f", "f b s"] * len(hidden)],
     )

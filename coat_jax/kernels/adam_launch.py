@@ -30,7 +30,7 @@ from coat_jax.kernels.adam import (
     numbers_of_step,
 )
 from coat_jax.kernels.launch import launch
-from coat_jax.kernels.partition import LeafPlace, over_mesh
+from coat_jax.kernels.leaf_sharding import LeafShard, run_sharded_leaves
 from coat_jax.moments import DIRECTION, LOGARITHM, Storage
 
 BLOCK = 1024
@@ -59,7 +59,7 @@ def adam_step(
         count: the number of this step, from 1.
         hyper: learning rate, decay rates and so on.
         settings: formats and rounding.
-        ids: one number per leaf that seeds its rounding (`noise.leaf_ids`); by default its place.
+        ids: one number per leaf that seeds its rounding (`noise.leaf_ids`); by default its index.
         decayed: per leaf, whether weight decay applies; all by default.
         implementation: see `dispatch`.
     """
@@ -169,10 +169,10 @@ def _step_bucket(
     inputs_per_leaf, results_per_leaf = 8, 7
 
     def on_shards(
-        shared: Sequence[Array], local: Sequence[Sequence[Array]], places: Sequence[LeafPlace]
+        shared: Sequence[Array], local: Sequence[Sequence[Array]], shards: Sequence[LeafShard]
     ) -> list[list[Array]]:
         numbers, keys, table = shared
-        layout, programs = _layout(places, table, storage.group_size)
+        layout, programs = _layout(shards, table, storage.group_size)
         aliases = {}
         for i in range(len(local)):
             first_in, first_out = 3 + inputs_per_leaf * i, results_per_leaf * i
@@ -196,10 +196,10 @@ def _step_bucket(
             GROUP=storage.group_size,
             GROUPS_PER_BLOCK=BLOCK // storage.group_size,
             WHOLE=all(
-                place.shape and place.shape[-1] % storage.group_size == 0 for place in places
+                shard.shape and shard.shape[-1] % storage.group_size == 0 for shard in shards
             ),
-            FULL=all(math.prod(place.shape) % BLOCK == 0 for place in places),
-            JUMPS=max(len(place.jumps) for place in places),
+            FULL=all(math.prod(shard.shape) % BLOCK == 0 for shard in shards),
+            JUMPS=max(len(shard.jumps) for shard in shards),
             HAS_PARAM=has_param,
             NESTEROV=settings.nesterov,
             EPS_ROOT=eps_root,
@@ -211,27 +211,29 @@ def _step_bucket(
         )
         return [results[k : k + results_per_leaf] for k in range(0, len(results), results_per_leaf)]
 
-    stepped = over_mesh(on_shards, [numbers, keys, table], arrays, group_size=storage.group_size)
+    stepped = run_sharded_leaves(
+        on_shards, [numbers, keys, table], arrays, group_size=storage.group_size
+    )
     return [Stepped(r[0], Expanded(*r[1:4]), Expanded(*r[4:7])) for r in stepped]
 
 
 def _layout(
-    places: Sequence[LeafPlace], table: Int32[Array, "leaves 2"], group_size: int
+    shards: Sequence[LeafShard], table: Int32[Array, "leaves 2"], group_size: int
 ) -> tuple[Int32[Array, "..."], int]:
     """One row of LAYOUT_FIELDS numbers per leaf for the kernel, and how many blocks there are."""
     rows: list[Any] = []
     blocks = 0
-    for leaf, place in enumerate(places):
-        shape = place.shape or (1,)
+    for leaf, shard in enumerate(shards):
+        shape = shard.shape or (1,)
         groups_per_row = -(-shape[-1] // group_size)
         groups = math.prod(shape[:-1]) * groups_per_row
-        if len(place.jumps) > MAX_JUMPS:
+        if len(shard.jumps) > MAX_JUMPS:
             raise ValueError(
-                f"A leaf of shape {place.shape} on each device is sharded along more than "
+                f"A leaf of shape {shard.shape} on each device is sharded along more than "
                 f"{MAX_JUMPS + 1} axes."
             )
-        jumps = [*place.jumps, *[(1, 0)] * (MAX_JUMPS - len(place.jumps))]
-        rows += [blocks, groups, groups_per_row, shape[-1], *table[leaf], place.start]
+        jumps = [*shard.jumps, *[(1, 0)] * (MAX_JUMPS - len(shard.jumps))]
+        rows += [blocks, groups, groups_per_row, shape[-1], *table[leaf], shard.start]
         rows += [number for jump in jumps for number in jump]
         blocks += -(-groups * group_size // BLOCK)
     # From scalars, which XLA folds: custom_partitioning takes no array constants.

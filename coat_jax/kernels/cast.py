@@ -24,8 +24,7 @@ from jaxtyping import Array, Float
 from coat_jax.formats import saturating_cast
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.launch import launch, rounding_of, tile_count
-from coat_jax.kernels.partition import divides_cleanly
-from coat_jax.kernels.rows import as_rows, over_rows
+from coat_jax.kernels.sharding import as_3d, divides_cleanly, run_sharded
 
 Layout = Literal["straight", "transposed", "both"]
 TILE_ROWS, TILE_COLUMNS, WARPS = 128, 64, 4
@@ -72,7 +71,7 @@ def _cast(
     from coat_jax.kernels.triton.cast import ENTRIES
 
     *rows_shape, width = x.shape
-    x = as_rows(x)
+    x = as_3d(x)
     results = {"straight": ["b s d"], "transposed": ["d b s"], "both": ["b s d", "d b s"]}[layout]
     per_sum = columns_per_sum(width) if measured else 0
     sums = [f"b s d/{per_sum}"] if measured else []
@@ -104,7 +103,7 @@ def _cast(
             FAST=not dispatch.interpreting(),
         )
 
-    outputs = over_rows(run, [x, scale], ["b s d", ""], [*results, *sums])
+    outputs = run_sharded(run, [x, scale], ["b s d", ""], [*results, *sums])
     codes = outputs[: len(results)]
     straight = codes[0].reshape(*rows_shape, width) if layout != "transposed" else None
     transposed = codes[-1].reshape(width, *rows_shape) if layout != "straight" else None

@@ -22,7 +22,7 @@ from coat_jax.blocks import Blocks
 from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.launch import launch, rounding_of, tile_count
-from coat_jax.kernels.rows import as_rows, over_rows
+from coat_jax.kernels.sharding import as_3d, run_sharded
 
 WIDEST = 16384  # columns that one program holds
 TILE_ROWS, TILE_COLUMNS = 64, 128  # of norm_cast
@@ -138,7 +138,7 @@ def norm_forward(
     """
     from coat_jax.kernels.triton.norm import norm_forward_row
 
-    x = as_rows(x)
+    x = as_3d(x)
     require_width(x.shape[-1])
     layer = norm.kind == "layer"
 
@@ -170,7 +170,7 @@ def norm_forward(
 
     given = _given(norm)
     row, number = "b s !d", "b s !one"
-    codes, exponents, inverse, mean, normed = over_rows(
+    codes, exponents, inverse, mean, normed = run_sharded(
         run,
         [x, scale, *given],
         [row, "", *["!d"] * len(given)],
@@ -216,7 +216,7 @@ def norm_cast(
             FAST=not dispatch.interpreting(),
         )
 
-    (result,) = over_rows(
+    (result,) = run_sharded(
         run,
         [blocks.codes, blocks.exponents, scale, *moments, *given],
         ["b s d", f"b s d/{size}", "", *["b s !one"] * len(moments), *["d"] * len(given)],
@@ -278,7 +278,7 @@ def norm_backward(
         )
 
     rows = "b s !d"
-    dx, *sums_of_rows = over_rows(
+    dx, *sums_of_rows = run_sharded(
         run,
         [blocks.codes, blocks.exponents, dn, *moments, *extra, *scale],
         [

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.cast import cast_reference
 from coat_jax.kernels.launch import launch, rounding_of, tile_count
-from coat_jax.kernels.rows import over_rows
+from coat_jax.kernels.sharding import run_sharded
 
 GROWTH = math.sqrt(2)
 # A program rotates several heads of a tile of rows, so that it loads their angles once.
@@ -102,7 +102,7 @@ def rotary_backward_cast(
         )
 
     table = "b s !p" if cos.ndim == 3 else "s !p"
-    straight, transposed = over_rows(
+    straight, transposed = run_sharded(
         run, [y, cos, sin, scale], ["b s n !h", table, table, ""], ["b s n !h", "n !h b s"]
     )
     return straight.reshape(*y.shape[:2], -1), transposed.reshape(-1, *y.shape[:2])

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm
-from coat_jax.kernels.rows import as_rows
+from coat_jax.kernels.sharding import as_3d
 from coat_jax.ops import watched
 from coat_jax.ops.backward import rounds_rows, run_backward
 from coat_jax.ops.checks import require_columns, require_layers, require_norm
@@ -63,7 +63,7 @@ def linear(
     require_layers("linear", x.shape[-1], ws, bs)
     mode = mode_of(precision, implementation)
     probe = watched.probe_of_layers("linear", mode, _names(ws))
-    outputs = _linear(mode, as_rows(x), ws, bs, probe)
+    outputs = _linear(mode, as_3d(x), ws, bs, probe)
     return _shaped(outputs, x, weights)
 
 
@@ -92,7 +92,7 @@ def norm_linear(
     require_layers("norm_linear", x.shape[-1], ws, bs)
     mode = mode_of(precision, implementation)
     probe = watched.probe_of_layers("norm_linear", mode, _names(ws), blocks=("saved",))
-    outputs = _norm_linear(mode, as_rows(x), norm, ws, bs, probe)
+    outputs = _norm_linear(mode, as_3d(x), norm, ws, bs, probe)
     return _shaped(outputs, x, weights)
 
 

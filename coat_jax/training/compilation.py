@@ -24,7 +24,7 @@ def use_cache(folder: str | None) -> None:
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(expanded(folder)))
     delete_unreadable(Path(jax.config.values["jax_compilation_cache_dir"]))
-    # Kernels are named after what they compute: see coat_jax.kernels.identity.
+    # See coat_jax.kernels.cache_key.
     jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
 
 

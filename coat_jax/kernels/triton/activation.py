@@ -3,22 +3,21 @@
 import triton
 import triton.language as tl
 
-from coat_jax.kernels.triton.expansion import exp2, reciprocal
-from coat_jax.kernels.triton.fp8 import (
+from coat_jax.kernels.triton.arithmetic import exp2, reciprocal
+from coat_jax.kernels.triton.blocks import (
     fitting_exponent,
     inverse_power,
     magnitude_bits,
     power_of_two,
-    rounded,
-    through_fp8,
 )
+from coat_jax.kernels.triton.formats import round_to_fp8, through_fp8
 from coat_jax.kernels.triton.tiles import (
-    block_places,
+    block_offsets,
     load_blocks,
     load_tile,
-    store_straight,
+    store_tile,
     store_transposed,
-    tile_of,
+    tile_indices,
 )
 
 
@@ -62,12 +61,12 @@ def store_maxima(
 ):  # fmt: skip
     """The largest magnitudes of a tile; beyond the array there are zeros."""
     v = tl.reshape(magnitude_bits(v), [TILE_ROWS, TILE_COLUMNS // PER_MAXIMUM, PER_MAXIMUM])
-    at, there = block_places(row, ROWS, COLUMNS, TILE_COLUMNS, PER_MAXIMUM)
+    at, there = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, PER_MAXIMUM)
     tl.store(maxima + at, tl.max(v, axis=2).to(tl.float32, bitcast=True), mask=there)
 
 
 @triton.jit
-def keep_tile(
+def store_blocks(
     v, codes, exponents, row, column,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, F8: tl.constexpr, TOP: tl.constexpr, FAST: tl.constexpr,
@@ -75,10 +74,10 @@ def keep_tile(
     """Stores a tile as blocks; returns the values they stand for."""
     v = tl.reshape(v, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE])
     e = fitting_exponent(tl.max(magnitude_bits(v), axis=2), TOP)
-    q = rounded(v * inverse_power(e)[:, :, None], F8[0], F8[1], F8[2], FAST)
+    q = round_to_fp8(v * inverse_power(e)[:, :, None], F8, FAST)
     flat = tl.reshape(q, [TILE_ROWS, TILE_COLUMNS]).to(codes.dtype.element_ty)
-    store_straight(flat, codes, row, column, ROWS, COLUMNS)
-    at, there = block_places(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
+    store_tile(flat, codes, row, column, ROWS, COLUMNS)
+    at, there = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
     tl.store(exponents + at, e.to(tl.uint8), mask=there)
     v = through_fp8(q, codes.dtype.element_ty, FAST) * power_of_two(e)[:, :, None]
     return tl.reshape(v, [TILE_ROWS, TILE_COLUMNS])
@@ -91,14 +90,14 @@ def activation_forward_tile(
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
     TOP: tl.constexpr, PER_MAXIMUM: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    g = keep_tile(
+    row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    g = store_blocks(
         load_tile(gate, row, column, ROWS, COLUMNS), gate_codes, gate_exponents, row, column,
         ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, TOP, FAST,
     )  # fmt: skip
     a, _ = activation(g, NAME, FAST)
     if GATED:
-        a *= keep_tile(
+        a *= store_blocks(
             load_tile(up, row, column, ROWS, COLUMNS), up_codes, up_exponents, row, column,
             ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, TOP, FAST,
         )  # fmt: skip
@@ -112,7 +111,7 @@ def activation_cast_tile(
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     g = load_blocks(
         gate_codes, gate_exponents, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE
     )
@@ -121,8 +120,8 @@ def activation_cast_tile(
         a *= load_blocks(
             up_codes, up_exponents, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE
         )
-    q = rounded(a * (1.0 / tl.load(scale)), F8[0], F8[1], F8[2], FAST).to(out.dtype.element_ty)
-    store_straight(q, out, row, column, ROWS, COLUMNS)
+    q = round_to_fp8(a * (1.0 / tl.load(scale)), F8, FAST).to(out.dtype.element_ty)
+    store_tile(q, out, row, column, ROWS, COLUMNS)
 
 
 @triton.jit
@@ -133,7 +132,7 @@ def activation_backward_tile(
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
     GRADIENT_F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     # Eight neighbours to a thread, not sixteen, which would fill its registers.
     column = column // 8 * 8 + column % 8
     d = load_tile(da, row, column, ROWS, COLUMNS)
@@ -142,24 +141,20 @@ def activation_backward_tile(
     )
     a, slope = activation(g, NAME, FAST)
     if GATED:
-        q = rounded(
-            d * a * (1.0 / tl.load(second_scale)),
-            GRADIENT_F8[0], GRADIENT_F8[1], GRADIENT_F8[2], FAST,
-        ).to(second.dtype.element_ty)  # fmt: skip
-        store_straight(q, second, row, column, ROWS, COLUMNS)
+        q = round_to_fp8(d * a * (1.0 / tl.load(second_scale)), GRADIENT_F8, FAST)
+        q = q.to(second.dtype.element_ty)
+        store_tile(q, second, row, column, ROWS, COLUMNS)
         store_transposed(q, second_transposed, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
         u = load_blocks(
             up_codes, up_exponents, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE
         )
         a *= u
         d *= u
-    q = rounded(
-        d * slope * (1.0 / tl.load(first_scale)),
-        GRADIENT_F8[0], GRADIENT_F8[1], GRADIENT_F8[2], FAST,
-    ).to(first.dtype.element_ty)  # fmt: skip
-    store_straight(q, first, row, column, ROWS, COLUMNS)
+    q = round_to_fp8(d * slope * (1.0 / tl.load(first_scale)), GRADIENT_F8, FAST)
+    q = q.to(first.dtype.element_ty)
+    store_tile(q, first, row, column, ROWS, COLUMNS)
     store_transposed(q, first_transposed, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    q = rounded(a * (1.0 / tl.load(scale)), F8[0], F8[1], F8[2], FAST).to(again.dtype.element_ty)
+    q = round_to_fp8(a * (1.0 / tl.load(scale)), F8, FAST).to(again.dtype.element_ty)
     store_transposed(q, again, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
 
 
@@ -186,10 +181,10 @@ def activation_forward_exact_tile(
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
     TOP: tl.constexpr, PER_MAXIMUM: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     v = load_tile(gate, row, column, ROWS, COLUMNS)
     a, _ = activation(v, NAME, FAST)
-    v = keep_tile(
+    v = store_blocks(
         v, gate_codes, gate_exponents, row, column,
         ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, TOP, FAST,
     )  # fmt: skip
@@ -197,19 +192,19 @@ def activation_forward_exact_tile(
     if GATED:
         v = load_tile(up, row, column, ROWS, COLUMNS)
         a *= v
-        again *= keep_tile(
+        again *= store_blocks(
             v, up_codes, up_exponents, row, column,
             ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, TOP, FAST,
         )  # fmt: skip
     largest = tl.maximum(magnitude_bits(a), magnitude_bits(again))
     largest = tl.reshape(largest, [TILE_ROWS, TILE_COLUMNS // PER_MAXIMUM, PER_MAXIMUM])
     largest = tl.max(largest, axis=2)
-    at, there = block_places(row, ROWS, COLUMNS, TILE_COLUMNS, PER_MAXIMUM)
+    at, there = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, PER_MAXIMUM)
     tl.store(maxima + at, largest.to(tl.float32, bitcast=True), mask=there)
     a = tl.reshape(a, [TILE_ROWS, TILE_COLUMNS // PER_MAXIMUM, PER_MAXIMUM])
     a *= inverse_power(fitting_exponent(largest, TOP))[:, :, None]
-    q = rounded(tl.reshape(a, [TILE_ROWS, TILE_COLUMNS]), F8[0], F8[1], F8[2], FAST)
-    store_straight(q.to(out.dtype.element_ty), out, row, column, ROWS, COLUMNS)
+    q = round_to_fp8(tl.reshape(a, [TILE_ROWS, TILE_COLUMNS]), F8, FAST)
+    store_tile(q.to(out.dtype.element_ty), out, row, column, ROWS, COLUMNS)
 
 
 @triton.jit
@@ -218,11 +213,11 @@ def activation_rescale_tile(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, F8: tl.constexpr, TOP: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     q = load_tile(codes, row, column, ROWS, COLUMNS)
-    at, there = block_places(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
+    at, there = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
     largest = tl.load(maxima + at, mask=there, other=0.0)
     factor = power_of_two(fitting_exponent(magnitude_bits(largest), TOP)) * (1.0 / tl.load(scale))
     q = tl.reshape(q, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE]) * factor[:, :, None]
-    q = rounded(tl.reshape(q, [TILE_ROWS, TILE_COLUMNS]), F8[0], F8[1], F8[2], FAST)
-    store_straight(q.to(out.dtype.element_ty), out, row, column, ROWS, COLUMNS)
+    q = round_to_fp8(tl.reshape(q, [TILE_ROWS, TILE_COLUMNS]), F8, FAST)
+    store_tile(q.to(out.dtype.element_ty), out, row, column, ROWS, COLUMNS)

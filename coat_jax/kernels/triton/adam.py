@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-from coat_jax.kernels.triton.expansion import clip, mix, noise_bits, reciprocal, sqrt
+from coat_jax.kernels.triton.arithmetic import clip, reciprocal, sqrt
 from coat_jax.kernels.triton.moments import encode_first, encode_second, load_codes, read_moments
+from coat_jax.kernels.triton.noise import mix, noise_bits
 
 # A program steps one block of one leaf: some groups of neighbours. `numbers` are those above,
 # `keys` one noise.leaf_key per leaf, `layout` a row of adam_launch's table: where the leaf's

@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from coat_jax.kernels.triton.fp8 import rounded, through_fp8
+from coat_jax.kernels.triton.formats import round_to_fp8, through_fp8
 from coat_jax.kernels.triton.tiles import (
-    block_places,
+    block_offsets,
     load_tile,
-    store_straight,
+    store_tile,
     store_transposed,
-    tile_of,
+    tile_indices,
 )
 
 
@@ -20,18 +20,18 @@ def cast_tile(
     PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     y = load_tile(x, row, column, ROWS, COLUMNS) * (1.0 / tl.load(scale))
-    y = rounded(y, F8[0], F8[1], F8[2], FAST)
+    y = round_to_fp8(y, F8, FAST)
     codes = y.to(straight.dtype.element_ty)
     if STRAIGHT:
-        store_straight(codes, straight, row, column, ROWS, COLUMNS)
+        store_tile(codes, straight, row, column, ROWS, COLUMNS)
     if TRANSPOSED:
         store_transposed(codes, transposed, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
     if PER_SUM:
         y = through_fp8(y, straight.dtype.element_ty, FAST)
         y = tl.reshape(y * y, [TILE_ROWS, TILE_COLUMNS // PER_SUM, PER_SUM])
-        at, there = block_places(row, ROWS, COLUMNS, TILE_COLUMNS, PER_SUM)
+        at, there = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, PER_SUM)
         tl.store(squares + at, tl.sum(y, axis=2), mask=there)
 
 

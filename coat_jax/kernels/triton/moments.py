@@ -11,19 +11,17 @@ the sum, and no conversion is needed. Their noise is 128 + [0, 1): 16 random bit
 import triton
 import triton.language as tl
 
-from coat_jax.kernels.triton.expansion import (
+from coat_jax.kernels.triton.arithmetic import (
     clip,
     copysign,
-    decode,
-    encode,
     exp2,
-    fit,
     floor_positive,
     log2,
     reciprocal,
     rsqrt,
     sqrt,
 )
+from coat_jax.kernels.triton.expansion import decode, encode, fit
 
 
 @triton.jit

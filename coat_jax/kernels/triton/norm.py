@@ -3,16 +3,15 @@
 import triton
 import triton.language as tl
 
-from coat_jax.kernels.triton.fp8 import (
-    decoded,
+from coat_jax.kernels.triton.blocks import (
     fitting_exponent,
     inverse_power,
+    load_row_of_blocks,
     magnitude_bits,
     power_of_two,
-    rounded,
-    through_fp8,
 )
-from coat_jax.kernels.triton.tiles import load_blocks, store_transposed, tile_of
+from coat_jax.kernels.triton.formats import round_to_fp8, through_fp8
+from coat_jax.kernels.triton.tiles import load_blocks, store_transposed, tile_indices
 
 
 @triton.jit
@@ -32,7 +31,7 @@ def norm_forward_row(
     v = tl.load(x + row * COLUMNS + lane, mask=here, other=0.0).to(tl.float32)
     v = tl.reshape(v, [WIDTH // SIZE, SIZE])
     e = fitting_exponent(tl.max(magnitude_bits(v), axis=1), TOP)
-    q = rounded(v * inverse_power(e)[:, None], F8[0], F8[1], F8[2], FAST)
+    q = round_to_fp8(v * inverse_power(e)[:, None], F8, FAST)
     flat = tl.reshape(q, [WIDTH])
     tl.store(codes + row * COLUMNS + lane, flat.to(codes.dtype.element_ty), mask=here)
     tl.store(exponents + row * blocks + block, e.to(tl.uint8), mask=block < blocks)
@@ -52,7 +51,7 @@ def norm_forward_row(
         v = v * tl.load(scale + lane, mask=here, other=0.0).to(tl.float32)
     if HAS_SHIFT:
         v = v + tl.load(shift + lane, mask=here, other=0.0).to(tl.float32)
-    v = rounded(v * (1.0 / tl.load(tensor_scale)), F8[0], F8[1], F8[2], FAST)
+    v = round_to_fp8(v * (1.0 / tl.load(tensor_scale)), F8, FAST)
     tl.store(normed + row * COLUMNS + lane, v.to(normed.dtype.element_ty), mask=here)
 
 
@@ -63,7 +62,7 @@ def norm_cast_tile(
     HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    row, column = tile_of(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     v = load_blocks(codes, exponents, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE)
     if LAYER:
         v = v - tl.load(mean + row, mask=row < ROWS, other=0.0)[:, None]
@@ -72,9 +71,7 @@ def norm_cast_tile(
         v = v * tl.load(scale + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
     if HAS_SHIFT:
         v = v + tl.load(shift + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
-    q = rounded(v * (1.0 / tl.load(tensor_scale)), F8[0], F8[1], F8[2], FAST).to(
-        out.dtype.element_ty
-    )
+    q = round_to_fp8(v * (1.0 / tl.load(tensor_scale)), F8, FAST).to(out.dtype.element_ty)
     store_transposed(q, out, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
 
 
@@ -94,7 +91,7 @@ def norm_backward_rows(
     for i in range(SUMS):
         row = program * SUMS + i
         at = row * COLUMNS + lane
-        unit = decoded(codes, exponents, row, lane, COLUMNS, WIDTH, SIZE)
+        unit = load_row_of_blocks(codes, exponents, row, lane, COLUMNS, WIDTH, SIZE)
         if LAYER:
             unit = tl.where(here, unit - tl.load(mean + row), 0.0)
         factor = tl.load(inverse + row)

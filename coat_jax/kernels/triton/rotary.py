@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from coat_jax.kernels.triton.fp8 import rounded
+from coat_jax.kernels.triton.formats import round_to_fp8
 from coat_jax.kernels.triton.tiles import (
     first_column,
     load_tile,
-    store_straight,
+    store_tile,
     store_transposed,
-    tile_of,
+    tile_indices,
 )
 
 
@@ -21,7 +21,7 @@ def rotary_backward_cast_heads(
 ):  # fmt: skip
     """One tile of rows, some heads."""
     WIDTH: tl.constexpr = 2 * HALF * HEADS
-    row, _ = tile_of(COLUMNS, TILE_ROWS, WIDTH)
+    row, _ = tile_indices(COLUMNS, TILE_ROWS, WIDTH)
     pair = tl.arange(0, HALF)
     c = load_tile(cos, row % TABLE_ROWS, pair, TABLE_ROWS, HALF)
     s = load_tile(sin, row % TABLE_ROWS, pair, TABLE_ROWS, HALF)
@@ -48,6 +48,6 @@ def store_rotated(
     F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Half a head of each row, in both layouts."""
-    codes = rounded(v, F8[0], F8[1], F8[2], FAST).to(straight.dtype.element_ty)
-    store_straight(codes, straight, row, column, ROWS, COLUMNS)
+    codes = round_to_fp8(v, F8, FAST).to(straight.dtype.element_ty)
+    store_tile(codes, straight, row, column, ROWS, COLUMNS)
     store_transposed(codes, transposed, row, column, ROWS, COLUMNS, TILE_ROWS, WIDTH)

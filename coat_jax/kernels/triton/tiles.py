@@ -10,7 +10,7 @@ them, then holds pairs of neighbours, and a transpose moves each pair as one wor
 import triton
 import triton.language as tl
 
-from coat_jax.kernels.triton.fp8 import power_of_two
+from coat_jax.kernels.triton.blocks import power_of_two
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def first_column(COLUMNS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def tile_of(COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
+def tile_indices(COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
     """The rows and columns of this program's tile."""
     place = tl.arange(0, TILE_ROWS)
     place = place % (TILE_ROWS // 2) * 2 + place // (TILE_ROWS // 2)
@@ -43,7 +43,7 @@ def load_tile(x, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def block_places(
+def block_offsets(
     row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_COLUMNS: tl.constexpr, SIZE: tl.constexpr
 ):
     """Where the numbers that come one per block stand, [rows, blocks]; and which of them exist."""
@@ -61,14 +61,14 @@ def load_blocks(
 ):  # fmt: skip
     """A tile of blocks, in FP32."""
     q = load_tile(codes, row, column, ROWS, COLUMNS)
-    at, there = block_places(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
+    at, there = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
     scales = power_of_two(tl.load(exponents + at, mask=there, other=127).to(tl.int32))
     values = tl.reshape(q, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE]) * scales[:, :, None]
     return tl.reshape(values, [TILE_ROWS, TILE_COLUMNS])
 
 
 @triton.jit
-def store_straight(codes, out, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def store_tile(codes, out, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Stores a tile of FP8 as it is."""
     here = (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
     at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]

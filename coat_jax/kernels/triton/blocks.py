@@ -1,16 +1,11 @@
-"""FP8 inside a kernel: the twins of `coat_jax.blocks`, and activations.
+"""Blocks of FP8 values that share a power of two as scale: the counterpart of `coat_jax.blocks`.
 
-The largest magnitude is found among bit patterns, as integers: there NaN and infinity are the
+The largest magnitude is found among bit patterns, as integers. There NaN and infinity are the
 largest of all and cannot get lost, as they would in a floating-point maximum.
-
-Hardware casts to FP8 round to nearest and saturate. Triton's interpreter does neither well:
-where FAST is off, values are rounded before they are cast.
 """
 
 import triton
 import triton.language as tl
-
-from coat_jax.kernels.triton.expansion import copysign, representable
 
 
 @triton.jit
@@ -40,25 +35,7 @@ def inverse_power(exponent):
 
 
 @triton.jit
-def rounded(
-    y, MAX: tl.constexpr, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, FAST: tl.constexpr
-):
-    """The FP8 value nearest to y, for the cast that follows; left to the cast where FAST."""
-    if FAST:
-        return y
-    return copysign(representable(tl.abs(y), MAX, MIN_EXPONENT, MANTISSA, FAST), y)
-
-
-@triton.jit
-def through_fp8(y, dtype: tl.constexpr, FAST: tl.constexpr):
-    """y after a round trip through FP8, if `rounded` has not done it."""
-    if FAST:
-        return y.to(dtype).to(tl.float32)
-    return y
-
-
-@triton.jit
-def decoded(
+def load_row_of_blocks(
     codes, exponents, row, lane, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
 ):
     """One row of blocks, in FP32."""
