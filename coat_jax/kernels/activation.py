@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from coat_jax.blocks import Blocks, power_of_two
 from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
-from coat_jax.kernels.launch import launch, rounding_of, tile_count
+from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import as_3d, run_sharded
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
@@ -149,8 +149,7 @@ def _forward(
             PER_MAXIMUM=per_maximum,
             NAME=act,
             GATED=len(hidden) == 2,
-            F8=rounding_of(dtype),
-            TOP=format_of(dtype).top_exponent,
+            F8=format_of(dtype),
             FAST=not dispatch.interpreting(),
         )
 
@@ -178,7 +177,7 @@ def activation_cast(
             **_tiles(rows, columns, size, "cast"),
             NAME=act,
             GATED=len(parts) == 4,
-            F8=rounding_of(parts[0].dtype),
+            F8=format_of(parts[0].dtype),
             FAST=not dispatch.interpreting(),
         )
 
@@ -207,8 +206,7 @@ def activation_rescale(
             scale,
             outputs=[jax.ShapeDtypeStruct(codes.shape, codes.dtype)],
             **_tiles(rows, columns, per_maximum, "cast"),
-            F8=rounding_of(codes.dtype),
-            TOP=format_of(codes.dtype).top_exponent,
+            F8=format_of(codes.dtype),
             FAST=not dispatch.interpreting(),
         )
 
@@ -256,8 +254,8 @@ def activation_backward(
             **_tiles(rows, columns, size, "backward"),
             NAME=act,
             GATED=len(parts) == 4,
-            F8=rounding_of(parts[0].dtype),
-            GRADIENT_F8=rounding_of(dtype),
+            F8=format_of(parts[0].dtype),
+            GRADIENT_F8=format_of(dtype),
             FAST=not dispatch.interpreting(),
         )
 

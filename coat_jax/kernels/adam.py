@@ -186,10 +186,33 @@ def log_decay(decay: Number) -> Number:
     return jnp.log(decay)
 
 
+class StepNumbers(NamedTuple):
+    """What the kernel multiplies by, the same for all elements. With their indices: NUMBER."""
+
+    log2_b1: Number  # m = b1 m + grad_to_m g
+    grad_to_m: Number
+    log2_b2: Number  # v = b2 v + (grad_to_root_v g)^2
+    grad_to_root_v: Number
+    rsqrt_debias2: Number  # direction = ... / (sqrt(v + eps_root) rsqrt_debias2 + eps)
+    eps: Number
+    eps_root: Number
+    m_to_step: Number  # what is divided: m_to_step m + grad_to_step g
+    grad_to_step: Number
+    decay: Number  # the parameter shrinks by this share of it
+    skip: Number  # whether nothing is stored
+    largest_gradient: Number  # as the gradient arrives, before it is scaled
+    largest_step: Number
+    smallest_v: Number  # times the largest v of a group: the least v that divides
+    stochastic_below: Number  # magnitudes of a direction's codes that are rounded stochastically
+
+
+NUMBER = StepNumbers(*range(len(StepNumbers._fields)))
+
+
 def numbers_of_step(
     count: Int[Array, ""], hyper: Hyper, *, nesterov: bool, has_param: bool, smallest_v: float
-) -> Float[Array, "15"]:
-    """What the kernel multiplies by, the same for all elements: computed once, by XLA.
+) -> Float[Array, "numbers"]:
+    """The `StepNumbers` as one array, computed once by XLA.
 
     `smallest_v` is `Storage.resolution_of_second`.
     """
@@ -200,21 +223,21 @@ def numbers_of_step(
         from_m, from_grad = b1 / bias(b1, count + 1), (1 - b1) * grad_scale / debias1
     sign = -lr if has_param else 1.0
     bound = jnp.abs(sign) * largest_direction(count, b1, b2, nesterov=nesterov)
-    numbers = [
-        jnp.log2(b1),  # 0, 1: of the first moment and the gradient
-        (1 - b1) * grad_scale,
-        jnp.log2(b2),  # 2, 3: of the second moment; of the gradient before it is squared
-        jnp.sqrt(1.0 - b2) * grad_scale,
-        jax.lax.rsqrt(debias2),  # 4 - 6: sqrt(v + [6]) * [4] + [5] divides
-        jnp.maximum(eps, SMALLEST),
-        eps_root * debias2,
-        sign * from_m,  # 7, 8: what is divided
-        sign * from_grad,
-        lr * weight_decay,  # 9
-        skip,  # 10: whether nothing is stored
-        LARGEST_GRADIENT / jnp.abs(grad_scale),  # 11: of the gradient as it arrives
-        jnp.where(jnp.isnan(bound), jnp.inf, bound),  # 12; 0 inf at a learning rate of zero
-        b2 * smallest_v,  # 13: times a group's largest v, the least that divides
-        stochastic_below(b1, b2),  # 14: of codes of directions
-    ]
+    numbers = StepNumbers(
+        log2_b1=jnp.log2(b1),
+        grad_to_m=(1 - b1) * grad_scale,
+        log2_b2=jnp.log2(b2),
+        grad_to_root_v=jnp.sqrt(1.0 - b2) * grad_scale,
+        rsqrt_debias2=jax.lax.rsqrt(debias2),
+        eps=jnp.maximum(eps, SMALLEST),
+        eps_root=eps_root * debias2,
+        m_to_step=sign * from_m,
+        grad_to_step=sign * from_grad,
+        decay=lr * weight_decay,
+        skip=skip,
+        largest_gradient=LARGEST_GRADIENT / jnp.abs(grad_scale),
+        largest_step=jnp.where(jnp.isnan(bound), jnp.inf, bound),  # 0 inf at a learning rate of 0
+        smallest_v=b2 * smallest_v,
+        stochastic_below=stochastic_below(b1, b2),
+    )
     return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])

@@ -9,7 +9,7 @@ and moments are overwritten where the caller donates them.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
 from coat_jax import logarithms, noise
-from coat_jax.expansion import Expanded, Rounding, fit_of
-from coat_jax.formats import format_of
+from coat_jax.expansion import Expanded, Fit, Rounding, fit_of
+from coat_jax.formats import Format, format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.adam import (
+    NUMBER,
     Hyper,
     Leaf,
     Settings,
@@ -37,9 +38,45 @@ BLOCK = 1024
 WARPS = 2
 BUCKET = 8  # leaves per launch, where they are small
 SMALL = 2**20  # elements
-ROUNDINGS = ("nearest", "dithered", "stochastic")  # the kernel knows them by number
 MAX_JUMPS = 3
-LAYOUT_FIELDS = 7 + 2 * MAX_JUMPS  # the kernel knows them by number
+
+
+class LayoutField(NamedTuple):
+    """Where the numbers of a leaf stand in its row of the layout table."""
+
+    first_block: int = 0  # of this leaf, among the blocks of the launch
+    groups: int = 1
+    groups_per_row: int = 2
+    columns: int = 3
+    leaf: int = 4  # the index of its key
+    decayed: int = 5  # whether weight decay applies: 0 or 1
+    start: int = 6  # of `LeafShard`
+    jumps: int = 7  # likewise: MAX_JUMPS pairs
+    width: int = 7 + 2 * MAX_JUMPS  # of a row
+
+
+FIELD = LayoutField()
+
+
+class MomentFormat(NamedTuple):
+    """How a moment is stored, for the kernel."""
+
+    fp8: Format | None  # None where codes are integers
+    fit: Fit
+    rounding: Rounding
+    noise_base: int  # the bits under which random bits are put
+    smallest_second: float  # that a group can store, for a largest of 1: of the second moment
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether codes are the integers of a direction or a logarithm."""
+        return self.fp8 is None
+
+    @property
+    def log2_max(self) -> float:
+        """log2 of the largest FP8 code."""
+        assert self.fp8 is not None
+        return math.log2(self.fp8.max)
 
 
 def adam_step(
@@ -148,7 +185,7 @@ def _buckets(indices: Sequence[int], leaves: Sequence[Leaf]) -> list[list[int]]:
 def _step_bucket(
     leaves: Sequence[Leaf],
     table: Int32[Array, "leaves 2"],
-    numbers: Float[Array, "15"],
+    numbers: Float[Array, "numbers"],
     keys: UInt32[Array, "..."],
     *,
     settings: Settings,
@@ -205,8 +242,10 @@ def _step_bucket(
             EPS_ROOT=eps_root,
             ROUND_PARAM=settings.round_params and arrays[0][0].dtype == jnp.bfloat16,
             MAY_SKIP=may_skip,
-            MU=_format_constants(storage.first, first, storage),
-            NU=_format_constants(storage.second, storage.rounding_of_second(), storage),
+            MU=_moment_format(storage.first, first, storage),
+            NU=_moment_format(storage.second, storage.rounding_of_second(), storage),
+            NUMBER=NUMBER,
+            FIELD=FIELD,
             FAST=not dispatch.interpreting(),
         )
         return [results[k : k + results_per_leaf] for k in range(0, len(results), results_per_leaf)]
@@ -220,7 +259,7 @@ def _step_bucket(
 def _layout(
     shards: Sequence[LeafShard], table: Int32[Array, "leaves 2"], group_size: int
 ) -> tuple[Int32[Array, "..."], int]:
-    """One row of LAYOUT_FIELDS numbers per leaf for the kernel, and how many blocks there are."""
+    """One row of numbers per leaf, as in `LayoutField`; and how many blocks there are."""
     rows: list[Any] = []
     blocks = 0
     for leaf, shard in enumerate(shards):
@@ -240,28 +279,20 @@ def _layout(
     return jnp.stack([jax.lax.convert_element_type(n, jnp.int32) for n in rows]), blocks
 
 
-def _format_constants(
-    dtype: DTypeLike, rounding: Rounding, storage: Storage
-) -> tuple[float | int, ...]:
-    """What the kernel needs of a moment's format and its rounding."""
+def _moment_format(dtype: DTypeLike, rounding: Rounding, storage: Storage) -> MomentFormat:
+    """The constants of a moment that is stored as `dtype`."""
     # Stochastic rounding adds noise to codes in units of the last place, whose noise has 16 bits;
     # dithering to codes themselves, where it is as wide as the smallest.
     noise_unit = 1.0
-    of_format: tuple[float | int, ...]
-    if dtype in (DIRECTION, LOGARITHM):
-        of_format, fit = (0.0, 0.0, 0.0, 0, 0), logarithms.FIT
-    else:
-        fmt, fit = format_of(dtype), fit_of(dtype, rounding)
-        of_format = math.log2(fmt.max), fmt.tiny, fmt.max, fmt.min_exponent, fmt.mantissa_bits
+    fp8, fit = None, logarithms.FIT
+    if dtype not in (DIRECTION, LOGARITHM):
+        fp8, fit = format_of(dtype), fit_of(dtype, rounding)
         if rounding != "stochastic":
-            noise_unit = fmt.tiny
-    return (
-        *of_format,  # 0 - 4: of FP8
-        fit.log2_range,  # 5 - 7: how k is chosen
-        float(fit.min_steps),
-        fit.tolerance,
-        ROUNDINGS.index(rounding),  # 8
-        int(np.float32(128 * noise_unit).view(np.uint32)),  # 9: the bits that noise is put under
-        int(dtype in (DIRECTION, LOGARITHM)),  # 10: whether codes are integers
-        storage.resolution_of_second(),  # 11
+            noise_unit = fp8.tiny
+    return MomentFormat(
+        fp8,
+        fit,
+        rounding,
+        noise_base=int(np.float32(128 * noise_unit).view(np.uint32)),
+        smallest_second=storage.resolution_of_second(),
     )

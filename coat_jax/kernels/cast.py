@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.formats import saturating_cast
+from coat_jax.formats import format_of, saturating_cast
 from coat_jax.kernels import dispatch
-from coat_jax.kernels.launch import launch, rounding_of, tile_count
+from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import as_3d, divides_cleanly, run_sharded
 
 Layout = Literal["straight", "transposed", "both"]
@@ -99,7 +99,7 @@ def _cast(
             PER_SUM=per_sum,
             TILE_ROWS=TILE_ROWS,
             TILE_COLUMNS=TILE_COLUMNS,
-            F8=rounding_of(dtype),
+            F8=format_of(dtype),
             FAST=not dispatch.interpreting(),
         )
 

@@ -13,9 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
-from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.kernel_cache import triton_kernel
 
@@ -60,12 +58,6 @@ def launch(
 def tile_count(rows: int, columns: int, tile_rows: int, tile_columns: int) -> int:
     """How many tiles cover an array [rows, columns]."""
     return -(-rows // tile_rows) * -(-columns // tile_columns)
-
-
-def rounding_of(dtype: DTypeLike) -> tuple[float, int, int]:
-    """The constants with which a kernel rounds to an FP8 format itself (see `triton.fp8`)."""
-    fmt = format_of(dtype)
-    return fmt.max, fmt.min_exponent, fmt.mantissa_bits
 
 
 def _interpret(

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from coat_jax.blocks import Blocks
 from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
-from coat_jax.kernels.launch import launch, rounding_of, tile_count
+from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import as_3d, run_sharded
 
 WIDEST = 16384  # columns that one program holds
@@ -163,8 +163,7 @@ def norm_forward(
             HAS_SHIFT=norm.shift is not None,
             EPS=norm.eps,
             EXACT=exact,
-            F8=rounding_of(dtype),
-            TOP=format_of(dtype).top_exponent,
+            F8=format_of(dtype),
             FAST=not dispatch.interpreting(),
         )
 
@@ -212,7 +211,7 @@ def norm_cast(
             HAS_SHIFT=norm.shift is not None,
             TILE_ROWS=TILE_ROWS,
             TILE_COLUMNS=tile_columns,
-            F8=rounding_of(codes.dtype),
+            F8=format_of(codes.dtype),
             FAST=not dispatch.interpreting(),
         )
 

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.cast import cast_reference
-from coat_jax.kernels.launch import launch, rounding_of, tile_count
+from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import run_sharded
 
 GROWTH = math.sqrt(2)
@@ -97,7 +98,7 @@ def rotary_backward_cast(
             HALF=head // 2,
             HEADS=HEADS,
             TILE_ROWS=TILE_ROWS,
-            F8=rounding_of(dtype),
+            F8=format_of(dtype),
             FAST=not dispatch.interpreting(),
         )
 

@@ -69,11 +69,11 @@ def store_maxima(
 def store_blocks(
     v, codes, exponents, row, column,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr, F8: tl.constexpr, TOP: tl.constexpr, FAST: tl.constexpr,
+    SIZE: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile as blocks; returns the values they stand for."""
     v = tl.reshape(v, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE])
-    e = fitting_exponent(tl.max(magnitude_bits(v), axis=2), TOP)
+    e = fitting_exponent(tl.max(magnitude_bits(v), axis=2), F8)
     q = round_to_fp8(v * inverse_power(e)[:, :, None], F8, FAST)
     flat = tl.reshape(q, [TILE_ROWS, TILE_COLUMNS]).to(codes.dtype.element_ty)
     store_tile(flat, codes, row, column, ROWS, COLUMNS)
@@ -88,18 +88,18 @@ def activation_forward_tile(
     gate, up, gate_codes, gate_exponents, up_codes, up_exponents, maxima,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
-    TOP: tl.constexpr, PER_MAXIMUM: tl.constexpr, FAST: tl.constexpr,
+     PER_MAXIMUM: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     g = store_blocks(
         load_tile(gate, row, column, ROWS, COLUMNS), gate_codes, gate_exponents, row, column,
-        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, TOP, FAST,
+        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, FAST,
     )  # fmt: skip
     a, _ = activation(g, NAME, FAST)
     if GATED:
         a *= store_blocks(
             load_tile(up, row, column, ROWS, COLUMNS), up_codes, up_exponents, row, column,
-            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, TOP, FAST,
+            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, FAST,
         )  # fmt: skip
     store_maxima(maxima, a, row, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, PER_MAXIMUM)
 
@@ -179,14 +179,14 @@ def activation_forward_exact_tile(
     gate, up, gate_codes, gate_exponents, up_codes, up_exponents, out, maxima,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
-    TOP: tl.constexpr, PER_MAXIMUM: tl.constexpr, FAST: tl.constexpr,
+     PER_MAXIMUM: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     v = load_tile(gate, row, column, ROWS, COLUMNS)
     a, _ = activation(v, NAME, FAST)
     v = store_blocks(
         v, gate_codes, gate_exponents, row, column,
-        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, TOP, FAST,
+        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, FAST,
     )  # fmt: skip
     again, _ = activation(v, NAME, FAST)
     if GATED:
@@ -194,7 +194,7 @@ def activation_forward_exact_tile(
         a *= v
         again *= store_blocks(
             v, up_codes, up_exponents, row, column,
-            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, TOP, FAST,
+            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, FAST,
         )  # fmt: skip
     largest = tl.maximum(magnitude_bits(a), magnitude_bits(again))
     largest = tl.reshape(largest, [TILE_ROWS, TILE_COLUMNS // PER_MAXIMUM, PER_MAXIMUM])
@@ -202,7 +202,7 @@ def activation_forward_exact_tile(
     at, there = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, PER_MAXIMUM)
     tl.store(maxima + at, largest.to(tl.float32, bitcast=True), mask=there)
     a = tl.reshape(a, [TILE_ROWS, TILE_COLUMNS // PER_MAXIMUM, PER_MAXIMUM])
-    a *= inverse_power(fitting_exponent(largest, TOP))[:, :, None]
+    a *= inverse_power(fitting_exponent(largest, F8))[:, :, None]
     q = round_to_fp8(tl.reshape(a, [TILE_ROWS, TILE_COLUMNS]), F8, FAST)
     store_tile(q.to(out.dtype.element_ty), out, row, column, ROWS, COLUMNS)
 
@@ -211,13 +211,13 @@ def activation_forward_exact_tile(
 def activation_rescale_tile(
     codes, maxima, scale, out,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr, F8: tl.constexpr, TOP: tl.constexpr, FAST: tl.constexpr,
+    SIZE: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     q = load_tile(codes, row, column, ROWS, COLUMNS)
     at, there = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
     largest = tl.load(maxima + at, mask=there, other=0.0)
-    factor = power_of_two(fitting_exponent(magnitude_bits(largest), TOP)) * (1.0 / tl.load(scale))
+    factor = power_of_two(fitting_exponent(magnitude_bits(largest), F8)) * (1.0 / tl.load(scale))
     q = tl.reshape(q, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE]) * factor[:, :, None]
     q = round_to_fp8(tl.reshape(q, [TILE_ROWS, TILE_COLUMNS]), F8, FAST)
     store_tile(q.to(out.dtype.element_ty), out, row, column, ROWS, COLUMNS)

@@ -45,20 +45,22 @@ def step_block(
     MAY_SKIP: tl.constexpr,
     MU: tl.constexpr,
     NU: tl.constexpr,
+    NUMBER: tl.constexpr,
+    FIELD: tl.constexpr,
     FAST: tl.constexpr,
 ):
     # Where the block's groups are.
     lane = tl.arange(0, GROUP)
-    first = (block - tl.load(layout)) * GROUPS_PER_BLOCK
+    first = (block - tl.load(layout + FIELD.first_block)) * GROUPS_PER_BLOCK
     group = first + tl.arange(0, GROUPS_PER_BLOCK)
-    exists = group < tl.load(layout + 1)
+    exists = group < tl.load(layout + FIELD.groups)
     if WHOLE:
         start = first.to(tl.int64) * GROUP
         at = tl.arange(0, GROUPS_PER_BLOCK)[:, None] * GROUP + lane[None, :]
         here = exists[:, None] & (lane < GROUP)[None, :]
     else:
-        groups_per_row = tl.load(layout + 2)
-        columns = tl.load(layout + 3)
+        groups_per_row = tl.load(layout + FIELD.groups_per_row)
+        columns = tl.load(layout + FIELD.columns)
         column = (group % groups_per_row) * GROUP
         start = tl.zeros([], tl.int64)
         at = (group // groups_per_row).to(tl.int64) * columns + column
@@ -78,38 +80,44 @@ def step_block(
     nu_amax = tl.load(nu_amax + group, mask=exists, other=0.0)
     mu_k16 = tl.load(mu_k16 + group, mask=exists, other=16)
     nu_k16 = tl.load(nu_k16 + group, mask=exists, other=16)
-    g = clip(raw, tl.load(numbers + 11), FAST)
+    g = clip(raw, tl.load(numbers + NUMBER.largest_gradient), FAST)
     m, v = read_moments(
         mu, mu_amax, mu_k16, nu, nu_amax, nu_k16,
-        tl.load(numbers), tl.load(numbers + 2), MU, NU, FAST,
+        tl.load(numbers + NUMBER.log2_b1), tl.load(numbers + NUMBER.log2_b2), MU, NU, FAST,
     )  # fmt: skip
-    m += tl.load(numbers + 1) * g
-    root_of_new = tl.load(numbers + 3) * g
+    m += tl.load(numbers + NUMBER.grad_to_m) * g
+    root_of_new = tl.load(numbers + NUMBER.grad_to_root_v) * g
     v += root_of_new * root_of_new
 
     if MAY_SKIP:  # What is not stored stays: the step is in place.
-        skipped = tl.load(numbers + 10) != 0.0
+        skipped = tl.load(numbers + NUMBER.skip) != 0.0
         exists = tl.where(skipped, False, exists)
         here = tl.where(skipped, False, here)
 
     # The direction, or the new parameter.
-    smallest = nu_amax * tl.load(numbers + 13)
+    smallest = nu_amax * tl.load(numbers + NUMBER.smallest_v)
     spread = tl.maximum(v, smallest[:, None], propagate_nan=tl.PropagateNan.ALL)
     if EPS_ROOT:
-        spread += tl.load(numbers + 6)
-    spread = sqrt(spread, FAST) * tl.load(numbers + 4) + tl.load(numbers + 5)
-    moved = m * tl.load(numbers + 7)
+        spread += tl.load(numbers + NUMBER.eps_root)
+    spread = sqrt(spread, FAST) * tl.load(numbers + NUMBER.rsqrt_debias2) + tl.load(
+        numbers + NUMBER.eps
+    )
+    moved = m * tl.load(numbers + NUMBER.m_to_step)
     if NESTEROV:
-        moved += g * tl.load(numbers + 8)
-    moved = clip(moved * reciprocal(spread, FAST), tl.load(numbers + 12), FAST)
+        moved += g * tl.load(numbers + NUMBER.grad_to_step)
+    moved = clip(moved * reciprocal(spread, FAST), tl.load(numbers + NUMBER.largest_step), FAST)
     moved += raw * 0.0  # NaN for an infinite gradient, as exact moments would give
-    key = tl.load(keys + tl.load(layout + 4))
-    run = group + tl.load(layout + 6)
+    key = tl.load(keys + tl.load(layout + FIELD.leaf))
+    run = group + tl.load(layout + FIELD.start)
     for jump in tl.static_range(JUMPS):
-        run += (group // tl.load(layout + 7 + 2 * jump)) * tl.load(layout + 8 + 2 * jump)
+        run += (group // tl.load(layout + FIELD.jumps + 2 * jump)) * tl.load(
+            layout + FIELD.jumps + 2 * jump + 1
+        )
     run = run.to(tl.uint32)
     if HAS_PARAM:
-        shrink = 1.0 - tl.load(numbers + 9) * tl.load(layout + 5).to(tl.float32)
+        shrink = 1.0 - tl.load(numbers + NUMBER.decay) * tl.load(layout + FIELD.decayed).to(
+            tl.float32
+        )
         moved += p * shrink
         if ROUND_PARAM:
             own, _ = noise_bits(mix(key ^ 0x5BD1E995), run, 0, 0, GROUP, FAST)
@@ -119,15 +127,17 @@ def step_block(
     tl.store(result + start + at, moved.to(result.dtype.element_ty), mask=here)
 
     # Encode. Both moments of an element take their noise from one hash, but other bits of it.
-    if MU[8] + NU[8] > 0:
-        for_v, for_m = noise_bits(key, run, NU[9], MU[9], GROUP, FAST)
+    if MU.rounding != "nearest" or NU.rounding != "nearest":
+        for_v, for_m = noise_bits(key, run, NU.noise_base, MU.noise_base, GROUP, FAST)
     else:
         for_v, for_m = v, m  # not used
     codes, amax, k16 = encode_second(v, for_v, NU, FAST)
     tl.store(nu_codes_out + start + at, codes.to(nu_codes_out.dtype.element_ty), mask=here)
     tl.store(nu_amax_out + group, amax, mask=exists)
     tl.store(nu_k16_out + group, k16.to(tl.uint8), mask=exists)
-    codes, amax, k16 = encode_first(m, for_m, v, amax, tl.load(numbers + 14), MU, NU, FAST)
+    codes, amax, k16 = encode_first(
+        m, for_m, v, amax, tl.load(numbers + NUMBER.stochastic_below), MU, NU, FAST
+    )
     tl.store(mu_codes_out + start + at, codes.to(mu_codes_out.dtype.element_ty), mask=here)
     tl.store(mu_amax_out + group, amax, mask=exists)
     tl.store(mu_k16_out + group, k16.to(tl.uint8), mask=exists)
@@ -142,14 +152,15 @@ def step_leaf(
     JUMPS: tl.constexpr,
     HAS_PARAM: tl.constexpr, NESTEROV: tl.constexpr, EPS_ROOT: tl.constexpr,
     ROUND_PARAM: tl.constexpr, MAY_SKIP: tl.constexpr,
-    MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr,
+    MU: tl.constexpr, NU: tl.constexpr, NUMBER: tl.constexpr, FIELD: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """Steps one leaf."""
     step_block(
         tl.program_id(0), numbers, keys, layout,
         p, g, mc, ma, mk, nc, na, nk, r, mco, mao, mko, nco, nao, nko,
         GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, NESTEROV, EPS_ROOT, ROUND_PARAM,
-        MAY_SKIP, MU, NU, FAST,
+        MAY_SKIP, MU, NU, NUMBER, FIELD, FAST,
     )  # fmt: skip
 
 
@@ -176,7 +187,8 @@ def step_bucket(
     JUMPS: tl.constexpr,
     HAS_PARAM: tl.constexpr, NESTEROV: tl.constexpr, EPS_ROOT: tl.constexpr,
     ROUND_PARAM: tl.constexpr, MAY_SKIP: tl.constexpr,
-    MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr,
+    MU: tl.constexpr, NU: tl.constexpr, NUMBER: tl.constexpr, FIELD: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """Steps eight leaves: each program looks up which one its block belongs to."""
     block = tl.program_id(0)
@@ -202,13 +214,13 @@ def step_bucket(
         (r7, mco7, mao7, mko7, nco7, nao7, nko7),
     )
     for leaf in tl.static_range(7):
-        if block >= tl.load(layout + 13 * (leaf + 1)):
-            row = layout + 13 * (leaf + 1)
+        if block >= tl.load(layout + FIELD.width * (leaf + 1)):
+            row = layout + FIELD.width * (leaf + 1)
             p, g, mc, ma, mk, nc, na, nk = inputs[leaf]
             r, mco, mao, mko, nco, nao, nko = outputs[leaf]
     step_block(
         block, numbers, keys, row,
         p, g, mc, ma, mk, nc, na, nk, r, mco, mao, mko, nco, nao, nko,
         GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, NESTEROV, EPS_ROOT, ROUND_PARAM,
-        MAY_SKIP, MU, NU, FAST,
+        MAY_SKIP, MU, NU, NUMBER, FIELD, FAST,
     )  # fmt: skip

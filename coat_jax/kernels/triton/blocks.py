@@ -15,9 +15,9 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def fitting_exponent(bits, TOP: tl.constexpr):
-    """`blocks.fitting_exponent` of a maximum of `magnitude_bits`; 2^TOP is in the top binade."""
-    exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - TOP, 1)
+def fitting_exponent(bits, F8: tl.constexpr):
+    """`blocks.fitting_exponent` of a maximum of `magnitude_bits`."""
+    exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - F8.top_exponent, 1)
     return tl.where(bits < 0x7F800000, exponent, 255)
 
 

@@ -15,10 +15,10 @@ from coat_jax.kernels.triton.formats import representable, round_stochastically
 
 
 @triton.jit
-def decode(codes, amax, k16, log2_factor, LOG2_MAX: tl.constexpr, FAST: tl.constexpr):
-    """Magnitudes times a factor:  2^((log2 |code| - LOG2_MAX) / k + log2 amax + log2_factor)."""
+def decode(codes, amax, k16, log2_factor, FORMAT: tl.constexpr, FAST: tl.constexpr):
+    """Magnitudes times a factor:  2^((log2 |code| - log2_max) / k + log2 amax + log2_factor)."""
     root = 16.0 * reciprocal(k16.to(tl.float32), FAST)
-    offset = log2(amax, FAST) + log2_factor - LOG2_MAX * root
+    offset = log2(amax, FAST) + log2_factor - FORMAT.log2_max * root
     return exp2(log2(tl.abs(codes), FAST) * root[:, None] + offset[:, None], FAST)
 
 
@@ -28,27 +28,21 @@ def encode(magnitude, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
 
     `noise` is from `noise_bits` on top of the format's base.
     """
-    amax, log2_amax, k16 = fit(magnitude, FORMAT[5], FORMAT[6], FORMAT[7], FAST)
-    image = expand(magnitude, log2_amax, k16, FORMAT[0], FAST)
-    if FORMAT[8] == 1:
+    F8: tl.constexpr = FORMAT.fp8
+    amax, log2_amax, k16 = fit(magnitude, FORMAT, FAST)
+    image = expand(magnitude, log2_amax, k16, FORMAT, FAST)
+    if FORMAT.rounding == "dithered":
         # Noise is uniform in 2^7 + [0, 1) smallest codes; its sign does not matter.
-        TINY: tl.constexpr = FORMAT[1]
-        image += 128.5 * TINY - noise.to(tl.float32, bitcast=True)
-    if FORMAT[8] == 2:
+        image += 128.5 * F8.tiny - noise.to(tl.float32, bitcast=True)
+    if FORMAT.rounding == "stochastic":
         noise = noise.to(tl.float32, bitcast=True)
-        image = round_stochastically(image, noise, k16, FORMAT[3], FORMAT[4], FAST)
-    return representable(image, FORMAT[2], FORMAT[3], FORMAT[4], FAST), amax, k16
+        image = round_stochastically(image, noise, k16, F8, FAST)
+    return representable(image, F8, FAST), amax, k16
 
 
 @triton.jit
-def fit(
-    magnitude,
-    LOG2_RANGE: tl.constexpr,
-    MIN_K16: tl.constexpr,
-    TOLERANCE: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """Per group: amax, its logarithm, and 16 k, rounded down but for TOLERANCE."""
+def fit(magnitude, FORMAT: tl.constexpr, FAST: tl.constexpr):
+    """Per group: amax, its logarithm, and 16 k, rounded down but for a tolerance."""
     SMALLEST: tl.constexpr = 1.1754943508222875e-38
     SMALLEST_BITS: tl.constexpr = 0x00800000
     amax = tl.minimum(tl.max(magnitude, axis=1), 3.4028234663852886e38)
@@ -59,14 +53,14 @@ def fit(
     smallest = (tl.min(above, axis=1) + SMALLEST_BITS).to(tl.float32, bitcast=True)
     log2_amax = log2(tl.maximum(amax, SMALLEST), FAST)
     spread = log2_amax - log2(smallest, FAST)
-    k16 = 16.0 * LOG2_RANGE * reciprocal(tl.maximum(spread, 1e-6), FAST)
-    k16 = tl.floor(k16 + TOLERANCE)
-    k16 = tl.minimum(tl.maximum(k16, MIN_K16), 255.0)
+    k16 = 16.0 * FORMAT.fit.log2_range * reciprocal(tl.maximum(spread, 1e-6), FAST)
+    k16 = tl.floor(k16 + FORMAT.fit.tolerance)
+    k16 = tl.minimum(tl.maximum(k16, FORMAT.fit.min_steps), 255.0)
     return amax, log2_amax, k16
 
 
 @triton.jit
-def expand(magnitude, log2_amax, k16, LOG2_MAX: tl.constexpr, FAST: tl.constexpr):
+def expand(magnitude, log2_amax, k16, FORMAT: tl.constexpr, FAST: tl.constexpr):
     """448 (magnitude / amax)^k.
 
     3e-6 too large, so that the approximate power does not put the largest under 448, where
@@ -74,4 +68,4 @@ def expand(magnitude, log2_amax, k16, LOG2_MAX: tl.constexpr, FAST: tl.constexpr
     """
     k = k16 * (1.0 / 16.0)
     log2_ratio = log2(magnitude, FAST) - log2_amax[:, None]
-    return exp2(log2_ratio * k[:, None] + (LOG2_MAX + 4e-6), FAST)
+    return exp2(log2_ratio * k[:, None] + (FORMAT.log2_max + 4e-6), FAST)

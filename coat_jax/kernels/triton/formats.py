@@ -20,7 +20,7 @@ def round_to_fp8(y, F8: tl.constexpr, FAST: tl.constexpr):
     """The FP8 value nearest to y, for the cast that follows; left to the cast where FAST."""
     if FAST:
         return y
-    return copysign(representable(tl.abs(y), F8[0], F8[1], F8[2], FAST), y)
+    return copysign(representable(tl.abs(y), F8, FAST), y)
 
 
 @triton.jit
@@ -32,9 +32,7 @@ def through_fp8(y, dtype: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def representable(
-    image, MAX: tl.constexpr, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, FAST: tl.constexpr
-):
+def representable(image, F8: tl.constexpr, FAST: tl.constexpr):
     """The nearest FP8 value of image, zero for a negative one, for the cast that follows.
 
     The hardware's cast rounds and saturates by itself; what dithering made negative is less than
@@ -44,22 +42,20 @@ def representable(
     if FAST:
         return image
     image = tl.where(image < 0, 0.0, image)
-    unit, per_unit = unit_in_last_place(image, MIN_EXPONENT, MANTISSA)
+    unit, per_unit = unit_in_last_place(image, F8)
     image = ((image * per_unit + 8388608.0) - 8388608.0) * unit
-    return tl.where(image > MAX, MAX, image)
+    return tl.where(image > F8.max, F8.max, image)
 
 
 @triton.jit
-def round_stochastically(
-    image, noise, k16, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, FAST: tl.constexpr
-):
+def round_stochastically(image, noise, k16, F8: tl.constexpr, FAST: tl.constexpr):
     """`formats.stochastic_cast` of image >= 0. `noise` is 128 + 16 bits / 2^16.
 
     Rounds up where noise and probability carry into the next integer, and cuts the rest off
     (which leaves NaN what it is).
     """
     curvature = 1.0 - 16.0 * reciprocal(k16, FAST)
-    unit, per_unit = unit_in_last_place(image, MIN_EXPONENT, MANTISSA)
+    unit, per_unit = unit_in_last_place(image, F8)
     scaled = image * per_unit
     below = floor_positive(scaled, FAST)
     fraction = scaled - below
@@ -70,9 +66,9 @@ def round_stochastically(
 
 
 @triton.jit
-def unit_in_last_place(image, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+def unit_in_last_place(image, F8: tl.constexpr):
     """The distance of FP8 values around image >= 0, and its reciprocal."""
     exponent = image.to(tl.uint32, bitcast=True) & 0x7F800000
-    exponent = tl.maximum(exponent, (127 + MIN_EXPONENT) << 23)
-    unit = (exponent - (MANTISSA << 23)).to(tl.float32, bitcast=True)
-    return unit, (((254 + MANTISSA) << 23) - exponent).to(tl.float32, bitcast=True)
+    exponent = tl.maximum(exponent, (127 + F8.min_exponent) << 23)
+    unit = (exponent - (F8.mantissa_bits << 23)).to(tl.float32, bitcast=True)
+    return unit, (((254 + F8.mantissa_bits) << 23) - exponent).to(tl.float32, bitcast=True)

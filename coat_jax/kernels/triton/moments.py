@@ -27,7 +27,7 @@ from coat_jax.kernels.triton.expansion import decode, encode, fit
 @triton.jit
 def load_codes(pointers, here, FORMAT: tl.constexpr):
     """Codes in FP32."""
-    if FORMAT[10]:
+    if FORMAT.is_integer:
         codes = tl.load(pointers, mask=here, other=0)
     else:
         codes = tl.load(pointers, mask=here, other=0.0)
@@ -40,26 +40,26 @@ def read_moments(
     MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """b1 m and b2 v."""
-    if NU[10]:
+    if NU.is_integer:
         root = decode_root(nu, nu_amax, nu_k16, FAST)
         v = root * (root * exp2(log2_b2, FAST))  # finite in this order
     else:
-        v = decode(nu, nu_amax, nu_k16, log2_b2, NU[0], FAST)
-        if MU[10]:
-            root = sqrt(decode(nu, nu_amax, nu_k16, 0.0, NU[0], FAST), FAST)
-    if MU[10]:
+        v = decode(nu, nu_amax, nu_k16, log2_b2, NU, FAST)
+        if MU.is_integer:
+            root = sqrt(decode(nu, nu_amax, nu_k16, 0.0, NU, FAST), FAST)
+    if MU.is_integer:
         smallest = sqrt(smallest_second(nu_amax, NU), FAST)
         scale = mu_amax * (1.0 / 127.0) * exp2(log2_b1, FAST)
         m = mu * scale[:, None] * tl.maximum(root, smallest[:, None])
     else:
-        m = copysign(decode(mu, mu_amax, mu_k16, log2_b1, MU[0], FAST), mu)
+        m = copysign(decode(mu, mu_amax, mu_k16, log2_b1, MU, FAST), mu)
     return m, v
 
 
 @triton.jit
 def encode_second(v, noise, NU: tl.constexpr, FAST: tl.constexpr):
     """Codes for the cast that follows; amax, 16 k."""
-    if NU[10]:
+    if NU.is_integer:
         codes, amax, k16 = encode_logarithms(v, noise, NU, FAST)
     else:
         codes, amax, k16 = encode(v, noise, NU, FAST)
@@ -71,9 +71,11 @@ def encode_first(
     m, noise, v, nu_amax, stochastic_below, MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr
 ):
     """Codes for the cast that follows; amax, 16 k. `nu_amax` is that of the new v."""
-    if MU[10]:
+    if MU.is_integer:
         direction = m * rsqrt(tl.maximum(v, smallest_second(nu_amax, NU)[:, None]), FAST)
-        codes, amax, k16 = encode_integers(direction, noise, stochastic_below, MU[8] > 0, FAST)
+        codes, amax, k16 = encode_integers(
+            direction, noise, stochastic_below, MU.rounding != "nearest", FAST
+        )
     else:
         codes, amax, k16 = encode(tl.abs(m), noise, MU, FAST)
         codes = copysign(codes, m)
@@ -83,7 +85,7 @@ def encode_first(
 @triton.jit
 def smallest_second(amax, NU: tl.constexpr):
     """What takes the place of smaller second moments in a direction that is stored."""
-    return tl.maximum(amax * NU[11], 1.1754943508222875e-38)
+    return tl.maximum(amax * NU.smallest_second, 1.1754943508222875e-38)
 
 
 @triton.jit
@@ -98,9 +100,9 @@ def decode_root(codes, amax, k16, FAST: tl.constexpr):
 @triton.jit
 def encode_logarithms(x, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
     """The codes of numbers that are not negative; amax, 16 k."""
-    amax, log2_amax, k16 = fit(x, FORMAT[5], FORMAT[6], FORMAT[7], FAST)
+    amax, log2_amax, k16 = fit(x, FORMAT, FAST)
     exact = 255.0 - k16[:, None] * (log2_amax[:, None] - log2(x, FAST))
-    if FORMAT[8] > 0:
+    if FORMAT.rounding != "nearest":
         noise = noise.to(tl.float32, bitcast=True) - 128.0
         fraction = exact - floor_positive(exact, FAST)
         bend = 0.34657359027997264 * reciprocal(k16, FAST)  # log(2) / 2k
@@ -111,7 +113,9 @@ def encode_logarithms(x, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
     codes = last_byte(floor_to_bits(rounded + noise, FAST))
     # Below the smallest code: it or zero. But for rounding errors, only at the smallest k.
     LARGEST: tl.constexpr = 8.507059173023462e37  # 2^126: any number here, times it, is over 1
-    per_smallest = tl.where(k16 > FORMAT[6], LARGEST, reciprocal(amax * FORMAT[11], FAST))
+    per_smallest = tl.where(
+        k16 > FORMAT.fit.min_steps, LARGEST, reciprocal(amax * FORMAT.smallest_second, FAST)
+    )
     least = tl.where(x * per_smallest[:, None] + noise >= 1.0, 1, 0)
     return tl.where(exact >= 1.0, codes, least), amax, k16
 

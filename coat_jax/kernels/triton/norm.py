@@ -19,7 +19,7 @@ def norm_forward_row(
     x, tensor_scale, scale, shift, codes, exponents, inverse, mean, normed,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, LAYER: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr,
-    F8: tl.constexpr, TOP: tl.constexpr, FAST: tl.constexpr,
+    F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, WIDTH)
@@ -30,7 +30,7 @@ def norm_forward_row(
     # What is kept.
     v = tl.load(x + row * COLUMNS + lane, mask=here, other=0.0).to(tl.float32)
     v = tl.reshape(v, [WIDTH // SIZE, SIZE])
-    e = fitting_exponent(tl.max(magnitude_bits(v), axis=1), TOP)
+    e = fitting_exponent(tl.max(magnitude_bits(v), axis=1), F8)
     q = round_to_fp8(v * inverse_power(e)[:, None], F8, FAST)
     flat = tl.reshape(q, [WIDTH])
     tl.store(codes + row * COLUMNS + lane, flat.to(codes.dtype.element_ty), mask=here)
