@@ -235,7 +235,10 @@ def activation_backward(
         size: of the blocks.
         dtype: of the gradients' codes; the activation's are in the blocks' format.
     """
-    from coat_jax.kernels.triton.activation import activation_backward_tile, plain_backward_tile
+    from coat_jax.kernels.triton.activation import (
+        activation_backward_tile,
+        activation_backward_ungated_tile,
+    )
 
     def run(da: Array, scale: Array, first: Array, last: Array, *parts: Array) -> list[Array]:
         *rows, columns = da.shape
@@ -243,7 +246,7 @@ def activation_backward(
         transposed = jax.ShapeDtypeStruct((columns, *rows), dtype)
         again = jax.ShapeDtypeStruct((columns, *rows), parts[0].dtype)
         return launch(
-            activation_backward_tile if len(parts) == 4 else plain_backward_tile,
+            activation_backward_tile if len(parts) == 4 else activation_backward_ungated_tile,
             da,
             *parts[:2],
             *parts[-2:],

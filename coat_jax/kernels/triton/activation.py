@@ -1,4 +1,7 @@
-"""Activations between FP8 and FP8."""
+"""Activations from FP8 to FP8: a = act(gate) up, or a = act(gate) where there is no up.
+
+Without a gate the pointers to up are those to gate, and are not read.
+"""
 
 import triton
 import triton.language as tl
@@ -10,11 +13,12 @@ from coat_jax.kernels.triton.blocks import (
     magnitude_bits,
     power_of_two,
 )
-from coat_jax.kernels.triton.formats import round_to_fp8, through_fp8
+from coat_jax.kernels.triton.formats import round_to_fp8
 from coat_jax.kernels.triton.tiles import (
     block_offsets,
     load_blocks,
     load_tile,
+    store_blocks,
     store_tile,
     store_transposed,
     tile_indices,
@@ -23,12 +27,13 @@ from coat_jax.kernels.triton.tiles import (
 
 @triton.jit
 def sigmoid(x, FAST: tl.constexpr):
+    """1 / (1 + e^-x)."""
     return reciprocal(1.0 + exp2(-1.4426950408889634 * x, FAST), FAST)
 
 
 @triton.jit
 def activation(x, NAME: tl.constexpr, FAST: tl.constexpr):
-    """act(x), and its derivative."""
+    """act(x) and its derivative."""
     if NAME == "silu":
         s = sigmoid(x, FAST)
         value = x * s
@@ -59,28 +64,10 @@ def store_maxima(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     PER_MAXIMUM: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitudes of a tile; beyond the array there are zeros."""
+    """Stores the largest magnitude of every PER_MAXIMUM columns of a row."""
     v = tl.reshape(magnitude_bits(v), [TILE_ROWS, TILE_COLUMNS // PER_MAXIMUM, PER_MAXIMUM])
-    at, there = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, PER_MAXIMUM)
-    tl.store(maxima + at, tl.max(v, axis=2).to(tl.float32, bitcast=True), mask=there)
-
-
-@triton.jit
-def store_blocks(
-    v, codes, exponents, row, column,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """Stores a tile as blocks; returns the values they stand for."""
-    v = tl.reshape(v, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE])
-    e = fitting_exponent(tl.max(magnitude_bits(v), axis=2), F8)
-    q = round_to_fp8(v * inverse_power(e)[:, :, None], F8, FAST)
-    flat = tl.reshape(q, [TILE_ROWS, TILE_COLUMNS]).to(codes.dtype.element_ty)
-    store_tile(flat, codes, row, column, ROWS, COLUMNS)
-    at, there = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
-    tl.store(exponents + at, e.to(tl.uint8), mask=there)
-    v = through_fp8(q, codes.dtype.element_ty, FAST) * power_of_two(e)[:, :, None]
-    return tl.reshape(v, [TILE_ROWS, TILE_COLUMNS])
+    offsets, mask = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, PER_MAXIMUM)
+    tl.store(maxima + offsets, tl.max(v, axis=2).to(tl.float32, bitcast=True), mask=mask)
 
 
 @triton.jit
@@ -88,8 +75,9 @@ def activation_forward_tile(
     gate, up, gate_codes, gate_exponents, up_codes, up_exponents, maxima,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
-     PER_MAXIMUM: tl.constexpr, FAST: tl.constexpr,
+    PER_MAXIMUM: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """Stores gate and up in blocks, and the maxima of their activation."""
     row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     g = store_blocks(
         load_tile(gate, row, column, ROWS, COLUMNS), gate_codes, gate_exponents, row, column,
@@ -111,6 +99,7 @@ def activation_cast_tile(
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
+    """The activation of blocks as FP8 codes."""
     row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     g = load_blocks(
         gate_codes, gate_exponents, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE
@@ -127,13 +116,15 @@ def activation_cast_tile(
 @triton.jit
 def activation_backward_tile(
     da, gate_codes, gate_exponents, up_codes, up_exponents, scale, first_scale, second_scale,
-    again, first, first_transposed, second, second_transposed,
+    recomputed, first, first_transposed, second, second_transposed,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
     GRADIENT_F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """The gradients of gate and up in both layouts, and a recomputed in the transposed one."""
     row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    # Eight neighbours to a thread, not sixteen, which would fill its registers.
+    # Hides from Triton that columns are contiguous beyond 8: a thread then holds 8 neighbours, not
+    # 16, for which it lacks registers.
     column = column // 8 * 8 + column % 8
     d = load_tile(da, row, column, ROWS, COLUMNS)
     g = load_blocks(
@@ -154,22 +145,22 @@ def activation_backward_tile(
     q = q.to(first.dtype.element_ty)
     store_tile(q, first, row, column, ROWS, COLUMNS)
     store_transposed(q, first_transposed, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    q = round_to_fp8(a * (1.0 / tl.load(scale)), F8, FAST).to(again.dtype.element_ty)
-    store_transposed(q, again, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    q = round_to_fp8(a * (1.0 / tl.load(scale)), F8, FAST).to(recomputed.dtype.element_ty)
+    store_transposed(q, recomputed, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
 
 
 @triton.jit
-def plain_backward_tile(
-    da, codes, exponents, codes_again, exponents_again, scale, gradient_scale, scale_again,
-    again, straight, transposed,
+def activation_backward_ungated_tile(
+    da, codes, exponents, codes_twice, exponents_twice, scale, gradient_scale, scale_twice,
+    recomputed, straight, transposed,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
     GRADIENT_F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Without a gate there is one gradient only."""
+    """The same without an up, and so with one gradient."""
     activation_backward_tile(
-        da, codes, exponents, codes_again, exponents_again, scale, gradient_scale, scale_again,
-        again, straight, transposed, straight, transposed,
+        da, codes, exponents, codes_twice, exponents_twice, scale, gradient_scale, scale_twice,
+        recomputed, straight, transposed, straight, transposed,
         ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, NAME, GATED, F8, GRADIENT_F8, FAST,
     )  # fmt: skip
 
@@ -179,8 +170,12 @@ def activation_forward_exact_tile(
     gate, up, gate_codes, gate_exponents, up_codes, up_exponents, out, maxima,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
-     PER_MAXIMUM: tl.constexpr, FAST: tl.constexpr,
+    PER_MAXIMUM: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """Stores gate and up in blocks, the activation of their exact values, and its maxima.
+
+    Maxima are of both activations, of the exact values and of what the blocks decode to.
+    """
     row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     v = load_tile(gate, row, column, ROWS, COLUMNS)
     a, _ = activation(v, NAME, FAST)
@@ -188,19 +183,19 @@ def activation_forward_exact_tile(
         v, gate_codes, gate_exponents, row, column,
         ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, FAST,
     )  # fmt: skip
-    again, _ = activation(v, NAME, FAST)
+    a_rounded, _ = activation(v, NAME, FAST)
     if GATED:
         v = load_tile(up, row, column, ROWS, COLUMNS)
         a *= v
-        again *= store_blocks(
+        a_rounded *= store_blocks(
             v, up_codes, up_exponents, row, column,
             ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, FAST,
         )  # fmt: skip
-    largest = tl.maximum(magnitude_bits(a), magnitude_bits(again))
+    largest = tl.maximum(magnitude_bits(a), magnitude_bits(a_rounded))
     largest = tl.reshape(largest, [TILE_ROWS, TILE_COLUMNS // PER_MAXIMUM, PER_MAXIMUM])
     largest = tl.max(largest, axis=2)
-    at, there = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, PER_MAXIMUM)
-    tl.store(maxima + at, largest.to(tl.float32, bitcast=True), mask=there)
+    offsets, mask = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, PER_MAXIMUM)
+    tl.store(maxima + offsets, largest.to(tl.float32, bitcast=True), mask=mask)
     a = tl.reshape(a, [TILE_ROWS, TILE_COLUMNS // PER_MAXIMUM, PER_MAXIMUM])
     a *= inverse_power(fitting_exponent(largest, F8))[:, :, None]
     q = round_to_fp8(tl.reshape(a, [TILE_ROWS, TILE_COLUMNS]), F8, FAST)
@@ -213,10 +208,11 @@ def activation_rescale_tile(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """Codes with a scale per row and SIZE columns become codes with one scale."""
     row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     q = load_tile(codes, row, column, ROWS, COLUMNS)
-    at, there = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
-    largest = tl.load(maxima + at, mask=there, other=0.0)
+    offsets, mask = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
+    largest = tl.load(maxima + offsets, mask=mask, other=0.0)
     factor = power_of_two(fitting_exponent(magnitude_bits(largest), F8)) * (1.0 / tl.load(scale))
     q = tl.reshape(q, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE]) * factor[:, :, None]
     q = round_to_fp8(tl.reshape(q, [TILE_ROWS, TILE_COLUMNS]), F8, FAST)

@@ -1,4 +1,13 @@
-"""One step of AdamW."""
+"""One step of AdamW, in place: decode, update, encode. `coat_jax.kernels.adam` has the equations.
+
+A program steps one block of one leaf: GROUPS_PER_BLOCK groups of GROUP neighbouring elements.
+
+    numbers    `adam.StepNumbers`; NUMBER has the index of each
+    keys       one `noise.leaf_key` per leaf
+    layout     a row of numbers per leaf; FIELD, an `adam_launch.LayoutField`, has their offsets
+
+Triton takes every array as a parameter of its own, hence the long signatures.
+"""
 
 import triton
 import triton.language as tl
@@ -6,10 +15,6 @@ import triton.language as tl
 from coat_jax.kernels.triton.arithmetic import clip, reciprocal, sqrt
 from coat_jax.kernels.triton.moments import encode_first, encode_second, load_codes, read_moments
 from coat_jax.kernels.triton.noise import mix, noise_bits
-
-# A program steps one block of one leaf: some groups of neighbours. `numbers` are those above,
-# `keys` one noise.leaf_key per leaf, `layout` a row of adam_launch's table: where the leaf's
-# blocks begin and so on.
 
 
 @triton.jit
@@ -49,98 +54,96 @@ def step_block(
     FIELD: tl.constexpr,
     FAST: tl.constexpr,
 ):
+    """Steps one block of one leaf."""
     # Where the block's groups are.
     lane = tl.arange(0, GROUP)
-    first = (block - tl.load(layout + FIELD.first_block)) * GROUPS_PER_BLOCK
-    group = first + tl.arange(0, GROUPS_PER_BLOCK)
-    exists = group < tl.load(layout + FIELD.groups)
+    first_group = (block - tl.load(layout + FIELD.first_block)) * GROUPS_PER_BLOCK
+    group = first_group + tl.arange(0, GROUPS_PER_BLOCK)
+    group_mask = group < tl.load(layout + FIELD.groups)
     if WHOLE:
-        start = first.to(tl.int64) * GROUP
-        at = tl.arange(0, GROUPS_PER_BLOCK)[:, None] * GROUP + lane[None, :]
-        here = exists[:, None] & (lane < GROUP)[None, :]
+        start = first_group.to(tl.int64) * GROUP
+        offsets = tl.arange(0, GROUPS_PER_BLOCK)[:, None] * GROUP + lane[None, :]
+        mask = group_mask[:, None] & (lane < GROUP)[None, :]
     else:
         groups_per_row = tl.load(layout + FIELD.groups_per_row)
         columns = tl.load(layout + FIELD.columns)
         column = (group % groups_per_row) * GROUP
         start = tl.zeros([], tl.int64)
-        at = (group // groups_per_row).to(tl.int64) * columns + column
-        at = at[:, None] + lane[None, :]
-        here = exists[:, None] & (column[:, None] + lane[None, :] < columns)
-    if FULL:  # Every block is: no masks.
-        exists = tl.full([GROUPS_PER_BLOCK], 1, tl.int1)
-        here = tl.full([GROUPS_PER_BLOCK, GROUP], 1, tl.int1)
+        offsets = (group // groups_per_row).to(tl.int64) * columns + column
+        offsets = offsets[:, None] + lane[None, :]
+        mask = group_mask[:, None] & (column[:, None] + lane[None, :] < columns)
+    if FULL:  # All blocks are full: no masks.
+        group_mask = tl.full([GROUPS_PER_BLOCK], 1, tl.int1)
+        mask = tl.full([GROUPS_PER_BLOCK, GROUP], 1, tl.int1)
 
     # Decode and update. Factors common to a group or to the step are multiplied first.
-    raw = tl.load(grad + start + at, mask=here, other=0.0).to(tl.float32)
-    mu = load_codes(mu_codes + start + at, here, MU)
-    nu = load_codes(nu_codes + start + at, here, NU)
+    raw_grad = tl.load(grad + start + offsets, mask=mask, other=0.0).to(tl.float32)
+    mu = load_codes(mu_codes + start + offsets, mask, MU)
+    nu = load_codes(nu_codes + start + offsets, mask, NU)
     if HAS_PARAM:
-        p = tl.load(param + start + at, mask=here, other=0.0).to(tl.float32)
-    mu_amax = tl.load(mu_amax + group, mask=exists, other=0.0)
-    nu_amax = tl.load(nu_amax + group, mask=exists, other=0.0)
-    mu_k16 = tl.load(mu_k16 + group, mask=exists, other=16)
-    nu_k16 = tl.load(nu_k16 + group, mask=exists, other=16)
-    g = clip(raw, tl.load(numbers + NUMBER.largest_gradient), FAST)
+        p = tl.load(param + start + offsets, mask=mask, other=0.0).to(tl.float32)
+    mu_amax = tl.load(mu_amax + group, mask=group_mask, other=0.0)
+    nu_amax = tl.load(nu_amax + group, mask=group_mask, other=0.0)
+    mu_k16 = tl.load(mu_k16 + group, mask=group_mask, other=16)
+    nu_k16 = tl.load(nu_k16 + group, mask=group_mask, other=16)
+    g = clip(raw_grad, tl.load(numbers + NUMBER.largest_gradient), FAST)
     m, v = read_moments(
         mu, mu_amax, mu_k16, nu, nu_amax, nu_k16,
         tl.load(numbers + NUMBER.log2_b1), tl.load(numbers + NUMBER.log2_b2), MU, NU, FAST,
     )  # fmt: skip
     m += tl.load(numbers + NUMBER.grad_to_m) * g
-    root_of_new = tl.load(numbers + NUMBER.grad_to_root_v) * g
-    v += root_of_new * root_of_new
+    new_root_v = tl.load(numbers + NUMBER.grad_to_root_v) * g
+    v += new_root_v * new_root_v
 
-    if MAY_SKIP:  # What is not stored stays: the step is in place.
+    if MAY_SKIP:  # The step is in place: what is not stored stays.
         skipped = tl.load(numbers + NUMBER.skip) != 0.0
-        exists = tl.where(skipped, False, exists)
-        here = tl.where(skipped, False, here)
+        group_mask = tl.where(skipped, False, group_mask)
+        mask = tl.where(skipped, False, mask)
 
-    # The direction, or the new parameter.
+    # The step: the direction, multiplied by the learning rate where there is a parameter.
     smallest = nu_amax * tl.load(numbers + NUMBER.smallest_v)
-    spread = tl.maximum(v, smallest[:, None], propagate_nan=tl.PropagateNan.ALL)
+    denominator = tl.maximum(v, smallest[:, None], propagate_nan=tl.PropagateNan.ALL)
     if EPS_ROOT:
-        spread += tl.load(numbers + NUMBER.eps_root)
-    spread = sqrt(spread, FAST) * tl.load(numbers + NUMBER.rsqrt_debias2) + tl.load(
-        numbers + NUMBER.eps
-    )
-    moved = m * tl.load(numbers + NUMBER.m_to_step)
+        denominator += tl.load(numbers + NUMBER.eps_root)
+    denominator = sqrt(denominator, FAST) * tl.load(numbers + NUMBER.rsqrt_debias2)
+    denominator += tl.load(numbers + NUMBER.eps)
+    step = m * tl.load(numbers + NUMBER.m_to_step)
     if NESTEROV:
-        moved += g * tl.load(numbers + NUMBER.grad_to_step)
-    moved = clip(moved * reciprocal(spread, FAST), tl.load(numbers + NUMBER.largest_step), FAST)
-    moved += raw * 0.0  # NaN for an infinite gradient, as exact moments would give
+        step += g * tl.load(numbers + NUMBER.grad_to_step)
+    step = clip(step * reciprocal(denominator, FAST), tl.load(numbers + NUMBER.largest_step), FAST)
+    step += raw_grad * 0.0  # NaN for an infinite gradient, as exact moments would give
     key = tl.load(keys + tl.load(layout + FIELD.leaf))
-    run = group + tl.load(layout + FIELD.start)
+    global_group = group + tl.load(layout + FIELD.start)
     for jump in tl.static_range(JUMPS):
-        run += (group // tl.load(layout + FIELD.jumps + 2 * jump)) * tl.load(
-            layout + FIELD.jumps + 2 * jump + 1
-        )
-    run = run.to(tl.uint32)
+        pair = layout + FIELD.jumps + 2 * jump
+        global_group += (group // tl.load(pair)) * tl.load(pair + 1)
+    global_group = global_group.to(tl.uint32)
     if HAS_PARAM:
-        shrink = 1.0 - tl.load(numbers + NUMBER.decay) * tl.load(layout + FIELD.decayed).to(
-            tl.float32
-        )
-        moved += p * shrink
+        decay = tl.load(numbers + NUMBER.decay)
+        decay *= tl.load(layout + FIELD.decayed).to(tl.float32)
+        step += p * (1.0 - decay)  # now the new parameter
         if ROUND_PARAM:
-            own, _ = noise_bits(mix(key ^ 0x5BD1E995), run, 0, 0, GROUP, FAST)
-            bits = moved.to(tl.uint32, bitcast=True) + own
+            own, _ = noise_bits(mix(key ^ 0x5BD1E995), global_group, 0, 0, GROUP, FAST)
+            bits = step.to(tl.uint32, bitcast=True) + own
             rounded = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-            moved = tl.where(moved == moved, rounded, moved)  # noqa: PLR0124, NaN stays NaN
-    tl.store(result + start + at, moved.to(result.dtype.element_ty), mask=here)
+            step = tl.where(step == step, rounded, step)  # noqa: PLR0124, NaN stays NaN
+    tl.store(result + start + offsets, step.to(result.dtype.element_ty), mask=mask)
 
-    # Encode. Both moments of an element take their noise from one hash, but other bits of it.
+    # Encode. Both moments of an element take their noise from one hash, but from different bits.
     if MU.rounding != "nearest" or NU.rounding != "nearest":
-        for_v, for_m = noise_bits(key, run, NU.noise_base, MU.noise_base, GROUP, FAST)
+        noise_v, noise_m = noise_bits(key, global_group, NU.noise_base, MU.noise_base, GROUP, FAST)
     else:
-        for_v, for_m = v, m  # not used
-    codes, amax, k16 = encode_second(v, for_v, NU, FAST)
-    tl.store(nu_codes_out + start + at, codes.to(nu_codes_out.dtype.element_ty), mask=here)
-    tl.store(nu_amax_out + group, amax, mask=exists)
-    tl.store(nu_k16_out + group, k16.to(tl.uint8), mask=exists)
+        noise_v, noise_m = v, m  # not used
+    codes, amax, k16 = encode_second(v, noise_v, NU, FAST)
+    tl.store(nu_codes_out + start + offsets, codes.to(nu_codes_out.dtype.element_ty), mask=mask)
+    tl.store(nu_amax_out + group, amax, mask=group_mask)
+    tl.store(nu_k16_out + group, k16.to(tl.uint8), mask=group_mask)
     codes, amax, k16 = encode_first(
-        m, for_m, v, amax, tl.load(numbers + NUMBER.stochastic_below), MU, NU, FAST
+        m, noise_m, v, amax, tl.load(numbers + NUMBER.stochastic_below), MU, NU, FAST
     )
-    tl.store(mu_codes_out + start + at, codes.to(mu_codes_out.dtype.element_ty), mask=here)
-    tl.store(mu_amax_out + group, amax, mask=exists)
-    tl.store(mu_k16_out + group, k16.to(tl.uint8), mask=exists)
+    tl.store(mu_codes_out + start + offsets, codes.to(mu_codes_out.dtype.element_ty), mask=mask)
+    tl.store(mu_amax_out + group, amax, mask=group_mask)
+    tl.store(mu_k16_out + group, k16.to(tl.uint8), mask=group_mask)
 
 
 @triton.jit
@@ -155,7 +158,7 @@ def step_leaf(
     MU: tl.constexpr, NU: tl.constexpr, NUMBER: tl.constexpr, FIELD: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """Steps one leaf."""
+    """Steps a leaf that has a launch of its own."""
     step_block(
         tl.program_id(0), numbers, keys, layout,
         p, g, mc, ma, mk, nc, na, nk, r, mco, mao, mko, nco, nao, nko,

@@ -11,6 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def log2(x, FAST: tl.constexpr):
+    """log2(x); minus infinity for denormals."""
     if FAST:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -20,6 +21,7 @@ def log2(x, FAST: tl.constexpr):
 
 @triton.jit
 def exp2(x, FAST: tl.constexpr):
+    """2^x."""
     if FAST:
         return tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -29,6 +31,7 @@ def exp2(x, FAST: tl.constexpr):
 
 @triton.jit
 def sqrt(x, FAST: tl.constexpr):
+    """The square root."""
     if FAST:
         return tl.inline_asm_elementwise(
             "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -38,6 +41,7 @@ def sqrt(x, FAST: tl.constexpr):
 
 @triton.jit
 def rsqrt(x, FAST: tl.constexpr):
+    """1 / sqrt(x)."""
     if FAST:
         return tl.inline_asm_elementwise(
             "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -47,6 +51,7 @@ def rsqrt(x, FAST: tl.constexpr):
 
 @triton.jit
 def reciprocal(x, FAST: tl.constexpr):
+    """1 / x."""
     if FAST:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -56,7 +61,7 @@ def reciprocal(x, FAST: tl.constexpr):
 
 @triton.jit
 def reciprocal_of_integer(x, FAST: tl.constexpr):
-    """1 / x within 0.4 %, for weights: from one integer subtraction (6 %) and a Newton step."""
+    """1 / x to within 0.4 %: an integer subtraction (6 %) and one Newton step."""
     if FAST:
         guess = (0x7EF127EA - x.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
         return guess * (2.0 - x * guess)
@@ -80,7 +85,7 @@ def floor_positive(x, FAST: tl.constexpr):
 
 @triton.jit
 def clip(x, limit, FAST: tl.constexpr):
-    """x with its magnitude limited; NaN stays."""
+    """x with its magnitude limited; NaN stays NaN."""
     if FAST:
         return tl.inline_asm_elementwise(
             "min.NaN.xorsign.abs.f32 $0, $1, $2;",
@@ -96,5 +101,6 @@ def clip(x, limit, FAST: tl.constexpr):
 
 @triton.jit
 def copysign(x, signed):
+    """x >= 0 with the sign of another number."""
     sign = signed.to(tl.uint32, bitcast=True) & 0x80000000
     return (x.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def magnitude_bits(x):
-    """|x| as an integer, which orders as |x| does."""
+    """The bits of |x| as an integer, which orders as |x| does."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -29,19 +29,19 @@ def power_of_two(exponent):
 
 @triton.jit
 def inverse_power(exponent):
-    """Its reciprocal; of 255 NaN."""
+    """2^(127 - exponent); NaN for an exponent of 255."""
     bits = (254 - tl.minimum(exponent, 253)) << 23
     return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def load_row_of_blocks(
-    codes, exponents, row, lane, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
+    codes, exponents, row, column, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
 ):
-    """One row of blocks, in FP32."""
+    """Loads a row that is stored in blocks, decoded to FP32."""
     block = tl.arange(0, WIDTH // SIZE)
     blocks: tl.constexpr = (COLUMNS + SIZE - 1) // SIZE
-    q = tl.load(codes + row * COLUMNS + lane, mask=lane < COLUMNS, other=0.0).to(tl.float32)
+    q = tl.load(codes + row * COLUMNS + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
     e = tl.load(exponents + row * blocks + block, mask=block < blocks, other=127).to(tl.int32)
     values = tl.reshape(q, [WIDTH // SIZE, SIZE]) * power_of_two(e)[:, None]
     return tl.reshape(values, [WIDTH])

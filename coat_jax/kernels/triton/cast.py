@@ -1,4 +1,7 @@
-"""FP8 codes of an array in one layout or both, and sums of their squares."""
+"""FP8 codes of an array in one layout or both, and sums of their squares.
+
+Every output is a parameter of the kernel, hence one entry point per combination of outputs.
+"""
 
 import triton
 import triton.language as tl
@@ -20,6 +23,7 @@ def cast_tile(
     PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
+    """One tile; outputs that are not wanted are not written."""
     row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     y = load_tile(x, row, column, ROWS, COLUMNS) * (1.0 / tl.load(scale))
     y = round_to_fp8(y, F8, FAST)
@@ -31,8 +35,8 @@ def cast_tile(
     if PER_SUM:
         y = through_fp8(y, straight.dtype.element_ty, FAST)
         y = tl.reshape(y * y, [TILE_ROWS, TILE_COLUMNS // PER_SUM, PER_SUM])
-        at, there = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, PER_SUM)
-        tl.store(squares + at, tl.sum(y, axis=2), mask=there)
+        offsets, mask = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, PER_SUM)
+        tl.store(squares + offsets, tl.sum(y, axis=2), mask=mask)
 
 
 @triton.jit
@@ -50,7 +54,7 @@ def cast_one(
 
 
 @triton.jit
-def cast_one_measured(
+def cast_one_and_squares(
     x, scale, out, squares,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
     PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
@@ -78,7 +82,7 @@ def cast_both(
 
 
 @triton.jit
-def cast_both_measured(
+def cast_both_and_squares(
     x, scale, straight, transposed, squares,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
     PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
@@ -91,10 +95,10 @@ def cast_both_measured(
     )  # fmt: skip
 
 
-# By whether both layouts are wanted, and sums of squares.
+# (both layouts, sums of squares) -> entry point
 ENTRIES = {
     (False, False): cast_one,
-    (False, True): cast_one_measured,
+    (False, True): cast_one_and_squares,
     (True, False): cast_both,
-    (True, True): cast_both_measured,
+    (True, True): cast_both_and_squares,
 }

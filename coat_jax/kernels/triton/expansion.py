@@ -1,10 +1,10 @@
 """Dynamic range expansion of Adam's moments: the counterpart of `coat_jax.expansion`.
 
-A block is [B, G]: B groups of G neighbours, each thread holding about 16 neighbours. The work is
+A block is [B, G]: B groups of G elements, of which a thread holds about 16 neighbours. The work is
 bound by issued instructions almost as much as by memory. So whatever depends on the group alone is
 computed once per group, and decoding adds the logarithms of amax and of the decay inside the power.
 
-A format with its rounding is a tuple, from `adam_launch`, which says what its entries are.
+FORMAT is an `adam_launch.MomentFormat`.
 """
 
 import triton
@@ -24,15 +24,15 @@ def decode(codes, amax, k16, log2_factor, FORMAT: tl.constexpr, FAST: tl.constex
 
 @triton.jit
 def encode(magnitude, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
-    """Magnitudes as the codes they are rounded to, in FP32 for the cast that follows; amax, 16 k.
+    """The codes of magnitudes, in FP32 for the cast that follows; amax; 16 k.
 
-    `noise` is from `noise_bits` on top of the format's base.
+    `noise` comes from `noise_bits`, with the format's noise_base.
     """
     F8: tl.constexpr = FORMAT.fp8
     amax, log2_amax, k16 = fit(magnitude, FORMAT, FAST)
     image = expand(magnitude, log2_amax, k16, FORMAT, FAST)
     if FORMAT.rounding == "dithered":
-        # Noise is uniform in 2^7 + [0, 1) smallest codes; its sign does not matter.
+        # Noise is uniform in [128, 129) smallest codes; subtracting it is as good as adding it.
         image += 128.5 * F8.tiny - noise.to(tl.float32, bitcast=True)
     if FORMAT.rounding == "stochastic":
         noise = noise.to(tl.float32, bitcast=True)
@@ -47,8 +47,8 @@ def fit(magnitude, FORMAT: tl.constexpr, FAST: tl.constexpr):
     SMALLEST_BITS: tl.constexpr = 0x00800000
     amax = tl.minimum(tl.max(magnitude, axis=1), 3.4028234663852886e38)
     amax = tl.where(amax < SMALLEST, 0.0, amax)
-    # As unsigned integers less the smallest normal number, zero and denormals are the largest and
-    # do not count as the minimum.
+    # The minimum over normal numbers: as unsigned integers, after subtracting the smallest normal
+    # number, zero and denormals wrap around to the largest values.
     above = magnitude.to(tl.uint32, bitcast=True) - SMALLEST_BITS
     smallest = (tl.min(above, axis=1) + SMALLEST_BITS).to(tl.float32, bitcast=True)
     log2_amax = log2(tl.maximum(amax, SMALLEST), FAST)
@@ -61,10 +61,10 @@ def fit(magnitude, FORMAT: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def expand(magnitude, log2_amax, k16, FORMAT: tl.constexpr, FAST: tl.constexpr):
-    """448 (magnitude / amax)^k.
+    """max (magnitude / amax)^k, where max is the largest code.
 
-    3e-6 too large, so that the approximate power does not put the largest under 448, where
-    stochastic rounding could round it down. Above, it saturates.
+    The result is 3e-6 too large, relatively: an approximate power below the largest code could be
+    rounded down stochastically. Above it, the result saturates.
     """
     k = k16 * (1.0 / 16.0)
     log2_ratio = log2(magnitude, FAST) - log2_amax[:, None]

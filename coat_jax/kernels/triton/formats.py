@@ -1,7 +1,7 @@
 """Rounding to FP8: the counterpart of `coat_jax.formats`.
 
-Casts to FP8 round to nearest and saturate on hardware, and need no help. Triton's interpreter does
-neither well: where FAST is off, values are rounded before they are cast.
+On hardware a cast to FP8 rounds to nearest and saturates. In Triton's interpreter it does neither
+reliably, so where FAST is off, values are rounded before they are cast.
 """
 
 import triton
@@ -17,7 +17,7 @@ from coat_jax.kernels.triton.arithmetic import (
 
 @triton.jit
 def round_to_fp8(y, F8: tl.constexpr, FAST: tl.constexpr):
-    """The FP8 value nearest to y, for the cast that follows; left to the cast where FAST."""
+    """The FP8 value nearest to y, in FP32; with FAST y itself, which the next cast rounds."""
     if FAST:
         return y
     return copysign(representable(tl.abs(y), F8, FAST), y)
@@ -25,7 +25,7 @@ def round_to_fp8(y, F8: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def through_fp8(y, dtype: tl.constexpr, FAST: tl.constexpr):
-    """y after a round trip through FP8, if `round_to_fp8` has not done it."""
+    """What the result of `round_to_fp8` becomes in a cast to FP8 and back."""
     if FAST:
         return y.to(dtype).to(tl.float32)
     return y
@@ -33,11 +33,11 @@ def through_fp8(y, dtype: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def representable(image, F8: tl.constexpr, FAST: tl.constexpr):
-    """The nearest FP8 value of image, zero for a negative one, for the cast that follows.
+    """The FP8 value nearest to image, still in FP32, and 0 for a negative image.
 
-    The hardware's cast rounds and saturates by itself; what dithering made negative is less than
-    half the smallest code and becomes zero. The interpreter's loses the carry from the mantissa
-    into the exponent: 1.97 would become 1.
+    With FAST image itself, which the cast that follows rounds and saturates. (A negative image is
+    due to dithering and above minus half the smallest code: the cast makes it zero.) The cast of
+    the interpreter loses the carry from the mantissa into the exponent: 1.97 would become 1.
     """
     if FAST:
         return image
@@ -49,10 +49,10 @@ def representable(image, F8: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def round_stochastically(image, noise, k16, F8: tl.constexpr, FAST: tl.constexpr):
-    """`formats.stochastic_cast` of image >= 0. `noise` is 128 + 16 bits / 2^16.
+    """`formats.stochastic_cast` of image >= 0, for noise in [128, 129) with steps of 2^-16.
 
-    Rounds up where noise and probability carry into the next integer, and cuts the rest off
-    (which leaves NaN what it is).
+    Adding noise carries the value into the next integer with the right probability. A mask then
+    drops the fraction, and keeps NaN.
     """
     curvature = 1.0 - 16.0 * reciprocal(k16, FAST)
     unit, per_unit = unit_in_last_place(image, F8)
@@ -67,7 +67,7 @@ def round_stochastically(image, noise, k16, F8: tl.constexpr, FAST: tl.constexpr
 
 @triton.jit
 def unit_in_last_place(image, F8: tl.constexpr):
-    """The distance of FP8 values around image >= 0, and its reciprocal."""
+    """The distance between FP8 values around image >= 0, and its reciprocal."""
     exponent = image.to(tl.uint32, bitcast=True) & 0x7F800000
     exponent = tl.maximum(exponent, (127 + F8.min_exponent) << 23)
     unit = (exponent - (F8.mantissa_bits << 23)).to(tl.float32, bitcast=True)

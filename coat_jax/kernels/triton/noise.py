@@ -10,6 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def mix(x):
+    """The hash of `noise.mix`."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -18,10 +19,11 @@ def mix(x):
 @triton.jit
 def noise_bits(key, run, BASE: tl.constexpr, OTHER_BASE: tl.constexpr, GROUP: tl.constexpr,
                FAST: tl.constexpr):  # fmt: skip
-    """Per element of the groups `run`, as [B, G]: 16 random bits, and those of its neighbour.
+    """Per element of B groups, as [B, G]: 16 random bits, and those of its neighbour.
 
-    A hash of 32 bits serves two neighbours, the lower half the even one. Its halves are put under
-    the bits of BASE.
+    One hash of 32 bits serves two neighbours: the even one has the lower half, the odd one the
+    upper. An element's own bits are put under those of BASE, its neighbour's under OTHER_BASE.
+    `run` numbers the groups in the whole array.
     """
     row = mix(key + run * 0x9E3779B9)
     pair = tl.arange(0, GROUP // 2).to(tl.uint32)
@@ -33,11 +35,13 @@ def noise_bits(key, run, BASE: tl.constexpr, OTHER_BASE: tl.constexpr, GROUP: tl
 
 @triton.jit
 def lower_half(bits, BASE: tl.constexpr, FAST: tl.constexpr):
+    """The lower 16 bits, under those of BASE."""
     return (bits & 0xFFFF) | BASE
 
 
 @triton.jit
 def upper_half(bits, BASE: tl.constexpr, FAST: tl.constexpr):
+    """The upper 16 bits, under those of BASE."""
     if FAST:  # one instruction instead of two
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, 0x7632;",

@@ -1,4 +1,8 @@
-"""Norms between FP8 and FP8."""
+"""Norms from FP8 to FP8.
+
+The forward and the backward pass hold whole rows, so that the statistics of a row take one pass.
+Where there is no scale, shift, mean or residual, the pointer is that of another array and not read.
+"""
 
 import triton
 import triton.language as tl
@@ -21,38 +25,39 @@ def norm_forward_row(
     HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr,
     F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """One row: its blocks, its statistics, and its norm as FP8 codes."""
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, WIDTH)
-    here = lane < COLUMNS
+    column = tl.arange(0, WIDTH)
+    mask = column < COLUMNS
     block = tl.arange(0, WIDTH // SIZE)
     blocks: tl.constexpr = (COLUMNS + SIZE - 1) // SIZE
 
-    # What is kept.
-    v = tl.load(x + row * COLUMNS + lane, mask=here, other=0.0).to(tl.float32)
+    # Saved for the backward pass.
+    v = tl.load(x + row * COLUMNS + column, mask=mask, other=0.0).to(tl.float32)
     v = tl.reshape(v, [WIDTH // SIZE, SIZE])
     e = fitting_exponent(tl.max(magnitude_bits(v), axis=1), F8)
     q = round_to_fp8(v * inverse_power(e)[:, None], F8, FAST)
     flat = tl.reshape(q, [WIDTH])
-    tl.store(codes + row * COLUMNS + lane, flat.to(codes.dtype.element_ty), mask=here)
+    tl.store(codes + row * COLUMNS + column, flat.to(codes.dtype.element_ty), mask=mask)
     tl.store(exponents + row * blocks + block, e.to(tl.uint8), mask=block < blocks)
 
-    # The norm of what is kept, or of x.
+    # The norm of the rounded values, or of x.
     if not EXACT:
         v = through_fp8(q, codes.dtype.element_ty, FAST) * power_of_two(e)[:, None]
     v = tl.reshape(v, [WIDTH])
     if LAYER:
         center = tl.sum(v, axis=0) / COLUMNS
         tl.store(mean + row, center)
-        v = tl.where(here, v - center, 0.0)
+        v = tl.where(mask, v - center, 0.0)
     factor = 1.0 / tl.sqrt(tl.sum(v * v, axis=0) / COLUMNS + EPS)
     tl.store(inverse + row, factor)
     v = v * factor
     if HAS_SCALE:
-        v = v * tl.load(scale + lane, mask=here, other=0.0).to(tl.float32)
+        v = v * tl.load(scale + column, mask=mask, other=0.0).to(tl.float32)
     if HAS_SHIFT:
-        v = v + tl.load(shift + lane, mask=here, other=0.0).to(tl.float32)
+        v = v + tl.load(shift + column, mask=mask, other=0.0).to(tl.float32)
     v = round_to_fp8(v * (1.0 / tl.load(tensor_scale)), F8, FAST)
-    tl.store(normed + row * COLUMNS + lane, v.to(normed.dtype.element_ty), mask=here)
+    tl.store(normed + row * COLUMNS + column, v.to(normed.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -62,6 +67,7 @@ def norm_cast_tile(
     HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
+    """One tile of norm(x), from blocks and statistics, as transposed FP8 codes."""
     row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     v = load_blocks(codes, exponents, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE)
     if LAYER:
@@ -81,41 +87,42 @@ def norm_backward_rows(
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SUMS: tl.constexpr,
     RESIDUAL: tl.constexpr, LAYER: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
 ):  # fmt: skip
-    lane = tl.arange(0, WIDTH)
-    here = lane < COLUMNS
-    for_scale = tl.zeros([WIDTH], tl.float32)
-    for_shift = tl.zeros([WIDTH], tl.float32)
+    """The gradient of SUMS rows of x, and what these rows add to those of scale and shift."""
+    column = tl.arange(0, WIDTH)
+    mask = column < COLUMNS
+    sum_for_scale = tl.zeros([WIDTH], tl.float32)
+    sum_for_shift = tl.zeros([WIDTH], tl.float32)
     if HAS_SCALE:
-        weight = tl.load(scale + lane, mask=here, other=0.0).to(tl.float32)
+        weight = tl.load(scale + column, mask=mask, other=0.0).to(tl.float32)
     program = tl.program_id(0).to(tl.int64)
     for i in range(SUMS):
         row = program * SUMS + i
-        at = row * COLUMNS + lane
-        unit = load_row_of_blocks(codes, exponents, row, lane, COLUMNS, WIDTH, SIZE)
+        offsets = row * COLUMNS + column
+        unit = load_row_of_blocks(codes, exponents, row, column, COLUMNS, WIDTH, SIZE)
         if LAYER:
-            unit = tl.where(here, unit - tl.load(mean + row), 0.0)
+            unit = tl.where(mask, unit - tl.load(mean + row), 0.0)
         factor = tl.load(inverse + row)
         unit = unit * factor
-        d = tl.load(dn + at, mask=here, other=0.0).to(tl.float32)
-        if RESIDUAL:  # loaded before the sums, for which all threads wait
-            beside = tl.load(residual + at, mask=here, other=0.0).to(tl.float32)
+        d = tl.load(dn + offsets, mask=mask, other=0.0).to(tl.float32)
+        if RESIDUAL:  # loaded early: all threads wait for the sums below
+            from_residual = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
         if HAS_SHIFT:
-            for_shift += d
+            sum_for_shift += d
         if HAS_SCALE:
-            for_scale += d * unit
+            sum_for_scale += d * unit
             d = d * weight
         result = d - unit * (tl.sum(d * unit, axis=0) / COLUMNS)
         if LAYER:
             result = result - tl.sum(d, axis=0) / COLUMNS
         result = result * factor
         if RESIDUAL:
-            result += beside
-        tl.store(dx + at, result.to(dx.dtype.element_ty), mask=here)
-    at = program * COLUMNS + lane
+            result += from_residual
+        tl.store(dx + offsets, result.to(dx.dtype.element_ty), mask=mask)
+    offsets = program * COLUMNS + column
     if HAS_SCALE:
-        tl.store(d_scale + at, for_scale, mask=here)
+        tl.store(d_scale + offsets, sum_for_scale, mask=mask)
     if HAS_SHIFT:
-        tl.store(d_shift + at, for_shift, mask=here)
+        tl.store(d_shift + offsets, sum_for_shift, mask=mask)
 
 
 @triton.jit
@@ -124,7 +131,7 @@ def norm_backward_rows_one(
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SUMS: tl.constexpr,
     RESIDUAL: tl.constexpr, LAYER: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Where the norm learns one thing."""
+    """The same for a norm with one parameter."""
     norm_backward_rows(
         codes, exponents, dn, inverse, mean, residual, scale, dx, learned, learned,
         COLUMNS, WIDTH, SIZE, SUMS, RESIDUAL, LAYER, HAS_SCALE, HAS_SHIFT,
@@ -137,11 +144,12 @@ def norm_backward_rows_none(
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SUMS: tl.constexpr,
     RESIDUAL: tl.constexpr, LAYER: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Where it learns nothing."""
+    """The same for a norm without parameters."""
     norm_backward_rows(
         codes, exponents, dn, inverse, mean, residual, scale, dx, dx, dx,
         COLUMNS, WIDTH, SIZE, SUMS, RESIDUAL, LAYER, HAS_SCALE, HAS_SHIFT,
     )  # fmt: skip
 
 
+# By the number of parameters that the norm has.
 NORM_BACKWARD = (norm_backward_rows_none, norm_backward_rows_one, norm_backward_rows)

@@ -15,11 +15,11 @@ from coat_jax.kernels.triton.tiles import (
 
 @triton.jit
 def rotary_backward_cast_heads(
-    y, cos, sin, scale, straight, transposed,
+    dy, cos, sin, scale, straight, transposed,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TABLE_ROWS: tl.constexpr, HALF: tl.constexpr,
     HEADS: tl.constexpr, TILE_ROWS: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows, some heads."""
+    """HEADS heads of TILE_ROWS rows."""
     WIDTH: tl.constexpr = 2 * HALF * HEADS
     row, _ = tile_indices(COLUMNS, TILE_ROWS, WIDTH)
     pair = tl.arange(0, HALF)
@@ -29,8 +29,8 @@ def rotary_backward_cast_heads(
     first = first_column(COLUMNS, WIDTH)
     for head in tl.static_range(HEADS):
         left = first + 2 * HALF * head + pair
-        a = load_tile(y, row, left, ROWS, COLUMNS)
-        b = load_tile(y, row, left + HALF, ROWS, COLUMNS)
+        a = load_tile(dy, row, left, ROWS, COLUMNS)
+        b = load_tile(dy, row, left + HALF, ROWS, COLUMNS)
         store_rotated(
             (a * c + b * s) * inverse, straight, transposed, row, left,
             ROWS, COLUMNS, TILE_ROWS, WIDTH, F8, FAST,
@@ -47,7 +47,7 @@ def store_rotated(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr,
     F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Half a head of each row, in both layouts."""
+    """Stores half a head of each row, in both layouts."""
     codes = round_to_fp8(v, F8, FAST).to(straight.dtype.element_ty)
     store_tile(codes, straight, row, column, ROWS, COLUMNS)
     store_transposed(codes, transposed, row, column, ROWS, COLUMNS, TILE_ROWS, WIDTH)
