@@ -1,10 +1,24 @@
-"""The non-linear part of an MLP, and its gradient: element by element, in FP32.
+"""The elementwise part of an MLP, and its gradient.
 
-hidden = (gate, up)     a = act(gate) * up
-hidden = (up,)          a = act(up)
+    hidden = (gate, up)     a = act(gate) * up
+    hidden = (up,)          a = act(up)
 
-`gradient_bounds` tells without computing them how large gradients can be: from what bounds each row
-of the activation's gradient, and from what the exponents of the row's blocks allow.
+`activate` and `activate_backward` are the references, in FP32. `gradient_bounds` bounds the
+gradients without computing them, from the exponents of the saved blocks.
+
+The kernels go from FP8 to FP8. A tensor's scale must be known before its codes are written, hence
+two passes forward:
+
+    activation_forward          hidden -> blocks, maxima of |a|
+    activation_cast             blocks -> a as one FP8 tensor
+    activation_forward_exact    hidden -> blocks, maxima of |a|, a with many scales
+    activation_rescale          a, maxima -> a as one FP8 tensor
+    activation_backward         blocks, da -> the gradients of hidden in FP8, in both layouts;
+                                a as one FP8 tensor, transposed
+
+The first pair computes a from what the blocks decode to, the second one from hidden itself. Maxima
+are over 32 columns of a row: few enough numbers to be reduced quickly, and narrow enough that a
+mesh can shard widths like 11008 = 32 x 344.
 """
 
 import math
@@ -33,10 +47,10 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 COLUMNS_PER_MAXIMUM = 32  # or a block, if that is wider
-# Rows and columns of a tile, warps of a program: the fastest on an H200.
+# Per pass: rows and columns of a tile, warps of a program. Measured to be the fastest on an H200.
 TILES = {
     "forward": (32, 128, 4),
-    "exact": (16, 128, 4),  # not measured: no registers are spilled
+    "exact": (16, 128, 4),  # not measured; spills no registers
     "cast": (32, 128, 8),
     "backward": (32, 128, 8),
 }
@@ -51,7 +65,7 @@ def require_activation(name: str) -> None:
 def activate(
     hidden: Sequence[Float[Array, "*rows F"]], activation: Activation
 ) -> Float[Array, "*rows F"]:
-    """The activation of a gate and what it gates, or of one array; in FP32."""
+    """act(gate) * up, or act(up), in FP32."""
     first, *gated = (h.astype(jnp.float32) for h in hidden)
     a = ACTIVATIONS[activation](first)
     return a * gated[0] if gated else a
@@ -70,13 +84,13 @@ def activate_backward(
 def gradient_bounds(
     hidden: Sequence[Blocks], da_bound: Float[Array, "*rows"], activation: Activation
 ) -> tuple[Float[Array, ""], ...]:
-    """What no magnitude in the gradients of `hidden` exceeds.
+    """An upper bound of the magnitudes in the gradient of each of `hidden`.
 
-    `hidden` counts with the largest values that its exponents allow: nothing is read but those.
+    It is computed from the largest values that the exponents of `hidden` allow, without the codes.
 
     Args:
-        hidden: what was kept.
-        da_bound: what no magnitude in each row of the gradient of the activation exceeds.
+        hidden: the saved blocks.
+        da_bound: an upper bound of the magnitudes in each row of the activation's gradient.
         activation: the activation.
     """
     da_bound = da_bound[..., None]
@@ -87,20 +101,20 @@ def gradient_bounds(
 
 
 def steepest(m: Float[Array, "..."], activation: Activation) -> tuple[Array, Array | float]:
-    """What neither |act(x)| nor the magnitude of its slope exceeds where |x| <= m."""
+    """Upper bounds of |act(x)| and |act'(x)| where |x| <= m."""
     require_activation(activation)
     if activation == "relu2":
         return m * m, 2 * m
     return m, 1.13  # gelu has the largest slope: 1.1290 at sqrt(2)
 
 
-# --- Kernels ---
+# --- Kernels ---------------------------------------------------------------------------------
 
 
 def activation_forward(
     hidden: Sequence[Float[Array, "*rows F"]], act: Activation, dtype: DTypeLike, size: int
 ) -> tuple[tuple[Blocks, ...], Float[Array, "B S M"]]:
-    """Blocks of `hidden`, with rows [B, S], and the largest magnitudes of its activation."""
+    """Blocks of `hidden`, with rows [B, S]; and the maxima of its activation's magnitudes."""
     from coat_jax.kernels.triton.activation import activation_forward_tile
 
     blocks, (maxima,) = _forward(activation_forward_tile, hidden, act, dtype, size, "forward")
@@ -110,9 +124,11 @@ def activation_forward(
 def activation_forward_exact(
     hidden: Sequence[Float[Array, "*rows F"]], act: Activation, dtype: DTypeLike, size: int
 ) -> tuple[tuple[Blocks, ...], Array, Float[Array, "B S M"]]:
-    """Blocks of `hidden`; the activation's codes [B, S, F]; and its largest magnitudes.
+    """Blocks of `hidden`; the activation's codes [B, S, F]; the maxima of its magnitudes.
 
-    The codes have one scale per row and magnitude: see `activation_rescale`.
+    The codes have one scale for each maximum, a power of two that follows from it. A maximum is
+    over the activations of hidden and of its blocks: the backward pass recomputes the latter, with
+    the scale of the forward pass.
     """
     from coat_jax.kernels.triton.activation import activation_forward_exact_tile
 
@@ -130,7 +146,7 @@ def _forward(
     size: int,
     pass_: Literal["forward", "exact"],
 ) -> tuple[tuple[Blocks, ...], list[Array]]:
-    """Blocks of `hidden`; what the kernel writes after them: codes if "exact", and maxima."""
+    """Blocks of `hidden`, and the kernel's other results: codes if "exact", then maxima."""
     hidden = [as_3d(h) for h in hidden]
     per_maximum = max(size, COLUMNS_PER_MAXIMUM)
     exact = pass_ == "exact"
@@ -192,7 +208,10 @@ def activation_rescale(
     scale: Float[Array, ""],
     size: int,
 ) -> Array:
-    """The codes with `scale` in the place of those that follow from the magnitudes."""
+    """The codes with one `scale`, in place of the scales that follow from the maxima.
+
+    All scales are powers of two, so a code changes only where it becomes subnormal.
+    """
     from coat_jax.kernels.triton.activation import activation_rescale_tile
 
     per_maximum = max(size, COLUMNS_PER_MAXIMUM)
@@ -227,7 +246,7 @@ def activation_backward(
     """act(hidden) / scale as codes [F, B, S]; the gradients likewise, [B, S, F] and [F, B, S].
 
     Args:
-        hidden: what was kept.
+        hidden: the saved blocks.
         da: the gradient of act(hidden).
         act: the activation.
         scale: of act(hidden), as in the forward pass.
@@ -244,7 +263,7 @@ def activation_backward(
         *rows, columns = da.shape
         straight = jax.ShapeDtypeStruct(da.shape, dtype)
         transposed = jax.ShapeDtypeStruct((columns, *rows), dtype)
-        again = jax.ShapeDtypeStruct((columns, *rows), parts[0].dtype)
+        recomputed = jax.ShapeDtypeStruct((columns, *rows), parts[0].dtype)
         return launch(
             activation_backward_tile if len(parts) == 4 else activation_backward_ungated_tile,
             da,
@@ -253,7 +272,7 @@ def activation_backward(
             scale,
             first,
             last,
-            outputs=[again, *[straight, transposed] * (len(parts) // 2)],
+            outputs=[recomputed, *[straight, transposed] * (len(parts) // 2)],
             **_tiles(rows, columns, size, "backward"),
             NAME=act,
             GATED=len(parts) == 4,
@@ -263,21 +282,22 @@ def activation_backward(
         )
 
     parts = [part for blocks in hidden for part in blocks]
-    again, *codes = run_sharded(
+    recomputed, *codes = run_sharded(
         run,
         [as_3d(da), scale, gradient_scales[0], gradient_scales[-1], *parts],
         ["b s f", "", "", "", *_axes(hidden, size)],
         ["f b s", *["b s f", "f b s"] * len(hidden)],
     )
-    return again, list(zip(codes[::2], codes[1::2], strict=True))
+    return recomputed, list(zip(codes[::2], codes[1::2], strict=True))
 
 
 def _axes(hidden: Sequence[Blocks], size: int) -> list[str]:
+    """The named axes of the codes and exponents of blocks, for `run_sharded`."""
     return ["b s f", f"b s f/{size}"] * len(hidden)
 
 
 def _tiles(rows: Sequence[int], columns: int, size: int, pass_: str) -> dict[str, Any]:
-    """How the array is cut into tiles."""
+    """The arguments of `launch` that divide an array into tiles."""
     count = math.prod(rows)
     tile_rows, tile_columns, warps = TILES[pass_]
     tile_columns = max(tile_columns, size)

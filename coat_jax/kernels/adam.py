@@ -6,14 +6,16 @@
     d = clip(d, largest_direction)               what exact moments could give at most
     p = p - learning_rate (d + weight_decay p)
 
-s is the smallest second moment that the element's group can hold, about amax 2^-36. A smaller one
-may have been rounded to zero, so its root says nothing; the step is then too small, not too large.
+s is the smallest second moment that the element's group can store, about amax 2^-36. A smaller v
+may have been rounded to zero, so its root cannot be trusted. Dividing by the larger number makes
+the step too small, not too large.
 
-`adam_reference` is this in `jnp`, one leaf at a time: the specification, and what runs through
-XLA. The Triton kernel does it in one pass over memory and in place: 14.2 bytes moved per FP32
-parameter with BF16 gradients. Without a parameter a leaf's result is its direction d, for the
-links of an optax chain that follow. Results of kernel and reference differ by the rounding of
-approximate logarithms, powers and roots; a stored code may differ by one on the edge.
+`adam_reference` is this in `jnp`, one leaf at a time: the specification, and what runs through XLA.
+The Triton kernel (`triton.adam`, launched by `adam_launch`) takes one pass over memory, in place:
+it moves 14.2 bytes per FP32 parameter with BF16 gradients. Without a parameter the result of a leaf
+is its direction d, for the next transformations of an optax chain. Results of kernel and reference
+differ by the rounding of approximate logarithms, powers and roots. A stored code may differ by one
+where the exact value is near the middle between two codes.
 """
 
 import dataclasses
@@ -33,7 +35,7 @@ LARGEST_GRADIENT = 2.0**63
 
 
 class Hyper(NamedTuple):
-    """The numbers of a step: Python floats, or scalars computed in the program."""
+    """The hyperparameters of a step: Python floats, or scalars computed in the program."""
 
     learning_rate: Number = 0.0
     b1: Number = 0.9
@@ -42,11 +44,11 @@ class Hyper(NamedTuple):
     eps_root: Number = 0.0
     weight_decay: Number = 0.0
     grad_scale: Number = 1.0  # multiplies the gradients: clipping, loss scaling
-    skip: bool | Array = False  # where true, the step changes nothing
+    skip: bool | Array = False  # if true, the step changes nothing
 
 
 class Leaf(NamedTuple):
-    """The arrays of one leaf; `param` is None where only the direction is wanted."""
+    """The arrays of one leaf; `param` is None if only the direction is wanted."""
 
     param: Float[Array, "..."] | None
     grad: Float[Array, "..."]
@@ -97,7 +99,7 @@ def adam_reference(
     if leaf.param is None:
         result = direction.astype(leaf.grad.dtype)
     else:
-        # In FP32, or in the parameter's FP64: that of a step of zero must not change.
+        # In FP32, or in FP64 like the parameter: a step of zero must not change it.
         param = leaf.param.astype(jnp.promote_types(leaf.param.dtype, jnp.float32))
         if decayed:
             direction = direction + hyper.weight_decay * param
@@ -125,8 +127,8 @@ def adam_update(
 ) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
     """Returns the new moments and the direction, in FP32.
 
-    `smallest_v` is the smallest second moment that could be stored: a smaller one counts as
-    that in the direction.
+    `smallest_v` is the smallest second moment that can be stored. The direction is divided by the
+    root of at least that.
     """
     b1, b2 = hyper.b1, hyper.b2
     infinite = jnp.isinf(grad)
@@ -187,23 +189,23 @@ def log_decay(decay: Number) -> Number:
 
 
 class StepNumbers(NamedTuple):
-    """What the kernel multiplies by, the same for all elements. With their indices: NUMBER."""
+    """The scalars of a step, as the kernel uses them. NUMBER has the index of each."""
 
-    log2_b1: Number  # m = b1 m + grad_to_m g
+    log2_b1: Number  # m <- b1 m + grad_to_m g
     grad_to_m: Number
-    log2_b2: Number  # v = b2 v + (grad_to_root_v g)^2
+    log2_b2: Number  # v <- b2 v + (grad_to_root_v g)^2
     grad_to_root_v: Number
-    rsqrt_debias2: Number  # direction = ... / (sqrt(v + eps_root) rsqrt_debias2 + eps)
+    rsqrt_debias2: Number  # denominator = sqrt(v + eps_root) rsqrt_debias2 + eps
     eps: Number
     eps_root: Number
-    m_to_step: Number  # what is divided: m_to_step m + grad_to_step g
+    m_to_step: Number  # numerator = m_to_step m + grad_to_step g
     grad_to_step: Number
-    decay: Number  # the parameter shrinks by this share of it
-    skip: Number  # whether nothing is stored
-    largest_gradient: Number  # as the gradient arrives, before it is scaled
+    decay: Number  # the share of the parameter that weight decay subtracts
+    skip: Number  # 1 if nothing is stored
+    largest_gradient: Number  # before grad_scale
     largest_step: Number
-    smallest_v: Number  # times the largest v of a group: the least v that divides
-    stochastic_below: Number  # magnitudes of a direction's codes that are rounded stochastically
+    smallest_v: Number  # of a group, for a largest v of 1
+    stochastic_below: Number  # smaller codes of a direction are rounded stochastically
 
 
 NUMBER = StepNumbers(*range(len(StepNumbers._fields)))
@@ -212,7 +214,7 @@ NUMBER = StepNumbers(*range(len(StepNumbers._fields)))
 def numbers_of_step(
     count: Int[Array, ""], hyper: Hyper, *, nesterov: bool, has_param: bool, smallest_v: float
 ) -> Float[Array, "numbers"]:
-    """The `StepNumbers` as one array, computed once by XLA.
+    """The `StepNumbers` as one array, which XLA computes once per step.
 
     `smallest_v` is `Storage.resolution_of_second`.
     """

@@ -1,9 +1,9 @@
-"""Launches the AdamW kernel: which leaves share a launch, and what the kernel is told.
+"""Launches the AdamW kernel: decides which leaves share a launch, and sets the kernel's constants.
 
-A program steps one block of 1024 neighbours. A leaf of a million elements or more has a
-launch of its own; smaller ones of the same dtypes go eight to a launch, so that a model of
-many small arrays does not wait for many small launches. Everything is in place: parameters
-and moments are overwritten where the caller donates them.
+A program steps one block of 1024 neighbouring elements. A leaf of a million elements or more has a
+launch of its own. Smaller leaves of the same dtypes go eight to a launch, so that a model of many
+small arrays does not wait for many small launches. The step is in place: parameters and moments are
+overwritten where the caller donates them.
 """
 
 import functools
@@ -36,15 +36,15 @@ from coat_jax.moments import DIRECTION, LOGARITHM, Storage
 
 BLOCK = 1024
 WARPS = 2
-BUCKET = 8  # leaves per launch, where they are small
-SMALL = 2**20  # elements
-MAX_JUMPS = 3
+BUCKET = 8  # small leaves per launch
+SMALL = 2**20  # a leaf with fewer elements is small
+MAX_JUMPS = 3  # of a `LeafShard`
 
 
 class LayoutField(NamedTuple):
-    """Where the numbers of a leaf stand in its row of the layout table."""
+    """The index of each number in a leaf's row of the layout table."""
 
-    first_block: int = 0  # of this leaf, among the blocks of the launch
+    first_block: int = 0  # of the leaf, among the blocks of the launch
     groups: int = 1
     groups_per_row: int = 2
     columns: int = 3
@@ -64,8 +64,8 @@ class MomentFormat(NamedTuple):
     fp8: Format | None  # None where codes are integers
     fit: Fit
     rounding: Rounding
-    noise_base: int  # the bits under which random bits are put
-    smallest_second: float  # that a group can store, for a largest of 1: of the second moment
+    noise_base: int  # the bits of the float under which random bits are put
+    smallest_second: float  # the smallest v that a group can store, for a largest of 1
 
     @property
     def is_integer(self) -> bool:
@@ -132,7 +132,7 @@ def adam_step(
         first = settings.storage.rounding_of_first(hyper.b1)
         for bucket in _buckets(waiting, leaves):
             table = jnp.array([(i, decayed[i]) for i in bucket], jnp.int32)
-            results = _step_bucket(
+            results = _step_together(
                 [leaves[i] for i in bucket],
                 table,
                 numbers,
@@ -149,7 +149,7 @@ def adam_step(
 def _keys(
     seed: int, count: Int[Array, ""], ids: Sequence[int], leaves: Sequence[Leaf]
 ) -> UInt32[Array, "leaves"]:
-    """The keys of all leaves, those of shards inside a `shard_map` told apart."""
+    """The keys of all leaves; different ones for the shards inside a `shard_map`."""
     arrays = [jax.tree.leaves(leaf) for leaf in leaves]
     if not any(noise.varying_axes(*a) for a in arrays):
         return noise.leaf_keys(seed, count, ids)
@@ -162,7 +162,7 @@ def _keys(
 
 
 def _buckets(indices: Sequence[int], leaves: Sequence[Leaf]) -> list[list[int]]:
-    """Puts small leaves of the same dtypes together, BUCKET at a time; any other stands alone."""
+    """Groups small leaves of the same dtypes, BUCKET at a time; all others stand alone."""
     alike: dict[tuple, list[int]] = {}
     alone = []
     for i in indices:
@@ -180,9 +180,9 @@ def _buckets(indices: Sequence[int], leaves: Sequence[Leaf]) -> list[list[int]]:
     return alone + buckets
 
 
-# Under jit a launch is traced once for all buckets of the same shapes; XLA inlines it.
+# Under jit a launch is traced once for all buckets of the same shapes. XLA inlines it.
 @functools.partial(jax.jit, static_argnames=("settings", "first", "eps_root", "may_skip"))
-def _step_bucket(
+def _step_together(
     leaves: Sequence[Leaf],
     table: Int32[Array, "leaves 2"],
     numbers: Float[Array, "numbers"],
@@ -198,7 +198,7 @@ def _step_bucket(
 
     storage = settings.storage
     has_param = leaves[0].param is not None
-    # Without parameters the kernel does not look at the first pointer.
+    # Without parameters the kernel does not read the first pointer.
     arrays = [
         [leaf.grad if leaf.param is None else leaf.param, leaf.grad, *leaf.mu, *leaf.nu]
         for leaf in leaves
@@ -259,7 +259,7 @@ def _step_bucket(
 def _layout(
     shards: Sequence[LeafShard], table: Int32[Array, "leaves 2"], group_size: int
 ) -> tuple[Int32[Array, "..."], int]:
-    """One row of numbers per leaf, as in `LayoutField`; and how many blocks there are."""
+    """The layout table, with a row of `LayoutField` per leaf; and the number of blocks."""
     rows: list[Any] = []
     blocks = 0
     for leaf, shard in enumerate(shards):
@@ -275,14 +275,14 @@ def _layout(
         rows += [blocks, groups, groups_per_row, shape[-1], *table[leaf], shard.start]
         rows += [number for jump in jumps for number in jump]
         blocks += -(-groups * group_size // BLOCK)
-    # From scalars, which XLA folds: custom_partitioning takes no array constants.
+    # Stacked from scalars, which XLA folds: custom_partitioning takes no array constants.
     return jnp.stack([jax.lax.convert_element_type(n, jnp.int32) for n in rows]), blocks
 
 
 def _moment_format(dtype: DTypeLike, rounding: Rounding, storage: Storage) -> MomentFormat:
     """The constants of a moment that is stored as `dtype`."""
-    # Stochastic rounding adds noise to codes in units of the last place, whose noise has 16 bits;
-    # dithering to codes themselves, where it is as wide as the smallest.
+    # Stochastic rounding adds noise in units of the last place; dithering adds it to the codes
+    # themselves, where it is as wide as the smallest code.
     noise_unit = 1.0
     fp8, fit = None, logarithms.FIT
     if dtype not in (DIRECTION, LOGARITHM):

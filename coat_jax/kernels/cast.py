@@ -3,13 +3,12 @@
     straight     codes[row, column] = fp8(x[row, column] / scale)
     transposed   codes[column, row]
 
-Hopper multiplies FP8 only where both operands are contiguous along the axis that is summed
-over. A weight or a gradient is summed over its columns in one product and over its rows in
-another, so it is needed in both layouts; XLA's own transpose of FP8 is several times slower.
+Hopper multiplies FP8 only where both operands are contiguous along the axis that is summed over. A
+weight or a gradient is summed over its columns in one product and over its rows in another, so it
+is needed in both layouts. XLA's own transpose of FP8 is several times slower.
 
-`cast_with_lengths` also gives the Euclidean length of each row, of the values as they are rounded:
-the kernel writes one sum of squares per row and 16 columns, or fewer where a mesh cuts the columns
-finely.
+`cast_with_lengths` also returns the Euclidean length of each row of rounded values. The kernel
+writes one sum of squares per row and 16 columns, or fewer where a mesh shards the columns finely.
 """
 
 import itertools
@@ -34,7 +33,7 @@ COLUMNS_PER_SUM = 16  # at most
 def cast_reference(
     x: Float[Array, "*rows D"], scale: Float[Array, ""], dtype: DTypeLike, layout: Layout
 ) -> tuple[Array | None, Array | None]:
-    """The codes of x / scale, straight [*rows, D] and transposed [D, *rows]; None if not asked."""
+    """The codes of x / scale, straight [*rows, D] and transposed [D, *rows]; None if not wanted."""
     codes = saturating_cast(x.astype(jnp.float32) * (1.0 / scale), dtype)
     straight = codes if layout != "transposed" else None
     return straight, jnp.moveaxis(codes, -1, 0) if layout != "straight" else None
@@ -44,14 +43,17 @@ def cast(
     x: Float[Array, "*rows D"], scale: Float[Array, ""], dtype: DTypeLike, layout: Layout
 ) -> tuple[Array | None, Array | None]:
     """`cast_reference` as a kernel."""
-    straight, transposed, _ = _cast(x, scale, dtype, layout, measured=False)
+    straight, transposed, _ = _cast(x, scale, dtype, layout, with_sums=False)
     return straight, transposed
 
 
 def lengths_reference(
     codes: Float[Array, "*rows D"], scale: Float[Array, ""]
 ) -> Float[Array, "*rows"]:
-    """The Euclidean length of each row of codes * scale. The codes are squared before: they fit."""
+    """The Euclidean length of each row of codes * scale.
+
+    The codes are squared before they are scaled, and so cannot overflow.
+    """
     return jnp.sqrt(jnp.sum(jnp.square(codes.astype(jnp.float32)), axis=-1)) * scale
 
 
@@ -59,28 +61,28 @@ def cast_with_lengths(
     x: Float[Array, "*rows D"], scale: Float[Array, ""], dtype: DTypeLike, layout: Layout
 ) -> tuple[Array | None, Array | None, Float[Array, "*rows"]]:
     """`cast`, and `lengths_reference` of the codes, in one pass."""
-    straight, transposed, squares = _cast(x, scale, dtype, layout, measured=True)
+    straight, transposed, squares = _cast(x, scale, dtype, layout, with_sums=True)
     assert squares is not None
     return straight, transposed, jnp.sqrt(jnp.sum(squares, axis=-1)) * scale
 
 
 def _cast(
-    x: Array, scale: Array, dtype: DTypeLike, layout: Layout, *, measured: bool
+    x: Array, scale: Array, dtype: DTypeLike, layout: Layout, *, with_sums: bool
 ) -> tuple[Array | None, Array | None, Array | None]:
-    """The codes in both layouts, and sums of their squares."""
+    """The codes in the layouts that are wanted, and sums of their squares."""
     from coat_jax.kernels.triton.cast import ENTRIES
 
     *rows_shape, width = x.shape
     x = as_3d(x)
     results = {"straight": ["b s d"], "transposed": ["d b s"], "both": ["b s d", "d b s"]}[layout]
-    per_sum = columns_per_sum(width) if measured else 0
-    sums = [f"b s d/{per_sum}"] if measured else []
+    per_sum = columns_per_sum(width) if with_sums else 0
+    sums = [f"b s d/{per_sum}"] if with_sums else []
 
     def run(x: Array, scale: Array) -> list[Array]:
         rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
         shapes = {"b s d": x.shape, "d b s": (columns, *x.shape[:-1])}
         return launch(
-            ENTRIES[layout == "both", measured],
+            ENTRIES[layout == "both", with_sums],
             x,
             scale,
             outputs=[
@@ -107,11 +109,11 @@ def _cast(
     codes = outputs[: len(results)]
     straight = codes[0].reshape(*rows_shape, width) if layout != "transposed" else None
     transposed = codes[-1].reshape(width, *rows_shape) if layout != "straight" else None
-    return straight, transposed, outputs[-1].reshape(*rows_shape, -1) if measured else None
+    return straight, transposed, outputs[-1].reshape(*rows_shape, -1) if with_sums else None
 
 
 def columns_per_sum(columns: int) -> int:
-    """How many columns a sum of squares is over: the mesh can cut sums wherever it cuts columns."""
+    """How many columns each sum of squares is over, so that sums are sharded where columns are."""
     mesh = jax.sharding.get_abstract_mesh()
     sizes = tuple(mesh.shape.values())
     uses = itertools.product((False, True), repeat=len(sizes))

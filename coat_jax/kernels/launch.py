@@ -17,7 +17,7 @@ import numpy as np
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.kernel_cache import triton_kernel
 
-_ONE_AT_A_TIME = threading.Lock()  # the interpreter keeps its grid in global variables
+_ONE_AT_A_TIME = threading.Lock()  # Triton's interpreter keeps its grid in global variables
 
 
 def launch(
@@ -29,12 +29,12 @@ def launch(
     aliases: Mapping[int, int] | None = None,
     **constants: Any,
 ) -> list[jax.Array]:
-    """Runs `programs` instances of a kernel on pointers to the inputs, then the outputs.
+    """Runs `programs` instances of a kernel, which gets pointers to the inputs, then the outputs.
 
     Args:
-        kernel: a function under `@triton.jit`.
+        kernel: a `@triton.jit` function.
         inputs: arrays, in the order of the kernel's parameters.
-        outputs: the shapes and dtypes of the results; their pointers follow the inputs'.
+        outputs: the shapes and dtypes of the results.
         programs: the size of the one-dimensional grid.
         warps: warps per program.
         aliases: input index -> output index, for arrays that are updated in place.
@@ -68,7 +68,7 @@ def _interpret(
     programs: int,
     constants: Mapping[str, Any],
 ) -> list[jax.Array]:
-    """Runs a kernel on one CPU device, the outputs in the inputs' memory where they are aliased."""
+    """Runs a kernel in Triton's interpreter on one CPU device."""
     of_output = {output: operand for operand, output in aliases.items()}
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
@@ -87,19 +87,21 @@ def _interpret(
 
 
 def _to_torch(array: np.ndarray) -> Any:
+    """A copy as a torch tensor, which has FP8 and BF16 of its own."""
     import torch
 
-    array = np.array(array, order="C")  # a copy: the kernel may write into it
+    array = np.array(array, order="C")  # copies: the kernel may write into it
     names = {"bfloat16": "bfloat16", "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
     name = names.get(array.dtype.name)
     if name is None:
         return torch.from_numpy(array)
-    carrier = array.view(np.dtype(f"i{array.dtype.itemsize}"))
-    return torch.from_numpy(carrier).view(getattr(torch, name))
+    integers = array.view(np.dtype(f"i{array.dtype.itemsize}"))
+    return torch.from_numpy(integers).view(getattr(torch, name))
 
 
 def _to_numpy(tensor: Any, dtype: Any) -> np.ndarray:
+    """The memory of a torch tensor as a numpy array."""
     import torch
 
-    carrier = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return tensor.view(carrier).numpy().view(jnp.dtype(dtype))
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return tensor.view(integers).numpy().view(jnp.dtype(dtype))

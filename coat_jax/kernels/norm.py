@@ -3,8 +3,15 @@
     rms     y = x / sqrt(mean(x^2) + eps) * scale
     layer   y = (x - mean(x)) / sqrt(var(x) + eps) * scale + shift
 
-All in FP32. What the gradient needs of the input besides the input itself is `Stats`, one or
-two numbers per row.
+`statistics`, `normalize` and `normalize_backward` are the references, in FP32. Besides its input,
+the gradient needs `Stats`: one or two numbers per row. The kernels go from FP8 to FP8:
+
+    norm_forward    x -> blocks, statistics, norm(x) as one FP8 tensor
+    norm_cast       blocks, statistics -> norm(x) as one FP8 tensor, transposed
+    norm_backward   blocks, statistics, gradient of norm(x) -> gradients of x, scale and shift
+
+The forward pass reads x once: the tensor's scale comes from `bound` and does not wait for the rows.
+The backward pass recomputes norm(x) from the blocks, which have half the bytes of x.
 """
 
 import dataclasses
@@ -24,16 +31,16 @@ from coat_jax.kernels import dispatch
 from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import as_3d, run_sharded
 
-WIDEST = 16384  # columns that one program holds
+WIDEST = 16384  # columns that one program of a kernel holds
 TILE_ROWS, TILE_COLUMNS = 64, 128  # of norm_cast
-ROWS_PER_SUM = 32  # rows whose contributions to a norm's parameters one program adds up
+ROWS_PER_SUM = 32  # rows over which one program sums the gradients of scale and shift
 
 Kind = Literal["rms", "layer"]
 KINDS = ("rms", "layer")
 
 
 class Stats(NamedTuple):
-    """Per row: the mean (None for "rms") and the reciprocal of the deviation."""
+    """Per row: the mean (None for "rms"), and the reciprocal of the deviation."""
 
     mean: Float[Array, "*rows 1"] | None
     inverse: Float[Array, "*rows 1"]
@@ -42,7 +49,7 @@ class Stats(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """A norm: what it learns (None where it learns nothing), and how it is computed."""
+    """A norm: its parameters (None where it has none), and how it is computed."""
 
     scale: Float[Array, "D"] | None = None
     shift: Float[Array, "D"] | None = None
@@ -52,7 +59,7 @@ class Norm:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r} must be one of {KINDS}.")
-        # JAX fills trees with placeholders, also in the place of None: only arrays are judged.
+        # JAX fills trees with placeholders, also in place of None: only arrays are checked.
         if self.kind == "rms" and hasattr(self.shift, "shape"):
             raise ValueError('A norm of kind "rms" has no shift. Use kind="layer".')
 
@@ -80,7 +87,7 @@ def normalize(x: Float[Array, "*rows D"], stats: Stats, norm: Norm) -> Float[Arr
 def normalize_backward(
     x: Float[Array, "*rows D"], stats: Stats, norm: Norm, dy: Float[Array, "*rows D"]
 ) -> tuple[Float[Array, "*rows D"], Norm]:
-    """The gradients of `x`, in FP32, and of what the norm learns."""
+    """The gradients of `x`, in FP32, and of the norm's parameters."""
     dy = dy.astype(jnp.float32)
     unit = _centered(x, stats) * stats.inverse
     rows = tuple(range(x.ndim - 1))
@@ -98,21 +105,21 @@ def normalize_backward(
 
 
 def bound(norm: Norm, columns: int, rounding: float = 0.0) -> Float[Array, ""]:
-    """What no magnitude in the norm of a row exceeds, whatever the row.
+    """An upper bound of |norm(x)|, whatever the row x.
 
-    One member has at most all of the row's square sum: |y| <= sqrt(columns) |scale| + |shift|.
+    An element's square is at most the row's sum of squares: |y| <= sqrt(columns) |scale| + |shift|.
 
     Args:
         norm: the norm.
         columns: of a row.
-        rounding: how much larger a value may be than the one that the statistics are of,
-            relatively.
+        rounding: by how much x may exceed, relatively, the values that the statistics are of.
     """
-    root = (1 + rounding) * jnp.sqrt(jnp.float32(columns))
-    for parameter, largest in ((norm.scale, jnp.multiply), (norm.shift, jnp.add)):
-        if parameter is not None:
-            root = largest(root, jnp.max(jnp.abs(parameter)).astype(jnp.float32))
-    return root
+    largest = (1 + rounding) * jnp.sqrt(jnp.float32(columns))
+    if norm.scale is not None:
+        largest = largest * jnp.max(jnp.abs(norm.scale)).astype(jnp.float32)
+    if norm.shift is not None:
+        largest = largest + jnp.max(jnp.abs(norm.shift)).astype(jnp.float32)
+    return largest
 
 
 def _centered(x: Float[Array, "*rows D"], stats: Stats) -> Float[Array, "*rows D"]:
@@ -120,7 +127,7 @@ def _centered(x: Float[Array, "*rows D"], stats: Stats) -> Float[Array, "*rows D
     return x if stats.mean is None else x - stats.mean
 
 
-# --- Kernels ---
+# --- Kernels ---------------------------------------------------------------------------------
 
 
 def norm_forward(
@@ -132,9 +139,9 @@ def norm_forward(
     *,
     exact: bool = False,
 ) -> tuple[Blocks, Stats, Array]:
-    """Blocks of `x`, with rows [B, S]; statistics and norm(x) / scale as FP8 codes.
+    """Blocks of `x`, with rows [B, S]; its statistics; and norm(x) / scale as FP8 codes.
 
-    Both are of what the blocks stand for, or of `x` itself where `exact`.
+    Statistics and norm are of the values that the blocks decode to, or of `x` itself if `exact`.
     """
     from coat_jax.kernels.triton.norm import norm_forward_row
 
@@ -169,13 +176,13 @@ def norm_forward(
 
     given = _given(norm)
     row, number = "b s !d", "b s !one"
-    codes, exponents, inverse, mean, normed = run_sharded(
+    codes, exponents, inverse, mean, normalized = run_sharded(
         run,
         [x, scale, *given],
         [row, "", *["!d"] * len(given)],
         [row, f"b s !d/{size}", number, number, row],
     )
-    return Blocks(codes, exponents), Stats(mean if layer else None, inverse), normed
+    return Blocks(codes, exponents), Stats(mean if layer else None, inverse), normalized
 
 
 def norm_cast(
@@ -232,10 +239,10 @@ def norm_backward(
     residual: Float[Array, "B S D"] | None,
     size: int,
 ) -> tuple[Float[Array, "B S D"], Norm]:
-    """The gradient of x, in dn's dtype, and those of what the norm learns.
+    """The gradients of x, in dn's dtype, and of the norm's parameters.
 
     Args:
-        blocks: what was kept of x.
+        blocks: of x, as saved.
         stats: its statistics.
         norm: the norm.
         dn: the gradient of norm(x).
@@ -247,7 +254,7 @@ def norm_backward(
     moments = [stats.inverse] if stats.mean is None else [stats.inverse, stats.mean]
     extra = [] if residual is None else [residual]
     scale = [] if norm.scale is None else [norm.scale]
-    learned = [p for p in (norm.scale, norm.shift) if p is not None]
+    learned = _given(norm)
     sums = math.gcd(blocks.codes.shape[1], ROWS_PER_SUM)
 
     def run(codes: Array, exponents: Array, dn: Array, *rest: Array) -> list[Array]:
@@ -309,17 +316,18 @@ def require_width(columns: int) -> None:
 
 
 def _given(norm: Norm) -> list[Array]:
+    """The parameters that the norm has."""
     return [p for p in (norm.scale, norm.shift) if p is not None]
 
 
 def _parameters(norm: Norm, given: Sequence[Array], other: Array) -> list[Array]:
-    """Scale and shift for a kernel, which wants a pointer even where there is nothing."""
+    """Scale and shift for a kernel, with `other` for one that the norm does not have."""
     rest = iter(given)
     return [other if p is None else next(rest) for p in (norm.scale, norm.shift)]
 
 
 def _width(columns: int, size: int) -> int:
-    """Columns as a power of two, which Triton's blocks need."""
+    """The next power of two: Triton's arrays need one."""
     return max(1 << (columns - 1).bit_length(), size)
 
 

@@ -136,8 +136,8 @@ def bounded_input_gradient(
         return g, input_gradient((weight,), (scale,), (g,), dy.dtype, mode), None
     dtype, how = mode.precision.backward, mode.implementation
     g_scale = gemm.tensor_scale(gemm.largest_magnitude(dy), dtype)
-    g = gemm.measured(dy, g_scale, dtype, "both", how)
-    w = gemm.measured(weight, scale, mode.format, "straight", how)
+    g = gemm.scaled_with_lengths(dy, g_scale, dtype, "both", how)
+    w = gemm.scaled_with_lengths(weight, scale, mode.format, "straight", how)
     return g, gemm.product_transposed(g, w, dy.dtype), gemm.bound_of_product_transposed(g, w)
 
 

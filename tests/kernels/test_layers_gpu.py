@@ -36,7 +36,7 @@ def test_cast(shape, dtype):
 @pytest.mark.parametrize(
     ("shape", "heads", "head", "per_sequence"), ROTARY_CASES + LARGE_ROTARY_CASES
 )
-def test_turn(shape, heads, head, per_sequence, dtype):
+def test_rotary(shape, heads, head, per_sequence, dtype):
     check_rotary(shape, heads, head, dtype, per_sequence=per_sequence)
 
 
