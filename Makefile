@@ -31,7 +31,7 @@ types: $(VENV)/dev.stamp  ## check types
 oracles: $(VENV)/oracles.stamp  ## run kernels in Triton's interpreter, and compile them for Hopper
 	JAX_PLATFORMS=cpu TRITON_INTERPRET=1 $(python) -m pytest --no-skips -m interpret
 	JAX_PLATFORMS=cpu $(python) -m pytest --no-skips tests/optax/test_trajectories.py \
-	  tests/models/test_hf_oracles.py tests/generation/test_sampling.py
+	  tests/models/hf/test_hf_oracles.py tests/generation/test_sampling.py
 	JAX_PLATFORMS=cpu,cuda $(python) -m pytest --no-skips -m compiled
 
 gpu: $(VENV)/$(CUDA),test.stamp  ## on a GPU: its tests, and a benchmark of two minutes

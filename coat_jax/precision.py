@@ -18,8 +18,8 @@ from typing import Annotated
 from jax.typing import DTypeLike
 
 from coat_jax.errors import UserError
-from coat_jax.formats import E4M3, E5M2, format_of
 from coat_jax.limits import Among, dtype_of, require_fields, shown
+from coat_jax.numerics.formats import E4M3, E5M2, format_of
 
 FORMATS: dict[str, DTypeLike] = {"E4M3": E4M3, "E5M2": E5M2}
 Block = Annotated[int, Among((16, 32, 64, 128))]

@@ -126,11 +126,11 @@ def measure(model: str, sequence: int, name: str, batch: int) -> Case:
     import jax.numpy as jnp
 
     from coat_jax import models
-    from coat_jax.training import accounting, speed
-    from coat_jax.training.batches import abstract_batch
+    from coat_jax.training.cluster.batches import abstract_batch
+    from coat_jax.training.cluster.mesh import batch_parts, make_mesh
     from coat_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
-    from coat_jax.training.mesh import batch_parts, make_mesh
     from coat_jax.training.optimizer import make_optimizer
+    from coat_jax.training.report import accounting, speed
     from coat_jax.training.state import abstract_state, new_state
     from coat_jax.training.step import lower_step
 

@@ -133,7 +133,7 @@ class _Folder:
     def __init__(self, options: argparse.Namespace):
         from coat_jax.nn import MeshAxes
         from coat_jax.precision import precision_of
-        from coat_jax.training import weights
+        from coat_jax.training.checkpoint import weights
 
         self._where, self._step = expanded(options.where), options.step
         said = weights.read_json(self._where)
@@ -154,7 +154,7 @@ class _Folder:
 
     def load(self) -> "Llama":
         """The model, on the mesh that is set."""
-        from coat_jax.training import weights
+        from coat_jax.training.checkpoint import weights
 
         def note(text: str) -> None:
             print(printable(text), file=sys.stderr)

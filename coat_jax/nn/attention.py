@@ -20,7 +20,7 @@ from coat_jax.nn.parameters import (
     vector,
     weight,
 )
-from coat_jax.ops.keep import keep, restore
+from coat_jax.ops.saved.array import keep, restore
 from coat_jax.precision import COAT, Precision, precision_of
 
 

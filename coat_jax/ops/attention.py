@@ -21,11 +21,11 @@ from coat_jax import watching
 from coat_jax.errors import UserError
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.ops import watched
-from coat_jax.ops.attended import Attended, Attention, Backend, attended, attended_again
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_layers, require_real
-from coat_jax.ops.keep import restore
-from coat_jax.ops.projection import (
+from coat_jax.ops.saved.array import restore
+from coat_jax.ops.saved.attention import Attended, Attention, Backend, attended, attended_again
+from coat_jax.ops.saved.projection import (
     Mode,
     Scales,
     as_operand,

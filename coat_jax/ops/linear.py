@@ -21,8 +21,8 @@ from coat_jax.kernels.rows import as_rows
 from coat_jax.ops import watched
 from coat_jax.ops.backward import rounds_rows, run_backward
 from coat_jax.ops.checks import require_columns, require_layers, require_norm
-from coat_jax.ops.normed import Normed, normed, normed_gradient, normed_operand
-from coat_jax.ops.projection import (
+from coat_jax.ops.saved.norm import Normed, normed, normed_gradient, normed_operand
+from coat_jax.ops.saved.projection import (
     Biases,
     Mode,
     Outputs,

@@ -15,7 +15,7 @@ from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, st
 from coat_jax.ops import watched
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_columns, require_norm
-from coat_jax.ops.keep import Kept, keep_rows, restore
+from coat_jax.ops.saved.array import Kept, keep_rows, restore
 from coat_jax.precision import COAT, Precision, precision_of
 from coat_jax.watching import Seen
 

@@ -29,8 +29,9 @@ from coat_jax.kernels.turn import (
 from coat_jax.ops import watched
 from coat_jax.ops.backward import rounds_rows, run_backward
 from coat_jax.ops.checks import require_layers, require_norm, require_real
-from coat_jax.ops.normed import Normed, normed, normed_gradient, normed_operand
-from coat_jax.ops.projection import (
+from coat_jax.ops.rotary import Rotary, require_positions
+from coat_jax.ops.saved.norm import Normed, normed, normed_gradient, normed_operand
+from coat_jax.ops.saved.projection import (
     Biases,
     Mode,
     Scales,
@@ -43,7 +44,6 @@ from coat_jax.ops.projection import (
     project,
     weight_gradients,
 )
-from coat_jax.ops.rotary import Rotary, require_positions
 from coat_jax.precision import COAT, Precision
 from coat_jax.watching import Seen
 

@@ -14,10 +14,10 @@ import jax
 from jaxtyping import Array, Float
 
 from coat_jax import watching
-from coat_jax.formats import E4M3
+from coat_jax.numerics.formats import E4M3
 from coat_jax.ops import watched
 from coat_jax.ops.backward import run_backward
-from coat_jax.ops.keep import Kept, keep, restore
+from coat_jax.ops.saved.array import Kept, keep, restore
 from coat_jax.watching import Seen
 
 

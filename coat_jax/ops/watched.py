@@ -12,16 +12,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax import statistics, watching
-from coat_jax.blocks import Blocks
+from coat_jax import watching
 from coat_jax.kernels.activation import Activation, activate
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm, normalize
-from coat_jax.ops.activated import Activated
-from coat_jax.ops.attended import Attended, Attention
-from coat_jax.ops.keep import Kept, restore
-from coat_jax.ops.normed import Normed
-from coat_jax.ops.projection import Mode, Scales
+from coat_jax.numerics import statistics
+from coat_jax.numerics.blocks import Blocks
+from coat_jax.ops.saved.activation import Activated
+from coat_jax.ops.saved.array import Kept, restore
+from coat_jax.ops.saved.attention import Attended, Attention
+from coat_jax.ops.saved.norm import Normed
+from coat_jax.ops.saved.projection import Mode, Scales
 from coat_jax.precision import Precision
 from coat_jax.watching import Seen, of_weight
 

@@ -9,7 +9,6 @@ state_shardings                 how an optimizer's state is sharded, from its pa
 save_state, restore_state       checkpoints that refuse a state of another format
 """
 
-from coat_jax.moments import Storage
 from coat_jax.optax.adam import fp8_adamw, scale_by_fp8_adam
 from coat_jax.optax.checkpoint import restore_state, save_state
 from coat_jax.optax.clipping import global_norm, global_norm_scale
@@ -23,6 +22,7 @@ from coat_jax.optax.rounding import (
 from coat_jax.optax.sharding import fitting_group_size, state_shardings
 from coat_jax.optax.state import ScaleByFP8AdamState
 from coat_jax.optax.unexpanded import ScaleByUnexpandedAdamState, scale_by_unexpanded_fp8_adam
+from coat_jax.storage import Storage
 
 __all__ = [
     "CompressedState",

@@ -1,6 +1,6 @@
 """Adam with FP8 moments but without dynamic range expansion: the ablation.
 
-Codes and one FP32 scale per group, rounded to nearest, as `coat_jax.qtensor` does. It shows what
+Codes and one FP32 scale per group, rounded to nearest, as `numerics.qtensor` does. It shows what
 expansion and stochastic rounding are worth; for training use `scale_by_fp8_adam`.
 """
 
@@ -12,11 +12,11 @@ import optax
 from jaxtyping import Array, Int32
 
 from coat_jax.kernels.adam import Hyper, Number, adam_update
-from coat_jax.moments import Storage
+from coat_jax.numerics.qtensor import QTensor, dequantize, quantize, scales_shape
 from coat_jax.optax.arguments import require_hyper, require_settings
 from coat_jax.optax.checks import require_real_floats, require_same_shapes
 from coat_jax.optax.sharding import zeros
-from coat_jax.qtensor import QTensor, dequantize, quantize, scales_shape
+from coat_jax.storage import Storage
 
 
 class ScaleByUnexpandedAdamState(NamedTuple):

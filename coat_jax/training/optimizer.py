@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from coat_jax.formats import E4M3
-from coat_jax.moments import PAPER, Storage
+from coat_jax.numerics.formats import E4M3
 from coat_jax.optax import apply_updates, fused_fp8_adamw
+from coat_jax.storage import PAPER, Storage
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.schedule import learning_rate
 

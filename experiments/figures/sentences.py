@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from coat_jax.expansion import GROUP_SIZE
 from coat_jax.kernels.dispatch import FIRST_WITH_FP8
 from coat_jax.models import PRESETS, parameters_count
 from coat_jax.models.config import Config
+from coat_jax.numerics.expansion import GROUP_SIZE
 from experiments.figures.pages import Sentence
 from experiments.figures.results import (
     GB,

@@ -31,11 +31,11 @@ from ops_cases import (
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.blocks import from_blocks, to_blocks
 from coat_jax.kernels import gemm
 from coat_jax.kernels.activation import ACTIVATIONS, activate
-from coat_jax.ops.activated import activated
-from coat_jax.ops.projection import mode_of
+from coat_jax.numerics.blocks import from_blocks, to_blocks
+from coat_jax.ops.saved.activation import activated
+from coat_jax.ops.saved.projection import mode_of
 
 EXACT = dataclasses.replace(coat.COAT, exact_forward=True)
 LEAN = dataclasses.replace(coat.COAT_LEAN, exact_forward=True)

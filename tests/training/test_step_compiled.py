@@ -15,11 +15,11 @@ pytest.importorskip("jax_triton")
 from hopper import can_compile_for_hopper, kernel_calls
 from small_model import SMALL
 
-from coat_jax.training import telemetry
+from coat_jax.training.cluster.mesh import NAMES
 from coat_jax.training.config import OptimizerConfig, TelemetryConfig, TrainConfig
-from coat_jax.training.mesh import NAMES
 from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.overrides import load_config
+from coat_jax.training.report import telemetry
 from coat_jax.training.state import abstract_state
 from experiments.hopper import OPTIONS, compile_step, hopper_mesh, there
 

@@ -22,7 +22,7 @@ from coat_jax.errors import UserError
 from coat_jax.training.data.text_files import Piece, pieces, require_small
 from coat_jax.training.data.token_files import SIDECAR
 from coat_jax.training.data.tokenizer import Encoder
-from coat_jax.training.new_folder import NewFolder
+from coat_jax.writing import NewFolder
 
 IN_MEMORY = 256 << 20  # bytes of text; more would take minutes at the start of every run
 TOGETHER = 4 << 20  # characters that are tokenized at once
