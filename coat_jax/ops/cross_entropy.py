@@ -5,7 +5,7 @@
                                            + s (lse - mean of the logits)  +  z lse^2
 
 The sequence is cut into chunks; each chunk's logits are FP32 and are computed again in the
-backward pass. Kept: h, w, and one log-sum-exp per token. The products are in the dtype
+backward pass. SavedArray: h, w, and one log-sum-exp per token. The products are in the dtype
 of h, summed in FP32, and not in FP8: the head is the layer that suffers most from it.
 """
 

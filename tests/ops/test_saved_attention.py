@@ -11,7 +11,7 @@ from ops_cases import assert_close, distance, draw, quick_jit
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.ops.saved import attention as attended
+from coat_jax.ops.saved import attention as saved_attention
 
 B, S, N, K, H = 2, 6, 4, 2, 8
 
@@ -108,7 +108,7 @@ def test_an_added_token_changes_nothing(how, s, t):
     """cuDNN takes odd lengths with one query or key more: results and gradients are the same."""
     q, k, v, dy = draw(0, (B, s, N, H), (B, t, K, H), (B, t, K, H), (B, s, N, H))
     window = 3 if how == "window" else None
-    settings = attended.Attention(how != "full", window, H**-0.5, coat.BF16, "xla")
+    settings = saved_attention.AttentionSettings(how != "full", window, H**-0.5, coat.BF16, "xla")
     mask = None
     if how == "segments":
         mask = jnp.asarray(np.random.default_rng(0).random((B, 1, s, t)) < 0.5).at[..., 0].set(True)
@@ -117,7 +117,7 @@ def test_an_added_token_changes_nothing(how, s, t):
         o, pull = jax.vjp(lambda *values: attend(settings, mask, *values), q, k, v)
         return o, *pull(dy)
 
-    assert_close(results(attended._evenly), results(attended._under), 1e-5)
+    assert_close(results(saved_attention._padded_to_even), results(saved_attention._masked), 1e-5)
 
 
 def test_fp16_on_a_cpu_is_that_of_fp32_rounded():

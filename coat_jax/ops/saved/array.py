@@ -1,7 +1,7 @@
-"""What an operation keeps of an array for its backward pass: FP8 blocks, or the array itself.
+"""How an op saves one array for its backward pass: in FP8 blocks, or as it is.
 
-The forward pass goes on with what was kept, so that both passes see one tensor; or with what came,
-where `Precision.exact_forward` asks for it.
+The forward pass then uses the saved values, so that both passes see the same tensor. With
+`Precision.exact_forward` it uses the original values.
 """
 
 import jax.numpy as jnp
@@ -11,24 +11,24 @@ from jaxtyping import Array, Float
 from coat_jax.numerics.blocks import Blocks, from_blocks, to_blocks
 from coat_jax.precision import Precision
 
-Kept = Blocks | Array
+SavedArray = Blocks | Array
 
 
-def keep(x: Float[Array, "*rows D"], dtype: DTypeLike, size: int | None) -> Kept:
-    """What to keep of `x`: FP8 in blocks of `size`, or `x` where size is None."""
+def save_array(x: Float[Array, "*rows D"], dtype: DTypeLike, size: int | None) -> SavedArray:
+    """`x` as FP8 in blocks of `size`; `x` itself where size is None."""
     return x if size is None else to_blocks(x, dtype, size=size)
 
 
-def restore(kept: Kept, dtype: DTypeLike, size: int | None) -> Float[Array, "*rows D"]:
-    """The array that `kept` stands for, as `dtype`."""
-    if isinstance(kept, Blocks):
+def restore(saved: SavedArray, dtype: DTypeLike, size: int | None) -> Float[Array, "*rows D"]:
+    """The saved array, decoded, as `dtype`."""
+    if isinstance(saved, Blocks):
         assert size is not None
-        return from_blocks(kept, size=size).astype(dtype)
-    return kept.astype(dtype)
+        return from_blocks(saved, size=size).astype(dtype)
+    return saved.astype(dtype)
 
 
-def keep_rows(x: Float[Array, "*rows D"], precision: Precision) -> tuple[Kept, Array]:
-    """What a norm or an activation keeps of `x`; and the FP32 values that it goes on with."""
-    kept = keep(x, precision.forward, precision.block)
-    seen = x if precision.exact_forward else kept
-    return kept, restore(seen, jnp.float32, precision.block)
+def save_input(x: Float[Array, "*rows D"], precision: Precision) -> tuple[SavedArray, Array]:
+    """The input of a norm or an activation: saved, and the FP32 values to compute with."""
+    saved = save_array(x, precision.forward, precision.block)
+    used = x if precision.exact_forward else saved
+    return saved, restore(used, jnp.float32, precision.block)

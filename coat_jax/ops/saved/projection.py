@@ -3,9 +3,9 @@
     y_i  = n w_i + b_i
     dn   = sum_i dy_i w_i^T        dw_i = n^T dy_i        db_i = sum over rows of dy_i
 
-In FP8 the input is rounded to E4M3 once for all weights, each gradient to E5M2 by itself.
-Weights are rounded anew in the backward pass, with the scales of the forward pass: keeping their
-codes would cost a byte a parameter.
+In FP8 the input is rounded to E4M3 once for all weights, and each gradient to E5M2. The backward
+pass rounds the weights again, with the scales of the forward pass: saving their codes would cost a
+byte a parameter.
 """
 
 import functools
@@ -30,14 +30,14 @@ Scales = tuple[Float[Array, ""] | None, ...]
 
 
 class Mode(NamedTuple):
-    """How an op computes: what the user asked for, settled when it is traced."""
+    """How an op computes: precision and implementation, chosen when it is traced."""
 
     precision: Precision
     implementation: Implementation
 
     @property
     def format(self) -> DTypeLike | None:
-        """The FP8 format of inputs and weights; None where they are multiplied as they come."""
+        """The FP8 format of inputs and weights; None where they are multiplied as they are."""
         return self.precision.forward if self.precision.fp8_linear else None
 
     @property
@@ -47,22 +47,22 @@ class Mode(NamedTuple):
 
     @property
     def bounds_gradients(self) -> bool:
-        """Whether the gradients of what enters an activation take their scales from bounds.
+        """Whether the gradients of an activation's inputs take their scales from bounds.
 
-        That saves a pass over them. The bound is up to 2^8 times too large, with which E5M2, whose
-        normal codes span 2^30, still holds what matters; E4M3 spans 2^15.
+        That saves a pass over them. The bound is up to 2^8 times too large. The normal codes of
+        E5M2 span 2^30, which leaves enough; those of E4M3 span 2^15, which does not.
         """
         return self.fused_block is not None and self.precision.backward == E5M2
 
     @property
     def fused_block(self) -> int | None:
-        """The size of the blocks from which kernels make operands; None where jnp does."""
+        """The size of blocks for the fused kernels; None where `jnp` is used instead."""
         fused = self.implementation == "triton" and self.precision.fp8_linear
         return self.precision.block if fused else None
 
 
 def mode_of(precision: Precision | str, implementation: Implementation | None) -> Mode:
-    """Settles precision and implementation; raises where it cannot run."""
+    """Chooses precision and implementation; raises if the implementation cannot run."""
     precision = precision_of(precision)
     if precision.fp8_linear:
         return Mode(precision, dispatch.choose_fp8(implementation))
@@ -78,34 +78,34 @@ def mode_of(precision: Precision | str, implementation: Implementation | None) -
 def as_operand(
     x: Float[Array, "*rows K"], dtype: DTypeLike, mode: Mode, layout: Layout = "straight"
 ) -> Operand:
-    """An input or a weight as the products take it: FP8, or `dtype`."""
+    """An input or a weight as the operand of a product: in FP8, or as `dtype`."""
     if mode.format is None:
         x = x.astype(dtype)
     return gemm.operand(x, mode.format, layout, mode.implementation)
 
 
-def operand_again(
+def recompute_operand(
     x: Float[Array, "*rows K"],
     scale: Float[Array, ""] | None,
     dtype: DTypeLike,
     mode: Mode,
     layout: Layout = "straight",
 ) -> Operand:
-    """As `as_operand` made it in the forward pass, of which `scale` was kept."""
+    """The operand that `as_operand` made in the forward pass, with the scale saved there."""
     if scale is None or mode.format is None:
         return Operand(x.astype(dtype), None, None)
     return gemm.scaled(x, scale, mode.format, layout, mode.implementation)
 
 
 def gradient_operand(dy: Float[Array, "*rows N"], mode: Mode) -> Operand:
-    """A gradient as the products take it, for both of them."""
+    """A gradient as the operand of both products that need it."""
     return gemm.operand(dy, mode.gradient_format, "both", mode.implementation)
 
 
 def project(
     n: Operand, weights: Weights, biases: Biases, dtype: DTypeLike, mode: Mode
 ) -> tuple[Outputs, Scales]:
-    """Returns the outputs of all layers, as `dtype`; and the weights' scales, to be kept."""
+    """Returns the outputs of all layers, as `dtype`; and the weights' scales, to be saved."""
     outputs, scales = [], []
     for weight, bias in zip(weights, biases, strict=True):
         w = as_operand(weight, dtype, mode, "transposed")
@@ -118,19 +118,19 @@ def project(
 def input_gradient(
     weights: Weights, scales: Scales, gradients: Sequence[Operand], dtype: DTypeLike, mode: Mode
 ) -> Float[Array, "*rows K"]:
-    """The gradient of the common input. On a GPU each product is added within the next GEMM."""
+    """The gradient of the common input. On a GPU each GEMM adds the product of the one before."""
 
     def share(weight: Array, scale: Array | None, g: Operand) -> Array:
-        return gemm.product_transposed(g, operand_again(weight, scale, dtype, mode), dtype)
+        return gemm.product_transposed(g, recompute_operand(weight, scale, dtype, mode), dtype)
 
-    # XLA looks for the GEMM that takes the sum in on the left first.
+    # XLA fuses the sum into the GEMM on its left-hand side.
     return functools.reduce(lambda sum_, new: new + sum_, map(share, weights, scales, gradients))
 
 
 def bounded_input_gradient(
     weight: Float[Array, "K N"], scale: Array | None, dy: Float[Array, "*rows N"], mode: Mode
 ) -> tuple[Operand, Float[Array, "*rows K"], Float[Array, "*rows"] | None]:
-    """dy as products take it, dy w^T, and what bounds its rows where `mode` asks for that."""
+    """dy as an operand, dy w^T, and bounds of the rows of dy w^T where `mode.bounds_gradients`."""
     if scale is None or mode.format is None or not mode.bounds_gradients:
         g = gradient_operand(dy, mode)
         return g, input_gradient((weight,), (scale,), (g,), dy.dtype, mode), None
