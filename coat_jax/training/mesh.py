@@ -51,7 +51,7 @@ def require_fitting(config: TrainConfig, mesh: Mesh) -> None:
             f"global_batch_size={config.global_batch_size} in gradient_accumulation_steps="
             f"{config.gradient_accumulation_steps} are "
             f"{config.microbatch} sequences at a time, which {parts} devices (mesh.data * "
-            f"mesh.fsdp) cannot share equally. Make the batch a multiple of "
+            f"mesh.fsdp) cannot share equally. Make global_batch_size a multiple of "
             f"{parts * config.gradient_accumulation_steps}."
         )
 
