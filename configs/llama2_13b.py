@@ -33,13 +33,13 @@ def config() -> TrainConfig:
     return TrainConfig(
         model=model,
         data=DataConfig(train=("tokens/*.npy",)),
-        optimizer=OptimizerConfig(peak=3e-4, warmup=WARMUP_STEPS / STEPS, eps=1e-5),
+        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=WARMUP_STEPS, eps=1e-5),
         evaluation=EvaluationConfig(every=1000),
         checkpoint=CheckpointConfig(every=1000),
-        steps=STEPS,
-        batch=BATCH,
-        sequence=SEQUENCE,
-        accumulation=128,
+        total_steps=STEPS,
+        global_batch_size=BATCH,
+        sequence_length=SEQUENCE,
+        gradient_accumulation_steps=128,
         out="out/llama2_13b",
     )
 

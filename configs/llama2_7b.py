@@ -17,9 +17,9 @@ experiments/config_memory.py).
 
 The runs on one GPU are for the first row of table 7 of the COAT paper: full-parameter training on
 sequences of 2048 tokens. They read the built-in corpus, since what is learnt does not matter there.
-Choose --batch by the GPU's memory; the table that is printed first says what a batch takes. On an
-H200, COAT takes 72.7 GB at a batch of 10 and trains 23,508 tokens a second, BF16 131.8 GB and
-14,563 (experiments/training_throughput.py).
+Choose --global_batch_size by the GPU's memory; the table that is printed first says what a batch
+takes. On an H200, COAT takes 72.7 GB at a batch of 10 and trains 23,508 tokens a second, BF16 131.8
+GB and 14,563 (experiments/training_throughput.py).
 """
 
 import dataclasses
@@ -45,13 +45,13 @@ def config() -> TrainConfig:
     return TrainConfig(
         model=model,
         data=DataConfig(train=("tokens/*.npy",)),
-        optimizer=OptimizerConfig(peak=3e-4, warmup=WARMUP_STEPS / STEPS, eps=1e-5),
+        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=WARMUP_STEPS, eps=1e-5),
         evaluation=EvaluationConfig(every=1000),
         checkpoint=CheckpointConfig(every=1000),
-        steps=STEPS,
-        batch=BATCH,
-        sequence=SEQUENCE,
-        accumulation=128,
+        total_steps=STEPS,
+        global_batch_size=BATCH,
+        sequence_length=SEQUENCE,
+        gradient_accumulation_steps=128,
         out="out/llama2_7b",
     )
 
@@ -68,13 +68,15 @@ def one_gpu() -> TrainConfig:
         coat,
         model=dataclasses.replace(coat.model, scan=False),
         data=DataConfig(),
-        optimizer=dataclasses.replace(coat.optimizer, schedule="constant", warmup=0.0, peak=1e-5),
+        optimizer=dataclasses.replace(
+            coat.optimizer, schedule="constant", warmup_steps=0, learning_rate=1e-5
+        ),
         evaluation=EvaluationConfig(every=0),
         checkpoint=CheckpointConfig(every=0),
-        steps=30,
-        batch=4,
-        sequence=2048,
-        accumulation=1,
+        total_steps=30,
+        global_batch_size=4,
+        sequence_length=2048,
+        gradient_accumulation_steps=1,
         out="out/llama2_7b_one_gpu",
     )
 

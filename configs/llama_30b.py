@@ -34,13 +34,13 @@ def config() -> TrainConfig:
     return TrainConfig(
         model=model,
         data=DataConfig(train=("tokens/*.npy",)),
-        optimizer=OptimizerConfig(peak=1.5e-4, warmup=WARMUP_STEPS / STEPS),
+        optimizer=OptimizerConfig(learning_rate=1.5e-4, warmup_steps=WARMUP_STEPS),
         evaluation=EvaluationConfig(every=1000),
         checkpoint=CheckpointConfig(every=1000),
-        steps=STEPS,
-        batch=BATCH,
-        sequence=SEQUENCE,
-        accumulation=256,
+        total_steps=STEPS,
+        global_batch_size=BATCH,
+        sequence_length=SEQUENCE,
+        gradient_accumulation_steps=256,
         out="out/llama_30b",
     )
 

@@ -41,13 +41,13 @@ def config() -> TrainConfig:
     return TrainConfig(
         model=model,
         data=DataConfig(train=("tokens/*.npy",)),
-        optimizer=OptimizerConfig(peak=3e-4, warmup=WARMUP_TOKENS / TOKENS),
+        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=WARMUP_TOKENS / TOKENS),
         evaluation=EvaluationConfig(every=250),
         checkpoint=CheckpointConfig(every=1000),
-        steps=TOKENS // (BATCH * SEQUENCE),
-        batch=BATCH,
-        sequence=SEQUENCE,
-        accumulation=16,
+        total_steps=TOKENS // (BATCH * SEQUENCE),
+        global_batch_size=BATCH,
+        sequence_length=SEQUENCE,
+        gradient_accumulation_steps=16,
         out="out/llama_350m",
     )
 

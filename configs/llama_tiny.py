@@ -24,12 +24,12 @@ def config() -> TrainConfig:
     """In COAT."""
     return TrainConfig(
         model=models.config_of("tiny"),
-        optimizer=OptimizerConfig(peak=3e-3, warmup=0.1),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=0.1),
         evaluation=EvaluationConfig(every=100),
         checkpoint=CheckpointConfig(every=100),
-        steps=300,
-        batch=8,
-        sequence=128,
+        total_steps=300,
+        global_batch_size=8,
+        sequence_length=128,
         out="out/llama_tiny",
     )
 

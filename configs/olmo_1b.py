@@ -30,13 +30,13 @@ def config() -> TrainConfig:
     return TrainConfig(
         model=models.config_of("olmo_1b"),
         data=DataConfig(train=("tokens/*.npy",)),
-        optimizer=OptimizerConfig(peak=4e-4, warmup=WARMUP_STEPS / STEPS),
+        optimizer=OptimizerConfig(learning_rate=4e-4, warmup_steps=WARMUP_STEPS),
         evaluation=EvaluationConfig(every=1000),
         checkpoint=CheckpointConfig(every=1000),
-        steps=STEPS,
-        batch=2048,
-        sequence=2048,
-        accumulation=128,
+        total_steps=STEPS,
+        global_batch_size=2048,
+        sequence_length=2048,
+        gradient_accumulation_steps=128,
         out="out/olmo_1b",
     )
 

@@ -39,8 +39,8 @@ def measure(name: str, function: str, gpus: int) -> dict[str, Any]:
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, scan=True))
     with there():
         _, memory, _ = compile_step(config, (1, gpus, 1))
-    rows = config.batch // config.accumulation // gpus
-    return {"gpus": gpus, "rows": rows, "sequence": config.sequence, **memory._asdict()}
+    rows = config.global_batch_size // config.gradient_accumulation_steps // gpus
+    return {"gpus": gpus, "rows": rows, "sequence": config.sequence_length, **memory._asdict()}
 
 
 def main() -> None:

@@ -65,7 +65,10 @@ def main() -> None:
     for name, source in RUNS.items():
         console.rule(f"{name}, {options.steps} steps")
         config = dataclasses.replace(
-            load_config(source), steps=options.steps, seed=options.seed, out=str(folder / name)
+            load_config(source),
+            total_steps=options.steps,
+            seed=options.seed,
+            out=str(folder / name),
         )
         train(config, console)
         outcomes.append(outcome(name, config))
@@ -137,7 +140,9 @@ def outcome(name: str, config: TrainConfig) -> Outcome:
         run.final_loss(LAST),
         run.held_out_loss() or float("nan"),
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.moments)),
-        accounting.saved_activations(config.model, config.batch, config.sequence),
+        accounting.saved_activations(
+            config.model, config.global_batch_size, config.sequence_length
+        ),
         spoken.read(new) + spoken.end(),
     )
 

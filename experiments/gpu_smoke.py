@@ -126,11 +126,11 @@ def _train_once(options: Figures, small: bool, compile_only: bool) -> tuple[floa
             param_dtype=jnp.bfloat16,
             **heads,
         ),
-        optimizer=OptimizerConfig(schedule="constant", warmup=0.0, clip=None, b1=0.0),
+        optimizer=OptimizerConfig(schedule="constant", warmup_steps=0, clip_norm=None, b1=0.0),
         mesh=MeshConfig(data=1, fsdp=1, tensor=1),
-        steps=1,
-        batch=4,
-        sequence=sequence,
+        total_steps=1,
+        global_batch_size=4,
+        sequence_length=sequence,
     )
     mesh = make_mesh(config.mesh, jax.devices()[:1])
     with jax.set_mesh(mesh):

@@ -36,6 +36,12 @@ SUFFIXES = {".py", ".pyi", ".md", ".rst"}
 SMALLEST, LARGEST = 200, 1_000_000  # bytes of a file
 FOR_TOKENIZER = 60_000_000  # bytes of text
 VOCABULARY, END = 50257, "<|endoftext|>"
+FIELDS = {  # of the config, by this program's options
+    "steps": "total_steps",
+    "batch": "global_batch_size",
+    "sequence": "sequence_length",
+    "accumulation": "gradient_accumulation_steps",
+}
 LAST = 50  # steps whose mean is the final loss
 
 
@@ -142,9 +148,14 @@ def train(options: argparse.Namespace, tokens: Path) -> bool:
     for variant in RUNS.values():
         command = [sys.executable, "-m", "coat_jax", "train", f"configs/llama_124m.py{variant}"]
         command += ["--train", f"{tokens}/*.npy", "--out", str(_run(options.folder, variant))]
-        for field in ("steps", "batch", "sequence", "accumulation"):
-            command += [f"--{field}", str(getattr(options, field))]
-        command += ["--warmup", "0.05", "--evaluation.every", str(max(options.steps // 10, 1))]
+        for option, field in FIELDS.items():
+            command += [f"--{field}", str(getattr(options, option))]
+        command += [
+            "--warmup_steps",
+            "0.05",
+            "--evaluation.every",
+            str(max(options.steps // 10, 1)),
+        ]
         command += ["--checkpoint.every", str(max(options.steps // 4, 1)), "--checkpoint.keep", "1"]
         runs.append(subprocess.Popen(command, env=os.environ | memory))
     for run in runs:

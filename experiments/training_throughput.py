@@ -149,11 +149,14 @@ def measure(options: argparse.Namespace) -> Case:
     config = TrainConfig(
         model=dataclasses.replace(model, precision=name, param_dtype=jnp.bfloat16, scan=False),
         optimizer=OptimizerConfig(
-            name="fp8_adamw" if in_fp8 else "adamw", peak=1e-5, schedule="constant", warmup=0.0
+            name="fp8_adamw" if in_fp8 else "adamw",
+            learning_rate=1e-5,
+            schedule="constant",
+            warmup_steps=0,
         ),
-        steps=WARMUP + STEPS,
-        batch=batch * batch_parts(mesh),
-        sequence=sequence,
+        total_steps=WARMUP + STEPS,
+        global_batch_size=batch * batch_parts(mesh),
+        sequence_length=sequence,
     )
     with jax.set_mesh(mesh):
         optimizer = make_optimizer(config)
@@ -172,7 +175,7 @@ def measure(options: argparse.Namespace) -> Case:
         data = like._replace(tokens=tokens, labels=jnp.roll(tokens, -1, -1))
         state = new_state(config, optimizer, mesh)
         seconds, losses = [], []
-        for _ in range(config.steps):
+        for _ in range(config.total_steps):
             begin = time.perf_counter()
             state, report = program(state, data)
             losses.append(float(report.loss))

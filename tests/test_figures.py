@@ -65,7 +65,7 @@ def test_a_figure_that_nobody_declared_is_found(figure):
     [
         "`--timeout 20 ms`",
         "```\n1.5 times\n```",
-        "    coat train --peak 1.5\n",
+        "    coat train --learning_rate 1.5\n",
         "[4 GPUs](results_1.5.json)",
         "Llama-2-7B with 32 layers",
         "2^28 parameters",

@@ -2,12 +2,12 @@
 
 CONFIG is a Python file with a function config() that returns a TrainConfig, or FILE:FUNCTION for
 another one. It is executed: run those you trust. Every field of the config can be given another
-value, by its path (--optimizer.peak 1e-3), or by its last part where no other field has it
-(--peak 1e-3). Run with CONFIG and --help to see the values it has.
+value, by its path (--optimizer.learning_rate 1e-3), or by its last part where no other field
+has it (--learning_rate 1e-3). Run with CONFIG and --help to see the values it has.
 
   coat train configs/llama_tiny.py                          COAT
   coat train configs/llama_tiny.py:bf16 --out out/bf16      the same in BF16, with optax's AdamW
-  coat train configs/llama_tiny.py --steps 30 --peak 1e-3
+  coat train configs/llama_tiny.py --total_steps 30 --learning_rate 1e-3
   coat train configs/llama_tiny.py --print-config           the whole config, as Python
 
 A run that was stopped goes on when the same command is given again. It also goes on when nobody

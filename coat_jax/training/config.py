@@ -1,6 +1,8 @@
 """What a training run is: one frozen dataclass, which a file in configs/ returns.
 
-    config = TrainConfig(model=models.config_of("tiny"), steps=300, batch=8, sequence=256)
+    config = TrainConfig(
+        model=models.config_of("tiny"), total_steps=300, global_batch_size=8, sequence_length=256
+    )
     config = dataclasses.replace(config, seed=1)
 
 Everything is checked when it is made, before any work is lost; what depends on the machine is
@@ -23,6 +25,7 @@ Moments = Literal["directions", "expanded", "paper"]
 Writer = Literal["tensorboard", "wandb"]
 Devices = Annotated[int, Range(least=-1, most=MOST)]
 Decay = Annotated[float, Range(least=0, below=1)]
+StepsOrShare = CountOrZero | Share  # 100 is a hundred steps, 0.1 a tenth of the run
 
 AXES = MeshAxes("fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -38,47 +41,65 @@ class OptimizerConfig:
         moments: the formats of "fp8_adamw": "directions" stores m / sqrt(v) and the logarithm of v;
             "expanded" stores m and v in FP8 with dynamic range expansion, and "paper" rounds them
             to nearest besides, as the COAT paper does.
-        peak: the highest learning rate.
-        schedule: how the rate falls from its peak: a "cosine", "linear", or "wsd", which stays
-            (warmup, stable, decay) and falls at the end; "constant" never falls.
-        warmup: the share of the steps in which the rate rises to its peak.
-        cooldown: the share of the steps in which "wsd" falls, in a straight line.
-        final: the rate at the end, as a share of the peak.
+        learning_rate: the highest one, which the warmup ends at.
+        schedule: how the rate falls from there: a "cosine", "linear", or "wsd" (warmup, stable,
+            decay), which stays and falls at the end; "constant" never falls.
+        warmup_steps: steps in which the rate rises in a straight line; a number with a decimal
+            point is a share of the run: 100 is a hundred steps, 0.1 a tenth of them.
+        decay_steps: steps at the end in which "wsd" falls in a straight line; likewise.
+        final_ratio: the rate at the end, divided by learning_rate.
         b1: decay rate of the first moment.
         b2: decay rate of the second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled from the gradient, multiplied by the learning rate.
         decay_embedding: whether the embedding decays; where it is the head too, as well.
         decay_vectors: whether the scales of norms and biases decay.
-        clip: the largest global norm of the gradients; None does not clip.
+        clip_norm: the largest global norm of the gradients; None does not clip.
         round_stochastically: whether BF16 parameters are rounded stochastically, so that small
             updates are not lost. FP32 parameters need no rounding.
     """
 
     name: OptimizerName = "fp8_adamw"
     moments: Moments = "directions"
-    peak: Annotated[float, Range(above=0, most=10)] = 3e-4
+    learning_rate: Annotated[float, Range(above=0, most=10)] = 3e-4
     schedule: Schedule = "cosine"
-    warmup: Share = 0.01
-    cooldown: Share = 0.2
-    final: Share = 0.1
+    warmup_steps: StepsOrShare = 0.01
+    decay_steps: StepsOrShare = 0.2
+    final_ratio: Share = 0.1
     b1: Decay = 0.9
     b2: Decay = 0.95
     eps: Annotated[float, Range(least=1e-30, most=1)] = 1e-8
     weight_decay: Annotated[float, Range(least=0, most=100)] = 0.1
     decay_embedding: bool = True
     decay_vectors: bool = False
-    clip: Annotated[float, Range(least=1e-30, most=1e30)] | None = 1.0
+    clip_norm: Annotated[float, Range(least=1e-30, most=1e30)] | None = 1.0
     round_stochastically: bool = True
 
     def __post_init__(self) -> None:
         require_fields(self, "optimizer.")
-        falling = self.cooldown if self.schedule == "wsd" else 0.0
-        if self.warmup + falling > 1:
+
+    def require_fitting(self, total_steps: int) -> None:
+        """Raises unless a run of this many steps has room for its warmup and its decay."""
+        rising, falling = self.phases(total_steps)
+        values = self.warmup_steps, self.decay_steps if self.schedule == "wsd" else 0.0
+        shares = all(isinstance(value, float) for value in values)
+        if sum(values) > 1 if shares else rising + falling > total_steps:
+            decay = f" and optimizer.decay_steps={self.decay_steps}" if falling else ""
             raise UserError(
-                f"optimizer.warmup={self.warmup} and optimizer.cooldown={falling} are shares of "
-                "the steps, and together more than all of them. Lower one."
+                f"optimizer.warmup_steps={self.warmup_steps}{decay} take {rising + falling:,} "
+                f"steps, and total_steps={total_steps:,}. Lower the former, or give a share of the "
+                "run with a decimal point, as in 0.1."
             )
+
+    def phases(self, total_steps: int) -> tuple[int, int]:
+        """In how many steps the learning rate rises, and in how many "wsd" falls at the end."""
+        falling = self.decay_steps if self.schedule == "wsd" else 0
+        return _in_steps(self.warmup_steps, total_steps), _in_steps(falling, total_steps)
+
+
+def _in_steps(value: float, total_steps: int) -> int:
+    """A number of steps, or a share of all of them: their types tell them apart."""
+    return value if isinstance(value, int) else round(value * total_steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,11 +204,11 @@ class TrainConfig:
         evaluation: when the loss on held-out data is taken.
         checkpoint: when the run is saved.
         telemetry: what is recorded of tensors in FP8.
-        steps: how many times the parameters are updated.
-        batch: sequences of a step, over all devices.
-        sequence: tokens of a sequence.
-        accumulation: parts that a batch is cut into, one after the other, so that activations of
-            only one part are in memory. Gradients are then summed in FP32.
+        total_steps: how many times the parameters are updated.
+        global_batch_size: sequences of a step, over all devices.
+        sequence_length: tokens of a sequence.
+        gradient_accumulation_steps: microbatches of a step. They are computed one after the other,
+            so that activations of only one are in memory; gradients are then summed in FP32.
         seed: of the first parameters, of the order of the data and of rounding.
         z_loss: weight of the squared log-sum-exp of the logits, which keeps them from drifting.
         max_skipped_steps: how many steps in a row may be skipped, because their loss or gradients
@@ -207,10 +228,10 @@ class TrainConfig:
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
-    steps: Count
-    batch: Count
-    sequence: Count
-    accumulation: Count = 1
+    total_steps: Count
+    global_batch_size: Count
+    sequence_length: Count
+    gradient_accumulation_steps: Count = 1
     seed: Annotated[int, Range(least=0, most=2**32 - 1)] = 0
     z_loss: Annotated[float, Range(least=0, most=1)] = 0.0
     max_skipped_steps: Count = 100
@@ -223,20 +244,23 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require_fields(self)
-        if self.sequence > self.model.context:
+        self.optimizer.require_fitting(self.total_steps)
+        if self.sequence_length > self.model.context:
             raise UserError(
-                f"sequence={self.sequence} is longer than model.context={self.model.context}. "
-                "Lower the one or raise the other."
+                f"sequence_length={self.sequence_length} is longer than model.context="
+                f"{self.model.context}. Lower the one or raise the other."
             )
-        if self.batch % self.accumulation:
+        if self.global_batch_size % self.gradient_accumulation_steps:
             raise UserError(
-                f"batch={self.batch} cannot be cut into accumulation={self.accumulation} equal "
-                "parts. Make it a multiple."
+                f"global_batch_size={self.global_batch_size} cannot be divided into "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} equal "
+                "microbatches. Make it a multiple."
             )
-        if self.batch * self.sequence > MOST:
+        if self.tokens_per_step > MOST:
             raise UserError(
-                f"batch={self.batch} times sequence={self.sequence} is more than the {MOST:,} "
-                "tokens that a step can count. Lower one."
+                f"global_batch_size={self.global_batch_size} times sequence_length="
+                f"{self.sequence_length} is more than the {MOST:,} tokens that a step can count. "
+                "Lower one."
             )
         if (self.model.axes, self.model.batch_axes) != (MeshAxes(), ()):
             raise UserError(
@@ -252,12 +276,12 @@ class TrainConfig:
     @property
     def microbatch(self) -> int:
         """Sequences that are computed at one time, over all devices."""
-        return self.batch // self.accumulation
+        return self.global_batch_size // self.gradient_accumulation_steps
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of a batch, whether they have labels or not."""
-        return self.batch * self.sequence
+        return self.global_batch_size * self.sequence_length
 
     @property
     def model_on_mesh(self) -> models.Config:

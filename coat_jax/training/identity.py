@@ -14,9 +14,23 @@ from coat_jax.errors import UserError
 from coat_jax.training.config import TrainConfig
 
 # What begins with one of the first must stay, unless it begins with one of the second.
-FIXED = ("model.", "data.", "optimizer.name", "batch", "sequence", "seed")
+FIXED = ("model.", "data.", "optimizer.name", "global_batch_size", "sequence_length", "seed")
 FREE = ("model.precision", "model.remat", "model.dtype")
 UNIMPORTANT = ("out", "resume", "cache")
+# Names that fields had in the configs of earlier versions. A share stays one: it is no integer.
+RENAMED = {
+    "steps": "total_steps",
+    "batch": "global_batch_size",
+    "sequence": "sequence_length",
+    "accumulation": "gradient_accumulation_steps",
+    "optimizer.peak": "optimizer.learning_rate",
+    "optimizer.warmup": "optimizer.warmup_steps",
+    "optimizer.cooldown": "optimizer.decay_steps",
+    "optimizer.final": "optimizer.final_ratio",
+    "optimizer.clip": "optimizer.clip_norm",
+}
+NAME, MOMENTS = "optimizer.name", "optimizer.moments"
+IN_FP8 = ("expanded", "paper")  # moments that are stored alike
 
 
 def to_json(value: Any) -> Any:
@@ -37,17 +51,32 @@ def changes(config: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
     Raises:
         UserError: if it cannot go on, naming what differs.
     """
-    before, now = dict(_flat(saved)), dict(_flat(to_json(config)))
+    before = {RENAMED.get(name, name): value for name, value in _flat(saved)}
+    now = dict(_flat(to_json(config)))
+    if MOMENTS not in before:  # an earlier version, which stored them in FP8 alone
+        before[MOMENTS] = IN_FP8[0] if before.get(NAME) == "fp8_adamw" else now[MOMENTS]
     names = sorted((before.keys() | now.keys()).difference(UNIMPORTANT))
     differ = [name for name in names if before.get(name) != now.get(name)]
     described = {name: f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in differ}
     fatal = [described[name] for name in differ if _is_fixed(name)]
+    if MOMENTS in differ and not fatal and _are_stored_otherwise(before, now):
+        raise UserError(
+            f"{config.out} holds a run whose moments are stored otherwise: {described[MOMENTS]}. "
+            f"Go on as it began, with --{MOMENTS} {before[MOMENTS]}; or begin from its parameters "
+            "in another folder, with --init_from and --out."
+        )
     if fatal:
         raise UserError(
             f"{config.out} holds another run: {'; '.join(fatal[:4])}. Choose another folder with "
             "--out, or begin anew with --resume false, which moves that run out of the way."
         )
     return list(described.values())
+
+
+def _are_stored_otherwise(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the moments of FP8 AdamW are in other formats than those that were saved."""
+    alike = before[MOMENTS] in IN_FP8 and now[MOMENTS] in IN_FP8
+    return now[NAME] == "fp8_adamw" and not alike
 
 
 def _is_fixed(name: str) -> bool:

@@ -101,7 +101,7 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
             position = position_of(step, extra)
             data.restore(dict(position.data))
             checkpoints.prune()
-            say(f"Resumes after step {step:,} of {config.steps:,}.")
+            say(f"Resumes after step {step:,} of {config.total_steps:,}.")
         metrics = Metrics(
             folder.path,
             writers=config.writers,
@@ -114,7 +114,7 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
         stack.callback(metrics.close)
         progress = Progress(
             console,
-            steps=config.steps,
+            steps=config.total_steps,
             done=position.step,
             tokens_per_step=config.tokens_per_step,
         )
@@ -163,8 +163,13 @@ def _take_steps(run: Run, step: int, state: State) -> Outcome:
     config, recorder, telemetry = run.config, run.recorder, run.telemetry
     held_out: float | None = None
     stopped = False
-    while step < config.steps and not stopped:
-        batch = place(next(run.data), run.mesh, parts=config.accumulation, packed=run.data.packed)
+    while step < config.total_steps and not stopped:
+        batch = place(
+            next(run.data),
+            run.mesh,
+            parts=config.gradient_accumulation_steps,
+            packed=run.data.packed,
+        )
         if telemetry is not None:
             telemetry.begin(step + 1, state, batch)
         state, report = run.program(state, batch)
@@ -177,8 +182,8 @@ def _take_steps(run: Run, step: int, state: State) -> Outcome:
         if run.metrics.failure is not None:
             run.stop.request()
         stopped = run.stop.requested()
-        evaluates = _is_due(step, config.evaluation.every, config.steps)
-        saves = stopped or _is_due(step, config.checkpoint.every, config.steps)
+        evaluates = _is_due(step, config.evaluation.every, config.total_steps)
+        saves = stopped or _is_due(step, config.checkpoint.every, config.total_steps)
         if not evaluates and not saves:
             continue
         recorder.flush()
@@ -196,7 +201,7 @@ def _take_steps(run: Run, step: int, state: State) -> Outcome:
     if run.metrics.failure is not None:
         run.checkpoints.wait()
         raise run.metrics.failure
-    return Outcome(step, recorder.loss, held_out, stopped and step < config.steps)
+    return Outcome(step, recorder.loss, held_out, stopped and step < config.total_steps)
 
 
 def _compile_telemetry(

@@ -81,7 +81,7 @@ def _hyper(config: TrainConfig) -> dict[str, Any]:
     """The arguments that both have in common."""
     optimizer = config.optimizer
     return {
-        "learning_rate": partial(learning_rate, optimizer, config.steps),
+        "learning_rate": partial(learning_rate, optimizer, config.total_steps),
         "b1": optimizer.b1,
         "b2": optimizer.b2,
         "eps": optimizer.eps,

@@ -2,7 +2,7 @@
 
     config = load_config("configs/llama_tiny.py")            its config()
     config = load_config("configs/llama_tiny.py:bf16")       its bf16()
-    config = override(config, ["--optimizer.peak", "1e-3", "--precision", "coat_lean"])
+    config = override(config, ["--learning_rate", "1e-3", "--precision", "coat_lean"])
 
 A field is named by its path, or by its last part where no other field has it. Values are read as
 the field's annotation says. A config file is Python and is executed: run those you trust.
@@ -17,7 +17,7 @@ import textwrap
 import traceback
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 import jax.numpy as jnp
@@ -33,6 +33,30 @@ FUNCTION = "config"
 SET_BY_MESH = {"model.axes", "model.batch_axes"}
 WIDTH = 88
 BOOLEANS = {"true": True, "false": False}
+# What other trainers, and earlier versions of this one, call a field.
+KNOWN_AS = {
+    "total_steps": "steps max_steps num_steps train_steps max_iters num_iterations epochs",
+    "global_batch_size": "batch batch_size train_batch_size total_batch_size",
+    "sequence_length": "sequence seq_len seq_length max_seq_len max_seq_length block_size",
+    "gradient_accumulation_steps": "accumulation grad_accum_steps grad_accum microbatches "
+    "micro_batch_size device_batch_size per_device_batch_size local_batch_size",
+    "optimizer.learning_rate": "lr peak peak_lr max_lr",
+    "optimizer.warmup_steps": "warmup warmup_ratio warmup_iters warmup_steps_fraction",
+    "optimizer.decay_steps": "cooldown cooldown_steps decay decay_ratio warmdown_ratio",
+    "optimizer.final_ratio": "final final_lr_frac min_lr min_lr_ratio min_lr_factor",
+    "optimizer.clip_norm": "clip grad_clip clip_grad max_norm max_grad_norm "
+    "gradient_clipping_threshold",
+    "optimizer.weight_decay": "wd",
+    "optimizer.b1": "beta1 adam_b1",
+    "optimizer.b2": "beta2 adam_b2",
+    "optimizer.name": "optimizer_name opt opt_type",
+    "evaluation.every": "eval_every eval_interval steps_per_eval",
+    "checkpoint.every": "save_every save_steps checkpoint_period save_interval",
+    "out": "output out_dir output_dir run_name base_output_directory",
+    "data.train": "dataset dataset_path train_data",
+    "model.remat": "remat_policy activation_checkpointing gradient_checkpointing",
+}
+FIELD_OF = {alias: field for field, aliases in KNOWN_AS.items() for alias in aliases.split()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +64,7 @@ class Field:
     """A field of a config, or of a config within it.
 
     Attributes:
-        name: its path, as in "optimizer.peak".
+        name: its path, as in "optimizer.learning_rate".
         annotation: what it may hold.
         sentence: what its class's docstring says.
         group: whether it is a config itself.
@@ -71,7 +95,8 @@ def load_config(source: str) -> TrainConfig:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         line = f":{lines[-1]}" if lines else ""
-        raise UserError(f"{file}{line}: {type(error).__name__}: {error}") from error
+        said = _with_hint(f"{type(error).__name__}: {error}")
+        raise UserError(f"{file}{line}: {said}") from error
     if not isinstance(made, TrainConfig):
         own = {n: f for n, f in names.items() if inspect.isfunction(f) and n[0] != "_"}
         fitting = [name for name, f in own.items() if f.__module__ == names["__name__"]]
@@ -80,6 +105,16 @@ def load_config(source: str) -> TrainConfig:
             f"{', '.join(fitting) or 'none'}; choose one with {file}:NAME."
         )
     return made
+
+
+def _with_hint(said: str) -> str:
+    """An error, with the field that an unknown argument of a config probably means."""
+    pattern = r".*\.__init__\(\) got an unexpected keyword argument '(\w+)'"
+    unknown = re.match(pattern, said)
+    near = unknown and _nearest(unknown[1], {field.name for field in fields()})
+    if not unknown or not near:
+        return said
+    return f"{unknown[0]}. Did you mean {near.rpartition('.')[2]}?"
 
 
 # --- The command line ------------------------------------------------------------------------
@@ -116,9 +151,8 @@ def _find(name: str, known: dict[str, Field]) -> Field:
     leaves = [field for field in ending if not field.group]
     found = [known[name]] if name in known else leaves or ending
     if not found:
-        short = {path.rpartition(".")[2] for path in known}
-        near = difflib.get_close_matches(name, [*known, *short], n=1)
-        hint = f" Did you mean --{near[0]}?" if near else ""
+        near = _nearest(name, known)
+        hint = f" Did you mean --{near}?" if near else ""
         raise UserError(f"There is no field {shown(name)}.{hint} --help lists them all.")
     if len(found) > 1:
         names = ", ".join(f"--{field.name}" for field in found)
@@ -127,6 +161,15 @@ def _find(name: str, known: dict[str, Field]) -> Field:
         inner = [f"--{path}" for path in known if path.startswith(f"{found[0].name}.")]
         raise UserError(f"--{name} is a group of fields: {', '.join(inner[:4])}, ...")
     return found[0]
+
+
+def _nearest(name: str, known: Collection[str]) -> str | None:
+    """The field that an unknown name probably means: one that others call so, or spell alike."""
+    if (field := FIELD_OF.get(name.rpartition(".")[2])) in known:
+        return field
+    short = {path.rpartition(".")[2] for path in known}
+    near = difflib.get_close_matches(name, [*known, *short, *FIELD_OF], n=1)
+    return FIELD_OF.get(near[0], near[0]) if near else None
 
 
 def _read(field: Field, texts: list[str]) -> Any:

@@ -1,7 +1,7 @@
 """One step of training, and one of evaluation: the functions that are compiled.
 
     loss, gradients = sum over microbatches of their share of the labels * (mean loss, gradient)
-    parameters      = the optimizer's, with gradients scaled to the norm `clip`
+    parameters      = the optimizer's, with gradients scaled to the norm `clip_norm`
 
 A batch is [accumulation, rows, sequence]: cut into parts it has the loss and gradients of one
 large batch, summed in FP32. A step whose gradients or loss are not finite changes nothing and
@@ -95,12 +95,12 @@ def train_step(
     loss, grads = _summed(jax.value_and_grad(share_of_loss), state.params, batch)
     norm = global_norm(grads)
     skip = ~(jnp.isfinite(norm) & jnp.isfinite(loss))
-    clip = config.optimizer.clip
+    clip = config.optimizer.clip_norm
     scale = 1.0 if clip is None else jnp.minimum(1.0, clip / norm)
     params, moments = optimizer.step(
         state.params, grads, state.moments, grad_scale=scale, skip=skip
     )
-    rate = learning_rate(config.optimizer, config.steps, state.step - state.skipped)
+    rate = learning_rate(config.optimizer, config.total_steps, state.step - state.skipped)
     skipped = state.skipped + skip
     report = Report(loss, norm, rate, labels, skipped)
     return State(state.step + 1, params, moments, skipped), report

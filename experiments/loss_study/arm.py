@@ -92,15 +92,15 @@ class Size:
 
 def train_config(arm: Arm, size: Size, settings: Settings, seed: int) -> TrainConfig:
     """The trainer's config of a run."""
-    optimizer = OptimizerConfig(peak=settings.learning_rate, warmup=0.08, b2=0.95)
+    optimizer = OptimizerConfig(learning_rate=settings.learning_rate, warmup_steps=0.08, b2=0.95)
     return TrainConfig(
         model=dataclasses.replace(size.model, precision=arm.precision),
         optimizer=dataclasses.replace(optimizer, name="adamw", **arm.optimizer),
         evaluation=EvaluationConfig(every=0),
-        steps=settings.steps,
-        batch=settings.batch,
-        sequence=settings.sequence,
-        accumulation=settings.accumulation * arm.microbatches,
+        total_steps=settings.steps,
+        global_batch_size=settings.batch,
+        sequence_length=settings.sequence,
+        gradient_accumulation_steps=settings.accumulation * arm.microbatches,
         seed=seed,
     )
 
@@ -113,7 +113,7 @@ def optimizer_of(arm: Arm, config: TrainConfig) -> Optimizer:
         return make_optimizer(dataclasses.replace(config, seed=0))
     of_run = config.optimizer
     fused = fused_fp8_adamw(
-        partial(learning_rate, of_run, config.steps),
+        partial(learning_rate, of_run, config.total_steps),
         b1=of_run.b1,
         b2=of_run.b2,
         eps=of_run.eps,

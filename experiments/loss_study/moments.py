@@ -130,7 +130,7 @@ def adamw(config: TrainConfig, formats: Separately) -> Optimizer:
     tx = optax.chain(
         scale_by_adam(of_run.b1, of_run.b2, of_run.eps, formats),
         optax.add_decayed_weights(of_run.weight_decay, partial(decayed, config)),
-        optax.scale_by_learning_rate(partial(learning_rate, of_run, config.steps)),
+        optax.scale_by_learning_rate(partial(learning_rate, of_run, config.total_steps)),
     )
 
     def step(

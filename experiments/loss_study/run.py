@@ -116,7 +116,9 @@ def run(job: Job, stopped: list[int]) -> dict[str, Any] | None:
             if stopped:
                 break
             rows = order[step * settings.batch : (step + 1) * settings.batch]
-            batch = _placed(tokens, rows, settings.sequence, config.accumulation, mesh)
+            batch = _placed(
+                tokens, rows, settings.sequence, config.gradient_accumulation_steps, mesh
+            )
             state, report = program(state, batch)
             stream.take(report.loss)
         stream.finish()

@@ -42,7 +42,7 @@ def raising(error):
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (UserError("steps=0 must be\n1 or more."), 2, "steps=0 must be 1 or more."),
+        (UserError("total_steps=0 must be\n1 or more."), 2, "total_steps=0 must be 1 or more."),
         (UserError("a\x1b[2Jb\x9b"), 2, r"a\x1b[2Jb\x9b"),
         (UserError(), 2, "UserError"),
         (DiskFull("It does not fit."), 3, "It does not fit."),

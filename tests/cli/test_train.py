@@ -41,18 +41,24 @@ def tokens(path, *values, dtype=np.uint16):
 BAD = {
     "a config that is not there": (["nothing.py"], "There is no config file nothing.py"),
     "a function that is not there": ([f"{TINY}:bf16"], "has no function bf16()"),
-    "a field that does not exist": ([TINY, "--stepz", "3"], "Did you mean --steps?"),
-    "a value of another type": ([TINY, "--steps", "many"], "--steps 'many' is not a whole number"),
+    "a field that does not exist": ([TINY, "--total_stepz", "3"], "Did you mean --total_steps?"),
+    "a value of another type": (
+        [TINY, "--total_steps", "many"],
+        "--total_steps 'many' is not a whole number",
+    ),
     "a mesh that does not match": ([TINY, "--mesh.data", "3"], "has 3 devices, and there are 8"),
     "a batch that cannot be shared": (
-        [TINY, "--batch", "6", "--mesh.fsdp", "-1"],
+        [TINY, "--global_batch_size", "6", "--mesh.fsdp", "-1"],
         "6 sequences at a time, which 8 devices",
     ),
     "a model that cannot be cut": (
         [TINY, "--tensor", "8", "--mesh.data", "1", "--model.vocab", "260"],
         "vocab=260 cannot be cut into 8 parts along 'tensor'",
     ),
-    "a sequence beyond the context": ([TINY, "--sequence", "65"], "longer than model.context=64"),
+    "a sequence beyond the context": (
+        [TINY, "--sequence_length", "65"],
+        "longer than model.context=64",
+    ),
     "data that is missing": ([TINY, "--train", "nothing/*.npy"], "nothing/*.npy"),
     "a vocabulary too small for bytes": (
         [TINY, "--train", str(ROOT / "README.md"), "--vocab", "64"],
@@ -75,7 +81,7 @@ def test_bad_input_is_one_line_and_code_2(train, tmp_path, arguments, message):
 
 
 def test_debug_shows_where_an_error_comes_from(train):
-    code, _, err = train(TINY, "--stepz", "3", "--debug")
+    code, _, err = train(TINY, "--total_stepz", "3", "--debug")
     assert code == 2
     assert "Traceback" in err
 
@@ -125,9 +131,9 @@ def test_a_run_that_was_stopped_says_so(train, monkeypatch):
 
 
 def test_help_lists_the_fields_with_their_values(train):
-    code, out, _ = train(TINY, "--peak", "5e-3", "--help")
+    code, out, _ = train(TINY, "--learning_rate", "5e-3", "--help")
     assert code == 0
-    assert "--optimizer.peak 0.005" in out
+    assert "--optimizer.learning_rate 0.005" in out
     with pytest.raises(SystemExit) as leaving:
         train("--help")
     assert leaving.value.code == 0
@@ -145,11 +151,11 @@ def test_help_explains_the_exit_codes_that_there_are(capsys):
 
 
 def test_a_printed_config_can_be_run(train, tmp_path):
-    code, out, _ = train(TINY, "--steps", "7", "--print-config")
+    code, out, _ = train(TINY, "--total_steps", "7", "--print-config")
     assert code == 0
     path = tmp_path / "printed.py"
     path.write_text(out)
-    assert load_config(str(path)).steps == 7
+    assert load_config(str(path)).total_steps == 7
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -30,13 +30,19 @@ PARTS = (
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": 0}, "steps=0 must be a whole number from 1 to 2,147,483,647"),
-        ({"batch": 2.0}, "batch=2.0 must be a whole number"),
-        ({"accumulation": True}, "accumulation=True must be a whole number"),
+        ({"total_steps": 0}, "total_steps=0 must be a whole number from 1 to 2,147,483,647"),
+        ({"global_batch_size": 2.0}, "global_batch_size=2.0 must be a whole number"),
+        (
+            {"gradient_accumulation_steps": True},
+            "gradient_accumulation_steps=True must be a whole number",
+        ),
         ({"seed": -1}, "seed=-1 must be a whole number from 0 to 4,294,967,295. The default is 0"),
         ({"z_loss": -0.1}, "z_loss=-0.1 must be a number from 0 to 1"),
-        ({"sequence": 65}, "sequence=65 is longer than model.context=64"),
-        ({"accumulation": 3}, "batch=16 cannot be cut into accumulation=3 equal parts"),
+        ({"sequence_length": 65}, "sequence_length=65 is longer than model.context=64"),
+        (
+            {"gradient_accumulation_steps": 3},
+            "global_batch_size=16 cannot be divided into gradient_accumulation_steps=3 equal",
+        ),
         (
             {"writers": ("excel",)},
             "must be a tuple of 'tensorboard' or 'wandb'",
@@ -45,16 +51,30 @@ PARTS = (
         ({"optimizer": {"name": "lion"}}, "optimizer.name='lion' must be 'fp8_adamw' or 'adamw'"),
         ({"optimizer": {"schedule": "step"}}, "optimizer.schedule='step' must be 'cosine' or"),
         (
-            {"optimizer": {"peak": -1.0}},
-            "peak=-1.0 must be a number above 0 and at most 10",
+            {"optimizer": {"learning_rate": -1.0}},
+            "learning_rate=-1.0 must be a number above 0 and at most 10",
         ),
-        ({"optimizer": {"warmup": 1.5}}, "optimizer.warmup=1.5 must be a number from 0 to 1"),
+        (
+            {"optimizer": {"warmup_steps": 1.5}},
+            "optimizer.warmup_steps=1.5 must be a whole number .* or a number from 0 to 1",
+        ),
         ({"optimizer": {"b2": 1.0}}, "optimizer.b2=1.0 must be a number of at least 0 and below 1"),
-        ({"optimizer": {"clip": 0.0}}, "clip=0.0 must be a number from 1e-30 to 1e.30 or None"),
+        (
+            {"optimizer": {"clip_norm": 0.0}},
+            "clip_norm=0.0 must be a number from 1e-30 to 1e.30 or None",
+        ),
         ({"optimizer": {"eps": 0}}, "optimizer.eps=0 must be a number from 1e-30 to 1"),
         (
-            {"optimizer": {"schedule": "wsd", "warmup": 0.5, "cooldown": 0.6}},
-            "warmup=0.5 and optimizer.cooldown=0.6 are shares .* more than all",
+            {"optimizer": {"schedule": "wsd", "warmup_steps": 0.5, "decay_steps": 0.6}},
+            "warmup_steps=0.5 and optimizer.decay_steps=0.6 take 11 steps, and total_steps=10",
+        ),
+        (
+            {"optimizer": {"schedule": "wsd", "warmup_steps": 3, "decay_steps": 8}},
+            "warmup_steps=3 and optimizer.decay_steps=8 take 11 steps, and total_steps=10",
+        ),
+        (
+            {"optimizer": {"warmup_steps": 11}},
+            "optimizer.warmup_steps=11 take 11 steps, and total_steps=10. Lower .* as in 0.1",
         ),
     ],
 )
@@ -79,12 +99,17 @@ def test_its_parts_refuse(make, message):
         make()
 
 
-def test_a_cooldown_counts_for_wsd_only():
-    small(optimizer={"schedule": "cosine", "warmup": 0.9})
+def test_decay_steps_count_for_wsd_only():
+    small(optimizer={"schedule": "cosine", "warmup_steps": 0.9})
+    small(optimizer={"schedule": "cosine", "warmup_steps": 9, "decay_steps": 100})
+
+
+def test_shares_may_be_rounded_up():
+    small(total_steps=3, optimizer={"schedule": "wsd", "warmup_steps": 0.5, "decay_steps": 0.5})
 
 
 def test_microbatches_share_the_batch():
-    assert dataclasses.replace(SMALL, accumulation=4).microbatch == 4
+    assert dataclasses.replace(SMALL, gradient_accumulation_steps=4).microbatch == 4
     assert SMALL.tokens_per_step == 16 * 32
 
 
@@ -95,8 +120,9 @@ def test_every_field_is_described(part):
 
 
 NUMBERS = {"z_loss", "model.norm_eps", "model.rotary.theta", "model.rotary.scaling"}
-NUMBERS |= {f"optimizer.{name}" for name in ("peak", "eps", "clip", "weight_decay")}
-COUNTS = ("steps", "batch", "sequence", "seed", "accumulation", "log_every", "evaluation.batches")
+NUMBERS |= {f"optimizer.{name}" for name in ("learning_rate", "eps", "clip_norm", "weight_decay")}
+COUNTS = ("total_steps", "global_batch_size", "sequence_length", "gradient_accumulation_steps")
+COUNTS += ("seed", "log_every", "evaluation.batches")
 COUNTS += ("model.vocab", "model.width", "model.layers", "model.ffn", "model.window")
 COUNTS += ("model.heads", "model.head_dim", "model.context", "checkpoint.keep", "data.end_of_text")
 
@@ -104,7 +130,7 @@ COUNTS += ("model.heads", "model.head_dim", "model.context", "checkpoint.keep", 
 @pytest.mark.parametrize("name", sorted(NUMBERS))
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "1e30", "1e300"])
 def test_numbers_that_no_run_can_use_are_refused(name, value):
-    if (name, value) == ("optimizer.clip", "1e30"):
+    if (name, value) == ("optimizer.clip_norm", "1e30"):
         return  # does not clip
     with pytest.raises(UserError, match=f"{name.rpartition('.')[2]}=.* must be a number"):
         override(SMALL, [f"--{name}={value}"])
@@ -124,8 +150,10 @@ def test_counts_that_no_run_can_use_are_refused(name, value):
 
 
 def test_a_step_s_tokens_can_be_counted():
-    with pytest.raises(UserError, match=r"batch=67108864 times sequence=32 is more than the 2,147"):
-        small(batch=1 << 26)
+    with pytest.raises(
+        UserError, match=r"=67108864 times sequence_length=32 is more than the 2,147"
+    ):
+        small(global_batch_size=1 << 26)
 
 
 def test_folders_may_be_in_the_home(monkeypatch, tmp_path):

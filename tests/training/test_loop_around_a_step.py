@@ -79,7 +79,7 @@ def config(tmp_path):
     return small(
         model={"layers": 1},
         out=str(tmp_path / "run"),
-        steps=STEPS,
+        total_steps=STEPS,
         checkpoint=CheckpointConfig(every=2, keep=9),
         mesh=MeshConfig(),
     )
@@ -187,7 +187,12 @@ def test_a_run_says_how_many_conversations_are_cut(step, config, tmp_path):
     path = tmp_path / "talk.jsonl"
     path.write_text("\n".join(talk(n) for n in (1, 2, 3, 100, 200, 300, 4, 5, 6, 7)))
     _, text = train(
-        replace(config, steps=1, sequence=64, data=DataConfig(train=(str(path),), kind="chat"))
+        replace(
+            config,
+            total_steps=1,
+            sequence_length=64,
+            data=DataConfig(train=(str(path),), kind="chat"),
+        )
     )
     assert "rows of 64; 3 documents were longer and are cut to that." in text
 
@@ -206,7 +211,7 @@ def test_the_run_seed_reaches_everything_that_is_random(step, config, monkeypatc
 
     for name in ("open_data", "make_optimizer", "new_state"):
         spy(name)
-    train(replace(config, steps=1, seed=7))
+    train(replace(config, total_steps=1, seed=7))
     assert seeds == {"open_data": 7, "make_optimizer": 7, "new_state": 7}
 
 

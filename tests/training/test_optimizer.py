@@ -11,7 +11,7 @@ from coat_jax import models
 from coat_jax.training.optimizer import decayed, make_optimizer
 
 NAMES = ("adamw", "fp8_adamw")
-CONSTANT = {"schedule": "constant", "warmup": 0.0, "peak": 1e-2}
+CONSTANT = {"schedule": "constant", "warmup_steps": 0, "learning_rate": 1e-2}
 
 
 def tree(seed, dtype=jnp.float32):

@@ -59,15 +59,15 @@ BROKEN = {
     "no object": lambda path: path.write_text("[1]"),
     "no text": lambda path: path.write_bytes(b"\xff\x00"),
     "deep": lambda path: path.write_text("[" * 100_000),
-    "edited": lambda path: path.write_text(path.read_text().replace('"batch": 16', '"batch": 32')),
+    "edited": lambda path: path.write_text(path.read_text().replace('_size": 16', '_size": 32')),
 }
 
 
 @pytest.mark.parametrize("harm", BROKEN.values(), ids=BROKEN)
 def test_a_config_that_is_broken_is_known_from_the_checkpoint(out, saved, harm):
     harm(out / "config.json")
-    with pytest.raises(UserError, match="holds another run: batch was 16, now 32"):
-        claim(small(out=str(out), batch=32))
+    with pytest.raises(UserError, match="holds another run: global_batch_size was 16, now 32"):
+        claim(small(out=str(out), global_batch_size=32))
     assert claim(saved) == []
     assert json.loads((out / "config.json").read_text()) == identity.to_json(saved)
 
@@ -77,8 +77,8 @@ def test_a_damaged_checkpoint_does_not_say_what_was_run(out, saved, harm):
     """The one before does."""
     harm(out / "checkpoints" / "2" / "record.json")
     (out / "config.json").unlink()
-    with pytest.raises(UserError, match="holds another run: batch was 16, now 32"):
-        claim(small(out=str(out), batch=32))
+    with pytest.raises(UserError, match="holds another run: global_batch_size was 16, now 32"):
+        claim(small(out=str(out), global_batch_size=32))
 
 
 @pytest.mark.parametrize("harm", list(BROKEN.values())[:-1], ids=list(BROKEN)[:-1])
@@ -95,8 +95,8 @@ def test_what_is_damaged_without_a_checkpoint_is_replaced_and_noted(out, saved):
     assert claim(saved, notes) == []
     assert len(notes) == 1
     assert "config.json is damaged, and no checkpoint says what was run" in notes[0]
-    with pytest.raises(UserError, match="batch was 16, now 32"):
-        claim(small(out=str(out), batch=32))
+    with pytest.raises(UserError, match="global_batch_size was 16, now 32"):
+        claim(small(out=str(out), global_batch_size=32))
 
 
 def test_a_folder_that_is_no_run_is_named(out, saved):
@@ -118,7 +118,7 @@ def test_a_config_without_an_end_is_replaced(out, make):
 
 
 def test_what_changes_is_told(out, saved):
-    assert claim(small(out=str(out), steps=99)) == ["steps was 10, now 99"]
+    assert claim(small(out=str(out), total_steps=99)) == ["total_steps was 10, now 99"]
 
 
 def test_a_run_that_does_not_resume_moves_the_old_one_out_of_the_way(tmp_path, out):

@@ -79,7 +79,7 @@ def test_the_rounding_of_parameters(name):
     """The updates are far below the last place of the parameters: some are rounded up."""
 
     def step(seed):
-        config = config_of(seed, optimizer={"name": name, "peak": 1e-4, "warmup": 0.0})
+        config = config_of(seed, optimizer={"name": name, "learning_rate": 1e-4, "warmup_steps": 0})
         optimizer = make_optimizer(config)
         grads = jax.tree.map(jnp.ones_like, PARAMS)
         return optimizer.step(PARAMS, grads, optimizer.init(PARAMS))[0]

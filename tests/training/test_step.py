@@ -51,7 +51,9 @@ def test_a_batch_in_parts_is_the_batch(name):
     for batch in batches:
         batch.labels[4:8] = -100
     whole, parts = (
-        stepper(small(model=IN_FP32, optimizer={"name": name}, accumulation=a)).run(batches)
+        stepper(small(model=IN_FP32, optimizer={"name": name}, gradient_accumulation_steps=a)).run(
+            batches
+        )
         for a in (1, 4)
     )
     for a, b in zip(whole[1], parts[1], strict=True):
@@ -82,7 +84,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(name):
 
 
 def test_gradients_are_clipped_to_their_global_norm():
-    run = stepper(small(model=IN_FP32, optimizer={"name": "adamw", "clip": 0.01, "b1": 0.0}))
+    run = stepper(small(model=IN_FP32, optimizer={"name": "adamw", "clip_norm": 0.01, "b1": 0.0}))
     state, (report,) = run.run(random_batches(1))
     assert report.gradient_norm > 0.1  # before clipping
     first_moments = state.moments[0].mu  # with b1 = 0 the gradients
@@ -138,7 +140,7 @@ def test_losses_do_not_depend_on_the_mesh(precision, sizes):
 
 def test_bf16_parameters_are_moved_by_updates_below_their_last_place():
     """Now and then, where rounding is stochastic; rounded to nearest most stay where they are."""
-    slow = {"name": "adamw", "peak": 1e-5, "schedule": "constant", "warmup": 0.0}
+    slow = {"name": "adamw", "learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0}
     moved = {}
     for rounding in (True, False):
         config = small(

@@ -44,9 +44,9 @@ def compiled(source, sizes, *, batch, sequence, accumulation=1, **model):
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **model),
-        batch=batch * accumulation,
-        sequence=sequence,
-        accumulation=accumulation,
+        global_batch_size=batch * accumulation,
+        sequence_length=sequence,
+        gradient_accumulation_steps=accumulation,
     )
     return compile_step(config, sizes)
 
@@ -103,9 +103,9 @@ def test_two_key_heads_are_trained_on_four_gpus(precision):
     config = TrainConfig(
         model=dataclasses.replace(SMALL, precision=precision),
         optimizer=OptimizerConfig(),
-        steps=10,
-        batch=4,
-        sequence=32,
+        total_steps=10,
+        global_batch_size=4,
+        sequence_length=32,
     )
     program, _, _ = compile_step(config, (1, 1, 4))
     assert "__cudnn$fmha" in program.as_text()
@@ -136,9 +136,9 @@ def test_telemetry_runs_the_kernels_of_the_step_in_no_more_memory(monkeypatch):
         config,
         model=dataclasses.replace(config.model, layers=2),
         telemetry=TelemetryConfig(every=100),
-        batch=16,
-        sequence=2048,
-        accumulation=1,
+        global_batch_size=16,
+        sequence_length=2048,
+        gradient_accumulation_steps=1,
     )
     step, _, state = compile_step(config, (4, 1, 1))
     mesh = hopper_mesh((4, 1, 1), NAMES)

@@ -24,8 +24,8 @@ def open_data(config: TrainConfig, mesh: Mesh, split: Split) -> Loader:
     return load(
         config.data,
         split=split,
-        batch=config.batch if split == "train" else config.microbatch,
-        sequence=config.sequence,
+        batch=config.global_batch_size if split == "train" else config.microbatch,
+        sequence=config.sequence_length,
         vocab=config.model.vocab,
         seed=config.seed if split == "train" else 0,
         process=share.part,
@@ -48,6 +48,6 @@ def place(batch: Batch, mesh: Mesh, *, parts: int, packed: bool) -> Any:
 
 def abstract_batch(config: TrainConfig, mesh: Mesh, *, packed: bool) -> Any:
     """What `place` makes, as shapes."""
-    shape = (config.accumulation, config.microbatch, config.sequence)
+    shape = (config.gradient_accumulation_steps, config.microbatch, config.sequence_length)
     array: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
     return Batch(array, array, *((array, array) if packed else (None, None)))

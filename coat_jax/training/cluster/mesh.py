@@ -48,10 +48,11 @@ def require_fitting(config: TrainConfig, mesh: Mesh) -> None:
     parts = batch_parts(mesh)
     if config.microbatch % parts:
         raise UserError(
-            f"batch={config.batch} in accumulation={config.accumulation} parts are "
+            f"global_batch_size={config.global_batch_size} in gradient_accumulation_steps="
+            f"{config.gradient_accumulation_steps} are "
             f"{config.microbatch} sequences at a time, which {parts} devices (mesh.data * "
-            f"mesh.fsdp) cannot share equally. Make batch a multiple of "
-            f"{parts * config.accumulation}."
+            f"mesh.fsdp) cannot share equally. Make global_batch_size a multiple of "
+            f"{parts * config.gradient_accumulation_steps}."
         )
 
 

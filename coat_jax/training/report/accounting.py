@@ -67,10 +67,10 @@ def account(
     peak += used.output_size_in_bytes - used.alias_size_in_bytes
     return Memory(
         parameters=parameters,
-        gradients=parameters + (in_fp32 if config.accumulation > 1 else 0),
+        gradients=parameters + (in_fp32 if config.gradient_accumulation_steps > 1 else 0),
         optimizer=_shard_bytes(state.moments),
         activations=saved_activations(
-            config.model, config.microbatch // batch_parts, config.sequence
+            config.model, config.microbatch // batch_parts, config.sequence_length
         ),
         peak=peak,
         limit=(device.memory_stats() or {}).get("bytes_limit"),
@@ -123,13 +123,13 @@ def advice(config: TrainConfig, *, batch_parts: int) -> str:
     if config.model.precision != COAT_LEAN:
         remedies.append("--precision coat_lean")
     if config.microbatch > batch_parts:
-        parts = 2 * config.accumulation
+        parts = 2 * config.gradient_accumulation_steps
         remedies.append(
-            f"--accumulation {parts}"
-            if config.batch % (parts * batch_parts) == 0
-            else "--accumulation"
+            f"--gradient_accumulation_steps {parts}"
+            if config.global_batch_size % (parts * batch_parts) == 0
+            else "--gradient_accumulation_steps"
         )
-        remedies.append(f"a --batch under {config.batch}")
+        remedies.append(f"a --global_batch_size under {config.global_batch_size}")
     if config.model.remat != "layer_fp8":
         remedies.append("--remat layer_fp8")
     remedies.append("more devices along --mesh.fsdp")

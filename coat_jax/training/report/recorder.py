@@ -55,7 +55,7 @@ class Recorder:
         self._config, self._metrics, self._progress = config, metrics, progress
         self._device = mesh.local_devices[0]
         self._devices = mesh.size
-        self._work = speed.work_per_token(config.model, config.sequence)
+        self._work = speed.work_per_token(config.model, config.sequence_length)
         self._peak = speed.peak_of(self._device.device_kind)
         self._waiting: tuple[int, Report] | None = None
         self._began = time.perf_counter() - seconds
@@ -71,7 +71,7 @@ class Recorder:
     def take(self, step: int, report: Report) -> None:
         """Keeps this step's report, and records the one before."""
         self.flush()
-        if step % self._config.log_every == 0 or step == self._config.steps:
+        if step % self._config.log_every == 0 or step == self._config.total_steps:
             self._waiting = step, report
 
     def flush(self) -> None:
@@ -140,11 +140,11 @@ class Recorder:
                 f"step {step:,}: its gradients are not finite. It changed nothing; {skipped:,} "
                 "steps so far."
             )
-        nothing_learned = skipped == step == self._config.steps
+        nothing_learned = skipped == step == self._config.total_steps
         if self._in_row >= self._config.max_skipped_steps or nothing_learned:
             raise Diverged(
                 f"The last {self._in_row:,} steps, up to step {step:,}, changed nothing: their "
-                "losses or gradients are not finite. Lower --optimizer.peak "
-                f"({self._config.optimizer.peak:g}), look at the data and at the records before, "
-                "or allow more of them with --max_skipped_steps."
+                "losses or gradients are not finite. Lower --learning_rate "
+                f"({self._config.optimizer.learning_rate:g}), look at the data and at the records "
+                "before, or allow more of them with --max_skipped_steps."
             )

@@ -206,7 +206,7 @@ def _follow(
     config: TrainConfig, decay: Decay, shadow: dict[str, Shadow], grads: Any, step: Report
 ) -> dict[str, Shadow]:
     """The FP32 moments after a step, whose gradients were clipped, or which was skipped."""
-    clip, norm = config.optimizer.clip, step.gradient_norm
+    clip, norm = config.optimizer.clip_norm, step.gradient_norm
     scale = 1.0 if clip is None else jnp.minimum(1.0, clip / norm)
     taken = jnp.isfinite(norm) & jnp.isfinite(step.loss)
     after = {name: followed(of, scale * grads[name], decay) for name, of in shadow.items()}

@@ -37,9 +37,9 @@ def test_a_mesh_that_does_not_match_the_devices_is_refused(config, message):
 
 
 def test_a_batch_that_the_devices_cannot_share_is_refused():
-    message = "4 sequences at a time, which 8 devices .* Make batch a multiple of 32"
+    message = "4 sequences at a time, which 8 devices .* Make global_batch_size a multiple of 32"
     with pytest.raises(ValueError, match=message):
-        require_fitting(small(accumulation=4), make_mesh(MeshConfig()))
+        require_fitting(small(gradient_accumulation_steps=4), make_mesh(MeshConfig()))
     require_fitting(SMALL, make_mesh(MeshConfig()))
 
 

@@ -10,7 +10,7 @@ CONFIG = """
 from train_cases import small
 
 def config():
-    return small(model={"layers": 1}, steps=30, cache=CACHE)
+    return small(model={"layers": 1}, total_steps=30, cache=CACHE)
 """
 QUICK = "--xla_backend_optimization_level=0"  # compiles in a fraction of the time
 PATHS = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'training'}"

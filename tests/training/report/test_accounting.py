@@ -55,7 +55,9 @@ def test_a_devices_share_is_counted():
 
 def test_accumulated_gradients_are_in_fp32_besides():
     config = small(
-        model={"layers": 1, "dtype": jnp.float32}, optimizer={"name": "adamw"}, accumulation=4
+        model={"layers": 1, "dtype": jnp.float32},
+        optimizer={"name": "adamw"},
+        gradient_accumulation_steps=4,
     )
     in_parts = account(config, (1, 1, 1), Device())
     assert in_parts.gradients == 2 * in_parts.parameters
@@ -110,15 +112,15 @@ def test_advice_names_what_can_still_be_lowered():
         "--optimizer.name fp8_adamw",
         "--param_dtype bfloat16",
         "--precision coat_lean",
-        "--accumulation 2",
-        "--batch under 16",
+        "--gradient_accumulation_steps 2",
+        "--global_batch_size under 16",
         "--remat layer_fp8",
         "more devices along --mesh.fsdp",
     ):
         assert remedy in wasteful
     lean = small(
         model={"precision": "coat_lean", "remat": "layer_fp8", "param_dtype": "bfloat16"},
-        accumulation=8,
+        gradient_accumulation_steps=8,
     )
     assert advice(lean, batch_parts=2) == "What helps: more devices along --mesh.fsdp."
 

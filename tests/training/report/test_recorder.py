@@ -122,7 +122,7 @@ def test_skipped_steps_are_told_when_they_begin(kept):
 
 
 def test_too_many_skipped_steps_in_a_row_end_the_run(kept):
-    records = recorder(kept, max_skipped_steps=3, steps=100)
+    records = recorder(kept, max_skipped_steps=3, total_steps=100)
     take(records, (0, 1, 2, 2, 3, 4))
     with pytest.raises(Diverged, match="last 3 steps, up to step 7, changed nothing"):
         take(records, [5], first=7)
@@ -131,16 +131,16 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(kept):
 
 
 def test_a_row_counts_the_steps_between_records(kept):
-    records = recorder(kept, max_skipped_steps=8, log_every=4, steps=100)
+    records = recorder(kept, max_skipped_steps=8, log_every=4, total_steps=100)
     take(records, (0, 0, 0, 1, 2, 3, 4, 5))
     with pytest.raises(Diverged, match="last 8 steps, up to step 12"):
         take(records, (6, 7, 8, 9), first=9)
-    sparse = recorder(kept, max_skipped_steps=8, log_every=4, steps=100)
+    sparse = recorder(kept, max_skipped_steps=8, log_every=4, total_steps=100)
     take(sparse, (0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9))  # a step of each four was taken
 
 
 def test_a_resumed_run_counts_its_own_row(kept):
-    records = recorder(kept, step=50, skipped=2, max_skipped_steps=3, steps=100)
+    records = recorder(kept, step=50, skipped=2, max_skipped_steps=3, total_steps=100)
     take(records, (3, 4), first=51)
     with pytest.raises(Diverged):
         take(records, [5], first=53)
@@ -148,8 +148,8 @@ def test_a_resumed_run_counts_its_own_row(kept):
 
 def test_a_run_that_skipped_every_step_has_failed(kept):
     with pytest.raises(Diverged):
-        take(recorder(kept, steps=4), (1, 2, 3, 4))
-    take(recorder(kept, steps=4), (0, 1, 2, 3))
+        take(recorder(kept, total_steps=4), (1, 2, 3, 4))
+    take(recorder(kept, total_steps=4), (0, 1, 2, 3))
 
 
 def test_a_held_out_loss_has_its_perplexity(kept, clock):

@@ -80,7 +80,11 @@ def test_a_record_has_tensors_moments_and_directions(whole):
 
 @pytest.mark.parametrize(
     ("changes", "sizes"),
-    [({"accumulation": 4}, ONE), ({}, (2, 2, 2)), ({"accumulation": 2}, (1, 8, 1))],
+    [
+        ({"gradient_accumulation_steps": 4}, ONE),
+        ({}, (2, 2, 2)),
+        ({"gradient_accumulation_steps": 2}, (1, 8, 1)),
+    ],
     ids=str,
 )
 def test_numbers_depend_neither_on_parts_nor_on_the_mesh(whole, changes, sizes):
@@ -273,7 +277,7 @@ def test_a_run_records_it_resumes_and_trains_as_without_it(tmp_path):
             model=WIDE,
             telemetry=TelemetryConfig(every=every),
             checkpoint=CheckpointConfig(every=4),
-            steps=8,
+            total_steps=8,
             mesh=MeshConfig(),
             out=str(tmp_path / name),
             writers=writers,
