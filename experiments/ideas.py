@@ -191,10 +191,10 @@ def _draw_formats(plt: Any) -> Any:
         "int8": np.arange(1, 128, dtype=np.float64),
         "E4M3": fp8_values(coat.E4M3),
         "E5M2": fp8_values(coat.E5M2),
-        "logarithm, 16 codes a binade": 2.0 ** (-np.arange(255) / 16),
+        "logarithm": 2.0 ** (-np.arange(255) / 16),
     }
     colors = records.chart.LINES
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), width_ratios=(1.25, 1))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.2), width_ratios=(1.25, 1))
     for place, (values, color) in enumerate(zip(rows.values(), colors, strict=False)):
         _rug(left, values / values.max(), -place, color)
     left.set_yticks([-place for place in range(len(rows))], list(rows))
@@ -211,7 +211,7 @@ def _draw_formats(plt: Any) -> Any:
             [np.log2(x[window].mean()) for window in windows],
             [100 * error[window].max() for window in windows],
             color=color,
-            label=name.split(",")[0],
+            label=name,
         )
     right.set_yscale("log")
     right.set_yticks([1, 10, 100], ["1 %", "10 %", "100 %"])
@@ -231,7 +231,7 @@ def _draw_expansion(group: Figures, plt: Any) -> Any:
         f"E4M3 with dynamic range expansion, k = {k:.2f}": e4m3 ** (1 / k),
         f"8-bit logarithm, {steps:.0f} codes a binade": 2.0 ** (-np.arange(255) / steps),
     }
-    figure, axes = plt.subplots(4, 1, figsize=(9, 4.8), sharex=True, height_ratios=(2.4, 1, 1, 1))
+    figure, axes = plt.subplots(4, 1, figsize=(8.6, 4.8), sharex=True, height_ratios=(2.4, 1, 1, 1))
     axes[0].hist(np.log2(v / v.max()), bins=36, color=records.ACCENT)
     axes[0].set_ylabel("elements")
     axes[0].set_title(f"A group of {len(v)} second moments")
@@ -248,7 +248,7 @@ def _draw_expansion(group: Figures, plt: Any) -> Any:
 
 def _draw_direction(group: Figures, plt: Any) -> Any:
     m, v = np.array(group["m"]), np.array(group["v"])
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.0), sharey=True)
     bins = np.linspace(-10, 0, 31)
     for axis, values, title in (
         (axes[0], np.abs(m), "First moments |m|"),
@@ -262,7 +262,7 @@ def _draw_direction(group: Figures, plt: Any) -> Any:
 
 
 def _draw_decay(curves: Figures, plt: Any) -> Any:
-    figure, axes = plt.subplots(figsize=(7.5, 3.4))
+    figure, axes = plt.subplots(figsize=(8.6, 3.2))
     labels = {
         "exact": ("FP32", records.PALE, 5.0),
         "stochastic": ("8 bits, rounded stochastically", records.ACCENT, 1.4),
@@ -280,8 +280,8 @@ def _draw_decay(curves: Figures, plt: Any) -> Any:
 
 
 def _draw_layer(layers: Figures, plt: Any) -> Any:
-    figure, axes = plt.subplots(figsize=(11, 3.0))
-    for place, (name, arrays) in enumerate(layers.items()):
+    figure, axes = plt.subplots(figsize=(8.6, 2.8))
+    for place, arrays in enumerate(layers.values()):
         left = 0.0
         for array in arrays:
             is_fp8 = array["dtype"].startswith("float8")
@@ -305,11 +305,11 @@ def _draw_layer(layers: Figures, plt: Any) -> Any:
 def _draw_errors(plt: Any) -> Any:
     file = json.loads((RESULTS / "accumulated_error.json").read_text())
     names = {
-        "one scale per group, v stochastic": "E4M3, one scale per group",
-        "dynamic range expansion, v stochastic": "E4M3 with dynamic range expansion",
-        "directions and logarithms, v stochastic": "direction and logarithm (the default)",
+        "one scale per group, v stochastic": "E4M3, one scale",
+        "dynamic range expansion, v stochastic": "E4M3, expanded",
+        "directions and logarithms, v stochastic": "direction, logarithm",
     }
-    figure, axes = plt.subplots(1, 2, figsize=(11, 2.6), sharey=True)
+    figure, axes = plt.subplots(1, 2, figsize=(8.6, 2.4), sharey=True)
     for axis, b2 in zip(axes, file["figures"]["at the end"], strict=True):
         ends = file["figures"]["at the end"][b2]
         values = [100 * math.sqrt(ends[name]["layers"]) for name in names]

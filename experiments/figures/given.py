@@ -43,6 +43,10 @@ GIVEN = [
     Given("docs/data.md", "more than 99 % full", TESTED),  # test_packing.py
     Given("docs/generation.md", "64 MB", SETTING),
     Given("docs/generation.md", "2 GB", SETTING),
+    Given("docs/ideas.md", "moments take 8 bytes a parameter in FP32", ARITHMETIC),
+    Given("docs/ideas.md", "in 5 bytes a group", ARITHMETIC),
+    Given("docs/ideas.md", "With b2 = 0.999", SETTING),
+    Given("docs/ideas.md", "1 U is the size of the layer's input in BF16, 2 bytes x", ARITHMETIC),
     Given("docs/layers.md", "1 U is the residual stream in BF16: 2 bytes times batch", ARITHMETIC),
     Given("docs/layers.md", "saves the input of each layer only (1 U)", ARITHMETIC),
     Given("docs/loss.md", "The last 8 MB", SETTING),

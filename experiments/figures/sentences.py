@@ -26,7 +26,7 @@ from experiments.stacks import Sizes
 
 README, BENCHMARKS = "README.md", "docs/benchmarks.md"
 ARCHITECTURE, LAYERS = "docs/architecture.md", "docs/layers.md"
-LOSS = "docs/loss.md"
+LOSS, IDEAS = "docs/loss.md", "docs/ideas.md"
 B2S = (0.95, 0.999)
 ROUNDINGS = STOCHASTIC, NEAREST = "v stochastic", "v to nearest"
 CAPABILITY = FIRST_WITH_FP8 / 10
@@ -122,6 +122,11 @@ def loss_tokens() -> float:
     """Millions of tokens that each run of loss_study reads."""
     settings = loss_runs(*STUDY)[0]["settings"]
     return settings["steps"] * settings["batch"] * settings["sequence"] / 1e6
+
+
+def group() -> dict[str, Any]:
+    """The group of moments that docs/ideas.md shows."""
+    return of("ideas")["group"]
 
 
 def millions(config: Config) -> float:
@@ -353,6 +358,26 @@ SENTENCES = [
         lambda: (exact_scale_gains("x"), exact_scale_gains("a")),
     ),
     Sentence(ARCHITECTURE, "compute capability {:.1f} or newer", lambda: (CAPABILITY,)),
+    # docs/ideas.md
+    Sentence(IDEAS, "The group spans {:.1f} binades.", lambda: (group()["binades"],)),
+    Sentence(
+        IDEAS,
+        "With k = {:.2f} the group fills the whole format, and a binade of the group has {:.2f} "
+        "times",
+        lambda: (group()["k"], group()["k"]),
+    ),
+    Sentence(
+        IDEAS,
+        "in equal ratios: {:.0f} to a binade in this group",
+        lambda: (group()["codes a binade of a logarithm"],),
+    ),
+    Sentence(
+        IDEAS,
+        "is off by {:.1f} % with one scale, by {:.1f} % with dynamic range expansion and by "
+        "{:.1f} %",
+        lambda: [100 * error for error in group()["errors of m / sqrt(v)"].values()],
+    ),
+    Sentence(IDEAS, "Both moments together take {:.2f} bytes a parameter", lambda: (MOMENTS,)),
     # docs/layers.md
     *(
         Sentence(LAYERS, f"| `coat.{row} | {{:.1f}} U |", lambda name=name: (unit(name),))
