@@ -33,7 +33,10 @@ SOURCES = [
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.name)
 def test_examples_of_a_page_run_in_order(page: Path) -> None:
-    """And every optimizer that a page makes takes a step."""
+    """And every optimizer that a page makes takes a step.
+
+    Code of other libraries stands in blocks marked `py`, which are left out.
+    """
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
         before = dict(names)

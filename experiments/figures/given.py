@@ -53,6 +53,8 @@ GIVEN = [
     Given("docs/loss.md", "with 95 % intervals", SETTING),
     Given("docs/loss.md", "gives the 95 % intervals", SETTING),
     Given("docs/loss.md", "The paper reports +0.55 % for OLMo-7B after 250 billion tokens", PAPER),
+    Given("docs/quickstart.md", "Python 3.11 or later", SETTING),
+    Given("docs/quickstart.md", "a Llama of 0.9 million parameters", SETTING),
     Given("docs/training.md", "Llamas of 0.9, 124 and 360 million parameters", SETTING),
     Given("docs/training.md", "100 % would be", ARITHMETIC),
     Given("docs/training.md", "2.1 bytes a parameter for 8", ARITHMETIC),
