@@ -1,12 +1,15 @@
 """Optimizers with 8-bit states, as optax transformations.
 
-fp8_adamw                       AdamW; scale_by_fp8_adam is its maths alone
-fused_fp8_adamw                 the same in one pass and in place, for who owns the training loop
-compress                        any optax transformation, its moments stored in FP8
-apply_updates,
-stochastic_round_updates        unbiased updates of BF16 parameters without FP32 copies
-state_shardings                 how an optimizer's state is sharded, from its parameters
-save_state, restore_state       checkpoints that refuse a state of another format
+    fp8_adamw                       AdamW; scale_by_fp8_adam is its maths alone
+    fused_fp8_adamw                 the same in one pass and in place, for your own training loop
+    compress, decompress            any optax transformation with its moments stored in FP8
+    stochastic_round_updates        updates BF16 parameters without FP32 copies, right on average;
+    apply_updates                   applies such updates
+    global_norm_scale               clips by the global norm, summed in FP32
+    state_shardings                 the sharding of an optimizer's state, from its parameters
+    save_state, restore_state       checkpoints; a state of another format is refused
+
+Each takes a `coat.Storage`, which holds the formats of the moments.
 """
 
 from coat_jax.optax.adam import fp8_adamw, scale_by_fp8_adam

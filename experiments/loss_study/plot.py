@@ -39,7 +39,7 @@ def _draw(conditions: str, rows: list[Row], baselines: set[str], path: Path) -> 
     arms = sorted(training.effects, key=lambda arm: -training.effects[arm].mean)
     with plt.rc_context(records.CHART | {"axes.grid.axis": "both"}):
         figure, (left, right) = plt.subplots(
-            1, 2, figsize=(12, max(0.42 * len(arms) + 2.0, 4.0)), width_ratios=(1, 1.2)
+            1, 2, figsize=(13, max(0.42 * len(arms) + 2.0, 4.0)), width_ratios=(1, 1.2)
         )
         _effects(left, rows, baselines, arms)
         _gaps(right, rows, baselines, arms)
@@ -78,7 +78,7 @@ def _effects(axes: Any, rows: list[Row], baselines: set[str], arms: list[str]) -
     axes.set_ylim(-0.7, len(arms) - 0.3)
     axes.set_xlabel("% above the baselines, 95 % intervals")
     axes.set_title("arms (seeds)")
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="upper right", fontsize=8)
 
 
 def _gaps(axes: Any, rows: list[Row], baselines: set[str], arms: list[str]) -> None:
@@ -104,8 +104,8 @@ def _gaps(axes: Any, rows: list[Row], baselines: set[str], arms: list[str]) -> N
         )
     axes.axhline(0, color=records.INK, lw=0.8)
     axes.set_xlabel("million tokens")
-    axes.set_title("% above the baselines as training goes on; pale: a baseline above the others")
-    axes.legend(fontsize=8)
+    axes.set_title("% above the baselines; pale: a baseline above the others")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=8)
 
 
 def _smooth(curve: Float[np.ndarray, " T"], width: int) -> Float[np.ndarray, " T"]:
