@@ -4,9 +4,10 @@ import functools
 import json
 from typing import Any
 
-from experiments import loss_study_results, loss_study_statistics
 from experiments.figures.pages import ROOT
-from experiments.loss_study_statistics import Comparison
+from experiments.loss_study import results as loss_study_results
+from experiments.loss_study import statistics as loss_study_statistics
+from experiments.loss_study.statistics import Comparison
 
 FOLDER = ROOT / "experiments" / "results"
 GB = 1e9
