@@ -12,7 +12,7 @@ for new in stream(model, [tokenizer.encode("Once")], max_tokens=100):
 from coat_jax.generation.cache import Cache, decode, prefill
 from coat_jax.generation.continuation import generate, require_prompts, stream
 from coat_jax.generation.sampling import Sampling
-from coat_jax.generation.text import Bytes, Tokenizer
+from coat_jax.tokenizers import Bytes, Tokenizer
 
 __all__ = [
     "Bytes",
