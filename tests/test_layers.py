@@ -21,7 +21,7 @@ PACKAGE = Path(coat_jax.__file__).parent
 LAYERS = [
     ("errors", "numerics", "printable"),
     ("files", "limits", "writing"),
-    ("precision", "storage", "tokenizer_file"),
+    ("precision", "storage", "tokenizers"),
     ("watching",),
     ("kernels",),
     ("ops",),

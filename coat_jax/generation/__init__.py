@@ -14,7 +14,7 @@ Each `new` has a list of new tokens for each prompt.
 from coat_jax.generation.cache import Cache, decode, prefill
 from coat_jax.generation.continuation import generate, require_prompts, stream
 from coat_jax.generation.sampling import Sampling
-from coat_jax.generation.text import Bytes, Tokenizer
+from coat_jax.tokenizers import Bytes, Tokenizer
 
 __all__ = [
     "Bytes",

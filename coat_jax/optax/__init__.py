@@ -24,14 +24,12 @@ from coat_jax.optax.rounding import (
 )
 from coat_jax.optax.sharding import fitting_group_size, state_shardings
 from coat_jax.optax.state import ScaleByFP8AdamState
-from coat_jax.optax.unexpanded import ScaleByUnexpandedAdamState, scale_by_unexpanded_fp8_adam
 from coat_jax.storage import Storage
 
 __all__ = [
     "CompressedState",
     "FusedOptimizer",
     "ScaleByFP8AdamState",
-    "ScaleByUnexpandedAdamState",
     "StochasticRoundState",
     "Storage",
     "apply_updates",
@@ -45,7 +43,6 @@ __all__ = [
     "restore_state",
     "save_state",
     "scale_by_fp8_adam",
-    "scale_by_unexpanded_fp8_adam",
     "state_shardings",
     "stochastic_round_updates",
 ]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from coat_jax import tokenizer_file
+from coat_jax import tokenizers
 from coat_jax.errors import UserError
 from coat_jax.files import failures_named, parse_json, read_bytes, status
 
@@ -86,7 +86,7 @@ def _is_inside(path: Path, folder: Path) -> bool:
 def _require(content: bytes, path: Path, name: str) -> None:
     """Raises unless the file is what its name says."""
     if name == TOKENIZER:
-        tokenizer_file.parsed(content, str(path))
+        tokenizers.parsed(content, str(path))
     elif name in OBJECTS:
         if not isinstance(parse_json(content, str(path)), dict):
             raise UserError(f"{path} is no JSON object, as its name says: remove or mend it.")

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from coat_jax import tokenizer_file
+from coat_jax import tokenizers
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, parse_json, read_json
 from coat_jax.limits import CountOrZero, require
@@ -96,7 +96,7 @@ def to_hugging_face(
     said, config = weights.read_json(source), weights.model_config(source)
     companions = read_companions(source)
     if tokenizer is not None:
-        companions[TOKENIZER] = tokenizer_file.read(tokenizer)[1]
+        companions[TOKENIZER] = tokenizers.read(tokenizer)[1]
     elif TOKENIZER not in companions:
         companions |= tokenizer_of_run(said, source, note)
     parameters = weights.read(source, step, note=note)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_jax.errors import UserError
-from coat_jax.generation.text import Bytes, Tokenizer
+from coat_jax.tokenizers import Bytes, Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 TEXTS = ["Żółć, 🙂🙃 — ok\n", "naïve  café: 日本語 テスト", "a👩‍👩‍👧b", " leading", "x", "e\u0301"]
@@ -160,8 +160,8 @@ def test_a_token_is_found_by_how_it_is_written(path):
 
 
 def test_what_ends_a_text_is_known_by_its_name(path):
-    assert Tokenizer(path).end_of_text() == 1
-    assert Bytes().end_of_text() == 0
+    assert Tokenizer(path).end_of_text == 1
+    assert Bytes().end_of_text == 0
 
 
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
