@@ -1,7 +1,8 @@
 """Optimizers with 8-bit states, as optax transformations.
 
 fp8_adamw                       AdamW; scale_by_fp8_adam is its maths alone
-fused_fp8_adamw                 the same in one pass and in place, for who owns the training loop
+fused_fp8_adamw                 the same in one pass and in place, for training loops of your own
+in_place                        any optax transformation as such a step
 compress                        any optax transformation, its moments stored in FP8
 apply_updates,
 stochastic_round_updates        unbiased updates of BF16 parameters without FP32 copies
@@ -15,6 +16,7 @@ from coat_jax.optax.checkpoint import restore_state, save_state
 from coat_jax.optax.clipping import global_norm, global_norm_scale
 from coat_jax.optax.compression import CompressedState, compress, decompress
 from coat_jax.optax.fused import FusedOptimizer, fused_fp8_adamw
+from coat_jax.optax.in_place import InPlaceState, in_place
 from coat_jax.optax.rounding import (
     StochasticRoundState,
     apply_updates,
@@ -27,6 +29,7 @@ from coat_jax.optax.unexpanded import ScaleByUnexpandedAdamState, scale_by_unexp
 __all__ = [
     "CompressedState",
     "FusedOptimizer",
+    "InPlaceState",
     "ScaleByFP8AdamState",
     "ScaleByUnexpandedAdamState",
     "StochasticRoundState",
@@ -39,6 +42,7 @@ __all__ = [
     "fused_fp8_adamw",
     "global_norm",
     "global_norm_scale",
+    "in_place",
     "restore_state",
     "save_state",
     "scale_by_fp8_adam",
