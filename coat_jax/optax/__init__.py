@@ -2,6 +2,7 @@
 
     fp8_adamw                       AdamW; scale_by_fp8_adam is its maths alone
     fused_fp8_adamw                 the same in one pass and in place, for your own training loop
+    in_place                        any optax transformation with the same interface, in place
     compress, decompress            any optax transformation with its moments stored in FP8
     stochastic_round_updates        updates BF16 parameters without FP32 copies, right on average;
     apply_updates                   applies such updates
@@ -17,6 +18,7 @@ from coat_jax.optax.checkpoint import restore_state, save_state
 from coat_jax.optax.clipping import global_norm, global_norm_scale
 from coat_jax.optax.compression import CompressedState, compress, decompress
 from coat_jax.optax.fused import FusedOptimizer, fused_fp8_adamw
+from coat_jax.optax.in_place import InPlaceState, in_place
 from coat_jax.optax.rounding import (
     StochasticRoundState,
     apply_updates,
@@ -29,6 +31,7 @@ from coat_jax.storage import Storage
 __all__ = [
     "CompressedState",
     "FusedOptimizer",
+    "InPlaceState",
     "ScaleByFP8AdamState",
     "StochasticRoundState",
     "Storage",
@@ -40,6 +43,7 @@ __all__ = [
     "fused_fp8_adamw",
     "global_norm",
     "global_norm_scale",
+    "in_place",
     "restore_state",
     "save_state",
     "scale_by_fp8_adam",

@@ -36,11 +36,11 @@ class Step(Protocol):
         self,
         params: optax.Params,
         grads: optax.Updates,
-        state: ScaleByFP8AdamState,
+        state: Any,
         *,
         grad_scale: Number = 1.0,
         skip: bool | Array = False,
-    ) -> tuple[optax.Params, ScaleByFP8AdamState]:
+    ) -> tuple[optax.Params, Any]:
         """Returns new parameters and state, or the old ones.
 
         Args:
@@ -57,7 +57,7 @@ class Step(Protocol):
 class FusedOptimizer(NamedTuple):
     """`init(params) -> state` and `step(params, grads, state) -> (params, state)`."""
 
-    init: Callable[[optax.Params], ScaleByFP8AdamState]
+    init: Callable[[optax.Params], Any]
     step: Step
 
 

@@ -10,12 +10,15 @@ checked in `mesh`. The docstrings' sentences are what `coat train --help` prints
 """
 
 import dataclasses
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
+
+import optax
 
 from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
-from coat_jax.limits import MOST, Count, CountOrZero, Range, Share, require_fields
+from coat_jax.limits import MOST, Count, CountOrZero, Range, Share, require_fields, shown
 from coat_jax.nn import MeshAxes
 from coat_jax.training.data import DataConfig
 
@@ -25,7 +28,17 @@ Moments = Literal["directions", "expanded", "paper"]
 Writer = Literal["tensorboard", "wandb"]
 Devices = Annotated[int, Range(least=-1, most=MOST)]
 Decay = Annotated[float, Range(least=0, below=1)]
+Metric: TypeAlias = Callable[[Any], Any]
+# The trainer's own names in the log.
+LOGGED = {"step", "tokens", "seconds", "loss", "learning_rate", "gradient_norm", "labels"}
+LOGGED |= {"skipped", "tokens_per_second", "mfu", "memory", "held_out_loss", "perplexity"}
+# Of optax, or a function from the learning rate, a schedule, to one of optax.
+Transformation: TypeAlias = optax.GradientTransformation | Callable[[optax.Schedule], Any]
 StepsOrShare = CountOrZero | Share  # 100 is a hundred steps, 0.1 a tenth of the run
+
+# What a transformation sets itself.
+OF_ADAMW: tuple[str, ...] = ("name", "moments", "b1", "b2", "eps", "weight_decay")
+OF_ADAMW += ("decay_embedding", "decay_vectors")
 
 AXES = MeshAxes("fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -33,11 +46,19 @@ BATCH_AXES = ("data", "fsdp")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, its learning rate over the run, and what surrounds it.
+    """The optimizer, its learning rate over the run, and what surrounds it.
+
+        OptimizerConfig(
+            transformation=lambda schedule: coat.optax.compress(optax.lion(schedule, b2=0.98)),
+            learning_rate=1e-4,
+        )
 
     Attributes:
         name: "fp8_adamw" stores the moments in 8 bits and steps in one pass; "adamw" is optax's,
             with moments in FP32.
+        transformation: any optax transformation in the place of these, or a function that makes
+            one of the learning rate's schedule; in a config file only. Its moments and all from b1
+            to decay_vectors are its own.
         moments: the formats of "fp8_adamw": "directions" stores m / sqrt(v) and the logarithm of v;
             "expanded" stores m and v in FP8 with dynamic range expansion, and "paper" rounds them
             to nearest besides, as the COAT paper does.
@@ -60,6 +81,7 @@ class OptimizerConfig:
     """
 
     name: OptimizerName = "fp8_adamw"
+    transformation: Transformation | None = None
     moments: Moments = "directions"
     learning_rate: Annotated[float, Range(above=0, most=10)] = 3e-4
     schedule: Schedule = "cosine"
@@ -77,6 +99,21 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require_fields(self, "optimizer.")
+        if self.transformation is None:
+            return
+        if not is_optimizer(self.transformation):
+            raise UserError(
+                f"optimizer.transformation={shown(self.transformation)} is neither an optax "
+                "transformation nor a function that makes one of a schedule, as in lambda "
+                "schedule: optax.lion(schedule)."
+            )
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        given = [name for name in OF_ADAMW if getattr(self, name) != defaults[name]]
+        if given:
+            raise UserError(
+                f"optimizer.{given[0]}={getattr(self, given[0])!r} is of the optimizers that have "
+                "names, and this one has a transformation. Set it there."
+            )
 
     def require_fitting(self, total_steps: int) -> None:
         """Raises unless a run of this many steps has room for its warmup and its decay."""
@@ -95,6 +132,24 @@ class OptimizerConfig:
         """In how many steps the learning rate rises, and in how many "wsd" falls at the end."""
         falling = self.decay_steps if self.schedule == "wsd" else 0
         return _in_steps(self.warmup_steps, total_steps), _in_steps(falling, total_steps)
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether a value may be a transformation. A dtype can be called, but is a class."""
+    return is_transformation(value) or (callable(value) and not isinstance(value, type))
+
+
+def is_transformation(value: Any) -> TypeGuard[optax.GradientTransformation]:
+    """Whether a value is a transformation of optax."""
+    return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
+
+
+def function_name(value: Callable[..., Any]) -> str:
+    """What a function is called, with its module where that can be imported."""
+    named: Any = value.update if is_transformation(value) else value
+    name = getattr(named, "__qualname__", type(named).__qualname__)
+    module = getattr(named, "__module__", None)
+    return name if module in (None, "<run_path>", "__main__") else f"{module}.{name}"
 
 
 def _in_steps(value: float, total_steps: int) -> int:
@@ -199,7 +254,8 @@ class TrainConfig:
     Attributes:
         model: what is trained.
         data: what it is trained on.
-        optimizer: how.
+        optimizer: how; an optax transformation, or a function of the learning rate's schedule that
+            makes one, is short for OptimizerConfig(transformation=...).
         mesh: over which devices.
         evaluation: when the loss on held-out data is taken.
         checkpoint: when the run is saved.
@@ -217,6 +273,8 @@ class TrainConfig:
         resume: whether a run that is in the folder goes on. If not, it is moved out of the way.
         init_from: a Hugging Face folder, or another run's, to take the first parameters from.
         log_every: steps between records of the metrics.
+        metrics: more numbers of each step to log, by name: functions of a `step.Taken`, which has
+            the parameters, gradients and moments; in a config file only.
         writers: where metrics go besides metrics.jsonl: "tensorboard", "wandb".
         cache: the folder of JAX's compilation cache; None for none.
     """
@@ -239,10 +297,14 @@ class TrainConfig:
     resume: bool = True
     init_from: str | None = None
     log_every: Count = 1
+    metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict, hash=False)
     writers: tuple[Writer, ...] = ()
     cache: str | None = "~/.cache/coat_jax/xla"
 
     def __post_init__(self) -> None:
+        given: Any = self.optimizer
+        if is_optimizer(given):
+            object.__setattr__(self, "optimizer", OptimizerConfig(transformation=given))
         require_fields(self)
         self.optimizer.require_fitting(self.total_steps)
         if self.sequence_length > self.model.context:
@@ -266,6 +328,14 @@ class TrainConfig:
             raise UserError(
                 "model.axes and model.batch_axes are set from `mesh`: leave them at their defaults."
             )
+        for name, measure in self.metrics.items():
+            if not isinstance(name, str) or not callable(measure) or isinstance(measure, type):
+                raise UserError(
+                    f"metrics={{{name!r}: {shown(measure)}}} must be a function of a step by a "
+                    "name, as in {'weight_norm': lambda step: coat.optax.global_norm(step.params)}."
+                )
+            if name in LOGGED or "/" in name:
+                raise UserError(f"metrics has {name!r}, a name of the trainer's: choose another.")
         for name in ("out", "init_from"):
             path = getattr(self, name)
             if path == "":
@@ -294,6 +364,6 @@ def in_bf16(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, precision="bf16"),
-        optimizer=dataclasses.replace(config.optimizer, name="adamw"),
+        optimizer=dataclasses.replace(config.optimizer, name="adamw", transformation=None),
         out=f"{config.out}_bf16",
     )

@@ -11,12 +11,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from coat_jax.errors import UserError
-from coat_jax.training.config import TrainConfig
+from coat_jax.training.config import TrainConfig, function_name, is_optimizer
 
 # What begins with one of the first must stay, unless it begins with one of the second.
 FIXED = ("model.", "data.", "optimizer.name", "global_batch_size", "sequence_length", "seed")
 FREE = ("model.precision", "model.remat", "model.dtype")
-UNIMPORTANT = ("out", "resume", "cache")
+UNIMPORTANT = ("out", "resume", "cache", "metrics")
 # Names that fields had in the configs of earlier versions. A share stays one: it is no integer.
 RENAMED = {
     "steps": "total_steps",
@@ -29,7 +29,8 @@ RENAMED = {
     "optimizer.final": "optimizer.final_ratio",
     "optimizer.clip": "optimizer.clip_norm",
 }
-NAME, MOMENTS = "optimizer.name", "optimizer.moments"
+NAME, TRANSFORMATION = "optimizer.name", "optimizer.transformation"
+MOMENTS = "optimizer.moments"
 IN_FP8 = ("expanded", "paper")  # moments that are stored alike
 
 
@@ -38,6 +39,10 @@ def to_json(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return {field.name: to_json(getattr(value, field.name)) for field in fields}
+    if isinstance(value, Mapping):  # functions by name
+        return {name: function_name(item) for name, item in value.items()}
+    if is_optimizer(value):
+        return function_name(value)
     if isinstance(value, tuple | list):
         return [to_json(item) for item in value]
     if value is None or isinstance(value, str | int | float):
@@ -55,10 +60,12 @@ def changes(config: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
     now = dict(_flat(to_json(config)))
     if MOMENTS not in before:  # an earlier version, which stored them in FP8 alone
         before[MOMENTS] = IN_FP8[0] if before.get(NAME) == "fp8_adamw" else now[MOMENTS]
-    names = sorted((before.keys() | now.keys()).difference(UNIMPORTANT))
+    names = sorted(n for n in before.keys() | now.keys() if n.split(".")[0] not in UNIMPORTANT)
     differ = [name for name in names if before.get(name) != now.get(name)]
     described = {name: f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in differ}
     fatal = [described[name] for name in differ if _is_fixed(name)]
+    if (before.get(TRANSFORMATION) is None) != (now[TRANSFORMATION] is None):
+        fatal.insert(0, described[TRANSFORMATION])
     if MOMENTS in differ and not fatal and _are_stored_otherwise(before, now):
         raise UserError(
             f"{config.out} holds a run whose moments are stored otherwise: {described[MOMENTS]}. "
@@ -76,7 +83,8 @@ def changes(config: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
 def _are_stored_otherwise(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """Whether the moments of FP8 AdamW are in other formats than those that were saved."""
     alike = before[MOMENTS] in IN_FP8 and now[MOMENTS] in IN_FP8
-    return now[NAME] == "fp8_adamw" and not alike
+    in_8_bits = now[NAME] == "fp8_adamw" and now[TRANSFORMATION] is None
+    return in_8_bits and not alike
 
 
 def _is_fixed(name: str) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from coat_jax.optax import FusedOptimizer
 from coat_jax.printable import printable
 from coat_jax.training import identity
 from coat_jax.training.checkpoint import Checkpoints
@@ -25,7 +26,7 @@ from coat_jax.training.compilation import use_cache
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Loader
 from coat_jax.training.evaluation import Evaluation
-from coat_jax.training.optimizer import Optimizer, make_optimizer
+from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.report import accounting
 from coat_jax.training.report.metrics import Metrics
 from coat_jax.training.report.progress import Progress
@@ -89,6 +90,8 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
         stop = stack.enter_context(Stop())
         kept = {"keep": config.checkpoint.keep, "keep_best": config.checkpoint.keep_best}
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, **kept, note=say))
+        checkpoints.require_like(abstract)
+        on_first(folder.write_config)
         program = _compile(config, graph, optimizer, abstract, mesh, console, packed=data.packed)
         telemetry = None
         if config.telemetry.every:
@@ -230,7 +233,7 @@ def _is_due(step: int, every: int, last: int) -> bool:
 def _compile(
     config: TrainConfig,
     graph: Any,
-    optimizer: Optimizer,
+    optimizer: FusedOptimizer,
     abstract: State,
     mesh: Mesh,
     console: "Console",

@@ -17,7 +17,7 @@ import textwrap
 import traceback
 import types
 import typing
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 import jax.numpy as jnp
@@ -27,11 +27,18 @@ from coat_jax import precision
 from coat_jax.errors import UserError
 from coat_jax.files import MissingFile, expanded, require_regular, status
 from coat_jax.limits import dtype_of, shown
-from coat_jax.training.config import TrainConfig
+from coat_jax.training.config import (
+    Metric,
+    TrainConfig,
+    Transformation,
+    function_name,
+    is_optimizer,
+)
 
 FUNCTION = "config"
 SET_BY_MESH = {"model.axes", "model.batch_axes"}
 WIDTH = 88
+FUNCTIONS = (Transformation | None, Mapping[str, Metric])
 BOOLEANS = {"true": True, "false": False}
 # What other trainers, and earlier versions of this one, call a field.
 KNOWN_AS = {
@@ -175,6 +182,8 @@ def _nearest(name: str, known: Collection[str]) -> str | None:
 def _read(field: Field, texts: list[str]) -> Any:
     """The value that the texts stand for."""
     alternatives = _alternatives(field.annotation)
+    if field.annotation in FUNCTIONS:
+        raise UserError(f"--{field.name} is a function: set it in the config's file.")
     for kind in alternatives:
         if get_origin(kind) is tuple:
             return tuple(_read_one(field, text, _alternatives(get_args(kind)[0])) for text in texts)
@@ -249,13 +258,19 @@ def _walk(kind: Any, config: Any, prefix: str) -> Iterator[Field]:
         name, annotation = prefix + field.name, hints[field.name]
         if name in SET_BY_MESH:
             continue
-        value = field.default if config is None else getattr(config, field.name)
+        value = _default(field) if config is None else getattr(config, field.name)
         group = dataclasses.is_dataclass(annotation)
         yield Field(name, annotation, sentences[field.name], group, value)
         if dataclasses.is_dataclass(value):
             yield from _walk(type(value), value, f"{name}.")
         elif group:
             yield from _walk(annotation, None, f"{name}.")
+
+
+def _default(field: Any) -> Any:
+    """What a field holds that is not given; MISSING if it must be."""
+    made = field.default_factory is not dataclasses.MISSING
+    return field.default_factory() if made else field.default
 
 
 def _sentences(kind: Any) -> dict[str, str]:
@@ -296,6 +311,8 @@ def _explain_group(known: Sequence[Field]) -> list[str]:
 
 def _describe(annotation: Any) -> str:
     """What a field takes, in words."""
+    if annotation in FUNCTIONS:
+        return "a function; in the config's file"
     return " or ".join(filter(None, map(_describe_one, _alternatives(annotation))))
 
 
@@ -318,10 +335,16 @@ def show(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, precision.Precision):
         return next((n for n, preset in precision.PRESETS.items() if preset == value), "custom")
-    if isinstance(value, tuple):
-        return " ".join(map(show, value))
     if isinstance(value, str | int | float):
         return str(value) if "\n" not in str(value) else repr(value)
+    return _show_object(value)
+
+
+def _show_object(value: Any) -> str:
+    if is_optimizer(value):
+        return function_name(value)
+    if isinstance(value, tuple | Mapping):
+        return " ".join(map(show, value))
     if dataclasses.is_dataclass(value):
         return type(value).__name__
     return jnp.dtype(value).name
@@ -347,6 +370,10 @@ def _expression(value: Any, modules: dict[str, set[str]], indent: str) -> str:
     """A value as Python; the classes that it needs are added to `modules`."""
     if isinstance(value, precision.Precision) and show(value) in precision.PRESETS:
         return repr(show(value))
+    if is_optimizer(value):
+        return f"..., # {function_name(value)}"
+    if isinstance(value, Mapping):
+        return f"..., # {show(value)}"
     if not dataclasses.is_dataclass(value):
         plain = value is None or isinstance(value, str | int | float | tuple)
         return repr(value) if plain else repr(jnp.dtype(value).name)
@@ -354,7 +381,7 @@ def _expression(value: Any, modules: dict[str, set[str]], indent: str) -> str:
     modules.setdefault(kind.__module__, set()).add(kind.__name__)
     given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     changed = {
-        f.name: given[f.name] for f in dataclasses.fields(value) if given[f.name] != f.default
+        f.name: given[f.name] for f in dataclasses.fields(value) if given[f.name] != _default(f)
     }
     inner = indent + " " * 4
     lines = [f"{inner}{name}={_expression(v, modules, inner)}," for name, v in changed.items()]

@@ -8,7 +8,7 @@ large batch, summed in FP32. A step whose gradients or loss are not finite chang
 is counted. Parameters and moments are updated in place; a conditional would copy them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,25 +19,46 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
-from coat_jax.optax import global_norm
+from coat_jax.errors import UserError
+from coat_jax.optax import FusedOptimizer, global_norm
 from coat_jax.training.cluster.batches import abstract_batch
 from coat_jax.training.cluster.communication import compiler_options
 from coat_jax.training.cluster.mesh import everywhere
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Batch
-from coat_jax.training.optimizer import Optimizer
 from coat_jax.training.schedule import learning_rate
 from coat_jax.training.state import State
 
 
+class Taken(NamedTuple):
+    """A step that was taken, as `TrainConfig.metrics` sees it.
+
+    Attributes:
+        params: after the update.
+        grads: before clipping.
+        moments: the state of the optimizer, after the update.
+        loss: before the update.
+        gradient_norm: before clipping.
+        learning_rate: of this step.
+    """
+
+    params: Any
+    grads: Any
+    moments: Any
+    loss: Float[Array, ""]
+    gradient_norm: Float[Array, ""]
+    learning_rate: Float[Array, ""]
+
+
 class Report(NamedTuple):
-    """What a step tells: its loss is that before the update."""
+    """What a step reports: its loss is that before the update."""
 
     loss: Float[Array, ""]
     gradient_norm: Float[Array, ""]  # before clipping
     learning_rate: Float[Array, ""]
     labels: Int32[Array, ""]  # tokens that the loss is the mean of
     skipped: Int32[Array, ""]  # steps so far
+    metrics: Mapping[str, Array] = {}  # that the config adds
 
 
 class HeldOut(NamedTuple):
@@ -50,7 +71,7 @@ class HeldOut(NamedTuple):
 def lower_step(
     config: TrainConfig,
     graph: Any,
-    optimizer: Optimizer,
+    optimizer: FusedOptimizer,
     state: State,
     mesh: Mesh,
     *,
@@ -79,7 +100,7 @@ def lower_step(
 
 
 def train_step(
-    config: TrainConfig, graph: Any, optimizer: Optimizer, state: State, batch: Batch
+    config: TrainConfig, graph: Any, optimizer: FusedOptimizer, state: State, batch: Batch
 ) -> tuple[State, Report]:
     """The next state, and how the step went.
 
@@ -102,8 +123,23 @@ def train_step(
     )
     rate = learning_rate(config.optimizer, config.total_steps, state.step - state.skipped)
     skipped = state.skipped + skip
-    report = Report(loss, norm, rate, labels, skipped)
+    metrics = _measured(config, Taken(params, grads, moments, loss, norm, rate))
+    report = Report(loss, norm, rate, labels, skipped, metrics)
     return State(state.step + 1, params, moments, skipped), report
+
+
+def _measured(config: TrainConfig, taken: Taken) -> dict[str, Array]:
+    """What the config's own metrics say of a step."""
+    found = {}
+    for name, measure in config.metrics.items():
+        value = jnp.asarray(measure(taken))
+        if value.shape:
+            raise UserError(
+                f"metrics[{name!r}] returns an array of shape {list(value.shape)}, and must "
+                "return one number."
+            )
+        found[name] = value
+    return found
 
 
 def loss_of_part(

@@ -16,7 +16,7 @@ from coat_jax.optax import fused_fp8_adamw
 from coat_jax.precision import PRESETS
 from coat_jax.storage import Storage
 from coat_jax.training.config import EvaluationConfig, OptimizerConfig, TrainConfig
-from coat_jax.training.optimizer import Optimizer, decayed, make_optimizer
+from coat_jax.training.optimizer import FusedOptimizer, decayed, make_optimizer
 from coat_jax.training.schedule import learning_rate
 from experiments.loss_study.moments import Separately, adamw
 
@@ -105,7 +105,7 @@ def train_config(arm: Arm, size: Size, settings: Settings, seed: int) -> TrainCo
     )
 
 
-def optimizer_of(arm: Arm, config: TrainConfig) -> Optimizer:
+def optimizer_of(arm: Arm, config: TrainConfig) -> FusedOptimizer:
     """The optimizer of a run. It does not depend on the seed: seeds share a compiled program."""
     if isinstance(arm.moments, Separately):
         return adamw(config, arm.moments)
@@ -121,7 +121,7 @@ def optimizer_of(arm: Arm, config: TrainConfig) -> Optimizer:
         mask=partial(decayed, config),
         storage=arm.moments,
     )
-    return Optimizer(fused.init, fused.step)
+    return FusedOptimizer(fused.init, fused.step)
 
 
 def described(arm: Arm) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from coat_jax.numerics.expansion import GROUP_SIZE
 from coat_jax.numerics.formats import E4M3
 from coat_jax.storage import Storage
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.optimizer import Optimizer, decayed
+from coat_jax.training.optimizer import decayed
 from coat_jax.training.schedule import learning_rate
 
 Format = Callable[[Float[Array, "..."], Float[Array, "..."]], Float[Array, "..."]]
@@ -124,7 +124,7 @@ def _stored(moment: Any, form: Format | None, count: Array, seed: int) -> Any:
     return jax.tree.unflatten(structure, stored)
 
 
-def adamw(config: TrainConfig, formats: Separately) -> Optimizer:
+def adamw(config: TrainConfig, formats: Separately) -> FusedOptimizer:
     """The optimizer of a run, with the face of the trainer's. Parameters are FP32."""
     of_run = config.optimizer
     tx = optax.chain(
@@ -141,4 +141,4 @@ def adamw(config: TrainConfig, formats: Separately) -> Optimizer:
         new = optax.apply_updates(params, updates), new_moments
         return jax.tree.map(lambda old, n: jnp.where(skip, old, n), (params, moments), new)
 
-    return Optimizer(tx.init, step)
+    return FusedOptimizer(tx.init, step)

@@ -2,9 +2,12 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+import optax
 import pytest
 from train_cases import SMALL, small
 
+import coat_jax as coat
 from coat_jax.errors import UserError
 from coat_jax.nn import MeshAxes
 from coat_jax.training.config import (
@@ -14,6 +17,7 @@ from coat_jax.training.config import (
     OptimizerConfig,
     TelemetryConfig,
     TrainConfig,
+    in_bf16,
 )
 from coat_jax.training.overrides import override
 
@@ -97,6 +101,45 @@ def test_a_config_refuses(changes, message):
 def test_its_parts_refuse(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def lion(schedule):
+    return optax.lion(schedule)
+
+
+@pytest.mark.parametrize("given", [lion, optax.lion(1e-3), coat.optax.compress(optax.lion(1e-3))])
+def test_an_optimizer_may_be_a_transformation(given):
+    config = dataclasses.replace(SMALL, optimizer=given)
+    assert config.optimizer == OptimizerConfig(transformation=given)
+    assert in_bf16(config).optimizer == OptimizerConfig(name="adamw")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"transformation": 3}, "transformation=3 is neither an optax transformation nor a func"),
+        ({"transformation": jnp.bfloat16}, "is neither an optax transformation"),
+        ({"transformation": lion, "b2": 0.99}, "optimizer.b2=0.99 is of the optimizers that have"),
+        ({"transformation": lion, "name": "adamw"}, "optimizer.name='adamw' is of the optim"),
+    ],
+)
+def test_what_is_no_transformation_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        OptimizerConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"loss": lion}, "metrics has 'loss', a name of the trainer's"),
+        ({"fp8/x": lion}, "metrics has 'fp8/x'"),
+        ({"norm": 3}, "metrics={'norm': 3} must be a function of a step by a name"),
+        ({3: lion}, "metrics={3: .*} must be a function"),
+    ],
+)
+def test_what_is_no_metric_is_refused(metrics, message):
+    with pytest.raises(UserError, match=message):
+        small(metrics=metrics)
 
 
 def test_decay_steps_count_for_wsd_only():

@@ -1,8 +1,11 @@
 """A run goes on with what does not change its parameters or its data, and says what changed."""
 
+import dataclasses
 import json
+import re
 
 import jax.numpy as jnp
+import optax
 import pytest
 from train_cases import SMALL, small
 
@@ -90,6 +93,35 @@ def test_moments_in_other_formats_say_how_to_go_on(moments):
     named = moments or "expanded"
     with pytest.raises(UserError, match=f"with --optimizer.moments {named}; or begin from"):
         changes(SMALL, old(SMALL, moments))
+
+
+def lion(schedule):
+    return optax.lion(schedule)
+
+
+def adan(schedule):
+    return optax.adan(schedule)
+
+
+def test_a_named_optimizer_and_a_transformation_are_other_runs():
+    open_one = dataclasses.replace(SMALL, optimizer=lion)
+    with pytest.raises(UserError, match=r"optimizer\.transformation was None, now '.*lion'"):
+        changes(open_one, saved(SMALL))
+    with pytest.raises(UserError, match=r"optimizer\.transformation was '.*lion', now None"):
+        changes(SMALL, saved(open_one))
+
+
+def test_another_transformation_is_told_and_its_state_decides():
+    """It may be the same under another name."""
+    before = dataclasses.replace(SMALL, optimizer=lion)
+    assert changes(before, saved(before)) == []
+    (line,) = changes(dataclasses.replace(SMALL, optimizer=adan), saved(before))
+    assert re.fullmatch("optimizer.transformation was '.*lion', now '.*adan'", line)
+
+
+def test_metrics_may_change():
+    assert changes(small(metrics={"norm": lion}), saved(SMALL)) == []
+    assert saved(small(metrics={"norm": lion}))["metrics"]["norm"].endswith("lion")
 
 
 def test_the_rounding_of_moments_may_change():

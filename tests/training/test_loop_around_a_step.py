@@ -11,11 +11,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from rich.console import Console
 from train_cases import small
 
 from coat_jax import writing
+from coat_jax.errors import UserError
 from coat_jax.training import loop
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.config import CheckpointConfig, EvaluationConfig, MeshConfig
@@ -195,6 +197,27 @@ def test_a_run_says_how_many_conversations_are_cut(step, config, tmp_path):
         )
     )
     assert "rows of 64; 3 documents were longer and are cut to that." in text
+
+
+def lion(schedule):
+    return optax.lion(schedule)
+
+
+def test_a_run_of_a_transformation_goes_on_and_another_one_is_refused(step, config, monkeypatch):
+    """Before anything is written: config.json says still what was run."""
+    config = replace(config, optimizer=lion, metrics={"one": lambda step: 1.0})
+    step.after[3] = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    train(config)
+    step.after.clear()
+    before = (Path(config.out) / "config.json").read_text()
+    with pytest.raises(
+        UserError, match=r"holds the state of another .*Only stored: .*'moments/inner"
+    ):
+        train(replace(config, optimizer=optax.adan))
+    with pytest.raises(UserError, match="has taken 3 steps, and total_steps=2"):
+        train(replace(config, total_steps=2))
+    assert (Path(config.out) / "config.json").read_text() == before
+    assert train(config)[0].step == STEPS
 
 
 def test_the_run_seed_reaches_everything_that_is_random(step, config, monkeypatch):

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
+import optax
 import pytest
 from train_cases import SMALL, small
 
@@ -132,6 +133,26 @@ OTHERS = {
 def test_what_others_call_a_field_suggests_it(name, field):
     with pytest.raises(UserError, match=rf"There is no field .* Did you mean --{field}\?"):
         override(SMALL, [f"--{name}", "1"])
+
+
+def some_function(schedule):
+    return optax.lion(schedule)
+
+
+def test_functions_are_set_in_the_file_and_named_in_what_is_printed():
+    config = small(metrics={"norm": some_function})
+    config = dataclasses.replace(config, optimizer=some_function)
+    for name in ("optimizer.transformation", "metrics"):
+        with pytest.raises(UserError, match=f"--{name} is a function: set it in the config's file"):
+            override(config, [f"--{name}", "x"])
+    text = explain(config)
+    assert "some_function    (a function; in the config's file)" in text
+    assert "--metrics norm    (a function; in the config's file)" in text
+    printed = source(config)
+    assert "transformation=..., # " in printed
+    assert "some_function" in printed
+    compile(printed, "printed.py", "exec")
+    assert override(config, ["--learning_rate", "0.5"]).optimizer.transformation is some_function
 
 
 def test_every_alias_names_a_field_and_is_none():

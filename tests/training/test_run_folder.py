@@ -21,7 +21,9 @@ def claim(config, notes=None):
     notes = [] if notes is None else notes
     folder = RunFolder(config, notes.append)
     try:
-        return folder.claim()
+        changed = folder.claim()
+        folder.write_config()
+        return changed
     finally:
         folder.release()
 
@@ -121,6 +123,15 @@ def test_what_changes_is_told(out, saved):
     assert claim(small(out=str(out), total_steps=99)) == ["total_steps was 10, now 99"]
 
 
+def test_fewer_steps_than_are_done_are_refused_before_anything_is_written(out, saved):
+    before = (out / "config.json").read_text()
+    fewer = small(out=str(out), total_steps=1)
+    with pytest.raises(UserError, match=r"has taken 2 steps, and total_steps=1\. Raise it, choose"):
+        claim(fewer)
+    assert (out / "config.json").read_text() == before
+    assert claim(small(out=str(out), total_steps=2)) == ["total_steps was 10, now 2"]
+
+
 def test_a_run_that_does_not_resume_moves_the_old_one_out_of_the_way(tmp_path, out):
     old, new = (small(out=str(out), resume=False, seed=seed) for seed in (0, 1))
     for config in (old, new, new):
@@ -147,6 +158,7 @@ def test_whatever_is_left_of_a_run_is_moved(tmp_path, out, saved, left):
 def test_a_run_that_goes_on_is_left_alone(tmp_path, out, resume):
     running = RunFolder(small(out=str(out)), print)
     running.claim()
+    running.write_config()
     before = (out / "config.json").stat()
     with pytest.raises(UserError, match="is in use by process"):
         claim(small(out=str(out), resume=resume))

@@ -26,7 +26,7 @@ import jax
 
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
-from coat_jax.optax.checkpoint import restore_state
+from coat_jax.optax.checkpoint import require_stored_like, restore_state
 from coat_jax.training.checkpoint import manifest
 from coat_jax.training.checkpoint.manifest import DamagedCheckpoint
 from coat_jax.training.checkpoint.step_folders import RECORD, StepFolders
@@ -83,6 +83,7 @@ class Checkpoints:
         self._orbax: Any = None
         self._background = ThreadPoolExecutor(1, "checkpoint")
         self._writing: tuple[int, Future[None]] | None = None
+        self._checked: int | None = None  # the step that `require_like` chose
         self._current: int | None = None  # the step saved or restored last
 
     def save(
@@ -136,10 +137,23 @@ class Checkpoints:
             ValueError: if there is none, or it holds other arrays than `like`.
         """
         self.wait()
-        chosen = on_first(lambda: self._choose(step))
+        chosen, self._checked = self._checked, None
+        if chosen is None or step is not None:
+            chosen = on_first(lambda: self._choose(step))
         state = restore_state(self._folders.finished(chosen) / STATE, like)
         self._current = chosen
         return Restored(chosen, state, self._folders.record(chosen)["extra"])
+
+    def require_like(self, like: Any) -> None:
+        """Raises UserError if the checkpoint to resume from holds another state than `like`.
+
+        For what is to be refused before a step is compiled. Every byte is checked; `restore` does
+        not check it again.
+        """
+        self.wait()
+        if on_first(self._folders.steps):
+            self._checked = on_first(lambda: self._choose(None))
+            require_stored_like(self._folders.finished(self._checked) / STATE, like)
 
     def read_extra(self, step: int) -> dict[str, Any]:
         """What was saved beside a state, without the state."""

@@ -83,7 +83,8 @@ class Recorder:
         if self._waiting is None:
             return
         (step, report), self._waiting = self._waiting, None
-        loss, norm, rate, labels, skipped = (x.item() for x in jax.device_get(report))
+        numbers = jax.tree.map(lambda x: x.item(), jax.device_get(report))
+        loss, norm, rate, labels, skipped, metrics = numbers
         now = time.perf_counter()
         before, since = self._clock
         self._clock = step, now
@@ -96,6 +97,7 @@ class Recorder:
             "labels": int(labels),
             "skipped": int(skipped),
             "tokens_per_second": pace,
+            **metrics,
         }
         if self._peak is not None:
             record["mfu"] = speed.utilization(self._work, self._peak, pace, self._devices)

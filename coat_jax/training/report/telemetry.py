@@ -86,7 +86,9 @@ class Telemetry:
     ) -> None:
         self._config = config
         self._stacked = ("layers",) if config.model.scan else ()
-        self._sampled = _sampled(state.moments, config.telemetry.leaves)
+        # Of another optimizer no direction is known that its moments should give.
+        is_adam = config.optimizer.transformation is None
+        self._sampled = _sampled(state.moments, config.telemetry.leaves if is_adam else 0)
         self._decay = Decay(config.optimizer.b1, config.optimizer.b2, config.optimizer.eps)
         self._shadow: dict[str, Shadow] | None = None
         self._seen: tuple[Any, Any] | None = None

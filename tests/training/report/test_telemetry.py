@@ -8,11 +8,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from rich.console import Console
 from small_model import QUICK
 from train_cases import ONE, random_batches, small, stepper
 
+import coat_jax as coat
 from coat_jax import cli
 from coat_jax.errors import UserError
 from coat_jax.models import abstract
@@ -119,6 +121,18 @@ def test_fp32_moments_follow_several_steps():
 
 
 # --- What there is not -----------------------------------------------------------------------
+
+
+def test_moments_of_a_transformation_are_recorded_and_no_directions():
+    config = small(
+        model=WIDE,
+        telemetry=EVERY_STEP,
+        optimizer={"transformation": lambda rate: coat.optax.compress(optax.lion(rate))},
+    )
+    found, _ = recorded(config)
+    assert "fp8/layers/0/mlp/gate/mu/k" in found
+    assert "fp8/layers/0/mlp/gate/gradient/underflow" in found
+    assert not [key for key in found if key.endswith("/direction/error")]
 
 
 def test_a_run_in_bf16_has_nothing_to_tell():
