@@ -7,9 +7,8 @@
 
 The other modules are what these are made of: `records` writes results, `corpus` and `small_llama`
 are what is learnt and what learns, `stacks` (`_jax`, `_torch`) and `kept_torch` the layers that are
-measured, `moment_coders`, `moment_errors`, `moments_recording` and `dynamic_exponent` the ways to
-store a moment, `hopper` the GPUs that need not be there, `loss_study_*` and `gpu_smoke` parts of
-programs above.
+measured, `moment_coders`, `moment_errors`, `moments_recording`, `dynamic_exponent` and `unexpanded` the ways
+to store a moment, `hopper` the GPUs that need not be there, `gpu_smoke` a part of `gpu_suite`.
 
 `figures` compares what README, docs and configs say with the results.
 

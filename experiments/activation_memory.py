@@ -191,7 +191,7 @@ def draw(folder: Path) -> None:
         axes.legend(frameon=False, fontsize=9)
         axes.set_xticks(range(len(bars)), list(bars), fontsize=8)
         axes.set_ylabel("U = 2 bytes x tokens x width")
-        axes.set_title("What a Llama-2-7B layer keeps for its backward pass")
+        axes.set_title("What a Llama-2-7B layer saves for its backward pass")
         figure.savefig(folder / "activation_memory.png")
 
 

@@ -20,12 +20,13 @@ from rich.table import Table
 
 from coat_jax import generation
 from coat_jax.cli import Parser
-from coat_jax.training import accounting, plot, runs, weights
+from coat_jax.training.checkpoint import weights
+from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.loop import train
-from coat_jax.training.mesh import make_mesh
 from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.overrides import load_config
+from coat_jax.training.report import accounting, plot, runs
 from coat_jax.training.state import abstract_state
 from experiments import records
 

@@ -104,11 +104,11 @@ def _train_once(options: Figures, small: bool, compile_only: bool) -> tuple[floa
     import jax.numpy as jnp
 
     from coat_jax import models
-    from coat_jax.expansion import Expanded
-    from coat_jax.moments import Storage
-    from coat_jax.training.batches import abstract_batch
+    from coat_jax.numerics.expansion import Expanded
+    from coat_jax.storage import Storage
+    from coat_jax.training.cluster.batches import abstract_batch
+    from coat_jax.training.cluster.mesh import make_mesh
     from coat_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
-    from coat_jax.training.mesh import make_mesh
     from coat_jax.training.optimizer import make_optimizer
     from coat_jax.training.state import abstract_state, new_state
     from coat_jax.training.step import lower_step
@@ -160,8 +160,8 @@ def llama2_7b(small: bool, compile_only: bool) -> None:
     import jax
 
     from coat_jax.training import overrides
+    from coat_jax.training.cluster.mesh import make_mesh
     from coat_jax.training.compilation import use_cache
-    from coat_jax.training.mesh import make_mesh
     from coat_jax.training.optimizer import make_optimizer
     from coat_jax.training.state import abstract_state
     from coat_jax.training.step import lower_step

@@ -19,10 +19,10 @@ import jax
 from jax.experimental import topologies
 
 from coat_jax.kernels import dispatch
-from coat_jax.training import accounting
+from coat_jax.training.cluster.mesh import NAMES, batch_parts
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.mesh import NAMES, batch_parts
 from coat_jax.training.optimizer import make_optimizer
+from coat_jax.training.report import accounting
 from coat_jax.training.state import State, abstract_state
 from coat_jax.training.step import lower_step
 

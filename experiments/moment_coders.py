@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax import expansion, noise, qtensor
-from coat_jax.formats import E4M3, format_of, saturating_cast, stochastic_cast
+from coat_jax.numerics import expansion, noise, qtensor
+from coat_jax.numerics.formats import E4M3, format_of, saturating_cast, stochastic_cast
 from experiments import dynamic_exponent
 
 Rows = Float[Array, "N D"]

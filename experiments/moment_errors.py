@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.numerics.formats import E4M3, E5M2
 from experiments import moment_coders as coders
 from experiments.moment_coders import Coder, Exponent
 from experiments.moments_recording import EPS, Moments

@@ -18,7 +18,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 from rich.progress import track
 
-from coat_jax.moments import Storage
+from coat_jax.storage import Storage
 from experiments import corpus
 from experiments.small_llama import Config, Llama, loss
 

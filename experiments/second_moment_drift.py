@@ -18,8 +18,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, UInt32
 
-from coat_jax import expansion, noise, qtensor
-from coat_jax.formats import E4M3
+from coat_jax.numerics import expansion, noise, qtensor
+from coat_jax.numerics.formats import E4M3
 from experiments import moment_coders as coders
 
 STORAGES = ("FP32", "plain nearest", "nearest", "stochastic, 2^-9", "stochastic")

@@ -49,22 +49,23 @@ def main() -> None:
         "cases", nargs="*", default=CASES, help="PRECISION:BATCH, sequences on each GPU"
     )
     parser.add_argument("--model", default="llama2_7b", help="a name in coat.models.PRESETS")
+    parser.add_argument("--layers", type=int, help="only the first ones of the model")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--beside-one", action="store_true", help="compare with one GPU alone")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     parser.add_argument("--draw", action="store_true", help="only draw the results of before")
+    parser.add_argument("--trace", type=Path, help="directory for a profile of one step")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        name, batch = options.cases[0].split(":")
-        print(json.dumps(measure(options.model, options.sequence, name, int(batch))), flush=True)
+        print(json.dumps(measure(options)), flush=True)
         return
     if not options.draw:
         from experiments import records
 
         cases: list[Case] = []
         for case in options.cases:
-            cases.append(_in_a_process(case, options))
+            cases.append(in_a_process(case, options))
             if options.beside_one:
                 cases[-1] |= _beside_one(cases[-1], case, options)
             print(_line(cases[-1]), flush=True)
@@ -84,16 +85,19 @@ def _path(options: argparse.Namespace) -> Path:
 
 def _beside_one(together: Case, case: str, options: argparse.Namespace) -> Case:
     """What the first GPU does alone, and how much of that each does of several."""
-    alone = _in_a_process(case, options, CUDA_VISIBLE_DEVICES="0")
+    alone = in_a_process(case, options, CUDA_VISIBLE_DEVICES="0")
     if "failed" in alone or "failed" in together:
         return {"alone": alone}
     share = together["tokens_per_second"] / together["devices"]
     return {"alone": alone, "efficiency": share / alone["tokens_per_second"]}
 
 
-def _in_a_process(case: str, options: argparse.Namespace, **variables: str) -> Case:
+def in_a_process(case: str, options: argparse.Namespace, **variables: str) -> Case:
+    """Measures a case, PRECISION:BATCH, in a process with these environment variables too."""
     command = [sys.executable, "-m", "experiments.training_throughput", case, "--worker"]
     command += ["--model", options.model, "--sequence", str(options.sequence)]
+    command += ["--layers", str(options.layers)] if options.layers else []
+    command += ["--trace", str(options.trace)] if options.trace else []
     env = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"} | variables
     with tempfile.TemporaryFile("w+") as errors:
         run = subprocess.run(
@@ -120,27 +124,30 @@ def _line(case: Case) -> str:
     )
 
 
-def measure(model: str, sequence: int, name: str, batch: int) -> Case:
+def measure(options: argparse.Namespace) -> Case:
     """One case: seconds of a step, and what it takes in memory."""
+    (case,) = options.cases
+    name, batch = case.split(":")[0], int(case.split(":")[1])
+    sequence = options.sequence
     import jax
     import jax.numpy as jnp
 
     from coat_jax import models
-    from coat_jax.training import accounting, speed
-    from coat_jax.training.batches import abstract_batch
+    from coat_jax.training.cluster.batches import abstract_batch
+    from coat_jax.training.cluster.mesh import batch_parts, make_mesh
     from coat_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
-    from coat_jax.training.mesh import batch_parts, make_mesh
     from coat_jax.training.optimizer import make_optimizer
+    from coat_jax.training.report import accounting, speed
     from coat_jax.training.state import abstract_state, new_state
     from coat_jax.training.step import lower_step
 
+    model = models.config_of(options.model)
+    model = dataclasses.replace(model, layers=options.layers or model.layers)
     in_fp8 = name.startswith("COAT")
     mesh = make_mesh(MeshConfig())
     device = mesh.local_devices[0]
     config = TrainConfig(
-        model=dataclasses.replace(
-            models.config_of(model), precision=name, param_dtype=jnp.bfloat16, scan=False
-        ),
+        model=dataclasses.replace(model, precision=name, param_dtype=jnp.bfloat16, scan=False),
         optimizer=OptimizerConfig(
             name="fp8_adamw" if in_fp8 else "adamw",
             learning_rate=1e-5,
@@ -173,6 +180,10 @@ def measure(model: str, sequence: int, name: str, batch: int) -> Case:
             state, report = program(state, data)
             losses.append(float(report.loss))
             seconds.append(time.perf_counter() - begin)
+        if options.trace:
+            with jax.profiler.trace(str(options.trace)):
+                state, report = program(state, data)
+                jax.block_until_ready(report)
     per_step = statistics.median(seconds[WARMUP:])
     rate = config.tokens_per_step / per_step
     peak = speed.peak_of(device.device_kind)

@@ -33,7 +33,10 @@ SOURCES = [
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.name)
 def test_examples_of_a_page_run_in_order(page: Path) -> None:
-    """And every optimizer that a page makes takes a step."""
+    """And every optimizer that a page makes takes a step.
+
+    Code of other libraries stands in blocks marked `py`, which are left out.
+    """
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
         before = dict(names)
@@ -166,7 +169,20 @@ def test_pip_installs_extras_that_exist(command: Command) -> None:
             assert re.search(rf"^{extra} = \[", declared, re.M), extra
 
 
+@pytest.mark.parametrize("package", ["generation", "models", "nn", "ops", "optax", "telemetry"])
+def test_the_reference_has_every_public_name(package: str) -> None:
+    """A name that its module's file shares is named with that file: nn.convert.convert."""
+    public = importlib.import_module(f"coat_jax.{package}").__all__
+    page = (ROOT / f"docs/reference/{package}.md").read_text()
+    if "members: false" not in page:
+        assert f"::: coat_jax.{package}\n" in page
+        return
+    listed = re.findall(rf"^::: coat_jax\.{package}\.(?:\w+\.)*(\w+)$", page, re.M)
+    elsewhere = re.findall(rf"`coat\.{package}\.(\w+)` is", page)
+    assert sorted(listed + elsewhere) == sorted(public)
+
+
 def test_pages_link_to_files_that_exist() -> None:
-    for page in PAGES:
+    for page in [*PAGES, *sorted((ROOT / "docs/reference").glob("*.md"))]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"

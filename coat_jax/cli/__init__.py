@@ -25,7 +25,7 @@ from coat_jax import files
 from coat_jax.cli.output import discard_broken
 from coat_jax.errors import UserError
 from coat_jax.printable import printable
-from coat_jax.training.disk import FULL, NotWritten
+from coat_jax.writing import FULL, NotWritten
 
 COMMANDS = {
     "train": "train a model, from a config to a checkpoint",

@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Draws, and says where."""
-    from coat_jax.training import heat
-    from coat_jax.training.plot import draw
+    from coat_jax.training.report import heat
+    from coat_jax.training.report.plot import draw
 
     paths, out = [expanded(path) for path in options.runs], expanded(options.out)
     if options.fp8 is not None:

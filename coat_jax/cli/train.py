@@ -43,7 +43,8 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from coat_jax.cli.output import lasting
-    from coat_jax.training import distributed, overrides
+    from coat_jax.training import overrides
+    from coat_jax.training.cluster import distributed
     from coat_jax.training.loop import train
 
     flags = {"--help", "-h", "--print-config", "--debug"}

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from coat_jax.blocks import Blocks, power_of_two
-from coat_jax.formats import format_of
+from coat_jax.numerics.blocks import Blocks, power_of_two
+from coat_jax.numerics.formats import format_of
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 

@@ -23,8 +23,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.blocks import Blocks
-from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.activation import Activation
 from coat_jax.kernels.activation_fused import COLUMNS_PER_MAXIMUM, keep_tile, tiles_of
@@ -40,6 +38,8 @@ from coat_jax.kernels.fp8 import (
 from coat_jax.kernels.launch import kernel, launch
 from coat_jax.kernels.rows import as_rows, over_rows
 from coat_jax.kernels.tiles import block_places, load_tile, store_straight, tile_of
+from coat_jax.numerics.blocks import Blocks
+from coat_jax.numerics.formats import format_of
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -21,8 +21,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.blocks import Blocks
-from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.activation import Activation
 from coat_jax.kernels.cast import rounding_of
@@ -46,6 +44,8 @@ from coat_jax.kernels.tiles import (
     tile_of,
     tiles,
 )
+from coat_jax.numerics.blocks import Blocks
+from coat_jax.numerics.formats import format_of
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -26,12 +26,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from coat_jax import noise
-from coat_jax.expansion import SMALLEST, Expanded
 from coat_jax.kernels.expansion import clip, mix, noise_bits, reciprocal, sqrt
 from coat_jax.kernels.launch import kernel
 from coat_jax.kernels.moments import encode_first, encode_second, load_codes, read_moments
-from coat_jax.moments import Storage, stochastic_below
+from coat_jax.numerics import noise
+from coat_jax.numerics.expansion import SMALLEST, Expanded
+from coat_jax.storage import Storage, stochastic_below
 
 if TYPE_CHECKING:
     import triton.language as tl

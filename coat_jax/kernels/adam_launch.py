@@ -19,9 +19,6 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
-from coat_jax import logarithms, noise
-from coat_jax.expansion import Expanded, Rounding, fit_of
-from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.adam import (
     Hyper,
@@ -34,7 +31,10 @@ from coat_jax.kernels.adam import (
 )
 from coat_jax.kernels.launch import kernel, launch
 from coat_jax.kernels.partition import LeafPlace, over_mesh
-from coat_jax.moments import DIRECTION, LOGARITHM, Storage
+from coat_jax.numerics import logarithms, noise
+from coat_jax.numerics.expansion import Expanded, Rounding, fit_of
+from coat_jax.numerics.formats import format_of
+from coat_jax.storage import DIRECTION, LOGARITHM, Storage
 
 if TYPE_CHECKING:
     import triton.language as tl

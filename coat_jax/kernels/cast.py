@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.formats import format_of, saturating_cast
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.fp8 import rounded, through_fp8
 from coat_jax.kernels.launch import kernel, launch
@@ -37,6 +36,7 @@ from coat_jax.kernels.tiles import (
     tile_of,
     tiles,
 )
+from coat_jax.numerics.formats import format_of, saturating_cast
 
 if TYPE_CHECKING:
     import triton.language as tl

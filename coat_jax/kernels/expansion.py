@@ -1,4 +1,4 @@
-"""Dynamic range expansion inside a kernel: the twins of `coat_jax.expansion` and `coat_jax.noise`.
+"""Dynamic range expansion inside a kernel: the twins of `numerics.expansion` and `numerics.noise`.
 
 A block is [B, G]: B groups of G neighbours, each thread holding 16 neighbours or so. The
 work is bound by issued instructions almost as much as by memory, hence:

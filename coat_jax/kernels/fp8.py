@@ -1,4 +1,4 @@
-"""FP8 inside a kernel: the twins of `coat_jax.blocks`, and activations.
+"""FP8 inside a kernel: the twins of `coat_jax.numerics.blocks`, and activations.
 
 The largest magnitude is found among bit patterns, as integers: there NaN and infinity are the
 largest of all and cannot get lost, as they would in a floating-point maximum.

@@ -1,4 +1,4 @@
-"""Adam's moments inside a kernel: the twins of `coat_jax.moments`, `.integers` and `.logarithms`.
+"""Adam's moments inside a kernel: the twins of `coat_jax.storage`, `.integers` and `.logarithms`.
 
 A block is [B, G], as in `kernels.expansion`. The tuples that say how each moment is stored are made
 by `adam_launch`.

@@ -21,8 +21,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.blocks import Blocks
-from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.cast import rounding_of
 from coat_jax.kernels.fp8 import (
@@ -38,6 +36,8 @@ from coat_jax.kernels.launch import kernel, launch
 from coat_jax.kernels.norm import Norm, Stats
 from coat_jax.kernels.rows import as_rows, over_rows
 from coat_jax.kernels.tiles import load_blocks, store_transposed, tile_of, tiles
+from coat_jax.numerics.blocks import Blocks
+from coat_jax.numerics.formats import format_of
 
 if TYPE_CHECKING:
     import triton.language as tl

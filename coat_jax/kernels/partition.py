@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from coat_jax.kernels.identity import call_by_name
-from coat_jax.qtensor import scales_shape
+from coat_jax.numerics.qtensor import scales_shape
 
 Shape = tuple[int, ...]
 

@@ -1,16 +1,18 @@
 """Optimizers with 8-bit states, as optax transformations.
 
-fp8_adamw                       AdamW; scale_by_fp8_adam is its maths alone
-fused_fp8_adamw                 the same in one pass and in place, for training loops of your own
-in_place                        any optax transformation as such a step
-compress                        any optax transformation, its moments stored in FP8
-apply_updates,
-stochastic_round_updates        unbiased updates of BF16 parameters without FP32 copies
-state_shardings                 how an optimizer's state is sharded, from its parameters
-save_state, restore_state       checkpoints that refuse a state of another format
+    fp8_adamw                       AdamW; scale_by_fp8_adam is its maths alone
+    fused_fp8_adamw                 the same in one pass and in place, for your own training loop
+    in_place                        any optax transformation as such a step
+    compress, decompress            any optax transformation with its moments stored in FP8
+    stochastic_round_updates        updates BF16 parameters without FP32 copies, right on average;
+    apply_updates                   applies such updates
+    global_norm_scale               clips by the global norm, summed in FP32
+    state_shardings                 the sharding of an optimizer's state, from its parameters
+    save_state, restore_state       checkpoints; a state of another format is refused
+
+Each takes a `coat.Storage`, which holds the formats of the moments.
 """
 
-from coat_jax.moments import Storage
 from coat_jax.optax.adam import fp8_adamw, scale_by_fp8_adam
 from coat_jax.optax.checkpoint import restore_state, save_state
 from coat_jax.optax.clipping import global_norm, global_norm_scale
@@ -24,14 +26,13 @@ from coat_jax.optax.rounding import (
 )
 from coat_jax.optax.sharding import fitting_group_size, state_shardings
 from coat_jax.optax.state import ScaleByFP8AdamState
-from coat_jax.optax.unexpanded import ScaleByUnexpandedAdamState, scale_by_unexpanded_fp8_adam
+from coat_jax.storage import Storage
 
 __all__ = [
     "CompressedState",
     "FusedOptimizer",
     "InPlaceState",
     "ScaleByFP8AdamState",
-    "ScaleByUnexpandedAdamState",
     "StochasticRoundState",
     "Storage",
     "apply_updates",
@@ -46,7 +47,6 @@ __all__ = [
     "restore_state",
     "save_state",
     "scale_by_fp8_adam",
-    "scale_by_unexpanded_fp8_adam",
     "state_shardings",
     "stochastic_round_updates",
 ]

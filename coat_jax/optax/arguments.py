@@ -12,7 +12,7 @@ import numpy as np
 
 from coat_jax.kernels.adam import Hyper
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax.moments import Storage
+from coat_jax.storage import Storage
 
 RANGES = {
     "learning_rate": (0.0, float("inf")),

@@ -18,7 +18,6 @@ from jaxtyping import Array
 
 from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax.moments import Storage
 from coat_jax.optax.arguments import (
     is_function,
     require_hyper,
@@ -27,6 +26,7 @@ from coat_jax.optax.arguments import (
     require_settings,
 )
 from coat_jax.optax.state import ScaleByFP8AdamState, init_state, require_state, step_tree
+from coat_jax.storage import Storage
 
 
 class Step(Protocol):

@@ -15,9 +15,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from coat_jax.expansion import GROUP_SIZE
-from coat_jax.moments import GROUP_SIZES, Storage
+from coat_jax.numerics.expansion import GROUP_SIZE
 from coat_jax.optax.following import followed_params
+from coat_jax.storage import GROUP_SIZES, Storage
 
 
 def state_shardings(tx: optax.GradientTransformation, params: optax.Params) -> Any:

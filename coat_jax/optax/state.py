@@ -1,7 +1,7 @@
 """The state of FP8 Adam: how it begins, what it must look like, and one step of it.
 
 For each parameter two moments, each stored in three arrays: the codes, and per group of
-neighbours the largest magnitude `amax` and the exponent `k16`. `coat_jax.moments.Storage` says
+neighbours the largest magnitude `amax` and the exponent `k16`. `coat_jax.storage.Storage` says
 which leaves are stored in 8 bits, and in which formats. `fp8_adamw` and `fused_fp8_adamw` have the
 same state.
 """
@@ -15,16 +15,16 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
 
-from coat_jax import expansion, noise
-from coat_jax.expansion import Expanded
 from coat_jax.kernels.adam import Hyper, Leaf, Settings
 from coat_jax.kernels.adam_launch import adam_step
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax.moments import Storage
+from coat_jax.numerics import expansion, noise
+from coat_jax.numerics.expansion import Expanded
 from coat_jax.optax.checks import require_moments, require_real_floats, require_same_shapes
 from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.metadata import fit_metadata
 from coat_jax.optax.sharding import zeros
+from coat_jax.storage import Storage
 
 
 class ScaleByFP8AdamState(NamedTuple):

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from coat_jax.expansion import STEPS, Expanded
-from coat_jax.formats import format_of
-from coat_jax.moments import Storage
+from coat_jax.numerics.expansion import STEPS, Expanded
+from coat_jax.numerics.formats import format_of
+from coat_jax.storage import Storage
 
 VALUE = "value"  # the attribute of an nnx.Variable
 FIELDS = ("codes", "amax", "k16")  # of whatever holds stored leaves: trees of one structure

@@ -15,25 +15,26 @@ from jax.sharding import Mesh
 
 from coat_jax.optax import FusedOptimizer
 from coat_jax.printable import printable
-from coat_jax.training import accounting, identity
-from coat_jax.training.agreement import on_first
-from coat_jax.training.batches import open_data, place
+from coat_jax.training import identity
 from coat_jax.training.checkpoint import Checkpoints
+from coat_jax.training.checkpoint.position import Position, position_of, to_json
+from coat_jax.training.cluster.agreement import on_first
+from coat_jax.training.cluster.batches import open_data, place
+from coat_jax.training.cluster.distributed import Stop
+from coat_jax.training.cluster.mesh import batch_parts, make_mesh, require_fitting
 from coat_jax.training.compilation import use_cache
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Loader
-from coat_jax.training.distributed import Stop
 from coat_jax.training.evaluation import Evaluation
-from coat_jax.training.mesh import batch_parts, make_mesh, require_fitting
-from coat_jax.training.metrics import Metrics
 from coat_jax.training.optimizer import make_optimizer
-from coat_jax.training.position import Position, position_of, to_json
-from coat_jax.training.progress import Progress
-from coat_jax.training.recorder import Recorder
+from coat_jax.training.report import accounting
+from coat_jax.training.report.metrics import Metrics
+from coat_jax.training.report.progress import Progress
+from coat_jax.training.report.recorder import Recorder
+from coat_jax.training.report.telemetry import Telemetry
 from coat_jax.training.run_folder import RunFolder
 from coat_jax.training.state import State, abstract_state, new_state, require_same_model
 from coat_jax.training.step import lower_step
-from coat_jax.training.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from rich.console import Console

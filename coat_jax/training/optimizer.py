@@ -15,9 +15,9 @@ import jax
 import optax
 
 from coat_jax.errors import UserError
-from coat_jax.formats import E4M3
-from coat_jax.moments import PAPER, Storage
+from coat_jax.numerics.formats import E4M3
 from coat_jax.optax import FusedOptimizer, fused_fp8_adamw, in_place
+from coat_jax.storage import PAPER, Storage
 from coat_jax.training.config import TrainConfig, is_transformation
 from coat_jax.training.schedule import learning_rate
 

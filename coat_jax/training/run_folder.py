@@ -16,12 +16,14 @@ from typing import Any, TextIO
 
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
-from coat_jax.training import identity, manifest, metrics
+from coat_jax.training import identity
+from coat_jax.training.checkpoint import manifest
+from coat_jax.training.checkpoint.step_folders import StepFolders
+from coat_jax.training.checkpoint.weights import CHECKPOINTS, CONFIG, config_in_checkpoint, parsed
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.disk import failures_named
+from coat_jax.training.report import metrics
 from coat_jax.training.run_lock import lock
-from coat_jax.training.step_folders import StepFolders
-from coat_jax.training.weights import CHECKPOINTS, CONFIG, config_in_checkpoint, parsed
+from coat_jax.writing import failures_named
 
 
 class RunFolder:

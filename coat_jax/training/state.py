@@ -16,9 +16,9 @@ from jaxtyping import Array, Int32
 from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.optax import FusedOptimizer, state_shardings
-from coat_jax.training import weights
+from coat_jax.training.checkpoint import weights
+from coat_jax.training.cluster.mesh import everywhere
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.mesh import everywhere
 
 # What a run chooses for itself, whatever model it begins from.
 OF_THE_RUN = {"context", "scan", "remat", "param_dtype", "dtype", "precision"}

@@ -21,11 +21,11 @@ from jaxtyping import Array, Float, Int32
 
 from coat_jax.errors import UserError
 from coat_jax.optax import FusedOptimizer, global_norm
-from coat_jax.training.batches import abstract_batch
-from coat_jax.training.communication import compiler_options
+from coat_jax.training.cluster.batches import abstract_batch
+from coat_jax.training.cluster.communication import compiler_options
+from coat_jax.training.cluster.mesh import everywhere
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Batch
-from coat_jax.training.mesh import everywhere
 from coat_jax.training.schedule import learning_rate
 from coat_jax.training.state import State
 

@@ -12,7 +12,7 @@ import pytest
 
 from coat_jax import cli
 from coat_jax.errors import UserError
-from coat_jax.training.disk import DiskFull
+from coat_jax.writing import DiskFull
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": ""}

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from coat_jax import cli
+from coat_jax import cli, writing
 from coat_jax.cli.train import STOPPED
 from coat_jax.errors import UserError
-from coat_jax.training import disk, loop
+from coat_jax.training import loop
 from coat_jax.training.overrides import load_config
-from coat_jax.training.recorder import Diverged
+from coat_jax.training.report.recorder import Diverged
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = str(ROOT / "tests" / "training" / "tiny_run.py")
@@ -103,7 +103,7 @@ def test_a_shard_of_the_wrong_dtype_is_named(train, tmp_path):
 
 def test_a_full_disk_has_a_code_of_its_own(train, monkeypatch):
     def full(config, console):
-        raise disk.DiskFull("The checkpoint of step 4 does not fit. What was saved is intact.")
+        raise writing.DiskFull("The checkpoint of step 4 does not fit. What was saved is intact.")
 
     monkeypatch.setattr(loop, "train", full)
     code, _, err = train(TINY)
@@ -144,7 +144,7 @@ def test_help_explains_the_exit_codes_that_there_are(capsys):
         cli.main(["train", "--help"])
     explained = capsys.readouterr().out.partition("exit codes:")[2].splitlines()
     codes = {int(line.split()[0]) for line in explained if line.strip()[:1].isdigit()}
-    ends = {0, 1, UserError.exit_code, disk.DiskFull.exit_code, Diverged.exit_code}
+    ends = {0, 1, UserError.exit_code, writing.DiskFull.exit_code, Diverged.exit_code}
     assert codes == {*ends, cli.INTERRUPTED, STOPPED}
     page = (ROOT / "docs" / "training.md").read_text()
     assert all(f"| {code} |" in page for code in codes)

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coat_jax.kernels.partition import LeafPlace, over_mesh
-from coat_jax.qtensor import scales_shape
+from coat_jax.numerics.qtensor import scales_shape
 
 GROUP = 16
 LAYOUTS = [

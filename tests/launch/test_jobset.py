@@ -4,7 +4,7 @@ import pytest
 import yaml
 from processes import ROOT
 
-from coat_jax.training.distributed import Place, find_place
+from coat_jax.training.cluster.distributed import Place, find_place
 
 FIELDS = {  # of the API, those that are used
     "": {"apiVersion", "kind", "metadata", "spec"},

@@ -15,9 +15,9 @@ from coat_jax.optax import (
     fused_fp8_adamw,
     global_norm_scale,
     scale_by_fp8_adam,
-    scale_by_unexpanded_fp8_adam,
     stochastic_round_updates,
 )
+from experiments.unexpanded import scale_by_unexpanded_fp8_adam
 
 PARAMS = {"w": jnp.ones((4, 128)), "b": jnp.ones((8,))}
 FP8 = Storage(min_size=0)

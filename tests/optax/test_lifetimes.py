@@ -14,10 +14,10 @@ import optax
 import pytest
 
 import coat_jax as coat
-from coat_jax.formats import E4M3, E5M2
 from coat_jax.kernels.adam import largest_direction
-from coat_jax.moments import DIRECTION
+from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.optax import Storage, scale_by_fp8_adam
+from coat_jax.storage import DIRECTION
 
 SHAPE = (64, 128)
 FP8 = Storage(min_size=0)

@@ -15,8 +15,8 @@ from coat_jax.optax import (
     fp8_adamw,
     fused_fp8_adamw,
     scale_by_fp8_adam,
-    scale_by_unexpanded_fp8_adam,
 )
+from experiments.unexpanded import scale_by_unexpanded_fp8_adam
 
 FP8 = Storage(min_size=0)
 EVERY_INIT = {

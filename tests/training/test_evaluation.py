@@ -11,10 +11,10 @@ from train_cases import small, stepper
 
 from coat_jax import models
 from coat_jax.errors import UserError
+from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import EvaluationConfig, MeshConfig
 from coat_jax.training.data import DataConfig, load
 from coat_jax.training.evaluation import Evaluation
-from coat_jax.training.mesh import make_mesh
 
 CONFIG = small(
     model={"layers": 1, "dtype": "float32"},

@@ -16,15 +16,16 @@ import pytest
 from rich.console import Console
 from train_cases import small
 
+from coat_jax import writing
 from coat_jax.errors import UserError
-from coat_jax.training import disk, loop
+from coat_jax.training import loop
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.config import CheckpointConfig, EvaluationConfig, MeshConfig
 from coat_jax.training.data import DataConfig
-from coat_jax.training.disk import DiskFull
-from coat_jax.training.metrics import Metrics
-from coat_jax.training.recorder import Diverged
+from coat_jax.training.report.metrics import Metrics
+from coat_jax.training.report.recorder import Diverged
 from coat_jax.training.step import Report
+from coat_jax.writing import DiskFull
 
 STEPS = 8
 
@@ -161,13 +162,13 @@ def test_a_full_disk_saves_what_fits_and_nothing_is_lost(step, config, monkeypat
 
 
 def test_a_full_disk_that_takes_no_checkpoint_leaves_the_last_one(step, config, monkeypatch):
-    usage = disk.shutil.disk_usage("/")
+    usage = writing.shutil.disk_usage("/")
     full = usage._replace(free=0)
-    step.after[3] = lambda: monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: full)
+    step.after[3] = lambda: monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: full)
     with pytest.raises(DiskFull, match="step 4 does not fit"):
         train(config)
     assert list(saved(config)) == [2]
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: usage)
     step.after.clear()
     assert train(config)[0].step == STEPS
     assert [record["step"] for record in records(config)] == list(range(1, STEPS + 1))

@@ -9,10 +9,11 @@ import pytest
 from train_cases import small
 
 from coat_jax.errors import UserError
-from coat_jax.training import identity, manifest
-from coat_jax.training.disk import NotWritten
+from coat_jax.training import identity
+from coat_jax.training.checkpoint import manifest
+from coat_jax.training.checkpoint.weights import model_config, read_json
 from coat_jax.training.run_folder import RunFolder
-from coat_jax.training.weights import model_config, read_json
+from coat_jax.writing import NotWritten
 
 
 def claim(config, notes=None):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from train_cases import small
 
-from coat_jax.training.batches import open_data
-from coat_jax.training.mesh import make_mesh
+from coat_jax.training.cluster.batches import open_data
+from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.state import new_state
 

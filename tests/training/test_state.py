@@ -9,9 +9,9 @@ import pytest
 from train_cases import small
 
 from coat_jax import models
-from coat_jax.training import conversion
+from coat_jax.training.checkpoint import conversion
+from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import MeshConfig
-from coat_jax.training.mesh import make_mesh
 from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.state import abstract_state, new_state, require_same_model
 

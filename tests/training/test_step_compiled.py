@@ -15,11 +15,11 @@ pytest.importorskip("jax_triton")
 from hopper import can_compile_for_hopper, kernel_calls
 from small_model import SMALL
 
-from coat_jax.training import telemetry
+from coat_jax.training.cluster.mesh import NAMES
 from coat_jax.training.config import OptimizerConfig, TelemetryConfig, TrainConfig
-from coat_jax.training.mesh import NAMES
 from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.overrides import load_config
+from coat_jax.training.report import telemetry
 from coat_jax.training.state import abstract_state
 from experiments.hopper import OPTIONS, compile_step, hopper_mesh, there
 
@@ -75,6 +75,16 @@ def test_llama2_7b_fits_80_gb_at_two_sequences_a_gpu_and_moves_fp8():
     assert {(1024, 11008), (1024, 4096)} <= scattered
     for dtype, shape in moved(program, "all-reduce"):
         assert math.prod(shape) <= 64 * 2 * 4096, (dtype, shape)  # scales of norms, all layers
+
+
+def test_the_head_is_gathered_and_its_gradient_reduced_once_and_in_16_bits():
+    """Not in each chunk of the loss; without accumulation, whose sums are in FP32."""
+    program, _, _ = compiled("llama2_7b.py", (1, 4, 1), batch=8, sequence=2048, layers=2)
+    text = program.as_text()
+    results = re.findall(r"= (.*) (all-gather|reduce-scatter|all-reduce)(?:-start)?\(", text)
+    of_head = [(kind, types) for types, kind in results if "4096,32000]" in types]
+    assert [kind for kind, _ in of_head] == ["all-gather", "reduce-scatter"], of_head
+    assert all("f32[" not in types for _, types in of_head), of_head
 
 
 def test_llama2_7b_is_cut_in_four_by_tensor_parallelism():

@@ -10,7 +10,8 @@ import numpy as np
 from small_model import QUICK
 from small_model import SMALL as MODEL
 
-from coat_jax.training.batches import place
+from coat_jax.training.cluster.batches import place
+from coat_jax.training.cluster.mesh import everywhere, make_mesh, require_fitting
 from coat_jax.training.config import (
     CheckpointConfig,
     EvaluationConfig,
@@ -19,7 +20,6 @@ from coat_jax.training.config import (
     TrainConfig,
 )
 from coat_jax.training.data import Batch
-from coat_jax.training.mesh import everywhere, make_mesh, require_fitting
 from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.state import State, abstract_state
 from coat_jax.training.step import lower_step

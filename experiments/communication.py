@@ -1,0 +1,233 @@
+"""What communication costs a step on several GPUs, and what XLA's options do about it.
+
+Each case compiles the trainer's own step for the first layers of Llama-2-7B, parameters and moments
+sharded over all GPUs, with options of XLA that only it has. A second process runs the same step on
+one GPU alone. A profile of one step tells what each GPU does at a time:
+
+    compute         at least one kernel runs that is not NCCL's
+    communication   at least one of NCCL's kernels runs
+    exposed         communication and no compute: what the step waits for
+
+    python -m experiments.communication                    on a machine with several GPUs
+    python -m experiments.communication --draw             only draw the results of before
+
+`compute` is more than one GPU needs alone: NCCL's kernels take some of the multiprocessors.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.training_throughput import in_a_process
+
+RESULTS = Path(__file__).parent / "results"
+_MB = 1 << 20
+SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+GATHER = "xla_gpu_all_gather_combine_threshold_bytes"
+SCATTER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+PIPELINED = ("xla_gpu_enable_pipelined_all_gather", "xla_gpu_enable_pipelined_reduce_scatter")
+
+# XLA's defaults join collectives up to 30 MB. A case without options takes those of the trainer.
+CASES: dict[str, dict[str, bool | int]] = {
+    "XLA's defaults": {SCHEDULER: False, GATHER: 30 * _MB, SCATTER: 30 * _MB},
+    "scheduler": {GATHER: 30 * _MB, SCATTER: 30 * _MB},
+    "scheduler, 128 and 256 MB (the trainer's)": {},
+    "scheduler, 512 MB": {GATHER: 512 * _MB, SCATTER: 512 * _MB},
+    "the trainer's, pipelined": dict.fromkeys(PIPELINED, True),
+}
+TRAINERS = "scheduler, 128 and 256 MB (the trainer's)"
+DRAWN = ("XLA's defaults", TRAINERS)
+PIXEL = 0.02  # ms: the picture does not show shorter gaps
+
+Interval = tuple[float, float]
+
+
+class Timeline(NamedTuple):
+    """What one GPU does in a step, in milliseconds from the step's first kernel.
+
+    Attributes:
+        compute: when kernels other than NCCL's run.
+        communication: when kernels of NCCL run.
+    """
+
+    compute: list[Interval]
+    communication: list[Interval]
+
+    def summary(self) -> dict[str, float]:
+        """Milliseconds of the step, of both kinds, and of communication that nothing hides."""
+        both = union([*self.compute, *self.communication])
+        compute = total(self.compute)
+        return {
+            "step_ms": both[-1][1],
+            "compute_ms": compute,
+            "communication_ms": total(self.communication),
+            "exposed_ms": total(both) - compute,
+        }
+
+
+def main() -> None:
+    """Measures every case, prints a line for each, and writes and draws the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("case", nargs="?", default="COAT:8", help="PRECISION:BATCH, on each GPU")
+    parser.add_argument("--model", default="llama2_7b", help="a name in coat.models.PRESETS")
+    parser.add_argument("--layers", type=int, default=8, help="of the model")
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
+    parser.add_argument("--draw", action="store_true", help="only draw the results of before")
+    options = parser.parse_args()
+    path = options.out / "communication.json"
+    if not options.draw:
+        measure(options, path)
+    draw(path)
+
+
+def measure(options: argparse.Namespace, path: Path) -> None:
+    """Measures one GPU alone, then every case; the file is written after each."""
+    from experiments import records
+
+    options.trace = None
+    alone = in_a_process(options.case, options, CUDA_VISIBLE_DEVICES="0")
+    if "failed" in alone:
+        raise SystemExit(f"One GPU alone: {alone['failed']}")
+    one_gpu = {"ms": 1e3 * alone["step_seconds"], "compile_seconds": alone["compile_seconds"]}
+    print(f"{one_gpu['ms']:8.1f} ms   one GPU alone", flush=True)
+    cases: list[dict[str, Any]] = []
+    for name, chosen in CASES.items():
+        given = " ".join(f"--{option}={str(value).lower()}" for option, value in chosen.items())
+        with tempfile.TemporaryDirectory() as folder:
+            options.trace = Path(folder)
+            flags = f"{os.environ.get('XLA_FLAGS', '')} {given}".strip()
+            one = in_a_process(options.case, options, XLA_FLAGS=flags)
+            gpus = {} if "failed" in one else read(options.trace)
+        case: dict[str, Any] = {"name": name, "options": chosen}
+        if "failed" in one:
+            case["failed"] = one["failed"]
+            print(f"{'':11}   {name}: {one['failed']}", flush=True)
+        else:
+            ms = 1e3 * one["step_seconds"]
+            case |= {
+                "ms": ms,
+                "efficiency": one_gpu["ms"] / ms,
+                "compile_seconds": one["compile_seconds"],
+                "losses": one["losses"],
+                "timeline": {gpu: timeline.summary() for gpu, timeline in gpus.items()},
+            }
+            if name in DRAWN and gpus:
+                kinds = gpus[min(gpus)]._asdict().items()
+                case["drawn"] = {kind: union(times, gap=PIXEL) for kind, times in kinds}
+            exposed = [of_gpu["exposed_ms"] for of_gpu in case["timeline"].values()]
+            print(
+                f"{ms:8.1f} ms   {case['efficiency']:.3f} of one GPU alone, exposed "
+                f"{', '.join(f'{one:.1f}' for one in exposed) or '?'} ms   {name}",
+                flush=True,
+            )
+        cases.append(case)
+        figures = {"model": options.model, "layers": options.layers, "case": options.case}
+        figures |= {"sequence": options.sequence, "one_gpu": one_gpu, "cases": cases}
+        records.write(path, figures)
+
+
+def read(folder: Path) -> dict[str, Timeline]:
+    """The timelines of a profile that JAX wrote, by GPU."""
+    events = []
+    for file in sorted(folder.rglob("*.trace.json.gz")):
+        events += json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    gpus, streams = {}, {}
+    for event in events:
+        if event.get("name") == "process_name" and "GPU:" in event["args"]["name"]:
+            gpus[event["pid"]] = event["args"]["name"].split("GPU:")[1].split()[0]
+        elif event.get("name") == "thread_name" and "Stream" in event["args"]["name"]:
+            streams[event["pid"], event["tid"]] = event["args"]["name"]
+    found: dict[str, tuple[list[Interval], list[Interval]]] = {}
+    for event in events:
+        of_kernel = event.get("ph") == "X" and (event["pid"], event.get("tid")) in streams
+        if of_kernel and event["pid"] in gpus:
+            kinds = found.setdefault(gpus[event["pid"]], ([], []))
+            begin = event["ts"] / 1e3
+            kind = kinds["nccl" in event["name"].lower()]
+            kind.append((begin, begin + event.get("dur", 0) / 1e3))
+    timelines = {}
+    for gpu, (compute, communication) in sorted(found.items()):
+        first = min(begin for begin, _ in compute + communication)
+        timelines[gpu] = Timeline(union(compute, first), union(communication, first))
+    return timelines
+
+
+def union(intervals: list[Interval], origin: float = 0.0, gap: float = 0.0) -> list[Interval]:
+    """Intervals joined where no more than `gap` lies between them, counted from `origin`.
+
+    >>> union([(4.0, 5.0), (1.0, 2.0), (1.5, 3.0)], origin=1.0)
+    [(0.0, 2.0), (3.0, 4.0)]
+    """
+    joined: list[list[float]] = []
+    for begin, end in sorted(intervals):
+        if joined and begin <= joined[-1][1] + gap:
+            joined[-1][1] = max(joined[-1][1], end)
+        else:
+            joined.append([begin, end])
+    return [(round(begin - origin, 4), round(end - origin, 4)) for begin, end in joined]
+
+
+def total(intervals: list[Interval]) -> float:
+    """The length of disjoint intervals."""
+    return sum(end - begin for begin, end in intervals)
+
+
+def draw(path: Path) -> None:
+    """Draws one GPU's timeline for XLA's defaults and for the trainer's options."""
+    import matplotlib.pyplot as plt
+
+    from experiments import records
+
+    figures = json.loads(path.read_text())["figures"]
+    drawn = [case for case in figures["cases"] if "drawn" in case]
+    if not drawn:
+        return
+    with plt.rc_context(records.CHART | {"axes.grid": False}):
+        figure, rows = plt.subplots(
+            len(drawn), figsize=(11, 1.5 * len(drawn) + 0.8), sharex=True, squeeze=False
+        )
+        for axes, case in zip(rows[:, 0], drawn, strict=True):
+            compute, communication = case["drawn"]["compute"], case["drawn"]["communication"]
+            for height, intervals, color in (
+                (1, compute, records.PALE),
+                (0, communication, records.INK),
+                (0, uncovered(communication, compute), records.ACCENT),
+            ):
+                bars = [(begin, end - begin) for begin, end in intervals]
+                axes.broken_barh(bars, (height - 0.4, 0.8), color=color, linewidth=0)
+            axes.set_yticks([1, 0], ["compute", "communication"])
+            axes.set_title(f"{case['name']}; orange: nothing else runs", loc="left")
+        rows[-1, 0].set_xlabel("ms")
+        figure.suptitle(
+            f"One of the GPUs in one step: {figures['layers']} layers of {figures['model']}, "
+            f"{figures['case']}"
+        )
+        figure.savefig(path.with_suffix(".png"))
+
+
+def uncovered(intervals: list[Interval], cover: list[Interval]) -> list[Interval]:
+    """The parts of disjoint intervals that no interval of `cover`, sorted and disjoint, covers.
+
+    >>> uncovered([(0, 4), (6, 7)], [(1, 2), (3, 5)])
+    [(0, 1), (2, 3), (6, 7)]
+    """
+    edges = [-float("inf"), *(edge for interval in cover for edge in interval), float("inf")]
+    gaps = [gap for index, gap in enumerate(pairwise(edges)) if index % 2 == 0]
+    return [
+        (max(begin, gap_begin), min(end, gap_end))
+        for begin, end in intervals
+        for gap_begin, gap_end in gaps
+        if max(begin, gap_begin) < min(end, gap_end)
+    ]
+
+
+if __name__ == "__main__":
+    main()
