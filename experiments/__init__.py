@@ -7,8 +7,9 @@
 
 The other modules are what these are made of: `records` writes results, `corpus` and `small_llama`
 are what is learnt and what learns, `stacks` (`_jax`, `_torch`) and `kept_torch` the layers that are
-measured, `moment_coders`, `moment_errors`, `moments_recording`, `dynamic_exponent` and `unexpanded` the ways
-to store a moment, `hopper` the GPUs that need not be there, `gpu_smoke` a part of `gpu_suite`.
+measured, `moment_coders`, `moment_errors`, `moments_recording`, `dynamic_exponent` and `unexpanded`
+the ways to store a moment, `hopper` the GPUs that need not be there, `gpu_smoke` a part of
+`gpu_suite`.
 
 `figures` compares what README, docs and configs say with the results.
 

@@ -2,7 +2,7 @@
 
     fp8_adamw                       AdamW; scale_by_fp8_adam is its maths alone
     fused_fp8_adamw                 the same in one pass and in place, for your own training loop
-    in_place                        any optax transformation as such a step
+    in_place                        any optax transformation with the same interface, in place
     compress, decompress            any optax transformation with its moments stored in FP8
     stochastic_round_updates        updates BF16 parameters without FP32 copies, right on average;
     apply_updates                   applies such updates
