@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 from coat_jax.numerics import expansion, logarithms, noise
 from coat_jax.numerics.expansion import GROUP_SIZE
 from coat_jax.numerics.formats import E4M3
+from coat_jax.optax import FusedOptimizer
 from coat_jax.storage import Storage
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.optimizer import decayed
