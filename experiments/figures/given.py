@@ -36,6 +36,8 @@ GIVEN = [
     Given("docs/clusters.md", "100 seconds", SETTING),
     Given("docs/clusters.md", "22.05 with two virtual nodes", SETTING),
     Given("docs/clusters.md", "4.1, two processes", SETTING),
+    Given("docs/coming_from.md", "torchao 0.18, TransformerEngine 2.16 and", SETTING),
+    Given("docs/coming_from.md", "bitsandbytes 0.50", SETTING),
     Given("docs/data.md", "12 MB", SETTING),
     Given("docs/data.md", "256 MiB", SETTING),
     Given("docs/data.md", "2 GiB", SETTING),
