@@ -27,7 +27,7 @@ MODULES = sorted(m.name for m in pkgutil.walk_packages(coat_jax.__path__, "coat_
 SOURCES = [
     *pages.names(),
     *(f"coat_jax/cli/{name}.py" for name in cli.COMMANDS),
-    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "experiments").glob("*.py"))),
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "experiments").rglob("*.py"))),
 ]
 
 

@@ -84,7 +84,7 @@ def imports_of(source, module, is_package, modules):
         else:
             continue
         for base, name in names:
-            # `from coat_jax import noise` imports coat_jax.numerics.noise, not coat_jax.
+            # `from coat_jax import ops` imports coat_jax.ops, not coat_jax.
             target = f"{base}.{name}" if f"{base}.{name}" in modules else base
             if target.split(".")[0] == "coat_jax":
                 found.append((target, node.lineno))

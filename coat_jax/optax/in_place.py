@@ -50,8 +50,8 @@ def in_place(
         >>> state = optimizer.init(params)
         >>> step = jax.jit(optimizer.step, donate_argnums=(0, 2))
         >>> params, state = step(params, {"w": jnp.ones((256, 256))}, state)
-        >>> print(params["w"][0, 0])
-        0.998999
+        >>> print(f"{params['w'][0, 0]:.3f}")
+        0.999
     """
     require_settings(storage=None, round_params=round_params)
     require_seed(seed)

@@ -12,11 +12,11 @@ from functools import partial
 from typing import Any
 
 from coat_jax import BF16, Precision, models
-from coat_jax.optax import fused_fp8_adamw
+from coat_jax.optax import FusedOptimizer, fused_fp8_adamw
 from coat_jax.precision import PRESETS
 from coat_jax.storage import Storage
 from coat_jax.training.config import EvaluationConfig, OptimizerConfig, TrainConfig
-from coat_jax.training.optimizer import FusedOptimizer, decayed, make_optimizer
+from coat_jax.training.optimizer import decayed, make_optimizer
 from coat_jax.training.schedule import learning_rate
 from experiments.loss_study.moments import Separately, adamw
 
@@ -112,7 +112,7 @@ def optimizer_of(arm: Arm, config: TrainConfig) -> FusedOptimizer:
     if arm.moments is None:
         return make_optimizer(dataclasses.replace(config, seed=0))
     of_run = config.optimizer
-    fused = fused_fp8_adamw(
+    return fused_fp8_adamw(
         partial(learning_rate, of_run, config.total_steps),
         b1=of_run.b1,
         b2=of_run.b2,
@@ -121,7 +121,6 @@ def optimizer_of(arm: Arm, config: TrainConfig) -> FusedOptimizer:
         mask=partial(decayed, config),
         storage=arm.moments,
     )
-    return FusedOptimizer(fused.init, fused.step)
 
 
 def described(arm: Arm) -> dict[str, Any]:
