@@ -36,6 +36,8 @@ GIVEN = [
     Given("docs/clusters.md", "100 seconds", SETTING),
     Given("docs/clusters.md", "22.05 with two virtual nodes", SETTING),
     Given("docs/clusters.md", "4.1, two processes", SETTING),
+    Given("docs/coming_from.md", "torchao 0.18, TransformerEngine 2.16 and", SETTING),
+    Given("docs/coming_from.md", "bitsandbytes 0.50", SETTING),
     Given("docs/data.md", "12 MB", SETTING),
     Given("docs/data.md", "256 MiB", SETTING),
     Given("docs/data.md", "2 GiB", SETTING),
@@ -43,6 +45,7 @@ GIVEN = [
     Given("docs/data.md", "more than 99 % full", TESTED),  # test_packing.py
     Given("docs/generation.md", "64 MB", SETTING),
     Given("docs/generation.md", "2 GB", SETTING),
+    Given("docs/extending.md", "slope is at most 1.13", SETTING),
     Given("docs/ideas.md", "moments take 8 bytes a parameter in FP32", ARITHMETIC),
     Given("docs/ideas.md", "in 5 bytes a group", ARITHMETIC),
     Given("docs/ideas.md", "With b2 = 0.999", SETTING),

@@ -8,6 +8,8 @@ from coat_jax.kernels.dispatch import FIRST_WITH_FP8
 from coat_jax.models import PRESETS, parameters_count
 from coat_jax.models.config import Config
 from coat_jax.numerics.expansion import GROUP_SIZE
+from coat_jax.training.cluster.communication import OPTIONS
+from experiments.communication import GATHER, SCATTER, TRAINERS
 from experiments.figures.pages import Sentence
 from experiments.figures.results import (
     GB,
@@ -96,6 +98,20 @@ def peaks(name: str) -> tuple[float, float]:
     """GB of a config in COAT and in BF16."""
     variants = of("config_memory")[name]
     return variants["COAT"]["peak"] / GB, variants["BF16"]["peak"] / GB
+
+
+DEFAULTS, PIPELINED = "XLA's defaults", "the trainer's, pipelined"
+
+
+def two_gpus(options: str) -> dict[str, Any]:
+    """A case of communication."""
+    (found,) = (c for c in of("communication")["cases"] if c["name"] == options)
+    return found
+
+
+def exposed(options: str) -> float:
+    """Milliseconds of a step in which GPU 0 only communicates."""
+    return two_gpus(options)["timeline"]["0"]["exposed_ms"]
 
 
 STUDY = "40M", 5e-4  # the runs of loss_study that the pages quote
@@ -215,6 +231,23 @@ SENTENCES = [
         BENCHMARKS,
         "COAT trains {:,.0f} tokens a second, and each of the two {:.3f} of what one trains alone",
         lambda: (COAT_2["tokens_per_second"], COAT_2["efficiency"]),
+    ),
+    Sentence(
+        BENCHMARKS,
+        "each of the two GPUs has {:.3f} of the speed of one alone; with XLA's defaults it has "
+        "{:.3f}.",
+        lambda: [two_gpus(options)["efficiency"] for options in (TRAINERS, DEFAULTS)],
+    ),
+    Sentence(
+        BENCHMARKS,
+        "Of the communication, {:.1f} ms are exposed instead of {:.1f}.",
+        lambda: (exposed(TRAINERS), exposed(DEFAULTS)),
+    ),
+    Sentence(BENCHMARKS, "expose less, {:.1f} ms,", lambda: (exposed(PIPELINED),)),
+    Sentence(
+        BENCHMARKS,
+        "up to {:.0f} MB for all-gathers and {:.0f} MB for reduce-scatters",
+        lambda: [OPTIONS[option] / (1 << 20) for option in (GATHER, SCATTER)],
     ),
     Sentence(
         BENCHMARKS,

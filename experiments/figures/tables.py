@@ -1,5 +1,6 @@
 """The tables of README and docs/benchmarks.md, from results files."""
 
+from experiments.communication import TRAINERS
 from experiments.figures.pages import Table
 from experiments.figures.results import (
     FOLDER,
@@ -216,6 +217,20 @@ ARMS = {  # of loss_study, in words
 }
 
 
+def communication() -> Rows:
+    """Every case, after one GPU alone."""
+    measured = of("communication")
+    header = ["options", "ms a step", "share of one GPU's speed"]
+    rows = [[*header, "compute, ms", "communication, ms", "exposed, ms"]]
+    rows.append(["one GPU alone", f"{measured['one_gpu']['ms']:.1f}", "1.000", "", "", ""])
+    kinds = "compute_ms", "communication_ms", "exposed_ms"
+    for case in measured["cases"]:
+        shown = [case["name"], f"{case['ms']:.1f}", f"{case['efficiency']:.3f}"]
+        shown = [bold(text, case["name"] == TRAINERS) for text in shown]
+        rows.append([*shown, *(f"{case['timeline']['0'][kind]:.1f}" for kind in kinds)])
+    return rows
+
+
 def loss_study_40m() -> Rows:
     """What each part of FP8 costs in loss at 40 million parameters."""
     return _loss_study("40M", 5e-4)
@@ -284,6 +299,7 @@ TABLES = [
     Table(BENCHMARKS, "layer_table", layer_table),
     Table(BENCHMARKS, "activation_memory", activation_memory),
     Table(BENCHMARKS, "config_memory", config_memory),
+    Table(BENCHMARKS, "communication", communication),
     Table(BENCHMARKS, "optimizer_step", optimizer_step),
     Table(BENCHMARKS, "optimizer_step_7b", optimizer_step_7b),
     Table(BENCHMARKS, "accumulated_error", accumulated_error),
