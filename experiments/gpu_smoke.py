@@ -19,7 +19,7 @@ Figures = dict[str, Any]
 def stacks(small: bool, compile_only: bool) -> None:
     """Layers in every precision."""
     from experiments.stacks import Sizes, median_ms
-    from experiments.stacks_jax import PRESETS, prepare
+    from experiments.stacks.in_jax import PRESETS, prepare
 
     sizes = Sizes(64, 64, 2, 16) if small else Sizes()
     seconds, milliseconds = {}, {}

@@ -93,7 +93,7 @@ def commands(program: str) -> list[Command]:
             text = ast.get_docstring(ast.parse(text)) or ""
         for match in start.finditer(text):
             command = Command(page, match[1] or match[2])
-            complete = "..." not in command.line and "kept_torch" not in command.line
+            complete = "..." not in command.line and "saved_by_torch" not in command.line
             if complete and (len(command.words) > 2 or program == "make"):
                 found.append(command)
     return found

@@ -36,7 +36,7 @@ LAYERS = [
 INSIDE = {
     "coat_jax": LAYERS,
     "coat_jax.numerics": [
-        ("formats", "noise"),
+        ("formats", "mesh_axes", "noise"),
         ("qtensor",),
         ("blocks", "expansion"),
         ("integers", "logarithms", "statistics"),
