@@ -18,6 +18,7 @@ import pytest
 
 import coat_jax
 from coat_jax import cli
+from coat_jax.training.overrides import SHIPPED
 from experiments.figures import pages
 
 ROOT = Path(__file__).parent.parent
@@ -105,7 +106,7 @@ def named(command: Command) -> str:
 
 def ready(config: str) -> str:
     """The config that a command names; any will do where it names none of ours."""
-    return config if config.startswith("configs/") else "configs/llama_tiny.py"
+    return config if config.partition(":")[0] in SHIPPED else "llama_tiny"
 
 
 @pytest.mark.parametrize("command", commands(f"coat (?:{'|'.join(cli.COMMANDS)})"), ids=named)
