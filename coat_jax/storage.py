@@ -166,6 +166,22 @@ class Storage:
             return mu, nu
         return self._write_first(m, for_m, b1), nu
 
+    def write_momentum(
+        self, m: Float[Array, "..."], key: UInt32[Array, ""], b: float | Array
+    ) -> Expanded:
+        """Stores a first moment that has no second one beside it, and decays by `b` per step."""
+        if not self.holds_in_fp8(m.shape):
+            return self._in_fp32(m)
+        for_m = noise.uniform(key, m.shape, run=self.group_size) if self.stochastic else None
+        if self.first != DIRECTION:
+            return self._write_first(m, for_m, b)
+        return integers.encode(
+            m,
+            group_size=self.group_size,
+            noise=for_m,
+            stochastic_below=stochastic_below(b, 1.0),
+        )
+
     def _root(self, v: Float[Array, "..."], nu: Expanded) -> Float[Array, "..."]:
         """sqrt(v), with at least the smallest number that the groups of `nu` can hold."""
         smallest = jnp.maximum(self.smallest_second(nu), expansion.SMALLEST)

@@ -8,7 +8,7 @@ of the activation's gradient, and from what the exponents of the row's blocks al
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,11 @@ from jaxtyping import Array, Float
 from coat_jax.numerics.blocks import Blocks, power_of_two
 from coat_jax.numerics.formats import format_of
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+# Those that the Triton kernels compute, and any other of ACTIVATIONS.
+InKernels = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Activation = InKernels | str
 
+# A new activation is one entry, as in ACTIVATIONS["swish"] = jax.nn.swish.
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -32,6 +35,11 @@ def require_activation(name: str) -> None:
     """Raises unless there is an activation of this name."""
     if name not in ACTIVATIONS:
         raise ValueError(f"activation={name!r} must be one of {tuple(ACTIVATIONS)}.")
+
+
+def has_kernel(name: str) -> bool:
+    """Whether the Triton kernels know an activation; through XLA any is computed."""
+    return name in get_args(InKernels)
 
 
 def activate(

@@ -1,7 +1,7 @@
 """The layers of a transformer as functions on arrays that save little for the backward pass.
 
     linear, norm_linear              linear layers, alone or with the norm before them
-    gated_mlp, mlp                   the MLP, from its norm to the residual sum
+    gated_mlp, mlp                   the MLP, from its norm to the residual sum; ACTIVATIONS by name
     norm_qkv                         from the residual stream to queries, keys and values
     attention, attention_linear      attention, alone or with its output projection
     attention_to_past                attention of one new token, for generation
@@ -12,6 +12,7 @@
 Each takes a `coat.Precision`, and works inside any framework, any `jit` and any mesh.
 """
 
+from coat_jax.kernels.activation import ACTIVATIONS
 from coat_jax.kernels.norm import Norm
 from coat_jax.ops.attention import attention, attention_linear
 from coat_jax.ops.attention_to_past import attention_to_past
@@ -25,6 +26,7 @@ from coat_jax.ops.recompute import recompute
 from coat_jax.ops.rotary import Llama3Scaling, Rotary, rotate
 
 __all__ = [
+    "ACTIVATIONS",
     "DotGeneral",
     "Einsum",
     "Llama3Scaling",

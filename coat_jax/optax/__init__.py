@@ -2,6 +2,7 @@
 
     fp8_adamw                       AdamW; scale_by_fp8_adam is its maths alone
     fused_fp8_adamw                 the same in one pass and in place, for your own training loop
+    fp8_muon                        Muon for matrices with AdamW for the rest; scale_by_fp8_muon
     in_place                        any optax transformation with the same interface, in place
     compress, decompress            any optax transformation with its moments stored in FP8
     stochastic_round_updates        updates BF16 parameters without FP32 copies, right on average;
@@ -19,6 +20,8 @@ from coat_jax.optax.clipping import global_norm, global_norm_scale
 from coat_jax.optax.compression import CompressedState, compress, decompress
 from coat_jax.optax.fused import FusedOptimizer, fused_fp8_adamw
 from coat_jax.optax.in_place import InPlaceState, in_place
+from coat_jax.optax.matrices import hidden_matrices
+from coat_jax.optax.muon import ScaleByFP8MuonState, fp8_muon, scale_by_fp8_muon
 from coat_jax.optax.rounding import (
     StochasticRoundState,
     apply_updates,
@@ -33,6 +36,7 @@ __all__ = [
     "FusedOptimizer",
     "InPlaceState",
     "ScaleByFP8AdamState",
+    "ScaleByFP8MuonState",
     "StochasticRoundState",
     "Storage",
     "apply_updates",
@@ -40,13 +44,16 @@ __all__ = [
     "decompress",
     "fitting_group_size",
     "fp8_adamw",
+    "fp8_muon",
     "fused_fp8_adamw",
     "global_norm",
     "global_norm_scale",
+    "hidden_matrices",
     "in_place",
     "restore_state",
     "save_state",
     "scale_by_fp8_adam",
+    "scale_by_fp8_muon",
     "state_shardings",
     "stochastic_round_updates",
 ]

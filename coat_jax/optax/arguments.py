@@ -18,9 +18,11 @@ RANGES = {
     "learning_rate": (0.0, float("inf")),
     "b1": (0.0, 1.0),
     "b2": (0.0, 1.0),
+    "beta": (0.0, 1.0),
     "eps": (0.0, float("inf")),
     "eps_root": (0.0, float("inf")),
     "weight_decay": (0.0, float("inf")),
+    "consistent_rms": (0.0, float("inf")),
     "max_norm": (0.0, float("inf")),
 }
 MAY_BE_SCHEDULES = ("learning_rate", "weight_decay")

@@ -4,7 +4,8 @@
     backward    saved hidden, scale, da -> a in FP8, transposed; the gradients of hidden in FP8
 
 Hidden is (gate, up) or (up,). With `Precision.exact_forward` the forward pass activates hidden
-itself. Each function is `jnp`, or a kernel where `mode.fused_block` is set.
+itself. Each function is `jnp`, or a kernel where `mode.fused_block` is set, for activations that
+have one.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from coat_jax.kernels.activation import (
     activate,
     activate_backward,
     gradient_bounds,
+    has_kernel,
 )
 from coat_jax.kernels.activation_exact import activation_forward_exact, activation_rescale
 from coat_jax.kernels.activation_fused import (
@@ -44,7 +46,7 @@ def save_activation(
 ) -> tuple[SavedActivation, Operand]:
     """Saves `hidden`; returns that, and its activation as the operand of a product."""
     precision, dtype = mode.precision, hidden[0].dtype
-    size = mode.fused_block
+    size = _fused_block(act, mode)
     if size is not None and precision.exact_forward:
         blocks, codes, maxima = activation_forward_exact(hidden, act, precision.forward, size)
         scale = gemm.tensor_scale(jnp.max(maxima), precision.forward)
@@ -87,7 +89,7 @@ def activation_gradients(
         mode: how to compute.
     """
     hidden, scale = saved
-    size = mode.fused_block
+    size = _fused_block(act, mode)
     if size is not None and scale is not None:
         blocks, dtype = _blocks(hidden), mode.precision.backward
         scales = [gemm.tensor_scale(m, dtype) for m in _magnitudes(saved, da, da_bound, act, mode)]
@@ -120,6 +122,11 @@ def gradient_values(
 ) -> tuple[Float[Array, "B S F"], ...]:
     """The gradients of hidden in FP32, as biases need them."""
     return activate_backward(_values(saved.hidden, mode), da, act)
+
+
+def _fused_block(act: Activation, mode: Mode) -> int | None:
+    """The size of blocks for the fused kernels; None for an activation that they do not know."""
+    return mode.fused_block if has_kernel(act) else None
 
 
 def _values(hidden: Sequence[SavedArray], mode: Mode) -> list[Float[Array, "B S F"]]:
