@@ -12,8 +12,10 @@ import re
 import shlex
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +39,13 @@ SOURCES = [
     *(f"coat_jax/cli/{name}.py" for name in cli.COMMANDS),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "experiments").rglob("*.py"))),
 ]
+
+
+@pytest.fixture(autouse=True)
+def activations_stay() -> Iterator[None]:
+    """A page adds to them."""
+    with mock.patch.dict(coat_jax.ops.ACTIVATIONS):
+        yield
 
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.name)

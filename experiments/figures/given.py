@@ -45,7 +45,6 @@ GIVEN = [
     Given("docs/data.md", "more than 99 % full", TESTED),  # test_packing.py
     Given("docs/generation.md", "64 MB", SETTING),
     Given("docs/generation.md", "2 GB", SETTING),
-    Given("docs/extending.md", "slope is at most 1.13", SETTING),
     Given("docs/ideas.md", "moments take 8 bytes a parameter in FP32", ARITHMETIC),
     Given("docs/ideas.md", "in 5 bytes a group", ARITHMETIC),
     Given("docs/ideas.md", "With b2 = 0.999", SETTING),
