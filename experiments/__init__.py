@@ -5,11 +5,11 @@
     training     training_throughput, training_curves, loss_study, config_memory, demo
     gpu_suite    the tests of a GPU and a smoke benchmark (`make gpu`)
 
-The other modules are what these are made of: `records` writes results, `corpus` and `small_llama`
-are what is learnt and what learns, `stacks` (`_jax`, `_torch`) and `kept_torch` the layers that are
-measured, `moment_coders`, `moment_errors`, `moments_recording`, `dynamic_exponent` and `unexpanded`
-the ways to store a moment, `hopper` the GPUs that need not be there, `gpu_smoke` a part of
-`gpu_suite`.
+The other modules are what these are made of: `records` writes results, `corpus`, `random_batch`
+and `small_llama` are what is learnt and what learns, `stacks` (`_jax`, `_torch`) and `kept_torch`
+the layers that are measured, `moment_coders`, `moment_errors`, `moments_recording`,
+`dynamic_exponent` and `unexpanded` the ways to store a moment, `hopper` the GPUs that need not be
+there, `gpu_smoke` a part of `gpu_suite`.
 
 `figures` compares what README, docs and configs say with the results.
 

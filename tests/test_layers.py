@@ -48,6 +48,7 @@ INSIDE = {
         ("checkpoint", "optimizer"),
         ("state",),
         ("step",),
+        ("preparation",),
         ("evaluation", "report"),
         ("run_lock",),
         ("run_folder",),

@@ -36,8 +36,9 @@ from coat_jax.training.cluster.batches import place
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import MeshConfig, TrainConfig
 from coat_jax.training.data import Batch
-from coat_jax.training.state import State, abstract_state, new_state
-from coat_jax.training.step import held_out_step, lower_step
+from coat_jax.training.preparation import prepare
+from coat_jax.training.state import State
+from coat_jax.training.step import held_out_step
 from experiments import records
 from experiments.loss_study import arms
 from experiments.loss_study import text as texts
@@ -97,18 +98,17 @@ def run(job: Job, stopped: list[int]) -> dict[str, Any] | None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         saved = stack.enter_context(Checkpoints(folder / "checkpoint", keep=1, keep_best=0))
-        optimizer = optimizer_of(arm, config)
-        graph, abstract = abstract_state(config, optimizer, mesh)
-        program = lower_step(config, graph, optimizer, abstract, mesh).compile()
+        prepared = prepare(config, mesh, optimizer=optimizer_of(arm, config))
+        program = prepared.lower().compile()
         compiled = time.perf_counter() - begin
         losses: list[float] = []
         seconds = 0.0
         if saved.latest() is None:
-            state = new_state(config, optimizer, mesh)
+            state = prepared.new_state()
             if arm.perturbed:
                 state = state._replace(params=perturbed(state.params, job.seed))
         else:
-            _, state, extra = saved.restore(abstract)
+            _, state, extra = saved.restore(prepared.abstract)
             losses, seconds = extra["losses"], extra["seconds"]
         stream = _Losses(folder, losses, settings.steps)
         began = time.perf_counter()
