@@ -411,6 +411,11 @@ SENTENCES = [
         lambda: [100 * error for error in group()["errors of m / sqrt(v)"].values()],
     ),
     Sentence(IDEAS, "Both moments together take {:.2f} bytes a parameter", lambda: (MOMENTS,)),
+    Sentence(
+        "docs/optimizers.md",
+        "stores that momentum as 8-bit integers, {:.2f} bytes per parameter",
+        lambda: (MOMENTS / 2,),
+    ),
     # docs/layers.md
     *(
         Sentence(LAYERS, f"| `coat.{row} | {{:.1f}} U |", lambda name=name: (unit(name),))
