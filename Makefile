@@ -10,7 +10,7 @@ python := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types oracles gpu clean
+.PHONY: help demo test lint types docs oracles gpu clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -28,10 +28,14 @@ lint: $(VENV)/dev.stamp  ## check style and format
 types: $(VENV)/dev.stamp  ## check types
 	$(python) -m mypy
 
+docs: $(VENV)/docs.stamp  ## build the documentation site in out/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict --quiet
+	@echo "Open out/site/index.html in a browser."
+
 oracles: $(VENV)/oracles.stamp  ## run kernels in Triton's interpreter, and compile them for Hopper
 	JAX_PLATFORMS=cpu TRITON_INTERPRET=1 $(python) -m pytest --no-skips -m interpret
 	JAX_PLATFORMS=cpu $(python) -m pytest --no-skips tests/optax/test_trajectories.py \
-	  tests/models/test_hf_oracles.py tests/generation/test_sampling.py
+	  tests/models/hf/test_hf_oracles.py tests/generation/test_sampling.py
 	JAX_PLATFORMS=cpu,cuda $(python) -m pytest --no-skips -m compiled
 
 gpu: $(VENV)/$(CUDA),test.stamp  ## on a GPU: its tests, and a benchmark of two minutes

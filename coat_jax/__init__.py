@@ -12,14 +12,26 @@ e = coat.expansion.encode(x)                                 # dynamic range exp
 import importlib
 from typing import Any
 
-from coat_jax import blocks, expansion, formats, moments, noise, ops, optax, qtensor, telemetry
-from coat_jax.expansion import Expanded
-from coat_jax.formats import E4M3, E5M2
-from coat_jax.moments import Storage
+from coat_jax import ops, optax, storage, telemetry
+from coat_jax.numerics import (
+    blocks,
+    expansion,
+    formats,
+    integers,
+    logarithms,
+    noise,
+    qtensor,
+    statistics,
+)
+from coat_jax.numerics.expansion import Expanded
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.numerics.qtensor import QTensor
 from coat_jax.precision import BF16, COAT, COAT_LEAN, COAT_PAPER, FP8_LINEAR, Precision
-from coat_jax.qtensor import QTensor
+from coat_jax.storage import Storage
 
 __version__ = "0.1.0.dev0"
+
+moments = storage  # `coat.moments.PAPER` and the rest, by their earlier name
 
 _WITH_FLAX = ("linen", "models", "nn")  # imported when they are first used: Flax takes its time
 
@@ -45,7 +57,9 @@ __all__ = [
     "blocks",
     "expansion",
     "formats",
+    "integers",
     "linen",
+    "logarithms",
     "models",
     "moments",
     "nn",
@@ -53,5 +67,7 @@ __all__ = [
     "ops",
     "optax",
     "qtensor",
+    "statistics",
+    "storage",
     "telemetry",
 ]

@@ -1,8 +1,10 @@
 """FP8 for Flax Linen: linear layers whose products are replaced.
 
-import flax.linen as nn
+    import flax.linen as nn
 
-dense = nn.Dense(4096, use_bias=False, dot_general_cls=coat.linen.dot_general_cls())
+    dense = nn.Dense(4096, use_bias=False, dot_general_cls=coat.linen.dot_general_cls())
+
+DenseGeneral and attention take it, too.
 """
 
 import functools

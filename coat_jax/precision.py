@@ -1,14 +1,14 @@
-"""Which parts of a model compute in FP8, and what the backward pass keeps in FP8.
+"""Which products of a model run in FP8, and what it saves for the backward pass in FP8.
 
-    preset        linear layers    norms, activations keep    attention keeps
-    BF16          as they come     as they come               as they come
-    FP8_LINEAR    FP8              as they come               as they come
-    COAT          FP8              FP8 in blocks of 16        as they come
-    COAT_LEAN     FP8              FP8 in blocks of 16        FP8 in blocks of 16
-    COAT_PAPER    FP8              FP8 in blocks of 16        as they come
+    preset        linear layers    saved by norms, activations    saved by attention
+    BF16          unchanged        unchanged                      unchanged
+    FP8_LINEAR    FP8              unchanged                      unchanged
+    COAT          FP8              FP8 in blocks of 16            unchanged
+    COAT_LEAN     FP8              FP8 in blocks of 16            FP8 in blocks of 16
+    COAT_PAPER    FP8              FP8 in blocks of 16            unchanged
 
-"As they come" is the dtype of the arrays: BF16, where a model computes in BF16. COAT_PAPER is the
-paper's form of COAT, and stays it where COAT changes. An ablation is a `dataclasses.replace` of
+"Unchanged" is the dtype of the arrays: BF16, if a model computes in BF16. COAT_PAPER is COAT as the
+paper describes it, and will not change when COAT does. An ablation is a `dataclasses.replace` of
 one field.
 """
 
@@ -18,8 +18,8 @@ from typing import Annotated
 from jax.typing import DTypeLike
 
 from coat_jax.errors import UserError
-from coat_jax.formats import E4M3, E5M2, format_of
 from coat_jax.limits import Among, dtype_of, require_fields, shown
+from coat_jax.numerics.formats import E4M3, E5M2, format_of
 
 FORMATS: dict[str, DTypeLike] = {"E4M3": E4M3, "E5M2": E5M2}
 Block = Annotated[int, Among((16, 32, 64, 128))]
@@ -31,15 +31,15 @@ class Precision:
 
     Attributes:
         fp8_linear: whether linear layers multiply in FP8, with one scale per tensor.
-        forward: FP8 format of activations and weights, multiplied or kept.
-        backward: FP8 format of gradients, multiplied.
-        block: norms, activations and gates keep their inputs in FP8, with one exponent per
-            this many neighbours. None keeps them as they come.
-        attention_block: likewise for the query, key, value and output that attention keeps.
-        exact_forward: whether the forward pass computes with the values as they come, and only
-            the backward pass with the FP8 that was kept of them. False computes with the kept
-            values in both passes. Attention computes with the kept queries, keys and values
-            either way; what it gives is exact.
+        forward: FP8 format of activations and weights, in products and where they are saved.
+        backward: FP8 format of gradients in products.
+        block: norms, activations and gates save their inputs in FP8, with one exponent for
+            this many neighbours. None saves them in their own dtype.
+        attention_block: the same for the query, key, value and output that attention saves.
+        exact_forward: whether the forward pass computes with the original values, and only the
+            backward pass with the saved FP8 ones. False computes with the saved values in both
+            passes. Attention computes with the saved queries, keys and values either way; its
+            output is exact.
     """
 
     fp8_linear: bool = True

@@ -34,12 +34,12 @@ from rich.progress import track
 from rich.table import Table
 
 import coat_jax as coat
-from coat_jax import noise
-from coat_jax.formats import E4M3
 from coat_jax.kernels.adam import Hyper, adam_update
-from coat_jax.moments import Storage
+from coat_jax.numerics import noise
+from coat_jax.numerics.formats import E4M3
+from coat_jax.storage import Storage
 from experiments import corpus, records
-from experiments import moment_coders as coders
+from experiments.moments import coders
 from experiments.small_llama import Config, Llama, loss
 
 RESULTS = Path(__file__).parent / "results"

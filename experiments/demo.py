@@ -1,7 +1,7 @@
 """`make demo`: one tiny Llama trained twice, in BF16 and in COAT, and asked to go on.
 
-    configs/llama_tiny.py:bf16    BF16 layers, AdamW with FP32 moments
-    configs/llama_tiny.py         FP8 layers and saved activations, AdamW with FP8 moments
+    llama_tiny:bf16    BF16 layers, AdamW with FP32 moments
+    llama_tiny         FP8 layers and saved activations, AdamW with FP8 moments
 
 Both start from the same parameters and see the same bytes of Python's own source in the same
 order. Prints a table and what each writes, and draws their losses. On a CPU products in FP8 are
@@ -20,16 +20,16 @@ from rich.table import Table
 
 from coat_jax import generation
 from coat_jax.cli import Parser
-from coat_jax.training import accounting, plot, runs, weights
+from coat_jax.training.checkpoint import weights
+from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.loop import train
-from coat_jax.training.mesh import make_mesh
-from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.overrides import load_config
-from coat_jax.training.state import abstract_state
+from coat_jax.training.preparation import prepare
+from coat_jax.training.report import accounting, plot, runs
 from experiments import records
 
-RUNS = {"BF16": "configs/llama_tiny.py:bf16", "COAT": "configs/llama_tiny.py"}
+RUNS = {"BF16": "llama_tiny:bf16", "COAT": "llama_tiny"}
 LAST = 20  # steps whose mean is the final training loss
 SMALLEST_RUN = 2 * LAST
 PROMPT, NEW_TOKENS = "def read(self, ", 160
@@ -64,7 +64,10 @@ def main() -> None:
     for name, source in RUNS.items():
         console.rule(f"{name}, {options.steps} steps")
         config = dataclasses.replace(
-            load_config(source), steps=options.steps, seed=options.seed, out=str(folder / name)
+            load_config(source),
+            total_steps=options.steps,
+            seed=options.seed,
+            out=str(folder / name),
         )
         train(config, console)
         outcomes.append(outcome(name, config))
@@ -126,7 +129,7 @@ def outcome(name: str, config: TrainConfig) -> Outcome:
     (run,) = runs.load([Path(config.out)], [name])
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        _, state = abstract_state(config, make_optimizer(config), mesh)
+        state = prepare(config, mesh).abstract
     model, reader = weights.load(config.out), generation.Bytes()
     tokens = reader.encode(PROMPT)
     (new,) = generation.generate(model, [tokens], max_tokens=NEW_TOKENS)
@@ -136,7 +139,9 @@ def outcome(name: str, config: TrainConfig) -> Outcome:
         run.final_loss(LAST),
         run.held_out_loss() or float("nan"),
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.moments)),
-        accounting.saved_activations(config.model, config.batch, config.sequence),
+        accounting.saved_activations(
+            config.model, config.global_batch_size, config.sequence_length
+        ),
         spoken.read(new) + spoken.end(),
     )
 

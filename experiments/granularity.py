@@ -32,10 +32,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from coat_jax import blocks, qtensor
-from coat_jax.formats import E4M3, E5M2
 from coat_jax.kernels.activation import activate, activate_backward
 from coat_jax.kernels.norm import Norm, normalize, normalize_backward, statistics
+from coat_jax.numerics import blocks, qtensor
+from coat_jax.numerics.formats import E4M3, E5M2
 from experiments import corpus, records
 from experiments.small_llama import Config, Llama, loss
 

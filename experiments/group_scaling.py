@@ -26,10 +26,10 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from coat_jax.formats import E4M3
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.activation import COLUMNS_PER_MAXIMUM, activation_forward
 from coat_jax.kernels.norm import Norm, bound
+from coat_jax.numerics.formats import E4M3
 from experiments import records
 from experiments.stacks import median_ms
 

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 import coat_jax
-from coat_jax.training import chart
+from coat_jax.training.report import chart
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")

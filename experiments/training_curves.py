@@ -2,7 +2,7 @@
 
 Question (the paper's figures 5 and 6): how far is the loss of COAT from that of BF16 with FP32
 moments? One run of each, so that the answer has chance in it. Both are
-`coat train configs/llama_124m.py`, from the same parameters, on the same batches:
+`coat train llama_124m`, from the same parameters, on the same batches:
 
     python -m experiments.training_curves --folder /tmp/curves       on a GPU
     python -m experiments.training_curves --folder /tmp/curves --steps 20 --batch 2 --sequence 64
@@ -36,6 +36,12 @@ SUFFIXES = {".py", ".pyi", ".md", ".rst"}
 SMALLEST, LARGEST = 200, 1_000_000  # bytes of a file
 FOR_TOKENIZER = 60_000_000  # bytes of text
 VOCABULARY, END = 50257, "<|endoftext|>"
+FIELDS = {  # of the config, by this program's options
+    "steps": "total_steps",
+    "batch": "global_batch_size",
+    "sequence": "sequence_length",
+    "accumulation": "gradient_accumulation_steps",
+}
 LAST = 50  # steps whose mean is the final loss
 
 
@@ -140,11 +146,16 @@ def train(options: argparse.Namespace, tokens: Path) -> bool:
     memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.46"}
     runs = []
     for variant in RUNS.values():
-        command = [sys.executable, "-m", "coat_jax", "train", f"configs/llama_124m.py{variant}"]
+        command = [sys.executable, "-m", "coat_jax", "train", f"llama_124m{variant}"]
         command += ["--train", f"{tokens}/*.npy", "--out", str(_run(options.folder, variant))]
-        for field in ("steps", "batch", "sequence", "accumulation"):
-            command += [f"--{field}", str(getattr(options, field))]
-        command += ["--warmup", "0.05", "--evaluation.every", str(max(options.steps // 10, 1))]
+        for option, field in FIELDS.items():
+            command += [f"--{field}", str(getattr(options, option))]
+        command += [
+            "--warmup_steps",
+            "0.05",
+            "--evaluation.every",
+            str(max(options.steps // 10, 1)),
+        ]
         command += ["--checkpoint.every", str(max(options.steps // 4, 1)), "--checkpoint.keep", "1"]
         runs.append(subprocess.Popen(command, env=os.environ | memory))
     for run in runs:

@@ -7,7 +7,7 @@ import pytest
 
 import coat_jax as coat
 from coat_jax.errors import UserError
-from coat_jax.formats import E4M3, E5M2
+from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.precision import PRESETS, Precision, precision_of
 
 TABLE = {

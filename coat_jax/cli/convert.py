@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         TransferSpeedColumn,
     )
 
-    from coat_jax.training import conversion, weights
+    from coat_jax.training.checkpoint import conversion, weights
 
     source, out = expanded(options.source), expanded(options.out)
     of_run = weights.is_run(weights.read_json(source))

@@ -27,8 +27,8 @@ from coat_jax.limits import CountOrZero, require, shown
 from coat_jax.printable import printable
 
 if TYPE_CHECKING:
-    from coat_jax.generation.text import Text
     from coat_jax.models import Config, Llama
+    from coat_jax.tokenizers import AnyTokenizer
 
 BYTES = "bytes"
 BETWEEN = "\n---\n"
@@ -133,7 +133,7 @@ class _Folder:
     def __init__(self, options: argparse.Namespace):
         from coat_jax.nn import MeshAxes
         from coat_jax.precision import precision_of
-        from coat_jax.training import weights
+        from coat_jax.training.checkpoint import weights
 
         self._where, self._step = expanded(options.where), options.step
         said = weights.read_json(self._where)
@@ -154,15 +154,15 @@ class _Folder:
 
     def load(self) -> "Llama":
         """The model, on the mesh that is set."""
-        from coat_jax.training import weights
+        from coat_jax.training.checkpoint import weights
 
         def note(text: str) -> None:
             print(printable(text), file=sys.stderr)
 
         return weights.load(self._where, self.config, step=self._step, note=note)
 
-    def _text(self, asked: str | None, of_run: str | None) -> "Text":
-        from coat_jax.generation import Bytes, Tokenizer
+    def _text(self, asked: str | None, of_run: str | None) -> "AnyTokenizer":
+        from coat_jax.tokenizers import Bytes, Tokenizer
 
         own = self._where / "tokenizer.json"
         if asked == BYTES:
@@ -185,7 +185,7 @@ class _Folder:
         settings = read_json(file) if status(file) else {}
         ends = settings.get("eos_token_id", said.get("eos_token_id"))
         if ends is None:
-            ends = self.text.end_of_text() if of_run is None else of_run
+            ends = self.text.end_of_text if of_run is None else of_run
         ends = ends if isinstance(ends, list) else [ends]
         for end in ends:
             require(f"{self._where}: eos_token_id", end, CountOrZero | None)
@@ -211,7 +211,7 @@ def _sharing(devices: int) -> Iterator[None]:
 
 
 def _print(
-    text: "Text",
+    text: "AnyTokenizer",
     texts: Sequence[str],
     prompts: Sequence[Sequence[int]],
     chunks: Iterator[list[list[int]]],

@@ -15,8 +15,7 @@ from pathlib import Path
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.printable import printable
-
-STATISTICS = ("underflow", "subnormal", "saturated", "headroom", "error", "zero", "floor", "k")
+from coat_jax.training.report.titles import TITLES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,16 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--fp8",
-        choices=STATISTICS,
+        choices=TITLES,
         metavar="STATISTIC",
-        help=f"draw what --telemetry.every recorded of tensors in FP8: {', '.join(STATISTICS)}",
+        help=f"draw what --telemetry.every recorded of tensors in FP8: {', '.join(TITLES)}",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Draws, and says where."""
-    from coat_jax.training import heat
-    from coat_jax.training.plot import draw
+    from coat_jax.training.report import heat
+    from coat_jax.training.report.plot import draw
 
     paths, out = [expanded(path) for path in options.runs], expanded(options.out)
     if options.fp8 is not None:

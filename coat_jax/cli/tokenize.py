@@ -4,7 +4,7 @@ Text files are one document each; of .jsonl files every line is one, {"text": ..
 The folder appears when it is complete; a run that is interrupted leaves nothing behind.
 
     coat tokenize 'texts/*.txt' more.jsonl --tokenizer tokenizer.json --out tokens
-    coat train configs/llama_124m.py --data.train 'tokens/*.npy'
+    coat train llama_124m --data.train 'tokens/*.npy'
 """
 
 import argparse
@@ -13,8 +13,8 @@ from pathlib import Path
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.printable import printable
+from coat_jax.tokenizers import document_tokenizer
 from coat_jax.training.data.paths import are_tokens, files_of
-from coat_jax.training.data.tokenizer import encoder_of
 from coat_jax.training.data.tokenizing import Encoded, write
 
 
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     paths = files_of(tuple(options.inputs))
     if are_tokens(paths):
         raise UserError(f"{paths[0]} holds tokens already: name text files or .jsonl.")
-    encoder = encoder_of(options.tokenizer, options.end_of_text)
+    tokenizer = document_tokenizer(options.tokenizer, options.end_of_text)
     console = Console()
     bar = Progress(
         TextColumn("{task.fields[tokens]:,} tokens"),
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
             so_far = bar.tasks[0].fields["tokens"] + len(part.tokens)
             bar.update(task, advance=part.size, tokens=so_far)
 
-        notes = write(paths, out, encoder, progress=advance)
+        notes = write(paths, out, tokenizer, progress=advance)
     told = (
         f"{notes['tokens']:,} tokens of {notes['documents']:,} documents as {notes['dtype']} in "
         f"{len(notes['files']):,} files, vocabulary {notes['vocab']:,}, end of text "

@@ -23,21 +23,24 @@ mesh can shard widths like 11008 = 32 x 344.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.blocks import Blocks, power_of_two
-from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import as_3d, run_sharded
+from coat_jax.numerics.blocks import Blocks, power_of_two
+from coat_jax.numerics.formats import format_of
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+# Those that the Triton kernels compute, and any other of ACTIVATIONS.
+InKernels = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+Activation = InKernels | str
 
+# A new activation is one entry, as in ACTIVATIONS["swish"] = jax.nn.swish.
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -54,6 +57,11 @@ TILES = {
     "cast": (32, 128, 8),
     "backward": (32, 128, 8),
 }
+
+
+def has_kernel(name: str) -> bool:
+    """Whether the Triton kernels compute an activation; XLA computes any."""
+    return name in get_args(InKernels)
 
 
 def require_activation(name: str) -> None:

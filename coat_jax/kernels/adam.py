@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from coat_jax import noise
-from coat_jax.expansion import SMALLEST, Expanded
-from coat_jax.moments import Storage, stochastic_below
+from coat_jax.numerics import noise
+from coat_jax.numerics.expansion import SMALLEST, Expanded
+from coat_jax.storage import Storage, stochastic_below
 
 Number = float | Array
 LARGEST_GRADIENT = 2.0**63

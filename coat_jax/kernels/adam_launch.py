@@ -17,9 +17,6 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
-from coat_jax import logarithms, noise
-from coat_jax.expansion import Expanded, Fit, Rounding, fit_of
-from coat_jax.formats import Format, format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.adam import (
     NUMBER,
@@ -32,7 +29,10 @@ from coat_jax.kernels.adam import (
 )
 from coat_jax.kernels.launch import launch
 from coat_jax.kernels.leaf_sharding import LeafShard, run_sharded_leaves
-from coat_jax.moments import DIRECTION, LOGARITHM, Storage
+from coat_jax.numerics import logarithms, noise
+from coat_jax.numerics.expansion import Expanded, Fit, Rounding, fit_of
+from coat_jax.numerics.formats import Format, format_of
+from coat_jax.storage import DIRECTION, LOGARITHM, Storage
 
 BLOCK = 1024
 WARPS = 2

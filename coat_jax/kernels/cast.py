@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.formats import format_of, saturating_cast
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import as_3d, divides_cleanly, run_sharded
+from coat_jax.numerics.formats import format_of, saturating_cast
 
 Layout = Literal["straight", "transposed", "both"]
 TILE_ROWS, TILE_COLUMNS, WARPS = 128, 64, 4

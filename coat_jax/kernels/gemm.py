@@ -24,7 +24,6 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.blocks import fitting_exponent, power_of_two
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.cast import (
     Layout,
@@ -34,6 +33,7 @@ from coat_jax.kernels.cast import (
     lengths_reference,
 )
 from coat_jax.kernels.dispatch import Implementation
+from coat_jax.numerics.blocks import fitting_exponent, power_of_two
 
 # One FP8 GEMM of cuBLASLt. By default XLA would also try its own Triton GEMMs for every product:
 # programs then take up to 40 times as long to compile, and run no faster.

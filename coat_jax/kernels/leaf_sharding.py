@@ -25,8 +25,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from coat_jax.kernels.cache_key import call_with_stable_key
-from coat_jax.kernels.sharding import divides_cleanly, mesh_axes
-from coat_jax.qtensor import scales_shape
+from coat_jax.kernels.sharding import divides_cleanly
+from coat_jax.numerics import mesh_axes
+from coat_jax.numerics.qtensor import scales_shape
 
 Shape = tuple[int, ...]
 
@@ -173,7 +174,7 @@ def _clean_spec(mesh: Any, sharding: Any, shape: Shape, group_size: int) -> Part
     whole_groups = not shape or shape[-1] % group_size == 0
 
     def fits(axis: int) -> bool:
-        parts = math.prod(mesh.shape[name] for name in mesh_axes(spec[axis]))
+        parts = math.prod(mesh.shape[name] for name in mesh_axes.names(spec[axis]))
         return sizes[axis] % parts == 0 and (axis < len(shape) - 1 or whole_groups)
 
     return PartitionSpec(*(spec[axis] if fits(axis) else None for axis in range(len(shape))))
@@ -182,12 +183,12 @@ def _clean_spec(mesh: Any, sharding: Any, shape: Shape, group_size: int) -> Part
 def _shard(mesh: Any, spec: PartitionSpec, shape: Shape, group_size: int) -> LeafShard:
     """This device's shard; called inside the partitioned program."""
     whole = scales_shape(shape, group_size)
-    parts = [math.prod(mesh.shape[name] for name in mesh_axes(entry)) for entry in spec]
+    parts = [math.prod(mesh.shape[name] for name in mesh_axes.names(entry)) for entry in spec]
     local = tuple(size // n for size, n in zip(whole, parts, strict=True))
     start: Any = 0
     for axis, entry in enumerate(spec):
         if parts[axis] > 1:
-            index = jax.lax.axis_index(mesh_axes(entry))
+            index = jax.lax.axis_index(mesh_axes.names(entry))
             start = start + index * jnp.int32(local[axis] * math.prod(whole[axis + 1 :]))
     jumps = tuple(
         (math.prod(local[axis:]), (whole[axis] - local[axis]) * math.prod(whole[axis + 1 :]))

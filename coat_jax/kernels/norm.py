@@ -25,11 +25,11 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.blocks import Blocks
-from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import as_3d, run_sharded
+from coat_jax.numerics.blocks import Blocks
+from coat_jax.numerics.formats import format_of
 
 WIDEST = 16384  # columns that one program of a kernel holds
 TILE_ROWS, TILE_COLUMNS = 64, 128  # of norm_cast

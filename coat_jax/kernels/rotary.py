@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.formats import format_of
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.cast import cast_reference
 from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import run_sharded
+from coat_jax.numerics.formats import format_of
 
 GROWTH = math.sqrt(2)
 # A program rotates several heads of a tile of rows, so that it loads their angles once.

@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from coat_jax.kernels.cache_key import call_with_stable_key
+from coat_jax.numerics import mesh_axes
 
 Kernel = Callable[..., Sequence[Array]]
 
@@ -104,7 +105,7 @@ class _NamedAxes:
             spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
             for entry, axis in zip(spec, axes.split(), strict=False):
                 name, _ = _parse(axis)
-                names = mesh_axes(entry)
+                names = mesh_axes.names(entry)
                 if name in sharded or name in self.whole or not names or used & set(names):
                     continue
                 parts = math.prod(mesh.shape[n] for n in names)
@@ -171,13 +172,6 @@ def _parse(axis: str) -> tuple[str, int]:
     """The name of an axis, and the size of its blocks."""
     name, _, block = axis.removeprefix("!").partition("/")
     return name, int(block or 1)
-
-
-def mesh_axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes in one entry of a PartitionSpec."""
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def divides_cleanly(mesh: Any, groups: int) -> bool:

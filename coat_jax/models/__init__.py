@@ -1,10 +1,12 @@
 """Decoders of Llama's kind: Llama, Mistral, Qwen 2 and 3, OLMo 1 and 2.
 
-Config, PRESETS, config_of     what a model is, and published ones by name
-Llama                          the NNX module
-create, abstract               on a mesh, each device its own shards
-parameters_count
-hf                             weights from and to Hugging Face folders
+    Config, PRESETS, config_of     what a model is, and published ones by name
+    Llama                          the NNX module
+    create, abstract               on a mesh, each device its own shards
+    parameters_count               how many parameters a config has
+    hf                             weights from and to Hugging Face folders
+
+All families are one module; a `Config` holds what differs.
 """
 
 from coat_jax.models import hf

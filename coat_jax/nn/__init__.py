@@ -1,9 +1,9 @@
 """Flax NNX modules whose products and saved activations are FP8.
 
-    Linear, RMSNorm, LayerNorm           as Flax has them
-    Attention, GatedMLP, MLP             each from its norm on: they keep their input once
+    Linear, RMSNorm, LayerNorm           drop-ins for Flax's own
+    Attention, GatedMLP, MLP             each includes its norm, so that the input is saved once
     TransformerBlock                     the layer of a decoder
-    convert                              any NNX model, its layers replaced
+    convert, plan_conversion             replaces the layers of any NNX model
 
 A module's `precision` says what is FP8; see `coat.Precision`.
 """

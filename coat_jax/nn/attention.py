@@ -20,7 +20,7 @@ from coat_jax.nn.parameters import (
     vector,
     weight,
 )
-from coat_jax.ops.keep import keep, restore
+from coat_jax.ops.saved.array import restore, save_array
 from coat_jax.precision import COAT, Precision, precision_of
 
 
@@ -180,7 +180,7 @@ class Attention(nnx.Module):
     def _rounded(self, y: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
         """What attention computes with: the values that it would keep for a backward pass."""
         block = self.precision.attention_block
-        return restore(keep(y, self.precision.forward, block), y.dtype, block)
+        return restore(save_array(y, self.precision.forward, block), y.dtype, block)
 
     def _heads(self, x: Float[Array, "B S D"], positions: Int[Array, "*B S"] | None) -> Any:
         """x as it goes into the residual sum; queries, keys and values, normed and turned."""

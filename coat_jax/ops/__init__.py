@@ -1,16 +1,18 @@
-"""The layers of a transformer as functions on arrays, which keep little for the backward pass.
+"""The layers of a transformer as functions on arrays that save little for the backward pass.
 
-    linear, norm_linear              one or several linear layers, with the norm before them
-    gated_mlp, mlp                   from norm to residual sum
-    norm_qkv                         from the residual stream to the heads of attention
-    attention, attention_linear      with the output projection
-    attention_to_past                of one new token, for generation
-    norm, rotate, cross_entropy      what stands between
-    recompute                        of any function keeps its input only, in FP8
+    linear, norm_linear              linear layers, alone or with the norm before them
+    gated_mlp, mlp                   the MLP, from its norm to the residual sum; ACTIVATIONS by name
+    norm_qkv                         from the residual stream to queries, keys and values
+    attention, attention_linear      attention, alone or with its output projection
+    attention_to_past                attention of one new token, for generation
+    norm, rotate, cross_entropy      norms, rotary embeddings, the loss
+    recompute                        saves only a function's input, in FP8
+    DotGeneral, Einsum               drop-ins for `lax.dot_general` and `jnp.einsum`
 
 Each takes a `coat.Precision`, and works inside any framework, any `jit` and any mesh.
 """
 
+from coat_jax.kernels.activation import ACTIVATIONS
 from coat_jax.kernels.norm import Norm
 from coat_jax.ops.attention import attention, attention_linear
 from coat_jax.ops.attention_to_past import attention_to_past
@@ -24,6 +26,7 @@ from coat_jax.ops.recompute import recompute
 from coat_jax.ops.rotary import Llama3Scaling, Rotary, rotate
 
 __all__ = [
+    "ACTIVATIONS",
     "DotGeneral",
     "Einsum",
     "Llama3Scaling",

@@ -21,11 +21,17 @@ from coat_jax import watching
 from coat_jax.errors import UserError
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.ops import watched
-from coat_jax.ops.attended import Attended, Attention, Backend, attended, attended_again
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_layers, require_real
-from coat_jax.ops.keep import restore
-from coat_jax.ops.projection import (
+from coat_jax.ops.saved.array import restore
+from coat_jax.ops.saved.attention import (
+    AttentionSettings,
+    Backend,
+    SavedAttention,
+    recompute_attention,
+    save_attention,
+)
+from coat_jax.ops.saved.projection import (
     Mode,
     Scales,
     as_operand,
@@ -33,8 +39,8 @@ from coat_jax.ops.projection import (
     gradient_operand,
     input_gradient,
     mode_of,
-    operand_again,
     project,
+    recompute_operand,
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision, precision_of
@@ -126,7 +132,7 @@ def _settings(
     scale: float | None,
     precision: Precision | str,
     backend: Backend | None,
-) -> Attention:
+) -> AttentionSettings:
     """The checked settings."""
     for array in (q, k, v):
         require_real("attention", array)
@@ -158,7 +164,7 @@ def _settings(
             f'not {head_dim}. Use backend="xla".'
         )
     scale = head_dim**-0.5 if scale is None else scale
-    return Attention(causal, window, scale, precision_of(precision), backend)
+    return AttentionSettings(causal, window, scale, precision_of(precision), backend)
 
 
 # --- attention -------------------------------------------------------------------------------
@@ -166,21 +172,21 @@ def _settings(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    settings: Attention, q: Array, k: Array, v: Array, segments: Array | None, probe: Seen
+    settings: AttentionSettings, q: Array, k: Array, v: Array, segments: Array | None, probe: Seen
 ) -> Array:
     return _attention_forward(settings, q, k, v, segments, probe)[0]
 
 
 def _attention_forward(
-    settings: Attention, q: Array, k: Array, v: Array, segments: Array | None, probe: Seen
+    settings: AttentionSettings, q: Array, k: Array, v: Array, segments: Array | None, probe: Seen
 ) -> Any:
-    o, kept = attended(settings, q, k, v, segments)
-    return o, (kept, segments, watched.attended(probe, (q, k, v), o, kept, settings))
+    o, saved = save_attention(settings, q, k, v, segments)
+    return o, (saved, segments, watched.attention(probe, (q, k, v), o, saved, settings))
 
 
-def _attention_backward(settings: Attention, residuals: Any, gradient: Array) -> Any:
-    def backward(kept: Attended, segments: Array | None, seen: Seen, do: Array) -> Any:
-        _, pull = attended_again(settings, kept, segments, do.dtype)
+def _attention_backward(settings: AttentionSettings, residuals: Any, gradient: Array) -> Any:
+    def backward(saved: SavedAttention, segments: Array | None, seen: Seen, do: Array) -> Any:
+        _, pull = recompute_attention(settings, saved, segments, do.dtype)
         return *pull(do), None, seen
 
     rounds = settings.precision.attention_block is not None
@@ -195,7 +201,7 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention_linear(
-    static: tuple[Attention, Mode],
+    static: tuple[AttentionSettings, Mode],
     q: Array,
     k: Array,
     v: Array,
@@ -208,7 +214,7 @@ def _attention_linear(
 
 
 def _attention_linear_forward(
-    static: tuple[Attention, Mode],
+    static: tuple[AttentionSettings, Mode],
     q: Array,
     k: Array,
     v: Array,
@@ -218,24 +224,24 @@ def _attention_linear_forward(
     probe: Seen,
 ) -> Any:
     settings, mode = static
-    output, kept = attended(settings, q, k, v, segments)
+    output, saved = save_attention(settings, q, k, v, segments)
     exact = settings.precision.exact_forward
-    o = output if exact else restore(kept.output, q.dtype, settings.precision.attention_block)
+    o = output if exact else restore(saved.output, q.dtype, settings.precision.attention_block)
     n = as_operand(_joined(o), q.dtype, mode)
     (y,), scales = project(n, (weight,), (bias,), q.dtype, mode)
-    seen = watched.attended(probe, (q, k, v), output, kept, settings)
+    seen = watched.attention(probe, (q, k, v), output, saved, settings)
     seen = watched.operand(seen, "out/input", lambda: _joined(o), n.scale, mode.format)
     seen = watched.weights(seen, (weight,), scales, mode)
-    return y, (kept, n.scale, segments, weight, scales, bias, seen)
+    return y, (saved, n.scale, segments, weight, scales, bias, seen)
 
 
 def _attention_linear_backward(
-    static: tuple[Attention, Mode], residuals: Any, gradient: Array
+    static: tuple[AttentionSettings, Mode], residuals: Any, gradient: Array
 ) -> Any:
     settings, mode = static
 
     def backward(
-        kept: Attended,
+        saved: SavedAttention,
         scale: Array | None,
         segments: Array | None,
         weight: Array,
@@ -244,8 +250,8 @@ def _attention_linear_backward(
         seen: Seen,
         dy: Array,
     ) -> Any:
-        o, pull = attended_again(settings, kept, segments, dy.dtype)
-        n = operand_again(_joined(o), scale, dy.dtype, mode, "transposed")
+        o, pull = recompute_attention(settings, saved, segments, dy.dtype)
+        n = recompute_operand(_joined(o), scale, dy.dtype, mode, "transposed")
         g = [gradient_operand(dy, mode)]
         do = input_gradient((weight,), scales, g, o.dtype, mode).reshape(o.shape)
         (d_weight,) = weight_gradients(n, (weight,), g)

@@ -8,7 +8,7 @@ small, so nothing is fused, and there is no backward pass to keep anything for.
 
 from jaxtyping import Array, Bool, Float
 
-from coat_jax.ops.attended import dot_product_attention
+from coat_jax.ops.saved.attention import dot_product_attention
 
 
 def attention_to_past(

@@ -5,17 +5,22 @@
                                            + s (lse - mean of the logits)  +  z lse^2
 
 The sequence is cut into chunks; each chunk's logits are FP32 and are computed again in the
-backward pass. Kept: h, w, and one log-sum-exp per token. The products are in the dtype
+backward pass. SavedArray: h, w, and one log-sum-exp per token. The products are in the dtype
 of h, summed in FP32, and not in FP8: the head is the layer that suffers most from it.
+
+On a mesh nothing but scalars is communicated within the loop over chunks: w is gathered before
+it, and each device sums the gradient of w over its own rows, to be reduced after it.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from coat_jax.ops.checks import require_layers, require_real
@@ -72,7 +77,7 @@ def _sum_of_losses(settings: _Settings, hidden: Array, weight: Array, labels: Ar
 
 
 def _forward(settings: _Settings, hidden: Array, weight: Array, labels: Array) -> Any:
-    w = weight.astype(hidden.dtype)
+    w = _gathered(weight.astype(hidden.dtype))
 
     def one(total: Array, part: tuple[Array, Array]) -> tuple[Array, Array]:
         h, y = part
@@ -92,8 +97,9 @@ def _forward(settings: _Settings, hidden: Array, weight: Array, labels: Array) -
 
 def _backward(settings: _Settings, residuals: Any, gradient: Array) -> Any:
     hidden, weight, labels, lse = residuals
-    w = weight.astype(hidden.dtype)
+    w = _gathered(weight.astype(hidden.dtype))
     vocabulary = weight.shape[-1]
+    groups = _groups_of_rows(hidden)
 
     def one(dw: Array, part: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         h, y, lse = part
@@ -104,15 +110,46 @@ def _backward(settings: _Settings, residuals: Any, gradient: Array) -> Any:
         d_logits = d_logits - (1 - s) * wanted - s / vocabulary
         d_logits = jnp.where(y[..., None] >= 0, d_logits * gradient, 0.0).astype(h.dtype)
         dh = lax.dot_general(d_logits, w, (((h.ndim - 1,), (1,)), ((), ())))
-        rows = tuple(range(h.ndim - 1))
-        return dw + _dot_in_fp32(h, d_logits, (rows, rows)), dh
+        return dw + jax.vmap(_outer_product)(groups(h), groups(d_logits)), dh
 
     parts = _chunks(hidden, settings.chunk, -2, 0), _chunks(labels, settings.chunk, -1, IGNORED)
-    dw, dh = lax.scan(one, jnp.zeros(weight.shape, jnp.float32), (*parts, lse))
-    return _join(dh, hidden.shape), dw.astype(weight.dtype), None
+    dw = jnp.zeros((groups(hidden).shape[0], *weight.shape), jnp.float32)
+    dw, dh = lax.scan(one, dw, (*parts, lse))
+    # In the weight's dtype, so that devices exchange no more than it has.
+    dw = lax.reduce(dw.astype(weight.dtype), jnp.zeros([], weight.dtype), lax.add, (0,))
+    return _join(dh, hidden.shape), dw, None
 
 
 _sum_of_losses.defvjp(_forward, _backward)
+
+
+def _gathered(w: Float[Array, "D V"]) -> Float[Array, "D V"]:
+    """`w` with all its rows on every device; its columns stay sharded as they are."""
+    if _devices() == 1:
+        return w
+    return lax.with_sharding_constraint(w, PartitionSpec(None, PartitionSpec.UNCONSTRAINED))
+
+
+def _groups_of_rows(hidden: Float[Array, "*B S D"]) -> Callable[[Array], Array]:
+    """Splits the first axis of a batch into groups, of which no two devices share one.
+
+    Which devices hold which rows is not known while tracing, so there are as many groups as there
+    are devices, or as the batch can be split into.
+    """
+    groups = math.gcd(_devices(), hidden.shape[0]) if hidden.ndim > 2 else 1
+    return lambda x: x.reshape(groups, x.shape[0] // groups, *x.shape[1:])
+
+
+def _devices() -> int:
+    """How many devices XLA may spread the loss over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = all(axis == AxisType.Auto for axis in mesh.axis_types)
+    return mesh.size if automatic and not mesh.empty else 1
+
+
+def _outer_product(h: Float[Array, "*R D"], g: Float[Array, "*R V"]) -> Float[Array, "D V"]:
+    rows = tuple(range(h.ndim - 1))
+    return _dot_in_fp32(h, g, (rows, rows))
 
 
 def _logits(h: Float[Array, "*B C D"], w: Float[Array, "D V"]) -> Float[Array, "*B C V"]:

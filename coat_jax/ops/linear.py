@@ -3,7 +3,7 @@
     linear        y_i = x w_i + b_i                keeps x as one FP8 tensor
     norm_linear   y_i = norm(x) w_i + b_i          keeps x in FP8 blocks; the norm is recomputed
 
-Several weights share one input, which is kept once: query, key and value, or gate and up. In
+Several weights share one input, which is saved once: query, key and value, or gate and up. In
 full precision both keep x itself.
 """
 
@@ -21,8 +21,8 @@ from coat_jax.kernels.sharding import as_3d
 from coat_jax.ops import watched
 from coat_jax.ops.backward import rounds_rows, run_backward
 from coat_jax.ops.checks import require_columns, require_layers, require_norm
-from coat_jax.ops.normed import Normed, normed, normed_gradient, normed_operand
-from coat_jax.ops.projection import (
+from coat_jax.ops.saved.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
+from coat_jax.ops.saved.projection import (
     Biases,
     Mode,
     Outputs,
@@ -153,16 +153,16 @@ def _norm_linear(
 def _norm_linear_forward(
     mode: Mode, x: Array, norm: Norm, weights: Weights, biases: Biases, probe: Seen
 ) -> Any:
-    kept, n = normed(x, norm, mode)
+    saved, n = save_norm(x, norm, mode)
     outputs, scales = project(n, weights, biases, x.dtype, mode)
-    seen = watched.normed(probe, x, kept, norm, mode)
+    seen = watched.norm(probe, x, saved, norm, mode)
     seen = watched.weights(seen, weights, scales, mode)
-    return outputs, (kept, norm, weights, scales, biases, seen)
+    return outputs, (saved, norm, weights, scales, biases, seen)
 
 
 def _norm_linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any:
     def backward(
-        kept: Normed,
+        saved: SavedNorm,
         norm: Norm,
         weights: Weights,
         scales: Scales,
@@ -171,10 +171,10 @@ def _norm_linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any
         gradients: Outputs,
     ) -> Any:
         dtype = gradients[0].dtype
-        n = normed_operand(kept, norm, mode, dtype)
+        n = recompute_norm(saved, norm, mode, dtype)
         g = [gradient_operand(dy, mode) for dy in gradients]
         dn = input_gradient(weights, scales, g, dtype, mode)
-        dx, d_norm = normed_gradient(kept, norm, dn, None, mode)
+        dx, d_norm = norm_gradient(saved, norm, dn, None, mode)
         d_weights = weight_gradients(n, weights, g)
         seen = watched.gradients(seen, lambda: gradients, g, mode)
         return dx, d_norm, d_weights, bias_gradients(biases, gradients), seen

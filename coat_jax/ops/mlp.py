@@ -3,8 +3,8 @@
     gated_mlp   x + (act(n g) * (n u)) d          n = norm(x); Llama, Mistral, Qwen
     mlp         x + act(n u + b) d + c            GPT-2, and with act = relu^2 others
 
-Kept for the backward pass: x and the pre-activations (n g, n u), in FP8 blocks or as they come.
-The norm, the activation and their product are recomputed from these.
+Saved for the backward pass: x and the pre-activations (n g, n u), in FP8 blocks or as they are. The
+norm, the activation and their product are recomputed from these.
 """
 
 from functools import partial
@@ -18,16 +18,16 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.sharding import as_3d
 from coat_jax.ops import watched
-from coat_jax.ops.activated import (
-    Activated,
-    activated,
-    activated_backward,
-    gradient_values,
-)
 from coat_jax.ops.backward import rounds_rows, run_backward
 from coat_jax.ops.checks import require_columns, require_layers, require_norm
-from coat_jax.ops.normed import Normed, normed, normed_gradient, normed_operand
-from coat_jax.ops.projection import (
+from coat_jax.ops.saved.activation import (
+    SavedActivation,
+    activation_gradients,
+    gradient_values,
+    save_activation,
+)
+from coat_jax.ops.saved.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
+from coat_jax.ops.saved.projection import (
     Biases,
     Mode,
     Scales,
@@ -147,11 +147,11 @@ def _probe(settings: _Settings) -> Seen:
     )
 
 
-class _Kept(NamedTuple):
-    """What is kept; the norm and the weights are the caller's own arrays."""
+class _Saved(NamedTuple):
+    """What is saved; the norm and the weights are the caller's own arrays."""
 
-    x: Normed
-    hidden: Activated
+    x: SavedNorm
+    hidden: SavedActivation
     norm: Norm | None
     weights: Weights
     biases: Biases
@@ -184,44 +184,44 @@ def _forward(
     down: Array,
     down_bias: Array | None,
     probe: Seen,
-) -> tuple[Array, _Kept]:
+) -> tuple[Array, _Saved]:
     act, residual, mode, _ = settings
-    kept, n = normed(x, norm, mode)
+    saved, n = save_norm(x, norm, mode)
     before, scales = project(n, weights, biases, x.dtype, mode)
-    hidden, a = activated(before, act, mode)
+    hidden, a = save_activation(before, act, mode)
     (y,), down_scale = project(a, (down,), (down_bias,), x.dtype, mode)
     scales += down_scale
-    seen = watched.normed(probe, x, kept, norm, mode)
+    seen = watched.norm(probe, x, saved, norm, mode)
     seen = watched.weights(seen, (*weights, down), scales, mode)
-    seen = watched.activated(seen, "down/input", before, hidden, act, mode)
-    everything = _Kept(kept, hidden, norm, weights, biases, down, down_bias, scales, seen)
+    seen = watched.activation(seen, "down/input", before, hidden, act, mode)
+    everything = _Saved(saved, hidden, norm, weights, biases, down, down_bias, scales, seen)
     return x + y if residual else y, everything
 
 
-def _backward(settings: _Settings, kept: _Kept, gradient: Array) -> Any:
+def _backward(settings: _Settings, saved: _Saved, gradient: Array) -> Any:
     act, residual, mode, name = settings
 
-    def backward(k: _Kept, dy: Array) -> Any:
+    def backward(k: _Saved, dy: Array) -> Any:
         dtype = dy.dtype
         g, da, da_bound = bounded_input_gradient(k.down, k.scales[-1], dy, mode)
-        a, d_hidden = activated_backward(k.hidden, da, da_bound, act, mode)
+        a, d_hidden = activation_gradients(k.hidden, da, da_bound, act, mode)
         (d_down,) = weight_gradients(a, (k.down,), (g,))
         (d_down_bias,) = bias_gradients((k.down_bias,), (dy,))
 
         dn = input_gradient(k.weights, k.scales[:-1], d_hidden, dtype, mode)
-        n = normed_operand(k.x, k.norm, mode, dtype)
+        n = recompute_norm(k.x, k.norm, mode, dtype)
         d_weights = weight_gradients(n, k.weights, d_hidden)
         d_biases = k.biases
         if any(bias is not None for bias in k.biases):
             d_biases = bias_gradients(k.biases, gradient_values(k.hidden, da, act, mode))
-        dx, d_norm = normed_gradient(k.x, k.norm, dn, dy if residual else None, mode)
+        dx, d_norm = norm_gradient(k.x, k.norm, dn, dy if residual else None, mode)
         seen = watched.gradients(
             k.seen, lambda: gradient_values(k.hidden, da, act, mode), d_hidden, mode
         )
         seen = watched.gradients(seen, lambda: (dy,), (g,), mode, first=len(d_hidden))
         return dx, d_norm, d_weights, d_biases, d_down, d_down_bias, seen
 
-    return run_backward(backward, (kept,), gradient, name=name, rounds=rounds_rows(mode.precision))
+    return run_backward(backward, (saved,), gradient, name=name, rounds=rounds_rows(mode.precision))
 
 
 _mlp.defvjp(_forward, _backward)

@@ -15,7 +15,7 @@ from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, st
 from coat_jax.ops import watched
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_columns, require_norm
-from coat_jax.ops.keep import Kept, keep_rows, restore
+from coat_jax.ops.saved.array import SavedArray, restore, save_input
 from coat_jax.precision import COAT, Precision, precision_of
 from coat_jax.watching import Seen
 
@@ -43,15 +43,15 @@ def _norm(precision: Precision, x: Array, norm: Norm, probe: Seen) -> Array:
 
 
 def _forward(precision: Precision, x: Array, norm: Norm, probe: Seen) -> Any:
-    kept, values = keep_rows(x, precision)
+    saved, values = save_input(x, precision)
     stats = statistics(values, norm)
-    seen = watched.saved(probe, "saved", x, kept, precision.block)
-    return normalize(values, stats, norm).astype(x.dtype), (kept, stats, norm, seen)
+    seen = watched.saved(probe, "saved", x, saved, precision.block)
+    return normalize(values, stats, norm).astype(x.dtype), (saved, stats, norm, seen)
 
 
 def _backward(precision: Precision, residuals: Any, gradient: Array) -> Any:
-    def backward(kept: Kept, stats: Stats, norm: Norm, seen: Seen, dy: Array) -> Any:
-        values = restore(kept, jnp.float32, precision.block)
+    def backward(saved: SavedArray, stats: Stats, norm: Norm, seen: Seen, dy: Array) -> Any:
+        values = restore(saved, jnp.float32, precision.block)
         dx, d_norm = normalize_backward(values, stats, norm, dy)
         return dx.astype(dy.dtype), d_norm, seen
 

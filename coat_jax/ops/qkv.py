@@ -29,8 +29,9 @@ from coat_jax.kernels.rotary import (
 from coat_jax.ops import watched
 from coat_jax.ops.backward import rounds_rows, run_backward
 from coat_jax.ops.checks import require_layers, require_norm, require_real
-from coat_jax.ops.normed import Normed, normed, normed_gradient, normed_operand
-from coat_jax.ops.projection import (
+from coat_jax.ops.rotary import Rotary, require_positions
+from coat_jax.ops.saved.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
+from coat_jax.ops.saved.projection import (
     Biases,
     Mode,
     Scales,
@@ -43,7 +44,6 @@ from coat_jax.ops.projection import (
     project,
     weight_gradients,
 )
-from coat_jax.ops.rotary import Rotary, require_positions
 from coat_jax.precision import COAT, Precision
 from coat_jax.watching import Seen
 
@@ -133,22 +133,22 @@ def _forward(
     probe: Seen,
 ) -> Any:
     mode = settings.mode
-    kept, n = normed(x, norm, mode)
+    saved, n = save_norm(x, norm, mode)
     outputs, scales = project(n, weights, biases, x.dtype, mode)
     heads = [y.reshape(*y.shape[:2], -1, settings.head_dim) for y in outputs]
     angles = settings.angles(positions)
     if angles is not None:
         heads = [rotary_forward(y, *angles) if t else y for y, t in zip(heads, Turned, strict=True)]
-    seen = watched.normed(probe, x, kept, norm, mode)
+    seen = watched.norm(probe, x, saved, norm, mode)
     seen = watched.weights(seen, weights, scales, mode)
-    return (x, *heads), (kept, norm, weights, scales, biases, positions, seen)
+    return (x, *heads), (saved, norm, weights, scales, biases, positions, seen)
 
 
 def _backward(settings: _Settings, residuals: Any, gradients: tuple[Array, ...]) -> Any:
     mode = settings.mode
 
     def backward(
-        kept: Normed,
+        saved: SavedNorm,
         norm: Norm,
         weights: Weights,
         scales: Scales,
@@ -160,10 +160,10 @@ def _backward(settings: _Settings, residuals: Any, gradients: tuple[Array, ...])
         residual, *heads = gradients
         angles = settings.angles(positions)
         back = [angles if t else None for t in Turned]
-        n = normed_operand(kept, norm, mode, residual.dtype)
+        n = recompute_norm(saved, norm, mode, residual.dtype)
         g = [_operand(dy, a, mode) for dy, a in zip(heads, back, strict=True)]
         dn = input_gradient(weights, scales, g, residual.dtype, mode)
-        dx, d_norm = normed_gradient(kept, norm, dn, residual, mode)
+        dx, d_norm = norm_gradient(saved, norm, dn, residual, mode)
         d_biases = biases
         if any(bias is not None for bias in biases):
             d_biases = bias_gradients(

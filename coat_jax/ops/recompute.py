@@ -14,10 +14,10 @@ import jax
 from jaxtyping import Array, Float
 
 from coat_jax import watching
-from coat_jax.formats import E4M3
+from coat_jax.numerics.formats import E4M3
 from coat_jax.ops import watched
 from coat_jax.ops.backward import run_backward
-from coat_jax.ops.keep import Kept, keep, restore
+from coat_jax.ops.saved.array import SavedArray, restore, save_array
 from coat_jax.watching import Seen
 
 
@@ -25,7 +25,7 @@ def recompute(function: Callable[..., Array], *, block: int = 16) -> Callable[..
     """`function`, all of it computed again in the backward pass.
 
     Args:
-        function: of x and of whatever else it differentiates or needs. Those are kept as they
+        function: of x and of whatever else it differentiates or needs. Those are saved as they
             are: parameters take no memory of their own. Its result has x's dtype.
         block: the size of the blocks.
     """
@@ -39,12 +39,12 @@ def recompute(function: Callable[..., Array], *, block: int = 16) -> Callable[..
         return alone(x, *rest)
 
     def forward(probe: Seen, x: Float[Array, "*rows D"], *rest: Any) -> tuple[Array, Any]:
-        y, kept = alone(x, *rest), keep(x, E4M3, block)
-        return y, (watched.saved(probe, "saved", x, kept, block), kept, rest)
+        y, saved = alone(x, *rest), save_array(x, E4M3, block)
+        return y, (watched.saved(probe, "saved", x, saved, block), saved, rest)
 
     def backward(residuals: Any, gradient: Array) -> Any:
-        def pull(seen: Seen, kept: Kept, rest: tuple[Any, ...], dy: Array) -> Any:
-            return seen, *jax.vjp(alone, restore(kept, dy.dtype, block), *rest)[1](dy)
+        def pull(seen: Seen, saved: SavedArray, rest: tuple[Any, ...], dy: Array) -> Any:
+            return seen, *jax.vjp(alone, restore(saved, dy.dtype, block), *rest)[1](dy)
 
         return run_backward(pull, residuals, gradient, name="recompute", rounds=True)
 

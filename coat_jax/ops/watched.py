@@ -12,16 +12,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax import statistics, watching
-from coat_jax.blocks import Blocks
+from coat_jax import watching
 from coat_jax.kernels.activation import Activation, activate
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm, normalize
-from coat_jax.ops.activated import Activated
-from coat_jax.ops.attended import Attended, Attention
-from coat_jax.ops.keep import Kept, restore
-from coat_jax.ops.normed import Normed
-from coat_jax.ops.projection import Mode, Scales
+from coat_jax.numerics import statistics
+from coat_jax.numerics.blocks import Blocks
+from coat_jax.ops.saved.activation import SavedActivation
+from coat_jax.ops.saved.array import SavedArray, restore
+from coat_jax.ops.saved.attention import AttentionSettings, SavedAttention
+from coat_jax.ops.saved.norm import SavedNorm
+from coat_jax.ops.saved.projection import Mode, Scales
 from coat_jax.precision import Precision
 from coat_jax.watching import Seen, of_weight
 
@@ -50,12 +51,12 @@ def probe_of_layers(
 
 
 def saved(
-    seen: Seen, tensor: str, x: Float[Array, "*rows D"], kept: Kept, size: int | None
+    seen: Seen, tensor: str, x: Float[Array, "*rows D"], result: SavedArray, size: int | None
 ) -> Seen:
     """A tensor and what is saved of it."""
-    if seen is None or size is None or not isinstance(kept, Blocks):
+    if seen is None or size is None or not isinstance(result, Blocks):
         return seen
-    blocks = kept
+    blocks = result
     return seen.seen(tensor, lambda: statistics.of_blocks(x, blocks, size=size))
 
 
@@ -72,26 +73,26 @@ def operand(
     return seen.seen(tensor, lambda: statistics.of_tensor(values(), scale, dtype))
 
 
-def normed(
-    seen: Seen, x: Float[Array, "*rows D"], result: Normed, norm: Norm | None, mode: Mode
+def norm(
+    seen: Seen, x: Float[Array, "*rows D"], result: SavedNorm, layer: Norm | None, mode: Mode
 ) -> Seen:
     """What is saved of a norm's input, and the norm as products take it."""
     precision = mode.precision
 
     def values() -> Array:
-        seen_of_x = x if precision.exact_forward else result.kept
-        n = restore(seen_of_x, jnp.float32, precision.block)
-        return n if norm is None or result.stats is None else normalize(n, result.stats, norm)
+        used = x if precision.exact_forward else result.x
+        n = restore(used, jnp.float32, precision.block)
+        return n if layer is None or result.stats is None else normalize(n, result.stats, layer)
 
-    seen = saved(seen, "saved", x, result.kept, precision.block)
+    seen = saved(seen, "saved", x, result.x, precision.block)
     return operand(seen, "input", values, result.scale, mode.format)
 
 
-def activated(
+def activation(
     seen: Seen,
     tensor: str,
     hidden: Sequence[Float[Array, "*rows F"]],
-    result: Activated,
+    result: SavedActivation,
     act: Activation,
     mode: Mode,
 ) -> Seen:
@@ -99,8 +100,8 @@ def activated(
     if seen is None:
         return None
     precision = mode.precision
-    for name, h, kept in zip(seen.weights, hidden, result.hidden, strict=False):
-        seen = saved(seen, of_weight(name, "saved"), h, kept, precision.block)
+    for name, h, of_h in zip(seen.weights, hidden, result.hidden, strict=False):
+        seen = saved(seen, of_weight(name, "saved"), h, of_h, precision.block)
 
     def values() -> Array:
         inputs = hidden if precision.exact_forward else result.hidden
@@ -109,18 +110,18 @@ def activated(
     return operand(seen, tensor, values, result.scale, mode.format)
 
 
-def attended(
+def attention(
     seen: Seen,
     inputs: Sequence[Float[Array, "B S N H"]],
     output: Float[Array, "B S N H"],
-    result: Attended,
-    settings: Attention,
+    result: SavedAttention,
+    settings: AttentionSettings,
 ) -> Seen:
     """What attention saves."""
     size = settings.precision.attention_block
     names = attention_blocks(settings.precision)
-    tensors, kept = (*inputs, output), (*result.inputs, result.output)
-    for name, x, of_x in zip(names, tensors, kept, strict=False):
+    tensors, results = (*inputs, output), (*result.inputs, result.output)
+    for name, x, of_x in zip(names, tensors, results, strict=False):
         seen = saved(seen, name, x, of_x, size)
     return seen
 

@@ -1,20 +1,27 @@
 """Optimizers with 8-bit states, as optax transformations.
 
-fp8_adamw                       AdamW; scale_by_fp8_adam is its maths alone
-fused_fp8_adamw                 the same in one pass and in place, for who owns the training loop
-compress                        any optax transformation, its moments stored in FP8
-apply_updates,
-stochastic_round_updates        unbiased updates of BF16 parameters without FP32 copies
-state_shardings                 how an optimizer's state is sharded, from its parameters
-save_state, restore_state       checkpoints that refuse a state of another format
+    fp8_adamw                       AdamW; scale_by_fp8_adam is its maths alone
+    fused_fp8_adamw                 the same in one pass and in place, for your own training loop
+    fp8_muon                        Muon for matrices with AdamW for the rest; scale_by_fp8_muon
+    in_place                        any optax transformation with the same interface, in place
+    compress, decompress            any optax transformation with its moments stored in FP8
+    stochastic_round_updates        updates BF16 parameters without FP32 copies, right on average;
+    apply_updates                   applies such updates
+    global_norm_scale               clips by the global norm, summed in FP32
+    state_shardings                 the sharding of an optimizer's state, from its parameters
+    save_state, restore_state       checkpoints; a state of another format is refused
+
+Each takes a `coat.Storage`, which holds the formats of the moments.
 """
 
-from coat_jax.moments import Storage
 from coat_jax.optax.adam import fp8_adamw, scale_by_fp8_adam
 from coat_jax.optax.checkpoint import restore_state, save_state
 from coat_jax.optax.clipping import global_norm, global_norm_scale
 from coat_jax.optax.compression import CompressedState, compress, decompress
 from coat_jax.optax.fused import FusedOptimizer, fused_fp8_adamw
+from coat_jax.optax.in_place import InPlaceState, in_place
+from coat_jax.optax.matrices import hidden_matrices
+from coat_jax.optax.muon import ScaleByFP8MuonState, fp8_muon, scale_by_fp8_muon
 from coat_jax.optax.rounding import (
     StochasticRoundState,
     apply_updates,
@@ -22,13 +29,14 @@ from coat_jax.optax.rounding import (
 )
 from coat_jax.optax.sharding import fitting_group_size, state_shardings
 from coat_jax.optax.state import ScaleByFP8AdamState
-from coat_jax.optax.unexpanded import ScaleByUnexpandedAdamState, scale_by_unexpanded_fp8_adam
+from coat_jax.storage import Storage
 
 __all__ = [
     "CompressedState",
     "FusedOptimizer",
+    "InPlaceState",
     "ScaleByFP8AdamState",
-    "ScaleByUnexpandedAdamState",
+    "ScaleByFP8MuonState",
     "StochasticRoundState",
     "Storage",
     "apply_updates",
@@ -36,13 +44,16 @@ __all__ = [
     "decompress",
     "fitting_group_size",
     "fp8_adamw",
+    "fp8_muon",
     "fused_fp8_adamw",
     "global_norm",
     "global_norm_scale",
+    "hidden_matrices",
+    "in_place",
     "restore_state",
     "save_state",
     "scale_by_fp8_adam",
-    "scale_by_unexpanded_fp8_adam",
+    "scale_by_fp8_muon",
     "state_shardings",
     "stochastic_round_updates",
 ]

@@ -4,7 +4,7 @@
     v = b2 v + (1 - b2) g^2          stored as a logarithm of 8 bits, rounded stochastically
     u = m_hat / (sqrt(v_hat + eps_root) + eps)
 
-`coat_jax.moments` says why, and has the FP8 formats of the COAT paper besides.
+`coat_jax.storage` says why, and has the FP8 formats of the COAT paper besides.
 
 `scale_by_fp8_adam` is this; `fp8_adamw` chains it with weight decay and the learning rate,
 with the argument names and defaults of `optax.adamw`. The state is 2.08 bytes per parameter
@@ -19,9 +19,9 @@ import optax
 
 from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax.moments import Storage
 from coat_jax.optax.arguments import require_hyper, require_settings
 from coat_jax.optax.state import ScaleByFP8AdamState, init_state, step_tree
+from coat_jax.storage import Storage
 
 
 def scale_by_fp8_adam(

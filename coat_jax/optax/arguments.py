@@ -12,15 +12,17 @@ import numpy as np
 
 from coat_jax.kernels.adam import Hyper
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax.moments import Storage
+from coat_jax.storage import Storage
 
 RANGES = {
     "learning_rate": (0.0, float("inf")),
     "b1": (0.0, 1.0),
     "b2": (0.0, 1.0),
+    "beta": (0.0, 1.0),
     "eps": (0.0, float("inf")),
     "eps_root": (0.0, float("inf")),
     "weight_decay": (0.0, float("inf")),
+    "consistent_rms": (0.0, float("inf")),
     "max_norm": (0.0, float("inf")),
 }
 MAY_BE_SCHEDULES = ("learning_rate", "weight_decay")

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from coat_jax.errors import UserError
+
 
 def save_state(path: str | Path, state: Any) -> None:
     """Writes a state to a new directory at `path`; returns when it is complete."""
@@ -43,18 +45,31 @@ def restore_state(path: str | Path, like: Any) -> Any:
     """
     import orbax.checkpoint as ocp
 
+    require_stored_like(path, like)
+    arrays = jax.tree.map(_to_array, like)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(Path(path).absolute(), arrays)
+    return jax.tree.map(_from_array, like, restored)
+
+
+def require_stored_like(path: str | Path, like: Any) -> None:
+    """Raises unless the state at `path` has the leaves, shapes and dtypes of `like`.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        UserError: naming what differs.
+    """
+    import orbax.checkpoint as ocp
+
     path = Path(path).absolute()
     if not path.is_dir():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     _require_storable(like)
-    arrays = jax.tree.map(_to_array, like)
     with ocp.StandardCheckpointer() as checkpointer:
         stored = checkpointer.metadata(path).item_metadata
-        if stored is None:
-            raise ValueError(f"{path} is no complete checkpoint: it has no metadata.")
-        _require_same(path, stored.tree, arrays)
-        restored = checkpointer.restore(path, arrays)
-    return jax.tree.map(_from_array, like, restored)
+    if stored is None:
+        raise ValueError(f"{path} is no complete checkpoint: it has no metadata.")
+    _require_same(path, stored.tree, jax.tree.map(_to_array, like))
 
 
 def _require_storable(state: Any) -> None:
@@ -116,7 +131,7 @@ def _require_same(path: Path, stored: Any, like: Any) -> None:
     found, expected = _described(stored), _described(like)
     only_found, only_expected = found.keys() - expected.keys(), expected.keys() - found.keys()
     if only_found or only_expected:
-        raise ValueError(
+        raise UserError(
             f"The checkpoint at {path} holds the state of another model or optimizer. Only stored: "
             f"{sorted(only_found)[:5]}; only expected: {sorted(only_expected)[:5]}. Restore it "
             "with the model and the optimizer it was made with."
@@ -124,7 +139,7 @@ def _require_same(path: Path, stored: Any, like: Any) -> None:
     for name, (shape, dtype) in expected.items():
         stored_shape, stored_dtype = found[name]
         if (shape, dtype) != (stored_shape, stored_dtype):
-            raise ValueError(
+            raise UserError(
                 f"{name} is stored as {stored_dtype}{list(stored_shape)}, but {dtype}{list(shape)} "
                 f"is expected. The checkpoint at {path} was written with another FP8 format, "
                 "group size or model; restore it with the model and the Storage it was made with."

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from coat_jax.expansion import Expanded
-from coat_jax.moments import Storage
-from coat_jax.qtensor import scales_shape
+from coat_jax.numerics.expansion import Expanded
+from coat_jax.numerics.qtensor import scales_shape
+from coat_jax.storage import Storage
 
 
 def dtype_of(leaf: Any) -> Any:

@@ -2,7 +2,7 @@
 
     compress(optax.lion(1e-4)), compress(optax.adagrad(1e-2)), compress(optax.amsgrad(1e-3))
 
-Between steps the moments are kept in expanded FP8 (`coat_jax.expansion`), rounded
+Between steps the moments are kept in expanded FP8 (`coat_jax.numerics.expansion`), rounded
 stochastically: a sum that grows by less than half a code a step would otherwise stand still.
 In a step they have the dtype that the wrapped transformation gave them, so that it computes as
 it would alone. A group that a step leaves as it was keeps its codes.
@@ -19,16 +19,16 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int32
 
-from coat_jax import noise
-from coat_jax.expansion import Expanded
-from coat_jax.moments import Storage
+from coat_jax.numerics import noise
+from coat_jax.numerics.expansion import Expanded
+from coat_jax.numerics.qtensor import join_groups, scales_shape, split_groups
 from coat_jax.optax.arguments import require_settings
 from coat_jax.optax.checks import dtype_of, is_fp8, require_stored
 from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.metadata import fit_metadata
 from coat_jax.optax.selection import select_moments, without_names
 from coat_jax.optax.sharding import zeros
-from coat_jax.qtensor import join_groups, scales_shape, split_groups
+from coat_jax.storage import Storage
 
 
 class CompressedState(NamedTuple):

@@ -8,7 +8,7 @@ is exact. Differentiating what a second step reads from the state raises an erro
 import jax
 import jax.numpy as jnp
 
-from coat_jax.expansion import Expanded
+from coat_jax.numerics.expansion import Expanded
 
 
 def refuse_derivatives(stored: Expanded) -> Expanded:

@@ -18,7 +18,6 @@ from jaxtyping import Array
 
 from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax.moments import Storage
 from coat_jax.optax.arguments import (
     is_function,
     require_hyper,
@@ -27,6 +26,7 @@ from coat_jax.optax.arguments import (
     require_settings,
 )
 from coat_jax.optax.state import ScaleByFP8AdamState, init_state, require_state, step_tree
+from coat_jax.storage import Storage
 
 
 class Step(Protocol):
@@ -36,11 +36,11 @@ class Step(Protocol):
         self,
         params: optax.Params,
         grads: optax.Updates,
-        state: ScaleByFP8AdamState,
+        state: Any,
         *,
         grad_scale: Number = 1.0,
         skip: bool | Array = False,
-    ) -> tuple[optax.Params, ScaleByFP8AdamState]:
+    ) -> tuple[optax.Params, Any]:
         """Returns new parameters and state, or the old ones.
 
         Args:
@@ -57,7 +57,7 @@ class Step(Protocol):
 class FusedOptimizer(NamedTuple):
     """`init(params) -> state` and `step(params, grads, state) -> (params, state)`."""
 
-    init: Callable[[optax.Params], ScaleByFP8AdamState]
+    init: Callable[[optax.Params], Any]
     step: Step
 
 

@@ -3,7 +3,7 @@
 BF16 has 8 bits of precision: an update smaller than 1/512 of its parameter is lost when their
 sum is rounded to nearest. Rounded up or down at random, with probabilities by distance, it
 takes effect on average. The random numbers are hashed from seed, step, leaf and index
-(`coat_jax.noise`): the same run gives the same parameters, on any mesh.
+(`coat_jax.numerics.noise`): the same run gives the same parameters, on any mesh.
 """
 
 from typing import Any, NamedTuple
@@ -14,8 +14,8 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int32
 
-from coat_jax import noise
-from coat_jax.expansion import GROUP_SIZE
+from coat_jax.numerics import noise
+from coat_jax.numerics.expansion import GROUP_SIZE
 from coat_jax.optax.arguments import require_seed
 from coat_jax.optax.checks import require_same_shapes
 

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from coat_jax.expansion import Expanded
-from coat_jax.moments import Storage
+from coat_jax.numerics.expansion import Expanded
 from coat_jax.optax.checks import dtype_of, is_fp8, require_real_float
 from coat_jax.optax.following import followed_params, optimized
+from coat_jax.storage import Storage
 
 # States that are subtracted from numbers nearly equal to them, by what the message calls them.
 REFUSED = {

@@ -1,7 +1,7 @@
 """The state of FP8 Adam: how it begins, what it must look like, and one step of it.
 
 For each parameter two moments, each stored in three arrays: the codes, and per group of
-neighbours the largest magnitude `amax` and the exponent `k16`. `coat_jax.moments.Storage` says
+neighbours the largest magnitude `amax` and the exponent `k16`. `coat_jax.storage.Storage` says
 which leaves are stored in 8 bits, and in which formats. `fp8_adamw` and `fused_fp8_adamw` have the
 same state.
 """
@@ -15,16 +15,16 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
 
-from coat_jax import expansion, noise
-from coat_jax.expansion import Expanded
 from coat_jax.kernels.adam import Hyper, Leaf, Settings
 from coat_jax.kernels.adam_launch import adam_step
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax.moments import Storage
+from coat_jax.numerics import expansion, noise
+from coat_jax.numerics.expansion import Expanded
 from coat_jax.optax.checks import require_moments, require_real_floats, require_same_shapes
 from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.metadata import fit_metadata
 from coat_jax.optax.sharding import zeros
+from coat_jax.storage import Storage
 
 
 class ScaleByFP8AdamState(NamedTuple):
@@ -42,20 +42,24 @@ class ScaleByFP8AdamState(NamedTuple):
 def init_state(params: optax.Params, storage: Storage) -> ScaleByFP8AdamState:
     """The state before the first step: zeros, sharded as the parameters are."""
     require_real_floats(params)
-
-    def moment(dtype: DTypeLike) -> Expanded:
-        def tree(field: int, value: int) -> Any:
-            def leaf(p: Any) -> Array:
-                array = leaf_layout(jnp.shape(p), dtype, storage)[field]
-                return zeros(p, array.shape, array.dtype) + jnp.asarray(value, array.dtype)
-
-            return fit_metadata(jax.tree.map(leaf, params), params)
-
-        return Expanded(codes=tree(0, 0), amax=tree(1, 0), k16=tree(2, expansion.STEPS))
-
     return ScaleByFP8AdamState(
-        jnp.zeros([], jnp.int32), moment(storage.first), moment(storage.second)
+        jnp.zeros([], jnp.int32),
+        init_moment(params, storage.first, storage),
+        init_moment(params, storage.second, storage),
     )
+
+
+def init_moment(params: optax.Params, dtype: DTypeLike, storage: Storage) -> Expanded:
+    """A moment of zeros for every parameter, sharded as the parameter is."""
+
+    def tree(field: int, value: int) -> Any:
+        def leaf(p: Any) -> Array:
+            array = leaf_layout(jnp.shape(p), dtype, storage)[field]
+            return zeros(p, array.shape, array.dtype) + jnp.asarray(value, array.dtype)
+
+        return fit_metadata(jax.tree.map(leaf, params), params)
+
+    return Expanded(codes=tree(0, 0), amax=tree(1, 0), k16=tree(2, expansion.STEPS))
 
 
 def leaf_layout(
@@ -93,7 +97,7 @@ def step_tree(
         old = [jnp.asarray(p) for p in old]
     per_leaf = [
         Leaf(p, jnp.asarray(g), mu, nu)
-        for p, g, mu, nu in zip(old, leaves, _unzip(state.mu), _unzip(state.nu), strict=True)
+        for p, g, mu, nu in zip(old, leaves, by_leaf(state.mu), by_leaf(state.nu), strict=True)
     ]
     count = optax.safe_increment(state.count)
     stepped = adam_step(
@@ -106,8 +110,8 @@ def step_tree(
         implementation=implementation,
     )
     result = jax.tree.unflatten(structure, [s.result for s in stepped])
-    mu = _zip([s.mu for s in stepped], state.mu)
-    nu = _zip([s.nu for s in stepped], state.nu)
+    mu = from_leaves([s.mu for s in stepped], state.mu)
+    nu = from_leaves([s.nu for s in stepped], state.nu)
     if hyper.skip is not False:
         count = jnp.where(hyper.skip, state.count, count)
     return result, ScaleByFP8AdamState(count, mu, nu)
@@ -130,7 +134,7 @@ def require_state(state: Any, storage: Storage) -> None:
         require_moments(name, getattr(state, name), layout)
 
 
-def _unzip(moment: Expanded) -> list[Expanded]:
+def by_leaf(moment: Expanded) -> list[Expanded]:
     """An `Expanded` of trees as a list with one `Expanded` per leaf."""
     return [
         refuse_derivatives(Expanded(*arrays))
@@ -138,8 +142,8 @@ def _unzip(moment: Expanded) -> list[Expanded]:
     ]
 
 
-def _zip(leaves: list[Expanded], like: Expanded) -> Expanded:
-    """The inverse of `_unzip`, with the structures that the trees had."""
+def from_leaves(leaves: list[Expanded], like: Expanded) -> Expanded:
+    """The inverse of `by_leaf`, with the structures that the trees had."""
     return Expanded(
         *(
             jax.tree.unflatten(jax.tree.structure(tree), arrays)

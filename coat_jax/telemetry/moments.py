@@ -11,10 +11,9 @@ is what the step that stores its moments is compared with:
 
     error = |d stored - d| / |d|, root mean squares
 
-Both directions are corrected for bias and end where no exact moments could lead.
+Both directions are corrected for bias, and clipped to the largest that exact moments can give.
 """
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,10 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from coat_jax.expansion import STEPS, Expanded
-from coat_jax.formats import format_of
-from coat_jax.moments import Storage
+from coat_jax.kernels.adam import bias, largest_direction
+from coat_jax.numerics.expansion import STEPS, Expanded
+from coat_jax.numerics.formats import format_of
+from coat_jax.storage import Storage
 
+VALUE = "value"  # the attribute of an nnx.Variable
 FIELDS = ("codes", "amax", "k16")  # of whatever holds stored leaves: trees of one structure
 
 
@@ -99,16 +100,35 @@ def stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]]
             continue
         trees = [jax.tree_util.tree_flatten_with_path(getattr(node, f))[0] for f in FIELDS]
         for (within, codes), (_, amax), (_, k16) in zip(*trees, strict=True):
+            if jnp.issubdtype(codes.dtype, jax.dtypes.prng_key):
+                continue
             if jnp.dtype(codes.dtype).itemsize == 1:
-                moment = names_of(path)[-1:]
-                yield names_of(within), "".join(moment), Expanded(codes, amax, k16)
+                moment, parameter = _split(path, within)
+                yield parameter, moment, Expanded(codes, amax, k16)
+
+
+def _split(path: Any, within: Any) -> tuple[str, tuple[str, ...]]:
+    """The moment's name, and the parameter's path.
+
+    FP8 Adam has its moments as fields, `mu` and `nu`, whose arrays are trees of parameters. In the
+    codes of `compress` the fields of the wrapped state lead to the parameters.
+    """
+    fields = [
+        place
+        for place, key in enumerate(within)
+        if isinstance(key, jax.tree_util.GetAttrKey) and key.name != VALUE
+    ]
+    if not fields:
+        return "".join(names_of(path)[-1:]), names_of(within)
+    place = fields[-1]
+    return within[place].name, names_of(within[place + 1 :])
 
 
 def names_of(path: Any) -> tuple[str, ...]:
     """The keys of a path, without the attribute that leads to an nnx.Variable's value."""
     attributes = ("key", "name", "idx")  # of the kinds of keys that JAX has
     names = [str(getattr(key, next(a for a in attributes if hasattr(key, a)))) for key in path]
-    return tuple(names[:-1] if names[-1:] == ["value"] else names)
+    return tuple(names[:-1] if names[-1:] == [VALUE] else names)
 
 
 def _sums(stored: Expanded, layer_axes: int) -> Float[Array, "..."]:
@@ -175,9 +195,6 @@ def direction_error(
 
 def _direction(shadow: Shadow, count: Int[Array, ""], decay: Decay) -> Float[Array, "*rows D"]:
     b1, b2, eps = decay
-    t = count.astype(jnp.float32)
-    m, v = shadow.m / (1 - b1**t), shadow.v / (1 - b2**t)
-    # By the Cauchy-Schwarz inequality, after many steps.
-    ratio = b1 * b1 / b2 if b2 else 0.0
-    limit = (1 - b1) / math.sqrt((1 - b2) * (1 - ratio)) if ratio < 1 else math.inf
+    m, v = shadow.m / bias(b1, count), shadow.v / bias(b2, count)
+    limit = largest_direction(count, b1, b2, nesterov=False)
     return jnp.clip(m / (jnp.sqrt(v) + eps), -limit, limit)

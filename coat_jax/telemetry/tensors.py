@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from coat_jax import statistics
-from coat_jax.statistics import Statistics
+from coat_jax.numerics import statistics
+from coat_jax.numerics.statistics import Statistics
 from coat_jax.watching import Found, Scope, watched
 
 

@@ -2,16 +2,15 @@
 
 Read it in this order:
 
-config, overrides         what a run is; config files and the command line
-mesh, batches             devices, and how a batch lies on them
-schedule, optimizer       the learning rate, and AdamW in FP8 or FP32
-state, step               what is trained, and one step of it
-loop, recorder            the run, and what is said of it
-accounting, speed         memory, and the share of the device's peak
-evaluation, identity      held-out loss; whether a run may go on with another config
-run_folder, run_lock      whose a folder is; position: where the run in it stands
-checkpoint and below      saving and restoring
-data/                     where tokens come from
-metrics, writers, progress, plot   where numbers go
-distributed, agreement    several processes as one
+config, overrides       what a run is; config files and the command line
+data/                   where tokens come from
+schedule, optimizer     the learning rate, and AdamW in FP8 or FP32
+state, step             what is trained, and one step of it
+loop                    the run: config -> mesh -> data -> state -> steps
+cluster/                many devices and processes as one
+checkpoint/             states and weights on disk
+report/                 what a run reports: metrics, progress, memory, telemetry, plots
+evaluation, identity    held-out loss; whether a run may continue with another config
+run_folder, run_lock    whose a folder is
+compilation             programs that were compiled before
 """

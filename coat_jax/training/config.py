@@ -1,6 +1,8 @@
-"""What a training run is: one frozen dataclass, which a file in configs/ returns.
+"""What a training run is: one frozen dataclass, which a config file returns.
 
-    config = TrainConfig(model=models.config_of("tiny"), steps=300, batch=8, sequence=256)
+    config = TrainConfig(
+        model=models.config_of("tiny"), total_steps=300, global_batch_size=8, sequence_length=256
+    )
     config = dataclasses.replace(config, seed=1)
 
 Everything is checked when it is made, before any work is lost; what depends on the machine is
@@ -8,12 +10,15 @@ checked in `mesh`. The docstrings' sentences are what `coat train --help` prints
 """
 
 import dataclasses
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
+
+import optax
 
 from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
-from coat_jax.limits import MOST, Count, CountOrZero, Range, Share, require_fields
+from coat_jax.limits import MOST, Count, CountOrZero, Range, Share, require_fields, shown
 from coat_jax.nn import MeshAxes
 from coat_jax.training.data import DataConfig
 
@@ -23,6 +28,17 @@ Moments = Literal["directions", "expanded", "paper"]
 Writer = Literal["tensorboard", "wandb"]
 Devices = Annotated[int, Range(least=-1, most=MOST)]
 Decay = Annotated[float, Range(least=0, below=1)]
+Metric: TypeAlias = Callable[[Any], Any]
+# The trainer's own names in the log.
+LOGGED = {"step", "tokens", "seconds", "loss", "learning_rate", "gradient_norm", "labels"}
+LOGGED |= {"skipped", "tokens_per_second", "mfu", "memory", "held_out_loss", "perplexity"}
+# Of optax, or a function from the learning rate, a schedule, to one of optax.
+Transformation: TypeAlias = optax.GradientTransformation | Callable[[optax.Schedule], Any]
+StepsOrShare = CountOrZero | Share  # 100 is a hundred steps, 0.1 a tenth of the run
+
+# What a transformation sets itself.
+OF_ADAMW: tuple[str, ...] = ("name", "moments", "b1", "b2", "eps", "weight_decay")
+OF_ADAMW += ("decay_embedding", "decay_vectors")
 
 AXES = MeshAxes("fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -30,55 +46,115 @@ BATCH_AXES = ("data", "fsdp")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, its learning rate over the run, and what surrounds it.
+    """The optimizer, its learning rate over the run, and what surrounds it.
+
+        OptimizerConfig(
+            transformation=lambda schedule: coat.optax.compress(optax.lion(schedule, b2=0.98)),
+            learning_rate=1e-4,
+        )
 
     Attributes:
         name: "fp8_adamw" stores the moments in 8 bits and steps in one pass; "adamw" is optax's,
             with moments in FP32.
+        transformation: any optax transformation in the place of these, or a function that makes
+            one of the learning rate's schedule; in a config file only. Its moments and all from b1
+            to decay_vectors are its own.
         moments: the formats of "fp8_adamw": "directions" stores m / sqrt(v) and the logarithm of v;
             "expanded" stores m and v in FP8 with dynamic range expansion, and "paper" rounds them
             to nearest besides, as the COAT paper does.
-        peak: the highest learning rate.
-        schedule: how the rate falls from its peak: a "cosine", "linear", or "wsd", which stays
-            (warmup, stable, decay) and falls at the end; "constant" never falls.
-        warmup: the share of the steps in which the rate rises to its peak.
-        cooldown: the share of the steps in which "wsd" falls, in a straight line.
-        final: the rate at the end, as a share of the peak.
+        learning_rate: the highest one, which the warmup ends at.
+        schedule: how the rate falls from there: a "cosine", "linear", or "wsd" (warmup, stable,
+            decay), which stays and falls at the end; "constant" never falls.
+        warmup_steps: steps in which the rate rises in a straight line; a number with a decimal
+            point is a share of the run: 100 is a hundred steps, 0.1 a tenth of them.
+        decay_steps: steps at the end in which "wsd" falls in a straight line; likewise.
+        final_ratio: the rate at the end, divided by learning_rate.
         b1: decay rate of the first moment.
         b2: decay rate of the second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled from the gradient, multiplied by the learning rate.
         decay_embedding: whether the embedding decays; where it is the head too, as well.
         decay_vectors: whether the scales of norms and biases decay.
-        clip: the largest global norm of the gradients; None does not clip.
+        clip_norm: the largest global norm of the gradients; None does not clip.
         round_stochastically: whether BF16 parameters are rounded stochastically, so that small
             updates are not lost. FP32 parameters need no rounding.
     """
 
     name: OptimizerName = "fp8_adamw"
+    transformation: Transformation | None = None
     moments: Moments = "directions"
-    peak: Annotated[float, Range(above=0, most=10)] = 3e-4
+    learning_rate: Annotated[float, Range(above=0, most=10)] = 3e-4
     schedule: Schedule = "cosine"
-    warmup: Share = 0.01
-    cooldown: Share = 0.2
-    final: Share = 0.1
+    warmup_steps: StepsOrShare = 0.01
+    decay_steps: StepsOrShare = 0.2
+    final_ratio: Share = 0.1
     b1: Decay = 0.9
     b2: Decay = 0.95
     eps: Annotated[float, Range(least=1e-30, most=1)] = 1e-8
     weight_decay: Annotated[float, Range(least=0, most=100)] = 0.1
     decay_embedding: bool = True
     decay_vectors: bool = False
-    clip: Annotated[float, Range(least=1e-30, most=1e30)] | None = 1.0
+    clip_norm: Annotated[float, Range(least=1e-30, most=1e30)] | None = 1.0
     round_stochastically: bool = True
 
     def __post_init__(self) -> None:
         require_fields(self, "optimizer.")
-        falling = self.cooldown if self.schedule == "wsd" else 0.0
-        if self.warmup + falling > 1:
+        if self.transformation is None:
+            return
+        if not is_optimizer(self.transformation):
             raise UserError(
-                f"optimizer.warmup={self.warmup} and optimizer.cooldown={falling} are shares of "
-                "the steps, and together more than all of them. Lower one."
+                f"optimizer.transformation={shown(self.transformation)} is neither an optax "
+                "transformation nor a function that makes one of a schedule, as in lambda "
+                "schedule: optax.lion(schedule)."
             )
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        given = [name for name in OF_ADAMW if getattr(self, name) != defaults[name]]
+        if given:
+            raise UserError(
+                f"optimizer.{given[0]}={getattr(self, given[0])!r} is of the optimizers that have "
+                "names, and this one has a transformation. Set it there."
+            )
+
+    def require_fitting(self, total_steps: int) -> None:
+        """Raises unless a run of this many steps has room for its warmup and its decay."""
+        rising, falling = self.phases(total_steps)
+        values = self.warmup_steps, self.decay_steps if self.schedule == "wsd" else 0.0
+        shares = all(isinstance(value, float) for value in values)
+        if sum(values) > 1 if shares else rising + falling > total_steps:
+            decay = f" and optimizer.decay_steps={self.decay_steps}" if falling else ""
+            raise UserError(
+                f"optimizer.warmup_steps={self.warmup_steps}{decay} take {rising + falling:,} "
+                f"steps, and total_steps={total_steps:,}. Lower the former, or give a share of the "
+                "run with a decimal point, as in 0.1."
+            )
+
+    def phases(self, total_steps: int) -> tuple[int, int]:
+        """In how many steps the learning rate rises, and in how many "wsd" falls at the end."""
+        falling = self.decay_steps if self.schedule == "wsd" else 0
+        return _in_steps(self.warmup_steps, total_steps), _in_steps(falling, total_steps)
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether a value may be a transformation. A dtype can be called, but is a class."""
+    return is_transformation(value) or (callable(value) and not isinstance(value, type))
+
+
+def is_transformation(value: Any) -> TypeGuard[optax.GradientTransformation]:
+    """Whether a value is a transformation of optax."""
+    return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
+
+
+def function_name(value: Callable[..., Any]) -> str:
+    """What a function is called, with its module where that can be imported."""
+    named: Any = value.update if is_transformation(value) else value
+    name = getattr(named, "__qualname__", type(named).__qualname__)
+    module = getattr(named, "__module__", None)
+    return name if module in (None, "<run_path>", "__main__") else f"{module}.{name}"
+
+
+def _in_steps(value: float, total_steps: int) -> int:
+    """A number of steps, or a share of all of them: their types tell them apart."""
+    return value if isinstance(value, int) else round(value * total_steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,16 +254,17 @@ class TrainConfig:
     Attributes:
         model: what is trained.
         data: what it is trained on.
-        optimizer: how.
+        optimizer: how; an optax transformation, or a function of the learning rate's schedule that
+            makes one, is short for OptimizerConfig(transformation=...).
         mesh: over which devices.
         evaluation: when the loss on held-out data is taken.
         checkpoint: when the run is saved.
         telemetry: what is recorded of tensors in FP8.
-        steps: how many times the parameters are updated.
-        batch: sequences of a step, over all devices.
-        sequence: tokens of a sequence.
-        accumulation: parts that a batch is cut into, one after the other, so that activations of
-            only one part are in memory. Gradients are then summed in FP32.
+        total_steps: how many times the parameters are updated.
+        global_batch_size: sequences of a step, over all devices.
+        sequence_length: tokens of a sequence.
+        gradient_accumulation_steps: microbatches of a step. They are computed one after the other,
+            so that activations of only one are in memory; gradients are then summed in FP32.
         seed: of the first parameters, of the order of the data and of rounding.
         z_loss: weight of the squared log-sum-exp of the logits, which keeps them from drifting.
         max_skipped_steps: how many steps in a row may be skipped, because their loss or gradients
@@ -196,6 +273,8 @@ class TrainConfig:
         resume: whether a run that is in the folder goes on. If not, it is moved out of the way.
         init_from: a Hugging Face folder, or another run's, to take the first parameters from.
         log_every: steps between records of the metrics.
+        metrics: more numbers of each step to log, by name: functions of a `step.Taken`, which has
+            the parameters, gradients and moments; in a config file only.
         writers: where metrics go besides metrics.jsonl: "tensorboard", "wandb".
         cache: the folder of JAX's compilation cache; None for none.
     """
@@ -207,10 +286,10 @@ class TrainConfig:
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
-    steps: Count
-    batch: Count
-    sequence: Count
-    accumulation: Count = 1
+    total_steps: Count
+    global_batch_size: Count
+    sequence_length: Count
+    gradient_accumulation_steps: Count = 1
     seed: Annotated[int, Range(least=0, most=2**32 - 1)] = 0
     z_loss: Annotated[float, Range(least=0, most=1)] = 0.0
     max_skipped_steps: Count = 100
@@ -218,30 +297,45 @@ class TrainConfig:
     resume: bool = True
     init_from: str | None = None
     log_every: Count = 1
+    metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict, hash=False)
     writers: tuple[Writer, ...] = ()
     cache: str | None = "~/.cache/coat_jax/xla"
 
     def __post_init__(self) -> None:
+        given: Any = self.optimizer
+        if is_optimizer(given):
+            object.__setattr__(self, "optimizer", OptimizerConfig(transformation=given))
         require_fields(self)
-        if self.sequence > self.model.context:
+        self.optimizer.require_fitting(self.total_steps)
+        if self.sequence_length > self.model.context:
             raise UserError(
-                f"sequence={self.sequence} is longer than model.context={self.model.context}. "
-                "Lower the one or raise the other."
+                f"sequence_length={self.sequence_length} is longer than model.context="
+                f"{self.model.context}. Lower the one or raise the other."
             )
-        if self.batch % self.accumulation:
+        if self.global_batch_size % self.gradient_accumulation_steps:
             raise UserError(
-                f"batch={self.batch} cannot be cut into accumulation={self.accumulation} equal "
-                "parts. Make it a multiple."
+                f"global_batch_size={self.global_batch_size} cannot be divided into "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} equal "
+                "microbatches. Make it a multiple."
             )
-        if self.batch * self.sequence > MOST:
+        if self.tokens_per_step > MOST:
             raise UserError(
-                f"batch={self.batch} times sequence={self.sequence} is more than the {MOST:,} "
-                "tokens that a step can count. Lower one."
+                f"global_batch_size={self.global_batch_size} times sequence_length="
+                f"{self.sequence_length} is more than the {MOST:,} tokens that a step can count. "
+                "Lower one."
             )
         if (self.model.axes, self.model.batch_axes) != (MeshAxes(), ()):
             raise UserError(
                 "model.axes and model.batch_axes are set from `mesh`: leave them at their defaults."
             )
+        for name, measure in self.metrics.items():
+            if not isinstance(name, str) or not callable(measure) or isinstance(measure, type):
+                raise UserError(
+                    f"metrics={{{name!r}: {shown(measure)}}} must be a function of a step by a "
+                    "name, as in {'weight_norm': lambda step: coat.optax.global_norm(step.params)}."
+                )
+            if name in LOGGED or "/" in name:
+                raise UserError(f"metrics has {name!r}, a name of the trainer's: choose another.")
         for name in ("out", "init_from"):
             path = getattr(self, name)
             if path == "":
@@ -252,12 +346,12 @@ class TrainConfig:
     @property
     def microbatch(self) -> int:
         """Sequences that are computed at one time, over all devices."""
-        return self.batch // self.accumulation
+        return self.global_batch_size // self.gradient_accumulation_steps
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of a batch, whether they have labels or not."""
-        return self.batch * self.sequence
+        return self.global_batch_size * self.sequence_length
 
     @property
     def model_on_mesh(self) -> models.Config:
@@ -270,6 +364,6 @@ def in_bf16(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, precision="bf16"),
-        optimizer=dataclasses.replace(config.optimizer, name="adamw"),
+        optimizer=dataclasses.replace(config.optimizer, name="adamw", transformation=None),
         out=f"{config.out}_bf16",
     )

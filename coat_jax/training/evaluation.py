@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from coat_jax.errors import UserError
-from coat_jax.training.batches import open_data, place
+from coat_jax.training.cluster.batches import open_data, place
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.step import held_out_step
 

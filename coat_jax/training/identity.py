@@ -11,12 +11,27 @@ from typing import Any
 import jax.numpy as jnp
 
 from coat_jax.errors import UserError
-from coat_jax.training.config import TrainConfig
+from coat_jax.training.config import TrainConfig, function_name, is_optimizer
 
 # What begins with one of the first must stay, unless it begins with one of the second.
-FIXED = ("model.", "data.", "optimizer.name", "batch", "sequence", "seed")
+FIXED = ("model.", "data.", "optimizer.name", "global_batch_size", "sequence_length", "seed")
 FREE = ("model.precision", "model.remat", "model.dtype")
-UNIMPORTANT = ("out", "resume", "cache")
+UNIMPORTANT = ("out", "resume", "cache", "metrics")
+# Names that fields had in the configs of earlier versions. A share stays one: it is no integer.
+RENAMED = {
+    "steps": "total_steps",
+    "batch": "global_batch_size",
+    "sequence": "sequence_length",
+    "accumulation": "gradient_accumulation_steps",
+    "optimizer.peak": "optimizer.learning_rate",
+    "optimizer.warmup": "optimizer.warmup_steps",
+    "optimizer.cooldown": "optimizer.decay_steps",
+    "optimizer.final": "optimizer.final_ratio",
+    "optimizer.clip": "optimizer.clip_norm",
+}
+NAME, TRANSFORMATION = "optimizer.name", "optimizer.transformation"
+MOMENTS = "optimizer.moments"
+IN_FP8 = ("expanded", "paper")  # moments that are stored alike
 
 
 def to_json(value: Any) -> Any:
@@ -24,6 +39,10 @@ def to_json(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return {field.name: to_json(getattr(value, field.name)) for field in fields}
+    if isinstance(value, Mapping):  # functions by name
+        return {name: function_name(item) for name, item in value.items()}
+    if is_optimizer(value):
+        return function_name(value)
     if isinstance(value, tuple | list):
         return [to_json(item) for item in value]
     if value is None or isinstance(value, str | int | float):
@@ -37,17 +56,35 @@ def changes(config: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
     Raises:
         UserError: if it cannot go on, naming what differs.
     """
-    before, now = dict(_flat(saved)), dict(_flat(to_json(config)))
-    names = sorted((before.keys() | now.keys()).difference(UNIMPORTANT))
+    before = {RENAMED.get(name, name): value for name, value in _flat(saved)}
+    now = dict(_flat(to_json(config)))
+    if MOMENTS not in before:  # an earlier version, which stored them in FP8 alone
+        before[MOMENTS] = IN_FP8[0] if before.get(NAME) == "fp8_adamw" else now[MOMENTS]
+    names = sorted(n for n in before.keys() | now.keys() if n.split(".")[0] not in UNIMPORTANT)
     differ = [name for name in names if before.get(name) != now.get(name)]
     described = {name: f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in differ}
     fatal = [described[name] for name in differ if _is_fixed(name)]
+    if (before.get(TRANSFORMATION) is None) != (now[TRANSFORMATION] is None):
+        fatal.insert(0, described[TRANSFORMATION])
+    if MOMENTS in differ and not fatal and _are_stored_otherwise(before, now):
+        raise UserError(
+            f"{config.out} holds a run whose moments are stored otherwise: {described[MOMENTS]}. "
+            f"Go on as it began, with --{MOMENTS} {before[MOMENTS]}; or begin from its parameters "
+            "in another folder, with --init_from and --out."
+        )
     if fatal:
         raise UserError(
             f"{config.out} holds another run: {'; '.join(fatal[:4])}. Choose another folder with "
             "--out, or begin anew with --resume false, which moves that run out of the way."
         )
     return list(described.values())
+
+
+def _are_stored_otherwise(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the moments of FP8 AdamW are in other formats than those that were saved."""
+    alike = before[MOMENTS] in IN_FP8 and now[MOMENTS] in IN_FP8
+    in_8_bits = now[NAME] == "fp8_adamw" and now[TRANSFORMATION] is None
+    return in_8_bits and not alike
 
 
 def _is_fixed(name: str) -> bool:

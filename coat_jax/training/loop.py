@@ -14,25 +14,25 @@ import jax
 from jax.sharding import Mesh
 
 from coat_jax.printable import printable
-from coat_jax.training import accounting, identity
-from coat_jax.training.agreement import on_first
-from coat_jax.training.batches import open_data, place
+from coat_jax.training import identity
 from coat_jax.training.checkpoint import Checkpoints
+from coat_jax.training.checkpoint.position import Position, position_of, to_json
+from coat_jax.training.cluster.agreement import on_first
+from coat_jax.training.cluster.batches import open_data, place
+from coat_jax.training.cluster.distributed import Stop
+from coat_jax.training.cluster.mesh import batch_parts, make_mesh, require_fitting
 from coat_jax.training.compilation import use_cache
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Loader
-from coat_jax.training.distributed import Stop
 from coat_jax.training.evaluation import Evaluation
-from coat_jax.training.mesh import batch_parts, make_mesh, require_fitting
-from coat_jax.training.metrics import Metrics
-from coat_jax.training.optimizer import Optimizer, make_optimizer
-from coat_jax.training.position import Position, position_of, to_json
-from coat_jax.training.progress import Progress
-from coat_jax.training.recorder import Recorder
+from coat_jax.training.preparation import Prepared, prepare
+from coat_jax.training.report import accounting
+from coat_jax.training.report.metrics import Metrics
+from coat_jax.training.report.progress import Progress
+from coat_jax.training.report.recorder import Recorder
+from coat_jax.training.report.telemetry import Telemetry
 from coat_jax.training.run_folder import RunFolder
-from coat_jax.training.state import State, abstract_state, new_state, require_same_model
-from coat_jax.training.step import lower_step
-from coat_jax.training.telemetry import Telemetry
+from coat_jax.training.state import State, require_same_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,9 +74,8 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
 
     require_same_model(config)
     data = open_data(config, mesh, "train")
-    optimizer = make_optimizer(config)
-    graph, abstract = abstract_state(config, optimizer, mesh)
-    evaluation = Evaluation(config, graph, mesh) if config.evaluation.every else None
+    prepared = prepare(config, mesh)
+    evaluation = Evaluation(config, prepared.graph, mesh) if config.evaluation.every else None
     with contextlib.ExitStack() as stack:
         stack.callback(data.close)
         folder = RunFolder(config, note=say)
@@ -88,19 +87,21 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
         stop = stack.enter_context(Stop())
         kept = {"keep": config.checkpoint.keep, "keep_best": config.checkpoint.keep_best}
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, **kept, note=say))
-        program = _compile(config, graph, optimizer, abstract, mesh, console, packed=data.packed)
+        checkpoints.require_like(prepared.abstract)
+        on_first(folder.write_config)
+        program = _compile(prepared, console, packed=data.packed)
         telemetry = None
         if config.telemetry.every:
-            telemetry = _compile_telemetry(config, graph, abstract, mesh, say, packed=data.packed)
+            telemetry = _compile_telemetry(prepared, say, packed=data.packed)
         position = Position()
         if checkpoints.latest() is None:
-            state = new_state(config, optimizer, mesh)
+            state = prepared.new_state()
         else:
-            step, state, extra = checkpoints.restore(abstract)
+            step, state, extra = checkpoints.restore(prepared.abstract)
             position = position_of(step, extra)
             data.restore(dict(position.data))
             checkpoints.prune()
-            say(f"Resumes after step {step:,} of {config.steps:,}.")
+            say(f"Resumes after step {step:,} of {config.total_steps:,}.")
         metrics = Metrics(
             folder.path,
             writers=config.writers,
@@ -113,7 +114,7 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
         stack.callback(metrics.close)
         progress = Progress(
             console,
-            steps=config.steps,
+            steps=config.total_steps,
             done=position.step,
             tokens_per_step=config.tokens_per_step,
         )
@@ -162,8 +163,13 @@ def _take_steps(run: Run, step: int, state: State) -> Outcome:
     config, recorder, telemetry = run.config, run.recorder, run.telemetry
     held_out: float | None = None
     stopped = False
-    while step < config.steps and not stopped:
-        batch = place(next(run.data), run.mesh, parts=config.accumulation, packed=run.data.packed)
+    while step < config.total_steps and not stopped:
+        batch = place(
+            next(run.data),
+            run.mesh,
+            parts=config.gradient_accumulation_steps,
+            packed=run.data.packed,
+        )
         if telemetry is not None:
             telemetry.begin(step + 1, state, batch)
         state, report = run.program(state, batch)
@@ -176,8 +182,8 @@ def _take_steps(run: Run, step: int, state: State) -> Outcome:
         if run.metrics.failure is not None:
             run.stop.request()
         stopped = run.stop.requested()
-        evaluates = _is_due(step, config.evaluation.every, config.steps)
-        saves = stopped or _is_due(step, config.checkpoint.every, config.steps)
+        evaluates = _is_due(step, config.evaluation.every, config.total_steps)
+        saves = stopped or _is_due(step, config.checkpoint.every, config.total_steps)
         if not evaluates and not saves:
             continue
         recorder.flush()
@@ -195,20 +201,15 @@ def _take_steps(run: Run, step: int, state: State) -> Outcome:
     if run.metrics.failure is not None:
         run.checkpoints.wait()
         raise run.metrics.failure
-    return Outcome(step, recorder.loss, held_out, stopped and step < config.steps)
+    return Outcome(step, recorder.loss, held_out, stopped and step < config.total_steps)
 
 
 def _compile_telemetry(
-    config: TrainConfig,
-    graph: Any,
-    abstract: State,
-    mesh: Mesh,
-    say: Callable[[str], None],
-    *,
-    packed: bool,
+    prepared: Prepared, say: Callable[[str], None], *, packed: bool
 ) -> Telemetry | None:
-    """What looks at tensors in FP8; None where a run has none."""
+    """The telemetry of a run; None where nothing of it is in FP8."""
     begin = time.perf_counter()
+    config, mesh, _, graph, abstract = prepared
     telemetry = Telemetry(config, graph, abstract, mesh, packed=packed)
     if telemetry.empty:
         say("Nothing of this run is in FP8: there is no telemetry.")
@@ -221,23 +222,15 @@ def _is_due(step: int, every: int, last: int) -> bool:
     return every > 0 and (step == last or step % every == 0)
 
 
-def _compile(
-    config: TrainConfig,
-    graph: Any,
-    optimizer: Optimizer,
-    abstract: State,
-    mesh: Mesh,
-    console: "Console",
-    *,
-    packed: bool,
-) -> Any:
-    """The step as a program, its memory shown before anything is in it."""
+def _compile(prepared: Prepared, console: "Console", *, packed: bool) -> Any:
+    """Compiles the step, and prints the memory it needs before any is allocated."""
     begin = time.perf_counter()
-    program = lower_step(config, graph, optimizer, abstract, mesh, packed=packed).compile()
+    config, mesh = prepared.config, prepared.mesh
+    program = prepared.lower(packed=packed).compile()
     seconds = time.perf_counter() - begin
     parts = batch_parts(mesh)
     memory = accounting.account(
-        config, abstract, program, batch_parts=parts, device=mesh.local_devices[0]
+        config, prepared.abstract, program, batch_parts=parts, device=mesh.local_devices[0]
     )
     console.print(accounting.table(memory))
     console.print(f"Compiled the step in {seconds:.1f} s.", highlight=False)

@@ -1,48 +1,54 @@
-"""The two optimizers of the trainer, with one face: AdamW in 8 bits, and optax's in FP32.
+"""The optimizer of a run: AdamW in 8 bits, AdamW in FP32, or any optax transformation.
 
     moments = optimizer.init(params)
     params, moments = optimizer.step(params, grads, moments, grad_scale=clip, skip=not finite)
 
-Both step in place where parameters and moments are donated, and change nothing where they skip.
-The baseline is as lean as optax allows: one pass over each array, with moments in FP32 also for
-BF16 parameters.
+All step in place where parameters and moments are donated, and change nothing where they skip. They
+know nothing of the config but what `make_optimizer` gives them.
 """
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from coat_jax.formats import E4M3
-from coat_jax.moments import PAPER, Storage
-from coat_jax.optax import apply_updates, fused_fp8_adamw
-from coat_jax.training.config import TrainConfig
+from coat_jax.errors import UserError
+from coat_jax.numerics.formats import E4M3
+from coat_jax.optax import FusedOptimizer, fused_fp8_adamw, in_place
+from coat_jax.storage import PAPER, Storage
+from coat_jax.training.config import TrainConfig, is_transformation
 from coat_jax.training.schedule import learning_rate
 
 
-class Optimizer(NamedTuple):
-    """`init(params) -> moments`, and `step` as in `coat.optax.FusedOptimizer`."""
-
-    init: Callable[[Any], Any]
-    step: Callable[..., tuple[Any, Any]]
-
-
-def make_optimizer(config: TrainConfig) -> Optimizer:
+def make_optimizer(config: TrainConfig) -> FusedOptimizer:
     """The optimizer that the config names."""
-    return {"fp8_adamw": _fp8_adamw, "adamw": _adamw}[config.optimizer.name](config)
-
-
-def _fp8_adamw(config: TrainConfig) -> Optimizer:
-    fused = fused_fp8_adamw(
+    if config.optimizer.transformation is not None:
+        return _in_place(config, _transformation(config))
+    if config.optimizer.name == "adamw":
+        return _in_place(config, optax.adamw(**_hyper(config)))
+    return fused_fp8_adamw(
         **_hyper(config),
         round_params=config.optimizer.round_stochastically,
         storage=storage_of(config),
     )
-    return Optimizer(fused.init, fused.step)
+
+
+def _transformation(config: TrainConfig) -> optax.GradientTransformation:
+    """The one that the config has, or that its function makes of the learning rate."""
+    given: Any = config.optimizer.transformation
+    made = given if is_transformation(given) else given(_schedule(config))
+    if not is_transformation(made):
+        raise UserError(
+            f"optimizer.transformation returns {made!r}, which is no optax transformation. Return "
+            "one, as in lambda schedule: optax.lion(schedule)."
+        )
+    return made
+
+
+def _in_place(config: TrainConfig, tx: optax.GradientTransformation) -> FusedOptimizer:
+    return in_place(tx, round_params=config.optimizer.round_stochastically, seed=config.seed)
 
 
 def storage_of(config: TrainConfig) -> Storage:
@@ -55,33 +61,16 @@ def storage_of(config: TrainConfig) -> Storage:
     return dataclasses.replace(formats[config.optimizer.moments], seed=config.seed)
 
 
-def _adamw(config: TrainConfig) -> Optimizer:
-    tx = optax.adamw(**_hyper(config))
-
-    def init(params: Any) -> Any:
-        return tx.init(_in_fp32(params))
-
-    def step(
-        params: Any, grads: Any, moments: Any, *, grad_scale: Any = 1.0, skip: Any = False
-    ) -> tuple[Any, Any]:
-        scaled = jax.tree.map(lambda g: g * grad_scale, _in_fp32(grads))
-        updates, new_moments = tx.update(scaled, moments, _in_fp32(params))
-        if config.optimizer.round_stochastically:
-            count = new_moments[0].count
-            new_params = apply_updates(params, updates, step=count, seed=config.seed)
-        else:
-            new_params = optax.apply_updates(params, updates)
-        old, new = (params, moments), (new_params, new_moments)
-        return jax.tree.map(lambda before, after: jnp.where(skip, before, after), old, new)
-
-    return Optimizer(init, step)
+def _schedule(config: TrainConfig) -> optax.Schedule:
+    """The learning rate by the number of the update."""
+    return partial(learning_rate, config.optimizer, config.total_steps)
 
 
 def _hyper(config: TrainConfig) -> dict[str, Any]:
-    """The arguments that both have in common."""
+    """The arguments that both kinds of AdamW have in common."""
     optimizer = config.optimizer
     return {
-        "learning_rate": partial(learning_rate, optimizer, config.steps),
+        "learning_rate": _schedule(config),
         "b1": optimizer.b1,
         "b2": optimizer.b2,
         "eps": optimizer.eps,
@@ -101,7 +90,3 @@ def decayed(config: TrainConfig, params: Any) -> Any:
         return config.optimizer.decay_embedding or outermost != "embed"
 
     return jax.tree.map_with_path(decays, params)
-
-
-def _in_fp32(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)

@@ -14,12 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from coat_jax import writing
+from coat_jax.errors import UserError
 from coat_jax.files import expanded
-from coat_jax.training import identity, manifest, metrics
+from coat_jax.training import identity
+from coat_jax.training.checkpoint.step_folders import StepFolders
+from coat_jax.training.checkpoint.weights import CHECKPOINTS, CONFIG, config_in_checkpoint, parsed
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.disk import failures_named
+from coat_jax.training.report import metrics
 from coat_jax.training.run_lock import lock
-from coat_jax.training.weights import CHECKPOINTS, CONFIG, config_in_checkpoint, parsed
+from coat_jax.writing import failures_named
 
 
 class RunFolder:
@@ -39,8 +43,11 @@ class RunFolder:
     def claim(self) -> list[str]:
         """Makes the folder this run's; returns what of its earlier config is changed.
 
+        Nothing is written yet: what else may refuse the run comes before `write_config`.
+
         Raises:
-            UserError: if another process is using it, or it holds another run.
+            UserError: if another process is using it, or it holds another run, or one that has
+                taken more steps.
         """
         self._take()
         if not self._config.resume and self._holds_a_run():
@@ -51,12 +58,20 @@ class RunFolder:
                 before.close()
         saved = self._saved()
         changed = [] if saved is None else identity.changes(self._config, saved)
-        text = json.dumps(identity.to_json(self._config), indent=2) + "\n"
-        unfinished = self.path / f"{CONFIG}.unfinished"
-        with failures_named(self.path, CONFIG):
-            manifest.write_durably(unfinished, text)
-            unfinished.replace(self.path / CONFIG)
+        done = max(StepFolders(self.checkpoints).steps(), default=0)
+        if done > self._config.total_steps:
+            raise UserError(
+                f"{self.path} holds a run that has taken {done:,} steps, and total_steps="
+                f"{self._config.total_steps:,}. Raise it, choose another folder with --out, or "
+                "begin anew with --resume false, which moves that run out of the way."
+            )
         return changed
+
+    def write_config(self) -> None:
+        """Writes config.json."""
+        text = json.dumps(identity.to_json(self._config), indent=2) + "\n"
+        with failures_named(self.path, CONFIG):
+            writing.replace(self.path / CONFIG, text)
 
     def release(self) -> None:
         """Lets others use the folder."""

@@ -18,7 +18,7 @@ from typing import TextIO
 
 from coat_jax.errors import UserError
 from coat_jax.printable import printable
-from coat_jax.training.disk import failures_named
+from coat_jax.writing import failures_named
 
 FILE = "lock"
 # What file systems without locks answer.

@@ -15,11 +15,10 @@ from jaxtyping import Array, Int32
 
 from coat_jax import models
 from coat_jax.errors import UserError
-from coat_jax.optax import state_shardings
-from coat_jax.training import weights
+from coat_jax.optax import FusedOptimizer, state_shardings
+from coat_jax.training.checkpoint import weights
+from coat_jax.training.cluster.mesh import everywhere
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.mesh import everywhere
-from coat_jax.training.optimizer import Optimizer
 
 # What a run chooses for itself, whatever model it begins from.
 OF_THE_RUN = {"context", "scan", "remat", "param_dtype", "dtype", "precision"}
@@ -39,7 +38,7 @@ class State(NamedTuple):
     skipped: Int32[Array, ""]
 
 
-def abstract_state(config: TrainConfig, optimizer: Optimizer, mesh: Mesh) -> tuple[Any, State]:
+def abstract_state(config: TrainConfig, optimizer: FusedOptimizer, mesh: Mesh) -> tuple[Any, State]:
     """The model's graph, and a state of shapes, dtypes and shardings."""
     graph, params = models.abstract(config.model_on_mesh, mesh=mesh)
     with jax.set_mesh(mesh):  # which decides what annotations of Flax fit the state
@@ -71,7 +70,7 @@ def require_same_model(config: TrainConfig) -> None:
         )
 
 
-def new_state(config: TrainConfig, optimizer: Optimizer, mesh: Mesh) -> State:
+def new_state(config: TrainConfig, optimizer: FusedOptimizer, mesh: Mesh) -> State:
     """The state before the first step, every device making or reading its own part."""
     if config.init_from is None:
         model = models.create(config.model_on_mesh, seed=config.seed, mesh=mesh)

@@ -1,14 +1,14 @@
 """One step of training, and one of evaluation: the functions that are compiled.
 
     loss, gradients = sum over microbatches of their share of the labels * (mean loss, gradient)
-    parameters      = the optimizer's, with gradients scaled to the norm `clip`
+    parameters      = the optimizer's, with gradients scaled to the norm `clip_norm`
 
 A batch is [accumulation, rows, sequence]: cut into parts it has the loss and gradients of one
 large batch, summed in FP32. A step whose gradients or loss are not finite changes nothing and
 is counted. Parameters and moments are updated in place; a conditional would copy them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,27 +17,49 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
-from coat_jax.optax import global_norm
-from coat_jax.training.batches import abstract_batch
-from coat_jax.training.communication import compiler_options
+from coat_jax.errors import UserError
+from coat_jax.optax import FusedOptimizer, global_norm
+from coat_jax.optax.clipping import clip_scale
+from coat_jax.training.cluster.batches import abstract_batch
+from coat_jax.training.cluster.communication import compiler_options
+from coat_jax.training.cluster.mesh import everywhere
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Batch
-from coat_jax.training.mesh import everywhere
-from coat_jax.training.optimizer import Optimizer
 from coat_jax.training.schedule import learning_rate
 from coat_jax.training.state import State
 
 
+class Taken(NamedTuple):
+    """A step that was taken, as `TrainConfig.metrics` sees it.
+
+    Attributes:
+        params: after the update.
+        grads: before clipping.
+        moments: the state of the optimizer, after the update.
+        loss: before the update.
+        gradient_norm: before clipping.
+        learning_rate: of this step.
+    """
+
+    params: Any
+    grads: Any
+    moments: Any
+    loss: Float[Array, ""]
+    gradient_norm: Float[Array, ""]
+    learning_rate: Float[Array, ""]
+
+
 class Report(NamedTuple):
-    """What a step tells: its loss is that before the update."""
+    """What a step reports: its loss is that before the update."""
 
     loss: Float[Array, ""]
     gradient_norm: Float[Array, ""]  # before clipping
     learning_rate: Float[Array, ""]
     labels: Int32[Array, ""]  # tokens that the loss is the mean of
     skipped: Int32[Array, ""]  # steps so far
+    metrics: Mapping[str, Array] = {}  # that the config adds
 
 
 class HeldOut(NamedTuple):
@@ -50,7 +72,7 @@ class HeldOut(NamedTuple):
 def lower_step(
     config: TrainConfig,
     graph: Any,
-    optimizer: Optimizer,
+    optimizer: FusedOptimizer,
     state: State,
     mesh: Mesh,
     *,
@@ -79,7 +101,7 @@ def lower_step(
 
 
 def train_step(
-    config: TrainConfig, graph: Any, optimizer: Optimizer, state: State, batch: Batch
+    config: TrainConfig, graph: Any, optimizer: FusedOptimizer, state: State, batch: Batch
 ) -> tuple[State, Report]:
     """The next state, and how the step went.
 
@@ -94,16 +116,38 @@ def train_step(
     share_of_loss = partial(loss_of_part, config, graph, labels)
     loss, grads = _summed(jax.value_and_grad(share_of_loss), state.params, batch)
     norm = global_norm(grads)
-    skip = ~(jnp.isfinite(norm) & jnp.isfinite(loss))
-    clip = config.optimizer.clip
-    scale = 1.0 if clip is None else jnp.minimum(1.0, clip / norm)
+    scale, skip = clip_or_skip(config, norm, loss)
     params, moments = optimizer.step(
         state.params, grads, state.moments, grad_scale=scale, skip=skip
     )
-    rate = learning_rate(config.optimizer, config.steps, state.step - state.skipped)
+    rate = learning_rate(config.optimizer, config.total_steps, state.step - state.skipped)
     skipped = state.skipped + skip
-    report = Report(loss, norm, rate, labels, skipped)
+    metrics = _measured(config, Taken(params, grads, moments, loss, norm, rate))
+    report = Report(loss, norm, rate, labels, skipped, metrics)
     return State(state.step + 1, params, moments, skipped), report
+
+
+def clip_or_skip(
+    config: TrainConfig, norm: Float[Array, ""], loss: Float[Array, ""]
+) -> tuple[float | Float[Array, ""], Bool[Array, ""]]:
+    """The factor that clips gradients of this norm, and whether the step changes nothing."""
+    max_norm = config.optimizer.clip_norm
+    scale = 1.0 if max_norm is None else clip_scale(norm, max_norm)
+    return scale, ~(jnp.isfinite(norm) & jnp.isfinite(loss))
+
+
+def _measured(config: TrainConfig, taken: Taken) -> dict[str, Array]:
+    """What the config's own metrics say of a step."""
+    found = {}
+    for name, measure in config.metrics.items():
+        value = jnp.asarray(measure(taken))
+        if value.shape:
+            raise UserError(
+                f"metrics[{name!r}] returns an array of shape {list(value.shape)}, and must "
+                "return one number."
+            )
+        found[name] = value
+    return found
 
 
 def loss_of_part(

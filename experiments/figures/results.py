@@ -5,6 +5,9 @@ import json
 from typing import Any
 
 from experiments.figures.pages import ROOT
+from experiments.loss_study import results as loss_study_results
+from experiments.loss_study import statistics as loss_study_statistics
+from experiments.loss_study.statistics import Comparison
 
 FOLDER = ROOT / "experiments" / "results"
 GB = 1e9
@@ -14,6 +17,16 @@ GB = 1e9
 def record(name: str) -> dict[str, Any]:
     """A results file: its figures and their parents."""
     return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def parents(name: str) -> dict[str, Any]:
+    """What made a results file. A file that accumulates runs has the parents of its newest run."""
+    contents = record(name)
+    if "runs" not in contents:
+        return contents["parents"]
+    newest = max((run["parents"] for run in contents["runs"]), key=lambda made: made["date"])
+    hardware = {"device": newest["device"], "devices": 1}
+    return {**newest, "script": f"experiments/{name}.py", "hardware": hardware}
 
 
 def of(name: str) -> Any:
@@ -61,3 +74,29 @@ def accumulated(b2: float, part: str, storage: str) -> float:
 def unit(name: str, kind: str = "units") -> float:
     """What a whole layer saves, in U."""
     return of("activation_memory")[kind][name]["the layer"]
+
+
+@functools.cache
+def loss_runs(size: str, learning_rate: float) -> list[loss_study_results.Row]:
+    """The runs of loss_study for one size of model and one learning rate."""
+    rows = loss_study_results.read([FOLDER / "loss_study.json"])
+    groups = loss_study_results.conditions_of(rows).values()
+    (found,) = (
+        group
+        for group in groups
+        if group[0]["size"] == size
+        and group[0]["settings"]["learning_rate"] == learning_rate
+        and not group[0]["definition"]["optimizer"]
+    )
+    return found
+
+
+@functools.cache
+def loss_effects(size: str, learning_rate: float, *, held_out: bool = False) -> Comparison:
+    """What each arm costs in loss, relative to the baselines."""
+    rows = loss_runs(size, learning_rate)
+    baselines = loss_study_results.baselines_of(rows)
+    if held_out:
+        own = loss_study_statistics.held_out("own")
+        return loss_study_statistics.compare(rows, baselines, own)
+    return loss_study_statistics.compare(rows, baselines)

@@ -4,10 +4,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from coat_jax.expansion import GROUP_SIZE
 from coat_jax.kernels.dispatch import FIRST_WITH_FP8
 from coat_jax.models import PRESETS, parameters_count
 from coat_jax.models.config import Config
+from coat_jax.numerics.expansion import GROUP_SIZE
+from coat_jax.training.cluster.communication import OPTIONS
+from experiments.communication import GATHER, SCATTER, TRAINERS
 from experiments.figures.pages import Sentence
 from experiments.figures.results import (
     GB,
@@ -15,6 +17,8 @@ from experiments.figures.results import (
     case,
     error_over_ours,
     layer,
+    loss_effects,
+    loss_runs,
     of,
     step,
     training,
@@ -24,6 +28,7 @@ from experiments.stacks import Sizes
 
 README, BENCHMARKS = "README.md", "docs/benchmarks.md"
 ARCHITECTURE, LAYERS = "docs/architecture.md", "docs/layers.md"
+LOSS, IDEAS = "docs/loss.md", "docs/ideas.md"
 B2S = (0.95, 0.999)
 ROUNDINGS = STOCHASTIC, NEAREST = "v stochastic", "v to nearest"
 CAPABILITY = FIRST_WITH_FP8 / 10
@@ -51,12 +56,6 @@ def held_out() -> tuple[float, float]:
     base, ours = (curve["held out"] for curve in of("training_curves")["curves"].values())
     last = max(base, key=int)
     return base[last], ours[last]
-
-
-def held_out_gap() -> float:
-    """In percent."""
-    base, ours = held_out()
-    return 100 * (ours / base - 1)
 
 
 def off_by() -> float:
@@ -101,6 +100,51 @@ def peaks(name: str) -> tuple[float, float]:
     return variants["COAT"]["peak"] / GB, variants["BF16"]["peak"] / GB
 
 
+DEFAULTS, PIPELINED = "XLA's defaults", "the trainer's, pipelined"
+
+
+def two_gpus(options: str) -> dict[str, Any]:
+    """A case of communication."""
+    (found,) = (c for c in of("communication")["cases"] if c["name"] == options)
+    return found
+
+
+def exposed(options: str) -> float:
+    """Milliseconds of a step in which GPU 0 only communicates."""
+    return two_gpus(options)["timeline"]["0"]["exposed_ms"]
+
+
+STUDY = "40M", 5e-4  # the runs of loss_study that the pages quote
+
+
+def loss_of(arm: str) -> tuple[float, float]:
+    """What an arm costs in training loss, and half of its interval, in percent."""
+    effect = loss_effects(*STUDY).effects[arm]
+    return round(100 * effect.mean, 2) + 0.0, 100 * effect.half
+
+
+def loss_floor() -> float:
+    """The standard deviation between two baselines of one seed, in percent."""
+    return 100 * math.sqrt(2) * loss_effects(*STUDY).noise.floor
+
+
+def loss_band() -> float:
+    """The largest mean over three seeds that rounding alone explains, in percent."""
+    comparison = loss_effects(*STUDY)
+    return 100 * comparison.noise.band(3, comparison.baselines)
+
+
+def loss_tokens() -> float:
+    """Millions of tokens that each run of loss_study reads."""
+    settings = loss_runs(*STUDY)[0]["settings"]
+    return settings["steps"] * settings["batch"] * settings["sequence"] / 1e6
+
+
+def group() -> dict[str, Any]:
+    """The group of moments that docs/ideas.md shows."""
+    return of("ideas")["group"]
+
+
 def millions(config: Config) -> float:
     """Parameters of a preset."""
     return parameters_count(config) / 1e6
@@ -123,29 +167,39 @@ SENTENCES = [
     # README
     Sentence(
         README,
-        "The two moments of AdamW take {:.2f} bytes a parameter instead of {:.0f}.",
+        "AdamW's two moments take {:.2f} bytes a parameter instead of {:.0f}.",
         lambda: (MOMENTS, 8),
     ),
     Sentence(
         README,
-        "A Llama layer saves {:.1f} U for its backward pass instead of {:.1f}, or {:.1f}",
-        lambda: (unit("COAT"), unit("BF16"), unit("COAT_LEAN")),
+        "A Llama layer saves {:.1f} U for its backward pass, where BF16 saves {:.1f}.",
+        lambda: (unit("COAT"), unit("BF16")),
     ),
     Sentence(
         README,
-        "train {:.2f} times as fast as in BF16, in {:.2f} times less memory",
+        "COAT trains {:.2f} times as fast as BF16 with FP32 moments, in {:.2f} times less memory",
         seven_billion,
     ),
     Sentence(
         README,
-        "{:.0f} million tokens of source code, {:.2f} epochs, one seed, batch {:.0f}: at the end "
-        "COAT's held-out loss is {:.2f} % above",
-        lambda: (
-            tokens() / 1e6,
-            epochs(),
-            of("training_curves")["settings"]["batch"],
-            held_out_gap(),
-        ),
+        "A Llama of 40 million parameters, trained on {:.1f} million tokens from three seeds",
+        lambda: (loss_tokens(),),
+    ),
+    Sentence(
+        README,
+        "8-bit moments alone: {:+.2f} % ± {:.2f} (95 % interval)",
+        lambda: loss_of("moments"),
+    ),
+    Sentence(
+        README,
+        "FP8 products and activations alone: {:+.2f} % ± {:.2f}",
+        lambda: loss_of("activations"),
+    ),
+    Sentence(README, "COAT, which is both: {:+.2f} % ± {:.2f}", lambda: loss_of("coat")),
+    Sentence(
+        README,
+        "Two BF16 runs that differ in rounding only end {:.3f} % apart.",
+        lambda: (loss_floor(),),
     ),
     Sentence(README, "compute capability {:.1f} or newer", lambda: (CAPABILITY,)),
     # docs/benchmarks.md
@@ -177,6 +231,23 @@ SENTENCES = [
         BENCHMARKS,
         "COAT trains {:,.0f} tokens a second, and each of the two {:.3f} of what one trains alone",
         lambda: (COAT_2["tokens_per_second"], COAT_2["efficiency"]),
+    ),
+    Sentence(
+        BENCHMARKS,
+        "each of the two GPUs has {:.3f} of the speed of one alone; with XLA's defaults it has "
+        "{:.3f}.",
+        lambda: [two_gpus(options)["efficiency"] for options in (TRAINERS, DEFAULTS)],
+    ),
+    Sentence(
+        BENCHMARKS,
+        "Of the communication, {:.1f} ms are exposed instead of {:.1f}.",
+        lambda: (exposed(TRAINERS), exposed(DEFAULTS)),
+    ),
+    Sentence(BENCHMARKS, "expose less, {:.1f} ms,", lambda: (exposed(PIPELINED),)),
+    Sentence(
+        BENCHMARKS,
+        "up to {:.0f} MB for all-gathers and {:.0f} MB for reduce-scatters",
+        lambda: [OPTIONS[option] / (1 << 20) for option in (GATHER, SCATTER)],
     ),
     Sentence(
         BENCHMARKS,
@@ -246,8 +317,8 @@ SENTENCES = [
     ),
     Sentence(
         BENCHMARKS,
-        "is {:.1f} times ours at b2 = 0.95 and {:.1f} times at b2 = 0.999, with the better "
-        "rounding",
+        "is {:.1f} times ours at b2 = 0.95 and {:.1f} times at b2 = 0.999, each with its "
+        "better rounding",
         lambda: [accumulated_over_ours(b2, "bitsandbytes' code", ROUNDINGS) for b2 in B2S],
     ),
     Sentence(
@@ -268,12 +339,12 @@ SENTENCES = [
     ),
     Sentence(
         BENCHMARKS,
-        "takes {:.0f} us to find by reading the tensor",
+        "is found in {:.0f} us by reading the tensor",
         lambda: (case("group_scaling", columns=11008)["ms"]["full pass"] * 1e3,),
     ),
     Sentence(
         BENCHMARKS,
-        "and {:.0f} us from maxima of groups",
+        "and in {:.0f} us from maxima of groups",
         lambda: (case("group_scaling", columns=11008)["ms"]["group maxima"] * 1e3,),
     ),
     Sentence(
@@ -281,6 +352,19 @@ SENTENCES = [
         "make the error of a norm's input {:.0f} % smaller, and that of the recomputed activation "
         "{:.0f} %, for {:.0f} % more bytes.",
         lambda: (exact_scale_gains("x"), exact_scale_gains("a"), 100 * (1.25 / 1.0625 - 1)),
+    ),
+    # docs/loss.md
+    Sentence(
+        LOSS,
+        "A Llama of 40 million parameters reads {:.1f} million tokens of source code and "
+        "documentation, once",
+        lambda: (loss_tokens(),),
+    ),
+    Sentence(
+        LOSS,
+        "differ in rounding only end {:.3f} % apart (standard deviation). A mean over three seeds "
+        "within {:.3f} % of zero",
+        lambda: (loss_floor(), loss_band()),
     ),
     # docs/architecture.md
     Sentence(
@@ -307,6 +391,31 @@ SENTENCES = [
         lambda: (exact_scale_gains("x"), exact_scale_gains("a")),
     ),
     Sentence(ARCHITECTURE, "compute capability {:.1f} or newer", lambda: (CAPABILITY,)),
+    # docs/ideas.md
+    Sentence(IDEAS, "The group spans {:.1f} binades.", lambda: (group()["binades"],)),
+    Sentence(
+        IDEAS,
+        "With k = {:.2f} the group fills the whole format, and a binade of the group has {:.2f} "
+        "times",
+        lambda: (group()["k"], group()["k"]),
+    ),
+    Sentence(
+        IDEAS,
+        "in equal ratios: {:.0f} to a binade in this group",
+        lambda: (group()["codes a binade of a logarithm"],),
+    ),
+    Sentence(
+        IDEAS,
+        "is off by {:.1f} % with one scale, by {:.1f} % with dynamic range expansion and by "
+        "{:.1f} %",
+        lambda: [100 * error for error in group()["errors of m / sqrt(v)"].values()],
+    ),
+    Sentence(IDEAS, "Both moments together take {:.2f} bytes a parameter", lambda: (MOMENTS,)),
+    Sentence(
+        "docs/optimizers.md",
+        "stores that momentum as 8-bit integers, {:.2f} bytes per parameter",
+        lambda: (MOMENTS / 2,),
+    ),
     # docs/layers.md
     *(
         Sentence(LAYERS, f"| `coat.{row} | {{:.1f}} U |", lambda name=name: (unit(name),))
@@ -328,7 +437,7 @@ SENTENCES = [
     Sentence(LAYERS, "before Ada (compute capability {:.1f})", lambda: (CAPABILITY,)),
     # configs
     *(
-        Sentence(f"configs/{name}.py", pattern, lambda name=name: peaks(name))
+        Sentence(f"coat_jax/configs/{name}.py", pattern, lambda name=name: peaks(name))
         for name, pattern in {
             "llama_124m": "takes {:.1f} GB in COAT and {:.1f} in BF16",
             "llama_350m": "takes {:.1f} GB in COAT and {:.1f} in BF16",
@@ -339,13 +448,13 @@ SENTENCES = [
         }.items()
     ),
     Sentence(
-        "configs/llama_124m.py",
+        "coat_jax/configs/llama_124m.py",
         "{:.0f} million tokens of source code ({:.2f} epochs, one seed) on an H200 ended at a "
         "held-out loss of {:.3f} in COAT, and of {:.3f} in BF16",
         lambda: (tokens() / 1e6, epochs(), *held_out()[::-1]),
     ),
     Sentence(
-        "configs/llama2_7b.py",
+        "coat_jax/configs/llama2_7b.py",
         "take {:.1f} bytes a parameter with COAT, of which {:.0f} are the FP32 sum of the "
         "gradients of several microbatches; without accumulation they take {:.1f}.",
         lambda: (
@@ -355,7 +464,7 @@ SENTENCES = [
         ),
     ),
     Sentence(
-        "configs/llama2_7b.py",
+        "coat_jax/configs/llama2_7b.py",
         "COAT takes {:.1f} GB at a batch of 10 and trains {:,.0f} tokens a second, BF16 {:.1f} GB "
         "and {:,.0f} (",
         lambda: (
@@ -366,12 +475,12 @@ SENTENCES = [
         ),
     ),
     Sentence(
-        "configs/llama_tiny.py",
+        "coat_jax/configs/llama_tiny.py",
         "Llama of {:.1f} million parameters",
         lambda: (millions(PRESETS["tiny"]),),
     ),
     Sentence(
-        "configs/olmo_1b.py",
+        "coat_jax/configs/olmo_1b.py",
         "OLMo with {:.1f} billion parameters",
         lambda: (millions(PRESETS["olmo_1b"]) / 1e3,),
     ),

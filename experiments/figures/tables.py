@@ -1,7 +1,17 @@
 """The tables of README and docs/benchmarks.md, from results files."""
 
+from experiments.communication import TRAINERS
 from experiments.figures.pages import Table
-from experiments.figures.results import FOLDER, GB, accumulated, error_over_ours, layer, of, record
+from experiments.figures.results import (
+    FOLDER,
+    GB,
+    accumulated,
+    error_over_ours,
+    layer,
+    loss_effects,
+    of,
+)
+from experiments.figures.results import parents as parents_of
 from experiments.figures.results import step as step_of
 
 Rows = list[list[str]]
@@ -55,7 +65,7 @@ def precision_ablation() -> Rows:
         for figure in ("final", "held out"):
             change = f"{round(100 * (one[figure] / base[figure] - 1), 1) + 0.0:+.1f} %"  # no -0.0
             cells += [f"{one[figure]:.3f}", "" if one is base else change]
-        rows.append([name, *cells])
+        rows.append([name.replace("kept activations", "saved activations"), *cells])
     return rows
 
 
@@ -193,11 +203,62 @@ def optimizer_error() -> Rows:
     return rows
 
 
+ARMS = {  # of loss_study, in words
+    "moments": "8-bit moments",
+    "products": "FP8 products",
+    "products_e4m3_gradients": "FP8 products, gradients in E4M3",
+    "saved": "saved activations in FP8",
+    "activations": "FP8 products and saved activations",
+    "activations_exact_forward": "the same with `exact_forward=True`",
+    "activations_lean": "FP8 products and saved activations, as in `COAT_LEAN`",
+    "coat": "all of COAT",
+    "coat_lean": "all of COAT_LEAN",
+    "coat_exact_forward": "all of COAT with `exact_forward=True`",
+}
+
+
+def communication() -> Rows:
+    """Every case, after one GPU alone."""
+    measured = of("communication")
+    header = ["options", "ms a step", "share of one GPU's speed"]
+    rows = [[*header, "compute, ms", "communication, ms", "exposed, ms"]]
+    rows.append(["one GPU alone", f"{measured['one_gpu']['ms']:.1f}", "1.000", "", "", ""])
+    kinds = "compute_ms", "communication_ms", "exposed_ms"
+    for case in measured["cases"]:
+        shown = [case["name"], f"{case['ms']:.1f}", f"{case['efficiency']:.3f}"]
+        shown = [bold(text, case["name"] == TRAINERS) for text in shown]
+        rows.append([*shown, *(f"{case['timeline']['0'][kind]:.1f}" for kind in kinds)])
+    return rows
+
+
+def loss_study_40m() -> Rows:
+    """What each part of FP8 costs in loss at 40 million parameters."""
+    return _loss_study("40M", 5e-4)
+
+
+def _loss_study(size: str, learning_rate: float) -> Rows:
+    training = loss_effects(size, learning_rate).effects
+    held_out = loss_effects(size, learning_rate, held_out=True).effects
+    rows = [["in FP8", "arm", "seeds", "training loss, last 10 %", "held-out loss", "Holm p"]]
+    order = [arm for arm in ARMS if arm in training]
+    for arm in [*order, *sorted(set(training) - set(order))]:
+        effects = training[arm], held_out[arm]
+        costs = (f"{percent(one.mean)} % ± {100 * one.half:.2f}" for one in effects)
+        holm = f"{training[arm].holm:.2g}"
+        rows.append([ARMS.get(arm, ""), f"`{arm}`", str(training[arm].seeds), *costs, holm])
+    return rows
+
+
+def percent(effect: float) -> str:
+    """A relative difference in percent, with its sign; never -0.00."""
+    return f"{round(100 * effect, 2) + 0.0:+.2f}"
+
+
 def parents() -> Rows:
     """What each results file says of itself."""
     rows = [["results", "script", "commit", "hardware", "date"]]
     for name in sorted(path.stem for path in FOLDER.glob("*.json")):
-        made = record(name)["parents"]
+        made = parents_of(name)
         hardware = made["hardware"]
         several = f"{hardware['devices']} x " if hardware["devices"] > 1 else ""
         script = made["script"].removeprefix("experiments/").removesuffix(".py")
@@ -238,10 +299,12 @@ TABLES = [
     Table(BENCHMARKS, "layer_table", layer_table),
     Table(BENCHMARKS, "activation_memory", activation_memory),
     Table(BENCHMARKS, "config_memory", config_memory),
+    Table(BENCHMARKS, "communication", communication),
     Table(BENCHMARKS, "optimizer_step", optimizer_step),
     Table(BENCHMARKS, "optimizer_step_7b", optimizer_step_7b),
     Table(BENCHMARKS, "accumulated_error", accumulated_error),
     Table(BENCHMARKS, "optimizer_error", optimizer_error),
     Table("docs/optimizers.md", "compress_table", compress_table),
+    Table("docs/loss.md", "loss_study_40m", loss_study_40m),
     Table(BENCHMARKS, "parents", parents),
 ]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from coat_jax.models import stored
-from coat_jax.training import conversion
+from coat_jax.training.checkpoint import conversion
 
 stored.PIECE = 1 << 20
 

@@ -22,12 +22,11 @@ from small_model import SMALL
 from coat_jax import models
 from coat_jax.cli import main
 from coat_jax.models import hf, stored
-from coat_jax.models.hf_files import NewTensors
+from coat_jax.models.hf.files import NewTensors
 from coat_jax.nn import MeshAxes
 from coat_jax.ops import Llama3Scaling, Rotary
 from coat_jax.precision import BF16
-from coat_jax.training import conversion, weights
-from coat_jax.training.checkpoint import Checkpoints
+from coat_jax.training.checkpoint import Checkpoints, conversion, weights
 from coat_jax.training.state import State
 
 LLAMA = dataclasses.replace(

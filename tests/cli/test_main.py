@@ -12,7 +12,7 @@ import pytest
 
 from coat_jax import cli
 from coat_jax.errors import UserError
-from coat_jax.training.disk import DiskFull
+from coat_jax.writing import DiskFull
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": ""}
@@ -42,7 +42,7 @@ def raising(error):
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
-        (UserError("steps=0 must be\n1 or more."), 2, "steps=0 must be 1 or more."),
+        (UserError("total_steps=0 must be\n1 or more."), 2, "total_steps=0 must be 1 or more."),
         (UserError("a\x1b[2Jb\x9b"), 2, r"a\x1b[2Jb\x9b"),
         (UserError(), 2, "UserError"),
         (DiskFull("It does not fit."), 3, "It does not fit."),

@@ -1,5 +1,6 @@
 """`coat train`: bad input ends in one line and code 2, before anything is compiled or written."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,16 +9,15 @@ import jax
 import numpy as np
 import pytest
 
-from coat_jax import cli
+from coat_jax import cli, writing
 from coat_jax.cli.train import STOPPED
 from coat_jax.errors import UserError
-from coat_jax.training import disk, loop
-from coat_jax.training.overrides import load_config
-from coat_jax.training.recorder import Diverged
+from coat_jax.training import loop
+from coat_jax.training.overrides import SHIPPED, load_config
+from coat_jax.training.report.recorder import Diverged
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = str(ROOT / "tests" / "training" / "tiny_run.py")
-CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 
 
 @pytest.fixture
@@ -41,18 +41,24 @@ def tokens(path, *values, dtype=np.uint16):
 BAD = {
     "a config that is not there": (["nothing.py"], "There is no config file nothing.py"),
     "a function that is not there": ([f"{TINY}:bf16"], "has no function bf16()"),
-    "a field that does not exist": ([TINY, "--stepz", "3"], "Did you mean --steps?"),
-    "a value of another type": ([TINY, "--steps", "many"], "--steps 'many' is not a whole number"),
+    "a field that does not exist": ([TINY, "--total_stepz", "3"], "Did you mean --total_steps?"),
+    "a value of another type": (
+        [TINY, "--total_steps", "many"],
+        "--total_steps 'many' is not a whole number",
+    ),
     "a mesh that does not match": ([TINY, "--mesh.data", "3"], "has 3 devices, and there are 8"),
     "a batch that cannot be shared": (
-        [TINY, "--batch", "6", "--mesh.fsdp", "-1"],
+        [TINY, "--global_batch_size", "6", "--mesh.fsdp", "-1"],
         "6 sequences at a time, which 8 devices",
     ),
     "a model that cannot be cut": (
         [TINY, "--tensor", "8", "--mesh.data", "1", "--model.vocab", "260"],
         "vocab=260 cannot be cut into 8 parts along 'tensor'",
     ),
-    "a sequence beyond the context": ([TINY, "--sequence", "65"], "longer than model.context=64"),
+    "a sequence beyond the context": (
+        [TINY, "--sequence_length", "65"],
+        "longer than model.context=64",
+    ),
     "data that is missing": ([TINY, "--train", "nothing/*.npy"], "nothing/*.npy"),
     "a vocabulary too small for bytes": (
         [TINY, "--train", str(ROOT / "README.md"), "--vocab", "64"],
@@ -75,7 +81,7 @@ def test_bad_input_is_one_line_and_code_2(train, tmp_path, arguments, message):
 
 
 def test_debug_shows_where_an_error_comes_from(train):
-    code, _, err = train(TINY, "--stepz", "3", "--debug")
+    code, _, err = train(TINY, "--total_stepz", "3", "--debug")
     assert code == 2
     assert "Traceback" in err
 
@@ -97,7 +103,7 @@ def test_a_shard_of_the_wrong_dtype_is_named(train, tmp_path):
 
 def test_a_full_disk_has_a_code_of_its_own(train, monkeypatch):
     def full(config, console):
-        raise disk.DiskFull("The checkpoint of step 4 does not fit. What was saved is intact.")
+        raise writing.DiskFull("The checkpoint of step 4 does not fit. What was saved is intact.")
 
     monkeypatch.setattr(loop, "train", full)
     code, _, err = train(TINY)
@@ -125,9 +131,9 @@ def test_a_run_that_was_stopped_says_so(train, monkeypatch):
 
 
 def test_help_lists_the_fields_with_their_values(train):
-    code, out, _ = train(TINY, "--peak", "5e-3", "--help")
+    code, out, _ = train(TINY, "--learning_rate", "5e-3", "--help")
     assert code == 0
-    assert "--optimizer.peak 0.005" in out
+    assert "--optimizer.learning_rate 0.005" in out
     with pytest.raises(SystemExit) as leaving:
         train("--help")
     assert leaving.value.code == 0
@@ -138,23 +144,41 @@ def test_help_explains_the_exit_codes_that_there_are(capsys):
         cli.main(["train", "--help"])
     explained = capsys.readouterr().out.partition("exit codes:")[2].splitlines()
     codes = {int(line.split()[0]) for line in explained if line.strip()[:1].isdigit()}
-    ends = {0, 1, UserError.exit_code, disk.DiskFull.exit_code, Diverged.exit_code}
+    ends = {0, 1, UserError.exit_code, writing.DiskFull.exit_code, Diverged.exit_code}
     assert codes == {*ends, cli.INTERRUPTED, STOPPED}
     page = (ROOT / "docs" / "training.md").read_text()
     assert all(f"| {code} |" in page for code in codes)
 
 
+def test_without_a_config_those_there_are_are_listed(train):
+    code, out, _ = train()
+    assert code == UserError.exit_code
+    for name, path in SHIPPED.items():
+        title = path.read_text().splitlines()[0].removeprefix('"""')
+        assert re.search(rf"^  {name} +{re.escape(title)}$", out, re.M)
+
+
+def test_a_config_is_found_by_its_name_in_any_folder(train, tmp_path):
+    (tmp_path / "llama_tiny").mkdir()  # as a run's folder may be called
+    for name in ("llama_tiny", "llama_tiny:bf16"):
+        code, out, _ = train(name, "--total_steps", "7", "--print-config")
+        assert code == 0
+        assert "total_steps=7" in out
+    assert train("llama_tyni")[2].count("Did you mean llama_tiny?") == 1
+    assert train("configs/llama_tiny.py")[2].count("Did you mean llama_tiny?") == 1
+
+
 def test_a_printed_config_can_be_run(train, tmp_path):
-    code, out, _ = train(TINY, "--steps", "7", "--print-config")
+    code, out, _ = train(TINY, "--total_steps", "7", "--print-config")
     assert code == 0
     path = tmp_path / "printed.py"
     path.write_text(out)
-    assert load_config(str(path)).steps == 7
+    assert load_config(str(path)).total_steps == 7
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_has_a_coat_and_a_bf16_variant(path):
-    coat, bf16 = (load_config(f"{path}:{function}") for function in ("config", "bf16"))
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_config_has_a_coat_and_a_bf16_variant(name):
+    coat, bf16 = (load_config(f"{name}:{function}") for function in ("config", "bf16"))
     assert coat.model.precision.fp8_linear
     assert coat.optimizer.name == "fp8_adamw"
     assert not bf16.model.precision.fp8_linear

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coat_jax import noise
-from coat_jax.expansion import Expanded
-from coat_jax.formats import E4M3, E5M2
 from coat_jax.kernels.adam import Hyper, Leaf, Settings, largest_direction
 from coat_jax.kernels.adam_launch import BUCKET, adam_step
 from coat_jax.kernels.dispatch import interpreting
-from coat_jax.moments import DIRECTION, LOGARITHM, Storage
+from coat_jax.numerics import noise
+from coat_jax.numerics.expansion import Expanded
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.storage import DIRECTION, LOGARITHM, Storage
 
 ALL_FP8 = Storage(min_size=0)  # every leaf in 8 bits
 EXPANDED = Storage(min_size=0, first=E4M3, second=E4M3)

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from coat_jax import E4M3, E5M2
-from coat_jax.blocks import from_blocks, to_blocks
-from coat_jax.formats import format_of
 from coat_jax.kernels import activation, gemm, norm, rotary
 from coat_jax.kernels.cast import cast, cast_reference, cast_with_lengths, lengths_reference
+from coat_jax.numerics.blocks import from_blocks, to_blocks
+from coat_jax.numerics.formats import format_of
 from coat_jax.ops import Rotary
 
 SLACK = 0.01

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from coat_jax import blocks
 from coat_jax.kernels import activation
 from coat_jax.kernels.activation import ACTIVATIONS
+from coat_jax.numerics import blocks
 
 POINTS = jnp.linspace(-8, 8, 100_001)
 

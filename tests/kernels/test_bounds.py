@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from coat_jax import E4M3, E5M2
-from coat_jax.blocks import from_blocks, to_blocks
-from coat_jax.formats import format_of
 from coat_jax.kernels import gemm, norm, rotary
+from coat_jax.numerics.blocks import from_blocks, to_blocks
+from coat_jax.numerics.formats import format_of
 
 ROUNDING = 1 + 1e-6
 SHIFT = jnp.linspace(-0.5, 0.5, 48)

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 from coat_jax import E4M3, E5M2
-from coat_jax.blocks import from_blocks, to_blocks
 from coat_jax.kernels import activation, gemm
 from coat_jax.kernels.activation import ACTIVATIONS
 from coat_jax.kernels.cast import columns_per_sum
+from coat_jax.numerics.blocks import from_blocks, to_blocks
 
 T, D, F, SIZE = 128, 512, 1024, 16
 OUTLIERS = {"none": 2.0**6, "channels": 2.0**7, "tokens": 2.0**7, "both": 2.0**8}

@@ -14,8 +14,8 @@ from hopper import can_compile_for_hopper, kernel_calls
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.blocks import from_blocks, to_blocks
 from coat_jax.kernels import activation
+from coat_jax.numerics.blocks import from_blocks, to_blocks
 from experiments.hopper import OPTIONS, compile_for, hopper_mesh, there
 
 pytestmark = [

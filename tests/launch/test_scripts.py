@@ -21,7 +21,7 @@ STOPPED = 143
 COAT = f"""
 printf '%s\\n' "$@" >"$NOTES/given.$$"
 echo $$ >>"$NOTES/numbers"
-exec {sys.executable} {ROOT}/tests/training/joined.py
+exec {sys.executable} {ROOT}/tests/training/cluster/joined.py
 """
 # Starts its operands twice, as the first and second task of a step on two nodes.
 SRUN = """

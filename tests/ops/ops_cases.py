@@ -18,7 +18,7 @@ import numpy as np
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.formats import format_of
+from coat_jax.numerics.formats import format_of
 
 FP32 = 1e-5
 PRESETS = {"bf16": coat.BF16, "fp8_linear": coat.FP8_LINEAR, "coat": coat.COAT}

@@ -24,7 +24,7 @@ from ops_cases import (
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.formats import E4M3
+from coat_jax.numerics.formats import E4M3
 
 B, S, H = 2, 7, 24
 SEGMENTS = jnp.array([[0, 0, 0, 1, 1, 1, 1], [3, 3, 2, 2, 2, 2, 9]])

@@ -1,10 +1,14 @@
 """Laws of the loss: the direct formula over all logits at once, however the sequence is cut."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from ops_cases import assert_close, distance, draw, pulled, quick_jit, same_gradients, weight
 
 from coat_jax import ops
@@ -53,6 +57,39 @@ def test_it_is_the_direct_formula():
 
     arrays = {name: (draw(i, (*shape, D)), W) for i, (name, (shape, _)) in enumerate(CASES.items())}
     same_gradients(of(ops.cross_entropy), of(direct), arrays)
+
+
+@pytest.mark.parametrize("rows", [4, 6, 1])
+def test_loss_and_gradients_do_not_depend_on_the_mesh(rows):
+    """Of 4 x 2 devices, which split rows and vocabulary; 6 and 1 rows are no multiple of 4."""
+    hidden, w, labels = draw(3, (rows, 8, D)), weight(4, D, 20), labels_for((rows, 8))
+
+    def loss(hidden, w):
+        return ops.cross_entropy(hidden, w, labels, chunk=4, z_loss=1e-2)
+
+    alone = jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, w)
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    by_rows = P("fsdp") if rows == 4 else P()
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(hidden, by_rows), jax.device_put(w, P("fsdp", "tensor"))
+        together = jax.jit(jax.value_and_grad(loss, (0, 1)))(*sharded)
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-6), together, alone)
+
+
+def test_it_runs_in_a_shard_map():
+    """There its arrays are shards, and communication is the caller's."""
+    hidden, labels = draw(5, (4, 8, D)), labels_for((4, 8), ignored=0.0)
+    mesh = jax.make_mesh((4,), ("x",), (AxisType.Auto,), devices=jax.devices()[:4])
+
+    specs = (P("x"), P(), P("x"))
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    def loss(hidden, w, labels):
+        return jax.lax.pmean(ops.cross_entropy(hidden, w, labels, chunk=4), "x")
+
+    whole = jax.value_and_grad(ops.cross_entropy)(hidden, W, labels)
+    parts = jax.jit(jax.value_and_grad(loss))(hidden, W, labels)
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-6), parts, whole)
 
 
 def test_chunks_change_nothing():

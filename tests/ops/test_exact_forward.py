@@ -31,11 +31,11 @@ from ops_cases import (
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.blocks import from_blocks, to_blocks
 from coat_jax.kernels import gemm
 from coat_jax.kernels.activation import ACTIVATIONS, activate
-from coat_jax.ops.activated import activated
-from coat_jax.ops.projection import mode_of
+from coat_jax.numerics.blocks import from_blocks, to_blocks
+from coat_jax.ops.saved.activation import save_activation
+from coat_jax.ops.saved.projection import mode_of
 
 EXACT = dataclasses.replace(coat.COAT, exact_forward=True)
 LEAN = dataclasses.replace(coat.COAT_LEAN, exact_forward=True)
@@ -175,7 +175,7 @@ def test_what_the_backward_pass_recomputes_fits_the_scale_of_the_forward_pass(na
     mode = mode_of(EXACT, "xla")
     for seed, shift in enumerate((0, 3, -12)):
         hidden = [draw(10 * seed + i, (1, 8, 64)) + shift for i in range(count)]
-        saved, operand = activated(hidden, name, mode)
+        saved, operand = save_activation(hidden, name, mode)
         limit = 448 * saved.scale
         for values in (hidden, [from_blocks(h, size=16) for h in saved.hidden]):
             assert jnp.max(jnp.abs(activate(values, name))) <= limit
@@ -187,7 +187,7 @@ def test_what_the_backward_pass_recomputes_fits_the_scale_of_the_forward_pass(na
 def test_what_is_kept_is_the_same():
     """Blocks of the same input, in both forms of COAT."""
     hidden = [draw(i, (1, 8, 64)) for i in range(2)]
-    results = [activated(hidden, "silu", mode_of(p, "xla"))[0] for p in (coat.COAT, EXACT)]
+    results = [save_activation(hidden, "silu", mode_of(p, "xla"))[0] for p in (coat.COAT, EXACT)]
     assert_equal(results[0].hidden, results[1].hidden)
     assert_equal(results[0].hidden, tuple(to_blocks(h, size=16) for h in hidden))
 

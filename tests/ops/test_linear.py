@@ -29,7 +29,7 @@ from ops_cases import (
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.formats import E4M3, E5M2, format_of
+from coat_jax.numerics.formats import E4M3, E5M2, format_of
 
 K, N = 13, (29, 7)
 WEIGHTS = tuple(weight(i, K, n) for i, n in enumerate(N))

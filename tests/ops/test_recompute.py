@@ -7,7 +7,7 @@ import pytest
 from ops_cases import assert_equal, draw
 
 from coat_jax import ops
-from coat_jax.blocks import from_blocks, to_blocks
+from coat_jax.numerics.blocks import from_blocks, to_blocks
 
 X, W = draw(0, (3, 40), (40, 40))
 

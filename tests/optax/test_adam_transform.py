@@ -14,9 +14,9 @@ import numpy as np
 import optax
 import pytest
 
-from coat_jax.formats import E4M3, E5M2
-from coat_jax.moments import DIRECTION, LOGARITHM
+from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.optax import Storage, fp8_adamw, scale_by_fp8_adam
+from coat_jax.storage import DIRECTION, LOGARITHM
 
 FP32 = Storage(min_size=10**9)
 FP8 = Storage(min_size=0)

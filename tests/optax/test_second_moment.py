@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coat_jax import noise
-from coat_jax.formats import E4M3, E5M2
-from coat_jax.moments import LOGARITHM
+from coat_jax.numerics import noise
+from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.optax import Storage, scale_by_fp8_adam
+from coat_jax.storage import LOGARITHM
 
 B2 = 0.999
 STEPS = 5000

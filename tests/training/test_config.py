@@ -2,9 +2,12 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+import optax
 import pytest
 from train_cases import SMALL, small
 
+import coat_jax as coat
 from coat_jax.errors import UserError
 from coat_jax.nn import MeshAxes
 from coat_jax.training.config import (
@@ -14,6 +17,7 @@ from coat_jax.training.config import (
     OptimizerConfig,
     TelemetryConfig,
     TrainConfig,
+    in_bf16,
 )
 from coat_jax.training.overrides import override
 
@@ -30,13 +34,19 @@ PARTS = (
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": 0}, "steps=0 must be a whole number from 1 to 2,147,483,647"),
-        ({"batch": 2.0}, "batch=2.0 must be a whole number"),
-        ({"accumulation": True}, "accumulation=True must be a whole number"),
+        ({"total_steps": 0}, "total_steps=0 must be a whole number from 1 to 2,147,483,647"),
+        ({"global_batch_size": 2.0}, "global_batch_size=2.0 must be a whole number"),
+        (
+            {"gradient_accumulation_steps": True},
+            "gradient_accumulation_steps=True must be a whole number",
+        ),
         ({"seed": -1}, "seed=-1 must be a whole number from 0 to 4,294,967,295. The default is 0"),
         ({"z_loss": -0.1}, "z_loss=-0.1 must be a number from 0 to 1"),
-        ({"sequence": 65}, "sequence=65 is longer than model.context=64"),
-        ({"accumulation": 3}, "batch=16 cannot be cut into accumulation=3 equal parts"),
+        ({"sequence_length": 65}, "sequence_length=65 is longer than model.context=64"),
+        (
+            {"gradient_accumulation_steps": 3},
+            "global_batch_size=16 cannot be divided into gradient_accumulation_steps=3 equal",
+        ),
         (
             {"writers": ("excel",)},
             "must be a tuple of 'tensorboard' or 'wandb'",
@@ -45,16 +55,30 @@ PARTS = (
         ({"optimizer": {"name": "lion"}}, "optimizer.name='lion' must be 'fp8_adamw' or 'adamw'"),
         ({"optimizer": {"schedule": "step"}}, "optimizer.schedule='step' must be 'cosine' or"),
         (
-            {"optimizer": {"peak": -1.0}},
-            "peak=-1.0 must be a number above 0 and at most 10",
+            {"optimizer": {"learning_rate": -1.0}},
+            "learning_rate=-1.0 must be a number above 0 and at most 10",
         ),
-        ({"optimizer": {"warmup": 1.5}}, "optimizer.warmup=1.5 must be a number from 0 to 1"),
+        (
+            {"optimizer": {"warmup_steps": 1.5}},
+            "optimizer.warmup_steps=1.5 must be a whole number .* or a number from 0 to 1",
+        ),
         ({"optimizer": {"b2": 1.0}}, "optimizer.b2=1.0 must be a number of at least 0 and below 1"),
-        ({"optimizer": {"clip": 0.0}}, "clip=0.0 must be a number from 1e-30 to 1e.30 or None"),
+        (
+            {"optimizer": {"clip_norm": 0.0}},
+            "clip_norm=0.0 must be a number from 1e-30 to 1e.30 or None",
+        ),
         ({"optimizer": {"eps": 0}}, "optimizer.eps=0 must be a number from 1e-30 to 1"),
         (
-            {"optimizer": {"schedule": "wsd", "warmup": 0.5, "cooldown": 0.6}},
-            "warmup=0.5 and optimizer.cooldown=0.6 are shares .* more than all",
+            {"optimizer": {"schedule": "wsd", "warmup_steps": 0.5, "decay_steps": 0.6}},
+            "warmup_steps=0.5 and optimizer.decay_steps=0.6 take 11 steps, and total_steps=10",
+        ),
+        (
+            {"optimizer": {"schedule": "wsd", "warmup_steps": 3, "decay_steps": 8}},
+            "warmup_steps=3 and optimizer.decay_steps=8 take 11 steps, and total_steps=10",
+        ),
+        (
+            {"optimizer": {"warmup_steps": 11}},
+            "optimizer.warmup_steps=11 take 11 steps, and total_steps=10. Lower .* as in 0.1",
         ),
     ],
 )
@@ -79,12 +103,56 @@ def test_its_parts_refuse(make, message):
         make()
 
 
-def test_a_cooldown_counts_for_wsd_only():
-    small(optimizer={"schedule": "cosine", "warmup": 0.9})
+def lion(schedule):
+    return optax.lion(schedule)
+
+
+@pytest.mark.parametrize("given", [lion, optax.lion(1e-3), coat.optax.compress(optax.lion(1e-3))])
+def test_an_optimizer_may_be_a_transformation(given):
+    config = dataclasses.replace(SMALL, optimizer=given)
+    assert config.optimizer == OptimizerConfig(transformation=given)
+    assert in_bf16(config).optimizer == OptimizerConfig(name="adamw")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"transformation": 3}, "transformation=3 is neither an optax transformation nor a func"),
+        ({"transformation": jnp.bfloat16}, "is neither an optax transformation"),
+        ({"transformation": lion, "b2": 0.99}, "optimizer.b2=0.99 is of the optimizers that have"),
+        ({"transformation": lion, "name": "adamw"}, "optimizer.name='adamw' is of the optim"),
+    ],
+)
+def test_what_is_no_transformation_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        OptimizerConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        ({"loss": lion}, "metrics has 'loss', a name of the trainer's"),
+        ({"fp8/x": lion}, "metrics has 'fp8/x'"),
+        ({"norm": 3}, "metrics={'norm': 3} must be a function of a step by a name"),
+        ({3: lion}, "metrics={3: .*} must be a function"),
+    ],
+)
+def test_what_is_no_metric_is_refused(metrics, message):
+    with pytest.raises(UserError, match=message):
+        small(metrics=metrics)
+
+
+def test_decay_steps_count_for_wsd_only():
+    small(optimizer={"schedule": "cosine", "warmup_steps": 0.9})
+    small(optimizer={"schedule": "cosine", "warmup_steps": 9, "decay_steps": 100})
+
+
+def test_shares_may_be_rounded_up():
+    small(total_steps=3, optimizer={"schedule": "wsd", "warmup_steps": 0.5, "decay_steps": 0.5})
 
 
 def test_microbatches_share_the_batch():
-    assert dataclasses.replace(SMALL, accumulation=4).microbatch == 4
+    assert dataclasses.replace(SMALL, gradient_accumulation_steps=4).microbatch == 4
     assert SMALL.tokens_per_step == 16 * 32
 
 
@@ -95,8 +163,9 @@ def test_every_field_is_described(part):
 
 
 NUMBERS = {"z_loss", "model.norm_eps", "model.rotary.theta", "model.rotary.scaling"}
-NUMBERS |= {f"optimizer.{name}" for name in ("peak", "eps", "clip", "weight_decay")}
-COUNTS = ("steps", "batch", "sequence", "seed", "accumulation", "log_every", "evaluation.batches")
+NUMBERS |= {f"optimizer.{name}" for name in ("learning_rate", "eps", "clip_norm", "weight_decay")}
+COUNTS = ("total_steps", "global_batch_size", "sequence_length", "gradient_accumulation_steps")
+COUNTS += ("seed", "log_every", "evaluation.batches")
 COUNTS += ("model.vocab", "model.width", "model.layers", "model.ffn", "model.window")
 COUNTS += ("model.heads", "model.head_dim", "model.context", "checkpoint.keep", "data.end_of_text")
 
@@ -104,7 +173,7 @@ COUNTS += ("model.heads", "model.head_dim", "model.context", "checkpoint.keep", 
 @pytest.mark.parametrize("name", sorted(NUMBERS))
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "1e30", "1e300"])
 def test_numbers_that_no_run_can_use_are_refused(name, value):
-    if (name, value) == ("optimizer.clip", "1e30"):
+    if (name, value) == ("optimizer.clip_norm", "1e30"):
         return  # does not clip
     with pytest.raises(UserError, match=f"{name.rpartition('.')[2]}=.* must be a number"):
         override(SMALL, [f"--{name}={value}"])
@@ -124,8 +193,10 @@ def test_counts_that_no_run_can_use_are_refused(name, value):
 
 
 def test_a_step_s_tokens_can_be_counted():
-    with pytest.raises(UserError, match=r"batch=67108864 times sequence=32 is more than the 2,147"):
-        small(batch=1 << 26)
+    with pytest.raises(
+        UserError, match=r"=67108864 times sequence_length=32 is more than the 2,147"
+    ):
+        small(global_batch_size=1 << 26)
 
 
 def test_folders_may_be_in_the_home(monkeypatch, tmp_path):

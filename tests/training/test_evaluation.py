@@ -11,16 +11,16 @@ from train_cases import small, stepper
 
 from coat_jax import models
 from coat_jax.errors import UserError
+from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import EvaluationConfig, MeshConfig
 from coat_jax.training.data import DataConfig, load
 from coat_jax.training.evaluation import Evaluation
-from coat_jax.training.mesh import make_mesh
 
 CONFIG = small(
     model={"layers": 1, "dtype": "float32"},
     optimizer={"name": "adamw"},
     evaluation=EvaluationConfig(every=1, batches=3),
-    accumulation=2,
+    gradient_accumulation_steps=2,
 )
 
 
@@ -61,7 +61,7 @@ def test_it_does_not_depend_on_seed_or_mesh(graph, params):
     other = small(
         model={"layers": 1, "dtype": "float32"},
         evaluation=CONFIG.evaluation,
-        accumulation=2,
+        gradient_accumulation_steps=2,
         seed=9,
     )
     assert loss_on((1, 1, 1), graph, params, other) == wanted
@@ -83,7 +83,9 @@ def chat(folder, answers):
         kind="chat",
         template="{role}{content}{end}",
     )
-    return dataclasses.replace(CONFIG, data=data, batch=2, accumulation=2)
+    return dataclasses.replace(
+        CONFIG, data=data, global_batch_size=2, gradient_accumulation_steps=2
+    )
 
 
 def test_labels_count_alike_in_whatever_batch_they_are(graph, params, tmp_path):

@@ -1,15 +1,19 @@
 """A run goes on with what does not change its parameters or its data, and says what changed."""
 
+import dataclasses
 import json
+import re
 
 import jax.numpy as jnp
+import optax
 import pytest
 from train_cases import SMALL, small
 
 from coat_jax import limits, models
+from coat_jax.errors import UserError
 from coat_jax.ops import Llama3Scaling, Rotary
 from coat_jax.training.data import DataConfig
-from coat_jax.training.identity import changes, to_json
+from coat_jax.training.identity import RENAMED, changes, to_json
 
 
 def saved(config):
@@ -27,11 +31,11 @@ def test_the_folder_and_the_cache_do_not_matter():
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"steps": 20}, "steps was 10, now 20"),
+        ({"total_steps": 20}, "total_steps was 10, now 20"),
         ({"model": {"remat": "layer"}}, "model.remat was None, now 'layer'"),
         ({"model": {"precision": "fp8_linear"}}, "model.precision.fp8_linear was False, now True"),
-        ({"optimizer": {"peak": 1.0}}, "optimizer.peak was 0.003, now 1.0"),
-        ({"accumulation": 2}, "accumulation was 1, now 2"),
+        ({"optimizer": {"learning_rate": 1.0}}, "optimizer.learning_rate was 0.003, now 1.0"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps was 1, now 2"),
     ],
 )
 def test_what_may_change_is_told(changed, line):
@@ -46,13 +50,90 @@ def test_what_may_change_is_told(changed, line):
         ({"model": {"param_dtype": jnp.bfloat16}}, "model.param_dtype was 'float32', now 'bfl"),
         ({"optimizer": {"name": "adamw"}}, "optimizer.name was 'fp8_adamw', now 'adamw'"),
         ({"data": DataConfig(train=("a.npy",))}, r"data.train was \['corpus'\], now \['a.npy'\]"),
-        ({"batch": 8}, "batch was 16, now 8"),
+        ({"global_batch_size": 8}, "global_batch_size was 16, now 8"),
         ({"seed": 1}, "seed was 0, now 1"),
     ],
 )
 def test_another_run_is_refused(changed, line):
     with pytest.raises(ValueError, match=f"holds another run: {line}.*--out.*--resume false"):
         changes(small(**changed), saved(SMALL))
+
+
+OLD_NAMES = {new: old for old, new in RENAMED.items()}
+
+
+def old(config, moments):
+    """What an earlier version wrote of a config."""
+
+    def renamed(tree, prefix):
+        return {
+            OLD_NAMES.get(prefix + name, name).rpartition(".")[2]: value
+            for name, value in tree.items()
+        }
+
+    now = saved(config)
+    now["optimizer"] = renamed(now["optimizer"], "optimizer.")
+    if moments is None:
+        del now["optimizer"]["moments"]
+    else:
+        now["optimizer"]["moments"] = moments
+    return renamed(now, "")
+
+
+@pytest.mark.parametrize("moments", [None, "expanded", "paper"])
+def test_a_run_of_an_earlier_version_goes_on_with_its_moments(moments):
+    names = old(SMALL, moments)
+    assert {"steps", "batch", "sequence", "accumulation"} <= names.keys()
+    assert {"peak", "warmup", "cooldown", "final", "clip"} <= names["optimizer"].keys()
+    assert changes(small(optimizer={"moments": moments or "expanded"}), names) == []
+
+
+@pytest.mark.parametrize("moments", [None, "expanded", "paper"])
+def test_moments_in_other_formats_say_how_to_go_on(moments):
+    named = moments or "expanded"
+    with pytest.raises(UserError, match=f"with --optimizer.moments {named}; or begin from"):
+        changes(SMALL, old(SMALL, moments))
+
+
+def lion(schedule):
+    return optax.lion(schedule)
+
+
+def adan(schedule):
+    return optax.adan(schedule)
+
+
+def test_a_named_optimizer_and_a_transformation_are_other_runs():
+    open_one = dataclasses.replace(SMALL, optimizer=lion)
+    with pytest.raises(UserError, match=r"optimizer\.transformation was None, now '.*lion'"):
+        changes(open_one, saved(SMALL))
+    with pytest.raises(UserError, match=r"optimizer\.transformation was '.*lion', now None"):
+        changes(SMALL, saved(open_one))
+
+
+def test_another_transformation_is_told_and_its_state_decides():
+    """It may be the same under another name."""
+    before = dataclasses.replace(SMALL, optimizer=lion)
+    assert changes(before, saved(before)) == []
+    (line,) = changes(dataclasses.replace(SMALL, optimizer=adan), saved(before))
+    assert re.fullmatch("optimizer.transformation was '.*lion', now '.*adan'", line)
+
+
+def test_metrics_may_change():
+    assert changes(small(metrics={"norm": lion}), saved(SMALL)) == []
+    assert saved(small(metrics={"norm": lion}))["metrics"]["norm"].endswith("lion")
+
+
+def test_the_rounding_of_moments_may_change():
+    before = small(optimizer={"moments": "expanded"})
+    line = "optimizer.moments was 'expanded', now 'paper'"
+    assert changes(small(optimizer={"moments": "paper"}), saved(before)) == [line]
+
+
+def test_formats_of_moments_that_are_not_used_do_not_matter():
+    before = small(optimizer={"name": "adamw", "moments": "expanded"})
+    assert changes(small(optimizer={"name": "adamw"}), old(before, None)) == []
+    assert len(changes(small(optimizer={"name": "adamw"}), saved(before))) == 1
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def undisturbed(folder):
 
 def test_a_run_leaves_its_config_its_records_and_its_checkpoints(folder, undisturbed):
     out = folder / "undisturbed"
-    assert json.loads((out / "config.json").read_text())["steps"] == STEPS
+    assert json.loads((out / "config.json").read_text())["total_steps"] == STEPS
     assert sorted(int(path.name) for path in (out / "checkpoints").iterdir()) == [10, 20, 30, 40]
     first, *_, last = (r for r in records(folder, "undisturbed") if "loss" in r)
     assert {"tokens", "seconds", "learning_rate", "gradient_norm", "tokens_per_second"} <= set(last)

@@ -11,18 +11,21 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from rich.console import Console
 from train_cases import small
 
-from coat_jax.training import disk, loop
+from coat_jax import writing
+from coat_jax.errors import UserError
+from coat_jax.training import loop, preparation
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.config import CheckpointConfig, EvaluationConfig, MeshConfig
 from coat_jax.training.data import DataConfig
-from coat_jax.training.disk import DiskFull
-from coat_jax.training.metrics import Metrics
-from coat_jax.training.recorder import Diverged
+from coat_jax.training.report.metrics import Metrics
+from coat_jax.training.report.recorder import Diverged
 from coat_jax.training.step import Report
+from coat_jax.writing import DiskFull
 
 STEPS = 8
 
@@ -53,7 +56,7 @@ def step(monkeypatch):
     counting = Counting()
 
     def zeros(config, optimizer, mesh):
-        _, abstract = loop.abstract_state(config, optimizer, mesh)
+        _, abstract = preparation.abstract_state(config, optimizer, mesh)
         return jax.tree.map(
             lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), abstract
         )
@@ -68,7 +71,7 @@ def step(monkeypatch):
             return next(self.losses)
 
     monkeypatch.setattr(loop, "_compile", lambda *arguments, **options: counting)
-    monkeypatch.setattr(loop, "new_state", zeros)
+    monkeypatch.setattr(preparation, "new_state", zeros)
     monkeypatch.setattr(loop, "Evaluation", HeldOut)
     return counting
 
@@ -78,7 +81,7 @@ def config(tmp_path):
     return small(
         model={"layers": 1},
         out=str(tmp_path / "run"),
-        steps=STEPS,
+        total_steps=STEPS,
         checkpoint=CheckpointConfig(every=2, keep=9),
         mesh=MeshConfig(),
     )
@@ -159,13 +162,13 @@ def test_a_full_disk_saves_what_fits_and_nothing_is_lost(step, config, monkeypat
 
 
 def test_a_full_disk_that_takes_no_checkpoint_leaves_the_last_one(step, config, monkeypatch):
-    usage = disk.shutil.disk_usage("/")
+    usage = writing.shutil.disk_usage("/")
     full = usage._replace(free=0)
-    step.after[3] = lambda: monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: full)
+    step.after[3] = lambda: monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: full)
     with pytest.raises(DiskFull, match="step 4 does not fit"):
         train(config)
     assert list(saved(config)) == [2]
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: usage)
     step.after.clear()
     assert train(config)[0].step == STEPS
     assert [record["step"] for record in records(config)] == list(range(1, STEPS + 1))
@@ -186,26 +189,53 @@ def test_a_run_says_how_many_conversations_are_cut(step, config, tmp_path):
     path = tmp_path / "talk.jsonl"
     path.write_text("\n".join(talk(n) for n in (1, 2, 3, 100, 200, 300, 4, 5, 6, 7)))
     _, text = train(
-        replace(config, steps=1, sequence=64, data=DataConfig(train=(str(path),), kind="chat"))
+        replace(
+            config,
+            total_steps=1,
+            sequence_length=64,
+            data=DataConfig(train=(str(path),), kind="chat"),
+        )
     )
     assert "rows of 64; 3 documents were longer and are cut to that." in text
+
+
+def lion(schedule):
+    return optax.lion(schedule)
+
+
+def test_a_run_of_a_transformation_goes_on_and_another_one_is_refused(step, config, monkeypatch):
+    """Before anything is written: config.json says still what was run."""
+    config = replace(config, optimizer=lion, metrics={"one": lambda step: 1.0})
+    step.after[3] = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    train(config)
+    step.after.clear()
+    before = (Path(config.out) / "config.json").read_text()
+    with pytest.raises(
+        UserError, match=r"holds the state of another .*Only stored: .*'moments/inner"
+    ):
+        train(replace(config, optimizer=optax.adan))
+    with pytest.raises(UserError, match="has taken 3 steps, and total_steps=2"):
+        train(replace(config, total_steps=2))
+    assert (Path(config.out) / "config.json").read_text() == before
+    assert train(config)[0].step == STEPS
 
 
 def test_the_run_seed_reaches_everything_that_is_random(step, config, monkeypatch):
     seeds = {}
 
-    def spy(name):
-        function = getattr(loop, name)
+    def spy(module, name):
+        function = getattr(module, name)
 
         def wrapped(config, *arguments):
             seeds[name] = config.seed
             return function(config, *arguments)
 
-        monkeypatch.setattr(loop, name, wrapped)
+        monkeypatch.setattr(module, name, wrapped)
 
-    for name in ("open_data", "make_optimizer", "new_state"):
-        spy(name)
-    train(replace(config, steps=1, seed=7))
+    spy(loop, "open_data")
+    spy(preparation, "make_optimizer")
+    spy(preparation, "new_state")
+    train(replace(config, total_steps=1, seed=7))
     assert seeds == {"open_data": 7, "make_optimizer": 7, "new_state": 7}
 
 

@@ -1,5 +1,7 @@
 """The trainer's optimizers do what the libraries' do, and skip in place."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,13 @@ import optax
 import pytest
 from train_cases import small
 
+import coat_jax as coat
 from coat_jax import models
+from coat_jax.errors import UserError
 from coat_jax.training.optimizer import decayed, make_optimizer
 
 NAMES = ("adamw", "fp8_adamw")
-CONSTANT = {"schedule": "constant", "warmup": 0.0, "peak": 1e-2}
+CONSTANT = {"schedule": "constant", "warmup_steps": 0, "learning_rate": 1e-2}
 
 
 def tree(seed, dtype=jnp.float32):
@@ -62,6 +66,30 @@ def test_a_skipped_step_changes_no_bit(name, dtype):
     wanted = optimizer.step(params, tree(2, dtype), moments)
     for a, b in zip(*map(jax.tree.leaves, (taken, wanted)), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda schedule: coat.optax.compress(optax.lion(schedule)),
+        coat.optax.compress(optax.lion(1e-2)),
+    ],
+)
+def test_a_transformation_of_the_config_steps_with_its_schedule(given):
+    config = small(optimizer={"schedule": "constant", "warmup_steps": 0, "learning_rate": 1e-2})
+    of_config = dataclasses.replace(config.optimizer, transformation=given)
+    optimizer = make_optimizer(dataclasses.replace(config, optimizer=of_config))
+    params, moments = optimizer.step(tree(0), tree(1), optimizer.init(tree(0)))
+    # A step of lion is the rate, whatever the gradient.
+    moved = np.abs(params["embed"] - tree(0)["embed"])
+    np.testing.assert_allclose(moved, 1e-2, rtol=1e-3, atol=2e-3)
+    assert moments.inner.codes[0].mu["embed"].dtype == coat.E4M3
+
+
+def test_a_function_that_makes_no_transformation_is_refused():
+    config = dataclasses.replace(small(), optimizer=lambda schedule: 3)
+    with pytest.raises(UserError, match=r"optimizer\.transformation returns 3, which is no optax"):
+        make_optimizer(config)
 
 
 @pytest.mark.parametrize("scan", [True, False])

@@ -3,12 +3,22 @@
 import dataclasses
 
 import jax.numpy as jnp
+import optax
 import pytest
 from train_cases import SMALL, small
 
 import coat_jax as coat
+from coat_jax.errors import UserError
 from coat_jax.ops import Llama3Scaling, Rotary
-from coat_jax.training.overrides import explain, fields, load_config, override, source
+from coat_jax.training.overrides import (
+    FIELD_OF,
+    KNOWN_AS,
+    explain,
+    fields,
+    load_config,
+    override,
+    source,
+)
 
 
 def changed(*arguments):
@@ -21,13 +31,19 @@ def changed(*arguments):
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (["--steps", "30"], {"steps": 30}),
-        (["--steps=30"], {"steps": 30}),
-        (["--optimizer.peak", "1e-4"], {"optimizer.peak": 1e-4}),
-        (["--peak", "1", "--b1", "0.8"], {"optimizer.peak": 1.0, "optimizer.b1": 0.8}),
+        (["--total_steps", "30"], {"total_steps": 30}),
+        (["--total-steps=30"], {"total_steps": 30}),
+        (["--optimizer.learning_rate", "1e-4"], {"optimizer.learning_rate": 1e-4}),
+        (
+            ["--learning_rate", "1", "--b1", "0.8"],
+            {"optimizer.learning_rate": 1.0, "optimizer.b1": 0.8},
+        ),
+        (["--warmup_steps", "5"], {"optimizer.warmup_steps": 5}),
+        (["--warmup_steps", "0.5"], {"optimizer.warmup_steps": 0.5}),
+        (["--decay_steps", "1.0"], {"optimizer.decay_steps": 1.0}),
         (["--schedule", "wsd"], {"optimizer.schedule": "wsd"}),
         (["--log-every", "5"], {"log_every": 5}),
-        (["--clip", "none"], {"optimizer.clip": None}),
+        (["--clip_norm", "none"], {"optimizer.clip_norm": None}),
         (["--decay_vectors", "true"], {"optimizer.decay_vectors": True}),
         (["--mesh.fsdp", "-1"], {"mesh.fsdp": -1}),
         (["--fsdp=-1"], {"mesh.fsdp": -1}),
@@ -55,36 +71,113 @@ def test_a_precision_has_a_name_and_fields():
 
 def test_fields_are_checked_together():
     """One by one, either of these would be refused."""
-    config = override(SMALL, ["--batch", "12", "--accumulation", "3"])
+    config = override(SMALL, ["--global_batch_size", "12", "--gradient_accumulation_steps", "3"])
     assert config.microbatch == 4
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--stepz", "3"], "There is no field 'stepz'. Did you mean --steps?"),
-        (["--optimizer.peek", "3"], "no field 'optimizer.peek'. Did you mean --optimizer.peak?"),
+        (["--total_stepz", "3"], "There is no field 'total_stepz'. Did you mean --total_steps?"),
+        (
+            ["--optimizer.clip_nrom", "3"],
+            "'optimizer.clip_nrom'. Did you mean --optimizer.clip_norm?",
+        ),
         (["--qqq", "3"], "There is no field 'qqq'. --help lists them all"),
         (["--model.axes", "x"], "There is no field 'model.axes'"),
         (["--every", "3"], "--every may be any of --evaluation.every, --checkpoint.every"),
         (["--optimizer", "adamw"], "--optimizer is a group of fields: --optimizer.name"),
         (["--rotary", "1"], "--rotary is a group of fields: --model.rotary.theta"),
-        (["steps", "3"], "'steps' belongs to no field: write --field value"),
-        (["--steps"], r"--steps takes one value \(a whole number\), not nothing"),
-        (["--steps", "3", "4"], r"--steps takes one value \(a whole number\), not '3 4'"),
-        (["--steps", "3.5"], "--steps '3.5' is not a whole number"),
-        (["--peak", "high"], "--optimizer.peak 'high' is not a number"),
+        (["total_steps", "3"], "'total_steps' belongs to no field: write --field value"),
+        (["--total_steps"], r"--total_steps takes one value \(a whole number\), not nothing"),
+        (
+            ["--total_steps", "3", "4"],
+            r"--total_steps takes one value \(a whole number\), not '3 4'",
+        ),
+        (["--total_steps", "3.5"], "--total_steps '3.5' is not a whole number"),
+        (["--learning_rate", "high"], "--optimizer.learning_rate 'high' is not a number"),
         (["--scan", "maybe"], "--model.scan 'maybe' is not true or false"),
         (["--schedule", "step"], "--optimizer.schedule 'step' is not cosine or linear or wsd"),
         (["--precision", "fp7"], "--model.precision 'fp7' is not bf16 or fp8_linear or coat or"),
         (["--param_dtype", "float9"], "--model.param_dtype 'float9' is not a dtype"),
         (["--writers", "excel"], "--writers 'excel' is not .*tensorboard or wandb"),
-        (["--steps", "0"], "steps=0 must be a whole number from 1 to"),
+        (["--total_steps", "0"], "total_steps=0 must be a whole number from 1 to"),
     ],
 )
 def test_what_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         override(SMALL, arguments)
+
+
+OTHERS = {
+    "lr": "optimizer.learning_rate",
+    "optimizer.peak": "optimizer.learning_rate",
+    "learning_rte": "learning_rate",
+    "steps": "total_steps",
+    "max-steps": "total_steps",
+    "batch": "global_batch_size",
+    "batch_size": "global_batch_size",
+    "seq_len": "sequence_length",
+    "grad_accum_steps": "gradient_accumulation_steps",
+    "warmup": "optimizer.warmup_steps",
+    "cooldown": "optimizer.decay_steps",
+    "optimizer.final": "optimizer.final_ratio",
+    "grad_clip": "optimizer.clip_norm",
+    "beta2": "optimizer.b2",
+    "eval_interval": "evaluation.every",
+    "output_dir": "out",
+}
+
+
+@pytest.mark.parametrize(("name", "field"), OTHERS.items())
+def test_what_others_call_a_field_suggests_it(name, field):
+    with pytest.raises(UserError, match=rf"There is no field .* Did you mean --{field}\?"):
+        override(SMALL, [f"--{name}", "1"])
+
+
+def some_function(schedule):
+    return optax.lion(schedule)
+
+
+def test_functions_are_set_in_the_file_and_named_in_what_is_printed():
+    config = small(metrics={"norm": some_function})
+    config = dataclasses.replace(config, optimizer=some_function)
+    for name in ("optimizer.transformation", "metrics"):
+        with pytest.raises(UserError, match=f"--{name} is a function: set it in the config's file"):
+            override(config, [f"--{name}", "x"])
+    text = explain(config)
+    assert "some_function    (a function; in the config's file)" in text
+    assert "--metrics norm    (a function; in the config's file)" in text
+    printed = source(config)
+    assert "transformation=..., # " in printed
+    assert "some_function" in printed
+    compile(printed, "printed.py", "exec")
+    assert override(config, ["--learning_rate", "0.5"]).optimizer.transformation is some_function
+
+
+def test_every_alias_names_a_field_and_is_none():
+    known = {field.name for field in fields()}
+    assert known.issuperset(KNOWN_AS)
+    for alias, field in FIELD_OF.items():
+        assert not any(name == alias or name.endswith(f".{alias}") for name in known), field
+
+
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        ("TrainConfig(steps=3)", "total_steps"),
+        ("OptimizerConfig(peak=3.0)", "learning_rate"),
+        ("OptimizerConfig(learning_rat=3.0)", "learning_rate"),
+    ],
+)
+def test_an_unknown_argument_in_a_config_suggests_the_closest_field(tmp_path, call, hint):
+    path = write(
+        tmp_path,
+        "from coat_jax.training.config import OptimizerConfig, TrainConfig\n\n\n"
+        f"def config():\n    return {call}\n",
+    )
+    with pytest.raises(UserError, match=rf"some.py:5: TypeError: .*\. Did you mean {hint}\?$"):
+        load_config(str(path))
 
 
 def test_help_explains_every_field_with_its_value():
@@ -93,7 +186,7 @@ def test_help_explains_every_field_with_its_value():
         assert field.sentence, field.name
         if not field.group:
             assert f"\n  --{field.name} " in text
-    assert "--optimizer.peak 0.003    (a number)\n        the highest learning rate." in text
+    assert "--optimizer.learning_rate 0.003    (a number)\n        the highest one, which" in text
     assert "--model.precision bf16    (bf16 or fp8_linear or coat or coat_lean or coat_" in text
     assert "--model.precision.exact_forward false    (true or false)" in text
     assert "--model.precision.block none    (a whole number or none)" in text
@@ -132,9 +225,9 @@ MAKES = "from train_cases import small\n\ndef config():\n    return small()\n"
 
 
 def test_a_file_may_have_several_configs(tmp_path):
-    path = write(tmp_path, MAKES + "\ndef other():\n    return small(steps=7)\n")
+    path = write(tmp_path, MAKES + "\ndef other():\n    return small(total_steps=7)\n")
     assert load_config(str(path)) == SMALL
-    assert load_config(f"{path}:other").steps == 7
+    assert load_config(f"{path}:other").total_steps == 7
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,11 @@ import pytest
 from train_cases import small
 
 from coat_jax.errors import UserError
-from coat_jax.training import identity, manifest
-from coat_jax.training.disk import NotWritten
+from coat_jax.training import identity
+from coat_jax.training.checkpoint import manifest
+from coat_jax.training.checkpoint.weights import model_config, read_json
 from coat_jax.training.run_folder import RunFolder
-from coat_jax.training.weights import model_config, read_json
+from coat_jax.writing import NotWritten
 
 
 def claim(config, notes=None):
@@ -20,7 +21,9 @@ def claim(config, notes=None):
     notes = [] if notes is None else notes
     folder = RunFolder(config, notes.append)
     try:
-        return folder.claim()
+        changed = folder.claim()
+        folder.write_config()
+        return changed
     finally:
         folder.release()
 
@@ -58,15 +61,15 @@ BROKEN = {
     "no object": lambda path: path.write_text("[1]"),
     "no text": lambda path: path.write_bytes(b"\xff\x00"),
     "deep": lambda path: path.write_text("[" * 100_000),
-    "edited": lambda path: path.write_text(path.read_text().replace('"batch": 16', '"batch": 32')),
+    "edited": lambda path: path.write_text(path.read_text().replace('_size": 16', '_size": 32')),
 }
 
 
 @pytest.mark.parametrize("harm", BROKEN.values(), ids=BROKEN)
 def test_a_config_that_is_broken_is_known_from_the_checkpoint(out, saved, harm):
     harm(out / "config.json")
-    with pytest.raises(UserError, match="holds another run: batch was 16, now 32"):
-        claim(small(out=str(out), batch=32))
+    with pytest.raises(UserError, match="holds another run: global_batch_size was 16, now 32"):
+        claim(small(out=str(out), global_batch_size=32))
     assert claim(saved) == []
     assert json.loads((out / "config.json").read_text()) == identity.to_json(saved)
 
@@ -76,8 +79,8 @@ def test_a_damaged_checkpoint_does_not_say_what_was_run(out, saved, harm):
     """The one before does."""
     harm(out / "checkpoints" / "2" / "record.json")
     (out / "config.json").unlink()
-    with pytest.raises(UserError, match="holds another run: batch was 16, now 32"):
-        claim(small(out=str(out), batch=32))
+    with pytest.raises(UserError, match="holds another run: global_batch_size was 16, now 32"):
+        claim(small(out=str(out), global_batch_size=32))
 
 
 @pytest.mark.parametrize("harm", list(BROKEN.values())[:-1], ids=list(BROKEN)[:-1])
@@ -94,8 +97,8 @@ def test_what_is_damaged_without_a_checkpoint_is_replaced_and_noted(out, saved):
     assert claim(saved, notes) == []
     assert len(notes) == 1
     assert "config.json is damaged, and no checkpoint says what was run" in notes[0]
-    with pytest.raises(UserError, match="batch was 16, now 32"):
-        claim(small(out=str(out), batch=32))
+    with pytest.raises(UserError, match="global_batch_size was 16, now 32"):
+        claim(small(out=str(out), global_batch_size=32))
 
 
 def test_a_folder_that_is_no_run_is_named(out, saved):
@@ -117,7 +120,16 @@ def test_a_config_without_an_end_is_replaced(out, make):
 
 
 def test_what_changes_is_told(out, saved):
-    assert claim(small(out=str(out), steps=99)) == ["steps was 10, now 99"]
+    assert claim(small(out=str(out), total_steps=99)) == ["total_steps was 10, now 99"]
+
+
+def test_fewer_steps_than_are_done_are_refused_before_anything_is_written(out, saved):
+    before = (out / "config.json").read_text()
+    fewer = small(out=str(out), total_steps=1)
+    with pytest.raises(UserError, match=r"has taken 2 steps, and total_steps=1\. Raise it, choose"):
+        claim(fewer)
+    assert (out / "config.json").read_text() == before
+    assert claim(small(out=str(out), total_steps=2)) == ["total_steps was 10, now 2"]
 
 
 def test_a_run_that_does_not_resume_moves_the_old_one_out_of_the_way(tmp_path, out):
@@ -146,6 +158,7 @@ def test_whatever_is_left_of_a_run_is_moved(tmp_path, out, saved, left):
 def test_a_run_that_goes_on_is_left_alone(tmp_path, out, resume):
     running = RunFolder(small(out=str(out)), print)
     running.claim()
+    running.write_config()
     before = (out / "config.json").stat()
     with pytest.raises(UserError, match="is in use by process"):
         claim(small(out=str(out), resume=resume))

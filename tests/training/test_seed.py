@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from train_cases import small
 
-from coat_jax.training.batches import open_data
-from coat_jax.training.mesh import make_mesh
+from coat_jax.training.cluster.batches import open_data
+from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.state import new_state
 
@@ -79,7 +79,7 @@ def test_the_rounding_of_parameters(name):
     """The updates are far below the last place of the parameters: some are rounded up."""
 
     def step(seed):
-        config = config_of(seed, optimizer={"name": name, "peak": 1e-4, "warmup": 0.0})
+        config = config_of(seed, optimizer={"name": name, "learning_rate": 1e-4, "warmup_steps": 0})
         optimizer = make_optimizer(config)
         grads = jax.tree.map(jnp.ones_like, PARAMS)
         return optimizer.step(PARAMS, grads, optimizer.init(PARAMS))[0]

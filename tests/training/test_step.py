@@ -8,9 +8,12 @@ import pytest
 from flax import nnx
 from train_cases import ONE, SMALL, random_batches, small, stepper
 
+import coat_jax as coat
 from coat_jax import models
+from coat_jax.errors import UserError
 
 IN_FP32 = {"dtype": jnp.float32, "layers": 1}
+WIDE = IN_FP32 | {"ffn": 256}  # enough for moments in FP8
 
 
 def numbers(state):
@@ -51,7 +54,9 @@ def test_a_batch_in_parts_is_the_batch(name):
     for batch in batches:
         batch.labels[4:8] = -100
     whole, parts = (
-        stepper(small(model=IN_FP32, optimizer={"name": name}, accumulation=a)).run(batches)
+        stepper(small(model=IN_FP32, optimizer={"name": name}, gradient_accumulation_steps=a)).run(
+            batches
+        )
         for a in (1, 4)
     )
     for a, b in zip(whole[1], parts[1], strict=True):
@@ -82,10 +87,10 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(name):
 
 
 def test_gradients_are_clipped_to_their_global_norm():
-    run = stepper(small(model=IN_FP32, optimizer={"name": "adamw", "clip": 0.01, "b1": 0.0}))
+    run = stepper(small(model=IN_FP32, optimizer={"name": "adamw", "clip_norm": 0.01, "b1": 0.0}))
     state, (report,) = run.run(random_batches(1))
     assert report.gradient_norm > 0.1  # before clipping
-    first_moments = state.moments[0].mu  # with b1 = 0 the gradients
+    first_moments = state.moments.inner[0].mu  # with b1 = 0 the gradients
     np.testing.assert_allclose(optax.tree.norm(first_moments), 0.01, rtol=1e-5)
 
 
@@ -107,6 +112,41 @@ def test_state_is_updated_in_place(name):
     state = stepper(small(model=IN_FP32, optimizer={"name": name})).abstract
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert program.memory_analysis().alias_size_in_bytes >= size
+
+
+def lion(schedule):
+    return coat.optax.compress(optax.lion(schedule, weight_decay=0.1))
+
+
+# A step of lion is the sign of its direction, which rounding may turn where it is nearly zero.
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)], ids=str)
+def test_a_transformation_of_the_config_trains_on_any_mesh(sizes):
+    config = small(model=WIDE, optimizer={"transformation": lion, "learning_rate": 1e-3})
+    batches = random_batches(1) * 4
+    _, alone = stepper(config, ONE).run(batches)
+    state, spread = stepper(config, sizes).run(batches)
+    assert alone[-1].loss < alone[0].loss
+    for a, b in zip(spread, alone, strict=True):
+        np.testing.assert_allclose(a.loss, b.loss, rtol=1e-3)
+    codes = [leaf for leaf in jax.tree.leaves(state.moments) if leaf.dtype == coat.E4M3]
+    assert codes
+    for leaf in codes:
+        _, fsdp, tensor = sizes
+        assert leaf.addressable_shards[0].data.size == leaf.size // (fsdp * tensor)
+
+
+def test_a_metric_of_the_config_is_measured_in_the_step():
+    metrics = {
+        "weight_norm": lambda step: coat.optax.global_norm(step.params),
+        "loss_again": lambda step: step.loss,
+    }
+    state, (report,) = stepper(small(model=IN_FP32, metrics=metrics)).run(random_batches(1))
+    np.testing.assert_allclose(
+        report.metrics["weight_norm"], optax.tree.norm(state.params), rtol=1e-5
+    )
+    assert report.metrics["loss_again"] == report.loss
+    with pytest.raises(UserError, match=r"metrics\['grads'\] returns an array of shape \[2\]"):
+        stepper(small(model=IN_FP32, metrics={"grads": lambda step: jnp.zeros(2)}))
 
 
 # Sums over devices are added in another order: some 2^-24 times the root of their length in a loss.
@@ -138,7 +178,7 @@ def test_losses_do_not_depend_on_the_mesh(precision, sizes):
 
 def test_bf16_parameters_are_moved_by_updates_below_their_last_place():
     """Now and then, where rounding is stochastic; rounded to nearest most stay where they are."""
-    slow = {"name": "adamw", "peak": 1e-5, "schedule": "constant", "warmup": 0.0}
+    slow = {"name": "adamw", "learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0}
     moved = {}
     for rounding in (True, False):
         config = small(

@@ -6,7 +6,6 @@ Layers run in a loop, which compiles in seconds whatever their number; the last 
 import dataclasses
 import math
 import re
-from pathlib import Path
 
 import jax
 import pytest
@@ -15,12 +14,11 @@ pytest.importorskip("jax_triton")
 from hopper import can_compile_for_hopper, kernel_calls
 from small_model import SMALL
 
-from coat_jax.training import telemetry
+from coat_jax.training.cluster.mesh import NAMES
 from coat_jax.training.config import OptimizerConfig, TelemetryConfig, TrainConfig
-from coat_jax.training.mesh import NAMES
-from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.overrides import load_config
-from coat_jax.training.state import abstract_state
+from coat_jax.training.preparation import prepare
+from coat_jax.training.report import telemetry
 from experiments.hopper import OPTIONS, compile_step, hopper_mesh, there
 
 pytestmark = [
@@ -28,7 +26,6 @@ pytestmark = [
     pytest.mark.skipif(not can_compile_for_hopper(), reason="needs XLA's CUDA plugin"),
 ]
 
-CONFIGS = Path(__file__).parent.parent.parent / "configs"
 GB = 10**9
 
 
@@ -40,13 +37,13 @@ def hopper():
 
 def compiled(source, sizes, *, batch, sequence, accumulation=1, **model):
     """The program of a config's step on GPUs, and what it takes of the memory of each."""
-    config = load_config(str(CONFIGS / source))
+    config = load_config(source)
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **model),
-        batch=batch * accumulation,
-        sequence=sequence,
-        accumulation=accumulation,
+        global_batch_size=batch * accumulation,
+        sequence_length=sequence,
+        gradient_accumulation_steps=accumulation,
     )
     return compile_step(config, sizes)
 
@@ -61,7 +58,7 @@ def moved(program, collective):
 def test_llama2_7b_fits_80_gb_at_two_sequences_a_gpu_and_moves_fp8():
     """As the config has it: parts of 8 sequences on 4 GPUs, gradients accumulated in FP32."""
     program, memory, state = compiled(
-        "llama2_7b.py", (1, 4, 1), batch=8, sequence=4096, accumulation=2
+        "llama2_7b", (1, 4, 1), batch=8, sequence=4096, accumulation=2
     )
     assert memory.peak < 80 * GB
     total = sum(math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(state.params))
@@ -77,9 +74,19 @@ def test_llama2_7b_fits_80_gb_at_two_sequences_a_gpu_and_moves_fp8():
         assert math.prod(shape) <= 64 * 2 * 4096, (dtype, shape)  # scales of norms, all layers
 
 
+def test_the_head_is_gathered_and_its_gradient_reduced_once_and_in_16_bits():
+    """Not in each chunk of the loss; without accumulation, whose sums are in FP32."""
+    program, _, _ = compiled("llama2_7b", (1, 4, 1), batch=8, sequence=2048, layers=2)
+    text = program.as_text()
+    results = re.findall(r"= (.*) (all-gather|reduce-scatter|all-reduce)(?:-start)?\(", text)
+    of_head = [(kind, types) for types, kind in results if "4096,32000]" in types]
+    assert [kind for kind, _ in of_head] == ["all-gather", "reduce-scatter"], of_head
+    assert all("f32[" not in types for _, types in of_head), of_head
+
+
 def test_llama2_7b_is_cut_in_four_by_tensor_parallelism():
     """Its hidden width, 11008, is 86 times 128: no multiple of four GPUs."""
-    program, memory, _ = compiled("llama2_7b.py", (1, 1, 4), batch=8, sequence=2048)
+    program, memory, _ = compiled("llama2_7b", (1, 1, 4), batch=8, sequence=2048)
     assert memory.peak < 30 * GB
     # Weights for casts, and for the optimizer with its codes, whose groups are not whole.
     for dtype, shape in moved(program, "all-gather"):
@@ -93,9 +100,9 @@ def test_two_key_heads_are_trained_on_four_gpus(precision):
     config = TrainConfig(
         model=dataclasses.replace(SMALL, precision=precision),
         optimizer=OptimizerConfig(),
-        steps=10,
-        batch=4,
-        sequence=32,
+        total_steps=10,
+        global_batch_size=4,
+        sequence_length=32,
     )
     program, _, _ = compile_step(config, (1, 1, 4))
     assert "__cudnn$fmha" in program.as_text()
@@ -111,7 +118,7 @@ def test_llama_30b_fits_four_gpus_of_141_gb_in_coat_alone(function, fits):
 @pytest.mark.parametrize("function", ["one_gpu", "one_gpu_bf16"])
 def test_a_step_takes_gradients_and_activations_and_no_copy_of_its_state(function):
     """Though a step that is not finite changes nothing."""
-    source = f"llama2_7b.py:{function}"
+    source = f"llama2_7b:{function}"
     program, memory, state = compiled(source, (4, 1, 1), batch=16, sequence=2048, layers=2)
     used = program.memory_analysis()
     leaves = jax.tree.leaves(state)
@@ -121,19 +128,19 @@ def test_a_step_takes_gradients_and_activations_and_no_copy_of_its_state(functio
 
 def test_telemetry_runs_the_kernels_of_the_step_in_no_more_memory(monkeypatch):
     """It looks at the tensors of these kernels, and calls nothing back on the host."""
-    config = load_config(str(CONFIGS / "llama2_7b.py:one_gpu"))
+    config = load_config("llama2_7b:one_gpu")
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, layers=2),
         telemetry=TelemetryConfig(every=100),
-        batch=16,
-        sequence=2048,
-        accumulation=1,
+        global_batch_size=16,
+        sequence_length=2048,
+        gradient_accumulation_steps=1,
     )
     step, _, state = compile_step(config, (4, 1, 1))
     mesh = hopper_mesh((4, 1, 1), NAMES)
     monkeypatch.setattr(telemetry, "compiler_options", lambda mesh: OPTIONS)
-    graph, state = abstract_state(config, make_optimizer(config), mesh)
+    _, _, _, graph, state = prepare(config, mesh)
     watching = telemetry.Telemetry(config, graph, state, mesh, packed=False)
     program = watching._collect
     # Of a layer: norms, activation, rotation and casts, forward and backward.

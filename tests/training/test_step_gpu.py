@@ -42,7 +42,7 @@ def test_losses_do_not_depend_on_the_mesh(precision, sizes):
     config = small(
         model=WIDE | {"precision": precision},
         optimizer={"name": OPTIMIZERS[precision]},
-        sequence=256,
+        sequence_length=256,
     )
     batches = random_batches(8, config)
     _, alone = stepper(config, ONE).run(batches)

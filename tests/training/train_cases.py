@@ -10,7 +10,8 @@ import numpy as np
 from small_model import QUICK
 from small_model import SMALL as MODEL
 
-from coat_jax.training.batches import place
+from coat_jax.training.cluster.batches import place
+from coat_jax.training.cluster.mesh import everywhere, make_mesh, require_fitting
 from coat_jax.training.config import (
     CheckpointConfig,
     EvaluationConfig,
@@ -19,20 +20,18 @@ from coat_jax.training.config import (
     TrainConfig,
 )
 from coat_jax.training.data import Batch
-from coat_jax.training.mesh import everywhere, make_mesh, require_fitting
-from coat_jax.training.optimizer import make_optimizer
-from coat_jax.training.state import State, abstract_state
-from coat_jax.training.step import lower_step
+from coat_jax.training.preparation import prepare
+from coat_jax.training.state import State
 
 SMALL = TrainConfig(
     model=MODEL,
-    optimizer=OptimizerConfig(peak=3e-3, warmup=0.1),
+    optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=0.1),
     mesh=MeshConfig(data=1, fsdp=1, tensor=1),
     evaluation=EvaluationConfig(every=0),
     checkpoint=CheckpointConfig(every=0),
-    steps=10,
-    batch=16,
-    sequence=32,
+    total_steps=10,
+    global_batch_size=16,
+    sequence_length=32,
     cache=None,
 )
 ONE = (1, 1, 1)
@@ -71,7 +70,7 @@ class Stepper(NamedTuple):
         return State(step, params, self.init(params), skipped)
 
     def place(self, batch: Batch) -> Any:
-        return place(batch, self.mesh, parts=self.config.accumulation, packed=False)
+        return place(batch, self.mesh, parts=self.config.gradient_accumulation_steps, packed=False)
 
     def run(self, batches, state: State | None = None) -> tuple[State, list]:
         """The last state, and the reports as numbers; `state` is donated."""
@@ -91,14 +90,12 @@ def stepper(config: TrainConfig, sizes: tuple[int, int, int] = ONE) -> Stepper:
     devices = jax.devices()[: data * fsdp * tensor]
     mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), devices)
     require_fitting(config, mesh)
-    optimizer = make_optimizer(config)
-    graph, abstract = abstract_state(config, optimizer, mesh)
-    lowered = lower_step(config, graph, optimizer, abstract, mesh)
-    compiled = lowered.compile(compiler_options=QUICK)
+    prepared = prepare(config, mesh)
+    compiled = prepared.lower().compile(compiler_options=QUICK)
     with jax.set_mesh(mesh):
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.moments)
-        init = jax.jit(optimizer.init, out_shardings=shardings, compiler_options=QUICK)
-    return Stepper(config, mesh, compiled, init, abstract)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, prepared.abstract.moments)
+        init = jax.jit(prepared.optimizer.init, out_shardings=shardings, compiler_options=QUICK)
+    return Stepper(config, mesh, compiled, init, prepared.abstract)
 
 
 def random_batches(number: int, config: TrainConfig = SMALL, seed: int = 0) -> list[Batch]:
@@ -106,11 +103,16 @@ def random_batches(number: int, config: TrainConfig = SMALL, seed: int = 0) -> l
     rng = np.random.default_rng(seed)
     made = []
     for _ in range(number):
-        words = rng.integers(0, config.model.vocab, (config.batch, 1, 4))
-        text = np.tile(words, (1, config.sequence // 4 + 1, 1)).reshape(config.batch, -1)
-        tokens, labels = text[:, : config.sequence], text[:, 1 : config.sequence + 1].copy()
+        words = rng.integers(0, config.model.vocab, (config.global_batch_size, 1, 4))
+        text = np.tile(words, (1, config.sequence_length // 4 + 1, 1)).reshape(
+            config.global_batch_size, -1
+        )
+        tokens, labels = (
+            text[:, : config.sequence_length],
+            text[:, 1 : config.sequence_length + 1].copy(),
+        )
         labels[:3, :10], labels[5] = -100, -100
-        positions = np.broadcast_to(np.arange(config.sequence), tokens.shape)
+        positions = np.broadcast_to(np.arange(config.sequence_length), tokens.shape)
         arrays = (tokens, labels, positions, np.ones_like(tokens))
         made.append(Batch(*(np.ascontiguousarray(a, np.int32) for a in arrays)))
     return made

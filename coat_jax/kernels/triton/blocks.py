@@ -1,4 +1,4 @@
-"""Blocks of FP8 values that share a power of two as scale: the counterpart of `coat_jax.blocks`.
+"""Blocks of FP8 values that share a power of two as scale: counterpart of `numerics.blocks`.
 
 The largest magnitude is found among bit patterns, as integers. There NaN and infinity are the
 largest of all and cannot get lost, as they would in a floating-point maximum.

@@ -1,4 +1,4 @@
-"""Dynamic range expansion of Adam's moments: the counterpart of `coat_jax.expansion`.
+"""Dynamic range expansion of Adam's moments: the counterpart of `coat_jax.numerics.expansion`.
 
 A block is [B, G]: B groups of G elements, of which a thread holds about 16 neighbours. The work is
 bound by issued instructions almost as much as by memory. So whatever depends on the group alone is

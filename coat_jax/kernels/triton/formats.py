@@ -1,4 +1,4 @@
-"""Rounding to FP8: the counterpart of `coat_jax.formats`.
+"""Rounding to FP8: the counterpart of `coat_jax.numerics.formats`.
 
 On hardware a cast to FP8 rounds to nearest and saturates. In Triton's interpreter it does neither
 reliably, so where FAST is off, values are rounded before they are cast.

@@ -1,9 +1,9 @@
-"""Decoding and encoding of Adam's moments: the counterpart of `coat_jax.moments`.
+"""Decoding and encoding of Adam's moments: the counterpart of `coat_jax.storage`.
 
 Blocks are [B, G], as in `expansion`. MU and NU are the `adam_launch.MomentFormat`s of the first and
 the second moment.
 
-Integer codes (`coat_jax.integers`, `.logarithms`) are made by adding 1.5 * 2^23 while rounding
+Integer codes (`numerics.integers`, `numerics.logarithms`) are made by adding 1.5 * 2^23, rounding
 down: the code is then the last byte of the sum, and needs no conversion. Their noise is in
 [128, 129): 16 random bits under the bits of 128.
 """

@@ -1,4 +1,4 @@
-"""Random bits for stochastic rounding, hashed as in `coat_jax.noise`.
+"""Random bits for stochastic rounding, hashed as in `coat_jax.numerics.noise`.
 
 The bits become the mantissa of a float: they are put under the bits of a number (BASE) whose last
 place has the size that the noise needs, so that a single addition applies them.

@@ -19,9 +19,9 @@ import numpy as np
 
 from coat_jax.errors import UserError
 from coat_jax.limits import shown
+from coat_jax.tokenizers import AnyTokenizer
 from coat_jax.training.data.packing import Documents
 from coat_jax.training.data.text_files import records
-from coat_jax.training.data.tokenizer import Encoder
 
 ROLES = ("system", "user", "assistant")
 LEARNED = "assistant"
@@ -58,9 +58,9 @@ def template_of(text: str) -> Template:
     return Template(before, after_role, after_content, after)
 
 
-def read(paths: list[Path], encoder: Encoder, template: str) -> Documents:
+def read(paths: list[Path], tokenizer: AnyTokenizer, template: str) -> Documents:
     """The conversations of these files as tokens, each message as the template says."""
-    writer = _Writer(encoder, template_of(template))
+    writer = _Writer(tokenizer, template_of(template))
     conversations = (found for path in paths for found in _conversations(path))
     written = []
     while batch := list(islice(conversations, TOGETHER)):
@@ -74,20 +74,20 @@ def read(paths: list[Path], encoder: Encoder, template: str) -> Documents:
 class _Writer:
     """Makes tokens of messages; what surrounds their contents is tokenized once."""
 
-    def __init__(self, encoder: Encoder, template: Template):
-        self._encoder = encoder
+    def __init__(self, tokenizer: AnyTokenizer, template: Template):
+        self._tokenizer = tokenizer
         self._heads = {
-            role: encoder.encode_markers(template.before_role + role + template.after_role)
+            role: tokenizer.encode_markers(template.before_role + role + template.after_role)
             for role in ROLES
         }
-        end = np.array([encoder.end_of_text], encoder.dtype)
-        self._end = np.concatenate([encoder.encode_markers(template.after_content), end])
-        self._tail = encoder.encode_markers(template.after_end)
+        end = np.array([tokenizer.end_of_text], tokenizer.dtype)
+        self._end = np.concatenate([tokenizer.encode_markers(template.after_content), end])
+        self._tail = tokenizer.encode_markers(template.after_end)
 
     def write(self, conversations: list[list[Message]]) -> tuple[np.ndarray, ...]:
         """Tokens, whether each is learned, and the length of each conversation."""
         messages = [message for conversation in conversations for message in conversation]
-        contents = self._encoder.encode([message.content for message in messages])
+        contents = self._tokenizer.encode_documents([message.content for message in messages])
         parts, learned = [], []
         for message, content in zip(messages, contents, strict=True):
             counts = message.role == LEARNED

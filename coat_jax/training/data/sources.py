@@ -6,6 +6,7 @@ from typing import Literal
 import numpy as np
 
 from coat_jax.errors import UserError
+from coat_jax.tokenizers import AnyTokenizer, document_tokenizer
 from coat_jax.training.data import chat, corpus
 from coat_jax.training.data.config import DataConfig
 from coat_jax.training.data.loader import Loader
@@ -15,7 +16,6 @@ from coat_jax.training.data.rows import IGNORED, Rows, Windows
 from coat_jax.training.data.stream import Memory, Stream
 from coat_jax.training.data.text_files import require_small
 from coat_jax.training.data.token_files import open_files, sidecar_of
-from coat_jax.training.data.tokenizer import Encoder, encoder_of
 from coat_jax.training.data.tokenizing import in_memory
 
 CORPUS = "corpus"
@@ -111,15 +111,15 @@ def _files(config: DataConfig, paths: list[Path], vocab: int) -> tuple[Stream, i
         _require_vocab(f"The data in {paths[0].parent}", notes["vocab"], vocab)
         end_of_text = notes["end_of_text"] if config.end_of_text is None else config.end_of_text
         return Stream(open_files(paths, dtype=config.dtype)), end_of_text
-    encoder = _encoder(config, vocab)
-    return Stream([Memory(str(paths[0]), in_memory(paths, encoder))]), encoder.end_of_text
+    tokenizer = _tokenizer(config, vocab)
+    return Stream([Memory(str(paths[0]), in_memory(paths, tokenizer))]), tokenizer.end_of_text
 
 
 def _chat_rows(
     config: DataConfig, split: Split, paths: list[Path], sequence: int, vocab: int, seed: int
 ) -> Packed:
     require_small(paths, chat.IN_MEMORY, "Divide the conversations among several runs.")
-    documents = chat.read(paths, _encoder(config, vocab), config.template)
+    documents = chat.read(paths, _tokenizer(config, vocab), config.template)
     if not config.held_out:
         count = len(documents.ends)
         cut = count - max(round(config.held_out_part * count), 1)
@@ -129,10 +129,10 @@ def _chat_rows(
     return Packed(documents, sequence=sequence, seed=seed)
 
 
-def _encoder(config: DataConfig, vocab: int) -> Encoder:
-    encoder = encoder_of(config.tokenizer, config.end_of_text)
-    _require_vocab(config.tokenizer or "Text as bytes", encoder.vocab, vocab)
-    return encoder
+def _tokenizer(config: DataConfig, vocab: int) -> AnyTokenizer:
+    tokenizer = document_tokenizer(config.tokenizer, config.end_of_text)
+    _require_vocab(config.tokenizer or "Text as bytes", tokenizer.vocab, vocab)
+    return tokenizer
 
 
 def _require_vocab(what: str, needed: int, vocab: int) -> None:

@@ -19,10 +19,10 @@ import numpy as np
 from jaxtyping import UInt
 
 from coat_jax.errors import UserError
+from coat_jax.tokenizers import AnyTokenizer
 from coat_jax.training.data.text_files import Piece, pieces, require_small
 from coat_jax.training.data.token_files import SIDECAR
-from coat_jax.training.data.tokenizer import Encoder
-from coat_jax.training.new_folder import NewFolder
+from coat_jax.writing import NewFolder
 
 IN_MEMORY = 256 << 20  # bytes of text; more would take minutes at the start of every run
 TOGETHER = 4 << 20  # characters that are tokenized at once
@@ -39,12 +39,12 @@ class Encoded(NamedTuple):
     size: int  # in bytes, of the text
 
 
-def encoded(paths: list[Path], encoder: Encoder) -> Iterator[Encoded]:
+def encoded(paths: list[Path], tokenizer: AnyTokenizer) -> Iterator[Encoded]:
     """The tokens of all documents, in order."""
 
     def encode(batch: list[Piece]) -> Encoded:
-        found = encoder.encode([piece.text for piece in batch])
-        end = np.array([encoder.end_of_text], encoder.dtype)
+        found = tokenizer.encode_documents([piece.text for piece in batch])
+        end = np.array([tokenizer.end_of_text], tokenizer.dtype)
         ends = [end if piece.last else end[:0] for piece in batch]
         return Encoded(
             np.concatenate([part for pair in zip(found, ends, strict=True) for part in pair]),
@@ -56,21 +56,21 @@ def encoded(paths: list[Path], encoder: Encoder) -> Iterator[Encoded]:
     return _ahead(encode, _together(pieces(paths)))
 
 
-def in_memory(paths: list[Path], encoder: Encoder) -> UInt[np.ndarray, " N"]:
+def in_memory(paths: list[Path], tokenizer: AnyTokenizer) -> UInt[np.ndarray, " N"]:
     """All tokens at once; raises if the text is large."""
     require_small(
         paths,
         IN_MEMORY,
         "Run `coat tokenize` once, and train on the files that it writes.",
     )
-    parts = [part.tokens for part in encoded(paths, encoder)]
-    return np.concatenate(parts) if parts else np.empty(0, encoder.dtype)
+    parts = [part.tokens for part in encoded(paths, tokenizer)]
+    return np.concatenate(parts) if parts else np.empty(0, tokenizer.dtype)
 
 
 def write(
     paths: list[Path],
     out: Path,
-    encoder: Encoder,
+    tokenizer: AnyTokenizer,
     *,
     progress: Callable[[Encoded], None] = lambda part: None,
     shard: int = SHARD,
@@ -80,7 +80,7 @@ def write(
     Args:
         paths: text files and .jsonl.
         out: the folder.
-        encoder: makes the tokens.
+        tokenizer: makes the tokens.
         progress: is told of each batch that was written.
         shard: tokens in a file; it ends with a document, so it may have more.
     """
@@ -88,11 +88,11 @@ def write(
     new.require_new()
     with new.appearing() as folder:
         notes = {
-            "vocab": encoder.vocab,
-            "dtype": encoder.dtype.name,
-            "end_of_text": encoder.end_of_text,
-            "tokenizer": encoder.digest,
-            **_write_shards(folder, encoded(paths, encoder), encoder.dtype, progress, shard),
+            "vocab": tokenizer.vocab,
+            "dtype": tokenizer.dtype.name,
+            "end_of_text": tokenizer.end_of_text,
+            "tokenizer": tokenizer.digest,
+            **_write_shards(folder, encoded(paths, tokenizer), tokenizer.dtype, progress, shard),
         }
         if not notes["tokens"]:
             raise UserError(f"{paths[0]} and what comes with it hold no text.")

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from data_cases import write_lines, write_tokenizer
 
+from coat_jax.tokenizers import Bytes, Tokenizer
 from coat_jax.training.data import DataConfig, chat, load
 from coat_jax.training.data.chat import read, template_of
 from coat_jax.training.data.config import TEMPLATE
-from coat_jax.training.data.tokenizer import Bytes, Tokenizer
 
 HELLO = {
     "messages": [

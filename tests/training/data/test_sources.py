@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_jax.errors import UserError
+from coat_jax.tokenizers import Tokenizer
 from coat_jax.training.data import DataConfig, corpus, load
-from coat_jax.training.data.tokenizer import Tokenizer
 from coat_jax.training.data.tokenizing import write
 
 END = 999

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_jax.errors import UserError
-from coat_jax.training.data.tokenizer import Bytes, Tokenizer
+from coat_jax.tokenizers import Bytes, Tokenizer, document_tokenizer
 
 
 @given(st.lists(st.text(alphabet="aé漢😀\n\0"), max_size=4))
 def test_bytes_are_utf8(texts):
-    assert [bytes(one.tolist()).decode() for one in Bytes().encode(texts)] == texts
+    assert [bytes(one.tolist()).decode() for one in Bytes().encode_documents(texts)] == texts
 
 
 def test_tokens_are_those_of_the_library(tmp_path):
@@ -24,14 +24,14 @@ def test_tokens_are_those_of_the_library(tmp_path):
     texts = ["the thing that they", "", "héllo\n\nworld"]
     expected = [tokenizers.Tokenizer.from_file(str(path)).encode(text).ids for text in texts]
     encoder = Tokenizer(path)
-    assert [one.tolist() for one in encoder.encode(texts)] == expected
+    assert [one.tolist() for one in encoder.encode_documents(texts)] == expected
     assert encoder.dtype == np.uint16
     assert encoder.vocab <= 300
 
 
 def test_a_special_token_that_is_spelled_out_is_ordinary_text(tmp_path):
     encoder = Tokenizer(write_tokenizer(tmp_path / "tokenizer.json"))
-    (spelled,) = encoder.encode(["<|endoftext|>"])
+    (spelled,) = encoder.encode_documents(["<|endoftext|>"])
     assert encoder.end_of_text not in spelled
     assert encoder.encode_markers("<|endoftext|>").tolist() == [encoder.end_of_text]
 
@@ -46,7 +46,7 @@ def test_truncation_in_the_file_is_not_obeyed(tmp_path):
         "stride": 0,
     }
     path.write_text(json.dumps(content))
-    assert len(Tokenizer(path).encode(["xyz xyz xyz"])[0]) > 2
+    assert len(Tokenizer(path).encode_documents(["xyz xyz xyz"])[0]) > 2
 
 
 def test_the_end_of_text_is_found_or_told(tmp_path):
@@ -57,7 +57,7 @@ def test_the_end_of_text_is_found_or_told(tmp_path):
         Tokenizer(path, end_of_text=999)
     unknown = write_tokenizer(tmp_path / "b.json", special=("<pad>",))
     with pytest.raises(ValueError, match=r"b.json has none of .* set end_of_text"):
-        Tokenizer(unknown)
+        document_tokenizer(unknown)
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path):

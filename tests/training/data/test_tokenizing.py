@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_jax.errors import UserError
+from coat_jax.tokenizers import Bytes, Tokenizer
 from coat_jax.training.data import text_files, tokenizing
 from coat_jax.training.data.text_files import pieces
-from coat_jax.training.data.tokenizer import Bytes, Tokenizer
 from coat_jax.training.data.tokenizing import in_memory, write
 
 TEXT = "".join(f"line {number} of the thing\n" for number in range(400))

@@ -1,0 +1,86 @@
+"""Llama 2 with 7 billion parameters.
+
+    coat train llama2_7b --train 'tokens/*.npy'          COAT
+    coat train llama2_7b:bf16 --train 'tokens/*.npy'     BF16, optax's AdamW
+    coat train llama2_7b:one_gpu                         COAT: throughput on one GPU
+    coat train llama2_7b:one_gpu_bf16                    BF16: likewise
+
+Hyper-parameters of Touvron et al. 2023 (Llama 2, section 2.2): batches of 4 million tokens, AdamW
+with b2 = 0.95 and eps = 1e-5, 2000 steps of warmup, a cosine down to a tenth, over 2 trillion
+tokens. Differently from there, parameters are BF16, rounded stochastically. Weights, gradients and
+moments take 10.1 bytes a parameter with COAT, of which 4 are the FP32 sum of the gradients of
+several microbatches; without accumulation they take 6.1.
+
+Parameters and moments are cut along all GPUs. A microbatch is 8 sequences: 2 on each of 4 GPUs. It
+takes 35.4 GB of each in COAT and 54.1 in BF16 (XLA's account of the step,
+experiments/config_memory.py).
+
+The runs on one GPU are for the first row of table 7 of the COAT paper: full-parameter training on
+sequences of 2048 tokens. They read the built-in corpus, since what is learnt does not matter there.
+Choose --global_batch_size by the GPU's memory; the table that is printed first says what a batch
+takes. On an H200, COAT takes 72.7 GB at a batch of 10 and trains 23,508 tokens a second, BF16 131.8
+GB and 14,563 (experiments/training_throughput.py).
+"""
+
+import dataclasses
+
+from coat_jax import models
+from coat_jax.training.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    TrainConfig,
+    in_bf16,
+)
+from coat_jax.training.data import DataConfig
+
+TOKENS, WARMUP_STEPS = 2_000_000_000_000, 2000
+BATCH, SEQUENCE = 1024, 4096
+STEPS = TOKENS // (BATCH * SEQUENCE)
+
+
+def config() -> TrainConfig:
+    """In COAT."""
+    model = dataclasses.replace(models.config_of("llama2_7b"), param_dtype="bfloat16")
+    return TrainConfig(
+        model=model,
+        data=DataConfig(train=("tokens/*.npy",)),
+        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=WARMUP_STEPS, eps=1e-5),
+        evaluation=EvaluationConfig(every=1000),
+        checkpoint=CheckpointConfig(every=1000),
+        total_steps=STEPS,
+        global_batch_size=BATCH,
+        sequence_length=SEQUENCE,
+        gradient_accumulation_steps=128,
+        out="out/llama2_7b",
+    )
+
+
+def bf16() -> TrainConfig:
+    """In BF16, with optax's AdamW."""
+    return in_bf16(config())
+
+
+def one_gpu() -> TrainConfig:
+    """Throughput of COAT on one GPU."""
+    coat = config()
+    return dataclasses.replace(
+        coat,
+        model=dataclasses.replace(coat.model, scan=False),
+        data=DataConfig(),
+        optimizer=dataclasses.replace(
+            coat.optimizer, schedule="constant", warmup_steps=0, learning_rate=1e-5
+        ),
+        evaluation=EvaluationConfig(every=0),
+        checkpoint=CheckpointConfig(every=0),
+        total_steps=30,
+        global_batch_size=4,
+        sequence_length=2048,
+        gradient_accumulation_steps=1,
+        out="out/llama2_7b_one_gpu",
+    )
+
+
+def one_gpu_bf16() -> TrainConfig:
+    """Throughput of BF16 on one GPU."""
+    return in_bf16(one_gpu())

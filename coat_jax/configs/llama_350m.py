@@ -1,0 +1,57 @@
+"""Llama of 360 million parameters: the size of the second GPT-2, with its vocabulary.
+
+    coat train llama_350m --train 'tokens/*.npy'          COAT
+    coat train llama_350m:bf16 --train 'tokens/*.npy'     BF16, optax's AdamW
+
+Hyper-parameters as in llama_124m.py, from GPT-3's line for 350 million parameters: half the peak.
+Parameters are FP32.
+
+Made for one GPU: a microbatch of 32 sequences takes 22.2 GB in COAT and 30.0 in BF16 (XLA's account
+of the step, experiments/config_memory.py).
+"""
+
+from coat_jax import models
+from coat_jax.training.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    TrainConfig,
+    in_bf16,
+)
+from coat_jax.training.data import DataConfig
+
+TOKENS, WARMUP_TOKENS = 10_000_000_000, 375_000_000
+BATCH, SEQUENCE = 512, 1024
+
+
+def config() -> TrainConfig:
+    """In COAT."""
+    model = models.Config(
+        vocab=50304,
+        width=1024,
+        layers=24,
+        heads=16,
+        kv_heads=16,
+        head_dim=64,
+        ffn=2816,
+        context=SEQUENCE,
+        tied=True,
+        scan=False,
+    )
+    return TrainConfig(
+        model=model,
+        data=DataConfig(train=("tokens/*.npy",)),
+        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=WARMUP_TOKENS / TOKENS),
+        evaluation=EvaluationConfig(every=250),
+        checkpoint=CheckpointConfig(every=1000),
+        total_steps=TOKENS // (BATCH * SEQUENCE),
+        global_batch_size=BATCH,
+        sequence_length=SEQUENCE,
+        gradient_accumulation_steps=16,
+        out="out/llama_350m",
+    )
+
+
+def bf16() -> TrainConfig:
+    """In BF16, with optax's AdamW."""
+    return in_bf16(config())

@@ -1,0 +1,39 @@
+"""Llama of 0.9 million parameters over bytes, on the source of Python's standard library.
+
+To see everything work on a laptop in minutes; not to be compared with anything. On a CPU, which
+has no products in FP8, FP8 saves memory and not time.
+
+    coat train llama_tiny            COAT: FP8 layers, moments in 8 bits
+    coat train llama_tiny:bf16       BF16 layers, optax's AdamW with FP32 moments
+
+Parameters are FP32, because learning is quick here and the model small. The learning rate is what
+small models like; nobody published one for this.
+"""
+
+from coat_jax import models
+from coat_jax.training.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    TrainConfig,
+    in_bf16,
+)
+
+
+def config() -> TrainConfig:
+    """In COAT."""
+    return TrainConfig(
+        model=models.config_of("tiny"),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=0.1),
+        evaluation=EvaluationConfig(every=100),
+        checkpoint=CheckpointConfig(every=100),
+        total_steps=300,
+        global_batch_size=8,
+        sequence_length=128,
+        out="out/llama_tiny",
+    )
+
+
+def bf16() -> TrainConfig:
+    """In BF16, with optax's AdamW."""
+    return in_bf16(config())

@@ -1,0 +1,46 @@
+"""OLMo with 1.2 billion parameters: what the COAT paper pretrains.
+
+    coat train olmo_1b --train 'tokens/*.npy'             COAT
+    coat train olmo_1b:bf16 --train 'tokens/*.npy'        BF16, optax's AdamW
+
+Hyper-parameters of OLMo-1B.yaml in the OLMo project (Groeneveld et al. 2024): batches of 4 million
+tokens, a peak of 4e-4, 2000 steps of warmup, a cosine down to a tenth, over 3.1 trillion tokens.
+Token files in OLMo's layout are read as they are: give their paths with --train, and --end_of_text
+50279. Parameters are FP32, as there.
+
+A microbatch of 16 sequences takes 39.9 GB of one GPU in COAT and 57.7 in BF16 (XLA's account of the
+step, experiments/config_memory.py).
+"""
+
+from coat_jax import models
+from coat_jax.training.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    TrainConfig,
+    in_bf16,
+)
+from coat_jax.training.data import DataConfig
+
+STEPS, WARMUP_STEPS = 739_328, 2000
+
+
+def config() -> TrainConfig:
+    """In COAT."""
+    return TrainConfig(
+        model=models.config_of("olmo_1b"),
+        data=DataConfig(train=("tokens/*.npy",)),
+        optimizer=OptimizerConfig(learning_rate=4e-4, warmup_steps=WARMUP_STEPS),
+        evaluation=EvaluationConfig(every=1000),
+        checkpoint=CheckpointConfig(every=1000),
+        total_steps=STEPS,
+        global_batch_size=2048,
+        sequence_length=2048,
+        gradient_accumulation_steps=128,
+        out="out/olmo_1b",
+    )
+
+
+def bf16() -> TrainConfig:
+    """In BF16, with optax's AdamW."""
+    return in_bf16(config())

@@ -1,0 +1,207 @@
+"""Dynamic range expansion: FP8 for groups of numbers that are all of similar size.
+
+    encode    q = fp8(F sign(x) (|x| / amax)^k)        F = 448, the largest E4M3
+    decode    x = sign(q) amax (|q| / F)^(1/k)
+    k         log(range of FP8) / log(amax / min|x|)   in sixteenths
+
+A group of Adam moments spans 1e1 .. 1e3, of the 2e5 that E4M3 can tell apart. Raised to
+the power k the group fills the format, and rounding errors shrink by k (equation 3 of
+COAT, arXiv 2410.19313). Stored per group of 128: `amax` in FP32 and 16 k in one byte.
+
+Laws, for finite input of any shape:
+    zero stays zero;
+    the largest of a group is exact, so a constant group is exact;
+    nothing non-finite comes out;
+    with noise, the decoded value is right on average. What is below the smallest code becomes
+    that code or zero. Rounded up to it always, a moment could never decay to zero.
+Denormal magnitudes (under 2^-126) count as zero, since XLA and the GPU flush them. NaN stays NaN
+in its own place and touches no neighbour; infinity becomes the largest FP32.
+
+There are three ways to round, and each limits how small k may become:
+
+    nearest      k >= 1, where it is plain scaled FP8: one tiny element would otherwise coarsen
+                 all others
+    dithered     k >= 1; to nearest, except that the smallest codes are rounded stochastically
+    stochastic   k >= 1/2, and the smallest element is placed two binades above the smallest
+                 code, so that rounding does not change it by more than a quarter
+"""
+
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Bool, Float, UInt8
+
+from coat_jax.numerics.formats import (
+    E4M3,
+    Format,
+    dithered_cast,
+    format_of,
+    saturating_cast,
+    stochastic_cast,
+)
+from coat_jax.numerics.qtensor import (
+    group_max,
+    join_groups,
+    require_float,
+    scales_shape,
+    split_groups,
+)
+
+Rounding = Literal["nearest", "dithered", "stochastic"]
+
+GROUP_SIZE = 128
+SMALLEST = 2.0**-126  # of the normal FP32 numbers
+STEPS = 16  # k is stored in sixteenths
+MAX_STEPS = 255
+HEADROOM = 2  # binades under the smallest element, where rounding is stochastic
+# Added before 16 k is rounded down. A group whose smallest element got the smallest code must get
+# the same k when it is encoded again, whatever the logarithms' rounding: else k, and with it the
+# smallest element, would sink a little at every step.
+TOLERANCE = 1 / 64
+
+
+class Fit(NamedTuple):
+    """How k is chosen."""
+
+    log2_range: float  # the binades that a group is spread over
+    min_steps: int  # the least 16 k
+    tolerance: float = TOLERANCE
+
+    @property
+    def resolution(self) -> float:
+        """The smallest magnitude that a group can hold beside a largest of 1, at the least k."""
+        return 2.0 ** (-self.log2_range * STEPS / self.min_steps)
+
+
+def fit_of(dtype: DTypeLike, rounding: Rounding) -> Fit:
+    """The choice of k for a format and a rounding; see above."""
+    log2_range = format_of(dtype).log2_range
+    if rounding == "stochastic":
+        return Fit(log2_range - HEADROOM, STEPS // 2)
+    return Fit(log2_range, STEPS)
+
+
+def resolution(dtype: DTypeLike, rounding: Rounding) -> float:
+    """The smallest magnitude that a group can hold beside a largest of 1: its smallest code."""
+    fit = fit_of(dtype, rounding)
+    return fit._replace(log2_range=format_of(dtype).log2_range).resolution
+
+
+class Expanded(NamedTuple):
+    """An array in expanded FP8, or a tree of them: three trees of the same structure."""
+
+    codes: Float[Array, "*rows D"]  # FP8, the array's shape
+    amax: Float[Array, "*rows G"]  # FP32, the largest magnitude of each group
+    k16: UInt8[Array, "*rows G"]  # 16 times the exponent of each group
+
+
+def encode(
+    x: Float[Array, "*rows D"],
+    dtype: DTypeLike = E4M3,
+    *,
+    group_size: int = GROUP_SIZE,
+    noise: Float[Array, "*rows D"] | None = None,
+    never_zero: Bool[ArrayLike, "*rows #G 1"] | bool = False,
+) -> Expanded:
+    """Rounds `x` to expanded FP8: to nearest, or with `noise` (uniform in [0, 1)) stochastically.
+
+    Stochastic rounding is unbiased in x itself, not in its expanded image.
+
+    Args:
+        x: finite floats of any shape.
+        dtype: the FP8 format.
+        group_size: neighbours along the last axis that share a scale and an exponent.
+        noise: one number per element; see `coat_jax.numerics.noise.uniform`.
+        never_zero: whether a non-zero is at least the smallest code, for all groups or each. It is
+            then too large on average: for what is divided by, where zero would be worse.
+    """
+    rounding: Rounding = "nearest" if noise is None else "stochastic"
+    group = _expand(x, dtype, group_size, rounding)
+    image = group.image
+    nonzero = jnp.abs(group.values) >= SMALLEST
+    image = jnp.where(never_zero & nonzero, jnp.maximum(image, group.fmt.tiny), image)
+    image = jnp.copysign(image, group.values)
+    if noise is None:
+        codes = saturating_cast(image, dtype)
+    else:
+        noise = split_groups(noise, group_size)
+        codes = stochastic_cast(image, dtype, noise, curvature=1 - 1 / group.k)
+    return _stored(codes, group, x.shape, group_size)
+
+
+def encode_dithered(
+    x: Float[Array, "*rows D"],
+    dtype: DTypeLike,
+    noise: Float[Array, "*rows D"],
+    *,
+    group_size: int = GROUP_SIZE,
+) -> Expanded:
+    """Rounds `x` to nearest, but stochastically where codes are subnormal.
+
+    Right on average where that matters for a number that decays by at least a tenth per step: any
+    larger code decays by itself. Its error is about half of stochastic rounding's. Between the
+    smallest code and the next the mean of x is up to 1.4 % too small, as rounding is unbiased in
+    the expanded image; below the smallest code, where k = 1, it is exact.
+    """
+    group = _expand(x, dtype, group_size, "dithered")
+    image = jnp.copysign(group.image, group.values)
+    codes = dithered_cast(image, dtype, split_groups(noise, group_size))
+    return _stored(codes, group, x.shape, group_size)
+
+
+def decode(e: Expanded, *, group_size: int = GROUP_SIZE) -> Float[Array, "*rows D"]:
+    """Returns the FP32 values that `e` stands for."""
+    fmt = format_of(e.codes.dtype)
+    grouped = split_groups(e.codes, group_size).astype(jnp.float32)
+    per_group = grouped.shape[:-1]
+    k = e.k16.reshape(per_group)[..., None].astype(jnp.float32) / STEPS
+    amax = e.amax.reshape(per_group)[..., None]
+    image = jnp.abs(grouped) / fmt.max
+    values = amax * jnp.exp2(jnp.log2(image) / k)
+    return join_groups(jnp.copysign(values, grouped), e.codes.shape)
+
+
+class _Group(NamedTuple):
+    """An array's groups on the way to their codes."""
+
+    values: Float[Array, "*rows G K"]
+    image: Float[Array, "*rows G K"]  # F (|x| / amax)^k
+    amax: Float[Array, "*rows G"]
+    k: Float[Array, "*rows G 1"]
+    k16: UInt8[Array, "*rows G"]
+    fmt: Format
+
+
+def _expand(
+    x: Float[Array, "*rows D"], dtype: DTypeLike, group_size: int, rounding: Rounding
+) -> _Group:
+    """Chooses each group's k, and raises its magnitudes to that power."""
+    require_float("x", x.dtype)
+    fmt = format_of(dtype)
+    grouped = split_groups(x.astype(jnp.float32), group_size)
+    magnitude = jnp.abs(grouped)
+    magnitude = jnp.where(magnitude < SMALLEST, 0.0, magnitude)
+    amax = group_max(magnitude)
+    smallest = jnp.min(jnp.where(magnitude > 0, magnitude, jnp.inf), axis=-1, initial=jnp.inf)
+    smallest = jnp.where(amax > 0, smallest, 0.0)
+    k16 = exponent_sixteenths(amax, smallest, fit_of(dtype, rounding))
+    k = k16[..., None].astype(jnp.float32) / STEPS
+    log2_ratio = jnp.log2(magnitude) - jnp.log2(jnp.maximum(amax, SMALLEST))[..., None]
+    return _Group(grouped, fmt.max * jnp.exp2(k * log2_ratio), amax, k, k16, fmt)
+
+
+def _stored(codes: Array, group: _Group, shape: tuple[int, ...], group_size: int) -> Expanded:
+    scales = scales_shape(shape, group_size)
+    return Expanded(
+        join_groups(codes, shape), group.amax.reshape(scales), group.k16.reshape(scales)
+    )
+
+
+def exponent_sixteenths(
+    amax: Float[Array, "..."], smallest: Float[Array, "..."], fit: Fit
+) -> UInt8[Array, "..."]:
+    """16 k per group, rounded down so that the smallest element still fits."""
+    log2_spread = jnp.log2(smallest) - jnp.log2(jnp.maximum(amax, SMALLEST))
+    steps = STEPS * fit.log2_range / jnp.maximum(-log2_spread, 1e-6)
+    return jnp.clip(jnp.floor(steps + fit.tolerance), fit.min_steps, MAX_STEPS).astype(jnp.uint8)

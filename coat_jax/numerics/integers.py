@@ -1,0 +1,82 @@
+"""8-bit integers: numbers in 127 equal steps on each side of zero, with one scale per group.
+
+    encode    code = 127 x / amax,  rounded
+    decode    x = amax code / 127
+
+For numbers of similar size, such as the directions of Adam's updates. Large codes may be rounded
+to nearest and small ones stochastically: a number that decays by itself, by a part of itself per
+step, moves on from a large code and would be stuck at a small one.
+
+Laws, for finite input of any shape:
+    zero stays zero;
+    the largest of a group gets the code 127, so a constant group is exact to FP32;
+    nothing non-finite comes out;
+    where rounding is stochastic, the decoded value is right on average.
+There is no code for NaN: it becomes -1 and touches no neighbour. Magnitudes over 2^100 become that,
+and a group of none over 2^-100 zeros: their scales would have no reciprocals.
+"""
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from coat_jax.numerics.expansion import STEPS, Expanded
+from coat_jax.numerics.qtensor import (
+    group_max,
+    join_groups,
+    require_float,
+    scales_shape,
+    split_groups,
+)
+
+DTYPE = jnp.int8
+TOP = 127
+OF_NAN = -1  # the code that NaN gets
+SMALLEST, LARGEST = 2.0**-100, 2.0**100
+
+
+def encode(
+    x: Float[Array, "*rows D"],
+    *,
+    group_size: int,
+    noise: Float[Array, "*rows D"] | None = None,
+    stochastic_below: ArrayLike = jnp.inf,
+) -> Expanded:
+    """Rounds `x` to nearest, or with `noise` (uniform in (0, 1)) stochastically.
+
+    Args:
+        x: floats of any shape.
+        group_size: neighbours along the last axis that share a scale.
+        noise: one number per element; see `coat_jax.numerics.noise.uniform`.
+        stochastic_below: codes of this magnitude and more are rounded to nearest all the same.
+    """
+    require_float("x", x.dtype)
+    values = split_groups(x.astype(jnp.float32), group_size)
+    lost = jnp.isnan(values)
+    values = jnp.clip(jnp.where(lost, 0.0, values), -LARGEST, LARGEST)
+    amax = group_max(jnp.abs(values))
+    amax = jnp.where(amax < SMALLEST, 0.0, amax)
+    largest = jnp.where(amax > 0, amax, jnp.inf)[..., None]
+    # Not a quotient for the largest: its rounding could leave a little under 1 to be rounded down.
+    share = jnp.where(jnp.abs(values) >= largest, jnp.sign(values), values / largest)
+    exact = TOP * share
+    codes = jnp.floor(exact + 0.5)
+    if noise is not None:
+        whole = jnp.floor(exact)
+        at_random = whole + (split_groups(noise, group_size) < exact - whole)
+        codes = jnp.where(jnp.abs(exact) < stochastic_below, at_random, codes)
+    codes = jnp.where(lost, OF_NAN, codes).astype(DTYPE)
+    shape = scales_shape(x.shape, group_size)
+    k16 = jnp.where(amax >= 0, STEPS, 0)  # always STEPS: not a constant, so sharded as amax is
+    return Expanded(
+        join_groups(codes, x.shape),
+        amax.reshape(shape),
+        k16.astype(jnp.uint8).reshape(shape),
+    )
+
+
+def decode(e: Expanded, *, group_size: int) -> Float[Array, "*rows D"]:
+    """Returns the FP32 values that `e` stands for."""
+    codes = split_groups(e.codes, group_size).astype(jnp.float32)
+    scale = e.amax.reshape(codes.shape[:-1])[..., None] / TOP
+    return join_groups(codes * scale, e.codes.shape)

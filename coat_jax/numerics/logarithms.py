@@ -1,0 +1,96 @@
+"""8-bit logarithms, for numbers that are never negative, such as Adam's second moments.
+
+    encode    code = 255 - 16 k log2(amax / x)
+    decode    x = amax 2^(-(255 - code) / (16 k)),    zero for code 0
+
+This is dynamic range expansion (`numerics.expansion`) to another format: raised to the power k, a
+group is spread over the 15.9 binades of a code with 16 values to a binade and no sign. There are
+16 k codes to a binade of x, each the same ratio above the one before. FP8 at the same k has 8, as
+half of its codes are negative, and loses some to subnormal numbers.
+
+Stored per group are `amax` in FP32 and 16 k in one byte, rounded down so that the smallest element
+of the group still has a code. Below 7 it does not go: what is then more than 36 binades below
+`amax` is rounded to the smallest code or to zero.
+
+Laws, for finite input of any shape:
+    zero stays zero;
+    the largest of a group is exact, so a constant group is exact;
+    nothing non-finite comes out;
+    with noise, the decoded value is right on average.
+Denormal magnitudes count as zero, as in `expansion`; so do NaN and negative numbers. Infinity
+becomes the largest FP32.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from coat_jax.numerics.expansion import SMALLEST, STEPS, Expanded, Fit, exponent_sixteenths
+from coat_jax.numerics.qtensor import (
+    group_max,
+    join_groups,
+    require_float,
+    scales_shape,
+    split_groups,
+)
+
+DTYPE = jnp.uint8
+TOP = 255  # the code of the largest
+MIN_STEPS = 7  # codes to a binade, at least
+# Without the tolerance of `expansion`. With it the smallest element may fall under its code and
+# then be rounded up to it, so that one that decays slowly stands still.
+FIT = Fit((TOP - 1) / STEPS, MIN_STEPS, tolerance=0.0)
+LOG2 = 0.6931471805599453  # the natural logarithm of 2
+
+
+def encode(
+    x: Float[Array, "*rows D"],
+    *,
+    group_size: int,
+    noise: Float[Array, "*rows D"] | None = None,
+) -> Expanded:
+    """Rounds `x` to the nearest code, or with `noise` (uniform in (0, 1)) stochastically."""
+    require_float("x", x.dtype)
+    values = split_groups(x.astype(jnp.float32), group_size)
+    values = jnp.where(values >= SMALLEST, values, 0.0)
+    amax = group_max(values)
+    log2_amax = jnp.log2(jnp.maximum(amax, SMALLEST))[..., None]
+    log2_below = log2_amax - jnp.log2(values)  # inf for zero
+    # Not what is left of two logarithms' rounding, which could round the largest down.
+    log2_below = jnp.where(values >= amax[..., None], 0.0, log2_below)
+    log2_below = jnp.where(values > 0, log2_below, jnp.inf)
+    least_value = jnp.min(jnp.where(values > 0, values, jnp.inf), axis=-1, initial=jnp.inf)
+    k16 = exponent_sixteenths(amax, jnp.where(amax > 0, least_value, 0.0), FIT)
+    steps = k16[..., None].astype(jnp.float32)
+    exact = TOP - steps * log2_below
+
+    # Below the smallest code: it or zero. But for rounding errors of `steps`, only groups of a wide
+    # spread have such numbers.
+    smallest = jnp.where(steps > MIN_STEPS, SMALLEST, amax[..., None] * FIT.resolution)
+    if noise is None:
+        codes = jnp.floor(exact + 0.5)
+        least = (values >= smallest / 2).astype(jnp.float32)
+    else:
+        noise = split_groups(noise, group_size)
+        whole = jnp.floor(exact)
+        fraction = exact - whole
+        # Right on average in x, not in its logarithm, which is concave.
+        bend = LOG2 / (2 * steps) * fraction * (1 - fraction)
+        codes = whole + (noise < fraction - bend)
+        least = (noise < values / smallest).astype(jnp.float32)
+    codes = jnp.where(exact >= 1, codes, jnp.where(values > 0, least, 0.0))
+    shape = scales_shape(x.shape, group_size)
+    return Expanded(
+        join_groups(codes.astype(DTYPE), x.shape),
+        amax.reshape(shape),
+        k16.reshape(shape),
+    )
+
+
+def decode(e: Expanded, *, group_size: int) -> Float[Array, "*rows D"]:
+    """Returns the FP32 values that `e` stands for."""
+    codes = split_groups(e.codes, group_size).astype(jnp.float32)
+    groups = codes.shape[:-1]
+    steps = e.k16.reshape(groups)[..., None].astype(jnp.float32)
+    amax = e.amax.reshape(groups)[..., None]
+    values = amax * jnp.exp2((codes - TOP) / steps)
+    return join_groups(jnp.where(codes > 0, values, 0.0), e.codes.shape)

@@ -1,0 +1,137 @@
+"""What rounding to FP8 does to a tensor: a few sums, and the statistics that follow from them.
+
+    underflow   share of the non-zero values whose code is zero
+    subnormal   share of the non-zero values whose code is subnormal: few bits are left of them
+    saturated   share of the non-zero values beyond the largest code
+    headroom    log2 of the largest value that the scale allows over the largest there is; of
+                blocks, the mean over blocks
+    error       root mean square of (decoded - value), relative to that of the values
+
+Sums add up: those of parts of a tensor, of microbatches, of shards or of layers are the sums of the
+whole, in which each part's errors count relative to its own scale. So they can be added by
+whatever computes gradients, which is how `telemetry` collects them.
+FP32 magnitudes under 2^-126 count as zero.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
+
+from coat_jax.numerics.blocks import Blocks, from_blocks, power_of_two
+from coat_jax.numerics.formats import format_of, saturating_cast
+from coat_jax.numerics.qtensor import split_groups
+
+
+class Sums(NamedTuple):
+    """One FP32 number each, in the order in which `stack` puts them."""
+
+    size: Float[Array, ""]  # elements; none where nothing was seen
+    nonzero: Float[Array, ""]  # elements, as are the next three
+    underflow: Float[Array, ""]
+    subnormal: Float[Array, ""]
+    saturated: Float[Array, ""]
+    scales: Float[Array, ""]  # those of tensors or blocks that are not zero
+    headroom: Float[Array, ""]  # summed over scales
+    squares: Float[Array, ""]  # of the values, in units of the scale; of blocks, of the largest
+    squared_errors: Float[Array, ""]  # likewise
+
+
+NUMBERS = len(Sums._fields)
+
+
+class Statistics(NamedTuple):
+    """See above. A tensor of zeros has no error, and NaN for its headroom.
+
+    The error of one with a NaN or an infinity is NaN, as is that of one whose scale is so large
+    that nothing is left of it, nor of its square.
+    """
+
+    underflow: float
+    subnormal: float
+    saturated: float
+    headroom: float
+    error: float
+
+
+def of_tensor(
+    x: Float[Array, "*rows D"], scale: Float[Array, ""], dtype: DTypeLike
+) -> Float[Array, "9"]:
+    """The sums of a tensor that is rounded to FP8 with one scale."""
+    x = jnp.atleast_1d(x).astype(jnp.float32)
+    codes = saturating_cast(x * (1.0 / scale), dtype).astype(jnp.float32)
+    limit = format_of(dtype).max * scale
+    amax = jnp.max(jnp.abs(x), initial=0.0)
+    return _stacked(x, codes, codes * scale, jnp.abs(x) > limit, limit, amax, scale, dtype)
+
+
+def of_blocks(x: Float[Array, "*rows D"], blocks: Blocks, *, size: int) -> Float[Array, "9"]:
+    """The sums of a tensor that is stored in blocks."""
+    x = jnp.atleast_1d(x).astype(jnp.float32)
+    dtype = blocks.codes.dtype
+    amax = jnp.max(jnp.abs(split_groups(x, size)), axis=-1, initial=0.0)
+    scales = power_of_two(blocks.exponents).reshape(amax.shape)
+    limit = format_of(dtype).max * scales
+    beyond = jnp.abs(split_groups(x, size)) > limit[..., None]
+    codes = blocks.codes.astype(jnp.float32).reshape(x.shape)
+    decoded = from_blocks(blocks, size=size).reshape(x.shape)
+    unit = jnp.max(scales, initial=0.0)
+    return _stacked(x, codes, decoded, beyond, limit, amax, unit, dtype)
+
+
+def of_sums(sums: Float[np.ndarray, "9"]) -> Statistics:
+    """The statistics, on the host."""
+    of = dict(zip(Sums._fields, map(float, sums), strict=True))
+    nonzero = of["nonzero"] or 1.0
+    return Statistics(
+        underflow=of["underflow"] / nonzero,
+        subnormal=of["subnormal"] / nonzero,
+        saturated=of["saturated"] / nonzero,
+        headroom=of["headroom"] / of["scales"] if of["scales"] else math.nan,
+        error=_root(of["squared_errors"], of["squares"]) if of["nonzero"] else 0.0,
+    )
+
+
+def _root(part: float, whole: float) -> float:
+    return math.sqrt(part / whole) if whole else math.nan
+
+
+def _stacked(
+    x: Float[Array, "*rows D"],
+    codes: Float[Array, "*rows D"],
+    decoded: Float[Array, "*rows D"],
+    beyond: Bool[Array, "..."],
+    limit: Float[Array, "..."],
+    amax: Float[Array, "..."],
+    unit: Float[Array, ""],
+    dtype: DTypeLike,
+) -> Float[Array, "9"]:
+    """`Sums` as one array, of codes in FP32 and of the limits and maxima of all scales.
+
+    They take one pass over the tensor: none of them waits for another.
+    """
+    nonzero = x != 0
+    smallest_normal = 2.0 ** format_of(dtype).min_exponent
+    used = ~(amax == 0)  # also where it is NaN, which is then that of all
+    binades = jnp.log2(jnp.where(used, limit, 1.0)) - jnp.log2(jnp.where(used, amax, 1.0))
+    sums = Sums(
+        size=jnp.float32(x.size),
+        nonzero=_count(nonzero),
+        underflow=_count(nonzero & (codes == 0)),
+        subnormal=_count((codes != 0) & (jnp.abs(codes) < smallest_normal)),
+        saturated=_count(beyond),
+        scales=_count(jnp.atleast_1d(used)),
+        headroom=jnp.sum(binades),
+        # Squares of gradients would underflow. A power of two divides exactly.
+        squares=jnp.sum(jnp.square(x / unit)),
+        squared_errors=jnp.sum(jnp.square((decoded - x) / unit)),
+    )
+    return jnp.stack(sums)
+
+
+def _count(true: Bool[Array, "*rows D"]) -> Float[Array, ""]:
+    """How many are true; a tensor over all devices may have more than an int32 counts."""
+    return jnp.sum(jnp.sum(true, axis=-1, dtype=jnp.int32).astype(jnp.float32))

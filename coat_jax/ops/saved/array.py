@@ -1,0 +1,34 @@
+"""How an op saves one array for its backward pass: in FP8 blocks, or as it is.
+
+The forward pass then uses the saved values, so that both passes see the same tensor. With
+`Precision.exact_forward` it uses the original values.
+"""
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from coat_jax.numerics.blocks import Blocks, from_blocks, to_blocks
+from coat_jax.precision import Precision
+
+SavedArray = Blocks | Array
+
+
+def save_array(x: Float[Array, "*rows D"], dtype: DTypeLike, size: int | None) -> SavedArray:
+    """`x` as FP8 in blocks of `size`; `x` itself where size is None."""
+    return x if size is None else to_blocks(x, dtype, size=size)
+
+
+def restore(saved: SavedArray, dtype: DTypeLike, size: int | None) -> Float[Array, "*rows D"]:
+    """The saved array, decoded, as `dtype`."""
+    if isinstance(saved, Blocks):
+        assert size is not None
+        return from_blocks(saved, size=size).astype(dtype)
+    return saved.astype(dtype)
+
+
+def save_input(x: Float[Array, "*rows D"], precision: Precision) -> tuple[SavedArray, Array]:
+    """The input of a norm or an activation: saved, and the FP32 values to compute with."""
+    saved = save_array(x, precision.forward, precision.block)
+    used = x if precision.exact_forward else saved
+    return saved, restore(used, jnp.float32, precision.block)

@@ -1,0 +1,168 @@
+"""Attention between its projections: what it saves, and its gradients.
+
+    forward     q, k, v -> saved (blocks) -> o, saved likewise, and the log-sum-exp of each row
+    backward    saved q, k, v, o and log-sum-exp, do -> dq, dk, dv
+
+On a GPU attention is cuDNN's, in 16 bits, and its backward pass begins with o and the
+log-sum-exp. Elsewhere it is XLA's, which recomputes them.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from coat_jax.ops.saved.array import SavedArray, restore, save_array
+from coat_jax.precision import Precision
+
+Backend = Literal["cudnn", "xla"]
+Pull = Callable[[Array], tuple[Array, Array, Array]]
+
+
+class AttentionSettings(NamedTuple):
+    """Which attention, how it is computed, and what it saves in FP8."""
+
+    causal: bool
+    window: int | None
+    scale: float
+    precision: Precision
+    backend: Backend
+
+
+class SavedAttention(NamedTuple):
+    """What attention saves: its inputs, its output, and cuDNN's log-sum-exp."""
+
+    inputs: tuple[SavedArray, SavedArray, SavedArray]
+    output: SavedArray
+    log_sums: Float[Array, "B N S"] | None
+
+
+def save_attention(
+    settings: AttentionSettings,
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segments: Int[Array, "B S"] | None,
+) -> tuple[Float[Array, "B S N H"], SavedAttention]:
+    """Returns o, and what is saved.
+
+    o is computed from the saved q, k and v, also with `Precision.exact_forward`. The backward pass
+    recomputes the softmax from these and from the log-sum-exp. With the log-sum-exp of unrounded
+    scores, rows of that softmax would not add up to 1, and gradients would be worse.
+    """
+    block, dtype = settings.precision.attention_block, settings.precision.forward
+    query, key, value = (save_array(x, dtype, block) for x in (q, k, v))
+    values = [restore(x, q.dtype, block) for x in (query, key, value)]
+    attend = _attention_of(settings, segments)
+    log_sums = None
+    if settings.backend == "cudnn":
+        o, pull = jax.vjp(attend, *values)
+        _, at = _places(attend, values)
+        log_sums = None if at is None else jax.tree.leaves(pull)[at]
+    else:
+        o = attend(*values)
+    return o, SavedAttention((query, key, value), save_array(o, dtype, block), log_sums)
+
+
+def recompute_attention(
+    settings: AttentionSettings,
+    saved: SavedAttention,
+    segments: Int[Array, "B S"] | None,
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "B S N H"], Pull]:
+    """The saved o, and the function from its gradient to those of q, k and v."""
+    block = settings.precision.attention_block
+    values = [restore(x, dtype, block) for x in saved.inputs]
+    o = restore(saved.output, dtype, block)
+    attend = _attention_of(settings, segments)
+    _, pull = jax.vjp(attend, *values)
+    if saved.log_sums is not None:
+        # The pullback takes the saved o and log-sum-exp in place of its own. Nothing else needs the
+        # forward pass that made those, and XLA removes it.
+        leaves, structure = jax.tree.flatten(pull)
+        for place, array in zip(_places(attend, values), (o, saved.log_sums), strict=True):
+            if place is not None:
+                leaves[place] = array
+        pull = jax.tree.unflatten(structure, leaves)
+    return o, pull
+
+
+def _attention_of(settings: AttentionSettings, segments: Array | None) -> Callable[..., Array]:
+    """Attention as a function of q, k and v."""
+    mask: Bool[Array, "B 1 S S"] | None = None
+    if segments is not None:
+        mask = (segments[:, :, None] == segments[:, None, :])[:, None]
+    return partial(_padded_to_even if settings.backend == "cudnn" else _masked, settings, mask)
+
+
+def _masked(
+    settings: AttentionSettings, mask: Bool[Array, "B 1 S T"] | None, q: Array, k: Array, v: Array
+) -> Array:
+    """Attention with a mask, in addition to the one of `settings`."""
+    return dot_product_attention(
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=settings.scale,
+        is_causal=settings.causal,
+        local_window_size=None if settings.window is None else (settings.window - 1, 0),
+        implementation=settings.backend,
+    )
+
+
+def dot_product_attention(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    **settings: Any,
+) -> Float[Array, "B S N H"]:
+    """`jax.nn.dot_product_attention`, also of FP16 on a CPU, where XLA has no such products."""
+    if q.dtype != jnp.float16 or jax.default_backend() != "cpu":
+        return jax.nn.dot_product_attention(q, k, v, **settings)
+    wide = (x.astype(jnp.float32) for x in (q, k, v))
+    return jax.nn.dot_product_attention(*wide, **settings).astype(q.dtype)
+
+
+def _padded_to_even(
+    settings: AttentionSettings,
+    mask: Bool[Array, "B 1 S T"] | None,
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+) -> Float[Array, "B S N H"]:
+    """cuDNN's attention, padded to even lengths: it has no gradients for odd ones.
+
+    Only the added query sees the added key, which is the last one or masked.
+    """
+    (batch, s), t = q.shape[:2], k.shape[1]
+    queries, keys = s % 2, t % 2  # how many are added
+    if not queries and not keys:
+        return _masked(settings, mask, q, k, v)
+    if mask is None and keys and not (settings.causal and s <= t):
+        mask = jnp.ones((batch, 1, s, t), bool)
+    if mask is not None:
+        mask = jnp.pad(mask, [(0, 0), (0, 0), (0, queries), (0, keys)])
+        if queries:  # The softmax of a row without any key would be NaN.
+            mask = mask.at[:, :, s, min(s, t + keys - 1)].set(True)
+    q = jnp.pad(q, [(0, 0), (0, queries), (0, 0), (0, 0)])
+    k, v = (jnp.pad(x, [(0, 0), (0, keys), (0, 0), (0, 0)]) for x in (k, v))
+    return _masked(settings, mask, q, k, v)[:, :s]
+
+
+def _places(attend: Callable[..., Array], values: list[Array]) -> tuple[int | None, int | None]:
+    """Where the pullback of cuDNN's attention has o and the log-sum-exp; None if it has not."""
+
+    def everything(*values: Array) -> list[Array]:
+        o, pull = jax.vjp(attend, *values)
+        return [o, *jax.tree.leaves(pull)]
+
+    o, *leaves = jax.make_jaxpr(everything)(*values).jaxpr.outvars
+    batch, length, heads, _ = values[0].shape
+    shapes = [leaf.aval.shape for leaf in leaves]
+    row = (batch, heads, length)
+    return leaves.index(o) if o in leaves else None, shapes.index(row) if row in shapes else None

@@ -1,0 +1,127 @@
+"""The norm before a linear layer: what it saves, and how the backward pass recomputes it.
+
+    forward     x -> saved x (blocks), statistics, scale -> n = norm(saved x) in FP8, straight
+    backward    saved x, statistics, scale -> n in FP8, transposed;  dn -> dx
+
+Without a norm, n is the saved x. With `Precision.exact_forward` the forward pass normalizes x
+itself, and the statistics are those of x in both passes. Each function is `jnp`, or a kernel where
+`mode.fused_block` is set.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from coat_jax.kernels import gemm
+from coat_jax.kernels.gemm import Operand
+from coat_jax.kernels.norm import (
+    Norm,
+    Stats,
+    bound,
+    norm_backward,
+    norm_cast,
+    norm_forward,
+    normalize,
+    normalize_backward,
+    statistics,
+)
+from coat_jax.numerics.blocks import Blocks
+from coat_jax.numerics.formats import format_of
+from coat_jax.ops.saved.array import SavedArray, restore, save_input
+from coat_jax.ops.saved.projection import Mode, recompute_operand
+from coat_jax.precision import Precision
+
+
+class SavedNorm(NamedTuple):
+    """The input of a norm as it is saved, and what else the backward pass needs."""
+
+    x: SavedArray
+    stats: Stats | None  # None without a norm
+    scale: Float[Array, ""] | None  # of the product's operand, where that is FP8
+
+
+def save_norm(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[SavedNorm, Operand]:
+    """Saves `x`; returns that, and norm(x) as the operand of a product."""
+    precision = mode.precision
+    scale = None
+    if norm is not None and mode.format is not None:
+        largest = bound(norm, x.shape[-1], _rounding(precision))
+        scale = gemm.tensor_scale(largest, mode.format)
+        if mode.fused_block is not None:
+            exact = precision.exact_forward
+            blocks, of_rows, codes = norm_forward(
+                x, norm, scale, precision.forward, mode.fused_block, exact=exact
+            )
+            return SavedNorm(blocks, of_rows, scale), Operand(codes, None, scale)
+    (saved, n), stats = save_input(x, precision), None
+    if norm is not None:
+        stats = statistics(n, norm)
+        n = normalize(n, stats, norm)
+    if mode.format is None:
+        return SavedNorm(saved, stats, None), Operand(n.astype(x.dtype), None, None)
+    if scale is None:
+        operand = gemm.operand(n, mode.format, "straight", mode.implementation)
+    else:
+        operand = gemm.scaled(n, scale, mode.format, "straight", mode.implementation)
+    return SavedNorm(saved, stats, operand.scale), operand
+
+
+def recompute_norm(saved: SavedNorm, norm: Norm | None, mode: Mode, dtype: DTypeLike) -> Operand:
+    """norm(x) from the saved x, as the operand for the gradients of the weights after it."""
+    x, stats, scale = saved
+    size = mode.fused_block
+    if (
+        isinstance(x, Blocks)
+        and norm is not None
+        and stats is not None
+        and scale is not None
+        and size is not None
+    ):
+        return Operand(None, norm_cast(x, stats, norm, scale, size), scale)
+    return recompute_operand(_values(saved, norm, mode), scale, dtype, mode, "transposed")
+
+
+def norm_gradient(
+    saved: SavedNorm,
+    norm: Norm | None,
+    dn: Float[Array, "B S D"],
+    residual: Float[Array, "B S D"] | None,
+    mode: Mode,
+) -> tuple[Float[Array, "B S D"], Norm | None]:
+    """The gradients of x and of the norm's parameters.
+
+    Args:
+        saved: by `save_norm`.
+        norm: the norm, or None.
+        dn: the gradient of norm(x).
+        residual: the gradient that reaches x on the residual stream, which is added; or None.
+        mode: how to compute.
+    """
+    x, stats, _ = saved
+    if norm is None or stats is None:
+        d_norm, dx = None, dn.astype(jnp.float32)
+    elif mode.fused_block is not None and isinstance(x, Blocks):
+        return norm_backward(x, stats, norm, dn, residual, mode.fused_block)
+    else:
+        values = restore(x, jnp.float32, mode.precision.block)
+        dx, d_norm = normalize_backward(values, stats, norm, dn.astype(jnp.float32))
+    if residual is not None:
+        dx = dx + residual.astype(jnp.float32)
+    return dx.astype(dn.dtype), d_norm
+
+
+def _rounding(precision: Precision) -> float:
+    """By how much rounding may make the saved x larger, where the statistics are those of x."""
+    if precision.block is None or not precision.exact_forward:
+        return 0.0
+    return float(2.0 ** -(format_of(precision.forward).mantissa_bits + 1))
+
+
+def _values(saved: SavedNorm, norm: Norm | None, mode: Mode) -> Float[Array, "B S D"]:
+    """norm(x), in FP32."""
+    values = restore(saved.x, jnp.float32, mode.precision.block)
+    if norm is None or saved.stats is None:
+        return values
+    return normalize(values, saved.stats, norm)

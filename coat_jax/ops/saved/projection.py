@@ -1,0 +1,177 @@
+"""Several linear layers on one input, forward and backward: the part that all ops share.
+
+    y_i  = n w_i + b_i
+    dn   = sum_i dy_i w_i^T        dw_i = n^T dy_i        db_i = sum over rows of dy_i
+
+In FP8 the input is rounded to E4M3 once for all weights, and each gradient to E5M2. The backward
+pass rounds the weights again, with the scales of the forward pass: saving their codes would cost a
+byte a parameter.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from coat_jax.kernels import dispatch, gemm
+from coat_jax.kernels.cast import Layout
+from coat_jax.kernels.dispatch import Implementation
+from coat_jax.kernels.gemm import Operand
+from coat_jax.numerics.formats import E5M2
+from coat_jax.precision import Precision, precision_of
+
+Weights = tuple[Float[Array, "K N"], ...]
+Biases = tuple[Float[Array, "N"] | None, ...]
+Outputs = tuple[Float[Array, "*rows N"], ...]
+Scales = tuple[Float[Array, ""] | None, ...]
+
+
+class Mode(NamedTuple):
+    """How an op computes: precision and implementation, chosen when it is traced."""
+
+    precision: Precision
+    implementation: Implementation
+
+    @property
+    def format(self) -> DTypeLike | None:
+        """The FP8 format of inputs and weights; None where they are multiplied as they are."""
+        return self.precision.forward if self.precision.fp8_linear else None
+
+    @property
+    def gradient_format(self) -> DTypeLike | None:
+        """Likewise of gradients."""
+        return self.precision.backward if self.precision.fp8_linear else None
+
+    @property
+    def bounds_gradients(self) -> bool:
+        """Whether the gradients of an activation's inputs take their scales from bounds.
+
+        That saves a pass over them. The bound is up to 2^8 times too large. The normal codes of
+        E5M2 span 2^30, which leaves enough; those of E4M3 span 2^15, which does not.
+        """
+        return self.fused_block is not None and self.precision.backward == E5M2
+
+    @property
+    def fused_block(self) -> int | None:
+        """The size of blocks for the fused kernels; None where `jnp` is used instead."""
+        fused = self.implementation == "triton" and self.precision.fp8_linear
+        return self.precision.block if fused else None
+
+
+def mode_of(precision: Precision | str, implementation: Implementation | None) -> Mode:
+    """Chooses precision and implementation; raises if the implementation cannot run."""
+    precision = precision_of(precision)
+    if precision.fp8_linear:
+        return Mode(precision, dispatch.choose_fp8(implementation))
+    if implementation == "triton":
+        raise ValueError(
+            'implementation="triton" has kernels for products in FP8, and this precision has '
+            f"fp8_linear={precision.fp8_linear}. Leave implementation out."
+        )
+    dispatch.choose(implementation)
+    return Mode(precision, "xla")
+
+
+def as_operand(
+    x: Float[Array, "*rows K"], dtype: DTypeLike, mode: Mode, layout: Layout = "straight"
+) -> Operand:
+    """An input or a weight as the operand of a product: in FP8, or as `dtype`."""
+    if mode.format is None:
+        x = x.astype(dtype)
+    return gemm.operand(x, mode.format, layout, mode.implementation)
+
+
+def recompute_operand(
+    x: Float[Array, "*rows K"],
+    scale: Float[Array, ""] | None,
+    dtype: DTypeLike,
+    mode: Mode,
+    layout: Layout = "straight",
+) -> Operand:
+    """The operand that `as_operand` made in the forward pass, with the scale saved there."""
+    if scale is None or mode.format is None:
+        return Operand(x.astype(dtype), None, None)
+    return gemm.scaled(x, scale, mode.format, layout, mode.implementation)
+
+
+def gradient_operand(dy: Float[Array, "*rows N"], mode: Mode) -> Operand:
+    """A gradient as the operand of both products that need it."""
+    return gemm.operand(dy, mode.gradient_format, "both", mode.implementation)
+
+
+def project(
+    n: Operand, weights: Weights, biases: Biases, dtype: DTypeLike, mode: Mode
+) -> tuple[Outputs, Scales]:
+    """Returns the outputs of all layers, as `dtype`; and the weights' scales, to be saved."""
+    outputs, scales = [], []
+    for weight, bias in zip(weights, biases, strict=True):
+        w = as_operand(weight, dtype, mode, "transposed")
+        y = gemm.product(n, w, dtype)
+        outputs.append(y if bias is None else y + bias.astype(dtype))
+        scales.append(w.scale)
+    return tuple(outputs), tuple(scales)
+
+
+def input_gradient(
+    weights: Weights, scales: Scales, gradients: Sequence[Operand], dtype: DTypeLike, mode: Mode
+) -> Float[Array, "*rows K"]:
+    """The gradient of the common input. On a GPU each GEMM adds the product of the one before."""
+
+    def share(weight: Array, scale: Array | None, g: Operand) -> Array:
+        return gemm.product_transposed(g, recompute_operand(weight, scale, dtype, mode), dtype)
+
+    # XLA fuses the sum into the GEMM on its left-hand side.
+    return functools.reduce(lambda sum_, new: new + sum_, map(share, weights, scales, gradients))
+
+
+def bounded_input_gradient(
+    weight: Float[Array, "K N"], scale: Array | None, dy: Float[Array, "*rows N"], mode: Mode
+) -> tuple[Operand, Float[Array, "*rows K"], Float[Array, "*rows"] | None]:
+    """dy as an operand, dy w^T, and bounds of the rows of dy w^T where `mode.bounds_gradients`."""
+    if scale is None or mode.format is None or not mode.bounds_gradients:
+        g = gradient_operand(dy, mode)
+        return g, input_gradient((weight,), (scale,), (g,), dy.dtype, mode), None
+    dtype, how = mode.precision.backward, mode.implementation
+    g_scale = gemm.tensor_scale(gemm.largest_magnitude(dy), dtype)
+    g = gemm.scaled_with_lengths(dy, g_scale, dtype, "both", how)
+    w = gemm.scaled_with_lengths(weight, scale, mode.format, "straight", how)
+    return g, gemm.product_transposed(g, w, dy.dtype), gemm.bound_of_product_transposed(g, w)
+
+
+def weight_gradients(n: Operand, weights: Weights, gradients: Sequence[Operand]) -> Weights:
+    """The gradients of the weights, each in its weight's dtype."""
+    return tuple(
+        gemm.outer_product(n, g, weight.dtype) for weight, g in zip(weights, gradients, strict=True)
+    )
+
+
+def bias_gradients(biases: Biases, gradients: Sequence[Float[Array, "*rows N"]]) -> Biases:
+    """The gradients of the biases that there are."""
+    return tuple(
+        None if bias is None else _sum_of_rows(dy).astype(bias.dtype)
+        for bias, dy in zip(biases, gradients, strict=True)
+    )
+
+
+def _sum_of_rows(dy: Float[Array, "*rows N"]) -> Float[Array, "N"]:
+    return jnp.sum(dy.astype(jnp.float32), axis=tuple(range(dy.ndim - 1)))
+
+
+def as_layers(
+    weights: Array | Sequence[Array], biases: Array | Sequence[Array | None] | None
+) -> tuple[Weights, Biases]:
+    """One weight and bias, or several, as tuples of equal length."""
+    if not isinstance(weights, Sequence):
+        return (weights,), (biases,)  # type: ignore[return-value]
+    if biases is None:
+        return tuple(weights), (None,) * len(weights)
+    if not isinstance(biases, Sequence) or len(biases) != len(weights):
+        given = len(biases) if isinstance(biases, Sequence) else 1
+        raise ValueError(
+            f"{len(weights)} weights came with {given} biases. Give one per weight, None where "
+            "there is none."
+        )
+    return tuple(weights), tuple(biases)

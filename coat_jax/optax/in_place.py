@@ -1,0 +1,139 @@
+"""Any optax transformation as one step in place, with the signature of `fused_fp8_adamw`.
+
+    optimizer = in_place(compress(optax.lion(1e-4)))
+    params, state = optimizer.step(params, grads, state, grad_scale=scale, skip=not_finite)
+
+The transformation sees parameters and gradients in FP32, whatever their dtypes, so that the moments
+of BF16 parameters are in FP32 (or in FP8, with `compress`). XLA fuses the casts; where parameters
+and state are donated, no copy of them is made.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int32
+
+from coat_jax.kernels.adam import Number
+from coat_jax.optax.arguments import require_scalar, require_seed, require_settings
+from coat_jax.optax.fused import FusedOptimizer
+from coat_jax.optax.rounding import apply_updates
+
+
+class InPlaceState(NamedTuple):
+    """The steps that changed something, and the state of the transformation."""
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    inner: Any
+
+
+def in_place(
+    tx: optax.GradientTransformation, *, round_params: bool = False, seed: int = 0
+) -> FusedOptimizer:
+    """Makes an optax transformation a step that updates parameters and state in place.
+
+    Args:
+        tx: any optax transformation whose state keeps its structure and dtypes.
+        round_params: whether BF16 parameters are rounded stochastically, so that updates
+            smaller than half their last place are not lost.
+        seed: of that rounding.
+
+    Returns:
+        `init` and `step`. What `step` is given by other names is passed on to `tx.update`, such as
+        the `value` of `optax.contrib.reduce_on_plateau`.
+
+    Example:
+        >>> import coat_jax as coat, jax, jax.numpy as jnp, optax
+        >>> params = {"w": jnp.ones((256, 256))}
+        >>> optimizer = coat.optax.in_place(coat.optax.compress(optax.lion(1e-3)))
+        >>> state = optimizer.init(params)
+        >>> step = jax.jit(optimizer.step, donate_argnums=(0, 2))
+        >>> params, state = step(params, {"w": jnp.ones((256, 256))}, state)
+        >>> print(f"{params['w'][0, 0]:.3f}")
+        0.999
+    """
+    require_settings(storage=None, round_params=round_params)
+    require_seed(seed)
+    inner_tx = optax.with_extra_args_support(require_transformation("in_place", tx))
+
+    def init(params: optax.Params) -> InPlaceState:
+        # Numbers of Python, which some transformations begin with, become arrays as after a step.
+        state = jax.tree.map(
+            lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf),
+            inner_tx.init(_in_fp32(params)),
+        )
+        return InPlaceState(jnp.zeros([], jnp.int32), state)
+
+    def step(
+        params: optax.Params,
+        grads: optax.Updates,
+        state: InPlaceState,
+        *,
+        grad_scale: Number = 1.0,
+        skip: bool | Array = False,
+        **extra_args: Any,
+    ) -> tuple[optax.Params, InPlaceState]:
+        if not isinstance(state, InPlaceState):
+            raise TypeError(
+                f"The state must be an InPlaceState, but is a {type(state).__name__}, which "
+                "another optimizer made. Make it with init(params)."
+            )
+        require_scalar("grad_scale", grad_scale)
+        scaled = jax.tree.map(lambda g: g * grad_scale, _in_fp32(grads))
+        updates, inner = inner_tx.update(scaled, state.inner, _in_fp32(params), **extra_args)
+        _require_unchanged(state.inner, inner)
+        count = optax.safe_increment(state.count)
+        if round_params:
+            stepped = apply_updates(params, updates, step=count, seed=seed)
+        else:
+            stepped = optax.apply_updates(params, updates)
+        after = stepped, InPlaceState(count, inner)
+        if skip is False:
+            return after
+        return _select(skip, (params, state), after)
+
+    return FusedOptimizer(init, step)
+
+
+def require_transformation(name: str, tx: Any) -> optax.GradientTransformation:
+    """Returns `tx`, or raises where it is no optax transformation."""
+    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
+        raise TypeError(
+            f"{name} takes an optax transformation, with init and update, not {tx!r}. Call the "
+            f"function that makes it: {name}(optax.lion(1e-4))."
+        )
+    return tx
+
+
+def _select(skip: bool | Array, before: Any, after: Any) -> Any:
+    """`before` where nothing is to change. A conditional would copy both."""
+    return jax.tree.map(lambda old, new: jnp.where(skip, old, new), before, after)
+
+
+def _in_fp32(tree: Any) -> Any:
+    """Floats of 16 bits as FP32; everything else as it is."""
+
+    def cast(leaf: Any) -> Any:
+        narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+        return leaf.astype(jnp.float32) if narrow else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+def _require_unchanged(before: Any, after: Any) -> None:
+    """Raises unless a state has the leaves that it had, in the same shapes and dtypes."""
+    was: Any = jax.tree.structure(before)
+    if was != jax.tree.structure(after):
+        raise ValueError(
+            f"The transformation changed the structure of its state, from {was} to "
+            f"{jax.tree.structure(after)}; a step in place needs it to stay."
+        )
+    pairs = zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True)
+    for (path, old), new in pairs:
+        if (jnp.shape(old), old.dtype) != (jnp.shape(new), jnp.asarray(new).dtype):
+            raise ValueError(
+                f"The transformation changed state{jax.tree_util.keystr(path)} from {old.dtype}"
+                f"{list(jnp.shape(old))} to {jnp.asarray(new).dtype}{list(jnp.shape(new))}; a step "
+                "in place needs it to stay."
+            )

@@ -1,0 +1,120 @@
+"""Which parameters are matrices, and which of their axes make them one.
+
+`optax.contrib.MuonDimensionNumbers` names the axes that a layer sums over and those of its output.
+All other axes count a stack of matrices.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+from optax.contrib import MuonDimensionNumbers
+
+# MuonDimensionNumbers, or None for what is no matrix, for each leaf or for all leaves of a subtree;
+# or a function from parameters to such a tree.
+DimensionNumbers = Any | Callable[[optax.Params], Any]
+
+VOCABULARY = re.compile(r"(\b|_)(un)?embed|(\b|_)vocab|\bw[tp]e\b|head\b", re.IGNORECASE)
+
+
+def hidden_matrices(params: optax.Params) -> Any:
+    """The matrices of a network's hidden layers, as `muon_weight_dimension_numbers`.
+
+    These are the leaves with two axes or more, neither of the last two of size 1, but not
+    embeddings and heads: leaves on whose path a word begins with "embed", "unembed" or "vocab",
+    ends with "head", or is "wte" or "wpe". Axes before the last two are a stack of matrices.
+    """
+
+    def numbers(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
+        shape = jnp.shape(leaf)
+        if len(shape) < 2 or min(shape[-2:]) < 2 or VOCABULARY.search(jax.tree_util.keystr(path)):
+            return None
+        return MuonDimensionNumbers(len(shape) - 2, len(shape) - 1)
+
+    return jax.tree.map_with_path(numbers, params)
+
+
+class Matrix(NamedTuple):
+    """A leaf as a stack of matrices [batch, fan_in, fan_out].
+
+    Attributes:
+        shape: of the leaf.
+        order: its axes: those of the batch, of the reduction, of the output.
+        fan_in: inputs of the layer.
+        fan_out: outputs of the layer.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    fan_in: int
+    fan_out: int
+
+    def stack(self, x: Float[Array, "..."]) -> Float[Array, "B M N"]:
+        """The leaf, or its update, as matrices."""
+        return x.transpose(self.order).reshape(-1, self.fan_in, self.fan_out)
+
+    def unstack(self, x: Float[Array, "B M N"]) -> Float[Array, "..."]:
+        """The inverse of `stack`."""
+        x = x.reshape([self.shape[axis] for axis in self.order])
+        return x.transpose([self.order.index(axis) for axis in range(len(self.order))])
+
+
+def matrices_of(numbers: DimensionNumbers, tree: Any) -> list[Matrix]:
+    """How each leaf is a matrix; raises for a leaf that is none."""
+    matrices = []
+    of_leaves = numbers_of_leaves(numbers, tree)
+    for (path, leaf), dims in zip(jax.tree.leaves_with_path(tree), of_leaves, strict=True):
+        name = jax.tree_util.keystr(path) or "the parameter"
+        if dims is None:
+            raise ValueError(
+                f"{name} of shape {jnp.shape(leaf)} is no hidden matrix, and scale_by_fp8_muon "
+                "updates nothing else. fp8_muon gives such leaves to AdamW; or name its axes in "
+                "weight_dimension_numbers."
+            )
+        matrices.append(_matrix(name, jnp.shape(leaf), dims))
+    return matrices
+
+
+def _matrix(name: str, shape: tuple[int, ...], dims: MuonDimensionNumbers) -> Matrix:
+    def axes(given: Any) -> tuple[int, ...]:
+        given = (given,) if isinstance(given, int) else tuple(given)
+        if any(not -len(shape) <= axis < len(shape) for axis in given):
+            raise ValueError(f"{dims} names an axis that {name} of shape {shape} does not have.")
+        return tuple(axis % len(shape) for axis in given)
+
+    reduction, output = axes(dims.reduction_axis), axes(dims.output_axis)
+    if len({*reduction, *output}) != len(reduction) + len(output):
+        raise ValueError(f"{dims} names an axis of {name} of shape {shape} twice.")
+    batch = tuple(axis for axis in range(len(shape)) if axis not in (*reduction, *output))
+    fan_in, fan_out = (math.prod(shape[axis] for axis in part) for part in (reduction, output))
+    return Matrix(shape, (*batch, *reduction, *output), fan_in, fan_out)
+
+
+def numbers_of_leaves(numbers: DimensionNumbers, tree: Any) -> list[MuonDimensionNumbers | None]:
+    """The dimension numbers of each leaf, from a function, a tree, or a prefix of a tree.
+
+    `tree` may lack leaves that the numbers name: `optax.partition` leaves out those of others.
+    """
+
+    def is_entry(node: Any) -> bool:
+        return node is None or isinstance(node, MuonDimensionNumbers)
+
+    given = numbers(tree) if callable(numbers) else numbers
+    entries = dict(jax.tree.leaves_with_path(given, is_leaf=is_entry))
+    found = []
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        prefixes = [path[:length] for length in range(len(path), -1, -1)]
+        entry = next((prefix for prefix in prefixes if prefix in entries), None)
+        if entry is None or not is_entry(entries[entry]):
+            raise ValueError(
+                f"muon_weight_dimension_numbers say nothing of {jax.tree_util.keystr(path)} of "
+                f"shape {jnp.shape(leaf)}. They are a tree like the parameters, or a function from "
+                "these to one, with MuonDimensionNumbers for a matrix and None for other leaves."
+            )
+        found.append(entries[entry])
+    return found

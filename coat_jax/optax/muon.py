@@ -1,0 +1,311 @@
+"""Muon whose momentum is stored in 8 bits, and AdamW in 8 bits for all that is not a matrix.
+
+    m = b m + (1 - b) g                       stored as 8-bit integers, one scale per 128 neighbours
+    u = orthogonalize(m_hat)                  `newton_schulz`; with Nesterov momentum by default
+    w = w - lr (scale u + decay w)            scale by the matrix's shape
+
+The state of a matrix takes 1.04 bytes per parameter instead of 4. Names, defaults and order of
+arguments are those of `optax.contrib.muon`, with one difference: which leaves Muon updates.
+`optax.contrib.muon` takes all with two axes, embeddings and head among them. Here the default is
+`hidden_matrices`, which leaves these to AdamW, and also takes matrices that are stacked by layer.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
+
+from coat_jax.kernels.adam import Number
+from coat_jax.kernels.dispatch import Implementation
+from coat_jax.numerics import noise
+from coat_jax.numerics.expansion import Expanded
+from coat_jax.optax.adam import fp8_adamw
+from coat_jax.optax.arguments import require_number, require_settings
+from coat_jax.optax.checks import require_moments, require_same_shapes
+from coat_jax.optax.matrices import (
+    DimensionNumbers,
+    Matrix,
+    hidden_matrices,
+    matrices_of,
+    numbers_of_leaves,
+)
+from coat_jax.optax.newton_schulz import Preconditioning, orthogonalize, require_preconditioning
+from coat_jax.optax.state import by_leaf, from_leaves, init_moment, leaf_layout
+from coat_jax.storage import Storage
+
+Coefficients = tuple[float, float, float] | tuple[tuple[float, float, float], ...]
+
+STANDARD: Coefficients = (3.4445, -4.7750, 2.0315)
+DION: Coefficients = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+PRESETS = {"standard": STANDARD, "dion": DION}
+
+
+class ScaleByFP8MuonState(NamedTuple):
+    """The state of `scale_by_fp8_muon`: trees of arrays, each leaf following its parameter.
+
+    mu holds three trees: codes (8 bits, the parameter's shape), amax (FP32) and k16 (uint8, not
+    used), one number per group along the last axis. See `Storage` for leaves in FP32.
+    """
+
+    count: Int32[Array, ""]  # type: ignore[assignment]
+    mu: Expanded
+
+
+def fp8_muon(
+    learning_rate: optax.ScalarOrSchedule,
+    ns_coeffs: Coefficients | str = STANDARD,
+    ns_steps: int = 5,
+    beta: Number = 0.95,
+    eps: Number = 1e-8,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
+    mu_dtype: None = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: Preconditioning = "frobenius",
+    adam_b1: Number = 0.9,
+    adam_b2: Number = 0.999,
+    adam_eps_root: Number = 0.0,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
+    muon_weight_dimension_numbers: DimensionNumbers | None = None,
+    consistent_rms: float | None = None,
+    ns_dtype: DTypeLike = jnp.bfloat16,
+    storage: Storage | None = None,
+    implementation: Implementation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon for a network's hidden matrices and AdamW for the rest, all states in 8 bits.
+
+    Args:
+        learning_rate: a number or a schedule.
+        ns_coeffs: see `scale_by_fp8_muon`.
+        ns_steps: likewise.
+        beta: decay rate of Muon's momentum.
+        eps: added to norms by Muon, and to the root of the second moment by Adam.
+        weight_decay: of Muon's matrices; decoupled, multiplied by the learning rate.
+        weight_decay_mask: a tree of booleans, or a function from parameters to one: which of
+            these decay.
+        mu_dtype: must be None; it stands here because optax has it here.
+        nesterov: whether to use Nesterov momentum, in Adam too.
+        adaptive: see `scale_by_fp8_muon`.
+        preconditioning: likewise.
+        adam_b1: decay rate of Adam's first moment.
+        adam_b2: decay rate of Adam's second moment.
+        adam_eps_root: added inside Adam's root.
+        adam_weight_decay: of the leaves that Adam updates.
+        adam_learning_rate: a number or a schedule; by default the same as Muon's.
+        muon_weight_dimension_numbers: which leaves Muon updates, and which of their axes make a
+            matrix; by default `hidden_matrices`. See `optax.contrib.MuonDimensionNumbers`; None
+            stands for AdamW.
+        consistent_rms: scales updates by sqrt(max(fan_in, fan_out)) times this, so that their
+            root mean square is this in any shape; 0.2 is usual, and lets learning rates of AdamW
+            be used. By default the factor is sqrt(max(1, fan_out / fan_in)).
+        ns_dtype: see `scale_by_fp8_muon`.
+        storage: formats, group size, rounding and which leaves stay in FP32.
+        implementation: of Adam's step: None, "xla" or "triton".
+
+    Example:
+        >>> import coat_jax as coat, jax.numpy as jnp
+        >>> params = {"embedding": jnp.ones((512, 128)), "w": jnp.ones((128, 256))}
+        >>> tx = coat.optax.fp8_muon(0.02, weight_decay=0.01, adam_learning_rate=3e-4)
+        >>> state = tx.init(params)
+        >>> state.inner_states["muon"].inner_state[0].mu.codes["w"].dtype.name
+        'int8'
+    """
+    if consistent_rms is not None:
+        require_number("consistent_rms", consistent_rms)
+    numbers = muon_weight_dimension_numbers or hidden_matrices
+    muon = optax.chain(
+        scale_by_fp8_muon(
+            ns_coeffs,
+            ns_steps,
+            beta,
+            eps,
+            mu_dtype,
+            nesterov=nesterov,
+            adaptive=adaptive,
+            preconditioning=preconditioning,
+            weight_dimension_numbers=numbers,
+            ns_dtype=ns_dtype,
+            storage=storage,
+        ),
+        optax.stateless(partial(_scale_by_shape, numbers, consistent_rms)),
+        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    adam = fp8_adamw(
+        learning_rate if adam_learning_rate is None else adam_learning_rate,
+        adam_b1,
+        adam_b2,
+        eps,
+        adam_eps_root,
+        weight_decay=adam_weight_decay,
+        nesterov=nesterov,
+        storage=storage,
+        implementation=implementation,
+    )
+
+    def labels(params: optax.Params) -> Any:
+        chosen = iter(numbers_of_leaves(numbers, params))
+        return jax.tree.map(lambda _: "adam" if next(chosen) is None else "muon", params)
+
+    return optax.partition({"muon": muon, "adam": adam}, labels)
+
+
+def scale_by_fp8_muon(
+    ns_coeffs: Coefficients | str = STANDARD,
+    ns_steps: int = 5,
+    beta: Number = 0.95,
+    eps: Number = 1e-8,
+    mu_dtype: None = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: Preconditioning = "frobenius",
+    weight_dimension_numbers: DimensionNumbers = hidden_matrices,
+    ns_dtype: DTypeLike = jnp.bfloat16,
+    storage: Storage | None = None,
+) -> optax.GradientTransformation:
+    """Orthogonalizes the momentum of matrices, and stores it in 8 bits.
+
+    Args:
+        ns_coeffs: of the Newton-Schulz steps: three numbers for all, or three for each; or
+            "standard" or "dion".
+        ns_steps: how many steps, if `ns_coeffs` does not have three numbers for each.
+        beta: decay rate of the momentum.
+        eps: added to norms.
+        mu_dtype: must be None; it stands here because optax has it here.
+        nesterov: whether to use Nesterov momentum.
+        adaptive: whether to multiply each update by its inner product with the momentum.
+        preconditioning: how singular values are brought under 1 before the first step:
+            "frobenius", "aol" or "schatten".
+        weight_dimension_numbers: which axes of each leaf make a matrix. Every leaf must have one;
+            `fp8_muon` gives the others to AdamW.
+        ns_dtype: of the operands of the Newton-Schulz products.
+        storage: format of the momentum (`first`), group size, rounding and which leaves stay in
+            FP32.
+    """
+    coefficients = _coefficients(ns_coeffs, ns_steps)
+    require_preconditioning(preconditioning)
+    require_number("beta", beta)
+    require_number("eps", eps)
+    require_settings(storage=storage, mu_dtype=mu_dtype, nesterov=nesterov, adaptive=adaptive)
+    storage = storage or Storage()
+
+    def init(params: optax.Params) -> ScaleByFP8MuonState:
+        matrices_of(weight_dimension_numbers, params)
+        return ScaleByFP8MuonState(
+            jnp.zeros([], jnp.int32), init_moment(params, storage.first, storage)
+        )
+
+    def update(
+        updates: optax.Updates, state: ScaleByFP8MuonState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, ScaleByFP8MuonState]:
+        del params
+        _require_state(state, updates, storage)
+        count = optax.safe_increment(state.count)
+        gradients, structure = jax.tree.flatten(updates)
+        stored, looked_ahead = [], []
+        for leaf, g, mu in zip(noise.leaf_ids(updates), gradients, by_leaf(state.mu), strict=True):
+            g32 = g.astype(jnp.float32)
+            m = beta * storage.read(mu) + (1 - beta) * g32
+            key = noise.distinguish(noise.leaf_key(storage.seed, count, leaf), g)
+            stored.append(storage.write_momentum(m, key, beta))
+            looked_ahead.append(_bias_corrected(m, g32, beta, count, nesterov))
+        matrices = matrices_of(weight_dimension_numbers, updates)
+        stacks = orthogonalize(
+            [matrix.stack(m) for m, matrix in zip(looked_ahead, matrices, strict=True)],
+            jnp.asarray(coefficients),
+            steps=ns_steps,
+            eps=eps,
+            preconditioning=preconditioning,
+            dtype=ns_dtype,
+        )
+        directions = [matrix.unstack(u) for u, matrix in zip(stacks, matrices, strict=True)]
+        if adaptive:
+            directions = [jnp.vdot(m, u) * u for m, u in zip(looked_ahead, directions, strict=True)]
+        results = [u.astype(g.dtype) for u, g in zip(directions, gradients, strict=True)]
+        mu = from_leaves(stored, state.mu)
+        return jax.tree.unflatten(structure, results), ScaleByFP8MuonState(count, mu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _bias_corrected(
+    m: Float[Array, "..."],
+    g: Float[Array, "..."],
+    beta: Number,
+    count: Int32[Array, ""],
+    nesterov: bool,
+) -> Float[Array, "..."]:
+    """What is orthogonalized: the momentum, or with Nesterov's step the momentum of the next one.
+
+    Of a mean of gradients of `count` steps, so that the first steps count as much as later ones.
+    """
+    if not nesterov:
+        return m / (1 - beta**count)
+    return beta * m / (1 - beta ** (count + 1)) + (1 - beta) * g / (1 - beta**count)
+
+
+def _scale_by_shape(
+    numbers: DimensionNumbers,
+    consistent_rms: float | None,
+    updates: optax.Updates,
+    params: optax.Params | None,
+) -> optax.Updates:
+    """Multiplies each update by a factor that depends on its matrix's shape."""
+    del params
+    leaves, structure = jax.tree.flatten(updates)
+
+    def factor(matrix: Matrix) -> float:
+        if consistent_rms is None:
+            return math.sqrt(max(1.0, matrix.fan_out / max(matrix.fan_in, 1)))
+        return math.sqrt(max(matrix.fan_in, matrix.fan_out)) * consistent_rms
+
+    scaled = [
+        factor(matrix) * u for u, matrix in zip(leaves, matrices_of(numbers, updates), strict=True)
+    ]
+    return jax.tree.unflatten(structure, scaled)
+
+
+def _coefficients(given: Coefficients | str, steps: int) -> np.ndarray:
+    """[3] or [steps, 3]; raises for anything else."""
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"ns_steps={steps!r} must be a whole number of at least 1.")
+    if isinstance(given, str):
+        if given not in PRESETS:
+            raise ValueError(
+                f"ns_coeffs={given!r} must be one of {', '.join(PRESETS)}, or numbers."
+            )
+        given = PRESETS[given]
+    numbers = np.asarray(given, np.float32)
+    if numbers.ndim not in (1, 2) or numbers.shape[-1:] != (3,):
+        raise ValueError(
+            f"ns_coeffs has shape {numbers.shape}; it must be three numbers, or three for each "
+            "step."
+        )
+    return numbers
+
+
+def _require_state(state: Any, updates: optax.Updates, storage: Storage) -> None:
+    if not isinstance(state, ScaleByFP8MuonState):
+        raise TypeError(
+            f"The state must be a ScaleByFP8MuonState, but is a {type(state).__name__}, which "
+            "another optimizer made. Make it with init(params)."
+        )
+    require_moments("mu", state.mu, partial(leaf_layout, dtype=storage.first, storage=storage))
+    require_same_shapes("gradients", updates, state.mu.codes)

@@ -1,0 +1,280 @@
+"""How an optimizer stores its moments: which leaves in 8 bits, and in which formats.
+
+The rule, which looks at a leaf's own shape and at nothing else, so that no mesh changes it:
+
+    8 bits    leaves of at least `min_size` elements whose last axis has at least 16
+    FP32      all others (norms, biases, narrow tables), where 8 bits would save next to nothing
+
+Both are stored in the same three arrays, so that the tree has one structure whatever the rule
+says. An FP32 leaf has its values in `codes`. Its `amax` and `k16` mean nothing and are tiny:
+of the parameter's rank and divisible like it, so that its sharding fits, but a few bytes.
+(They are not empty, because orbax refuses to save empty arrays.)
+
+Adam's two moments are stored together, as what its update is made of:
+
+    second    v as an 8-bit logarithm (`numerics.logarithms`), rounded stochastically
+    first     the direction m / sqrt(v) as an 8-bit integer (`numerics.integers`)
+
+Directions of a group are of similar size, where the moments themselves span many binades; and an
+error of v, which multiplies what is read of m too, leaves the direction as it was. Large codes of a
+direction are rounded to nearest, with half the error, small ones stochastically: without a gradient
+m / sqrt(v) decays by b1 / sqrt(b2) per step, which from a small code is less than half a step, and
+an element whose gradient has become zero would keep its momentum for ever.
+
+Where v is below the smallest number that its group can hold, the root of that number takes its
+place in the direction, when it is stored and when it is read.
+
+The formats of the COAT paper are FP8 with dynamic range expansion (`numerics.expansion`) for both
+moments: `PAPER`. With stochastic rounding, `Storage(first=E4M3, second=E4M3)`, the first moment is
+rounded to nearest but for its smallest codes (`expansion.encode_dithered`), or stochastically if
+it decays so slowly that all codes would stand still.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Bool, Float, UInt32
+
+from coat_jax.numerics import expansion, integers, logarithms, noise
+from coat_jax.numerics.expansion import Expanded, Rounding
+from coat_jax.numerics.formats import E4M3, E5M2, format_of
+from coat_jax.numerics.qtensor import join_groups, scales_shape, split_groups
+
+DIRECTION = integers.DTYPE  # the format of a first moment that is stored over the root of v
+LOGARITHM = logarithms.DTYPE  # the format of a second moment
+MIN_COLUMNS = 16
+# In units of the last place, what a code must lose per step to be rounded to nearest: half of it
+# is rounded away.
+MIN_DECAY = 0.75
+DIVISIBLE_BY = 8  # devices along one axis, for the unused scales of an FP32 leaf
+GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """The format of an optimizer's moments.
+
+    Attributes:
+        first: format of Adam's first moment: `DIRECTION` (int8) or an FP8 format.
+        second: format of Adam's second moment: `LOGARITHM` (uint8) or an FP8 format.
+        other: FP8 format of the moments of other optimizers, which `compress` stores.
+        group_size: neighbours along the last axis that share a scale and an exponent.
+        min_size: leaves with fewer elements stay in FP32.
+        stochastic: whether moments are rounded stochastically, as above. Rounded to nearest they
+            freeze: at b2 = 0.999 one step's decay is less than half a code.
+        seed: of the stochastic rounding.
+    """
+
+    first: DTypeLike = DIRECTION
+    second: DTypeLike = LOGARITHM
+    other: DTypeLike = E4M3
+    group_size: int = expansion.GROUP_SIZE
+    min_size: int = 16384
+    stochastic: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field, own in (("first", DIRECTION), ("second", LOGARITHM), ("other", None)):
+            # One spelling each, so that equal Storages compare equal.
+            object.__setattr__(self, field, _format(field, getattr(self, field), own))
+        if not isinstance(self.group_size, int) or self.group_size not in GROUP_SIZES:
+            raise ValueError(f"group_size={self.group_size!r} must be one of {GROUP_SIZES}.")
+        for name in ("min_size", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"{name}={value!r} must be a whole number, zero or more.")
+
+    def holds_in_fp8(self, shape: tuple[int, ...]) -> bool:
+        """Whether a leaf of this shape is stored in 8 bits; see the rule above."""
+        if self.min_size == 0:
+            return True
+        return math.prod(shape) >= self.min_size and (shape or (1,))[-1] >= MIN_COLUMNS
+
+    def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of `amax` and `k16` of a leaf."""
+        scales = scales_shape(shape, self.group_size)
+        if self.holds_in_fp8(shape):
+            return scales
+        return tuple(math.gcd(size, DIVISIBLE_BY) if size else 0 for size in scales)
+
+    def read(self, stored: Expanded) -> Float[Array, "..."]:
+        """The FP32 values of one leaf; of a first moment in `DIRECTION`, its directions."""
+        if stored.codes.dtype == jnp.float32:
+            return stored.codes
+        return _CODERS.get(stored.codes.dtype, expansion).decode(stored, group_size=self.group_size)
+
+    def read_moments(
+        self, mu: Expanded, nu: Expanded
+    ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+        """Both moments of Adam."""
+        m, v = self.read(mu), self.read(nu)
+        if mu.codes.dtype == DIRECTION:
+            m = m * self._root(v, nu)
+        return m, v
+
+    def write(
+        self,
+        values: Float[Array, "..."],
+        dtype: DTypeLike,
+        key: UInt32[Array, ""] | None = None,
+        *,
+        never_zero: Bool[ArrayLike, "*rows #G 1"] | bool = False,
+    ) -> Expanded:
+        """Stores one leaf.
+
+        Args:
+            values: the leaf.
+            dtype: its FP8 format.
+            key: of `numerics.noise`: rounds stochastically, so that what is read is right on
+                average. Without a key, or with `stochastic=False`, rounds to nearest.
+            never_zero: see `expansion.encode`: for leaves that a transformation divides by.
+        """
+        if not self.holds_in_fp8(values.shape):
+            return self._in_fp32(values)
+        dither = None
+        if key is not None and self.stochastic:
+            dither = noise.uniform(key, values.shape, run=self.group_size)
+        return expansion.encode(
+            values, dtype, group_size=self.group_size, noise=dither, never_zero=never_zero
+        )
+
+    def write_moments(
+        self,
+        m: Float[Array, "..."],
+        v: Float[Array, "..."],
+        key: UInt32[Array, ""],
+        b1: float | Array,
+        b2: float | Array,
+    ) -> tuple[Expanded, Expanded]:
+        """Stores both moments of Adam, as described above."""
+        if not self.holds_in_fp8(m.shape):
+            return self._in_fp32(m), self._in_fp32(v)
+        for_m = for_v = None
+        if self.stochastic:
+            for_v, for_m = noise.uniform_pair(key, v.shape, run=self.group_size)
+        nu = self._write_second(v, for_v)
+        if self.first == DIRECTION:
+            mu = integers.encode(
+                m / self._root(v, nu),
+                group_size=self.group_size,
+                noise=for_m,
+                stochastic_below=stochastic_below(b1, b2),
+            )
+            return mu, nu
+        return self._write_first(m, for_m, b1), nu
+
+    def write_momentum(
+        self, m: Float[Array, "..."], key: UInt32[Array, ""], b: float | Array
+    ) -> Expanded:
+        """Stores a first moment that has no second one beside it, and decays by `b` per step."""
+        if not self.holds_in_fp8(m.shape):
+            return self._in_fp32(m)
+        for_m = noise.uniform(key, m.shape, run=self.group_size) if self.stochastic else None
+        if self.first != DIRECTION:
+            return self._write_first(m, for_m, b)
+        return integers.encode(
+            m,
+            group_size=self.group_size,
+            noise=for_m,
+            stochastic_below=stochastic_below(b, 1.0),
+        )
+
+    def _root(self, v: Float[Array, "..."], nu: Expanded) -> Float[Array, "..."]:
+        """sqrt(v), with at least the smallest number that the groups of `nu` can hold."""
+        smallest = jnp.maximum(self.smallest_second(nu), expansion.SMALLEST)
+        return jnp.sqrt(jnp.maximum(v, smallest))
+
+    def _write_second(self, v: Float[Array, "..."], for_v: Float[Array, "..."] | None) -> Expanded:
+        if self.second == LOGARITHM:
+            return logarithms.encode(v, group_size=self.group_size, noise=for_v)
+        return expansion.encode(v, self.second, group_size=self.group_size, noise=for_v)
+
+    def _write_first(
+        self, m: Float[Array, "..."], for_m: Float[Array, "..."] | None, b1: float | Array
+    ) -> Expanded:
+        """A first moment in FP8."""
+        size = self.group_size
+        if for_m is None:
+            return expansion.encode(m, self.first, group_size=size)
+        if self.rounding_of_first(b1) == "dithered":
+            return expansion.encode_dithered(m, self.first, for_m, group_size=size)
+        mu = expansion.encode(m, self.first, group_size=size, noise=for_m)
+        if isinstance(b1, jax.Array):
+            dithered = expansion.encode_dithered(m, self.first, for_m, group_size=size)
+            mu = jax.tree.map(lambda a, b: jnp.where(self._decays_fast(b1), a, b), dithered, mu)
+        return mu
+
+    def rounding_of_first(self, b1: float | Array) -> Rounding:
+        """How a first moment is rounded that decays by b1; for directions see above.
+
+        A b1 that is computed in the program counts as a slow one here. Through XLA its value
+        decides when the program runs; the Triton kernel rounds stochastically, right for any b1.
+        """
+        if not self.stochastic:
+            return "nearest"
+        if self.first == DIRECTION or isinstance(b1, jax.Array):
+            return "stochastic"
+        return "dithered" if self._decays_fast(b1) else "stochastic"
+
+    def _decays_fast(self, b1: float | Array) -> bool | Array:
+        """Whether every normal code decays by itself when it is rounded to nearest.
+
+        The one that loses the smallest part of its distance to the next is the second of a binade.
+        """
+        return (2 ** format_of(self.first).mantissa_bits + 1) * (1 - b1) >= MIN_DECAY
+
+    def rounding_of_second(self) -> Rounding:
+        """How a second moment is rounded."""
+        return "stochastic" if self.stochastic else "nearest"
+
+    def smallest_second(self, stored: Expanded) -> Float[Array, "..."]:
+        """Per element of a second moment, the smallest non-zero that its group could hold."""
+        if stored.codes.dtype == jnp.float32:
+            return jnp.zeros([], jnp.float32)
+        smallest = stored.amax * self.resolution_of_second()
+        groups = split_groups(stored.codes, self.group_size).shape
+        per_element = jnp.broadcast_to(smallest.reshape(groups[:-1])[..., None], groups)
+        return join_groups(per_element, stored.codes.shape)
+
+    def resolution_of_second(self) -> float:
+        """The smallest second moment that a group can hold beside a largest of 1."""
+        if self.second == LOGARITHM:
+            return logarithms.FIT.resolution
+        return expansion.resolution(self.second, self.rounding_of_second())
+
+    def _in_fp32(self, values: Float[Array, "..."]) -> Expanded:
+        shape = self.scales_shape(values.shape)
+        unused = jnp.zeros(shape, jnp.float32), jnp.full(shape, expansion.STEPS, jnp.uint8)
+        return Expanded(values.astype(jnp.float32), *unused)
+
+
+_CODERS = {jnp.dtype(DIRECTION): integers, jnp.dtype(LOGARITHM): logarithms}
+
+
+def stochastic_below(b1: float | Array, b2: float | Array) -> Float[Array, ""]:
+    """The magnitude of code under which a direction is rounded stochastically; see above."""
+    root = jnp.sqrt(jnp.maximum(jnp.asarray(b2, jnp.float32), expansion.SMALLEST))
+    lost = 1 - b1 / root
+    return jnp.where(lost > 0, MIN_DECAY / jnp.maximum(lost, 1e-6), jnp.inf)
+
+
+def _format(field: str, dtype: DTypeLike, own: DTypeLike | None) -> DTypeLike:
+    """The one of E4M3, E5M2 and `own` that is meant; raises for any other."""
+    for known in (E4M3, E5M2) if own is None else (own, E4M3, E5M2):
+        try:
+            if dtype is not None and jnp.dtype(dtype) == known:
+                return known
+        except TypeError:
+            pass
+    use = "" if own is None else f"jnp.{jnp.dtype(own).name}, "
+    raise ValueError(
+        f"{field}={dtype!r} is no format of an optimizer's moments. Use {use}coat.formats.E4M3 "
+        "(more precision) or coat.formats.E5M2 (more range)."
+    )
+
+
+# The formats of the COAT paper, rounded as it rounds.
+PAPER = Storage(first=E4M3, second=E4M3, stochastic=False)

@@ -1,0 +1,283 @@
+"""Between text and tokens: a tokenizer.json of the `tokenizers` library, or bytes without one.
+
+    encode              one text, as a prompt of a model
+    encode_documents    many texts to train on: nothing is put in front of them, and a special token
+                        that a text spells out is ordinary text, which cannot end a document
+    encode_markers      the text of a chat template, in which special tokens are meant as such
+    reader              tokens to text, piece by piece
+
+A model's new text is read as its tokens arrive. A character may take several tokens, and the text
+of a token may depend on the one before it (a space that only stands between words), so a `Reader`
+returns a piece once its characters are complete. All pieces together are the text of all tokens.
+"""
+
+import codecs
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import UInt
+
+from coat_jax.errors import UserError
+from coat_jax.files import expanded, read_bytes
+
+LARGEST = 2**31 - 1  # the tokens of a model are int32
+ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+BEFORE = 8  # tokens of the prompt that a new one's text may depend on, generously
+
+
+class Bytes:
+    """Tokens are the bytes of UTF-8. A document ends with 0, which text does not contain.
+
+    Attributes:
+        vocab: how many different tokens there are.
+        end_of_text: the token that ends a document.
+        digest: identifies the tokenizer.
+        dtype: the smallest that holds the tokens.
+    """
+
+    vocab = 256
+    digest = "bytes"
+    dtype = np.dtype(np.uint16)
+
+    def __init__(self, end_of_text: int = 0):
+        _require_known(end_of_text, self.vocab)
+        self.end_of_text = end_of_text
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a prompt. Bytes that a terminal could not decode stay as they were."""
+        return list(_bytes_of(text))
+
+    def encode_documents(self, texts: Sequence[str]) -> list[UInt[np.ndarray, " N"]]:
+        """The tokens of each text."""
+        return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
+
+    def encode_markers(self, text: str) -> UInt[np.ndarray, " N"]:
+        """The tokens of a text of a template."""
+        return self.encode_documents([text])[0]
+
+    def token(self, text: str) -> int:
+        """The token that is written like this; raises if there is none."""
+        tokens = self.encode(text)
+        if len(tokens) != 1:
+            raise UserError(f"{text!r} is no token: tokens are bytes, and it has {len(tokens)}.")
+        return tokens[0]
+
+    def reader(self, prompt: Sequence[int]) -> "Reader":
+        """Reads the tokens that follow a prompt."""
+        return _BytesReader()
+
+
+class Tokenizer:
+    """A file of the `tokenizers` library, usually named tokenizer.json.
+
+    Attributes:
+        vocab: how many different tokens there are.
+        end_of_text: the token that ends a document; None if none is known.
+        digest: identifies the tokenizer.
+        dtype: the smallest that holds the tokens.
+    """
+
+    def __init__(self, path: str | Path, *, begin: bool = True, end_of_text: int | None = None):
+        """Reads the file.
+
+        Args:
+            path: of the file.
+            begin: whether a prompt begins with the token that the file names, such as <s>, if any.
+            end_of_text: by default the first of ENDS_OF_TEXT that the tokenizer knows.
+        """
+        self._path, self._begin = path, begin
+        self._tokenizer, self._content = read(path)
+        self.vocab = max(self._tokenizer.get_vocab().values()) + 1
+        self.digest = hashlib.sha256(self._content).hexdigest()[:16]
+        self.dtype = np.dtype(np.uint16 if self.vocab <= 1 << 16 else np.uint32)
+        known = map(self._tokenizer.token_to_id, ENDS_OF_TEXT)
+        if end_of_text is None:
+            end_of_text = next((int(token) for token in known if token is not None), None)
+        else:
+            _require_known(end_of_text, self.vocab)
+        self.end_of_text = end_of_text
+
+    @functools.cached_property
+    def _without_special_tokens(self) -> Any:
+        tokenizer = parsed(self._content, str(self._path))
+        tokenizer.encode_special_tokens = True  # as ordinary text, that is
+        return tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a prompt."""
+        return self._encode(text, add_special_tokens=self._begin)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[UInt[np.ndarray, " N"]]:
+        """The tokens of each text, on all cores of this machine."""
+        with failures_named(f"{self._path} cannot tokenize the data"):
+            found = self._without_special_tokens.encode_batch_fast(
+                list(texts), add_special_tokens=False
+            )
+        return [np.array(one.ids, self.dtype) for one in found]
+
+    def encode_markers(self, text: str) -> UInt[np.ndarray, " N"]:
+        """The tokens of a text of a template, in which special tokens are meant as such."""
+        with failures_named(f"{self._path} cannot tokenize {text!r}"):
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.array(found.ids, self.dtype)
+
+    def token(self, text: str) -> int:
+        """The token that is written like this; raises if there is none."""
+        token = self._tokenizer.token_to_id(_clean(text))
+        if token is not None:
+            return int(token)
+        tokens = self._encode(text, add_special_tokens=False)
+        if len(tokens) != 1:
+            raise UserError(f"{text!r} is no token of the tokenizer, which makes it {tokens}.")
+        return int(tokens[0])
+
+    def reader(self, prompt: Sequence[int]) -> "Reader":
+        """Reads the tokens that follow a prompt. Special tokens are left out."""
+        return _TokensReader(self._tokenizer.decode, prompt)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        with failures_named(f"{self._path} cannot tokenize this text"):
+            return list(
+                self._tokenizer.encode(_clean(text), add_special_tokens=add_special_tokens).ids
+            )
+
+
+AnyTokenizer = Bytes | Tokenizer
+
+
+def document_tokenizer(path: str | Path | None, end_of_text: int | None = None) -> AnyTokenizer:
+    """The tokenizer of documents, which must know what ends them.
+
+    Args:
+        path: of a tokenizer.json; None for bytes.
+        end_of_text: the token that ends a document; by default the tokenizer's own.
+    """
+    if path is None:
+        return Bytes() if end_of_text is None else Bytes(end_of_text)
+    tokenizer = Tokenizer(path, end_of_text=end_of_text)
+    if tokenizer.end_of_text is None:
+        raise UserError(
+            f"{path} has none of {', '.join(ENDS_OF_TEXT)}: set end_of_text to the number of "
+            "the token that ends a document."
+        )
+    return tokenizer
+
+
+def _require_known(end_of_text: int, vocab: int) -> None:
+    if not 0 <= end_of_text < vocab:
+        raise UserError(
+            f"end_of_text={end_of_text} is not in the tokenizer's vocabulary of {vocab:,}: it must "
+            f"be from 0 to {vocab - 1}."
+        )
+
+
+# --- The library's files ----------------------------------------------------------------------
+
+
+def read(path: str | Path) -> tuple[Any, bytes]:
+    """The tokenizer in a file, and the file's content."""
+    path = expanded(path)
+    content = read_bytes(path, "tokenizer file")
+    return parsed(content, str(path)), content
+
+
+def parsed(content: bytes, where: str) -> Any:
+    """The tokenizer that a file holds, without truncation and padding.
+
+    Args:
+        content: of the file.
+        where: it comes from, for the error.
+    """
+    import tokenizers
+
+    with failures_named(f"{where} is no file of the `tokenizers` library, as tokenizer.json is"):
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        highest = max(tokenizer.get_vocab().values(), default=-1)
+    if not 0 <= highest < LARGEST:
+        raise UserError(f"{where} has no vocabulary that a model can have: make it anew.")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+@contextlib.contextmanager
+def failures_named(what: str) -> Iterator[None]:
+    """Turns an error of the library, which has no class of its own, into one line."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, UserError):
+        raise
+    except BaseException as error:  # the library panics on some files, which is no Exception
+        raise UserError(f"{what}: {error}.") from None
+
+
+# --- Tokens to text ---------------------------------------------------------------------------
+
+
+class Reader(Protocol):
+    """Turns tokens into text, piece by piece."""
+
+    def read(self, tokens: Sequence[int]) -> str:
+        """The text that is certain after these tokens, and was not returned before."""
+
+    def end(self) -> str:
+        """The rest, when no token follows."""
+
+
+class _BytesReader:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def read(self, tokens: Sequence[int]) -> str:
+        # A model may have more tokens than there are bytes: 0xFF is in no text.
+        return self._decoder.decode(bytes(min(token, 0xFF) for token in tokens))
+
+    def end(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _TokensReader:
+    """Compares the texts of the last tokens with and without the new ones."""
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int]):
+        self._decode = decode
+        self._tokens = list(prompt[-BEFORE:])
+        self._returned = len(self._tokens)  # the tokens whose text was returned
+
+    def read(self, tokens: Sequence[int]) -> str:
+        return "".join(map(self._read, tokens))
+
+    def _read(self, token: int) -> str:
+        self._tokens.append(token)
+        # A character that lacks bytes is UNKNOWN so far.
+        return self._new_text(self._decode(self._tokens), unless=UNKNOWN)
+
+    def end(self) -> str:
+        return self._new_text(self._decode(self._tokens))
+
+    def _new_text(self, text: str, *, unless: str | None = None) -> str:
+        before = self._decode(self._tokens[: self._returned])
+        if len(text) <= len(before) or (unless is not None and text.endswith(unless)):
+            return ""
+        self._tokens = self._tokens[self._returned :]
+        self._returned = len(self._tokens)
+        return text[len(before) :]
+
+
+def _bytes_of(text: str) -> bytes:
+    """Its UTF-8, and the bytes that a terminal passed on and Python could not read."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{text[:40]!r} is no text: {error.reason}.") from None
+
+
+def _clean(text: str) -> str:
+    """The text, with what is no text replaced: the library accepts nothing else."""
+    return _bytes_of(text).decode("utf-8", "replace")

@@ -1,0 +1,294 @@
+"""Checkpoints of a run: written in the background, whole or not at all, checked before use.
+
+    checkpoints/100/
+        state/           orbax: every process writes the shards it holds
+        record.json      step, held-out loss, and what the loop wants to remember
+        manifest.json    size and checksum of all these files
+
+`save` returns when the state has been copied to the host, so the next step may overwrite (donate)
+its arrays. A checkpoint stays while it is among the newest `keep` or the `keep_best` of lowest
+loss. Several processes share the folder, and all of them call each method, in the same order;
+the first one decides and the others follow.
+"""
+
+import json
+import logging
+import math
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import jax
+
+from coat_jax import writing
+from coat_jax.errors import UserError
+from coat_jax.files import expanded
+from coat_jax.optax.checkpoint import require_stored_like, restore_state
+from coat_jax.training.checkpoint.manifest import DamagedCheckpoint
+from coat_jax.training.checkpoint.step_folders import RECORD, StepFolders
+from coat_jax.training.cluster.agreement import on_first
+from coat_jax.training.cluster.distributed import is_main
+from coat_jax.writing import failures_named, require_space
+
+STATE = "state"
+
+
+class Restored(NamedTuple):
+    """What came back.
+
+    Attributes:
+        step: of the checkpoint that was used.
+        state: the arrays, with the structure and shardings that were asked for.
+        extra: what was saved beside them.
+    """
+
+    step: int
+    state: Any
+    extra: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints in a folder.
+
+    They are one line of history. When a run that went back to step 50 saves step 60, the checkpoint
+    of step 100 is removed: it belongs to an abandoned branch.
+
+    Args:
+        folder: holds a folder for each; made when the first is saved.
+        keep: how many of the newest stay.
+        keep_best: how many of those with the lowest loss stay; they may be among the newest.
+        note: is told, on the first process, of what was ignored or will be removed.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep: int = 2,
+        keep_best: int = 1,
+        note: Callable[[str], object] = warnings.warn,
+    ):
+        if keep < 1 or keep_best < 0:
+            raise UserError(
+                f"keep={keep} and keep_best={keep_best}: at least 1 of the newest must stay, and "
+                "0 or more of the best."
+            )
+        self.folder = expanded(folder).absolute()
+        self._folders = StepFolders(self.folder)
+        self._keep, self._keep_best, self._note = keep, keep_best, note
+        self._orbax: Any = None
+        self._background = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: tuple[int, Future[None]] | None = None
+        self._checked: int | None = None  # the step that `require_like` chose
+        self._current: int | None = None  # the step saved or restored last
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        extra: Mapping[str, Any],
+        *,
+        loss: float | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Saves a state in the background; waits first for the save before, if that is unfinished.
+
+        Nothing happens if this step was saved or restored last: its state is there.
+
+        Args:
+            step: after how many steps; not less than the step that was saved or restored last.
+            state: a pytree of arrays. They may be donated as soon as this returns.
+            extra: whatever JSON can hold.
+            loss: on held-out data, if it is known: decides which checkpoints are best.
+            wait: return when the checkpoint is whole.
+
+        Raises:
+            DiskFull: if there is no room for the state, or there was none for the one before.
+            UserError: if the folder holds checkpoints, and none of them was restored.
+        """
+        self.wait()
+        if step != self._current:
+            record = json.dumps({"step": step, "loss": loss, "extra": extra})
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+            if self._orbax is None:
+                self._orbax = _checkpointer()
+            with failures_named(self.folder, _name(step), size):
+                on_first(lambda: self._prepare(step, size))
+                self._orbax.save(self._folders.unfinished(step) / STATE, state)
+            self._writing = step, self._background.submit(self._complete, step, record, size)
+        if wait:
+            self.wait()
+
+    def restore(self, like: Any, step: int | None = None) -> Restored:
+        """Reads a checkpoint back, after checking every byte of it.
+
+        Args:
+            like: the state expected, as arrays or `jax.ShapeDtypeStruct`s with shardings. The
+                mesh may be another one than the state was saved from.
+            step: which one; by default the newest that is whole. `note` is told of those that
+                had to be passed over.
+
+        Raises:
+            DamagedCheckpoint: if the one asked for is damaged, or all are.
+            ValueError: if there is none, or it holds other arrays than `like`.
+        """
+        self.wait()
+        chosen, self._checked = self._checked, None
+        if chosen is None or step is not None:
+            chosen = on_first(lambda: self._choose(step))
+        state = restore_state(self._folders.finished(chosen) / STATE, like)
+        self._current = chosen
+        return Restored(chosen, state, self._folders.record(chosen)["extra"])
+
+    def require_like(self, like: Any) -> None:
+        """Raises UserError if the checkpoint to resume from holds another state than `like`.
+
+        For what is to be refused before a step is compiled. Every byte is checked; `restore` does
+        not check it again.
+        """
+        self.wait()
+        if on_first(self._folders.steps):
+            self._checked = on_first(lambda: self._choose(None))
+            require_stored_like(self._folders.finished(self._checked) / STATE, like)
+
+    def prune(self) -> None:
+        """Removes what is not worth keeping, as `save` does.
+
+        A run that was killed between the two leaves one checkpoint too many.
+        """
+        self.wait()
+        if (newest := self._current) is not None:
+            on_first(lambda: self._prune(newest))
+
+    def steps(self) -> list[int]:
+        """The steps that were saved whole, oldest first; whether they still are, restoring says."""
+        self.wait()
+        return on_first(self._folders.steps)
+
+    def latest(self) -> int | None:
+        """The newest of `steps()`."""
+        return max(self.steps(), default=None)
+
+    def wait(self) -> None:
+        """Returns when the last save is complete; raises what went wrong in it."""
+        if self._writing is not None:
+            step, written = self._writing
+            self._writing = None
+            written.result()
+            self._current = step
+
+    def close(self) -> None:
+        """Waits, and ends the background thread."""
+        try:
+            self.wait()
+        finally:
+            self._background.shutdown()
+            if self._orbax is not None:
+                self._orbax.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _prepare(self, step: int, size: int) -> None:
+        """On the first process: makes the folder to write in, if all is well."""
+        present = self._folders.steps()
+        if self._current is None and present:
+            raise UserError(
+                f"{self.folder} holds checkpoints of the steps {present}, which this run does not "
+                "continue. Restore one first, or name another folder."
+            )
+        if self._current is not None and step < self._current:
+            raise ValueError(
+                f"Step {step} cannot be saved after step {self._current}. Restore an older "
+                "checkpoint first to go back."
+            )
+        if later := [other for other in present if other >= step]:
+            self._note(
+                f"The checkpoints of the steps {later} in {self.folder} are not of this run's "
+                f"past. They are removed when step {step} has been saved."
+            )
+        for path in self._folders.clear():
+            self._note(f"{path} could not be removed. Remove it by hand.")
+        require_space(self.folder, _name(step), size)
+        self._folders.begin(step)
+
+    def _complete(self, step: int, record: str, size: int) -> None:
+        """In the background: waits for the arrays, then lets the checkpoint count."""
+        folder = self._folders.unfinished(step)
+        with failures_named(self.folder, _name(step), size):
+            try:
+                self._orbax.wait_until_finished()  # for all processes
+                if not is_main():
+                    return
+                writing.write_durably(folder / RECORD, record)
+                self._folders.finish(step)
+            except BaseException:
+                if is_main():
+                    shutil.rmtree(folder, ignore_errors=True)
+                raise
+        self._prune(step)
+
+    def _prune(self, newest: int) -> None:
+        """On the first process: removes what is not worth keeping up to this step.
+
+        What is later is damaged, or of an abandoned branch, and must not displace whole ones.
+        """
+        losses = {step: self._loss(step) for step in self._folders.steps() if step <= newest}
+        for step in losses.keys() - worth_keeping(losses, self._keep, self._keep_best):
+            try:
+                self._folders.remove(step)
+            except OSError as error:
+                self._note(f"{_name(step)} could not be removed: {error}")
+
+    def _choose(self, step: int | None) -> int:
+        """On the first process: the step to restore, every byte of it checked."""
+        if step is not None:
+            self._folders.check(step)
+            return step
+        chosen, notes = self._folders.newest_whole()
+        for text in notes:
+            self._note(text)
+        return chosen
+
+    def _loss(self, step: int) -> float | None:
+        try:
+            loss = self._folders.record(step).get("loss")
+        except DamagedCheckpoint:
+            return None  # so it is none of the best
+        return loss if isinstance(loss, int | float) else None
+
+
+def worth_keeping(losses: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
+    """The newest `keep` steps and the `keep_best` of lowest loss; of equals, the newer."""
+    newest = sorted(losses)[-keep:]
+    known = [(loss, -step) for step, loss in losses.items() if loss is not None]
+    best = sorted(pair for pair in known if math.isfinite(pair[0]))[:keep_best]
+    return {*newest, *(-negated for _, negated in best)}
+
+
+def _name(step: int) -> str:
+    return f"The checkpoint of step {step}"
+
+
+def _checkpointer() -> Any:
+    import orbax.checkpoint as ocp
+
+    # What fails is raised; orbax also logs it, with three tracebacks.
+    logging.getLogger("absl").addFilter(_is_no_error_of_orbax)
+    return ocp.StandardCheckpointer()
+
+
+def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR or "orbax" not in Path(record.pathname).parts

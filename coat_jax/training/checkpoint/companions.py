@@ -1,0 +1,123 @@
+"""The small files beside a model's weights: its tokenizer, and how text is generated with it.
+
+A folder may be somebody else's, and what is copied may be published: a file is copied only if it is
+what its name says, and only from inside the folder. A link that leads out of it is refused, but for
+those into `blobs`, which Hugging Face's cache is made of.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from coat_jax import tokenizers
+from coat_jax.errors import UserError
+from coat_jax.files import failures_named, parse_json, read_bytes, status
+
+GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
+OBJECTS = (
+    GENERATION,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
+TEXTS = ("merges.txt", "chat_template.jinja")
+PIECES = "tokenizer.model"
+LARGEST = 1 << 28  # bytes
+
+Companions = dict[str, bytes]  # what is in them, by name
+
+
+def read_companions(folder: Path) -> Companions:
+    """What there is in a folder of these files; raises if one is something else."""
+    found = {}
+    for name in (TOKENIZER, PIECES, *OBJECTS, *TEXTS):
+        if status(folder / name):
+            found[name] = _read(folder, folder / name)
+    return found
+
+
+def tokenizer_of_run(
+    said: Mapping[str, Any], folder: Path, note: Callable[[str], object]
+) -> Companions:
+    """The tokenizer that a run's config names, if that is in the run's folder."""
+    data = said.get("data")
+    named = data.get("tokenizer") if isinstance(data, Mapping) else None
+    if not isinstance(named, str):
+        return {}
+    path = Path(named)
+    if not _is_inside(path, folder):
+        note(
+            f"The run was trained with the tokenizer {named}, which is outside of its folder and "
+            "is not copied: name it with --tokenizer."
+        )
+        return {}
+    return {TOKENIZER: _read(folder, path, TOKENIZER)}
+
+
+def write_companions(companions: Companions, folder: Path) -> None:
+    """Writes them to a folder."""
+    for name, content in companions.items():
+        (folder / name).write_bytes(content)
+
+
+def _read(folder: Path, path: Path, name: str | None = None) -> bytes:
+    if not _is_inside(path, folder):
+        raise UserError(
+            f"{path} is a link to {path.resolve()}, outside of the model's folder: it is not "
+            "copied. Put a copy in its place, or remove it."
+        )
+    size = (status(path) or path.lstat()).st_size
+    if size > LARGEST:
+        raise UserError(f"{path} has {size:,} bytes, and at most {LARGEST:,} are copied.")
+    content = read_bytes(path)
+    _require(content, path, name or path.name)
+    return content
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Whether a file is in a folder, or in the blobs that this is a snapshot of."""
+    with failures_named(path):
+        place, inside = path.resolve(), folder.resolve()
+    blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else inside
+    return place.is_relative_to(inside) or place.parent == blobs
+
+
+def _require(content: bytes, path: Path, name: str) -> None:
+    """Raises unless the file is what its name says."""
+    if name == TOKENIZER:
+        tokenizers.parsed(content, str(path))
+    elif name in OBJECTS:
+        if not isinstance(parse_json(content, str(path)), dict):
+            raise UserError(f"{path} is no JSON object, as its name says: remove or mend it.")
+    elif name == PIECES:
+        if not _is_sentencepiece(content):
+            raise UserError(f"{path} is no SentencePiece model, as its name says: remove it.")
+    else:
+        try:
+            content.decode("utf-8")
+        except UnicodeDecodeError:
+            raise UserError(f"{path} is no text in UTF-8, as its name says: remove it.") from None
+
+
+def _is_sentencepiece(content: bytes) -> bool:
+    """Whether this is a protocol buffer of SentencePiece: pieces first, then their trainer's."""
+    place, fields = 0, []
+    try:
+        while place < len(content):
+            fields.append(content[place])
+            size, place = _varint(content, place + 1)
+            place += size
+    except IndexError:
+        return False
+    return place == len(content) and fields[:1] == [0x0A] and fields == sorted(fields)
+
+
+def _varint(content: bytes, place: int) -> tuple[int, int]:
+    """The number that is written there, and the place after it."""
+    value = shift = 0
+    while True:
+        byte = content[place]
+        value, shift, place = value | (byte & 0x7F) << shift, shift + 7, place + 1
+        if byte < 0x80:
+            return value, place

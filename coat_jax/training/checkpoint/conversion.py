@@ -1,0 +1,159 @@
+"""Models between Hugging Face's folders and ours, one piece of one parameter at a time in memory.
+
+    to_run              safetensors -> config.json, checkpoints/0, as of a run that has not begun
+    to_hugging_face     a checkpoint of a run -> config.json, safetensors
+
+Both copy the tokenizer's files along, as `companions` says, and give back bit for
+bit what the other was given. The new folder appears when it is complete.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from coat_jax import tokenizers
+from coat_jax.errors import UserError
+from coat_jax.files import expanded, parse_json, read_json
+from coat_jax.limits import CountOrZero, require
+from coat_jax.models import hf, stored
+from coat_jax.training.checkpoint import weights
+from coat_jax.training.checkpoint.companions import (
+    GENERATION,
+    TOKENIZER,
+    read_companions,
+    tokenizer_of_run,
+    write_companions,
+)
+from coat_jax.writing import UNFINISHED, NewFolder, failures_named
+
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+Progress = Callable[[int, int], object]  # is told bytes that were read, and of how many in all
+
+
+def to_run(
+    source: str | Path,
+    out: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    progress: Progress = lambda size, total: None,
+) -> None:
+    """Writes the model of a Hugging Face folder like the checkpoint of a run.
+
+    Args:
+        source: with config.json and safetensors files.
+        out: the folder to make.
+        dtype: of the parameters; that of the tensors by default.
+        progress: see `Progress`.
+    """
+    source, out = expanded(source), expanded(out)
+    _new(out).require_new()
+    config = weights.model_config(source)
+    companions = read_companions(source)
+    parameters = hf.read(source, config)
+    kind = _dtype(parameters, dtype)
+    config = dataclasses.replace(config, param_dtype=kind, dtype=kind)
+    parameters = {name: stored.cast(one, kind) for name, one in parameters.items()}
+    total = _total(parameters)
+    with _new(out).appearing() as folder, failures_named(out.parent, "The model", total):
+        weights.write(folder, config, parameters, progress=_counted(progress, total))
+        if GENERATION not in companions:
+            special = _special(read_json(source / hf.CONFIG))
+            companions[GENERATION] = (json.dumps(special, indent=2) + "\n").encode()
+        write_companions(companions, folder)
+
+
+def to_hugging_face(
+    source: str | Path,
+    out: str | Path,
+    *,
+    step: int | None = None,
+    dtype: DTypeLike | None = None,
+    tokenizer: str | Path | None = None,
+    file_bytes: int = hf.FILE_BYTES,
+    progress: Progress = lambda size, total: None,
+    note: Callable[[str], object] = lambda text: None,
+) -> None:
+    """Writes the model of a run for transformers.
+
+    Args:
+        source: the folder of the run.
+        out: the folder to make.
+        step: of the checkpoint; by default the newest that is whole.
+        dtype: of the tensors; that of the parameters by default.
+        tokenizer: a tokenizer.json to put beside them; by default the one in the run's folder.
+        file_bytes: how large a file may become.
+        progress: see `Progress`.
+        note: is told of checkpoints that are passed over, and of a tokenizer that is left out.
+    """
+    source, out = expanded(source), expanded(out)
+    _new(out).require_new()
+    said, config = weights.read_json(source), weights.model_config(source)
+    companions = read_companions(source)
+    if tokenizer is not None:
+        companions[TOKENIZER] = tokenizers.read(tokenizer)[1]
+    elif TOKENIZER not in companions:
+        companions |= tokenizer_of_run(said, source, note)
+    parameters = weights.read(source, step, note=note)
+    extra = {}
+    if GENERATION in companions:
+        extra = _special(parse_json(companions[GENERATION], str(source / GENERATION)))
+    total = _total(parameters)
+    with _new(out).appearing() as folder, failures_named(out.parent, "The model", total):
+        hf.write(
+            folder,
+            config,
+            parameters,
+            dtype=dtype,
+            extra=extra,
+            file_bytes=file_bytes,
+            progress=_counted(progress, total),
+        )
+        write_companions(companions, folder)
+
+
+def _dtype(parameters: stored.Parameters, asked: DTypeLike | None) -> Any:
+    """The one dtype of all parameters."""
+    if asked is not None:
+        return jnp.dtype(asked)
+    found = {one.dtype for one in parameters.values()}
+    if len(found) > 1:
+        names = ", ".join(sorted(dtype.name for dtype in found))
+        raise UserError(
+            f"The tensors have several dtypes, {names}, and a model has one: choose it by dtype."
+        )
+    return found.pop()
+
+
+def _special(said: dict[str, Any]) -> dict[str, Any]:
+    """Which tokens begin, end and fill up a text."""
+    special = {name: said[name] for name in SPECIAL if said.get(name) is not None}
+    for name, tokens in special.items():
+        for token in tokens if isinstance(tokens, list) else [tokens]:
+            require(name, token, CountOrZero)
+    return special
+
+
+def _total(parameters: stored.Parameters) -> int:
+    return sum(map(stored.size_of, parameters.values()))
+
+
+def _counted(progress: Progress, total: int) -> Callable[[int], None]:
+    """Tells `progress` the sum of the sizes it is given."""
+    done = 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        progress(done, total)
+
+    return advance
+
+
+def _new(out: Path) -> NewFolder:
+    return NewFolder(out, UNFINISHED, "coat convert")

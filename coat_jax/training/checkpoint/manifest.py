@@ -1,0 +1,93 @@
+"""Tells a whole folder from a damaged one.
+
+    manifest.json    {"state/d/4f0c..": [1460207, 2774918362], ..}
+
+holds the size and the CRC-32 of every other file of its folder. It is written last, so a folder
+without one was never finished. A byte flipped in the manifest itself is found too: it then
+disagrees with a file. CRC-32 guards against failing disks and cut-off copies, not against people.
+"""
+
+import json
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NoReturn
+
+from coat_jax import writing
+from coat_jax.errors import UserError
+from coat_jax.printable import printable
+
+NAME = "manifest.json"
+CHUNK = 1 << 20
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint's files are not what was written, or cannot be read."""
+
+
+def write(folder: Path) -> None:
+    """Records every file of a folder."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    with ThreadPoolExecutor() as threads:
+        sums = list(threads.map(_checksum, paths))
+    files = {
+        path.relative_to(folder).as_posix(): (path.stat().st_size, checksum)
+        for path, checksum in zip(paths, sums, strict=True)
+    }
+    writing.write_durably(folder / NAME, json.dumps(files, indent=1))
+
+
+def check(folder: Path, only: str | None = None) -> None:
+    """Raises DamagedCheckpoint unless a folder holds what it held when `write` was called on it.
+
+    Args:
+        folder: may have been moved since.
+        only: look at this file alone.
+    """
+    try:
+        _check(folder, only)
+    except OSError as error:  # of a failing disk, a missing permission, a folder for a file
+        name = Path(os.fsdecode(error.filename or folder)).name
+        damaged(folder, f"{name} cannot be read ({error.strerror})")
+
+
+def damaged(folder: Path, how: str) -> NoReturn:
+    """Raises DamagedCheckpoint."""
+    raise DamagedCheckpoint(f"The checkpoint {folder} is damaged: {printable(how)}.")
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
+
+
+def _check(folder: Path, only: str | None) -> None:
+    files = _recorded(folder)
+    if only is not None:
+        files = {only: files[only]} if only in files else damaged(folder, f"{NAME} lacks {only}")
+    # Sizes are found at once, checksums after reading everything.
+    for name, (size, _) in files.items():
+        if not (folder / name).is_file():
+            damaged(folder, f"{name} is missing")
+        if (found := (folder / name).stat().st_size) != size:
+            damaged(folder, f"{name} has {found} bytes instead of {size}")
+    with ThreadPoolExecutor() as threads:
+        sums = threads.map(_checksum, [folder / name for name in files])
+        for (name, (_, checksum)), found in zip(files.items(), sums, strict=True):
+            if found != checksum:
+                damaged(folder, f"the checksum of {name} is wrong")
+
+
+def _recorded(folder: Path) -> dict[str, tuple[int, int]]:
+    """The size and checksum of each file."""
+    if not (folder / NAME).is_file():  # also a device, whose end never comes
+        damaged(folder, f"{NAME} is missing")
+    try:
+        recorded = json.loads((folder / NAME).read_text("utf-8"))
+        return {name: (int(size), int(checksum)) for name, (size, checksum) in recorded.items()}
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        damaged(folder, f"{NAME} is not readable")

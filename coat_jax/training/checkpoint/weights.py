@@ -1,0 +1,203 @@
+"""The parameters of a run, without the rest of its state.
+
+    load      a model, from a checkpoint of a run or from a Hugging Face folder
+    read      the parameters in a checkpoint, in parts
+    write     a folder like a run's, with one checkpoint that holds parameters only
+
+A checkpoint stores each array in chunks. One chunk at a time is in memory, so models may be
+larger than that. What is read was checked before: see `coat_jax.training.checkpoint.manifest`.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from coat_jax import limits, writing
+from coat_jax.errors import UserError
+from coat_jax.files import expanded
+from coat_jax.models import Config, Llama, hf, stored
+from coat_jax.models.stored import Index, Name, Parameters, Stored
+from coat_jax.training import identity
+from coat_jax.training.checkpoint.checkpoints import STATE
+from coat_jax.training.checkpoint.step_folders import RECORD, StepFolders
+from coat_jax.training.checkpoint.streamed import save_streamed
+from coat_jax.writing import failures_named, require_space
+
+CONFIG, CHECKPOINTS = "config.json", "checkpoints"
+PARAMETERS, VALUE = "params", "value"  # the first and last parts of the arrays' names
+
+
+def read_json(folder: str | Path) -> dict[str, Any]:
+    """The config.json in a folder with a model: a run's, or one of Hugging Face.
+
+    A run's that is missing or damaged is replaced by what its newest checkpoint says.
+    """
+    path = expanded(folder) / CONFIG
+    said = parsed(path) if path.is_file() else None
+    if said is None:
+        said = config_in_checkpoint(path.parent)
+    if said is None and path.is_file():
+        raise UserError(f"{path} is no JSON object.")
+    if said is None:
+        there = "no config.json in it" if path.parent.is_dir() else "no such folder"
+        raise UserError(
+            f"{folder} is neither the folder of a run nor one of Hugging Face: there is {there}."
+        )
+    if not {"model", "architectures"} & said.keys():
+        raise UserError(
+            f"{path} has neither the `model` of a run nor the `architectures` of Hugging Face."
+        )
+    return said
+
+
+def parsed(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if it holds nothing of that kind."""
+    try:
+        said = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return said if isinstance(said, dict) else None
+
+
+def config_in_checkpoint(folder: Path) -> dict[str, Any] | None:
+    """The config that the newest checkpoint of a run was saved with, if it says that."""
+    record = StepFolders(folder / CHECKPOINTS).newest_record()
+    config = None if record is None else record["extra"].get("config")
+    return config if isinstance(config, dict) else None
+
+
+def is_run(said: Mapping[str, Any]) -> bool:
+    """Whether this is the config.json of a run."""
+    return "model" in said
+
+
+def model_config(folder: str | Path) -> Config:
+    """The model in a folder; one of Hugging Face computes as it is stored, not in FP8."""
+    folder = expanded(folder)
+    said = read_json(folder)
+    if is_run(said):
+        return limits.from_json(Config, said["model"], f"{Path(folder) / CONFIG}: model")
+    return hf.read_config(folder)
+
+
+def load(
+    folder: str | Path,
+    config: Config | None = None,
+    *,
+    step: int | None = None,
+    mesh: Mesh | None = None,
+    note: Callable[[str], object] = warnings.warn,
+) -> Llama:
+    """The model in a folder.
+
+    Args:
+        folder: of a run, or one of Hugging Face.
+        config: what to make of it; by default what `model_config` says. A variant of that may
+            have other dtypes (parameters are cast), precision, axes, scan or remat.
+        step: of a run's checkpoint; by default the newest that is whole.
+        mesh: to load it onto; by default the one that is set, if any.
+        note: is told of checkpoints that are passed over.
+    """
+    folder = expanded(folder)
+    config = model_config(folder) if config is None else config
+    if is_run(read_json(folder)):
+        parameters = read(folder, step, note=note)
+    elif step is None:
+        parameters = hf.read(folder, config)
+    else:
+        raise UserError(f"There is no step {step} in {folder}: it holds one model, and no steps.")
+    return stored.load(config, parameters, mesh=mesh)
+
+
+def read(
+    folder: str | Path, step: int | None = None, *, note: Callable[[str], object] = warnings.warn
+) -> dict[Name, Stored]:
+    """The parameters in a checkpoint of a run, to be read in parts; for the rest see `load`."""
+    import orbax.checkpoint as ocp
+
+    folders = StepFolders(expanded(folder).absolute() / CHECKPOINTS)
+    if step is None:
+        step, notes = folders.newest_whole()
+        for text in notes:
+            note(text)
+    else:
+        folders.check(step)
+    path = folders.finished(step) / STATE
+    with ocp.StandardCheckpointer() as checkpointer:
+        metadata = checkpointer.metadata(path).item_metadata
+    driver = "zarr3" if metadata.use_zarr3 else "zarr"
+    arrays = _flat(metadata.tree[PARAMETERS])
+    return {name: _in_checkpoint(path, name, array, driver) for name, array in arrays.items()}
+
+
+def write(
+    folder: str | Path,
+    config: Config,
+    parameters: Parameters,
+    *,
+    progress: Callable[[int], object] = lambda size: None,
+) -> None:
+    """Writes config.json, and the parameters as the checkpoint of step 0.
+
+    Args:
+        folder: made if it is not there.
+        config: of the model.
+        parameters: of it, stored as they come; one piece is in memory at a time.
+        progress: is told how many bytes more were read.
+    """
+    stored.require_same(config, parameters)
+    folder = expanded(folder).absolute()
+    size = sum(map(stored.size_of, parameters.values()))
+    what = "The model"
+    folders = StepFolders(folder / CHECKPOINTS)
+    saved = {"model": identity.to_json(config)}
+    with failures_named(folder, what, size):
+        folders.clear()
+        require_space(folder, what, size)
+        folders.begin(0)
+        unfinished = folders.unfinished(0)
+        save_streamed(unfinished / STATE, _nested(parameters), progress)
+        record = json.dumps({"step": 0, "loss": None, "extra": {"config": saved}})
+        writing.write_durably(unfinished / RECORD, record)
+        folders.finish(0)
+        writing.write_durably(folder / CONFIG, json.dumps(saved, indent=2) + "\n")
+
+
+def _in_checkpoint(path: Path, name: Name, array: Any, driver: str) -> Stored:
+    import tensorstore
+
+    place = ".".join([PARAMETERS, *map(str, name), VALUE])
+    kvstore = {"driver": "ocdbt", "base": path.as_uri(), "path": f"{place}/"}
+    opened = tensorstore.open({"driver": driver, "kvstore": kvstore}, read=True).result()
+
+    def read(index: Index) -> np.ndarray:
+        part: np.ndarray = opened[index].read().result()
+        return part
+
+    return Stored(opened.shape, opened.dtype.numpy_dtype, tuple(array.storage.chunk_shape), read)
+
+
+def _flat(tree: Mapping[str, Any], above: Name = ()) -> dict[Name, Any]:
+    """Arrays by their parameters' names; layers of a list are numbered."""
+    if VALUE in tree and not isinstance(tree[VALUE], Mapping):
+        return {above: tree[VALUE]}
+    flat: dict[Name, Any] = {}
+    for key, below in tree.items():
+        flat |= _flat(below, (*above, int(key) if key.isdecimal() else key))
+    return flat
+
+
+def _nested(parameters: Parameters) -> dict[str, Any]:
+    """A tree in which arrays have the names that they have in a run's state."""
+    tree: dict[str, Any] = {}
+    for name, one in parameters.items():
+        inner = tree
+        for key in (PARAMETERS, *map(str, name)):
+            inner = inner.setdefault(key, {})
+        inner[VALUE] = one
+    return tree

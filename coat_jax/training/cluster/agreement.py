@@ -1,0 +1,74 @@
+"""Several processes act as one: the first decides, and the others do as it says.
+
+A shared folder may look different from two machines for a moment, or have filled up between two
+looks at it. What depends on such a look is looked at once.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from coat_jax.errors import UserError
+from coat_jax.training.cluster.distributed import is_main
+
+T = TypeVar("T")
+
+
+class Refused(UserError):
+    """What the first process refused, on the others."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code  # type: ignore[misc]
+
+
+def on_first(work: Callable[[], T]) -> T:
+    """What `work` returns on the first process, on all of them; it must be made of JSON's types.
+
+    What it raises there ends the others, too: with the same line and exit code where that is a
+    UserError or an error of the system about a file, and with a RuntimeError where it is a bug.
+    """
+    if jax.process_count() == 1:
+        return work()
+    error: Exception | None = None
+    answer: dict[str, Any] = {}
+    if is_main():
+        try:
+            answer = {"result": work()}
+        except Exception as raised:
+            error, answer = raised, _described(raised)
+    answer = _broadcast(answer)
+    if error is not None:
+        raise error
+    if "refused" in answer:
+        raise Refused(answer["refused"], answer["exit_code"])
+    if "file" in answer:
+        raise OSError(*answer["file"])
+    if "bug" in answer:
+        raise RuntimeError(f"The first process failed: {answer['bug']}")
+    result: T = answer["result"]
+    return result
+
+
+def _described(error: Exception) -> dict[str, Any]:
+    """An error in JSON's types."""
+    if isinstance(error, UserError):
+        return {"refused": str(error), "exit_code": error.exit_code}
+    if isinstance(error, OSError) and error.filename is not None:
+        return {"file": [error.errno, error.strerror, os.fsdecode(error.filename)]}
+    return {"bug": repr(error)}
+
+
+def _broadcast(answer: dict[str, Any]) -> dict[str, Any]:
+    text = json.dumps(answer).encode()
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    # Other processes bring what the first one's text is laid over.
+    text = text if is_main() else bytes(length)
+    told = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
+    received: dict[str, Any] = json.loads(np.asarray(told, np.uint8).tobytes())
+    return received

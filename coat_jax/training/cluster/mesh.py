@@ -1,0 +1,96 @@
+"""The devices of a run as a mesh with the axes data, fsdp and tensor, and what lies where on it.
+
+parameters    cut along fsdp and tensor, as their modules say
+batches       their rows along data and fsdp
+the rest      everywhere
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from coat_jax.errors import UserError
+from coat_jax.training.config import BATCH_AXES, MeshConfig, TrainConfig
+
+NAMES = ("data", "fsdp", "tensor")
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh over `devices`, by default all there are, with automatic axes."""
+    devices = jax.devices() if devices is None else devices
+    sizes = _sizes(config, len(devices))
+    return jax.make_mesh(sizes, NAMES, devices=devices, axis_types=(AxisType.Auto,) * len(NAMES))
+
+
+def _sizes(config: MeshConfig, devices: int) -> tuple[int, ...]:
+    """The three sizes, -1 replaced by what is left."""
+    sizes = [config.data, config.fsdp, config.tensor]
+    named = math.prod(size for size in sizes if size != -1)
+    described = ", ".join(f"{name}={size}" for name, size in zip(NAMES, sizes, strict=True))
+    if -1 not in sizes and named != devices:
+        raise UserError(
+            f"A mesh of {described} has {named} devices, and there are {devices}. Change its "
+            "sizes, or make one of them -1: what is left."
+        )
+    if devices % named:
+        raise UserError(
+            f"{devices} devices cannot be shared out over a mesh of {described}: they are no "
+            f"multiple of {named}."
+        )
+    return tuple(devices // named if size == -1 else size for size in sizes)
+
+
+def require_fitting(config: TrainConfig, mesh: Mesh) -> None:
+    """Raises unless the batch can be cut along the mesh."""
+    parts = batch_parts(mesh)
+    if config.microbatch % parts:
+        raise UserError(
+            f"global_batch_size={config.global_batch_size} in gradient_accumulation_steps="
+            f"{config.gradient_accumulation_steps} are "
+            f"{config.microbatch} sequences at a time, which {parts} devices (mesh.data * "
+            f"mesh.fsdp) cannot share equally. Make global_batch_size a multiple of "
+            f"{parts * config.gradient_accumulation_steps}."
+        )
+
+
+def batch_parts(mesh: Mesh) -> int:
+    """How many devices see different rows of a batch."""
+    return math.prod(mesh.shape[name] for name in BATCH_AXES)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of a batch in microbatches: [accumulation, rows, sequence]."""
+    return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
+
+
+def everywhere(mesh: Mesh) -> NamedSharding:
+    """Of what every device has whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+class Share(NamedTuple):
+    """Which of a batch's rows a process loads: part `part` of `parts` equal ones."""
+
+    part: int
+    parts: int
+
+
+def share_of_process(mesh: Mesh) -> Share:
+    """Of this process. Those whose devices differ in `tensor` only load the same rows."""
+    rows = mesh.devices.reshape(batch_parts(mesh), -1)  # the tensor axis is the last
+    mine = [i for i, devices in enumerate(rows) if any(_is_here(d) for d in devices)]
+    parts, left = divmod(len(rows), len(mine))
+    if left or mine != list(range(mine[0], mine[-1] + 1)) or mine[0] % len(mine):
+        raise UserError(
+            f"This process has devices at places {mine} of the {len(rows)} that see different "
+            "rows, which is no equal part of them. Give mesh.data * mesh.fsdp or mesh.tensor a "
+            "size that whole machines share equally."
+        )
+    return Share(mine[0] // len(mine), parts)
+
+
+def _is_here(device: jax.Device) -> bool:
+    return bool(device.process_index == jax.process_index())

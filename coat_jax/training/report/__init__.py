@@ -1,0 +1,11 @@
+"""What a run reports, while it runs and afterwards.
+
+accounting          its memory on each device, before the first step
+recorder            from the results of steps to records
+metrics, writers    records in metrics.jsonl, TensorBoard, Weights & Biases
+progress            the lines on a terminal
+speed               arithmetic per token, and the share of the device's peak
+telemetry           what FP8 does to tensors, by a second program now and then
+runs                records read back from metrics.jsonl
+plot, page, heat    their pictures; chart, titles: the look and the words of these
+"""

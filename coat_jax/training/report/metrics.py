@@ -1,0 +1,247 @@
+"""What a run says of itself: one JSON object a line in metrics.jsonl, and optional writers.
+
+    {"step": 20, "tokens": 40960, "seconds": 8.1, "loss": 3.214, "learning_rate": 0.0003, ...}
+
+JSON has no NaN and no infinity: a loss that is not finite is written as null, which any reader of
+JSON takes. Every line is written at once, so that a killed run loses at most its last one.
+
+A run that resumes from a checkpoint repeats the steps after it. Their old records are removed
+first, so that the file reads like that of a run which nobody disturbed.
+
+A record that cannot be written, on a full disk say, does not end the run at once: the loop sees
+`failure`, saves, and puts what is `unwritten` into the checkpoint for the run that resumes.
+"""
+
+import contextlib
+import json
+import math
+import os
+import stat
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from coat_jax.errors import UserError
+from coat_jax.training.cluster import distributed
+from coat_jax.training.report.writers import WRITERS, Record, Writer
+from coat_jax.writing import NotWritten, failures_named
+
+FILE = "metrics.jsonl"
+BEGIN = b'{"step"'  # of every line that this module wrote
+
+
+class Metrics:
+    """Writes the records of a run, from its main process; others write nothing.
+
+    Keys that `progress` and `plot` know: step, tokens and seconds since the run began, loss,
+    learning_rate, gradient_norm, tokens_per_second, mfu (of 1), memory (bytes), skipped (steps),
+    and after an evaluation held_out_loss and perplexity.
+
+    Args:
+        folder: the run's folder; it must exist.
+        writers: more of them by name: "tensorboard", "wandb".
+        config: the run's configuration, for the writers that show it.
+        resume_step: the step of the checkpoint that the run resumes from, 0 to begin again; None
+            for a new run, whose folder must have no records.
+        recorded: the step of the last record that was in metrics.jsonl when it was saved.
+        unwritten: records that the checkpoint has, because the run before could not write them.
+        note: is told of damage that was mended.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        writers: Sequence[str] = (),
+        config: Mapping[str, Any],
+        resume_step: int | None = None,
+        recorded: int = 0,
+        unwritten: Sequence[Mapping[str, Any]] = (),
+        note: Callable[[str], object] = warnings.warn,
+    ) -> None:
+        unknown = [name for name in writers if name not in WRITERS]
+        if unknown:
+            raise UserError(f"No writer of metrics is called {unknown[0]!r}: {', '.join(WRITERS)}")
+        self._writers: list[Writer | JSONLines] = []
+        self._lines: JSONLines | None = None
+        if distributed.is_main():
+            others = [WRITERS[name](folder, config, resume_step) for name in writers]
+            self._lines = JSONLines(folder, resume_step, recorded, note)
+            for record in unwritten:
+                self._lines.write(record)
+            self._writers = [self._lines, *others]
+
+    @property
+    def failure(self) -> NotWritten | None:
+        """Why records are not written any more; None if all is well, and on other processes."""
+        return None if self._lines is None else self._lines.failure
+
+    @property
+    def recorded(self) -> int:
+        """The step of the last record in metrics.jsonl; 0 without any, and on other processes."""
+        return 0 if self._lines is None else self._lines.recorded
+
+    @property
+    def unwritten(self) -> list[dict[str, Any]]:
+        """The records since then."""
+        return [] if self._lines is None else self._lines.unwritten
+
+    def write(self, record: Record) -> None:
+        """Writes one record; it names its "step"."""
+        if not isinstance(record.get("step"), int):
+            raise ValueError(f"A record needs a whole number as its step: {dict(record)}")
+        for writer in self._writers:
+            writer.write(record)
+
+    def sync(self) -> None:
+        """Makes all records survive a power failure."""
+        if self._lines is not None:
+            self._lines.sync()
+
+    def close(self) -> None:
+        """Completes what is buffered."""
+        for writer in self._writers:
+            writer.close()
+
+
+class JSONLines:
+    """metrics.jsonl.
+
+    Attributes:
+        recorded: the step of the last record; 0 without any.
+        failure: of the first record that could not be written; None if all is well.
+        unwritten: that record and those after it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        resume_step: int | None,
+        recorded: int,
+        note: Callable[[str], object],
+    ):
+        path = folder / FILE
+        self.recorded = 0
+        self.failure: NotWritten | None = None
+        self.unwritten: list[dict[str, Any]] = []
+        self._folder = folder
+        with failures_named(folder, FILE):
+            if resume_step is None and path.exists() and path.stat().st_size:
+                raise UserError(
+                    f"{path} has records of an earlier run: resume it, or choose another folder."
+                )
+            if resume_step is not None and path.is_file():
+                self.recorded, lost = mend(path, resume_step)
+                if lost:
+                    note(f"{path} was damaged: {lost:,} lines were no records, and were removed.")
+            if self.recorded < recorded:
+                note(
+                    f"{path} was damaged: it has lost the records of steps {self.recorded + 1:,} "
+                    f"to {recorded:,}."
+                )
+            self._file = path.open("ab", buffering=0)
+
+    def write(self, record: Record) -> None:
+        """Appends a line, whole or not at all."""
+        finite = {key: value if _is_finite(value) else None for key, value in record.items()}
+        if self.failure is None:
+            line = (json.dumps(finite, allow_nan=False) + "\n").encode()
+            end = os.fstat(self._file.fileno()).st_size
+            try:
+                with failures_named(self._folder, FILE):
+                    while line:
+                        line = line[self._file.write(line) :]
+            except NotWritten as error:
+                self.failure = error
+                with contextlib.suppress(OSError):
+                    self._file.truncate(end)
+        if self.failure is None:
+            self.recorded = int(record["step"])
+        else:
+            self.unwritten.append(finite)
+
+    def sync(self) -> None:
+        """Waits until the disk has all lines, if it is one: /dev/null cannot be waited for."""
+        if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            try:
+                with failures_named(self._folder, FILE):
+                    os.fsync(self._file.fileno())
+            except NotWritten as error:
+                self.failure = self.failure or error
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics.jsonl, in order; null is None.
+
+    A last line without its end was torn when the run was killed, or is being written: it is left
+    out.
+
+    Raises:
+        UserError: naming the file and the line, if a line is no record.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            record = _record(line)
+            if record is not None:
+                yield record
+            elif line.endswith(b"\n"):
+                raise UserError(
+                    f"{path}:{number} is no record, a JSON object that names its step. Resuming "
+                    "the run removes such lines."
+                )
+
+
+class Mended(NamedTuple):
+    """What is left of a file, and what is not.
+
+    Attributes:
+        last: the step of the last record; 0 without any.
+        lost: how many lines were no records, but for a torn one at the end.
+    """
+
+    last: int
+    lost: int
+
+
+def mend(path: Path, step: int) -> Mended:
+    """Removes the records of later steps and what is no record; keeps all others.
+
+    It is atomic: either file is whole at any moment. A line that was torn when a process was
+    killed may have the next record behind it: that one is kept.
+    """
+    kept = path.with_suffix(".kept")
+    last = lost = 0
+    with path.open("rb") as old, kept.open("wb") as new:
+        for line in old:
+            whole = line.strip()
+            record = _record(whole)
+            if record is None:
+                lost += line.endswith(b"\n")
+                whole = whole[whole.rfind(BEGIN) :] if BEGIN in whole else b""
+                record = _record(whole)
+            if record is not None and record["step"] <= step:
+                new.write(whole + b"\n")
+                last = record["step"]
+        new.flush()
+        os.fsync(new.fileno())
+    kept.replace(path)
+    return Mended(last, lost)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The record of a line; None if it is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_record = isinstance(record, dict) and type(record.get("step")) is int
+    return record if is_record else None
+
+
+def _is_finite(value: float | int | str | None) -> bool:
+    return value is None or isinstance(value, str) or math.isfinite(value)

@@ -1,0 +1,75 @@
+"""Loss curves as one HTML file that needs nothing else: no network, no scripts but its own.
+
+page.html beside this file is the page without data. The data go in as JSON that can neither end
+the script element that holds them nor be run; the page shows names as text, never as markup.
+Long runs are thinned: a point is the mean of as many records as it takes to have POINTS of them.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from coat_jax.training.report.chart import Look
+from coat_jax.training.report.runs import AXES, SHOWN, Curve, Run, smoothed
+
+POINTS = 2000  # of a curve, at most
+DASHES = {"-": "none", "--": "7 5", ":": "1 5", "-.": "9 5 1 5"}
+CURVES = ("loss", "held_out_loss", "learning_rate", "gradient_norm")
+TEMPLATE = Path(__file__).with_name("page.html")
+PLACE = "{{data}}"
+
+
+def write(
+    loaded: Sequence[Run], looks: Sequence[Look], out: Path, *, over: str, smooth: int
+) -> None:
+    """Writes the page; `over` and `smooth` are where its controls begin."""
+    longest = max(len(run.columns["loss"].rows) for run in loaded)
+    thin = -(-longest // POINTS)
+    data = {
+        "over": over,
+        "shown": SHOWN,
+        "thin": thin,
+        "smooth": max(round(smooth / thin), 1),
+        "runs": [_run(run, look, thin, smooth) for run, look in zip(loaded, looks, strict=True)],
+    }
+    template = TEMPLATE.read_text("utf-8")
+    out.write_text(template.replace(PLACE, _embedded(data)), encoding="utf-8")
+
+
+def _run(run: Run, look: Look, thin: int, smooth: int) -> dict[str, Any]:
+    """What the page draws of a run: for each curve its y, and its x on each axis there is."""
+    axes = [over for over, key in AXES.items() if key in run.columns]
+    curves: dict[str, Any] = {}
+    for key in CURVES:
+        if key not in run.columns:
+            continue
+        step = 1 if key == "held_out_loss" else thin
+        thinned = {over: _thinned(run.curve(key, over), step) for over in axes}
+        curves[key] = {over: _numbers(curve.x) for over, curve in thinned.items()}
+        curves[key]["y"] = _numbers(thinned["steps"].y)
+    final = {"loss": _numbers([run.final_loss(smooth)])[0], "held_out_loss": None}
+    if (held_out := run.held_out_loss()) is not None:
+        final["held_out_loss"] = _numbers([held_out])[0]
+    drawn = {"color": look.color, "width": look.width, "dashes": DASHES[look.style]}
+    return {"name": run.name, "curves": curves, "final": final, **drawn}
+
+
+def _thinned(curve: Curve, every: int) -> Curve:
+    """The mean of every so many points, where the last of them stands."""
+    last = np.minimum(np.arange(every - 1, len(curve.x) + every - 1, every), len(curve.x) - 1)
+    return Curve(curve.x[last], smoothed(curve.y, every)[last])
+
+
+def _numbers(values: Float[np.ndarray, " N"] | Sequence[float]) -> list[float | None]:
+    """Six digits are more than a screen shows; NaN is null."""
+    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
+
+
+def _embedded(data: dict[str, Any]) -> str:
+    """JSON that HTML cannot take for markup."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")

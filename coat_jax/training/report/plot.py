@@ -1,0 +1,172 @@
+"""Loss curves of several runs, as a picture and as a page.
+
+    draw([bf16, coat], Path("plot.png"))     plot.png, and plot.html beside it
+
+The picture compares: training losses as means of the last `smooth` records, held-out losses as
+points, and below, small, learning rates and gradient norms where runs have them. Of several runs
+the first is the baseline: wide and pale, with the others on top. The page has the same to
+explore.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from coat_jax.errors import UserError
+from coat_jax.files import failures_named
+from coat_jax.printable import printable
+from coat_jax.training.report import page, runs
+from coat_jax.training.report.chart import CHART, Look, looks_of
+from coat_jax.training.report.runs import Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SMALL = {"learning_rate": "learning rate", "gradient_norm": "gradient norm"}
+UNITS = {
+    "steps": ((1, "step"),),
+    "tokens": ((1, "tokens"), (1e6, "million tokens"), (1e9, "billion tokens")),
+    "time": ((1, "seconds"), (60, "minutes"), (3600, "hours"), (86400, "days")),
+}
+
+
+def draw(
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    over: str = "steps",
+    smooth: int | None = None,
+    names: Sequence[str] = (),
+) -> None:
+    """Writes a picture to `out`, and a page beside it.
+
+    Args:
+        paths: folders of runs.
+        out: a file that ends in .png.
+        over: "steps", "tokens" or "time".
+        smooth: records whose mean a point is; by default a fiftieth of the shortest run's.
+        names: what to call the runs instead of their folders.
+
+    Raises:
+        UserError: if a path is no run, or a run is damaged or empty, or does not say what the axis
+            counts, or matplotlib is missing.
+    """
+    if over not in runs.AXES:
+        raise UserError(f"No axis is called {over!r}: {', '.join(runs.AXES)}.")
+    if smooth is not None and smooth < 1:
+        raise UserError(f"{smooth=} records have no mean: take 1 or more.")
+    if out.suffix.lower() != ".png":
+        raise UserError(f"{out} does not end in .png: the page takes the same name with .html.")
+    loaded = runs.load(paths, names)
+    for run in loaded:
+        if not np.all(np.isfinite(run.axis(over).values)):
+            raise UserError(f"{run.path} has {over} that are no numbers: plot over another axis.")
+    looks = looks_of(len(loaded))
+    smooth = smooth or max(min(len(run.columns["loss"].rows) for run in loaded) // 50, 10)
+    with failures_named(out):
+        _picture(loaded, looks, out, over=over, smooth=smooth)
+        page.write(loaded, looks, out.with_suffix(".html"), over=over, smooth=smooth)
+
+
+def _picture(
+    loaded: Sequence[Run], looks: Sequence[Look], out: Path, *, over: str, smooth: int
+) -> None:
+    try:
+        import matplotlib as mpl
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("Plots need matplotlib: pip install 'coat_jax[train]'.") from error
+
+    divisor, unit = _unit(loaded, over)
+    longest = max(run.axis(over).values[-1] for run in loaded) / divisor
+    small = [key for key in SMALL if any(key in run.columns for run in loaded)]
+    rows: Any = [["loss"] * max(len(small), 1), *([small] if small else [])]
+    with mpl.rc_context(CHART):
+        figure = Figure(figsize=(9, 6.4 if small else 4.8))
+        FigureCanvasAgg(figure)
+        panels = figure.subplot_mosaic(rows, height_ratios=(3.2, 1)[: len(rows)])
+        for axes in panels.values():
+            axes.set_xlim(0, 1.015 * longest)
+            axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.10g}")
+        for key in small:
+            panels[key].set_title(SMALL[key])
+            panels[key].locator_params(axis="x", nbins=5)
+            window = 1 if key == "learning_rate" else smooth
+            _curves(panels[key], key, loaded, looks, over=over, smooth=window, divisor=divisor)
+        axes = panels["loss"]
+        _curves(axes, "loss", loaded, looks, over=over, smooth=smooth, divisor=divisor)
+        axes.set_title(_title(loaded, smooth))
+        axes.set_xlabel(unit)
+        _legend(axes, [_label(run, smooth) for run in loaded])
+        figure.savefig(out)
+
+
+def _curves(
+    axes: "Axes",
+    key: str,
+    loaded: Sequence[Run],
+    looks: Sequence[Look],
+    *,
+    over: str,
+    smooth: int,
+    divisor: float,
+) -> None:
+    """One panel: the curves of a key, and those of its held-out twin as points."""
+    shown = []
+    for run, look in zip(loaded, looks, strict=True):
+        x, y = run.curve(key, over)
+        mean = runs.smoothed(y, smooth)
+        axes.plot(
+            x / divisor,
+            mean,
+            color=look.color,
+            linewidth=look.width if key == "loss" else 0.6 * look.width,
+            linestyle=look.style,
+            solid_capstyle="round",
+        )
+        shown.append(mean[np.isfinite(mean)])
+    for run, look in zip(loaded, looks, strict=True):
+        x, y = run.curve(f"held_out_{key}", over)
+        size = 4 + look.width
+        axes.plot(x / divisor, y, "o", ms=size, color=look.color, mec="white", mew=1.2)
+        shown.append(y[np.isfinite(y)])
+    values = np.concatenate(shown)
+    if not len(values):
+        return
+    top = np.quantile(values, 1.0 if key == "learning_rate" else runs.SHOWN)
+    bottom = values.min()
+    margin = 0.06 * (top - bottom) or 1.0
+    axes.set_ylim(bottom - margin, top + margin)
+
+
+def _legend(axes: "Axes", labels: Sequence[str]) -> None:
+    """The names as they are: in a label matplotlib reads $ as mathematics, and hides _run."""
+    numbers = [str(number) for number in range(len(labels))]
+    legend = axes.legend(axes.get_lines()[: len(labels)], numbers, loc="upper right")
+    for text, label in zip(legend.get_texts(), labels, strict=True):
+        text.set_parse_math(False)
+        text.set_text(printable(label))
+
+
+def _title(loaded: Sequence[Run], smooth: int) -> str:
+    mean = f", mean of {smooth:,} records" if smooth > 1 else ""
+    held_out = any("held_out_loss" in run.columns for run in loaded)
+    return f"Training loss{mean}{'; points: held out' if held_out else ''}"
+
+
+def _label(run: Run, smooth: int) -> str:
+    final, held_out = run.final_loss(smooth), run.held_out_loss()
+    if not np.isfinite(final):
+        return f"{run.name}, ends without a finite loss"
+    ends = f"{run.name}, ends at {final:.3f}"
+    return ends if held_out is None else f"{ends}, held out {held_out:.3f}"
+
+
+def _unit(loaded: Sequence[Run], over: str) -> tuple[float, str]:
+    """The largest unit in which the longest run counts at least 2, and its name."""
+    longest = max(run.axis(over).values[-1] for run in loaded)
+    fitting = [unit for unit in UNITS[over] if longest >= 2 * unit[0]]
+    return fitting[-1] if fitting else UNITS[over][0]

@@ -1,0 +1,152 @@
+"""From the reports of steps to records: written, shown, and one step late.
+
+A report's numbers are fetched when the next step is on its way, so that the device never waits for
+the host. What a record has is in docs/training.md.
+"""
+
+import math
+import time
+
+import jax
+from jax.sharding import Mesh
+
+from coat_jax.errors import UserError
+from coat_jax.training.config import TrainConfig
+from coat_jax.training.report import speed
+from coat_jax.training.report.metrics import Metrics
+from coat_jax.training.report.progress import Progress
+from coat_jax.training.step import Report
+
+
+class Diverged(UserError):
+    """Steps change nothing any more."""
+
+    exit_code = 4
+
+
+class Recorder:
+    """Takes a report after every step.
+
+    Args:
+        config: the run.
+        mesh: its devices.
+        metrics: where records are written.
+        progress: where they are shown.
+        step: how many were taken before this process began.
+        skipped: how many of them changed nothing.
+        seconds: how long they took.
+
+    Attributes:
+        loss: of the last step that was recorded.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        mesh: Mesh,
+        metrics: Metrics,
+        progress: Progress,
+        *,
+        step: int,
+        skipped: int,
+        seconds: float,
+    ):
+        self.loss = math.nan
+        self._config, self._metrics, self._progress = config, metrics, progress
+        self._device = mesh.local_devices[0]
+        self._devices = mesh.size
+        self._work = speed.work_per_token(config.model, config.sequence_length)
+        self._peak = speed.peak_of(self._device.device_kind)
+        self._waiting: tuple[int, Report] | None = None
+        self._began = time.perf_counter() - seconds
+        self._clock = (step, time.perf_counter())  # where the pace is measured from
+        self._reported = (step, skipped)
+        self._in_row = 0  # steps that were skipped one after the other, up to that report
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has taken so far, all its processes one after the other."""
+        return time.perf_counter() - self._began
+
+    def take(self, step: int, report: Report) -> None:
+        """Keeps this step's report, and records the one before."""
+        self.flush()
+        if step % self._config.log_every == 0 or step == self._config.total_steps:
+            self._waiting = step, report
+
+    def flush(self) -> None:
+        """Records what is kept; waits for the step to finish.
+
+        Raises:
+            Diverged: if too many steps in a row were skipped, or all steps of the run.
+        """
+        if self._waiting is None:
+            return
+        (step, report), self._waiting = self._waiting, None
+        numbers = jax.tree.map(lambda x: x.item(), jax.device_get(report))
+        loss, norm, rate, labels, skipped, metrics = numbers
+        now = time.perf_counter()
+        before, since = self._clock
+        self._clock = step, now
+        pace = (step - before) * self._config.tokens_per_step / (now - since)
+        self.loss = loss
+        record = {
+            "loss": loss,
+            "learning_rate": rate,
+            "gradient_norm": norm,
+            "labels": int(labels),
+            "skipped": int(skipped),
+            "tokens_per_second": pace,
+            **metrics,
+        }
+        if self._peak is not None:
+            record["mfu"] = speed.utilization(self._work, self._peak, pace, self._devices)
+        stats = self._device.memory_stats() or {}
+        if "peak_bytes_in_use" in stats:
+            record["memory"] = stats["peak_bytes_in_use"]
+        self._write(step, record)
+        self._count_skipped(step, int(skipped))
+
+    def take_held_out(self, step: int, loss: float) -> None:
+        """Records the loss on held-out data."""
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        self._write(step, {"held_out_loss": loss, "perplexity": perplexity})
+
+    def take_telemetry(self, step: int, numbers: dict[str, float], warning: str | None) -> None:
+        """Records what FP8 does to tensors; shows a warning, if there is one."""
+        self._metrics.write(self._whole(step, numbers))
+        if warning is not None:
+            self._progress.note(f"step {step:,}: {warning}")
+
+    def pause(self, step: int) -> None:
+        """Takes what lies between the last step and now out of the pace."""
+        self._clock = step, time.perf_counter()
+
+    def _write(self, step: int, record: dict[str, float]) -> None:
+        whole = self._whole(step, record)
+        self._metrics.write(whole)
+        self._progress.update(whole)
+
+    def _whole(self, step: int, record: dict[str, float]) -> dict[str, float]:
+        tokens = step * self._config.tokens_per_step
+        return {"step": step, "tokens": tokens, "seconds": self.seconds, **record}
+
+    def _count_skipped(self, step: int, skipped: int) -> None:
+        """Compares with the last report: a row goes on if all steps since then were skipped."""
+        (step_before, skipped_before), self._reported = self._reported, (step, skipped)
+        goes_on = self._in_row > 0
+        all_of_them = skipped - skipped_before == step - step_before
+        self._in_row = self._in_row + step - step_before if all_of_them else 0
+        if skipped > skipped_before and not (goes_on and all_of_them):
+            self._progress.note(
+                f"step {step:,}: its gradients are not finite. It changed nothing; {skipped:,} "
+                "steps so far."
+            )
+        nothing_learned = skipped == step == self._config.total_steps
+        if self._in_row >= self._config.max_skipped_steps or nothing_learned:
+            raise Diverged(
+                f"The last {self._in_row:,} steps, up to step {step:,}, changed nothing: their "
+                "losses or gradients are not finite. Lower --learning_rate "
+                f"({self._config.optimizer.learning_rate:g}), look at the data and at the records "
+                "before, or allow more of them with --max_skipped_steps."
+            )

@@ -1,0 +1,84 @@
+"""Where metrics go besides metrics.jsonl: TensorBoard, and Weights & Biases."""
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from coat_jax.errors import UserError
+from coat_jax.writing import failures_named
+
+Record = Mapping[str, float | int | str]
+
+
+class Writer(Protocol):
+    """Where records go."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
+        """Opens it; what it holds of steps after `resume_step` is void."""
+
+    def write(self, record: Record) -> None:
+        """Writes one record."""
+
+    def close(self) -> None:
+        """Completes what is buffered."""
+
+
+class TensorBoard:
+    """Event files in FOLDER/tensorboard."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
+        package = _require("tensorboardX", extra="tensorboard")
+        purge = None if resume_step is None else resume_step + 1
+        self._summary = package.SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+
+    def write(self, record: Record) -> None:
+        """Adds a point to the curve of each number."""
+        for name, value in record.items():
+            if name != "step" and not isinstance(value, str):
+                self._summary.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        """Closes the event file."""
+        self._summary.close()
+
+
+class WandB:
+    """A run on Weights & Biases, found again by the name in FOLDER/wandb_id.
+
+    Its server cuts nothing: it keeps the first record of a step, which a resumed run repeats.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
+        package = _require("wandb", extra="wandb")
+        note = folder / "wandb_id"
+        known = (
+            note.read_text("utf-8").strip() if resume_step is not None and note.is_file() else None
+        )
+        self._run = package.init(
+            dir=str(folder), name=folder.name, config=dict(config), id=known, resume="allow"
+        )
+        with failures_named(folder, note.name):
+            note.write_text(self._run.id + "\n", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        """Logs the record at its step."""
+        values = {name: value for name, value in record.items() if name != "step"}
+        self._run.log(values, step=record["step"])
+
+    def close(self) -> None:
+        """Waits for what is not sent yet."""
+        self._run.finish()
+
+
+WRITERS: dict[str, type[Writer]] = {"tensorboard": TensorBoard, "wandb": WandB}
+
+
+def _require(package: str, *, extra: str) -> ModuleType:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise UserError(
+            f"The {extra} writer needs {package}: pip install 'coat_jax[{extra}]'."
+        ) from error

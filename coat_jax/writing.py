@@ -1,0 +1,130 @@
+"""Writing: a full disk is an error that names it; a file or folder appears when it is complete.
+
+`replace` and `NewFolder` write under another name first, and rename when all is written. A process
+that is killed leaves that name behind. `NewFolder` does not remove it, because another process may
+be writing there.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from coat_jax.errors import UserError
+
+# No space, over quota, over the largest file allowed.
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+UNFINISHED = ".unfinished"  # ends the name of what is being written
+METADATA = 1 << 20  # what a checkpoint takes beside its arrays, generously
+
+
+class NotWritten(UserError, OSError):
+    """What was to be saved could not be written."""
+
+    exit_code = 3
+
+
+class DiskFull(NotWritten):
+    """What was to be written does not fit."""
+
+
+def require_space(folder: Path, what: str, size: int) -> None:
+    """Raises unless `size` bytes and some metadata can be written in a folder."""
+    if shutil.disk_usage(folder).free < size + METADATA:
+        raise _full(folder, what, size)
+
+
+@contextlib.contextmanager
+def failures_named(folder: Path, what: str, size: int | None = None) -> Iterator[None]:
+    """Errors of writing inside become a NotWritten that says what was not written, and where."""
+    try:
+        yield
+    except NotWritten:
+        raise
+    except Exception as error:
+        code = _os_error(error)
+        if code in FULL:
+            raise _full(folder, what, size) from error
+        if code is not None:
+            raise NotWritten(f"{what} could not be written in {folder}: {error}") from error
+        raise
+
+
+def _os_error(error: Exception) -> int | None:
+    """The system's number of an error; tensorstore has it in the text only."""
+    if isinstance(error, OSError):
+        return error.errno
+    match = re.search(r"os_error_code='(\d+)'", str(error))
+    return int(match[1]) if match else None
+
+
+def _full(folder: Path, what: str, size: int | None) -> DiskFull:
+    needed = "" if size is None else f"it takes up to {_megabytes(size + METADATA)}, and "
+    free = shutil.disk_usage(folder).free
+    return DiskFull(
+        f"{what} does not fit in {folder}: {needed}{_megabytes(free)} are free. Make room there, "
+        "or raise the quota; what was saved before is intact."
+    )
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Writes a file that is there even if the power fails next; text in UTF-8."""
+    with path.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace(path: Path, content: str | bytes) -> None:
+    """Writes a file that has either its old content or all of the new one at any moment."""
+    unfinished = path.with_name(path.name + UNFINISHED)
+    write_durably(unfinished, content)
+    unfinished.replace(path)
+
+
+class NewFolder(NamedTuple):
+    """Where a folder is to be made.
+
+    Attributes:
+        out: its name.
+        suffix: of its name until it is complete.
+        command: which makes it, for the error.
+    """
+
+    out: Path
+    suffix: str
+    command: str
+
+    @property
+    def unfinished(self) -> Path:
+        """Its name until it is complete."""
+        return self.out.with_name(self.out.name + self.suffix)
+
+    def require_new(self) -> None:
+        """Raises if there is something already."""
+        if self.out.exists():
+            raise UserError(f"{self.out} exists already: name another folder, or remove it.")
+        if self.unfinished.exists():
+            raise UserError(
+                f"{self.unfinished} exists: another `{self.command}` is writing it, or was killed. "
+                "Remove it if none is running."
+            )
+
+    @contextlib.contextmanager
+    def appearing(self) -> Iterator[Path]:
+        """The folder to write in; it gets its name if all goes well, and goes away if not."""
+        self.unfinished.mkdir(parents=True)
+        try:
+            yield self.unfinished
+            self.unfinished.rename(self.out)
+        except BaseException:
+            shutil.rmtree(self.unfinished, ignore_errors=True)
+            raise

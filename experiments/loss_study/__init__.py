@@ -1,0 +1,11 @@
+"""What each part of FP8 training costs in loss, and how much of that is noise.
+
+    arms, arm                what is compared: a table of arms and sizes, and what these are
+    text, duplicates         the text that is trained on
+    measure, queue, run      which runs are missing, several at a time, and one of them
+    results, statistics      one row for each run, and what follows from the rows
+    table, plot              how that is shown
+    moments                  AdamW with each moment in a format of its own
+
+`python -m experiments.loss_study` is the program; docs/loss.md says how to use it.
+"""

@@ -1,0 +1,165 @@
+"""What a run of `loss_study` is made of: an arm, a model size, and the settings of the run.
+
+An arm says how to train: which precision, how the moments are stored, which settings of the
+optimizer differ. A size says what is trained, with sensible settings. Together they make the
+trainer's config and optimizer.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from coat_jax import BF16, Precision, models
+from coat_jax.optax import FusedOptimizer, fused_fp8_adamw
+from coat_jax.precision import PRESETS
+from coat_jax.storage import Storage
+from coat_jax.training.config import EvaluationConfig, OptimizerConfig, TrainConfig
+from coat_jax.training.optimizer import decayed, make_optimizer
+from coat_jax.training.schedule import learning_rate
+from experiments.loss_study.moments import Separately, adamw
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One way to train. The default is BF16 with optax's AdamW, its moments in FP32.
+
+    Attributes:
+        precision: of the model.
+        moments: a `Storage` takes coat_jax's fused step, a `Separately` a format for each
+            moment; None is optax's AdamW.
+        optimizer: fields of `OptimizerConfig` to replace.
+        microbatches: how many times more microbatches a batch is divided into. More than one
+            changes only the order in which gradients are summed.
+        perturbed: whether each initial parameter moves by one unit in the last place.
+        baseline: whether this arm differs from the default by rounding only.
+    """
+
+    precision: Precision = BF16
+    moments: Storage | Separately | None = None
+    optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    microbatches: int = 1
+    perturbed: bool = False
+    baseline: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a run can be told on the command line; runs are compared under equal settings.
+
+    Attributes:
+        steps: of the run, a whole cosine.
+        batch: sequences of a step.
+        sequence: tokens of a sequence.
+        accumulation: microbatches of a batch.
+        learning_rate: the highest.
+        held_out: rows of held-out text that are evaluated at the end.
+    """
+
+    steps: int
+    batch: int
+    sequence: int
+    accumulation: int
+    learning_rate: float
+    held_out: int
+
+    @property
+    def rows(self) -> int:
+        """Sequences of the whole run."""
+        return self.steps * self.batch
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.rows * self.sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A model and the settings to train it with.
+
+    Attributes:
+        model: its vocabulary is learnt from the text; 256 stands for bytes.
+        settings: unless the command line says otherwise.
+        tokens_per_second: of BF16 on one H200, over all processes on it; for estimates.
+    """
+
+    model: models.Config
+    settings: Settings
+    tokens_per_second: float
+
+
+def train_config(arm: Arm, size: Size, settings: Settings, seed: int) -> TrainConfig:
+    """The trainer's config of a run."""
+    optimizer = OptimizerConfig(learning_rate=settings.learning_rate, warmup_steps=0.08, b2=0.95)
+    return TrainConfig(
+        model=dataclasses.replace(size.model, precision=arm.precision),
+        optimizer=dataclasses.replace(optimizer, name="adamw", **arm.optimizer),
+        evaluation=EvaluationConfig(every=0),
+        total_steps=settings.steps,
+        global_batch_size=settings.batch,
+        sequence_length=settings.sequence,
+        gradient_accumulation_steps=settings.accumulation * arm.microbatches,
+        seed=seed,
+    )
+
+
+def optimizer_of(arm: Arm, config: TrainConfig) -> FusedOptimizer:
+    """The optimizer of a run. It does not depend on the seed: seeds share a compiled program."""
+    if isinstance(arm.moments, Separately):
+        return adamw(config, arm.moments)
+    if arm.moments is None:
+        return make_optimizer(dataclasses.replace(config, seed=0))
+    of_run = config.optimizer
+    return fused_fp8_adamw(
+        partial(learning_rate, of_run, config.total_steps),
+        b1=of_run.b1,
+        b2=of_run.b2,
+        eps=of_run.eps,
+        weight_decay=of_run.weight_decay,
+        mask=partial(decayed, config),
+        storage=arm.moments,
+    )
+
+
+def described(arm: Arm) -> dict[str, Any]:
+    """An arm as JSON: every field with its value, so that a changed default is another arm."""
+    return dict(json.loads(json.dumps(_plain(arm))))
+
+
+def differences(arm: Arm) -> str:
+    """What an arm changes, for people."""
+    default = Arm()
+    changed = [
+        f"{field.name}={_shown(getattr(arm, field.name))}"
+        for field in dataclasses.fields(arm)
+        if field.name != "baseline" and getattr(arm, field.name) != getattr(default, field.name)
+    ]
+    return ", ".join(changed) or "BF16, optax's AdamW"
+
+
+def _shown(value: Any) -> str:
+    """A dataclass by the fields that are not its own defaults."""
+    preset = next((name for name, known in PRESETS.items() if known == value), None)
+    if preset is not None:
+        return preset.upper()
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return str(_plain(value))
+    fields = [
+        f"{field.name}={_shown(getattr(value, field.name))}"
+        for field in dataclasses.fields(value)
+        if getattr(value, field.name) != field.default
+    ]
+    return f"{type(value).__name__}({', '.join(fields)})"
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"is": type(value).__name__} | fields
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return getattr(value, "__name__", None) or str(value)

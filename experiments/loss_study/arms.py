@@ -1,0 +1,96 @@
+"""The arms of `loss_study`, and the sizes of model that they are measured at.
+
+A new arm is one line: a `replace` of another one.
+"""
+
+from dataclasses import replace
+
+import coat_jax as coat
+from coat_jax import models
+from coat_jax.storage import PAPER, Storage
+from experiments.loss_study.arm import Arm, Settings, Size
+from experiments.loss_study.moments import Expanded, Logarithm, Separately
+
+BASE = Arm(baseline=True)
+NEVER = 1 << 60  # a `min_size` that leaves every leaf in FP32
+COAT_FP32 = Arm(precision=coat.COAT)
+EXACT_FORWARD = replace(coat.COAT, exact_forward=True)
+MOMENTS = Arm(moments=Storage())
+EXPANDED = Storage(first=coat.E4M3, second=coat.E4M3)
+BOTH = Arm(precision=coat.COAT, moments=Storage())
+
+ARMS: dict[str, Arm] = {
+    # Baselines: these differ by rounding only.
+    "bf16": BASE,
+    "bf16_ulp": replace(BASE, perturbed=True),
+    "bf16_microbatches": replace(BASE, microbatches=2),
+    "bf16_fused": replace(BASE, moments=Storage(min_size=NEVER)),
+    # COAT and its halves.
+    "coat": BOTH,
+    "coat_lean": replace(BOTH, precision=coat.COAT_LEAN),
+    "moments": MOMENTS,
+    "activations": COAT_FP32,
+    "coat_expanded": replace(BOTH, moments=EXPANDED),
+    "activations_lean": replace(COAT_FP32, precision=coat.COAT_LEAN),
+    "coat_exact_forward": replace(BOTH, precision=EXACT_FORWARD),
+    "activations_exact_forward": replace(COAT_FP32, precision=EXACT_FORWARD),
+    # Parts of the activations; "all_but" is COAT without one part.
+    "products": Arm(precision=coat.FP8_LINEAR),
+    "products_e4m3_gradients": Arm(precision=replace(coat.FP8_LINEAR, backward=coat.E4M3)),
+    "saved": Arm(precision=replace(coat.COAT, fp8_linear=False)),
+    "saved_attention": Arm(precision=replace(coat.BF16, attention_block=16)),
+    "saved_64": Arm(precision=replace(coat.COAT, fp8_linear=False, block=64)),
+    "e4m3_gradients": Arm(precision=replace(coat.COAT, backward=coat.E4M3)),
+    # Parts of the moments.
+    "first": Arm(moments=Separately(first=Expanded())),
+    "second": Arm(moments=Separately(second=Expanded(stochastic=True))),
+    "second_logarithm": Arm(moments=Separately(second=Logarithm())),
+    "second_nearest": Arm(moments=Separately(second=Expanded())),
+    "first_stochastic": Arm(moments=Separately(first=Expanded(stochastic=True))),
+    "both_separately": Arm(moments=Separately(Expanded(), Expanded(stochastic=True))),
+    "moments_expanded": Arm(moments=EXPANDED),
+    "moments_paper": Arm(moments=PAPER),
+    "moments_nearest": Arm(moments=Storage(stochastic=False)),
+    "moments_64": Arm(moments=Storage(group_size=64)),
+    "moments_32": Arm(moments=Storage(group_size=32)),
+    "moments_first_e5m2": Arm(moments=replace(EXPANDED, first=coat.E5M2)),
+    # Settings of the optimizer: arms are compared with baselines of the same settings.
+    "bf16_b2_999": replace(BASE, optimizer={"b2": 0.999}),
+    "bf16_b2_999_ulp": replace(BASE, optimizer={"b2": 0.999}, perturbed=True),
+    "moments_b2_999": replace(MOMENTS, optimizer={"b2": 0.999}),
+}
+
+SIZES: dict[str, Size] = {
+    "tiny": Size(
+        models.Config(
+            vocab=256, width=128, layers=2, heads=4, kv_heads=4, head_dim=32, ffn=384,
+            context=64, tied=True, scan=False,
+        ),
+        Settings(20, 8, 64, 1, 3e-3, held_out=32),
+        tokens_per_second=1e6,
+    ),
+    "40M": Size(
+        models.Config(
+            vocab=16384, width=512, layers=10, heads=8, kv_heads=8, head_dim=64, ffn=1408,
+            context=1024, tied=True, scan=False,
+        ),
+        Settings(400, 64, 1024, 1, 1.5e-3, held_out=1024),
+        tokens_per_second=0.9e6,
+    ),
+    "124M": Size(
+        models.Config(
+            vocab=50304, width=768, layers=12, heads=12, kv_heads=12, head_dim=64, ffn=2048,
+            context=1024, tied=True, scan=False,
+        ),
+        Settings(600, 64, 1024, 2, 6e-4, held_out=1024),
+        tokens_per_second=4.2e5,
+    ),
+    "350M": Size(
+        models.Config(
+            vocab=50304, width=1024, layers=24, heads=16, kv_heads=16, head_dim=64, ffn=2816,
+            context=1024, tied=True, scan=False,
+        ),
+        Settings(300, 64, 1024, 4, 3e-4, held_out=512),
+        tokens_per_second=1.6e5,
+    ),
+}  # fmt: skip

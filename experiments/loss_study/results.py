@@ -1,0 +1,177 @@
+"""The results of `loss_study`: one row for each run, in a file that grows and merges.
+
+A row is named by its key, a hash of everything that decides the result: the arm field by field,
+the size, the seed, the settings, the text, and the code. What has a row is not measured again.
+
+The code counts without comments, docstrings, imports and layout, wherever its files are, and only
+where it takes part: the layers of coat_jax below the trainer, the trainer's step, and the files of
+the study that train.
+"""
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from coat_jax import writing
+from experiments.loss_study.arm import Arm, Settings, Size, described
+from experiments.records import ROOT
+
+Row = dict[str, Any]
+
+FILE = "loss_study.json"
+# Folders of coat_jax that a run does not use, and the files of its trainer that it does.
+ASIDE = ("cli", "generation", "training")
+STEP = ("batches", "optimizer", "preparation", "schedule", "state", "step")
+STUDY = ("arm", "duplicates", "moments", "run", "text")
+
+
+def row_of(
+    name: str, arm: Arm, size_name: str, size: Size, seed: int, settings: Settings, text: str
+) -> Row:
+    """A row before it is measured: what names it, and its key."""
+    row: Row = {
+        "arm": name,
+        "size": size_name,
+        "seed": seed,
+        "settings": dataclasses.asdict(settings),
+        "text": text,
+        "definition": described(arm),
+        "model": model_of(size),
+        "code": code_digest(),
+    }
+    return {"key": key_of(row)} | row
+
+
+def key_of(row: Row) -> str:
+    """The hash of what decides a result. An arm's name does not."""
+    fields = ("definition", "model", "seed", "settings", "text", "code")
+    return digest({field: row[field] for field in fields})
+
+
+def model_of(size: Size) -> str:
+    """The model of a size, without what an arm decides."""
+    model = dataclasses.asdict(size.model)
+    return digest({name: str(value) for name, value in model.items() if name != "precision"})
+
+
+def digest(content: Any) -> str:
+    """A short hash of JSON."""
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+@functools.cache
+def code_digest() -> str:
+    """The hash of the code that decides a result."""
+    package, study = ROOT / "coat_jax", ROOT / "experiments" / "loss_study"
+    files = [p for p in package.rglob("*.py") if p.relative_to(package).parts[0] not in ASIDE]
+    files += [p for p in (package / "training").rglob("*.py") if p.stem in STEP]
+    files += [study / f"{name}.py" for name in STUDY]
+    return digest(sorted(essence(file.read_text("utf-8")) for file in files))
+
+
+def essence(source: str) -> str:
+    """Code without comments, docstrings, layout and imports, which only say where things are."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        node.body = [  # type: ignore[attr-defined]
+            one
+            for i, one in enumerate(body)
+            if not isinstance(one, ast.Import | ast.ImportFrom) and not (i == 0 and _is_text(one))
+        ]
+    return ast.dump(tree)
+
+
+def _is_text(node: ast.AST) -> bool:
+    value = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+def read(paths: Iterable[Path]) -> list[Row]:
+    """The rows of some files, each key once, in the order of `_place`; missing files have none."""
+    rows: dict[str, Row] = {}
+    for path in paths:
+        if path.exists():
+            for row in json.loads(path.read_text("utf-8"))["runs"]:
+                rows.setdefault(row["key"], row)
+    return sorted(rows.values(), key=_place)
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Writes rows, one on each line; the file is there whole or as it was."""
+    lines = ",\n".join(json.dumps(row, allow_nan=False) for row in sorted(rows, key=_place))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writing.replace(path, f'{{"runs": [\n{lines}\n]}}\n')
+
+
+def merge(into: Path, others: Iterable[Path]) -> list[Row]:
+    """Adds the rows of other files to a file, and returns all."""
+    rows = read([into, *others])
+    write(into, rows)
+    return rows
+
+
+def conditions_of(rows: list[Row]) -> dict[str, list[Row]]:
+    """Runs that can be compared: the same model, settings, text and settings of the optimizer.
+
+    An arm that was measured with several versions of the code is several arms: the version of
+    this checkout, or else the latest, keeps the name, and others are named by their code.
+    """
+    groups = defaultdict(list)
+    for row in rows:
+        shared = (row["model"], row["settings"], row["text"], row["definition"]["optimizer"])
+        groups[json.dumps(shared, sort_keys=True)].append(row)
+    named: dict[str, list[Row]] = {}
+    for group in groups.values():
+        first, settings = group[0], group[0]["settings"]
+        tokens = settings["batch"] * settings["sequence"]
+        name = (
+            f"{first['size']}, {settings['steps']} steps of {settings['batch']} x "
+            f"{settings['sequence']} = {settings['steps'] * tokens / 1e6:.1f} M tokens, learning "
+            f"rate {settings['learning_rate']:g}"
+        )
+        if first["definition"]["optimizer"]:
+            name += f", {first['definition']['optimizer']}"
+        while name in named:
+            name += f", text {first['text']}"
+        named[name] = _named_by_version(group)
+    return named
+
+
+def baselines_of(rows: list[Row]) -> set[str]:
+    """The arms that differ by rounding only, of whatever version."""
+    return {row["arm"] for row in rows if row["definition"]["baseline"]}
+
+
+def _named_by_version(rows: list[Row]) -> list[Row]:
+    now = code_digest()
+
+    def rank(row: Row) -> tuple[Any, ...]:
+        return row["code"] == now, row["parents"]["date"], row["code"]
+
+    newest: dict[str, str] = {}
+    for row in sorted(rows, key=rank):
+        newest[row["arm"]] = _version(row)
+    return [
+        row
+        if newest[row["arm"]] == _version(row)
+        else row | {"arm": f"{row['arm']}@{row['code'][:6]}"}
+        for row in rows
+    ]
+
+
+def _version(row: Row) -> str:
+    return digest([row["definition"], row["code"]])
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return row["size"], digest([row["settings"], row["text"]]), row["seed"], row["arm"], row["key"]

@@ -1,0 +1,245 @@
+"""One run of `loss_study`, in a process of its own: trains one arm from one seed.
+
+    python -m experiments.loss_study.run JOB.json
+
+The job names arm, size, seed and settings, the folder of the text and the folder of the run:
+
+    folder/progress.json     step and loss, every few seconds
+    folder/checkpoint/       the state, if the run was stopped; it continues from there
+    folder/row.json          the result, when the run is complete
+
+All arms of a seed start from the same parameters and read the same rows in the same order: a
+permutation of all rows, taken from the front, so that no token is read twice. At the end the
+held-out loss is taken with a forward pass in the arm's own precision, in BF16 and in COAT.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int32, UInt16
+
+from coat_jax import BF16, COAT, models, writing
+from coat_jax.training.checkpoint import Checkpoints
+from coat_jax.training.cluster.batches import place
+from coat_jax.training.cluster.mesh import make_mesh
+from coat_jax.training.config import MeshConfig, TrainConfig
+from coat_jax.training.data import Batch
+from coat_jax.training.preparation import prepare
+from coat_jax.training.state import State
+from coat_jax.training.step import held_out_step
+from experiments import records
+from experiments.loss_study import arms
+from experiments.loss_study import text as texts
+from experiments.loss_study.arm import Settings, optimizer_of, train_config
+
+FORWARDS = {"bf16": BF16, "coat": COAT}  # besides the arm's own precision
+BEHIND = 2  # steps that are started before the loss of one is read
+SAY_EVERY = 3.0  # seconds
+STOPPED = 143  # the exit status of a run that was stopped, as after SIGTERM
+
+
+class Job(NamedTuple):
+    """What a run is told.
+
+    Attributes:
+        arm: a name in `arms.ARMS`.
+        size: a name in `arms.SIZES`.
+        seed: of the initial parameters and of the order of the rows.
+        settings: of the run.
+        text: the folder of the text.
+        folder: of the run.
+    """
+
+    arm: str
+    size: str
+    seed: int
+    settings: dict[str, Any]
+    text: str
+    folder: str
+
+
+def main() -> None:
+    """Trains, and writes the row unless it was stopped."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("job", metavar="JOB.json", type=Path, help="what to run")
+    job = Job(**json.loads(parser.parse_args().job.read_text()))
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
+    result = run(job, stopped)
+    if result is None:
+        sys.exit(STOPPED)
+    writing.replace(Path(job.folder) / "row.json", json.dumps(result))
+
+
+def run(job: Job, stopped: list[int]) -> dict[str, Any] | None:
+    """What was measured; None if somebody wrote to `stopped` before the last step."""
+    begin = time.perf_counter()
+    arm, size = arms.ARMS[job.arm], arms.SIZES[job.size]
+    settings = Settings(**job.settings)
+    config = train_config(arm, size, settings, job.seed)
+    tokens = texts.load(Path(job.text), "train", config.model.vocab)
+    order = row_order(tokens, settings, job.seed)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    folder = Path(job.folder)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(mesh))
+        saved = stack.enter_context(Checkpoints(folder / "checkpoint", keep=1, keep_best=0))
+        prepared = prepare(config, mesh, optimizer=optimizer_of(arm, config))
+        program = prepared.lower().compile()
+        compiled = time.perf_counter() - begin
+        losses: list[float] = []
+        seconds = 0.0
+        if saved.latest() is None:
+            state = prepared.new_state()
+            if arm.perturbed:
+                state = state._replace(params=perturbed(state.params, job.seed))
+        else:
+            _, state, extra = saved.restore(prepared.abstract)
+            losses, seconds = extra["losses"], extra["seconds"]
+        stream = _Losses(folder, losses, settings.steps)
+        began = time.perf_counter()
+        for step in range(len(losses), settings.steps):
+            if stopped:
+                break
+            rows = order[step * settings.batch : (step + 1) * settings.batch]
+            batch = _placed(
+                tokens, rows, settings.sequence, config.gradient_accumulation_steps, mesh
+            )
+            state, report = program(state, batch)
+            stream.take(report.loss)
+        stream.finish()
+        seconds += time.perf_counter() - began
+        if len(losses) < settings.steps:
+            extra = {"losses": losses, "seconds": seconds}
+            if losses:
+                saved.save(len(losses), state, extra, wait=True)
+            return None
+        held_out = _held_out(job, config, settings, state, mesh)
+    return {
+        "losses": [_rounded(loss) for loss in losses],
+        "held_out": held_out,
+        "skipped": int(state.skipped),
+        "seconds": {"compile": round(compiled, 1), "train": round(seconds, 1)},
+        "parents": _parents(),
+    }
+
+
+def row_order(
+    tokens: UInt16[np.ndarray, " N"], settings: Settings, seed: int
+) -> Int32[np.ndarray, " R"]:
+    """The rows of a run in the order of its steps, each at most once."""
+    texts.require_rows(len(tokens), settings.rows, settings.sequence)
+    rows = (len(tokens) - 1) // settings.sequence
+    return np.random.default_rng(seed).permutation(rows)[: settings.rows].astype(np.int32)
+
+
+def perturbed(params: Any, seed: int) -> Any:
+    """Each parameter moved up or down by one unit in the last place."""
+
+    def moved(index: int, leaf: jax.Array) -> jax.Array:
+        up = jax.random.bernoulli(jax.random.key(seed * 10_000 + index), shape=leaf.shape)
+        towards = jnp.where(up, jnp.inf, -jnp.inf).astype(leaf.dtype)
+        return jax.device_put(jnp.nextafter(leaf, towards), leaf.sharding)
+
+    leaves, structure = jax.tree.flatten(params)
+    return jax.tree.unflatten(structure, [moved(*pair) for pair in enumerate(leaves)])
+
+
+class _Losses:
+    """Reads losses a few steps after they were started, and writes the progress of the run."""
+
+    def __init__(self, folder: Path, losses: list[float], steps: int):
+        self._folder, self._losses, self._steps = folder, losses, steps
+        self._started: list[jax.Array] = []
+        self._said = 0.0
+
+    def take(self, loss: jax.Array) -> None:
+        self._started.append(loss)
+        if len(self._started) > BEHIND:
+            self._read()
+        if time.perf_counter() - self._said > SAY_EVERY and self._losses:
+            self._said = time.perf_counter()
+            at = {"step": len(self._losses), "of": self._steps, "loss": self._losses[-1]}
+            writing.replace(self._folder / "progress.json", json.dumps(at))
+
+    def finish(self) -> None:
+        while self._started:
+            self._read()
+
+    def _read(self) -> None:
+        self._losses.append(float(self._started.pop(0)))
+
+
+def _placed(
+    tokens: UInt16[np.ndarray, " N"],
+    rows: Int32[np.ndarray, " B"],
+    sequence: int,
+    parts: int,
+    mesh: Mesh,
+) -> Batch:
+    """These rows as a batch on the device; a row's last label is the next row's first token."""
+    at = rows[:, None].astype(np.int64) * sequence + np.arange(sequence + 1)
+    whole = tokens[at].astype(np.int32)
+    plain: Any = Batch(whole[:, :-1], whole[:, 1:], None, None)  # type: ignore[arg-type]
+    placed: Batch = place(plain, mesh, parts=parts, packed=False)
+    return placed
+
+
+def _held_out(
+    job: Job, config: TrainConfig, settings: Settings, state: State, mesh: Mesh
+) -> dict[str, list[float]]:
+    """The held-out loss of each batch, under each precision of the forward pass."""
+    tokens = texts.load(Path(job.text), "held_out", config.model.vocab)
+    available = (len(tokens) - 1) // settings.sequence
+    size = settings.batch // settings.accumulation
+    batches = min(settings.held_out, available) // size
+    if batches == 0:
+        raise ValueError(f"The held-out text has {available} rows, too few for a batch of {size}.")
+    parts = np.arange(batches * size, dtype=np.int32).reshape(batches, size)
+
+    def losses(precision: Any) -> list[float]:
+        model = dataclasses.replace(config.model_on_mesh, precision=precision)
+        step = jax.jit(partial(held_out_step, models.abstract(model, mesh=mesh)[0]))
+        found = []
+        for rows in parts:
+            one = step(state.params, _placed(tokens, rows, settings.sequence, 1, mesh))
+            found.append(_rounded(float(one.loss) / int(one.labels)))
+        return found
+
+    forwards = {"own": config.model.precision, **FORWARDS}
+    measured = {precision: losses(precision) for precision in set(forwards.values())}
+    return {name: measured[precision] for name, precision in forwards.items()}
+
+
+def _parents() -> dict[str, Any]:
+    """Where a row comes from."""
+    parents = records.parents()
+    return {
+        "commit": parents["commit"],
+        "dirty": parents["dirty"],
+        "device": parents["hardware"]["device"],
+        "versions": parents["versions"],
+        "date": parents["date"],
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+if __name__ == "__main__":
+    main()

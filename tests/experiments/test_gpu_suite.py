@@ -1,0 +1,68 @@
+"""The suite of a GPU, as far as a machine without one can tell."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import gpu_suite
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+
+
+def test_without_a_gpu_it_is_refused():
+    done = run("experiments.gpu_suite")
+    assert done.returncode == 2
+    assert "needs a GPU" in done.stderr
+
+
+def test_tests_that_need_a_gpu_fail_without_one():
+    """They are skipped where all tests run, and must not be where they are asked for."""
+    done = run("pytest", "-m", "gpu", "tests/ops/test_linear_gpu.py", "-p", "no:cacheprovider")
+    assert done.returncode == 1
+    assert "skipped" not in done.stdout.splitlines()[-1]
+
+
+def test_a_training_step_is_compared_with_that_of_xla():
+    done = run("experiments.gpu_suite", "--worker", "training", "--small")
+    assert done.returncode == 0, done.stderr
+    # Without a GPU both are the same program.
+    apart = json.loads(done.stdout.splitlines()[-1])["apart"]
+    assert apart == dict.fromkeys(gpu_suite.BOUNDS, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("figures", "named"),
+    [
+        ({}, []),
+        ({"tests": {"exit_code": 0, "summary": "3 passed"}}, []),
+        ({"tests": {"exit_code": 1, "summary": "1 failed"}}, ["tests: 1 failed"]),
+        ({"stacks": {"failed": "Error"}}, ["stacks: Error"]),
+        ({"training": {"apart": {"loss": 1e-4}}}, []),
+        (
+            {"training": {"apart": {"loss": float("nan")}}},
+            ["training: loss differs by nan, bound 5.0e-04"],
+        ),
+        ({"llama2_7b": {"compile_seconds": 39.0, "warm": 9.0}}, []),
+        (
+            {"llama2_7b": {"compile_seconds": 39.0, "warm": 17.0}},
+            ["llama2_7b: compiled warm in 17.0 s, limit 10 s"],
+        ),
+    ],
+)
+def test_what_failed_is_named(figures, named):
+    assert gpu_suite.failed(figures) == named
+
+
+def test_the_hash_is_of_the_code():
+    assert gpu_suite.code_hash() == gpu_suite.code_hash()
+    assert len(gpu_suite.code_hash()) == 16

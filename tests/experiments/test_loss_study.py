@@ -1,0 +1,285 @@
+"""The loss study: what names a result, what is measured, and one run of it."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coat_jax.errors import UserError
+from experiments.loss_study import arms, measure, queue, results, table
+from experiments.loss_study import run as one_run
+from experiments.loss_study import text as texts
+from experiments.loss_study.arm import Arm, Size
+
+
+def named(name: str = "coat", **changes: object) -> dict:
+    size = arms.SIZES["tiny"]
+    arguments = {"name": name, "arm": arms.ARMS[name], "size_name": "tiny", "size": size}
+    arguments |= {"seed": 0, "settings": size.settings, "text": "a text"} | changes
+    return results.row_of(**arguments)
+
+
+def test_key_is_that_of_all_that_decides_a_result():
+    size = arms.SIZES["tiny"]
+    wider = dataclasses.replace(size, model=dataclasses.replace(size.model, ffn=512))
+    longer = dataclasses.replace(size.settings, steps=21)
+    others = [
+        named("bf16"),
+        named(seed=1),
+        named(text="another"),
+        named(settings=longer),
+        named(size=wider),
+    ]
+    assert len({row["key"] for row in [named(), *others]}) == 6
+    assert named("coat", arm=arms.ARMS["moments"])["key"] == named("moments")["key"]
+
+
+def test_every_arm_is_another_run():
+    keys = {named(name)["key"] for name in arms.ARMS}
+    assert len(keys) == len(arms.ARMS)
+
+
+def test_only_code_that_runs_counts():
+    plain = "from a import b\ndef f(x):\n    return x + 1\n"
+    noted = '"""Text."""\nfrom a.c import b\ndef f(x):\n    """Text."""\n    # Text.\n'
+    noted += "    return (x + 1)\n"
+    assert results.essence(plain) == results.essence(noted)
+    assert results.essence(plain) != results.essence(plain.replace("1", "2"))
+
+
+def measured(name: str, seed: int, loss: float = 2.0) -> dict:
+    return named(name, seed=seed) | {
+        "losses": [loss] * 20,
+        "held_out": {forward: [loss] for forward in ("own", "bf16", "coat")},
+        "parents": {"date": "2026-01-01"},
+    }
+
+
+def test_merging_adds_what_is_new_and_keeps_what_was_measured(tmp_path: Path):
+    committed, first, second = (tmp_path / name for name in ("all.json", "a.json", "b.json"))
+    results.write(first, [measured("bf16", 0), measured("coat", 0)])
+    results.write(second, [measured("coat", 0, loss=9.0), measured("coat", 1)])
+    rows = results.merge(committed, [first, second])
+    assert [(row["arm"], row["seed"]) for row in rows] == [("bf16", 0), ("coat", 0), ("coat", 1)]
+    assert {row["losses"][0] for row in rows} == {2.0}
+    assert results.merge(committed, [second, first]) == rows
+    assert results.read([committed, tmp_path / "missing.json"]) == rows
+
+
+def call(tmp_path: Path, **changes: object) -> measure.Call:
+    size = arms.SIZES["tiny"]
+    arguments: dict = {
+        "arms": {name: arms.ARMS[name] for name in ("bf16", "coat")},
+        "size_name": "tiny",
+        "size": size,
+        "seeds": [0, 1],
+        "settings": size.settings,
+        "work": tmp_path / "work",
+        "known": tmp_path / "known.json",
+        "out": tmp_path / "out.json",
+        "side_by_side": 2,
+        "seconds": 60.0,
+        "text": 10**9,
+        "text_from": None,
+    }
+    return measure.Call(**(arguments | changes))
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path: Path):
+    one = call(tmp_path)
+    every = measure.missing(one, "a text")
+    assert [work.name for work in every] == ["bf16/0", "coat/0", "bf16/1", "coat/1"]
+    results.write(one.known, [measured("bf16", 0)])
+    measure.keep(one.out, measured("coat", 1))
+    left = measure.missing(one, "a text")
+    assert [work.name for work in left] == ["coat/0", "bf16/1"]
+    assert len(measure.missing(one, "another text")) == 4
+
+
+def test_an_arm_of_older_code_has_a_name_of_its_own():
+    old = measured("coat", 0) | {"code": "0123456789ab"}
+    rows = [measured("bf16", 0), measured("coat", 0), old | {"key": "old"}]
+    (group,) = results.conditions_of(rows).values()
+    assert sorted(row["arm"] for row in group) == ["bf16", "coat", "coat@012345"]
+    assert results.baselines_of(group) == {"bf16"}
+
+
+def test_arms_are_compared_under_equal_settings_only():
+    rows = [measured("bf16", 0), measured("moments", 0), measured("moments_b2_999", 0)]
+    groups = results.conditions_of(rows)
+    assert sorted(len(group) for group in groups.values()) == [1, 2]
+
+
+def test_without_results_it_says_so(capsys: pytest.CaptureFixture, tmp_path: Path):
+    table.show([], tmp_path)
+    assert "no results yet" in capsys.readouterr().out
+
+
+def test_table_and_picture_show_every_arm(capsys: pytest.CaptureFixture, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        measured(name, seed, loss=2.0 + effect + 0.001 * seed)
+        for name, effect in (("bf16", 0.0), ("bf16_ulp", 1e-4), ("coat", 0.01), ("moments", 2e-3))
+        for seed in (0, 1)
+    ]
+    table.show(rows, tmp_path)
+    printed = capsys.readouterr().out
+    for words in ("coat", "moments", "bf16_ulp", "Noise floor: baselines", "evaluated in BF16"):
+        assert words in printed
+    assert len(list(tmp_path.glob("loss_study_tiny_*.png"))) == 1
+
+
+# --- Running ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of prepared text, in bytes."""
+    folder = tmp_path_factory.mktemp("text")
+    letters = np.random.default_rng(0).integers(97, 123, size=(20, 4000)).astype(np.uint8)
+    for number, text in enumerate(letters):
+        (folder / f"{number}.md").write_bytes(bytes(text))
+    made = folder / "made"
+    texts.prepare(made, texts.BYTES, places=[folder], limit=10**9)
+    return made
+
+
+def test_a_run_reads_no_row_twice_and_refuses_more_than_one_epoch():
+    settings = dataclasses.replace(arms.SIZES["tiny"].settings, steps=10, batch=4)
+    tokens = np.zeros(40 * settings.sequence + 1, np.uint16)
+    order = one_run.row_order(tokens, settings, seed=0)
+    assert sorted(order) == list(range(40))
+    assert not np.array_equal(order, one_run.row_order(tokens, settings, seed=1))
+    with pytest.raises(UserError, match=r"40 rows of 64 tokens and the text has 39"):
+        one_run.row_order(tokens[:-1], settings, seed=0)
+
+
+WORKER = """
+import json, signal, sys, time
+from pathlib import Path
+job = json.loads(Path(sys.argv[1]).read_text())
+folder = Path(job["folder"])
+if job["arm"] == "broken":
+    raise ValueError("it broke")
+if job["arm"].startswith("slow"):
+    time.sleep(60)
+(folder / "row.json").write_text(json.dumps({"losses": [1.0], "job": job["arm"]}))
+"""
+
+
+def test_rows_are_kept_as_runs_end_and_time_is_kept(tmp_path: Path, monkeypatch):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    monkeypatch.setattr(queue, "COMMAND", [sys.executable, str(script)])
+    monkeypatch.setattr(queue, "TO_STOP", 0.0)
+    works = [
+        queue.Work(name, name, {"arm": name, "size": "tiny"}, {"arm": name})
+        for name in ("slow", "quick", "broken", "slow too", "left")
+    ]
+    rows: list[dict] = []
+    outcome = queue.run(
+        works,
+        tmp_path,
+        gpus=0,
+        side_by_side=2,
+        seconds=4.0,
+        take=rows.append,
+        say=lambda line: None,
+    )
+    assert rows == [{"arm": "quick", "losses": [1.0], "job": "quick"}]
+    assert outcome.finished == ["quick"]
+    assert outcome.stopped == ["slow", "slow too"]
+    assert outcome.failed == {"broken": "ValueError: it broke"}
+    assert outcome.left == ["left"]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Size:
+    """A size that compiles in a second."""
+    size = arms.SIZES["tiny"]
+    model = dataclasses.replace(size.model, width=32, layers=1, heads=1, kv_heads=1, ffn=64)
+    settings = dataclasses.replace(size.settings, steps=4, batch=4, sequence=32, held_out=4)
+    size = dataclasses.replace(size, model=model, settings=settings)
+    monkeypatch.setitem(arms.SIZES, "small", size)
+    monkeypatch.setattr(one_run, "FORWARDS", {"bf16": arms.coat.BF16})
+    return size
+
+
+def job(size: Size, arm: str, corpus: Path, folder: Path) -> one_run.Job:
+    folder.mkdir(exist_ok=True)
+    settings = dataclasses.asdict(size.settings)
+    return one_run.Job(arm, "small", 0, settings, str(corpus), str(folder))
+
+
+class AfterTwo(list):
+    """Becomes true after two steps, as a list does to which a signal's handler adds."""
+
+    def __bool__(self) -> bool:
+        self.append(0)
+        return len(self) > 2
+
+
+def test_a_run_that_was_stopped_continues_as_if_it_had_not_been(
+    small: Size, corpus: Path, tmp_path: Path
+):
+    whole = one_run.run(job(small, "bf16", corpus, tmp_path / "whole"), [])
+    cut = job(small, "bf16", corpus, tmp_path / "cut")
+    assert one_run.run(cut, AfterTwo()) is None
+    continued = one_run.run(cut, [])
+    assert whole is not None
+    assert continued is not None
+    assert continued["losses"] == whole["losses"]
+    assert continued["held_out"] == whole["held_out"]
+    assert len(whole["losses"]) == 4
+    assert whole["held_out"]["own"] == whole["held_out"]["bf16"]
+
+
+def test_perturbed_parameters_differ_by_one_unit_in_the_last_place():
+    import jax.numpy as jnp
+
+    params = {"a": jnp.linspace(-1.0, 2.0, 64), "b": jnp.ones([8])}
+    moved = one_run.perturbed(params, seed=0)
+    for name, leaf in params.items():
+        old, new = (np.asarray(x).view(np.int32) for x in (leaf, moved[name]))
+        assert set(np.abs(new - old)) == {1}
+        assert {*np.sign(np.asarray(moved[name]) - np.asarray(leaf))} == {-1, 1}
+
+
+def test_separate_formats_in_fp32_are_adam():
+    import jax.numpy as jnp
+    import optax
+
+    from experiments.loss_study.moments import Separately, scale_by_adam
+
+    params = {"w": jnp.linspace(-1.0, 1.0, 256).reshape(2, 128)}
+    ours, theirs = scale_by_adam(0.9, 0.95, 1e-8, Separately()), optax.scale_by_adam(0.9, 0.95)
+    mine, state = ours.init(params), theirs.init(params)
+    for scale in (1.0, -0.3, 2.0):
+        grads = {"w": scale * jnp.cos(params["w"] * 7)}
+        found, mine = ours.update(grads, mine)
+        expected, state = theirs.update(grads, state)
+        # A few operations in another order, each right within 2^-24.
+        np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-5)
+
+
+def test_each_moment_is_stored_in_the_format_of_its_own():
+    import jax.numpy as jnp
+
+    from experiments.loss_study.moments import Expanded, Separately, scale_by_adam
+
+    form = Expanded(dataclasses.replace(arms.EXPANDED, min_size=0))
+    params = {"w": jnp.linspace(-1.0, 1.0, 256).reshape(2, 128)}
+    grads = {"w": jnp.sin(params["w"] * 50)}
+    exact = scale_by_adam(0.9, 0.95, 1e-8, Separately())
+    _, plain = exact.update(grads, exact.init(params))
+    tx = scale_by_adam(0.9, 0.95, 1e-8, Separately(first=form))
+    _, state = tx.update(grads, tx.init(params))
+    assert not np.array_equal(state.mu["w"], plain.mu["w"])
+    np.testing.assert_array_equal(state.nu["w"], plain.nu["w"])
+
+
+def test_arms_of_one_name_differ_from_the_default():
+    for name, arm in arms.ARMS.items():
+        assert name == "bf16" or dataclasses.replace(arm, baseline=True) != Arm(baseline=True)

@@ -1,0 +1,100 @@
+"""The statistics of the loss study, on runs whose true effects and noise are known."""
+
+import numpy as np
+import pytest
+
+from experiments.loss_study.statistics import block_error, compare, final, gap, holm
+
+STEPS, NOISE = 200, 5e-4
+
+
+def synthetic(effects: dict[str, float], *, seeds: int, random: np.random.Generator) -> list[dict]:
+    """Runs whose log loss is that of their seed, the arm's effect, and the luck of the run."""
+    rows = []
+    for seed in range(seeds):
+        of_batches = 1.0 + 0.05 * random.standard_normal(STEPS) + 0.1 * random.standard_normal()
+        for arm, effect in effects.items():
+            luck = NOISE * random.standard_normal()
+            losses = np.exp(of_batches + effect + luck + 1e-3 * random.standard_normal(STEPS))
+            held_out = [float(np.exp(1.2 + effect + luck))] * 4
+            rows.append({
+                "arm": arm, "seed": seed, "losses": losses.tolist(),
+                "held_out": dict.fromkeys(("own", "bf16", "coat"), held_out),
+            })  # fmt: skip
+    return rows
+
+
+EFFECTS = {"base": 0.0, "ulp": 0.0, "coat": 3e-3, "harmless": 0.0}
+
+
+def test_intervals_hold_the_true_effect_as_often_as_they_say():
+    random = np.random.default_rng(0)
+    held, trials = 0, 300
+    for _ in range(trials):
+        rows = synthetic(EFFECTS, seeds=3, random=random)
+        found = compare(rows, ["base", "ulp"]).effects
+        held += sum(abs(found[arm].mean - EFFECTS[arm]) <= found[arm].half for arm in found)
+    # 600 intervals of 95 %, two in a trial not independent: at most 5 standard deviations off.
+    assert 0.90 <= held / (2 * trials) <= 0.99
+
+
+def test_an_effect_six_times_the_noise_is_found_and_none_where_there_is_none():
+    rows = synthetic(EFFECTS, seeds=3, random=np.random.default_rng(1))
+    result = compare(rows, ["base", "ulp"])
+    assert result.effects["coat"].holm < 0.01
+    assert result.effects["harmless"].holm > 0.05
+    assert result.effects["coat"].seeds == 3
+    assert result.baselines == 2
+    assert result.noise.floor_freedom == 3
+    assert abs(result.effects["coat"].mean) > result.noise.band(3, 2)
+
+
+def test_noise_is_that_of_the_runs_not_of_the_seeds():
+    rows = synthetic(EFFECTS, seeds=200, random=np.random.default_rng(2))
+    noise = compare(rows, ["base", "ulp"], final).noise
+    # A standard deviation of n numbers is right within 1 / sqrt(2 n): here 3 % and 5 %.
+    of_run = np.hypot(NOISE, 1e-3 / np.sqrt(0.1 * STEPS))
+    assert noise.run == pytest.approx(of_run, rel=0.15)
+    assert noise.floor == pytest.approx(of_run, rel=0.25)
+
+
+def test_runs_that_are_missing_and_seeds_without_baseline_are_no_obstacle():
+    rows = synthetic(EFFECTS, seeds=4, random=np.random.default_rng(3))
+    whole = compare(rows, ["base", "ulp"]).effects["coat"]
+    rows = [row for row in rows if (row["arm"], row["seed"]) not in {("coat", 1), ("ulp", 2)}]
+    rows = [row for row in rows if row["seed"] != 3 or row["arm"] not in {"base", "ulp"}]
+    part = compare(rows, ["base", "ulp"]).effects["coat"]
+    assert part.seeds == 2
+    assert part.mean == pytest.approx(whole.mean, abs=4 * NOISE)
+
+
+def test_one_run_against_one_baseline_has_no_interval():
+    rows = synthetic({"base": 0.0, "coat": 1e-3}, seeds=1, random=np.random.default_rng(4))
+    result = compare(rows, ["base"])
+    effect = result.effects["coat"]
+    assert np.isnan([effect.half, effect.own, effect.p, effect.holm]).all()
+    assert np.isnan(result.noise.band(1, 1))
+
+
+def test_block_error_is_that_of_independent_numbers_and_sees_slow_drift():
+    random = np.random.default_rng(5)
+    white = random.standard_normal((400, 800))
+    errors = [block_error(row) for row in white]
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(1 / np.sqrt(800), rel=0.1)
+    slow = np.repeat(random.standard_normal(80), 10)  # ten equal neighbours
+    assert block_error(slow) > 2 / np.sqrt(800)
+
+
+def test_holm_corrects_the_smallest_most_and_keeps_the_order():
+    # The example of Holm's procedure: 0.01 * 4, 0.02 * 3, max(0.03 * 2, before), max(0.04, before).
+    corrected = holm([0.03, 0.01, 0.04, 0.02])
+    assert corrected == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.6, float("nan"), 0.9])[0] == 1.0
+
+
+def test_gap_of_an_arm_is_its_effect_and_of_a_baseline_about_nothing():
+    rows = synthetic(EFFECTS, seeds=3, random=np.random.default_rng(6))
+    coat = gap(rows, "coat", ["base", "ulp"])
+    assert coat.shape == (STEPS,)
+    assert coat.mean() == pytest.approx(3e-3, abs=4 * NOISE)
+    assert abs(gap(rows, "ulp", ["base", "ulp"]).mean()) < 4 * NOISE

@@ -1,0 +1,379 @@
+"""Hugging Face folders come back bit for bit, and what a Config cannot say is refused by name."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from model_cases import AXES, automatic_mesh, variant
+from safetensors.numpy import load_file, save_file
+from small_model import filled
+
+from coat_jax import models
+from coat_jax.errors import UserError
+from coat_jax.models import hf
+from coat_jax.models.hf.config import FAMILIES, from_json, to_json
+from coat_jax.models.hf.files import Tensors
+from coat_jax.ops import Llama3Scaling, Rotary
+from coat_jax.precision import BF16
+from coat_jax.training.checkpoint import weights
+
+PLAIN = {"qk_norm": None, "norm_eps": 1e-5, "precision": "bf16"}
+LLAMA = variant(**PLAIN, rotary=Rotary(5e5, Llama3Scaling()))
+FAMILY = {
+    "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": variant(**PLAIN, window=8),
+    "Qwen2ForCausalLM": variant(**PLAIN, qkv_bias=True, tied=True, rotary=Rotary(1e6, 4.0)),
+    "Qwen3ForCausalLM": variant(precision="bf16", window=8, tied=True),
+    "OlmoForCausalLM": variant(**PLAIN, norm="layer"),
+    "Olmo2ForCausalLM": variant(**{**PLAIN, "qk_norm": "all"}, norms="after"),
+}
+
+
+def assert_same(got, wanted):
+    got, wanted = (dict(nnx.to_flat_state(nnx.state(model))) for model in (got, wanted))
+    assert set(got) == set(wanted)
+    for path, leaf in wanted.items():
+        assert got[path][...].dtype == leaf[...].dtype
+        np.testing.assert_array_equal(got[path][...], leaf[...], err_msg=str(path))
+
+
+def files_of(folder):
+    """Every tensor of a folder, by name."""
+    return {k: v for f in sorted(folder.glob("*.safetensors")) for k, v in load_file(f).items()}
+
+
+# --- There and back --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_saved_model_comes_back_bit_for_bit(tmp_path, family, dtype):
+    scan = dtype == jnp.float32
+    config = dataclasses.replace(FAMILY[family], param_dtype=dtype, dtype=dtype, scan=scan)
+    model = filled(config)
+    hf.save(tmp_path, model)
+    data = json.loads((tmp_path / "config.json").read_text())
+    assert data["architectures"] == [family]
+    read = hf.read_config(tmp_path)
+    assert dataclasses.replace(read, scan=scan) == config
+    assert_same(hf.load(tmp_path, config), model)
+
+
+def test_files_may_be_many_and_layers_lists_or_stacks(tmp_path):
+    """The same tensors in one file or in many, from stacked layers or from a list."""
+    model = filled(LLAMA)
+    hf.save(tmp_path / "one", model)
+    hf.save(tmp_path / "many", model, file_bytes=50_000)
+    unrolled = hf.load(tmp_path / "many", dataclasses.replace(LLAMA, scan=False))
+    hf.save(tmp_path / "list", unrolled, file_bytes=50_000)
+    wanted = files_of(tmp_path / "one")
+    assert [p.name for p in (tmp_path / "one").glob("*.safetensors")] == ["model.safetensors"]
+    for folder in (tmp_path / "many", tmp_path / "list"):
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        files = sorted(folder.glob("*.safetensors"))
+        assert {path.name for path in files} == set(index["weight_map"].values())
+        assert len(files) > 2
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in wanted.values())
+        got = files_of(folder)
+        assert set(got) == set(wanted) == set(index["weight_map"])
+        for name, tensor in wanted.items():
+            np.testing.assert_array_equal(got[name], tensor)
+    assert_same(hf.load(tmp_path / "list", LLAMA), model)
+
+
+def test_weights_are_stored_as_asked_and_cast_as_asked(tmp_path):
+    model = filled(LLAMA)
+    hf.save(tmp_path, model, dtype=jnp.bfloat16, extra={"eos_token_id": 7})
+    assert {t.dtype.name for t in files_of(tmp_path).values()} == {"bfloat16"}
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 7
+    assert hf.read_config(tmp_path).param_dtype == jnp.bfloat16
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), nnx.state(model))
+    assert_same(hf.load(tmp_path, LLAMA), nnx.merge(nnx.graphdef(model), rounded))
+
+
+def test_on_a_mesh_each_device_reads_its_own_part(tmp_path, monkeypatch):
+    model = filled(LLAMA)
+    hf.save(tmp_path, model)
+    read, parts = Tensors.read, []
+
+    def recorded(self, name, index):
+        part = read(self, name, index)
+        parts.append((name, part.size / math.prod(self.shape(name))))
+        return part
+
+    monkeypatch.setattr(Tensors, "read", recorded)
+    mesh = automatic_mesh(2, 2, 2)
+    cut = hf.load(tmp_path, dataclasses.replace(LLAMA, **AXES), mesh=mesh)
+    assert_same(cut, model)
+    for parameter in (cut.embed, cut.head, cut.layers.mlp.gate, cut.layers.attention.out):
+        assert parameter[...].addressable_shards[0].data.size == parameter[...].size // 4
+    assert {share for name, share in parts if "norm" not in name} == {0.25}
+    hf.save(tmp_path / "again", cut)
+    again = files_of(tmp_path / "again")
+    for name, tensor in files_of(tmp_path).items():
+        np.testing.assert_array_equal(again[name], tensor)
+
+
+@pytest.mark.parametrize("name", models.PRESETS)
+def test_presets_pass_through_config_json(name):
+    stored = {"param_dtype": jnp.bfloat16, "precision": "bf16"}
+    config = dataclasses.replace(models.PRESETS[name], **stored)
+    assert from_json(json.loads(json.dumps(to_json(config, jnp.bfloat16)))) == config
+
+
+# --- What is in config.json ------------------------------------------------------------------
+
+
+def config_json(family="LlamaForCausalLM", **changes):
+    data = {**to_json(FAMILY[family], jnp.float32), **changes}
+    return {name: value for name, value in data.items() if value != "absent"}
+
+
+def test_both_ways_to_write_rotary_positions_are_read():
+    scaling = config_json()["rope_scaling"]
+    recent = {"rope_parameters": {"rope_theta": 5e5, **scaling}}
+    absent = {"rope_theta": "absent", "rope_scaling": "absent"}
+    assert from_json(config_json(**absent, **recent)).rotary == LLAMA.rotary
+    assert from_json(config_json(**absent)).rotary == Rotary(10000.0)
+    old = {"rope_scaling": {"type": "linear", "factor": 2}}
+    assert from_json(config_json(**old)).rotary == Rotary(5e5, 2.0)
+
+
+def test_missing_entries_have_transformers_defaults():
+    left_out = dict.fromkeys(("head_dim", "num_key_value_heads", "tie_word_embeddings"), "absent")
+    config = from_json(config_json(**left_out))
+    assert (config.head_dim, config.kv_heads, config.tied) == (64 // 4, 4, False)
+    assert from_json(config_json("Qwen3ForCausalLM", head_dim="absent")).head_dim == 128
+    assert from_json(config_json("MistralForCausalLM", sliding_window="absent")).window == 4096
+    assert from_json(config_json("Olmo2ForCausalLM", rms_norm_eps="absent")).norm_eps == 1e-5
+
+
+def test_a_window_is_used_where_config_json_says_so():
+    def window(**changes):
+        return from_json(config_json("Qwen3ForCausalLM", **changes)).window
+
+    assert window() == 8
+    assert window(use_sliding_window=False) is None
+    assert window(max_window_layers=2) is None
+    assert window(layer_types=["full_attention"] * 2) is None
+    with pytest.raises(ValueError, match="window of 8 to 1 of 2 layers"):
+        window(max_window_layers=1)
+
+
+FULL, SLIDING = ["full_attention"] * 2, ["sliding_attention"] * 2
+
+
+def test_layer_types_in_mistral_say_what_transformers_does_or_are_refused():
+    """There transformers ignores them: all layers have the window."""
+
+    def window(**changes):
+        return from_json(config_json("MistralForCausalLM", **changes)).window
+
+    assert window() == window(layer_types=SLIDING) == 8
+    assert window(sliding_window=None) is window(sliding_window=None, layer_types=FULL) is None
+    for changes in (
+        {"layer_types": FULL},
+        {"layer_types": [FULL[0], SLIDING[0]]},
+        {"layer_types": SLIDING, "sliding_window": None},
+    ):
+        with pytest.raises(UserError, match=r"gives a window to .* Remove layer_types"):
+            window(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": SLIDING, "use_sliding_window": False}, "no sliding_window is in use"),
+        ({"layer_types": FULL[:1]}, "names 1 layers, and num_hidden_layers=2"),
+        ({"layer_types": ["chunked_attention"] * 2}, "must be a list of full_attention and"),
+        ({"layer_types": 3}, "layer_types=3 must be a list"),
+        ({"sliding_window": "x"}, "sliding_window='x' must be a whole number from 1"),
+        ({"sliding_window": 0}, "sliding_window=0 must be a whole number from 1"),
+        ({"max_window_layers": None}, "max_window_layers=None must be a whole number"),
+        ({"use_sliding_window": "yes"}, "use_sliding_window='yes' must be True or False"),
+    ],
+)
+def test_windows_that_cannot_be_meant_are_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        from_json(config_json("Qwen3ForCausalLM", **changes))
+
+
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+SIZES += ("intermediate_size", "max_position_embeddings", "num_key_value_heads")
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [0, -1, 1.5, 10**9, 10**20, float("inf"), "64", [64], True])
+def test_sizes_that_cannot_be_meant_are_refused_by_their_names(name, value):
+    with pytest.raises(UserError, match=f"config.json: {name}=.* must be a whole number from 1"):
+        from_json(config_json(**{name: value}))
+
+
+ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": 0}, "rope_theta=0 must be a number from 1 to 1e.12"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan must be"),
+        ({"rope_theta": 1e30}, "rope_theta=1e.30 must be"),
+        ({"rope_theta": "1e4"}, "rope_theta='1e4' must be"),
+        ({"rope_theta": None}, "rope_theta=None must be"),
+        ({"rope_scaling": 8}, "scales rotary positions by 8: an object is due"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling lacks factor"),
+        ({"rope_scaling": {"type": "linear", "factor": -1}}, "rope_scaling.factor=-1 must be"),
+        ({"rope_scaling": {"type": ["linear"]}}, r"by \['linear'\], and coat_jax has"),
+        ({"rope_scaling": ROPE | {"factor": None}}, "rope_scaling.factor=None must be"),
+        ({"rope_scaling": ROPE | {"low_freq_factor": 4}}, "must be below high_freq_factor"),
+        (
+            {"rope_scaling": ROPE | {"original_max_position_embeddings": "x"}},
+            "original_max_position_embeddings='x' must be",
+        ),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number from 1e-30 to 1"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be"),
+        ({"architectures": "LlamaForCausalLM" * 99}, "names the architecture 'Llama"),
+        ({"architectures": [["x"]]}, r"names the architecture \['x'\]"),
+        ({"architectures": {"a": 1}}, "names the architecture {'a': 1}"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be True or False"),
+        ({"torch_dtype": "int8"}, "dtype='int8' must be one of float32, bfloat16, float16"),
+        ({"torch_dtype": 16}, "dtype=16 must be one of"),
+    ],
+)
+def test_values_that_cannot_be_meant_are_refused_by_their_names(changes, message):
+    with pytest.raises(UserError, match=message):
+        from_json(config_json(**changes))
+
+
+def test_both_readers_have_one_rule_for_the_precision(folder):
+    assert hf.read_config(folder) == weights.model_config(folder)
+    assert hf.load(folder).config.precision == BF16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel'. There are LlamaForCausalLM"),
+        ({"architectures": "absent"}, "the architecture 'none'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu', which coat_jax does not support"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"clip_qkv": 8.0}, "clip_qkv=8.0"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "by 'yarn', and coat_jax has"),
+        ({"rope_scaling": {"full_attention": {}, "x": {}}}, "different rotary positions for full"),
+        ({"vocab_size": "absent", "hidden_size": "absent"}, "lacks vocab_size, hidden_size"),
+        ({"num_key_value_heads": 3}, "heads=4 must be a multiple of kv_heads=3"),
+    ],
+)
+def test_a_config_json_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        from_json(config_json(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norms": "after"},
+        {"qkv_bias": True, "qk_norm": "head"},
+        {"norm": "layer", "norm_eps": 1e-6},
+        {"norms": "after", "qk_norm": "all", "window": 4},
+    ],
+)
+def test_a_model_that_transformers_does_not_have_is_not_saved(tmp_path, changes):
+    model = filled(dataclasses.replace(LLAMA, **changes))
+    with pytest.raises(ValueError, match="No architecture of transformers computes"):
+        hf.save(tmp_path, model)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- What is in the files --------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    hf.save(tmp_path, filled(FAMILY["Qwen2ForCausalLM"]))
+    return tmp_path
+
+
+def rewrite(folder, **changes):
+    """Changes tensors of a folder; None removes one."""
+    tensors = {**load_file(folder / "model.safetensors"), **changes}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors")
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({Q: None}, rf"lacks tensors: {Q}\. Its config"),
+        ({"score.weight": np.zeros(3, np.float32)}, r"has unexpected tensors: score\.weight"),
+        ({Q: np.zeros((64, 63), np.float32)}, rf"{Q} in .* is \(64, 63\), and the .* \(64, 64\)"),
+        ({Q: np.zeros((64, 64), np.int8)}, f"{Q} in .* is stored as I8"),
+        (
+            {"lm_head.weight": np.zeros((256, 64), np.float32)},
+            "ties head and embedding, and lm_head.weight differs",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(folder, changes, message):
+    rewrite(folder, **changes)
+    with pytest.raises(ValueError, match=message):
+        hf.load(folder)
+
+
+def test_tensors_that_say_nothing_new_are_passed_over(folder):
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
+    rewrite(folder, **{"lm_head.weight": embedding}, **frequencies)
+    assert hf.load(folder).head is None
+
+
+def test_files_that_are_not_there_are_named(folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere\. Download the model"):
+        hf.load(tmp_path / "nowhere", LLAMA)
+    with pytest.raises(FileNotFoundError, match=r"There is no file .*config.json"):
+        hf.load(tmp_path / "nowhere")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"no model.safetensors .* 'pytorch_model.bin'"):
+        hf.load(folder)
+    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(FileNotFoundError, match=r"names the file '../model.safetensors'"):
+        hf.load(folder)
+
+
+def test_an_index_that_is_wrong_is_refused(folder):
+    for index, message in (
+        ("[]", "is no JSON object, but list"),
+        ("{}", "has no weight_map: it is no index of tensors"),
+        ('{"weight_map": {"a": 3}}', "maps a tensor to what is no name of a file"),
+    ):
+        (folder / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(UserError, match=message):
+            hf.load(folder)
+    names = [*load_file(folder / "model.safetensors"), "model.ghost"]
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"unexpected tensors: model\.ghost"):
+        hf.load(folder)
+    rewrite(folder, **{Q: None})
+    index["weight_map"].pop("model.ghost")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=rf"says that {Q} is in model.safetensors"):
+        hf.load(folder)
+
+
+def test_a_model_is_not_written_over_another(folder):
+    with pytest.raises(UserError, match=r"holds a model already: model\.safetensors"):
+        hf.save(folder, filled(LLAMA))

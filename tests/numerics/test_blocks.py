@@ -1,0 +1,291 @@
+"""Laws of FP8 in blocks, codes * 2^(exponent - 127), with an exponent that fits the largest.
+
+Scales are powers of two, so FP32 adds nothing to the rounding of the format: a value is off by
+
+    normal codes     half a last place: 2^-4 of the value (E4M3), 2^-3 (E5M2)
+    subnormal codes  half of the smallest code, times the scale
+
+without any slack, from one end of normal FP32 to the other. Shapes and sizes come from a fixed
+menu, because each compiles anew; the values are drawn.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from coat_jax.numerics import blocks
+from coat_jax.numerics.blocks import NOT_FINITE
+from coat_jax.numerics.formats import E4M3, E5M2, format_of
+
+LARGEST = 1.75 * 2.0**127  # 2.98e38; above, see the law about 2^128
+LEAST = 2.0**-126
+
+to_blocks = jax.jit(blocks.to_blocks, static_argnames=("dtype", "size"))
+from_blocks = jax.jit(blocks.from_blocks, static_argnames="size")
+formats = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
+seeds = st.integers(0, 2**32 - 1)
+
+# Rank 0, nothing, a tail of one, a short only block, rank 3, whole blocks.
+MENU = [((), 16), ((0, 40), 32), ((17,), 16), ((5, 127), 128), ((2, 3, 65), 32), ((4, 256), 16)]
+everywhere = pytest.mark.parametrize(
+    ("shape", "size", "dtype"),
+    [(*case, E4M3) for case in MENU] + [(*case, E5M2) for case in MENU[2:4]],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+# log2 of the largest, binades down to the smallest.
+regimes = st.tuples(
+    st.one_of(st.floats(-126, 128), st.sampled_from([-126.0, -118.0, 128.0])),
+    st.sampled_from([0.0, 1.0, 8.0, 30.0, 254.0]),
+)
+
+
+def hostile(regime, seed, shape):
+    """Numbers of both signs and zeros, of magnitudes 1.2e-38 .. 3e38."""
+    rng = np.random.default_rng(seed)
+    top, spread = regime
+    x = np.exp2(np.maximum(top - spread * rng.random(shape), -126))
+    return np.float32(
+        np.clip(x, LEAST, LARGEST) * rng.choice([1, -1, 0], shape, p=[0.45, 0.45, 0.1])
+    )
+
+
+def round_trip(x, dtype, size):
+    """The codes, per element the exponent, and the decoded value, in NumPy."""
+    b = to_blocks(x, dtype, size=size)
+    assert b.codes.shape == x.shape
+    assert b.exponents.shape == ((*x.shape[:-1], -(-x.shape[-1] // size)) if x.shape else ())
+    y = np.asarray(from_blocks(b, size=size))
+    assert y.shape == x.shape
+    return np.asarray(b.codes).astype(np.float64), spread(b.exponents, x.shape, size), y
+
+
+def spread(of_block, shape, size):
+    """One number per block, repeated for its members."""
+    of_block = np.asarray(of_block).astype(int)
+    return np.repeat(of_block, size, axis=-1)[..., : shape[-1]] if shape else of_block
+
+
+def block_max(x, size):
+    """The largest magnitude of each element's block, in FP64; NaN if one is not finite."""
+    x = np.abs(np.where(np.isfinite(x), x, np.nan).astype(np.float64))
+    if not x.shape:
+        return x
+    starts = range(0, x.shape[-1], size)
+    largest = [x[..., i : i + size].max(-1, initial=0.0) for i in starts]
+    return np.repeat(np.stack(largest, -1), size, axis=-1)[..., : x.shape[-1]]
+
+
+@everywhere
+@given(regime=regimes, seed=seeds)
+def test_the_error_is_half_a_last_place(shape, size, dtype, regime, seed):
+    x = hostile(regime, seed, shape)
+    _, exponent, y = round_trip(x, dtype, size)
+    fmt = format_of(dtype)
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    least = fmt.tiny / 2 * np.exp2(exponent - 127.0)
+    assert np.all(np.abs(y - x) <= np.maximum(2.0 ** -(fmt.mantissa_bits + 1) * np.abs(x), least))
+
+
+@everywhere
+@given(regime=regimes, seed=seeds)
+def test_the_exponent_is_the_least_that_fits(shape, size, dtype, regime, seed):
+    x = hostile(regime, seed, shape)
+    _, exponent, _ = round_trip(x, dtype, size)
+    largest, limit = block_max(x, size), format_of(dtype).max
+    assert np.all((exponent >= 1) & (exponent < NOT_FINITE))
+    assert np.all(largest <= limit * np.exp2(exponent - 127.0))
+    assert np.all((exponent == 1) | (largest > limit * np.exp2(exponent - 128.0)))
+
+
+@everywhere
+@given(regime=regimes, seed=seeds)
+def test_zero_stays_zero_and_signs_stay(shape, size, dtype, regime, seed):
+    x = hostile(regime, seed, shape)
+    codes, _, y = round_trip(x, dtype, size)
+    assert np.all(codes[x == 0] == 0)
+    assert np.all(y[x == 0] == 0)
+    assert np.all(y * np.sign(x) >= 0)
+
+
+@everywhere
+@given(
+    regime=regimes,
+    seed=seeds,
+    bad=st.sampled_from([np.nan, np.inf, -np.inf]),
+    share=st.floats(0, 1),
+)
+def test_what_is_not_finite_spoils_its_own_block_and_no_other(
+    shape, size, dtype, regime, seed, bad, share
+):
+    x = hostile(regime, seed, shape)
+    lost = np.random.default_rng(seed).random(shape) < share / size
+    spoilt = np.where(lost, np.float32(bad), x).astype(np.float32)
+    _, exponent, y = round_trip(spoilt, dtype, size)
+    in_lost_block = np.isnan(block_max(spoilt, size))
+    assert np.all(~np.isfinite(y[in_lost_block]))
+    np.testing.assert_array_equal(exponent == NOT_FINITE, in_lost_block)
+    _, _, untouched = round_trip(x, dtype, size)
+    np.testing.assert_array_equal(y[~in_lost_block], untouched[~in_lost_block])
+
+
+@everywhere
+@given(regime=regimes, seed=seeds)
+def test_a_second_round_trip_changes_nothing(shape, size, dtype, regime, seed):
+    _, _, once = round_trip(hostile(regime, seed, shape), dtype, size)
+    _, _, twice = round_trip(once, dtype, size)
+    np.testing.assert_array_equal(twice, once)
+
+
+@everywhere
+@given(shift=st.integers(-90, 90), seed=seeds)
+def test_a_power_of_two_goes_into_the_exponent(shape, size, dtype, shift, seed):
+    """Where neither the exponent nor the values reach an end of FP32."""
+    x = hostile((0.0, 8.0), seed, shape)
+    codes, exponent, y = round_trip(x, dtype, size)
+    moved_codes, moved_exponent, moved = round_trip(x * np.float32(2.0**shift), dtype, size)
+    np.testing.assert_array_equal(moved_codes, codes)
+    np.testing.assert_array_equal(moved, y * np.float32(2.0**shift))
+    holds = block_max(x, size) > 0
+    np.testing.assert_array_equal((moved_exponent - exponent)[holds], shift)
+
+
+@everywhere
+@given(seed=seeds)
+def test_denormals_count_as_zero(shape, size, dtype, seed):
+    bits = np.random.default_rng(seed).integers(0, 2**23, shape, dtype=np.int32)
+    codes, exponent, y = round_trip(bits.view(np.float32), dtype, size)
+    assert np.all(np.isfinite(codes))
+    assert np.all(exponent == 1)
+    assert np.all(y == 0)
+
+
+@formats
+def test_values_of_the_format_are_exact(dtype):
+    """All of them, next to the largest one, at both ends of FP32 and in between."""
+    fmt = format_of(dtype)
+    with np.errstate(invalid="ignore"):
+        values = np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype)).astype(np.float32)
+    values = values[np.isfinite(values)]
+    highest = 127 - int(np.log2(fmt.max / 1.75))
+    lowest = -126 - int(np.log2(fmt.tiny))
+    for power in (lowest, 0, highest):
+        x = values * np.float32(2.0**power)
+        codes, exponent, y = round_trip(x, dtype, 256)
+        np.testing.assert_array_equal(codes, values)
+        np.testing.assert_array_equal(exponent, power + 127)
+        np.testing.assert_array_equal(y, x)
+
+
+@formats
+def test_the_exponent_is_right_around_every_turn(dtype):
+    """It steps at 1.75 times a power of two: the five FP32 numbers around each."""
+    fmt = format_of(dtype)
+    turns = np.arange(1, 255, dtype=np.uint32)[:, None] << 23 | 0x600000
+    x = (turns + np.arange(-2, 3).astype(np.uint32)).view(np.float32).reshape(-1, 1)
+    codes, exponent, y = round_trip(x, dtype, 16)
+    assert np.all(x <= fmt.max * np.exp2(exponent - 127.0))
+    assert np.all((exponent == 1) | (x > fmt.max * np.exp2(exponent - 128.0)))
+    assert np.all((codes >= fmt.max / 2) | (exponent == 1))
+    np.testing.assert_allclose(y, x, rtol=2.0 ** -(fmt.mantissa_bits + 1))
+
+
+@formats
+def test_what_rounds_to_2_to_the_128_is_infinite_and_nothing_else(dtype):
+    """FP32 has no such number: the last half place overflows as in a cast to BF16."""
+    half_place = 2.0 ** -(format_of(dtype).mantissa_bits + 1)
+    x = np.float32(2.0**127 * np.linspace(1, 2, 4096, endpoint=False))[:, None]
+    exact = np.float64(x) < 2.0**128 * (1 - half_place / 2)
+    _, _, y = round_trip(x, dtype, 16)
+    np.testing.assert_array_equal(np.isfinite(y), exact)
+    np.testing.assert_allclose(y[exact], x[exact], rtol=half_place)
+
+
+@formats
+def test_the_leading_shape_changes_nothing(dtype):
+    x = hostile((0.0, 8.0), 0, (24, 200))
+    want = to_blocks(x, dtype, size=64)
+    for lead in ((2, 3, 4), (24, 1)):
+        got = to_blocks(x.reshape(*lead, 200), dtype, size=64)
+        assert got.exponents.shape == (*lead, 4)
+        np.testing.assert_array_equal(got.codes.reshape(24, 200), want.codes)
+        np.testing.assert_array_equal(got.exponents.reshape(24, 4), want.exponents)
+
+
+def test_dtypes_are_as_documented():
+    x = hostile((0.0, 8.0), 0, (3, 40))
+    for narrow in (jnp.bfloat16, jnp.float16, jnp.float32):
+        b = to_blocks(jnp.asarray(x, narrow), E5M2, size=16)
+        assert (b.codes.dtype, b.exponents.dtype) == (E5M2, jnp.uint8)
+        y = from_blocks(b, size=16)
+        assert y.dtype == jnp.float32
+        same = to_blocks(jnp.asarray(x, narrow).astype(jnp.float32), E5M2, size=16)
+        want = from_blocks(same, size=16)
+        np.testing.assert_array_equal(y, want)
+    assert to_blocks(x, size=16).codes.dtype == E4M3
+
+
+def test_a_block_of_16_takes_a_sixteenth_more_than_its_codes():
+    b = to_blocks(np.ones((8, 64), np.float32), size=16)
+    assert sum(part.nbytes for part in b) == 8 * 64 * 17 // 16
+
+
+SPECS = [P("a"), P("a", "b"), P(None, ("a", "b"))]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_result_does_not_depend_on_mesh(spec, kind):
+    x = hostile((0.0, 20.0), 0, (16, 256))
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
+    got = to_blocks(jax.device_put(x, NamedSharding(mesh, spec)), size=32)
+    want = to_blocks(x, size=32)
+    np.testing.assert_array_equal(got.codes, want.codes)
+    np.testing.assert_array_equal(got.exponents, want.exponents)
+    np.testing.assert_array_equal(from_blocks(got, size=32), from_blocks(want, size=32))
+    if kind == AxisType.Explicit:
+        expected = P(*spec, *[None] * (2 - len(spec)))
+        assert jax.typeof(got.codes).sharding.spec == expected
+        assert jax.typeof(got.exponents).sharding.spec == expected
+
+
+def test_a_mesh_that_cuts_blocks_is_bridged_or_refused():
+    """200 columns cut into 8 times 25: XLA gathers them; an explicit sharding says how not to."""
+    x = hostile((0.0, 20.0), 0, (16, 200))
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((8,), ("a",), axis_types=(kind,))
+        cut = jax.device_put(x, NamedSharding(mesh, P(None, "a")))
+        if kind == AxisType.Explicit:
+            with pytest.raises(ValueError, match=r"into 8 parts.*groups of 16.*divides 25\."):
+                to_blocks(cut, size=16)
+        else:
+            np.testing.assert_array_equal(
+                to_blocks(cut, size=16).codes, to_blocks(x, size=16).codes
+            )
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "16", None])
+def test_a_wrong_size_is_refused(size):
+    made = blocks.Blocks(jnp.ones(4, E4M3), jnp.ones(1, jnp.uint8))
+    for call in (
+        lambda: blocks.to_blocks(jnp.ones(4), size=size),
+        lambda: blocks.from_blocks(made, size=size),
+    ):
+        with pytest.raises(ValueError, match=r"must be a positive whole number, not"):
+            call()
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64])
+def test_only_real_floats_become_blocks(dtype):
+    with pytest.raises(TypeError, match=rf"x has dtype {jnp.dtype(dtype).name}.*real floats"):
+        blocks.to_blocks(jnp.ones(4, dtype), size=16)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3b11fnuz, "fp8", None])
+def test_only_the_two_formats_are_made(dtype):
+    with pytest.raises(ValueError, match=r"no FP8 format.*coat\.formats\.E4M3"):
+        blocks.to_blocks(jnp.ones(4), dtype, size=16)

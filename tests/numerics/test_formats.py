@@ -1,0 +1,243 @@
+"""Laws of the FP8 casts. The oracle is the table of all 256 codes of a format.
+
+Rounding to nearest is compared with the table exactly. Stochastic rounding is not sampled
+but averaged over an even grid of noise, so its expectation is known to 1 / (2 GRID).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import coat_jax as coat
+from coat_jax.numerics.formats import E4M3, E5M2, format_of, saturating_cast, stochastic_cast
+
+GRID = 2048
+LAST_NOISE = 1 - 2.0**-23  # the largest number that `noise.uniform` gives
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+formats = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
+floats = st.floats(width=32, allow_nan=False, allow_subnormal=False)
+nearest = jax.jit(saturating_cast, static_argnames="dtype")
+stochastic = jax.jit(stochastic_cast, static_argnames="dtype")
+
+
+@functools.cache
+def positive_values(dtype):
+    """All finite values from 0 up, ascending: a value's place is its code."""
+    with np.errstate(invalid="ignore"):
+        values = np.arange(128, dtype=np.uint8).view(jnp.dtype(dtype)).astype(np.float64)
+    return values[np.isfinite(values)]
+
+
+def as_float64(codes):
+    return np.asarray(codes).astype(np.float64)
+
+
+def nearest_by_table(x, dtype):
+    """Rounds to the nearest value, of two equally near ones to the even code."""
+    table = positive_values(dtype)
+    magnitude = np.minimum(np.abs(np.asarray(x, np.float64)), table[-1])
+    upper = np.clip(np.searchsorted(table, magnitude), 1, len(table) - 1)
+    below, above = magnitude - table[upper - 1], table[upper] - magnitude
+    take_upper = (above < below) | ((above == below) & (upper % 2 == 0))
+    return np.copysign(table[np.where(take_upper, upper, upper - 1)], x)
+
+
+def constant(noise, x):
+    return np.full(x.shape, noise, np.float32)
+
+
+def mean_over_noise(x, dtype, curvature=0.0, power=1.0):
+    """The mean of rounded^power over GRID evenly spaced noises, for each element of x."""
+    noise = np.broadcast_to(np.float32((np.arange(GRID) + 0.5) / GRID), (*x.shape, GRID))
+    codes = stochastic(np.float32(x)[..., None], dtype, noise, curvature=curvature)
+    codes = np.asarray(codes).view(np.uint8)
+    values = positive_values(dtype) ** power
+    return np.where(codes < 128, 1, -1).mean(-1) * values[codes & 127].mean(-1)
+
+
+def between_codes(dtype, fractions):
+    """Points inside each gap of the table, exact in FP32: shape [gaps, fractions]."""
+    table = positive_values(dtype)
+    return table[:-1, None] + np.diff(table)[:, None] * np.asarray(fractions)
+
+
+@formats
+def test_limits_are_those_of_the_dtype(dtype):
+    fmt, table, info = format_of(dtype), positive_values(dtype), jnp.finfo(dtype)
+    assert fmt.max == table[-1] == info.max
+    assert fmt.tiny == table[1] == info.smallest_subnormal
+    assert 2.0**fmt.min_exponent == info.smallest_normal
+    assert fmt.mantissa_bits == info.nmant
+    assert 2.0**fmt.log2_range == pytest.approx(fmt.max / fmt.tiny, rel=1e-12)
+
+
+@formats
+def test_nearest_is_the_nearest_of_the_table(dtype):
+    inside = between_codes(dtype, [0, 0.25, 0.5 - 2**-12, 0.5, 0.5 + 2**-12, 0.75]).ravel()
+    x = np.concatenate([inside, -inside])
+    got = as_float64(nearest(np.float32(x), dtype))
+    np.testing.assert_array_equal(got, nearest_by_table(x, dtype))
+
+
+@formats
+@given(x=st.lists(floats, min_size=16, max_size=16))
+def test_nearest_of_any_float_is_the_nearest_of_the_table(dtype, x):
+    got = as_float64(nearest(np.float32(x), dtype))
+    np.testing.assert_array_equal(got, nearest_by_table(x, dtype))
+
+
+@formats
+@pytest.mark.parametrize("noise", [0.0, 0.5, LAST_NOISE])
+def test_what_is_too_large_becomes_the_largest(dtype, noise):
+    limit = format_of(dtype).max
+    large = np.array([limit, limit * (1 + 2**-20), limit * 1.07, 1e30, FLOAT32_MAX, np.inf])
+    x = np.float32(np.concatenate([large, -large]))
+    want = np.repeat([limit, -limit], len(large))
+    np.testing.assert_array_equal(as_float64(nearest(x, dtype)), want)
+    np.testing.assert_array_equal(as_float64(stochastic(x, dtype, constant(noise, x))), want)
+
+
+@formats
+@pytest.mark.parametrize("noise", [0.0, 0.5, LAST_NOISE])
+@pytest.mark.parametrize("curvature", [-1.0, 0.0, 0.5, 1 - 16 / 255])
+def test_a_value_of_the_format_stays(dtype, noise, curvature):
+    table = positive_values(dtype)
+    x = np.float32(np.concatenate([table, -table]))
+    got = stochastic(x, dtype, constant(noise, x), curvature=curvature)
+    np.testing.assert_array_equal(as_float64(got), x)
+    np.testing.assert_array_equal(as_float64(nearest(x, dtype)), x)
+
+
+@formats
+@given(
+    x=st.lists(floats, min_size=16, max_size=16),
+    noise=st.sampled_from([0.0, 1e-7, 0.3, 0.999, LAST_NOISE]),
+    curvature=st.floats(-1, 0.9375, width=32),
+)
+def test_stochastic_result_is_a_neighbour(dtype, x, noise, curvature):
+    table, x = positive_values(dtype), np.asarray(x, np.float32)
+    rounded = stochastic(x, dtype, constant(noise, x), curvature=curvature)
+    got, magnitude = as_float64(rounded), np.minimum(np.abs(x), table[-1])
+    floor = table[np.searchsorted(table, magnitude, side="right") - 1]
+    ceiling = table[np.searchsorted(table, magnitude)]
+    assert np.all((np.abs(got) == floor) | (np.abs(got) == ceiling))
+    np.testing.assert_array_equal(np.signbit(got), np.signbit(x))
+
+
+@formats
+def test_stochastic_cast_is_right_on_average(dtype):
+    x = between_codes(dtype, [0.01, 0.125, 0.25, 0.5, 0.625, 0.77, 0.99])
+    gap = np.diff(positive_values(dtype))[:, None]
+    # The grid resolves the probability to 1 / (2 GRID), of which one gap is at stake.
+    assert np.all(np.abs(mean_over_noise(x, dtype) - x) <= gap / (2 * GRID) * 1.001)
+    assert np.all(np.abs(mean_over_noise(-x, dtype) + x) <= gap / (2 * GRID) * 1.001)
+
+
+@formats
+@pytest.mark.parametrize("k16", [8, 12, 17, 20, 24, 32, 48, 80, 160, 255])
+def test_curved_rounding_keeps_the_mean_of_the_power(dtype, k16):
+    """The drift of x^a in one rounding is what `stochastic_cast` promises, at most.
+
+    5e-5 for normal numbers, 1.5e-3 for the smallest subnormal and better with n^2 above it.
+    """
+    a, fmt = 16 / k16, format_of(dtype)
+    # From the smallest code up: below it the expansion has no values.
+    x = between_codes(dtype, [0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875])[1:]
+    mean = mean_over_noise(x, dtype, curvature=1 - a, power=a)
+    table = positive_values(dtype)[1:, None]
+    resolution = (table[1:] ** a - table[:-1] ** a) / (2 * GRID)
+    drift = (np.abs(mean - x**a) - resolution) / x**a
+    n = np.arange(1, len(x) + 1)[:, None]
+    allowed = np.where(n < 2**fmt.mantissa_bits, 1.5e-3 / n**2, 5e-5)
+    worst = np.unravel_index(np.argmax(drift / allowed), x.shape)
+    assert drift[worst] <= allowed[worst[0], 0], f"x = {x[worst]}, a = {a}"
+
+
+@formats
+def test_nan_stays_in_its_own_place(dtype):
+    x = np.float32([1.0, np.nan, -2.0, 0.0])
+    for codes in (nearest(x, dtype), stochastic(x, dtype, constant(0.5, x))):
+        np.testing.assert_array_equal(as_float64(codes), x)
+
+
+@formats
+@pytest.mark.parametrize("noise", [0.0, LAST_NOISE])
+def test_zero_stays_zero_and_keeps_its_sign(dtype, noise):
+    x = np.float32([0.0, -0.0])
+    for codes in (nearest(x, dtype), stochastic(x, dtype, constant(noise, x))):
+        assert as_float64(codes).tolist() == [0.0, 0.0]
+        assert np.signbit(as_float64(codes)).tolist() == [False, True]
+
+
+@formats
+@pytest.mark.parametrize("source", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_rounded_as_its_float32(dtype, source):
+    x = np.asarray(np.linspace(-1.1, 1.1, 101) * format_of(dtype).max, source)
+    same = x.astype(np.float32)
+    noise = np.linspace(0, LAST_NOISE, 101, dtype=np.float32)
+    np.testing.assert_array_equal(nearest(x, dtype), nearest(same, dtype))
+    np.testing.assert_array_equal(stochastic(x, dtype, noise), stochastic(same, dtype, noise))
+
+
+@formats
+def test_casting_back_inside_jit_keeps_the_rounding(dtype):
+    """XLA may drop a cast and its inverse where it is told so; here it must not."""
+    x = np.float32(between_codes(dtype, [0.25, 0.5, 0.75]).ravel())
+    there_and_back = jax.jit(lambda x: saturating_cast(x, dtype).astype(jnp.float32))
+    np.testing.assert_array_equal(there_and_back(x), nearest_by_table(x, dtype))
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((), E4M3), ((0,), E5M2), ((3, 5), E4M3)])
+def test_jit_and_vmap_change_nothing(shape, dtype):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=shape) * 100, jnp.float32)
+    noise = jnp.asarray(rng.random(shape), jnp.float32)
+    want = stochastic_cast(x, dtype, noise, curvature=0.5)
+    assert want.shape == shape
+    assert want.dtype == dtype
+    np.testing.assert_array_equal(stochastic(x, dtype, noise, curvature=0.5), want)
+    if shape:
+        by_row = jax.vmap(lambda x, u: stochastic(x, dtype, u, curvature=0.5))
+        np.testing.assert_array_equal(by_row(x, noise), want)
+        np.testing.assert_array_equal(
+            jax.vmap(lambda x: nearest(x, dtype))(x), saturating_cast(x, dtype)
+        )
+
+
+@pytest.mark.parametrize("dtype", [None, "nonsense", jnp.float32, "int8", 8, jnp.float8_e4m3])
+def test_an_unknown_dtype_is_refused_with_a_remedy(dtype):
+    for call in (
+        lambda: format_of(dtype),
+        lambda: saturating_cast(jnp.ones(2), dtype),
+        lambda: stochastic_cast(jnp.ones(2), dtype, jnp.zeros(2)),
+    ):
+        with pytest.raises(ValueError, match=r"no FP8 format.*coat\.formats\.E4M3.*E5M2"):
+            call()
+
+
+@formats
+def test_values_that_are_rounded_before_a_cast_are_those_of_the_cast(dtype):
+    """Codes, the middles between them, their FP32 neighbours, and numbers of every exponent."""
+    codes = np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)
+    codes = np.sort(codes[np.isfinite(codes)])
+    middles = (codes[1:] + codes[:-1]) / 2
+    near = [np.nextafter(middles, np.float32(sign * np.inf)) for sign in (-1, 1)]
+    others = np.arange(0, 2**32, 99_991, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    x = jnp.asarray(np.concatenate([codes, middles, *near, others]))
+    want = saturating_cast(x, dtype)
+    got = jax.jit(coat.formats.nearest, static_argnums=1)(x, dtype)
+    np.testing.assert_array_equal(got, np.float32(want))
+    np.testing.assert_array_equal(np.float32(got.astype(dtype)), np.float32(want))
+
+
+@formats
+def test_rounding_before_a_cast_has_the_derivative_of_the_cast(dtype):
+    """Of a second derivative, an op must see that it is asked for it: it is not zero."""
+    x, tangent = jnp.asarray([0.3, -5.1], jnp.bfloat16), jnp.asarray([2.0, 3.0], jnp.bfloat16)
+    _, got = jax.jvp(lambda x: coat.formats.nearest(x, dtype), (x,), (tangent,))
+    np.testing.assert_array_equal(got, np.float32(tangent))

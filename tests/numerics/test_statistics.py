@@ -1,0 +1,128 @@
+"""Statistics of tensors made by hand, for which each number is known."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax import E4M3, E5M2
+from coat_jax.numerics import statistics
+from coat_jax.numerics.blocks import Blocks, to_blocks
+from coat_jax.numerics.statistics import NUMBERS, Sums, of_blocks, of_sums, of_tensor
+
+
+def tensor(values, scale=1.0, dtype=E4M3, in_dtype=jnp.float32):
+    x = jnp.asarray(values, in_dtype)
+    return of_sums(np.asarray(of_tensor(x, jnp.float32(scale), dtype)))
+
+
+def test_a_tensor_of_codes_has_no_error():
+    found = tensor([[448.0, -1.75, 0.0, 2.0**-6]])
+    assert found == (0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_e4m3_loses_values_below_half_its_smallest_code():
+    """Of six non-zero values: two become zero, 2^-10 by rounding to even; two are subnormal."""
+    found = tensor([[1.0, 2.0**-10, -(2.0**-11), 2.0**-9, -(2.0**-7), 0.0, 2.0**-6]])
+    assert found.underflow == pytest.approx(2 / 6)
+    assert found.subnormal == pytest.approx(2 / 6)
+    assert found.saturated == 0.0
+    assert found.headroom == pytest.approx(np.log2(448))
+
+
+def test_e5m2_has_sixteen_times_the_range_below_one():
+    values = [[1.0, 2.0**-10, 2.0**-16, -(2.0**-17), 2.0**-15, 2.0**-14]]
+    found = tensor(values, dtype=E5M2)
+    assert found.underflow == pytest.approx(1 / 6)
+    assert found.subnormal == pytest.approx(2 / 6)
+    assert found.headroom == pytest.approx(np.log2(57344))
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)])
+def test_what_is_beyond_the_largest_code_saturates(dtype, largest):
+    found = tensor([[largest, 2 * largest, -4 * largest, 0.0]], dtype=dtype)
+    assert found.saturated == pytest.approx(2 / 3)
+    assert found.headroom == pytest.approx(-2.0)
+    # The values are 1, 2 and 4 of the largest code; 1 and 3 are lost of the latter two.
+    assert found.error == pytest.approx(np.sqrt((1 + 9) / (1 + 4 + 16)))
+
+
+def test_the_error_is_that_of_the_codes():
+    """1.0625 and 1.1875 lie half-way: one is rounded down to even, the other up."""
+    found = tensor([[1.0625, 1.1875]])
+    assert found.error == pytest.approx(0.0625 * np.sqrt(2) / np.hypot(1.0625, 1.1875))
+
+
+def test_a_scale_moves_all_of_it():
+    values = np.array([[1.0, 2.0**-10, 3.0, 2.0**-8, 0.0]])
+    for power in (-90, 90):  # whose squares FP32 cannot hold
+        assert tensor(values * 2.0**power, scale=2.0**power) == pytest.approx(tensor(values))
+
+
+def test_a_looser_bound_is_seen():
+    values = np.random.default_rng(0).standard_normal((8, 64))
+    tight, loose = tensor(values, 2.0**-6), tensor(values, 2.0**7)
+    assert loose.headroom == pytest.approx(tight.headroom + 13)
+    assert loose.subnormal > 0.5 > tight.subnormal
+    assert loose.error > 2 * tight.error
+
+
+def test_zeros_have_no_error_and_no_headroom():
+    found = tensor(np.zeros((4, 8)))
+    assert found[:3] == (0.0, 0.0, 0.0)
+    assert found.error == 0.0
+    assert np.isnan(found.headroom)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_has_no_finite_error(bad):
+    assert np.isnan(tensor([[1.0, bad]], scale=np.nan).error)
+    x = jnp.asarray([[1.0, bad] + [1.0] * 14])
+    assert np.isnan(of_sums(np.asarray(of_blocks(x, to_blocks(x, size=16), size=16))).error)
+
+
+def test_blocks_have_their_own_scales():
+    """448 and 2^-10 lose the small one in a tensor, not in two blocks; the third block is zero."""
+    x = jnp.zeros((1, 48)).at[0, 0].set(448.0).at[0, 16].set(2.0**-10)
+    apart = of_sums(np.asarray(of_blocks(x, to_blocks(x, size=16), size=16)))
+    assert apart.underflow == 0.0
+    assert apart.error == 0.0
+    # 448 is a largest code; 2^-10 is 1.75 times smaller than the largest that its exponent allows.
+    assert apart.headroom == pytest.approx(np.log2(1.75) / 2)
+    together = to_blocks(x, size=64)
+    assert of_sums(np.asarray(of_blocks(x, together, size=64))).underflow == 0.5
+
+
+def test_a_short_last_block_counts():
+    x = jnp.concatenate([jnp.full((3, 16), 1.0), jnp.full((3, 4), 2.0**-30)], axis=1)
+    found = Sums(*of_blocks(x, to_blocks(x, size=16), size=16).tolist())
+    assert (found.size, found.nonzero, found.scales) == (60, 60, 6)
+    assert found.underflow == 0
+
+
+def test_blocks_that_saturate_are_seen():
+    """No rounding of this package does that: exponents of another one."""
+    x = jnp.full((2, 16), 1000.0)
+    low = Blocks(jnp.full((2, 16), 448.0).astype(E4M3), jnp.full((2, 1), 127, jnp.uint8))
+    assert of_sums(np.asarray(of_blocks(x, low, size=16))).saturated == 1.0
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_sums_of_parts_are_those_of_the_whole(dtype):
+    values = np.random.default_rng(1).standard_normal((6, 40)) ** 9
+    values[0, 0] = values[3, 0] = 40000.0  # one headroom
+    x, scale = jnp.asarray(values, jnp.float32), jnp.float32(0.5)
+    whole = of_tensor(x, scale, dtype)
+    parts = sum(of_tensor(part, scale, dtype) for part in (x[:3], x[3:]))
+    sums, added = Sums(*whole.tolist()), Sums(*parts.tolist())
+    assert added.scales == 2 * sums.scales
+    got, wanted = of_sums(np.asarray(parts)), of_sums(np.asarray(whole))
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    assert whole.shape == (NUMBERS,)
+
+
+def test_counts_are_right_beyond_what_fp32_counts():
+    """16.8 million ones, one by one, would stop at 2^24."""
+    x = jnp.ones((2**13 + 1, 2**11), jnp.bfloat16)
+    found = Sums(*of_tensor(x, jnp.float32(1), E4M3).tolist())
+    assert found.nonzero == pytest.approx(x.size, rel=1e-6)
+    assert statistics.of_sums(np.asarray(found)).error == 0.0

@@ -1,0 +1,130 @@
+"""What the op keeps of cuDNN's attention, with an attention that keeps the same played by NumPy.
+
+The real one needs a GPU: `test_attention_gpu.py`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ops_cases import assert_close, distance, draw, quick_jit
+
+import coat_jax as coat
+from coat_jax import ops
+from coat_jax.ops.saved import attention as saved_attention
+
+B, S, N, K, H = 2, 6, 4, 2, 8
+
+
+class Played:
+    """Softmax attention that keeps q, k, v, an empty array, the log-sum-exp and o, as cuDNN's."""
+
+    def __init__(self):
+        self.forward_passes = 0
+        self.attend = jax.custom_vjp(lambda q, k, v: self.forward(q, k, v)[0])
+        self.attend.defvjp(self.forward, self.backward)
+
+    def forward(self, q, k, v):
+        shapes = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((B, N, S), "float32")
+        o, log_sums = jax.pure_callback(self.compute, shapes, q, k, v)
+        return o, (q, k, v, jnp.zeros(0, q.dtype), log_sums, o)
+
+    def compute(self, q, k, v):
+        self.forward_passes += 1
+        scores = self.scores(q, k)
+        log_sums = np.log(np.sum(np.exp(scores), axis=-1))
+        weights = np.exp(scores - log_sums[..., None])
+        return np.einsum("bnst,btnh->bsnh", weights, np.repeat(v, N // K, 2)), log_sums
+
+    def backward(self, kept, do):
+        q, k, v, _, log_sums, o = kept
+        weights = jnp.exp(self.scores(q, k, jnp) - log_sums[..., None])
+        d_weights = jnp.einsum("bsnh,btnh->bnst", do, jnp.repeat(v, N // K, 2))
+        delta = jnp.einsum("bsnh,bsnh->bns", do, o)[..., None]
+        d_scores = weights * (d_weights - delta) * H**-0.5
+        dq = jnp.einsum("bnst,btnh->bsnh", d_scores, jnp.repeat(k, N // K, 2))
+        dk = jnp.einsum("bnst,bsnh->btnh", d_scores, q)
+        dv = jnp.einsum("bnst,bsnh->btnh", weights, do)
+        return dq, *(d.reshape(B, S, K, N // K, H).sum(3) for d in (dk, dv))
+
+    def scores(self, q, k, np=np):
+        scores = np.einsum("bsnh,btnh->bnst", q, np.repeat(k, N // K, 2)) * H**-0.5
+        return np.where(np.tril(np.ones((S, S), bool)), scores, -np.inf)
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    played, real = Played(), jax.nn.dot_product_attention
+
+    def attention(q, k, v, implementation, **settings):
+        if implementation == "cudnn":
+            return played.attend(q, k, v)
+        return real(q, k, v, implementation=implementation, **settings)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    return played
+
+
+def gradients(backend, precision):
+    """Of attention with its output projection, with respect to all it takes."""
+    *qkv, weight, dy = draw(0, (B, S, N, H), (B, S, K, H), (B, S, K, H), (N * H, 10), (B, S, 10))
+
+    def loss(*args):
+        y = ops.attention_linear(*args, precision=precision, backend=backend)
+        return jnp.sum(y * dy)
+
+    return quick_jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*qkv, weight)
+
+
+def test_what_is_put_back_gives_the_same_gradients(cudnn):
+    assert_close(gradients("cudnn", coat.BF16), gradients("xla", coat.BF16), 1e-5)
+
+
+def test_the_forward_pass_runs_once(cudnn):
+    for count, precision in enumerate((coat.BF16, coat.COAT, coat.COAT_LEAN), 1):
+        jax.block_until_ready(gradients("cudnn", precision))
+        assert cudnn.forward_passes == count
+
+
+def test_an_output_in_blocks_moves_gradients_by_its_rounding(cudnn):
+    """o enters a row's gradient as a sum over the head: E4M3's 2^-4 a value, less on average."""
+    got, want = (gradients(backend, coat.COAT_LEAN) for backend in ("cudnn", "xla"))
+    off = distance(got, want)
+    assert np.all(off < 2**-4)
+    assert np.all(off[:2] > 0)  # it is the rounded o that is put back
+
+
+LENGTHS = [(5, 5), (5, 6), (5, 9), (4, 6), (6, 5), (9, 5)]  # the last two with queries to spare
+
+
+@pytest.mark.parametrize(
+    ("how", "s", "t"),
+    [
+        *((how, *lengths) for how in ("causal", "full", "segments") for lengths in LENGTHS),
+        *(("window", *lengths) for lengths in LENGTHS[:-2]),  # else some see no key at all
+    ],
+)
+def test_an_added_token_changes_nothing(how, s, t):
+    """cuDNN takes odd lengths with one query or key more: results and gradients are the same."""
+    q, k, v, dy = draw(0, (B, s, N, H), (B, t, K, H), (B, t, K, H), (B, s, N, H))
+    window = 3 if how == "window" else None
+    settings = saved_attention.AttentionSettings(how != "full", window, H**-0.5, coat.BF16, "xla")
+    mask = None
+    if how == "segments":
+        mask = jnp.asarray(np.random.default_rng(0).random((B, 1, s, t)) < 0.5).at[..., 0].set(True)
+
+    def results(attend):
+        o, pull = jax.vjp(lambda *values: attend(settings, mask, *values), q, k, v)
+        return o, *pull(dy)
+
+    assert_close(results(saved_attention._padded_to_even), results(saved_attention._masked), 1e-5)
+
+
+def test_fp16_on_a_cpu_is_that_of_fp32_rounded():
+    q, k, v = (x.astype("float16") for x in draw(7, (2, 5, N, H), (2, 5, K, H), (2, 5, K, H)))
+    got = ops.attention(q, k, v, precision="bf16")
+    wanted = ops.attention(*(x.astype("float32") for x in (q, k, v)), precision="bf16")
+    assert got.dtype == jnp.float16
+    np.testing.assert_array_equal(got, wanted.astype("float16"))
+    one = ops.attention_to_past(q[:, :1], k, v, jnp.ones((2, 5), bool))
+    assert one.dtype == jnp.float16

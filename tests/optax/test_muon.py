@@ -1,0 +1,229 @@
+"""Muon with an 8-bit momentum: it is optax's but for the storage, and independent of the mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
+from optax.contrib import muon as optax_muon
+
+import coat_jax as coat
+from coat_jax.optax.matrices import matrices_of
+from coat_jax.optax.newton_schulz import orthogonalize
+
+STANDARD = jnp.array([3.4445, -4.7750, 2.0315])
+IN_FP32 = coat.Storage(min_size=1 << 30)
+SHAPES = {"embedding": (96, 32), "wide": (32, 160), "tall": (160, 32), "square": (2, 64, 64)}
+
+
+def tree(seed, shapes=SHAPES, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    arrays = zip(shapes.items(), keys, strict=True)
+    return {name: jax.random.normal(key, shape, dtype) for (name, shape), key in arrays} | {
+        "bias": jax.random.normal(keys[0], (32,), dtype)
+    }
+
+
+def distance(a, b):
+    return float(jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel()))
+
+
+def steps_of(tx, params, count=4):
+    """The updates of several steps, whose gradients have a mean as those of training do."""
+
+    @jax.jit
+    def step(state, seed):
+        noise, mean = tree(seed), tree(99)
+        grads = jax.tree.map(lambda a, b: a + 0.5 * b, noise, mean)
+        return tx.update(grads, state, params)
+
+    state, updates = tx.init(params), []
+    for seed in range(count):
+        update, state = step(state, seed)
+        updates.append(update)
+    return updates, state
+
+
+SETTINGS = {
+    "defaults": {},
+    "no nesterov": {"nesterov": False, "weight_decay": 0.1},
+    "schatten": {"preconditioning": "schatten", "ns_steps": 4},
+    "aol": {"preconditioning": "aol", "consistent_rms": 0.2},
+    "dion": {"ns_coeffs": "dion", "adaptive": True},
+    "adam": {"adam_b2": 0.95, "adam_weight_decay": 0.1, "adam_learning_rate": 1e-3},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_with_fp32_storage_it_is_optax_muon(name):
+    params, settings = tree(7), SETTINGS[name]
+    numbers = coat.optax.hidden_matrices(params)
+    exact = optax_muon(0.02, muon_weight_dimension_numbers=numbers, **settings)
+    ours = coat.optax.fp8_muon(0.02, ns_dtype=jnp.float32, storage=IN_FP32, **settings)
+    for got, want in zip(steps_of(ours, params)[0], steps_of(exact, params)[0], strict=True):
+        for leaf in params:
+            assert distance(got[leaf], want[leaf]) < 2e-5, leaf
+
+
+def test_eight_bits_turn_an_update_by_little():
+    """A code is off by at most 1/254 of its group's largest, which is 3 deviations of a normal."""
+    params = tree(7)
+    shapes = coat.Storage(min_size=0)
+    exact = coat.optax.fp8_muon(0.02, ns_dtype=jnp.float32, storage=IN_FP32)
+    ours = coat.optax.fp8_muon(0.02, ns_dtype=jnp.float32, storage=shapes)
+    updates, state = steps_of(ours, params)
+    for got, want in zip(updates, steps_of(exact, params)[0], strict=True):
+        assert all(distance(got[leaf], want[leaf]) < 0.04 for leaf in ("wide", "tall", "square"))
+    of_muon = state.inner_states["muon"].inner_state[0]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(of_muon.mu.codes)} == {"int8"}
+
+
+def test_state_of_a_matrix_takes_less_than_1_1_bytes_a_parameter():
+    params = {"w": jnp.zeros((256, 1024))}
+    state = jax.eval_shape(coat.optax.scale_by_fp8_muon().init, params)
+    taken = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.mu))
+    assert taken <= 1.1 * params["w"].size
+
+
+@pytest.mark.parametrize("storage", [coat.Storage(min_size=0), coat.storage.PAPER])
+def test_momentum_without_a_gradient_decays_to_zero(storage):
+    """A code that rounding to nearest would hold up must go on to fall."""
+    tx = coat.optax.scale_by_fp8_muon(storage=storage)
+    params = {"w": jnp.zeros((128, 256))}
+    gradient = {"w": jax.random.normal(jax.random.key(0), (128, 256))}
+    gradient["w"] = gradient["w"].at[:, 0].set(100.0)  # keeps its groups' largest up
+    state = tx.init(params)
+    step = jax.jit(tx.update)
+    _, state = step(gradient, state)
+    alone = {"w": jnp.zeros((128, 256)).at[:, 0].set(100.0)}
+    for _ in range(120):
+        _, state = step(alone, state)
+    m = storage.read(
+        jax.tree.map(lambda leaf: leaf["w"], state.mu, is_leaf=lambda x: type(x) is dict)
+    )
+    assert float(jnp.mean(jnp.abs(m[:, 1:128]))) < 0.01
+
+
+def test_vocabulary_vectors_and_the_rest_go_to_adam():
+    params = {
+        "token_embedding": jnp.zeros((64, 32)),
+        "lm_head": jnp.zeros((32, 64)),
+        "multi_head_attention": {"query": jnp.zeros((32, 32)), "bias": jnp.zeros(32)},
+        "layers": {"w": jnp.zeros((4, 32, 64)), "norm": jnp.zeros((4, 1, 32))},
+    }
+    numbers = coat.optax.hidden_matrices(params)
+    assert numbers == {
+        "token_embedding": None,
+        "lm_head": None,
+        "multi_head_attention": {"query": MuonDimensionNumbers(0, 1), "bias": None},
+        "layers": {"w": MuonDimensionNumbers(1, 2), "norm": None},
+    }
+    state = coat.optax.fp8_muon(0.02).init(params)
+    assert isinstance(state.inner_states["muon"].inner_state[0], coat.optax.ScaleByFP8MuonState)
+    followed = state.inner_states["adam"].inner_state[0].mu.codes
+    assert [len(jax.tree.leaves(followed[name])) for name in params] == [1, 1, 1, 1]
+
+
+def test_dimension_numbers_may_be_a_prefix_and_name_several_axes():
+    params = {"attention": {"out": jnp.zeros((4, 8, 32)), "query": jnp.zeros((32, 4, 8))}}
+    numbers = {
+        "attention": {
+            "out": MuonDimensionNumbers((0, 1), 2),
+            "query": MuonDimensionNumbers(0, (1, 2)),
+        }
+    }
+    out, query = matrices_of(numbers, params)
+    assert (out.fan_in, out.fan_out, query.fan_in, query.fan_out) == (32, 32, 32, 32)
+    x = jax.random.normal(jax.random.key(0), (5, 3, 7))
+    (matrix,) = matrices_of(MuonDimensionNumbers(2, 0), x)
+    assert matrix.stack(x).shape == (3, 7, 5)
+    np.testing.assert_array_equal(matrix.unstack(matrix.stack(x)), x)
+    tx = coat.optax.fp8_muon(0.02, muon_weight_dimension_numbers=numbers)
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+
+
+@pytest.mark.parametrize("mesh_shape", [(8, 1), (2, 4)])
+def test_updates_do_not_depend_on_the_mesh(mesh_shape):
+    """Of 8 devices, which share out stacks of 1, 3 and 5 matrices."""
+    shapes = {"embedding": (64, 32), "a": (64, 32), "b": (3, 32, 64), "c": (5, 64, 64)}
+    params, grads = tree(1, shapes), tree(2, shapes)
+    tx = coat.optax.fp8_muon(0.02, storage=coat.Storage(min_size=0, group_size=16))
+
+    def two_steps(params, grads, state):
+        for _ in range(2):
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    alone = jax.jit(two_steps)(params, grads, tx.init(params))
+    mesh = jax.make_mesh(mesh_shape, ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+    def sharded(leaf):
+        spec = P(*[None] * (leaf.ndim - 2), "fsdp", "tensor") if leaf.ndim > 1 else P()
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        params, grads = jax.tree.map(sharded, (params, grads))
+        state = jax.jit(tx.init, out_shardings=coat.optax.state_shardings(tx, params))(params)
+        together = jax.jit(two_steps)(params, grads, state)
+    for got, want in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+        if got.dtype == jnp.float32:
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-3 * float(jnp.max(jnp.abs(want))))
+
+
+def test_in_a_group_of_equal_shapes_each_leaf_gets_its_own_matrix_back():
+    stacks = [jax.random.normal(jax.random.key(i), (i, 24, 40)) for i in (1, 3, 2)]
+    stacks.insert(1, jax.random.normal(jax.random.key(9), (2, 40, 24)))
+    together = orthogonalize(stacks, STANDARD, dtype=jnp.float32)
+    for stack, result in zip(stacks, together, strict=True):
+        assert result.shape == stack.shape
+        for x, u in zip(stack, result, strict=True):
+            (alone,) = orthogonalize([x[None]], STANDARD, dtype=jnp.float32)
+            np.testing.assert_allclose(u, alone[0], atol=1e-5)
+            singular = np.linalg.svd(u, compute_uv=False)
+            assert singular.min() > 0.3
+            assert singular.max() < 1.3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"ns_steps": 0}, ValueError, "ns_steps=0"),
+        ({"ns_coeffs": "keller"}, ValueError, "standard, dion"),
+        ({"ns_coeffs": (1.0, 2.0)}, ValueError, "three numbers"),
+        ({"beta": 1.0}, ValueError, "beta=1.0"),
+        ({"mu_dtype": jnp.bfloat16}, ValueError, "mu_dtype"),
+        ({"preconditioning": "spectral"}, ValueError, "frobenius"),
+        ({"nesterov": 1}, TypeError, "nesterov"),
+        ({"consistent_rms": -1.0}, ValueError, "consistent_rms"),
+    ],
+)
+def test_wrong_arguments_are_refused_when_it_is_made(arguments, error, words):
+    with pytest.raises(error, match=words):
+        coat.optax.fp8_muon(0.02, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "leaf", "words"),
+    [
+        ({"a": None}, "b", r"say nothing of \['b'\]"),
+        (MuonDimensionNumbers(0, 5), "b", "an axis that"),
+        (MuonDimensionNumbers(0, 0), "b", "twice"),
+    ],
+)
+def test_wrong_dimension_numbers_are_refused_by_leaf(numbers, leaf, words):
+    tx = coat.optax.fp8_muon(0.1, muon_weight_dimension_numbers=numbers)
+    with pytest.raises(ValueError, match=words):
+        tx.init({leaf: jnp.zeros((3, 3))})
+
+
+def test_what_is_no_matrix_and_other_states_are_refused():
+    tx = coat.optax.scale_by_fp8_muon()
+    with pytest.raises(ValueError, match=r"\['b'\].*no hidden matrix"):
+        tx.init({"b": jnp.zeros(3)})
+    with pytest.raises(TypeError, match="another optimizer"):
+        tx.update({"w": jnp.zeros((3, 3))}, optax.EmptyState())

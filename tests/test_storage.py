@@ -1,0 +1,293 @@
+"""Laws of the rule for which moments are stored in FP8, and of storing them."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax.numerics import expansion, logarithms, noise
+from coat_jax.numerics.expansion import Expanded
+from coat_jax.numerics.formats import E4M3, E5M2
+from coat_jax.storage import GROUP_SIZES, MIN_COLUMNS, PAPER, Storage, stochastic_below
+
+write = jax.jit(Storage.write, static_argnums=(0, 2))
+read = jax.jit(Storage.read, static_argnums=0)
+encode = jax.jit(expansion.encode, static_argnames=("dtype", "group_size"))
+decode = jax.jit(expansion.decode, static_argnames="group_size")
+
+SHAPES = [(), (0,), (3, 0), (1,), (17,), (64, 15), (64, 16), (3, 5, 129)]
+
+
+def values_of(shape):
+    return np.float32(np.random.default_rng(0).normal(size=shape))
+
+
+@pytest.mark.parametrize(
+    ("shape", "in_fp8"),
+    [
+        ((), False),
+        ((0,), False),
+        ((1000, 0), False),
+        ((16383,), False),  # one short
+        ((16384,), True),
+        ((1024, 16), True),
+        ((2048, 15), False),  # narrow
+        ((16384, 1), False),
+        ((4, 64, 64), True),
+        ((16, 1024, 1), False),
+    ],
+    ids=str,
+)
+def test_the_rule_of_the_default(shape, in_fp8):
+    assert Storage().holds_in_fp8(shape) is in_fp8
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("min_size", [1, 2, 17, 1000, 10**9])
+def test_fp8_needs_the_size_and_the_columns(shape, min_size):
+    enough = np.prod(shape, dtype=int) >= min_size and (shape or (0,))[-1] >= MIN_COLUMNS
+    assert Storage(min_size=min_size).holds_in_fp8(shape) == enough
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_minimum_of_zero_takes_every_leaf(shape):
+    assert Storage(min_size=0).holds_in_fp8(shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_is_not_in_fp8_is_exact(shape):
+    """NaN and infinity too: FP32 leaves are kept as they are."""
+    storage, values = Storage(min_size=10**9), values_of(shape)
+    values = np.where(values > 1, np.float32(np.inf), np.where(values < -1, np.nan, values))
+    stored = storage.write(jnp.asarray(values), storage.first)
+    assert stored.codes.dtype == jnp.float32
+    np.testing.assert_array_equal(storage.read(stored), values)
+
+
+@pytest.mark.parametrize("shape", [(), (3, 5, 129)], ids=str)
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_what_is_in_fp8_is_expanded(shape, stochastic):
+    storage, values = Storage(min_size=0, group_size=32), values_of(shape)
+    key = noise.leaf_key(3, 1, 4) if stochastic else None
+    stored = write(storage, values, E5M2, key)
+    dither = noise.uniform(key, shape, run=32) if stochastic else None
+    want = encode(values, E5M2, group_size=32, noise=dither)
+    assert stored.codes.dtype == E5M2
+    jax.tree.map(np.testing.assert_array_equal, stored, want)
+    np.testing.assert_array_equal(read(storage, stored), decode(want, group_size=32))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_tree_is_the_same_whatever_the_rule_says(shape):
+    def layout(min_size):
+        storage = Storage(min_size=min_size, group_size=32)
+        return jax.eval_shape(
+            lambda x: storage.write(x, E4M3), jax.ShapeDtypeStruct(shape, jnp.float32)
+        )
+
+    fp8, fp32 = layout(0), layout(10**9)
+    assert isinstance(fp8, Expanded)
+    assert jax.tree.structure(fp8) == jax.tree.structure(fp32)
+    assert fp8.codes.shape == fp32.codes.shape
+    assert [leaf.ndim for leaf in fp8] == [leaf.ndim for leaf in fp32]
+    assert (fp8.codes.dtype, fp32.codes.dtype) == (E4M3, jnp.float32)
+    assert [leaf.dtype for leaf in fp8[1:]] == [leaf.dtype for leaf in fp32[1:]]
+
+
+@pytest.mark.parametrize(
+    "shape", [(512, 512, 3, 3), (65536, 1), (20000, 15), (4096,), (64, 64), (7,), ()], ids=str
+)
+def test_no_leaf_costs_more_than_fp32_moments(shape):
+    """But for the few bytes of scales that an FP32 leaf does not use."""
+    storage = Storage()
+    stored = jax.eval_shape(
+        lambda x: storage.write(x, E4M3), jax.ShapeDtypeStruct(shape, jnp.float32)
+    )
+    cost = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in stored)
+    assert cost <= 4 * math.prod(shape) + 5 * 64
+
+
+@pytest.mark.parametrize("shape", [(512, 512, 3, 3), (4096,), (64, 24, 8, 10)], ids=str)
+def test_scales_that_an_fp32_leaf_does_not_use_can_be_sharded_as_it_is(shape):
+    """Trainers copy a parameter's PartitionSpec onto arrays of the same rank."""
+    scales = Storage(min_size=10**9).scales_shape(shape)
+    leading = list(zip(shape[:-1], scales[:-1], strict=True))
+    for parts in (2, 4, 8):
+        assert all(scale % parts == 0 for size, scale in leading if size % parts == 0)
+        if shape[-1] % (parts * 128) == 0:
+            assert scales[-1] % parts == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "b1", "rounding"),
+    [
+        (E4M3, 0.9, "dithered"),
+        (E4M3, 0.0, "dithered"),
+        (E4M3, 0.95, "stochastic"),
+        (E4M3, 0.99, "stochastic"),
+        (E5M2, 0.9, "stochastic"),
+        (E5M2, 0.8, "dithered"),
+    ],
+)
+def test_a_slow_first_moment_is_rounded_stochastically_and_a_fast_one_dithered(first, b1, rounding):
+    storage = Storage(min_size=0, first=first)
+    assert storage.rounding_of_first(b1) == rounding
+    assert Storage(stochastic=False).rounding_of_first(b1) == "nearest"
+    m, key = values_of((4, 256)), noise.leaf_key(0, 1, 2)
+    known, _ = storage.write_moments(m, m**2, key, b1, 0.95)
+    computed, _ = jax.jit(storage.write_moments)(m, m**2, key, jnp.float32(b1), 0.95)
+    jax.tree.map(np.testing.assert_array_equal, known, computed)
+
+
+@pytest.mark.parametrize("first", [E4M3, E5M2])
+@pytest.mark.parametrize("b1", [0.5, 0.8, 0.85, 0.9, 0.91])
+def test_every_code_of_a_dithered_first_moment_decays_without_a_gradient(first, b1):
+    """However its noise falls, a normal code sinks; so nothing is held up above the smallest."""
+    storage = Storage(min_size=0, first=first)
+    if storage.rounding_of_first(b1) != "dithered":
+        pytest.skip("rounded stochastically")
+    codes = np.arange(1, 127, dtype=np.uint8).view(first).astype(np.float32)
+    codes = codes[np.isfinite(codes) & (codes >= 2.0 ** (-5 if first == E4M3 else -13))]
+    groups = np.zeros((1, 128), np.float32)
+    groups[0, : len(codes)] = codes
+    groups[0, -2:] = codes.max(), codes.min() * 2.0**-20  # so that k = 1
+    for u in (0.0, 0.5, 1 - 2.0**-17):
+        dither = np.full(groups.shape, u, np.float32)
+        decayed = np.where(np.arange(128) == 126, groups, np.float32(b1) * groups)
+        after = decode(expansion.encode_dithered(decayed, first, dither))
+        assert np.all(np.asarray(after)[0, : len(codes)] < codes)
+
+
+def test_the_noise_of_both_moments_is_independent_for_one_element():
+    key = noise.leaf_key(0, 1, 2)
+    a, b = (np.asarray(u) for u in noise.uniform_pair(key, (512, 1024), run=128))
+    assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 6 / np.sqrt(a.size)
+    for p in (2.0**-4, 2.0**-7):
+        both = np.mean((a < p) & (b < p))
+        assert abs(both - p * p) < 6 * p / np.sqrt(a.size)
+
+
+def test_half_precision_moments_are_read_as_float32():
+    storage = Storage(min_size=10**9)
+    stored = storage.write(jnp.full((2, 3), 0.1, jnp.bfloat16), storage.first)
+    assert stored.codes.dtype == storage.read(stored).dtype == jnp.float32
+
+
+def test_storage_can_be_a_static_argument():
+    """Hashable and compared by value; a change is a new object."""
+    assert Storage(group_size=64) == dataclasses.replace(Storage(), group_size=64)
+    assert hash(Storage(group_size=64)) == hash(Storage(group_size=64))
+    assert Storage() != Storage(stochastic=False)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Storage().seed = 1
+    x = np.full((2, 40), 0.3, np.float32)  # constant, so exact
+    same = read(Storage(min_size=0), write(Storage(min_size=0), x, E4M3))
+    np.testing.assert_array_equal(same, x)
+
+
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+def test_every_listed_group_size_works(group_size):
+    storage, values = Storage(min_size=0, group_size=group_size), jnp.full((2, 40), 0.3)
+    key = noise.leaf_key(0, 1, 0)
+    moments = jax.eval_shape(lambda x: storage.write_moments(x, x, key, 0.9, 0.95), values)
+    for stored in moments:
+        assert stored.amax.shape == stored.k16.shape == (2, -(-40 // group_size))
+        assert jax.eval_shape(storage.read, stored).shape == (2, 40)
+    stored = jax.eval_shape(lambda x: storage.write(x, storage.other), values)
+    assert jax.eval_shape(storage.read, stored).shape == (2, 40)
+
+
+@pytest.mark.parametrize("group_size", [0, -128, 100, 8, 2048, "128", 128.5, None])
+def test_another_group_size_is_refused(group_size):
+    with pytest.raises(ValueError, match=r"group_size=.* must be one of \(16, 32,"):
+        Storage(group_size=group_size)
+
+
+@pytest.mark.parametrize("field", ["first", "second", "other"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, "int16", None, "e4m3"])
+def test_another_format_is_refused(field, dtype):
+    with pytest.raises(ValueError, match=rf"{field}=.* is no format .*coat\.formats\.E4M3"):
+        Storage(**{field: dtype})
+
+
+def test_a_format_has_one_spelling():
+    assert Storage(first="int8", second=np.dtype("uint8")) == Storage()
+    assert Storage(first="float8_e4m3fn").first == E4M3
+    for field, dtype in (("first", jnp.uint8), ("second", jnp.int8), ("other", jnp.int8)):
+        with pytest.raises(ValueError, match=f"{field}=.* is no format"):
+            Storage(**{field: dtype})
+
+
+def adam_moments(seed=0):
+    """Moments of groups whose second moments span 15 binades or so."""
+    rng = np.random.default_rng(seed)
+    root = np.exp(rng.normal(size=(256, 128)))
+    return np.float32(0.2 * rng.normal(size=root.shape) * root), np.float32(root**2)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_the_error_of_a_direction_is_far_below_that_of_fp8(stochastic):
+    m, v = adam_moments()
+
+    def error(**formats):
+        storage = Storage(min_size=0, stochastic=stochastic, **formats)
+        stored = storage.write_moments(m, v, noise.leaf_key(0, 1, 2), 0.9, 0.95)
+        got_m, got_v = storage.read_moments(*stored)
+        return np.sqrt(np.mean(np.square(got_m / np.sqrt(got_v) - m / np.sqrt(v))))
+
+    assert error() < 0.35 * error(first=E4M3, second=E4M3)
+
+
+def test_both_moments_are_right_on_average():
+    m, v = (np.broadcast_to(x[:1], (4096, 128)) for x in adam_moments())
+    storage = Storage(min_size=0)
+    stored = storage.write_moments(m, v, noise.leaf_key(0, 1, 2), 1.0, 0.95)
+    for read, exact in zip(storage.read_moments(*stored), (m, v), strict=True):
+        got = np.asarray(read, np.float64)
+        error = 6 * got.std(0) / np.sqrt(len(got)) + 2e-3 * np.abs(exact[0])
+        assert np.all(np.abs(got.mean(0) - exact[0]) <= error)
+
+
+@pytest.mark.parametrize(("b1", "b2"), [(0.9, 0.95), (0.9, 0.999), (0.95, 0.95), (0.5, 0.9)])
+def test_every_code_of_a_direction_that_is_rounded_to_nearest_decays(b1, b2):
+    below = float(stochastic_below(b1, b2))
+    codes = np.arange(1, 128)
+    stays = np.round(codes * b1 / np.sqrt(b2)) == codes
+    assert not np.any(stays[codes >= below])
+    assert np.any(stays) == (below > 1)
+
+
+@pytest.mark.parametrize(("b1", "b2"), [(0.99, 0.95), (0.9, 0.0), (1.0, 0.999)])
+def test_a_direction_that_does_not_decay_is_rounded_stochastically(b1, b2):
+    assert np.isinf(stochastic_below(b1, b2))
+    assert np.isinf(jax.jit(stochastic_below)(b1, b2))
+
+
+def test_a_first_moment_survives_a_second_one_that_is_too_small_to_be_stored():
+    """Its direction is then stored, and read, with the smallest root that the group can hold."""
+    m, v = np.full((1, 128), 1e-9, np.float32), np.full((1, 128), 1e-16, np.float32)
+    m[0, 0], v[0, 0] = 1.0, 1.0
+    storage = Storage(min_size=0, stochastic=False)
+    mu, nu = storage.write_moments(m, v, noise.leaf_key(0, 1, 2), 0.9, 0.95)
+    got_m, got_v = storage.read_moments(mu, nu)
+    np.testing.assert_array_equal(got_v[0, 1:], 0)
+    smallest = np.sqrt(logarithms.FIT.resolution)
+    assert np.all(np.abs(got_m - m)[0, 1:] <= smallest / 127)
+
+
+def test_the_papers_formats_have_a_name():
+    assert Storage(first=E4M3, second=E4M3, stochastic=False) == PAPER
+    m, v = adam_moments()
+    mu, nu = PAPER.write_moments(m, v, noise.leaf_key(0, 1, 2), 0.9, 0.95)
+    jax.tree.map(np.testing.assert_array_equal, mu, encode(m, E4M3, group_size=128))
+    jax.tree.map(np.testing.assert_array_equal, nu, encode(v, E4M3, group_size=128))
+
+
+@pytest.mark.parametrize("field", ["min_size", "seed"])
+@pytest.mark.parametrize("value", [-1, 1.5, True, "0", None])
+def test_what_is_no_whole_number_is_refused(field, value):
+    with pytest.raises(ValueError, match=rf"{field}=.*must be a whole number, zero or more"):
+        Storage(**{field: value})

@@ -1,0 +1,513 @@
+"""A checkpoint comes back bit for bit, on any mesh, or is refused by name.
+
+What a killed process or a full disk leaves behind is tried out in test_crash.py.
+"""
+
+import json
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from coat_jax import writing
+from coat_jax.errors import UserError
+from coat_jax.optax import Storage, fused_fp8_adamw
+from coat_jax.training.checkpoint import manifest
+from coat_jax.training.checkpoint.checkpoints import Checkpoints, worth_keeping
+from coat_jax.training.checkpoint.manifest import DamagedCheckpoint
+from coat_jax.writing import DiskFull
+
+
+def mesh_of(*shape):
+    devices = jax.devices()[: int(np.prod(shape))]
+    axes = ("x", "y")[: len(shape)]
+    return jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
+
+
+def cut(tree, mesh):
+    """Every matrix over the mesh's axes, the rest on all devices."""
+    return jax.tree.map(
+        lambda leaf: jax.device_put(
+            leaf, NamedSharding(mesh, P(*mesh.axis_names) if leaf.ndim == 2 else P())
+        ),
+        tree,
+    )
+
+
+def state_of(step, mesh=None):
+    """Every dtype that training stores, with every bit pattern of the small ones.
+
+    Made by NumPy: XLA's own copies on a CPU may turn one NaN into another.
+    """
+    patterns = (np.arange(1 << 16, dtype=np.uint16) + np.uint16(step)).reshape(256, 256)
+    codes = patterns.astype(np.uint8)
+    state = {
+        "step": np.int32(step),
+        "parameters": patterns.view(jnp.bfloat16),
+        "codes": codes.view(jnp.float8_e4m3fn),
+        "gradients": codes.view(jnp.float8_e5m2),
+        "powers": codes,
+        "amax": np.linspace(0, step, 64, dtype=np.float32),
+    }
+    return cut(state, mesh or mesh_of(8))
+
+
+def like(tree):
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree
+    )
+
+
+def assert_same_bits(got, wanted):
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def save_all(folder, steps, **settings):
+    with Checkpoints(folder, **{"keep": 9, **settings}) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, state_of(step), {"rows": step})
+
+
+def silent(text):
+    raise AssertionError(f"noted: {text}")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "run" / "checkpoints"
+
+
+@pytest.fixture
+def two(folder):
+    """A folder with the steps 1 and 2."""
+    save_all(folder, [1, 2])
+    return folder
+
+
+# What comes back
+
+
+def test_a_state_comes_back_bit_for_bit(folder):
+    state = state_of(7)
+    extra = {"data": {"epoch": 2, "row": 31}, "loss": 1.25, "names": ["a", "b"], "none": None}
+    with Checkpoints(folder, note=silent) as checkpoints:
+        assert checkpoints.latest() is None
+        assert checkpoints.steps() == []
+        checkpoints.save(7, state, extra)
+        restored = checkpoints.restore(like(state))
+        assert checkpoints.latest() == 7
+    assert (restored.step, restored.extra) == (7, extra)
+    assert_same_bits(restored.state, state)
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 4), (2,), (1,)], ids=str)
+def test_a_state_comes_back_on_any_mesh(two, shape):
+    wanted = state_of(2, mesh_of(*shape))
+    restored = Checkpoints(two, note=silent).restore(like(wanted))
+    assert_same_bits(restored.state, wanted)
+    for got, leaf in zip(*map(jax.tree.leaves, (restored.state, wanted)), strict=True):
+        assert got.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+
+
+def test_an_older_step_can_be_asked_for(two):
+    restored = Checkpoints(two).restore(like(state_of(1)), step=1)
+    assert_same_bits(restored.state, state_of(1))
+    assert restored.extra == {"rows": 1}
+
+
+@pytest.mark.parametrize("spec", [P("x"), P()], ids=["sharded", "replicated"])
+def test_arrays_may_be_donated_as_soon_as_save_returns(folder, spec):
+    sharding = NamedSharding(mesh_of(8), spec)
+    numbers = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
+    state = {f"w{i}": jax.device_put(numbers + i, sharding) for i in range(8)}
+    wanted = like(state)
+    overwrite = jax.jit(
+        lambda state: jax.tree.map(lambda leaf: leaf * 0 - 1, state), donate_argnums=0
+    )
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, state, {})
+        for _ in range(3):
+            state = overwrite(state)
+        jax.block_until_ready(state)
+        restored = checkpoints.restore(wanted).state
+    for i in range(8):
+        np.testing.assert_array_equal(restored[f"w{i}"], numbers + i)
+
+
+def test_save_returns_before_the_checkpoint_is_written(folder, monkeypatch):
+    write, may_write = manifest.write, threading.Event()
+
+    def late(path):
+        assert may_write.wait(30)
+        write(path)
+
+    monkeypatch.setattr(manifest, "write", late)
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, state_of(1), {})
+        assert [path.name for path in folder.iterdir()] == ["1.unfinished"]
+        may_write.set()
+        checkpoints.wait()
+        assert [path.name for path in folder.iterdir()] == ["1"]
+
+
+def test_save_can_wait(folder):
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, state_of(1), {}, wait=True)
+        assert [path.name for path in folder.iterdir()] == ["1"]
+
+
+# Which ones stay
+
+
+@pytest.mark.parametrize(
+    ("losses", "keep", "keep_best", "kept"),
+    [
+        ({1: None, 2: None, 3: None}, 2, 1, {2, 3}),
+        ({1: 1.0, 2: 3.0, 3: 2.0}, 1, 0, {3}),
+        ({1: 1.0, 2: 3.0, 3: 2.0}, 1, 1, {1, 3}),
+        ({1: 3.0, 2: 2.0, 3: 1.0}, 1, 1, {3}),
+        ({1: 3.0, 2: 2.0, 3: 1.0}, 1, 2, {2, 3}),
+        ({1: 1.0, 2: 1.0, 3: 2.0}, 1, 1, {2, 3}),
+        ({1: float("nan"), 2: float("-inf"), 3: 5.0, 4: None}, 1, 1, {3, 4}),
+        ({9: None, 10: None, 100: None}, 2, 1, {10, 100}),
+    ],
+)
+def test_the_newest_and_the_best_stay(losses, keep, keep_best, kept):
+    assert worth_keeping(losses, keep, keep_best) == kept
+
+
+def test_the_others_are_removed(folder):
+    with Checkpoints(folder, keep=2, keep_best=1) as checkpoints:
+        for step, loss in [(8, 3.0), (9, 1.0), (10, 2.0), (11, None), (12, 4.0)]:
+            checkpoints.save(step, state_of(step), {}, loss=loss)
+        assert checkpoints.steps() == [9, 11, 12]
+    assert sorted(path.name for path in folder.iterdir()) == ["11", "12", "9"]
+
+
+def test_best_is_remembered_by_the_next_process(folder):
+    with Checkpoints(folder, keep=1) as checkpoints:
+        checkpoints.save(1, state_of(1), {}, loss=1.0)
+        checkpoints.save(2, state_of(2), {}, loss=2.0)
+    with Checkpoints(folder, keep=1) as checkpoints:
+        checkpoints.restore(like(state_of(2)))
+        checkpoints.save(3, state_of(3), {}, loss=3.0)
+        assert checkpoints.steps() == [1, 3]
+
+
+# One line of history
+
+
+def test_a_run_that_goes_back_replaces_what_came_later(folder):
+    save_all(folder, [1, 2, 3])
+    notes = []
+    with Checkpoints(folder, keep=9, note=notes.append) as checkpoints:
+        checkpoints.restore(like(state_of(1)), step=1)
+        checkpoints.save(2, state_of(20), {"again": True})
+        assert checkpoints.steps() == [1, 2]
+        assert_same_bits(checkpoints.restore(like(state_of(2))).state, state_of(20))
+    assert len(notes) == 1
+    assert "[2, 3]" in notes[0]
+
+
+def test_a_run_does_not_write_over_another(two):
+    checkpoints = Checkpoints(two)
+    with pytest.raises(UserError, match=r"steps \[1, 2\].*Restore one first"):
+        checkpoints.save(3, state_of(3), {})
+    assert checkpoints.steps() == [1, 2]
+
+
+def test_the_same_step_is_not_saved_twice(two):
+    before = (two / "2" / "manifest.json").stat()
+    with Checkpoints(two) as checkpoints:
+        checkpoints.restore(like(state_of(2)))
+        checkpoints.save(2, state_of(2), {}, wait=True)
+    assert (two / "2" / "manifest.json").stat() == before
+
+
+def test_steps_do_not_go_backwards(folder):
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(5, state_of(5), {})
+        with pytest.raises(ValueError, match="Step 4 cannot be saved after step 5"):
+            checkpoints.save(4, state_of(4), {})
+        assert checkpoints.steps() == [5]
+
+
+# Damage
+
+
+def arrays_file(folder):
+    """The largest file of a checkpoint: it holds the codes."""
+    return max((f for f in folder.rglob("*") if f.is_file()), key=lambda file: file.stat().st_size)
+
+
+def flip(file, byte):
+    content = bytearray(file.read_bytes())
+    content[byte] ^= 1
+    file.write_bytes(content)
+
+
+def remove_a_file(folder):
+    arrays_file(folder).unlink()
+    return "is missing"
+
+
+def truncate(folder):
+    file = arrays_file(folder)
+    file.write_bytes(file.read_bytes()[:-1])
+    return "bytes instead of"
+
+
+def empty(folder):
+    arrays_file(folder).write_bytes(b"")
+    return "has 0 bytes instead of"
+
+
+def flip_a_bit_of_the_arrays(folder):
+    flip(arrays_file(folder), 1000)
+    return "checksum of state/.* is wrong"
+
+
+def flip_a_bit_of_the_record(folder):
+    flip(folder / "record.json", 3)
+    return r"checksum of record\.json is wrong"
+
+
+def cut_the_record_off(folder):
+    (folder / "record.json").write_text('{"step"')
+    return "record.json has 7 bytes instead of"
+
+
+def flip_a_digit_of_the_manifest(folder):
+    file = folder / "manifest.json"
+    flip(file, file.read_text().rindex("]") - 3)
+    return "is wrong|is not readable"
+
+
+def cut_the_manifest_off(folder):
+    file = folder / "manifest.json"
+    file.write_text(file.read_text()[:50])
+    return "manifest.json is not readable"
+
+
+def write_no_object_into_the_manifest(folder):
+    (folder / "manifest.json").write_text("[1, 2]")
+    return "manifest.json is not readable"
+
+
+def remove_the_manifest(folder):
+    (folder / "manifest.json").unlink()
+    return "manifest.json is missing"
+
+
+HARMS = [
+    remove_a_file,
+    truncate,
+    empty,
+    flip_a_bit_of_the_arrays,
+    flip_a_bit_of_the_record,
+    cut_the_record_off,
+    flip_a_digit_of_the_manifest,
+    cut_the_manifest_off,
+    write_no_object_into_the_manifest,
+    remove_the_manifest,
+]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_damage_is_found_and_named(two, harm):
+    wrong = harm(two / "2")
+    notes = []
+    checkpoints = Checkpoints(two, note=notes.append)
+    with pytest.raises(DamagedCheckpoint, match=f"{two}/2 is damaged: .*({wrong})"):
+        checkpoints.restore(like(state_of(2)), step=2)
+    assert notes == []
+    restored = checkpoints.restore(like(state_of(1)))
+    assert restored.step == 1
+    assert_same_bits(restored.state, state_of(1))
+    assert len(notes) == 1
+    assert f"{two}/2 is damaged" in notes[0]
+    assert notes[0].endswith("Using step 1 instead.")
+
+
+def test_by_default_damage_is_a_warning(two):
+    truncate(two / "2")
+    with pytest.warns(UserWarning, match=r"2 is damaged.*Using step 1 instead"):
+        Checkpoints(two).restore(like(state_of(1)))
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(two):
+    truncate(two / "2")
+    with Checkpoints(two, note=lambda text: None) as checkpoints:
+        assert checkpoints.restore(like(state_of(1))).step == 1
+        checkpoints.save(2, state_of(2), {})
+        assert checkpoints.restore(like(state_of(2))).step == 2
+
+
+def test_without_a_whole_checkpoint_nothing_is_restored(two):
+    truncate(two / "2")
+    remove_the_manifest(two / "1")
+    with pytest.raises(DamagedCheckpoint, match=r"2 is damaged.*1 is damaged.*no whole one"):
+        Checkpoints(two).restore(like(state_of(1)))
+
+
+def test_a_damaged_record_is_not_read(two):
+    flip_a_bit_of_the_record(two / "2")
+    with pytest.raises(DamagedCheckpoint, match=r"record\.json"):
+        Checkpoints(two).restore(like(state_of(2)), step=2)
+    assert Checkpoints(two).restore(like(state_of(1)), step=1).extra == {"rows": 1}
+
+
+def test_an_unfinished_save_is_named_and_cleared_away(two):
+    (two / "2").rename(two / "3.unfinished")
+    (two / "2.deleted").mkdir()
+    notes = []
+    with Checkpoints(two, note=notes.append) as checkpoints:
+        assert checkpoints.steps() == [1]
+        assert checkpoints.restore(like(state_of(1))).step == 1
+        assert len(notes) == 1
+        assert "3.unfinished is a save that was not finished" in notes[0]
+        assert (two / "3.unfinished").exists()  # whoever only reads, removes nothing
+        checkpoints.save(2, state_of(2), {})
+    assert sorted(path.name for path in two.iterdir()) == ["1", "2"]
+
+
+def test_what_is_not_there_is_not_restored(folder, two, tmp_path):
+    with pytest.raises(UserError, match="no checkpoint in"):
+        Checkpoints(tmp_path / "empty").restore(like(state_of(1)))
+    with pytest.raises(UserError, match=r"no checkpoint of step 5 .* of \[1, 2\]"):
+        Checkpoints(two).restore(like(state_of(1)), step=5)
+
+
+# Other models
+
+
+def training_state(width=256, **storage):
+    params = {"w": jnp.zeros((64, width)), "b": jnp.zeros(64)}
+    return params, fused_fp8_adamw(1e-3, storage=Storage(**storage)).init(params)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (training_state(512), r"0/w is stored as float32\[64, 256\], but float32\[64, 512\] is"),
+        (training_state(min_size=10**9), r"int8\[64, 256\], but float32\[64, 256\] is"),
+        (training_state(second=jnp.float8_e5m2), r"uint8\[64, 256\], but float8_e5m2\[64, 256\]"),
+        (training_state(group_size=64), r"float32\[64, 2\], but float32\[64, 4\] is expected"),
+        (training_state()[0], r"Only stored: \['0/b'.*only expected: \['b', 'w'\].*Restore it"),
+    ],
+    ids=["width", "no FP8", "format", "group size", "no optimizer"],
+)
+def test_another_model_or_format_is_refused(folder, other, message):
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, training_state(), {})
+        with pytest.raises(ValueError, match=message):
+            checkpoints.restore(like(other))
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("settings", [{"keep": 0}, {"keep": 1, "keep_best": -1}])
+def test_settings_that_keep_nothing_are_refused(folder, settings):
+    with pytest.raises(ValueError, match=f"keep={settings['keep']}"):
+        Checkpoints(folder, **settings)
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        Checkpoints(tmp_path / "file")
+
+
+def test_what_json_cannot_hold_is_refused_before_anything_is_written(folder):
+    with Checkpoints(folder) as checkpoints:
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            checkpoints.save(1, state_of(1), {"array": np.zeros(3)})
+        assert not folder.exists()
+        checkpoints.save(1, state_of(1), {})
+        assert checkpoints.steps() == [1]
+
+
+def test_a_full_disk_is_found_before_writing(two, monkeypatch):
+    usage = writing.shutil.disk_usage(two)
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: usage._replace(free=5_000_000))
+    with Checkpoints(two) as checkpoints:
+        checkpoints.restore(like(state_of(2)))
+        large = {"w": jnp.zeros(1_000_000)}
+        with pytest.raises(DiskFull, match=r"step 3 does not fit in .*up to 5\.0 MB.* 5\.0 MB are"):
+            checkpoints.save(3, large, {})
+        assert sorted(path.name for path in two.iterdir()) == ["1", "2"]
+        checkpoints.save(3, {"w": jnp.zeros(500_000)}, {})
+        assert checkpoints.steps() == [2, 3]
+
+
+def test_an_error_in_the_background_is_raised_by_what_comes_next(folder, monkeypatch):
+    def fail(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, state_of(1), {}, wait=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest, "write", fail)
+            checkpoints.save(2, state_of(2), {})
+            with pytest.raises(OSError, match=r"step 2 could not be written in .*denied"):
+                checkpoints.save(3, state_of(3), {})
+        assert checkpoints.steps() == [1]
+        checkpoints.save(3, state_of(3), {})
+        assert checkpoints.steps() == [1, 3]
+
+
+def test_the_record_says_what_it_is_of(folder):
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(4, state_of(4), {"a": 1}, loss=2.5)
+    record = json.loads((folder / "4" / "record.json").read_text())
+    assert record == {"step": 4, "loss": 2.5, "extra": {"a": 1}}
+
+
+# What a killed run leaves behind
+
+
+def test_pruning_removes_what_a_killed_run_left_over(folder):
+    save_all(folder, [1, 2, 3, 4])
+    with Checkpoints(folder, keep=2, keep_best=0, note=silent) as checkpoints:
+        checkpoints.prune()
+        assert checkpoints.steps() == [1, 2, 3, 4]  # whoever restored nothing, removes nothing
+        checkpoints.restore(like(state_of(4)))
+        checkpoints.prune()
+        assert checkpoints.steps() == [3, 4]
+
+
+def test_pruning_does_not_let_damaged_checkpoints_displace_whole_ones(folder):
+    save_all(folder, [1, 2, 3, 4])
+    for step in (3, 4):
+        truncate(folder / str(step))
+    with Checkpoints(folder, keep=2, keep_best=0, note=lambda text: None) as checkpoints:
+        assert checkpoints.restore(like(state_of(2))).step == 2
+        checkpoints.prune()
+        assert checkpoints.steps() == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_noted_and_does_not_end_the_run(two, monkeypatch):
+    notes = []
+    with Checkpoints(two, keep=1, keep_best=0, note=notes.append) as checkpoints:
+        checkpoints.restore(like(state_of(2)))
+        rename = Path.rename
+
+        def refuse(path, target):
+            if path.name == "1":
+                raise PermissionError(13, "Permission denied", str(path))
+            return rename(path, target)
+
+        monkeypatch.setattr(Path, "rename", refuse)
+        checkpoints.save(3, state_of(3), {}, wait=True)
+        assert checkpoints.steps() == [1, 3]
+    assert len(notes) == 1
+    assert "The checkpoint of step 1 could not be removed" in notes[0]

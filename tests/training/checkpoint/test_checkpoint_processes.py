@@ -1,0 +1,109 @@
+"""Two processes write one checkpoint, each its own shards, and agree on which one to read.
+
+This file is also the program that the two run.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from coat_jax import writing
+from coat_jax.errors import UserError
+from coat_jax.training.checkpoint import Checkpoints
+from coat_jax.training.cluster.agreement import on_first
+
+
+def state_of(step, mesh):
+    numbers = np.arange(64, dtype=np.float32).reshape(8, 8) + step
+    shardings = {"rows": P("x"), "columns": P(None, "x"), "replicated": P()}
+    return {
+        name: jax.make_array_from_callback(
+            (8, 8), NamedSharding(mesh, spec), lambda index: numbers[index]
+        )
+        for name, spec in shardings.items()
+    }
+
+
+def assert_same(got, wanted):
+    for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+        assert a.sharding == b.sharding
+        for mine, expected in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            np.testing.assert_array_equal(mine.data, expected.data)
+
+
+def truncate(folder):
+    file = max(folder.rglob("d/*"), key=lambda file: file.stat().st_size)
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def main(address, process, folder):
+    jax.distributed.initialize(address, 2, process)
+    meshes = [
+        jax.make_mesh(shape, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+        for shape in ((4, 1), (2, 2))
+    ]
+    notes = []
+    with Checkpoints(folder, note=notes.append) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, state_of(step, meshes[0]), {"step": step})
+        assert checkpoints.steps() == [1, 2]
+        assert checkpoints.restore(state_of(0, meshes[0])).step == 2
+        on_first(lambda: truncate(folder / "2"))
+        step, state, extra = checkpoints.restore(state_of(0, meshes[1]))
+        assert (step, extra) == (1, {"step": 1})
+        assert_same(state, state_of(1, meshes[1]))
+        assert len(notes) == (process == 0)
+        # The first finds its disk full, and both say so.
+        usage = shutil.disk_usage(folder)
+        if process == 0:
+            writing.shutil.disk_usage = lambda _: usage._replace(free=0)
+        try:
+            checkpoints.save(3, state_of(3, meshes[0]), {})
+        except UserError as error:
+            print(error.exit_code, error)
+    # What fails on the first process ends the others, too.
+    with pytest.raises(FileNotFoundError) as missing:
+        on_first((folder / "missing").read_text)
+    assert Path(missing.value.filename) == folder / "missing"
+    with pytest.raises(RuntimeError if process else ZeroDivisionError):
+        on_first(lambda: 1 / 0)
+
+
+def test_two_processes_act_as_one(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, address, str(process), tmp_path / "checkpoints"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for process in (0, 1)
+    ]
+    for process in processes:
+        output, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        assert "3 The checkpoint of step 3 does not fit" in output
+    shards = {path.name for path in (tmp_path / "checkpoints" / "1" / "state").iterdir()}
+    assert {"ocdbt.process_0", "ocdbt.process_1"} <= shards
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,113 @@
+"""Of somebody else's folder only a tokenizer is copied that is one, from inside the folder."""
+
+import json
+import os
+
+import pytest
+import tokenizers
+
+from coat_jax.errors import UserError
+from coat_jax.training.checkpoint.companions import TOKENIZER, read_companions, tokenizer_of_run
+
+SECRET = "root:x:0:0\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "model").mkdir()
+    return tmp_path / "model"
+
+
+def write_tokenizer(path):
+    model = tokenizers.models.WordLevel({"yes": 0, "no": 1}, unk_token="no")
+    tokenizers.Tokenizer(model).save(str(path))
+    return path
+
+
+def sentencepiece():
+    """Two pieces, and what trained them."""
+    pieces = b"".join(b"\x0a" + bytes([len(piece)]) + piece for piece in (b"\x0a\x05<unk>", b"a"))
+    return pieces + b"\x12\x81\x01" + bytes(129)
+
+
+def test_what_is_there_is_read(folder):
+    write_tokenizer(folder / TOKENIZER)
+    (folder / "vocab.json").write_text('{"a": 1}')
+    (folder / "merges.txt").write_text("a b\n")
+    (folder / "tokenizer.model").write_bytes(sentencepiece())
+    (folder / "id_rsa").write_text(SECRET)
+    found = read_companions(folder)
+    assert set(found) == {TOKENIZER, "vocab.json", "merges.txt", "tokenizer.model"}
+    assert all(content == (folder / name).read_bytes() for name, content in found.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (TOKENIZER, "{}"),
+        (TOKENIZER, SECRET),
+        ("vocab.json", SECRET),
+        ("vocab.json", "[]"),
+        ("generation_config.json", "[" * 9999),
+        ("tokenizer.model", SECRET),
+        ("tokenizer.model", "\n"),
+        ("merges.txt", b"\xff\xfe"),
+    ],
+)
+def test_what_is_not_what_its_name_says_is_refused(name, content, folder):
+    content = content if isinstance(content, bytes) else content.encode()
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=name):
+        read_companions(folder)
+
+
+@pytest.mark.parametrize("name", [TOKENIZER, "merges.txt", "vocab.json"])
+@pytest.mark.parametrize("relative", [True, False])
+def test_a_link_that_leads_out_is_refused(name, relative, folder, tmp_path):
+    (tmp_path / "secret").write_text("{}")
+    (folder / name).symlink_to("../secret" if relative else tmp_path / "secret")
+    with pytest.raises(UserError, match=r"is a link to .*secret, outside of the model's folder"):
+        read_companions(folder)
+
+
+def test_a_link_inside_is_followed_and_so_is_one_of_the_hub_s_cache(folder, tmp_path):
+    write_tokenizer(folder / "one.json")
+    (folder / TOKENIZER).symlink_to("one.json")
+    assert set(read_companions(folder)) == {TOKENIZER}
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "0f3", tmp_path / "models--x" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    write_tokenizer(blobs / "abc")
+    (snapshot / TOKENIZER).symlink_to("../../blobs/abc")
+    assert set(read_companions(snapshot)) == {TOKENIZER}
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder"])
+def test_a_pipe_or_a_folder_is_refused(kind, folder):
+    os.mkfifo(folder / "vocab.json") if kind == "fifo" else (folder / "vocab.json").mkdir()
+    with pytest.raises(UserError, match=r"vocab.json is a (pipe|folder)"):
+        read_companions(folder)
+
+
+def test_the_tokenizer_of_a_run_is_copied_from_inside_only(folder, tmp_path):
+    inside, outside = write_tokenizer(folder / "own.json"), write_tokenizer(tmp_path / "other.json")
+    (tmp_path / "secret").write_text(SECRET)
+    (folder / "link.json").symlink_to(tmp_path / "secret")
+    notes = []
+
+    def named(path):
+        return tokenizer_of_run({"data": {"tokenizer": str(path)}}, folder, notes.append)
+
+    assert named(inside) == {TOKENIZER: inside.read_bytes()}
+    assert notes == []
+    for path in (outside, folder / ".." / "other.json", folder / "link.json", "/etc/passwd"):
+        assert named(path) == {}
+        assert "outside of its folder and is not copied: name it with --tokenizer" in notes.pop()
+    (folder / "secret").write_text(SECRET)
+    with pytest.raises(UserError, match="secret is no file of the `tokenizers` library"):
+        named(folder / "secret")
+
+
+@pytest.mark.parametrize("data", [None, [], 3, {}, {"tokenizer": None}, {"tokenizer": [1]}])
+def test_a_run_that_names_none_has_none(data, folder):
+    assert tokenizer_of_run(json.loads(json.dumps({"data": data})), folder, pytest.fail) == {}

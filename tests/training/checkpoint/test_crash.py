@@ -1,0 +1,178 @@
+"""A process may be killed at any moment, or find the disk full: what was saved before is there.
+
+The processes are real: this file, run as a program. It saves one step after another, every number
+of a state being its step, and prints a step when its checkpoint is complete.
+"""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax.training.checkpoint import Checkpoints, manifest
+from coat_jax.writing import DiskFull
+
+SIZE = 1 << 16
+
+
+def state_of(step):
+    return {
+        "step": jnp.int32(step),
+        "w": jnp.full(SIZE, step, jnp.float32),
+        "codes": jnp.full(SIZE, step % 256, jnp.uint8),
+    }
+
+
+def restore(checkpoints):
+    """The newest step, whose state must be of that step in all its parts."""
+    step, state, extra = checkpoints.restore(jax.eval_shape(lambda: state_of(0)))
+    assert extra == {"step": step}
+    for got, wanted in zip(*map(jax.tree.leaves, (state, state_of(step))), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    return step
+
+
+def run(folder):
+    """Goes on from the newest checkpoint."""
+    with Checkpoints(folder, keep=2, note=print) as checkpoints:
+        step = 0 if checkpoints.latest() is None else restore(checkpoints)
+        while True:
+            step += 1
+            # The best loss recurs, so that old checkpoints are removed in turn.
+            checkpoints.save(step, state_of(step), {"step": step}, loss=abs(step % 5 - 2))
+            checkpoints.wait()
+            print(f"complete: {step}", flush=True)
+
+
+def killing(function, calls):
+    """The function, but one of its calls kills the process half way, so to speak."""
+
+    def wrapped(*arguments, **settings):
+        nonlocal calls
+        calls -= 1
+        if calls == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **settings)
+
+    return wrapped
+
+
+MOMENTS = {
+    "before the manifest": (manifest, "write"),
+    "before a file is on the disk": (os, "fsync"),
+    "before a folder is renamed": (Path, "rename"),
+    "before a file is removed": (os, "unlink"),
+}
+
+
+def main(folder, moment, calls):
+    if moment == "disk full":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        save_until_full(folder)
+    if moment in MOMENTS:
+        owner, name = MOMENTS[moment]
+        setattr(owner, name, killing(getattr(owner, name), calls))
+    run(folder)
+
+
+def save_until_full(folder):
+    """Finds no room in the middle of step 2, and again when there is some."""
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, state_of(1), {"step": 1}, wait=True)
+        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, unlimited[1]))
+        noise = np.random.default_rng(0).bytes(4 * SIZE)  # which nothing compresses
+        state = {**state_of(2), "w": jnp.asarray(np.frombuffer(noise, np.float32))}
+        checkpoints.save(2, state, {"step": 2})
+        try:
+            checkpoints.wait()
+        except DiskFull as error:
+            print(error)
+        print(sorted(path.name for path in Path(folder).iterdir()))
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        checkpoints.save(2, state_of(2), {"step": 2}, wait=True)
+        print(checkpoints.steps())
+    sys.exit()
+
+
+def start(folder, moment="", calls=0):
+    return subprocess.Popen(
+        [sys.executable, __file__, folder, moment, str(calls)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+
+
+def completed_by(process):
+    """The last step that a killed process said was complete."""
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, errors
+    return [int(line.split()[1]) for line in output.splitlines() if line.startswith("complete")]
+
+
+def assert_nothing_is_lost(folder, completed):
+    """The newest checkpoint is whole, and no older than the last that was completed."""
+    notes = []
+    with Checkpoints(folder, note=notes.append) as checkpoints:
+        assert restore(checkpoints) - (completed or [0])[-1] in (0, 1)
+        for step in checkpoints.steps():
+            manifest.check(folder / str(step))
+    assert all("was not finished" in note for note in notes)
+
+
+def test_a_process_may_be_killed_at_any_moment(tmp_path):
+    """Four times in one run, each a little later after a save."""
+    before = 0
+    for delay in (0.0, 0.004, 0.01, 0.03):
+        process = start(tmp_path / "checkpoints")
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(4)]
+        time.sleep(delay)
+        process.kill()
+        completed = [int(line.split()[1]) for line in lines if line.startswith("complete")]
+        completed += completed_by(process)
+        assert completed[0] - before in (1, 2)  # it went on where the one before was killed
+        before = completed[-1]
+        assert_nothing_is_lost(tmp_path / "checkpoints", completed)
+
+
+@pytest.mark.parametrize(
+    ("moment", "calls"),
+    [
+        ("before the manifest", 4),
+        ("before a file is on the disk", 8),
+        ("before a folder is renamed", 7),
+        ("before a folder is renamed", 8),
+        ("before a file is removed", 3),
+    ],
+)
+def test_a_process_may_be_killed_at_the_worst_moment(tmp_path, moment, calls):
+    process = start(tmp_path / "checkpoints", moment, calls)
+    assert_nothing_is_lost(tmp_path / "checkpoints", completed_by(process))
+
+
+def test_a_disk_that_fills_up_costs_no_earlier_checkpoint(tmp_path):
+    process = start(tmp_path / "checkpoints", "disk full")
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    said, left, steps = output.splitlines()
+    assert said.startswith(f"The checkpoint of step 2 does not fit in {tmp_path}/checkpoints: ")
+    assert "takes up to 1.4 MB" in said
+    assert said.endswith("what was saved before is intact.")
+    assert (left, steps) == ("['1']", "[1, 2]")
+    assert "orbax" not in errors  # which would log three tracebacks
+    assert_nothing_is_lost(tmp_path / "checkpoints", [2])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,42 @@
+"""XLA's options on several GPUs: where they hold, and that XLA knows them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hopper import can_compile_for_hopper, hopper_mesh
+
+from coat_jax.training.cluster.communication import OPTIONS, compiler_options
+
+needs_plugin = pytest.mark.skipif(not can_compile_for_hopper(), reason="needs XLA's CUDA plugin")
+
+
+def test_other_devices_have_none():
+    assert compiler_options(jax.make_mesh((2,), ("x",))) == {}
+
+
+@pytest.mark.compiled
+@needs_plugin
+@pytest.mark.parametrize(("gpus", "options"), [(1, {}), (4, OPTIONS)])
+def test_several_gpus_have_all(gpus, options):
+    assert compiler_options(hopper_mesh((gpus,), ("x",))) == options
+
+
+@pytest.mark.compiled
+@needs_plugin
+def test_what_xla_flags_say_is_left_alone(monkeypatch):
+    name = "xla_gpu_all_gather_combine_threshold_bytes"
+    monkeypatch.setenv("XLA_FLAGS", f"--other=1 --{name}=1000")
+    assert compiler_options(hopper_mesh((4,), ("x",))).keys() == OPTIONS.keys() - {name}
+
+
+@pytest.mark.compiled
+@needs_plugin
+@pytest.mark.parametrize("name", OPTIONS)
+def test_xla_knows_each(name):
+    """An option that XLA has dropped would end every run on several GPUs."""
+    mesh = hopper_mesh((4,), ("x",))
+    with jax.set_mesh(mesh):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+        x = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=sharding)
+        options = {name: OPTIONS[name]}
+        jax.jit(lambda x: x.sum(), compiler_options=options).lower(x).compile()

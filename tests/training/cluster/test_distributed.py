@@ -1,0 +1,174 @@
+"""Processes find each other, whoever launched them, and stop at the same step."""
+
+import os
+import signal
+from pathlib import Path
+
+import jax
+import pytest
+from processes import begin_all, free_port, line, lines, outputs
+
+from coat_jax.errors import UserError
+from coat_jax.training.cluster import distributed
+from coat_jax.training.cluster.distributed import Place, Stop, find_place
+
+JOINED = Path(__file__).with_name("joined.py")
+ADDRESS = "node1:1234"
+VARIABLES = {
+    "JAX_COORDINATOR_ADDRESS": ADDRESS,
+    "JAX_PROCESS_COUNT": "4",
+    "JAX_PROCESS_ID": "2",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911",
+}
+SRUN = {
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+}
+
+
+def without(variables, *names):
+    return {name: value for name, value in variables.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),  # no srun
+        (VARIABLES, Place("deactivate", ADDRESS, 4, 2, None)),
+        (MPIRUN, Place("ompi", None, 4, 3, 1)),
+        (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, Place("ompi", None, 4, 3, None)),
+        (SRUN, Place("slurm", None, 4, 3, 1)),
+        (SRUN | {"SLURM_STEP_NUM_NODES": "4"}, Place("slurm", None, 4, 3, None)),
+        (SRUN | MPIRUN, Place("ompi", None, 4, 3, 1)),  # mpirun starts its daemons with srun
+        (SRUN | VARIABLES, Place("deactivate", ADDRESS, 4, 2, None)),
+        (SRUN | {"JAX_COORDINATOR_ADDRESS": ADDRESS}, Place("slurm", ADDRESS, 4, 3, 1)),
+    ],
+)
+def test_the_launcher_says_where_a_process_stands(variables, place):
+    assert find_place(variables) == place
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (without(VARIABLES, "JAX_PROCESS_ID"), "JAX_PROCESS_ID is '', not a whole number"),
+        (without(VARIABLES, "JAX_PROCESS_COUNT"), "JAX_PROCESS_COUNT is ''"),
+        (VARIABLES | {"JAX_PROCESS_COUNT": "two"}, "JAX_PROCESS_COUNT is 'two'"),
+        (VARIABLES | {"JAX_PROCESS_ID": "4"}, "the last of 4 processes is number 3"),
+        (without(VARIABLES, "JAX_COORDINATOR_ADDRESS"), "set it to HOST:PORT of process 0"),
+        (VARIABLES | {"JAX_COORDINATOR_ADDRESS": "node1"}, "'node1' has no port"),
+        ({"JAX_COORDINATOR_ADDRESS": ADDRESS}, "not JAX_PROCESS_COUNT and JAX_PROCESS_ID"),
+        (without(MPIRUN, "OMPI_MCA_orte_hnp_uri"), "4 processes, but no JAX_COORDINATOR_ADDRESS"),
+        (without(SRUN, "SLURM_LOCALID"), "SLURM_LOCALID is ''"),
+    ],
+)
+def test_incomplete_and_contradicting_variables_are_refused(variables, message):
+    with pytest.raises(UserError, match=message):
+        find_place(variables)
+
+
+@pytest.mark.parametrize(
+    ("place", "variables", "devices"),
+    [
+        (Place("slurm", None, 2, 1, None), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, []),
+        (Place("slurm", None, 8, 5, 1), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, [1]),
+        (Place("slurm", None, 8, 5, 1), {}, [1]),
+        (Place("slurm", None, 8, 5, 1), {"CUDA_VISIBLE_DEVICES": "0"}, []),
+        (Place("slurm", None, 8, 5, 1), {"JAX_LOCAL_DEVICE_IDS": "2,3"}, None),
+    ],
+)
+def test_processes_share_the_gpus_of_a_node(place, variables, devices):
+    assert distributed._local_devices(place, variables) == devices
+
+
+@pytest.fixture
+def joins(monkeypatch):
+    """What `jax.distributed.initialize` was called with."""
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **k: calls.append((a, k)))
+    for name in {*VARIABLES, *MPIRUN, *SRUN}:
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+def test_one_process_joins_nobody(joins, monkeypatch):
+    distributed.start()
+    for name, value in {**VARIABLES, "JAX_PROCESS_COUNT": "1", "JAX_PROCESS_ID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    distributed.start()
+    assert joins == []
+    assert distributed.is_main()
+
+
+def test_slurm_and_open_mpi_are_asked_for_the_address(joins, monkeypatch):
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    distributed.start(timeout=7)
+    ((arguments, options),) = joins
+    assert arguments == (None, 4, 3)
+    assert options["cluster_detection_method"] == "slurm"
+    assert options["initialization_timeout"] == 7
+
+
+def test_processes_that_were_told_different_counts_do_not_go_on(joins, monkeypatch):
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    with pytest.raises(UserError, match="was told of 4 processes, process 0 of 3"):
+        distributed.start()
+
+
+def test_a_coordinator_that_does_not_answer_is_named(joins, monkeypatch):
+    address = f"127.0.0.1:{free_port()}"
+    for name, value in {**VARIABLES, "JAX_COORDINATOR_ADDRESS": address}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"JAX_COORDINATOR_ADDRESS={address} after 1 s"):
+        distributed.start(timeout=1)
+    assert joins == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_one_process_notes_a_signal_and_goes_on(number):
+    before = signal.getsignal(number)
+    with Stop() as stop:
+        assert not stop.requested()
+        os.kill(os.getpid(), number)
+        assert stop.requested()
+        assert stop.requested()
+    assert signal.getsignal(number) is before
+
+
+def test_what_nohup_ignores_stays_ignored(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_stop_can_be_requested_without_a_signal():
+    with Stop() as stop:
+        stop.request()
+        assert stop.requested()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_to_one_process_stops_all_at_the_same_step(number):
+    processes = begin_all([JOINED], 2)
+    joined = [line(process, "joined") for process in processes]
+    assert joined == ["joined 0 of 2, sum 3", "joined 1 of 2, sum 3"]
+    processes[1].send_signal(number)
+    (first,), (second,) = (lines(text, "stopped after") for text in outputs(processes, code=143))
+    assert first.replace("main True", "main False") == second

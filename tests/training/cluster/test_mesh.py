@@ -1,0 +1,69 @@
+"""The mesh is what the config says, or an error that says why not."""
+
+import jax
+import pytest
+from train_cases import SMALL, small
+
+from coat_jax.training.cluster import mesh as meshes
+from coat_jax.training.cluster.mesh import make_mesh, require_fitting, share_of_process
+from coat_jax.training.config import MeshConfig
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        (MeshConfig(), (1, 8, 1)),
+        (MeshConfig(data=-1, fsdp=2, tensor=2), (2, 2, 2)),
+        (MeshConfig(data=2, fsdp=2, tensor=-1), (2, 2, 2)),
+        (MeshConfig(data=8, fsdp=1, tensor=1), (8, 1, 1)),
+    ],
+)
+def test_one_axis_takes_the_devices_that_are_left(config, sizes):
+    mesh = make_mesh(config)
+    assert dict(mesh.shape) == dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MeshConfig(data=3, fsdp=1), "data=3, fsdp=1, tensor=1 has 3 devices, and there are 8"),
+        (MeshConfig(data=3), "8 devices cannot be shared out .* data=3, fsdp=-1, tensor=1"),
+        (MeshConfig(data=16), "no multiple of 16"),
+    ],
+)
+def test_a_mesh_that_does_not_match_the_devices_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(config)
+
+
+def test_a_batch_that_the_devices_cannot_share_is_refused():
+    message = "4 sequences at a time, which 8 devices .* Make global_batch_size a multiple of 32"
+    with pytest.raises(ValueError, match=message):
+        require_fitting(small(gradient_accumulation_steps=4), make_mesh(MeshConfig()))
+    require_fitting(SMALL, make_mesh(MeshConfig()))
+
+
+def shares(monkeypatch, sizes, here):
+    """The share of a process whose devices these are, by number."""
+    monkeypatch.setattr(meshes, "_is_here", lambda device: device.id in here)
+    data, fsdp, tensor = sizes
+    return share_of_process(make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor)))
+
+
+def test_a_process_loads_the_rows_of_its_devices(monkeypatch):
+    assert shares(monkeypatch, (1, 8, 1), range(8)) == (0, 1)
+    assert shares(monkeypatch, (1, 8, 1), range(4, 8)) == (1, 2)
+    assert shares(monkeypatch, (2, 2, 2), {4, 5}) == (2, 4)
+    # Four devices share each row, two processes their rows.
+    assert shares(monkeypatch, (2, 1, 4), {2, 3}) == (0, 2)
+    assert shares(monkeypatch, (2, 1, 4), {4, 5}) == (1, 2)
+
+
+def test_a_process_with_no_equal_part_of_the_rows_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"at places \[0, 7\] of the 8 .* no equal part"):
+        shares(monkeypatch, (1, 8, 1), {0, 7})
+
+
+def test_the_mesh_is_automatic():
+    mesh = make_mesh(MeshConfig())
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}

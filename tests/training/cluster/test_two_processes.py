@@ -1,0 +1,62 @@
+"""Two processes train what one does, and a signal to one of them saves the work of both."""
+
+import json
+import time
+
+import pytest
+from processes import ROOT, begin, begin_all, outputs
+
+CONFIG = """
+from train_cases import small
+
+def config():
+    return small(model={"layers": 1}, total_steps=30, cache=CACHE)
+"""
+QUICK = "--xla_backend_optimization_level=0"  # compiles in a fraction of the time
+PATHS = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'training'}"
+
+
+@pytest.fixture
+def command(tmp_path):
+    """What trains over two devices, into a folder."""
+    config = tmp_path / "config.py"
+    config.write_text(CONFIG.replace("CACHE", repr(str(tmp_path / "cache"))))
+    return lambda folder: [
+        "-m", "coat_jax", "train", config, "--mesh.fsdp", "2", "--out", folder, "--debug"
+    ]  # fmt: skip
+
+
+def losses(folder):
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(record["step"], record["loss"]) for record in records]
+
+
+def wait_for(path, seconds=600):
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.05)
+
+
+def test_two_processes_stop_resume_and_train_what_one_does(tmp_path, command):
+    """The same two devices, so the same program: not a bit of a loss differs."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    alone = begin(
+        command(one),
+        PYTHONPATH=PATHS,
+        XLA_FLAGS=f"{QUICK} --xla_force_host_platform_device_count=2",
+    )
+    together = begin_all(command(two), 2, PYTHONPATH=PATHS, XLA_FLAGS=QUICK)
+    wait_for(two / "config.json")
+    together[1].terminate()
+    outputs(together, code=143)
+    stopped = losses(two)
+    assert 0 < len(stopped) < 30
+    checkpoints = [path.name for path in (two / "checkpoints").iterdir()]
+    assert checkpoints == [str(len(stopped))]
+
+    outputs(begin_all(command(two), 2, PYTHONPATH=PATHS, XLA_FLAGS=QUICK))
+    outputs([alone])
+    assert losses(two) == losses(one)
+    assert len(losses(two)) == 30
+    assert losses(two)[: len(stopped)] == stopped

@@ -1,0 +1,138 @@
+"""What a run is said to need is what it needs; and what to do where that is too much."""
+
+import io
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+from train_cases import SMALL, small, stepper
+
+from coat_jax import models
+from coat_jax.training.cluster.mesh import batch_parts
+from coat_jax.training.report import accounting
+from coat_jax.training.report.accounting import (
+    Memory,
+    OutOfMemory,
+    advice,
+    explaining_out_of_memory,
+)
+
+ROWS, SEQUENCE = 4, 32
+TOKENS = ROWS * SEQUENCE
+
+
+class Device:
+    """A device with a limit, or one that does not say."""
+
+    def __init__(self, limit=None):
+        self.limit = limit
+
+    def memory_stats(self):
+        return None if self.limit is None else {"bytes_limit": self.limit}
+
+
+def account(config, sizes, device):
+    run = stepper(config, sizes)
+    parts = batch_parts(run.mesh)
+    return accounting.account(config, run.abstract, run.program, batch_parts=parts, device=device)
+
+
+def test_a_devices_share_is_counted():
+    config = small(model={"layers": 1, "dtype": jnp.float32}, optimizer={"name": "adamw"})
+    alone = account(config, (1, 1, 1), Device())
+    count = models.parameters_count(config.model)
+    assert alone.parameters == alone.gradients == 4 * count
+    assert alone.optimizer == pytest.approx(8 * count, abs=16)  # and the number of steps
+    assert alone.peak > alone.parameters + alone.gradients + alone.optimizer + alone.activations / 2
+    assert (alone.limit, alone.fits) == (None, True)
+    cut = account(config, (2, 2, 2), Device(10**6))
+    assert cut.parameters == pytest.approx(alone.parameters / 4, rel=0.02)  # vectors are whole
+    assert cut.optimizer == pytest.approx(alone.optimizer / 4, rel=0.02)
+    assert cut.activations == pytest.approx(alone.activations / 4, rel=0.01)
+    assert cut.fits == (cut.peak <= 10**6)
+
+
+def test_accumulated_gradients_are_in_fp32_besides():
+    config = small(
+        model={"layers": 1, "dtype": jnp.float32},
+        optimizer={"name": "adamw"},
+        gradient_accumulation_steps=4,
+    )
+    in_parts = account(config, (1, 1, 1), Device())
+    assert in_parts.gradients == 2 * in_parts.parameters
+
+
+def kept(**changes):
+    return accounting.saved_activations(small(model=changes).model, ROWS, SEQUENCE)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_saved_activations_are_what_the_layers_table_says(scan):
+    """In units of tokens x width: x, q, k and v with half the heads, o, x, gate, up in BF16."""
+    width, units = 64, 1 + 1 + 2 * 0.5 + 1 + 1 + 2 * 2
+    more = kept(layers=3, scan=scan) - kept(layers=2, scan=scan)
+    statistics = 2 * 4 * TOKENS  # of two norms
+    extra = more - 2 * TOKENS * width * units - statistics
+    assert 0 <= extra <= 4 * TOKENS  # positions
+
+
+def test_fp8_and_recomputing_keep_less():
+    table = [kept(precision=p) for p in ("bf16", "coat", "coat_lean")]
+    table += [kept(precision="coat", remat=r) for r in ("layer", "layer_fp8")]
+    assert table == sorted(table, reverse=True)
+    assert len(set(table)) == len(table)
+
+
+def test_casts_of_weights_are_no_activations():
+    assert kept(param_dtype=jnp.float32) == kept(param_dtype=jnp.bfloat16)
+
+
+def printed(memory):
+    console = Console(width=60, file=io.StringIO())
+    console.print(accounting.table(memory))
+    return console.file.getvalue()
+
+
+def test_the_table_has_a_unit_that_fits():
+    large = Memory(int(13.5e9), int(13.5e9), int(14e9), int(20e9), int(65e9), int(80e9))
+    text = printed(large)
+    for line in ("parameters", "13.50", "saved activations", "20.00", "65.00", "limit", "80.00"):
+        assert line in text
+    assert "GB" in text
+    small_one = printed(Memory(1, 1, 1, 1, int(3.2e6), None))
+    assert "MB" in small_one
+    assert "3.20" in small_one
+    assert "limit" not in small_one
+
+
+def test_advice_names_what_can_still_be_lowered():
+    wasteful = advice(small(optimizer={"name": "adamw"}), batch_parts=2)
+    for remedy in (
+        "--optimizer.name fp8_adamw",
+        "--param_dtype bfloat16",
+        "--precision coat_lean",
+        "--gradient_accumulation_steps 2",
+        "--global_batch_size under 16",
+        "--remat layer_fp8",
+        "more devices along --mesh.fsdp",
+    ):
+        assert remedy in wasteful
+    lean = small(
+        model={"precision": "coat_lean", "remat": "layer_fp8", "param_dtype": "bfloat16"},
+        gradient_accumulation_steps=8,
+    )
+    assert advice(lean, batch_parts=2) == "What helps: more devices along --mesh.fsdp."
+
+
+def test_exhausted_memory_is_explained():
+    def exhaust(reason):
+        with explaining_out_of_memory(SMALL, batch_parts=1):
+            raise jax.errors.JaxRuntimeError(reason)
+
+    with pytest.raises(
+        OutOfMemory, match=r"used up \(RESOURCE_EXHAUSTED: 9 GB.\)\. What helps: .*--remat"
+    ):
+        exhaust("RESOURCE_EXHAUSTED: 9 GB.\nand a page of buffers")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        exhaust("INTERNAL: something else")

@@ -1,0 +1,274 @@
+"""metrics.jsonl reads like an undisturbed run, whatever happened to it."""
+
+import errno
+import json
+import math
+import sys
+import types
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.record_writer import masked_crc32c
+
+from coat_jax.errors import UserError
+from coat_jax.training.cluster import distributed
+from coat_jax.training.report import metrics
+from coat_jax.training.report.metrics import Metrics
+from coat_jax.writing import DiskFull
+
+
+def record(step):
+    return {"step": step, "tokens": 64 * step, "loss": 1 / step, "phase": "warm-up"}
+
+
+def run(folder, steps, **options):
+    written = Metrics(folder, config={"seed": 1}, **options)
+    for step in steps:
+        written.write(record(step))
+    written.close()
+
+
+def lines(folder):
+    return (folder / metrics.FILE).read_text("utf-8").splitlines()
+
+
+def test_every_line_is_a_record_and_is_there_at_once(tmp_path):
+    with closing(Metrics(tmp_path, config={})) as written:
+        for step in (1, 2):
+            written.write(record(step))
+            assert len(lines(tmp_path)) == step
+    assert json.loads(lines(tmp_path)[1]) == record(2)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_null_for_any_reader(tmp_path, loss):
+    with closing(Metrics(tmp_path, config={})) as written:
+        written.write({"step": 1, "loss": loss})
+    assert lines(tmp_path) == ['{"step": 1, "loss": null}']
+    assert list(metrics.read(tmp_path / metrics.FILE)) == [{"step": 1, "loss": None}]
+
+
+def test_a_resumed_run_reads_like_an_undisturbed_one(tmp_path):
+    disturbed, undisturbed = tmp_path / "a", tmp_path / "b"
+    disturbed.mkdir()
+    undisturbed.mkdir()
+    run(undisturbed, range(1, 10))
+    run(disturbed, range(1, 8))
+    with (disturbed / metrics.FILE).open("a") as file:
+        file.write('{"step": 8, "lo')  # killed here, after the checkpoint of step 4
+    run(disturbed, range(5, 10), resume_step=4)
+    assert lines(disturbed) == lines(undisturbed)
+    assert [path.name for path in disturbed.iterdir()] == [metrics.FILE]
+
+
+def test_a_run_that_resumes_from_nothing_begins_again(tmp_path):
+    run(tmp_path, range(1, 8))
+    run(tmp_path, range(1, 3), resume_step=0)
+    assert len(lines(tmp_path)) == 2
+
+
+def test_a_cut_that_is_interrupted_leaves_the_old_file(tmp_path, monkeypatch):
+    run(tmp_path, range(1, 8))
+    before = lines(tmp_path)
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, [], resume_step=2)
+    assert lines(tmp_path) == before
+
+
+def test_a_new_run_does_not_write_over_another(tmp_path):
+    run(tmp_path, [1])
+    with pytest.raises(UserError, match="records of an earlier run: resume it, or choose"):
+        run(tmp_path, [1])
+    assert len(lines(tmp_path)) == 1
+
+
+NO_RECORDS = [b"{oops", b"[1]", b"{}", b"\0\0\0", b"\xff", b"[" * 100_000, b'{"step": 1.5}']
+
+
+@pytest.mark.parametrize("line", NO_RECORDS)
+def test_a_damaged_line_is_named(tmp_path, line):
+    path = tmp_path / metrics.FILE
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2 is no record"):
+        list(metrics.read(path))
+
+
+@pytest.mark.parametrize("line", NO_RECORDS)
+def test_resuming_removes_damaged_lines_and_keeps_all_records(tmp_path, line):
+    (tmp_path / metrics.FILE).write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    notes = []
+    run(tmp_path, [4], resume_step=3, note=notes.append)
+    assert [json.loads(line)["step"] for line in lines(tmp_path)] == [1, 3, 4]
+    assert len(notes) == 1
+    assert "1 lines were no records" in notes[0]
+
+
+def test_a_torn_tail_is_mended_and_later_records_stay(tmp_path):
+    """The next process wrote behind the torn line; no newline is at the end of a whole record."""
+    torn = b'{"step": 1}\n{"step": 2, "lo{"step": 3}\n{"step": 4}'
+    (tmp_path / metrics.FILE).write_bytes(torn)
+    run(tmp_path, [5], resume_step=4, note=lambda text: None)
+    assert [json.loads(line)["step"] for line in lines(tmp_path)] == [1, 3, 4, 5]
+
+
+@pytest.mark.parametrize("broken", [{"loss": 1.0}, {"step": 1.5}, {"step": None}])
+def test_a_record_without_a_step_is_refused(tmp_path, broken):
+    with (
+        closing(Metrics(tmp_path, config={})) as written,
+        pytest.raises(ValueError, match="needs a whole number as its step"),
+    ):
+        written.write(broken)
+
+
+def test_only_the_main_process_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(distributed, "is_main", lambda: False)
+    run(tmp_path, [1], writers=("tensorboard", "wandb"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_writer_is_refused_with_the_known_ones(tmp_path):
+    with pytest.raises(UserError, match="'tensorbord': tensorboard, wandb"):
+        Metrics(tmp_path, writers=("tensorbord",), config={})
+
+
+@pytest.mark.parametrize(
+    ("writer", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")]
+)
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, writer, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"needs {package}: pip install 'coat_jax\[{writer}\]'"):
+        Metrics(tmp_path, writers=(writer,), config={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def events(folder):
+    """The scalars in the event files, in order, as (step, name, value)."""
+    found = []
+    for path in sorted((folder / "tensorboard").iterdir()):
+        data = path.read_bytes()
+        while data:
+            size = int.from_bytes(data[:8], "little")
+            assert int.from_bytes(data[8:12], "little") == masked_crc32c(data[:8])
+            event = Event.FromString(data[12 : 12 + size])
+            found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
+            found += [(event.step, "purge", None)] * (event.session_log.status == 1)
+            data = data[16 + size :]
+    return found
+
+
+def test_tensorboard_gets_every_number(tmp_path):
+    run(tmp_path, [1, 2], writers=("tensorboard",))
+    assert [event for event in events(tmp_path) if event[1] == "loss"] == [
+        (1, "loss", 1.0),
+        (2, "loss", 0.5),
+    ]
+    assert {name for _, name, _ in events(tmp_path)} == {"loss", "tokens"}
+
+
+def test_tensorboard_forgets_what_a_resumed_run_repeats(tmp_path):
+    run(tmp_path, [1, 2, 3], writers=("tensorboard",))
+    run(tmp_path, [2], writers=("tensorboard",), resume_step=1)
+    assert (2, "purge", None) in events(tmp_path)
+
+
+class FakeWandB(types.ModuleType):
+    """What of wandb is used; its runs stay in `runs`."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.runs = []
+
+    def init(self, **options):
+        run = types.SimpleNamespace(id=options["id"] or "made-up", options=options, logged=[])
+        run.log = lambda values, step: run.logged.append((step, values))
+        run.finish = lambda: run.logged.append("finished")
+        self.runs.append(run)
+        return run
+
+
+def test_wandb_finds_a_resumed_run_again(tmp_path, monkeypatch):
+    wandb = FakeWandB()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    run(tmp_path, [1], writers=("wandb",))
+    run(tmp_path, [2], writers=("wandb",), resume_step=1)
+    first, second = wandb.runs
+    assert first.options["config"] == {"seed": 1}
+    assert first.logged == [(1, {"tokens": 64, "loss": 1.0, "phase": "warm-up"}), "finished"]
+    assert (first.options["id"], second.options["id"]) == (None, "made-up")
+
+
+def test_a_full_disk_keeps_the_records_for_the_run_that_resumes(tmp_path, monkeypatch):
+    (tmp_path / metrics.FILE).symlink_to("/dev/full")
+    with closing(Metrics(tmp_path, config={}, resume_step=0)) as full:
+        assert full.failure is None
+        for step in (1, 2):
+            full.write({"step": step, "loss": math.nan})
+        assert isinstance(full.failure, DiskFull)
+        unwritten = full.unwritten
+    (tmp_path / metrics.FILE).unlink()
+    run(tmp_path, [3], resume_step=2, unwritten=json.loads(json.dumps(unwritten)))
+    assert [json.loads(line)["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    assert json.loads(lines(tmp_path)[0]) == {"step": 1, "loss": None}
+
+
+class Torn:
+    """A file of which only so many bytes fit on the disk."""
+
+    def __init__(self, file, room):
+        self._file, self._room = file, room
+
+    def write(self, data):
+        if not self._room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        part = data[: self._room]
+        self._room -= len(part)
+        return self._file.write(part)
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+@pytest.mark.parametrize("room", range(0, 60, 7))
+def test_a_line_is_written_whole_or_not_at_all(tmp_path, room):
+    with closing(Metrics(tmp_path, config={})) as written:
+        written._lines._file = Torn(written._lines._file, room)
+        for step in range(1, 6):
+            written.write({"step": step})
+        assert isinstance(written.failure, DiskFull)
+        whole = [{"step": step} for step in range(1, 1 + room // 12)]
+        assert list(map(json.loads, lines(tmp_path))) == whole
+        assert [*whole, *written.unwritten] == [{"step": step} for step in range(1, 6)]
+
+
+def test_records_are_on_the_disk_after_sync(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(metrics.os, "fsync", synced.append)
+    with closing(Metrics(tmp_path, config={})) as written:
+        written.write(record(1))
+        written.sync()
+        assert synced == [written._lines._file.fileno()]
+
+
+def test_an_error_of_the_disk_is_seen_at_the_latest_by_sync(tmp_path, monkeypatch):
+    def fail(file):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with closing(Metrics(tmp_path, config={})) as written:
+        monkeypatch.setattr(metrics.os, "fsync", fail)
+        written.sync()
+        assert "could not be written" in str(written.failure)
+
+
+def test_metrics_that_nobody_wants_may_go_to_dev_null(tmp_path):
+    (tmp_path / metrics.FILE).symlink_to("/dev/null")
+    with closing(Metrics(tmp_path, config={}, resume_step=0)) as written:
+        written.write(record(1))
+        written.sync()
+        assert written.failure is None

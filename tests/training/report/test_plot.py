@@ -1,0 +1,230 @@
+"""A picture and a page of runs: what they show, and that the page is inert."""
+
+import json
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+from run_cases import write_run
+
+from coat_jax.errors import UserError
+from coat_jax.training.report import page, plot, runs
+from coat_jax.training.report.chart import LINES, PALE, looks_of
+from coat_jax.training.report.plot import draw
+
+
+@pytest.fixture
+def two(tmp_path):
+    falling = 3 / np.sqrt(np.arange(1, 41))
+    return [
+        write_run(tmp_path / "bf16", falling.tolist(), held_out=0.5),
+        write_run(tmp_path / "coat", (falling + 0.01).tolist(), held_out=0.51),
+    ]
+
+
+@pytest.fixture
+def figure(monkeypatch):
+    """The figure of the last picture, instead of a file."""
+    kept = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: kept.append(figure))
+    return lambda: kept[-1]
+
+
+class Scripts(HTMLParser):
+    """The texts of a page's script elements, and every address it mentions."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.addresses, self._inside = [], [], False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self._inside = tag == "script"
+        if self._inside:
+            self.found.append("")
+        self.addresses += [value for name, value in attributes if name in ("src", "href")]
+
+    def handle_endtag(self, tag):
+        self._inside = False
+
+    def handle_data(self, text):
+        if self._inside:
+            self.found[-1] += text
+
+
+def data_of(path):
+    return json.loads(Scripts(path.read_text("utf-8")).found[0])
+
+
+def test_there_are_a_picture_and_a_page(tmp_path, two):
+    draw(two, tmp_path / "plot.png")
+    height, width, _ = imread(tmp_path / "plot.png").shape
+    assert width > height > 500
+    assert [run["name"] for run in data_of(tmp_path / "plot.html")["runs"]] == ["bf16", "coat"]
+
+
+def test_the_legend_says_how_runs_end(tmp_path, two, figure):
+    draw(two, tmp_path / "plot.png", smooth=1, names=["BF16", "COAT"])
+    legend = figure().axes[0].get_legend().get_texts()
+    assert [text.get_text() for text in legend] == [
+        "BF16, ends at 0.474, held out 0.500",
+        "COAT, ends at 0.484, held out 0.510",
+    ]
+
+
+def test_the_mean_is_of_a_fiftieth_of_the_shortest_run(tmp_path, figure):
+    paths = [write_run(tmp_path / str(n), [1.0] * n) for n in (1000, 2000)]
+    draw(paths, tmp_path / "plot.png")
+    assert figure().axes[0].get_title(loc="left") == "Training loss, mean of 20 records"
+
+
+def test_a_run_that_diverged_says_so(tmp_path, figure):
+    draw([write_run(tmp_path / "a", [3.0, 2.0, None])], tmp_path / "plot.png")
+    legend = figure().axes[0].get_legend().get_texts()
+    assert [text.get_text() for text in legend] == ["a, ends without a finite loss"]
+    assert data_of(tmp_path / "plot.html")["runs"][0]["final"]["loss"] is None
+
+
+@pytest.mark.parametrize("losses", [[2.0], [None, None], [2.0, 2.0]])
+def test_runs_with_little_to_draw_are_drawn(tmp_path, losses):
+    draw([write_run(tmp_path / "a", losses)], tmp_path / "plot.png", over="time")
+    assert (tmp_path / "plot.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("over", "label", "last"),
+    [("steps", "step", 40), ("tokens", "tokens", 2560), ("time", "seconds", 20)],
+)
+def test_the_axis_is_what_was_asked_for(tmp_path, two, figure, over, label, last):
+    draw(two, tmp_path / "plot.png", over=over)
+    axes = figure().axes[0]
+    assert axes.get_xlabel() == label
+    assert axes.lines[0].get_xdata()[-1] == last
+    assert data_of(tmp_path / "plot.html")["over"] == over
+
+
+@pytest.mark.parametrize(
+    ("over", "longest", "unit"),
+    [
+        ("tokens", 1.9e6, "tokens"),
+        ("tokens", 2e6, "million tokens"),
+        ("tokens", 3e11, "billion tokens"),
+        ("time", 100, "seconds"),
+        ("time", 7199, "minutes"),
+        ("time", 7200, "hours"),
+        ("time", 1e6, "days"),
+        ("steps", 1e6, "step"),
+    ],
+)
+def test_units_fit_the_longest_run(over, longest, unit):
+    column = runs.Column(np.array([0]), np.array([longest]))
+    assert plot._unit([runs.Run("a", None, {runs.AXES[over]: column})], over)[1] == unit
+
+
+def test_small_panels_are_there_where_runs_have_something_for_them(tmp_path, figure):
+    write_run(tmp_path / "a", [2.0, 1.0])
+    draw([tmp_path / "a"], tmp_path / "plot.png")
+    assert [axes.get_title(loc="left") for axes in figure().axes][1:] == [
+        "learning rate",
+        "gradient norm",
+    ]
+    write_run(tmp_path / "b", [2.0, 1.0], without=("learning_rate", "gradient_norm"))
+    draw([tmp_path / "b"], tmp_path / "plot.png")
+    assert len(figure().axes) == 1
+
+
+def test_no_two_runs_look_alike():
+    assert looks_of(1)[0].color == LINES[0]
+    looks = looks_of(25)
+    assert looks[0].color == PALE
+    assert len(set(looks)) == 25
+    assert all(look.style in page.DASHES for look in looks)
+
+
+def test_the_page_needs_nothing_from_elsewhere(tmp_path, two):
+    draw(two, tmp_path / "plot.png")
+    text = (tmp_path / "plot.html").read_text("utf-8")
+    assert Scripts(text).addresses == []
+    assert "default-src 'none'" in text
+    assert "@import" not in text
+    assert "url(#" in text  # clips to a part of itself,
+    assert text.count("url(") == 1  # and to nothing else
+
+
+def test_names_are_data_and_never_markup(tmp_path, two):
+    names = ["</script><script>alert(1)</script>", '<!-- & "quotes" \u2028 {{data}}']
+    draw(two, tmp_path / "plot.png", names=names)
+    text = (tmp_path / "plot.html").read_text("utf-8")
+    assert len(Scripts(text).found) == 2
+    assert not set("<>&").intersection(Scripts(text).found[0])
+    assert [run["name"] for run in data_of(tmp_path / "plot.html")["runs"]] == names
+    assert "innerHTML" not in text
+
+
+def test_a_long_run_is_thinned_by_means(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "POINTS", 4)
+    draw([write_run(tmp_path / "a", [1.0, 3.0, 2.0, 4.0, 5.0, 7.0, 6.0])], tmp_path / "p.png")
+    data = data_of(tmp_path / "p.html")
+    loss = data["runs"][0]["curves"]["loss"]
+    assert loss["y"] == [2.0, 3.0, 6.0, 6.5]
+    assert loss["steps"] == [2, 4, 6, 7]
+    assert (data["thin"], data["smooth"]) == (2, 5)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to parse the script")
+def test_the_script_parses(tmp_path, two):
+    draw(two, tmp_path / "plot.png")
+    (tmp_path / "page.js").write_text(Scripts((tmp_path / "plot.html").read_text("utf-8")).found[1])
+    subprocess.run(["node", "--check", tmp_path / "page.js"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"over": "epochs"}, "'epochs': steps, tokens, time"),
+        ({"smooth": 0}, "smooth=0 records"),
+        ({"names": ["x"]}, "1 names for 2 runs"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_before_anything_is_written(
+    tmp_path, two, options, message
+):
+    with pytest.raises(ValueError, match=message):
+        draw(two, tmp_path / "plot.png", **options)
+    with pytest.raises(ValueError, match=r"plot\.pdf does not end in \.png"):
+        draw(two, tmp_path / "plot.pdf")
+    assert not list(tmp_path.glob("plot.*"))
+
+
+@pytest.mark.parametrize("name", ["$x_1$", "_run", "a$b", r"$\frac{", "\x1b[2J", "50% & more"])
+def test_a_name_is_shown_as_it_is(name, tmp_path, two, figure):
+    """matplotlib takes $ for mathematics, and hides what begins with an underscore."""
+    draw(two, tmp_path / "plot.png", names=[name, "other"])
+    shown = figure().axes[0].get_legend().get_texts()
+    wanted = name.replace("\x1b", r"\x1b")
+    assert [text.get_text().partition(", ends")[0] for text in shown] == [wanted, "other"]
+    assert not any(text.get_parse_math() for text in shown)
+    assert data_of(tmp_path / "plot.html")["runs"][0]["name"] == name
+
+
+def test_a_name_is_drawn_whatever_it_is(tmp_path, two):
+    draw(two, tmp_path / "plot.PNG", names=[r"$\frac{", "_run"])
+    assert (tmp_path / "plot.PNG").stat().st_size > 10_000
+
+
+def test_an_axis_without_numbers_is_refused(tmp_path, two):
+    metrics = two[0] / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"seconds": 0.5', '"seconds": null'))
+    with pytest.raises(UserError, match="has time that are no numbers: plot over another axis"):
+        draw(two, tmp_path / "plot.png", over="time")
+
+
+def test_a_missing_matplotlib_is_named_with_its_extra(tmp_path, two, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match=r"need matplotlib: pip install 'coat_jax\[train\]'"):
+        draw(two, tmp_path / "plot.png")

@@ -1,0 +1,174 @@
+"""Progress tells a person what matters, and a log nothing that garbles it."""
+
+import io
+import math
+import re
+
+import pytest
+from rich.console import Console
+
+from coat_jax.training.report import progress
+from coat_jax.training.report.progress import Progress
+
+RECORD = {
+    "step": 12_000,
+    "loss": 3.214,
+    "tokens_per_second": 412_345.6,
+    "mfu": 0.4123,
+    "memory": 61_312_345_678,
+    "learning_rate": 2.93e-4,
+    "skipped": 0,
+}
+
+
+class Clock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(progress.time, "monotonic", clock)
+    return clock
+
+
+def show(steps, records, *, clock=None, seconds=0.0, terminal=False, width=80, **environment):
+    """What stands on a console after the records."""
+    file = io.StringIO()
+    console = Console(
+        file=file, force_terminal=terminal, width=width, height=25, _environ=environment
+    )
+    with Progress(console, steps=steps, done=0, tokens_per_step=131_072) as shown:
+        for record in records:
+            shown.update(record)
+            if clock is not None:
+                clock.now += seconds
+    return file.getvalue()
+
+
+def last_screen(text):
+    """The two lines that a terminal shows at the end, without colours."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "").splitlines()[-2:]
+
+
+def test_a_log_has_no_control_codes_and_fits_80_columns():
+    text = show(100_000, [RECORD])
+    assert text == (
+        "step 12,000/100,000  loss 3.214  412k tokens/s  MFU 41.2%  61.3 GB  lr 0.00029\n"
+    )
+    assert len(text) <= 81
+
+
+def test_a_terminal_has_two_lines_of_80_columns_at_most():
+    records = [RECORD, RECORD | {"step": 24_000, "skipped": 12}]
+    text = show(100_000, records, terminal=True)
+    where, how = last_screen(text)
+    assert where.startswith(" 24% ━")
+    assert "step 24,000/100,000  3.15B tokens" in where
+    assert how.startswith("loss 3.214  skipped 12  412k tokens/s  MFU 41.2%  61.3 GB")
+    assert len(where) <= 80
+    assert len(how.rstrip()) <= 80
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("width", [28, 36, 40])
+def test_a_narrow_console_leaves_out_the_least_important(terminal, width):
+    text = show(100_000, [RECORD], terminal=terminal, width=width)
+    shown = last_screen(text)
+    assert all(len(line.rstrip()) <= width for line in shown)
+    assert "step 12,000/100,000" in "".join(shown)
+    assert "…" not in text  # cut off
+    assert "lr" not in text
+
+
+def test_a_dumb_terminal_gets_plain_lines():
+    text = show(10, [RECORD | {"step": 1}], terminal=True, TERM="dumb")
+    assert text.startswith("step 1/10  loss 3.214")
+    assert "\x1b" not in text
+
+
+def test_a_short_run_has_some_twenty_lines(clock):
+    text = show(400, [RECORD | {"step": i} for i in range(1, 401)], clock=clock, seconds=0.1)
+    steps = [int(line.split("/")[0].removeprefix("step ")) for line in text.splitlines()]
+    assert steps == [*range(1, 400, 20), 400]
+
+
+def test_a_long_run_has_a_line_a_minute(clock):
+    records = [RECORD | {"step": i} for i in range(1, 1001)]
+    text = show(1_000_000, records, clock=clock, seconds=1.0)
+    assert len(text.splitlines()) == 17  # 1000 seconds
+
+
+def test_the_time_left_does_not_count_compiling(clock):
+    file = io.StringIO()
+    shown = Progress(Console(file=file, width=80), steps=101, done=0, tokens_per_step=1)
+    clock.now += 500  # compiles
+    for step in (1, 21, 101):
+        shown.update({"step": step})
+        clock.now += 20
+    first, second, last = file.getvalue().splitlines()
+    assert "left" not in first
+    assert "1:20 left" in second
+    assert "left" not in last
+
+
+def test_a_resumed_run_counts_its_own_steps(clock):
+    file = io.StringIO()
+    shown = Progress(Console(file=file, width=80), steps=100, done=80, tokens_per_step=1)
+    for step in (81, 91):
+        shown.update({"step": step})
+        clock.now += 10
+    assert "0:09 left" in file.getvalue().splitlines()[-1]
+
+
+def test_the_loss_is_smoothed_and_what_is_not_finite_left_out():
+    records = [{"step": i, "loss": loss} for i, loss in enumerate((4.0, math.nan, 4.0, 2.0), 1)]
+    lines = show(4, records).splitlines()
+    assert [re.search(r"loss (\S+)", line)[1] for line in lines[:3]] == ["4.000"] * 3
+    assert 2.0 < float(re.search(r"loss (\S+)", lines[3])[1]) < 4.0
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_notes_and_held_out_losses_stay(terminal):
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=80, _environ={})
+    with Progress(console, steps=1000, done=0, tokens_per_step=1) as shown:
+        shown.update(RECORD)
+        shown.note("saved [bold]step[/bold] 12,000 " + "x" * 80)
+        shown.update({"step": 12_000, "held_out_loss": 3.25, "perplexity": 25.79})
+    text = file.getvalue()
+    assert f"saved [bold]step[/bold] 12,000 {'x' * 80}" in text
+    assert "step 12,000  held-out loss 3.2500  perplexity 25.79\n" in text
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_note_cannot_control_the_terminal(terminal):
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=80, _environ={})
+    with Progress(console, steps=10, done=0, tokens_per_step=1) as shown:
+        shown.note("a\x1b]0;title\x07b\x9b31m")
+    assert r"a\x1b]0;title\x07b\x9b31m" in file.getvalue()
+    assert "\x1b]" not in file.getvalue()
+    assert "\x9b" not in file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (999, "999"), (1234, "1.23k"), (999_999, "1M"), (1.5e9, "1.5B"), (2e13, "20T")],
+)
+def test_large_numbers_are_short(number, text):
+    assert progress._short(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0:00"), (59.6, "1:00"), (5025, "1:23:45"), (90_000, "1d 1:00h")],
+)
+def test_durations_are_short(seconds, text):
+    assert progress._duration(seconds) == text

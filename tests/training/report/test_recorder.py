@@ -1,0 +1,171 @@
+"""Records tell of every step once, a step late, and do not wait for the device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from train_cases import small
+
+from coat_jax.training.cluster.mesh import make_mesh
+from coat_jax.training.config import MeshConfig
+from coat_jax.training.report import recorder as recorders
+from coat_jax.training.report.recorder import Diverged, Recorder
+from coat_jax.training.step import Report
+
+
+class Kept:
+    """Stands in for metrics and progress."""
+
+    def __init__(self):
+        self.records, self.notes = [], []
+        self.write = self.records.append
+        self.note = self.notes.append
+
+    def update(self, record):
+        pass
+
+
+@pytest.fixture
+def kept():
+    return Kept()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that tests set."""
+    now = [100.0]
+    monkeypatch.setattr(recorders.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def recorder(kept, *, step=0, skipped=0, seconds=0.0, **changes):
+    mesh = make_mesh(MeshConfig(), jax.devices()[:2])
+    before = {"step": step, "skipped": skipped, "seconds": seconds}
+    return Recorder(small(**changes), mesh, kept, kept, **before)
+
+
+def report(loss=1.0, skipped=0):
+    numbers = (jnp.float32(loss), jnp.float32(2.0), jnp.float32(3e-4), jnp.int32(500))
+    return Report(*numbers, jnp.int32(skipped))
+
+
+def test_a_record_comes_with_the_next_step(kept):
+    records = recorder(kept)
+    records.take(1, report(4.0))
+    assert kept.records == []
+    records.take(2, report(3.0))
+    assert [r["step"] for r in kept.records] == [1]
+    records.flush()
+    records.flush()
+    assert [(r["step"], r["loss"]) for r in kept.records] == [(1, 4.0), (2, 3.0)]
+    assert records.loss == 3.0
+
+
+def test_telemetry_has_a_record_of_its_own_and_a_line_where_it_warns(kept):
+    records = recorder(kept, step=4)
+    records.take_telemetry(5, {"fp8/a/error": 0.5}, "a: its relative error is 50%.")
+    records.take_telemetry(6, {"fp8/a/error": 0.5}, None)
+    assert [(r["step"], r["fp8/a/error"]) for r in kept.records] == [(5, 0.5), (6, 0.5)]
+    assert kept.records[0]["tokens"] == 5 * 16 * 32
+    assert kept.notes == ["step 5: a: its relative error is 50%."]
+
+
+def test_a_record_has_pace_and_time_since_the_run_began(kept, clock):
+    records = recorder(kept, step=4, seconds=50.0)
+    records.take(5, report())
+    clock[0] += 2.0
+    records.take(6, report())
+    clock[0] += 4.0
+    records.flush()
+    first, second = kept.records
+    assert first["tokens_per_second"] == 16 * 32 / 2
+    assert second["tokens_per_second"] == 16 * 32 / 4
+    assert (second["seconds"], second["tokens"]) == (56.0, 6 * 16 * 32)
+    assert "mfu" not in first  # a CPU has no peak
+
+
+def test_pauses_do_not_count_in_the_pace(kept, clock):
+    records = recorder(kept)
+    records.take(1, report())
+    clock[0] += 1.0
+    records.flush()
+    clock[0] += 100.0
+    records.pause(1)
+    records.take(2, report())
+    clock[0] += 1.0
+    records.flush()
+    assert kept.records[1]["tokens_per_second"] == 16 * 32
+
+
+def test_between_records_steps_are_passed_over_but_the_last(kept, clock):
+    records = recorder(kept, log_every=4)
+    for step in range(1, 11):
+        records.take(step, report())
+        clock[0] += 1.0
+    records.flush()
+    assert [r["step"] for r in kept.records] == [4, 8, 10]
+    assert kept.records[1]["tokens_per_second"] == 16 * 32
+
+
+def take(records, skipped, first=1):
+    """Steps of which these many were skipped in all, step by step."""
+    for step, count in enumerate(skipped, start=first):
+        records.take(step, report(skipped=count))
+    records.flush()
+
+
+def test_skipped_steps_are_told_when_they_begin(kept):
+    take(recorder(kept), (0, 1, 1, 2, 3, 4, 4))
+    assert [note[:7] for note in kept.notes] == ["step 2:", "step 4:"]
+    take(recorder(kept, step=4, skipped=2), [2], first=5)
+    assert len(kept.notes) == 2
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(kept):
+    records = recorder(kept, max_skipped_steps=3, total_steps=100)
+    take(records, (0, 1, 2, 2, 3, 4))
+    with pytest.raises(Diverged, match="last 3 steps, up to step 7, changed nothing"):
+        take(records, [5], first=7)
+    assert kept.records[-1]["step"] == 7
+    assert Diverged.exit_code == 4
+
+
+def test_a_row_counts_the_steps_between_records(kept):
+    records = recorder(kept, max_skipped_steps=8, log_every=4, total_steps=100)
+    take(records, (0, 0, 0, 1, 2, 3, 4, 5))
+    with pytest.raises(Diverged, match="last 8 steps, up to step 12"):
+        take(records, (6, 7, 8, 9), first=9)
+    sparse = recorder(kept, max_skipped_steps=8, log_every=4, total_steps=100)
+    take(sparse, (0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9))  # a step of each four was taken
+
+
+def test_a_resumed_run_counts_its_own_row(kept):
+    records = recorder(kept, step=50, skipped=2, max_skipped_steps=3, total_steps=100)
+    take(records, (3, 4), first=51)
+    with pytest.raises(Diverged):
+        take(records, [5], first=53)
+
+
+def test_a_run_that_skipped_every_step_has_failed(kept):
+    with pytest.raises(Diverged):
+        take(recorder(kept, total_steps=4), (1, 2, 3, 4))
+    take(recorder(kept, total_steps=4), (0, 1, 2, 3))
+
+
+def test_a_held_out_loss_has_its_perplexity(kept, clock):
+    recorder(kept).take_held_out(7, 2.0)
+    (record,) = kept.records
+    assert record["held_out_loss"] == 2.0
+    assert record["perplexity"] == pytest.approx(np.exp(2.0))
+    recorder(kept).take_held_out(8, 1e4)
+    assert kept.records[1]["perplexity"] == np.inf
+
+
+def test_a_known_device_has_its_share_of_the_peak(kept, clock, monkeypatch):
+    monkeypatch.setattr(recorders.speed, "peak_of", lambda kind: recorders.speed.Peak(1e12, 1e12))
+    records = recorder(kept)
+    records.take(1, report())
+    clock[0] += 1.0
+    records.flush()
+    work = recorders.speed.work_per_token(small().model, 32).total
+    assert kept.records[0]["mfu"] == pytest.approx(16 * 32 * work / 1e12 / 2)

@@ -1,0 +1,306 @@
+"""Telemetry of a run: what it records, warns of, and leaves as it is."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rich.console import Console
+from small_model import QUICK
+from train_cases import ONE, random_batches, small, stepper
+
+import coat_jax as coat
+from coat_jax import cli
+from coat_jax.errors import UserError
+from coat_jax.training import loop, step
+from coat_jax.training.config import CheckpointConfig, MeshConfig, TelemetryConfig
+from coat_jax.training.preparation import prepare
+from coat_jax.training.report import telemetry
+from coat_jax.training.report.telemetry import Telemetry
+
+IN_FP32 = {"precision": "coat", "dtype": jnp.float32, "layers": 1}
+# Wide enough for moments in FP8.
+WIDE = IN_FP32 | {"ffn": 256}
+EVERY_STEP = TelemetryConfig(every=1)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    for module in (step, telemetry):
+        monkeypatch.setattr(module, "compiler_options", lambda mesh: QUICK)
+
+
+def telemetry_of(config, sizes=ONE):
+    of_step = stepper(config, sizes)
+    config, mesh, _, graph, state = prepare(config, of_step.mesh)
+    return Telemetry(config, graph, state, mesh, packed=False)
+
+
+def recorded(config, sizes=ONE, *, steps=1, change=lambda params: params):
+    """The numbers of the last step, and the telemetry; `change` is of the first parameters."""
+    of_step, watching = stepper(config, sizes), telemetry_of(config, sizes)
+    numbers = None
+    with jax.set_mesh(of_step.mesh):
+        state = of_step.state()
+        state = state._replace(params=change(state.params))
+        for number, batch in enumerate(random_batches(steps), start=1):
+            placed = of_step.place(batch)
+            watching.begin(number, state, placed)
+            state, report = of_step.program(state, placed)
+            numbers = watching.end(number, state, report)
+    return numbers, watching
+
+
+@pytest.fixture(scope="module")
+def whole():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(telemetry, "compiler_options", lambda mesh: QUICK)
+        return recorded(small(model=WIDE, telemetry=EVERY_STEP))[0]
+
+
+def test_a_record_has_tensors_moments_and_directions(whole):
+    assert all(key.startswith("fp8/") for key in whole)
+    assert all(np.isfinite(value) for value in whole.values())
+    for tensor in ("attention/query/gradient", "mlp/input", "mlp/gate/saved", "mlp/down/weight"):
+        for statistic in ("underflow", "subnormal", "saturated", "headroom", "error"):
+            assert f"fp8/layers/0/{tensor}/{statistic}" in whole
+    assert whole["fp8/layers/0/mlp/gate/mu/k"] >= 1
+    assert whole["fp8/layers/0/mlp/gate/nu/zero"] == 0
+    directions = [key for key in whole if key.endswith("/direction/error")]
+    assert len(directions) == 4
+    # After one step |m| is the root of v, but for what rounding does to either.
+    assert all(0 < whole[key] < 0.06 for key in directions)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({"gradient_accumulation_steps": 4}, ONE),
+        ({}, (2, 2, 2)),
+        ({"gradient_accumulation_steps": 2}, (1, 8, 1)),
+    ],
+    ids=str,
+)
+def test_numbers_depend_neither_on_parts_nor_on_the_mesh(whole, changes, sizes):
+    """Largest values of parts are smaller than those of the whole; the rest is alike."""
+    found, _ = recorded(small(model=WIDE, telemetry=EVERY_STEP, **changes), sizes)
+    assert set(found) == set(whole)
+    for key, value in whole.items():
+        loose = key.endswith("/headroom") or "direction" in key
+        np.testing.assert_allclose(
+            found[key], value, rtol=0.1, atol=1.0 if loose else 0.01, err_msg=key
+        )
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_each_layer_has_numbers(scan):
+    found, _ = recorded(small(model=WIDE | {"layers": 2, "scan": scan}, telemetry=EVERY_STEP))
+    for layer in (0, 1):
+        assert found[f"fp8/layers/{layer}/mlp/gate/gradient/error"] > 0
+        assert found[f"fp8/layers/{layer}/mlp/gate/mu/k"] >= 1
+    assert any(key.startswith("fp8/layers/1/") and "direction" in key for key in found)
+    assert not any("*" in key or key.startswith("fp8/layers/mlp") for key in found)
+
+
+def test_fp32_moments_follow_several_steps():
+    """Errors of three steps add up to more than that of the last, and to less than three."""
+    one, several = (
+        recorded(small(model=WIDE, telemetry=TelemetryConfig(every=4, shadow=n)), steps=4)[0]
+        for n in (1, 4)
+    )
+    for key in (key for key in one if "direction" in key):
+        assert one[key] < several[key] < 4 * one[key]
+
+
+# --- What there is not -----------------------------------------------------------------------
+
+
+def test_moments_of_a_transformation_are_recorded_and_no_directions():
+    config = small(
+        model=WIDE,
+        telemetry=EVERY_STEP,
+        optimizer={"transformation": lambda rate: coat.optax.compress(optax.lion(rate))},
+    )
+    found, _ = recorded(config)
+    assert "fp8/layers/0/mlp/gate/mu/k" in found
+    assert "fp8/layers/0/mlp/gate/gradient/underflow" in found
+    assert not [key for key in found if key.endswith("/direction/error")]
+
+
+def test_a_run_in_bf16_has_nothing_to_tell():
+    config = small(optimizer={"name": "adamw"}, telemetry=EVERY_STEP)
+    found, watching = recorded(config)
+    assert watching.empty
+    assert found is None
+
+
+def test_a_model_in_bf16_has_its_moments_to_tell():
+    found, watching = recorded(small(telemetry=EVERY_STEP))
+    assert not watching.empty
+    assert {key.rpartition("/")[2] for key in found} == {"zero", "floor", "k", "error"}
+
+
+def test_steps_between_are_not_looked_at():
+    found, watching = recorded(small(model=IN_FP32, telemetry=TelemetryConfig(every=3)), steps=4)
+    assert found is None
+    assert [number for number in range(1, 8) if watching.is_due(number)] == [3, 6]
+
+
+@pytest.mark.parametrize("precision", ["coat", "bf16"])
+def test_the_program_of_a_step_is_the_same_with_telemetry(precision):
+    def lowered(every):
+        config = small(
+            model={"precision": precision, "layers": 1}, telemetry=TelemetryConfig(every=every)
+        )
+        of_step = stepper(config)
+        if every:
+            telemetry_of(config)
+        return prepare(config, of_step.mesh).lower().as_text()
+
+    without = lowered(0)
+    assert lowered(1) == without
+    assert ("f8E4M3" in without) == (precision == "coat")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--telemetry.every", "-1"], "telemetry.every=-1 must be a whole number from 0 to"),
+        (["--telemetry.every", "1e20"], "--telemetry.every '1e20' is not a whole number."),
+        (["--telemetry.every", "9" * 20], "must be a whole number from 0 to 2,147,483,647"),
+        (["--telemetry", "every=100"], "--telemetry is a group of fields: --telemetry.every"),
+        (
+            ["--telemetry.every", "5", "--telemetry.shadow", "6"],
+            "telemetry.shadow=6 steps do not fit between records that are telemetry.every=5",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused_in_one_line(capsys, given, message):
+    config = Path(__file__).parents[1] / "tiny_run.py"
+    assert cli.main(["train", str(config), *given]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert message in said
+
+
+def test_shadows_need_not_fit_where_there_are_no_records():
+    assert TelemetryConfig(every=0, shadow=5).shadow == 5
+    with pytest.raises(UserError):
+        TelemetryConfig(every=4, shadow=5)
+
+
+# --- Warnings --------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_underflows_is_warned_of_once():
+    """For 30 % of the hidden width what comes after the gate is small, and so is what it gates.
+
+    Each by so much that its own codes still hold it; the gate's gradient is the product of both.
+    """
+
+    def change(params):
+        up, down = (params["layers"]["mlp"][name] for name in ("up", "down"))
+        lost = int(0.3 * down[...].shape[1])
+        down[...] = down[...].at[:, :lost].multiply(2.0**-15)
+        up[...] = up[...].at[..., :lost].multiply(2.0**-16)
+        return params
+
+    config = small(model=WIDE, telemetry=EVERY_STEP)
+    numbers, watching = recorded(config, change=change)
+    lost = numbers["fp8/layers/0/mlp/gate/gradient/underflow"]
+    assert lost == pytest.approx(0.3, abs=0.02)
+    only = {key: value for key, value in numbers.items() if "gate/gradient" in key}
+    gate = f"layers/0/mlp/gate/gradient: {lost:.0%} of its values became zero."
+    assert watching.warning(only) == gate
+    assert watching.warning(only) is None
+    said = watching.warning(numbers)
+    assert "became zero" in said
+    assert "more are off" in said
+    assert "\n" not in said
+
+
+@pytest.fixture(scope="module")
+def any_telemetry():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(telemetry, "compiler_options", lambda mesh: QUICK)
+        return telemetry_of(small(optimizer={"name": "adamw"}, telemetry=EVERY_STEP))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("fp8/a/gradient/underflow", 0.1, "10% of its values became zero"),
+        ("fp8/b/input/saturated", 0.25, "25.0% of its values are beyond the largest code"),
+        ("fp8/c/input/subnormal", 0.75, "75% of its codes are subnormal"),
+        ("fp8/d/weight/error", 0.3, "its relative error is 30%"),
+        ("fp8/e/weight/error", float("nan"), "it is not finite"),
+        ("fp8/f/direction/error", 0.6, "its error is 60%"),
+    ],
+)
+def test_what_is_off_is_said_in_words(any_telemetry, key, value, said):
+    name = key.removeprefix("fp8/").rpartition("/")[0]
+    assert any_telemetry.warning({key: value}) == f"{name}: {said}."
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("fp8/a/gradient/underflow", 0.09),
+        ("fp8/a/input/saturated", 0.0),
+        ("fp8/a/gradient/headroom", 12.0),
+        ("fp8/a/gradient/headroom", float("nan")),
+        ("fp8/a/gradient/error", 0.06),
+        ("fp8/a/mu/zero", 1.0),
+        ("fp8/a/direction/error", 0.3),
+    ],
+)
+def test_what_is_well_is_not_warned_of(any_telemetry, key, value):
+    assert any_telemetry.warning({key: value}) is None
+
+
+# --- A run -----------------------------------------------------------------------------------
+
+
+def train(config):
+    """Its records, and what was printed."""
+    file = io.StringIO()
+    loop.train(config, Console(file=file, width=200))
+    lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], file.getvalue()
+
+
+def without_times(records):
+    times = {"seconds", "tokens_per_second"}
+    return [{k: v for k, v in record.items() if k not in times} for record in records]
+
+
+def test_a_run_records_it_resumes_and_trains_as_without_it(tmp_path):
+    def config(name, every, writers=()):
+        return small(
+            model=WIDE,
+            telemetry=TelemetryConfig(every=every),
+            checkpoint=CheckpointConfig(every=4),
+            total_steps=8,
+            mesh=MeshConfig(),
+            out=str(tmp_path / name),
+            writers=writers,
+        )
+
+    plain, _ = train(config("plain", 0))
+    records, said = train(config("watched", 3, writers=("tensorboard",)))
+    assert "Compiled the telemetry in" in said
+    looked = [record for record in records if "fp8/layers/0/mlp/gate/gradient/error" in record]
+    assert [record["step"] for record in looked] == [3, 6]
+    assert without_times(r for r in records if r not in looked) == without_times(plain)
+    (events,) = (tmp_path / "watched" / "tensorboard").iterdir()
+    assert b"fp8/layers/0/mlp/gate/gradient/error" in events.read_bytes()
+
+    shutil.rmtree(tmp_path / "watched" / "checkpoints" / "8")
+    again, said = train(config("watched", 3, writers=("tensorboard",)))
+    assert "Resumes after step 4 of 8." in said
+    assert without_times(again) == without_times(records)
