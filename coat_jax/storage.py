@@ -87,7 +87,7 @@ class Storage:
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{name}={value!r} must be a whole number, zero or more.")
 
-    def holds_in_fp8(self, shape: tuple[int, ...]) -> bool:
+    def quantizes(self, shape: tuple[int, ...]) -> bool:
         """Whether a leaf of this shape is stored in 8 bits; see the rule above."""
         if self.min_size == 0:
             return True
@@ -96,7 +96,7 @@ class Storage:
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of `amax` and `k16` of a leaf."""
         scales = scales_shape(shape, self.group_size)
-        if self.holds_in_fp8(shape):
+        if self.quantizes(shape):
             return scales
         return tuple(math.gcd(size, DIVISIBLE_BY) if size else 0 for size in scales)
 
@@ -132,7 +132,7 @@ class Storage:
                 average. Without a key, or with `stochastic=False`, rounds to nearest.
             never_zero: see `expansion.encode`: for leaves that a transformation divides by.
         """
-        if not self.holds_in_fp8(values.shape):
+        if not self.quantizes(values.shape):
             return self._in_fp32(values)
         dither = None
         if key is not None and self.stochastic:
@@ -150,7 +150,7 @@ class Storage:
         b2: float | Array,
     ) -> tuple[Expanded, Expanded]:
         """Stores both moments of Adam, as described above."""
-        if not self.holds_in_fp8(m.shape):
+        if not self.quantizes(m.shape):
             return self._in_fp32(m), self._in_fp32(v)
         for_m = for_v = None
         if self.stochastic:
@@ -170,7 +170,7 @@ class Storage:
         self, m: Float[Array, "..."], key: UInt32[Array, ""], b: float | Array
     ) -> Expanded:
         """Stores a first moment that has no second one beside it, and decays by `b` per step."""
-        if not self.holds_in_fp8(m.shape):
+        if not self.quantizes(m.shape):
             return self._in_fp32(m)
         for_m = noise.uniform(key, m.shape, run=self.group_size) if self.stochastic else None
         if self.first != DIRECTION:

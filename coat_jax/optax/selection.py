@@ -77,7 +77,7 @@ def select_moments(
             and _is_wide_float(leaf)
             and not (from_values or read)
             and jnp.size(leaf) > 0
-            and storage.holds_in_fp8(jnp.shape(leaf))
+            and storage.quantizes(jnp.shape(leaf))
             and (where is None or bool(where(name, leaf)))
         )
     return chosen

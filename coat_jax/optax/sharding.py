@@ -61,7 +61,7 @@ def fitting_group_size(params: optax.Params, *, min_size: int = Storage.min_size
     require_named_shardings(params)
     sizes = [size for size in GROUP_SIZES if size <= GROUP_SIZE]
     for path, leaf in jax.tree.leaves_with_path(params):
-        if not Storage(min_size=min_size).holds_in_fp8(leaf.shape) or not leaf.shape:
+        if not Storage(min_size=min_size).quantizes(leaf.shape) or not leaf.shape:
             continue
         columns = leaf.shape[-1]
         parts = columns // leaf.sharding.shard_shape(leaf.shape)[-1]

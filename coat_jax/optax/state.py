@@ -68,7 +68,7 @@ def leaf_layout(
     """Codes, amax and k16 of a parameter of this shape: their shapes and dtypes."""
     per_group = storage.scales_shape(shape)
     return (
-        jax.ShapeDtypeStruct(shape, dtype if storage.holds_in_fp8(shape) else jnp.float32),
+        jax.ShapeDtypeStruct(shape, dtype if storage.quantizes(shape) else jnp.float32),
         jax.ShapeDtypeStruct(per_group, jnp.float32),
         jax.ShapeDtypeStruct(per_group, jnp.uint8),
     )

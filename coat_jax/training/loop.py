@@ -128,7 +128,7 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
             skipped=int(state.skipped),
             seconds=position.seconds,
         )
-        run = Run(
+        run = Components(
             config,
             mesh,
             program,
@@ -143,7 +143,7 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
         return _take_steps(run, position.step, state)
 
 
-class Run(NamedTuple):
+class Components(NamedTuple):
     """What the steps of a run need."""
 
     config: TrainConfig
@@ -158,7 +158,7 @@ class Run(NamedTuple):
     stop: Stop
 
 
-def _take_steps(run: Run, step: int, state: State) -> Outcome:
+def _take_steps(run: Components, step: int, state: State) -> Outcome:
     """Takes the steps after `step`; evaluates and saves where that is due."""
     config, recorder, telemetry = run.config, run.recorder, run.telemetry
     held_out: float | None = None

@@ -34,7 +34,7 @@ class Part(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class TokensInMemory:
     """A part that is in memory."""
 
     name: str

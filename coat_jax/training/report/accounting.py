@@ -32,7 +32,7 @@ class OutOfMemory(UserError):
     """The device's memory is used up; the message says what to lower."""
 
 
-class Memory(NamedTuple):
+class DeviceMemory(NamedTuple):
     """Bytes on each device."""
 
     parameters: int
@@ -50,7 +50,7 @@ class Memory(NamedTuple):
 
 def account(
     config: TrainConfig, state: State, compiled: Any, *, batch_parts: int, device: jax.Device
-) -> Memory:
+) -> DeviceMemory:
     """What a run needs.
 
     Args:
@@ -65,7 +65,7 @@ def account(
     used = compiled.memory_analysis()
     peak = used.argument_size_in_bytes + used.temp_size_in_bytes
     peak += used.output_size_in_bytes - used.alias_size_in_bytes
-    return Memory(
+    return DeviceMemory(
         parameters=parameters,
         gradients=parameters + (in_fp32 if config.gradient_accumulation_steps > 1 else 0),
         optimizer=_shard_bytes(state.moments),
@@ -94,7 +94,7 @@ def saved_activations(config: models.Config, rows: int, sequence: int) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in kept if leaf.shape not in weights)
 
 
-def table(memory: Memory) -> "Table":
+def table(memory: DeviceMemory) -> "Table":
     """The account as a table to print."""
     from rich.table import Table
 
