@@ -1,8 +1,8 @@
 """How an optimizer's state is sharded: every leaf as its parameter is.
 
 The codes of a moment have their parameter's shape, and its scales one number per group of
-the last axis, so a parameter's PartitionSpec fits both; only a last axis that the mesh cuts
-inside a group leaves the scales' last axis whole.
+the last axis, so a parameter's PartitionSpec fits both; only where the mesh divides
+the last axis inside a group, the last axis of the scales is not sharded.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The state of FP8 Adam: how it begins, what it must look like, and one step of it.
+"""The state of FP8 Adam: its initial value, its checks, and one step of it.
 
 For each parameter two moments, each stored in three arrays: the codes, and per group of
 neighbours the largest magnitude `amax` and the exponent `k16`. `coat_jax.storage.Storage` says

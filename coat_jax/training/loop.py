@@ -67,7 +67,7 @@ def train(config: TrainConfig, console: "Console") -> Outcome:
 
 
 def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
-    """Prepares everything, what may be refused first, and takes the steps."""
+    """Prepares everything, beginning with what may be refused, and takes the steps."""
 
     def say(text: str) -> None:
         console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
@@ -85,8 +85,8 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
         say(f"Trains on {data.description}.")
         # A stop requested during compilation takes effect after the first step.
         stop = stack.enter_context(Stop())
-        kept = {"keep": config.checkpoint.keep, "keep_best": config.checkpoint.keep_best}
-        checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, **kept, note=say))
+        retention = {"keep": config.checkpoint.keep, "keep_best": config.checkpoint.keep_best}
+        checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, **retention, note=say))
         checkpoints.require_like(prepared.abstract)
         on_first(folder.write_config)
         program = _compile(prepared, console, packed=data.packed)

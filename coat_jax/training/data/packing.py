@@ -67,7 +67,7 @@ class Packed:
         lengths = np.diff(documents.ends, prepend=0)
         self.sequence = sequence
         self.tokens = len(documents.tokens)
-        self.cut = int(np.sum(lengths > sequence))
+        self.truncated = int(np.sum(lengths > sequence))
         self._documents, self._starts = documents, documents.ends - lengths
         self._plan = plan(lengths, sequence, seed)
         self.digest = digest_of(documents.digest, self._plan, sequence)
@@ -86,7 +86,7 @@ class Packed:
         tokens = self._documents.tokens[start:stop].astype(np.int32)
         learned = self._documents.learned[start:stop]
         labels = np.append(np.where(learned, tokens, IGNORED)[1:], np.int32(IGNORED))
-        kept = slice(self.sequence)
-        tokens, labels = tokens[kept], labels[kept].astype(np.int32)
+        row = slice(self.sequence)
+        tokens, labels = tokens[row], labels[row].astype(np.int32)
         positions = np.arange(len(tokens), dtype=np.int32)
         return Batch(tokens, labels, positions, np.full_like(tokens, segment))

@@ -1,4 +1,4 @@
-"""Rows: what one sequence of a batch is, and how a long stream of tokens is cut into them.
+"""Rows: what one sequence of a batch is, and how a long stream of tokens is split into them.
 
     stream     a b c d . e f . g h i        a point ends a document
     tokens     a b c d | . e f . | g h -
@@ -39,14 +39,14 @@ class Rows(Protocol):
         sequence: the length of each.
         tokens: how many they hold together.
         packed: whether a row may hold several documents.
-        cut: how many documents were longer than a row, and lost their ends.
-        digest: names the data and how it is cut.
+        truncated: how many documents were longer than a row, and lost their ends.
+        digest: names the data and how it is split.
     """
 
     sequence: int
     tokens: int
     packed: bool
-    cut: int
+    truncated: int
     digest: str
 
     def __len__(self) -> int: ...
@@ -73,7 +73,7 @@ class Windows:
         self.sequence = sequence
         self.tokens = len(part)
         self.packed = end_of_text is not None
-        self.cut = 0
+        self.truncated = 0
         samples = stream.digest(part, vocab=vocab)
         self.digest = digest_of(samples, part.start, end_of_text, sequence)
         self._stream, self._part = stream, part

@@ -112,9 +112,8 @@ def _files(config: DataConfig, paths: list[Path], vocab: int) -> tuple[Stream, i
         end_of_text = notes["end_of_text"] if config.end_of_text is None else config.end_of_text
         return Stream(open_files(paths, dtype=config.dtype)), end_of_text
     tokenizer = _tokenizer(config, vocab)
-    return Stream(
-        [TokensInMemory(str(paths[0]), in_memory(paths, tokenizer))]
-    ), tokenizer.end_of_text
+    tokens = TokensInMemory(str(paths[0]), in_memory(paths, tokenizer))
+    return Stream([tokens]), tokenizer.end_of_text
 
 
 def _chat_rows(

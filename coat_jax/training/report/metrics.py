@@ -211,12 +211,12 @@ class Mended(NamedTuple):
 def mend(path: Path, step: int) -> Mended:
     """Removes the records of later steps and what is no record; keeps all others.
 
-    It is atomic: either file is whole at any moment. A line that was torn when a process was
-    killed may have the next record behind it: that one is kept.
+    The file is replaced at once, and is whole at any moment. Where a process was killed within a
+    line, the next record may follow on the same line: that record is kept.
     """
-    kept = path.with_suffix(".kept")
+    mended = path.with_suffix(".mended")
     last = lost = 0
-    with path.open("rb") as old, kept.open("wb") as new:
+    with path.open("rb") as old, mended.open("wb") as new:
         for line in old:
             whole = line.strip()
             record = _record(whole)
@@ -229,7 +229,7 @@ def mend(path: Path, step: int) -> Mended:
                 last = record["step"]
         new.flush()
         os.fsync(new.fileno())
-    kept.replace(path)
+    mended.replace(path)
     return Mended(last, lost)
 
 

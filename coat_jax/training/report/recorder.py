@@ -75,7 +75,7 @@ class Recorder:
             self._waiting = step, report
 
     def flush(self) -> None:
-        """Records what is kept; waits for the step to finish.
+        """Records the report that `take` holds back; waits for its step to finish.
 
         Raises:
             Diverged: if too many steps in a row were skipped, or all steps of the run.
