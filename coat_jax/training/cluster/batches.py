@@ -2,7 +2,7 @@
 
     [rows of this process, S]  ->  [accumulation, rows of all, S], rows sharded along data and fsdp
 
-Positions and segments are left out where no row holds two documents: attention is faster without.
+Positions and segments are left out if no row holds two documents, as attention is faster then.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
-"""The devices of a run as a mesh with the axes data, fsdp and tensor, and what lies where on it.
+"""The devices of a run as a mesh with the axes data, fsdp and tensor, and what is sharded how.
 
 parameters    sharded along fsdp and tensor, as their modules say
 batches       their rows along data and fsdp
-the rest      everywhere
+the rest      replicated
 """
 
 import math

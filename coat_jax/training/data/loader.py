@@ -4,8 +4,8 @@
     batch i  rows i B .. (i + 1) B - 1 of that order
     process  p of P has the p-th of P equal parts of each batch
 
-A batch is so a pure function of data, seed and i: not of how many processes or threads there are,
-nor of whether the run was stopped in between. The state is one number. Shuffling is grain's: a
+A batch is therefore a pure function of data, seed and i: the number of processes or threads does
+not matter, nor whether the run was interrupted. The state is one number. Shuffling is grain's: a
 permutation that is computed, not stored.
 """
 

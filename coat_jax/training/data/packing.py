@@ -1,8 +1,8 @@
 """Packing: short documents share a row, each with its own segment, and none is split.
 
 Documents are taken in a random order and put where they leave the least room (best fit). The plan
-is made from their lengths alone, so every process makes the same. One that is longer than a row
-has a row to itself and loses its end.
+depends on their lengths alone, so every process makes the same one. A document that is longer than
+a row has a row to itself and is truncated.
 """
 
 import hashlib

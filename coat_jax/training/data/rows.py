@@ -4,10 +4,11 @@
     tokens     a b c d | . e f . | g h -
     labels     b c d . | - f . - | h i -    the first token of a document is not predicted
     positions  0 1 2 3 | 0 0 1 2 | 0 1 0
-    segments   1 1 1 1 | 1 2 2 2 | 1 1 0    0 is what fills the last row up
+    segments   1 1 1 1 | 1 2 2 2 | 1 1 0    0 is the padding of the last row
 
 A row of S tokens is read with the token after it, with which the next row begins: each token is
-read once and predicted once. Within a row, positions and attention begin again in each document.
+read once and predicted once. Within a row, positions start at 0 in each document, and attention
+stays within it.
 """
 
 import hashlib

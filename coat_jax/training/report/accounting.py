@@ -1,4 +1,4 @@
-"""What a run needs in memory, per device, said before the first step.
+"""The memory that a run needs on each device, reported before the first step.
 
     parameters, optimizer state    their shards
     gradients                      like parameters; in FP32 as well where they are accumulated

@@ -3,7 +3,7 @@
     left     the last record: a row for each tensor of a layer, a column for each layer
     right    all records: the same rows, and those outside layers; the largest over layers
 
-Shares are on a logarithmic scale. Zero has the palest colour, and what is not finite none.
+Shares are on a logarithmic scale. Zero has the palest colour; NaN and infinity are blank.
 """
 
 import re

@@ -1,15 +1,16 @@
-"""What a run says of itself: one JSON object a line in metrics.jsonl, and optional writers.
+"""The metrics of a run: one JSON object a line in metrics.jsonl, and optional writers.
 
     {"step": 20, "tokens": 40960, "seconds": 8.1, "loss": 3.214, "learning_rate": 0.0003, ...}
 
-JSON has no NaN and no infinity: a loss that is not finite is written as null, which any reader of
-JSON takes. Every line is written at once, so that a killed run loses at most its last one.
+JSON has no NaN and no infinity: a loss that is not finite is written as null, which any JSON parser
+accepts. Every line is written at once, so that a killed run loses at most its last one.
 
 A run that resumes from a checkpoint repeats the steps after it. Their old records are removed
-first, so that the file reads like that of a run which nobody disturbed.
+first, so that the file looks like that of an uninterrupted run.
 
-A record that cannot be written, on a full disk say, does not end the run at once: the loop sees
-`failure`, saves, and puts what is `unwritten` into the checkpoint for the run that resumes.
+A record that cannot be written, for example on a full disk, does not end the run at once: the loop
+sees `failure` and saves a checkpoint, which contains the `unwritten` records for the run that
+resumes.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Loss curves as one HTML file that needs nothing else: no network, no scripts but its own.
+"""Loss curves as one self-contained HTML file: no network, no scripts but its own.
 
 page.html beside this file is the page without data. The data go in as JSON that can neither end
 the script element that holds them nor be run; the page shows names as text, never as markup.

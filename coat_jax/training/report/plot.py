@@ -4,8 +4,8 @@
 
 The picture compares: training losses as means of the last `smooth` records, held-out losses as
 points, and below, small, learning rates and gradient norms where runs have them. Of several runs
-the first is the baseline: wide and pale, with the others on top. The page has the same to
-explore.
+the first is the baseline: wide and pale, with the others on top. The page shows the same
+interactively.
 """
 
 from collections.abc import Sequence

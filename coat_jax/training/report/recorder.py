@@ -1,7 +1,7 @@
-"""From the reports of steps to records: written, shown, and one step late.
+"""Writes and shows the reports of steps as records, one step late.
 
-A report's numbers are fetched when the next step is on its way, so that the device never waits for
-the host. What a record has is in docs/training.md.
+The numbers of a report are fetched while the next step runs, so that the device never waits for the
+host. docs/training.md lists the fields of a record.
 """
 
 import math

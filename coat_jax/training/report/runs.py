@@ -1,7 +1,7 @@
 """Runs, read back from their metrics.jsonl: names, curves, final losses.
 
-A curve is a key over steps, tokens or time. Where a record does not say its own tokens or
-seconds (an evaluation), it has those of the record before. null is NaN: it leaves a gap.
+A curve is a key over steps, tokens or time. A record without tokens or seconds (an
+evaluation) has those of the record before. null is NaN: it leaves a gap.
 """
 
 import math
