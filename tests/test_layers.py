@@ -29,6 +29,7 @@ LAYERS = [
     ("models",),
     ("generation",),
     ("training",),
+    ("configs",),
     ("",),  # coat_jax/__init__.py
     ("cli",),
     ("__main__",),
