@@ -1,10 +1,10 @@
 """Linear layers, with or without the norm before them.
 
-    linear        y_i = x w_i + b_i                keeps x as one FP8 tensor
-    norm_linear   y_i = norm(x) w_i + b_i          keeps x in FP8 blocks; the norm is recomputed
+    linear        y_i = x w_i + b_i                saves x as one FP8 tensor
+    norm_linear   y_i = norm(x) w_i + b_i          saves x in FP8 blocks; the norm is recomputed
 
 Several weights share one input, which is saved once: query, key and value, or gate and up. In
-full precision both keep x itself.
+full precision both save x itself.
 """
 
 from collections.abc import Sequence
@@ -103,7 +103,7 @@ def _shaped(outputs: Outputs, x: Array, weights: Array | Sequence[Array]) -> Any
 
 
 def _names(weights: Weights) -> tuple[str, ...]:
-    """What telemetry calls weights that nobody has named."""
+    """The names of unnamed weights in telemetry."""
     return tuple(map(str, range(len(weights)))) if len(weights) > 1 else ("",)
 
 

@@ -148,7 +148,7 @@ def _probe(settings: _Settings) -> Seen:
 
 
 class _Saved(NamedTuple):
-    """What is saved; the norm and the weights are the caller's own arrays."""
+    """What is saved; norm and weights are references to the caller's arrays."""
 
     x: SavedNorm
     hidden: SavedActivation

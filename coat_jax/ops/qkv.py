@@ -1,10 +1,10 @@
 """From the residual stream to the heads of attention.
 
-    q, k, v = norm(x) w_i + b_i        q and k turned by position
+    q, k, v = norm(x) w_i + b_i        q and k rotated by position
 
-Keeps x, as `norm_linear` does. x is handed on for the residual sum: its gradient then comes back
-here, and is added where that of the norm is computed, not in a pass of its own. So are the
-gradients of q and k turned back where they are rounded for their products.
+Saves x, as `norm_linear` does. x is also a result, for the residual sum: its gradient is then added
+where the gradient of the norm is computed, not in a pass of its own. Likewise the gradients of q
+and k are rotated back in the pass that rounds them for their products.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ def norm_qkv(
         weights: three, to queries, keys and values; any number of heads each.
         biases: one per weight, None where there is none.
         head_dim: numbers per head.
-        rotary: how queries and keys are turned; None for not at all.
+        rotary: how queries and keys are rotated; None for not at all.
         positions: of each token, [S] or [B, S]; 0 .. S - 1 by default.
         precision: see `coat.Precision`.
         implementation: "xla", "triton", or None for what suits the device.
@@ -104,7 +104,7 @@ class _Settings(NamedTuple):
     mode: Mode
 
     def angles(self, positions: Array | None) -> tuple[Array, Array] | None:
-        """Cosines and sines, where anything is turned."""
+        """Cosines and sines of the rotation; None without one."""
         if self.rotary is None or positions is None:
             return None
         return self.rotary.cos_sin(positions, self.head_dim)
@@ -185,7 +185,7 @@ _norm_qkv.defvjp(_forward, _backward)
 
 
 def _operand(dy: Heads, angles: tuple[Array, Array] | None, mode: Mode) -> Operand:
-    """The gradient of heads before they were turned, as products take it."""
+    """The gradient of heads before their rotation, as an operand of products."""
     dtype = mode.gradient_format
     if angles is None or dtype is None:
         return gradient_operand(_joined(_unturned(dy, angles)), mode)

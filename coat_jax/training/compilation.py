@@ -1,9 +1,9 @@
-"""JAX's compilation cache: a run that starts again does not compile its step again.
+"""JAX's compilation cache: a restarted run does not compile its step again.
 
     use_cache(folder)    before anything is compiled
 
-An entry that cannot be read is deleted: JAX writes entries in place, so one that a kill cut short
-would be read, refused and never replaced.
+An entry that cannot be read is deleted: JAX writes entries in place, so one that was only
+partly written when a process was killed would be read, refused and never replaced.
 """
 
 import os
