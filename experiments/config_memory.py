@@ -21,7 +21,6 @@ from experiments import records
 from experiments.hopper import compile_step, there
 
 RESULTS = Path(__file__).parent / "results"
-CONFIGS = Path(__file__).parent.parent / "configs"
 GPUS = {
     "llama_124m": 1,
     "llama_350m": 1,
@@ -35,7 +34,7 @@ VARIANTS = {"COAT": "config", "BF16": "bf16"}
 
 def measure(name: str, function: str, gpus: int) -> dict[str, Any]:
     """Bytes on each GPU."""
-    config = load_config(f"{CONFIGS / name}.py:{function}")
+    config = load_config(f"{name}:{function}")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, scan=True))
     with there():
         _, memory, _ = compile_step(config, (1, gpus, 1))
@@ -48,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("configs", nargs="*", default=list(GPUS), help="names in configs/")
+    parser.add_argument("configs", nargs="*", default=list(GPUS), help="their names")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     options = parser.parse_args()
     figures: dict[str, dict[str, Any]] = {}

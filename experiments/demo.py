@@ -1,7 +1,7 @@
 """`make demo`: one tiny Llama trained twice, in BF16 and in COAT, and asked to go on.
 
-    configs/llama_tiny.py:bf16    BF16 layers, AdamW with FP32 moments
-    configs/llama_tiny.py         FP8 layers and saved activations, AdamW with FP8 moments
+    llama_tiny:bf16    BF16 layers, AdamW with FP32 moments
+    llama_tiny         FP8 layers and saved activations, AdamW with FP8 moments
 
 Both start from the same parameters and see the same bytes of Python's own source in the same
 order. Prints a table and what each writes, and draws their losses. On a CPU products in FP8 are
@@ -29,7 +29,7 @@ from coat_jax.training.preparation import prepare
 from coat_jax.training.report import accounting, plot, runs
 from experiments import records
 
-RUNS = {"BF16": "configs/llama_tiny.py:bf16", "COAT": "configs/llama_tiny.py"}
+RUNS = {"BF16": "llama_tiny:bf16", "COAT": "llama_tiny"}
 LAST = 20  # steps whose mean is the final training loss
 SMALLEST_RUN = 2 * LAST
 PROMPT, NEW_TOKENS = "def read(self, ", 160

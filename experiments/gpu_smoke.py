@@ -7,10 +7,8 @@ of them: the second process, which finds them in JAX's compilation cache.
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 LAYERS = 4
 
 Figures = dict[str, Any]
@@ -19,7 +17,7 @@ Figures = dict[str, Any]
 def stacks(small: bool, compile_only: bool) -> None:
     """Layers in every precision."""
     from experiments.stacks import Sizes, median_ms
-    from experiments.stacks_jax import PRESETS, prepare
+    from experiments.stacks.in_jax import PRESETS, prepare
 
     sizes = Sizes(64, 64, 2, 16) if small else Sizes()
     seconds, milliseconds = {}, {}
@@ -158,8 +156,8 @@ def llama2_7b(small: bool, compile_only: bool) -> None:
     from coat_jax.training.compilation import use_cache
     from coat_jax.training.preparation import prepare
 
-    source = "llama_tiny.py" if small else "llama2_7b.py:one_gpu"
-    config = overrides.load_config(str(CONFIGS / source))
+    source = "llama_tiny" if small else "llama2_7b:one_gpu"
+    config = overrides.load_config(source)
     use_cache(config.cache)
     mesh = make_mesh(config.mesh, jax.devices()[:1])
     with jax.set_mesh(mesh):

@@ -9,7 +9,7 @@ fails. The benchmark measures, each in a process of its own and so as a user mee
     stacks      4 layers of Llama-2-7B, 8 x 2048 tokens, in each precision: forward and backward
     optimizer   one fused AdamW step over 2^28 parameters
     training    one step of the trainer with Triton kernels and through XLA, which must agree
-    llama2_7b   how long `coat train configs/llama2_7b.py:one_gpu` compiles its step
+    llama2_7b   how long `coat train llama2_7b:one_gpu` compiles its step
 
 A program is compiled twice: cold, and warm in a second process that finds it in JAX's compilation
 cache. Results are written to gpu_suite.json with a hash of `coat_jax/`, so that they can be told

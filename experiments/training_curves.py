@@ -2,7 +2,7 @@
 
 Question (the paper's figures 5 and 6): how far is the loss of COAT from that of BF16 with FP32
 moments? One run of each, so that the answer has chance in it. Both are
-`coat train configs/llama_124m.py`, from the same parameters, on the same batches:
+`coat train llama_124m`, from the same parameters, on the same batches:
 
     python -m experiments.training_curves --folder /tmp/curves       on a GPU
     python -m experiments.training_curves --folder /tmp/curves --steps 20 --batch 2 --sequence 64
@@ -146,7 +146,7 @@ def train(options: argparse.Namespace, tokens: Path) -> bool:
     memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.46"}
     runs = []
     for variant in RUNS.values():
-        command = [sys.executable, "-m", "coat_jax", "train", f"configs/llama_124m.py{variant}"]
+        command = [sys.executable, "-m", "coat_jax", "train", f"llama_124m{variant}"]
         command += ["--train", f"{tokens}/*.npy", "--out", str(_run(options.folder, variant))]
         for option, field in FIELDS.items():
             command += [f"--{field}", str(getattr(options, option))]

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on the hosts of a file, with Open MPI to start the processes. JAX does not use MPI itself.
 #
-#   launch/mpirun.sh hosts configs/llama2_7b.py --out runs/llama2_7b
+#   launch/mpirun.sh hosts llama2_7b --out runs/llama2_7b
 #
 # The file names one host a line. All must see this folder, under the same name, and reach the
 # first one's port (JAX_COORDINATOR_PORT, 12355 by default). After the file comes what `coat train`

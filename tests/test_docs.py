@@ -120,7 +120,7 @@ def commands(program: str) -> list[Command]:
         text = FENCED.sub(lambda block: "" if block[1] else indented(block[2]), text)
         for match in start.finditer(text):
             command = Command(page, match[1] or match[2])
-            complete = "..." not in command.line and "kept_torch" not in command.line
+            complete = "..." not in command.line and "saved_by_torch" not in command.line
             if complete and (len(command.words) > 2 or program == "make"):
                 found.append(command)
     return found
@@ -137,7 +137,7 @@ def named(command: Command) -> str:
 
 def ready(config: str) -> str:
     """The config that a command names; any will do where it names none of ours."""
-    return config if config.startswith("configs/") else "configs/llama_tiny.py"
+    return config if config.partition(":")[0] in overrides.SHIPPED else "llama_tiny"
 
 
 @pytest.mark.parametrize("command", commands(f"coat (?:{'|'.join(cli.COMMANDS)})"), ids=named)
@@ -202,7 +202,7 @@ def options_of_commands() -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_an_option_in_a_sentence_exists(page: Path) -> None:
     """A field of a config is named by its path or its last part, and takes the value beside it."""
-    config = overrides.load_config(str(ROOT / "configs/llama_tiny.py"))
+    config = overrides.load_config("llama_tiny")
     known = {field.name for field in overrides.fields()}
     known |= {name.rsplit(".", 1)[-1] for name in known}
     known |= {other for others in overrides.KNOWN_AS.values() for other in others.split()}

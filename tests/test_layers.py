@@ -29,6 +29,7 @@ LAYERS = [
     ("models",),
     ("generation",),
     ("training",),
+    ("configs",),
     ("",),  # coat_jax/__init__.py
     ("cli",),
     ("__main__",),
@@ -36,7 +37,7 @@ LAYERS = [
 INSIDE = {
     "coat_jax": LAYERS,
     "coat_jax.numerics": [
-        ("formats", "noise"),
+        ("formats", "mesh_axes", "noise"),
         ("qtensor",),
         ("blocks", "expansion"),
         ("integers", "logarithms", "statistics"),

@@ -4,7 +4,7 @@ Text files are one document each; of .jsonl files every line is one, {"text": ..
 The folder appears when it is complete; a run that is interrupted leaves nothing behind.
 
     coat tokenize 'texts/*.txt' more.jsonl --tokenizer tokenizer.json --out tokens
-    coat train configs/llama_124m.py --data.train 'tokens/*.npy'
+    coat train llama_124m --data.train 'tokens/*.npy'
 """
 
 import argparse

@@ -1,14 +1,17 @@
 """Trains a model: `coat train CONFIG [--field value ...]`.
 
-CONFIG is a Python file with a function config() that returns a TrainConfig, or FILE:FUNCTION for
-another one. It is executed: run those you trust. Every field of the config can be given another
-value, by its path (--optimizer.learning_rate 1e-3), or by its last part where no other field
-has it (--learning_rate 1e-3). Run with CONFIG and --help to see the values it has.
+CONFIG is the name of a config that comes with the package (`coat train` alone lists them), or a
+Python file whose function config() returns a TrainConfig. NAME:FUNCTION and FILE:FUNCTION call
+another function. The file is executed: run those you trust.
 
-  coat train configs/llama_tiny.py                          COAT
-  coat train configs/llama_tiny.py:bf16 --out out/bf16      the same in BF16, with optax's AdamW
-  coat train configs/llama_tiny.py --total_steps 30 --learning_rate 1e-3
-  coat train configs/llama_tiny.py --print-config           the whole config, as Python
+Every field of the config can be given another value, by its path (--optimizer.learning_rate 1e-3),
+or by its last part where no other field has it (--learning_rate 1e-3). Run with CONFIG and --help
+to see the values it has.
+
+  coat train llama_tiny                          COAT
+  coat train llama_tiny:bf16 --out out/bf16      the same in BF16, with optax's AdamW
+  coat train llama_tiny --total_steps 30 --learning_rate 1e-3
+  coat train llama_tiny --print-config           the whole config, as Python
 
 A run that was stopped goes on when the same command is given again. It also goes on when nobody
 reads its output any more.
@@ -25,6 +28,8 @@ exit codes:
 
 import argparse
 
+from coat_jax.errors import UserError
+
 STOPPED = 143
 
 
@@ -34,8 +39,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.usage = "coat train CONFIG [--field value ...] [--print-config] [--debug]"
     parser.epilog = overrides.explain()
-    parser.add_argument("config", metavar="CONFIG", help="a Python file, or FILE:FUNCTION")
+    parser.add_argument("config", metavar="CONFIG", help="a name, or a Python file")
     parser.add_argument("overrides", metavar="--field value", nargs=argparse.REMAINDER)
+
+
+def run_without_arguments() -> int:
+    """Lists the configs that there are; returns the exit code."""
+    from coat_jax.training import overrides
+
+    print(
+        "Name a config: one that comes with the package, or a Python file of your own.\n\n"
+        f"{overrides.list_shipped()}\n\n"
+        "`coat train NAME` trains, `coat train NAME --help` lists all settings."
+    )
+    return UserError.exit_code
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What a training run is: one frozen dataclass, which a file in configs/ returns.
+"""What a training run is: one frozen dataclass, which a config file returns.
 
     config = TrainConfig(
         model=models.config_of("tiny"), total_steps=300, global_batch_size=8, sequence_length=256

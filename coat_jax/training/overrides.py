@@ -1,13 +1,15 @@
 """Config files, and the command line's changes to what they say.
 
-    config = load_config("configs/llama_tiny.py")            its config()
-    config = load_config("configs/llama_tiny.py:bf16")       its bf16()
+    config = load_config("llama_tiny")            config() of a config that comes with the package
+    config = load_config("llama_tiny:bf16")       its bf16()
+    config = load_config("my/run.py")             config() of any Python file
     config = override(config, ["--learning_rate", "1e-3", "--precision", "coat_lean"])
 
 A field is named by its path, or by its last part where no other field has it. Values are read as
 the field's annotation says. A config file is Python and is executed: run those you trust.
 """
 
+import ast
 import dataclasses
 import difflib
 import inspect
@@ -18,6 +20,7 @@ import traceback
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import jax.numpy as jnp
@@ -36,6 +39,8 @@ from coat_jax.training.config import (
 )
 
 FUNCTION = "config"
+CONFIGS = Path(__file__).parents[1] / "configs"
+SHIPPED = {path.stem: path for path in sorted(CONFIGS.glob("*.py")) if path.stem != "__init__"}
 SET_BY_MESH = {"model.axes", "model.batch_axes"}
 WIDTH = 88
 FUNCTIONS = (Transformation | None, Mapping[str, Metric])
@@ -89,11 +94,21 @@ class Field:
 
 
 def load_config(source: str) -> TrainConfig:
-    """What a function of a Python file returns; FILE is short for FILE:config."""
+    """What a function of a config returns; FILE is short for FILE:config.
+
+    Args:
+        source: a Python file, or the name of a config that comes with the package; with
+            `:function` for another function than config().
+    """
     file, _, function = source.partition(":")
-    path, function = expanded(file), function or FUNCTION
+    path, function = SHIPPED.get(file) or expanded(file), function or FUNCTION
     if not status(path):
-        raise MissingFile(f"There is no config file {file}. configs/ has some to begin with.")
+        near = difflib.get_close_matches(Path(file).stem, SHIPPED, n=1)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise MissingFile(
+            f"There is no config file {file}. {hint}`coat train` alone lists those that come with "
+            "the package."
+        )
     require_regular(path, "config file")
     try:
         names = runpy.run_path(str(path))
@@ -112,6 +127,15 @@ def load_config(source: str) -> TrainConfig:
             f"{', '.join(fitting) or 'none'}; choose one with {file}:NAME."
         )
     return made
+
+
+def list_shipped() -> str:
+    """The configs that come with the package, each with the first line of its docstring."""
+    lines = []
+    for name, path in SHIPPED.items():
+        docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "-"
+        lines.append(f"  {name:12} {docstring.splitlines()[0]}")
+    return "\n".join(lines)
 
 
 def _with_hint(said: str) -> str:

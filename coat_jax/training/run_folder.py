@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from coat_jax import writing
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.training import identity
-from coat_jax.training.checkpoint import manifest
 from coat_jax.training.checkpoint.step_folders import StepFolders
 from coat_jax.training.checkpoint.weights import CHECKPOINTS, CONFIG, config_in_checkpoint, parsed
 from coat_jax.training.config import TrainConfig
@@ -70,10 +70,8 @@ class RunFolder:
     def write_config(self) -> None:
         """Writes config.json."""
         text = json.dumps(identity.to_json(self._config), indent=2) + "\n"
-        unfinished = self.path / f"{CONFIG}.unfinished"
         with failures_named(self.path, CONFIG):
-            manifest.write_durably(unfinished, text)
-            unfinished.replace(self.path / CONFIG)
+            writing.replace(self.path / CONFIG, text)
 
     def release(self) -> None:
         """Lets others use the folder."""

@@ -437,7 +437,7 @@ SENTENCES = [
     Sentence(LAYERS, "before Ada (compute capability {:.1f})", lambda: (CAPABILITY,)),
     # configs
     *(
-        Sentence(f"configs/{name}.py", pattern, lambda name=name: peaks(name))
+        Sentence(f"coat_jax/configs/{name}.py", pattern, lambda name=name: peaks(name))
         for name, pattern in {
             "llama_124m": "takes {:.1f} GB in COAT and {:.1f} in BF16",
             "llama_350m": "takes {:.1f} GB in COAT and {:.1f} in BF16",
@@ -448,13 +448,13 @@ SENTENCES = [
         }.items()
     ),
     Sentence(
-        "configs/llama_124m.py",
+        "coat_jax/configs/llama_124m.py",
         "{:.0f} million tokens of source code ({:.2f} epochs, one seed) on an H200 ended at a "
         "held-out loss of {:.3f} in COAT, and of {:.3f} in BF16",
         lambda: (tokens() / 1e6, epochs(), *held_out()[::-1]),
     ),
     Sentence(
-        "configs/llama2_7b.py",
+        "coat_jax/configs/llama2_7b.py",
         "take {:.1f} bytes a parameter with COAT, of which {:.0f} are the FP32 sum of the "
         "gradients of several microbatches; without accumulation they take {:.1f}.",
         lambda: (
@@ -464,7 +464,7 @@ SENTENCES = [
         ),
     ),
     Sentence(
-        "configs/llama2_7b.py",
+        "coat_jax/configs/llama2_7b.py",
         "COAT takes {:.1f} GB at a batch of 10 and trains {:,.0f} tokens a second, BF16 {:.1f} GB "
         "and {:,.0f} (",
         lambda: (
@@ -475,12 +475,12 @@ SENTENCES = [
         ),
     ),
     Sentence(
-        "configs/llama_tiny.py",
+        "coat_jax/configs/llama_tiny.py",
         "Llama of {:.1f} million parameters",
         lambda: (millions(PRESETS["tiny"]),),
     ),
     Sentence(
-        "configs/olmo_1b.py",
+        "coat_jax/configs/olmo_1b.py",
         "OLMo with {:.1f} billion parameters",
         lambda: (millions(PRESETS["olmo_1b"]) / 1e3,),
     ),

@@ -30,7 +30,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int32, UInt16
 
-from coat_jax import BF16, COAT, models
+from coat_jax import BF16, COAT, models, writing
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.cluster.batches import place
 from coat_jax.training.cluster.mesh import make_mesh
@@ -82,7 +82,7 @@ def main() -> None:
     result = run(job, stopped)
     if result is None:
         sys.exit(STOPPED)
-    _write(Path(job.folder) / "row.json", result)
+    writing.replace(Path(job.folder) / "row.json", json.dumps(result))
 
 
 def run(job: Job, stopped: list[int]) -> dict[str, Any] | None:
@@ -174,7 +174,7 @@ class _Losses:
         if time.perf_counter() - self._said > SAY_EVERY and self._losses:
             self._said = time.perf_counter()
             at = {"step": len(self._losses), "of": self._steps, "loss": self._losses[-1]}
-            _write(self._folder / "progress.json", at)
+            writing.replace(self._folder / "progress.json", json.dumps(at))
 
     def finish(self) -> None:
         while self._started:
@@ -239,12 +239,6 @@ def _parents() -> dict[str, Any]:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content))
-    unfinished.replace(path)
 
 
 if __name__ == "__main__":

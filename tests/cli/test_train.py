@@ -1,5 +1,6 @@
 """`coat train`: bad input ends in one line and code 2, before anything is compiled or written."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,11 @@ from coat_jax import cli, writing
 from coat_jax.cli.train import STOPPED
 from coat_jax.errors import UserError
 from coat_jax.training import loop
-from coat_jax.training.overrides import load_config
+from coat_jax.training.overrides import SHIPPED, load_config
 from coat_jax.training.report.recorder import Diverged
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = str(ROOT / "tests" / "training" / "tiny_run.py")
-CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 
 
 @pytest.fixture
@@ -150,6 +150,24 @@ def test_help_explains_the_exit_codes_that_there_are(capsys):
     assert all(f"| {code} |" in page for code in codes)
 
 
+def test_without_a_config_those_there_are_are_listed(train):
+    code, out, _ = train()
+    assert code == UserError.exit_code
+    for name, path in SHIPPED.items():
+        title = path.read_text().splitlines()[0].removeprefix('"""')
+        assert re.search(rf"^  {name} +{re.escape(title)}$", out, re.M)
+
+
+def test_a_config_is_found_by_its_name_in_any_folder(train, tmp_path):
+    (tmp_path / "llama_tiny").mkdir()  # as a run's folder may be called
+    for name in ("llama_tiny", "llama_tiny:bf16"):
+        code, out, _ = train(name, "--total_steps", "7", "--print-config")
+        assert code == 0
+        assert "total_steps=7" in out
+    assert train("llama_tyni")[2].count("Did you mean llama_tiny?") == 1
+    assert train("configs/llama_tiny.py")[2].count("Did you mean llama_tiny?") == 1
+
+
 def test_a_printed_config_can_be_run(train, tmp_path):
     code, out, _ = train(TINY, "--total_steps", "7", "--print-config")
     assert code == 0
@@ -158,9 +176,9 @@ def test_a_printed_config_can_be_run(train, tmp_path):
     assert load_config(str(path)).total_steps == 7
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_has_a_coat_and_a_bf16_variant(path):
-    coat, bf16 = (load_config(f"{path}:{function}") for function in ("config", "bf16"))
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_config_has_a_coat_and_a_bf16_variant(name):
+    coat, bf16 = (load_config(f"{name}:{function}") for function in ("config", "bf16"))
     assert coat.model.precision.fp8_linear
     assert coat.optimizer.name == "fp8_adamw"
     assert not bf16.model.precision.fp8_linear

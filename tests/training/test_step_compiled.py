@@ -6,7 +6,6 @@ Layers run in a loop, which compiles in seconds whatever their number; the last 
 import dataclasses
 import math
 import re
-from pathlib import Path
 
 import jax
 import pytest
@@ -27,7 +26,6 @@ pytestmark = [
     pytest.mark.skipif(not can_compile_for_hopper(), reason="needs XLA's CUDA plugin"),
 ]
 
-CONFIGS = Path(__file__).parent.parent.parent / "configs"
 GB = 10**9
 
 
@@ -39,7 +37,7 @@ def hopper():
 
 def compiled(source, sizes, *, batch, sequence, accumulation=1, **model):
     """The program of a config's step on GPUs, and what it takes of the memory of each."""
-    config = load_config(str(CONFIGS / source))
+    config = load_config(source)
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **model),
@@ -60,7 +58,7 @@ def moved(program, collective):
 def test_llama2_7b_fits_80_gb_at_two_sequences_a_gpu_and_moves_fp8():
     """As the config has it: parts of 8 sequences on 4 GPUs, gradients accumulated in FP32."""
     program, memory, state = compiled(
-        "llama2_7b.py", (1, 4, 1), batch=8, sequence=4096, accumulation=2
+        "llama2_7b", (1, 4, 1), batch=8, sequence=4096, accumulation=2
     )
     assert memory.peak < 80 * GB
     total = sum(math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(state.params))
@@ -78,7 +76,7 @@ def test_llama2_7b_fits_80_gb_at_two_sequences_a_gpu_and_moves_fp8():
 
 def test_the_head_is_gathered_and_its_gradient_reduced_once_and_in_16_bits():
     """Not in each chunk of the loss; without accumulation, whose sums are in FP32."""
-    program, _, _ = compiled("llama2_7b.py", (1, 4, 1), batch=8, sequence=2048, layers=2)
+    program, _, _ = compiled("llama2_7b", (1, 4, 1), batch=8, sequence=2048, layers=2)
     text = program.as_text()
     results = re.findall(r"= (.*) (all-gather|reduce-scatter|all-reduce)(?:-start)?\(", text)
     of_head = [(kind, types) for types, kind in results if "4096,32000]" in types]
@@ -88,7 +86,7 @@ def test_the_head_is_gathered_and_its_gradient_reduced_once_and_in_16_bits():
 
 def test_llama2_7b_is_cut_in_four_by_tensor_parallelism():
     """Its hidden width, 11008, is 86 times 128: no multiple of four GPUs."""
-    program, memory, _ = compiled("llama2_7b.py", (1, 1, 4), batch=8, sequence=2048)
+    program, memory, _ = compiled("llama2_7b", (1, 1, 4), batch=8, sequence=2048)
     assert memory.peak < 30 * GB
     # Weights for casts, and for the optimizer with its codes, whose groups are not whole.
     for dtype, shape in moved(program, "all-gather"):
@@ -120,7 +118,7 @@ def test_llama_30b_fits_four_gpus_of_141_gb_in_coat_alone(function, fits):
 @pytest.mark.parametrize("function", ["one_gpu", "one_gpu_bf16"])
 def test_a_step_takes_gradients_and_activations_and_no_copy_of_its_state(function):
     """Though a step that is not finite changes nothing."""
-    source = f"llama2_7b.py:{function}"
+    source = f"llama2_7b:{function}"
     program, memory, state = compiled(source, (4, 1, 1), batch=16, sequence=2048, layers=2)
     used = program.memory_analysis()
     leaves = jax.tree.leaves(state)
@@ -130,7 +128,7 @@ def test_a_step_takes_gradients_and_activations_and_no_copy_of_its_state(functio
 
 def test_telemetry_runs_the_kernels_of_the_step_in_no_more_memory(monkeypatch):
     """It looks at the tensors of these kernels, and calls nothing back on the host."""
-    config = load_config(str(CONFIGS / "llama2_7b.py:one_gpu"))
+    config = load_config("llama2_7b:one_gpu")
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, layers=2),

@@ -1,7 +1,7 @@
 """Llama of 360 million parameters: the size of the second GPT-2, with its vocabulary.
 
-    coat train configs/llama_350m.py --train 'tokens/*.npy'          COAT
-    coat train configs/llama_350m.py:bf16 --train 'tokens/*.npy'     BF16, optax's AdamW
+    coat train llama_350m --train 'tokens/*.npy'          COAT
+    coat train llama_350m:bf16 --train 'tokens/*.npy'     BF16, optax's AdamW
 
 Hyper-parameters as in llama_124m.py, from GPT-3's line for 350 million parameters: half the peak.
 Parameters are FP32.

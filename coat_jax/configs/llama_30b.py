@@ -1,7 +1,7 @@
 """The first LLaMA's 33 billion parameters.
 
-    coat train configs/llama_30b.py --train 'tokens/*.npy'          COAT
-    coat train configs/llama_30b.py:bf16 --train 'tokens/*.npy'     BF16, optax's AdamW
+    coat train llama_30b --train 'tokens/*.npy'          COAT
+    coat train llama_30b:bf16 --train 'tokens/*.npy'     BF16, optax's AdamW
 
 Hyper-parameters of Touvron et al. 2023 (LLaMA, table 2 and section 2.3): batches of 4 million
 tokens, a peak of 1.5e-4, AdamW with b2 = 0.95, 2000 steps of warmup, a cosine down to a tenth, over

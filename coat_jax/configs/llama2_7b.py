@@ -1,9 +1,9 @@
 """Llama 2 with 7 billion parameters.
 
-    coat train configs/llama2_7b.py --train 'tokens/*.npy'          COAT
-    coat train configs/llama2_7b.py:bf16 --train 'tokens/*.npy'     BF16, optax's AdamW
-    coat train configs/llama2_7b.py:one_gpu                         COAT: throughput on one GPU
-    coat train configs/llama2_7b.py:one_gpu_bf16                    BF16: likewise
+    coat train llama2_7b --train 'tokens/*.npy'          COAT
+    coat train llama2_7b:bf16 --train 'tokens/*.npy'     BF16, optax's AdamW
+    coat train llama2_7b:one_gpu                         COAT: throughput on one GPU
+    coat train llama2_7b:one_gpu_bf16                    BF16: likewise
 
 Hyper-parameters of Touvron et al. 2023 (Llama 2, section 2.2): batches of 4 million tokens, AdamW
 with b2 = 0.95 and eps = 1e-5, 2000 steps of warmup, a cosine down to a tenth, over 2 trillion

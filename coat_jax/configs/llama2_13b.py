@@ -1,7 +1,7 @@
 """Llama 2 with 13 billion parameters.
 
-    coat train configs/llama2_13b.py --train 'tokens/*.npy'         COAT
-    coat train configs/llama2_13b.py:bf16 --train 'tokens/*.npy'    BF16, optax's AdamW
+    coat train llama2_13b --train 'tokens/*.npy'         COAT
+    coat train llama2_13b:bf16 --train 'tokens/*.npy'    BF16, optax's AdamW
 
 Hyper-parameters as in llama2_7b.py: Touvron et al. 2023 (Llama 2) train both alike. Parameters are
 BF16, rounded stochastically.

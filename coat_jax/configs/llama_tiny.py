@@ -3,8 +3,8 @@
 To see everything work on a laptop in minutes; not to be compared with anything. On a CPU, which
 has no products in FP8, FP8 saves memory and not time.
 
-    coat train configs/llama_tiny.py            COAT: FP8 layers, moments in 8 bits
-    coat train configs/llama_tiny.py:bf16       BF16 layers, optax's AdamW with FP32 moments
+    coat train llama_tiny            COAT: FP8 layers, moments in 8 bits
+    coat train llama_tiny:bf16       BF16 layers, optax's AdamW with FP32 moments
 
 Parameters are FP32, because learning is quick here and the model small. The learning rate is what
 small models like; nobody published one for this.

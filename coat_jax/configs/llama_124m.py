@@ -1,7 +1,7 @@
 """Llama of 124 million parameters: the size of the smallest GPT-2, with its vocabulary.
 
-    coat train configs/llama_124m.py --train 'tokens/*.npy'          COAT
-    coat train configs/llama_124m.py:bf16 --train 'tokens/*.npy'     BF16, optax's AdamW
+    coat train llama_124m --train 'tokens/*.npy'          COAT
+    coat train llama_124m:bf16 --train 'tokens/*.npy'     BF16, optax's AdamW
 
 Batch (0.5 million tokens), peak, AdamW, clipping and the cosine down to a tenth are GPT-3's for
 125 million parameters (Brown et al. 2020, table 2.1 and appendix B), as is the warmup over 375

@@ -1,7 +1,7 @@
 """OLMo with 1.2 billion parameters: what the COAT paper pretrains.
 
-    coat train configs/olmo_1b.py --train 'tokens/*.npy'             COAT
-    coat train configs/olmo_1b.py:bf16 --train 'tokens/*.npy'        BF16, optax's AdamW
+    coat train olmo_1b --train 'tokens/*.npy'             COAT
+    coat train olmo_1b:bf16 --train 'tokens/*.npy'        BF16, optax's AdamW
 
 Hyper-parameters of OLMo-1B.yaml in the OLMo project (Groeneveld et al. 2024): batches of 4 million
 tokens, a peak of 4e-4, 2000 steps of warmup, a cosine down to a tenth, over 3.1 trillion tokens.
