@@ -27,7 +27,6 @@ from coat_jax import cli, models
 from coat_jax.models.hf.config import to_json
 from coat_jax.training import overrides
 from coat_jax.training.optimizer import make_optimizer
-from coat_jax.training.overrides import SHIPPED
 from experiments.figures import pages
 
 ROOT = Path(__file__).parent.parent
@@ -142,7 +141,7 @@ def named(command: Command) -> str:
 
 def ready(config: str) -> str:
     """The config that a command names; any will do where it names none of ours."""
-    return config if config.partition(":")[0] in SHIPPED else "llama_tiny"
+    return config if config.partition(":")[0] in overrides.SHIPPED else "llama_tiny"
 
 
 @pytest.mark.parametrize("command", commands(f"coat (?:{'|'.join(cli.COMMANDS)})"), ids=named)
