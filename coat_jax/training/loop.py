@@ -91,7 +91,7 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
         kept = {"keep": config.checkpoint.keep, "keep_best": config.checkpoint.keep_best}
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, **kept, note=say))
         checkpoints.require_like(abstract)
-        on_first(folder.write_config)
+        on_first(lambda: folder.write_config(end_of_text=data.end_of_text))
         program = _compile(config, graph, optimizer, abstract, mesh, console, packed=data.packed)
         telemetry = None
         if config.telemetry.every:

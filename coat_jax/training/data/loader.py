@@ -29,6 +29,7 @@ class Loader:
         packed: whether a row may hold several documents. Where it does not, positions and
             segments say nothing that a model would not assume.
         digest: names the data and how it is cut into rows.
+        end_of_text: the token that ends a document, if one is known.
         description: what there is, for people.
     """
 
@@ -47,6 +48,7 @@ class Loader:
         self.tokens, self.rows = rows.tokens, len(rows)
         self.batches = None if epochs is None else -(-len(rows) * epochs // batch)
         self.packed, self.digest = rows.packed, rows.digest
+        self.end_of_text = rows.end_of_text
         self.description = f"{rows.tokens:,} tokens in {len(rows):,} rows of {rows.sequence:,}"
         if rows.cut:
             self.description += f"; {rows.cut:,} documents were longer and are cut to that"
