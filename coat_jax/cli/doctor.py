@@ -16,12 +16,14 @@ import os
 import platform
 import shutil
 import subprocess
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from coat_jax.printable import printable
 
 BROKEN = 1
+WIDTH = 96
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "safetensors")
 OF_GPUS = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "triton")
 OF_TRAINER = {
@@ -93,7 +95,7 @@ def examine() -> tuple[dict[str, Any], list[Problem]]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, this package, and the packages that matter; those that are missing are left out."""
+    """Of Python, this package and the packages that matter, as far as they are installed."""
     from coat_jax import __version__
 
     found = {"python": platform.python_version(), "coat_jax": __version__}
@@ -215,8 +217,10 @@ def _extra(driver: str | None) -> str:
 
 def _text(findings: dict[str, Any], problems: list[Problem], works: bool) -> str:
     listed = ", ".join(f"{name} {version}" for name, version in findings["versions"].items())
-    lines = [
-        f"versions   {listed}",
+    lines = textwrap.wrap(
+        f"versions   {listed}", WIDTH, subsequent_indent=" " * 11, break_on_hyphens=False
+    )
+    lines += [
         f"driver     {findings['nvidia_driver'] or 'no NVIDIA driver'}",
     ]
     for one in findings.get("devices", []):

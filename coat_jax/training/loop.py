@@ -56,8 +56,17 @@ class Outcome(NamedTuple):
     stopped: bool
 
 
-def train(config: TrainConfig, console: "Console") -> Outcome:
-    """Trains until the last step or a signal to stop; resumes the run in the folder, if any."""
+def train(config: TrainConfig, console: "Console | None" = None) -> Outcome:
+    """Trains until the last step or a signal to stop; resumes the run in the folder, if any.
+
+    Args:
+        config: the run.
+        console: where progress is shown; by default standard output.
+    """
+    if console is None:
+        from rich.console import Console
+
+        console = Console()
     use_cache(config.cache)
     mesh = make_mesh(config.mesh)
     require_fitting(config, mesh)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from coat_jax.errors import UserError
+from coat_jax.printable import counted
 from coat_jax.training.data.rows import IGNORED, Batch, Rows, padded
 
 THREADS, BATCHES_AHEAD = 4, 8
@@ -51,7 +52,7 @@ class Loader:
         self.end_of_text = rows.end_of_text
         self.description = f"{rows.tokens:,} tokens in {len(rows):,} rows of {rows.sequence:,}"
         if rows.cut:
-            self.description += f"; {rows.cut:,} documents were longer and are cut to that"
+            self.description += f"; cut to that: {counted(rows.cut, 'document')}"
         self._batch, self._seed, self._next = batch, seed, 0
         self._ordered = _ordered(rows, batch, seed, epochs)
         parts = self._ordered.batch(batch // processes, drop_remainder=True)
