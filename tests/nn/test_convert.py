@@ -149,3 +149,17 @@ def test_linen_takes_the_products():
     variables = dense.init(jax.random.key(0), x)
     want = ops.linear(x, variables["params"]["kernel"])
     np.testing.assert_array_equal(dense.apply(variables, x), want)
+
+
+def test_the_plan_names_the_rule_that_left_a_module_alone(net):
+    rules = {"attention.*": "bf16", "norm": "fp8_linear"}
+    plan = {d.path: d for d in nn.plan_conversion(net, rules=rules)}
+    assert plan["attention.query"].rule == "attention.*"
+    assert plan["attention.query"].reason == "its precision, by the rule 'attention.*', is not FP8"
+    assert plan["norm"].reason == "its precision, by the rule 'norm', keeps norms as is"
+    assert plan["heads"].rule is None
+
+
+def test_a_rule_without_a_match_says_that_rules_are_globs(net):
+    with pytest.raises(ValueError, match=r"Rules are globs of whole paths, as '\*\.query'"):
+        nn.plan_conversion(net, rules={"query": "bf16"})
