@@ -112,6 +112,22 @@ def plan_conversion(
     return plan
 
 
+def saved_bytes(module: nnx.Module, *inputs: Any) -> int:
+    """Bytes that the backward pass of `module(*inputs)` needs besides parameters: nothing runs.
+
+    Call it on a model, or on one of its modules, before and after `convert`.
+    """
+    graph, params, rest = nnx.split(module, nnx.Param, ...)
+    own = {leaf.shape for leaf in jax.tree.leaves(params)}
+
+    def saved(params: Any, rest: Any, *inputs: Any) -> list[Any]:
+        _, pull = jax.vjp(lambda p: nnx.merge(graph, p, rest)(*inputs), params)
+        return list({id(leaf): leaf for leaf in jax.tree.leaves(pull) if leaf.ndim}.values())
+
+    leaves = jax.eval_shape(saved, params, rest, *inputs)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.shape not in own)
+
+
 def _decide(path: str, module: nnx.Module, precision: Precision, rule: str | None) -> Decision:
     kind = type(module).__name__
     reason = ""
