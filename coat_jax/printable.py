@@ -13,3 +13,8 @@ ESCAPES = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code
 def printable(text: str) -> str:
     """The text with every control character but tab and newline shown as an escape."""
     return text.translate(ESCAPES)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: "1 document", "2,000 documents"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -5,7 +5,7 @@ import unicodedata
 
 import pytest
 
-from coat_jax.printable import printable
+from coat_jax.printable import counted, printable
 
 EVERY = "".join(map(chr, range(sys.maxunicode + 1)))
 
@@ -35,3 +35,10 @@ def test_all_other_characters_stay():
 )
 def test_controls_are_shown_as_escapes(text, shown):
     assert printable(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(0, "0 files"), (1, "1 file"), (2, "2 files"), (2000, "2,000 files")]
+)
+def test_one_thing_is_singular(number, said):
+    assert counted(number, "file") == said

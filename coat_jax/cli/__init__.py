@@ -34,6 +34,7 @@ COMMANDS = {
     "convert": "turn a Hugging Face folder into a checkpoint, or back",
     "tokenize": "turn text into files of tokens",
     "plot": "draw the loss curves of runs",
+    "doctor": "say whether training works on this machine, and what to mend",
 }
 # What the system says of a path that another name, a permission or a removal mends.
 MENDABLE = files.MENDABLE | {errno.ENOTEMPTY}

@@ -1,6 +1,7 @@
 """Draws the loss curves of runs: a picture, and a page to explore beside it.
 
-  coat plot runs/bf16 runs/coat                      plot.png and plot.html
+  coat plot runs/coat                                runs/coat/plot.png and plot.html
+  coat plot runs/bf16 runs/coat                      runs/plot.png and plot.html
   coat plot runs/* --over tokens --out curves.png    against tokens
   coat plot runs/a runs/b --names AdamW "FP8 AdamW"  other names than the folders'
   coat plot runs/coat --fp8 underflow --out fp8.png  what telemetry recorded, as a heat map
@@ -36,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("plot.png"),
         metavar="FILE.png",
-        help="the picture; the page has the same name with .html (%(default)s)",
+        help="the picture; the page has the same name with .html (plot.png in the run's folder; "
+        "of several runs, in the folder that holds the first)",
     )
     parser.add_argument(
         "--names", nargs="+", default=(), metavar="NAME", help="what to call the runs, in order"
@@ -56,7 +57,9 @@ def run(options: argparse.Namespace) -> int:
     from coat_jax.training.report import heat
     from coat_jax.training.report.plot import draw
 
-    paths, out = [expanded(path) for path in options.runs], expanded(options.out)
+    paths = [expanded(path) for path in options.runs]
+    folder = paths[0].absolute().parent if len(paths) > 1 else paths[0]
+    out = folder / "plot.png" if options.out is None else expanded(options.out)
     if options.fp8 is not None:
         if len(paths) > 1:
             raise UserError(f"A heat map is of one run, not of {len(paths)}.")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
-from coat_jax.printable import printable
+from coat_jax.printable import counted, printable
 from coat_jax.tokenizers import document_tokenizer
 from coat_jax.training.data.paths import are_tokens, files_of
 from coat_jax.training.data.tokenizing import Encoded, write
@@ -69,9 +69,9 @@ def run(options: argparse.Namespace) -> int:
 
         notes = write(paths, out, tokenizer, progress=advance)
     told = (
-        f"{notes['tokens']:,} tokens of {notes['documents']:,} documents as {notes['dtype']} in "
-        f"{len(notes['files']):,} files, vocabulary {notes['vocab']:,}, end of text "
-        f"{notes['end_of_text']}.\n"
+        f"{counted(notes['tokens'], 'token')} of {counted(notes['documents'], 'document')} as "
+        f"{notes['dtype']} in {counted(len(notes['files']), 'file')}, vocabulary "
+        f"{notes['vocab']:,}, end of text {notes['end_of_text']}.\n"
         f"coat train CONFIG --data.train '{out}/*.npy'"
     )
     console.print(printable(told), highlight=False, markup=False, soft_wrap=True)

@@ -10,7 +10,7 @@ A module's `precision` says what is FP8; see `coat.Precision`.
 
 from coat_jax.nn.attention import Attention, Past
 from coat_jax.nn.block import TransformerBlock
-from coat_jax.nn.convert import Decision, convert, plan_conversion
+from coat_jax.nn.convert import Decision, convert, plan_conversion, saved_bytes
 from coat_jax.nn.linear import Linear
 from coat_jax.nn.mlp import MLP, GatedMLP
 from coat_jax.nn.norm import LayerNorm, RMSNorm
@@ -29,4 +29,5 @@ __all__ = [
     "TransformerBlock",
     "convert",
     "plan_conversion",
+    "saved_bytes",
 ]

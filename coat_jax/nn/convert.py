@@ -3,12 +3,16 @@
     Linear, LinearGeneral, Einsum    keep their class; their products become FP8
     RMSNorm, LayerNorm               become those of coat.nn, which keep FP8 blocks
 
-Modules are named by their paths, as in "layers.3.attn.query". Rules map patterns of paths to
-precisions, the first that matches wins:
+Modules are named by their paths, as in "layers.3.attn.query". Rules map globs of whole paths to
+precisions, the first that matches wins. * stands for any text, dots included, and ? for one
+character:
 
     coat.nn.convert(model, rules={"head": "bf16", "layers.0.*": coat.FP8_LINEAR})
 
 `plan_conversion` says what would become of each module, and why some are left alone.
+
+Only modules are replaced. What a model computes between them, as silu(gate(x)) * up(x), saves its
+inputs in their own dtype: coat.nn.GatedMLP, or coat.ops.gated_mlp, saves them in FP8.
 """
 
 import difflib
@@ -33,12 +37,21 @@ _log = logging.getLogger("coat_jax")
 
 
 class Decision(NamedTuple):
-    """What becomes of one module: its new precision, or why it is left alone."""
+    """What becomes of one module.
+
+    Attributes:
+        path: of the module.
+        kind: its class.
+        precision: the new one; None if the module is left alone.
+        reason: why it is left alone; empty if it is not.
+        rule: the rule that matched it; None if none did.
+    """
 
     path: str
     kind: str
     precision: Precision | None
     reason: str
+    rule: str | None = None
 
 
 def convert(
@@ -51,7 +64,7 @@ def convert(
     Args:
         model: any NNX model.
         precision: of all modules for which there is no rule.
-        rules: patterns of paths, with * and ?, and the precision of what they match.
+        rules: globs of paths, and the precision of what they match; the first one wins.
     """
     plan = plan_conversion(model, precision, rules)
     copy = nnx.merge(*nnx.split(model))
@@ -85,28 +98,49 @@ def plan_conversion(
         paths.append(path)
         if not _own_parameters(module):
             continue
-        matching = (p for pattern, p in patterns.items() if fnmatch.fnmatchcase(path, pattern))
-        chosen = next(matching, default)
-        plan.append(_decide(path, module, chosen))
+        rule = next((glob for glob in patterns if fnmatch.fnmatchcase(path, glob)), None)
+        chosen = default if rule is None else patterns[rule]
+        plan.append(_decide(path, module, chosen, rule))
     for pattern in patterns:
         if not fnmatch.filter(paths, pattern):
             near = difflib.get_close_matches(pattern, paths, 3, 0.3) or sorted(paths)[:3]
-            raise ValueError(f"No module matches the rule {pattern!r}. There are {near}.")
+            example = near[0].rpartition(".")[2] if near else "head"
+            raise ValueError(
+                f"No module matches the rule {pattern!r}. Rules are globs of whole paths, as "
+                f"'*.{example}'. There are {near}."
+            )
     return plan
 
 
-def _decide(path: str, module: nnx.Module, precision: Precision) -> Decision:
+def saved_bytes(module: nnx.Module, *inputs: Any) -> int:
+    """Bytes that the backward pass of `module(*inputs)` needs besides parameters: nothing runs.
+
+    Call it on a model, or on one of its modules, before and after `convert`.
+    """
+    graph, params, rest = nnx.split(module, nnx.Param, ...)
+    own = {leaf.shape for leaf in jax.tree.leaves(params)}
+
+    def saved(params: Any, rest: Any, *inputs: Any) -> list[Any]:
+        _, pull = jax.vjp(lambda p: nnx.merge(graph, p, rest)(*inputs), params)
+        return list({id(leaf): leaf for leaf in jax.tree.leaves(pull) if leaf.ndim}.values())
+
+    leaves = jax.eval_shape(saved, params, rest, *inputs)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.shape not in own)
+
+
+def _decide(path: str, module: nnx.Module, precision: Precision, rule: str | None) -> Decision:
     kind = type(module).__name__
     reason = ""
+    source = "its precision" if rule is None else f"its precision, by the rule {rule!r},"
     if isinstance(module, LINEAR):
-        reason = _why_not_linear(module) if precision.fp8_linear else "its precision is not FP8"
+        reason = _why_not_linear(module) if precision.fp8_linear else f"{source} is not FP8"
     elif isinstance(module, NORMS):
-        reason = _why_not_norm(module) if precision.block else "its precision keeps norms as is"
+        reason = _why_not_norm(module) if precision.block else f"{source} keeps norms as is"
     elif type(module).__module__.startswith("coat_jax.nn"):
         reason = "it has a precision of its own"
     else:
         reason = "there is no FP8 version of this kind of module"
-    return Decision(path, kind, None if reason else precision, reason)
+    return Decision(path, kind, None if reason else precision, reason, rule)
 
 
 def _why_not_linear(module: Any) -> str:

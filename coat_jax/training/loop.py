@@ -54,8 +54,17 @@ class Outcome(NamedTuple):
     stopped: bool
 
 
-def train(config: TrainConfig, console: "Console") -> Outcome:
-    """Trains until the last step or a signal to stop; resumes the run in the folder, if any."""
+def train(config: TrainConfig, console: "Console | None" = None) -> Outcome:
+    """Trains until the last step or a signal to stop; resumes the run in the folder, if any.
+
+    Args:
+        config: the run.
+        console: where progress is shown; by default standard output.
+    """
+    if console is None:
+        from rich.console import Console
+
+        console = Console()
     use_cache(config.cache)
     mesh = make_mesh(config.mesh)
     require_fitting(config, mesh)
@@ -88,7 +97,7 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
         retention = {"keep": config.checkpoint.keep, "keep_best": config.checkpoint.keep_best}
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, **retention, note=say))
         checkpoints.require_like(prepared.abstract)
-        on_first(folder.write_config)
+        on_first(lambda: folder.write_config(end_of_text=data.end_of_text))
         program = _compile(prepared, console, packed=data.packed)
         telemetry = None
         if config.telemetry.every:

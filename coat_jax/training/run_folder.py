@@ -2,6 +2,7 @@
 
     lock             held by the run's first process: see `run_lock`
     config.json      what was run
+    generation_config.json    which token ends a text, if the data says
     metrics.jsonl    a record per step
     checkpoints/     states, with the place in the data and the config
 
@@ -18,6 +19,7 @@ from coat_jax import writing
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.training import identity
+from coat_jax.training.checkpoint.companions import GENERATION
 from coat_jax.training.checkpoint.step_folders import StepFolders
 from coat_jax.training.checkpoint.weights import CHECKPOINTS, CONFIG, config_in_checkpoint, parsed
 from coat_jax.training.config import TrainConfig
@@ -67,17 +69,22 @@ class RunFolder:
             )
         return changed
 
-    def write_config(self) -> None:
-        """Writes config.json."""
-        text = json.dumps(identity.to_json(self._config), indent=2) + "\n"
-        with failures_named(self.path, CONFIG):
-            writing.replace(self.path / CONFIG, text)
+    def write_config(self, *, end_of_text: int | None = None) -> None:
+        """Writes config.json, and generation_config.json unless there is one."""
+        self._write(CONFIG, identity.to_json(self._config))
+        if end_of_text is not None and not (self.path / GENERATION).exists():
+            self._write(GENERATION, {"eos_token_id": end_of_text})
 
     def release(self) -> None:
         """Lets others use the folder."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        with failures_named(self.path, name):
+            writing.replace(self.path / name, json.dumps(content, indent=2) + "
+")
 
     def _take(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)

@@ -183,6 +183,27 @@ def test_a_checkpoint_of_training_is_exported(scan, tmp_path):
         assert (out / "tokenizer.json").read_bytes() == (run / "words.json").read_bytes()
 
 
+def test_an_export_of_a_run_on_tokens_knows_where_a_text_ends(tmp_path, capsys):
+    """It says that it has no tokenizer, unless one is named."""
+    run = tmp_path / "run"
+    with Checkpoints(run / "checkpoints", keep=1) as checkpoints:
+        count = jnp.int32(1)
+        state = State(count, nnx.state(filled(variant())), {}, count)
+        checkpoints.save(1, state, {}, wait=True)
+    saved = {"model": json_of(variant()), "data": {"train": ["tokens/*.npy"], "tokenizer": None}}
+    (run / "config.json").write_text(json.dumps(saved))
+    (run / "generation_config.json").write_text('{"eos_token_id": 3}')
+    assert convert(run, tmp_path / "without") == 0
+    assert "--tokenizer FILE" in capsys.readouterr().err
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "without" / name).read_text())["eos_token_id"] == 3
+    write_tokenizer(tmp_path / "words.json")
+    assert convert(run, tmp_path / "with", "--tokenizer", tmp_path / "words.json") == 0
+    assert capsys.readouterr().err == ""
+    copied = (tmp_path / "with" / "tokenizer.json").read_bytes()
+    assert copied == (tmp_path / "words.json").read_bytes()
+
+
 def write_tokenizer(path, *words):
     vocab = {word: number for number, word in enumerate(("yes", *words))}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="yes")).save(str(path))

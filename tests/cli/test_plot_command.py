@@ -63,3 +63,15 @@ def test_an_unknown_axis_is_refused_with_the_known_ones(run, capsys):
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert all(word in said for word in ("epochs", "steps", "tokens", "time"))
+
+
+def test_a_picture_lands_beside_what_it_shows(tmp_path, run, capsys, monkeypatch):
+    """Of one run in its folder; of several, in the folder that holds the first."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
+    monkeypatch.chdir(tmp_path)
+    for runs, place in (([run], run), ([run, other], tmp_path), (["run", "other"], tmp_path)):
+        assert cli.main(["plot", *map(str, runs)]) == 0
+        assert capsys.readouterr().out.splitlines()[0] == str(place / "plot.png")
+        (place / "plot.png").unlink()

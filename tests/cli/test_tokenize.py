@@ -20,7 +20,7 @@ def test_what_it_writes_can_be_trained_on(texts, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["tokenize", *texts, "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "212 tokens of 2 documents as uint16 in 1 files" in said
+    assert "212 tokens of 2 documents as uint16 in 1 file," in said
     assert f"--data.train '{out}/*.npy'" in said
     config = DataConfig(train=(f"{out}/*.npy",))
     loader = load(config, split="train", batch=2, sequence=16, vocab=256)

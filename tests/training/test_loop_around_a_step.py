@@ -93,6 +93,11 @@ def train(config):
     return loop.train(config, Console(file=file, width=200)), file.getvalue()
 
 
+def test_from_python_progress_goes_to_standard_output(config, capsys):
+    assert loop.train(config).step == STEPS
+    assert "Trains on" in capsys.readouterr().out
+
+
 def records(config):
     lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -196,7 +201,7 @@ def test_a_run_says_how_many_conversations_are_cut(step, config, tmp_path):
             data=DataConfig(train=(str(path),), kind="chat"),
         )
     )
-    assert "rows of 64; 3 documents were longer and are cut to that." in text
+    assert "rows of 64; cut to that: 3 documents." in text
 
 
 def lion(schedule):

@@ -191,3 +191,14 @@ def test_what_stands_in_the_way_is_named(out):
     (out / "config.json.unfinished").mkdir(parents=True)
     with pytest.raises(NotWritten, match=r"config\.json could not be written in .*directory"):
         claim(small(out=str(out)))
+
+
+def test_the_end_of_text_is_written_once(out):
+    """What `coat convert` put there may say more."""
+    folder = RunFolder(small(out=str(out)), print)
+    folder.claim()
+    for end, written in ((None, None), (3, 3), (4, 3)):
+        folder.write_config(end_of_text=end)
+        path = out / "generation_config.json"
+        assert (json.loads(path.read_text())["eos_token_id"] if path.exists() else None) == written
+    folder.release()

@@ -12,6 +12,7 @@ from typing import Any
 from coat_jax import tokenizers
 from coat_jax.errors import UserError
 from coat_jax.files import failures_named, parse_json, read_bytes, status
+from coat_jax.training.data.paths import TOKENS
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
 OBJECTS = (
@@ -44,6 +45,11 @@ def tokenizer_of_run(
     data = said.get("data")
     named = data.get("tokenizer") if isinstance(data, Mapping) else None
     if not isinstance(named, str):
+        if isinstance(data, Mapping) and _trained_on_tokens(data.get("train")):
+            note(
+                "The run was trained on token files and names no tokenizer, so none is copied: "
+                "name the one that made them with --tokenizer FILE."
+            )
         return {}
     path = Path(named)
     if not _is_inside(path, folder):
@@ -53,6 +59,12 @@ def tokenizer_of_run(
         )
         return {}
     return {TOKENIZER: _read(folder, path, TOKENIZER)}
+
+
+def _trained_on_tokens(patterns: Any) -> bool:
+    """Whether the data that a run's config names is tokens already."""
+    first = patterns[0] if isinstance(patterns, list | tuple) and patterns else None
+    return isinstance(first, str) and Path(first).suffix.lower() in TOKENS
 
 
 def write_companions(companions: Companions, folder: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from coat_jax.errors import UserError
+from coat_jax.printable import counted
 from coat_jax.training.data.rows import IGNORED, Batch, Rows, padded
 
 THREADS, BATCHES_AHEAD = 4, 8
@@ -29,6 +30,7 @@ class Loader:
         packed: whether a row may hold several documents. Where it does not, positions and
             segments say nothing that a model would not assume.
         digest: names the data and how it is split into rows.
+        end_of_text: the token that ends a document, if one is known.
         description: what there is, for people.
     """
 
@@ -47,9 +49,10 @@ class Loader:
         self.tokens, self.rows = rows.tokens, len(rows)
         self.batches = None if epochs is None else -(-len(rows) * epochs // batch)
         self.packed, self.digest = rows.packed, rows.digest
+        self.end_of_text = rows.end_of_text
         self.description = f"{rows.tokens:,} tokens in {len(rows):,} rows of {rows.sequence:,}"
         if rows.truncated:
-            self.description += f"; {rows.truncated:,} documents were longer and are cut to that"
+            self.description += f"; cut to that: {counted(rows.truncated, 'document')}"
         self._batch, self._seed, self._next = batch, seed, 0
         self._ordered = _ordered(rows, batch, seed, epochs)
         parts = self._ordered.batch(batch // processes, drop_remainder=True)

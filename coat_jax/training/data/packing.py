@@ -63,9 +63,11 @@ class Packed:
 
     packed = True
 
-    def __init__(self, documents: Documents, *, sequence: int, seed: int):
+    def __init__(
+        self, documents: Documents, *, sequence: int, seed: int, end_of_text: int | None = None
+    ):
         lengths = np.diff(documents.ends, prepend=0)
-        self.sequence = sequence
+        self.sequence, self.end_of_text = sequence, end_of_text
         self.tokens = len(documents.tokens)
         self.truncated = int(np.sum(lengths > sequence))
         self._documents, self._starts = documents, documents.ends - lengths

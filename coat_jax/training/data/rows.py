@@ -42,6 +42,7 @@ class Rows(Protocol):
         packed: whether a row may hold several documents.
         truncated: how many documents were longer than a row, and lost their ends.
         digest: names the data and how it is split.
+        end_of_text: the token that ends a document, if one is known.
     """
 
     sequence: int
@@ -49,6 +50,7 @@ class Rows(Protocol):
     packed: bool
     truncated: int
     digest: str
+    end_of_text: int | None
 
     def __len__(self) -> int: ...
 
@@ -78,7 +80,7 @@ class Windows:
         samples = stream.digest(part, vocab=vocab)
         self.digest = digest_of(samples, part.start, end_of_text, sequence)
         self._stream, self._part = stream, part
-        self._end_of_text, self._vocab = end_of_text, vocab
+        self.end_of_text, self._vocab = end_of_text, vocab
 
     def __len__(self) -> int:
         return math.ceil((self.tokens - 1) / self.sequence)
@@ -87,7 +89,7 @@ class Windows:
         start = self._part.start + row * self.sequence
         stop = min(start + self.sequence + 1, self._part.stop)
         tokens = self._stream.read(start, stop, vocab=self._vocab)
-        return padded(documents_of(tokens, self._end_of_text), self.sequence)
+        return padded(documents_of(tokens, self.end_of_text), self.sequence)
 
 
 def digest_of(*what: object) -> str:

@@ -120,14 +120,15 @@ def _chat_rows(
     config: DataConfig, split: Split, paths: list[Path], sequence: int, vocab: int, seed: int
 ) -> Packed:
     require_small(paths, chat.IN_MEMORY, "Divide the conversations among several runs.")
-    documents = chat.read(paths, _tokenizer(config, vocab), config.template)
+    tokenizer = _tokenizer(config, vocab)
+    documents = chat.read(paths, tokenizer, config.template)
     if not config.held_out:
         count = len(documents.ends)
         cut = count - max(round(config.held_out_part * count), 1)
         if cut < 1:
             raise UserError(f"{paths[0]}: one conversation cannot be shared with held-out data.")
         documents = documents.part(range(cut) if split == "train" else range(cut, count))
-    return Packed(documents, sequence=sequence, seed=seed)
+    return Packed(documents, sequence=sequence, seed=seed, end_of_text=tokenizer.end_of_text)
 
 
 def _tokenizer(config: DataConfig, vocab: int) -> AnyTokenizer:

@@ -1,0 +1,247 @@
+"""Looks at this machine: would training work here, and with which kernels?
+
+  coat doctor           versions, devices, kernels, memory, the compilation cache
+  coat doctor --json    the same for programs
+
+exit codes:
+  0    training works here
+  1    it does not: the lines that begin with "fix" say what to do
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import textwrap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from coat_jax.printable import printable
+
+BROKEN = 1
+WIDTH = 96
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "safetensors")
+OF_GPUS = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "triton")
+OF_TRAINER = {
+    "grain": "grain",
+    "matplotlib": "matplotlib",
+    "rich": "rich",
+    "tokenizers": "tokenizers",
+}
+FIRST_CUDA_13_DRIVER = 580
+CACHE = "~/.cache/coat_jax/xla"
+
+
+class Problem(NamedTuple):
+    """What is wrong, and what mends it.
+
+    Attributes:
+        what: in a sentence.
+        fix: what to do.
+        fatal: whether training cannot run, or would not run where it should.
+    """
+
+    what: str
+    fix: str
+    fatal: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run_without_arguments() -> int:
+    """Prints the findings as text."""
+    return run(argparse.Namespace(json=False))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the findings; returns 0 if training would work, 1 otherwise."""
+    findings, problems = examine()
+    works = not any(problem.fatal for problem in problems)
+    if options.json:
+        listed = [problem._asdict() for problem in problems]
+        print(json.dumps({"works": works, **findings, "problems": listed}, indent=2))
+    else:
+        print(printable(_text(findings, problems, works)))
+    return 0 if works else BROKEN
+
+
+def examine() -> tuple[dict[str, Any], list[Problem]]:
+    """What is there, and what is wrong with it."""
+    problems = _missing_packages()
+    driver = nvidia_driver()
+    findings: dict[str, Any] = {"versions": versions(), "nvidia_driver": driver}
+    try:
+        devices = _devices()
+    except RuntimeError as error:  # of JAX, for a platform that is asked for and does not start
+        text = " ".join(str(error).split())
+        problems.append(
+            Problem(f"JAX finds no device: {text}", _fix_of_platform(driver), fatal=True)
+        )
+        return findings, problems
+    findings["devices"] = devices
+    if driver is not None and all(one["platform"] != "gpu" for one in devices):
+        problems.append(_unused_gpu(driver))
+    findings["kernels"], found = kernels(driver)
+    problems += found
+    findings["compilation_cache"], found = cache()
+    return findings, problems + found
+
+
+def versions() -> dict[str, str]:
+    """Of Python, this package and the packages that matter, as far as they are installed."""
+    from coat_jax import __version__
+
+    found = {"python": platform.python_version(), "coat_jax": __version__}
+    for name in (*PACKAGES, *OF_TRAINER, *OF_GPUS):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def nvidia_driver() -> str | None:
+    """The version of NVIDIA's driver; None without one."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return answer.stdout.split()[0] if answer.returncode == 0 and answer.stdout.strip() else None
+
+
+def kernels(driver: str | None) -> tuple[dict[str, str], list[Problem]]:
+    """Which implementation runs here, why, and what would make it the other one."""
+    from coat_jax.kernels import dispatch
+
+    capability = dispatch.gpu_capability()
+    if capability is None:
+        return {"runs": "xla", "why": "there is no GPU; kernels in Triton run on GPUs"}, []
+    if not dispatch.multiplies_fp8():
+        why = f"the GPU has compute capability {capability / 10}; FP8 needs 8.9 (Ada) or newer"
+        fix = "Train with --precision bf16, or on an Ada, Hopper or Blackwell GPU."
+        return {"runs": "xla", "why": why}, [Problem(f"FP8 layers do not run: {why}.", fix, True)]
+    if not dispatch.triton_installed():
+        why = "jax-triton and triton are not installed"
+        fix = f"pip install 'coat_jax[{_extra(driver)}]'"
+        return {"runs": "xla", "why": why}, [Problem(f"XLA replaces kernels: {why}.", fix, False)]
+    return {"runs": "triton", "why": f"the GPU has compute capability {capability / 10}"}, []
+
+
+def cache() -> tuple[dict[str, Any], list[Problem]]:
+    """JAX's compilation cache: where it is, how much it holds, and how much room there is."""
+    import jax
+
+    folder = Path(jax.config.values["jax_compilation_cache_dir"] or CACHE).expanduser()
+    entries = list(folder.glob("*-cache")) if folder.is_dir() else []
+    there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    found = {
+        "folder": str(folder),
+        "entries": len(entries),
+        "bytes": sum(entry.stat().st_size for entry in entries),
+        "free_bytes": shutil.disk_usage(there).free,
+    }
+    if os.access(there, os.W_OK):
+        return found, []
+    what = f"The compilation cache {folder} cannot be written, so every start compiles anew."
+    return found, [Problem(what, "Name another folder: coat train NAME --cache FOLDER", False)]
+
+
+# --- Parts -----------------------------------------------------------------------------------
+
+
+def _missing_packages() -> list[Problem]:
+    missing = [name for name, module in OF_TRAINER.items() if not importlib.util.find_spec(module)]
+    if not missing:
+        return []
+    what = f"The trainer needs {', '.join(missing)}: not installed."
+    return [Problem(what, "pip install 'coat_jax[train]'", fatal=True)]
+
+
+def _devices() -> list[dict[str, Any]]:
+    import jax
+
+    found = []
+    for device in jax.local_devices():
+        stats = device.memory_stats() or {}
+        limit, used = stats.get("bytes_limit"), stats.get("bytes_in_use", 0)
+        found.append(
+            {
+                "platform": device.platform,
+                "kind": device.device_kind,
+                "compute_capability": getattr(device, "compute_capability", None),
+                "free_bytes": _free_memory() if limit is None else limit - used,
+            }
+        )
+    return found
+
+
+def _free_memory() -> int | None:
+    """What the machine has free; None where the system does not say."""
+    names = os.sysconf_names if hasattr(os, "sysconf_names") else {}
+    if "SC_AVPHYS_PAGES" not in names:
+        return None
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _unused_gpu(driver: str) -> Problem:
+    asked = os.environ.get("JAX_PLATFORMS", "")
+    what = f"JAX sees only the CPU, though there is an NVIDIA driver ({driver})."
+    if asked and not {"cuda", "gpu"} & set(asked.split(",")):
+        return Problem(what, f"Unset JAX_PLATFORMS, which is {asked!r}.", fatal=True)
+    return Problem(what, f"pip install -U 'coat_jax[{_extra(driver)},train]'", fatal=True)
+
+
+def _fix_of_platform(driver: str | None) -> str:
+    asked = os.environ.get("JAX_PLATFORMS")
+    if driver is not None:
+        return f"pip install -U 'coat_jax[{_extra(driver)},train]'"
+    return "Install NVIDIA's driver" + (
+        f", or unset JAX_PLATFORMS, which is {asked!r}." if asked else "."
+    )
+
+
+def _extra(driver: str | None) -> str:
+    """The release of CUDA that a driver supports, as an extra of this package."""
+    if driver is None:
+        return "gpu"
+    return "cuda13" if int(driver.split(".")[0]) >= FIRST_CUDA_13_DRIVER else "cuda12"
+
+
+def _text(findings: dict[str, Any], problems: list[Problem], works: bool) -> str:
+    listed = ", ".join(f"{name} {version}" for name, version in findings["versions"].items())
+    lines = textwrap.wrap(
+        f"versions   {listed}", WIDTH, subsequent_indent=" " * 11, break_on_hyphens=False
+    )
+    lines += [
+        f"driver     {findings['nvidia_driver'] or 'no NVIDIA driver'}",
+    ]
+    for one in findings.get("devices", []):
+        capability = one["compute_capability"]
+        more = f", compute capability {capability}" if capability else ""
+        lines.append(f"device     {one['kind']} ({one['platform']}{more}), {_free(one)}")
+    if "kernels" in findings:
+        runs = {"triton": "Triton kernels", "xla": "XLA, without Triton kernels"}
+        lines.append(
+            f"kernels    {runs[findings['kernels']['runs']]}: {findings['kernels']['why']}"
+        )
+    if "compilation_cache" in findings:
+        held = findings["compilation_cache"]
+        size = f"{held['entries']:,} programs, {held['bytes'] / 1e9:.2f} GB"
+        lines.append(f"cache      {held['folder']}: {size}; {_free(held)} on the disk")
+    for problem in problems:
+        lines += ["", f"problem    {problem.what}", f"fix        {problem.fix}"]
+    end = "Training works here." if works else "Training does not work here yet."
+    return "\n".join([*lines, "", end])
+
+
+def _free(found: dict[str, Any]) -> str:
+    free = found["free_bytes"]
+    return "memory unknown" if free is None else f"{free / 1e9:,.1f} GB free"

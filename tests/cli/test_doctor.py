@@ -1,0 +1,99 @@
+"""`coat doctor`: code 0 where training works, and 1 with a remedy where it does not."""
+
+import importlib.util
+import json
+
+import jax
+import pytest
+
+from coat_jax import cli
+from coat_jax.cli import doctor
+from coat_jax.kernels import dispatch
+
+
+@pytest.fixture
+def examined(monkeypatch, capsys):
+    """Runs `coat doctor`, by default on a machine without an NVIDIA driver."""
+    monkeypatch.setattr(doctor, "nvidia_driver", lambda: None)
+
+    def run(*arguments):
+        code = cli.main(["doctor", *arguments])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def test_a_cpu_without_a_gpu_can_train(examined):
+    code, out = examined()
+    assert code == 0
+    assert f"jax {jax.__version__}" in out
+    assert "XLA, without Triton kernels: there is no GPU" in out
+    assert out.endswith("Training works here.\n")
+
+
+def test_json_says_the_same(examined):
+    code, out = examined("--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["works"]
+    assert found["problems"] == []
+    assert found["kernels"]["runs"] == "xla"
+    assert len(found["devices"]) == jax.local_device_count()
+    assert found["compilation_cache"]["free_bytes"] > 0
+
+
+@pytest.mark.parametrize(("driver", "extra"), [("580.65.06", "cuda13"), ("535.161", "cuda12")])
+def test_a_gpu_that_jax_does_not_see_needs_its_plugin(examined, monkeypatch, driver, extra):
+    monkeypatch.setattr(doctor, "nvidia_driver", lambda: driver)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    code, out = examined()
+    assert code == 1
+    assert "JAX sees only the CPU" in out
+    assert f"pip install -U 'coat_jax[{extra},train]'" in out
+
+
+def test_a_setting_that_hides_the_gpu_is_named(examined, monkeypatch):
+    monkeypatch.setattr(doctor, "nvidia_driver", lambda: "580.65.06")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    code, out = examined()
+    assert code == 1
+    assert "Unset JAX_PLATFORMS, which is 'cpu'" in out
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "code", "said"),
+    [
+        (90, True, 0, "Triton kernels: the GPU has compute capability 9.0"),
+        (90, False, 0, "pip install 'coat_jax[cuda13]'"),
+        (80, True, 1, "--precision bf16"),
+    ],
+)
+def test_what_kernels_need_is_named(examined, monkeypatch, capability, installed, code, said):
+    gpu = {"platform": "gpu", "kind": "H100", "compute_capability": "9.0", "free_bytes": 10**9}
+    monkeypatch.setattr(doctor, "nvidia_driver", lambda: "580.65.06")
+    monkeypatch.setattr(doctor, "_devices", lambda: [gpu])
+    monkeypatch.setattr(dispatch, "gpu_capability", lambda: capability)
+    monkeypatch.setattr(dispatch, "triton_installed", lambda: installed)
+    found, out = examined()
+    assert found == code
+    assert said in out
+
+
+def test_a_missing_package_is_named(examined, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "grain" and find(name))
+    code, out = examined()
+    assert code == 1
+    assert "needs grain" in out
+    assert "pip install 'coat_jax[train]'" in out
+
+
+def test_a_platform_that_does_not_start_is_named(examined, monkeypatch):
+    def fail():
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(doctor, "_devices", fail)
+    code, out = examined()
+    assert code == 1
+    assert "Unable to initialize backend" in out
+    assert "Install NVIDIA's driver" in out
