@@ -83,8 +83,7 @@ class RunFolder:
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         with failures_named(self.path, name):
-            writing.replace(self.path / name, json.dumps(content, indent=2) + "
-")
+            writing.replace(self.path / name, json.dumps(content, indent=2) + "\n")
 
     def _take(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
