@@ -1,33 +1,33 @@
 """How an optimizer stores its moments: which leaves in 8 bits, and in which formats.
 
-The rule, which looks at a leaf's own shape and at nothing else, so that no mesh changes it:
+The rule depends on a leaf's own shape alone, so that it is the same on every mesh:
 
     8 bits    leaves of at least `min_size` elements whose last axis has at least 16
     FP32      all others (norms, biases, narrow tables), where 8 bits would save next to nothing
 
-Both are stored in the same three arrays, so that the tree has one structure whatever the rule
-says. An FP32 leaf has its values in `codes`. Its `amax` and `k16` mean nothing and are tiny:
-of the parameter's rank and divisible like it, so that its sharding fits, but a few bytes.
-(They are not empty, because orbax refuses to save empty arrays.)
+Both are stored in the same three arrays, so that the structure of the tree does not depend on the
+rule. An FP32 leaf has its values in `codes`. Its `amax` and `k16` are unused placeholders of a few
+bytes, with the parameter's rank and divisible axes, so that its sharding fits them. (They are not
+empty, because orbax refuses to save empty arrays.)
 
-Adam's two moments are stored together, as what its update is made of:
+Adam's two moments are stored together, as the two factors of its update:
 
     second    v as an 8-bit logarithm (`numerics.logarithms`), rounded stochastically
     first     the direction m / sqrt(v) as an 8-bit integer (`numerics.integers`)
 
-Directions of a group are of similar size, where the moments themselves span many binades; and an
-error of v, which multiplies what is read of m too, leaves the direction as it was. Large codes of a
+The directions of a group are of similar size, while the moments themselves span many binades. An
+error of v also scales the m that is read, so it leaves the direction unchanged. Large codes of a
 direction are rounded to nearest, with half the error, small ones stochastically: without a gradient
-m / sqrt(v) decays by b1 / sqrt(b2) per step, which from a small code is less than half a step, and
-an element whose gradient has become zero would keep its momentum for ever.
+m / sqrt(v) decays by b1 / sqrt(b2) per step. For a small code that is less than half the distance
+to the next, and rounded to nearest the momentum would never decay.
 
-Where v is below the smallest number that its group can hold, the root of that number takes its
-place in the direction, when it is stored and when it is read.
+Where v is below the smallest number that its group can hold, m is divided by the root of that
+number instead of sqrt(v) when it is stored, and multiplied by it when it is read.
 
 The formats of the COAT paper are FP8 with dynamic range expansion (`numerics.expansion`) for both
 moments: `PAPER`. With stochastic rounding, `Storage(first=E4M3, second=E4M3)`, the first moment is
-rounded to nearest but for its smallest codes (`expansion.encode_dithered`), or stochastically if
-it decays so slowly that all codes would stand still.
+rounded to nearest except for its smallest codes (`expansion.encode_dithered`), or stochastically if
+it decays so slowly that rounding to nearest would undo the decay of every code.
 """
 
 import dataclasses
@@ -46,8 +46,8 @@ from coat_jax.numerics.qtensor import join_groups, scales_shape, split_groups
 DIRECTION = integers.DTYPE  # the format of a first moment that is stored over the root of v
 LOGARITHM = logarithms.DTYPE  # the format of a second moment
 MIN_COLUMNS = 16
-# In units of the last place, what a code must lose per step to be rounded to nearest: half of it
-# is rounded away.
+# Rounding to nearest undoes a decay of up to half a unit in the last place, so a code must lose
+# this many units per step to be rounded to nearest.
 MIN_DECAY = 0.75
 DIVISIBLE_BY = 8  # devices along one axis, for the unused scales of an FP32 leaf
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
@@ -87,7 +87,7 @@ class Storage:
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{name}={value!r} must be a whole number, zero or more.")
 
-    def holds_in_fp8(self, shape: tuple[int, ...]) -> bool:
+    def quantizes(self, shape: tuple[int, ...]) -> bool:
         """Whether a leaf of this shape is stored in 8 bits; see the rule above."""
         if self.min_size == 0:
             return True
@@ -96,7 +96,7 @@ class Storage:
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of `amax` and `k16` of a leaf."""
         scales = scales_shape(shape, self.group_size)
-        if self.holds_in_fp8(shape):
+        if self.quantizes(shape):
             return scales
         return tuple(math.gcd(size, DIVISIBLE_BY) if size else 0 for size in scales)
 
@@ -128,11 +128,11 @@ class Storage:
         Args:
             values: the leaf.
             dtype: its FP8 format.
-            key: of `numerics.noise`: rounds stochastically, so that what is read is right on
-                average. Without a key, or with `stochastic=False`, rounds to nearest.
+            key: of `numerics.noise`: rounds stochastically, so that the decoded value is right
+                on average. Without a key, or with `stochastic=False`, rounds to nearest.
             never_zero: see `expansion.encode`: for leaves that a transformation divides by.
         """
-        if not self.holds_in_fp8(values.shape):
+        if not self.quantizes(values.shape):
             return self._in_fp32(values)
         dither = None
         if key is not None and self.stochastic:
@@ -150,7 +150,7 @@ class Storage:
         b2: float | Array,
     ) -> tuple[Expanded, Expanded]:
         """Stores both moments of Adam, as described above."""
-        if not self.holds_in_fp8(m.shape):
+        if not self.quantizes(m.shape):
             return self._in_fp32(m), self._in_fp32(v)
         for_m = for_v = None
         if self.stochastic:
@@ -170,7 +170,7 @@ class Storage:
         self, m: Float[Array, "..."], key: UInt32[Array, ""], b: float | Array
     ) -> Expanded:
         """Stores a first moment that has no second one beside it, and decays by `b` per step."""
-        if not self.holds_in_fp8(m.shape):
+        if not self.quantizes(m.shape):
             return self._in_fp32(m)
         for_m = noise.uniform(key, m.shape, run=self.group_size) if self.stochastic else None
         if self.first != DIRECTION:
@@ -222,7 +222,7 @@ class Storage:
     def _decays_fast(self, b1: float | Array) -> bool | Array:
         """Whether every normal code decays by itself when it is rounded to nearest.
 
-        The one that loses the smallest part of its distance to the next is the second of a binade.
+        The second code of a binade loses the smallest part of its distance to the next.
         """
         return (2 ** format_of(self.first).mantissa_bits + 1) * (1 - b1) >= MIN_DECAY
 
@@ -231,7 +231,7 @@ class Storage:
         return "stochastic" if self.stochastic else "nearest"
 
     def smallest_second(self, stored: Expanded) -> Float[Array, "..."]:
-        """Per element of a second moment, the smallest non-zero that its group could hold."""
+        """The smallest positive number that the group of each second moment can hold."""
         if stored.codes.dtype == jnp.float32:
             return jnp.zeros([], jnp.float32)
         smallest = stored.amax * self.resolution_of_second()
@@ -240,7 +240,7 @@ class Storage:
         return join_groups(per_element, stored.codes.shape)
 
     def resolution_of_second(self) -> float:
-        """The smallest second moment that a group can hold beside a largest of 1."""
+        """The smallest non-zero second moment that a group can hold if its largest is 1."""
         if self.second == LOGARITHM:
             return logarithms.FIT.resolution
         return expansion.resolution(self.second, self.rounding_of_second())
@@ -255,14 +255,14 @@ _CODERS = {jnp.dtype(DIRECTION): integers, jnp.dtype(LOGARITHM): logarithms}
 
 
 def stochastic_below(b1: float | Array, b2: float | Array) -> Float[Array, ""]:
-    """The magnitude of code under which a direction is rounded stochastically; see above."""
+    """Codes of a direction below this magnitude are rounded stochastically; see above."""
     root = jnp.sqrt(jnp.maximum(jnp.asarray(b2, jnp.float32), expansion.SMALLEST))
     lost = 1 - b1 / root
     return jnp.where(lost > 0, MIN_DECAY / jnp.maximum(lost, 1e-6), jnp.inf)
 
 
 def _format(field: str, dtype: DTypeLike, own: DTypeLike | None) -> DTypeLike:
-    """The one of E4M3, E5M2 and `own` that is meant; raises for any other."""
+    """The one of E4M3, E5M2 and `own` that equals `dtype`; raises for any other."""
     for known in (E4M3, E5M2) if own is None else (own, E4M3, E5M2):
         try:
             if dtype is not None and jnp.dtype(dtype) == known:

@@ -1,18 +1,18 @@
-"""How ops hand out statistics of what they round: as the gradients of probes.
+"""How ops return statistics of the tensors that they round: as the gradients of probes.
 
-    y = op(x, probe)       the probe, zeros, has no part in y
+    y = op(x, probe)       the probe is zeros, and does not affect y
     d probe                what the op's backward pass returns for it: the statistics
 
 A probe is an argument of an op like any other, so its "gradient" passes through everything that
-gradients pass through: jit, scan over layers, recomputation, meshes of devices. It adds up where
-gradients do. No callbacks, no side effects in the compiled program.
+gradients pass through: jit, scan over layers, recomputation, meshes of devices. It is summed where
+gradients are. The compiled program has no callbacks and no side effects.
 
 `coat_jax.telemetry` makes the probes and sets the `Scope` in which ops look for theirs while they
-are traced. Where there is no scope an op gets None for its probe, which is no argument at all: its
-program is the same as if there were no such thing.
+are traced. Without a scope the probe of an op is None, and its program is the same as without
+telemetry.
 
-The scope is part of what JAX's caches of traced functions are keyed by. A layer that was traced
-while somebody watched is not used when nobody does, nor the other way round.
+The scope is part of the keys of JAX's caches of traced functions, so a layer that was traced within
+a scope is not reused without one, nor the other way round.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _current = jax.make_user_context(default_value=None)
 
 @jax.tree_util.register_pytree_node_class
 class Probe:
-    """What an op takes and differentiates: for each tensor zeros, or what was seen of it.
+    """An argument of an op: for each tensor zeros, or the sums that the op has recorded.
 
     Attributes:
         sums: by the tensor's name within the op.
@@ -38,7 +38,7 @@ class Probe:
         self.sums, self.weights = dict(sums), weights
 
     def seen(self, tensor: str, sums: Callable[[], Float[Array, "9"]]) -> "Probe":
-        """With the sums of a tensor; as it is where nobody asked for that tensor."""
+        """Adds the sums of a tensor; unchanged if the probe has no such tensor."""
         return Probe(self.sums | {tensor: sums()}, self.weights) if tensor in self.sums else self
 
     def tree_flatten(self) -> tuple[Any, Any]:
@@ -60,8 +60,8 @@ class Found(NamedTuple):
     """A tensor that an op rounds.
 
     Attributes:
-        layers: how many have it: a name with a * stands for that many, numbered from 0. None for
-            a name that stands for itself.
+        layers: how many layers have it: the * in its name stands for their numbers, from 0. None
+            for a name without a *.
     """
 
     layers: int | None
@@ -71,7 +71,7 @@ class Scope:
     """Where ops look for probes.
 
     Attributes:
-        found: every tensor that was asked for so far, by its name.
+        found: every tensor whose op has asked for a probe so far, by its name.
         probes: by the same names; None while names are only collected.
     """
 

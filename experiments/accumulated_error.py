@@ -186,7 +186,7 @@ def matrices(tree: Any) -> dict[str, dict[str, Array]]:
     parts: dict[str, dict[str, Array]] = {part: {} for part in PARTS}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path)
-        if Storage().holds_in_fp8(leaf.shape):
+        if Storage().quantizes(leaf.shape):
             parts[PARTS[0] if "layers" in name else PARTS[1]][name] = leaf
     return parts
 

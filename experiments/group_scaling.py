@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coat_jax.kernels import dispatch
-from coat_jax.kernels.activation_fused import COLUMNS_PER_MAXIMUM, activation_forward
+from coat_jax.kernels.activation import COLUMNS_PER_MAXIMUM, activation_forward
 from coat_jax.kernels.norm import Norm, bound
 from coat_jax.numerics.formats import E4M3
 from experiments import records

@@ -47,7 +47,7 @@ def compile_for(mesh: jax.sharding.Mesh, function: Callable, *args: Any, **jit: 
 
 def compile_step(
     config: TrainConfig, sizes: tuple[int, int, int]
-) -> tuple[Any, accounting.Memory, State]:
+) -> tuple[Any, accounting.DeviceMemory, State]:
     """The trainer's step on a mesh of `sizes`, what it takes of each GPU, the state's shapes."""
     mesh = hopper_mesh(sizes, NAMES)
     prepared = prepare(config, mesh)

@@ -33,7 +33,11 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 WITH_EXAMPLES = [page for page in PAGES if "```python" in page.read_text()]
-MODULES = sorted(m.name for m in pkgutil.walk_packages(coat_jax.__path__, "coat_jax."))
+MODULES = sorted(
+    m.name
+    for m in pkgutil.walk_packages(coat_jax.__path__, "coat_jax.")
+    if not m.name.startswith("coat_jax.kernels.triton.")  # they need Triton, and have no examples
+)
 SOURCES = [
     *pages.names(),
     *(f"coat_jax/cli/{name}.py" for name in cli.COMMANDS),

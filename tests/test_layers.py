@@ -178,13 +178,13 @@ def test_the_rule_can_be_kept(module, source):
     assert objections(imports_of(source, module, False, MODULES), module) == []
 
 
-def import_afresh():
-    """Imports the package in a new interpreter: its seconds on top of JAX and optax, and what
+def import_afresh(*modules):
+    """Imports modules in a new interpreter: their seconds on top of JAX and optax, and what
     is there then of the HEAVY modules. Processor time, because machines may be busy."""
     source = f"""
 import jax, optax, sys, time
 start = time.process_time()
-import coat_jax
+import {", ".join(modules)}
 print(time.process_time() - start, *{HEAVY} & set(sys.modules))
 """
     result = subprocess.run(
@@ -201,9 +201,27 @@ print(time.process_time() - start, *{HEAVY} & set(sys.modules))
 
 def test_importing_the_package_is_quick_and_without_triton_or_torch():
     """The best of three, of which the second and third are taken only if they matter."""
-    seconds, heavy = import_afresh()
+    seconds, heavy = import_afresh("coat_jax")
     assert heavy == []
     for _ in range(2):
         if seconds >= IMPORT_SECONDS:
-            seconds = min(seconds, import_afresh()[0])
+            seconds = min(seconds, import_afresh("coat_jax")[0])
     assert seconds < IMPORT_SECONDS, "see `python -X importtime -c 'import coat_jax'`"
+
+
+def test_importing_what_launches_kernels_imports_no_triton():
+    """The modules of kernels/triton do, where the first kernel of each is launched."""
+    modules = [m for m in MODULES if m.startswith("coat_jax.kernels") and not in_triton(m)]
+    _, heavy = import_afresh(*modules)
+    assert heavy == []
+
+
+def in_triton(module):
+    """Whether a module holds kernels in Triton's language."""
+    return module.startswith("coat_jax.kernels.triton.")
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if in_triton(m)])
+def test_kernels_import_kernels_only(module):
+    """No module that launches them, and none of the package whose functions are not Triton's."""
+    assert [target for target, _ in edges_of(module) if not in_triton(target)] == []

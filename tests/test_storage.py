@@ -42,19 +42,19 @@ def values_of(shape):
     ids=str,
 )
 def test_the_rule_of_the_default(shape, in_fp8):
-    assert Storage().holds_in_fp8(shape) is in_fp8
+    assert Storage().quantizes(shape) is in_fp8
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("min_size", [1, 2, 17, 1000, 10**9])
 def test_fp8_needs_the_size_and_the_columns(shape, min_size):
     enough = np.prod(shape, dtype=int) >= min_size and (shape or (0,))[-1] >= MIN_COLUMNS
-    assert Storage(min_size=min_size).holds_in_fp8(shape) == enough
+    assert Storage(min_size=min_size).quantizes(shape) == enough
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_minimum_of_zero_takes_every_leaf(shape):
-    assert Storage(min_size=0).holds_in_fp8(shape)
+    assert Storage(min_size=0).quantizes(shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -1,4 +1,4 @@
-"""A model, token by token: the keys and values of past tokens are kept, not computed again.
+"""A model, token by token: the keys and values of past tokens are stored, not recomputed.
 
     slot      0   1   2   3   4   5   6   7
     text 0    .   .   a   b   c   d   -   -       starts at slot 2
@@ -128,7 +128,7 @@ def _through(
 
 
 def _padded(new: Float[Array, "L B S K H"], slots: int, config: Config) -> Float[Array, "..."]:
-    """With empty slots behind, cut over the mesh as batches and heads are."""
+    """Appends empty slots, and shards the result as batches and heads are sharded."""
     empty = slots - new.shape[2]
     padded = jnp.pad(new, [(0, empty if axis == 2 else 0) for axis in range(new.ndim)])
     mesh = jax.sharding.get_abstract_mesh()

@@ -98,12 +98,12 @@ def _stream(
 
 
 def _length(longest: int, context: int) -> int:
-    """How long the rows are for which a program is made."""
+    """The sequence length of the program that prompts of this length share."""
     return min(max(SHORTEST, 1 << (longest - 1).bit_length()), context)
 
 
 def _rows(prompts: int, config: Config) -> int:
-    """How many rows a batch must have to be cut along its axes of the mesh."""
+    """The smallest batch for these prompts that can be sharded along `batch_axes`."""
     mesh = jax.sharding.get_abstract_mesh()
     parts = math.prod(mesh.shape[axis] for axis in config.batch_axes) if not mesh.empty else 1
     return math.ceil(prompts / parts) * parts

@@ -56,14 +56,14 @@ def choose(
     """
     if not sampling.temperature:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    kept = allowed(_sharpened(logits, sampling.temperature), sampling)
+    logits = allowed(_sharpened(logits, sampling.temperature), sampling)
     key = jax.random.key(sampling.seed)
 
     def one(row: Array, number: Array, step: Array) -> Array:
         own = jax.random.fold_in(jax.random.fold_in(key, number), step)
         return jax.random.categorical(own, row)
 
-    return jax.vmap(one)(kept, numbers, steps).astype(jnp.int32)
+    return jax.vmap(one)(logits, numbers, steps).astype(jnp.int32)
 
 
 def _sharpened(logits: Float[Array, "B V"], temperature: float) -> Float[Array, "B V"]:

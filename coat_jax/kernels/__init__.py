@@ -1,1 +1,1 @@
-"""The heavy arithmetic: one concept per file, the `jnp` reference above its Triton kernel."""
+"""The heavy arithmetic: `jnp` references, and the functions that launch Triton kernels."""

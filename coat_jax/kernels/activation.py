@@ -1,19 +1,38 @@
-"""The non-linear part of an MLP, and its gradient: element by element, in FP32.
+"""The elementwise part of an MLP, and its gradient.
 
-hidden = (gate, up)     a = act(gate) * up
-hidden = (up,)          a = act(up)
+    hidden = (gate, up)     a = act(gate) * up
+    hidden = (up,)          a = act(up)
 
-`gradient_bounds` tells without computing them how large gradients can be: from what bounds each row
-of the activation's gradient, and from what the exponents of the row's blocks allow.
+`activate` and `activate_backward` are the references, in FP32. `gradient_bounds` bounds the
+gradients without computing them, from the exponents of the saved blocks.
+
+The kernels go from FP8 to FP8. A tensor's scale must be known before its codes are written, hence
+two passes forward:
+
+    activation_forward          hidden -> blocks, maxima of |a|
+    activation_cast             blocks -> a as one FP8 tensor
+    activation_forward_exact    hidden -> blocks, maxima of |a|, a with many scales
+    activation_rescale          a, maxima -> a as one FP8 tensor
+    activation_backward         blocks, da -> the gradients of hidden in FP8, in both layouts;
+                                a as one FP8 tensor, transposed
+
+The first pair computes a from what the blocks decode to, the second one from hidden itself. Maxima
+are over 32 columns of a row: few enough numbers to be reduced quickly, and narrow enough that a
+mesh can shard widths like 11008 = 32 x 344.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from coat_jax.kernels import dispatch
+from coat_jax.kernels.launch import launch, tile_count
+from coat_jax.kernels.sharding import as_3d, run_sharded
 from coat_jax.numerics.blocks import Blocks, power_of_two
 from coat_jax.numerics.formats import format_of
 
@@ -30,6 +49,20 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
+COLUMNS_PER_MAXIMUM = 32  # or a block, if that is wider
+# Per pass: rows and columns of a tile, warps of a program. Measured to be the fastest on an H200.
+TILES = {
+    "forward": (32, 128, 4),
+    "exact": (16, 128, 4),  # not measured; spills no registers
+    "cast": (32, 128, 8),
+    "backward": (32, 128, 8),
+}
+
+
+def has_kernel(name: str) -> bool:
+    """Whether the Triton kernels compute an activation; XLA computes any."""
+    return name in get_args(InKernels)
+
 
 def require_activation(name: str) -> None:
     """Raises unless there is an activation of this name."""
@@ -37,15 +70,10 @@ def require_activation(name: str) -> None:
         raise ValueError(f"activation={name!r} must be one of {tuple(ACTIVATIONS)}.")
 
 
-def has_kernel(name: str) -> bool:
-    """Whether the Triton kernels know an activation; through XLA any is computed."""
-    return name in get_args(InKernels)
-
-
 def activate(
     hidden: Sequence[Float[Array, "*rows F"]], activation: Activation
 ) -> Float[Array, "*rows F"]:
-    """The activation of a gate and what it gates, or of one array; in FP32."""
+    """act(gate) * up, or act(up), in FP32."""
     first, *gated = (h.astype(jnp.float32) for h in hidden)
     a = ACTIVATIONS[activation](first)
     return a * gated[0] if gated else a
@@ -64,13 +92,13 @@ def activate_backward(
 def gradient_bounds(
     hidden: Sequence[Blocks], da_bound: Float[Array, "*rows"], activation: Activation
 ) -> tuple[Float[Array, ""], ...]:
-    """What no magnitude in the gradients of `hidden` exceeds.
+    """An upper bound of the magnitudes in the gradient of each of `hidden`.
 
-    `hidden` counts with the largest values that its exponents allow: nothing is read but those.
+    It is computed from the largest values that the exponents of `hidden` allow, without the codes.
 
     Args:
-        hidden: what was kept.
-        da_bound: what no magnitude in each row of the gradient of the activation exceeds.
+        hidden: the saved blocks.
+        da_bound: an upper bound of the magnitudes in each row of the activation's gradient.
         activation: the activation.
     """
     da_bound = da_bound[..., None]
@@ -81,8 +109,212 @@ def gradient_bounds(
 
 
 def steepest(m: Float[Array, "..."], activation: Activation) -> tuple[Array, Array | float]:
-    """What neither |act(x)| nor the magnitude of its slope exceeds where |x| <= m."""
+    """Upper bounds of |act(x)| and |act'(x)| where |x| <= m."""
     require_activation(activation)
     if activation == "relu2":
         return m * m, 2 * m
     return m, 1.13  # gelu has the largest slope: 1.1290 at sqrt(2)
+
+
+# --- Kernels ---------------------------------------------------------------------------------
+
+
+def activation_forward(
+    hidden: Sequence[Float[Array, "*rows F"]], act: Activation, dtype: DTypeLike, size: int
+) -> tuple[tuple[Blocks, ...], Float[Array, "B S M"]]:
+    """Blocks of `hidden`, with rows [B, S]; and the maxima of its activation's magnitudes."""
+    from coat_jax.kernels.triton.activation import activation_forward_tile
+
+    blocks, (maxima,) = _forward(activation_forward_tile, hidden, act, dtype, size, "forward")
+    return blocks, maxima
+
+
+def activation_forward_exact(
+    hidden: Sequence[Float[Array, "*rows F"]], act: Activation, dtype: DTypeLike, size: int
+) -> tuple[tuple[Blocks, ...], Array, Float[Array, "B S M"]]:
+    """Blocks of `hidden`; the activation's codes [B, S, F]; the maxima of its magnitudes.
+
+    The codes have one scale for each maximum, a power of two that follows from it. A maximum is
+    over the activations of hidden and of its blocks: the backward pass recomputes the latter, with
+    the scale of the forward pass.
+    """
+    from coat_jax.kernels.triton.activation import activation_forward_exact_tile
+
+    blocks, (codes, maxima) = _forward(
+        activation_forward_exact_tile, hidden, act, dtype, size, "exact"
+    )
+    return blocks, codes, maxima
+
+
+def _forward(
+    kernel: Any,
+    hidden: Sequence[Float[Array, "*rows F"]],
+    act: Activation,
+    dtype: DTypeLike,
+    size: int,
+    pass_: Literal["forward", "exact"],
+) -> tuple[tuple[Blocks, ...], list[Array]]:
+    """Blocks of `hidden`, and the kernel's other results: codes if "exact", then maxima."""
+    hidden = [as_3d(h) for h in hidden]
+    per_maximum = max(size, COLUMNS_PER_MAXIMUM)
+    exact = pass_ == "exact"
+
+    def run(*hidden: Array) -> list[Array]:
+        *rows, columns = hidden[0].shape
+        codes = jax.ShapeDtypeStruct(hidden[0].shape, dtype)
+        exponents = jax.ShapeDtypeStruct((*rows, -(-columns // size)), jnp.uint8)
+        maxima = jax.ShapeDtypeStruct((*rows, -(-columns // per_maximum)), jnp.float32)
+        return launch(
+            kernel,
+            hidden[0],
+            hidden[-1],
+            outputs=[codes, exponents, codes, exponents, *[codes] * exact, maxima],
+            **_tiles(rows, columns, size, pass_),
+            PER_MAXIMUM=per_maximum,
+            NAME=act,
+            GATED=len(hidden) == 2,
+            F8=format_of(dtype),
+            FAST=not dispatch.interpreting(),
+        )
+
+    blocked = ["b s f", f"b s f/{size}"]
+    results = [*blocked, *blocked, *["b s f"] * exact, f"b s f/{per_maximum}"]
+    written = run_sharded(run, hidden, ["b s f"] * len(hidden), results)
+    blocks = (Blocks(*written[:2]), Blocks(*written[2:4]))
+    return blocks[: len(hidden)], list(written[4:])
+
+
+def activation_cast(
+    hidden: Sequence[Blocks], act: Activation, scale: Float[Array, ""], size: int
+) -> Array:
+    """act(hidden) / scale as FP8 codes, in the blocks' format."""
+    from coat_jax.kernels.triton.activation import activation_cast_tile
+
+    def run(scale: Array, *parts: Array) -> list[Array]:
+        *rows, columns = parts[0].shape
+        return launch(
+            activation_cast_tile,
+            *parts[:2],
+            *parts[-2:],
+            scale,
+            outputs=[jax.ShapeDtypeStruct(parts[0].shape, parts[0].dtype)],
+            **_tiles(rows, columns, size, "cast"),
+            NAME=act,
+            GATED=len(parts) == 4,
+            F8=format_of(parts[0].dtype),
+            FAST=not dispatch.interpreting(),
+        )
+
+    parts = [part for blocks in hidden for part in blocks]
+    (result,) = run_sharded(run, [scale, *parts], ["", *_axes(hidden, size)], ["b s f"])
+    return result
+
+
+def activation_rescale(
+    codes: Float[Array, "B S F"],
+    maxima: Float[Array, "B S M"],
+    scale: Float[Array, ""],
+    size: int,
+) -> Array:
+    """The codes with one `scale`, in place of the scales that follow from the maxima.
+
+    All scales are powers of two, so a code changes only where it becomes subnormal.
+    """
+    from coat_jax.kernels.triton.activation import activation_rescale_tile
+
+    per_maximum = max(size, COLUMNS_PER_MAXIMUM)
+
+    def run(codes: Array, maxima: Array, scale: Array) -> list[Array]:
+        *rows, columns = codes.shape
+        return launch(
+            activation_rescale_tile,
+            codes,
+            maxima,
+            scale,
+            outputs=[jax.ShapeDtypeStruct(codes.shape, codes.dtype)],
+            **_tiles(rows, columns, per_maximum, "cast"),
+            F8=format_of(codes.dtype),
+            FAST=not dispatch.interpreting(),
+        )
+
+    axes = ["b s f", f"b s f/{per_maximum}", ""]
+    (result,) = run_sharded(run, [codes, maxima, scale], axes, ["b s f"])
+    return result
+
+
+def activation_backward(
+    hidden: Sequence[Blocks],
+    da: Float[Array, "*rows F"],
+    act: Activation,
+    scale: Float[Array, ""],
+    gradient_scales: Sequence[Float[Array, ""]],
+    size: int,
+    dtype: DTypeLike,
+) -> tuple[Array, list[tuple[Array, Array]]]:
+    """act(hidden) / scale as codes [F, B, S]; the gradients likewise, [B, S, F] and [F, B, S].
+
+    Args:
+        hidden: the saved blocks.
+        da: the gradient of act(hidden).
+        act: the activation.
+        scale: of act(hidden), as in the forward pass.
+        gradient_scales: one for each of `hidden`.
+        size: of the blocks.
+        dtype: of the gradients' codes; the activation's are in the blocks' format.
+    """
+    from coat_jax.kernels.triton.activation import (
+        activation_backward_tile,
+        activation_backward_ungated_tile,
+    )
+
+    def run(da: Array, scale: Array, first: Array, last: Array, *parts: Array) -> list[Array]:
+        *rows, columns = da.shape
+        straight = jax.ShapeDtypeStruct(da.shape, dtype)
+        transposed = jax.ShapeDtypeStruct((columns, *rows), dtype)
+        recomputed = jax.ShapeDtypeStruct((columns, *rows), parts[0].dtype)
+        return launch(
+            activation_backward_tile if len(parts) == 4 else activation_backward_ungated_tile,
+            da,
+            *parts[:2],
+            *parts[-2:],
+            scale,
+            first,
+            last,
+            outputs=[recomputed, *[straight, transposed] * (len(parts) // 2)],
+            **_tiles(rows, columns, size, "backward"),
+            NAME=act,
+            GATED=len(parts) == 4,
+            F8=format_of(parts[0].dtype),
+            GRADIENT_F8=format_of(dtype),
+            FAST=not dispatch.interpreting(),
+        )
+
+    parts = [part for blocks in hidden for part in blocks]
+    recomputed, *codes = run_sharded(
+        run,
+        [as_3d(da), scale, gradient_scales[0], gradient_scales[-1], *parts],
+        ["b s f", "", "", "", *_axes(hidden, size)],
+        ["f b s", *["b s f", "f b s"] * len(hidden)],
+    )
+    return recomputed, list(zip(codes[::2], codes[1::2], strict=True))
+
+
+def _axes(hidden: Sequence[Blocks], size: int) -> list[str]:
+    """The named axes of the codes and exponents of blocks, for `run_sharded`."""
+    return ["b s f", f"b s f/{size}"] * len(hidden)
+
+
+def _tiles(rows: Sequence[int], columns: int, size: int, pass_: str) -> dict[str, Any]:
+    """The arguments of `launch` that divide an array into tiles."""
+    count = math.prod(rows)
+    tile_rows, tile_columns, warps = TILES[pass_]
+    tile_columns = max(tile_columns, size)
+    return {
+        "programs": tile_count(count, columns, tile_rows, tile_columns),
+        "warps": warps,
+        "ROWS": count,
+        "COLUMNS": columns,
+        "TILE_ROWS": tile_rows,
+        "TILE_COLUMNS": tile_columns,
+        "SIZE": size,
+    }

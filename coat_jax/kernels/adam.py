@@ -6,43 +6,36 @@
     d = clip(d, largest_direction)               what exact moments could give at most
     p = p - learning_rate (d + weight_decay p)
 
-s is the smallest second moment that the element's group can hold, about amax 2^-36. A smaller one
-may have been rounded to zero, so its root says nothing; the step is then too small, not too large.
+s is the smallest second moment that the element's group can store, about amax 2^-36. A smaller v
+may have been rounded to zero, so its root cannot be trusted. Dividing by the larger number makes
+the step too small, not too large.
 
-`adam_reference` is this in `jnp`, one leaf at a time: the specification, and what runs through
-XLA. The Triton kernel does it in one pass over memory and in place: 14.2 bytes moved per FP32
-parameter with BF16 gradients. Without a parameter a leaf's result is its direction d, for the
-links of an optax chain that follow. Results of kernel and reference differ by the rounding of
-approximate logarithms, powers and roots; a stored code may differ by one on the edge.
+`adam_reference` is this in `jnp`, one leaf at a time: the specification, and what runs through XLA.
+The Triton kernel (`triton.adam`, launched by `adam_launch`) takes one pass over memory, in place:
+it moves 14.2 bytes per FP32 parameter with BF16 gradients. Without a parameter the result of a leaf
+is its direction d, for the next transformations of an optax chain. Results of kernel and reference
+differ by the rounding of approximate logarithms, powers and roots. A stored code may differ by one
+where the exact value is near the middle between two codes.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from coat_jax.kernels.expansion import clip, mix, noise_bits, reciprocal, sqrt
-from coat_jax.kernels.launch import kernel
-from coat_jax.kernels.moments import encode_first, encode_second, load_codes, read_moments
 from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import SMALLEST, Expanded
 from coat_jax.storage import Storage, stochastic_below
-
-if TYPE_CHECKING:
-    import triton.language as tl
-
 
 Number = float | Array
 LARGEST_GRADIENT = 2.0**63
 
 
 class Hyper(NamedTuple):
-    """The numbers of a step: Python floats, or scalars computed in the program."""
+    """The hyperparameters of a step: Python floats, or scalars computed in the program."""
 
     learning_rate: Number = 0.0
     b1: Number = 0.9
@@ -51,14 +44,14 @@ class Hyper(NamedTuple):
     eps_root: Number = 0.0
     weight_decay: Number = 0.0
     grad_scale: Number = 1.0  # multiplies the gradients: clipping, loss scaling
-    skip: bool | Array = False  # where true, the step changes nothing
+    skip: bool | Array = False  # if true, the step changes nothing
 
 
 class Leaf(NamedTuple):
-    """The arrays of one leaf; `param` is None where only the direction is wanted."""
+    """The arrays of one leaf; `param` is None if only the direction is wanted."""
 
-    param: Float[Array, ...] | None
-    grad: Float[Array, ...]
+    param: Float[Array, "..."] | None
+    grad: Float[Array, "..."]
     mu: Expanded
     nu: Expanded
 
@@ -66,7 +59,7 @@ class Leaf(NamedTuple):
 class Stepped(NamedTuple):
     """The results for one leaf: the new parameter, or the direction; and the new moments."""
 
-    result: Float[Array, ...]
+    result: Float[Array, "..."]
     mu: Expanded
     nu: Expanded
 
@@ -106,7 +99,7 @@ def adam_reference(
     if leaf.param is None:
         result = direction.astype(leaf.grad.dtype)
     else:
-        # In FP32, or in the parameter's FP64: that of a step of zero must not change.
+        # In FP32, or in FP64 like the parameter: a step of zero must not change it.
         param = leaf.param.astype(jnp.promote_types(leaf.param.dtype, jnp.float32))
         if decayed:
             direction = direction + hyper.weight_decay * param
@@ -123,19 +116,19 @@ def adam_reference(
 
 
 def adam_update(
-    m: Float[Array, ...],
-    v: Float[Array, ...],
-    grad: Float[Array, ...],
+    m: Float[Array, "..."],
+    v: Float[Array, "..."],
+    grad: Float[Array, "..."],
     count: Int[Array, ""],
     hyper: Hyper,
     *,
     nesterov: bool,
-    smallest_v: Float[Array, ...] | float = 0.0,
-) -> tuple[Float[Array, ...], Float[Array, ...], Float[Array, ...]]:
+    smallest_v: Float[Array, "..."] | float = 0.0,
+) -> tuple[Float[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
     """Returns the new moments and the direction, in FP32.
 
-    `smallest_v` is the smallest second moment that could be stored: a smaller one counts as
-    that in the direction.
+    `smallest_v` is the smallest second moment that can be stored. The direction is divided by the
+    root of at least that.
     """
     b1, b2 = hyper.b1, hyper.b2
     infinite = jnp.isinf(grad)
@@ -189,18 +182,39 @@ def bias(decay: Number, count: Int[Array, ""]) -> Float[Array, ""]:
 
 
 def log_decay(decay: Number) -> Number:
+    """log(decay), which is minus infinity for a decay of zero."""
     if isinstance(decay, int | float):
         return math.log(decay) if decay > 0 else -math.inf
     return jnp.log(decay)
 
 
-# --- The kernel ------------------------------------------------------------------------------
+class StepNumbers(NamedTuple):
+    """The scalars of a step, as the kernel uses them. NUMBER has the index of each."""
+
+    log2_b1: Number  # m <- b1 m + grad_to_m g
+    grad_to_m: Number
+    log2_b2: Number  # v <- b2 v + (grad_to_root_v g)^2
+    grad_to_root_v: Number
+    rsqrt_debias2: Number  # denominator = sqrt(v + eps_root) rsqrt_debias2 + eps
+    eps: Number
+    eps_root: Number
+    m_to_step: Number  # numerator = m_to_step m + grad_to_step g
+    grad_to_step: Number
+    decay: Number  # the share of the parameter that weight decay subtracts
+    skip: Number  # 1 if nothing is stored
+    largest_gradient: Number  # before grad_scale
+    largest_step: Number
+    smallest_v: Number  # of a group, for a largest v of 1
+    stochastic_below: Number  # smaller codes of a direction are rounded stochastically
+
+
+NUMBER = StepNumbers(*range(len(StepNumbers._fields)))
 
 
 def numbers_of_step(
     count: Int[Array, ""], hyper: Hyper, *, nesterov: bool, has_param: bool, smallest_v: float
-) -> Float[Array, 15]:
-    """What the kernel multiplies by, the same for all elements: computed once, by XLA.
+) -> Float[Array, "numbers"]:
+    """The `StepNumbers` as one array, which XLA computes once per step.
 
     `smallest_v` is `Storage.resolution_of_second`.
     """
@@ -211,147 +225,21 @@ def numbers_of_step(
         from_m, from_grad = b1 / bias(b1, count + 1), (1 - b1) * grad_scale / debias1
     sign = -lr if has_param else 1.0
     bound = jnp.abs(sign) * largest_direction(count, b1, b2, nesterov=nesterov)
-    numbers = [
-        jnp.log2(b1),  # 0, 1: of the first moment and the gradient
-        (1 - b1) * grad_scale,
-        jnp.log2(b2),  # 2, 3: of the second moment; of the gradient before it is squared
-        jnp.sqrt(1.0 - b2) * grad_scale,
-        jax.lax.rsqrt(debias2),  # 4 - 6: sqrt(v + [6]) * [4] + [5] divides
-        jnp.maximum(eps, SMALLEST),
-        eps_root * debias2,
-        sign * from_m,  # 7, 8: what is divided
-        sign * from_grad,
-        lr * weight_decay,  # 9
-        skip,  # 10: whether nothing is stored
-        LARGEST_GRADIENT / jnp.abs(grad_scale),  # 11: of the gradient as it arrives
-        jnp.where(jnp.isnan(bound), jnp.inf, bound),  # 12; 0 inf at a learning rate of zero
-        b2 * smallest_v,  # 13: times a group's largest v, the least that divides
-        stochastic_below(b1, b2),  # 14: of codes of directions
-    ]
+    numbers = StepNumbers(
+        log2_b1=jnp.log2(b1),
+        grad_to_m=(1 - b1) * grad_scale,
+        log2_b2=jnp.log2(b2),
+        grad_to_root_v=jnp.sqrt(1.0 - b2) * grad_scale,
+        rsqrt_debias2=jax.lax.rsqrt(debias2),
+        eps=jnp.maximum(eps, SMALLEST),
+        eps_root=eps_root * debias2,
+        m_to_step=sign * from_m,
+        grad_to_step=sign * from_grad,
+        decay=lr * weight_decay,
+        skip=skip,
+        largest_gradient=LARGEST_GRADIENT / jnp.abs(grad_scale),
+        largest_step=jnp.where(jnp.isnan(bound), jnp.inf, bound),  # 0 inf at a learning rate of 0
+        smallest_v=b2 * smallest_v,
+        stochastic_below=stochastic_below(b1, b2),
+    )
     return jnp.stack([jnp.asarray(number, jnp.float32) for number in numbers])
-
-
-# A program steps one block of one leaf: some groups of neighbours. `numbers` are those above,
-# `keys` one noise.leaf_key per leaf, `layout` a row of adam_launch's table: where the leaf's
-# blocks begin and so on.
-
-
-@kernel
-def step_block(
-    block,
-    numbers,
-    keys,
-    layout,
-    param,
-    grad,
-    mu_codes,
-    mu_amax,
-    mu_k16,
-    nu_codes,
-    nu_amax,
-    nu_k16,
-    result,
-    mu_codes_out,
-    mu_amax_out,
-    mu_k16_out,
-    nu_codes_out,
-    nu_amax_out,
-    nu_k16_out,
-    GROUP: tl.constexpr,
-    GROUPS_PER_BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-    FULL: tl.constexpr,
-    JUMPS: tl.constexpr,
-    HAS_PARAM: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    EPS_ROOT: tl.constexpr,
-    ROUND_PARAM: tl.constexpr,
-    MAY_SKIP: tl.constexpr,
-    MU: tl.constexpr,
-    NU: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    # Where the block's groups are.
-    lane = tl.arange(0, GROUP)
-    first = (block - tl.load(layout)) * GROUPS_PER_BLOCK
-    group = first + tl.arange(0, GROUPS_PER_BLOCK)
-    exists = group < tl.load(layout + 1)
-    if WHOLE:
-        start = first.to(tl.int64) * GROUP
-        at = tl.arange(0, GROUPS_PER_BLOCK)[:, None] * GROUP + lane[None, :]
-        here = exists[:, None] & (lane < GROUP)[None, :]
-    else:
-        groups_per_row = tl.load(layout + 2)
-        columns = tl.load(layout + 3)
-        column = (group % groups_per_row) * GROUP
-        start = tl.zeros([], tl.int64)
-        at = (group // groups_per_row).to(tl.int64) * columns + column
-        at = at[:, None] + lane[None, :]
-        here = exists[:, None] & (column[:, None] + lane[None, :] < columns)
-    if FULL:  # Every block is: no masks.
-        exists = tl.full([GROUPS_PER_BLOCK], 1, tl.int1)
-        here = tl.full([GROUPS_PER_BLOCK, GROUP], 1, tl.int1)
-
-    # Decode and update. Factors common to a group or to the step are multiplied first.
-    raw = tl.load(grad + start + at, mask=here, other=0.0).to(tl.float32)
-    mu = load_codes(mu_codes + start + at, here, MU)
-    nu = load_codes(nu_codes + start + at, here, NU)
-    if HAS_PARAM:
-        p = tl.load(param + start + at, mask=here, other=0.0).to(tl.float32)
-    mu_amax = tl.load(mu_amax + group, mask=exists, other=0.0)
-    nu_amax = tl.load(nu_amax + group, mask=exists, other=0.0)
-    mu_k16 = tl.load(mu_k16 + group, mask=exists, other=16)
-    nu_k16 = tl.load(nu_k16 + group, mask=exists, other=16)
-    g = clip(raw, tl.load(numbers + 11), FAST)
-    m, v = read_moments(
-        mu, mu_amax, mu_k16, nu, nu_amax, nu_k16,
-        tl.load(numbers), tl.load(numbers + 2), MU, NU, FAST,
-    )  # fmt: skip
-    m += tl.load(numbers + 1) * g
-    root_of_new = tl.load(numbers + 3) * g
-    v += root_of_new * root_of_new
-
-    if MAY_SKIP:  # What is not stored stays: the step is in place.
-        skipped = tl.load(numbers + 10) != 0.0
-        exists = tl.where(skipped, False, exists)
-        here = tl.where(skipped, False, here)
-
-    # The direction, or the new parameter.
-    smallest = nu_amax * tl.load(numbers + 13)
-    spread = tl.maximum(v, smallest[:, None], propagate_nan=tl.PropagateNan.ALL)
-    if EPS_ROOT:
-        spread += tl.load(numbers + 6)
-    spread = sqrt(spread, FAST) * tl.load(numbers + 4) + tl.load(numbers + 5)
-    moved = m * tl.load(numbers + 7)
-    if NESTEROV:
-        moved += g * tl.load(numbers + 8)
-    moved = clip(moved * reciprocal(spread, FAST), tl.load(numbers + 12), FAST)
-    moved += raw * 0.0  # NaN for an infinite gradient, as exact moments would give
-    key = tl.load(keys + tl.load(layout + 4))
-    run = group + tl.load(layout + 6)
-    for jump in tl.static_range(JUMPS):
-        run += (group // tl.load(layout + 7 + 2 * jump)) * tl.load(layout + 8 + 2 * jump)
-    run = run.to(tl.uint32)
-    if HAS_PARAM:
-        shrink = 1.0 - tl.load(numbers + 9) * tl.load(layout + 5).to(tl.float32)
-        moved += p * shrink
-        if ROUND_PARAM:
-            own, _ = noise_bits(mix(key ^ 0x5BD1E995), run, 0, 0, GROUP, FAST)
-            bits = moved.to(tl.uint32, bitcast=True) + own
-            rounded = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
-            moved = tl.where(moved == moved, rounded, moved)  # noqa: PLR0124, NaN stays NaN
-    tl.store(result + start + at, moved.to(result.dtype.element_ty), mask=here)
-
-    # Encode. Both moments of an element take their noise from one hash, but other bits of it.
-    if MU[8] + NU[8] > 0:
-        for_v, for_m = noise_bits(key, run, NU[9], MU[9], GROUP, FAST)
-    else:
-        for_v, for_m = v, m  # not used
-    codes, amax, k16 = encode_second(v, for_v, NU, FAST)
-    tl.store(nu_codes_out + start + at, codes.to(nu_codes_out.dtype.element_ty), mask=here)
-    tl.store(nu_amax_out + group, amax, mask=exists)
-    tl.store(nu_k16_out + group, k16.to(tl.uint8), mask=exists)
-    codes, amax, k16 = encode_first(m, for_m, v, amax, tl.load(numbers + 14), MU, NU, FAST)
-    tl.store(mu_codes_out + start + at, codes.to(mu_codes_out.dtype.element_ty), mask=here)
-    tl.store(mu_amax_out + group, amax, mask=exists)
-    tl.store(mu_k16_out + group, k16.to(tl.uint8), mask=exists)

@@ -1,11 +1,11 @@
-"""Decides, in this one place, whether an operation runs through XLA or through Triton.
+"""Decides whether an operation runs through XLA or through Triton.
 
     implementation=None      Triton on a GPU that has FP8 units and where jax-triton is
                              installed, XLA everywhere else
     implementation="xla"     plain jax.numpy: the reference, on any device
     implementation="triton"  the kernel, or an error
 
-The choice falls when a function is traced and never changes silently afterwards.
+The choice is made when a function is traced, and does not change silently afterwards.
 """
 
 import functools
@@ -24,7 +24,7 @@ HOPPER = 90
 
 
 def choose(implementation: Implementation | None) -> Implementation:
-    """Returns the implementation to use; raises when the one asked for cannot run."""
+    """Returns the implementation to use; raises if the named one cannot run."""
     if implementation is None:
         can_run = triton_installed() and (gpu_capability() or 0) >= FIRST_WITH_FP8
         return "triton" if can_run else "xla"
@@ -36,7 +36,7 @@ def choose(implementation: Implementation | None) -> Implementation:
 
 
 def choose_fp8(implementation: Implementation | None) -> Implementation:
-    """`choose`, for products in FP8: raises on a GPU that has none, unless XLA is asked for."""
+    """`choose` for FP8 products: raises on a GPU without them, unless `implementation` is "xla"."""
     if implementation is None and not multiplies_fp8():
         raise UserError(
             f"This GPU has compute capability {(gpu_capability() or 0) / 10:.1f}; products in FP8 "
@@ -47,7 +47,7 @@ def choose_fp8(implementation: Implementation | None) -> Implementation:
 
 
 def multiplies_fp8() -> bool:
-    """Whether the GPU, if there is one, multiplies FP8."""
+    """Whether the GPU has FP8 products; true without a GPU."""
     capability = gpu_capability()
     return capability is None or capability >= FIRST_WITH_FP8
 
@@ -59,7 +59,7 @@ def triton_installed() -> bool:
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU (slow: for tests)."""
+    """Whether kernels run in Triton's interpreter on the CPU, which is slow and for tests only."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -73,7 +73,7 @@ def gpu_capability() -> int | None:
 
 
 def target_capability() -> int:
-    """The compute capability to compile for: the GPU's, or Hopper's ahead of time."""
+    """The compute capability to compile for: the GPU's, or without one Hopper's."""
     return gpu_capability() or HOPPER
 
 

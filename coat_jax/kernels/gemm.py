@@ -1,18 +1,18 @@
-"""The three matrix products of a linear layer, on FP8 operands or on arrays as they come.
+"""The three matrix products of a linear layer, on FP8 operands or on arrays of any other dtype.
 
     product             y  = x w         x [..., K]  w [K, N]    both E4M3
     product_transposed  dx = dy w^T      dy [..., N] w [K, N]    E5M2 and E4M3
-    outer_product       dw = x^T dy      x [..., K]  dy [..., N] E4M3 and E5M2, K and N kept
+    outer_product       dw = x^T dy      x [..., K]  dy [..., N] E4M3 and E5M2
 
-An FP8 operand has one scale, just in time: the least power of two with which its largest
-member fits the format, or what bounds that member where a bound comes for less. Powers of two
-multiply exactly in any dtype, so the scale of a product is folded into the GEMM, in BF16 as
-well. Sums are FP32. On NVIDIA GPUs each product is one FP8 GEMM of cuBLASLt, or where one side is
-a single row, a sum that XLA fuses; elsewhere the operands are converted to FP32. The results are
-the same but for the order of sums.
+An FP8 operand has one scale, found just in time: the least power of two with which its largest
+element fits the format, or a bound of that element where a bound is cheaper. Powers of two multiply
+exactly in any dtype, so the scale of a product is folded into the GEMM, also in BF16. Sums are in
+FP32. On NVIDIA GPUs each product is one FP8 GEMM of cuBLASLt, or a sum that XLA fuses where one
+side is a single row. Elsewhere operands are converted to FP32. Results differ only by the order of
+sums.
 
-A largest member that is NaN or infinite gives a scale that is not a number, and so is all that
-comes of it: it cannot pass for a large number. Under a bound it is its row that is not.
+If the largest element is NaN or infinite, the scale is NaN, and with it all results: they cannot
+pass for large numbers. If the scale comes from a bound, only the row of that element becomes NaN.
 """
 
 import math
@@ -38,17 +38,17 @@ from coat_jax.numerics.blocks import fitting_exponent, power_of_two
 # One FP8 GEMM of cuBLASLt. By default XLA would also try its own Triton GEMMs for every product:
 # programs then take up to 40 times as long to compile, and run no faster.
 FP8 = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
-# By how much rounding may enlarge a sum of products that reaches its bound. Hopper's tensor cores
-# drop what is 2^-13 of the sum so far or less, once for every 32 products: 2^-6 for 4096 of them.
-# The result in BF16 adds 2^-9.
+# By how much rounding may enlarge a sum of products that reaches its bound. Once for every 32
+# products, Hopper's tensor cores drop up to 2^-13 of the sum so far: 2^-6 for 4096 products. The
+# result in BF16 adds 2^-9.
 SUM_ROUNDING = 1 + 2.0**-5
 
 
 class Operand(NamedTuple):
-    """One side of a product: FP8 codes and their scale, or an array and None.
+    """One side of a product: FP8 codes and their scale, or an array of another dtype and None.
 
-    Where a kernel made the codes, they may be there in one layout only, or in both. The Euclidean
-    length of each row is there where `measured` made them.
+    A kernel makes the codes in one layout only, or in both. `scaled_with_lengths` adds the
+    Euclidean length of each row.
     """
 
     values: Float[Array, "*rows K"] | None
@@ -63,7 +63,7 @@ def operand(
     layout: Layout = "straight",
     implementation: Implementation = "xla",
 ) -> Operand:
-    """Rounds `x` to FP8 with one scale; with dtype None leaves it as it is."""
+    """Rounds `x` to FP8 with one scale; with dtype None leaves `x` as it is."""
     if dtype is None:
         return Operand(x, None, None)
     scale = tensor_scale(largest_magnitude(x), dtype)
@@ -71,7 +71,7 @@ def operand(
 
 
 def largest_magnitude(x: Float[Array, "..."]) -> Float[Array, ""]:
-    """max |x|, in FP32; NaN if there is one."""
+    """max |x|, in FP32; NaN if x has one."""
     return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
 
 
@@ -88,13 +88,13 @@ def scaled(
     layout: Layout = "straight",
     implementation: Implementation = "xla",
 ) -> Operand:
-    """Rounds `x` to FP8 with a scale that is known; XLA transposes by itself where it must."""
+    """Rounds `x` to FP8 with a known scale. "xla" ignores the layout: XLA transposes itself."""
     if implementation == "xla":
         return Operand(cast_reference(x, scale, dtype, "straight")[0], None, scale)
     return Operand(*cast(x, scale, dtype, layout), scale)
 
 
-def measured(
+def scaled_with_lengths(
     x: Float[Array, "*rows K"],
     scale: Float[Array, ""],
     dtype: DTypeLike,
@@ -111,7 +111,7 @@ def measured(
 
 
 def product(x: Operand, w: Operand, dtype: DTypeLike) -> Float[Array, "*rows N"]:
-    """x w: the forward product. Takes x straight and w, better, transposed."""
+    """x w: the forward product. Takes x straight, and w straight or, faster, transposed."""
     return _dot(x, w, _over_columns(x), _over_rows(w), dtype)
 
 
@@ -121,30 +121,34 @@ def product_transposed(dy: Operand, w: Operand, dtype: DTypeLike) -> Float[Array
 
 
 def bound_of_product_transposed(dy: Operand, w: Operand) -> Float[Array, "*rows"]:
-    """What no magnitude in each row of dy w^T exceeds, of operands that are `measured`.
+    """An upper bound of the magnitudes in each row of dy w^T, for operands that have lengths.
 
-    A sum of products is at most the product of the two rows' lengths (Cauchy and Schwarz).
+    A sum of products is at most the product of the two rows' lengths (Cauchy-Schwarz).
     """
     if dy.lengths is None or w.lengths is None:
-        raise ValueError("A product has a bound where both of its operands are measured.")
+        raise ValueError(
+            "A bound of a product needs the lengths of both operands: use scaled_with_lengths."
+        )
     return SUM_ROUNDING * dy.lengths * jnp.max(w.lengths)
 
 
 def outer_product(x: Operand, dy: Operand, dtype: DTypeLike) -> Float[Array, "K N"]:
-    """x^T dy, summed over all rows: the gradient of the weight. Takes both, better, transposed."""
+    """x^T dy, summed over all rows: the gradient of the weight. Faster with both transposed."""
     return _dot(x, dy, _over_rows(x), _over_rows(dy), dtype)
 
 
-Side = tuple[Array, tuple[int, ...]]  # an array, and its axes that are summed over
+Side = tuple[Array, tuple[int, ...]]  # an array, and the axes that are summed over
 
 
 def _over_columns(x: Operand) -> Side:
+    """An operand that is summed over its columns."""
     if x.values is None:
         raise ValueError("This product needs its operand straight.")
     return x.values, (x.values.ndim - 1,)
 
 
 def _over_rows(x: Operand) -> Side:
+    """An operand that is summed over its rows."""
     if x.transposed is not None:
         return x.transposed, tuple(range(1, x.transposed.ndim))
     values, (columns,) = _over_columns(x)
@@ -154,17 +158,19 @@ def _over_rows(x: Operand) -> Side:
 def _dot(
     left: Operand, right: Operand, left_side: Side, right_side: Side, dtype: DTypeLike
 ) -> Float[Array, "..."]:
+    """The product of two operands along the axes that their sides name."""
     (a, a_axes), (b, b_axes) = left_side, right_side
     dimensions = ((a_axes, b_axes), ((), ()))
     if left.scale is None or right.scale is None:
         return lax.dot_general(a, b, dimensions, preferred_element_type=dtype)
 
-    # A product of codes is up to 448^2, which FP16 cannot hold before it is scaled.
+    # A product of codes is up to 448^2, which FP16 cannot hold until it is scaled.
     wide = jnp.float32 if dtype == jnp.float16 else dtype
-    narrow = min(_kept_size(left_side), _kept_size(right_side)) <= _most_shards()
+    narrow = min(_result_size(left_side), _result_size(right_side)) <= _most_shards()
 
     def in_fp8(a: Array, b: Array) -> Array:
-        # XLA has no FP8 algorithm for a vector. DEFAULT, whatever jax_default_matmul_precision is.
+        # XLA has no FP8 algorithm for a vector: DEFAULT leaves it the choice, whatever
+        # jax_default_matmul_precision says.
         how = lax.Precision.DEFAULT if narrow else FP8
         return lax.dot_general(a, b, dimensions, precision=how, preferred_element_type=wide)
 
@@ -179,15 +185,15 @@ def _dot(
     return (result * (left.scale * right.scale).astype(wide)).astype(dtype)
 
 
-def _kept_size(side: Side) -> int:
-    """How many rows (or columns) a side of the product gives to the result."""
+def _result_size(side: Side) -> int:
+    """How many rows (or columns) of the result come from a side of the product."""
     array, summed = side
     return math.prod(size for axis, size in enumerate(array.shape) if axis not in summed)
 
 
 def _most_shards() -> int:
-    """The most devices that rows may be sharded over: with no more rows, one may have a single row.
+    """The most devices that rows may be sharded over; sharding is not known yet while tracing.
 
-    Sharding is not known yet when a program is traced.
+    With no more rows than that, a device may have a single row, which is a vector.
     """
     return max(jax.sharding.get_abstract_mesh().size, jax.device_count())

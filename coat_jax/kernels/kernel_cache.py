@@ -1,13 +1,13 @@
-"""Triton kernels that are compiled once, and not again in every process.
+"""Compiles each Triton kernel once, and not again in every process.
 
-jax-triton compiles a kernel each time a program that launches it is lowered, also where JAX's
-compilation cache has the program. That takes seconds for the kernels of a model. Here the compiled
-launch is a file beside JAX's entries: in `triton/` of `jax_compilation_cache_dir`, if that is set.
+jax-triton compiles a kernel whenever a program that launches it is lowered, even where JAX's
+compilation cache has the program. That takes seconds for the kernels of a model. So the compiled
+launch is stored in a file beside JAX's entries, in `triton/` of `jax_compilation_cache_dir`.
 
-    file    SHA-256 of the rest, and the custom call's configuration as jax-triton made it
     name    a hash of the kernel's source, its constants, the arrays, the GPU and all versions
+    file    SHA-256 of the rest, and the custom call's configuration as jax-triton made it
 
-A file that cannot be read, or was cut short, is written anew.
+A file that is damaged or cannot be read is written anew.
 """
 
 import functools
@@ -42,7 +42,7 @@ def _run(*arrays: jax.Array, **call: Any) -> Any:
 
 
 def _lower(context: Any, *operands: Any, **call: Any) -> Any:
-    """The custom call, from its file or from jax-triton."""
+    """The custom call, from its file or else from jax-triton."""
     path = _path(context.avals_in, call)
     if path is not None and (known := read(path)) is not None:
         import jax_triton  # noqa: F401  # registers the target
@@ -91,7 +91,7 @@ def _through_jax_triton(
 
 
 def _path(inputs: Sequence[Any], call: dict[str, Any]) -> Path | None:
-    """Where the compiled launch is kept; None without a compilation cache on this machine."""
+    """The file of the compiled launch; None without a compilation cache on this machine."""
     folder = jax.config.values["jax_compilation_cache_dir"]
     if folder is None or "://" in folder or not jax.config.values["jax_enable_compilation_cache"]:
         return None
@@ -109,7 +109,7 @@ def _versions() -> tuple[str, ...]:
 
 
 def read(path: Path) -> bytes | None:
-    """What `write` wrote; None where there is no such file, or not all of it."""
+    """The configuration in a file; None if there is no such file or its checksum is wrong."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -119,7 +119,7 @@ def read(path: Path) -> bytes | None:
 
 
 def write(path: Path, configuration: bytes) -> None:
-    """Writes a file at once, whoever else writes it; a folder that takes none is left alone."""
+    """Writes a file atomically. If the folder cannot be written to, nothing happens."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent)

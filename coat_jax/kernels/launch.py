@@ -1,13 +1,13 @@
 """Runs Triton kernels on JAX arrays: through jax-triton, or in Triton's interpreter.
 
-A kernel is written as a plain function under `@kernel`. Triton is imported when the
-first one is launched, not when the module that holds it is: `import coat_jax` needs none.
+The kernels are the `@triton.jit` functions of `coat_jax.kernels.triton`. The functions that launch
+them import them in their body, so that `import coat_jax` needs no Triton.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,63 +17,35 @@ import numpy as np
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.kernel_cache import triton_kernel
 
-_ONE_AT_A_TIME = threading.Lock()  # the interpreter keeps its grid in global variables
-
-
-class Kernel:
-    """A function in Triton's language, compiled at its first launch."""
-
-    def __init__(self, function: Callable[..., Any]):
-        self.function = function
-        self._jitted: Any = None
-
-    def jitted(self) -> Any:
-        """The function under `triton.jit`, and with it every kernel function it calls."""
-        if self._jitted is None:
-            import triton
-            import triton.language
-
-            self._jitted = triton.jit(self.function)
-            # Triton looks names up in the function's module, where its own must stand by now.
-            names = self.function.__globals__
-            names["tl"] = triton.language
-            for name, value in list(names.items()):
-                if isinstance(value, Kernel):
-                    names[name] = value.jitted()
-        return self._jitted
-
-
-def kernel(function: Callable[..., Any]) -> Any:
-    """Marks a function as a Triton kernel, or as a part of one."""
-    return Kernel(function)
+_ONE_AT_A_TIME = threading.Lock()  # Triton's interpreter keeps its grid in global variables
 
 
 def launch(
-    entry: Any,
+    kernel: Any,
     *inputs: jax.Array,
     outputs: Sequence[jax.ShapeDtypeStruct],
-    aliases: Mapping[int, int],
     programs: int,
     warps: int,
+    aliases: Mapping[int, int] | None = None,
     **constants: Any,
 ) -> list[jax.Array]:
-    """Runs `programs` instances of a kernel on pointers to the inputs, then the outputs.
+    """Runs `programs` instances of a kernel, which gets pointers to the inputs, then the outputs.
 
     Args:
-        entry: the kernel.
+        kernel: a `@triton.jit` function.
         inputs: arrays, in the order of the kernel's parameters.
-        outputs: the shapes and dtypes of the results; their pointers follow the inputs'.
-        aliases: input index -> output index, for what is updated in place.
+        outputs: the shapes and dtypes of the results.
         programs: the size of the one-dimensional grid.
         warps: warps per program.
+        aliases: input index -> output index, for arrays that are updated in place.
         constants: the kernel's `tl.constexpr` parameters.
     """
-    jitted = entry.jitted() if isinstance(entry, Kernel) else entry
+    aliases = aliases or {}
     if dispatch.interpreting():
-        return _interpret(jitted, inputs, outputs, aliases, programs, constants)
+        return _interpret(kernel, inputs, outputs, aliases, programs, constants)
     return triton_kernel.bind(
         *inputs,
-        kernel=jitted,
+        kernel=kernel,
         outputs=tuple(outputs),
         aliases=tuple(aliases.items()),
         programs=programs,
@@ -83,15 +55,20 @@ def launch(
     )
 
 
+def tile_count(rows: int, columns: int, tile_rows: int, tile_columns: int) -> int:
+    """How many tiles cover an array [rows, columns]."""
+    return -(-rows // tile_rows) * -(-columns // tile_columns)
+
+
 def _interpret(
-    jitted: Any,
+    kernel: Any,
     inputs: Sequence[jax.Array],
     outputs: Sequence[jax.ShapeDtypeStruct],
     aliases: Mapping[int, int],
     programs: int,
     constants: Mapping[str, Any],
 ) -> list[jax.Array]:
-    """Runs a kernel on one CPU device, the outputs in the inputs' memory where they are aliased."""
+    """Runs a kernel in Triton's interpreter on one CPU device."""
     of_output = {output: operand for operand, output in aliases.items()}
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
@@ -101,7 +78,7 @@ def _interpret(
             for i, o in enumerate(outputs)
         ]
         with _ONE_AT_A_TIME:
-            jitted[(programs,)](*pointers, *results, **constants)
+            kernel[(programs,)](*pointers, *results, **constants)
         return [
             _to_numpy(r, o.dtype).reshape(o.shape) for r, o in zip(results, outputs, strict=True)
         ]
@@ -110,19 +87,21 @@ def _interpret(
 
 
 def _to_torch(array: np.ndarray) -> Any:
+    """A copy as a torch tensor, which has FP8 and BF16 of its own."""
     import torch
 
-    array = np.array(array, order="C")  # a copy: the kernel may write into it
+    array = np.array(array, order="C")  # copies: the kernel may write into it
     names = {"bfloat16": "bfloat16", "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
     name = names.get(array.dtype.name)
     if name is None:
         return torch.from_numpy(array)
-    carrier = array.view(np.dtype(f"i{array.dtype.itemsize}"))
-    return torch.from_numpy(carrier).view(getattr(torch, name))
+    integers = array.view(np.dtype(f"i{array.dtype.itemsize}"))
+    return torch.from_numpy(integers).view(getattr(torch, name))
 
 
 def _to_numpy(tensor: Any, dtype: Any) -> np.ndarray:
+    """The memory of a torch tensor as a numpy array."""
     import torch
 
-    carrier = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    return tensor.view(carrier).numpy().view(jnp.dtype(dtype))
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return tensor.view(integers).numpy().view(jnp.dtype(dtype))

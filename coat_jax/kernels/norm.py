@@ -3,24 +3,44 @@
     rms     y = x / sqrt(mean(x^2) + eps) * scale
     layer   y = (x - mean(x)) / sqrt(var(x) + eps) * scale + shift
 
-All in FP32. What the gradient needs of the input besides the input itself is `Stats`, one or
-two numbers per row.
+`statistics`, `normalize` and `normalize_backward` are the references, in FP32. Besides its input,
+the gradient needs `Stats`: one or two numbers per row. The kernels go from FP8 to FP8:
+
+    norm_forward    x -> blocks, statistics, norm(x) as one FP8 tensor
+    norm_cast       blocks, statistics -> norm(x) as one FP8 tensor, transposed
+    norm_backward   blocks, statistics, gradient of norm(x) -> gradients of x, scale and shift
+
+The forward pass reads x once: the tensor's scale comes from `bound` and does not wait for the rows.
+The backward pass recomputes norm(x) from the blocks, which have half the bytes of x.
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
+
+from coat_jax.kernels import dispatch
+from coat_jax.kernels.launch import launch, tile_count
+from coat_jax.kernels.sharding import as_3d, run_sharded
+from coat_jax.numerics.blocks import Blocks
+from coat_jax.numerics.formats import format_of
+
+WIDEST = 16384  # columns that one program of a kernel holds
+TILE_ROWS, TILE_COLUMNS = 64, 128  # of norm_cast
+ROWS_PER_SUM = 32  # rows over which one program sums the gradients of scale and shift
 
 Kind = Literal["rms", "layer"]
 KINDS = ("rms", "layer")
 
 
 class Stats(NamedTuple):
-    """Per row: the mean (None for "rms") and the reciprocal of the deviation."""
+    """Per row: the mean (None for "rms"), and the reciprocal of the deviation."""
 
     mean: Float[Array, "*rows 1"] | None
     inverse: Float[Array, "*rows 1"]
@@ -29,7 +49,7 @@ class Stats(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """A norm: what it learns (None where it learns nothing), and how it is computed."""
+    """A norm: its parameters (None where it has none), and how it is computed."""
 
     scale: Float[Array, "D"] | None = None
     shift: Float[Array, "D"] | None = None
@@ -39,7 +59,7 @@ class Norm:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind={self.kind!r} must be one of {KINDS}.")
-        # JAX fills trees with placeholders, also in the place of None: only arrays are judged.
+        # JAX fills trees with placeholders, also in place of None: only arrays are checked.
         if self.kind == "rms" and hasattr(self.shift, "shape"):
             raise ValueError('A norm of kind "rms" has no shift. Use kind="layer".')
 
@@ -67,7 +87,7 @@ def normalize(x: Float[Array, "*rows D"], stats: Stats, norm: Norm) -> Float[Arr
 def normalize_backward(
     x: Float[Array, "*rows D"], stats: Stats, norm: Norm, dy: Float[Array, "*rows D"]
 ) -> tuple[Float[Array, "*rows D"], Norm]:
-    """The gradients of `x`, in FP32, and of what the norm learns."""
+    """The gradients of `x`, in FP32, and of the norm's parameters."""
     dy = dy.astype(jnp.float32)
     unit = _centered(x, stats) * stats.inverse
     rows = tuple(range(x.ndim - 1))
@@ -85,23 +105,232 @@ def normalize_backward(
 
 
 def bound(norm: Norm, columns: int, rounding: float = 0.0) -> Float[Array, ""]:
-    """What no magnitude in the norm of a row exceeds, whatever the row.
+    """An upper bound of |norm(x)|, whatever the row x.
 
-    One member has at most all of the row's square sum: |y| <= sqrt(columns) |scale| + |shift|.
+    An element's square is at most the row's sum of squares: |y| <= sqrt(columns) |scale| + |shift|.
 
     Args:
         norm: the norm.
         columns: of a row.
-        rounding: how much larger a value may be than the one that the statistics are of,
-            relatively.
+        rounding: by how much x may exceed, relatively, the values that the statistics are of.
     """
-    root = (1 + rounding) * jnp.sqrt(jnp.float32(columns))
-    for parameter, largest in ((norm.scale, jnp.multiply), (norm.shift, jnp.add)):
-        if parameter is not None:
-            root = largest(root, jnp.max(jnp.abs(parameter)).astype(jnp.float32))
-    return root
+    largest = (1 + rounding) * jnp.sqrt(jnp.float32(columns))
+    if norm.scale is not None:
+        largest = largest * jnp.max(jnp.abs(norm.scale)).astype(jnp.float32)
+    if norm.shift is not None:
+        largest = largest + jnp.max(jnp.abs(norm.shift)).astype(jnp.float32)
+    return largest
 
 
 def _centered(x: Float[Array, "*rows D"], stats: Stats) -> Float[Array, "*rows D"]:
     x = x.astype(jnp.float32)
     return x if stats.mean is None else x - stats.mean
+
+
+# --- Kernels ---------------------------------------------------------------------------------
+
+
+def norm_forward(
+    x: Float[Array, "*rows D"],
+    norm: Norm,
+    scale: Float[Array, ""],
+    dtype: DTypeLike,
+    size: int,
+    *,
+    exact: bool = False,
+) -> tuple[Blocks, Stats, Array]:
+    """Blocks of `x`, with rows [B, S]; its statistics; and norm(x) / scale as FP8 codes.
+
+    Statistics and norm are of the values that the blocks decode to, or of `x` itself if `exact`.
+    """
+    from coat_jax.kernels.triton.norm import norm_forward_row
+
+    x = as_3d(x)
+    require_width(x.shape[-1])
+    layer = norm.kind == "layer"
+
+    def run(x: Array, tensor_scale: Array, *parameters: Array) -> list[Array]:
+        *rows, columns = x.shape
+        codes = jax.ShapeDtypeStruct(x.shape, dtype)
+        numbers = jax.ShapeDtypeStruct((*rows, 1), jnp.float32)
+        exponents = jax.ShapeDtypeStruct((*rows, -(-columns // size)), jnp.uint8)
+        return launch(
+            norm_forward_row,
+            x,
+            tensor_scale,
+            *_parameters(norm, parameters, x),
+            outputs=[codes, exponents, numbers, numbers, codes],
+            programs=math.prod(rows),
+            warps=min(_warps(columns), 8),
+            COLUMNS=columns,
+            WIDTH=_width(columns, size),
+            SIZE=size,
+            LAYER=layer,
+            HAS_SCALE=norm.scale is not None,
+            HAS_SHIFT=norm.shift is not None,
+            EPS=norm.eps,
+            EXACT=exact,
+            F8=format_of(dtype),
+            FAST=not dispatch.interpreting(),
+        )
+
+    given = _given(norm)
+    row, number = "b s !d", "b s !one"
+    codes, exponents, inverse, mean, normalized = run_sharded(
+        run,
+        [x, scale, *given],
+        [row, "", *["!d"] * len(given)],
+        [row, f"b s !d/{size}", number, number, row],
+    )
+    return Blocks(codes, exponents), Stats(mean if layer else None, inverse), normalized
+
+
+def norm_cast(
+    blocks: Blocks, stats: Stats, norm: Norm, scale: Float[Array, ""], size: int
+) -> Array:
+    """norm(x) / scale as FP8 codes [D, B, S], in the format of the blocks."""
+    from coat_jax.kernels.triton.norm import norm_cast_tile
+
+    given = _given(norm)
+    moments = [stats.inverse] if stats.mean is None else [stats.inverse, stats.mean]
+
+    def run(codes: Array, exponents: Array, tensor_scale: Array, *rest: Array) -> list[Array]:
+        *rows, columns = codes.shape
+        count = len(moments)
+        inverse, mean = rest[0], rest[count - 1]
+        tile_columns = max(TILE_COLUMNS, size)
+        return launch(
+            norm_cast_tile,
+            codes,
+            exponents,
+            tensor_scale,
+            inverse,
+            mean,
+            *_parameters(norm, rest[count:], codes),
+            outputs=[jax.ShapeDtypeStruct((columns, *rows), codes.dtype)],
+            programs=tile_count(math.prod(rows), columns, TILE_ROWS, tile_columns),
+            warps=4,
+            ROWS=math.prod(rows),
+            COLUMNS=columns,
+            SIZE=size,
+            LAYER=count == 2,
+            HAS_SCALE=norm.scale is not None,
+            HAS_SHIFT=norm.shift is not None,
+            TILE_ROWS=TILE_ROWS,
+            TILE_COLUMNS=tile_columns,
+            F8=format_of(codes.dtype),
+            FAST=not dispatch.interpreting(),
+        )
+
+    (result,) = run_sharded(
+        run,
+        [blocks.codes, blocks.exponents, scale, *moments, *given],
+        ["b s d", f"b s d/{size}", "", *["b s !one"] * len(moments), *["d"] * len(given)],
+        ["d b s"],
+    )
+    return result
+
+
+def norm_backward(
+    blocks: Blocks,
+    stats: Stats,
+    norm: Norm,
+    dn: Float[Array, "B S D"],
+    residual: Float[Array, "B S D"] | None,
+    size: int,
+) -> tuple[Float[Array, "B S D"], Norm]:
+    """The gradients of x, in dn's dtype, and of the norm's parameters.
+
+    Args:
+        blocks: of x, as saved.
+        stats: its statistics.
+        norm: the norm.
+        dn: the gradient of norm(x).
+        residual: added to the gradient of x, or None.
+        size: of the blocks.
+    """
+    from coat_jax.kernels.triton.norm import NORM_BACKWARD
+
+    moments = [stats.inverse] if stats.mean is None else [stats.inverse, stats.mean]
+    extra = [] if residual is None else [residual]
+    scale = [] if norm.scale is None else [norm.scale]
+    learned = _given(norm)
+    sums = math.gcd(blocks.codes.shape[1], ROWS_PER_SUM)
+
+    def run(codes: Array, exponents: Array, dn: Array, *rest: Array) -> list[Array]:
+        *rows, columns = codes.shape
+        moment, rest = rest[: len(moments)], rest[len(moments) :]
+        partial = jax.ShapeDtypeStruct((rows[0], rows[1] // sums, columns), jnp.float32)
+        return launch(
+            NORM_BACKWARD[len(learned)],
+            codes,
+            exponents,
+            dn,
+            moment[0],
+            moment[-1],
+            rest[0] if extra else dn,
+            rest[-1] if scale else dn,
+            outputs=[jax.ShapeDtypeStruct(codes.shape, dn.dtype), *[partial] * len(learned)],
+            programs=math.prod(rows) // sums,
+            warps=_warps(columns),
+            COLUMNS=columns,
+            WIDTH=_width(columns, size),
+            SIZE=size,
+            SUMS=sums,
+            RESIDUAL=bool(extra),
+            LAYER=len(moments) == 2,
+            HAS_SCALE=norm.scale is not None,
+            HAS_SHIFT=norm.shift is not None,
+        )
+
+    rows = "b s !d"
+    dx, *sums_of_rows = run_sharded(
+        run,
+        [blocks.codes, blocks.exponents, dn, *moments, *extra, *scale],
+        [
+            rows,
+            f"b s !d/{size}",
+            rows,
+            *["b s !one"] * len(moments),
+            *[rows] * len(extra),
+            *["!d"] * len(scale),
+        ],
+        [rows, *[f"b s/{sums} !d"] * len(learned)],
+    )
+    gradients = [
+        jnp.sum(part, axis=(0, 1)).astype(parameter.dtype)
+        for parameter, part in zip(learned, sums_of_rows, strict=True)
+    ]
+    d_scale = None if norm.scale is None else gradients[0]
+    d_shift = None if norm.shift is None else gradients[-1]
+    return dx, dataclasses.replace(norm, scale=d_scale, shift=d_shift)
+
+
+def require_width(columns: int) -> None:
+    """Raises where a row is too wide for one program."""
+    if columns > WIDEST:
+        raise ValueError(
+            f"The norm kernel holds rows of up to {WIDEST} columns, not {columns}. Use "
+            'implementation="xla".'
+        )
+
+
+def _given(norm: Norm) -> list[Array]:
+    """The parameters that the norm has."""
+    return [p for p in (norm.scale, norm.shift) if p is not None]
+
+
+def _parameters(norm: Norm, given: Sequence[Array], other: Array) -> list[Array]:
+    """Scale and shift for a kernel, with `other` for one that the norm does not have."""
+    rest = iter(given)
+    return [other if p is None else next(rest) for p in (norm.scale, norm.shift)]
+
+
+def _width(columns: int, size: int) -> int:
+    """The next power of two: Triton's arrays need one."""
+    return max(1 << (columns - 1).bit_length(), size)
+
+
+def _warps(columns: int) -> int:
+    """About 8 columns per thread."""
+    return min(max(_width(columns, 1) // 256, 1), 16)

@@ -63,8 +63,8 @@ class Config:
         param_dtype: of the parameters.
         dtype: of the residual stream and of all that is not FP8.
         precision: what is FP8, a `coat.Precision` or its name. Embedding and head never are.
-        axes: the mesh axes that parameters are cut along.
-        batch_axes: the mesh axes that the batch is cut along.
+        axes: the mesh axes that parameters are sharded along.
+        batch_axes: the mesh axes that the batch is sharded along.
     """
 
     vocab: Vocab
@@ -100,7 +100,7 @@ class Config:
             )
         if self.head_dim % 2:
             raise UserError(
-                f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs of numbers."
+                f"head_dim={self.head_dim} must be even: rotary embeddings rotate pairs of numbers."
             )
         # One spelling each, so that equal Configs compare equal.
         object.__setattr__(self, "precision", precision_of(self.precision))

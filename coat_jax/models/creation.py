@@ -18,7 +18,7 @@ from coat_jax.models.llama import Llama
 
 
 def create(config: Config, *, seed: int = 0, mesh: Mesh | None = None) -> Llama:
-    """A model with random parameters, cut along `config.axes`: no device ever holds all of it.
+    """A model with random parameters, sharded along `config.axes`: no device ever holds all of it.
 
     Args:
         config: the model.
@@ -125,8 +125,8 @@ def _checked_mesh(config: Config, mesh: Mesh | None) -> Mesh | None:
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     columns = {"vocab": config.vocab, "ffn": config.ffn}
     columns |= {"heads * head_dim": queries, "kv_heads * head_dim": keys}
-    cuts = {"fsdp": {"width": config.width}, "tensor": columns}
-    for role, sizes in cuts.items():
+    sharded = {"fsdp": {"width": config.width}, "tensor": columns}
+    for role, sizes in sharded.items():
         axis = getattr(config.axes, role)
         if axis is None:
             continue

@@ -4,8 +4,8 @@
     x = layer(x)                       for each layer: see coat.nn.TransformerBlock
     logits = norm(x) head
 
-What the layers keep for the backward pass is theirs to say; between them stands x, in `dtype`.
-With `remat` x is all that is kept. Embedding and head compute in `dtype`, never in FP8.
+Each layer decides what it saves for the backward pass; between layers x is in `dtype`. With `remat`
+x is all that is saved. Embedding and head compute in `dtype`, never in FP8.
 
 `coat_jax.generation` runs it token by token.
 """
@@ -235,7 +235,7 @@ def _step(config: Config, graph: Any, *context: Array | None) -> Callable[[Array
 
 
 def along_batch(x: Float[Array, "B ..."], axes: tuple[str, ...]) -> Float[Array, "B ..."]:
-    """`x` with its first axis cut along these axes of the mesh that is set, if one is."""
+    """`x` with its first axis sharded along these axes of the mesh that is set, if one is."""
     mesh = jax.sharding.get_abstract_mesh()
     if not axes or mesh.empty:
         return x
@@ -244,7 +244,7 @@ def along_batch(x: Float[Array, "B ..."], axes: tuple[str, ...]) -> Float[Array,
             f"batch_axes={axes} names {missing}, and the mesh has {mesh.axis_names}. Name axes of "
             "the mesh, or leave batch_axes empty."
         )
-    # Within shard_map an axis is manual: the batch is cut along it already.
+    # Within shard_map an axis is manual: the batch is sharded along it already.
     automatic = tuple(name for name in axes if name in mesh.auto_axes)
     parts = 1
     for name in automatic:

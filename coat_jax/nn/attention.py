@@ -25,7 +25,7 @@ from coat_jax.precision import COAT, Precision, precision_of
 
 
 class Past(NamedTuple):
-    """Keys and values of T tokens, normed, turned and rounded: what attention sees of them."""
+    """Keys and values of T tokens, normalized, rotated and rounded: what attention sees of them."""
 
     keys: Float[Array, "B T K H"]
     values: Float[Array, "B T K H"]
@@ -173,17 +173,17 @@ class Attention(nnx.Module):
         return shares_out(math.gcd(self.heads, self.kv_heads), self.tensor)
 
     def _out(self) -> Float[Array, "N*H D"]:
-        """The last weight; its rows decide how the heads before it are cut."""
+        """The last weight; its rows decide how the heads before it are sharded."""
         out = value_of(self.out)
         return out if self._shares_heads_out() else uncut(out, 0)
 
     def _rounded(self, y: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
-        """What attention computes with: the values that it would keep for a backward pass."""
+        """What attention computes with: the values that it would save for a backward pass."""
         block = self.precision.attention_block
         return restore(save_array(y, self.precision.forward, block), y.dtype, block)
 
     def _heads(self, x: Float[Array, "B S D"], positions: Int[Array, "*B S"] | None) -> Any:
-        """x as it goes into the residual sum; queries, keys and values, normed and turned."""
+        """x as it goes into the residual sum; queries, keys and values, normalized and rotated."""
         weights = [value_of(w) for w in (self.query, self.key, self.value)]
         biases = [value_of(b) for b in (self.query_bias, self.key_bias, self.value_bias)]
         if not self._shares_heads_out():

@@ -17,7 +17,7 @@ class Linear(nnx.Module):
     Attributes:
         kernel: [inputs, outputs].
         bias: [outputs], or None.
-        precision: of the products, and of what is kept.
+        precision: of the products, and of the residuals.
     """
 
     def __init__(

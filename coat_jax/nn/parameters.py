@@ -1,8 +1,8 @@
 """Parameters of modules: how they are made, and over which mesh axes they are sharded.
 
-A weight that widens, [D, F], is cut along (fsdp, tensor); one that narrows, [F, D], along
-(tensor, fsdp). So tensor parallelism cuts the hidden width, and fully sharded data parallelism
-the model's width, which is gathered when a layer needs it. Vectors are not cut.
+A weight that widens, [D, F], is sharded along (fsdp, tensor); one that narrows, [F, D], along
+(tensor, fsdp). So tensor parallelism shards the hidden width, and fully sharded data parallelism
+the model's width, which is gathered when a layer needs it. Vectors are replicated.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ LECUN = nnx.initializers.lecun_normal()
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
-    """The names of the mesh axes that weights are cut along; None cuts along none."""
+    """The names of the mesh axes that weights are sharded along; None shards along none."""
 
     fsdp: str | None = None
     tensor: str | None = None
@@ -48,7 +48,7 @@ def weight(
     init: Initializer = LECUN,
     dtype: DTypeLike = jnp.float32,
 ) -> nnx.Param:
-    """A parameter with random values, cut over the mesh that is set."""
+    """A parameter with random values, sharded over the mesh that is set."""
     return _param(init(rngs.params(), shape, dtype), sharding)
 
 

@@ -1,11 +1,11 @@
-"""FP8 in blocks: how activations are kept for the backward pass.
+"""FP8 in blocks: how activations are saved for the backward pass.
 
     x ~ codes * 2^(exponent - 127),    one exponent per block of neighbours on the last axis
 
-The exponent is the smallest with which the block's largest member still fits the format. It
+The exponent is the smallest with which the block's largest element still fits the format. It
 takes one byte: with blocks of 16, x takes 1.06 bytes an element. Largest and smallest normal code
 lie 2^14.8 apart in E4M3, and rounding the scale up costs one of these binades at most. An exact
-scale, of two to four bytes, would put the largest member on a code of its own and round only the
+scale, of two to four bytes, would put the largest element on a code of its own and round only the
 others: a sixth less error in blocks of 16, none to speak of in long ones
 (`experiments/granularity.py`).
 

@@ -4,20 +4,20 @@
     decode    x = sign(q) amax (|q| / F)^(1/k)
     k         log(range of FP8) / log(amax / min|x|)   in sixteenths
 
-A group of Adam moments spans 1e1 .. 1e3, of the 2e5 that E4M3 can tell apart. Raised to
-the power k the group fills the format, and rounding errors shrink by k (equation 3 of
-COAT, arXiv 2410.19313). Stored per group of 128: `amax` in FP32 and 16 k in one byte.
+The largest of a group of Adam moments is 1e1 to 1e3 times the smallest; E4M3 spans 2e5. Raised to
+the power k the group fills the format, and rounding errors shrink by k (equation 3 of COAT, arXiv
+2410.19313). Stored per group of 128: `amax` in FP32 and 16 k in one byte.
 
 Laws, for finite input of any shape:
     zero stays zero;
     the largest of a group is exact, so a constant group is exact;
     nothing non-finite comes out;
     with noise, the decoded value is right on average. What is below the smallest code becomes
-    that code or zero. Rounded up to it always, a moment could never decay to zero.
+    that code or zero. If it always became that code, a moment could never decay to zero.
 Denormal magnitudes (under 2^-126) count as zero, since XLA and the GPU flush them. NaN stays NaN
-in its own place and touches no neighbour; infinity becomes the largest FP32.
+and leaves the rest of its group unchanged; infinity becomes the largest FP32.
 
-There are three ways to round, and each limits how small k may become:
+There are three ways to round. Each has its own smallest k:
 
     nearest      k >= 1, where it is plain scaled FP8: one tiny element would otherwise coarsen
                  all others
@@ -55,9 +55,9 @@ SMALLEST = 2.0**-126  # of the normal FP32 numbers
 STEPS = 16  # k is stored in sixteenths
 MAX_STEPS = 255
 HEADROOM = 2  # binades under the smallest element, where rounding is stochastic
-# Added before 16 k is rounded down. A group whose smallest element got the smallest code must get
-# the same k when it is encoded again, whatever the logarithms' rounding: else k, and with it the
-# smallest element, would sink a little at every step.
+# Added before 16 k is rounded down. A group whose smallest element has the smallest code must get
+# the same k when it is requantized, although the logarithms are rounded. Otherwise k, and with it
+# the smallest element, would decrease a little at every step.
 TOLERANCE = 1 / 64
 
 
@@ -70,7 +70,7 @@ class Fit(NamedTuple):
 
     @property
     def resolution(self) -> float:
-        """The smallest magnitude that a group can hold beside a largest of 1, at the least k."""
+        """The smallest magnitude that a group can hold if its largest is 1, at the least k."""
         return 2.0 ** (-self.log2_range * STEPS / self.min_steps)
 
 
@@ -83,7 +83,7 @@ def fit_of(dtype: DTypeLike, rounding: Rounding) -> Fit:
 
 
 def resolution(dtype: DTypeLike, rounding: Rounding) -> float:
-    """The smallest magnitude that a group can hold beside a largest of 1: its smallest code."""
+    """The smallest magnitude that a group can hold if its largest is 1: its smallest code."""
     fit = fit_of(dtype, rounding)
     return fit._replace(log2_range=format_of(dtype).log2_range).resolution
 
@@ -106,15 +106,15 @@ def encode(
 ) -> Expanded:
     """Rounds `x` to expanded FP8: to nearest, or with `noise` (uniform in [0, 1)) stochastically.
 
-    Stochastic rounding is unbiased in x itself, not in its expanded image.
+    Stochastic rounding is unbiased in x, not in (|x| / amax)^k.
 
     Args:
         x: finite floats of any shape.
         dtype: the FP8 format.
         group_size: neighbours along the last axis that share a scale and an exponent.
         noise: one number per element; see `coat_jax.numerics.noise.uniform`.
-        never_zero: whether a non-zero is at least the smallest code, for all groups or each. It is
-            then too large on average: for what is divided by, where zero would be worse.
+        never_zero: whether non-zeros are rounded to the smallest code at least, for all groups or
+            for each. They are then too large on average. For divisors, where zero is worse.
     """
     rounding: Rounding = "nearest" if noise is None else "stochastic"
     group = _expand(x, dtype, group_size, rounding)
@@ -139,10 +139,11 @@ def encode_dithered(
 ) -> Expanded:
     """Rounds `x` to nearest, but stochastically where codes are subnormal.
 
-    Right on average where that matters for a number that decays by at least a tenth per step: any
-    larger code decays by itself. Its error is about half of stochastic rounding's. Between the
-    smallest code and the next the mean of x is up to 1.4 % too small, as rounding is unbiased in
-    the expanded image; below the smallest code, where k = 1, it is exact.
+    For numbers that decay by at least a tenth per step: their larger codes decay even when rounded
+    to nearest, and the smallest codes are right on average. The error is about half that of
+    stochastic rounding. Between the smallest code and the next the mean of x is up to 1.4 % too
+    small, since rounding is unbiased in (|x| / amax)^k; below the smallest code, where k = 1, it
+    is exact.
     """
     group = _expand(x, dtype, group_size, "dithered")
     image = jnp.copysign(group.image, group.values)
@@ -151,7 +152,7 @@ def encode_dithered(
 
 
 def decode(e: Expanded, *, group_size: int = GROUP_SIZE) -> Float[Array, "*rows D"]:
-    """Returns the FP32 values that `e` stands for."""
+    """Returns the FP32 values of `e`."""
     fmt = format_of(e.codes.dtype)
     grouped = split_groups(e.codes, group_size).astype(jnp.float32)
     per_group = grouped.shape[:-1]
@@ -163,7 +164,7 @@ def decode(e: Expanded, *, group_size: int = GROUP_SIZE) -> Float[Array, "*rows 
 
 
 class _Group(NamedTuple):
-    """An array's groups on the way to their codes."""
+    """An array in groups, before its codes are rounded."""
 
     values: Float[Array, "*rows G K"]
     image: Float[Array, "*rows G K"]  # F (|x| / amax)^k

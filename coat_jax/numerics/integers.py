@@ -4,16 +4,17 @@
     decode    x = amax code / 127
 
 For numbers of similar size, such as the directions of Adam's updates. Large codes may be rounded
-to nearest and small ones stochastically: a number that decays by itself, by a part of itself per
-step, moves on from a large code and would be stuck at a small one.
+to nearest and small ones stochastically: a number that decays by a fixed share per step leaves a
+large code even when rounded to nearest, but would never leave a small one.
 
 Laws, for finite input of any shape:
     zero stays zero;
     the largest of a group gets the code 127, so a constant group is exact to FP32;
     nothing non-finite comes out;
     where rounding is stochastic, the decoded value is right on average.
-There is no code for NaN: it becomes -1 and touches no neighbour. Magnitudes over 2^100 become that,
-and a group of none over 2^-100 zeros: their scales would have no reciprocals.
+There is no code for NaN: it becomes -1 and leaves the rest of its group unchanged. Magnitudes above
+2^100 become 2^100, and a group whose largest is below 2^-100 becomes zeros: their scales would have
+no reciprocals.
 """
 
 import jax.numpy as jnp
@@ -48,7 +49,8 @@ def encode(
         x: floats of any shape.
         group_size: neighbours along the last axis that share a scale.
         noise: one number per element; see `coat_jax.numerics.noise.uniform`.
-        stochastic_below: codes of this magnitude and more are rounded to nearest all the same.
+        stochastic_below: codes of at least this magnitude are rounded to nearest even with
+            `noise`.
     """
     require_float("x", x.dtype)
     values = split_groups(x.astype(jnp.float32), group_size)
@@ -57,7 +59,7 @@ def encode(
     amax = group_max(jnp.abs(values))
     amax = jnp.where(amax < SMALLEST, 0.0, amax)
     largest = jnp.where(amax > 0, amax, jnp.inf)[..., None]
-    # Not a quotient for the largest: its rounding could leave a little under 1 to be rounded down.
+    # The largest does not use the quotient, which could round to just under 1 and then down.
     share = jnp.where(jnp.abs(values) >= largest, jnp.sign(values), values / largest)
     exact = TOP * share
     codes = jnp.floor(exact + 0.5)
@@ -67,7 +69,7 @@ def encode(
         codes = jnp.where(jnp.abs(exact) < stochastic_below, at_random, codes)
     codes = jnp.where(lost, OF_NAN, codes).astype(DTYPE)
     shape = scales_shape(x.shape, group_size)
-    k16 = jnp.where(amax >= 0, STEPS, 0)  # always STEPS: not a constant, so sharded as amax is
+    k16 = jnp.where(amax >= 0, STEPS, 0)  # always STEPS, computed so that it is sharded as amax is
     return Expanded(
         join_groups(codes, x.shape),
         amax.reshape(shape),
@@ -76,7 +78,7 @@ def encode(
 
 
 def decode(e: Expanded, *, group_size: int) -> Float[Array, "*rows D"]:
-    """Returns the FP32 values that `e` stands for."""
+    """Returns the FP32 values of `e`."""
     codes = split_groups(e.codes, group_size).astype(jnp.float32)
     scale = e.amax.reshape(codes.shape[:-1])[..., None] / TOP
     return join_groups(codes * scale, e.codes.shape)

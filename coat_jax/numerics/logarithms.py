@@ -5,12 +5,12 @@
 
 This is dynamic range expansion (`numerics.expansion`) to another format: raised to the power k, a
 group is spread over the 15.9 binades of a code with 16 values to a binade and no sign. There are
-16 k codes to a binade of x, each the same ratio above the one before. FP8 at the same k has 8, as
+16 k codes to a binade of x, in a constant ratio. FP8 at the same k has 8, as
 half of its codes are negative, and loses some to subnormal numbers.
 
 Stored per group are `amax` in FP32 and 16 k in one byte, rounded down so that the smallest element
-of the group still has a code. Below 7 it does not go: what is then more than 36 binades below
-`amax` is rounded to the smallest code or to zero.
+of the group still has a code. Its minimum is 7; then what is more than 36 binades
+below `amax` is rounded to the smallest code or to zero.
 
 Laws, for finite input of any shape:
     zero stays zero;
@@ -36,8 +36,8 @@ from coat_jax.numerics.qtensor import (
 DTYPE = jnp.uint8
 TOP = 255  # the code of the largest
 MIN_STEPS = 7  # codes to a binade, at least
-# Without the tolerance of `expansion`. With it the smallest element may fall under its code and
-# then be rounded up to it, so that one that decays slowly stands still.
+# Without the tolerance of `expansion`: with it an element just below the smallest code would be
+# rounded up to that code, so that a slowly decaying element would not decay.
 FIT = Fit((TOP - 1) / STEPS, MIN_STEPS, tolerance=0.0)
 LOG2 = 0.6931471805599453  # the natural logarithm of 2
 
@@ -55,7 +55,7 @@ def encode(
     amax = group_max(values)
     log2_amax = jnp.log2(jnp.maximum(amax, SMALLEST))[..., None]
     log2_below = log2_amax - jnp.log2(values)  # inf for zero
-    # Not what is left of two logarithms' rounding, which could round the largest down.
+    # Zero exactly for the largest: the difference of two rounded logarithms could round it down.
     log2_below = jnp.where(values >= amax[..., None], 0.0, log2_below)
     log2_below = jnp.where(values > 0, log2_below, jnp.inf)
     least_value = jnp.min(jnp.where(values > 0, values, jnp.inf), axis=-1, initial=jnp.inf)
@@ -63,8 +63,8 @@ def encode(
     steps = k16[..., None].astype(jnp.float32)
     exact = TOP - steps * log2_below
 
-    # Below the smallest code: it or zero. But for rounding errors of `steps`, only groups of a wide
-    # spread have such numbers.
+    # Numbers below the smallest code become that code or zero. Besides rounding errors of `steps`,
+    # only groups at the least k have such numbers.
     smallest = jnp.where(steps > MIN_STEPS, SMALLEST, amax[..., None] * FIT.resolution)
     if noise is None:
         codes = jnp.floor(exact + 0.5)
@@ -73,7 +73,7 @@ def encode(
         noise = split_groups(noise, group_size)
         whole = jnp.floor(exact)
         fraction = exact - whole
-        # Right on average in x, not in its logarithm, which is concave.
+        # Unbiased in x, not in its logarithm, which is concave.
         bend = LOG2 / (2 * steps) * fraction * (1 - fraction)
         codes = whole + (noise < fraction - bend)
         least = (noise < values / smallest).astype(jnp.float32)
@@ -87,7 +87,7 @@ def encode(
 
 
 def decode(e: Expanded, *, group_size: int) -> Float[Array, "*rows D"]:
-    """Returns the FP32 values that `e` stands for."""
+    """Returns the FP32 values of `e`."""
     codes = split_groups(e.codes, group_size).astype(jnp.float32)
     groups = codes.shape[:-1]
     steps = e.k16.reshape(groups)[..., None].astype(jnp.float32)

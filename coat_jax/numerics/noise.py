@@ -61,15 +61,15 @@ def _step_key(seed: int, step: ArrayLike) -> UInt32[Array, ""]:
 
 
 def distinguish(key: UInt32[Array, ""], *arrays: Array) -> UInt32[Array, ""]:
-    """A key that differs between the members of a `vmap` and the shards of a `shard_map`.
+    """A key that differs between the elements of a `vmap` and the shards of a `shard_map`.
 
-    Members and shards of `arrays`, that is: where these are the same on all devices of an axis,
+    Only axes along which `arrays` differ count: where they are the same on all devices of an axis,
     so is the key, and replicas stay equal. `shard_map(check_vma=False)` does not say what is the
     same, so there all shards get one key; give each a seed of its own if they are to differ.
     """
     key = _of_shard(key, varying_axes(*arrays))
-    # Nothing flows back through a random number.
-    return _of_member(key, [jax.lax.stop_gradient(a) for a in arrays])
+    # A random number has no gradient.
+    return _of_element(key, [jax.lax.stop_gradient(a) for a in arrays])
 
 
 def varying_axes(*arrays: Array) -> tuple[str, ...]:
@@ -84,20 +84,20 @@ def _of_shard(key: UInt32[Array, ""], axes: tuple[str, ...]) -> UInt32[Array, ""
 
 
 @jax.custom_batching.custom_vmap
-def _of_member(key: UInt32[Array, "..."], arrays: list[Array]) -> UInt32[Array, "..."]:
+def _of_element(key: UInt32[Array, "..."], arrays: list[Array]) -> UInt32[Array, "..."]:
     del arrays
     return key
 
 
-@_of_member.def_vmap
-def _of_member_batched(
+@_of_element.def_vmap
+def _of_element_batched(
     axis_size: int, in_batched: Any, key: UInt32[Array, "..."], arrays: list[Array]
 ) -> tuple[UInt32[Array, "..."], bool]:
-    key = _of_member(key, arrays)  # of the vmaps around this one
+    key = _of_element(key, arrays)  # of the vmaps around this one
     if not in_batched[0]:
         key = jnp.broadcast_to(key, (axis_size, *key.shape))
-    member = jax.lax.broadcasted_iota(jnp.uint32, key.shape, 0)
-    return mix(key + (member + np.uint32(1)) * np.uint32(GOLDEN)), True
+    element = jax.lax.broadcasted_iota(jnp.uint32, key.shape, 0)
+    return mix(key + (element + np.uint32(1)) * np.uint32(GOLDEN)), True
 
 
 def uniform(key: UInt32[Array, ""], shape: tuple[int, ...], *, run: int) -> Float[Array, "..."]:
@@ -157,7 +157,7 @@ def round_to_bfloat16(
 ) -> Float[Array, "..."]:
     """Rounds FP32 to a neighbouring BF16 value at random, right on average.
 
-    Adds 16 random bits below BF16's last and cuts them off. Infinity and NaN stay.
+    Adds 16 random bits below BF16's last and drops them. Infinity and NaN stay.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + _halves(key, x.shape, run=run)[0]
     rounded = jax.lax.bitcast_convert_type(bits & np.uint32(0xFFFF_0000), jnp.float32)

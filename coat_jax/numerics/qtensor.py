@@ -88,7 +88,7 @@ def require_group_size(group_size: int) -> None:
 
 
 def _require_whole_groups(x: Array, group_size: int) -> None:
-    """Raises where an explicit sharding cuts the last axis inside a group."""
+    """Raises where an explicit sharding divides the last axis inside a group."""
     sharding = jax.typeof(x).sharding
     if x.ndim == 0 or not sharding.mesh.axis_names or sharding.spec[-1] is None:
         return

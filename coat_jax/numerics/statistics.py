@@ -7,9 +7,9 @@
                 blocks, the mean over blocks
     error       root mean square of (decoded - value), relative to that of the values
 
-Sums add up: those of parts of a tensor, of microbatches, of shards or of layers are the sums of the
-whole, in which each part's errors count relative to its own scale. So they can be added by
-whatever computes gradients, which is how `telemetry` collects them.
+Sums of the parts of a tensor, of microbatches, of shards or of layers add up to the sums of the
+whole, in which each part's errors are relative to its own scale. They can therefore be added as
+gradients are, which is how `telemetry` collects them.
 FP32 magnitudes under 2^-126 count as zero.
 """
 
@@ -46,8 +46,8 @@ NUMBERS = len(Sums._fields)
 class Statistics(NamedTuple):
     """See above. A tensor of zeros has no error, and NaN for its headroom.
 
-    The error of one with a NaN or an infinity is NaN, as is that of one whose scale is so large
-    that nothing is left of it, nor of its square.
+    The error is NaN for a tensor with a NaN or an infinity, and for one whose scale is so large
+    that all codes and all squares become zero.
     """
 
     underflow: float
@@ -109,9 +109,9 @@ def _stacked(
     unit: Float[Array, ""],
     dtype: DTypeLike,
 ) -> Float[Array, "9"]:
-    """`Sums` as one array, of codes in FP32 and of the limits and maxima of all scales.
+    """`Sums` as one array, from codes in FP32 and from the limits and maxima of all scales.
 
-    They take one pass over the tensor: none of them waits for another.
+    All take one pass over the tensor, as none depends on another.
     """
     nonzero = x != 0
     smallest_normal = 2.0 ** format_of(dtype).min_exponent

@@ -1,10 +1,10 @@
-"""Attention, and attention with its output projection, which share what they keep.
+"""Attention, and attention with its output projection, which save the same.
 
     o = softmax(q k^T / sqrt(H)) v        causal or full, in a window, within segments
     y = o w + b
 
-    attention_block    attention keeps                             attention_linear adds
-    None               q, k, v, o as they come                     nothing: o again
+    attention_block    attention saves                             attention_linear adds
+    None               q, k, v, o in their own dtype               nothing: o again
     16, 32, ..         q, k, v, o in FP8 blocks                    nothing: o again
 
 and, with cuDNN, the log-sum-exp of each row.
@@ -69,10 +69,10 @@ def attention(
         v: values, likewise.
         causal: whether a token sees only itself and those before it.
         window: how many tokens it sees, itself included; None for all. Needs causal.
-        segments: the number of the document of each token: none sees another document.
+        segments: the number of each token's document; attention stays within a document.
         scale: of the scores, 1 / sqrt(H) by default.
-        precision: of which only `attention_block` matters here.
-        backend: "cudnn" or "xla"; None takes cuDNN on a GPU, for 16-bit arrays.
+        precision: only its `attention_block` matters here.
+        backend: "cudnn" or "xla"; None chooses cuDNN on a GPU for 16-bit arrays.
     """
     settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
     probe = watching.probe("attention", watched.attention_blocks(settings.precision))
@@ -94,7 +94,7 @@ def attention_linear(
     backend: Backend | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B S D"]:
-    """`attention`, its heads joined, times `weight`; keeps no more than attention by itself.
+    """`attention`, its heads joined, times `weight`; saves no more than attention by itself.
 
     Args:
         q: see `attention`.

@@ -1,9 +1,9 @@
-"""Attention of one new token in each sequence, to all that came before it.
+"""Attention of one new token in each sequence to all tokens before it.
 
     o = softmax(q k^T / sqrt(H)) v        over the slots that are visible
 
-Keys and values of all slots are there already. It is for generation: one row of scores per head is
-small, so nothing is fused, and there is no backward pass to keep anything for.
+Keys and values of all slots have been computed before. This is for generation: one row of scores
+per head is small, so nothing is fused, and without a backward pass nothing is saved.
 """
 
 from jaxtyping import Array, Bool, Float
@@ -25,7 +25,7 @@ def attention_to_past(
         q: queries of N heads.
         keys: of K heads, where K divides N: each serves N / K query heads.
         values: likewise.
-        visible: the slots that it sees. A sequence must see at least one.
+        visible: the slots that the token attends to; at least one in each sequence.
         scale: of the scores, 1 / sqrt(H) by default.
     """
     (batch, new, heads, head_dim), (rows, slots, kv_heads, columns) = q.shape, keys.shape

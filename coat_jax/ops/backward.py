@@ -1,9 +1,10 @@
 """What every backward pass of the ops has in common.
 
-**It begins when the gradient arrives.** A barrier ties what was kept to the gradient. Without it
-XLA finds that the backward pass recomputes what the forward pass computed, and keeps that instead.
+**It begins when the gradient arrives.** A barrier ties the residuals to the gradient. Without it
+XLA finds that the backward pass recomputes values of the forward pass, and keeps these in memory
+instead of the smaller residuals.
 
-**It is not differentiated.** Rounding has no second derivative: an error, not wrong numbers.
+**It cannot be differentiated.** Rounding has no second derivative, so asking for one is an error.
 """
 
 from collections.abc import Callable
@@ -26,13 +27,13 @@ def run_backward(
     """`backward(*residuals, gradient)`.
 
     Args:
-        backward: the gradients as a function of what was kept and of the result's gradient.
-        residuals: what was kept.
+        backward: the gradients as a function of the residuals and of the result's gradient.
+        residuals: what the forward pass saved.
         gradient: of the result.
         name: of the operation, for the error.
         rounds: whether it rounds to FP8, so that it can be differentiated once only.
     """
-    # The gradient itself goes on around the barrier, which would hide its sharding.
+    # The gradient that is used does not pass the barrier, which would hide its sharding.
     residuals, _ = lax.optimization_barrier((residuals, gradient))
     if not rounds:
         return backward(*residuals, gradient)
@@ -49,5 +50,5 @@ def run_backward(
 
 
 def rounds_rows(precision: Precision) -> bool:
-    """Whether a linear layer or what it keeps is rounded to FP8."""
+    """Whether a linear layer computes in FP8 or saves its residuals in FP8."""
     return precision.fp8_linear or precision.block is not None

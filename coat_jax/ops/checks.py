@@ -1,4 +1,4 @@
-"""What the ops refuse before they compute: each error names what came and what is wanted."""
+"""Checks of the ops' arguments: each error names what arrived and what is required."""
 
 from collections.abc import Sequence
 
@@ -43,7 +43,7 @@ def require_real(name: str, array: Array | None) -> None:
 
 
 def require_norm(name: str, columns: int, norm: Norm) -> None:
-    """Raises unless what the norm learns has one number per column."""
+    """Raises unless the norm's parameters have one number per column."""
     for part in (norm.scale, norm.shift):
         if part is not None and part.shape != (columns,):
             raise ValueError(

@@ -4,8 +4,8 @@
     loss   = mean over labelled tokens of  (1 - s) (lse - logit of the label)
                                            + s (lse - mean of the logits)  +  z lse^2
 
-The sequence is cut into chunks; each chunk's logits are FP32 and are computed again in the
-backward pass. SavedArray: h, w, and one log-sum-exp per token. The products are in the dtype
+The sequence is split into chunks; each chunk's logits are FP32 and are recomputed in the
+backward pass. Saved are h, w, and one log-sum-exp per token. The products are in the dtype
 of h, summed in FP32, and not in FP8: the head is the layer that suffers most from it.
 
 On a mesh nothing but scalars is communicated within the loop over chunks: w is gathered before
@@ -170,7 +170,7 @@ def _dot_in_fp32(a: Array, b: Array, summed: tuple[Sequence[int], Sequence[int]]
 
 
 def _chunks(x: Array, chunk: int, axis: int, fill: int) -> Array:
-    """The sequence axis cut into chunks, which come first; the last one filled up."""
+    """Splits the sequence axis into chunks, which become the first axis; pads the last one."""
     axis %= x.ndim
     missing = -x.shape[axis] % chunk
     if missing:

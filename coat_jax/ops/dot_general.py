@@ -4,7 +4,7 @@
     nn.Dense(..., dot_general_cls=coat.linen.dot_general_cls())
 
 Any contraction of an input (left) with a weight (right) that has no batch axes is one linear
-layer: the weight is viewed as a matrix of contracted times kept axes.
+layer: the weight is viewed as a matrix, contracted axes times the others.
 """
 
 import dataclasses
@@ -52,13 +52,13 @@ class DotGeneral:
             )
         left, right = tuple(left), tuple(right)
         rows = [axis for axis in range(lhs.ndim) if axis not in left]
-        kept = [axis for axis in range(rhs.ndim) if axis not in right]
+        others = [axis for axis in range(rhs.ndim) if axis not in right]
         contracted = math.prod(rhs.shape[axis] for axis in right)
         row_shape = [lhs.shape[axis] for axis in rows]
-        kept_shape = [rhs.shape[axis] for axis in kept]
+        others_shape = [rhs.shape[axis] for axis in others]
         x = lhs.transpose(*rows, *left).reshape(*row_shape, contracted)
-        w = rhs.transpose(*right, *kept).reshape(contracted, math.prod(kept_shape))
-        y = linear(x, w, precision=self.precision).reshape(*row_shape, *kept_shape)
+        w = rhs.transpose(*right, *others).reshape(contracted, math.prod(others_shape))
+        y = linear(x, w, precision=self.precision).reshape(*row_shape, *others_shape)
         return y if preferred_element_type is None else y.astype(jnp.dtype(preferred_element_type))
 
 

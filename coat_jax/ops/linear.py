@@ -1,10 +1,10 @@
 """Linear layers, with or without the norm before them.
 
-    linear        y_i = x w_i + b_i                keeps x as one FP8 tensor
-    norm_linear   y_i = norm(x) w_i + b_i          keeps x in FP8 blocks; the norm is recomputed
+    linear        y_i = x w_i + b_i                saves x as one FP8 tensor
+    norm_linear   y_i = norm(x) w_i + b_i          saves x in FP8 blocks; the norm is recomputed
 
 Several weights share one input, which is saved once: query, key and value, or gate and up. In
-full precision both keep x itself.
+full precision both save x itself.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm
-from coat_jax.kernels.rows import as_rows
+from coat_jax.kernels.sharding import as_3d
 from coat_jax.ops import watched
 from coat_jax.ops.backward import rounds_rows, run_backward
 from coat_jax.ops.checks import require_columns, require_layers, require_norm
@@ -63,7 +63,7 @@ def linear(
     require_layers("linear", x.shape[-1], ws, bs)
     mode = mode_of(precision, implementation)
     probe = watched.probe_of_layers("linear", mode, _names(ws))
-    outputs = _linear(mode, as_rows(x), ws, bs, probe)
+    outputs = _linear(mode, as_3d(x), ws, bs, probe)
     return _shaped(outputs, x, weights)
 
 
@@ -92,7 +92,7 @@ def norm_linear(
     require_layers("norm_linear", x.shape[-1], ws, bs)
     mode = mode_of(precision, implementation)
     probe = watched.probe_of_layers("norm_linear", mode, _names(ws), blocks=("saved",))
-    outputs = _norm_linear(mode, as_rows(x), norm, ws, bs, probe)
+    outputs = _norm_linear(mode, as_3d(x), norm, ws, bs, probe)
     return _shaped(outputs, x, weights)
 
 
@@ -103,7 +103,7 @@ def _shaped(outputs: Outputs, x: Array, weights: Array | Sequence[Array]) -> Any
 
 
 def _names(weights: Weights) -> tuple[str, ...]:
-    """What telemetry calls weights that nobody has named."""
+    """The names of unnamed weights in telemetry."""
     return tuple(map(str, range(len(weights)))) if len(weights) > 1 else ("",)
 
 

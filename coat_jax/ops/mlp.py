@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from coat_jax.kernels.activation import Activation, require_activation
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.norm import Norm
-from coat_jax.kernels.rows import as_rows
+from coat_jax.kernels.sharding import as_3d
 from coat_jax.ops import watched
 from coat_jax.ops.backward import rounds_rows, run_backward
 from coat_jax.ops.checks import require_columns, require_layers, require_norm
@@ -72,7 +72,7 @@ def gated_mlp(
         raise ValueError(f"gate {gate.shape} and up {up.shape} must have one shape.")
     _require("gated_mlp", x, norm, (gate, up), (None, None), down, None, activation)
     settings = _Settings(activation, residual, mode_of(precision, implementation), "gated_mlp")
-    y = _mlp(settings, as_rows(x), norm, (gate, up), (None, None), down, None, _probe(settings))
+    y = _mlp(settings, as_3d(x), norm, (gate, up), (None, None), down, None, _probe(settings))
     return y.reshape(x.shape)
 
 
@@ -105,7 +105,7 @@ def mlp(
     """
     _require("mlp", x, norm, (up,), (up_bias,), down, down_bias, activation)
     settings = _Settings(activation, residual, mode_of(precision, implementation), "mlp")
-    y = _mlp(settings, as_rows(x), norm, (up,), (up_bias,), down, down_bias, _probe(settings))
+    y = _mlp(settings, as_3d(x), norm, (up,), (up_bias,), down, down_bias, _probe(settings))
     return y.reshape(x.shape)
 
 
@@ -148,7 +148,7 @@ def _probe(settings: _Settings) -> Seen:
 
 
 class _Saved(NamedTuple):
-    """What is saved; the norm and the weights are the caller's own arrays."""
+    """What is saved; norm and weights are references to the caller's arrays."""
 
     x: SavedNorm
     hidden: SavedActivation

@@ -1,6 +1,6 @@
 """A norm by itself: of queries and keys, after a block, before the head.
 
-y = norm(x)         keeps x in FP8 blocks, or as it comes, and one or two numbers per row
+y = norm(x)         saves x in FP8 blocks, or as it is, and one or two numbers per row
 """
 
 from functools import partial
@@ -27,8 +27,8 @@ def norm(
 
     Args:
         x: the input, of any leading shape.
-        norm: what it learns, and how it is computed.
-        precision: of which only `block` and `exact_forward` matter here.
+        norm: its parameters, and how it is computed.
+        precision: only its `block` and `exact_forward` matter here.
     """
     require_columns("norm", x)
     require_norm("norm", x.shape[-1], norm)

@@ -1,10 +1,10 @@
 """From the residual stream to the heads of attention.
 
-    q, k, v = norm(x) w_i + b_i        q and k turned by position
+    q, k, v = norm(x) w_i + b_i        q and k rotated by position
 
-Keeps x, as `norm_linear` does. x is handed on for the residual sum: its gradient then comes back
-here, and is added where that of the norm is computed, not in a pass of its own. So are the
-gradients of q and k turned back where they are rounded for their products.
+Saves x, as `norm_linear` does. x is also a result, for the residual sum: its gradient is then added
+where the gradient of the norm is computed, not in a pass of its own. Likewise the gradients of q
+and k are rotated back in the pass that rounds them for their products.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from coat_jax.kernels import gemm
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm
-from coat_jax.kernels.turn import (
+from coat_jax.kernels.rotary import (
     GROWTH,
-    fits_turn_back_cast,
-    turn,
-    turn_back,
-    turn_back_cast,
+    rotary_backward,
+    rotary_backward_cast,
+    rotary_forward,
+    supports_head_dim,
 )
 from coat_jax.ops import watched
 from coat_jax.ops.backward import rounds_rows, run_backward
@@ -72,7 +72,7 @@ def norm_qkv(
         weights: three, to queries, keys and values; any number of heads each.
         biases: one per weight, None where there is none.
         head_dim: numbers per head.
-        rotary: how queries and keys are turned; None for not at all.
+        rotary: how queries and keys are rotated; None for not at all.
         positions: of each token, [S] or [B, S]; 0 .. S - 1 by default.
         precision: see `coat.Precision`.
         implementation: "xla", "triton", or None for what suits the device.
@@ -104,7 +104,7 @@ class _Settings(NamedTuple):
     mode: Mode
 
     def angles(self, positions: Array | None) -> tuple[Array, Array] | None:
-        """Cosines and sines, where anything is turned."""
+        """Cosines and sines of the rotation; None without one."""
         if self.rotary is None or positions is None:
             return None
         return self.rotary.cos_sin(positions, self.head_dim)
@@ -138,7 +138,7 @@ def _forward(
     heads = [y.reshape(*y.shape[:2], -1, settings.head_dim) for y in outputs]
     angles = settings.angles(positions)
     if angles is not None:
-        heads = [turn(y, *angles) if t else y for y, t in zip(heads, Turned, strict=True)]
+        heads = [rotary_forward(y, *angles) if t else y for y, t in zip(heads, Turned, strict=True)]
     seen = watched.norm(probe, x, saved, norm, mode)
     seen = watched.weights(seen, weights, scales, mode)
     return (x, *heads), (saved, norm, weights, scales, biases, positions, seen)
@@ -185,19 +185,19 @@ _norm_qkv.defvjp(_forward, _backward)
 
 
 def _operand(dy: Heads, angles: tuple[Array, Array] | None, mode: Mode) -> Operand:
-    """The gradient of heads before they were turned, as products take it."""
+    """The gradient of heads before their rotation, as an operand of products."""
     dtype = mode.gradient_format
     if angles is None or dtype is None:
         return gradient_operand(_joined(_unturned(dy, angles)), mode)
     scale = gemm.tensor_scale(GROWTH * gemm.largest_magnitude(dy), dtype)
-    if mode.implementation == "triton" and fits_turn_back_cast(dy.shape[-1]):
-        return Operand(*turn_back_cast(dy, *angles, scale, dtype), scale)
+    if mode.implementation == "triton" and supports_head_dim(dy.shape[-1]):
+        return Operand(*rotary_backward_cast(dy, *angles, scale, dtype), scale)
     turned = _joined(_unturned(dy, angles))
     return gemm.scaled(turned, scale, dtype, "both", mode.implementation)
 
 
 def _unturned(dy: Heads, angles: tuple[Array, Array] | None) -> Heads:
-    return dy if angles is None else turn_back(dy, *angles)
+    return dy if angles is None else rotary_backward(dy, *angles)
 
 
 def _joined(heads: Heads) -> Float[Array, "B S NH"]:

@@ -1,10 +1,10 @@
-"""A function of the residual stream that keeps its input only, in FP8 blocks.
+"""A function of the residual stream that saves only its input, in FP8 blocks.
 
-    forward     y = f(x)               keeps to_blocks(x): 1.06 bytes a value
-    backward    f again, at the values of the blocks, and its gradients there
+    forward     y = f(x)               saves to_blocks(x): 1.06 bytes a value
+    backward    recomputes f at the decoded blocks, and its gradients there
 
-`jax.checkpoint` keeps x as it comes, two bytes a value in BF16, and gives the gradients at x. The
-residual stream itself is not rounded: y is that of x.
+`jax.checkpoint` saves x itself, two bytes a value in BF16, and gives the gradients at x. The
+residual stream itself is not rounded: y is computed from x.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from coat_jax.watching import Seen
 
 
 def recompute(function: Callable[..., Array], *, block: int = 16) -> Callable[..., Array]:
-    """`function`, all of it computed again in the backward pass.
+    """`function`, recomputed as a whole in the backward pass.
 
     Args:
         function: of x and of whatever else it differentiates or needs. Those are saved as they
@@ -31,7 +31,7 @@ def recompute(function: Callable[..., Array], *, block: int = 16) -> Callable[..
     """
 
     def alone(x: Float[Array, "*rows D"], *rest: Any) -> Array:
-        with watching.watched(None):  # whose probes would come from outside
+        with watching.watched(None):  # a probe of the outer trace must not leak into it
             return function(x, *rest)
 
     @jax.custom_vjp

@@ -1,9 +1,9 @@
-"""Rotary position embeddings: pairs of numbers in a head, turned by an angle per position.
+"""Rotary position embeddings: pairs of numbers in a head are rotated by an angle per position.
 
     (a, b) -> (a cos - b sin, b cos + a sin)      angle = position * frequency of the pair
 
-The pairs are (i, i + H/2), as in Hugging Face's checkpoints. The gradient is the rotation back:
-nothing is kept but the positions.
+The pairs are (i, i + H/2), as in Hugging Face's checkpoints. The gradient is the inverse
+rotation: nothing is saved but the positions.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
-from coat_jax.kernels.turn import turn, turn_back
+from coat_jax.kernels.rotary import rotary_backward, rotary_forward
 from coat_jax.limits import Count, Range, require_fields
 
 Theta = Annotated[float, Range(least=1, most=1e12)]
@@ -59,7 +59,7 @@ class Rotary:
     def frequencies(self, head_dim: int) -> Float[Array, "H2"]:
         """Radians per position of each pair."""
         if head_dim % 2:
-            raise ValueError(f"Rotary embeddings turn pairs: a head of {head_dim} is odd.")
+            raise ValueError(f"Rotary embeddings rotate pairs: a head of {head_dim} is odd.")
         pairs = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
         frequencies = 1.0 / self.theta**pairs
         if self.scaling is None:
@@ -113,11 +113,11 @@ def _rotate(rotary: Rotary, x: Array, positions: Array) -> Array:
 
 
 def _forward(rotary: Rotary, x: Array, positions: Array) -> Any:
-    return turn(x, *rotary.cos_sin(positions, x.shape[-1])), positions
+    return rotary_forward(x, *rotary.cos_sin(positions, x.shape[-1])), positions
 
 
 def _backward(rotary: Rotary, positions: Array, gradient: Array) -> Any:
-    return turn_back(gradient, *rotary.cos_sin(positions, gradient.shape[-1])), None
+    return rotary_backward(gradient, *rotary.cos_sin(positions, gradient.shape[-1])), None
 
 
 _rotate.defvjp(_forward, _backward)

@@ -1,8 +1,8 @@
-"""What telemetry sees of an op: the tensors that it rounds to FP8, beside their rounded values.
+"""What telemetry records of an op: the tensors that it rounds to FP8, and their rounded values.
 
-Each function takes a probe, or None where nobody watches, and returns it with what it has seen.
-The values are computed here as `jnp` has them, whatever kernel rounds them: a fused kernel has
-nothing to show.
+Each function takes a probe, or None without telemetry, and returns it with the sums added. The
+values are computed here with `jnp`, whatever kernel rounds them: a fused kernel does not return
+them.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,9 +40,9 @@ def probe_of_layers(
     Args:
         op: its name.
         mode: how it computes.
-        weights: what they are called.
-        operands: what is multiplied besides weights and gradients.
-        blocks: what is saved in blocks, if anything is.
+        weights: their names.
+        operands: names of the other operands, besides weights and gradients.
+        blocks: names of the tensors that are saved in blocks, if any are.
     """
     saved = () if mode.precision.block is None else tuple(blocks)
     if mode.format is None:

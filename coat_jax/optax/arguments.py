@@ -1,4 +1,4 @@
-"""What the functions that make optimizers refuse, when they are called.
+"""Checks of the arguments of the functions that make optimizers.
 
 A wrong type is a TypeError, a number outside its range a ValueError. Numbers computed inside a
 traced function are only checked to be scalars: their values are not known yet.

@@ -2,7 +2,7 @@
 
     norm = sqrt(sum over all leaves of g^2)          summed in FP32 whatever the dtype of g
 
-`optax.clip_by_global_norm` sums BF16 gradients in BF16, which is off by a percent and more.
+`optax.clip_by_global_norm` sums BF16 gradients in BF16, with an error of a percent and more.
 """
 
 import jax

@@ -2,7 +2,7 @@
 
     compress(optax.lion(1e-4)), compress(optax.adagrad(1e-2)), compress(optax.amsgrad(1e-3))
 
-Between steps the moments are kept in expanded FP8 (`coat_jax.numerics.expansion`), rounded
+Between steps the moments are stored in expanded FP8 (`coat_jax.numerics.expansion`), rounded
 stochastically: a sum that grows by less than half a code a step would otherwise stand still.
 In a step they have the dtype that the wrapped transformation gave them, so that it computes as
 it would alone. A group that a step leaves as it was keeps its codes.
@@ -198,8 +198,8 @@ def _restore(stored: Expanded, old: Any, new: Any, storage: Storage, key: Any) -
     fresh = fresh._replace(amax=_saturating(fresh.amax, stored.amax.dtype))
     same = jnp.all(split_groups(old == new, storage.group_size), axis=-1)
 
-    def select(kept: Any, written: Any) -> Any:
-        return jnp.where(same.reshape(kept.shape), kept, written)
+    def select(old_scale: Any, new_scale: Any) -> Any:
+        return jnp.where(same.reshape(old_scale.shape), old_scale, new_scale)
 
     keep_codes = jnp.broadcast_to(same[..., None], (*same.shape, storage.group_size))
     codes = jnp.where(join_groups(keep_codes, new.shape), stored.codes, fresh.codes)

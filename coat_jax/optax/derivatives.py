@@ -1,6 +1,6 @@
 """Derivatives through optimizer steps, as in meta-learning: through one step, but not through more.
 
-The derivative of an array in FP8 is in FP8 too: JAX would round and overflow it without a word.
+The derivative of an array in FP8 is in FP8 too: JAX would round it and let it overflow silently.
 The updates of a step depend on its gradients through FP32 only, so differentiating one step
 is exact. Differentiating what a second step reads from the state raises an error.
 """
@@ -12,7 +12,7 @@ from coat_jax.numerics.expansion import Expanded
 
 
 def refuse_derivatives(stored: Expanded) -> Expanded:
-    """Returns what it is given, and raises where it is differentiated; FP32 leaves may be."""
+    """Returns `stored`; differentiating it raises an error unless it is an FP32 leaf."""
     return stored if stored.codes.dtype == jnp.float32 else _constant(stored)
 
 

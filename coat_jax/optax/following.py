@@ -1,4 +1,4 @@
-"""Which parameter a leaf of an optimizer's state belongs to: the one whose path ends its own.
+"""Which parameter a leaf of an optimizer's state belongs to: its path ends with the parameter's.
 
     params  ['layer']['w']          state  [0].mu['layer']['w']
 
@@ -19,7 +19,7 @@ def followed_params(state: Any, params: optax.Params) -> list[Any]:
 
 
 def optimized(params: optax.Params) -> optax.Params:
-    """The parameters that gradients are of: of the two copies of optax.lookahead the fast one."""
+    """The parameters that have gradients: with optax.lookahead, the fast copy."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 

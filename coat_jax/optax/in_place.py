@@ -40,8 +40,8 @@ def in_place(
         seed: of that rounding.
 
     Returns:
-        `init` and `step`. What `step` is given by other names is passed on to `tx.update`, such as
-        the `value` of `optax.contrib.reduce_on_plateau`.
+        `init` and `step`. Other keyword arguments of `step` are passed to `tx.update`, such as the
+        `value` of `optax.contrib.reduce_on_plateau`.
 
     Example:
         >>> import coat_jax as coat, jax, jax.numpy as jnp, optax
@@ -58,7 +58,7 @@ def in_place(
     inner_tx = optax.with_extra_args_support(require_transformation("in_place", tx))
 
     def init(params: optax.Params) -> InPlaceState:
-        # Numbers of Python, which some transformations begin with, become arrays as after a step.
+        # Some transformations begin with Python numbers, which are arrays after a step.
         state = jax.tree.map(
             lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf),
             inner_tx.init(_in_fp32(params)),
@@ -107,7 +107,7 @@ def require_transformation(name: str, tx: Any) -> optax.GradientTransformation:
 
 
 def _select(skip: bool | Array, before: Any, after: Any) -> Any:
-    """`before` where nothing is to change. A conditional would copy both."""
+    """`before` where `skip` is true. A conditional would copy both."""
     return jax.tree.map(lambda old, new: jnp.where(skip, old, new), before, after)
 
 

@@ -33,14 +33,15 @@ def fit_metadata(tree: Any, params: Any) -> Any:
         same_rank = len(size) == len(param_size)
         equal = [same_rank and n == m for n, m in zip(size, param_size, strict=False)]
         if not isinstance(box, _flax_types("flax.nnx", "Variable")):
-            return box.replace(names=_kept(box.names, equal))
+            return box.replace(names=_restricted(box.names, equal))
         metadata = box.get_metadata()
         fitted = {}
         for name in ANNOTATIONS:
             axes = metadata.get(name)
             if isinstance(axes, tuple | jax.sharding.PartitionSpec):
                 fits = [_may_divide(axis, n) for axis, n in zip(axes, size, strict=False)]
-                fitted[name] = _kept(axes, [a or b for a, b in zip(equal, fits, strict=False)])
+                keep = [a or b for a, b in zip(equal, fits, strict=False)]
+                fitted[name] = _restricted(axes, keep)
         return box.copy(**fitted) if fitted else box
 
     return jax.tree.map(fit, tree, params, is_leaf=_is_box)
@@ -56,10 +57,10 @@ def _flax_types(module: str, name: str) -> tuple[Any, ...]:
     return (getattr(sys.modules[module], name),) if module in sys.modules else ()
 
 
-def _kept(axes: Any, keep: list[bool]) -> Any:
-    """The names of axes, None where they are not kept, in a container like theirs."""
-    kept = [axis if stays else None for axis, stays in zip(axes, keep, strict=False)]
-    return tuple(kept) if isinstance(axes, tuple) else type(axes)(*kept)
+def _restricted(axes: Any, keep: list[bool]) -> Any:
+    """The names of axes, None where `keep` is false, in a container like theirs."""
+    names = [axis if stays else None for axis, stays in zip(axes, keep, strict=False)]
+    return tuple(names) if isinstance(axes, tuple) else type(axes)(*names)
 
 
 def _may_divide(axis: Any, size: int) -> bool:

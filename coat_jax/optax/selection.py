@@ -3,14 +3,14 @@
 A moment is a leaf that
     follows a parameter (its path ends with the parameter's),
     is a float in at least 16 bits, and large enough by the rule of `Storage`,
-    is not stored to be read, as the gradient of a line search is,
+    is not stored for the user to read, as the gradient of a line search is,
     does not begin as a copy of the parameter, or as anything else computed from its values,
     and for which the user's `where` says yes.
 
 Copies of parameters (of `optax.contrib.schedule_free`, `mechanize`, `prodigy`, `dog`) lose too
 much in 8 bits: an update is smaller than the distance between two codes. They are recognized in
-the program of `init` instead of by their values, so that it makes no difference whether a
-parameter begins at zero, or whether `init` is traced.
+the program of `init` instead of by their values, so that neither parameters that
+begin at zero nor a traced `init` change the result.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,7 +77,7 @@ def select_moments(
             and _is_wide_float(leaf)
             and not (from_values or read)
             and jnp.size(leaf) > 0
-            and storage.holds_in_fp8(jnp.shape(leaf))
+            and storage.quantizes(jnp.shape(leaf))
             and (where is None or bool(where(name, leaf)))
         )
     return chosen

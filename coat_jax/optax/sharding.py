@@ -1,8 +1,8 @@
 """How an optimizer's state is sharded: every leaf as its parameter is.
 
 The codes of a moment have their parameter's shape, and its scales one number per group of
-the last axis, so a parameter's PartitionSpec fits both; only a last axis that the mesh cuts
-inside a group leaves the scales' last axis whole.
+the last axis, so a parameter's PartitionSpec fits both; only where the mesh divides
+the last axis inside a group, the last axis of the scales is not sharded.
 """
 
 from typing import Any
@@ -61,7 +61,7 @@ def fitting_group_size(params: optax.Params, *, min_size: int = Storage.min_size
     require_named_shardings(params)
     sizes = [size for size in GROUP_SIZES if size <= GROUP_SIZE]
     for path, leaf in jax.tree.leaves_with_path(params):
-        if not Storage(min_size=min_size).holds_in_fp8(leaf.shape) or not leaf.shape:
+        if not Storage(min_size=min_size).quantizes(leaf.shape) or not leaf.shape:
             continue
         columns = leaf.shape[-1]
         parts = columns // leaf.sharding.shard_shape(leaf.shape)[-1]

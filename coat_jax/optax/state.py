@@ -1,4 +1,4 @@
-"""The state of FP8 Adam: how it begins, what it must look like, and one step of it.
+"""The state of FP8 Adam: its initial value, its checks, and one step of it.
 
 For each parameter two moments, each stored in three arrays: the codes, and per group of
 neighbours the largest magnitude `amax` and the exponent `k16`. `coat_jax.storage.Storage` says
@@ -68,7 +68,7 @@ def leaf_layout(
     """Codes, amax and k16 of a parameter of this shape: their shapes and dtypes."""
     per_group = storage.scales_shape(shape)
     return (
-        jax.ShapeDtypeStruct(shape, dtype if storage.holds_in_fp8(shape) else jnp.float32),
+        jax.ShapeDtypeStruct(shape, dtype if storage.quantizes(shape) else jnp.float32),
         jax.ShapeDtypeStruct(per_group, jnp.float32),
         jax.ShapeDtypeStruct(per_group, jnp.uint8),
     )

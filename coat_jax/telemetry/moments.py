@@ -1,11 +1,11 @@
 """Statistics of the moments that an optimizer stores in 8 bits.
 
     zero     share of the codes that are zero
-    floor    share of the codes that are the smallest: what is below becomes one of them or zero
+    floor    share of the codes that are the smallest non-zero code
     k        mean exponent of the groups' dynamic range expansion; 1 is none, as in directions
 
-and the error of Adam's direction. One step from the stored moments in FP32, with the same gradient,
-is what the step that stores its moments is compared with:
+and the error of Adam's direction, relative to the direction of FP32 moments that begin with the
+stored ones and receive the same gradients:
 
     m' = b1 m + (1 - b1) g      v' = b2 v + (1 - b2) g^2      d = m' / (sqrt(v') + eps)
 
@@ -77,7 +77,7 @@ def moment_sums(state: Any, stacked: Collection[str] = ()) -> dict[str, Float[Ar
 def report_moments(
     sums: Mapping[str, Float[np.ndarray, "..."]],
 ) -> dict[str, MomentStatistics]:
-    """The statistics of sums on the host, those of layers apart."""
+    """The statistics of sums on the host, with an entry for each layer."""
     found = {}
     for name, numbers in sums.items():
         for layer, row in enumerate(np.atleast_2d(numbers)):
@@ -89,7 +89,7 @@ def report_moments(
 def stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]]:
     """The leaves of a state in 8 bits: the parameter's path, the moment's name, the arrays.
 
-    All that is known here of how states hold them.
+    The only function here that knows how states are structured.
     """
 
     def holds(node: Any) -> bool:
@@ -187,7 +187,7 @@ def followed(shadow: Shadow, g: Float[Array, "*rows D"], decay: Decay) -> Shadow
 def direction_error(
     stored: Shadow, exact: Shadow, count: Int[Array, ""], decay: Decay
 ) -> Float[Array, ""]:
-    """The error of a direction after `count` steps; none where both are zero."""
+    """The error of a direction after `count` steps; 0 where both directions are zero."""
     d, wanted = (_direction(shadow, count, decay) for shadow in (stored, exact))
     off, whole = jnp.sum(jnp.square(d - wanted)), jnp.sum(jnp.square(wanted))
     return jnp.where(off == 0, 0.0, jnp.sqrt(off / whole))

@@ -3,8 +3,8 @@
     found = measure(loss, params, batch)
     found["layers/3/mlp/gate/gradient"].underflow
 
-A program of its own computes the loss and its gradients and returns a few sums for each tensor: run
-it on a batch now and then. The program that trains does not change. Everything that
+A separate program computes the loss and its gradients and returns a few sums for each tensor; run
+it on a batch every n-th step. The training program does not change. Everything that
 `coat_jax.ops` rounds is seen, whatever framework calls it.
 """
 
@@ -30,7 +30,7 @@ def measure(loss: Callable[..., Any], *args: Any) -> dict[str, Statistics]:
 
     Args:
         loss: a function to a number, or to a tuple whose first element it is. It may use jit,
-            scan, remat and vmap. What a scan or vmap of your own repeats is seen as one tensor.
+            scan, remat and vmap. A tensor inside a scan or vmap of your own counts as one tensor.
         *args: trees of arrays.
 
     Example:
@@ -56,8 +56,8 @@ def sums_and_gradients(
 
     Args:
         loss: of params and args; see `measure`.
-        params: what is differentiated besides.
-        *args: the rest.
+        params: what is differentiated.
+        *args: its other arguments.
     """
     found: dict[str, Found] = {}
     with watched(Scope(found, None)):
@@ -74,7 +74,7 @@ def sums_and_gradients(
 
 
 def report(sums: Mapping[str, Float[np.ndarray, "..."]]) -> dict[str, Statistics]:
-    """The statistics of sums on the host; layers get numbers, and what was not seen is left out."""
+    """The statistics of sums on the host; layers are numbered, unseen tensors left out."""
     found: dict[str, Statistics] = {}
     for name, numbers in sums.items():
         per_layer = np.atleast_2d(numbers)

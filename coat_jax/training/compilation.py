@@ -1,9 +1,9 @@
-"""JAX's compilation cache: a run that starts again does not compile its step again.
+"""JAX's compilation cache: a restarted run does not compile its step again.
 
     use_cache(folder)    before anything is compiled
 
-An entry that cannot be read is deleted: JAX writes entries in place, so one that a kill cut short
-would be read, refused and never replaced.
+An entry that cannot be read is deleted: JAX writes entries in place, so one that was only
+partly written when a process was killed would be read, refused and never replaced.
 """
 
 import os
@@ -24,7 +24,7 @@ def use_cache(folder: str | None) -> None:
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(expanded(folder)))
     delete_unreadable(Path(jax.config.values["jax_compilation_cache_dir"]))
-    # Kernels are named after what they compute: see coat_jax.kernels.identity.
+    # See coat_jax.kernels.cache_key.
     jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
 
 

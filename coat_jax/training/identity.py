@@ -1,7 +1,7 @@
-"""A config as JSON, and whether a run may go on with another one.
+"""A config as JSON, and which of its fields may change when a run resumes.
 
-A run may go on over more steps, on another mesh, in another precision. It may not go on with other
-parameters or with other rows of data.
+A run may resume with more steps, on another mesh, in another precision, but not with other
+parameters or other rows of data.
 """
 
 import dataclasses

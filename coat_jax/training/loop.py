@@ -67,7 +67,7 @@ def train(config: TrainConfig, console: "Console") -> Outcome:
 
 
 def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
-    """Prepares everything, what may be refused first, and takes the steps."""
+    """Prepares everything, beginning with what may be refused, and takes the steps."""
 
     def say(text: str) -> None:
         console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
@@ -85,8 +85,8 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
         say(f"Trains on {data.description}.")
         # A stop requested during compilation takes effect after the first step.
         stop = stack.enter_context(Stop())
-        kept = {"keep": config.checkpoint.keep, "keep_best": config.checkpoint.keep_best}
-        checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, **kept, note=say))
+        retention = {"keep": config.checkpoint.keep, "keep_best": config.checkpoint.keep_best}
+        checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, **retention, note=say))
         checkpoints.require_like(prepared.abstract)
         on_first(folder.write_config)
         program = _compile(prepared, console, packed=data.packed)
@@ -128,7 +128,7 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
             skipped=int(state.skipped),
             seconds=position.seconds,
         )
-        run = Run(
+        run = Components(
             config,
             mesh,
             program,
@@ -143,7 +143,7 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
         return _take_steps(run, position.step, state)
 
 
-class Run(NamedTuple):
+class Components(NamedTuple):
     """What the steps of a run need."""
 
     config: TrainConfig
@@ -158,7 +158,7 @@ class Run(NamedTuple):
     stop: Stop
 
 
-def _take_steps(run: Run, step: int, state: State) -> Outcome:
+def _take_steps(run: Components, step: int, state: State) -> Outcome:
     """Takes the steps after `step`; evaluates and saves where that is due."""
     config, recorder, telemetry = run.config, run.recorder, run.telemetry
     held_out: float | None = None

@@ -1,12 +1,12 @@
-"""The folder of a run, and whose it is.
+"""The folder of a run, and the lock that keeps other runs out.
 
     lock             held by the run's first process: see `run_lock`
     config.json      what was run
     metrics.jsonl    a record per step
     checkpoints/     states, with the place in the data and the config
 
-A run goes on only with the config that it began with, up to what `identity` lets change. The
-newest checkpoint is asked first: its checksums tell whether it still says what was written.
+A run resumes only with the config that it began with, except for the fields that `identity` lets
+change. That config is read from the newest checkpoint, whose checksums show whether it is intact.
 """
 
 import json

@@ -2,9 +2,9 @@
 
     lock    locked with flock by the run's first process; its text says which process that is
 
-The kernel holds the lock and drops it when the process ends, however it ends: a lock file that was
-left behind locks nothing. On NFS the server holds it. The other processes of a distributed run
-need no lock: they write when the first one says so.
+The kernel holds the lock and releases it when the process ends, however it ends: a lock file that
+was left behind locks nothing. On NFS the server holds it. The other processes of a distributed run
+need no lock: they write only when the first one tells them to.
 """
 
 import datetime

@@ -29,7 +29,7 @@ class State(NamedTuple):
     """A training state.
 
     step counts all steps, skipped those among them that changed nothing; params is the state of
-    the NNX model, and moments that of the optimizer, each leaf cut as its parameter is.
+    the NNX model, and moments that of the optimizer, each leaf sharded as its parameter is.
     """
 
     step: Int32[Array, ""]

@@ -3,7 +3,7 @@
     loss, gradients = sum over microbatches of their share of the labels * (mean loss, gradient)
     parameters      = the optimizer's, with gradients scaled to the norm `clip_norm`
 
-A batch is [accumulation, rows, sequence]: cut into parts it has the loss and gradients of one
+A batch is [accumulation, rows, sequence]. Its microbatches have the loss and gradients of one
 large batch, summed in FP32. A step whose gradients or loss are not finite changes nothing and
 is counted. Parameters and moments are updated in place; a conditional would copy them.
 """
@@ -78,7 +78,7 @@ def lower_step(
     *,
     packed: bool = False,
 ) -> jax.stages.Lowered:
-    """`train_step` for a mesh, ready to compile: the state is donated, and stays cut as it is.
+    """`train_step` for a mesh, ready to compile: the state is donated, and keeps its sharding.
 
     Args:
         config: the run.
@@ -175,11 +175,11 @@ def _loss(graph: Any, params: Any, part: Batch, z_loss: float) -> Float[Array, "
 def _summed(
     value_and_grad: Callable[[Any, Batch], tuple[Array, Any]], params: Any, batch: Batch
 ) -> tuple[Array, Any]:
-    """Values and gradients over all microbatches, the gradients cut as the parameters are."""
+    """Sums values and gradients over all microbatches; gradients are sharded as the parameters."""
 
     def one(part: Batch) -> tuple[Array, Any]:
         loss, grads = value_and_grad(params, part)
-        # Reduced to shards as soon as they are there.
+        # Gradients are reduced to shards as soon as a microbatch is done.
         return loss, lax.with_sharding_constraint(grads, nnx.get_partition_spec(params))
 
     if batch.tokens.shape[0] == 1:

@@ -47,7 +47,7 @@ class Expanded:
         self, values: Float[Array, "..."], uniform: Float[Array, "..."]
     ) -> Float[Array, "..."]:
         """The values after they were stored and read again."""
-        if not self.storage.holds_in_fp8(values.shape):
+        if not self.storage.quantizes(values.shape):
             return values
         dither = uniform if self.stochastic else None
         size = self.storage.group_size
@@ -65,7 +65,7 @@ class Logarithm:
         self, values: Float[Array, "..."], uniform: Float[Array, "..."]
     ) -> Float[Array, "..."]:
         """The values after they were stored and read again."""
-        if not self.storage.holds_in_fp8(values.shape):
+        if not self.storage.quantizes(values.shape):
             return values
         size = self.storage.group_size
         return logarithms.decode(

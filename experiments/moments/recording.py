@@ -103,6 +103,6 @@ def record(b2: float, steps: int, seed: int) -> tuple[list[Recording], list[floa
 
 def _matrices(moment: Any) -> dict[str, Float[np.ndarray, "..."]]:
     """The leaves that coat_jax stores in FP8, by path."""
-    holds = Storage().holds_in_fp8
+    quantizes = Storage().quantizes
     leaves = jax.tree_util.tree_leaves_with_path(moment)
-    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves if holds(x.shape)}
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves if quantizes(x.shape)}

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coat_jax import E4M3, E5M2
-from coat_jax.kernels import activation, activation_fused, gemm, norm, norm_fused, turn
-from coat_jax.kernels.activation_exact import activation_forward_exact, activation_rescale
+from coat_jax.kernels import activation, gemm, norm, rotary
 from coat_jax.kernels.cast import cast, cast_reference, cast_with_lengths, lengths_reference
 from coat_jax.numerics.blocks import from_blocks, to_blocks
 from coat_jax.numerics.formats import format_of
@@ -27,8 +26,12 @@ LARGE = [(4, 512, 4096), (2, 100, 11008), (1, 333, 2047)]
 
 
 # Rows, heads and the size of a head; positions of their own in each sequence, or shared.
-TURNS = [((2, 6), 3, 64, True), ((1, 70), 5, 32, False), ((3, 5), 4, 32, True)]
-LARGE_TURNS = [((4, 512), 32, 128, False), ((2, 333), 8, 128, True), ((1, 999), 3, 256, False)]
+ROTARY_CASES = [((2, 6), 3, 64, True), ((1, 70), 5, 32, False), ((3, 5), 4, 32, True)]
+LARGE_ROTARY_CASES = [
+    ((4, 512), 32, 128, False),
+    ((2, 333), 8, 128, True),
+    ((1, 999), 3, 256, False),
+]
 
 
 class NormCase(NamedTuple):
@@ -89,15 +92,17 @@ def check_cast(shape, dtype):
             np.testing.assert_allclose(lengths, lengths_reference(measured[0], scale), rtol=1e-6)
 
 
-def check_turn(shape, heads, head, dtype, *, per_sequence):
+def check_rotary(shape, heads, head, dtype, *, per_sequence):
     y = numbers(5, (*shape, heads * head)).reshape(*shape, heads, head)
     positions = jnp.arange(shape[1]) * 3
     if per_sequence:
         positions = positions + jnp.arange(shape[0])[:, None]
     cos, sin = Rotary().cos_sin(positions, head)
-    scale = gemm.tensor_scale(turn.GROWTH * gemm.largest_magnitude(y), dtype)
-    got = turn.turn_back_cast(y, cos, sin, scale, dtype)
-    for a, b in zip(got, turn.turn_back_cast_reference(y, cos, sin, scale, dtype), strict=True):
+    scale = gemm.tensor_scale(rotary.GROWTH * gemm.largest_magnitude(y), dtype)
+    got = rotary.rotary_backward_cast(y, cos, sin, scale, dtype)
+    for a, b in zip(
+        got, rotary.rotary_backward_cast_reference(y, cos, sin, scale, dtype), strict=True
+    ):
         assert_codes(a, b)
 
 
@@ -112,7 +117,7 @@ def check_norm(shape, case: NormCase):
     x = numbers(3, shape)
     limit = norm.bound(of, columns, ROUNDING if case.exact else 0.0)
     scale = gemm.tensor_scale(limit, E4M3)
-    blocks, stats, straight = norm_fused.norm_forward(x, of, scale, E4M3, size, exact=case.exact)
+    blocks, stats, straight = norm.norm_forward(x, of, scale, E4M3, size, exact=case.exact)
     exact = to_blocks(x, size=size)
     for got, want in zip(blocks, exact, strict=True):
         np.testing.assert_array_equal(
@@ -122,7 +127,7 @@ def check_norm(shape, case: NormCase):
     seen = x.astype(jnp.float32) if case.exact else values
     expected = norm.statistics(seen, of)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), stats, expected)
-    transposed = norm_fused.norm_cast(blocks, stats, of, scale, size)
+    transposed = norm.norm_cast(blocks, stats, of, scale, size)
     for got, rows, layout in ((straight, seen, 0), (transposed, values, 1)):
         n = norm.normalize(rows, expected, of)
         assert jnp.max(jnp.abs(n)) <= limit
@@ -130,7 +135,7 @@ def check_norm(shape, case: NormCase):
 
     dn = numbers(4, shape).astype(jnp.float32)
     residual = numbers(8, shape) if case.residual else None
-    dx, d_norm = norm_fused.norm_backward(blocks, stats, of, dn, residual, size)
+    dx, d_norm = norm.norm_backward(blocks, stats, of, dn, residual, size)
     want, d_want = norm.normalize_backward(values, expected, of, dn)
     if residual is not None:
         want = want + residual.astype(jnp.float32)
@@ -142,7 +147,7 @@ def check_norm(shape, case: NormCase):
 
 def check_exact_activation(shape, name, count, size=16):
     hidden = [numbers(i, shape, spread=1.0) for i in range(count)]
-    kept, codes, maxima = activation_forward_exact(hidden, name, E4M3, size)
+    kept, codes, maxima = activation.activation_forward_exact(hidden, name, E4M3, size)
     exact = [to_blocks(h, size=size) for h in hidden]
     for got, want in zip(jax.tree.leaves(kept), jax.tree.leaves(exact), strict=True):
         np.testing.assert_array_equal(
@@ -153,7 +158,7 @@ def check_exact_activation(shape, name, count, size=16):
     largest = jnp.maximum(jnp.abs(a), jnp.abs(again))
     np.testing.assert_allclose(jnp.max(maxima), jnp.max(largest), rtol=1e-5)
     scale = gemm.tensor_scale(jnp.max(maxima), E4M3)
-    got = activation_rescale(codes, maxima, scale, size)
+    got = activation.activation_rescale(codes, maxima, scale, size)
     # Rounded twice where the second code is subnormal, and then half a code further off at most.
     want = np.float64(cast_reference(a, scale, E4M3, "straight")[0])
     subnormal = np.abs(want) < 2.0 ** format_of(E4M3).min_exponent
@@ -164,7 +169,7 @@ def check_exact_activation(shape, name, count, size=16):
 
 def check_activation(shape, name, count, size=16):
     hidden = [numbers(i, shape, spread=1.0) for i in range(count)]
-    kept, maxima = activation_fused.activation_forward(hidden, name, E4M3, size)
+    kept, maxima = activation.activation_forward(hidden, name, E4M3, size)
     exact = [to_blocks(h, size=size) for h in hidden]
     for got, want in zip(jax.tree.leaves(kept), jax.tree.leaves(exact), strict=True):
         np.testing.assert_array_equal(
@@ -175,13 +180,13 @@ def check_activation(shape, name, count, size=16):
     np.testing.assert_allclose(jnp.max(maxima), jnp.max(jnp.abs(a)), rtol=1e-5)
     scale = gemm.tensor_scale(jnp.max(maxima), E4M3)
     straight, transposed = cast_reference(a, scale, E4M3, "both")
-    assert_codes(activation_fused.activation_cast(kept, name, scale, size), straight)
+    assert_codes(activation.activation_cast(kept, name, scale, size), straight)
 
     da = numbers(7, shape, spread=1.0)
     largest = jnp.max(jnp.abs(da), axis=-1).astype(jnp.float32)
     bounds = activation.gradient_bounds(kept, largest, name)
     scales = [gemm.tensor_scale(bound, E5M2) for bound in bounds]
-    again, codes = activation_fused.activation_backward(kept, da, name, scale, scales, size, E5M2)
+    again, codes = activation.activation_backward(kept, da, name, scale, scales, size, E5M2)
     assert_codes(again, transposed)
     gradients = activation.activate_backward(values, da, name)
     for pair, d, bound, s in zip(codes, gradients, bounds, scales, strict=True):

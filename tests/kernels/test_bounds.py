@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from coat_jax import E4M3, E5M2
-from coat_jax.kernels import gemm, norm, turn
+from coat_jax.kernels import gemm, norm, rotary
 from coat_jax.numerics.blocks import from_blocks, to_blocks
 from coat_jax.numerics.formats import format_of
 
@@ -41,10 +41,10 @@ def test_a_rotated_pair_grows_by_its_bound_and_no_more():
     """(1, 1) rotated by an eighth of a turn becomes (sqrt(2), 0)."""
     angles = jnp.linspace(0, 2 * jnp.pi, 65)[:, None]
     pairs = jnp.broadcast_to(jnp.array([[1.0, 1.0], [1.0, -1.0]]), (1, 65, 2, 2))
-    back = turn.turn_back(pairs, jnp.cos(angles), jnp.sin(angles))
+    back = rotary.rotary_backward(pairs, jnp.cos(angles), jnp.sin(angles))
     largest = jnp.max(jnp.abs(back))
-    assert largest <= turn.GROWTH * ROUNDING
-    assert largest > turn.GROWTH / ROUNDING
+    assert largest <= rotary.GROWTH * ROUNDING
+    assert largest > rotary.GROWTH / ROUNDING
 
 
 def error(x, scale, dtype):
@@ -79,8 +79,8 @@ def test_the_bound_of_a_norm_costs_no_accuracy(outliers, factor):
 def test_the_bound_of_a_rotation_costs_no_accuracy(factor):
     dy = jax.random.normal(jax.random.key(0), (2, 64, 4, 32)).at[:, :, 1, 3].mul(factor)
     angles = jnp.arange(64)[:, None] * 10000.0 ** (-jnp.arange(16) / 16)
-    back = turn.turn_back(dy, jnp.cos(angles), jnp.sin(angles))
-    assert cost(back, turn.GROWTH * gemm.largest_magnitude(dy), E5M2) <= 1.001
+    back = rotary.rotary_backward(dy, jnp.cos(angles), jnp.sin(angles))
+    assert cost(back, rotary.GROWTH * gemm.largest_magnitude(dy), E5M2) <= 1.001
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])

@@ -7,15 +7,15 @@ pytest.importorskip("jax_triton")
 from layer_cases import (
     ACTIVATIONS,
     LARGE,
-    LARGE_TURNS,
+    LARGE_ROTARY_CASES,
     NORMS,
+    ROTARY_CASES,
     SMALL,
-    TURNS,
     check_activation,
     check_cast,
     check_exact_activation,
     check_norm,
-    check_turn,
+    check_rotary,
 )
 
 import coat_jax as coat
@@ -33,9 +33,11 @@ def test_cast(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [coat.E4M3, coat.E5M2], ids=["E4M3", "E5M2"])
-@pytest.mark.parametrize(("shape", "heads", "head", "per_sequence"), TURNS + LARGE_TURNS)
-def test_turn(shape, heads, head, per_sequence, dtype):
-    check_turn(shape, heads, head, dtype, per_sequence=per_sequence)
+@pytest.mark.parametrize(
+    ("shape", "heads", "head", "per_sequence"), ROTARY_CASES + LARGE_ROTARY_CASES
+)
+def test_rotary(shape, heads, head, per_sequence, dtype):
+    check_rotary(shape, heads, head, dtype, per_sequence=per_sequence)
 
 
 @pytest.mark.parametrize("case", NORMS, ids=str)

@@ -9,18 +9,18 @@ import pytest
 from layer_cases import (
     ACTIVATIONS,
     NORMS,
+    ROTARY_CASES,
     SMALL,
-    TURNS,
     check_activation,
     check_cast,
     check_exact_activation,
     check_norm,
-    check_turn,
+    check_rotary,
 )
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.kernels import activation_fused
+from coat_jax.kernels import activation
 from coat_jax.telemetry import report, sums_and_gradients
 
 pytestmark = interpreted.MARKS
@@ -33,9 +33,9 @@ def test_cast(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", [coat.E4M3, coat.E5M2], ids=["E4M3", "E5M2"])
-@pytest.mark.parametrize(("shape", "heads", "head", "per_sequence"), TURNS)
-def test_turn(shape, heads, head, per_sequence, dtype):
-    check_turn(shape, heads, head, dtype, per_sequence=per_sequence)
+@pytest.mark.parametrize(("shape", "heads", "head", "per_sequence"), ROTARY_CASES)
+def test_rotary(shape, heads, head, per_sequence, dtype):
+    check_rotary(shape, heads, head, dtype, per_sequence=per_sequence)
 
 
 @pytest.mark.parametrize("case", NORMS, ids=str)
@@ -58,7 +58,7 @@ def test_a_kernel_refuses_an_unknown_activation():
     """Rather than computing another one."""
     x = jnp.ones((1, 4, 32), jnp.bfloat16)
     with pytest.raises(Exception, match="no activation of this name"):
-        activation_fused.activation_forward((x, x), "swish", coat.E4M3, 16)
+        activation.activation_forward((x, x), "swish", coat.E4M3, 16)
 
 
 def numbers(*shape, scale=1.0):

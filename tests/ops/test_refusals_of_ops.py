@@ -162,7 +162,7 @@ VALUES = {
     ),
     "rotate: odd heads": (
         lambda: ops.rotate(HEADS[..., :7], jnp.arange(5), ops.Rotary()),
-        "turn pairs: a head of 7 is odd",
+        "rotate pairs: a head of 7 is odd",
     ),
     "cross_entropy: labels": (
         cross_entropy(labels=LABELS[:1]),

@@ -19,14 +19,13 @@ from coat_jax.kernels.activation import (
     Activation,
     activate,
     activate_backward,
-    gradient_bounds,
-    has_kernel,
-)
-from coat_jax.kernels.activation_exact import activation_forward_exact, activation_rescale
-from coat_jax.kernels.activation_fused import (
     activation_backward,
     activation_cast,
     activation_forward,
+    activation_forward_exact,
+    activation_rescale,
+    gradient_bounds,
+    has_kernel,
 )
 from coat_jax.kernels.gemm import Operand
 from coat_jax.numerics.blocks import Blocks

@@ -16,8 +16,17 @@ from jaxtyping import Array, Float
 
 from coat_jax.kernels import gemm
 from coat_jax.kernels.gemm import Operand
-from coat_jax.kernels.norm import Norm, Stats, bound, normalize, normalize_backward, statistics
-from coat_jax.kernels.norm_fused import norm_backward, norm_cast, norm_forward
+from coat_jax.kernels.norm import (
+    Norm,
+    Stats,
+    bound,
+    norm_backward,
+    norm_cast,
+    norm_forward,
+    normalize,
+    normalize_backward,
+    statistics,
+)
 from coat_jax.numerics.blocks import Blocks
 from coat_jax.numerics.formats import format_of
 from coat_jax.ops.saved.array import SavedArray, restore, save_input

@@ -4,8 +4,8 @@
     dn   = sum_i dy_i w_i^T        dw_i = n^T dy_i        db_i = sum over rows of dy_i
 
 In FP8 the input is rounded to E4M3 once for all weights, and each gradient to E5M2. The backward
-pass rounds the weights again, with the scales of the forward pass: saving their codes would cost a
-byte a parameter.
+pass requantizes the weights with the scales of the forward pass, since saving their codes would
+cost a byte a parameter.
 """
 
 import functools
@@ -37,7 +37,7 @@ class Mode(NamedTuple):
 
     @property
     def format(self) -> DTypeLike | None:
-        """The FP8 format of inputs and weights; None where they are multiplied as they are."""
+        """The FP8 format of inputs and weights; None where they are not rounded."""
         return self.precision.forward if self.precision.fp8_linear else None
 
     @property
@@ -118,7 +118,7 @@ def project(
 def input_gradient(
     weights: Weights, scales: Scales, gradients: Sequence[Operand], dtype: DTypeLike, mode: Mode
 ) -> Float[Array, "*rows K"]:
-    """The gradient of the common input. On a GPU each GEMM adds the product of the one before."""
+    """The gradient of the common input. On a GPU each GEMM adds the result of the previous one."""
 
     def share(weight: Array, scale: Array | None, g: Operand) -> Array:
         return gemm.product_transposed(g, recompute_operand(weight, scale, dtype, mode), dtype)
@@ -136,8 +136,8 @@ def bounded_input_gradient(
         return g, input_gradient((weight,), (scale,), (g,), dy.dtype, mode), None
     dtype, how = mode.precision.backward, mode.implementation
     g_scale = gemm.tensor_scale(gemm.largest_magnitude(dy), dtype)
-    g = gemm.measured(dy, g_scale, dtype, "both", how)
-    w = gemm.measured(weight, scale, mode.format, "straight", how)
+    g = gemm.scaled_with_lengths(dy, g_scale, dtype, "both", how)
+    w = gemm.scaled_with_lengths(weight, scale, mode.format, "straight", how)
     return g, gemm.product_transposed(g, w, dy.dtype), gemm.bound_of_product_transposed(g, w)
 
 

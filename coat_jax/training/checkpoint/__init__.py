@@ -1,9 +1,9 @@
-"""A run on disk: whole or not there, checked before use, and converted to other formats.
+"""A run on disk: complete or absent, checked before use, and converted to other formats.
 
 checkpoints     states of a run, written in the background
-step_folders    one folder for each step, there whole or not at all
-manifest        checksums, by which damage is found
-position        what a checkpoint has beside the state
+step_folders    one folder for each step, complete or absent
+manifest        checksums that reveal damage
+position        what a checkpoint stores besides the state
 weights         the parameters without the rest of the state
 conversion      to and from Hugging Face folders; companions: the small files beside weights
 streamed        lets orbax write arrays that are never whole in memory

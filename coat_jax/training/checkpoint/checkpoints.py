@@ -1,8 +1,8 @@
-"""Checkpoints of a run: written in the background, whole or not at all, checked before use.
+"""Checkpoints of a run: written in the background, complete or absent, checked before use.
 
     checkpoints/100/
         state/           orbax: every process writes the shards it holds
-        record.json      step, held-out loss, and what the loop wants to remember
+        record.json      step, held-out loss, and `Position`
         manifest.json    size and checksum of all these files
 
 `save` returns when the state has been copied to the host, so the next step may overwrite (donate)

@@ -1,8 +1,8 @@
 """The small files beside a model's weights: its tokenizer, and how text is generated with it.
 
-A folder may be somebody else's, and what is copied may be published: a file is copied only if it is
-what its name says, and only from inside the folder. A link that leads out of it is refused, but for
-those into `blobs`, which Hugging Face's cache is made of.
+The folder may come from others, and the copies may be published: a file is copied only if its
+content fits its name, and only from inside the folder. A link that leads out of the folder is
+refused, except into `blobs`, where Hugging Face's cache has its files.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,10 +1,10 @@
 """Models between Hugging Face's folders and ours, one piece of one parameter at a time in memory.
 
-    to_run              safetensors -> config.json, checkpoints/0, as of a run that has not begun
+    to_run              safetensors -> config.json, checkpoints/0, as of a run before its first step
     to_hugging_face     a checkpoint of a run -> config.json, safetensors
 
-Both copy the tokenizer's files along, as `companions` says, and give back bit for
-bit what the other was given. The new folder appears when it is complete.
+Both also copy the tokenizer's files (`companions`). Each is the inverse of the other, bit for
+bit. The new folder appears when it is complete.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Where a run stands: what a checkpoint has beside the state, so that another process goes on.
+"""Where a run stands: what a checkpoint stores besides the state, for the process that resumes.
 
 {"data": {"data": .., "seed": 0, "rows": 640}, "seconds": 51.2, "unwritten": [], "config": ..}
 """

@@ -1,14 +1,14 @@
-"""One folder for each step, which is there whole or not at all.
+"""One folder for each step, which is complete or absent.
 
     100.unfinished/    while it is written; what a killed run leaves behind
     100/               renamed when all of it, manifest.json last, was on the disk
     100.deleted/       while it is removed
 
-Renaming is atomic, so a process may be killed at any moment. What it leaves behind counts for
-nothing, and is cleared away when the next folder is begun, not before: whoever reads the
-checkpoints of a run that is going on must not remove what it writes.
+Renaming is atomic, so a process may be killed at any moment. What it leaves behind is ignored, and
+removed when the next folder is begun, not before: a process that only reads the checkpoints of a
+running run must not remove what the run is writing.
 
-Nothing else in `root` counts: files, empty folders, and names that are not a step as Python
+Everything else in `root` is ignored: files, empty folders, and names that are not a step as Python
 writes it (007). A link to a folder is a step; removing it removes the link.
 """
 

@@ -1,7 +1,7 @@
-"""Lets orbax write arrays that it never holds.
+"""Lets orbax write arrays that are never whole in memory.
 
-Orbax makes the folder, says where each array goes and writes what describes them all; the handler
-here fills each array in, piece by piece, one at a time. What comes out is an ordinary checkpoint.
+Orbax makes the folder, chooses the place of each array and writes the metadata; the handler here
+writes the arrays one at a time, piece by piece. The result is an ordinary checkpoint.
 """
 
 import asyncio

@@ -1,11 +1,11 @@
 """The parameters of a run, without the rest of its state.
 
     load      a model, from a checkpoint of a run or from a Hugging Face folder
-    read      the parameters in a checkpoint, in parts
+    read      the parameters in a checkpoint, in pieces
     write     a folder like a run's, with one checkpoint that holds parameters only
 
 A checkpoint stores each array in chunks. One chunk at a time is in memory, so models may be
-larger than that. What is read was checked before: see `coat_jax.training.checkpoint.manifest`.
+larger than that. What is read is checked first: see `coat_jax.training.checkpoint.manifest`.
 """
 
 import json

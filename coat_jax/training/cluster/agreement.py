@@ -1,7 +1,7 @@
-"""Several processes act as one: the first decides, and the others do as it says.
+"""Several processes act as one: the first decides, and the others follow.
 
-A shared folder may look different from two machines for a moment, or have filled up between two
-looks at it. What depends on such a look is looked at once.
+For a moment two machines may see different contents of a shared folder. Only the first process
+reads it, and sends its decision to the others.
 """
 
 import json
@@ -28,10 +28,10 @@ class Refused(UserError):
 
 
 def on_first(work: Callable[[], T]) -> T:
-    """What `work` returns on the first process, on all of them; it must be made of JSON's types.
+    """Runs `work` on the first process and returns its result, of JSON's types, on all of them.
 
-    What it raises there ends the others, too: with the same line and exit code where that is a
-    UserError or an error of the system about a file, and with a RuntimeError where it is a bug.
+    An error there ends the other processes, too: with the same message and exit code for a
+    UserError or an OSError about a file, and with a RuntimeError for any other.
     """
     if jax.process_count() == 1:
         return work()

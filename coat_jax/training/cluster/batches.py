@@ -1,8 +1,8 @@
 """From a process's rows to an array over the mesh.
 
-    [rows of this process, S]  ->  [accumulation, rows of all, S], its rows cut along data and fsdp
+    [rows of this process, S]  ->  [accumulation, rows of all, S], rows sharded along data and fsdp
 
-Positions and segments are left out where no row holds two documents: attention is faster without.
+Positions and segments are left out if no row holds two documents, as attention is faster then.
 """
 
 from typing import Any

@@ -1,18 +1,18 @@
 """Several processes, one run: they find each other, and they stop at the same step.
 
     start()                          before JAX's first look at its devices
-    with Stop() as stop:             a request to stop lets the step in hand finish
+    with Stop() as stop:             the current step finishes before the run stops
         ... one step, on every process ...
         if stop.requested(): save, and leave
 
-What launched a process says where it stands; one that nobody says anything about is alone.
+The launcher's environment variables give a process its rank; without them it runs alone.
 
     JAX_PROCESS_COUNT, JAX_PROCESS_ID and JAX_COORDINATOR_ADDRESS    ssh, Kubernetes, anything
     mpirun                                                           Open MPI's own variables
     srun                                                             SLURM's
 
-One process on a node takes all of its GPUs, several take one each, JAX_LOCAL_DEVICE_IDS=0,1 says
-otherwise. Losing a process ends the others, within JAX's 100 seconds: start the run again.
+One process on a node uses all of its GPUs, several use one each; JAX_LOCAL_DEVICE_IDS=0,1 overrides
+this. Losing a process ends the others, within JAX's 100 seconds: start the run again.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""The devices of a run as a mesh with the axes data, fsdp and tensor, and what lies where on it.
+"""The devices of a run as a mesh with the axes data, fsdp and tensor, and what is sharded how.
 
-parameters    cut along fsdp and tensor, as their modules say
+parameters    sharded along fsdp and tensor, as their modules say
 batches       their rows along data and fsdp
-the rest      everywhere
+the rest      replicated
 """
 
 import math
@@ -44,7 +44,7 @@ def _sizes(config: MeshConfig, devices: int) -> tuple[int, ...]:
 
 
 def require_fitting(config: TrainConfig, mesh: Mesh) -> None:
-    """Raises unless the batch can be cut along the mesh."""
+    """Raises unless the batch can be sharded along the mesh."""
     parts = batch_parts(mesh)
     if config.microbatch % parts:
         raise UserError(

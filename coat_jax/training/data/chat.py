@@ -1,4 +1,4 @@
-"""Conversations: what is said to whom becomes tokens, and the assistant's answers are learned.
+"""Conversations as tokens, of which the assistant's answers are learned.
 
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 

@@ -4,8 +4,8 @@
     batch i  rows i B .. (i + 1) B - 1 of that order
     process  p of P has the p-th of P equal parts of each batch
 
-A batch is so a pure function of data, seed and i: not of how many processes or threads there are,
-nor of whether the run was stopped in between. The state is one number. Shuffling is grain's: a
+A batch is therefore a pure function of data, seed and i: the number of processes or threads does
+not matter, nor whether the run was interrupted. The state is one number. Shuffling is grain's: a
 permutation that is computed, not stored.
 """
 
@@ -28,7 +28,7 @@ class Loader:
         batches: how many there are in all epochs; None without end.
         packed: whether a row may hold several documents. Where it does not, positions and
             segments say nothing that a model would not assume.
-        digest: names the data and how it is cut into rows.
+        digest: names the data and how it is split into rows.
         description: what there is, for people.
     """
 
@@ -48,8 +48,8 @@ class Loader:
         self.batches = None if epochs is None else -(-len(rows) * epochs // batch)
         self.packed, self.digest = rows.packed, rows.digest
         self.description = f"{rows.tokens:,} tokens in {len(rows):,} rows of {rows.sequence:,}"
-        if rows.cut:
-            self.description += f"; {rows.cut:,} documents were longer and are cut to that"
+        if rows.truncated:
+            self.description += f"; {rows.truncated:,} documents were longer and are cut to that"
         self._batch, self._seed, self._next = batch, seed, 0
         self._ordered = _ordered(rows, batch, seed, epochs)
         parts = self._ordered.batch(batch // processes, drop_remainder=True)

@@ -1,8 +1,8 @@
 """Packing: short documents share a row, each with its own segment, and none is split.
 
 Documents are taken in a random order and put where they leave the least room (best fit). The plan
-is made from their lengths alone, so every process makes the same. One that is longer than a row
-has a row to itself and loses its end.
+depends on their lengths alone, so every process makes the same one. A document that is longer than
+a row has a row to itself and is truncated.
 """
 
 import hashlib
@@ -67,7 +67,7 @@ class Packed:
         lengths = np.diff(documents.ends, prepend=0)
         self.sequence = sequence
         self.tokens = len(documents.tokens)
-        self.cut = int(np.sum(lengths > sequence))
+        self.truncated = int(np.sum(lengths > sequence))
         self._documents, self._starts = documents, documents.ends - lengths
         self._plan = plan(lengths, sequence, seed)
         self.digest = digest_of(documents.digest, self._plan, sequence)
@@ -86,7 +86,7 @@ class Packed:
         tokens = self._documents.tokens[start:stop].astype(np.int32)
         learned = self._documents.learned[start:stop]
         labels = np.append(np.where(learned, tokens, IGNORED)[1:], np.int32(IGNORED))
-        kept = slice(self.sequence)
-        tokens, labels = tokens[kept], labels[kept].astype(np.int32)
+        row = slice(self.sequence)
+        tokens, labels = tokens[row], labels[row].astype(np.int32)
         positions = np.arange(len(tokens), dtype=np.int32)
         return Batch(tokens, labels, positions, np.full_like(tokens, segment))

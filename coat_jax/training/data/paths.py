@@ -1,7 +1,7 @@
-"""Paths of data: patterns become files, and what a file is can be told from its name.
+"""Paths of data: patterns become files, whose formats are recognized by their names.
 
-A file is read once, however many names, links and patterns lead to it: what is held out of a
-stream must not be in it a second time.
+A file is read once, however many names, links and patterns lead to it: held-out text must
+not occur in the training data under another name.
 """
 
 import fnmatch

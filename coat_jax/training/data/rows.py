@@ -1,13 +1,14 @@
-"""Rows: what one sequence of a batch is, and how a long stream of tokens is cut into them.
+"""Rows: what one sequence of a batch is, and how a long stream of tokens is split into them.
 
     stream     a b c d . e f . g h i        a point ends a document
     tokens     a b c d | . e f . | g h -
     labels     b c d . | - f . - | h i -    the first token of a document is not predicted
     positions  0 1 2 3 | 0 0 1 2 | 0 1 0
-    segments   1 1 1 1 | 1 2 2 2 | 1 1 0    0 is what fills the last row up
+    segments   1 1 1 1 | 1 2 2 2 | 1 1 0    0 is the padding of the last row
 
 A row of S tokens is read with the token after it, with which the next row begins: each token is
-read once and predicted once. Within a row, positions and attention begin again in each document.
+read once and predicted once. Within a row, positions start at 0 in each document, and attention
+stays within it.
 """
 
 import hashlib
@@ -39,14 +40,14 @@ class Rows(Protocol):
         sequence: the length of each.
         tokens: how many they hold together.
         packed: whether a row may hold several documents.
-        cut: how many documents were longer than a row, and lost their ends.
-        digest: names the data and how it is cut.
+        truncated: how many documents were longer than a row, and lost their ends.
+        digest: names the data and how it is split.
     """
 
     sequence: int
     tokens: int
     packed: bool
-    cut: int
+    truncated: int
     digest: str
 
     def __len__(self) -> int: ...
@@ -73,7 +74,7 @@ class Windows:
         self.sequence = sequence
         self.tokens = len(part)
         self.packed = end_of_text is not None
-        self.cut = 0
+        self.truncated = 0
         samples = stream.digest(part, vocab=vocab)
         self.digest = digest_of(samples, part.start, end_of_text, sequence)
         self._stream, self._part = stream, part

@@ -13,7 +13,7 @@ from coat_jax.training.data.loader import Loader
 from coat_jax.training.data.packing import Packed
 from coat_jax.training.data.paths import are_tokens, files_of, identity
 from coat_jax.training.data.rows import IGNORED, Rows, Windows
-from coat_jax.training.data.stream import Memory, Stream
+from coat_jax.training.data.stream import Stream, TokensInMemory
 from coat_jax.training.data.text_files import require_small
 from coat_jax.training.data.token_files import open_files, sidecar_of
 from coat_jax.training.data.tokenizing import in_memory
@@ -101,7 +101,7 @@ def _require_labels(rows: Rows, split: Split) -> None:
 def _corpus(patterns: tuple[str, ...], split: Split) -> Stream:
     if len(patterns) > 1:
         raise UserError(f"{patterns} mixes the built-in corpus with files: name one or the other.")
-    return Stream([Memory(f"the corpus ({split})", getattr(corpus.load(), split))])
+    return Stream([TokensInMemory(f"the corpus ({split})", getattr(corpus.load(), split))])
 
 
 def _files(config: DataConfig, paths: list[Path], vocab: int) -> tuple[Stream, int | None]:
@@ -112,7 +112,8 @@ def _files(config: DataConfig, paths: list[Path], vocab: int) -> tuple[Stream, i
         end_of_text = notes["end_of_text"] if config.end_of_text is None else config.end_of_text
         return Stream(open_files(paths, dtype=config.dtype)), end_of_text
     tokenizer = _tokenizer(config, vocab)
-    return Stream([Memory(str(paths[0]), in_memory(paths, tokenizer))]), tokenizer.end_of_text
+    tokens = TokensInMemory(str(paths[0]), in_memory(paths, tokenizer))
+    return Stream([tokens]), tokenizer.end_of_text
 
 
 def _chat_rows(

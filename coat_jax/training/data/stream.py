@@ -1,8 +1,8 @@
 """A stream: many parts, files or arrays, read as one long array of tokens.
 
 Nothing is loaded before it is read. Every token that is read is compared with the vocabulary:
-that costs microseconds a row, where a scan of all data beforehand could take hours. So that a
-wrong file is noticed at once, the digest's samples are compared when the data is opened.
+that costs microseconds a row, where a scan of all data beforehand could take hours. The
+samples of the digest are compared when the data is opened, so that most wrong files fail at once.
 """
 
 import bisect
@@ -34,7 +34,7 @@ class Part(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class TokensInMemory:
     """A part that is in memory."""
 
     name: str

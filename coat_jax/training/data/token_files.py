@@ -3,10 +3,10 @@
     .npy                 NumPy's format, of one axis: what `coat tokenize` writes
     .npy without header  raw, as OLMo's data
     .bin                 raw, as nanoGPT's data
-    .bin with header     1024 bytes that tell the dtype and the number of tokens, as llm.c's data
+    .bin with header     1024 bytes with the dtype and the number of tokens, as llm.c's data
 
-The dtype of raw files is not written anywhere: it has to be told. `tokens.json` beside files says
-what `coat tokenize` knows of them.
+Raw files do not contain their dtype: the config must give it. `tokens.json` beside files is what
+`coat tokenize` recorded of them.
 """
 
 import dataclasses

@@ -1,11 +1,11 @@
-"""What a run needs in memory, per device, said before the first step.
+"""The memory that a run needs on each device, reported before the first step.
 
     parameters, optimizer state    their shards
     gradients                      like parameters; in FP32 as well where they are accumulated
-    saved activations              what `jax.vjp` keeps of one microbatch: counted, not estimated
+    saved activations              what `jax.vjp` saves of one microbatch: counted, not estimated
     peak                           the compiled step's arguments, results and temporary arrays
 
-The peak is XLA's own account. What it has besides the rows above is work space: gathered weights,
+The peak is XLA's own account. It contains, besides the rows above, work space: gathered weights,
 gradients of activations, the logits of a chunk.
 """
 
@@ -32,7 +32,7 @@ class OutOfMemory(UserError):
     """The device's memory is used up; the message says what to lower."""
 
 
-class Memory(NamedTuple):
+class DeviceMemory(NamedTuple):
     """Bytes on each device."""
 
     parameters: int
@@ -50,7 +50,7 @@ class Memory(NamedTuple):
 
 def account(
     config: TrainConfig, state: State, compiled: Any, *, batch_parts: int, device: jax.Device
-) -> Memory:
+) -> DeviceMemory:
     """What a run needs.
 
     Args:
@@ -65,7 +65,7 @@ def account(
     used = compiled.memory_analysis()
     peak = used.argument_size_in_bytes + used.temp_size_in_bytes
     peak += used.output_size_in_bytes - used.alias_size_in_bytes
-    return Memory(
+    return DeviceMemory(
         parameters=parameters,
         gradients=parameters + (in_fp32 if config.gradient_accumulation_steps > 1 else 0),
         optimizer=_shard_bytes(state.moments),
@@ -78,9 +78,9 @@ def account(
 
 
 def saved_activations(config: models.Config, rows: int, sequence: int) -> int:
-    """The bytes that a gradient keeps for the backward pass, besides parameters.
+    """The bytes that are saved for the backward pass, besides parameters.
 
-    A tensor axis of the mesh cuts most of them further.
+    A tensor axis of the mesh shards most of them further.
     """
     graph, params = models.abstract(config)
     tokens = jax.ShapeDtypeStruct((rows, sequence), jnp.int32)
@@ -88,13 +88,13 @@ def saved_activations(config: models.Config, rows: int, sequence: int) -> int:
     def pull(params: Any, tokens: Any) -> Any:
         return jax.vjp(lambda p: nnx.merge(graph, p).loss(tokens, tokens), params)[1]
 
-    # Parameters are kept by reference, or cast.
+    # Parameters are saved by reference, or cast.
     weights = {leaf.shape for leaf in jax.tree.leaves(params)}
-    kept = jax.tree.leaves(jax.eval_shape(pull, params, tokens))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in kept if leaf.shape not in weights)
+    saved = jax.tree.leaves(jax.eval_shape(pull, params, tokens))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in saved if leaf.shape not in weights)
 
 
-def table(memory: Memory) -> "Table":
+def table(memory: DeviceMemory) -> "Table":
     """The account as a table to print."""
     from rich.table import Table
 

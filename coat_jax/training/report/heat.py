@@ -3,7 +3,7 @@
     left     the last record: a row for each tensor of a layer, a column for each layer
     right    all records: the same rows, and those outside layers; the largest over layers
 
-Shares are on a logarithmic scale. Zero has the palest colour, and what is not finite none.
+Shares are on a logarithmic scale. Zero has the palest colour; NaN and infinity are blank.
 """
 
 import re
@@ -18,7 +18,7 @@ from coat_jax.errors import UserError
 from coat_jax.files import failures_named
 from coat_jax.training.report import runs
 from coat_jax.training.report.chart import CHART
-from coat_jax.training.report.runs import Run
+from coat_jax.training.report.runs import RecordedRun
 from coat_jax.training.report.telemetry import PREFIX
 from coat_jax.training.report.titles import TITLES
 
@@ -66,7 +66,7 @@ def draw(path: Path, out: Path, *, statistic: str) -> None:
         _picture(run, maps, out, statistic)
 
 
-def maps_of(run: Run, statistic: str) -> Maps:
+def maps_of(run: RecordedRun, statistic: str) -> Maps:
     """The numbers of a statistic, arranged."""
     curves = {}
     for key in run.columns:
@@ -105,7 +105,7 @@ def maps_of(run: Run, statistic: str) -> Maps:
     return Maps([*rows, *outside], layers, steps, over_steps)
 
 
-def _picture(run: Run, maps: Maps, out: Path, statistic: str) -> None:
+def _picture(run: RecordedRun, maps: Maps, out: Path, statistic: str) -> None:
     try:
         import matplotlib as mpl
         from matplotlib.backends.backend_agg import FigureCanvasAgg

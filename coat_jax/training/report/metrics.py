@@ -1,15 +1,16 @@
-"""What a run says of itself: one JSON object a line in metrics.jsonl, and optional writers.
+"""The metrics of a run: one JSON object a line in metrics.jsonl, and optional writers.
 
     {"step": 20, "tokens": 40960, "seconds": 8.1, "loss": 3.214, "learning_rate": 0.0003, ...}
 
-JSON has no NaN and no infinity: a loss that is not finite is written as null, which any reader of
-JSON takes. Every line is written at once, so that a killed run loses at most its last one.
+JSON has no NaN and no infinity: a loss that is not finite is written as null, which any JSON parser
+accepts. Every line is written at once, so that a killed run loses at most its last one.
 
 A run that resumes from a checkpoint repeats the steps after it. Their old records are removed
-first, so that the file reads like that of a run which nobody disturbed.
+first, so that the file looks like that of an uninterrupted run.
 
-A record that cannot be written, on a full disk say, does not end the run at once: the loop sees
-`failure`, saves, and puts what is `unwritten` into the checkpoint for the run that resumes.
+A record that cannot be written, for example on a full disk, does not end the run at once: the loop
+sees `failure` and saves a checkpoint, which contains the `unwritten` records for the run that
+resumes.
 """
 
 import contextlib
@@ -211,12 +212,12 @@ class Mended(NamedTuple):
 def mend(path: Path, step: int) -> Mended:
     """Removes the records of later steps and what is no record; keeps all others.
 
-    It is atomic: either file is whole at any moment. A line that was torn when a process was
-    killed may have the next record behind it: that one is kept.
+    The file is replaced at once, and is whole at any moment. Where a process was killed within a
+    line, the next record may follow on the same line: that record is kept.
     """
-    kept = path.with_suffix(".kept")
+    mended = path.with_suffix(".mended")
     last = lost = 0
-    with path.open("rb") as old, kept.open("wb") as new:
+    with path.open("rb") as old, mended.open("wb") as new:
         for line in old:
             whole = line.strip()
             record = _record(whole)
@@ -229,7 +230,7 @@ def mend(path: Path, step: int) -> Mended:
                 last = record["step"]
         new.flush()
         os.fsync(new.fileno())
-    kept.replace(path)
+    mended.replace(path)
     return Mended(last, lost)
 
 

@@ -1,4 +1,4 @@
-"""Loss curves as one HTML file that needs nothing else: no network, no scripts but its own.
+"""Loss curves as one self-contained HTML file: no network, no scripts but its own.
 
 page.html beside this file is the page without data. The data go in as JSON that can neither end
 the script element that holds them nor be run; the page shows names as text, never as markup.
@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float
 
 from coat_jax.training.report.chart import Look
-from coat_jax.training.report.runs import AXES, SHOWN, Curve, Run, smoothed
+from coat_jax.training.report.runs import AXES, SHOWN, Curve, RecordedRun, smoothed
 
 POINTS = 2000  # of a curve, at most
 DASHES = {"-": "none", "--": "7 5", ":": "1 5", "-.": "9 5 1 5"}
@@ -24,7 +24,7 @@ PLACE = "{{data}}"
 
 
 def write(
-    loaded: Sequence[Run], looks: Sequence[Look], out: Path, *, over: str, smooth: int
+    loaded: Sequence[RecordedRun], looks: Sequence[Look], out: Path, *, over: str, smooth: int
 ) -> None:
     """Writes the page; `over` and `smooth` are where its controls begin."""
     longest = max(len(run.columns["loss"].rows) for run in loaded)
@@ -40,7 +40,7 @@ def write(
     out.write_text(template.replace(PLACE, _embedded(data)), encoding="utf-8")
 
 
-def _run(run: Run, look: Look, thin: int, smooth: int) -> dict[str, Any]:
+def _run(run: RecordedRun, look: Look, thin: int, smooth: int) -> dict[str, Any]:
     """What the page draws of a run: for each curve its y, and its x on each axis there is."""
     axes = [over for over, key in AXES.items() if key in run.columns]
     curves: dict[str, Any] = {}

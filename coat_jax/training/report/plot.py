@@ -4,8 +4,8 @@
 
 The picture compares: training losses as means of the last `smooth` records, held-out losses as
 points, and below, small, learning rates and gradient norms where runs have them. Of several runs
-the first is the baseline: wide and pale, with the others on top. The page has the same to
-explore.
+the first is the baseline: wide and pale, with the others on top. The page shows the same
+interactively.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from coat_jax.files import failures_named
 from coat_jax.printable import printable
 from coat_jax.training.report import page, runs
 from coat_jax.training.report.chart import CHART, Look, looks_of
-from coat_jax.training.report.runs import Run
+from coat_jax.training.report.runs import RecordedRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,7 +71,7 @@ def draw(
 
 
 def _picture(
-    loaded: Sequence[Run], looks: Sequence[Look], out: Path, *, over: str, smooth: int
+    loaded: Sequence[RecordedRun], looks: Sequence[Look], out: Path, *, over: str, smooth: int
 ) -> None:
     try:
         import matplotlib as mpl
@@ -107,7 +107,7 @@ def _picture(
 def _curves(
     axes: "Axes",
     key: str,
-    loaded: Sequence[Run],
+    loaded: Sequence[RecordedRun],
     looks: Sequence[Look],
     *,
     over: str,
@@ -151,13 +151,13 @@ def _legend(axes: "Axes", labels: Sequence[str]) -> None:
         text.set_text(printable(label))
 
 
-def _title(loaded: Sequence[Run], smooth: int) -> str:
+def _title(loaded: Sequence[RecordedRun], smooth: int) -> str:
     mean = f", mean of {smooth:,} records" if smooth > 1 else ""
     held_out = any("held_out_loss" in run.columns for run in loaded)
     return f"Training loss{mean}{'; points: held out' if held_out else ''}"
 
 
-def _label(run: Run, smooth: int) -> str:
+def _label(run: RecordedRun, smooth: int) -> str:
     final, held_out = run.final_loss(smooth), run.held_out_loss()
     if not np.isfinite(final):
         return f"{run.name}, ends without a finite loss"
@@ -165,7 +165,7 @@ def _label(run: Run, smooth: int) -> str:
     return ends if held_out is None else f"{ends}, held out {held_out:.3f}"
 
 
-def _unit(loaded: Sequence[Run], over: str) -> tuple[float, str]:
+def _unit(loaded: Sequence[RecordedRun], over: str) -> tuple[float, str]:
     """The largest unit in which the longest run counts at least 2, and its name."""
     longest = max(run.axis(over).values[-1] for run in loaded)
     fitting = [unit for unit in UNITS[over] if longest >= 2 * unit[0]]

@@ -1,4 +1,4 @@
-"""How a run goes, while it goes.
+"""The progress of a run, while it trains.
 
 On a terminal, two lines that stay at its foot:
 
@@ -6,8 +6,8 @@ On a terminal, two lines that stay at its foot:
     loss 3.214  412k tokens/s  MFU 41.2%  61.3 GB  lr 0.00029
 
 Elsewhere, plain lines for a log: the first step, then every twentieth of the run or every minute,
-and the last. Held-out losses always have a line of their own. What does not fit the width is left
-out, the least important first. Give processes other than the main one a quiet console.
+and the last. Held-out losses always have a line of their own. Fields that do not fit the width are
+left out, the least important first. Give processes other than the main one a quiet console.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""From the reports of steps to records: written, shown, and one step late.
+"""Writes and shows the reports of steps as records, one step late.
 
-A report's numbers are fetched when the next step is on its way, so that the device never waits for
-the host. What a record has is in docs/training.md.
+The numbers of a report are fetched while the next step runs, so that the device never waits for the
+host. docs/training.md lists the fields of a record.
 """
 
 import math
@@ -75,7 +75,7 @@ class Recorder:
             self._waiting = step, report
 
     def flush(self) -> None:
-        """Records what is kept; waits for the step to finish.
+        """Records the report that `take` holds back; waits for its step to finish.
 
         Raises:
             Diverged: if too many steps in a row were skipped, or all steps of the run.

@@ -1,7 +1,7 @@
 """Runs, read back from their metrics.jsonl: names, curves, final losses.
 
-A curve is a key over steps, tokens or time. Where a record does not say its own tokens or
-seconds (an evaluation), it has those of the record before. null is NaN: it leaves a gap.
+A curve is a key over steps, tokens or time. A record without tokens or seconds (an
+evaluation) has those of the record before. null is NaN: it leaves a gap.
 """
 
 import math
@@ -34,7 +34,7 @@ class Curve(NamedTuple):
     y: Float[np.ndarray, " N"]
 
 
-class Run(NamedTuple):
+class RecordedRun(NamedTuple):
     """What a run wrote, by key."""
 
     name: str
@@ -70,7 +70,7 @@ class Run(NamedTuple):
         return None if column is None else float(column.values[-1])
 
 
-def load(paths: Sequence[Path], names: Sequence[str] = ()) -> list[Run]:
+def load(paths: Sequence[Path], names: Sequence[str] = ()) -> list[RecordedRun]:
     """Reads runs, each from its folder or its metrics.jsonl.
 
     Args:
@@ -86,7 +86,7 @@ def load(paths: Sequence[Path], names: Sequence[str] = ()) -> list[Run]:
         raise UserError(f"{len(names)} names for {len(paths)} runs: name all of them, or none.")
     files = [_file(path) for path in paths]
     return [
-        Run(name, file, _columns(file))
+        RecordedRun(name, file, _columns(file))
         for name, file in zip(names or _names(files), files, strict=True)
     ]
 

@@ -1,10 +1,10 @@
-"""How much arithmetic a token takes, and what part of the device's peak a run reaches.
+"""The arithmetic per token, and the share of the device's peak FLOP/s that a run reaches.
 
     linear layers    2 per weight                            in FP8 where the precision says so
     attention        4 heads head_dim tokens seen            in 16 bits
     head             2 width vocabulary                      in 16 bits
 
-forward, and twice that backward; what is computed again does not count. Then
+forward, and twice that backward; recomputation does not count. Then
 
     MFU = tokens/s * (FP8 work / FP8 peak + other work / 16-bit peak) / devices
 

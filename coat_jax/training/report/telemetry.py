@@ -1,15 +1,15 @@
-"""What FP8 does to the numbers of a run, now and then: records, and warnings.
+"""What FP8 does to the numbers of a run, every n-th step: records, and warnings.
 
     step s is due     parameters, batch -> a second program -> sums of each tensor, some gradients
                       the step itself, whose program is what it is without telemetry
-                      new moments -> their statistics, and directions beside those in FP32
+                      new moments -> their statistics, and the error of directions
 
 A record has a number for each tensor and statistic: {"fp8/layers/3/mlp/gate/gradient/underflow":
-0.0012, ..}. Nothing is kept from one record to the next, so a run resumes as if there were none.
+0.0012, ..}. Nothing is carried from one record to the next, so resuming a run does not change them.
 
 FP32 moments for a few rows of a few parameters begin with what is stored `shadow` steps before a
-record, and follow the gradients from there. With shadow=1 their error is that of one step; the
-errors of earlier ones are in what they begin with.
+record, and follow the gradients from there. With shadow=1 the error is that of one step; the
+FP32 moments contain the errors of all steps before.
 """
 
 import math

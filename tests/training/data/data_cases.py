@@ -5,13 +5,13 @@ import json
 import numpy as np
 
 from coat_jax.training.data.rows import Windows
-from coat_jax.training.data.stream import Memory, Stream
+from coat_jax.training.data.stream import Stream, TokensInMemory
 
 END = 0  # ends documents throughout
 
 
 def stream_of(tokens):
-    return Stream([Memory("numbers", np.asarray(tokens, np.uint16))])
+    return Stream([TokensInMemory("numbers", np.asarray(tokens, np.uint16))])
 
 
 def windows_of(tokens, sequence, end_of_text=None, vocab=1 << 16):

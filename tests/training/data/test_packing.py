@@ -69,7 +69,7 @@ def test_labels_are_the_learned_tokens_one_place_ahead(lengths):
 
 def test_what_is_too_long_is_cut_and_counted():
     packed = Packed(documents_of([11, 3, 20]), sequence=SEQUENCE, seed=0)
-    assert packed.cut == 2
+    assert packed.truncated == 2
     rows = {row.tokens[0]: row for row in rows_of(packed)}
     assert rows[0].tokens.tolist() == list(range(8))
     # The token after the cut is still predicted.
@@ -78,7 +78,7 @@ def test_what_is_too_long_is_cut_and_counted():
 
 def test_a_document_of_exactly_a_row_is_not_cut():
     packed = Packed(documents_of([SEQUENCE, SEQUENCE + 1]), sequence=SEQUENCE, seed=0)
-    assert packed.cut == 1
+    assert packed.truncated == 1
 
 
 def test_the_plan_depends_on_the_seed_alone():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coat_jax.errors import UserError
 from coat_jax.training.data import DataConfig, load, token_files
-from coat_jax.training.data.stream import Memory, Stream
+from coat_jax.training.data.stream import Stream, TokensInMemory
 from coat_jax.training.data.token_files import open_files, sidecar_of
 
 TOKENS = np.arange(5000) * 7 % 4999
@@ -54,7 +54,7 @@ def test_every_layout_holds_the_same_tokens(layout, dtype, tmp_path):
 def test_parts_are_read_as_one(lengths, data):
     edges = np.cumsum([0, *lengths]).tolist()
     parts = [
-        Memory("part", TOKENS[start:stop].astype(np.uint16))
+        TokensInMemory("part", TOKENS[start:stop].astype(np.uint16))
         for start, stop in itertools.pairwise(edges)
     ]
     start = data.draw(st.integers(0, edges[-1] - 1))

@@ -12,7 +12,7 @@ from coat_jax import models
 from coat_jax.training.cluster.mesh import batch_parts
 from coat_jax.training.report import accounting
 from coat_jax.training.report.accounting import (
-    Memory,
+    DeviceMemory,
     OutOfMemory,
     advice,
     explaining_out_of_memory,
@@ -95,12 +95,12 @@ def printed(memory):
 
 
 def test_the_table_has_a_unit_that_fits():
-    large = Memory(int(13.5e9), int(13.5e9), int(14e9), int(20e9), int(65e9), int(80e9))
+    large = DeviceMemory(int(13.5e9), int(13.5e9), int(14e9), int(20e9), int(65e9), int(80e9))
     text = printed(large)
     for line in ("parameters", "13.50", "saved activations", "20.00", "65.00", "limit", "80.00"):
         assert line in text
     assert "GB" in text
-    small_one = printed(Memory(1, 1, 1, 1, int(3.2e6), None))
+    small_one = printed(DeviceMemory(1, 1, 1, 1, int(3.2e6), None))
     assert "MB" in small_one
     assert "3.20" in small_one
     assert "limit" not in small_one

@@ -123,7 +123,7 @@ def test_the_axis_is_what_was_asked_for(tmp_path, two, figure, over, label, last
 )
 def test_units_fit_the_longest_run(over, longest, unit):
     column = runs.Column(np.array([0]), np.array([longest]))
-    assert plot._unit([runs.Run("a", None, {runs.AXES[over]: column})], over)[1] == unit
+    assert plot._unit([runs.RecordedRun("a", None, {runs.AXES[over]: column})], over)[1] == unit
 
 
 def test_small_panels_are_there_where_runs_have_something_for_them(tmp_path, figure):

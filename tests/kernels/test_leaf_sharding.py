@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from coat_jax.kernels.partition import LeafPlace, over_mesh
+from coat_jax.kernels.leaf_sharding import LeafShard, run_sharded_leaves
 from coat_jax.numerics.qtensor import scales_shape
 
 GROUP = 16
@@ -29,14 +29,14 @@ LAYOUTS = [
 ]
 
 
-def number_groups(shared, leaves, places: list[LeafPlace]):
-    """Every group's index in the whole, from the place of the shard alone."""
+def number_groups(shared, leaves, shards: list[LeafShard]):
+    """Every group's index in the whole, from the position of the shard alone."""
     del shared
     results = []
-    for (x, scales), place in zip(leaves, places, strict=True):
-        assert x.shape == place.shape
+    for (x, scales), shard in zip(leaves, shards, strict=True):
+        assert x.shape == shard.shape
         i = jnp.arange(scales.size, dtype=jnp.int32)
-        index = place.start + i + sum(i // inner * jump for inner, jump in place.jumps)
+        index = shard.start + i + sum(i // inner * jump for inner, jump in shard.jumps)
         results.append([x + 1, index.reshape(scales.shape)])
     return results
 
@@ -51,7 +51,7 @@ def test_every_shard_knows_its_groups(mesh_shape, names, shape, spec):
 
     @jax.jit
     def run(shared, x, scales):
-        return over_mesh(number_groups, [shared], [[x, scales]], group_size=GROUP)
+        return run_sharded_leaves(number_groups, [shared], [[x, scales]], group_size=GROUP)
 
     with jax.set_mesh(mesh):
         [[y, index]] = run(shared, x, scales)
@@ -69,7 +69,9 @@ def test_leaves_of_different_shardings_go_together():
         for pair in [(shape, scales_shape(shape, GROUP))]
     ]
     with jax.set_mesh(mesh):
-        results = jax.jit(lambda *x: over_mesh(number_groups, [], x, group_size=GROUP))(*leaves)
+        results = jax.jit(lambda *x: run_sharded_leaves(number_groups, [], x, group_size=GROUP))(
+            *leaves
+        )
     for (_, scales), (_, index) in zip(leaves, results, strict=True):
         np.testing.assert_array_equal(index, np.arange(scales.size).reshape(scales.shape))
 
@@ -79,7 +81,7 @@ def test_works_inside_shard_map_on_local_shards():
     x, scales = jnp.zeros((16, 64)), jnp.zeros((16, 4), jnp.int32)
 
     def local(x, scales):
-        return over_mesh(number_groups, [], [[x, scales]], group_size=GROUP)[0][1]
+        return run_sharded_leaves(number_groups, [], [[x, scales]], group_size=GROUP)[0][1]
 
     with jax.set_mesh(mesh):
         index = jax.jit(
@@ -93,14 +95,14 @@ def test_works_inside_shard_map_on_local_shards():
     [((8,), P(None, "a")), ((4, 2), P(None, ("a", "b"))), ((2, 4), P("a", "b"))],
 )
 @pytest.mark.parametrize("columns", [64, 96, 160])
-def test_an_axis_the_mesh_cuts_inside_a_group_is_gathered(mesh_shape, spec, columns):
+def test_an_axis_the_mesh_divides_inside_a_group_is_gathered(mesh_shape, spec, columns):
     names = ("a", "b")[: len(mesh_shape)]
     mesh = jax.make_mesh(mesh_shape, names, axis_types=(AxisType.Auto,) * len(names))
     x = jax.device_put(np.zeros((4, columns), np.float32), NamedSharding(mesh, spec))
     groups = columns // GROUP
     with jax.set_mesh(mesh):
         [[y, index]] = jax.jit(
-            lambda x: over_mesh(
+            lambda x: run_sharded_leaves(
                 number_groups, [], [[x, jnp.zeros((4, groups), jnp.int32)]], group_size=GROUP
             )
         )(x)

@@ -1,113 +1,108 @@
-"""Adam's moments inside a kernel: the twins of `coat_jax.storage`, `.integers` and `.logarithms`.
+"""Decoding and encoding of Adam's moments: the counterpart of `coat_jax.storage`.
 
-A block is [B, G], as in `kernels.expansion`. The tuples that say how each moment is stored are made
-by `adam_launch`.
+Blocks are [B, G], as in `expansion`. MU and NU are the `adam_launch.MomentFormat`s of the first and
+the second moment.
 
-Integers are made by adding 1.5 * 2^23 while rounding down: the code is then in the last byte of
-the sum, and no conversion is needed. Their noise is 128 + [0, 1): 16 random bits under the bits of
-128.
+Integer codes (`numerics.integers`, `numerics.logarithms`) are made by adding 1.5 * 2^23, rounding
+down: the code is then the last byte of the sum, and needs no conversion. Their noise is in
+[128, 129): 16 random bits under the bits of 128.
 """
 
-from __future__ import annotations
+import triton
+import triton.language as tl
 
-from typing import TYPE_CHECKING
-
-from coat_jax.kernels.expansion import (
+from coat_jax.kernels.triton.arithmetic import (
     clip,
     copysign,
-    decode,
-    encode,
     exp2,
-    fit,
     floor_positive,
     log2,
     reciprocal,
     rsqrt,
     sqrt,
 )
-from coat_jax.kernels.launch import kernel
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from coat_jax.kernels.triton.expansion import decode, encode, fit
 
 
-@kernel
-def load_codes(pointers, here, FORMAT: tl.constexpr):
-    """Codes in FP32."""
-    if FORMAT[10]:
-        codes = tl.load(pointers, mask=here, other=0)
+@triton.jit
+def load_codes(pointers, mask, FORMAT: tl.constexpr):
+    """Loads codes as FP32."""
+    if FORMAT.is_integer:
+        codes = tl.load(pointers, mask=mask, other=0)
     else:
-        codes = tl.load(pointers, mask=here, other=0.0)
+        codes = tl.load(pointers, mask=mask, other=0.0)
     return codes.to(tl.float32)
 
 
-@kernel
+@triton.jit
 def read_moments(
     mu, mu_amax, mu_k16, nu, nu_amax, nu_k16, log2_b1, log2_b2,
     MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """b1 m and b2 v."""
-    if NU[10]:
+    """Decodes the moments, and returns b1 m and b2 v."""
+    if NU.is_integer:
         root = decode_root(nu, nu_amax, nu_k16, FAST)
         v = root * (root * exp2(log2_b2, FAST))  # finite in this order
     else:
-        v = decode(nu, nu_amax, nu_k16, log2_b2, NU[0], FAST)
-        if MU[10]:
-            root = sqrt(decode(nu, nu_amax, nu_k16, 0.0, NU[0], FAST), FAST)
-    if MU[10]:
+        v = decode(nu, nu_amax, nu_k16, log2_b2, NU, FAST)
+        if MU.is_integer:
+            root = sqrt(decode(nu, nu_amax, nu_k16, 0.0, NU, FAST), FAST)
+    if MU.is_integer:
         smallest = sqrt(smallest_second(nu_amax, NU), FAST)
         scale = mu_amax * (1.0 / 127.0) * exp2(log2_b1, FAST)
         m = mu * scale[:, None] * tl.maximum(root, smallest[:, None])
     else:
-        m = copysign(decode(mu, mu_amax, mu_k16, log2_b1, MU[0], FAST), mu)
+        m = copysign(decode(mu, mu_amax, mu_k16, log2_b1, MU, FAST), mu)
     return m, v
 
 
-@kernel
+@triton.jit
 def encode_second(v, noise, NU: tl.constexpr, FAST: tl.constexpr):
-    """Codes for the cast that follows; amax, 16 k."""
-    if NU[10]:
+    """The codes of v for the cast that follows; amax; 16 k."""
+    if NU.is_integer:
         codes, amax, k16 = encode_logarithms(v, noise, NU, FAST)
     else:
         codes, amax, k16 = encode(v, noise, NU, FAST)
     return codes, amax, k16
 
 
-@kernel
+@triton.jit
 def encode_first(
     m, noise, v, nu_amax, stochastic_below, MU: tl.constexpr, NU: tl.constexpr, FAST: tl.constexpr
 ):
-    """Codes for the cast that follows; amax, 16 k. `nu_amax` is that of the new v."""
-    if MU[10]:
+    """The codes of m for the cast that follows; amax; 16 k. `nu_amax` is that of the new v."""
+    if MU.is_integer:
         direction = m * rsqrt(tl.maximum(v, smallest_second(nu_amax, NU)[:, None]), FAST)
-        codes, amax, k16 = encode_integers(direction, noise, stochastic_below, MU[8] > 0, FAST)
+        codes, amax, k16 = encode_integers(
+            direction, noise, stochastic_below, MU.rounding != "nearest", FAST
+        )
     else:
         codes, amax, k16 = encode(tl.abs(m), noise, MU, FAST)
         codes = copysign(codes, m)
     return codes, amax, k16
 
 
-@kernel
+@triton.jit
 def smallest_second(amax, NU: tl.constexpr):
-    """What takes the place of smaller second moments in a direction that is stored."""
-    return tl.maximum(amax * NU[11], 1.1754943508222875e-38)
+    """The least second moment that a direction is divided by, per group."""
+    return tl.maximum(amax * NU.smallest_second, 1.1754943508222875e-38)
 
 
-@kernel
+@triton.jit
 def decode_root(codes, amax, k16, FAST: tl.constexpr):
-    """The roots of numbers that are stored as logarithms."""
+    """The square roots of numbers that are stored as logarithms."""
     half = 0.5 * reciprocal(k16.to(tl.float32), FAST)
     offset = 0.5 * log2(amax, FAST) - 255.0 * half
     root = exp2(codes * half[:, None] + offset[:, None], FAST)
     return tl.where(codes == 0.0, 0.0, root)
 
 
-@kernel
+@triton.jit
 def encode_logarithms(x, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
-    """The codes of numbers that are not negative; amax, 16 k."""
-    amax, log2_amax, k16 = fit(x, FORMAT[5], FORMAT[6], FORMAT[7], FAST)
+    """The codes of non-negative numbers as logarithms; amax; 16 k."""
+    amax, log2_amax, k16 = fit(x, FORMAT, FAST)
     exact = 255.0 - k16[:, None] * (log2_amax[:, None] - log2(x, FAST))
-    if FORMAT[8] > 0:
+    if FORMAT.rounding != "nearest":
         noise = noise.to(tl.float32, bitcast=True) - 128.0
         fraction = exact - floor_positive(exact, FAST)
         bend = 0.34657359027997264 * reciprocal(k16, FAST)  # log(2) / 2k
@@ -116,16 +111,19 @@ def encode_logarithms(x, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
         noise = 0.5
         rounded = exact
     codes = last_byte(floor_to_bits(rounded + noise, FAST))
-    # Below the smallest code: it or zero. But for rounding errors, only at the smallest k.
-    LARGEST: tl.constexpr = 8.507059173023462e37  # 2^126: any number here, times it, is over 1
-    per_smallest = tl.where(k16 > FORMAT[6], LARGEST, reciprocal(amax * FORMAT[11], FAST))
+    # A value below the smallest code becomes that code or zero. Apart from rounding errors this
+    # occurs only at the smallest k.
+    LARGEST: tl.constexpr = 8.507059173023462e37  # 2^126, times which any normal number exceeds 1
+    per_smallest = tl.where(
+        k16 > FORMAT.fit.min_steps, LARGEST, reciprocal(amax * FORMAT.smallest_second, FAST)
+    )
     least = tl.where(x * per_smallest[:, None] + noise >= 1.0, 1, 0)
     return tl.where(exact >= 1.0, codes, least), amax, k16
 
 
-@kernel
+@triton.jit
 def encode_integers(x, noise, stochastic_below, STOCHASTIC: tl.constexpr, FAST: tl.constexpr):
-    """The codes of numbers of any sign; amax, 16 k."""
+    """The codes of signed numbers as integers; amax; 16 k."""
     amax = tl.minimum(tl.max(tl.abs(x), axis=1), 1.2676506002282294e30)
     amax = tl.where(amax < 7.888609052210118e-31, 0.0, amax)
     per_amax = tl.where(amax > 0.0, 127.0 * reciprocal(amax, FAST), 0.0)
@@ -140,7 +138,7 @@ def encode_integers(x, noise, stochastic_below, STOCHASTIC: tl.constexpr, FAST: 
     return codes, amax, k16
 
 
-@kernel
+@triton.jit
 def floor_to_bits(x, FAST: tl.constexpr):
     """An integer whose last byte is that of floor(x) for |x| < 2^22, and of -1 for NaN."""
     if FAST:
@@ -150,6 +148,7 @@ def floor_to_bits(x, FAST: tl.constexpr):
     return tl.floor(tl.where(tl.abs(x) < 4194304.0, x, -1.0)).to(tl.int32)
 
 
-@kernel
+@triton.jit
 def last_byte(x):
+    """The last byte of an integer."""
     return x & 0xFF

@@ -58,7 +58,7 @@ def test_programs_that_differ_in_a_kernel_only_differ_in_its_name():
 
 
 def test_the_program_is_the_same_in_every_process():
-    source = "import test_identity_compiled as test; print(test.lowered())"
+    source = "import test_cache_key_compiled as test; print(test.lowered())"
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)])
     texts = {
         subprocess.run(

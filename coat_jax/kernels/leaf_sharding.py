@@ -1,16 +1,14 @@
-"""Runs an in-place kernel over leaves that are sharded, each device on its own shards.
+"""Runs an in-place kernel over the sharded leaves of an optimizer, each device on its own shards.
 
 XLA cannot look into a kernel: left alone it gathers the operands and copies the results. The
-rule given here says that every leaf's arrays are sharded alike along every axis, the last one
-in whole groups, and that nothing depends on another shard. What a shard does need to know is
-which of the whole array's groups it holds (`LeafPlace`), so that the noise does not depend on
-the mesh.
+sharding rule given here says that all arrays of a leaf are sharded alike along every axis, the last
+one in whole groups, and that no shard depends on another. But a shard must know which of the whole
+array's groups it holds (`LeafShard`), so that stochastic rounding does not depend on the mesh.
 
-A last axis that the mesh cuts inside a group is gathered first, as XLA would do for any
+A last axis that the mesh divides inside a group is gathered first, as XLA would do for any
 operation that needs the whole axis.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,16 +24,19 @@ from jax.experimental.custom_partitioning import (
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from coat_jax.kernels.identity import call_by_name
+from coat_jax.kernels.cache_key import call_with_stable_key
+from coat_jax.kernels.sharding import divides_cleanly
+from coat_jax.numerics import mesh_axes
 from coat_jax.numerics.qtensor import scales_shape
 
 Shape = tuple[int, ...]
 
 
-class LeafPlace(NamedTuple):
-    """Where a shard of a leaf lies in the whole, counted in groups, row-major.
+class LeafShard(NamedTuple):
+    """One device's shard of a leaf, and which of the leaf's groups it holds.
 
-    Group i of the shard is group  start + i + sum(i // inner * jump)  of the whole.
+    Groups are numbered in row-major order. Group i of the shard is group
+    start + i + sum(i // inner * jump)  of the leaf.
     """
 
     shape: Shape  # of the shard
@@ -44,11 +45,11 @@ class LeafPlace(NamedTuple):
 
 
 Step = Callable[
-    [Sequence[Array], Sequence[Sequence[Array]], Sequence[LeafPlace]], list[list[Array]]
+    [Sequence[Array], Sequence[Sequence[Array]], Sequence[LeafShard]], list[list[Array]]
 ]
 
 
-def over_mesh(
+def run_sharded_leaves(
     step: Step,
     shared: Sequence[Array],
     leaves: Sequence[Sequence[Array]],
@@ -58,12 +59,12 @@ def over_mesh(
     """Calls `step` on the shards of `leaves` that each device holds.
 
     Args:
-        step: (shared, leaves, places) -> results per leaf. Each result has the shape of its
+        step: (shared, leaves, shards) -> results per leaf. Each result has the shape of its
             leaf or of the leaf's scales.
         shared: arrays that every device needs whole.
-        leaves: per leaf, arrays of the leaf's shape and of its scales' shape; the first has
-            the leaf's shape, and its sharding is followed.
-        group_size: neighbours per scale.
+        leaves: per leaf, arrays of the leaf's shape and of its scales' shape. The first one has
+            the leaf's shape, and its sharding decides.
+        group_size: elements per scale.
     """
     sizes = [len(arrays) for arrays in leaves]
     shapes = [arrays[0].shape for arrays in leaves]
@@ -73,11 +74,11 @@ def over_mesh(
         head = [next(rest) for _ in shared]
         return head, [[next(rest) for _ in range(size)] for size in sizes]
 
-    def run(flat: Sequence[Array], places: Sequence[LeafPlace]) -> list[list[Array]]:
-        return step(*unflatten(flat), places)
+    def run(flat: Sequence[Array], shards: Sequence[LeafShard]) -> list[list[Array]]:
+        return step(*unflatten(flat), shards)
 
     def alone(*flat: Array) -> list[list[Array]]:
-        return run(flat, [LeafPlace(shape, 0, ()) for shape in shapes])
+        return run(flat, [LeafShard(shape, 0, ()) for shape in shapes])
 
     whole = custom_partitioning(alone)
 
@@ -100,11 +101,11 @@ def over_mesh(
         ]
 
         def on_shards(*flat: Array) -> list[list[Array]]:
-            places = [
-                _place(mesh, spec, shape, group_size)
+            shards = [
+                _shard(mesh, spec, shape, group_size)
                 for spec, shape in zip(specs, shapes, strict=True)
             ]
-            return run(flat, places)
+            return run(flat, shards)
 
         return mesh, on_shards, result_shardings, tuple(operand_shardings)
 
@@ -115,7 +116,7 @@ def over_mesh(
     flat = [*shared, *(a for arrays in leaves for a in arrays)]
     result_shapes = [[r.shape for r in leaf] for leaf in jax.eval_shape(alone, *flat)]
     whole.def_partition(partition, sharding_rule=rule)
-    results: list[list[Array]] = call_by_name(whole, alone, flat)
+    results: list[list[Array]] = call_with_stable_key(whole, alone, flat)
     return results
 
 
@@ -126,7 +127,7 @@ def _sharding_rule(
     result_shapes: Sequence[Sequence[Shape]],
     group_size: int,
 ) -> SdyShardingRule:
-    """One factor per axis of each leaf, none in common; a last axis is (groups, members)."""
+    """One factor per axis of each leaf, none in common; a last axis is (groups, elements)."""
     replicated: list[str] = []
     sizes: dict[str, int] = {}
 
@@ -140,13 +141,13 @@ def _sharding_rule(
         if not shape:
             return ArrayMapping()
         axes: list[Any] = [f"leaf{leaf}axis{i}" for i in range(len(shape) - 1)]
-        group, member, columns = (f"leaf{leaf}{part}" for part in ("group", "member", "columns"))
+        group, element, columns = (f"leaf{leaf}{part}" for part in ("group", "element", "columns"))
         if shape != whole:
             return ArrayMapping(*axes, group)
         if not shardable(leaf):
             return ArrayMapping(*axes, columns)
-        sizes[member] = group_size
-        return ArrayMapping(*axes, CompoundFactor(group, member))
+        sizes[element] = group_size
+        return ArrayMapping(*axes, CompoundFactor(group, element))
 
     operands = []
     for i, array in enumerate(shared):
@@ -162,23 +163,6 @@ def _sharding_rule(
     return SdyShardingRule(tuple(operands), tuple(results), **special)
 
 
-def divides_cleanly(mesh: Any, groups: int) -> bool:
-    """Whether a mesh can cut an axis of that many groups, by whole axes of its own if at all.
-
-    Shardy may also cut by a part of a mesh axis, which a PartitionSpec cannot say. And it knows
-    no axis that consists of a single group.
-    """
-    if groups == 1:
-        return False
-    sizes = list(mesh.shape.values())
-    for used in itertools.product((False, True), repeat=len(sizes)):
-        rest, left = divmod(groups, math.prod(itertools.compress(sizes, used)))
-        unused = [size for size, taken in zip(sizes, used, strict=True) if not taken]
-        if left == 0 and any(math.gcd(rest, size) not in (1, size) for size in unused):
-            return False
-    return True
-
-
 def _clean_spec(mesh: Any, sharding: Any, shape: Shape, group_size: int) -> PartitionSpec:
     """The sharding of a leaf, without the axes that its mesh does not divide evenly."""
     if not isinstance(sharding, NamedSharding):
@@ -190,33 +174,26 @@ def _clean_spec(mesh: Any, sharding: Any, shape: Shape, group_size: int) -> Part
     whole_groups = not shape or shape[-1] % group_size == 0
 
     def fits(axis: int) -> bool:
-        parts = math.prod(mesh.shape[name] for name in _names(spec[axis]))
+        parts = math.prod(mesh.shape[name] for name in mesh_axes.names(spec[axis]))
         return sizes[axis] % parts == 0 and (axis < len(shape) - 1 or whole_groups)
 
     return PartitionSpec(*(spec[axis] if fits(axis) else None for axis in range(len(shape))))
 
 
-def _place(mesh: Any, spec: PartitionSpec, shape: Shape, group_size: int) -> LeafPlace:
-    """This device's place; called inside the partitioned program."""
+def _shard(mesh: Any, spec: PartitionSpec, shape: Shape, group_size: int) -> LeafShard:
+    """This device's shard; called inside the partitioned program."""
     whole = scales_shape(shape, group_size)
-    parts = [math.prod(mesh.shape[name] for name in _names(entry)) for entry in spec]
+    parts = [math.prod(mesh.shape[name] for name in mesh_axes.names(entry)) for entry in spec]
     local = tuple(size // n for size, n in zip(whole, parts, strict=True))
     start: Any = 0
     for axis, entry in enumerate(spec):
         if parts[axis] > 1:
-            index = jax.lax.axis_index(_names(entry))
+            index = jax.lax.axis_index(mesh_axes.names(entry))
             start = start + index * jnp.int32(local[axis] * math.prod(whole[axis + 1 :]))
     jumps = tuple(
         (math.prod(local[axis:]), (whole[axis] - local[axis]) * math.prod(whole[axis + 1 :]))
         for axis in range(1, len(whole))
         if local[axis] != whole[axis]
     )
-    shard = tuple(size // n for size, n in zip(shape, parts, strict=True))
-    return LeafPlace(shard, start, jumps)
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    """The mesh axes in one entry of a PartitionSpec."""
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
+    local_shape = tuple(size // n for size, n in zip(shape, parts, strict=True))
+    return LeafShard(local_shape, start, jumps)

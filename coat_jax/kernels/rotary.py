@@ -1,0 +1,109 @@
+"""Rotary embeddings: rotates pairs of numbers in each head by an angle per token, and back.
+
+    rotary_forward          (a, b) -> (a cos - b sin, b cos + a sin)
+    rotary_backward         (a, b) -> (a cos + b sin, b cos - a sin)    its gradient: the inverse
+    rotary_backward_cast    the same, as one FP8 tensor in both layouts
+
+a and b are the halves of a head. A rotation preserves the length of each pair, so no element of the
+result exceeds sqrt(2) times the largest input. That bounds the FP8 tensor before it is computed.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from coat_jax.kernels import dispatch
+from coat_jax.kernels.cast import cast_reference
+from coat_jax.kernels.launch import launch, tile_count
+from coat_jax.kernels.sharding import run_sharded
+from coat_jax.numerics.formats import format_of
+
+GROWTH = math.sqrt(2)
+# A program rotates several heads of a tile of rows, so that it loads their angles once.
+TILE_ROWS, HEADS, WARPS = 64, 4, 4
+SMALLEST_HEAD = 32
+
+
+def rotary_forward(
+    x: Float[Array, "B S N H"], cos: Float[Array, "*B S P"], sin: Float[Array, "*B S P"]
+) -> Float[Array, "B S N H"]:
+    """Rotates each head of `x`; P is H / 2."""
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def rotary_backward(
+    y: Float[Array, "B S N H"], cos: Float[Array, "*B S P"], sin: Float[Array, "*B S P"]
+) -> Float[Array, "B S N H"]:
+    """Rotates each head of `y` by the negative angle."""
+    # Written with a flip instead of the concatenation above: XLA can then find the result's largest
+    # magnitude in the same loop, which saves a pass over memory where it is rounded to FP8 next.
+    cos, sin = cos[..., None, None, :], sin[..., None, None, :]
+    pairs = y.astype(jnp.float32).reshape(*y.shape[:-1], 2, -1)
+    signs = jnp.array([[1.0], [-1.0]])
+    rotated = pairs * cos + jnp.flip(pairs, -2) * (signs * sin)
+    return rotated.reshape(y.shape).astype(y.dtype)
+
+
+def rotary_backward_cast_reference(
+    y: Float[Array, "B S N H"],
+    cos: Float[Array, "*B S P"],
+    sin: Float[Array, "*B S P"],
+    scale: Float[Array, ""],
+    dtype: DTypeLike,
+) -> tuple[Array | None, Array | None]:
+    """The codes of rotary_backward(y) / scale, [B, S, N H] and [N H, B, S]."""
+    rotated = rotary_backward(y.astype(jnp.float32), cos, sin)
+    return cast_reference(rotated.reshape(*y.shape[:2], -1), scale, dtype, "both")
+
+
+def supports_head_dim(head: int) -> bool:
+    """Whether the kernel takes heads of this size: powers of two."""
+    return head >= SMALLEST_HEAD and head & (head - 1) == 0
+
+
+def rotary_backward_cast(
+    y: Float[Array, "B S N H"],
+    cos: Float[Array, "*B S P"],
+    sin: Float[Array, "*B S P"],
+    scale: Float[Array, ""],
+    dtype: DTypeLike,
+) -> tuple[Array | None, Array | None]:
+    """`rotary_backward_cast_reference` as a kernel."""
+    from coat_jax.kernels.triton.rotary import rotary_backward_cast_heads
+
+    def run(y: Array, cos: Array, sin: Array, scale: Array) -> list[Array]:
+        *rows, heads, head = y.shape
+        count, columns = math.prod(rows), heads * head
+        return launch(
+            rotary_backward_cast_heads,
+            y,
+            cos,
+            sin,
+            scale,
+            outputs=[
+                jax.ShapeDtypeStruct(y.shape, dtype),
+                jax.ShapeDtypeStruct((heads, head, *rows), dtype),
+            ],
+            programs=tile_count(count, columns, TILE_ROWS, HEADS * head),
+            warps=WARPS,
+            ROWS=count,
+            COLUMNS=columns,
+            TABLE_ROWS=math.prod(cos.shape[:-1]),
+            HALF=head // 2,
+            HEADS=HEADS,
+            TILE_ROWS=TILE_ROWS,
+            F8=format_of(dtype),
+            FAST=not dispatch.interpreting(),
+        )
+
+    table = "b s !p" if cos.ndim == 3 else "s !p"
+    straight, transposed = run_sharded(
+        run, [y, cos, sin, scale], ["b s n !h", table, table, ""], ["b s n !h", "n !h b s"]
+    )
+    return straight.reshape(*y.shape[:2], -1), transposed.reshape(-1, *y.shape[:2])

@@ -1,0 +1,229 @@
+"""One step of AdamW, in place: decode, update, encode. `coat_jax.kernels.adam` has the equations.
+
+A program steps one block of one leaf: GROUPS_PER_BLOCK groups of GROUP neighbouring elements.
+
+    numbers    `adam.StepNumbers`; NUMBER has the index of each
+    keys       one `noise.leaf_key` per leaf
+    layout     a row of numbers per leaf; FIELD, an `adam_launch.LayoutField`, has their offsets
+
+Triton takes every array as a parameter of its own, hence the long signatures.
+"""
+
+import triton
+import triton.language as tl
+
+from coat_jax.kernels.triton.arithmetic import clip, reciprocal, sqrt
+from coat_jax.kernels.triton.moments import encode_first, encode_second, load_codes, read_moments
+from coat_jax.kernels.triton.noise import mix, noise_bits
+
+
+@triton.jit
+def step_block(
+    block,
+    numbers,
+    keys,
+    layout,
+    param,
+    grad,
+    mu_codes,
+    mu_amax,
+    mu_k16,
+    nu_codes,
+    nu_amax,
+    nu_k16,
+    result,
+    mu_codes_out,
+    mu_amax_out,
+    mu_k16_out,
+    nu_codes_out,
+    nu_amax_out,
+    nu_k16_out,
+    GROUP: tl.constexpr,
+    GROUPS_PER_BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    FULL: tl.constexpr,
+    JUMPS: tl.constexpr,
+    HAS_PARAM: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    EPS_ROOT: tl.constexpr,
+    ROUND_PARAM: tl.constexpr,
+    MAY_SKIP: tl.constexpr,
+    MU: tl.constexpr,
+    NU: tl.constexpr,
+    NUMBER: tl.constexpr,
+    FIELD: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Steps one block of one leaf."""
+    # Where the block's groups are.
+    lane = tl.arange(0, GROUP)
+    first_group = (block - tl.load(layout + FIELD.first_block)) * GROUPS_PER_BLOCK
+    group = first_group + tl.arange(0, GROUPS_PER_BLOCK)
+    group_mask = group < tl.load(layout + FIELD.groups)
+    if WHOLE:
+        start = first_group.to(tl.int64) * GROUP
+        offsets = tl.arange(0, GROUPS_PER_BLOCK)[:, None] * GROUP + lane[None, :]
+        mask = group_mask[:, None] & (lane < GROUP)[None, :]
+    else:
+        groups_per_row = tl.load(layout + FIELD.groups_per_row)
+        columns = tl.load(layout + FIELD.columns)
+        column = (group % groups_per_row) * GROUP
+        start = tl.zeros([], tl.int64)
+        offsets = (group // groups_per_row).to(tl.int64) * columns + column
+        offsets = offsets[:, None] + lane[None, :]
+        mask = group_mask[:, None] & (column[:, None] + lane[None, :] < columns)
+    if FULL:  # All blocks are full: no masks.
+        group_mask = tl.full([GROUPS_PER_BLOCK], 1, tl.int1)
+        mask = tl.full([GROUPS_PER_BLOCK, GROUP], 1, tl.int1)
+
+    # Decode and update. Factors common to a group or to the step are multiplied first.
+    raw_grad = tl.load(grad + start + offsets, mask=mask, other=0.0).to(tl.float32)
+    mu = load_codes(mu_codes + start + offsets, mask, MU)
+    nu = load_codes(nu_codes + start + offsets, mask, NU)
+    if HAS_PARAM:
+        p = tl.load(param + start + offsets, mask=mask, other=0.0).to(tl.float32)
+    mu_amax = tl.load(mu_amax + group, mask=group_mask, other=0.0)
+    nu_amax = tl.load(nu_amax + group, mask=group_mask, other=0.0)
+    mu_k16 = tl.load(mu_k16 + group, mask=group_mask, other=16)
+    nu_k16 = tl.load(nu_k16 + group, mask=group_mask, other=16)
+    g = clip(raw_grad, tl.load(numbers + NUMBER.largest_gradient), FAST)
+    m, v = read_moments(
+        mu, mu_amax, mu_k16, nu, nu_amax, nu_k16,
+        tl.load(numbers + NUMBER.log2_b1), tl.load(numbers + NUMBER.log2_b2), MU, NU, FAST,
+    )  # fmt: skip
+    m += tl.load(numbers + NUMBER.grad_to_m) * g
+    new_root_v = tl.load(numbers + NUMBER.grad_to_root_v) * g
+    v += new_root_v * new_root_v
+
+    if MAY_SKIP:  # The step is in place: what is not stored stays.
+        skipped = tl.load(numbers + NUMBER.skip) != 0.0
+        group_mask = tl.where(skipped, False, group_mask)
+        mask = tl.where(skipped, False, mask)
+
+    # The step: the direction, multiplied by the learning rate where there is a parameter.
+    smallest = nu_amax * tl.load(numbers + NUMBER.smallest_v)
+    denominator = tl.maximum(v, smallest[:, None], propagate_nan=tl.PropagateNan.ALL)
+    if EPS_ROOT:
+        denominator += tl.load(numbers + NUMBER.eps_root)
+    denominator = sqrt(denominator, FAST) * tl.load(numbers + NUMBER.rsqrt_debias2)
+    denominator += tl.load(numbers + NUMBER.eps)
+    step = m * tl.load(numbers + NUMBER.m_to_step)
+    if NESTEROV:
+        step += g * tl.load(numbers + NUMBER.grad_to_step)
+    step = clip(step * reciprocal(denominator, FAST), tl.load(numbers + NUMBER.largest_step), FAST)
+    step += raw_grad * 0.0  # NaN for an infinite gradient, as exact moments would give
+    key = tl.load(keys + tl.load(layout + FIELD.leaf))
+    global_group = group + tl.load(layout + FIELD.start)
+    for jump in tl.static_range(JUMPS):
+        pair = layout + FIELD.jumps + 2 * jump
+        global_group += (group // tl.load(pair)) * tl.load(pair + 1)
+    global_group = global_group.to(tl.uint32)
+    if HAS_PARAM:
+        decay = tl.load(numbers + NUMBER.decay)
+        decay *= tl.load(layout + FIELD.decayed).to(tl.float32)
+        step += p * (1.0 - decay)  # now the new parameter
+        if ROUND_PARAM:
+            own, _ = noise_bits(mix(key ^ 0x5BD1E995), global_group, 0, 0, GROUP, FAST)
+            bits = step.to(tl.uint32, bitcast=True) + own
+            rounded = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+            step = tl.where(step == step, rounded, step)  # noqa: PLR0124, NaN stays NaN
+    tl.store(result + start + offsets, step.to(result.dtype.element_ty), mask=mask)
+
+    # Encode. Both moments of an element take their noise from one hash, but from different bits.
+    if MU.rounding != "nearest" or NU.rounding != "nearest":
+        noise_v, noise_m = noise_bits(key, global_group, NU.noise_base, MU.noise_base, GROUP, FAST)
+    else:
+        noise_v, noise_m = v, m  # not used
+    codes, amax, k16 = encode_second(v, noise_v, NU, FAST)
+    tl.store(nu_codes_out + start + offsets, codes.to(nu_codes_out.dtype.element_ty), mask=mask)
+    tl.store(nu_amax_out + group, amax, mask=group_mask)
+    tl.store(nu_k16_out + group, k16.to(tl.uint8), mask=group_mask)
+    codes, amax, k16 = encode_first(
+        m, noise_m, v, amax, tl.load(numbers + NUMBER.stochastic_below), MU, NU, FAST
+    )
+    tl.store(mu_codes_out + start + offsets, codes.to(mu_codes_out.dtype.element_ty), mask=mask)
+    tl.store(mu_amax_out + group, amax, mask=group_mask)
+    tl.store(mu_k16_out + group, k16.to(tl.uint8), mask=group_mask)
+
+
+@triton.jit
+def step_leaf(
+    numbers, keys, layout,
+    p, g, mc, ma, mk, nc, na, nk,
+    r, mco, mao, mko, nco, nao, nko,
+    GROUP: tl.constexpr, GROUPS_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
+    JUMPS: tl.constexpr,
+    HAS_PARAM: tl.constexpr, NESTEROV: tl.constexpr, EPS_ROOT: tl.constexpr,
+    ROUND_PARAM: tl.constexpr, MAY_SKIP: tl.constexpr,
+    MU: tl.constexpr, NU: tl.constexpr, NUMBER: tl.constexpr, FIELD: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Steps a leaf that has a launch of its own."""
+    step_block(
+        tl.program_id(0), numbers, keys, layout,
+        p, g, mc, ma, mk, nc, na, nk, r, mco, mao, mko, nco, nao, nko,
+        GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, NESTEROV, EPS_ROOT, ROUND_PARAM,
+        MAY_SKIP, MU, NU, NUMBER, FIELD, FAST,
+    )  # fmt: skip
+
+
+@triton.jit
+def step_bucket(
+    numbers, keys, layout,
+    p0, g0, mc0, ma0, mk0, nc0, na0, nk0,
+    p1, g1, mc1, ma1, mk1, nc1, na1, nk1,
+    p2, g2, mc2, ma2, mk2, nc2, na2, nk2,
+    p3, g3, mc3, ma3, mk3, nc3, na3, nk3,
+    p4, g4, mc4, ma4, mk4, nc4, na4, nk4,
+    p5, g5, mc5, ma5, mk5, nc5, na5, nk5,
+    p6, g6, mc6, ma6, mk6, nc6, na6, nk6,
+    p7, g7, mc7, ma7, mk7, nc7, na7, nk7,
+    r0, mco0, mao0, mko0, nco0, nao0, nko0,
+    r1, mco1, mao1, mko1, nco1, nao1, nko1,
+    r2, mco2, mao2, mko2, nco2, nao2, nko2,
+    r3, mco3, mao3, mko3, nco3, nao3, nko3,
+    r4, mco4, mao4, mko4, nco4, nao4, nko4,
+    r5, mco5, mao5, mko5, nco5, nao5, nko5,
+    r6, mco6, mao6, mko6, nco6, nao6, nko6,
+    r7, mco7, mao7, mko7, nco7, nao7, nko7,
+    GROUP: tl.constexpr, GROUPS_PER_BLOCK: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
+    JUMPS: tl.constexpr,
+    HAS_PARAM: tl.constexpr, NESTEROV: tl.constexpr, EPS_ROOT: tl.constexpr,
+    ROUND_PARAM: tl.constexpr, MAY_SKIP: tl.constexpr,
+    MU: tl.constexpr, NU: tl.constexpr, NUMBER: tl.constexpr, FIELD: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Steps eight leaves: each program looks up which one its block belongs to."""
+    block = tl.program_id(0)
+    row = layout
+    p, g, mc, ma, mk, nc, na, nk = p0, g0, mc0, ma0, mk0, nc0, na0, nk0
+    r, mco, mao, mko, nco, nao, nko = r0, mco0, mao0, mko0, nco0, nao0, nko0
+    inputs = (
+        (p1, g1, mc1, ma1, mk1, nc1, na1, nk1),
+        (p2, g2, mc2, ma2, mk2, nc2, na2, nk2),
+        (p3, g3, mc3, ma3, mk3, nc3, na3, nk3),
+        (p4, g4, mc4, ma4, mk4, nc4, na4, nk4),
+        (p5, g5, mc5, ma5, mk5, nc5, na5, nk5),
+        (p6, g6, mc6, ma6, mk6, nc6, na6, nk6),
+        (p7, g7, mc7, ma7, mk7, nc7, na7, nk7),
+    )
+    outputs = (
+        (r1, mco1, mao1, mko1, nco1, nao1, nko1),
+        (r2, mco2, mao2, mko2, nco2, nao2, nko2),
+        (r3, mco3, mao3, mko3, nco3, nao3, nko3),
+        (r4, mco4, mao4, mko4, nco4, nao4, nko4),
+        (r5, mco5, mao5, mko5, nco5, nao5, nko5),
+        (r6, mco6, mao6, mko6, nco6, nao6, nko6),
+        (r7, mco7, mao7, mko7, nco7, nao7, nko7),
+    )
+    for leaf in tl.static_range(7):
+        if block >= tl.load(layout + FIELD.width * (leaf + 1)):
+            row = layout + FIELD.width * (leaf + 1)
+            p, g, mc, ma, mk, nc, na, nk = inputs[leaf]
+            r, mco, mao, mko, nco, nao, nko = outputs[leaf]
+    step_block(
+        block, numbers, keys, row,
+        p, g, mc, ma, mk, nc, na, nk, r, mco, mao, mko, nco, nao, nko,
+        GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, JUMPS, HAS_PARAM, NESTEROV, EPS_ROOT, ROUND_PARAM,
+        MAY_SKIP, MU, NU, NUMBER, FIELD, FAST,
+    )  # fmt: skip

@@ -1,0 +1,47 @@
+"""Blocks of FP8 values that share a power of two as scale: counterpart of `numerics.blocks`.
+
+The largest magnitude is found among bit patterns, as integers. There NaN and infinity are the
+largest of all and cannot get lost, as they would in a floating-point maximum.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def magnitude_bits(x):
+    """The bits of |x| as an integer, which orders as |x| does."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def fitting_exponent(bits, F8: tl.constexpr):
+    """`blocks.fitting_exponent` of a maximum of `magnitude_bits`."""
+    exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - F8.top_exponent, 1)
+    return tl.where(bits < 0x7F800000, exponent, 255)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2^(exponent - 127)."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_power(exponent):
+    """2^(127 - exponent); NaN for an exponent of 255."""
+    bits = (254 - tl.minimum(exponent, 253)) << 23
+    return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_row_of_blocks(
+    codes, exponents, row, column, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
+):
+    """Loads a row that is stored in blocks, decoded to FP32."""
+    block = tl.arange(0, WIDTH // SIZE)
+    blocks: tl.constexpr = (COLUMNS + SIZE - 1) // SIZE
+    q = tl.load(codes + row * COLUMNS + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
+    e = tl.load(exponents + row * blocks + block, mask=block < blocks, other=127).to(tl.int32)
+    values = tl.reshape(q, [WIDTH // SIZE, SIZE]) * power_of_two(e)[:, None]
+    return tl.reshape(values, [WIDTH])
