@@ -212,7 +212,7 @@ def test_an_option_in_a_sentence_exists(page: Path) -> None:
     known |= {other for others in overrides.KNOWN_AS.values() for other in others.split()}
     options = options_of_commands()
     for option in re.findall(r"`(--[^`]+)`", page.read_text()):
-        name, *values = re.split(r"[ =]", option)
+        name, *values = re.split(r"[\s=]+", option)
         if name in options:
             continue
         assert name[2:] in known, option
