@@ -1,12 +1,13 @@
-"""Writing: a full disk is an error that names it, and a new folder appears when it is complete.
+"""Writing: a full disk is an error that names it; a file or folder appears when it is complete.
 
-`failures_named` and `require_space` are for what is written; `NewFolder` has another name until all
-of it is. Whoever is killed leaves that name behind. It is not cleared away: another process may be
-writing there.
+`replace` and `NewFolder` write under another name first, and rename when all is written. A process
+that is killed leaves that name behind. `NewFolder` does not remove it, because another process may
+be writing there.
 """
 
 import contextlib
 import errno
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from coat_jax.errors import UserError
 
 # No space, over quota, over the largest file allowed.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+UNFINISHED = ".unfinished"  # ends the name of what is being written
 METADATA = 1 << 20  # what a checkpoint takes beside its arrays, generously
 
 
@@ -71,6 +73,21 @@ def _full(folder: Path, what: str, size: int | None) -> DiskFull:
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
+
+
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Writes a file that is there even if the power fails next; text in UTF-8."""
+    with path.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace(path: Path, content: str | bytes) -> None:
+    """Writes a file that has either its old content or all of the new one at any moment."""
+    unfinished = path.with_name(path.name + UNFINISHED)
+    write_durably(unfinished, content)
+    unfinished.replace(path)
 
 
 class NewFolder(NamedTuple):

@@ -39,7 +39,7 @@ from coat_jax.numerics import noise
 from coat_jax.numerics.formats import E4M3
 from coat_jax.storage import Storage
 from experiments import corpus, records
-from experiments import moment_coders as coders
+from experiments.moments import coders
 from experiments.small_llama import Config, Llama, loss
 
 RESULTS = Path(__file__).parent / "results"

@@ -9,8 +9,8 @@ TransformerEngine 18.3. Here BF16 itself keeps no more than it must, and COAT ke
 scalars left out, for each operator of Llama-2-7B's layer at batch 8 x 2048 and for the whole
 layer, where an array that two operators share counts once. 1 U = 2 bytes x batch x sequence x
 width. cuDNN's attention keeps 4 bytes a row and head besides (0.016 U), which XLA's, counted here,
-does not. Beside it torch, where it is installed: see kept_torch.py. On a CPU, torch runs 512
-tokens: what it keeps is the same number of U.
+does not. Beside it torch, where it is installed: see stacks/saved_by_torch.py. On a CPU, torch
+runs 512 tokens: what it saves is the same number of U.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from rich.table import Table
 
 from experiments import records
 from experiments.stacks import Sizes
-from experiments.stacks_jax import (
+from experiments.stacks.in_jax import (
     PRESETS,
     attention,
     attention_input,
@@ -116,7 +116,7 @@ def torch_units() -> tuple[Units, Units, str | None]:
     # jax-triton takes Triton's cache away from this process; torch needs it.
     env = {name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR"}
     run = subprocess.run(
-        [sys.executable, "-m", "experiments.kept_torch", request],
+        [sys.executable, "-m", "experiments.stacks.saved_by_torch", request],
         capture_output=True,
         text=True,
         env=env,

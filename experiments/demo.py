@@ -24,10 +24,9 @@ from coat_jax.training.checkpoint import weights
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.loop import train
-from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.overrides import load_config
+from coat_jax.training.preparation import prepare
 from coat_jax.training.report import accounting, plot, runs
-from coat_jax.training.state import abstract_state
 from experiments import records
 
 RUNS = {"BF16": "llama_tiny:bf16", "COAT": "llama_tiny"}
@@ -130,7 +129,7 @@ def outcome(name: str, config: TrainConfig) -> Outcome:
     (run,) = runs.load([Path(config.out)], [name])
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        _, state = abstract_state(config, make_optimizer(config), mesh)
+        state = prepare(config, mesh).abstract
     model, reader = weights.load(config.out), generation.Bytes()
     tokens = reader.encode(PROMPT)
     (new,) = generation.generate(model, [tokens], max_tokens=NEW_TOKENS)

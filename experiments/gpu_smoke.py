@@ -17,7 +17,7 @@ Figures = dict[str, Any]
 def stacks(small: bool, compile_only: bool) -> None:
     """Layers in every precision."""
     from experiments.stacks import Sizes, median_ms
-    from experiments.stacks_jax import PRESETS, prepare
+    from experiments.stacks.in_jax import PRESETS, prepare
 
     sizes = Sizes(64, 64, 2, 16) if small else Sizes()
     seconds, milliseconds = {}, {}
@@ -104,12 +104,10 @@ def _train_once(options: Figures, small: bool, compile_only: bool) -> tuple[floa
     from coat_jax import models
     from coat_jax.numerics.expansion import Expanded
     from coat_jax.storage import Storage
-    from coat_jax.training.cluster.batches import abstract_batch
     from coat_jax.training.cluster.mesh import make_mesh
     from coat_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
-    from coat_jax.training.optimizer import make_optimizer
-    from coat_jax.training.state import abstract_state, new_state
-    from coat_jax.training.step import lower_step
+    from coat_jax.training.preparation import prepare
+    from experiments.random_batch import random_batch
 
     width, sequence = (64, 32) if small else (1024, 1024)
     heads = {"heads": width // 64, "kv_heads": width // 64, "head_dim": 64}
@@ -132,17 +130,13 @@ def _train_once(options: Figures, small: bool, compile_only: bool) -> tuple[floa
     )
     mesh = make_mesh(config.mesh, jax.devices()[:1])
     with jax.set_mesh(mesh):
-        optimizer = make_optimizer(config)
-        graph, abstract = abstract_state(config, optimizer, mesh)
+        prepared = prepare(config, mesh)
         begin = time.perf_counter()
-        program = lower_step(config, graph, optimizer, abstract, mesh).compile(options)
+        program = prepared.lower().compile(options)
         seconds = time.perf_counter() - begin
         if compile_only:
             return seconds, None
-        like = abstract_batch(config, mesh, packed=False)
-        tokens = jax.random.randint(jax.random.key(0), like.tokens.shape, 0, config.model.vocab)
-        data = like._replace(tokens=tokens, labels=jnp.roll(tokens, -1, -1))
-        state, report = program(new_state(config, optimizer, mesh), data)
+        state, report = program(prepared.new_state(), random_batch(config, mesh))
         # With b1 = 0 the first moment is the gradient.
         mu, nu = (
             [Expanded(*stored) for stored in zip(*map(jax.tree.leaves, moment), strict=True)]
@@ -160,20 +154,17 @@ def llama2_7b(small: bool, compile_only: bool) -> None:
     from coat_jax.training import overrides
     from coat_jax.training.cluster.mesh import make_mesh
     from coat_jax.training.compilation import use_cache
-    from coat_jax.training.optimizer import make_optimizer
-    from coat_jax.training.state import abstract_state
-    from coat_jax.training.step import lower_step
+    from coat_jax.training.preparation import prepare
 
     source = "llama_tiny" if small else "llama2_7b:one_gpu"
     config = overrides.load_config(source)
     use_cache(config.cache)
     mesh = make_mesh(config.mesh, jax.devices()[:1])
     with jax.set_mesh(mesh):
-        optimizer = make_optimizer(config)
-        graph, abstract = abstract_state(config, optimizer, mesh)
+        prepared = prepare(config, mesh)
         jax.block_until_ready(jax.numpy.zeros(()))  # the GPU is there
         begin = time.perf_counter()
-        lower_step(config, graph, optimizer, abstract, mesh).compile()
+        prepared.lower().compile()
         print(json.dumps({"compile_seconds": time.perf_counter() - begin}))
 
 

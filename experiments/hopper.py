@@ -21,10 +21,9 @@ from jax.experimental import topologies
 from coat_jax.kernels import dispatch
 from coat_jax.training.cluster.mesh import NAMES, batch_parts
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.optimizer import make_optimizer
+from coat_jax.training.preparation import prepare
 from coat_jax.training.report import accounting
-from coat_jax.training.state import State, abstract_state
-from coat_jax.training.step import lower_step
+from coat_jax.training.state import State
 
 # Without a GPU XLA does not time its choices, and would take its own Triton GEMMs. It also merges
 # small products that share an operand; those of larger models it leaves apart.
@@ -51,14 +50,12 @@ def compile_step(
 ) -> tuple[Any, accounting.Memory, State]:
     """The trainer's step on a mesh of `sizes`, what it takes of each GPU, the state's shapes."""
     mesh = hopper_mesh(sizes, NAMES)
-    optimizer = make_optimizer(config)
-    graph, state = abstract_state(config, optimizer, mesh)
-    lowered = lower_step(config, graph, optimizer, state, mesh)
-    program = lowered.compile(compiler_options=OPTIONS)
+    prepared = prepare(config, mesh)
+    program = prepared.lower().compile(compiler_options=OPTIONS)
     memory = accounting.account(
-        config, state, program, batch_parts=batch_parts(mesh), device=_NoDevice()
+        config, prepared.abstract, program, batch_parts=batch_parts(mesh), device=_NoDevice()
     )
-    return program, memory, state
+    return program, memory, prepared.abstract
 
 
 class _NoDevice:

@@ -27,9 +27,10 @@ import numpy as np
 from jaxtyping import Float
 
 import coat_jax as coat
-from experiments import moments_recording, records
+from experiments import records
+from experiments.moments import recording
 from experiments.stacks import Sizes
-from experiments.stacks_jax import attention, attention_input, forward_saving, mlp
+from experiments.stacks.in_jax import attention, attention_input, forward_saving, mlp
 
 RESULTS = Path(__file__).parent / "results"
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
@@ -45,7 +46,7 @@ Numbers = Float[np.ndarray, " N"]
 
 def typical_group() -> tuple[Numbers, Numbers]:
     """Moments m and v of the group whose v has the median ratio of largest to smallest."""
-    recordings, _ = moments_recording.record(B2, STEPS, seed=0)
+    recordings, _ = recording.record(B2, STEPS, seed=0)
     moments = recordings[-1].layers()
     m, v = (np.asarray(x).reshape(-1, GROUP) for x in (moments.m, moments.v))
     whole = (v > 0).all(axis=1)

@@ -166,13 +166,13 @@ def _marginal(name: str, measured: Measured) -> Case:
 
 
 def _jax() -> Callable[[Sizes, list[int]], Iterator[tuple[str, Measured]]]:
-    from experiments.stacks_jax import jax_cases
+    from experiments.stacks.in_jax import jax_cases
 
     return jax_cases
 
 
 def _torch() -> Callable[[Sizes, list[int]], Iterator[tuple[str, Measured]]]:
-    from experiments.stacks_torch import torch_cases
+    from experiments.stacks.in_torch import torch_cases
 
     return torch_cases
 

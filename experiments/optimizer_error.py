@@ -24,11 +24,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments import moment_errors as errors
-from experiments import optimizer_error_picture as picture
 from experiments import records
-from experiments.moments_recording import CONFIG, Recording, record
-from experiments.second_moment_drift import simulate
+from experiments.moments import errors, picture
+from experiments.moments.drift import simulate
+from experiments.moments.recording import CONFIG, Recording, record
 
 RESULTS = Path(__file__).parent / "results"
 B2S = (0.95, 0.999)

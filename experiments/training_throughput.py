@@ -133,13 +133,11 @@ def measure(options: argparse.Namespace) -> Case:
     import jax.numpy as jnp
 
     from coat_jax import models
-    from coat_jax.training.cluster.batches import abstract_batch
     from coat_jax.training.cluster.mesh import batch_parts, make_mesh
     from coat_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
-    from coat_jax.training.optimizer import make_optimizer
+    from coat_jax.training.preparation import prepare
     from coat_jax.training.report import accounting, speed
-    from coat_jax.training.state import abstract_state, new_state
-    from coat_jax.training.step import lower_step
+    from experiments.random_batch import random_batch
 
     model = models.config_of(options.model)
     model = dataclasses.replace(model, layers=options.layers or model.layers)
@@ -159,21 +157,15 @@ def measure(options: argparse.Namespace) -> Case:
         sequence_length=sequence,
     )
     with jax.set_mesh(mesh):
-        optimizer = make_optimizer(config)
-        graph, abstract = abstract_state(config, optimizer, mesh)
+        prepared = prepare(config, mesh)
         begin = time.perf_counter()
-        program = lower_step(config, graph, optimizer, abstract, mesh).compile()
+        program = prepared.lower().compile()
         compile_seconds = time.perf_counter() - begin
         memory = accounting.account(
-            config, abstract, program, batch_parts=batch_parts(mesh), device=device
+            config, prepared.abstract, program, batch_parts=batch_parts(mesh), device=device
         )
-        like = abstract_batch(config, mesh, packed=False)
-        tokens = jax.random.randint(
-            jax.random.key(0), like.tokens.shape, 0, config.model.vocab, jnp.int32
-        )
-        tokens = jax.device_put(tokens, like.tokens.sharding)
-        data = like._replace(tokens=tokens, labels=jnp.roll(tokens, -1, -1))
-        state = new_state(config, optimizer, mesh)
+        data = random_batch(config, mesh)
+        state = prepared.new_state()
         seconds, losses = [], []
         for _ in range(config.total_steps):
             begin = time.perf_counter()

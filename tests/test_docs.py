@@ -2,14 +2,20 @@
 
 import argparse
 import ast
+import dataclasses
 import doctest
 import importlib
+import inspect
+import json
 import pkgutil
 import re
 import shlex
 import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +23,16 @@ import optax
 import pytest
 
 import coat_jax
-from coat_jax import cli
+from coat_jax import cli, models
+from coat_jax.models.hf.config import to_json
+from coat_jax.training import overrides
+from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.overrides import SHIPPED
 from experiments.figures import pages
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 WITH_EXAMPLES = [page for page in PAGES if "```python" in page.read_text()]
 MODULES = sorted(m.name for m in pkgutil.walk_packages(coat_jax.__path__, "coat_jax."))
 SOURCES = [
@@ -32,12 +42,26 @@ SOURCES = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def activations_stay() -> Iterator[None]:
+    """A page adds to them."""
+    with mock.patch.dict(coat_jax.ops.ACTIVATIONS):
+        yield
+
+
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: page.name)
-def test_examples_of_a_page_run_in_order(page: Path) -> None:
-    """And every optimizer that a page makes takes a step.
+def test_examples_of_a_page_run_in_order(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And every optimizer that a page makes takes a step, and every config is one.
 
     Code of other libraries stands in blocks marked `py`, which are left out.
     """
+    downloaded = tmp_path / "Llama-3.1-8B"
+    downloaded.mkdir()
+    config = dataclasses.replace(models.config_of("tiny"), context=8192)
+    (downloaded / "config.json").write_text(json.dumps(to_json(config, jnp.bfloat16)))
+    monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
         before = dict(names)
@@ -47,6 +71,8 @@ def test_examples_of_a_page_run_in_order(page: Path) -> None:
         for value in made:
             if isinstance(value, optax.GradientTransformation):
                 take_a_step(value, both[0] if both else names["params"])
+            elif inspect.isfunction(value) and value.__name__ == "config":
+                make_optimizer(value())
 
 
 def take_a_step(tx: optax.GradientTransformation, params: Any) -> None:
@@ -92,12 +118,18 @@ def commands(program: str) -> list[Command]:
         text = (ROOT / page).read_text()
         if page.endswith(".py"):
             text = ast.get_docstring(ast.parse(text)) or ""
+        text = FENCED.sub(lambda block: "" if block[1] else indented(block[2]), text)
         for match in start.finditer(text):
             command = Command(page, match[1] or match[2])
-            complete = "..." not in command.line and "kept_torch" not in command.line
+            complete = "..." not in command.line and "saved_by_torch" not in command.line
             if complete and (len(command.words) > 2 or program == "make"):
                 found.append(command)
     return found
+
+
+def indented(lines: str) -> str:
+    """As the other blocks of commands are."""
+    return textwrap.indent(lines, "    ")
 
 
 def named(command: Command) -> str:
@@ -154,6 +186,59 @@ def stop_after_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+
+
+def options_of_commands() -> set[str]:
+    """Of all commands, of launchers and of the loss study, whose page names its options."""
+    found = {"--ntasks-per-node", "--beside-one"}
+    for name in cli.COMMANDS:
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"coat_jax.cli.{name}").add_arguments(parser)
+        found |= {option for action in parser._actions for option in action.option_strings}
+    study = (ROOT / "experiments/loss_study/__main__.py").read_text()
+    found |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', study))
+    return found | {"--print-config", "--debug"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_an_option_in_a_sentence_exists(page: Path) -> None:
+    """A field of a config is named by its path or its last part, and takes the value beside it."""
+    config = overrides.load_config("llama_tiny")
+    known = {field.name for field in overrides.fields()}
+    known |= {name.rsplit(".", 1)[-1] for name in known}
+    known |= {other for others in overrides.KNOWN_AS.values() for other in others.split()}
+    options = options_of_commands()
+    for option in re.findall(r"`(--[^`]+)`", page.read_text()):
+        name, *values = re.split(r"[ =]", option)
+        if name in options:
+            continue
+        assert name[2:] in known, option
+        if values:
+            overrides.override(config, [name, *values])
+
+
+NAMES_OF_RUNS = ("config.json", "tokenizer.json", "generation_config.json", "tokens/tokens.json")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_and_names_in_a_sentence_exist(page: Path) -> None:
+    """A file by its path in the repository, the package or beside the one before it."""
+    beside = [ROOT, ROOT / "coat_jax"]
+    for words in re.findall(r"`([^`\n]+)`", page.read_text()):
+        if re.fullmatch(r"[\w./]+\.(py|json|png|sh|yaml|sbatch)", words):
+            if words in NAMES_OF_RUNS or words.startswith(("DIR/", "out/")):
+                continue
+            assert any((folder / words).exists() for folder in beside), words
+            beside.append((ROOT / words).parent)
+        elif re.fullmatch(r"coat(_jax)?(\.\w+)+", words):
+            pkgutil.resolve_name(re.sub(r"^coat(_jax)?\.", "coat_jax.", words))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_pages_launch_exists(page: Path) -> None:
+    for words in re.findall(r"`((?:sbatch |kubectl \w+ -f )?launch/[^`]*)`", page.read_text()):
+        for path in re.findall(r"(?:launch|configs)/[\w.]*", words):
+            assert (ROOT / path).exists(), words
 
 
 @pytest.mark.parametrize("command", commands("make"), ids=named)

@@ -37,7 +37,7 @@ LAYERS = [
 INSIDE = {
     "coat_jax": LAYERS,
     "coat_jax.numerics": [
-        ("formats", "noise"),
+        ("formats", "mesh_axes", "noise"),
         ("qtensor",),
         ("blocks", "expansion"),
         ("integers", "logarithms", "statistics"),
@@ -49,6 +49,7 @@ INSIDE = {
         ("checkpoint", "optimizer"),
         ("state",),
         ("step",),
+        ("preparation",),
         ("evaluation", "report"),
         ("run_lock",),
         ("run_folder",),

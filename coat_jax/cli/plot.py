@@ -16,8 +16,7 @@ from pathlib import Path
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.printable import printable
-
-STATISTICS = ("underflow", "subnormal", "saturated", "headroom", "error", "zero", "floor", "k")
+from coat_jax.training.report.titles import TITLES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--fp8",
-        choices=STATISTICS,
+        choices=TITLES,
         metavar="STATISTIC",
-        help=f"draw what --telemetry.every recorded of tensors in FP8: {', '.join(STATISTICS)}",
+        help=f"draw what --telemetry.every recorded of tensors in FP8: {', '.join(TITLES)}",
     )
 
 

@@ -10,13 +10,13 @@ range: for optimizer moments see `expansion`.
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from coat_jax.numerics import mesh_axes
 from coat_jax.numerics.formats import E4M3, format_of, saturating_cast
 
 FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
@@ -93,9 +93,7 @@ def _require_whole_groups(x: Array, group_size: int) -> None:
     if x.ndim == 0 or not sharding.mesh.axis_names or sharding.spec[-1] is None:
         return
     entry = sharding.spec[-1]
-    parts = math.prod(
-        sharding.mesh.shape[name] for name in ((entry,) if isinstance(entry, str) else entry)
-    )
+    parts = mesh_axes.shards(entry, sharding.mesh)
     if x.shape[-1] % (parts * group_size):
         raise ValueError(
             f"The last axis, {x.shape[-1]}, is sharded over {entry!r} into {parts} parts, which "

@@ -22,8 +22,13 @@ def global_norm(grads: optax.Updates) -> Float[Array, ""]:
 def global_norm_scale(grads: optax.Updates, max_norm: float | Float[Array, ""]) -> Float[Array, ""]:
     """The factor that clips gradients to a global norm: `grad_scale` of a fused step."""
     require_number("max_norm", max_norm)
-    return jnp.minimum(1.0, max_norm / global_norm(grads))
+    return clip_scale(global_norm(grads), max_norm)
 
 
 def _in_fp32(g: Array) -> Float[Array, "..."]:
     return jnp.asarray(g).astype(jnp.float32)
+
+
+def clip_scale(norm: Float[Array, ""], max_norm: float | Float[Array, ""]) -> Float[Array, ""]:
+    """The factor that brings gradients of this norm to at most `max_norm`."""
+    return jnp.minimum(1.0, max_norm / norm)

@@ -8,11 +8,12 @@ last axis: a width of 128 has one, which no mesh axis divides. Here the annotati
 loses the axes that do not fit.
 """
 
-import math
 import sys
 from typing import Any
 
 import jax
+
+from coat_jax.numerics import mesh_axes
 
 ANNOTATIONS = ("out_sharding", "optimizer_sharding")  # of an nnx.Variable
 
@@ -63,8 +64,7 @@ def _kept(axes: Any, keep: list[bool]) -> Any:
 
 def _may_divide(axis: Any, size: int) -> bool:
     """Whether a sharding over these mesh axes is possible, as far as the mesh is known."""
-    names = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
     mesh = jax.sharding.get_abstract_mesh()
-    if any(name not in mesh.shape for name in names):
+    if any(name not in mesh.shape for name in mesh_axes.names(axis)):
         return True
-    return size % math.prod(mesh.shape[name] for name in names) == 0
+    return size % mesh_axes.shards(axis, mesh) == 0

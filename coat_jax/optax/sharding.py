@@ -5,7 +5,6 @@ the last axis, so a parameter's PartitionSpec fits both; only a last axis that t
 inside a group leaves the scales' last axis whole.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from coat_jax.numerics import mesh_axes
 from coat_jax.numerics.expansion import GROUP_SIZE
 from coat_jax.optax.following import followed_params
 from coat_jax.storage import GROUP_SIZES, Storage
@@ -110,12 +110,8 @@ def sharding_like(param: Any, shape: tuple[int, ...]) -> NamedSharding:
     """The parameter's sharding for a leaf of its state, without axes that it does not divide."""
     sharding = jax.typeof(param).sharding if isinstance(param, jax.core.Tracer) else param.sharding
 
-    def parts(entry: Any) -> int:
-        names = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        return math.prod(sharding.mesh.shape[name] for name in names)
-
     spec = [
-        entry if size % parts(entry) == 0 else None
+        entry if size % mesh_axes.shards(entry, sharding.mesh) == 0 else None
         for entry, size in zip(sharding.spec, shape, strict=False)
     ]
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))

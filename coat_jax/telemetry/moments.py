@@ -11,10 +11,9 @@ is what the step that stores its moments is compared with:
 
     error = |d stored - d| / |d|, root mean squares
 
-Both directions are corrected for bias and end where no exact moments could lead.
+Both directions are corrected for bias, and clipped to the largest that exact moments can give.
 """
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from coat_jax.kernels.adam import bias, largest_direction
 from coat_jax.numerics.expansion import STEPS, Expanded
 from coat_jax.numerics.formats import format_of
 from coat_jax.storage import Storage
@@ -195,9 +195,6 @@ def direction_error(
 
 def _direction(shadow: Shadow, count: Int[Array, ""], decay: Decay) -> Float[Array, "*rows D"]:
     b1, b2, eps = decay
-    t = count.astype(jnp.float32)
-    m, v = shadow.m / (1 - b1**t), shadow.v / (1 - b2**t)
-    # By the Cauchy-Schwarz inequality, after many steps.
-    ratio = b1 * b1 / b2 if b2 else 0.0
-    limit = (1 - b1) / math.sqrt((1 - b2) * (1 - ratio)) if ratio < 1 else math.inf
+    m, v = shadow.m / bias(b1, count), shadow.v / bias(b2, count)
+    limit = largest_direction(count, b1, b2, nesterov=False)
     return jnp.clip(m / (jnp.sqrt(v) + eps), -limit, limit)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from coat_jax.optax import FusedOptimizer
 from coat_jax.printable import printable
 from coat_jax.training import identity
 from coat_jax.training.checkpoint import Checkpoints
@@ -26,15 +25,14 @@ from coat_jax.training.compilation import use_cache
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Loader
 from coat_jax.training.evaluation import Evaluation
-from coat_jax.training.optimizer import make_optimizer
+from coat_jax.training.preparation import Prepared, prepare
 from coat_jax.training.report import accounting
 from coat_jax.training.report.metrics import Metrics
 from coat_jax.training.report.progress import Progress
 from coat_jax.training.report.recorder import Recorder
 from coat_jax.training.report.telemetry import Telemetry
 from coat_jax.training.run_folder import RunFolder
-from coat_jax.training.state import State, abstract_state, new_state, require_same_model
-from coat_jax.training.step import lower_step
+from coat_jax.training.state import State, require_same_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,9 +83,8 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
 
     require_same_model(config)
     data = open_data(config, mesh, "train")
-    optimizer = make_optimizer(config)
-    graph, abstract = abstract_state(config, optimizer, mesh)
-    evaluation = Evaluation(config, graph, mesh) if config.evaluation.every else None
+    prepared = prepare(config, mesh)
+    evaluation = Evaluation(config, prepared.graph, mesh) if config.evaluation.every else None
     with contextlib.ExitStack() as stack:
         stack.callback(data.close)
         folder = RunFolder(config, note=say)
@@ -99,17 +96,17 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
         stop = stack.enter_context(Stop())
         kept = {"keep": config.checkpoint.keep, "keep_best": config.checkpoint.keep_best}
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, **kept, note=say))
-        checkpoints.require_like(abstract)
+        checkpoints.require_like(prepared.abstract)
         on_first(lambda: folder.write_config(end_of_text=data.end_of_text))
-        program = _compile(config, graph, optimizer, abstract, mesh, console, packed=data.packed)
+        program = _compile(prepared, console, packed=data.packed)
         telemetry = None
         if config.telemetry.every:
-            telemetry = _compile_telemetry(config, graph, abstract, mesh, say, packed=data.packed)
+            telemetry = _compile_telemetry(prepared, say, packed=data.packed)
         position = Position()
         if checkpoints.latest() is None:
-            state = new_state(config, optimizer, mesh)
+            state = prepared.new_state()
         else:
-            step, state, extra = checkpoints.restore(abstract)
+            step, state, extra = checkpoints.restore(prepared.abstract)
             position = position_of(step, extra)
             data.restore(dict(position.data))
             checkpoints.prune()
@@ -217,16 +214,11 @@ def _take_steps(run: Run, step: int, state: State) -> Outcome:
 
 
 def _compile_telemetry(
-    config: TrainConfig,
-    graph: Any,
-    abstract: State,
-    mesh: Mesh,
-    say: Callable[[str], None],
-    *,
-    packed: bool,
+    prepared: Prepared, say: Callable[[str], None], *, packed: bool
 ) -> Telemetry | None:
-    """What looks at tensors in FP8; None where a run has none."""
+    """The telemetry of a run; None where nothing of it is in FP8."""
     begin = time.perf_counter()
+    config, mesh, _, graph, abstract = prepared
     telemetry = Telemetry(config, graph, abstract, mesh, packed=packed)
     if telemetry.empty:
         say("Nothing of this run is in FP8: there is no telemetry.")
@@ -239,23 +231,15 @@ def _is_due(step: int, every: int, last: int) -> bool:
     return every > 0 and (step == last or step % every == 0)
 
 
-def _compile(
-    config: TrainConfig,
-    graph: Any,
-    optimizer: FusedOptimizer,
-    abstract: State,
-    mesh: Mesh,
-    console: "Console",
-    *,
-    packed: bool,
-) -> Any:
-    """The step as a program, its memory shown before anything is in it."""
+def _compile(prepared: Prepared, console: "Console", *, packed: bool) -> Any:
+    """Compiles the step, and prints the memory it needs before any is allocated."""
     begin = time.perf_counter()
-    program = lower_step(config, graph, optimizer, abstract, mesh, packed=packed).compile()
+    config, mesh = prepared.config, prepared.mesh
+    program = prepared.lower(packed=packed).compile()
     seconds = time.perf_counter() - begin
     parts = batch_parts(mesh)
     memory = accounting.account(
-        config, abstract, program, batch_parts=parts, device=mesh.local_devices[0]
+        config, prepared.abstract, program, batch_parts=parts, device=mesh.local_devices[0]
     )
     console.print(accounting.table(memory))
     console.print(f"Compiled the step in {seconds:.1f} s.", highlight=False)

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from coat_jax import writing
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.training import identity
-from coat_jax.training.checkpoint import manifest
 from coat_jax.training.checkpoint.companions import GENERATION
 from coat_jax.training.checkpoint.step_folders import StepFolders
 from coat_jax.training.checkpoint.weights import CHECKPOINTS, CONFIG, config_in_checkpoint, parsed
@@ -82,10 +82,9 @@ class RunFolder:
             self._lock = None
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
-        unfinished = self.path / f"{name}.unfinished"
+        text = json.dumps(content, indent=2) + "\n"
         with failures_named(self.path, name):
-            manifest.write_durably(unfinished, json.dumps(content, indent=2) + "\n")
-            unfinished.replace(self.path / name)
+            writing.replace(self.path / name, text)
 
     def _take(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)

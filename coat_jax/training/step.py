@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from coat_jax.errors import UserError
 from coat_jax.optax import FusedOptimizer, global_norm
+from coat_jax.optax.clipping import clip_scale
 from coat_jax.training.cluster.batches import abstract_batch
 from coat_jax.training.cluster.communication import compiler_options
 from coat_jax.training.cluster.mesh import everywhere
@@ -115,9 +116,7 @@ def train_step(
     share_of_loss = partial(loss_of_part, config, graph, labels)
     loss, grads = _summed(jax.value_and_grad(share_of_loss), state.params, batch)
     norm = global_norm(grads)
-    skip = ~(jnp.isfinite(norm) & jnp.isfinite(loss))
-    clip = config.optimizer.clip_norm
-    scale = 1.0 if clip is None else jnp.minimum(1.0, clip / norm)
+    scale, skip = clip_or_skip(config, norm, loss)
     params, moments = optimizer.step(
         state.params, grads, state.moments, grad_scale=scale, skip=skip
     )
@@ -126,6 +125,15 @@ def train_step(
     metrics = _measured(config, Taken(params, grads, moments, loss, norm, rate))
     report = Report(loss, norm, rate, labels, skipped, metrics)
     return State(state.step + 1, params, moments, skipped), report
+
+
+def clip_or_skip(
+    config: TrainConfig, norm: Float[Array, ""], loss: Float[Array, ""]
+) -> tuple[float | Float[Array, ""], Bool[Array, ""]]:
+    """The factor that clips gradients of this norm, and whether the step changes nothing."""
+    max_norm = config.optimizer.clip_norm
+    scale = 1.0 if max_norm is None else clip_scale(norm, max_norm)
+    return scale, ~(jnp.isfinite(norm) & jnp.isfinite(loss))
 
 
 def _measured(config: TrainConfig, taken: Taken) -> dict[str, Array]:

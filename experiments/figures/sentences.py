@@ -317,8 +317,8 @@ SENTENCES = [
     ),
     Sentence(
         BENCHMARKS,
-        "is {:.1f} times ours at b2 = 0.95 and {:.1f} times at b2 = 0.999, with the better "
-        "rounding",
+        "is {:.1f} times ours at b2 = 0.95 and {:.1f} times at b2 = 0.999, each with its "
+        "better rounding",
         lambda: [accumulated_over_ours(b2, "bitsandbytes' code", ROUNDINGS) for b2 in B2S],
     ),
     Sentence(
@@ -339,12 +339,12 @@ SENTENCES = [
     ),
     Sentence(
         BENCHMARKS,
-        "takes {:.0f} us to find by reading the tensor",
+        "is found in {:.0f} us by reading the tensor",
         lambda: (case("group_scaling", columns=11008)["ms"]["full pass"] * 1e3,),
     ),
     Sentence(
         BENCHMARKS,
-        "and {:.0f} us from maxima of groups",
+        "and in {:.0f} us from maxima of groups",
         lambda: (case("group_scaling", columns=11008)["ms"]["group maxima"] * 1e3,),
     ),
     Sentence(
@@ -411,6 +411,11 @@ SENTENCES = [
         lambda: [100 * error for error in group()["errors of m / sqrt(v)"].values()],
     ),
     Sentence(IDEAS, "Both moments together take {:.2f} bytes a parameter", lambda: (MOMENTS,)),
+    Sentence(
+        "docs/optimizers.md",
+        "stores that momentum as 8-bit integers, {:.2f} bytes per parameter",
+        lambda: (MOMENTS / 2,),
+    ),
     # docs/layers.md
     *(
         Sentence(LAYERS, f"| `coat.{row} | {{:.1f}} U |", lambda name=name: (unit(name),))

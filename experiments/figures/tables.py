@@ -65,7 +65,7 @@ def precision_ablation() -> Rows:
         for figure in ("final", "held out"):
             change = f"{round(100 * (one[figure] / base[figure] - 1), 1) + 0.0:+.1f} %"  # no -0.0
             cells += [f"{one[figure]:.3f}", "" if one is base else change]
-        rows.append([name, *cells])
+        rows.append([name.replace("kept activations", "saved activations"), *cells])
     return rows
 
 

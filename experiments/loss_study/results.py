@@ -18,14 +18,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from coat_jax import writing
 from experiments.loss_study.arm import Arm, Settings, Size, described
 from experiments.records import ROOT
 
 Row = dict[str, Any]
 
 FILE = "loss_study.json"
-ASIDE = ("cli", "generation", "training")  # folders of coat_jax that a run does not use, but for
-STEP = ("batches", "optimizer", "schedule", "state", "step")  # these files of its trainer
+# Folders of coat_jax that a run does not use, and the files of its trainer that it does.
+ASIDE = ("cli", "generation", "training")
+STEP = ("batches", "optimizer", "preparation", "schedule", "state", "step")
 STUDY = ("arm", "duplicates", "moments", "run", "text")
 
 
@@ -108,9 +110,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     """Writes rows, one on each line; the file is there whole or as it was."""
     lines = ",\n".join(json.dumps(row, allow_nan=False) for row in sorted(rows, key=_place))
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(f'{{"runs": [\n{lines}\n]}}\n', "utf-8")
-    unfinished.replace(path)
+    writing.replace(path, f'{{"runs": [\n{lines}\n]}}\n')
 
 
 def merge(into: Path, others: Iterable[Path]) -> list[Row]:

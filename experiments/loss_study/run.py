@@ -30,14 +30,15 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int32, UInt16
 
-from coat_jax import BF16, COAT, models
+from coat_jax import BF16, COAT, models, writing
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.cluster.batches import place
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import MeshConfig, TrainConfig
 from coat_jax.training.data import Batch
-from coat_jax.training.state import State, abstract_state, new_state
-from coat_jax.training.step import held_out_step, lower_step
+from coat_jax.training.preparation import prepare
+from coat_jax.training.state import State
+from coat_jax.training.step import held_out_step
 from experiments import records
 from experiments.loss_study import arms
 from experiments.loss_study import text as texts
@@ -81,7 +82,7 @@ def main() -> None:
     result = run(job, stopped)
     if result is None:
         sys.exit(STOPPED)
-    _write(Path(job.folder) / "row.json", result)
+    writing.replace(Path(job.folder) / "row.json", json.dumps(result))
 
 
 def run(job: Job, stopped: list[int]) -> dict[str, Any] | None:
@@ -97,18 +98,17 @@ def run(job: Job, stopped: list[int]) -> dict[str, Any] | None:
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
         saved = stack.enter_context(Checkpoints(folder / "checkpoint", keep=1, keep_best=0))
-        optimizer = optimizer_of(arm, config)
-        graph, abstract = abstract_state(config, optimizer, mesh)
-        program = lower_step(config, graph, optimizer, abstract, mesh).compile()
+        prepared = prepare(config, mesh, optimizer=optimizer_of(arm, config))
+        program = prepared.lower().compile()
         compiled = time.perf_counter() - begin
         losses: list[float] = []
         seconds = 0.0
         if saved.latest() is None:
-            state = new_state(config, optimizer, mesh)
+            state = prepared.new_state()
             if arm.perturbed:
                 state = state._replace(params=perturbed(state.params, job.seed))
         else:
-            _, state, extra = saved.restore(abstract)
+            _, state, extra = saved.restore(prepared.abstract)
             losses, seconds = extra["losses"], extra["seconds"]
         stream = _Losses(folder, losses, settings.steps)
         began = time.perf_counter()
@@ -174,7 +174,7 @@ class _Losses:
         if time.perf_counter() - self._said > SAY_EVERY and self._losses:
             self._said = time.perf_counter()
             at = {"step": len(self._losses), "of": self._steps, "loss": self._losses[-1]}
-            _write(self._folder / "progress.json", at)
+            writing.replace(self._folder / "progress.json", json.dumps(at))
 
     def finish(self) -> None:
         while self._started:
@@ -239,12 +239,6 @@ def _parents() -> dict[str, Any]:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(content))
-    unfinished.replace(path)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import UInt16
 
+from coat_jax import writing
 from coat_jax.errors import UserError
 from experiments.loss_study.duplicates import distinct
 
@@ -96,7 +97,7 @@ def prepare(folder: Path, vocab: int, *, places: list[Path], limit: int) -> dict
         for name, part in parts.items():
             found[name] = {"documents": len(part), "bytes": sum(map(len, part))}
         found["seconds"] = round(time.perf_counter() - begin, 1)
-        _appear(folder / NOTES, json.dumps(found, indent=2).encode() + b"\n")
+        writing.replace(folder / NOTES, json.dumps(found, indent=2).encode() + b"\n")
     made = notes(folder)
     if made["limit"] != limit:
         raise UserError(
@@ -208,7 +209,7 @@ def _digest(documents: list[bytes]) -> str:
 
 def _write(path: Path, documents: list[bytes]) -> None:
     lines = [json.dumps(document.decode()) + "\n" for document in documents]
-    _appear(path, "".join(lines).encode())
+    writing.replace(path, "".join(lines).encode())
 
 
 def _documents(path: Path) -> Iterator[str]:
@@ -274,10 +275,3 @@ def _learn(folder: Path, vocab: int) -> Any:
             yield np.array([*one.ids, 0], np.uint16)
 
     return encode
-
-
-def _appear(path: Path, content: bytes) -> None:
-    """Writes a file that is there whole or not at all."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)

@@ -17,7 +17,6 @@ from coat_jax.optax import (
     scale_by_fp8_adam,
     stochastic_round_updates,
 )
-from experiments.unexpanded import scale_by_unexpanded_fp8_adam
 
 PARAMS = {"w": jnp.ones((4, 128)), "b": jnp.ones((8,))}
 FP8 = Storage(min_size=0)
@@ -35,9 +34,8 @@ def test_arguments_stand_where_optax_has_them(ours, theirs):
     assert all(kind is inspect.Parameter.KEYWORD_ONLY for _, kind, _ in described(ours)[-2:])
 
 
-@pytest.mark.parametrize("make", [fused_fp8_adamw, scale_by_unexpanded_fp8_adam])
-def test_after_eps_root_other_arguments_are_named(make):
-    names = list(inspect.signature(make).parameters.values())
+def test_after_eps_root_other_arguments_are_named():
+    names = list(inspect.signature(fused_fp8_adamw).parameters.values())
     after = names[[p.name for p in names].index("eps_root") + 1 :]
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in after)
 
@@ -51,7 +49,7 @@ def test_a_dtype_for_the_first_moment_is_refused():
 
 NUMBERS = ("learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay")
 NO_NUMBERS = [None, "1e-3", True, jnp.bfloat16, 1j, jnp.ones(3), np.ones((1,)), jnp.array(True)]
-MAKERS = (fp8_adamw, fused_fp8_adamw, scale_by_fp8_adam, scale_by_unexpanded_fp8_adam)
+MAKERS = (fp8_adamw, fused_fp8_adamw, scale_by_fp8_adam)
 
 
 @pytest.mark.parametrize("make", MAKERS)

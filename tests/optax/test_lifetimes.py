@@ -99,7 +99,7 @@ def test_an_element_without_gradient_comes_to_rest(gradient, b1, b2, first):
     second = {} if first == DIRECTION else {"second": E4M3}
     storage = Storage(min_size=0, first=first, **second)
     ours, exact = both(gradient, b1=b1, b2=b2, storage=storage)
-    # Some 2 % of noise in each direction, and v that is 3 % off: see experiments.moment_errors.
+    # Some 2 % of noise in each direction, and v that is 3 % off: see experiments.moments.errors.
     assert ours.mean() == pytest.approx(exact.mean(), rel=0.1)
 
 

@@ -16,12 +16,10 @@ from coat_jax.optax import (
     fused_fp8_adamw,
     scale_by_fp8_adam,
 )
-from experiments.unexpanded import scale_by_unexpanded_fp8_adam
 
 FP8 = Storage(min_size=0)
 EVERY_INIT = {
     "scale_by_fp8_adam": scale_by_fp8_adam().init,
-    "scale_by_unexpanded_fp8_adam": scale_by_unexpanded_fp8_adam().init,
     "fp8_adamw": fp8_adamw(1e-3).init,
     "fused_fp8_adamw": fused_fp8_adamw(1e-3).init,
     "compress": compress(optax.lion(1e-3)).init,
@@ -83,7 +81,7 @@ BAD_NUMBERS = [
     ("weight_decay", -0.1, r"0 <= weight_decay < inf"),
     ("weight_decay", float("inf"), r"0 <= weight_decay < inf"),
 ]
-MAKERS = [fp8_adamw, fused_fp8_adamw, scale_by_fp8_adam, scale_by_unexpanded_fp8_adam]
+MAKERS = [fp8_adamw, fused_fp8_adamw, scale_by_fp8_adam]
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -118,9 +116,6 @@ def test_gradients_of_another_model_are_refused(case):
     tx = fp8_adamw(1e-3, storage=FP8)
     with pytest.raises(ValueError, match=message):
         tx.update(grads, tx.init(PARAMS), grads)
-    ablation = scale_by_unexpanded_fp8_adam()
-    with pytest.raises(ValueError, match=message):
-        ablation.update(grads, ablation.init(PARAMS))
     fused = fused_fp8_adamw(1e-3, storage=FP8)
     with pytest.raises(ValueError, match=message):
         fused.step(PARAMS, grads, fused.init(PARAMS))

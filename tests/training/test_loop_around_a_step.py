@@ -18,7 +18,7 @@ from train_cases import small
 
 from coat_jax import writing
 from coat_jax.errors import UserError
-from coat_jax.training import loop
+from coat_jax.training import loop, preparation
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.config import CheckpointConfig, EvaluationConfig, MeshConfig
 from coat_jax.training.data import DataConfig
@@ -56,7 +56,7 @@ def step(monkeypatch):
     counting = Counting()
 
     def zeros(config, optimizer, mesh):
-        _, abstract = loop.abstract_state(config, optimizer, mesh)
+        _, abstract = preparation.abstract_state(config, optimizer, mesh)
         return jax.tree.map(
             lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), abstract
         )
@@ -71,7 +71,7 @@ def step(monkeypatch):
             return next(self.losses)
 
     monkeypatch.setattr(loop, "_compile", lambda *arguments, **options: counting)
-    monkeypatch.setattr(loop, "new_state", zeros)
+    monkeypatch.setattr(preparation, "new_state", zeros)
     monkeypatch.setattr(loop, "Evaluation", HeldOut)
     return counting
 
@@ -228,17 +228,18 @@ def test_a_run_of_a_transformation_goes_on_and_another_one_is_refused(step, conf
 def test_the_run_seed_reaches_everything_that_is_random(step, config, monkeypatch):
     seeds = {}
 
-    def spy(name):
-        function = getattr(loop, name)
+    def spy(module, name):
+        function = getattr(module, name)
 
         def wrapped(config, *arguments):
             seeds[name] = config.seed
             return function(config, *arguments)
 
-        monkeypatch.setattr(loop, name, wrapped)
+        monkeypatch.setattr(module, name, wrapped)
 
-    for name in ("open_data", "make_optimizer", "new_state"):
-        spy(name)
+    spy(loop, "open_data")
+    spy(preparation, "make_optimizer")
+    spy(preparation, "new_state")
     train(replace(config, total_steps=1, seed=7))
     assert seeds == {"open_data": 7, "make_optimizer": 7, "new_state": 7}
 

@@ -12,8 +12,8 @@ from coat_jax import models
 from coat_jax.training.checkpoint import conversion
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import MeshConfig
-from coat_jax.training.optimizer import make_optimizer
-from coat_jax.training.state import abstract_state, new_state, require_same_model
+from coat_jax.training.preparation import prepare
+from coat_jax.training.state import require_same_model
 
 CONFIG = small(model={"layers": 1}, optimizer={"name": "adamw"})
 
@@ -31,9 +31,8 @@ def made(config, sizes=(2, 2, 2)):
     mesh = make_mesh(
         MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor]
     )
-    optimizer = make_optimizer(config)
-    _, abstract = abstract_state(config, optimizer, mesh)
-    return abstract, new_state(config, optimizer, mesh)
+    prepared = prepare(config, mesh)
+    return prepared.abstract, prepared.new_state()
 
 
 @pytest.mark.parametrize("name", ["adamw", "fp8_adamw"])

@@ -16,10 +16,9 @@ from small_model import SMALL
 
 from coat_jax.training.cluster.mesh import NAMES
 from coat_jax.training.config import OptimizerConfig, TelemetryConfig, TrainConfig
-from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.overrides import load_config
+from coat_jax.training.preparation import prepare
 from coat_jax.training.report import telemetry
-from coat_jax.training.state import abstract_state
 from experiments.hopper import OPTIONS, compile_step, hopper_mesh, there
 
 pytestmark = [
@@ -141,7 +140,7 @@ def test_telemetry_runs_the_kernels_of_the_step_in_no_more_memory(monkeypatch):
     step, _, state = compile_step(config, (4, 1, 1))
     mesh = hopper_mesh((4, 1, 1), NAMES)
     monkeypatch.setattr(telemetry, "compiler_options", lambda mesh: OPTIONS)
-    graph, state = abstract_state(config, make_optimizer(config), mesh)
+    _, _, _, graph, state = prepare(config, mesh)
     watching = telemetry.Telemetry(config, graph, state, mesh, packed=False)
     program = watching._collect
     # Of a layer: norms, activation, rotation and casts, forward and backward.

@@ -20,9 +20,8 @@ from coat_jax.training.config import (
     TrainConfig,
 )
 from coat_jax.training.data import Batch
-from coat_jax.training.optimizer import make_optimizer
-from coat_jax.training.state import State, abstract_state
-from coat_jax.training.step import lower_step
+from coat_jax.training.preparation import prepare
+from coat_jax.training.state import State
 
 SMALL = TrainConfig(
     model=MODEL,
@@ -91,14 +90,12 @@ def stepper(config: TrainConfig, sizes: tuple[int, int, int] = ONE) -> Stepper:
     devices = jax.devices()[: data * fsdp * tensor]
     mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), devices)
     require_fitting(config, mesh)
-    optimizer = make_optimizer(config)
-    graph, abstract = abstract_state(config, optimizer, mesh)
-    lowered = lower_step(config, graph, optimizer, abstract, mesh)
-    compiled = lowered.compile(compiler_options=QUICK)
+    prepared = prepare(config, mesh)
+    compiled = prepared.lower().compile(compiler_options=QUICK)
     with jax.set_mesh(mesh):
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.moments)
-        init = jax.jit(optimizer.init, out_shardings=shardings, compiler_options=QUICK)
-    return Stepper(config, mesh, compiled, init, abstract)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, prepared.abstract.moments)
+        init = jax.jit(prepared.optimizer.init, out_shardings=shardings, compiler_options=QUICK)
+    return Stepper(config, mesh, compiled, init, prepared.abstract)
 
 
 def random_batches(number: int, config: TrainConfig = SMALL, seed: int = 0) -> list[Batch]:

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
+from coat_jax import writing
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.optax.checkpoint import require_stored_like, restore_state
-from coat_jax.training.checkpoint import manifest
 from coat_jax.training.checkpoint.manifest import DamagedCheckpoint
 from coat_jax.training.checkpoint.step_folders import RECORD, StepFolders
 from coat_jax.training.cluster.agreement import on_first
@@ -155,12 +155,6 @@ class Checkpoints:
             self._checked = on_first(lambda: self._choose(None))
             require_stored_like(self._folders.finished(self._checked) / STATE, like)
 
-    def read_extra(self, step: int) -> dict[str, Any]:
-        """What was saved beside a state, without the state."""
-        self.wait()
-        extra: dict[str, Any] = self._folders.record(step)["extra"]
-        return extra
-
     def prune(self) -> None:
         """Removes what is not worth keeping, as `save` does.
 
@@ -238,7 +232,7 @@ class Checkpoints:
                 self._orbax.wait_until_finished()  # for all processes
                 if not is_main():
                     return
-                manifest.write_durably(folder / RECORD, record)
+                writing.write_durably(folder / RECORD, record)
                 self._folders.finish(step)
             except BaseException:
                 if is_main():

@@ -29,7 +29,7 @@ from coat_jax.training.checkpoint.companions import (
     tokenizer_of_run,
     write_companions,
 )
-from coat_jax.writing import NewFolder, failures_named
+from coat_jax.writing import UNFINISHED, NewFolder, failures_named
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -156,4 +156,4 @@ def _counted(progress: Progress, total: int) -> Callable[[int], None]:
 
 
 def _new(out: Path) -> NewFolder:
-    return NewFolder(out, ".unfinished", "coat convert")
+    return NewFolder(out, UNFINISHED, "coat convert")

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
+from coat_jax import writing
 from coat_jax.errors import UserError
 from coat_jax.printable import printable
 
@@ -34,7 +35,7 @@ def write(folder: Path) -> None:
         path.relative_to(folder).as_posix(): (path.stat().st_size, checksum)
         for path, checksum in zip(paths, sums, strict=True)
     }
-    write_durably(folder / NAME, json.dumps(files, indent=1))
+    writing.write_durably(folder / NAME, json.dumps(files, indent=1))
 
 
 def check(folder: Path, only: str | None = None) -> None:
@@ -54,14 +55,6 @@ def check(folder: Path, only: str | None = None) -> None:
 def damaged(folder: Path, how: str) -> NoReturn:
     """Raises DamagedCheckpoint."""
     raise DamagedCheckpoint(f"The checkpoint {folder} is damaged: {printable(how)}.")
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Writes a file that is there even if the power fails next."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _checksum(path: Path) -> int:

@@ -22,9 +22,10 @@ from typing import Any
 from coat_jax.errors import UserError
 from coat_jax.training.checkpoint import manifest
 from coat_jax.training.checkpoint.manifest import DamagedCheckpoint, damaged
+from coat_jax.writing import UNFINISHED
 
 RECORD = "record.json"
-UNFINISHED, DELETED = ".unfinished", ".deleted"
+DELETED = ".deleted"
 
 
 class StepFolders:

@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from coat_jax import limits
+from coat_jax import limits, writing
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.models import Config, Llama, hf, stored
 from coat_jax.models.stored import Index, Name, Parameters, Stored
 from coat_jax.training import identity
-from coat_jax.training.checkpoint import manifest
 from coat_jax.training.checkpoint.checkpoints import STATE
 from coat_jax.training.checkpoint.step_folders import RECORD, StepFolders
 from coat_jax.training.checkpoint.streamed import save_streamed
@@ -164,9 +163,9 @@ def write(
         unfinished = folders.unfinished(0)
         save_streamed(unfinished / STATE, _nested(parameters), progress)
         record = json.dumps({"step": 0, "loss": None, "extra": {"config": saved}})
-        manifest.write_durably(unfinished / RECORD, record)
+        writing.write_durably(unfinished / RECORD, record)
         folders.finish(0)
-        manifest.write_durably(folder / CONFIG, json.dumps(saved, indent=2) + "\n")
+        writing.write_durably(folder / CONFIG, json.dumps(saved, indent=2) + "\n")
 
 
 def _in_checkpoint(path: Path, name: Name, array: Any, driver: str) -> Stored:

@@ -7,5 +7,5 @@ progress            the lines on a terminal
 speed               arithmetic per token, and the share of the device's peak
 telemetry           what FP8 does to tensors, by a second program now and then
 runs                records read back from metrics.jsonl
-plot, page, heat    their pictures; chart: the look of these
+plot, page, heat    their pictures; chart, titles: the look and the words of these
 """

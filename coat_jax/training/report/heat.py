@@ -20,20 +20,11 @@ from coat_jax.training.report import runs
 from coat_jax.training.report.chart import CHART
 from coat_jax.training.report.runs import Run
 from coat_jax.training.report.telemetry import PREFIX
+from coat_jax.training.report.titles import TITLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TITLES: dict[str, str] = {
-    "underflow": "Share of non-zero values that became zero",
-    "subnormal": "Share of values with a subnormal code",
-    "saturated": "Share of values beyond the largest code",
-    "headroom": "Binades between the largest value and what the scale allows",
-    "error": "Relative error",
-    "zero": "Share of moments stored as zero",
-    "floor": "Share of moments at the smallest code",
-    "k": "Exponent of dynamic range expansion",
-}
 SHARES = ("underflow", "subnormal", "saturated", "zero", "floor")
 TICKS = 6
 SMALLEST = 1e-6  # share that has a colour of its own
@@ -62,7 +53,7 @@ def draw(path: Path, out: Path, *, statistic: str) -> None:
     Args:
         path: the folder of a run.
         out: a file that ends in .png.
-        statistic: one of `TITLES`.
+        statistic: one of `titles.TITLES`.
 
     Raises:
         UserError: if the path is no run, or has no telemetry, or matplotlib is missing.

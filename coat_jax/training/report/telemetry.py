@@ -42,8 +42,9 @@ from coat_jax.training.cluster.communication import compiler_options
 from coat_jax.training.cluster.mesh import everywhere
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Batch
+from coat_jax.training.optimizer import storage_of
 from coat_jax.training.state import State
-from coat_jax.training.step import Report, loss_of_part
+from coat_jax.training.step import Report, clip_or_skip, loss_of_part
 
 PREFIX = "fp8/"
 ROWS = 256  # of a parameter whose direction is compared
@@ -89,6 +90,7 @@ class Telemetry:
         # Of another optimizer no direction is known that its moments should give.
         is_adam = config.optimizer.transformation is None
         self._sampled = _sampled(state.moments, config.telemetry.leaves if is_adam else 0)
+        self._storage = storage_of(config)
         self._decay = Decay(config.optimizer.b1, config.optimizer.b2, config.optimizer.eps)
         self._shadow: dict[str, Shadow] | None = None
         self._seen: tuple[Any, Any] | None = None
@@ -105,7 +107,7 @@ class Telemetry:
             tensors, _ = lowered.out_info
             self.empty = not tensors and not list(stored_leaves(state.moments))
             self._collect = None if self.empty else lowered.compile()
-        self._read = jax.jit(partial(_read, self._sampled))
+        self._read = jax.jit(partial(_read, self._storage, self._sampled))
         self._follow = jax.jit(partial(_follow, config, self._decay))
         self._look = jax.jit(self._compared, out_shardings=everyone)
 
@@ -164,7 +166,7 @@ class Telemetry:
     def _compared(self, state: State, shadow: dict[str, Shadow]) -> Any:
         """Sums of all moments, and the error of each direction that is followed."""
         count = state.step - state.skipped
-        stored = _read(self._sampled, state.moments)
+        stored = _read(self._storage, self._sampled, state.moments)
         errors = {
             name: direction_error(stored[name], exact, count, self._decay)
             for name, exact in shadow.items()
@@ -199,20 +201,18 @@ def _collect(
     return added
 
 
-def _read(sampled: Sequence[str], moments: Any) -> dict[str, Shadow]:
+def _read(storage: Storage, sampled: Sequence[str], moments: Any) -> dict[str, Shadow]:
     stored = _by_name(moments)
-    return {name: read_rows(Storage(), stored[name], ROWS) for name in sampled}
+    return {name: read_rows(storage, stored[name], ROWS) for name in sampled}
 
 
 def _follow(
     config: TrainConfig, decay: Decay, shadow: dict[str, Shadow], grads: Any, step: Report
 ) -> dict[str, Shadow]:
     """The FP32 moments after a step, whose gradients were clipped, or which was skipped."""
-    clip, norm = config.optimizer.clip_norm, step.gradient_norm
-    scale = 1.0 if clip is None else jnp.minimum(1.0, clip / norm)
-    taken = jnp.isfinite(norm) & jnp.isfinite(step.loss)
+    scale, skip = clip_or_skip(config, step.gradient_norm, step.loss)
     after = {name: followed(of, scale * grads[name], decay) for name, of in shadow.items()}
-    return jax.tree.map(lambda new, old: jnp.where(taken, new, old), after, shadow)
+    return jax.tree.map(lambda new, old: jnp.where(skip, old, new), after, shadow)
 
 
 def _rows(x: Array) -> Float[Array, "*rows D"]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from coat_jax import writing
 from coat_jax.errors import UserError
 from coat_jax.training.checkpoint import manifest
 from coat_jax.training.checkpoint.manifest import DamagedCheckpoint
@@ -25,7 +26,7 @@ def save(folders, step):
     (folder / "state" / "d").mkdir(parents=True)
     (folder / "state" / "d" / "arrays").write_text(f"numbers of step {step}")
     record = {"step": step, "loss": None, "extra": {}}
-    manifest.write_durably(folder / "record.json", json.dumps(record))
+    writing.write_durably(folder / "record.json", json.dumps(record))
     folders.finish(step)
 
 

@@ -17,13 +17,11 @@ from train_cases import ONE, random_batches, small, stepper
 import coat_jax as coat
 from coat_jax import cli
 from coat_jax.errors import UserError
-from coat_jax.models import abstract
 from coat_jax.training import loop, step
 from coat_jax.training.config import CheckpointConfig, MeshConfig, TelemetryConfig
-from coat_jax.training.optimizer import make_optimizer
+from coat_jax.training.preparation import prepare
 from coat_jax.training.report import telemetry
 from coat_jax.training.report.telemetry import Telemetry
-from coat_jax.training.state import abstract_state
 
 IN_FP32 = {"precision": "coat", "dtype": jnp.float32, "layers": 1}
 # Wide enough for moments in FP8.
@@ -39,9 +37,8 @@ def quick(monkeypatch):
 
 def telemetry_of(config, sizes=ONE):
     of_step = stepper(config, sizes)
-    optimizer = make_optimizer(config)
-    graph, state = abstract_state(config, optimizer, of_step.mesh)
-    return Telemetry(config, graph, state, of_step.mesh, packed=False)
+    config, mesh, _, graph, state = prepare(config, of_step.mesh)
+    return Telemetry(config, graph, state, mesh, packed=False)
 
 
 def recorded(config, sizes=ONE, *, steps=1, change=lambda params: params):
@@ -163,10 +160,7 @@ def test_the_program_of_a_step_is_the_same_with_telemetry(precision):
         of_step = stepper(config)
         if every:
             telemetry_of(config)
-        optimizer = make_optimizer(config)
-        graph, _ = abstract(config.model_on_mesh, mesh=of_step.mesh)
-        lowered = step.lower_step(config, graph, optimizer, of_step.abstract, of_step.mesh)
-        return lowered.as_text()
+        return prepare(config, of_step.mesh).lower().as_text()
 
     without = lowered(0)
     assert lowered(1) == without

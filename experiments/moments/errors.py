@@ -18,9 +18,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from coat_jax.numerics.formats import E4M3, E5M2
-from experiments import moment_coders as coders
-from experiments.moment_coders import Coder, Exponent
-from experiments.moments_recording import EPS, Moments
+from experiments.moments import coders
+from experiments.moments.coders import Coder, Exponent
+from experiments.moments.recording import EPS, Moments
 
 FORMATS = ("E4M3", "E4M3+E", "E5M2", "E5M2+E")
 GROUP_SIZES = (32, 64, 128, 256, 512)

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from experiments.moment_errors import BOTTOMS, FORMATS, GRANULARITIES, GROUP_SIZES
+from experiments.moments.errors import BOTTOMS, FORMATS, GRANULARITIES, GROUP_SIZES
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, ORANGE, RED, GREEN = "#2563a8", "#e07b24", "#c0392b", "#2e8b6f"

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.numerics import expansion, noise, qtensor
 from coat_jax.numerics.formats import E4M3, format_of, saturating_cast, stochastic_cast
-from experiments import dynamic_exponent
+from experiments.moments import dynamic_exponent
 
 Rows = Float[Array, "N D"]
 Coder = Callable[[Rows], Rows]

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, UInt32
 
 from coat_jax.numerics import expansion, noise, qtensor
 from coat_jax.numerics.formats import E4M3
-from experiments import moment_coders as coders
+from experiments.moments import coders
 
 STORAGES = ("FP32", "plain nearest", "nearest", "stochastic, 2^-9", "stochastic")
 SAMPLES = 50

@@ -1,6 +1,8 @@
-"""What torch keeps of a Llama layer for its backward pass, operator by operator.
+"""What torch saves of a Llama layer for its backward pass, operator by operator.
 
-    python -m experiments.kept_torch SIZES      a line of JSON for each way; for activation_memory
+    python -m experiments.stacks.saved_by_torch SIZES      a line of JSON for each way
+
+It is a process of `activation_memory`.
 
 Counted are the tensors that autograd saves, each storage once, parameters left out. On a GPU the
 allocator says the same in its own words: what it holds after the forward pass beyond what it held
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 
 from experiments.stacks import Sizes
-from experiments.stacks_torch import DEVICE, WAYS, make_angles, make_input, make_layers
+from experiments.stacks.in_torch import DEVICE, WAYS, make_angles, make_input, make_layers
 
 
 def torch_kept(

@@ -1,0 +1,8 @@
+"""Adam's moments: recorded in a training, and stored in every way that is compared.
+
+recording           moments of a small Llama at some steps
+coders              ways to store a moment; dynamic_exponent: the one of bitsandbytes
+errors              of an update, with moments that a coder stored once
+drift               of the second moment over thousands of steps
+picture             of what `optimizer_error` found
+"""

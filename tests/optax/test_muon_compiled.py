@@ -1,0 +1,74 @@
+"""Muon as compiled for four Hoppers: what is computed where, and what is communicated."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+pytest.importorskip("jax_triton")
+from hopper import can_compile_for_hopper, collectives
+
+import coat_jax as coat
+from experiments.hopper import OPTIONS, compile_for, hopper_mesh
+
+pytestmark = [
+    pytest.mark.compiled,
+    pytest.mark.skipif(not can_compile_for_hopper(), reason="needs XLA's CUDA plugin"),
+]
+
+STEPS = 5
+SHAPES = {"square": (8, 512, 512), "wide": (4, 512, 1024), "tall": (4, 1024, 512)}
+
+
+def compile_step(mesh, spec, **arguments):
+    """The donated step of parameters in BF16, sharded by `spec`, on momentum in 8 bits."""
+    optimizer = coat.optax.in_place(coat.optax.fp8_muon(0.02, **arguments))
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for name, shape in SHAPES.items()
+    }
+    state = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+        jax.eval_shape(optimizer.init, params),
+        coat.optax.state_shardings(optimizer, params),
+    )
+    jit = {"donate_argnums": (0, 2), "compiler_options": OPTIONS}
+    return compile_for(mesh, optimizer.step, params, params, state, **jit)
+
+
+def elements_of_products(program):
+    """How many elements all matrix products of one device have."""
+    found = re.findall(r"bf16\[([\d,]+)\]\S*(?:, \S+\))? custom-call\(.*matmul", program.as_text())
+    return sum(math.prod(map(int, dims.split(","))) for dims in found)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "spec"),
+    [
+        ((4,), ("fsdp",), P(None, "fsdp")),
+        ((4,), ("fsdp",), P(None, None, "fsdp")),
+        ((2, 2), ("fsdp", "tensor"), P(None, "fsdp", "tensor")),
+        ((2, 2), ("data", "fsdp"), P(None, "fsdp")),
+    ],
+)
+def test_no_device_computes_what_another_computes(sizes, names, spec):
+    program = compile_step(hopper_mesh(sizes, names), spec)
+    in_all = 0
+    for batch, m, n in SHAPES.values():
+        small, large = min(m, n), max(m, n)
+        in_all += batch * STEPS * (2 * small * small + small * large)
+    assert elements_of_products(program) == in_all // 4
+
+
+def test_matrices_travel_by_all_to_all_in_16_bits_and_nothing_is_gathered():
+    program = compile_step(hopper_mesh((4,), ("fsdp",)), P(None, "fsdp"))
+    assert set(collectives(program)) == {"all-to-all"}
+    moved = re.findall(
+        r"= \(\((.*)\), .*\) all-to-all-start|= (\S+) all-to-all\(", program.as_text()
+    )
+    assert moved
+    assert all("f32[" not in types for pair in moved for types in pair)
