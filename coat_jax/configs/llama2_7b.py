@@ -11,8 +11,8 @@ tokens. Differently from there, parameters are BF16, rounded stochastically. Wei
 moments take 10.1 bytes a parameter with COAT, of which 4 are the FP32 sum of the gradients of
 several microbatches; without accumulation they take 6.1.
 
-Parameters and moments are cut along all GPUs. A microbatch is 8 sequences: 2 on each of 4 GPUs. It
-takes 35.4 GB of each in COAT and 54.1 in BF16 (XLA's account of the step,
+Parameters and moments are sharded over all GPUs. A microbatch is 8 sequences: 2 on each of 4 GPUs.
+It takes 35.4 GB of each in COAT and 54.1 in BF16 (XLA's account of the step,
 experiments/config_memory.py).
 
 The runs on one GPU are for the first row of table 7 of the COAT paper: full-parameter training on

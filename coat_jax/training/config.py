@@ -162,10 +162,9 @@ class MeshConfig:
     """How devices share the work. One of the three may be -1: all devices that are left.
 
     Attributes:
-        data: parts that the batch is cut into, every one with all parameters.
-        fsdp: parts that the batch is cut into, and the parameters with it: each is gathered
-            when it is needed.
-        tensor: parts that the layers' hidden widths are cut into.
+        data: shards of the batch, on devices that hold all parameters.
+        fsdp: shards of the batch and of the parameters, which are gathered when they are needed.
+        tensor: shards of the layers' hidden widths.
     """
 
     data: Devices = 1
