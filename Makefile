@@ -1,6 +1,7 @@
 # make demo and make test need Python 3.11 or later and make; they install the rest in $(VENV).
 #
 #   make test PYTHON=python3.12 VENV=.venv312      another Python, in an environment of its own
+#   make test TESTS=tests/optax                    some of the tests
 #   make gpu CUDA=cuda12                           another release of CUDA
 
 PYTHON ?= python3
@@ -19,7 +20,8 @@ demo: $(VENV)/demo.stamp  ## train a tiny Llama in BF16 and in COAT: minutes, on
 	JAX_PLATFORMS=cpu $(python) -m experiments.demo
 
 test: $(VENV)/test.stamp  ## run the tests that need neither a GPU nor its compilers
-	JAX_PLATFORMS=cpu $(python) -m pytest -n 2 -m "not gpu and not compiled and not interpret"
+	JAX_PLATFORMS=cpu $(python) -m pytest -n 2 -m "not gpu and not compiled and not interpret" \
+	  --durations=20 $(TESTS)
 
 lint: $(VENV)/dev.stamp  ## check style and format
 	$(python) -m ruff check
