@@ -111,7 +111,7 @@ def test_two_key_heads_are_trained_on_four_gpus(precision):
 @pytest.mark.parametrize(("function", "fits"), [("config", True), ("bf16", False)])
 def test_llama_30b_fits_four_gpus_of_141_gb_in_coat_alone(function, fits):
     """With four sequences of 2048 tokens on each."""
-    _, memory, _ = compiled(f"llama_30b.py:{function}", (1, 4, 1), batch=16, sequence=2048)
+    _, memory, _ = compiled(f"llama_30b:{function}", (1, 4, 1), batch=16, sequence=2048)
     assert (memory.peak < 141 * GB) == fits
 
 
