@@ -30,19 +30,22 @@ _MB = 1 << 20
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 GATHER = "xla_gpu_all_gather_combine_threshold_bytes"
 SCATTER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
-PIPELINED = ("xla_gpu_enable_pipelined_all_gather", "xla_gpu_enable_pipelined_reduce_scatter")
+PIPELINES = ("xla_gpu_enable_pipelined_all_gather", "xla_gpu_enable_pipelined_reduce_scatter")
+
+DEFAULTS = "XLA's defaults"
+TRAINERS = "scheduler, 128 and 256 MB (the trainer's)"
+PIPELINED = "the trainer's, pipelined"
+DRAWN = (DEFAULTS, TRAINERS)
+PIXEL = 0.02  # ms: the picture does not show shorter gaps
 
 # XLA's defaults join collectives up to 30 MB. A case without options takes those of the trainer.
 CASES: dict[str, dict[str, bool | int]] = {
-    "XLA's defaults": {SCHEDULER: False, GATHER: 30 * _MB, SCATTER: 30 * _MB},
+    DEFAULTS: {SCHEDULER: False, GATHER: 30 * _MB, SCATTER: 30 * _MB},
     "scheduler": {GATHER: 30 * _MB, SCATTER: 30 * _MB},
-    "scheduler, 128 and 256 MB (the trainer's)": {},
+    TRAINERS: {},
     "scheduler, 512 MB": {GATHER: 512 * _MB, SCATTER: 512 * _MB},
-    "the trainer's, pipelined": dict.fromkeys(PIPELINED, True),
+    PIPELINED: dict.fromkeys(PIPELINES, True),
 }
-TRAINERS = "scheduler, 128 and 256 MB (the trainer's)"
-DRAWN = ("XLA's defaults", TRAINERS)
-PIXEL = 0.02  # ms: the picture does not show shorter gaps
 
 Interval = tuple[float, float]
 

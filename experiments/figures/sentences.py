@@ -9,7 +9,7 @@ from coat_jax.models import PRESETS, parameters_count
 from coat_jax.models.config import Config
 from coat_jax.numerics.expansion import GROUP_SIZE
 from coat_jax.training.cluster.communication import OPTIONS
-from experiments.communication import GATHER, SCATTER, TRAINERS
+from experiments.communication import DEFAULTS, GATHER, PIPELINED, SCATTER, TRAINERS
 from experiments.figures.pages import Sentence
 from experiments.figures.results import (
     GB,
@@ -98,9 +98,6 @@ def peaks(name: str) -> tuple[float, float]:
     """GB of a config in COAT and in BF16."""
     variants = of("config_memory")[name]
     return variants["COAT"]["peak"] / GB, variants["BF16"]["peak"] / GB
-
-
-DEFAULTS, PIPELINED = "XLA's defaults", "the trainer's, pipelined"
 
 
 def two_gpus(options: str) -> dict[str, Any]:
