@@ -48,17 +48,15 @@ def main() -> None:
     if args.one:
         print(json.dumps(measure(args.one[0], args.one[1] == "1", args)))
         return
-    cases = [
-        {"example": name, "coat_jax": fp8, **in_a_process(name, fp8)}
-        for name in EXAMPLES
-        for fp8 in (False, True)
-    ]
-    for case in cases:
-        print(" ".join(f"{value!s:>12}" for value in case.values()))
-    from experiments import records  # imports JAX, whose devices the processes above needed
+    from experiments import records
 
     sizes = {name: getattr(args, name) for name in ("width", "layers", "batch", "length")}
-    records.write(args.out / "examples_memory.json", {"sizes": sizes, "cases": cases})
+    cases: list[dict[str, Any]] = []
+    for name in EXAMPLES:
+        for fp8 in (False, True):
+            cases.append({"example": name, "coat_jax": fp8, **in_a_process(name, fp8)})
+            print(" ".join(f"{value!s:>12}" for value in cases[-1].values()), flush=True)
+            records.write(args.out / "examples_memory.json", {"sizes": sizes, "cases": cases})
 
 
 def in_a_process(name: str, fp8: bool) -> dict[str, Any]:

@@ -139,27 +139,38 @@ def model_of(name: str, case: str, length: int) -> Any:
 def _filled(graph: Any, state: Any, width: int) -> Any:
     """A model with random codes and parameters, made where they stay."""
     import jax
-    import jax.numpy as jnp
     from flax import nnx
-
-    def draw(key: jax.Array, path: tuple[Any, ...], leaf: Any) -> jax.Array:
-        if path[-1] == "codes":
-            numbers = 30 * jax.random.normal(key, leaf.shape, jnp.bfloat16)
-            return numbers.astype(leaf.dtype)
-        if path[-1] == "input_scale" or (leaf.ndim == 1 and path[-2] == "norm"):
-            return jnp.ones(leaf.shape, leaf.dtype) * (1 / 32 if leaf.ndim == 0 else 1)
-        size = 1 / 30 if path[-1] == "scale" else 1
-        if leaf.ndim == 1:
-            return jnp.full(leaf.shape, size * width**-0.5, leaf.dtype)
-        return jax.random.normal(key, leaf.shape, leaf.dtype) * jnp.asarray(width**-0.5, leaf.dtype)
 
     flat = nnx.to_flat_state(state)
     keys = jax.random.split(jax.random.key(0), len(flat))
+    # One program for all parameters of a kind and shape: a model has hundreds of them.
+    drawn = jax.jit(_draw, static_argnums=(1, 2, 3))
     filled = {
-        path: leaf.replace(jax.jit(draw, static_argnums=(1, 2))(key, path, leaf.get_value()))
+        path: leaf.replace(drawn(key, _kind(path, leaf), leaf.get_value(), width))
         for key, (path, leaf) in zip(keys, flat, strict=True)
     }
     return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def _kind(path: tuple[Any, ...], leaf: Any) -> str:
+    """What a parameter is, as far as its values go."""
+    if path[-1] in ("codes", "input_scale", "scale"):
+        return str(path[-1])
+    return "norm" if leaf.ndim == 1 and path[-2] == "norm" else "weight"
+
+
+def _draw(key: Any, kind: str, like: Any, width: int) -> Any:
+    """Values of the size that a model's have before it is trained."""
+    import jax
+    import jax.numpy as jnp
+
+    size = width**-0.5
+    if kind == "codes":
+        return (30 * jax.random.normal(key, like.shape, jnp.bfloat16)).astype(like.dtype)
+    if kind == "weight" and like.ndim > 1:
+        return jax.random.normal(key, like.shape, like.dtype) * jnp.asarray(size, like.dtype)
+    constant = {"input_scale": 1 / 32, "scale": size / 30, "norm": 1.0, "weight": size}[kind]
+    return jnp.full(like.shape, constant, like.dtype)
 
 
 def _batch(model: Any, batch: int, options: argparse.Namespace) -> Case:

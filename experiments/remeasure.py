@@ -64,7 +64,7 @@ PLAN = (
     Measurement("layer_table", "layer_speed --table", 1, 660, ("torch", "torchao")),
     Measurement("optimizer_step", "optimizer_step", 1, 400, ("torch", "torchao", "bitsandbytes")),
     Measurement("layer_speed", "layer_speed", 1, 300, ("torch", "torchao")),
-    Measurement("training_throughput", "training_throughput BF16:10 COAT:10 COAT:24", 1, 240),
+    Measurement("training_throughput", "training_throughput", 1, 420),
     Measurement("muon_step", "muon_step", 1, 240, ("torch",)),
     Measurement("examples_memory", "examples_memory", 1, 240),
     Measurement("quantized_generation", "quantized_generation", 1, 900),

@@ -8,10 +8,12 @@ are in BF16 and rounded stochastically, layers are unrolled, sequences have 2048
     COAT, COAT_LEAN      the fused step, moments in FP8
 
     python -m experiments.training_throughput                     the cases of the table
-    python -m experiments.training_throughput COAT:8 BF16:8       some of them, PRECISION:BATCH
+    python -m experiments.training_throughput COAT:8 BF16:8       others, PRECISION:BATCH
+    python -m experiments.training_throughput COAT:16 COAT:16:offloaded:released
     python -m experiments.training_throughput COAT:2 --model tiny --sequence 64     anywhere
-    python -m experiments.training_throughput COAT:1 --release-gradients
-    python -m experiments.training_throughput COAT:16 --offload
+
+    released      gradients are freed in the backward pass
+    offloaded     the optimizer's state is in the host's memory
 
 All GPUs that are seen train together, parameters and moments sharded over all of them; BATCH is the
 sequences on each. With --beside-one, the first GPU then trains each case alone, and the efficiency
@@ -20,7 +22,7 @@ which may use 95 % of each GPU. The peak is that of the fullest GPU's allocator,
 the whole training state; tokens are random. A case that does not fit says so.
 
 Runs of another number of GPUs, or with other options than those of the table, write files of their
-own: training_throughput_4_gpus.json, training_throughput_released.json.
+own: training_throughput_4_gpus.json, training_throughput_remat_layer.json.
 """
 
 import argparse
@@ -34,7 +36,16 @@ from typing import Any
 from experiments.workers import only, reason, run_worker
 
 RESULTS = Path(__file__).parent / "results"
-CASES = ["BF16:8", "FP8_LINEAR:8", "COAT:8", "COAT_LEAN:8", "COAT:16", "COAT_LEAN:16"]
+CASES = [
+    "BF16:10",
+    "COAT:10",
+    "COAT:16",
+    "COAT:16:released",
+    "COAT:16:offloaded",
+    "COAT:16:offloaded:released",
+    "COAT:24",
+]
+OPTIONS = ("offloaded", "released")
 PAPER = {"BF16": "out of memory", "TransformerEngine": "out of memory", "COAT": 5906}  # tokens/s
 MODEL, SEQUENCE = "llama2_7b", 2048
 WARMUP, STEPS = 3, 10
@@ -68,17 +79,16 @@ def arguments() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "cases", nargs="*", default=CASES, help="PRECISION:BATCH, sequences on each GPU"
+        "cases",
+        nargs="*",
+        type=_case,
+        default=CASES,
+        metavar="PRECISION:BATCH[:OPTION]",
+        help=f"sequences on each GPU, and {' or '.join(OPTIONS)}",
     )
     parser.add_argument("--model", default=MODEL, help="a name in coat.models.PRESETS")
     parser.add_argument("--layers", type=int, help="only the first ones of the model")
     parser.add_argument("--sequence", type=int, default=SEQUENCE, help="tokens of a sequence")
-    parser.add_argument(
-        "--release-gradients", action="store_true", help="free them in the backward pass"
-    )
-    parser.add_argument(
-        "--offload", action="store_true", help="the optimizer's state in the host's memory"
-    )
     parser.add_argument("--remat", help="what layers recompute: layer or layer_fp8")
     parser.add_argument("--beside-one", action="store_true", help="compare with one GPU alone")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
@@ -99,8 +109,6 @@ def results_path(options: argparse.Namespace) -> Path:
         f"sequence_{options.sequence}": options.sequence != SEQUENCE,
         f"{gpus}_gpus": gpus > 1,
         "beside_one": options.beside_one,
-        "released": options.release_gradients,
-        "offloaded": options.offload,
         f"remat_{options.remat}": options.remat is not None,
     }
     parts = ["training_throughput", *(name for name, differs in differences.items() if differs)]
@@ -121,20 +129,34 @@ def in_a_process(case: str, options: argparse.Namespace, **variables: str) -> Ca
     arguments = ["--model", options.model, "--sequence", str(options.sequence)]
     arguments += ["--layers", str(options.layers)] if options.layers else []
     arguments += ["--trace", str(options.trace)] if options.trace else []
-    arguments += ["--release-gradients"] if options.release_gradients else []
-    arguments += ["--offload"] if options.offload else []
     arguments += ["--remat", options.remat] if options.remat else []
     ended = run_worker("experiments.training_throughput", case, "--worker", *arguments, **variables)
     if ended.results:
         return ended.results[-1]
-    name, batch = case.split(":")
     text = ended.stderr
     why = "out of memory" if "RESOURCE_EXHAUSTED" in text else reason(text)
-    return {"precision": name, "batch": int(batch), "failed": why}
+    return {**_parsed(case), "failed": why}
+
+
+def _case(text: str) -> str:
+    """A case of the command line, if it is one."""
+    _, batch, *given = text.split(":") if ":" in text else (text, "")
+    if not batch.isdecimal() or int(batch) < 1 or not set(given) <= set(OPTIONS):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not PRECISION:BATCH, as in COAT:16, with {' or '.join(OPTIONS)} after it"
+        )
+    return text
+
+
+def _parsed(case: str) -> Case:
+    precision, batch, *given = case.split(":")
+    options = {option: option in given for option in OPTIONS}
+    return {"precision": precision, "batch": int(batch), **options}
 
 
 def _line(case: Case) -> str:
-    head = f"{case['precision']:12} batch {case['batch']:3}"
+    options = ", ".join(option for option in OPTIONS if case[option])
+    head = f"{case['precision']:12} batch {case['batch']:3}  {options:20}"
     if "failed" in case:
         return f"{head}   {case['failed']}"
     return (
@@ -146,9 +168,8 @@ def _line(case: Case) -> str:
 
 def measure(options: argparse.Namespace) -> Case:
     """One case: seconds of a step, and what it takes in memory."""
-    (case,) = options.cases
-    name, batch = case.split(":")[0], int(case.split(":")[1])
-    sequence = options.sequence
+    (case,) = map(_parsed, options.cases)
+    name, batch, sequence = case["precision"], case["batch"], options.sequence
     import jax
     import jax.numpy as jnp
 
@@ -173,8 +194,8 @@ def measure(options: argparse.Namespace) -> Case:
             learning_rate=1e-5,
             schedule="constant",
             warmup_steps=0,
-            release_gradients=options.release_gradients,
-            offload=options.offload,
+            release_gradients=case["released"],
+            offload=case["offloaded"],
         ),
         total_steps=WARMUP + STEPS,
         global_batch_size=batch * batch_parts(mesh),
@@ -206,11 +227,8 @@ def measure(options: argparse.Namespace) -> Case:
     work = speed.work_per_token(config.model, sequence)
     stats = [one.memory_stats() or {} for one in mesh.devices.flat]
     return {
-        "precision": name,
-        "batch": batch,
+        **case,
         "devices": mesh.size,
-        "release_gradients": options.release_gradients,
-        "offload": options.offload,
         "remat": options.remat,
         "step_seconds": per_step,
         "tokens_per_second": rate,
@@ -222,6 +240,12 @@ def measure(options: argparse.Namespace) -> Case:
     }
 
 
+def _name(case: Case) -> str:
+    # Older results have no options.
+    options = [option for option in OPTIONS if case.get(option)]
+    return ", ".join([case["precision"], f"batch {case['batch']}", *options])
+
+
 def draw(path: Path) -> None:
     """Draws tokens per second and peak memory of each case."""
     import matplotlib.pyplot as plt
@@ -231,7 +255,7 @@ def draw(path: Path) -> None:
     record = json.loads(path.read_text())
     figures, gpus = record["figures"], record["parents"]["hardware"]["devices"]
     shown = [case for case in figures["cases"] if "failed" not in case][::-1]
-    names = [f"{case['precision']}, batch {case['batch']}" for case in shown]
+    names = [_name(case) for case in shown]
     colors = [records.ACCENT if "COAT" in name else records.PALE for name in names]
     with plt.rc_context(records.CHART | {"axes.grid.axis": "x"}):
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 0.5 * len(shown) + 1.6))

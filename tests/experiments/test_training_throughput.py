@@ -21,13 +21,17 @@ def test_the_runs_of_the_table_write_its_file(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        (["--release-gradients"], "released"),
-        (["--offload"], "offloaded"),
         (["--remat", "layer_fp8"], "remat_layer_fp8"),
-        (["--release-gradients", "--remat", "layer"], "released_remat_layer"),
         (["--model", "tiny", "--sequence", "64"], "tiny_sequence_64"),
         (["--layers", "2"], "2_layers"),
     ],
 )
 def test_runs_with_other_options_write_files_of_their_own(monkeypatch, given, name):
     assert name_of(monkeypatch, *given) == f"training_throughput_{name}.json"
+
+
+@pytest.mark.parametrize("case", ["COAT", "COAT:", "COAT:x", "COAT:0", "COAT:-1", "COAT:8:offload"])
+def test_what_is_no_case_is_refused(capsys, case):
+    with pytest.raises(SystemExit):
+        arguments().parse_args([case])
+    assert f"{case!r} is not PRECISION:BATCH, as in COAT:16" in capsys.readouterr().err
