@@ -81,9 +81,7 @@ class Llama(nnx.Module):
 
     def embedded(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """The residual stream before the first layer."""
-        # Looked up before it is cast: the gradient is then summed in the parameter's dtype.
-        rows = value_of(self.embed).at[tokens]
-        x = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        x = ops.embedding(value_of(self.embed), tokens)
         return along_batch(x.astype(self.config.dtype), self.config.batch_axes)
 
     def logits(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:

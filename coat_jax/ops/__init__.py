@@ -6,7 +6,7 @@
     attention, attention_linear      attention, alone or with its output projection
     attention_to_past                attention of one new token, for generation
     norm, activate                   a norm or an activation by itself
-    rotate, cross_entropy            rotary embeddings, the loss
+    embedding, rotate, cross_entropy lookup, rotary embeddings, the loss
     freeze, adapted_linear           a weight in FP8 that does not train, with an adapter that does
     quantize_weight, quantized_linear  a layer for inference, its weight in INT8 or FP8
     sharpness                        how much a token's loss can grow if its logits change a little
@@ -23,6 +23,7 @@ from coat_jax.ops.attention import attention, attention_linear
 from coat_jax.ops.attention_to_past import attention_to_past
 from coat_jax.ops.cross_entropy import cross_entropy
 from coat_jax.ops.dot_general import DotGeneral, Einsum
+from coat_jax.ops.embedding import embedding
 from coat_jax.ops.frozen import Frozen, adapted_linear, freeze
 from coat_jax.ops.linear import linear, norm_linear
 from coat_jax.ops.mlp import gated_mlp, mlp
@@ -48,6 +49,7 @@ __all__ = [
     "attention_linear",
     "attention_to_past",
     "cross_entropy",
+    "embedding",
     "freeze",
     "gated_mlp",
     "linear",

@@ -39,6 +39,7 @@ class Parts:
         self._state, self._of_state = jax.tree.flatten(state)
         numbered = jax.tree.unflatten(self._structure, range(len(self._params)))
         self._follows = followed_params(state, numbered)
+        self._masked = _is_masked(state)
         self._before = list(self._state)
         self._on_host = [is_on_host(leaf) for leaf in self._state]
         self._leaving: list[int] = []  # leaves of the part before, on their way to the host
@@ -67,6 +68,12 @@ class Parts:
         What was in host memory arrives after the part before was stepped. Both are there when that
         part has left the device.
         """
+        if self._masked and len(part) < len(self._params):
+            raise ValueError(
+                "The optimizer has masked states, as optax.partition, optax.masked and fp8_muon "
+                "make them: they know parameters by their labels, and cannot step some of them "
+                "alone. Here use an optimizer that updates every parameter in the same way."
+            )
         taken = [param is None or param in part for param in self._follows]
         leaves: list[Any] = [
             leaf if here else None for leaf, here in zip(self._before, taken, strict=True)
@@ -132,3 +139,10 @@ class Parts:
             jax.tree.unflatten(self._structure, self._params),
             jax.tree.unflatten(self._of_state, self._state),
         )
+
+
+def _is_masked(state: Any) -> bool:
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    return any(map(is_masked, jax.tree.leaves(state, is_leaf=is_masked)))

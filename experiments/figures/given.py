@@ -56,6 +56,7 @@ GIVEN = [
     Given("docs/ideas.md", "1 U is the size of the layer's input in BF16, 2 bytes x", ARITHMETIC),
     Given("docs/layers.md", "1 U is the residual stream in BF16: 2 bytes times batch", ARITHMETIC),
     Given("docs/layers.md", "saves the input of each layer only (1 U)", ARITHMETIC),
+    Given("docs/layers.md", "as soon as it is 256 times larger than what is added", ARITHMETIC),
     Given("docs/loss.md", "The last 8 MB", SETTING),
     Given("docs/loss.md", "with 95 % intervals", SETTING),
     Given("docs/stability.md", "with its 95 % interval", SETTING),

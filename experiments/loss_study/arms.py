@@ -88,6 +88,9 @@ ARMS: dict[str, Arm] = {
     "muon_bf16_products": Arm(moments=Muon(Storage(min_size=NEVER))),
     "fp8_muon": Arm(moments=Muon(Storage())),
     "fp8_muon_expanded": Arm(moments=Muon(EXPANDED)),
+    "fp8_muon_32": Arm(moments=Muon(Storage(group_size=32))),
+    # Of the states, only those of AdamW are large enough for 8 bits: of embedding and head.
+    "fp8_muon_embedding": Arm(moments=Muon(Storage(min_size=1 << 20))),
     "fp8_muon_coat": Arm(precision=coat.COAT, moments=Muon(Storage())),
 }
 

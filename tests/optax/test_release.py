@@ -160,6 +160,13 @@ def test_a_leaf_without_a_stage_and_a_last_stage_without_a_loss_are_refused():
         step_by_stages(optimizer, [*STAGES[:-1], table], params, state)
 
 
+def test_an_optimizer_that_knows_parameters_by_labels_is_refused():
+    params = parameters()
+    optimizer = coat.optax.in_place(coat.optax.fp8_muon(1e-2))
+    with pytest.raises(ValueError, match="masked states, as optax.partition"):
+        step_by_stages(optimizer, STAGES, params, optimizer.init(params))
+
+
 def test_a_stage_may_select_a_leaf_twice():
     params = {"w": parameters()["table"]}
     twice = [Stage(lambda p: (p["w"], p["w"]), lambda ws, _: jnp.mean((X @ ws[0] @ ws[1]) ** 2))]

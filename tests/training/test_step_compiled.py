@@ -84,6 +84,16 @@ def test_the_head_is_gathered_and_its_gradient_reduced_once_and_in_16_bits():
     assert all("f32[" not in types for _, types in of_head), of_head
 
 
+def test_the_gradient_of_the_embedding_is_summed_in_32_bits_and_moved_in_16():
+    """Also where parameters are in BF16."""
+    program, _, _ = compiled("llama2_7b:one_gpu", (1, 4, 1), batch=4, sequence=2048, layers=1)
+    text = program.as_text()
+    assert re.findall(r"= (\w+\[[\d,]+\])\S* scatter\(", text) == ["f32[32000,1024]"]
+    moves = [line for line in text.splitlines() if " all-to-all-start(" in line]
+    assert moves
+    assert not any("f32[" in line for line in moves), moves
+
+
 def test_llama2_7b_is_cut_in_four_by_tensor_parallelism():
     """Its hidden width, 11008, is 86 times 128: no multiple of four GPUs."""
     program, memory, _ = compiled("llama2_7b", (1, 1, 4), batch=8, sequence=2048)

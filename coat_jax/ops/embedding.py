@@ -1,0 +1,50 @@
+"""Embedding lookup, whose gradient is summed in FP32 whatever the dtype of the table.
+
+The gradient of a row is a sum over all places with its token, thousands for a frequent one. Summed
+in BF16, as JAX's own gradient of a lookup in a BF16 table is, it stands still as soon as it is 256
+times larger than what is added: most of the gradient of a frequent token would be lost.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from coat_jax.ops.checks import require_real
+
+
+def embedding(table: Float[Array, "V D"], tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
+    """The rows of a table.
+
+    Args:
+        table: one row for each token.
+        tokens: their numbers. The row of a number that is negative or too large is NaN.
+    """
+    require_real("embedding", table)
+    if table.ndim != 2:
+        raise ValueError(f"embedding takes a table [V, D], not {table.shape}.")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"tokens are whole numbers, not {tokens.dtype.name}.")
+    return _embedding(table, tokens)
+
+
+def _rows(table: Array, tokens: Array) -> Array:
+    return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+
+_embedding = jax.custom_vjp(_rows)
+
+
+def _forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _rows(table, tokens), (table, tokens)
+
+
+def _backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
+    table, tokens = saved
+    zeros = jnp.zeros(table.shape, jnp.promote_types(table.dtype, jnp.float32))
+    summed = zeros.at[tokens].add(
+        gradient.astype(zeros.dtype), mode="drop", wrap_negative_indices=False
+    )
+    return summed.astype(table.dtype), None
+
+
+_embedding.defvjp(_forward, _backward)

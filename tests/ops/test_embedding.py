@@ -1,0 +1,114 @@
+"""Laws of the embedding: a lookup, whose gradient is a sum in FP32 rounded once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from coat_jax import ops
+
+V, D, N = 64, 16, 4096
+
+
+def table(dtype):
+    return jax.random.normal(jax.random.key(0), (V, D)).astype(dtype)
+
+
+def tokens_and_gradient(dtype):
+    """A frequent token has half of the places, and gradients that agree: their sum is large."""
+    rng = np.random.default_rng(0)
+    tokens = np.where(rng.random((2, N // 2)) < 0.5, 3, rng.integers(0, V, (2, N // 2)))
+    gradient = 1 + rng.standard_normal((2, N // 2, D))
+    return tokens, jnp.asarray(gradient, dtype)
+
+
+def gradient_of(lookup, weight, tokens, gradient):
+    return jax.jit(lambda w: jax.vjp(lambda w: lookup(w, tokens), w)[1](gradient)[0])(weight)
+
+
+def summed(tokens, gradient):
+    """The gradient, in FP64."""
+    total = np.zeros((V, D))
+    np.add.at(total, tokens, np.asarray(gradient, np.float64))
+    return total
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_rows_are_those_of_the_table(dtype):
+    weight, (tokens, _) = table(dtype), tokens_and_gradient(dtype)
+    rows = jax.jit(ops.embedding)(weight, tokens)
+    assert rows.dtype == dtype
+    np.testing.assert_array_equal(rows, weight[tokens])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_the_gradient_of_a_frequent_token_is_rounded_once(dtype):
+    tokens, gradient = tokens_and_gradient(dtype)
+    wanted = summed(tokens, gradient)
+    got = np.asarray(gradient_of(ops.embedding, table(dtype), tokens, gradient), np.float64)
+    unit = float(jnp.finfo(dtype).eps) / 2 + 1e-6  # of the rounding, and of sums in FP32
+    assert np.all(np.abs(got - wanted) <= unit * np.abs(wanted) + 1e-3)
+    if dtype != jnp.float32:  # why it is not left to JAX
+        plain = gradient_of(lambda w, t: w[t], table(dtype), tokens, gradient)
+        assert np.abs(np.asarray(plain[3], np.float64) / wanted[3] - 1).max() > 8 * unit
+
+
+def test_a_token_that_has_no_row_is_nan_and_has_no_gradient():
+    tokens = jnp.array([0, -1, V, V - 1])
+    weight = table(jnp.float32)
+    rows = ops.embedding(weight, tokens)
+    np.testing.assert_array_equal(jnp.isnan(rows).all(axis=1), [False, True, True, False])
+    got = gradient_of(ops.embedding, weight, tokens, jnp.ones((4, D)))
+    np.testing.assert_array_equal(got.sum(axis=1), D * np.isin(np.arange(V), [0, V - 1]))
+
+
+@pytest.mark.parametrize("spec", [P("fsdp"), P(None, "fsdp"), P()], ids=str)
+def test_it_does_not_depend_on_the_mesh(spec):
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    tokens, gradient = tokens_and_gradient(jnp.bfloat16)
+    alone = gradient_of(ops.embedding, table(jnp.bfloat16), tokens, gradient)
+    with jax.set_mesh(mesh):
+        weight = jax.device_put(table(jnp.bfloat16), NamedSharding(mesh, spec))
+        placed = NamedSharding(mesh, P("data", "fsdp"))
+        where, what = (jax.device_put(x, placed) for x in (tokens, gradient))
+        rows = jax.jit(ops.embedding)(weight, where)
+        np.testing.assert_array_equal(rows, table(jnp.bfloat16)[tokens])
+        got = gradient_of(ops.embedding, weight, where, what)
+    np.testing.assert_allclose(np.float32(got), np.float32(alone), rtol=2**-7)
+
+
+def test_vectorized_lookups_are_those_of_each_table():
+    tokens, gradient = tokens_and_gradient(jnp.float32)
+    weights = jnp.stack([table(jnp.float32), 2 * table(jnp.float32)])
+    rows = jax.vmap(ops.embedding)(weights, tokens)
+    np.testing.assert_array_equal(
+        rows, jnp.stack([w[t] for w, t in zip(weights, tokens, strict=True)])
+    )
+    got = jax.vmap(lambda w, t, g: gradient_of(ops.embedding, w, t, g))(weights, tokens, gradient)
+    for one, t, g in zip(got, tokens, gradient, strict=True):
+        np.testing.assert_allclose(one, summed(t, g), rtol=1e-5, atol=1e-3)
+
+
+def test_second_derivatives():
+    weight, tokens = table(jnp.float32)[:4, :2], jnp.array([0, 2, 2])
+
+    def loss(w):
+        return jnp.sum(ops.embedding(w, tokens) ** 2)
+
+    wanted = 2 * np.repeat([1, 0, 2, 0], 2)
+    np.testing.assert_allclose(jax.hessian(loss)(weight).reshape(8, 8), np.diag(wanted))
+
+
+@pytest.mark.parametrize(
+    ("weight", "tokens", "error", "words"),
+    [
+        (jnp.ones((V, D), jnp.int32), jnp.zeros(2, jnp.int32), TypeError, "real floats"),
+        (jnp.ones(V), jnp.zeros(2, jnp.int32), ValueError, r"a table \[V, D\], not \(64,\)"),
+        (jnp.ones((V, D)), jnp.zeros(2), TypeError, "whole numbers, not float32"),
+    ],
+)
+def test_refusals(weight, tokens, error, words):
+    with pytest.raises(error, match=words):
+        ops.embedding(weight, tokens)
