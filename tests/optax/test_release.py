@@ -163,7 +163,7 @@ def test_a_leaf_without_a_stage_and_a_last_stage_without_a_loss_are_refused():
 def test_an_optimizer_that_knows_parameters_by_labels_is_refused():
     params = parameters()
     optimizer = coat.optax.in_place(coat.optax.fp8_muon(1e-2))
-    with pytest.raises(ValueError, match="masked states, as optax.partition"):
+    with pytest.raises(ValueError, match=r"masked states, as optax\.partition"):
         step_by_stages(optimizer, STAGES, params, optimizer.init(params))
 
 
