@@ -25,9 +25,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from experiments.essence import ROOT, code_hash
 from experiments.gpu_smoke import WORKERS, Figures
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"
 
 # The two programs differ by BF16's rounding, 2^-8, which changes a code where a value lies halfway
@@ -60,7 +60,7 @@ def main() -> int:
         return 2
     from experiments import records
 
-    figures: Figures = {"code": records.code_hash()}
+    figures: Figures = {"code": code_hash()}
     if not options.no_tests:
         figures["tests"] = run_tests(jax.device_count())
         records.write(options.out / "gpu_suite.json", figures)

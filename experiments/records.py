@@ -8,7 +8,6 @@ look of the pictures beside them: `with matplotlib.rc_context(records.CHART): ..
 """
 
 import datetime
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -23,8 +22,8 @@ import jax
 
 import coat_jax
 from coat_jax.training.report import chart
+from experiments.essence import ROOT, code_hash
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 PEERS = ("jax-triton", "triton", "torch", "torchao", "bitsandbytes")  # where they are installed
 
@@ -62,14 +61,6 @@ def parents() -> dict[str, Any]:
         },
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
-
-
-def code_hash() -> str:
-    """A hash of every source file of the package, which commits to other folders do not change."""
-    digest = hashlib.sha256()
-    for path in sorted((ROOT / "coat_jax").rglob("*.py")):
-        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
 
 
 def _version(package: str) -> str | None:

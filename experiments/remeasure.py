@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.records import ROOT, code_hash
+from experiments.essence import ROOT, code_hash
 from experiments.workers import count_gpus, only
 
 RESULTS = Path(__file__).parent / "results"

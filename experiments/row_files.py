@@ -9,7 +9,6 @@ A row is named by its key, a digest of everything that decides the measurement, 
 merged, and what has a row is not measured again. If code is part of it, its essence counts.
 """
 
-import ast
 import hashlib
 import json
 from collections.abc import Iterable
@@ -55,23 +54,3 @@ def digest(content: Any) -> str:
     """A short hash of JSON."""
     text = json.dumps(content, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
-
-
-def essence(source: str) -> str:
-    """Code without comments, docstrings, layout and imports, which only say where things are."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if not isinstance(body, list):
-            continue
-        node.body = [  # type: ignore[attr-defined]
-            one
-            for i, one in enumerate(body)
-            if not isinstance(one, ast.Import | ast.ImportFrom) and not (i == 0 and _is_text(one))
-        ]
-    return ast.dump(tree)
-
-
-def _is_text(node: ast.AST) -> bool:
-    value = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(value, ast.Constant) and isinstance(value.value, str)

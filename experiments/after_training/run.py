@@ -32,6 +32,7 @@ from coat_jax.training.step import held_out_step
 from experiments import row_files
 from experiments.after_training import recipes
 from experiments.after_training.recipes import AFTER_FURTHER, FURTHER, RECIPES
+from experiments.essence import essence
 from experiments.loss_study import arms, results
 from experiments.loss_study import text as texts
 from experiments.loss_study.arm import Settings, train_config
@@ -200,7 +201,7 @@ def _code() -> list[str]:
     """The code that decides a result besides that of the loss study, without comments."""
     files = [Path(__file__), Path(recipes.__file__)]
     files += sorted(Path(quantization.__file__).parent.glob("*.py"))
-    return [row_files.essence(file.read_text("utf-8")) for file in files]
+    return [essence(file.read_text("utf-8")) for file in files]
 
 
 if __name__ == "__main__":

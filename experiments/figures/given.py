@@ -58,6 +58,7 @@ GIVEN = [
     Given("docs/layers.md", "saves the input of each layer only (1 U)", ARITHMETIC),
     Given("docs/loss.md", "The last 8 MB", SETTING),
     Given("docs/loss.md", "with 95 % intervals", SETTING),
+    Given("docs/stability.md", "with its 95 % interval", SETTING),
     Given("docs/loss.md", "The paper reports +0.55 % for OLMo-7B after 250 billion tokens", PAPER),
     Given("docs/stability.md", "arXiv 2309.14322", PUBLISHED),
     Given("docs/stability.md", "arXiv 2501.00656", PUBLISHED),

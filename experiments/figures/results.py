@@ -8,6 +8,7 @@ from experiments.figures.pages import ROOT
 from experiments.loss_study import results as loss_study_results
 from experiments.loss_study import statistics as loss_study_statistics
 from experiments.loss_study.statistics import Comparison
+from experiments.training_throughput import OPTIONS
 
 FOLDER = ROOT / "experiments" / "results"
 GB = 1e9
@@ -44,16 +45,29 @@ def case(name: str, **wanted: Any) -> dict[str, Any]:
     return found
 
 
-def training(precision: str, batch: int, gpus: int = 1) -> dict[str, Any]:
-    """A case of training_throughput."""
+def training(precision: str, batch: int, *options: str, gpus: int = 1) -> dict[str, Any]:
+    """A case of training_throughput, with these of its options."""
     file = "training_throughput" if gpus == 1 else f"training_throughput_{gpus}_gpus"
-    return case(file, precision=precision, batch=batch)
+    if gpus > 1:  # results of before there were options
+        return case(file, precision=precision, batch=batch)
+    chosen = {option: option in options for option in OPTIONS}
+    return case(file, precision=precision, batch=batch, **chosen)
 
 
 def beside_one(gpus: int) -> tuple[float, float]:
     """Tokens a second of COAT on several GPUs, and the share of one GPU's speed that each has."""
     found = case(f"training_throughput_{gpus}_gpus_beside_one", precision="COAT", batch=16)
     return found["tokens_per_second"], found["efficiency"]
+
+
+def muon(name: str, gpus: int = 1) -> dict[str, Any]:
+    """A case of muon_step."""
+    return case("muon_step" if gpus == 1 else f"muon_step_{gpus}_gpus", case=name)
+
+
+def example(name: str, *, ours: bool) -> dict[str, Any]:
+    """A case of examples_memory, without coat_jax or with it."""
+    return case("examples_memory", example=name, coat_jax=ours)
 
 
 def layer(name: str) -> dict[str, Any]:
@@ -83,8 +97,8 @@ def unit(name: str, kind: str = "units") -> float:
 
 
 @functools.cache
-def loss_runs(size: str, learning_rate: float) -> list[loss_study_results.Row]:
-    """The runs of loss_study for one size of model and one learning rate."""
+def loss_runs(size: str, learning_rate: float, muon: bool = False) -> list[loss_study_results.Row]:
+    """The runs of loss_study for one size of model, one learning rate, and AdamW or Muon."""
     rows = loss_study_results.read([FOLDER / "loss_study.json"])
     groups = loss_study_results.conditions_of(rows).values()
     (found,) = (
@@ -93,14 +107,17 @@ def loss_runs(size: str, learning_rate: float) -> list[loss_study_results.Row]:
         if group[0]["size"] == size
         and group[0]["settings"]["learning_rate"] == learning_rate
         and not group[0]["definition"]["optimizer"]
+        and loss_study_results.trains_by_muon(group[0]) == muon
     )
     return found
 
 
 @functools.cache
-def loss_effects(size: str, learning_rate: float, *, held_out: bool = False) -> Comparison:
+def loss_effects(
+    size: str, learning_rate: float, *, muon: bool = False, held_out: bool = False
+) -> Comparison:
     """What each arm costs in loss, relative to the baselines."""
-    rows = loss_runs(size, learning_rate)
+    rows = loss_runs(size, learning_rate, muon)
     baselines = loss_study_results.baselines_of(rows)
     if held_out:
         own = loss_study_statistics.held_out("own")

@@ -21,6 +21,7 @@ from experiments.figures.results import (
     layer,
     loss_effects,
     loss_runs,
+    muon,
     of,
     step,
     training,
@@ -154,10 +155,36 @@ def loss_band() -> float:
     return 100 * comparison.noise.band(4, comparison.baselines)
 
 
+def loss_of_muon() -> tuple[float, ...]:
+    """What `fp8_muon` costs in training and held-out loss, with half of each interval."""
+    found = (loss_effects(*STUDY, muon=True, held_out=held).effects for held in (False, True))
+    effects = [one["fp8_muon"] for one in found]
+    return tuple(100 * number for one in effects for number in (one.mean, one.half))
+
+
+def loss_124m() -> tuple[float, float, float]:
+    """Of COAT, of COAT after BF16 and of one baseline over the other, in percent, in one seed."""
+    rows = loss_runs("124M", 6e-4)
+    by_arm = above(rows, baselines_of(rows))
+    coat, after, base, other = (
+        by_arm[arm][0][0] for arm in ("coat", "coat_after_bf16", "bf16", "bf16_ulp")
+    )
+    return 100 * coat, 100 * after, 100 * abs(base - other)
+
+
+def tokens_124m() -> float:
+    """Millions of tokens that each of these runs reads."""
+    return of_run(loss_runs("124M", 6e-4)[0]["settings"])
+
+
+def of_run(settings: dict[str, int]) -> float:
+    """Millions of tokens of a run of loss_study."""
+    return settings["steps"] * settings["batch"] * settings["sequence"] / 1e6
+
+
 def loss_tokens() -> float:
     """Millions of tokens that each run of loss_study reads."""
-    settings = loss_runs(*STUDY)[0]["settings"]
-    return settings["steps"] * settings["batch"] * settings["sequence"] / 1e6
+    return of_run(loss_runs(*STUDY)[0]["settings"])
 
 
 def group() -> dict[str, Any]:
@@ -171,10 +198,29 @@ def millions(config: Config) -> float:
 
 
 COAT_10, BF16_10 = training("COAT", 10), training("BF16", 10)
+PLAIN, OFFLOADED = training("COAT", 16), training("COAT", 16, "offloaded")
+RELEASED, BOTH = training("COAT", 16, "released"), training("COAT", 16, "offloaded", "released")
 COAT_4, BF16_4 = training("COAT", 8, gpus=4), training("BF16", 8, gpus=4)
 SUITE = of("gpu_suite")
 COAT_LAYER, BF16_LAYER = layer("coat_jax COAT"), layer("coat_jax BF16")
 TENSORWISE = "torchao float8 tensorwise, compiled"
+
+
+def slower(case: dict[str, Any]) -> float:
+    """By how many percent a step takes longer than with everything on the GPU."""
+    return 100 * (case["step_seconds"] / PLAIN["step_seconds"] - 1)
+
+
+def over_products(gpus: int) -> float:
+    """The time of a step of fp8_muon over that of its products."""
+    return muon("coat fp8_muon", gpus)["over_products"]
+
+
+def faster_in_place(way: str) -> tuple[float, float]:
+    """How many times as long as optax's a step takes, at least and at most."""
+    cases = {(c["case"], c["way"]): c["ms"] for c in of("in_place_step")["cases"]}
+    ratios = [ms / cases[name, "optax"] for (name, other), ms in cases.items() if other == way]
+    return min(ratios), max(ratios)
 
 
 def seven_billion() -> tuple[float, float]:
@@ -231,6 +277,12 @@ SENTENCES = [
         BENCHMARKS,
         "At a batch of 10 COAT is {:.2f} times as fast as BF16 in {:.2f} times less memory.",
         seven_billion,
+    ),
+    Sentence(
+        BENCHMARKS,
+        "With the moments in host memory, a step at a batch of 16 takes {:.1f} GB less of the GPU "
+        "and {:.0f} % longer. If gradients are released, too, it takes {:.1f} % longer",
+        lambda: ((PLAIN["peak"] - OFFLOADED["peak"]) / GB, slower(OFFLOADED), slower(BOTH)),
     ),
     Sentence(
         BENCHMARKS,
@@ -330,6 +382,17 @@ SENTENCES = [
     ),
     Sentence(
         BENCHMARKS,
+        "takes {:.2f} times as long as its matrix products alone on one GPU, and {:.2f} times on "
+        "two",
+        lambda: (over_products(1), over_products(2)),
+    ),
+    Sentence(
+        BENCHMARKS,
+        "A compressed step takes {:.0f} to {:.0f} times as long as optax's",
+        lambda: faster_in_place("compressed"),
+    ),
+    Sentence(
+        BENCHMARKS,
         "the error {:.1f} times smaller than dynamic range expansion to FP8 with the same "
         "rounding at b2 = 0.95, and {:.1f} times at b2 = 0.999.",
         lambda: [accumulated_over_ours(b2, "dynamic range expansion", [STOCHASTIC]) for b2 in B2S],
@@ -395,6 +458,27 @@ SENTENCES = [
         "With this start, all of COAT ends {:+.2f} % ± {:.2f} above BF16",
         lambda: loss_of("coat_after_bf16"),
     ),
+    Sentence(
+        LOSS,
+        "At 124 million parameters and {:.1f} million tokens",
+        lambda: (tokens_124m(),),
+    ),
+    Sentence(
+        LOSS,
+        "COAT ends {:+.2f} % above BF16, and {:+.2f} % if the first quarter is in BF16; the two "
+        "baselines are {:.2f} % apart",
+        loss_124m,
+    ),
+    Sentence(
+        LOSS,
+        "`fp8_muon` costs {:+.2f} % ± {:.2f} in training loss, and {:+.2f} % ± {:.2f} held out",
+        loss_of_muon,
+    ),
+    Sentence(
+        LOSS,
+        "parameters and gradients in BF16 cost {:+.2f} % ± {:.2f} with corrections",
+        lambda: loss_of("params_24_bits"),
+    ),
     # docs/architecture.md
     Sentence(
         ARCHITECTURE,
@@ -440,6 +524,18 @@ SENTENCES = [
         lambda: [100 * error for error in group()["errors of m / sqrt(v)"].values()],
     ),
     Sentence(IDEAS, "Both moments together take {:.2f} bytes a parameter", lambda: (MOMENTS,)),
+    Sentence(
+        "docs/optimizers.md",
+        "On one H200 a step of Llama-2-7B takes {:.1f} % longer so, with gradients released, and "
+        "{:.0f} % longer without",
+        lambda: (slower(BOTH), slower(OFFLOADED)),
+    ),
+    Sentence(
+        "docs/training.md",
+        "a step of Llama-2-7B takes {:.1f} % longer so than with the moments on the GPU; without "
+        "released gradients it takes {:.0f} % longer",
+        lambda: (slower(BOTH), slower(OFFLOADED)),
+    ),
     Sentence(
         "docs/optimizers.md",
         "stores that momentum as 8-bit integers, {:.2f} bytes per parameter",

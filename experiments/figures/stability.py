@@ -1,12 +1,50 @@
-"""The figures of docs/stability.md that the code decides: its definitions.
+"""The figures of docs/stability.md: what was measured, and the definitions in the code."""
 
-Results go beside them: `Table(PAGE, name, rows)`, with rows from `experiments.stability.table`.
-"""
+import functools
 
 from experiments.figures.pages import Sentence
-from experiments.stability import events, prediction, statistics, train
+from experiments.figures.results import FOLDER
+from experiments.stability import events, prediction, results, statistics, train
+from experiments.stability.arms import BASELINE
+from experiments.stability.results import Conditions
+from experiments.stability.statistics import Rate
+from experiments.stability.table import above_baseline, failure_rows, loss_rows, verdicts
 
 PAGE = "docs/stability.md"
+SLOWEST = 1e-3  # the learning rate with the lowest losses
+
+
+@functools.cache
+def measured(size: str) -> Conditions:
+    """The runs of a size."""
+    rows = results.read([FOLDER / results.FILE])
+    (found,) = (one for one in results.conditions_of(rows) if one.size == size)
+    return found
+
+
+def failures_5m() -> list[list[str]]:
+    """How often each arm failed."""
+    return _as_code(failure_rows(measured("5M")))
+
+
+def losses_5m() -> list[list[str]]:
+    """By how much each arm's loss is above the baseline's."""
+    return _as_code(loss_rows(measured("5M")))
+
+
+def _as_code(rows: list[list[str]]) -> list[list[str]]:
+    return [rows[0], *([f"`{arm}`", *cells] for arm, *cells in rows[1:])]
+
+
+def failed(arm: str) -> Rate:
+    """The runs of an arm that failed, over all learning rates."""
+    return verdicts(measured("5M"))[arm].failed
+
+
+def at_the_slowest(arm: str) -> tuple[float, float]:
+    """The loss above the baseline's at the lowest rate, and half of its interval, in percent."""
+    mean = above_baseline(measured("5M"), arm)[SLOWEST]
+    return 100 * mean.mean, 100 * mean.half
 
 
 def percent(share: float) -> tuple[float]:
@@ -15,6 +53,16 @@ def percent(share: float) -> tuple[float]:
 
 
 SENTENCES = [
+    Sentence(
+        PAGE,
+        "{:.0f} of {:.0f} runs failed in COAT and {:.0f} of {:.0f} in BF16",
+        lambda: (*failed("coat")[:2], *failed(BASELINE)[:2]),
+    ),
+    Sentence(
+        PAGE,
+        "COAT ends {:+.2f} % ± {:.2f} above BF16, and E5M2 everywhere {:+.2f} % ± {:.2f}",
+        lambda: at_the_slowest("coat") + at_the_slowest("e5m2"),
+    ),
     Sentence(PAGE, "median over {:.0f} % of its steps", lambda: percent(events.SMOOTH)),
     Sentence(PAGE, "loss of the last {:.0f} % of the steps", lambda: percent(events.FINAL)),
     Sentence(

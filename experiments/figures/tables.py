@@ -3,14 +3,17 @@
 from typing import Any
 
 from experiments.communication import TRAINERS
+from experiments.figures import stability
 from experiments.figures.pages import Table
 from experiments.figures.results import (
     FOLDER,
     GB,
     accumulated,
     error_over_ours,
+    example,
     layer,
     loss_effects,
+    muon,
     of,
 )
 from experiments.figures.results import parents as parents_of
@@ -18,7 +21,7 @@ from experiments.figures.results import step as step_of
 
 Rows = list[list[str]]
 BENCHMARKS = "docs/benchmarks.md"
-OURS = {"coat_jax COAT", "coat fused_fp8_adamw"}
+OURS = {"coat_jax COAT", "coat fused_fp8_adamw", "coat fp8_muon"}
 
 
 def bold(text: str, when: bool = True) -> str:
@@ -242,6 +245,9 @@ ARMS = {  # of loss_study, in words
     "activations_after_bf16_tenth": "the first tenth: BF16; then products and activations",
     "activations_after_bf16": "the first quarter: BF16; then products and activations",
     "coat_after_bf16": "the first quarter: BF16; then all of COAT",
+    "params_24_bits": "no FP8: BF16 gradients, BF16 parameters with corrections (24 bits)",
+    "params_bf16_stochastic": "no FP8: BF16 gradients, BF16 parameters, rounded stochastically",
+    "fp8_muon": "8-bit states, BF16 products",
 }
 
 
@@ -264,10 +270,15 @@ def loss_study_40m() -> Rows:
     return _loss_study("40M", 5e-4)
 
 
-def _loss_study(size: str, learning_rate: float) -> Rows:
-    training = loss_effects(size, learning_rate).effects
-    held_out = loss_effects(size, learning_rate, held_out=True).effects
-    rows = [["in FP8", "arm", "seeds", "training loss, last 10 %", "held-out loss", "Holm p"]]
+def loss_study_muon() -> Rows:
+    """The same for Muon."""
+    return _loss_study("40M", 5e-4, muon=True)
+
+
+def _loss_study(size: str, learning_rate: float, *, muon: bool = False) -> Rows:
+    training = loss_effects(size, learning_rate, muon=muon).effects
+    held_out = loss_effects(size, learning_rate, muon=muon, held_out=True).effects
+    rows = [["what changes", "arm", "seeds", "training loss, last 10 %", "held-out loss", "Holm p"]]
     order = [arm for arm in ARMS if arm in training]
     others = [arm for arm in training if arm not in ARMS and "@" not in arm]  # of other versions
     for arm in [*order, *sorted(others)]:
@@ -300,6 +311,50 @@ def parents() -> Rows:
                 made["date"],
             ]
         )
+    return rows
+
+
+def muon_step() -> Rows:
+    """Every way on one GPU and on two, as multiples of the products alone."""
+    rows = [["", "one GPU, ms", "over products", "two GPUs, ms", "over products", "extra memory"]]
+    rows[0].append("state, bytes a parameter")
+    for one in of("muon_step")["cases"]:
+        name, both = one["case"], (one, muon(one["case"], gpus=2))
+        times = [cell for c in both for cell in (f"{c['ms']:.0f}", f"{c['over_products']:.2f}")]
+        memory = f"{one['extra_bytes'] / GB:.1f} GB" if "extra_bytes" in one else ""
+        state = one.get("state_bytes_per_param")
+        cells = [name, *times, memory, "" if state is None else f"{state:.2f}"]
+        rows.append([bold(c, name in OURS and bool(c)) for c in cells])
+    return rows
+
+
+def in_place_step() -> Rows:
+    """Every transformation in each of the three ways: its time and its state."""
+    ways = {"optax": "optax", "in_place": "in_place", "compressed": "in_place, compressed"}
+    rows = [["", *(f"{way}, {unit}" for way in ways.values() for unit in ("ms", "bytes"))]]
+    rows[0].append("compressed, extra memory")
+    cases = {(c["case"], c["way"]): c for c in of("in_place_step")["cases"]}
+    for name in dict.fromkeys(name for name, _ in cases):
+        found = [cases[name, way] for way in ways]
+        cells = [f"{c[f]:.2f}" for c in found for f in ("ms", "state_bytes_per_param")]
+        rows.append([f"`{name}`", *cells, f"{found[-1]['extra_bytes'] / 2**30:.1f} GiB"])
+    return rows
+
+
+EXAMPLES = {
+    "flax_nnx": "Flax NNX, AdamW",
+    "flax_linen": "Flax Linen, AdamW",
+    "flax_lora": "Flax NNX with LoRA, base weights in FP8",
+}
+
+
+def examples_memory() -> Rows:
+    """Every example without coat_jax and with it."""
+    rows = [["", "peak, GB", "with coat_jax", "optimizer state, GB", "with", "ms a step", "with"]]
+    for name, words in EXAMPLES.items():
+        both = example(name, ours=False), example(name, ours=True)
+        cells = [f"{c[kind] / GB:.2f}" for kind in ("peak_bytes", "state_bytes") for c in both]
+        rows.append([words, *cells, *(f"{c['ms']:.1f}" for c in both)])
     return rows
 
 
@@ -345,7 +400,13 @@ TABLES = [
     Table(BENCHMARKS, "accumulated_error", accumulated_error),
     Table(BENCHMARKS, "optimizer_error", optimizer_error),
     Table("docs/optimizers.md", "compress_table", compress_table),
+    Table(BENCHMARKS, "muon_step", muon_step),
+    Table(BENCHMARKS, "in_place_step", in_place_step),
+    Table("docs/examples.md", "examples_memory", examples_memory),
     Table("docs/loss.md", "loss_study_40m", loss_study_40m),
+    Table("docs/loss.md", "loss_study_muon", loss_study_muon),
+    Table("docs/stability.md", "stability_5m", stability.failures_5m),
+    Table("docs/stability.md", "stability_losses_5m", stability.losses_5m),
     Table("docs/formats.md", "format_sqnr", format_sqnr),
     Table(BENCHMARKS, "parents", parents),
 ]

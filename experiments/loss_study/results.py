@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from experiments import row_files
+from experiments.essence import essence
 from experiments.loss_study.arm import Arm, Settings, Size, described, is_described
 from experiments.loss_study.arms import ARMS
 from experiments.records import ROOT
-from experiments.row_files import Row, digest, essence
+from experiments.row_files import Row, digest
 
 FILE = "loss_study.json"
 # Folders of coat_jax that a run does not use, and the files of its trainer that it does.
@@ -102,7 +103,7 @@ def conditions_of(rows: list[Row]) -> dict[str, list[Row]]:
     """
     groups = defaultdict(list)
     for row in rows:
-        optimizer = row["definition"]["optimizer"], _trains_by_muon(row)
+        optimizer = row["definition"]["optimizer"], trains_by_muon(row)
         shared = (row["model"], row["settings"], row["text"], optimizer)
         groups[json.dumps(shared, sort_keys=True)].append(row)
     named: dict[str, list[Row]] = {}
@@ -116,7 +117,7 @@ def conditions_of(rows: list[Row]) -> dict[str, list[Row]]:
         )
         if first["definition"]["optimizer"]:
             name += f", {first['definition']['optimizer']}"
-        if _trains_by_muon(first):
+        if trains_by_muon(first):
             name += ", Muon"
         while name in named:
             name += f", text {first['text']}"
@@ -124,7 +125,7 @@ def conditions_of(rows: list[Row]) -> dict[str, list[Row]]:
     return named
 
 
-def _trains_by_muon(row: Row) -> bool:
+def trains_by_muon(row: Row) -> bool:
     """Whether a run's optimizer is Muon; it is AdamW otherwise."""
     return (row["definition"]["moments"] or {}).get("is") == "Muon"
 

@@ -63,7 +63,7 @@ class Noise(NamedTuple):
         if self.floor_freedom == 0 or seeds == 0:
             return math.nan
         spread = self.floor * math.sqrt(1 / seeds + 1 / (seeds * baselines))
-        return _quantile(self.floor_freedom) * spread
+        return quantile(self.floor_freedom) * spread
 
 
 class Comparison(NamedTuple):
@@ -143,7 +143,7 @@ def _effect(differences: Float[np.ndarray, " seeds"], within: float) -> Effect:
     if seeds < 2:
         return Effect(mean, math.nan, within, math.nan, math.nan, seeds)
     error = float(np.std(differences, ddof=1)) / math.sqrt(seeds)
-    half = _quantile(seeds - 1) * error
+    half = quantile(seeds - 1) * error
     return Effect(mean, half, within, _p(mean, error, seeds - 1), math.nan, seeds)
 
 
@@ -195,7 +195,8 @@ def _within(rows: list[Row], arm: str, reference: set[str]) -> float:
     return math.sqrt(sum(squares)) / len(squares)
 
 
-def _quantile(freedom: int) -> float:
+def quantile(freedom: int) -> float:
+    """Of Student's distribution, at the ends of an interval."""
     from scipy import stats
 
     return float(stats.t.ppf((1 + LEVEL) / 2, freedom))

@@ -1,4 +1,4 @@
-"""Draws what `stability` found: final loss and failures over the learning rate, and warnings."""
+"""Draws what `stability` found: losses and failures over the learning rate, and warnings."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from experiments.stability.arms import BASELINE
 from experiments.stability.prediction import SIGNALS, area_of
 from experiments.stability.results import Conditions
 from experiments.stability.statistics import band
-from experiments.stability.table import BEFORE, all_samples, verdicts
+from experiments.stability.table import BEFORE, above_baseline, all_samples, verdicts
 
 MOST = 8  # arms in a picture
 
@@ -32,10 +32,12 @@ def draw(found: Conditions, folder: Path, arms: list[str] | None = None) -> Path
     shown = shown[:MOST]
     path = folder / f"stability_{found.size.lower().replace('.', '_')}.png"
     with plt.rc_context(records.CHART | {"axes.grid.axis": "both"}):
-        figure, axes = plt.subplots(1, 3, figsize=(15, 4.8), width_ratios=(1.2, 1.2, 1))
-        _losses(axes[0], found, shown)
-        _failures(axes[1], found, shown)
-        _areas(axes[2], found)
+        panels = [_losses, _excess, _failures]
+        if any(one.outcome == "diverged" for s in all_samples(found) for one in s.events):
+            panels.append(_areas)
+        figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4.8))
+        for axis, panel in zip(axes, panels, strict=True):
+            panel(axis, found, shown)
         settings = found.settings
         figure.suptitle(
             f"Stability of training: {found.size}, {settings.steps} steps of {settings.batch} x "
@@ -78,6 +80,22 @@ def _losses(axes: Any, found: Conditions, arms: list[str]) -> None:
     axes.legend(fontsize=8)
 
 
+def _excess(axes: Any, found: Conditions, arms: list[str]) -> None:
+    """Means over seeds, with their intervals."""
+    for number, arm in enumerate(arms):
+        means = above_baseline(found, arm) if arm != BASELINE else {}
+        if means:
+            axes.errorbar(
+                _beside(list(means), number, len(arms)), [100 * one.mean for one in means.values()],
+                yerr=[100 * one.half for one in means.values()], fmt="o", ms=4, elinewidth=1.2,
+                **{**_look(number, arm), "lw": 0},
+            )  # fmt: skip
+    axes.axhline(0, color=records.INK, lw=1.2)
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+    axes.set_title("loss above the baseline's, %, 95 % intervals")
+
+
 def _failures(axes: Any, found: Conditions, arms: list[str]) -> None:
     """Shares with their intervals."""
     by_arm = verdicts(found)
@@ -97,8 +115,9 @@ def _failures(axes: Any, found: Conditions, arms: list[str]) -> None:
     axes.set_title("runs that fail, %, with 95 % intervals")
 
 
-def _areas(axes: Any, found: Conditions) -> None:
-    """How well each signal tells diverging runs from others, before they diverge."""
+def _areas(axes: Any, found: Conditions, arms: list[str]) -> None:
+    """How well each signal tells diverging runs of all arms from others, before they diverge."""
+    del arms
     samples, every = all_samples(found), found.settings.every
     for signal, color in zip(SIGNALS, records.chart.LINES, strict=False):
         areas = [area_of(samples, signal, every, before) for before in BEFORE]

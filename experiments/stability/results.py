@@ -22,8 +22,9 @@ import numpy as np
 from jaxtyping import Float
 
 from experiments import records, row_files
+from experiments.essence import essence
 from experiments.loss_study.results import ASIDE
-from experiments.row_files import Row, digest, essence
+from experiments.row_files import Row, digest
 from experiments.stability.arm import Arm, Settings, Size, described
 from experiments.stability.events import Events, Spike
 from experiments.stability.train import Signals

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments.loss_study.statistics import quantile
+
 LEVEL = 0.95
 
 
@@ -79,3 +81,28 @@ def sensitivity(final: Mapping[float, Sequence[float]], first: float) -> float:
     """
     medians = [min(band(losses).median, first) for losses in final.values()]
     return float(np.mean(medians) - min(medians))
+
+
+class Mean(NamedTuple):
+    """A mean over seeds, and half of its 95 % interval."""
+
+    mean: float
+    half: float
+
+
+def excess(own: Mapping[int, float], base: Mapping[int, float]) -> Mean | None:
+    """How far losses are above those of the baseline with the same seeds, as a share of them.
+
+    Args:
+        own: losses by seed.
+        base: likewise, of the baseline.
+
+    Returns:
+        The mean log of their ratio. None with fewer than two seeds, or if a loss is infinite.
+    """
+    pairs = np.array([(own[seed], base[seed]) for seed in own if seed in base])
+    if len(pairs) < 2 or not np.isfinite(pairs).all():
+        return None
+    ratios = np.log(pairs[:, 0] / pairs[:, 1])
+    error = ratios.std(ddof=1) / len(ratios) ** 0.5
+    return Mean(float(ratios.mean()), float(quantile(len(ratios) - 1) * error))

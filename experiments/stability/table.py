@@ -11,7 +11,7 @@ from experiments.loss_study.statistics import holm
 from experiments.stability.arms import ARMS, BASELINE
 from experiments.stability.prediction import SIGNALS, area_of, lead_of
 from experiments.stability.results import Conditions, Sample
-from experiments.stability.statistics import Rate, fisher, sensitivity, wilson
+from experiments.stability.statistics import Mean, Rate, excess, fisher, sensitivity, wilson
 
 BEFORE = (0, 10, 20, 40)  # steps before divergence
 
@@ -89,6 +89,21 @@ def _losses(samples: dict[float, Sample]) -> tuple[float, float]:
     return sensitivity(final, first), min(medians)
 
 
+def above_baseline(found: Conditions, arm: str) -> dict[float, Mean]:
+    """By how much an arm's final losses are above the baseline's, at each learning rate."""
+    means = {}
+    for rate, sample in found.arms[arm].items():
+        base = found.arms.get(BASELINE, {}).get(rate)
+        mean = base and excess(_final(sample), _final(base))
+        if mean:
+            means[rate] = mean
+    return means
+
+
+def _final(sample: Sample) -> dict[int, float]:
+    return {s: one.final for s, one in zip(sample.seeds, sample.events, strict=True)}
+
+
 # --- Rows ------------------------------------------------------------------------------------
 
 
@@ -105,6 +120,19 @@ def failure_rows(found: Conditions) -> list[list[str]]:
         loss = f"{one.sensitivity:.2f}", f"{one.best:.3f}"
         spiked = _count(one.spiked), _count(one.recovered)
         rows.append([arm, *by_rate, _count(one.failed), interval, p, *spiked, *loss])
+    return rows
+
+
+def loss_rows(found: Conditions) -> list[list[str]]:
+    """By how much the final loss of each arm is above the baseline's, over the same seeds."""
+    rates = sorted({rate for samples in found.arms.values() for rate in samples})
+    rows = [["arm", *(f"{rate:g}" for rate in rates)]]
+    for arm in (arm for arm in ARMS if arm in found.arms and arm != BASELINE):
+        means = above_baseline(found, arm)
+        shown = [means.get(rate) for rate in rates]
+        rows.append(
+            [arm, *(f"{100 * m.mean:+.2f} % ± {100 * m.half:.2f}" if m else "" for m in shown)]
+        )
     return rows
 
 
@@ -135,14 +163,16 @@ def all_samples(found: Conditions) -> list[Sample]:
 
 
 def show(found: Conditions) -> None:
-    """Prints both tables."""
+    """Prints all tables."""
     settings, console = found.settings, Console(width=160)
     title = (
         f"{found.size}, {settings.steps} steps of {settings.batch} x {settings.sequence} bytes, "
         f"on {found.device}, {found.commits}; byte frequencies alone: {found.ceiling:.2f} nats"
     )
+    losses = "Final loss above the baseline's, of the same seeds, with 95 % intervals"
     foretold = "Before divergence: area under the ROC curve ± its standard error; alarms"
-    for said, rows in ((title, failure_rows(found)), (foretold, warning_rows(found))):
+    tables = {title: failure_rows(found), losses: loss_rows(found), foretold: warning_rows(found)}
+    for said, rows in tables.items():
         header, *body = rows
         table = Table(title=said)
         for number, column in enumerate(header):

@@ -9,7 +9,6 @@ from tiny_study import After, job
 
 import coat_jax as coat
 from coat_jax.errors import UserError
-from experiments import row_files
 from experiments.loss_study import arms, measure, queue, results, table
 from experiments.loss_study import run as one_run
 from experiments.loss_study.arm import Arm, Size, precisions_of
@@ -41,14 +40,6 @@ def test_key_is_that_of_all_that_decides_a_result():
 def test_every_arm_is_another_run():
     keys = {named(name)["key"] for name in arms.ARMS}
     assert len(keys) == len(arms.ARMS)
-
-
-def test_only_code_that_runs_counts():
-    plain = "from a import b\ndef f(x):\n    return x + 1\n"
-    noted = '"""Text."""\nfrom a.c import b\ndef f(x):\n    """Text."""\n    # Text.\n'
-    noted += "    return (x + 1)\n"
-    assert row_files.essence(plain) == row_files.essence(noted)
-    assert row_files.essence(plain) != row_files.essence(plain.replace("1", "2"))
 
 
 def measured(name: str, seed: int, loss: float = 2.0) -> dict:
