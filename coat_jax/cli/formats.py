@@ -33,7 +33,7 @@ from coat_jax.printable import printable
 
 if TYPE_CHECKING:
     from coat_jax.models import Config
-    from coat_jax.numerics.quantizer import Quantizer
+    from coat_jax.numerics.quantizer import AnyFormat, Quantizer
     from coat_jax.training.report.best_formats import Row
 
 FORMATS = ("INT8", "E2M5", "E3M4", "E4M3", "E5M2")
@@ -152,9 +152,12 @@ def _quantizers(options: argparse.Namespace) -> list["Quantizer"]:
 
     if options.sample < 0:
         raise UserError(f"--sample {options.sample} must be 0, which reads all elements, or more.")
+    if options.size < 1:
+        raise UserError(f"--size {options.size} must be 1 or more.")
     scales = {name: getattr(options, name) for name in ("over", "fit", "size", "percentile")}
+    formats = [_format(name) for name in options.formats]
     try:
-        found = [Quantizer(name, **scales) for name in options.formats]
+        found = [Quantizer(one, **scales) for one in formats]
     except ValueError as error:
         raise UserError(str(error)) from None
     if len({quantizer.format.name for quantizer in found}) < len(found):
@@ -163,6 +166,15 @@ def _quantizers(options: argparse.Namespace) -> list["Quantizer"]:
         if not getattr(quantizer.format, "signed", True):
             raise UserError(f"{quantizer.format.name} has no sign, and weights have both signs.")
     return found
+
+
+def _format(name: str) -> "AnyFormat":
+    from coat_jax.numerics.quantizer import format_named
+
+    try:
+        return format_named(name)
+    except ValueError as error:
+        raise UserError(f"--formats {name}: {error}") from None
 
 
 def _tokens(

@@ -73,6 +73,10 @@ def run(options: argparse.Namespace) -> int:
     if options.batch < 1:
         raise UserError(f"--batch {options.batch} must be 1 or more.")
     texts = [*options.prompt, *_lines(options.prompts)]
+    if not texts:
+        raise UserError(
+            "There is no prompt: give --prompt TEXT, or --prompts FILE with one a line."
+        )
     axes = MeshAxes(tensor=TENSOR if options.devices > 1 else None)
     model_folder = ModelFolder(options, axes=axes)
     text = model_folder.text

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, read_json, status
 from coat_jax.limits import CountOrZero, require, shown
-from coat_jax.printable import printable
+from coat_jax.printable import counted, printable
 
 if TYPE_CHECKING:
     from coat_jax.models import Config, Llama
@@ -130,7 +130,8 @@ def on_devices(devices: int, axis: str) -> Iterator[None]:
     import jax
 
     if not 1 <= devices <= jax.device_count():
-        raise UserError(f"--devices {devices}: there are {jax.device_count()}.")
+        there = counted(jax.device_count(), "device")
+        raise UserError(f"--devices {devices} must be 1 or more, and JAX finds {there} here.")
     if devices == 1:
         yield
         return
