@@ -1,6 +1,6 @@
 """Which 8-bit format suits each tensor of a model: `coat formats WHERE`.
 
-WHERE is the folder of a run, whose newest complete checkpoint is read, or of a Hugging Face model.
+WHERE is the folder of a run, whose newest intact checkpoint is read, or of a Hugging Face model.
 For each weight matrix and each format the table shows how many bits are right: log2 of the root
 mean square of the matrix divided by that of its rounding error. One bit more is half the error.
 
@@ -44,7 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     add = parser.add_argument
     add("where", type=Path, metavar="WHERE", help="the folder of a model")
-    add("--formats", nargs="+", default=FORMATS, metavar="FORMAT", help=f"({' '.join(FORMATS)})")
+    add(
+        "--formats",
+        nargs="+",
+        default=FORMATS,
+        metavar="FORMAT",
+        help=f"formats to compare ({' '.join(FORMATS)})",
+    )
     add(
         "--over",
         choices=("tensor", "channel", "group", "block"),
@@ -81,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of the text to read (%(default)s)",
     )
     add("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json, for --text")
-    add("--step", type=int, help="the step of the checkpoint (the newest)")
+    add("--step", type=int, help="step of a run's checkpoint; by default the newest intact one")
     add("--out", type=Path, metavar="FILE.png", help="writes a picture, and the numbers to a .json")
     add("--json", action="store_true", help="print JSON instead of a table")
 
