@@ -36,6 +36,7 @@ pytestmark = pytest.mark.usefixtures("unoptimized_programs")
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
+SETTING = re.compile(r"[A-Z_]+=")  # of the environment, before a command
 WITH_EXAMPLES = [page for page in PAGES if "```python" in page.read_text()]
 MODULES = sorted(
     m.name
@@ -120,7 +121,7 @@ class Command(NamedTuple):
         """Without settings of the environment, and without the words that explain it."""
         command = re.split(r"\s{2,}", self.line.strip())[0]
         words = shlex.split(command)
-        return [word for word in words if not re.match(r"[A-Z_]+=", word)]
+        return [word for word in words if not SETTING.match(word)]
 
 
 def commands(program: str) -> list[Command]:
@@ -174,6 +175,18 @@ def test_a_command_of_coat_is_one_that_it_takes(
     except SystemExit as end:  # --help
         code = end.code
     assert code == 0, capsys.readouterr().err
+
+
+PROGRAMS = rf"(?:coat (?:{'|'.join(cli.COMMANDS)})|make|pip install|python -m)"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_command_of_a_page_can_be_pasted(page: Path) -> None:
+    """A shell reads the words that explain it as a comment."""
+    for command in commands(PROGRAMS):
+        if command.page == str(page.relative_to(ROOT)):
+            pasted = shlex.split(command.line, comments=True)
+            assert [word for word in pasted if not SETTING.match(word)] == command.words
 
 
 @pytest.mark.parametrize("command", commands("python -m experiments"), ids=named)

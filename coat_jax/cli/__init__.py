@@ -33,7 +33,7 @@ COMMANDS = {
     "train": "train a model, from a config to a checkpoint",
     "generate": "continue a text with a trained model",
     "evaluate": "measure perplexity on texts, and accuracy on questions",
-    "convert": "turn a Hugging Face folder into a checkpoint, or back",
+    "convert": "turn a model from or to Hugging Face's format, or into 8 bits",
     "tokenize": "turn text into files of tokens",
     "plot": "draw the loss curves of runs",
     "formats": "say which 8-bit format suits each tensor of a model",

@@ -1,14 +1,16 @@
-"""Turn a model into another folder of it: `coat convert FROM TO`.
+"""Turn a model from or to Hugging Face's format, or into 8 bits: `coat convert FROM TO`.
 
-FROM a Hugging Face folder (config.json, safetensors), TO becomes like the folder of a run whose
-checkpoint holds parameters only, for `coat generate` and `coat train`. FROM the folder of a run, TO
-becomes one of Hugging Face. Tensors are the same bit for bit, unless --dtype says otherwise.
-A piece of a tensor is in memory at a time. TO appears when it is complete.
+If FROM is a Hugging Face folder (config.json, safetensors), TO becomes a folder like that of a run,
+whose only checkpoint has parameters and nothing else, for `coat generate` and for `coat train
+--init_from`. If FROM is the folder of a run, TO becomes a Hugging Face folder. Tensors are the same
+bit for bit, unless --dtype says otherwise. One piece of a tensor is in memory at a time. TO appears
+when it is complete.
 
-With --to, FROM is either of them, and TO gets its linear layers in 8 bits, for inference: by `coat
-generate`, vLLM and transformers. Weights have a scale per output channel. With --activations none
-they alone are rounded; with dynamic each token's activations are, too, and with static all of a
-layer's have one scale, which --calibrate finds on a text. The model is in memory as a whole.
+With --to, FROM may be either, and the linear layers in TO have 8 bits, for inference with `coat
+generate`, vLLM or transformers. Weights have a scale per output channel. With --activations none
+only weights are rounded; with dynamic the activations of each token are, too, with a scale of their
+own; with static all activations of a layer have one scale, which --calibrate finds on a text. The
+whole model is in memory.
 
   coat convert Llama-3.1-8B llama8b
   coat convert out/llama_124m export --dtype bfloat16
@@ -38,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", type=Path, metavar="FROM", help="a folder with a model")
     add("out", type=Path, metavar="TO", help="the folder to make")
-    add("--dtype", choices=DTYPES, help="of the parameters, if not as they are")
+    add("--dtype", choices=DTYPES, help="dtype of the parameters in TO; by default that in FROM")
     add(
         "--tokenizer",
         type=Path,
         metavar="FILE",
         help="a tokenizer.json for TO; by default the one in a run's folder",
     )
-    add("--step", type=int, help="which checkpoint of a run; by default the newest that is whole")
+    add("--step", type=int, help="step of a run's checkpoint; by default the newest intact one")
     quantized = parser.add_argument_group("8 bits")
     add = quantized.add_argument
     add(
@@ -54,17 +56,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the format of linear layers; mixed is for each the one with less error",
     )
     fits = ("max", "mse", "percentile")
-    add("--fit", choices=fits, help="what a channel's range is chosen by (mse)")
+    add("--fit", choices=fits, help="how the range of a channel is chosen (mse)")
     add(
         "--activations",
         choices=("none", "static", "dynamic"),
         help="how activations are rounded (dynamic)",
     )
-    add("--activation-fit", choices=fits, help="what the range of static ones is chosen by (mse)")
-    add("--percentile", type=float, metavar="P", help="for both fits (99.9)")
-    add("--leave", action="append", metavar="GLOB", help="layers to leave alone, as *.down")
-    add("--calibrate", type=Path, metavar="FILE", help="a text, to see activations on")
-    add("--tokens", type=int, metavar="N", help=f"of that text ({TOKENS:,})")
+    add("--activation-fit", choices=fits, help="how the range of static ones is chosen (mse)")
+    add(
+        "--percentile",
+        type=float,
+        metavar="P",
+        help="for --fit percentile and --activation-fit percentile (99.9)",
+    )
+    add(
+        "--leave",
+        action="append",
+        metavar="GLOB",
+        help="layers to leave as they are, such as '*.down'; may be repeated",
+    )
+    add(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="a text, from which ranges of activations are found",
+    )
+    add("--tokens", type=int, metavar="N", help=f"how many tokens of that text ({TOKENS:,})")
 
 
 def run(options: argparse.Namespace) -> int:

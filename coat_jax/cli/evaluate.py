@@ -1,6 +1,6 @@
 """How well a model predicts texts and answers questions: `coat evaluate WHERE`.
 
-WHERE is the folder of a run, whose newest whole checkpoint is taken, or of a Hugging Face model.
+WHERE is the folder of a run, whose newest intact checkpoint is read, or of a Hugging Face model.
 
   coat evaluate out/llama_124m --text README.md docs/loss.md
   coat evaluate Llama-3.1-8B --tasks arc_easy.jsonl --batch 32
@@ -45,10 +45,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model_arguments(parser)
     add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="texts in UTF-8")
-    add("--tasks", type=Path, nargs="+", default=[], metavar="FILE.jsonl", help="see above")
+    add(
+        "--tasks",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE.jsonl",
+        help="questions with choices",
+    )
     add("--window", type=int, metavar="N", help="tokens of a text that the model sees at a time")
-    add("--batch", type=int, default=8, metavar="N", help="windows or choices (%(default)s)")
-    add("--devices", type=int, default=1, metavar="N", help="share batches (%(default)s)")
+    add(
+        "--batch",
+        type=int,
+        default=8,
+        metavar="N",
+        help="windows or choices at a time (%(default)s)",
+    )
+    add(
+        "--devices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices that share each batch (%(default)s)",
+    )
     add("--json", action="store_true", help="print JSON instead of tables")
 
 

@@ -1,6 +1,6 @@
 """Which 8-bit format suits each tensor of a model: `coat formats WHERE`.
 
-WHERE is the folder of a run, whose newest complete checkpoint is read, or of a Hugging Face model.
+WHERE is the folder of a run, whose newest intact checkpoint is read, or of a Hugging Face model.
 For each weight matrix and each format the table shows how many bits are right: log2 of the root
 mean square of the matrix divided by that of its rounding error. One bit more is half the error.
 
@@ -33,7 +33,7 @@ from coat_jax.printable import printable
 
 if TYPE_CHECKING:
     from coat_jax.models import Config
-    from coat_jax.numerics.quantizer import Quantizer
+    from coat_jax.numerics.quantizer import AnyFormat, Quantizer
     from coat_jax.training.report.best_formats import Row
 
 FORMATS = ("INT8", "E2M5", "E3M4", "E4M3", "E5M2")
@@ -44,7 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     add = parser.add_argument
     add("where", type=Path, metavar="WHERE", help="the folder of a model")
-    add("--formats", nargs="+", default=FORMATS, metavar="FORMAT", help=f"({' '.join(FORMATS)})")
+    add(
+        "--formats",
+        nargs="+",
+        default=FORMATS,
+        metavar="FORMAT",
+        help=f"formats to compare ({' '.join(FORMATS)})",
+    )
     add(
         "--over",
         choices=("tensor", "channel", "group", "block"),
@@ -81,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of the text to read (%(default)s)",
     )
     add("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json, for --text")
-    add("--step", type=int, help="the step of the checkpoint (the newest)")
+    add("--step", type=int, help="step of a run's checkpoint; by default the newest intact one")
     add("--out", type=Path, metavar="FILE.png", help="writes a picture, and the numbers to a .json")
     add("--json", action="store_true", help="print JSON instead of a table")
 
@@ -152,9 +158,12 @@ def _quantizers(options: argparse.Namespace) -> list["Quantizer"]:
 
     if options.sample < 0:
         raise UserError(f"--sample {options.sample} must be 0, which reads all elements, or more.")
+    if options.size < 1:
+        raise UserError(f"--size {options.size} must be 1 or more.")
     scales = {name: getattr(options, name) for name in ("over", "fit", "size", "percentile")}
+    formats = [_format(name) for name in options.formats]
     try:
-        found = [Quantizer(name, **scales) for name in options.formats]
+        found = [Quantizer(one, **scales) for one in formats]
     except ValueError as error:
         raise UserError(str(error)) from None
     if len({quantizer.format.name for quantizer in found}) < len(found):
@@ -163,6 +172,15 @@ def _quantizers(options: argparse.Namespace) -> list["Quantizer"]:
         if not getattr(quantizer.format, "signed", True):
             raise UserError(f"{quantizer.format.name} has no sign, and weights have both signs.")
     return found
+
+
+def _format(name: str) -> "AnyFormat":
+    from coat_jax.numerics.quantizer import format_named
+
+    try:
+        return format_named(name)
+    except ValueError as error:
+        raise UserError(f"--formats {name}: {error}") from None
 
 
 def _tokens(

@@ -1,6 +1,6 @@
 """Continue texts with a trained model: `coat generate WHERE --prompt TEXT`.
 
-WHERE is the folder of a run, whose newest whole checkpoint is taken, or of a Hugging Face model.
+WHERE is the folder of a run, whose newest intact checkpoint is read, or of a Hugging Face model.
 The text appears as it is made; of several prompts, one after another.
 
   coat generate out/llama_tiny --prompt 'def main('
@@ -36,27 +36,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     add = parser.add_argument
     add_model_arguments(parser)
-    add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
+    add(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a text to continue; may be repeated",
+    )
     add(
         "--prompts",
         type=Path,
         metavar="FILE",
         help='a prompt per line; in a .jsonl file each is a string or {"prompt": ...}',
     )
-    add("--max-tokens", type=int, default=256, metavar="N", help="the most of each (%(default)s)")
-    add("--temperature", type=float, default=0.8, help="0 takes the likeliest (%(default)s)")
-    add("--top-k", type=int, default=0, metavar="K", help="only of the K likeliest tokens")
+    add(
+        "--max-tokens",
+        type=int,
+        default=256,
+        metavar="N",
+        help="new tokens of a text, at most (%(default)s)",
+    )
+    add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (%(default)s)")
+    add(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="choose among the K likeliest tokens; 0 for all (%(default)s)",
+    )
     add(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="only of the likeliest tokens that have probability P together",
+        help="choose among the likeliest tokens that have probability P together (%(default)s)",
     )
-    add("--seed", type=int, default=0, help="of the random numbers (%(default)s)")
-    add("--stop", action="append", default=[], metavar="TOKEN", help="may be repeated")
+    add("--seed", type=int, default=0, help="seed of the random numbers (%(default)s)")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TOKEN",
+        help="a token that ends a text; may be repeated",
+    )
     add("--batch", type=int, default=8, metavar="N", help="prompts at a time (%(default)s)")
-    add("--devices", type=int, default=1, metavar="N", help="share each layer (%(default)s)")
+    add(
+        "--devices",
+        type=int,
+        default=1,
+        metavar="N",
+        help="devices that share each layer (%(default)s)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -73,6 +103,10 @@ def run(options: argparse.Namespace) -> int:
     if options.batch < 1:
         raise UserError(f"--batch {options.batch} must be 1 or more.")
     texts = [*options.prompt, *_lines(options.prompts)]
+    if not texts:
+        raise UserError(
+            "There is no prompt: give --prompt TEXT, or --prompts FILE with one a line."
+        )
     axes = MeshAxes(tensor=TENSOR if options.devices > 1 else None)
     model_folder = ModelFolder(options, axes=axes)
     text = model_folder.text

@@ -1,6 +1,6 @@
 """The folder of a model as commands take it: `coat generate WHERE`, `coat evaluate WHERE`.
 
-WHERE is the folder of a run, whose newest whole checkpoint is taken, or of a Hugging Face model.
+WHERE is the folder of a run, whose newest intact checkpoint is read, or of a Hugging Face model.
 Text becomes tokens by the tokenizer.json in WHERE, or the one that the run was trained with, or
 byte by byte. A model computes in the precision that its run was trained in; one of Hugging Face as
 its weights are stored, and a quantized one in 8 bits.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, read_json, status
 from coat_jax.limits import CountOrZero, require, shown
-from coat_jax.printable import printable
+from coat_jax.printable import counted, printable
 
 if TYPE_CHECKING:
     from coat_jax.models import Config, Llama
@@ -33,7 +33,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("where", type=Path, metavar="WHERE", help="the folder of a model")
     add("--tokenizer", metavar="FILE", help=f'a tokenizer.json, or "{BYTES}"')
     add("--precision", help="bf16, fp8_linear, coat, coat_lean or coat_paper")
-    add("--step", type=int, help="of the checkpoint, by default the newest")
+    add("--step", type=int, help="step of a run's checkpoint; by default the newest intact one")
 
 
 class ModelFolder:
@@ -130,7 +130,8 @@ def on_devices(devices: int, axis: str) -> Iterator[None]:
     import jax
 
     if not 1 <= devices <= jax.device_count():
-        raise UserError(f"--devices {devices}: there are {jax.device_count()}.")
+        there = counted(jax.device_count(), "device")
+        raise UserError(f"--devices {devices} must be 1 or more, and JAX finds {there} here.")
     if devices == 1:
         yield
         return

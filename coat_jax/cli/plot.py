@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 
 from coat_jax.errors import UserError
-from coat_jax.files import expanded
+from coat_jax.files import expanded, is_folder
 from coat_jax.printable import printable
 from coat_jax.training.report.titles import TITLES
 
@@ -58,7 +58,8 @@ def run(options: argparse.Namespace) -> int:
     from coat_jax.training.report.plot import draw
 
     paths = [expanded(path) for path in options.runs]
-    folder = paths[0].absolute().parent if len(paths) > 1 else paths[0]
+    alone = len(paths) == 1 and is_folder(paths[0])
+    folder = paths[0] if alone else paths[0].absolute().parent
     out = folder / "plot.png" if options.out is None else expanded(options.out)
     if options.fp8 is not None:
         if len(paths) > 1:

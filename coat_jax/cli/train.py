@@ -20,7 +20,7 @@ exit codes:
   0    done
   1    a bug, or a failure of the machine: the traceback says more
   2    bad input, a folder that another run is using, or out of memory
-  3    a checkpoint or the metrics could not be written: no room, say
+  3    a checkpoint or the metrics could not be written, for example because the disk is full
   4    diverged: too many steps in a row had no finite loss and gradients
   130  interrupted (Ctrl-C), without saving
   143  stopped by SIGTERM, SIGHUP or SIGUSR1, after saving

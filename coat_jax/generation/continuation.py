@@ -176,6 +176,11 @@ def require_prompts(
     """Raises unless `stream` can continue these prompts; needs no model yet."""
     if not prompts:
         raise UserError("There is no prompt.")
+    if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
+        raise TypeError(
+            "A prompt is a list of tokens, not text. Encode it: generation.Bytes().encode(text) or "
+            "generation.Tokenizer(file).encode(text)."
+        )
     if max_tokens < 1:
         raise UserError(f"max_tokens={max_tokens} must be 1 or more.")
     for number, prompt in enumerate(prompts, 1):

@@ -108,6 +108,11 @@ def _setting(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 
 def _checked_mesh(config: Config, mesh: Mesh | None) -> Mesh | None:
     """The mesh to use, if any; raises unless it fits the model."""
+    if not isinstance(config, Config):
+        raise TypeError(
+            f"A model is made from a coat.models.Config, not from {config!r}. Published ones have "
+            "names: coat.models.config_of('llama2_7b')."
+        )
     if mesh is None:
         mesh = jax.sharding.get_mesh()
     if mesh.empty:

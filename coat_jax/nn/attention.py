@@ -186,6 +186,8 @@ class Attention(nnx.Module):
 
     def _heads(self, x: Float[Array, "B S D"], positions: Int[Array, "*B S"] | None) -> Any:
         """x as it goes into the residual sum; queries, keys and values, normalized and rotated."""
+        if x.ndim != 3:
+            raise ValueError(f"Attention takes x [batch, sequence, width], not {x.shape}.")
         weights = [value_of(w) for w in (self.query, self.key, self.value)]
         biases = [value_of(b) for b in (self.query_bias, self.key_bias, self.value_bias)]
         if not self._shares_heads_out():

@@ -14,7 +14,7 @@ for each.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import jax
 import optax
@@ -64,6 +64,15 @@ class FusedOptimizer(NamedTuple):
 
     init: Callable[[optax.Params], Any]
     step: Step
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Explains why this is no optax transformation."""
+        advice = (
+            "Call step(params, grads, state). Where an optax transformation is required, as in "
+            "nnx.Optimizer, use fp8_adamw."
+        )
+        known = f"{type(self).__name__!r} object has no attribute {name!r}."
+        raise AttributeError(f"{known} {advice}" if name == "update" else known)
 
 
 def fused_fp8_adamw(

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from coat_jax import precision
 from coat_jax.errors import UserError
 from coat_jax.files import MissingFile, expanded, require_regular, status
+from coat_jax.limits import shown
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config.optimizer import function_name, is_optimizer
@@ -62,12 +63,7 @@ def load_config(source: str) -> TrainConfig:
         said = _with_hint(f"{type(error).__name__}: {error}")
         raise UserError(f"{file}{line}: {said}") from error
     if not isinstance(made, TrainConfig):
-        own = {n: f for n, f in names.items() if inspect.isfunction(f) and n[0] != "_"}
-        fitting = [name for name, f in own.items() if f.__module__ == names["__name__"]]
-        raise UserError(
-            f"{file} has no function {function}() that returns a TrainConfig. Its functions are "
-            f"{', '.join(fitting) or 'none'}; choose one with {file}:NAME."
-        )
+        raise UserError(_why_no_config(file, function, names, made))
     return made
 
 
@@ -78,6 +74,18 @@ def list_shipped() -> str:
         docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "-"
         lines.append(f"  {name:12} {docstring.splitlines()[0]}")
     return "\n".join(lines)
+
+
+def _why_no_config(file: str, function: str, names: Mapping[str, Any], made: Any) -> str:
+    """What to do about a file whose function is missing, or does not return a config."""
+    if callable(names.get(function)):
+        return f"{function}() of {file} returns {shown(made)}, and must return a TrainConfig."
+    own = {n: f for n, f in names.items() if inspect.isfunction(f) and n[0] != "_"}
+    fitting = [name for name, f in own.items() if f.__module__ == names["__name__"]]
+    remedy = f"Its functions are {', '.join(fitting)}; choose one with {file}:NAME."
+    if not fitting:
+        remedy = "Write one; `coat train llama_tiny --print-config` prints an example."
+    return f"{file} has no function {function}() that returns a TrainConfig. {remedy}"
 
 
 def _with_hint(said: str) -> str:

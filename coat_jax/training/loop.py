@@ -32,6 +32,7 @@ from coat_jax.training.report.metrics import Metrics
 from coat_jax.training.report.progress import Progress
 from coat_jax.training.report.recorder import Recorder
 from coat_jax.training.report.telemetry import Telemetry
+from coat_jax.training.report.writers import require_installed
 from coat_jax.training.run_folder import RunFolder
 from coat_jax.training.state import State, require_same_model
 
@@ -83,6 +84,7 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
         console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     require_same_model(config)
+    on_first(lambda: require_installed(config.writers))
     data = open_data(config, mesh, "train")
     prepared = prepare(config, mesh)
     evaluation = Evaluation(config, prepared.graph, mesh) if config.evaluation.every else None

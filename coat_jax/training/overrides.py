@@ -76,27 +76,26 @@ def _find(name: str, known: dict[str, Field]) -> Field:
 
 def _read(field: Field, texts: list[str]) -> Any:
     """The value of a field, from the words after its name."""
-    alternatives = kinds_of(field.annotation)
     if field.annotation in FUNCTIONS:
         raise UserError(f"--{field.name} is a function: set it in a config file.")
-    for kind in alternatives:
+    for kind in kinds_of(field.annotation):
         if get_origin(kind) is tuple:
-            return tuple(_read_one(field, text, kinds_of(get_args(kind)[0])) for text in texts)
+            return tuple(_read_one(field.name, text, get_args(kind)[0]) for text in texts)
     if len(texts) != 1:
         got = "nothing" if not texts else shown(" ".join(texts))
         raise UserError(
             f"--{field.name} takes one value ({describe(field.annotation)}), not {got}."
         )
-    return _read_one(field, texts[0], alternatives)
+    return _read_one(field.name, texts[0], field.annotation)
 
 
-def _read_one(field: Field, text: str, alternatives: tuple[Any, ...]) -> Any:
-    for kind in alternatives:
+def _read_one(name: str, text: str, annotation: Any) -> Any:
+    for kind in kinds_of(annotation):
         try:
             return _parse(text, kind)
         except (ValueError, TypeError, KeyError):
             continue
-    raise UserError(f"--{field.name} {shown(text)} is not {describe(field.annotation)}.")
+    raise UserError(f"--{name} {shown(text)} is not {describe(annotation)}.")
 
 
 def _parse(text: str, kind: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from coat_jax import writing
 from coat_jax.errors import UserError
-from coat_jax.files import expanded
+from coat_jax.files import expanded, is_folder, status
 from coat_jax.training import identity
 from coat_jax.training.checkpoint.companions import GENERATION
 from coat_jax.training.checkpoint.step_folders import StepFolders
@@ -86,6 +86,10 @@ class RunFolder:
             writing.replace(self.path / name, json.dumps(content, indent=2) + "\n")
 
     def _take(self) -> None:
+        if status(self.path) and not is_folder(self.path):
+            raise UserError(
+                f"{self.path} is a file, and a run needs a folder: choose another --out."
+            )
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = lock(self.path, self._note)
 

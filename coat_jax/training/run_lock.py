@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from coat_jax.errors import UserError
+from coat_jax.files import expanded
 from coat_jax.printable import printable
 from coat_jax.writing import write_failures
 
@@ -25,7 +26,7 @@ FILE = "lock"
 UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
-def lock(folder: Path, note: Callable[[str], object]) -> TextIO:
+def lock(folder: str | Path, note: Callable[[str], object]) -> TextIO:
     """Locks a folder until the returned file is closed.
 
     Args:
@@ -35,6 +36,7 @@ def lock(folder: Path, note: Callable[[str], object]) -> TextIO:
     Raises:
         UserError: if another process holds the lock, saying which.
     """
+    folder = expanded(folder)
     path = folder / FILE
     while True:
         # A link is not followed: the file is overwritten.

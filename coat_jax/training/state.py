@@ -67,7 +67,7 @@ def require_same_model(config: TrainConfig) -> None:
         raise UserError(
             f"{config.init_from} holds another model: {'; '.join(differ[:4])}. Make the config's "
             "model from that of the folder: dataclasses.replace(weights.model_config(FOLDER), ..), "
-            "from coat_jax.training import weights."
+            "from coat_jax.training.checkpoint import weights."
         )
 
 

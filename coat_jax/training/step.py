@@ -160,13 +160,14 @@ def _measured(config: TrainConfig, taken: Taken) -> dict[str, Array]:
     """What the config's own metrics say of a step."""
     found = {}
     for name, measure in config.metrics.items():
-        value = jnp.asarray(measure(taken))
-        if value.shape:
-            raise UserError(
-                f"metrics[{name!r}] returns an array of shape {list(value.shape)}, and must "
-                "return one number."
-            )
-        found[name] = value
+        value = measure(taken)
+        what = "a tree of arrays"
+        if jax.tree_util.all_leaves([value]):
+            found[name] = jnp.asarray(value)
+            what = f"an array of shape {list(found[name].shape)}"
+            if not found[name].shape:
+                continue
+        raise UserError(f"metrics[{name!r}] returns {what}, and must return one number.")
     return found
 
 

@@ -208,7 +208,10 @@ def test_the_token_that_the_tokenizer_begins_a_text_with_comes_first(of_words, t
         (["--text", "TEXT", "--window", "1"], "--window 1 must be from 2"),
         (["--tasks", "TASKS", "--window", "9"], "--window 9 is of --text, and there is none"),
         (["--text", "TEXT", "--batch", "0"], "--batch 0 must be 1 or more"),
-        (["--text", "TEXT", "--devices", "9"], "--devices 9: there are 8"),
+        (
+            ["--text", "TEXT", "--devices", "9"],
+            "--devices 9 must be 1 or more, and JAX finds 8 devices",
+        ),
         (["--text", "TEXT", "--devices", "3"], "cannot be sharded over 3 devices"),
         (["--text", "TEXT", "--precision", "fp4"], "no precision 'fp4'"),
         (["--text", "TEXT", "--step", "7"], "no checkpoint of step 7"),

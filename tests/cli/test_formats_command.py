@@ -128,14 +128,20 @@ def test_layers_are_drawn_together():
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere is neither the folder of a run nor one of Hugging Face"),
-        (["{model}", "--formats", "FP4"], "'FP4' does not name a small float: write E and M"),
+        (
+            ["{model}", "--formats", "FP4"],
+            "--formats FP4: 'FP4' does not name a small float: write E and M",
+        ),
         (["{model}", "--formats", "E0M0"], "E0M0 has no code for any number but zero"),
-        (["{model}", "--formats", "INT1"], "bits=1 must be a whole number from 2 to 16"),
+        (
+            ["{model}", "--formats", "INT1"],
+            "--formats INT1: bits=1 must be a whole number from 2 to 16",
+        ),
         (["{model}", "--formats", "UE4M4"], "UE4M4 has no sign, and weights have both signs."),
         (["{model}", "--formats", "INT8", "int8"], "names a format twice"),
         (["{model}", "--formats", "E4M3", "E4M3:nan"], "names a format twice"),
         (["{model}/config.json"], "nor one of Hugging Face: it is a file."),
-        (["{model}", "--size", "0"], "group_size must be a positive whole number"),
+        (["{model}", "--size", "0"], "--size 0 must be 1 or more."),
         (["{model}", "--percentile", "20"], "percentile=20.0 must be above 50"),
         (
             ["{model}", "--sample", "-1"],

@@ -245,7 +245,7 @@ def test_texts_end_with_a_stop_token(run, capsys):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "There is no prompt"),
+        ([], "There is no prompt: give --prompt TEXT, or --prompts FILE"),
         (["--prompt", ""], "The prompt is empty"),
         (["--prompt", "a", "--prompt", ""], "Prompt 2 is empty"),
         (["--prompt", "x" * 64], "64 tokens, and the model's context=64"),
@@ -260,8 +260,11 @@ def test_texts_end_with_a_stop_token(run, capsys):
         (["--prompt", "a", "--stop", "<|end|>"], "'<|end|>' is not a token: tokens are bytes"),
         (["--prompt", "a", "--precision", "fp4"], "no precision 'fp4'. Use one of bf16"),
         (["--prompt", "a", "--step", "7"], "no checkpoint of step 7 in"),
-        (["--prompt", "a", "--devices", "9"], "--devices 9: there are 8"),
-        (["--prompt", "a", "--devices", "0"], "--devices 0: there are 8"),
+        (
+            ["--prompt", "a", "--devices", "9"],
+            "--devices 9 must be 1 or more, and JAX finds 8 devices",
+        ),
+        (["--prompt", "a", "--devices", "0"], "--devices 0 must be 1 or more"),
         (["--prompt", "a", "--devices", "3"], "cannot be sharded over 3 devices"),
         (["--prompt", "a", "--tokenizer", "none.json"], "no tokenizer file none.json"),
         (["--prompts", "/dev/zero"], "/dev/zero is a pipe or a device"),

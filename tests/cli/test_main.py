@@ -1,5 +1,6 @@
 """Every way in which a command ends: its exit code, and what it says."""
 
+import argparse
 import errno
 import importlib
 import os
@@ -227,3 +228,22 @@ def test_training_continues_when_its_output_cannot_be_written(tmp_path, outputs)
         os.close(write)
     assert code == 0
     assert done.read_text() == "whole"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_says_what_each_option_is(name):
+    """Not only how often it may be given, what it belongs to, its default, or where to look."""
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"coat_jax.cli.{name}").add_arguments(parser)
+    for action in (action for action in parser._actions if action.option_strings):
+        assert action.help, action
+        empty = ("may be repeated", "see above", "of ", "for both", "share ", "(")
+        assert not action.help.startswith(empty), action
+
+
+def test_the_list_of_commands_says_that_convert_makes_8_bits(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("  convert "))
+    assert "Hugging Face" in line
+    assert "8 bits" in line

@@ -25,6 +25,11 @@ def test_it_says_what_it_wrote(tmp_path, run, capsys):
     assert '"a run"' in out.with_suffix(".html").read_text("utf-8")
 
 
+def test_a_run_may_be_named_by_its_metrics(run, capsys):
+    assert cli.main(["plot", str(run / "metrics.jsonl")]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == str(run / "plot.png")
+
+
 def test_a_heat_map_is_a_picture_alone(tmp_path, run, capsys):
     numbers = {f"fp8/layers/{i}/mlp/input/error": 0.02 for i in range(3)}
     with (run / "metrics.jsonl").open("a") as file:

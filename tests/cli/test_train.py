@@ -55,7 +55,7 @@ BAD = {
         [TINY, "--total_steps", "many"],
         "--total_steps 'many' is not a whole number",
     ),
-    "a mesh that does not match": ([TINY, "--mesh.data", "3"], "has 3 devices, and there are 8"),
+    "a mesh that does not match": ([TINY, "--mesh.data", "3"], "needs 3 devices, and JAX finds 8"),
     "a batch that cannot be shared": (
         [TINY, "--global_batch_size", "6", "--mesh.fsdp", "-1"],
         "6 sequences at a time, which 8 devices",

@@ -117,6 +117,12 @@ def test_logits_that_are_not_numbers_are_an_error():
         generate(model, PROMPTS, max_tokens=3)
 
 
+@pytest.mark.parametrize("prompts", ["text", ["text"], [[1], "text"]])
+def test_text_is_to_be_encoded_first(prompts):
+    with pytest.raises(TypeError, match=r"A prompt is a list of tokens, .*Bytes\(\)\.encode"):
+        generate(MODEL, prompts, max_tokens=3)
+
+
 @pytest.mark.parametrize(
     ("prompts", "changes", "message"),
     [

@@ -253,6 +253,11 @@ def test_a_config_refuses(changes, message):
         variant(**changes)
 
 
+def test_a_model_is_made_from_a_config():
+    with pytest.raises(TypeError, match=r"not from 'tiny'\. .* coat.models.config_of\("):
+        models.create("tiny")
+
+
 def test_a_model_of_no_name_is_refused():
     with pytest.raises(ValueError, match=r"no model 'llama2_8b'\. Use one of tiny, llama2_7b"):
         models.config_of("llama2_8b")

@@ -154,6 +154,13 @@ def test_the_epsilon_of_a_norm_is_used():
         assert jnp.max(jnp.abs(norm(tiny))) < 0.01
 
 
+@pytest.mark.parametrize("norm", [None, nn.RMSNorm(WIDTH)])
+def test_attention_needs_a_batch(norm):
+    attention = nn.Attention(WIDTH, HEADS, norm=norm, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"takes x \[batch, sequence, width\], not \(12, 32\)"):
+        attention(X[0])
+
+
 def test_wrong_sizes_are_refused_when_a_module_is_made():
     with pytest.raises(ValueError, match="width=32 must be a multiple of heads=5"):
         nn.Attention(WIDTH, 5, rngs=nnx.Rngs(0))

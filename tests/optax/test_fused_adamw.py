@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from coat_jax.optax import Storage, fp8_adamw, fused_fp8_adamw, global_norm_scale
 
@@ -178,3 +179,11 @@ def test_a_second_step_compiles_nothing_anew(storage):
     updates, state = update(params, tx.init(params), params)
     update(updates, state, params)
     assert update._cache_size() == 1
+
+
+def test_a_step_in_place_is_no_transformation_and_says_so():
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, fused_fp8_adamw(1e-3), wrt=nnx.Param)
+    with pytest.raises(AttributeError, match=r"no attribute 'update'\. .* use fp8_adamw"):
+        optimizer.update(model, nnx.state(model, nnx.Param))
+    assert not hasattr(fused_fp8_adamw(1e-3), "apply")

@@ -103,6 +103,18 @@ def test_its_parts_refuse(make, message):
         make()
 
 
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"model": "tiny"}, r"model='tiny' must be a models.Config. .* models.config_of\("),
+        ({"optimizer": "adamw"}, r"optimizer='adamw' must be .*\(name='adamw'\), or an optax"),
+    ],
+)
+def test_a_name_is_no_part(field, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(SMALL, **field)
+
+
 def lion(schedule):
     return optax.lion(schedule)
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import jax
@@ -24,6 +25,7 @@ from coat_jax.training.config import CheckpointConfig, EvaluationConfig, MeshCon
 from coat_jax.training.data import DataConfig
 from coat_jax.training.report.metrics import Metrics
 from coat_jax.training.report.recorder import Diverged
+from coat_jax.training.report.writers import PACKAGES
 from coat_jax.training.step import Report
 from coat_jax.writing import DiskFull
 
@@ -112,6 +114,14 @@ def saved(config):
 
 def replace(config, **changes):
     return dataclasses.replace(config, **changes)
+
+
+@pytest.mark.parametrize("writer", ["tensorboard", "wandb"])
+def test_a_missing_package_is_named_before_anything_is_compiled(config, monkeypatch, writer):
+    monkeypatch.setitem(sys.modules, PACKAGES[writer], None)
+    with pytest.raises(UserError, match=f"The {writer} writer needs"):
+        train(replace(config, writers=(writer,)))
+    assert not Path(config.out).exists()
 
 
 def test_a_checkpoint_has_the_held_out_loss_of_its_step_or_none(step, config):

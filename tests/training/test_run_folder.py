@@ -187,6 +187,12 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     assert model_config("~/run").ffn == small().model.ffn
 
 
+def test_a_file_in_the_place_of_the_folder_is_named(out):
+    out.touch()
+    with pytest.raises(UserError, match=f"{out} is a file, .* choose another --out"):
+        claim(small(out=str(out)))
+
+
 def test_what_stands_in_the_way_is_named(out):
     (out / "config.json.unfinished").mkdir(parents=True)
     with pytest.raises(NotWritten, match=r"config\.json could not be written in .*directory"):

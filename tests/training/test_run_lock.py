@@ -55,9 +55,9 @@ def test_a_lock_is_taken_and_given_back(tmp_path):
     """Also within one process: the kernel tells open files apart, not processes."""
     held = lock(tmp_path, silent)
     with pytest.raises(UserError, match=f"process {os.getpid()} on"):
-        lock(tmp_path, silent)
+        lock(str(tmp_path), silent)
     held.close()
-    lock(tmp_path, silent).close()
+    lock(str(tmp_path), silent).close()
 
 
 def test_a_folder_that_was_moved_does_not_lock_its_successor(tmp_path):

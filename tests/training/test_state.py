@@ -1,6 +1,8 @@
 """A state is made in shards, from a seed or from a Hugging Face folder."""
 
 import dataclasses
+import importlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -81,8 +83,10 @@ def test_a_run_begins_where_another_run_ended(folder, tmp_path):
 )
 def test_a_folder_with_another_model_is_refused(folder, model, message):
     config = small(model={"layers": 1} | model, init_from=folder)
-    with pytest.raises(ValueError, match=f"holds another model: .*{message}.*replace"):
+    with pytest.raises(ValueError, match=f"holds another model: .*{message}.*replace") as refused:
         require_same_model(config)
+    package, name = re.search(r"from (\S+) import (\w+)", str(refused.value)).groups()
+    assert getattr(importlib.import_module(package), name).model_config(folder).layers == 1
 
 
 def test_what_a_run_chooses_may_differ(folder):

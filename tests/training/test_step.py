@@ -145,6 +145,8 @@ def test_a_metric_of_the_config_is_measured_in_the_step():
     assert report.metrics["loss_again"] == report.loss
     with pytest.raises(UserError, match=r"metrics\['grads'\] returns an array of shape \[2\]"):
         stepper(small(model=IN_FP32, metrics={"grads": lambda step: jnp.zeros(2)}))
+    with pytest.raises(UserError, match=r"metrics\['grads'\] returns a tree of arrays, and must"):
+        stepper(small(model=IN_FP32, metrics={"grads": lambda step: step.grads}))
 
 
 # Sums over devices are added in another order: some 2^-24 times the root of their length in a loss.

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from coat_jax.errors import UserError
+from coat_jax.printable import counted
 from coat_jax.training.config import MeshConfig, TrainConfig
 from coat_jax.training.config.run import BATCH_AXES
 
@@ -33,12 +34,12 @@ def _sizes(config: MeshConfig, devices: int) -> tuple[int, ...]:
     described = ", ".join(f"{name}={size}" for name, size in zip(NAMES, sizes, strict=True))
     if -1 not in sizes and named != devices:
         raise UserError(
-            f"A mesh of {described} has {named} devices, and there are {devices}. Change its "
-            "sizes, or make one of them -1: what is left."
+            f"A mesh of {described} needs {counted(named, 'device')}, and JAX finds {devices}. "
+            "Change its sizes, or make one of them -1: what is left."
         )
     if devices % named:
         raise UserError(
-            f"{devices} devices cannot form a mesh of {described}: their number is not a multiple "
+            f"{counted(devices, 'device')} cannot form a mesh of {described}: it needs a multiple "
             f"of {named}."
         )
     return tuple(devices // named if size == -1 else size for size in sizes)

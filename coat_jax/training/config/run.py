@@ -102,6 +102,7 @@ class TrainConfig:
         given: Any = self.optimizer
         if is_optimizer(given):
             object.__setattr__(self, "optimizer", OptimizerConfig(transformation=given))
+        self._require_parts()
         require_fields(self)
         self.optimizer.require_fitting(self.total_steps)
         if self.steps_in_bf16 > self.total_steps:
@@ -129,6 +130,20 @@ class TrainConfig:
                 raise UserError(f"{name}={path!r} names no folder.")
             if path is not None:
                 object.__setattr__(self, name, str(expanded(path)))
+
+    def _require_parts(self) -> None:
+        """Raises where a name stands for the model or the optimizer."""
+        if isinstance(self.model, str):
+            raise UserError(
+                f"model={shown(self.model)} must be a models.Config. Published ones have names: "
+                "models.config_of('llama2_7b')."
+            )
+        if isinstance(self.optimizer, str):
+            raise UserError(
+                f"optimizer={shown(self.optimizer)} must be an OptimizerConfig, as in "
+                "OptimizerConfig(name='adamw'), or an optax transformation, as in "
+                "optax.lion(1e-4)."
+            )
 
     def _require_batch(self) -> None:
         """Raises unless there can be batches of these sizes."""

@@ -21,6 +21,7 @@ from coat_jax.errors import UserError
 from coat_jax.limits import shown
 from coat_jax.tokenizers import AnyTokenizer
 from coat_jax.training.data.packing import Documents
+from coat_jax.training.data.paths import listed
 from coat_jax.training.data.text_files import records
 
 ROLES = ("system", "user", "assistant")
@@ -66,7 +67,7 @@ def read(paths: list[Path], tokenizer: AnyTokenizer, template: str) -> Documents
     while batch := list(islice(conversations, TOGETHER)):
         written.append(writer.write(batch))
     if not written:
-        raise UserError(f"{paths[0]} and what comes with it hold no conversation.")
+        raise UserError(f"There is no conversation in {listed(paths)}.")
     tokens, learned, lengths = (np.concatenate(arrays) for arrays in zip(*written, strict=True))
     return Documents(tokens, learned, np.cumsum(lengths))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from coat_jax.errors import UserError
 from coat_jax.files import MissingFile, expanded, is_folder, path_failures, require_regular, status
+from coat_jax.printable import counted
 
 TOKENS, CHAT = (".npy", ".bin"), ".jsonl"
 ANY_FOLDERS = "**"
@@ -38,6 +39,12 @@ def are_tokens(paths: list[Path]) -> bool:
             "tokenize`, and train on token files."
         )
     return bool(tokens)
+
+
+def listed(paths: list[Path]) -> str:
+    """The first of these files by its name, and how many others there are."""
+    others = counted(len(paths) - 1, "other file")
+    return str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {others}"
 
 
 def identity(path: Path) -> Identity:

@@ -60,6 +60,11 @@ def _rows(config: DataConfig, split: Split, sequence: int, vocab: int, seed: int
     own = split == "held_out" and config.held_out
     patterns = config.held_out if own else config.train
     if config.kind == "chat":
+        if CORPUS in patterns:
+            raise UserError(
+                "data.kind='chat' needs conversations, and the built-in corpus has none: name "
+                ".jsonl files in data.train."
+            )
         return _chat_rows(config, split, files_of(patterns), sequence, vocab, seed)
     if CORPUS in patterns:
         stream, end_of_text, shared = _corpus(patterns, split), None, False
@@ -141,7 +146,7 @@ def _require_vocab(what: str, needed: int, vocab: int) -> None:
     if needed > vocab:
         raise UserError(
             f"{what} has a vocabulary of {needed:,}, and the model one of {vocab:,}. Give the "
-            "model at least that."
+            f"model at least that, as with --model.vocab {needed}."
         )
 
 

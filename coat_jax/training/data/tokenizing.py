@@ -20,6 +20,7 @@ from jaxtyping import UInt
 
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import AnyTokenizer
+from coat_jax.training.data.paths import listed
 from coat_jax.training.data.text_files import Piece, pieces, require_small
 from coat_jax.training.data.token_files import SIDECAR
 from coat_jax.writing import NewFolder
@@ -95,7 +96,7 @@ def write(
             **_write_shards(folder, encoded(paths, tokenizer), tokenizer.dtype, progress, shard),
         }
         if not notes["tokens"]:
-            raise UserError(f"{paths[0]} and what comes with it hold no text.")
+            raise UserError(f"There is no text in {listed(paths)}.")
         (folder / SIDECAR).write_text(json.dumps(notes, indent=2) + "\n", "utf-8")
     return notes
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from coat_jax.errors import UserError
+from coat_jax.printable import counted
 from coat_jax.training.config.run import LOGGED
 from coat_jax.training.report import metrics
 
@@ -85,7 +86,10 @@ def load(paths: Sequence[Path], names: Sequence[str] = ()) -> list[RecordedRun]:
             the runs.
     """
     if names and len(names) != len(paths):
-        raise UserError(f"{len(names)} names for {len(paths)} runs: name all of them, or none.")
+        raise UserError(
+            f"{counted(len(names), 'name')} for {counted(len(paths), 'run')}: name all of them, or "
+            "none."
+        )
     files = [_file(path) for path in paths]
     return [
         RecordedRun(name, file, _columns(file))

@@ -1,7 +1,7 @@
 """Where metrics go besides metrics.jsonl: TensorBoard, and Weights & Biases."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ class TensorBoard:
     """Event files in FOLDER/tensorboard."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
-        package = _require("tensorboardX", extra="tensorboard")
+        package = _package_of("tensorboard")
         purge = None if resume_step is None else resume_step + 1
         self._summary = package.SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
 
@@ -51,7 +51,7 @@ class WandB:
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
-        package = _require("wandb", extra="wandb")
+        package = _package_of("wandb")
         note = folder / "wandb_id"
         known = (
             note.read_text("utf-8").strip() if resume_step is not None and note.is_file() else None
@@ -73,12 +73,20 @@ class WandB:
 
 
 WRITERS: dict[str, type[Writer]] = {"tensorboard": TensorBoard, "wandb": WandB}
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
-def _require(package: str, *, extra: str) -> ModuleType:
+def require_installed(writers: Iterable[str]) -> None:
+    """Raises UserError unless each of these writers has its package."""
+    for name in writers:
+        _package_of(name)
+
+
+def _package_of(writer: str) -> ModuleType:
+    package = PACKAGES[writer]
     try:
         return importlib.import_module(package)
     except ImportError as error:
         raise UserError(
-            f"The {extra} writer needs {package}: pip install 'coat_jax[{extra}]'."
+            f"The {writer} writer needs {package}: pip install 'coat_jax[{writer}]'."
         ) from error

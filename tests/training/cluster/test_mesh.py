@@ -26,9 +26,9 @@ def test_one_axis_takes_the_devices_that_are_left(config, sizes):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (MeshConfig(data=3, fsdp=1), "data=3, fsdp=1, tensor=1 has 3 devices, and there are 8"),
+        (MeshConfig(data=3, fsdp=1), "data=3, fsdp=1, tensor=1 needs 3 devices, and JAX finds 8"),
         (MeshConfig(data=3), "8 devices cannot form a mesh of data=3, fsdp=-1, tensor=1"),
-        (MeshConfig(data=16), "not a multiple of 16"),
+        (MeshConfig(data=16), "it needs a multiple of 16"),
     ],
 )
 def test_a_mesh_that_does_not_match_the_devices_is_refused(config, message):

@@ -125,5 +125,5 @@ def test_more_than_fits_in_memory_is_refused(tmp_path, monkeypatch):
 
 
 def test_an_empty_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="hold no conversation"):
+    with pytest.raises(ValueError, match=r"There is no conversation in .*a\.jsonl\."):
         read([write_lines(tmp_path / "a.jsonl", [])], Bytes(), TEMPLATE)

@@ -230,7 +230,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer.json has a vocabulary of \d+, .* one of 256"):
         opened(DataConfig(train=(str(path),), tokenizer=tokenizer), vocab=256)
     write([path], tmp_path / "out", Tokenizer(tokenizer))
-    with pytest.raises(ValueError, match=r"out has a vocabulary of \d+, .* one of 256"):
+    with pytest.raises(ValueError, match=r"out has a vocabulary of (\d+), .* --model.vocab \1\."):
         opened(DataConfig(train=(str(tmp_path / "out" / "*.npy"),)), vocab=256)
     with pytest.raises(ValueError, match="Text as bytes has a vocabulary of 256"):
         opened(DataConfig(train=(str(path),)), vocab=255)
@@ -257,6 +257,11 @@ def test_the_corpus_does_not_mix(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(ValueError, match="mixes the built-in corpus with files"):
         opened(DataConfig(train=("corpus", str(tmp_path / "a.txt"))))
+
+
+def test_the_corpus_has_no_conversations():
+    with pytest.raises(UserError, match="the built-in corpus has none: name"):
+        opened(DataConfig(kind="chat"))
 
 
 @pytest.mark.parametrize(

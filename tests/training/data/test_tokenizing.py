@@ -118,8 +118,11 @@ def test_nothing_is_overwritten(paths, tmp_path):
 
 
 def test_no_text_is_refused(paths, tmp_path):
-    with pytest.raises(ValueError, match=r"empty.txt .* hold no text"):
-        write(paths[1:2], tmp_path / "out", Bytes())
+    other = tmp_path / "other.txt"
+    other.touch()
+    for empty, named in ((paths[1:2], r"empty\.txt\."), ([paths[1], other], "and 1 other file")):
+        with pytest.raises(ValueError, match=f"There is no text in .*{named}"):
+            write(empty, tmp_path / "out", Bytes())
     assert not list(tmp_path.glob("out*"))
 
 

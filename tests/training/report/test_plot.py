@@ -204,7 +204,7 @@ def test_the_script_parses(tmp_path, two):
     [
         ({"over": "epochs"}, "'epochs': steps, tokens, time"),
         ({"smooth": 0}, "smooth=0 records"),
-        ({"names": ["x"]}, "1 names for 2 runs"),
+        ({"names": ["x"]}, "1 name for 2 runs"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_before_anything_is_written(

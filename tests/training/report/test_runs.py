@@ -86,7 +86,7 @@ def test_an_axis_that_a_run_lacks_is_named(tmp_path):
 
 def test_names_must_fit_the_runs(tmp_path):
     path = write_run(tmp_path / "a", [1.0])
-    with pytest.raises(UserError, match="2 names for 1 runs"):
+    with pytest.raises(UserError, match="2 names for 1 run:"):
         runs.load([path], ["x", "y"])
     with pytest.raises(UserError, match="given twice"):
         runs.load([path, path / "metrics.jsonl"])
