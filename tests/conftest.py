@@ -64,16 +64,6 @@ def programs_are_given_back() -> Iterator[None]:
             libc.malloc_trim(0)
 
 
-@pytest.fixture(scope="module")
-def unoptimized_programs() -> Iterator[None]:
-    """For modules whose programs run once or twice: compiling them fast matters more."""
-    import jax
-
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--no-skips",

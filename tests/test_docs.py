@@ -31,8 +31,6 @@ from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.overrides import override
 from experiments.figures import pages
 
-pytestmark = pytest.mark.usefixtures("unoptimized_programs")
-
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)

@@ -16,8 +16,6 @@ from coat_jax.training import identity
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.state import State
 
-pytestmark = pytest.mark.usefixtures("unoptimized_programs")
-
 CONFIG = dataclasses.replace(SMALL, layers=1, context=32, dtype=jnp.float32, precision="coat")
 IN_BF16 = dataclasses.replace(CONFIG, precision="bf16")
 MODEL = filled(CONFIG)

@@ -29,7 +29,6 @@ CONFIG = models.Config(
     precision="bf16",
     scan=False,
 )
-pytestmark = pytest.mark.usefixtures("unoptimized_programs")
 FEW = ["--formats", "INT8", "E4M3", "--fit", "max"]
 MATRICES = 2 + 7
 

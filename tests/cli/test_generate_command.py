@@ -32,7 +32,6 @@ CONFIG = models.Config(
     dtype=jnp.float32,
     precision="coat",
 )
-pytestmark = pytest.mark.usefixtures("unoptimized_programs")
 GREEDY = ["--temperature", "0", "--max-tokens", "12"]
 
 

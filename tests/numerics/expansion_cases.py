@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 from hypothesis import strategies as st
 
 from coat_jax.numerics import expansion
@@ -33,8 +34,11 @@ LAST_NOISE = 1 - 2.0**-23  # the largest number that `noise.uniform` gives
 LOG2_ERROR = 2.0**-15
 MAX_LOG2_X = float(np.log2(FLOAT32_MAX))
 
-encode = jax.jit(expansion.encode, static_argnames=("dtype", "group_size"))
-encode_dithered = jax.jit(expansion.encode_dithered, static_argnames=("dtype", "group_size"))
+compiled = functools.partial(
+    jax.jit, static_argnames=("dtype", "group_size"), compiler_options=quick.OPTIMIZED
+)
+encode = compiled(expansion.encode)
+encode_dithered = compiled(expansion.encode_dithered)
 decode = jax.jit(expansion.decode, static_argnames="group_size")
 formats = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 roundings = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])

@@ -15,7 +15,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from quick import UNOPTIMIZED
+from quick import OPTIONS
 
 import coat_jax as coat
 from coat_jax import ops
@@ -48,7 +48,7 @@ def some_norm(kind, columns, seed=0, *, scale=True, shift=True, eps=1e-6):
 
 def quick_jit(f):
     """`jax.jit` that compiles faster, to slower programs."""
-    return jax.jit(f, compiler_options=UNOPTIMIZED)
+    return jax.jit(f, compiler_options=OPTIONS)
 
 
 def pulled(f, *args, dy=None):

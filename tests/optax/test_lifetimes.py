@@ -60,7 +60,7 @@ def walker(tx):
         return (state, total + direction), jnp.max(jnp.abs(direction), axis=0)
 
     start = tx.init(jnp.zeros(SHAPE)), jnp.zeros(SHAPE)
-    return jax.jit(lambda g: jax.lax.scan(body, start, g), compiler_options=quick.OPTIONS)
+    return jax.jit(lambda g: jax.lax.scan(body, start, g), compiler_options=quick.OPTIMIZED)
 
 
 @functools.cache
@@ -246,7 +246,7 @@ def test_forgetting_does_not_follow_from_idle_features():
             return (optax.apply_updates(w, updates), state), None
 
         w = jnp.zeros((classes, features))
-        run = jax.jit(lambda *begin: jax.lax.scan(body, *begin), compiler_options=quick.OPTIONS)
+        run = jax.jit(lambda *begin: jax.lax.scan(body, *begin), compiler_options=quick.OPTIMIZED)
         (w, _), _ = run((w, tx.init(w)), jnp.arange(900))
         return float(jnp.mean(jnp.argmax(x[0] @ w.T, axis=-1) == y[0]))
 

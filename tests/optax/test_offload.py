@@ -18,7 +18,8 @@ OPTIMIZERS = {
     "corrected": lambda: coat.optax.fused_fp8_adamw(1e-2, correct_params=True),
     "one moment": lambda: coat.optax.in_place(coat.optax.compress(optax.lion(1e-2))),
 }
-SHAPES = {"a": (256, 512), "b": {"small": (100,), "w": (512, 256)}, "c": (256, 256)}
+# Of two shapes only: what runs without jit is compiled for each.
+SHAPES = {"a": (256, 256), "b": {"small": (100,), "w": (256, 256)}, "c": (256, 256)}
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +133,7 @@ def test_each_device_has_its_shard_in_host_memory():
     (_, plain), (_, hosted) = results
     codes = hosted.mu.codes["a"]
     assert codes.sharding == host_memory.on_hosts(rows)
-    assert codes.addressable_shards[0].data.shape == (64, 512)
+    assert codes.addressable_shards[0].data.shape == (64, 256)
     assert_equal(hosted.mu.codes, plain.mu.codes)
 
 

@@ -1,6 +1,6 @@
 """The second moment decays at b2 = 0.999, where a step's change is a fraction of a code.
 
-5000 steps against the same recursion in FP32. Rounded to nearest, v stands still: 0.1 % of decay
+3000 steps against the same recursion in FP32. Rounded to nearest, v stands still: 0.1 % of decay
 is less than half the distance of two codes. Rounded stochastically it is right on average. Each
 element of it wanders, so the mean over 256 groups is what is compared; it is uncertain by 0.5 %
 (logarithms and E4M3), 1 % (E5M2).
@@ -20,7 +20,7 @@ from coat_jax.optax import Storage, scale_by_fp8_adam
 from coat_jax.storage import LOGARITHM
 
 B2 = 0.999
-STEPS = 5000
+STEPS = 3000
 SHAPE = (256, 128)
 ONES = jnp.ones(SHAPE)
 LARGEST = ONES.at[:, 1:].set(0.0)  # the first of each group, whose v stays 1
@@ -57,7 +57,7 @@ def relative_second_moment(gradient, start, storage):
     def run(state, v):
         return jax.lax.scan(body, (state, v), jnp.arange(STEPS))[0]
 
-    state, exact = jax.jit(run, compiler_options=quick.OPTIONS)(state, start)
+    state, exact = jax.jit(run, compiler_options=quick.OPTIMIZED)(state, start)
     return np.float64(storage.read(state.nu)[:, 1:] / exact[:, 1:])
 
 
@@ -77,6 +77,6 @@ def test_stochastic_rounding_has_no_bias(gradient, start, second):
 
 @pytest.mark.parametrize("gradient", [vanishing, a_hundred_times_smaller])
 def test_rounding_to_nearest_freezes(gradient):
-    """v should have fallen to 0.999^5000 = 1/149, and stays where it began."""
+    """v should have fallen to 0.999^3000 = 1/20, and stays where it began."""
     ratio = relative_second_moment(gradient, ONES, Storage(min_size=0, stochastic=False))
-    assert np.min(ratio) > 100
+    assert np.min(ratio) > 15

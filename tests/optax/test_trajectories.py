@@ -119,7 +119,7 @@ def train_beside_optax(b2):
         (fp8, fed, _), losses = jax.lax.scan(body, begin, jnp.arange(STEPS))
         return Ends(fp8[0], fed[0], *losses)
 
-    return jax.jit(run, compiler_options=quick.OPTIONS)(initial_parameters())
+    return jax.jit(run, compiler_options=quick.OPTIMIZED)(initial_parameters())
 
 
 def relative_distance(got, wanted):
@@ -154,7 +154,7 @@ def test_fed_the_same_gradients_it_ends_where_torchs_adamw_ends():
     )
     transformations = [fp8_adamw(b2=0.95, storage=storage, **HYPER) for storage in (FP8, FP32)]
 
-    @partial(jax.jit, compiler_options=quick.OPTIONS)
+    @partial(jax.jit, compiler_options=quick.OPTIMIZED)
     def step(number, walks):
         grads = jax.grad(loss_of)(walks[0][0], number)
         return grads, [

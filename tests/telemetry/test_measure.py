@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from quick import UNOPTIMIZED
+from quick import OPTIONS
 from small_model import SMALL, filled
 
 import coat_jax as coat
@@ -52,7 +52,7 @@ def measured(config, mesh=None):
         return nnx.merge(graph, params).loss(tokens, tokens)
 
     rows = None if mesh is None else NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-    program = jax.jit(partial(sums_and_gradients, loss), compiler_options=UNOPTIMIZED)
+    program = jax.jit(partial(sums_and_gradients, loss), compiler_options=OPTIONS)
     sums, _ = program(params, jax.device_put(TOKENS, rows))
     return report(jax.device_get(sums))
 

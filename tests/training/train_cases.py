@@ -96,18 +96,17 @@ def mesh_of(sizes: tuple[int, int, int]) -> jax.sharding.Mesh:
 
 
 @functools.cache
-def stepper(
-    config: TrainConfig, sizes: tuple[int, int, int] = ONE, *, optimized: bool = True
-) -> Stepper:
-    """The config's step on a mesh of these sizes. `quick` says what must be `optimized`."""
-    options = quick.OPTIONS if optimized else quick.UNOPTIMIZED
+def stepper(config: TrainConfig, sizes: tuple[int, int, int] = ONE) -> Stepper:
+    """The config's step on a mesh of these sizes."""
     mesh = mesh_of(sizes)
     require_fitting(config, mesh)
     prepared = prepare(config, mesh)
-    compiled = prepared.lower().compile(compiler_options=options)
+    compiled = prepared.lower().compile(compiler_options=quick.OPTIONS)
     with jax.set_mesh(mesh):
         shardings = jax.tree.map(lambda leaf: leaf.sharding, prepared.abstract.moments)
-        init = jax.jit(prepared.optimizer.init, out_shardings=shardings, compiler_options=options)
+        init = jax.jit(
+            prepared.optimizer.init, out_shardings=shardings, compiler_options=quick.OPTIONS
+        )
     return Stepper(config, mesh, compiled, init, prepared.abstract)
 
 

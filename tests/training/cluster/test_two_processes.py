@@ -14,7 +14,6 @@ def config():
     return small(model=dict(layers=1), total_steps={steps}, cache={cache!r})
 """
 STEPS = 8
-FLAGS = quick.flags(quick.UNOPTIMIZED)
 PATHS = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'training'}"
 
 
@@ -49,9 +48,9 @@ def test_two_processes_stop_resume_and_train_what_one_does(tmp_path, command):
     alone = begin(
         command(one),
         PYTHONPATH=PATHS,
-        XLA_FLAGS=f"{FLAGS} --xla_force_host_platform_device_count=2",
+        XLA_FLAGS=f"{quick.FLAGS} --xla_force_host_platform_device_count=2",
     )
-    together = begin_all(command(two), 2, PYTHONPATH=PATHS, XLA_FLAGS=FLAGS)
+    together = begin_all(command(two), 2, PYTHONPATH=PATHS)
     wait_for(two / "config.json")
     together[1].terminate()
     outputs(together, code=143)
@@ -60,7 +59,7 @@ def test_two_processes_stop_resume_and_train_what_one_does(tmp_path, command):
     checkpoints = [path.name for path in (two / "checkpoints").iterdir()]
     assert checkpoints == [str(len(stopped))]
 
-    outputs(begin_all(command(two), 2, PYTHONPATH=PATHS, XLA_FLAGS=FLAGS))
+    outputs(begin_all(command(two), 2, PYTHONPATH=PATHS))
     outputs([alone])
     assert losses(two) == losses(one)
     assert len(losses(two)) == STEPS

@@ -25,9 +25,6 @@ from coat_jax.training.data import DataConfig
 from coat_jax.training.preparation import prepare
 from coat_jax.training.report.telemetry import Telemetry
 
-# Programs of telemetry are large, and run once.
-pytestmark = pytest.mark.usefixtures("unoptimized_programs")
-
 IN_FP32 = {"precision": "coat", "dtype": jnp.float32, "layers": 1}
 # Wide enough for moments in FP8.
 WIDE = IN_FP32 | {"ffn": 256}
@@ -38,7 +35,7 @@ EVERY_FOURTH = TelemetryConfig(every=4, shadow=1)
 def step_of(config, sizes=ONE):
     """The config's step, compiled once whatever the telemetry: its program is the same."""
     plain = dataclasses.replace(config, telemetry=TelemetryConfig(), bf16_steps=0)
-    return stepper(plain, sizes, optimized=False)
+    return stepper(plain, sizes)
 
 
 def telemetry_of(config, sizes=ONE):
