@@ -33,9 +33,8 @@ from coat_jax.storage import Storage
 
 __version__ = "0.1.0.dev0"
 
-moments = storage  # `coat.moments.PAPER` and the rest, by their earlier name
-
-_WITH_FLAX = ("linen", "models", "nn")  # imported when they are first used: Flax takes its time
+# Imported when they are first used: Flax takes its time.
+_WITH_FLAX = ("evaluation", "generation", "linen", "models", "nn", "quantization")
 
 
 def __getattr__(name: str) -> Any:
@@ -57,19 +56,21 @@ __all__ = [
     "QTensor",
     "Storage",
     "blocks",
+    "evaluation",
     "expansion",
     "formats",
+    "generation",
     "integers",
     "linen",
     "logarithms",
     "minifloat",
     "models",
-    "moments",
     "nn",
     "noise",
     "ops",
     "optax",
     "qtensor",
+    "quantization",
     "quantizer",
     "statistics",
     "storage",

@@ -526,13 +526,14 @@ SENTENCES = [
     Sentence(IDEAS, "Both moments together take {:.2f} bytes a parameter", lambda: (MOMENTS,)),
     Sentence(
         "docs/optimizers.md",
-        "On one H200 a step of Llama-2-7B takes {:.1f} % longer so, with gradients released, and "
-        "{:.0f} % longer without",
+        "On one H200 a step of Llama-2-7B takes {:.1f} % longer this way, with gradients released, "
+        "and {:.0f} % longer without",
         lambda: (slower(BOTH), slower(OFFLOADED)),
     ),
     Sentence(
         "docs/training.md",
-        "a step of Llama-2-7B takes {:.1f} % longer so than with the moments on the GPU; without "
+        "a step of Llama-2-7B takes {:.1f} % longer this way than with the moments on the GPU; "
+        "without "
         "released gradients it takes {:.0f} % longer",
         lambda: (slower(BOTH), slower(OFFLOADED)),
     ),
