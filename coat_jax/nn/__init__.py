@@ -1,6 +1,6 @@
 """Flax NNX modules whose products and saved activations are FP8.
 
-    Linear, RMSNorm, LayerNorm           drop-ins for Flax's own
+    Linear, RMSNorm, LayerNorm, Embed    drop-ins for Flax's own
     Attention, GatedMLP, MLP             each includes its norm, so that the input is saved once
     TransformerBlock                     the layer of a decoder
     convert, plan_conversion             replaces the layers of any NNX model, and says which
@@ -14,6 +14,7 @@ A module's `precision` says what is FP8; see `coat.Precision`.
 from coat_jax.nn.attention import Attention, Past
 from coat_jax.nn.block import TransformerBlock
 from coat_jax.nn.convert import convert, plan_conversion
+from coat_jax.nn.embed import Embed
 from coat_jax.nn.linear import Linear
 from coat_jax.nn.lora import FrozenWeight, LoRALinear, freeze
 from coat_jax.nn.mlp import MLP, GatedMLP
@@ -27,6 +28,7 @@ __all__ = [
     "MLP",
     "Attention",
     "Decision",
+    "Embed",
     "FrozenWeight",
     "GatedMLP",
     "LayerNorm",

@@ -1,0 +1,28 @@
+"""An embedding whose gradient is summed in FP32."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from coat_jax import ops
+
+
+class Embed(nnx.Embed):
+    """A drop-in for Flax's `nnx.Embed`, which has other gradients where it computes in 16 bits.
+
+    Flax's casts the table before it looks rows up, so the gradient of a row is summed in the
+    layer's `dtype`, whatever the parameters' is. See `coat.ops.embedding`.
+    """
+
+    def __call__(self, inputs: Int[Array, "..."], out_sharding: Any = None) -> Float[Array, "..."]:
+        """The rows of `inputs`; numbers below 0 count from the end, as in Flax."""
+        if out_sharding is not None or self.num_embeddings == 1:
+            return super().__call__(inputs, out_sharding)
+        if not jnp.issubdtype(inputs.dtype, jnp.integer):
+            raise ValueError(f"Embed takes whole numbers, not {inputs.dtype.name}.")
+        from_start = jnp.where(inputs < 0, inputs + self.num_embeddings, inputs)
+        rows = ops.embedding(self.embedding[...], from_start)
+        (rows,) = self.promote_dtype((rows,), dtype=self.dtype, inexact=False)
+        return rows

@@ -1,0 +1,57 @@
+"""An embedding is Flax's, but for the precision in which its gradient is summed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import coat_jax as coat
+
+V, D = 32, 8
+INDICES = jnp.array([[0, 5, 5], [V - 1, -1, -V]])
+
+
+def both(**settings):
+    return [kind(V, D, rngs=nnx.Rngs(0), **settings) for kind in (coat.nn.Embed, nnx.Embed)]
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
+def test_it_computes_what_flax_does(dtype, param_dtype):
+    ours, theirs = both(dtype=dtype, param_dtype=param_dtype)
+    got, wanted = ours(INDICES), theirs(INDICES)
+    assert got.dtype == wanted.dtype
+    np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_array_equal(ours.attend(got), theirs.attend(wanted))
+    assert jnp.isnan(ours(jnp.array([V, -V - 1]))).all()
+    states = nnx.state(ours), nnx.state(theirs)
+    assert jax.tree.all(jax.tree.map(lambda a, b: jnp.array_equal(a, b), *states))
+
+
+@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
+def test_the_gradient_of_a_frequent_token_is_a_sum_in_fp32(param_dtype):
+    """Flax's, computed in BF16, stands still at 256 times what is added."""
+    tokens, gradients = jnp.full(1000, 3), []
+    for layer in both(dtype=jnp.bfloat16, param_dtype=param_dtype):
+        grads = nnx.grad(lambda layer: layer(tokens).sum(dtype=jnp.float32))(layer)
+        gradients.append(np.float32(grads["embedding"][...][3]))
+    np.testing.assert_array_equal(gradients[0], np.full(D, 1000.0))
+    np.testing.assert_array_equal(gradients[1], np.full(D, 256.0))
+
+
+def test_a_single_row_is_that_of_flax():
+    layer = coat.nn.Embed(1, D, rngs=nnx.Rngs(0))
+    assert layer(jnp.zeros((2, 3), jnp.int32)).shape == (2, 3, D)
+
+
+def test_numbers_must_be_whole():
+    with pytest.raises(ValueError, match="whole numbers, not float32"):
+        both()[0](jnp.zeros(2))
+
+
+def test_it_is_traced_like_any_layer():
+    layer = both()[0]
+    graph, state = nnx.split(layer)
+    rows = jax.jit(lambda state, tokens: nnx.merge(graph, state)(tokens))(state, INDICES)
+    np.testing.assert_array_equal(rows, layer(INDICES))
