@@ -26,7 +26,7 @@ def test_it_computes_what_flax_does(dtype, param_dtype):
     np.testing.assert_array_equal(ours.attend(got), theirs.attend(wanted))
     assert jnp.isnan(ours(jnp.array([V, -V - 1]))).all()
     states = nnx.state(ours), nnx.state(theirs)
-    assert jax.tree.all(jax.tree.map(lambda a, b: jnp.array_equal(a, b), *states))
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, *states))
 
 
 @pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
