@@ -8,6 +8,7 @@ PYTHON ?= python3
 CUDA ?= cuda13
 VENV ?= .venv
 python := $(VENV)/bin/python
+pytest := $(python) -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -20,7 +21,7 @@ demo: $(VENV)/demo.stamp  ## train a tiny Llama in BF16 and in COAT: minutes, on
 	JAX_PLATFORMS=cpu $(python) -m experiments.demo
 
 test: $(VENV)/test.stamp  ## run the tests that need neither a GPU nor its compilers
-	JAX_PLATFORMS=cpu $(python) -m pytest -n 2 --dist worksteal --durations=20 \
+	JAX_PLATFORMS=cpu $(pytest) --durations=20 \
 	  -m "not gpu and not compiled and not interpret and not oracle and not examples" $(TESTS)
 
 lint: $(VENV)/dev.stamp  ## check style and format
@@ -35,14 +36,13 @@ docs: $(VENV)/docs.stamp  ## build the documentation site in out/site; a broken 
 	@echo "Open out/site/index.html in a browser."
 
 oracles: $(VENV)/oracles.stamp  ## interpret kernels, compile for Hopper, compare with torch
-	JAX_PLATFORMS=cpu TRITON_INTERPRET=1 $(python) -m pytest --no-skips -m interpret
-	JAX_PLATFORMS=cpu $(python) -m pytest --no-skips -m oracle
-	JAX_PLATFORMS=cpu $(python) -m pytest --no-skips -m examples -k hugging_face tests/examples
-	JAX_PLATFORMS=cpu,cuda $(python) -m pytest --no-skips -m compiled
+	JAX_PLATFORMS=cpu TRITON_INTERPRET=1 $(pytest) --no-skips -m interpret
+	JAX_PLATFORMS=cpu $(pytest) --no-skips -m oracle
+	JAX_PLATFORMS=cpu $(pytest) --no-skips -m examples -k hugging_face tests/examples
+	JAX_PLATFORMS=cpu,cuda $(pytest) --no-skips -m compiled
 
 examples: $(VENV)/examples.stamp  ## run coat_jax inside other trainers: needs Python 3.12, as MaxText does
-	JAX_PLATFORMS=cpu $(python) -m pytest --no-skips -n 2 -m examples -k "not hugging_face" \
-	  tests/examples
+	JAX_PLATFORMS=cpu $(pytest) --no-skips -m examples -k "not hugging_face" tests/examples
 
 gpu: $(VENV)/$(CUDA),test.stamp  ## on a GPU: its tests, and a benchmark of two minutes
 	JAX_PLATFORMS=cuda,cpu $(python) -m experiments.gpu_suite

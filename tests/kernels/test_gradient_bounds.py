@@ -23,7 +23,7 @@ from coat_jax.kernels.activation import ACTIVATIONS
 from coat_jax.kernels.cast import columns_per_sum
 from coat_jax.numerics.blocks import from_blocks, to_blocks
 
-T, D, F, SIZE = 128, 512, 1024, 16
+T, D, F, SIZE = 64, 256, 512, 16
 OUTLIERS = {"none": 2.0**6, "channels": 2.0**7, "tokens": 2.0**7, "both": 2.0**8}
 # How much too large the bound may be. The slope of a gated relu^2 grows with the gate: where the
 # largest gate and the largest up of a block are different elements, it is off by one of them.

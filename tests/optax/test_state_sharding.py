@@ -82,11 +82,10 @@ def walk(which, shape=None, kind=None):
     with context:
         params = place(draw(0))
         state = optimizer.init(params)
-        program = jax.jit(step).lower(params, params, state).compile().as_text()
-        step = jax.jit(step)
+        program = jax.jit(step).lower(params, params, state).compile()
         for i in range(STEPS):
-            params, state = step(params, place(draw(1 + i)), state)
-    return Walk(params, state, program)
+            params, state = program(params, place(draw(1 + i)), state)
+    return Walk(params, state, program.as_text())
 
 
 def mesh_and_shardings(shape, kind):
