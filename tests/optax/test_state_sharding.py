@@ -1,8 +1,9 @@
 """The state is sharded as the parameters are, and no mesh changes the numbers or adds traffic.
 
-Codes and exponents are the same bit for bit on any mesh. Parameters and the groups' largest
-values are the same to their last bit or two: XLA contracts a * b + c to one rounding or leaves
-two, depending on what it fuses, and cutting an array changes that.
+Parameters and the groups' largest values are the same to their last bit or two: XLA contracts
+a * b + c to one rounding or leaves two, depending on what it fuses, and cutting an array changes
+that. Codes and exponents are the same, but for the few values that those last bits carry over the
+boundary of two codes.
 """
 
 import contextlib
@@ -104,7 +105,10 @@ def assert_same_but_for_last_bits(got, wanted):
         if a.dtype == jnp.float32:
             np.testing.assert_allclose(a, b, rtol=2.0**-21, atol=2.0**-22, err_msg=name)
         else:
-            np.testing.assert_array_equal(np.float32(a), np.float32(b), err_msg=name)
+            integers = np.dtype(f"i{a.dtype.itemsize}")  # those of neighbouring codes are 1 apart
+            apart = np.abs(np.int64(np.asarray(a).view(integers)) - np.asarray(b).view(integers))
+            assert apart.max() <= 1, name
+            assert np.count_nonzero(apart) <= 1e-4 * apart.size, name
 
 
 def assert_sharded_alike(leaves, wanted):
