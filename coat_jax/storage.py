@@ -114,7 +114,8 @@ class Storage:
 
         Args:
             stored: the leaf.
-            dtype: its format, which codes do not say if it is simulated.
+            dtype: its format, which is required if it is simulated: the dtype of simulated codes
+                does not identify it.
         """
         if stored.codes.dtype == jnp.float32:
             return stored.codes

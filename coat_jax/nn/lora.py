@@ -66,6 +66,10 @@ def freeze(model: nnx.Module, precision: Precision | str = COAT) -> nnx.Module:
     """A copy of `model` whose `nnx.LoRALinear` layers have their weights frozen in FP8.
 
     All other arrays are shared with `model`. Delete `model` to free the memory of its weights.
+
+    Args:
+        model: any NNX model.
+        precision: of the products: a `coat.Precision` with fp8_linear, or its name.
     """
     require_module("freeze", model)
     copy = nnx.merge(*nnx.split(model))

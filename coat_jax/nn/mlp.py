@@ -13,7 +13,16 @@ from coat_jax.precision import COAT, Precision, precision_of
 
 
 class GatedMLP(nnx.Module):
-    """x + (act(norm(x) gate) * (norm(x) up)) down."""
+    """x + (act(norm(x) gate) * (norm(x) up)) down.
+
+    Attributes:
+        norm: a `coat.nn` norm before the MLP, or None.
+        gate, up: weights [width, hidden].
+        down: a weight [hidden, width].
+        activation: a name in `coat.ops.ACTIVATIONS`.
+        residual: whether x is added to the result.
+        precision: see `coat.Precision`.
+    """
 
     def __init__(
         self,
@@ -53,7 +62,16 @@ class GatedMLP(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """x + act(norm(x) up + up_bias) down + down_bias."""
+    """x + act(norm(x) up + up_bias) down + down_bias.
+
+    Attributes:
+        norm: a `coat.nn` norm before the MLP, or None.
+        up, down: weights [width, hidden] and [hidden, width].
+        up_bias, down_bias: [hidden] and [width], or None.
+        activation: a name in `coat.ops.ACTIVATIONS`.
+        residual: whether x is added to the result.
+        precision: see `coat.Precision`.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm, which save their input in FP8 blocks.
 
-The result has the dtype of the input; of a norm that `convert` made of one of Flax with a dtype of
-its own, that dtype.
+The result has the dtype of the input. If `convert` made the norm from one of Flax's that has a
+`dtype`, the result has that dtype.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ class RMSNorm(nnx.Module):
         self.precision = precision_of(precision)
 
     def spec(self) -> ops.Norm:
-        """What the ops take, which compute the norm together with what follows it."""
+        """The norm as an argument of `coat.ops`, which compute it together with what follows."""
         return ops.Norm(value_of(self.scale), None, "rms", self.epsilon)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
@@ -72,7 +72,7 @@ class LayerNorm(nnx.Module):
         self.precision = precision_of(precision)
 
     def spec(self) -> ops.Norm:
-        """What the ops take, which compute the norm together with what follows it."""
+        """The norm as an argument of `coat.ops`, which compute it together with what follows."""
         return ops.Norm(value_of(self.scale), value_of(self.bias), "layer", self.epsilon)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:

@@ -45,7 +45,7 @@ from coat_jax.ops.saved.projection import (
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision, precision_of
-from coat_jax.watching import Seen
+from coat_jax.watching import OptionalProbe
 
 MAX_CUDNN_HEAD = 128
 
@@ -186,20 +186,32 @@ def require_window(window: int | None, *, causal: bool) -> None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    settings: AttentionSettings, q: Array, k: Array, v: Array, segments: Array | None, probe: Seen
+    settings: AttentionSettings,
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array | None,
+    probe: OptionalProbe,
 ) -> Array:
     return _attention_forward(settings, q, k, v, segments, probe)[0]
 
 
 def _attention_forward(
-    settings: AttentionSettings, q: Array, k: Array, v: Array, segments: Array | None, probe: Seen
+    settings: AttentionSettings,
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array | None,
+    probe: OptionalProbe,
 ) -> Any:
     o, saved = save_attention(settings, q, k, v, segments)
     return o, (saved, segments, watched.attention(probe, (q, k, v), o, saved, settings))
 
 
 def _attention_backward(settings: AttentionSettings, residuals: Any, gradient: Array) -> Any:
-    def backward(saved: SavedAttention, segments: Array | None, seen: Seen, do: Array) -> Any:
+    def backward(
+        saved: SavedAttention, segments: Array | None, seen: OptionalProbe, do: Array
+    ) -> Any:
         _, pull = recompute_attention(settings, saved, segments, do.dtype)
         return *pull(do), None, seen
 
@@ -222,7 +234,7 @@ def _attention_linear(
     segments: Array | None,
     weight: Array,
     bias: Array | None,
-    probe: Seen,
+    probe: OptionalProbe,
 ) -> Array:
     return _attention_linear_forward(static, q, k, v, segments, weight, bias, probe)[0]
 
@@ -235,7 +247,7 @@ def _attention_linear_forward(
     segments: Array | None,
     weight: Array,
     bias: Array | None,
-    probe: Seen,
+    probe: OptionalProbe,
 ) -> Any:
     settings, mode = static
     output, saved = save_attention(settings, q, k, v, segments)
@@ -261,7 +273,7 @@ def _attention_linear_backward(
         weight: Array,
         scales: Scales,
         bias: Array | None,
-        seen: Seen,
+        seen: OptionalProbe,
         dy: Array,
     ) -> Any:
         o, pull = recompute_attention(settings, saved, segments, dy.dtype)

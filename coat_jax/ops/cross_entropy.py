@@ -41,13 +41,13 @@ def cross_entropy(
     """The mean loss over the tokens that have a label.
 
     Args:
-        hidden: what the head is applied to, of any leading shape.
+        hidden: the input of the head, of any leading shape.
         weight: the head.
-        labels: the right token at each place. Negative ones (-100) do not count, and one that is
+        labels: the correct token at each position. Negative labels (-100) do not count. A label of
             V or more makes the loss NaN.
-        chunk: how many places along S have their logits at one time. Fewer take less memory.
+        chunk: positions along S whose logits are in memory at the same time.
         z_loss: weight of the squared log-sum-exp, which keeps logits from drifting.
-        label_smoothing: the share of the right answer that is spread over all tokens.
+        label_smoothing: the share of the label's probability that is spread over all tokens.
     """
     require_real("cross_entropy", hidden)
     require_layers("cross_entropy", hidden.shape[-1], (weight,), (None,))

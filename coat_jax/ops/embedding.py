@@ -1,8 +1,8 @@
 """Embedding lookup, whose gradient is summed in FP32 whatever the dtype of the table.
 
-The gradient of a row is a sum over all places with its token, thousands for a frequent one. Summed
-in BF16, as JAX's own gradient of a lookup in a BF16 table is, it stands still as soon as it is 256
-times larger than what is added: most of the gradient of a frequent token would be lost.
+The gradient of a row is a sum over all positions with its token, thousands for a frequent one.
+JAX's own gradient of a lookup in a BF16 table is summed in BF16. Such a sum stops growing when it
+is 256 times larger than what is added, so most of the gradient of a frequent token is lost.
 """
 
 import jax
@@ -16,8 +16,8 @@ def embedding(table: Float[Array, "V D"], tokens: Int[Array, "..."]) -> Float[Ar
     """The rows of a table.
 
     Args:
-        table: one row for each token.
-        tokens: their numbers. The row of a number that is negative or too large is NaN.
+        table: one row for each token of the vocabulary.
+        tokens: token numbers. A negative number, or one of V or more, has a row of NaN.
     """
     require_real("embedding", table)
     if table.ndim != 2:

@@ -45,7 +45,7 @@ from coat_jax.ops.saved.projection import (
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision
-from coat_jax.watching import Seen
+from coat_jax.watching import OptionalProbe
 
 Heads = Float[Array, "B S N H"]
 ROTATED = (True, True, False)  # q, k, v
@@ -120,7 +120,7 @@ def _norm_qkv(
     weights: Weights,
     biases: Biases,
     positions: Array | None,
-    probe: Seen,
+    probe: OptionalProbe,
 ) -> Any:
     return _forward(settings, x, norm, weights, biases, positions, probe)[0]
 
@@ -132,7 +132,7 @@ def _forward(
     weights: Weights,
     biases: Biases,
     positions: Array | None,
-    probe: Seen,
+    probe: OptionalProbe,
 ) -> Any:
     mode = settings.mode
     saved, n = save_norm(x, norm, mode)
@@ -141,7 +141,8 @@ def _forward(
     angles = settings.angles(positions)
     if angles is not None:
         heads = [
-            rotary_forward(y, *angles) if t else y for y, t in zip(heads, ROTATED, strict=True)
+            rotary_forward(y, *angles) if is_rotated else y
+            for y, is_rotated in zip(heads, ROTATED, strict=True)
         ]
     seen = watched.norm(probe, x, saved, norm, mode)
     seen = watched.weights(seen, weights, scales, mode)
@@ -158,12 +159,12 @@ def _backward(settings: _QKVSettings, residuals: Any, gradients: tuple[Array, ..
         scales: Scales,
         biases: Biases,
         positions: Array | None,
-        seen: Seen,
+        seen: OptionalProbe,
         gradients: tuple[Array, ...],
     ) -> Any:
         residual, *heads = gradients
         angles = settings.angles(positions)
-        back = [angles if t else None for t in ROTATED]
+        back = [angles if is_rotated else None for is_rotated in ROTATED]
         n = recompute_norm(saved, norm, mode, residual.dtype)
         g = [_operand(dy, a, mode) for dy, a in zip(heads, back, strict=True)]
         dn = input_gradient(weights, scales, g, residual.dtype, mode)

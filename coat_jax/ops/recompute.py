@@ -22,7 +22,7 @@ from coat_jax.ops import watched
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_columns
 from coat_jax.ops.saved.array import SavedArray, restore, save_array
-from coat_jax.watching import Seen
+from coat_jax.watching import OptionalProbe
 
 
 def recompute(function: Callable[..., Array], *, block: int = 16) -> Callable[..., Array]:
@@ -43,17 +43,19 @@ def recompute(function: Callable[..., Array], *, block: int = 16) -> Callable[..
             return function(x, *rest)
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def again(dtype: DTypeLike, probe: Seen, x: Float[Array, "*rows D"], *rest: Any) -> Array:
+    def again(
+        dtype: DTypeLike, probe: OptionalProbe, x: Float[Array, "*rows D"], *rest: Any
+    ) -> Array:
         return alone(x, *rest)
 
     def forward(
-        dtype: DTypeLike, probe: Seen, x: Float[Array, "*rows D"], *rest: Any
+        dtype: DTypeLike, probe: OptionalProbe, x: Float[Array, "*rows D"], *rest: Any
     ) -> tuple[Array, Any]:
         y, saved = alone(x, *rest), save_array(x, E4M3, block)
         return y, (watched.saved(probe, "saved", x, saved, block), saved, rest)
 
     def backward(dtype: DTypeLike, residuals: Any, gradient: Array) -> Any:
-        def pull(seen: Seen, saved: SavedArray, rest: tuple[Any, ...], dy: Array) -> Any:
+        def pull(seen: OptionalProbe, saved: SavedArray, rest: tuple[Any, ...], dy: Array) -> Any:
             return seen, *jax.vjp(alone, restore(saved, dtype, block), *rest)[1](dy)
 
         return run_backward(pull, residuals, gradient, name="recompute", rounds=True)

@@ -1,4 +1,4 @@
-"""What an optimizer refuses when it is given parameters, gradients or a state."""
+"""Checks of the parameters, gradients and states that optimizers get."""
 
 from collections.abc import Callable
 from typing import Any

@@ -20,7 +20,12 @@ def global_norm(grads: optax.Updates) -> Float[Array, ""]:
 
 
 def global_norm_scale(grads: optax.Updates, max_norm: float | Float[Array, ""]) -> Float[Array, ""]:
-    """The factor that clips gradients to a global norm: `grad_scale` of a fused step."""
+    """The factor that clips gradients to a global norm, for `grad_scale` of a fused step.
+
+    Args:
+        grads: the gradients, in any dtypes.
+        max_norm: the largest norm of the gradients times the factor.
+    """
     require_number("max_norm", max_norm)
     return clip_scale(global_norm(grads), max_norm)
 

@@ -10,7 +10,6 @@ it would alone. A group that a step leaves as it was keeps its codes.
 `coat_jax.optax.selection` says which leaves of a state are moments.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,7 +33,7 @@ from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.metadata import fit_metadata
 from coat_jax.optax.selection import select_moments, without_names
 from coat_jax.optax.sharding import zeros
-from coat_jax.storage import Storage
+from coat_jax.storage import Storage, placeholder_shape
 
 
 class CompressedState(NamedTuple):
@@ -170,7 +169,7 @@ def _compressed(leaf: Any, storage: Storage) -> Expanded:
 def _uncompressed(leaf: Any, storage: Storage) -> Expanded:
     """A leaf that stays as it is, with scales that are not used, but can be sharded alike."""
     per_group = scales_shape(jnp.shape(leaf), storage.group_size)
-    shape = tuple(math.gcd(size, 8) for size in per_group)
+    shape = placeholder_shape(per_group)
     return Expanded(leaf, zeros(leaf, shape, jnp.float32), zeros(leaf, shape, jnp.uint8))
 
 

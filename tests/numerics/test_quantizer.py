@@ -251,6 +251,17 @@ def test_wrong_settings_are_refused(settings, said):
         Quantizer(**{"format": "E4M3"} | settings)
 
 
+@pytest.mark.parametrize("format", [8, jnp.int8, jnp.float8_e4m3fn, None])
+def test_what_is_no_format_is_refused(format):
+    with pytest.raises(TypeError, match="must be a Minifloat, an IntegerFormat, or the name"):
+        Quantizer(format)
+
+
+def test_bits_are_those_of_arrays_of_one_shape():
+    with pytest.raises(ValueError, match=r"one shape, not \(3, 4\) and \(4,\)"):
+        sqnr_bits(jnp.ones((3, 4)), jnp.ones(4))
+
+
 def test_an_axis_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match=r"axis=2 is not an axis of an array of shape \(3, 4\)"):
         Quantizer("E4M3", "channel", axis=2)(normal(3, 4))
