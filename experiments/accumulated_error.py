@@ -71,7 +71,7 @@ def storages(b2: float) -> list[optax.GradientTransformation]:
         coat.optax.scale_by_fp8_adam(b2=b2),
         coat.optax.scale_by_fp8_adam(b2=b2, storage=Storage(stochastic=False)),
         coat.optax.scale_by_fp8_adam(b2=b2, storage=expanded),
-        coat.optax.scale_by_fp8_adam(b2=b2, storage=coat.moments.PAPER),
+        coat.optax.scale_by_fp8_adam(b2=b2, storage=coat.storage.PAPER),
         scale_by_coded_adam(b2, plain, coders.plain_stochastic),
         scale_by_coded_adam(b2, plain, lambda v, _: plain(v)),
         scale_by_coded_adam(b2, signed, coders.dynamic_stochastic),

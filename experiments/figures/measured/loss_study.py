@@ -5,14 +5,14 @@ import math
 
 from experiments.figures.measured.files import FOLDER
 from experiments.loss_study import results, statistics
-from experiments.loss_study.statistics import Comparison
+from experiments.loss_study.statistics import Comparison, Row
 
 STUDY = "40M", 5e-4  # size and learning rate of the runs that the pages quote
 LARGER = "124M", 6e-4
 
 
 @functools.cache
-def runs(size: str, learning_rate: float, *, muon: bool = False) -> list[results.Row]:
+def runs(size: str, learning_rate: float, *, muon: bool = False) -> list[Row]:
     """Those of one size of model, one learning rate, and AdamW or Muon."""
     rows = results.read([FOLDER / "loss_study.json"])
     (found,) = (
@@ -61,6 +61,26 @@ def band() -> float:
     """The largest mean over four seeds that rounding alone explains, in percent."""
     comparison = effects(*STUDY)
     return 100 * comparison.noise.band(4, comparison.baselines)
+
+
+def cost_of_rounded_forward() -> tuple[float, float, float]:
+    """Over how many seeds, by how much, and half of the interval: above an exact forward pass."""
+    compared = statistics.compare(runs(*STUDY), ["activations"])
+    effect = compared.effects["activations_rounded_forward"]
+    return effect.seeds, 100 * effect.mean, 100 * effect.half
+
+
+def cost_of_evaluating_rounded() -> float:
+    """How much held-out loss a rounded forward pass adds to networks that were trained without."""
+    rounded, exact = statistics.held_out("coat"), statistics.held_out("own")
+    networks = [row for row in runs(*STUDY) if row["arm"] == "activations"]
+    gaps = [math.log(rounded(row) / exact(row)) for row in networks]
+    return 100 * sum(gaps) / len(gaps)
+
+
+def apart_with_muon() -> float:
+    """The standard deviation between two baselines of one seed with Muon, in percent."""
+    return 100 * math.sqrt(2) * effects(*STUDY, muon=True).noise.floor
 
 
 def cost_of_muon() -> tuple[float, ...]:

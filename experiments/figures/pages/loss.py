@@ -19,14 +19,14 @@ ARMS = {  # of loss_study, in words
     "coat_rounded_forward": "all of COAT, forward pass rounded (`COAT_PAPER`)",
     "coat_e4m3_gradients": "all of COAT, gradients in E4M3",
     "coat_lean": "all of COAT_LEAN",
-    "bf16_after_activations": "the first quarter: products and activations; then BF16",
-    "activations_after_saved": "... activations only; then products too",
-    "activations_after_products": "... products only; then activations too",
-    "activations_after_bf16_tenth": "the first tenth: BF16; then products and activations",
-    "activations_after_bf16": "the first quarter: BF16; then products and activations",
-    "coat_after_bf16": "the first quarter: BF16; then all of COAT",
-    "params_24_bits": "no FP8: BF16 gradients, BF16 parameters with corrections (24 bits)",
-    "params_bf16_stochastic": "no FP8: BF16 gradients, BF16 parameters, rounded stochastically",
+    "bf16_after_activations": "products and activations in the first quarter, BF16 after it",
+    "activations_after_saved": "saved activations in the first quarter, products too after it",
+    "activations_after_products": "products in the first quarter, saved activations too after it",
+    "activations_after_bf16_tenth": "BF16 in the first tenth, products and activations after it",
+    "activations_after_bf16": "BF16 in the first quarter, products and activations after it",
+    "coat_after_bf16": "BF16 in the first quarter, all of COAT after it",
+    "params_24_bits": "no FP8: gradients and parameters in BF16, with corrections (24 bits)",
+    "params_bf16_stochastic": "no FP8: gradients and parameters in BF16, rounded stochastically",
     "fp8_muon": "8-bit states, BF16 products",
 }
 
@@ -69,6 +69,15 @@ PAGE = Page(
             "With this start, all of COAT ends {:+.2f} % ± {:.2f} above BF16",
             lambda: loss_study.cost("coat_after_bf16"),
         ),
+        Sentence("cost about {:.2f} %,", lambda: loss_study.cost("activations")[:1]),
+        Sentence(
+            "Over {:.0f} seeds a rounded one (`COAT_PAPER`) ends {:+.2f} % ± {:.2f} above it",
+            loss_study.cost_of_rounded_forward,
+        ),
+        Sentence(
+            "trained with the exact one have a held-out loss {:.2f} % higher if they are evaluated",
+            lambda: (loss_study.cost_of_evaluating_rounded(),),
+        ),
         Sentence(
             "parameters and gradients in BF16 cost {:+.2f} % ± {:.2f} with corrections",
             lambda: loss_study.cost("params_24_bits"),
@@ -86,6 +95,10 @@ PAGE = Page(
             "COAT ends {:+.2f} % above BF16, and {:+.2f} % if the first quarter is in BF16; the "
             "two baselines are {:.2f} % apart",
             loss_study.larger,
+        ),
+        Sentence(
+            "no chaotic start: two baselines that differ only in rounding end {:.4f} % apart",
+            lambda: (loss_study.apart_with_muon(),),
         ),
         Sentence(
             "`fp8_muon` costs {:+.2f} % ± {:.2f} in training loss, and {:+.2f} % ± {:.2f} held out",

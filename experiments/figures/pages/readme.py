@@ -35,11 +35,15 @@ PAGE = Page(
             lambda: loss_study.cost("activations"),
         ),
         Sentence(
-            "in BF16 (`--bf16_steps 0.25`): {:+.2f} % ± {:.2f}",
+            "of the run in BF16 (`--bf16_steps 0.25`): {:+.2f} % ± {:.2f}",
             lambda: loss_study.cost("coat_after_bf16"),
         ),
         Sentence(
-            "Two BF16 runs that differ only in rounding end {:.3f} % apart.",
+            "ends {:+.2f} % above BF16 in COAT, and {:+.2f} % with such a start",
+            lambda: loss_study.larger()[:2],
+        ),
+        Sentence(
+            "two BF16 runs that differ only in rounding end {:.3f} % apart.",
             lambda: (loss_study.floor(),),
         ),
         Sentence("compute capability {:.1f} or newer", lambda: (CAPABILITY,)),
