@@ -21,9 +21,12 @@ PAGE = Page(
             Sentence(f"| `coat.{row} | {{:.1f}} U |", lambda name=name: (unit(name),))
             for row, name in PRESETS.items()
         ),
-        Given("1 U is the residual stream in BF16: 2 bytes times batch", ARITHMETIC),
+        Given(
+            "1 U is the size of the layer's input, the residual stream, in BF16: 2 bytes",
+            ARITHMETIC,
+        ),
         Sentence(
-            "its hidden width is {:.2f} times the width",
+            "whose hidden width is {:.2f} times the width",
             lambda: (Sizes().hidden / Sizes().width,),
         ),
         Given("saves the input of each layer only (1 U)", ARITHMETIC),

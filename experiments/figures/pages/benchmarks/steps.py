@@ -98,6 +98,13 @@ def slower_when(way: str) -> tuple[float, float]:
 
 FIGURES = [
     Sentence(
+        "An AdamW step over 2^28 FP32 parameters takes {:.2f} ms, where optax's takes {:.2f}",
+        lambda: [
+            step(optimizer, "float32", "bfloat16")["ms"]
+            for optimizer in ("coat fused_fp8_adamw", "optax.adamw")
+        ],
+    ),
+    Sentence(
         "with FP32 gradients `fused_fp8_adamw` takes {:.2f} ms",
         lambda: (step("coat fused_fp8_adamw", "float32", "float32")["ms"],),
     ),
