@@ -17,7 +17,6 @@ where bitsandbytes has blocks of 256. It rounds to nearest; every format is meas
 to nearest and stochastically, so that the format and the rounding can be told apart.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,10 +38,10 @@ from coat_jax.numerics import noise
 from coat_jax.numerics.formats import E4M3
 from coat_jax.storage import Storage
 from experiments import corpus, records
+from experiments.command import parser_of
 from experiments.moments import coders
 from experiments.small_llama import Config, Llama, loss
 
-RESULTS = Path(__file__).parent / "results"
 CONFIG = Config(layers=2)
 BATCH, SEQUENCE = 8, 128
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1
@@ -201,11 +200,8 @@ def _distance(tree: Any, other: Any) -> Array:
 
 def main() -> None:
     """Measures, prints the table and writes figures and picture."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=1500, help="of training")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     parser.add_argument("--seed", type=int, default=0, help="of model and batches")
     options = parser.parse_args()
     started = time.perf_counter()

@@ -13,7 +13,6 @@ does not. Beside it torch, where it is installed: see stacks/saved_by_torch.py. 
 runs 512 tokens: what it saves is the same number of U.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -29,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import records
+from experiments.command import parser_of
 from experiments.stacks import Sizes
 from experiments.stacks.in_jax import (
     PRESETS,
@@ -41,7 +41,6 @@ from experiments.stacks.in_jax import (
 )
 from experiments.workers import reason
 
-RESULTS = Path(__file__).parent / "results"
 SIZES = Sizes()  # Llama-2-7B, batch 8 x 2048
 PAPER = {"BF16": 22.66, "TransformerEngine": 18.33, "COAT": 13.33}
 
@@ -131,10 +130,7 @@ def torch_units() -> tuple[Units, Units, str | None]:
 
 def main() -> None:
     """Counts, prints the table and writes the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
+    parser = parser_of(__doc__)
     options = parser.parse_args()
     counted, allocated = measure()
     torch_counted, torch_allocated, why = torch_units()
@@ -166,7 +162,7 @@ def draw(folder: Path) -> None:
     """Draws each preset as a stack of operators, and the paper's totals beside them."""
     import matplotlib.pyplot as plt
 
-    figures = json.loads((folder / "activation_memory.json").read_text())["figures"]
+    figures = records.read(folder / "activation_memory.json")
     units = figures["units"]
     bars = {f"paper:\n{name}": {"total": value} for name, value in figures["paper"].items()}
     bars |= {_name(name): value for name, value in units.items()}

@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ import optax
 
 import coat_jax as coat
 from experiments import records
+from experiments.command import RESULTS
 from experiments.compress_cases import (
     EXCLUDED,
     LINKS,
@@ -38,7 +38,7 @@ from experiments.compress_cases import (
     TRAINED,
 )
 
-RESULTS = Path(__file__).parent / "results" / "compress_table.json"
+FILE = RESULTS / "compress_table.json"
 STEPS, BATCH, SEEDS = 200, 64, 3
 INPUTS, HIDDEN, OUTPUTS = 64, 128, 8
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -224,7 +224,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
     logging.getLogger("absl").setLevel(logging.ERROR)  # optax.lookahead warns at each init
-    records.write(RESULTS, measure())
+    records.write(FILE, measure())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ parameters at the start and other batches: it says how far runs of this length l
 rounding alone does. Differences this small between single runs cannot rank the parts.
 """
 
-import argparse
 import dataclasses
 import time
 from pathlib import Path
@@ -30,8 +29,8 @@ from rich.table import Table
 import coat_jax as coat
 from coat_jax import models
 from experiments import corpus, records
+from experiments.command import parser_of
 
-RESULTS = Path(__file__).parent / "results"
 BATCH, SEQUENCE, LAST, HELD_OUT_BATCHES = 8, 128, 30, 16
 PEAK = 3e-3
 CONFIG = models.Config(
@@ -68,11 +67,8 @@ BASELINE = "full precision"
 
 def main() -> None:
     """Trains every variant, prints the table and writes the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=300, help=f"of training, at least {LAST}")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     options = parser.parse_args()
     if options.steps < LAST:
         parser.error(f"--steps {options.steps} is too few: a loss is the mean of the last {LAST}.")

@@ -38,6 +38,11 @@ def write(path: str | Path, figures: dict[str, Any]) -> None:
     path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
 
 
+def read(path: Path) -> dict[str, Any]:
+    """The figures of a results file."""
+    return json.loads(path.read_text())["figures"]
+
+
 def parents() -> dict[str, Any]:
     """What made the figures of this process: the script, the code, the machine, the day."""
     copied = os.environ.get("COMMIT")  # where the code was copied without its history

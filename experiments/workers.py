@@ -45,6 +45,14 @@ def run_worker(module: str, *arguments: str, **variables: str) -> Ended:
     return Ended(results, done.returncode, done.stderr)
 
 
+def outcome(ended: Ended) -> dict[str, Any]:
+    """What a worker of one measurement printed last; or, if nothing, as "failed" why."""
+    if ended.results:
+        return ended.results[-1]
+    full = "RESOURCE_EXHAUSTED" in ended.stderr
+    return {"failed": "out of memory" if full else reason(ended.stderr)}
+
+
 def count_gpus() -> int:
     """How many GPUs there are, asked of the driver: JAX would take their memory."""
     visible = _visible()

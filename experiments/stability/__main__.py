@@ -18,14 +18,13 @@ from pathlib import Path
 
 from coat_jax import models
 from coat_jax.errors import UserError
+from experiments.command import RESULTS
 from experiments.stability import results
 from experiments.stability.arm import Settings, differences
 from experiments.stability.arms import ARMS, BASELINE, SIZES
 from experiments.stability.measure import Call, measure, plan
 from experiments.stability.picture import draw
 from experiments.stability.table import show
-
-RESULTS = Path(__file__).parent.parent / "results"
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ def test_what_cannot_be_compressed_is_refused_by_init(name):
 
 def test_the_results_are_of_this_table_and_good():
     """No loss is more than 10 % above the uncompressed one's, but those named here."""
-    figures = json.loads(table.RESULTS.read_text())["figures"]
+    figures = json.loads(table.FILE.read_text())["figures"]
     assert set(figures["trained"]) == set(table.TRAINED)
     assert all(figures["stateless"].values())
     worse = {
