@@ -10,11 +10,11 @@ stored moments, so that rounding errors accumulate as they do in training. All r
 gradients of one training: a small Llama on real text under `optax.adamw` (FP32, b2 = 0.95).
 
 Every element of every matrix counts, with Adam's own eps. The layers' matrices stand apart from
-embedding and head, which belong to rare and common bytes. "Directions and logarithms" is what
+embedding and head, whose rows belong to rare and common bytes. "Directions and logarithms" is what
 coat_jax stores by default, "dynamic range expansion" what the COAT paper does. Groups have 128
-elements everywhere,
-where bitsandbytes has blocks of 256. It rounds to nearest; every format is measured with v rounded
-to nearest and stochastically, so that the format and the rounding can be told apart.
+elements everywhere; bitsandbytes itself has blocks of 256, and rounds to nearest. Every format is
+measured with v rounded to nearest and stochastically, to separate the effects of format and
+rounding.
 """
 
 import time

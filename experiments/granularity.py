@@ -1,4 +1,4 @@
-"""How finely what a non-linear layer keeps must be scaled: per tensor, token, channel or group.
+"""How finely the saved inputs of non-linear layers must be scaled: per tensor, token or group.
 
 Claim (the paper's figure 4a): norms and activations need one scale per 1 x 16 neighbours of the
 hidden axis, and scales that tokens share hurt, above all at a norm's input.

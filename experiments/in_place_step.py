@@ -1,7 +1,7 @@
 """How long a step of any optax transformation takes with its moments in FP8, and what memory.
 
 Claim: with `in_place(compress(tx))` any transformation steps in place, on moments of a byte a
-parameter. What it keeps besides moments, such as the second parameters of schedule_free, stays.
+parameter. State besides moments, such as the second parameters of schedule_free, is not compressed.
 
     python -m experiments.in_place_step                  on a GPU: 2^28 BF16 parameters
     python -m experiments.in_place_step --elements 20    smoke test, anywhere

@@ -6,7 +6,7 @@ and saves less. Measured as the marginal cost of a layer: the difference between
 
     python -m experiments.layer_speed                     on a GPU: Llama-2-7B's layer, all peers
     python -m experiments.layer_speed --table             the paper's four sizes at batches of 4
-                                                          and 8; goes on where it was stopped
+                                                          and 8; continues where it was stopped
     python -m experiments.layer_speed --width 64 --sequence 64 --batch 1 --depths 1 2   anywhere
 
 Every framework runs in a process of its own, one after the other on the same device. One that is

@@ -1,7 +1,7 @@
 """How long one step of Muon takes on a Llama's matrices, beside the matrix products that it needs.
 
 Claim: `coat.optax.fp8_muon` takes at most 1.3 times as long as its Newton-Schulz products alone,
-on one GPU and on several, and keeps about a byte of state for each parameter.
+on one GPU and on several, and stores about a byte of state for each parameter.
 
     python -m experiments.muon_step                                    8 layers of Llama-2-7B
     python -m experiments.muon_step --model tiny --layers 2            smoke test, anywhere

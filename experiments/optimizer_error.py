@@ -7,9 +7,9 @@
 
 Claim: dynamic range expansion lowers it more than the paper's 1.63 times, against FP8 with one
 scale per group. Moments are recorded in a real training, coded and decoded once, and rounded to
-nearest: what training sees is in `accumulated_error`. Only ratios
-compare with the paper, whose scale is not known; bias correction cancels within a step. Elements
-whose v becomes zero in some coder of a table are left out of it, for u' would be infinite; that
+nearest; `accumulated_error` measures the error in training. The paper's absolute scale is not
+known, so only ratios can be compared with it; bias correction cancels within a step. Elements
+whose v becomes zero in some coder of a table are left out of it, since u' would be infinite; that
 favours the coders that lose them. The layers' matrices lose none and stand apart from embedding
 and head: in most groups of the head a rare byte's v is 1e-7 of a common one's.
 """

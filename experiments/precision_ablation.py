@@ -1,6 +1,6 @@
-"""What each part of COAT costs in loss: products, kept activations, optimizer, alone and together.
+"""What each part of COAT costs in loss: products, saved activations, optimizer, and all of them.
 
-The paper (figures 5 and 6) trains with all of it, and does not say which part loses how much. Here
+The paper (figures 5 and 6) trains with all of them, and does not say how much each part costs. Here
 a small Llama learns Python's own source from the same parameters, on the same batches, at the same
 learning rates, under precisions that differ by one `dataclasses.replace`:
 
@@ -9,8 +9,8 @@ learning rates, under precisions that differ by one `dataclasses.replace`:
 
 Arithmetic is FP32 where it is not FP8, so that FP8 is all the difference. Losses are in nats per
 byte: the mean of the last steps, and that over files that were held out. "other seed" has other
-parameters at the start and other batches: it says how far runs of this length lie apart, not what
-rounding alone does. Differences this small between single runs cannot rank the parts.
+parameters at the start and other batches: it shows how far two runs of this length may end apart.
+Differences this small between single runs cannot rank the parts; `loss_study` does.
 """
 
 import dataclasses

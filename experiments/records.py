@@ -1,10 +1,10 @@
-"""Numbers have parents: writes an experiment's figures with where they came from.
+"""Results files: the figures of an experiment, and where they came from, their "parents".
 
     {"figures": ...,
      "parents": {"script", "commit", "code", "dirty", "hardware", "versions", "date"}}
 
-Names of hosts and users and absolute paths stay out: the files are published. `CHART` is the
-look of the pictures beside them: `with matplotlib.rc_context(records.CHART): ...`.
+They leave out names of hosts and users and absolute paths, because they are published. `CHART` is
+the look of the pictures beside them: `with matplotlib.rc_context(records.CHART): ...`.
 """
 
 import datetime

@@ -1,7 +1,7 @@
 """A Llama of 124 million parameters learns from source code, in BF16 and in COAT.
 
 Question (the paper's figures 5 and 6): how far is the loss of COAT from that of BF16 with FP32
-moments? One run of each, so that the answer has chance in it. Both are
+moments? There is one run of each, so chance is part of the answer. Both are
 `coat train llama_124m`, from the same parameters, on the same batches:
 
     python -m experiments.training_curves --folder /tmp/curves       on a GPU
@@ -10,7 +10,7 @@ moments? One run of each, so that the answer has chance in it. Both are
 
 The text is what Python source and documentation this machine has: its library and installed
 packages, one copy of each file. A byte-level BPE of 50,257 tokens is learnt from a part of it. What
-is in the folder already is not made again: a run that was interrupted goes on.
+is in the folder already is not made again: a run that was interrupted continues.
 
 Both runs share the GPU, half its memory each, so their speed says nothing; see
 training_throughput.py. Held out is the last part of the text.

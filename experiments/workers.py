@@ -1,4 +1,4 @@
-"""Experiments run each framework in a process of its own: its GPUs, its start, why it failed."""
+"""Workers: each framework or case runs in a process of its own, with its own GPUs."""
 
 import json
 import os

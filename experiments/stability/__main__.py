@@ -7,7 +7,7 @@
     python -m experiments.stability --draw                 tables and pictures of what is there
 
 All seeds and learning rates of a format are one program. What has a row in the results is not
-measured again, so a call goes on where the last one stopped. The text is the source of Python's
+measured again, so a call continues where the last one stopped. The text is the source of Python's
 standard library, as bytes. `--size tiny` runs on any CPU.
 """
 
