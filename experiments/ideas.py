@@ -193,7 +193,7 @@ def _draw_formats(plt: Any) -> Any:
         "E5M2": fp8_values(coat.E5M2),
         "logarithm": 2.0 ** (-np.arange(255) / 16),
     }
-    colors = records.chart.LINES
+    colors = records.LINES
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.2), width_ratios=(1.25, 1))
     for place, (values, color) in enumerate(zip(rows.values(), colors, strict=False)):
         _rug(left, values / values.max(), -place, color)

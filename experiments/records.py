@@ -27,7 +27,8 @@ from experiments.essence import ROOT, code_hash
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 PEERS = ("jax-triton", "triton", "torch", "torchao", "bitsandbytes")  # where they are installed
 
-INK, PALE, ACCENT, CHART = chart.INK, chart.PALE, chart.ACCENT, chart.CHART  # as `coat plot` draws
+# As `coat plot` draws.
+INK, PALE, ACCENT, LINES, CHART = chart.INK, chart.PALE, chart.ACCENT, chart.LINES, chart.CHART
 
 
 def write(path: str | Path, figures: dict[str, Any]) -> None:

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from experiments.figures.compare import Sentence, Table
+from experiments.figures.compare import Given, Sentence, Table
 from experiments.figures.measured.files import GB, bold, case, of
+from experiments.figures.pages.reasons import ARITHMETIC
 
 OURS = {"coat fused_fp8_adamw", "coat fp8_muon"}
 OPTIMIZERS = {  # the gradients of FP32 parameters
@@ -108,6 +109,7 @@ FIGURES = [
         "with FP32 gradients `fused_fp8_adamw` takes {:.2f} ms",
         lambda: (step("coat fused_fp8_adamw", "float32", "float32")["ms"],),
     ),
+    Given('"8.00 / 4.00" is the state', ARITHMETIC),
     Table("optimizer_step", lambda: optimizer_step("one_leaf")),
     Table("optimizer_step_7b", lambda: optimizer_step("llama2_7b")),
     Table("muon_step", muon_step),
