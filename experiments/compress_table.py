@@ -6,7 +6,7 @@ Each is trained twice on a small regression, as it is and compressed, with FP32 
 parameters; the figure is the loss after 200 steps, the mean of three seeds. A network of 64 x 128
 weights has one leaf that is large enough for FP8. Transformations that store no moment are run
 for one step, whose updates must be the same bit for bit. Results: results/compress_table.json,
-and the table in docs/optimizers.md.
+and the table in docs/compressed_optax.md.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """compress takes every optimizer and wrapper of optax and optax.contrib, or says why not.
 
-The table is `experiments.compress_table`; its results stand in docs/optimizers.md.
+The table is `experiments.compress_table`; its results are in docs/compressed_optax.md.
 """
 
 import inspect

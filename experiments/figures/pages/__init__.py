@@ -4,6 +4,7 @@ from experiments.figures.compare import Page, documents
 from experiments.figures.pages import (
     architecture,
     benchmarks,
+    compressed_optax,
     configs,
     formats,
     guides,
@@ -19,6 +20,7 @@ DECLARED = [
     readme.PAGE,
     architecture.PAGE,
     benchmarks.PAGE,
+    compressed_optax.PAGE,
     formats.PAGE,
     ideas.PAGE,
     layers.PAGE,
