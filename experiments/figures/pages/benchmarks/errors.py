@@ -73,6 +73,12 @@ def maximum_us(how: str) -> tuple[float]:
     return (case("group_scaling", columns=11008)["ms"][how] * 1e3,)
 
 
+def int8_and_ours(channels_larger: int) -> list[float]:
+    """Errors of a norm's output in INT8 and in our format, in percent, by granularity."""
+    found = of("granularity")["outliers"]["every token"][str(channels_larger)]
+    return [100 * found[way]["n"] for way in ("1 x 16, INT8", "1 x 16, 2^n (ours)")]
+
+
 FIGURES = [
     Given("At b2 = 0.999 it matters more", SETTING),
     Table("accumulated_error", accumulated_error),
@@ -103,5 +109,13 @@ FIGURES = [
         "make the error of a norm's input {:.0f} % smaller, and that of the recomputed activation "
         "{:.0f} %, for {:.0f} % more bytes.",
         lambda: (exact_scale_gains("x"), exact_scale_gains("a"), 100 * (1.25 / 1.0625 - 1)),
+    ),
+    Sentence(
+        "has an error of {:.1f} % in a norm's output, where E4M3 with a power of two has {:.1f} %.",
+        lambda: int8_and_ours(channels_larger=1),
+    ),
+    Sentence(
+        "the error of the others is {:.1f} % in INT8 and {:.1f} % in E4M3",
+        lambda: int8_and_ours(channels_larger=100),
     ),
 ]
