@@ -10,14 +10,13 @@ stored moments, so that rounding errors accumulate as they do in training. All r
 gradients of one training: a small Llama on real text under `optax.adamw` (FP32, b2 = 0.95).
 
 Every element of every matrix counts, with Adam's own eps. The layers' matrices stand apart from
-embedding and head, which belong to rare and common bytes. "Directions and logarithms" is what
+embedding and head, whose rows belong to rare and common bytes. "Directions and logarithms" is what
 coat_jax stores by default, "dynamic range expansion" what the COAT paper does. Groups have 128
-elements everywhere,
-where bitsandbytes has blocks of 256. It rounds to nearest; every format is measured with v rounded
-to nearest and stochastically, so that the format and the rounding can be told apart.
+elements everywhere; bitsandbytes itself has blocks of 256, and rounds to nearest. Every format is
+measured with v rounded to nearest and stochastically, to separate the effects of format and
+rounding.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,10 +38,10 @@ from coat_jax.numerics import noise
 from coat_jax.numerics.formats import E4M3
 from coat_jax.storage import Storage
 from experiments import corpus, records
+from experiments.command import parser_of
 from experiments.moments import coders
 from experiments.small_llama import Config, Llama, loss
 
-RESULTS = Path(__file__).parent / "results"
 CONFIG = Config(layers=2)
 BATCH, SEQUENCE = 8, 128
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1
@@ -71,7 +70,7 @@ def storages(b2: float) -> list[optax.GradientTransformation]:
         coat.optax.scale_by_fp8_adam(b2=b2),
         coat.optax.scale_by_fp8_adam(b2=b2, storage=Storage(stochastic=False)),
         coat.optax.scale_by_fp8_adam(b2=b2, storage=expanded),
-        coat.optax.scale_by_fp8_adam(b2=b2, storage=coat.moments.PAPER),
+        coat.optax.scale_by_fp8_adam(b2=b2, storage=coat.storage.PAPER),
         scale_by_coded_adam(b2, plain, coders.plain_stochastic),
         scale_by_coded_adam(b2, plain, lambda v, _: plain(v)),
         scale_by_coded_adam(b2, signed, coders.dynamic_stochastic),
@@ -201,11 +200,8 @@ def _distance(tree: Any, other: Any) -> Array:
 
 def main() -> None:
     """Measures, prints the table and writes figures and picture."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=1500, help="of training")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     parser.add_argument("--seed", type=int, default=0, help="of model and batches")
     options = parser.parse_args()
     started = time.perf_counter()

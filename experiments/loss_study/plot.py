@@ -87,7 +87,7 @@ def _gaps(axes: Any, rows: list[Row], baselines: set[str], arms: list[str]) -> N
     settings = rows[0]["settings"]
     tokens = settings["batch"] * settings["sequence"] / 1e6
     curves = {arm: gap(rows, arm, baselines) for arm in [*sorted(baselines), *arms]}
-    colors = records.chart.LINES
+    colors = records.LINES
     for number, (arm, curve) in enumerate(curves.items()):
         if len(curve) == 0:
             continue
