@@ -1,6 +1,6 @@
 """Programs that measure: each writes its figures, with where they came from, and its picture.
 
-Each is run as `python -m experiments.NAME`; its docstring says what it claims, on which hardware
+Each is a module for `python -m`; its docstring says what it claims, on which hardware
 it runs, and how to try it anywhere. Results are in `results/`.
 
     optimizers      optimizer_error, accumulated_error, muon_error, optimizer_step, muon_step,

@@ -44,6 +44,14 @@ def cost(arm: str) -> tuple[float, float]:
     return round(100 * effect.mean, 2) + 0.0, 100 * effect.half
 
 
+def cost_midway(arm: str) -> tuple[float]:
+    """What an arm costs in the middle tenth of the run, in percent."""
+    rows = runs(*STUDY)
+    curve = statistics.gap(rows, arm, results.baselines_of(rows))
+    steps = len(curve)
+    return (100 * float(curve[round(0.45 * steps) : round(0.55 * steps)].mean()),)
+
+
 def extremes() -> tuple[float, float]:
     """How far single runs end below and above the baselines of their seed, in percent."""
     rows = runs(*STUDY)

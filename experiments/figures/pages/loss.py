@@ -69,6 +69,10 @@ PAGE = Page(
             "With this start, all of COAT ends {:+.2f} % ± {:.2f} above BF16",
             lambda: loss_study.cost("coat_after_bf16"),
         ),
+        Sentence(
+            "after {:+.2f} % in the middle of the run",
+            lambda: loss_study.cost_midway("coat_after_bf16"),
+        ),
         Sentence("cost about {:.2f} %,", lambda: loss_study.cost("activations")[:1]),
         Sentence(
             "Over {:.0f} seeds a rounded one (`COAT_PAPER`) ends {:+.2f} % ± {:.2f} above it",
