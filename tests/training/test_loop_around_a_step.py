@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from rich.console import Console
-from train_cases import small
+from train_cases import ONE, mesh_of, small
 
 from coat_jax import writing
 from coat_jax.errors import UserError
@@ -75,6 +75,7 @@ def step(monkeypatch):
     monkeypatch.setattr(programs, "_compile", lambda *arguments, **options: counting)
     monkeypatch.setattr(preparation, "new_state", zeros)
     monkeypatch.setattr(loop, "Evaluation", HeldOut)
+    monkeypatch.setattr(loop, "make_mesh", lambda _: mesh_of(ONE))  # checkpoints are sooner written
     return counting
 
 
