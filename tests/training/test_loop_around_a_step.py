@@ -96,7 +96,7 @@ def train(config):
     return loop.train(config, Console(file=file, width=200)), file.getvalue()
 
 
-def test_from_python_progress_goes_to_standard_output(config, capsys):
+def test_from_python_progress_goes_to_standard_output(step, config, capsys):
     assert loop.train(config).step == STEPS
     assert "Trains on" in capsys.readouterr().out
 
