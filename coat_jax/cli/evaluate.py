@@ -244,9 +244,9 @@ def _as_json(
                 "file": str(file),
                 "tokens": score.tokens,
                 "bytes": score.size,
-                "nats per token": score.per_token,
+                "nats_per_token": score.per_token,
                 "perplexity": score.perplexity if math.isfinite(score.perplexity) else None,
-                "bits per byte": score.bits_per_byte,
+                "bits_per_byte": score.bits_per_byte,
             }
             for file, score in zip(options.text, scores, strict=True)
         ]
@@ -255,8 +255,8 @@ def _as_json(
             {
                 "file": str(file),
                 "questions": both.by_sum.questions,
-                "by sum": _accuracy_as_json(both.by_sum),
-                "per byte": _accuracy_as_json(both.per_byte),
+                "by_sum": _accuracy_as_json(both.by_sum),
+                "per_byte": _accuracy_as_json(both.per_byte),
             }
             for file, both in zip(options.tasks, accuracies, strict=True)
         ]
@@ -276,7 +276,7 @@ def _accuracy_as_json(accuracy: "Accuracy") -> dict[str, Any]:
     return {
         "right": accuracy.right,
         "accuracy": accuracy.share,
-        "interval of 95 %": list(accuracy.interval),
+        "interval_95": list(accuracy.interval),
     }
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("INT8", "E2M5", "E3M4", "E4M3", "E5M2")
 SAMPLE = 1 << 20
+TITLES = {"weights": "weights", "in_training": "in training"}  # of the tables, by their JSON keys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
             return weights.load(where, config, step=options.step, note=_note)
 
         formats = [quantizer.format for quantizer in quantizers]
-        tables["in training"] = best_formats.in_training(load, config, formats, tokens)
+        tables["in_training"] = best_formats.in_training(load, config, formats, tokens)
     text = json.dumps(_as_json(options, tables), indent=2)
     try:
         if out is not None:
@@ -131,7 +132,7 @@ def run(options: argparse.Namespace) -> int:
             with path_failures(out):
                 out.with_suffix(".json").write_text(text + "\n")
     finally:  # a picture that cannot be written does not take the table away
-        shown = [text] if options.json else [_table(*table) for table in tables.items()]
+        shown = [text] if options.json else [_table(TITLES[key], rows) for key, rows in tables.items()]
         print(printable("\n".join(shown)))
     if out is not None and not options.json:
         print(printable(f"{out}\n{out.with_suffix('.json')}"))
@@ -241,10 +242,9 @@ def _as_json(options: argparse.Namespace, tables: dict[str, list["Row"]]) -> dic
     if options.fit == "percentile":
         settings["percentile"] = options.percentile
     listed = {
-        title: [{**row._asdict(), "best": row.best} for row in rows]
-        for title, rows in tables.items()
+        key: [{**row._asdict(), "best": row.best} for row in rows] for key, rows in tables.items()
     }
-    return {"model": str(options.where), "weights are rounded with": settings, **listed}
+    return {"model": str(options.where), "settings": settings, **listed}
 
 
 def _note(text: str) -> None:

@@ -42,6 +42,12 @@ def test_the_corpus_is_the_standard_library(tmp_path):
         corpus.load(root=tmp_path / "test")
 
 
+@pytest.mark.parametrize("split", ["foo", "validation", "", None])
+def test_an_unknown_split_is_refused(split):
+    with pytest.raises(UserError, match="no split .*: use 'train' or 'held_out'"):
+        opened(DataConfig(), split)
+
+
 def test_the_corpus_is_there_without_a_word():
     train, held_out = (opened(DataConfig(), split, sequence=256) for split in ("train", "held_out"))
     assert train.tokens > held_out.tokens > 10_000
