@@ -132,8 +132,9 @@ def run(options: argparse.Namespace) -> int:
             with path_failures(out):
                 out.with_suffix(".json").write_text(text + "\n")
     finally:  # a picture that cannot be written does not take the table away
-        shown = [text] if options.json else [_table(TITLES[key], rows) for key, rows in tables.items()]
-        print(printable("\n".join(shown)))
+        if not options.json:
+            text = "\n".join(_table(TITLES[key], rows) for key, rows in tables.items())
+        print(printable(text))
     if out is not None and not options.json:
         print(printable(f"{out}\n{out.with_suffix('.json')}"))
     return 0

@@ -51,6 +51,7 @@ BAD = {
         "Did you mean --optimizer.learning_rate? A config",
     ),
     "a flag without a config": (["--print-config"], "The package has llama2_13b, llama2_7b"),
+    "a cache without a name": ([TINY, "--cache", ""], "cache='' names no folder"),
     "a value of another type": (
         [TINY, "--total_steps", "many"],
         "--total_steps 'many' is not a whole number",

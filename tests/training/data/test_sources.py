@@ -44,7 +44,7 @@ def test_the_corpus_is_the_standard_library(tmp_path):
 
 @pytest.mark.parametrize("split", ["foo", "validation", "", None])
 def test_an_unknown_split_is_refused(split):
-    with pytest.raises(UserError, match="no split .*: use 'train' or 'held_out'"):
+    with pytest.raises(UserError, match=r"no split .*: use 'train' or 'held_out'"):
         opened(DataConfig(), split)
 
 
