@@ -58,8 +58,8 @@ def windows(tokens: Sequence[int], size: int) -> list[Passage]:
         raise UserError(f"A window of {size} tokens has no half: take 2 or more.")
     if len(tokens) < 2:
         raise UserError(
-            f"A text of {counted(len(tokens), 'token')} has nothing to score: the first token is not "
-            "scored, because none comes before it. Give 2 tokens or more."
+            f"A text of {counted(len(tokens), 'token')} has nothing to score: the first token is "
+            "not scored, because none comes before it. Give 2 tokens or more."
         )
     stride = size // 2
     last = max(0, math.ceil((len(tokens) - 1 - size) / stride))
