@@ -166,7 +166,7 @@ def _quantize(options: argparse.Namespace) -> str:
     from coat_jax.training.checkpoint import conversion, weights
 
     source, recipe = expanded(options.source), _recipe(options)
-    weights.require_not_quantized(source, "quantizing it needs")
+    weights.require_not_quantized(source, "Quantization")
     tokens: list[int] = []
     if recipe.calibrated:
         config = weights.model_config(source)

@@ -111,11 +111,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _require(options: argparse.Namespace) -> None:
     if not options.text and not options.tasks:
-        raise UserError("Name a --text FILE, or a file of --tasks.")
+        raise UserError("Name a text, --text FILE, or a file of questions, --tasks FILE.jsonl.")
     if options.batch < 1:
         raise UserError(f"--batch {options.batch} must be 1 or more.")
     if options.window is not None and not options.text:
-        raise UserError(f"--window {options.window} is of --text, and there is none.")
+        raise UserError(f"--window {options.window} is for texts: name one, --text FILE.")
 
 
 def _text(file: Path, folder: ModelFolder, begin: Sequence[int]) -> tuple[list[int], int]:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from coat_jax.cli.texts import tokens_of
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, is_folder, path_failures
-from coat_jax.printable import printable
+from coat_jax.printable import counted, printable
 
 if TYPE_CHECKING:
     from coat_jax.models import Config
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
     if out is not None:
         _require_place(out)
     where = expanded(options.where)
-    weights.require_not_quantized(where, "formats compares those of")
+    weights.require_not_quantized(where, "A comparison of formats")
     of_run = weights.is_run(weights.read_json(where))
     config = weights.model_config(where)
     tokens = _tokens(options, config, quantizers)
@@ -202,7 +202,7 @@ def _tokens(
         raise UserError(f"The model's context of {config.context} has no room for 2 tokens.")
     tokens = tokens_of(options.text, options.where, config, options.tokenizer)
     if len(tokens) < 2:
-        raise UserError(f"{options.text} has {len(tokens)} tokens, and 2 are the least.")
+        raise UserError(f"{options.text} has {counted(len(tokens), 'token')}: give 2 or more.")
     return tokens[: min(options.tokens, config.context)]
 
 

@@ -207,7 +207,7 @@ def test_the_token_that_the_tokenizer_begins_a_text_with_comes_first(of_words, t
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "Name a --text FILE, or a file of --tasks"),
+        ([], "Name a text, --text FILE, or a file of questions, --tasks"),
         (["--text", "none.txt"], "There is no file none.txt"),
         (["--text", "/dev/zero"], "/dev/zero is a pipe or a device"),
         (["--text", "EMPTY"], "empty.txt is empty"),
@@ -216,7 +216,7 @@ def test_the_token_that_the_tokenizer_begins_a_text_with_comes_first(of_words, t
         (["--tasks", "TEXT"], "a.txt:1 is not JSON"),
         (["--text", "TEXT", "--window", "33"], "--window 33 must be from 2 to the model's context"),
         (["--text", "TEXT", "--window", "1"], "--window 1 must be from 2"),
-        (["--tasks", "TASKS", "--window", "9"], "--window 9 is of --text, and there is none"),
+        (["--tasks", "TASKS", "--window", "9"], "--window 9 is for texts: name one"),
         (["--text", "TEXT", "--batch", "0"], "--batch 0 must be 1 or more"),
         (
             ["--text", "TEXT", "--devices", "9"],
@@ -239,6 +239,13 @@ def test_bad_input_ends_in_one_line_and_code_2(
     assert named in said.err
     assert said.err.count("\n") == 1
     assert said.out == ""
+
+
+def test_a_folder_that_an_option_took_is_explained(run, text, capsys):
+    with pytest.raises(SystemExit):
+        coat("--text", text, run)
+    message = "required: WHERE; options take all words that follow, so put it first"
+    assert message in capsys.readouterr().err
 
 
 def test_a_tokenizer_must_be_that_of_the_model(text, tmp_path, capsys):

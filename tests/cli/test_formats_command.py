@@ -170,7 +170,7 @@ def test_layers_are_drawn_together():
         ),
         (["{model}", "--step", "3"], "There is no step 3 in"),
         (["{model}", "--out", "formats.svg"], "formats.svg does not end in .png."),
-        (["{model}", "--text", "{empty}"], "empty.txt has 0 tokens, and 2 are the least."),
+        (["{model}", "--text", "{empty}"], "empty.txt has 0 tokens: give 2 or more."),
         (["{model}", "--text", "nowhere.txt"], "nowhere.txt"),
         (["{model}", "--text", "{empty}", "--tokens", "1"], "--tokens 1 must be 2 or more"),
         (

@@ -63,7 +63,7 @@ def to_run(
     """
     source, out = expanded(source), expanded(out)
     _new(out).require_new()
-    weights.require_not_quantized(source, "a run begins with")
+    weights.require_not_quantized(source, "A run")
     config = weights.model_config(source)
     companions = read_companions(source)
     parameters = hf.read(source, config)
@@ -152,7 +152,7 @@ def to_quantized(
     """
     source, out = expanded(source), expanded(out)
     _new(out).require_new()
-    weights.require_not_quantized(source, "quantizing it needs")
+    weights.require_not_quantized(source, "Quantization")
     said = weights.read_json(source)
     if weights.is_run(said):
         companions = _companions_of_run(source, tokenizer, note)

@@ -87,17 +87,17 @@ def is_quantized(said: Mapping[str, Any]) -> bool:
     return not is_run(said) and said.get(ENTRY) is not None
 
 
-def require_not_quantized(folder: str | Path, why: str) -> None:
+def require_not_quantized(folder: str | Path, purpose: str) -> None:
     """Raises if the model in a folder is quantized.
 
     Args:
         folder: of a run, or one of Hugging Face.
-        why: it must not be, as in "training needs".
+        purpose: what the model is for, as in "Training".
     """
     if is_quantized(read_json(folder)):
         raise UserError(
-            f"{folder} is already quantized, and {why} the parameters that it was made from: name "
-            "the folder of these."
+            f"{folder} is already quantized. {purpose} needs the original parameters: name the "
+            "folder of the model that it was made from."
         )
 
 
