@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coat_jax.cli.model_folder import ModelFolder, add_model_arguments, on_devices
+from coat_jax.cli.output import note
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, read_text
 from coat_jax.printable import counted, printable
@@ -137,7 +138,7 @@ def _questions(file: Path, folder: ModelFolder, begin: Sequence[int]) -> list["Q
 
     questions = evaluation.read(expanded(file), folder.text, begin, folder.config)
     if cut := sum(question.left_out > 0 for question in questions):
-        _note(
+        note(
             f"{file}: {cut} of {counted(len(questions), 'question')} lose their beginning, for "
             f"the model's context={folder.config.context}."
         )
@@ -278,7 +279,3 @@ def _accuracy_as_json(accuracy: "Accuracy") -> dict[str, Any]:
         "accuracy": accuracy.share,
         "interval_95": list(accuracy.interval),
     }
-
-
-def _note(text: str) -> None:
-    print(printable(text), file=sys.stderr)

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coat_jax.cli.texts import tokens_of
+from coat_jax.cli.output import note
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, is_folder, path_failures
 from coat_jax.printable import counted, printable
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of the text to read (%(default)s)",
     )
-    add("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json, for --text")
+    add("--tokenizer", metavar="FILE", help='a tokenizer.json, or "bytes", for --text')
     add("--step", type=int, help="step of a run's checkpoint; by default the newest intact one")
     add("--out", type=Path, metavar="FILE.png", help="writes a picture, and the numbers to a .json")
     add("--json", action="store_true", help="print JSON instead of a table")
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     config = weights.model_config(where)
     tokens = _tokens(options, config, quantizers)
     if of_run:
-        parameters = weights.read(where, options.step, note=_note)
+        parameters = weights.read(where, options.step, note=note)
     elif options.step is None:
         parameters = hf.read(where, config)
     else:
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
     if tokens:
 
         def load(config: "Config") -> Any:
-            return weights.load(where, config, step=options.step, note=_note)
+            return weights.load(where, config, step=options.step, note=note)
 
         formats = [quantizer.format for quantizer in quantizers]
         tables["in_training"] = best_formats.in_training(load, config, formats, tokens)
@@ -189,6 +189,7 @@ def _tokens(
     options: argparse.Namespace, config: "Config", quantizers: Sequence["Quantizer"]
 ) -> list[int]:
     """The tokens of --text; none without it."""
+    from coat_jax.cli.texts import tokens_of
     from coat_jax.numerics.integer_format import IntegerFormat
 
     if options.text is None:
@@ -200,7 +201,7 @@ def _tokens(
         raise UserError(f"--tokens {options.tokens} must be 2 or more: a token and the next one.")
     if config.context < 2:
         raise UserError(f"The model's context of {config.context} has no room for 2 tokens.")
-    tokens = tokens_of(options.text, options.where, config, options.tokenizer)
+    tokens = tokens_of(options.text, expanded(options.where), config, options.tokenizer)
     if len(tokens) < 2:
         raise UserError(f"{options.text} has {counted(len(tokens), 'token')}: give 2 or more.")
     return tokens[: min(options.tokens, config.context)]
@@ -246,7 +247,3 @@ def _as_json(options: argparse.Namespace, tables: dict[str, list["Row"]]) -> dic
         key: [{**row._asdict(), "best": row.best} for row in rows] for key, rows in tables.items()
     }
     return {"model": str(options.where), "settings": settings, **listed}
-
-
-def _note(text: str) -> None:
-    print(printable(text), file=sys.stderr)

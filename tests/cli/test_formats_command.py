@@ -113,6 +113,24 @@ def test_what_training_rounds_on_a_text(theirs, tmp_path, capsys):
         assert row["best"] in row["bits"]
 
 
+def test_a_text_is_read_with_the_tokenizer_that_the_run_was_trained_with(tmp_path, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    run, text, elsewhere = tmp_path / "run", tmp_path / "text.txt", tmp_path / "words.json"
+    hf.save(tmp_path / "theirs", filled(dataclasses.replace(CONFIG, vocab=128)))
+    assert cli.main(["convert", str(tmp_path / "theirs"), str(run)]) == 0
+    text.write_text("yes no")
+    assert cli.main(["formats", str(run), *FEW, "--text", str(text)]) == 2
+    assert "has no tokenizer.json, and its model knows 128 tokens" in capsys.readouterr().err
+    words = tokenizers.models.WordLevel({"yes": 0, "no": 1, "[unk]": 2}, unk_token="[unk]")
+    tokenizers.Tokenizer(words).save(str(elsewhere))
+    said = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(said | {"data": {"tokenizer": str(elsewhere)}}))
+    assert cli.main(["formats", str(run), *FEW, "--text", str(text)]) == 2
+    assert "text.txt has 1 token: give 2 or more" in capsys.readouterr().err  # one unknown word
+    given = [run, *FEW, "--text", text, "--tokenizer", "bytes", "--json"]
+    assert json.loads(asked(capsys, *given))["in_training"]
+
+
 def test_what_a_format_holds_exactly_is_right_to_all_bits():
     ones = best_formats._bits(Quantizer("INT8"), jnp.full((4, 4), 1.5))
     zeros = best_formats._bits(Quantizer("INT8"), jnp.zeros((4, 4)))
