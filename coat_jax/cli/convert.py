@@ -9,8 +9,8 @@ when it is complete.
 With --to, FROM may be either, and the linear layers in TO have 8 bits, for inference with `coat
 generate`, vLLM or transformers. Weights have a scale per output channel. With --activations none
 only weights are rounded; with dynamic the activations of each token are, too, with a scale of their
-own; with static all activations of a layer have one scale, which --calibrate finds on a text. The
-whole model is in memory.
+own; with static all activations of a layer have one scale, which --calibrate finds on a text. One
+parameter of one layer is in memory at a time, or the whole model while it is calibrated.
 
   coat convert Llama-3.1-8B llama8b
   coat convert out/llama_124m export --dtype bfloat16

@@ -95,7 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures each format on each tensor, and prints the tables."""
-    from coat_jax.models import hf
     from coat_jax.training.checkpoint import weights
     from coat_jax.training.report import best_formats
 
@@ -105,17 +104,9 @@ def run(options: argparse.Namespace) -> int:
         _require_place(out)
     where = expanded(options.where)
     weights.require_not_quantized(where, "A comparison of formats")
-    of_run = weights.is_run(weights.read_json(where))
     config = weights.model_config(where)
     tokens = _tokens(options, config, quantizers)
-    if of_run:
-        parameters = weights.read(where, options.step, note=note)
-    elif options.step is None:
-        parameters = hf.read(where, config)
-    else:
-        raise UserError(
-            f"There is no step {options.step} in {where}: it is one model. Leave --step out."
-        )
+    parameters = weights.parameters_of(where, config, step=options.step, note=note)
     found = best_formats.weights(parameters, quantizers, sample=options.sample)
     tables = {"weights": list(_shown(found))}
     if tokens:
