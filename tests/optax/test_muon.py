@@ -253,11 +253,15 @@ def test_in_a_group_of_equal_shapes_each_leaf_gets_its_own_matrix_back():
         ({"preconditioning": "spectral"}, ValueError, "frobenius"),
         ({"nesterov": 1}, TypeError, "nesterov"),
         ({"consistent_rms": -1.0}, ValueError, "consistent_rms"),
+        ({"ns_steps": jnp.array(5)}, ValueError, "name it in static_args"),
+        ({"learning_rate": None, "adam_learning_rate": 1e-3}, TypeError, "learning_rate=None"),
+        ({"weight_decay": -0.1}, ValueError, "weight_decay=-0.1"),
+        ({"weight_decay_mask": "w"}, TypeError, "mask='w' must be True or False"),
     ],
 )
 def test_wrong_arguments_are_refused_when_it_is_made(arguments, error, words):
     with pytest.raises(error, match=words):
-        coat.optax.fp8_muon(0.02, **arguments)
+        coat.optax.fp8_muon(**{"learning_rate": 0.02, **arguments})
 
 
 @pytest.mark.parametrize(
