@@ -85,8 +85,8 @@ class Quantizer:
             object.__setattr__(self, "format", format_named(self.format))
         if not isinstance(self.format, AnyFormat):
             raise TypeError(
-                f"format={self.format!r} must be a Minifloat, an IntegerFormat, or the name of one, "
-                "such as 'E4M3' or 'INT8'."
+                f"format={self.format!r} must be a Minifloat, an IntegerFormat or the name of "
+                "one, such as 'E4M3' or 'INT8'."
             )
         choices = (("over", OVERS), ("fit", FITS), ("rounding", ROUNDING_MODES))
         for name, known in choices:

@@ -253,7 +253,7 @@ def test_wrong_settings_are_refused(settings, said):
 
 @pytest.mark.parametrize("format", [8, jnp.int8, jnp.float8_e4m3fn, None])
 def test_what_is_no_format_is_refused(format):
-    with pytest.raises(TypeError, match="must be a Minifloat, an IntegerFormat, or the name"):
+    with pytest.raises(TypeError, match="must be a Minifloat, an IntegerFormat or the name"):
         Quantizer(format)
 
 
