@@ -330,7 +330,7 @@ def _coefficients(given: Coefficients | str, steps: int) -> np.ndarray:
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(
             f"ns_steps={steps!r} must be a whole number of at least 1. (optax.inject_hyperparams "
-            "makes arrays of numbers: name it in static_args.)"
+            'makes arrays of numbers: pass it static_args=("ns_steps", "ns_dtype").)'
         )
     if isinstance(given, str):
         if given not in PRESETS:
