@@ -92,7 +92,7 @@ class Quantizer:
         for name, known in choices:
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}.")
-        require_group_size(self.size)
+        require_group_size(self.size, "size")
         if not 50 < self.percentile <= 100:
             raise ValueError(f"percentile={self.percentile!r} must be above 50, and 100 at most.")
 

@@ -25,46 +25,45 @@ from coat_jax.ops.saved.array import SavedArray, restore, save_array
 from coat_jax.watching import OptionalProbe
 
 
-def recompute(function: Callable[..., Array], *, block: int = 16) -> Callable[..., Array]:
+def recompute(function: Callable[..., Any], *, block: int = 16) -> Callable[..., Any]:
     """`function`, recomputed as a whole in the backward pass.
 
     Args:
-        function: a function of x and of any other arguments that it needs or is differentiated
-            for. These are saved as they are, so parameters take no additional memory. What it
-            closes over must not be differentiated.
+        function: a function of x and of any other arguments that it needs. These are saved as they
+            are, so parameters take no additional memory. What is differentiated must be an
+            argument: the function cannot close over it.
         block: the size of the blocks.
     """
     if not callable(function):
         raise TypeError(f"recompute takes a function, not {type(function).__name__}.")
-    require_group_size(block)
+    require_group_size(block, "block")
 
-    def alone(x: Float[Array, "*rows D"], *rest: Any) -> Array:
+    def alone(x: Float[Array, "*rows D"], *rest: Any) -> Any:
         with watching.watched(None):  # a probe of the outer trace must not leak into it
             return function(x, *rest)
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
     def again(
         dtype: DTypeLike, probe: OptionalProbe, x: Float[Array, "*rows D"], *rest: Any
-    ) -> Array:
+    ) -> Any:
         return alone(x, *rest)
 
     def forward(
         dtype: DTypeLike, probe: OptionalProbe, x: Float[Array, "*rows D"], *rest: Any
-    ) -> tuple[Array, Any]:
+    ) -> tuple[Any, Any]:
         y, saved = alone(x, *rest), save_array(x, E4M3, block)
         return y, (watched.saved(probe, "saved", x, saved, block), saved, rest)
 
-    def backward(dtype: DTypeLike, residuals: Any, gradient: Array) -> Any:
-        def pull(seen: OptionalProbe, saved: SavedArray, rest: tuple[Any, ...], dy: Array) -> Any:
+    def backward(dtype: DTypeLike, residuals: Any, gradient: Any) -> Any:
+        def pull(seen: OptionalProbe, saved: SavedArray, rest: tuple[Any, ...], dy: Any) -> Any:
             return seen, *jax.vjp(alone, restore(saved, dtype, block), *rest)[1](dy)
 
         return run_backward(pull, residuals, gradient, name="recompute", rounds=True)
 
     again.defvjp(forward, backward)
 
-    def run(x: Float[Array, "*rows D"], *rest: Any) -> Array:
+    def run(x: Float[Array, "*rows D"], *rest: Any) -> Any:
         require_columns("recompute", x)
-        result: Array = again(x.dtype, watching.probe("recompute", ("saved",)), x, *rest)
-        return result
+        return again(x.dtype, watching.probe("recompute", ("saved",)), x, *rest)
 
     return run

@@ -242,7 +242,7 @@ def test_empty_ranges_are_refused():
         ({"over": "row"}, "over='row' must be one of tensor, channel, group, block"),
         ({"fit": "min"}, "fit='min' must be one of max, percentile, mse"),
         ({"rounding": "up"}, "rounding='up' must be one of"),
-        ({"size": 0}, "group_size must be a positive"),
+        ({"size": 0}, "^size must be a positive"),
         ({"percentile": 50}, "percentile=50 must be above 50"),
     ],
 )

@@ -63,7 +63,7 @@ def test_a_result_may_be_a_tree_of_any_dtypes():
 
 @pytest.mark.parametrize("block", [0, -16, 1.5, "16", None, True])
 def test_blocks_are_of_a_whole_number(block):
-    with pytest.raises(ValueError, match="must be a positive whole number"):
+    with pytest.raises(ValueError, match=r"^block must be a positive whole number"):
         ops.recompute(layer, block=block)
 
 
