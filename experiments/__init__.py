@@ -3,8 +3,8 @@
 Each is a module for `python -m`; its docstring says what it claims, on which hardware
 it runs, and how to try it anywhere. Results are in `results/`.
 
-    optimizers      optimizer_error, accumulated_error, optimizer_step, muon_step, in_place_step,
-                    compress_table
+    optimizers      optimizer_error, accumulated_error, muon_error, optimizer_step, muon_step,
+                    in_place_step, compress_table
     layers          activation_memory, layer_speed, granularity, group_scaling
     loss            loss_study, precision_ablation, training_curves, stability
     formats         format_sqnr, after_training

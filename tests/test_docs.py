@@ -92,12 +92,15 @@ def test_examples_of_a_page_run_in_order(
 
 def take_a_step(tx: optax.GradientTransformation, params: Any) -> None:
     """With gradients of one, for the parameters that the page has."""
-    trained = params.fast if isinstance(params, optax.LookaheadParams) else params
-    grads = jax.tree.map(jnp.ones_like, trained)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-    after = optax.apply_updates(params, updates)
-    finite = jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), after)
-    assert all(jax.tree.leaves(finite))
+
+    @jax.jit
+    def finite(params):
+        trained = params.fast if isinstance(params, optax.LookaheadParams) else params
+        grads = jax.tree.map(jnp.ones_like, trained)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return jax.tree.map(lambda x: jnp.isfinite(x).all(), optax.apply_updates(params, updates))
+
+    assert all(jax.tree.leaves(finite(params)))
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -34,7 +34,7 @@ from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.integers import LARGEST, SMALLEST
 from coat_jax.optax.adam import fp8_adamw
-from coat_jax.optax.arguments import require_number, require_settings
+from coat_jax.optax.arguments import require_number, require_number_or_schedule, require_settings
 from coat_jax.optax.checks import require_moments, require_same_shapes, require_state_of
 from coat_jax.optax.matrices import (
     DimensionNumbers,
@@ -138,6 +138,9 @@ def fp8_muon(
         >>> state.inner_states["muon"].inner_state[0].mu.codes["w"].dtype.name
         'int8'
     """
+    for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
+        require_number_or_schedule(name, value)
+    require_settings(storage=storage, mask=weight_decay_mask)
     if consistent_rms is not None:
         require_number("consistent_rms", consistent_rms)
     numbers = muon_weight_dimension_numbers or hidden_matrices
@@ -325,7 +328,10 @@ def _scale_by_shape(
 def _coefficients(given: Coefficients | str, steps: int) -> np.ndarray:
     """[3] or [steps, 3]; raises for anything else."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"ns_steps={steps!r} must be a whole number of at least 1.")
+        raise ValueError(
+            f"ns_steps={steps!r} must be a whole number of at least 1. (optax.inject_hyperparams "
+            "makes arrays of numbers: name it in static_args.)"
+        )
     if isinstance(given, str):
         if given not in PRESETS:
             raise ValueError(

@@ -188,20 +188,31 @@ def test_dimension_numbers_may_be_a_prefix_and_name_several_axes():
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
 
 
-@pytest.mark.parametrize("mesh_shape", [(8, 1), (2, 4)])
-def test_updates_do_not_depend_on_the_mesh(mesh_shape):
-    """Of 8 devices, which share out stacks of 1, 3 and 5 matrices."""
+OF_SMALL_GROUPS = coat.optax.fp8_muon(0.02, storage=coat.Storage(min_size=0, group_size=16))
+
+
+def two_steps(params, grads, state):
+    for _ in range(2):
+        updates, state = OF_SMALL_GROUPS.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Parameters, gradients, and what two steps on one device make of them.
+
+    Stacks of 1, 3 and 5 matrices: 8 devices cannot share them equally.
+    """
     shapes = {"embedding": (64, 32), "a": (64, 32), "b": (3, 32, 64), "c": (5, 64, 64)}
     params, grads = tree(1, shapes), tree(2, shapes)
-    tx = coat.optax.fp8_muon(0.02, storage=coat.Storage(min_size=0, group_size=16))
+    return params, grads, jax.jit(two_steps)(params, grads, OF_SMALL_GROUPS.init(params))
 
-    def two_steps(params, grads, state):
-        for _ in range(2):
-            updates, state = tx.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-        return params, state
 
-    alone = jax.jit(two_steps)(params, grads, tx.init(params))
+@pytest.mark.parametrize("mesh_shape", [(8, 1), (2, 4)])
+def test_updates_do_not_depend_on_the_mesh(alone, mesh_shape):
+    params, grads, wanted = alone
+    tx = OF_SMALL_GROUPS
     mesh = jax.make_mesh(mesh_shape, ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
 
     def sharded(leaf):
@@ -212,7 +223,7 @@ def test_updates_do_not_depend_on_the_mesh(mesh_shape):
         params, grads = jax.tree.map(sharded, (params, grads))
         state = jax.jit(tx.init, out_shardings=coat.optax.state_shardings(tx, params))(params)
         together = jax.jit(two_steps)(params, grads, state)
-    for got, want in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+    for got, want in zip(jax.tree.leaves(together), jax.tree.leaves(wanted), strict=True):
         if got.dtype == jnp.float32:
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-3 * float(jnp.max(jnp.abs(want))))
 
@@ -242,11 +253,15 @@ def test_in_a_group_of_equal_shapes_each_leaf_gets_its_own_matrix_back():
         ({"preconditioning": "spectral"}, ValueError, "frobenius"),
         ({"nesterov": 1}, TypeError, "nesterov"),
         ({"consistent_rms": -1.0}, ValueError, "consistent_rms"),
+        ({"ns_steps": jnp.array(5)}, ValueError, "name it in static_args"),
+        ({"learning_rate": None, "adam_learning_rate": 1e-3}, TypeError, "learning_rate=None"),
+        ({"weight_decay": -0.1}, ValueError, "weight_decay=-0.1"),
+        ({"weight_decay_mask": "w"}, TypeError, "mask='w' must be True or False"),
     ],
 )
 def test_wrong_arguments_are_refused_when_it_is_made(arguments, error, words):
     with pytest.raises(error, match=words):
-        coat.optax.fp8_muon(0.02, **arguments)
+        coat.optax.fp8_muon(**{"learning_rate": 0.02, **arguments})
 
 
 @pytest.mark.parametrize(

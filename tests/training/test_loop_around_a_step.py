@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from rich.console import Console
-from train_cases import small
+from train_cases import ONE, mesh_of, small
 
 from coat_jax import writing
 from coat_jax.errors import UserError
@@ -75,6 +75,7 @@ def step(monkeypatch):
     monkeypatch.setattr(programs, "_compile", lambda *arguments, **options: counting)
     monkeypatch.setattr(preparation, "new_state", zeros)
     monkeypatch.setattr(loop, "Evaluation", HeldOut)
+    monkeypatch.setattr(loop, "make_mesh", lambda _: mesh_of(ONE))  # checkpoints are sooner written
     return counting
 
 
@@ -95,7 +96,7 @@ def train(config):
     return loop.train(config, Console(file=file, width=200)), file.getvalue()
 
 
-def test_from_python_progress_goes_to_standard_output(config, capsys):
+def test_from_python_progress_goes_to_standard_output(step, config, capsys):
     assert loop.train(config).step == STEPS
     assert "Trains on" in capsys.readouterr().out
 
@@ -218,6 +219,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(step, config):
     assert f"checkpoints/{STEPS} is damaged: the checksum of state/" in text
     assert f"Resumes after step {STEPS - 2} of {STEPS}." in text
     assert [record["loss"] for record in records(config)] == [r["loss"] for r in undisturbed]
+
+
+def test_a_complete_run_says_so(step, config):
+    assert "The run is complete" not in train(config)[1]
+    assert "The run is complete. To train it further, raise --total_steps." in train(config)[1]
 
 
 def test_what_a_killed_run_did_not_prune_is_pruned_at_the_next_start(step, config):
