@@ -51,11 +51,14 @@ class Given(NamedTuple):
     reason: str
 
 
+Figure = Sentence | Table | Given
+
+
 class Page(NamedTuple):
     """A file, by its path in the repository, and the figures that it shows."""
 
     name: str
-    figures: Sequence[Sentence | Table | Given] = ()
+    figures: Sequence[Figure] = ()
 
 
 class Correction(NamedTuple):
@@ -97,7 +100,7 @@ def compare(page: Page, text: str) -> tuple[str, list[str]]:
     return text, [f"{page.name}: {error}" for error in errors]
 
 
-def _find(figure: Sentence | Table | Given, text: str) -> Found:
+def _find(figure: Figure, text: str) -> Found:
     match figure:
         case Sentence():
             return _sentence(figure, text)

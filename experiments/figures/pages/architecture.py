@@ -1,8 +1,9 @@
 """The figures of docs/architecture.md."""
 
+from coat_jax.numerics.expansion import GROUP_SIZE
 from experiments.figures.compare import Given, Page, Sentence
 from experiments.figures.measured.layers import exact_scale_gains
-from experiments.figures.measured.package import CAPABILITY, GROUP_SIZE, MOMENTS
+from experiments.figures.measured.package import CAPABILITY, MOMENTS
 from experiments.figures.pages.reasons import ARITHMETIC, SETTING
 
 PAGE = Page(

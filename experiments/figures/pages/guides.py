@@ -37,8 +37,7 @@ PAGES = [
     Page(
         "docs/coming_from.md",
         [
-            Given("torchao 0.18, TransformerEngine 2.16 and", SETTING),
-            Given("bitsandbytes 0.50", SETTING),
+            Given("torchao 0.18, TransformerEngine 2.16, bitsandbytes 0.50 and Flax 0.12", SETTING),
         ],
     ),
     Page(

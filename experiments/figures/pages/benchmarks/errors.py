@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from experiments.figures.compare import Given, Sentence, Table
+from experiments.figures.compare import Figure, Given, Sentence, Table
 from experiments.figures.measured.files import bold, case, of
 from experiments.figures.measured.layers import exact_scale_gains
 from experiments.figures.pages.reasons import SETTING
@@ -101,7 +101,7 @@ def int8_and_ours(channels_larger: int) -> list[float]:
     return [100 * found[way]["n"] for way in ("1 x 16, INT8", "1 x 16, 2^n (ours)")]
 
 
-FIGURES = [
+FIGURES: list[Figure] = [
     Given("At b2 = 0.999 it matters more", SETTING),
     Table("accumulated_error", accumulated_error),
     Sentence(

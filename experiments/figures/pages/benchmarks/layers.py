@@ -1,6 +1,6 @@
 """A layer in docs/benchmarks.md: its time, what it saves; memory of configs; compilation."""
 
-from experiments.figures.compare import Given, Sentence, Table
+from experiments.figures.compare import Figure, Given, Sentence, Table
 from experiments.figures.measured.files import GB, bold, of, ratio
 from experiments.figures.measured.layers import TENSORWISE, layer, unit
 from experiments.figures.pages.reasons import ARITHMETIC, OTHER_RUN, PAPER
@@ -84,7 +84,7 @@ def compile_seconds() -> tuple[float, float]:
     return step["compile_seconds"], step["warm"]
 
 
-FIGURES = [
+FIGURES: list[Figure] = [
     Sentence(
         "A layer is {:.2f} times as fast as in BF16, and {:.2f} times as fast as in torchao's FP8",
         lambda: [ratio("ms", layer(way), layer(OURS)) for way in (WAYS["BF16"], TENSORWISE)],

@@ -1,6 +1,6 @@
 """Where the figures come from: the last table of docs/benchmarks.md."""
 
-from experiments.figures.compare import Table
+from experiments.figures.compare import Figure, Table
 from experiments.figures.measured.files import FOLDER, parents
 
 
@@ -24,4 +24,4 @@ def rows() -> list[list[str]]:
     return rows
 
 
-FIGURES = [Table("parents", rows)]
+FIGURES: list[Figure] = [Table("parents", rows)]

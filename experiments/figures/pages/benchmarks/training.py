@@ -4,7 +4,7 @@ from typing import Any
 
 from coat_jax.training.cluster.communication import OPTIONS
 from experiments.communication import DEFAULTS, GATHER, PIPELINED, SCATTER, TRAINERS
-from experiments.figures.compare import Given, Sentence, Table
+from experiments.figures.compare import Figure, Given, Sentence, Table
 from experiments.figures.measured import throughput
 from experiments.figures.measured.curves import epochs, tokens
 from experiments.figures.measured.files import GB, bold, case, of, ratio
@@ -84,7 +84,7 @@ def precision_ablation() -> list[list[str]]:
     return rows
 
 
-FIGURES = [
+FIGURES: list[Figure] = [
     Sentence(
         "Training Llama-2-7B is {:.2f} times as fast as in BF16, in {:.2f} times less memory",
         throughput.seven_billion,
