@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--to",
         choices=("int8", "fp8", "mixed"),
-        help="the format of linear layers; mixed is for each the one with less error",
+        help="the format of linear layers; mixed takes for each the one with less error",
     )
     fits = ("max", "mse", "percentile")
     add("--fit", choices=fits, help="how the range of a channel is chosen (mse)")
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("none", "static", "dynamic"),
         help="how activations are rounded (dynamic)",
     )
-    add("--activation-fit", choices=fits, help="how the range of static ones is chosen (mse)")
+    add("--activation-fit", choices=fits, help="how their range is chosen with static (mse)")
     add(
         "--percentile",
         type=float,
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         type=Path,
         metavar="FILE",
-        help="a text, from which ranges of activations are found",
+        help="a text on which ranges of activations are found",
     )
     add("--tokens", type=int, metavar="N", help=f"how many tokens of that text ({TOKENS:,})")
 

@@ -42,7 +42,7 @@ TITLES = {"weights": "weights", "in_training": "in training"}  # of the tables, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Declares the command's arguments."""
     add = parser.add_argument
     add("where", type=Path, metavar="WHERE", help="the folder of a model")
     add(

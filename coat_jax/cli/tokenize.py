@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--end-of-text",
         type=int,
-        help="the token that ends a document; by default the tokenizer's own, as <|endoftext|>",
+        help="the token that ends a document; by default the tokenizer's, such as <|endoftext|>",
     )
 
 
@@ -68,11 +68,11 @@ def run(options: argparse.Namespace) -> int:
             bar.update(task, advance=part.size, tokens=so_far)
 
         notes = write(paths, out, tokenizer, progress=advance)
-    told = (
+    summary = (
         f"{counted(notes['tokens'], 'token')} of {counted(notes['documents'], 'document')} as "
         f"{notes['dtype']} in {counted(len(notes['files']), 'file')}, vocabulary "
         f"{notes['vocab']:,}, end of text {notes['end_of_text']}.\n"
         f"coat train CONFIG --data.train '{out}/*.npy'"
     )
-    print(printable(told))  # rich would end with code 1 if nobody reads it
+    print(printable(summary))  # rich would end with code 1 if nobody reads it
     return 0

@@ -41,14 +41,14 @@ def save_quantized(
         folder: see `save`.
         config: of the model that is not quantized.
         parameters: of that model, in files or on devices.
-        recipe: what becomes of its projections.
+        recipe: how its projections are quantized.
         ranges: of their inputs, from `calibrate`, where the recipe needs them.
         dtype: see `save`.
         extra: see `save`.
         file_bytes: see `save`.
 
     Returns:
-        What became of each projection; those left alone are not listed.
+        The scheme of each quantized projection, by its path.
     """
     config = computing(config)
     parameters = stored.arranged(parameters, scan=False)

@@ -138,7 +138,7 @@ def to_quantized(
     Args:
         source: the folder of a run, or one of Hugging Face.
         out: the folder to make.
-        recipe: what becomes of the model's projections.
+        recipe: how the model's projections are quantized.
         tokens: a text to calibrate on, where the recipe needs one.
         step: of a run's checkpoint; by default the newest that is whole.
         dtype: of what is not quantized; by default that in which the model computes.
@@ -146,7 +146,7 @@ def to_quantized(
         note: see `to_hugging_face`.
 
     Returns:
-        What became of each projection.
+        The scheme of each quantized projection, by its path.
     """
     source, out = expanded(source), expanded(out)
     _new(out).require_new()
