@@ -21,7 +21,9 @@ from hypothesis import Phase, settings
 # XLA's CUDA plugin looks for CUDA's libraries, which compiling does not need.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 DEVICES = "--xla_force_host_platform_device_count=8"
-MEMORY = 2 << 30  # bytes
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+# Bytes of a worker: all together leave most of the machine to others.
+MEMORY = max(2 << 30, os.sysconf("SC_PHYS_PAGES") * resource.getpagesize() // (3 * WORKERS))
 OPTIMIZATION = "--xla_backend_optimization_level"
 
 
@@ -51,7 +53,10 @@ settings.load_profile("laws")
 
 @pytest.fixture(autouse=True, scope="module")
 def programs_are_given_back() -> Iterator[None]:
-    """Those of other modules, where there are many: with all of them a worker grows to 5 GB."""
+    """Those of other modules, where there are many: with all of them a worker grows to 5 GB.
+
+    It takes two seconds, and many are compiled once more: a tenth of the suite, done at each 2 GB.
+    """
     yield
     pages = Path("/proc/self/statm")
     if pages.exists() and int(pages.read_text().split()[1]) * resource.getpagesize() > MEMORY:

@@ -29,7 +29,7 @@ from coat_jax.training.config_files import SHIPPED, load_config
 from coat_jax.training.fields import KNOWN_AS, fields
 from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.overrides import override
-from experiments.figures import pages
+from experiments.figures.compare import documents
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,7 +42,7 @@ MODULES = sorted(
     if not m.name.startswith("coat_jax.kernels.triton.")  # they need Triton, and have no examples
 )
 SOURCES = [
-    *pages.names(),
+    *documents(),
     *(f"coat_jax/cli/{name}.py" for name in cli.COMMANDS),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "experiments").rglob("*.py"))),
 ]
@@ -92,12 +92,15 @@ def test_examples_of_a_page_run_in_order(
 
 def take_a_step(tx: optax.GradientTransformation, params: Any) -> None:
     """With gradients of one, for the parameters that the page has."""
-    trained = params.fast if isinstance(params, optax.LookaheadParams) else params
-    grads = jax.tree.map(jnp.ones_like, trained)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-    after = optax.apply_updates(params, updates)
-    finite = jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), after)
-    assert all(jax.tree.leaves(finite))
+
+    @jax.jit
+    def finite(params):
+        trained = params.fast if isinstance(params, optax.LookaheadParams) else params
+        grads = jax.tree.map(jnp.ones_like, trained)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        return jax.tree.map(lambda x: jnp.isfinite(x).all(), optax.apply_updates(params, updates))
+
+    assert all(jax.tree.leaves(finite(params)))
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from coat_jax import ops, watching
-from coat_jax.nn.norm import AnyNorm
+from coat_jax.nn.norm import AnyNorm, require_norm_or_none
 from coat_jax.nn.parameters import (
     WHOLE,
     MeshAxes,
@@ -20,6 +20,8 @@ from coat_jax.nn.parameters import (
     vector,
     weight,
 )
+from coat_jax.ops.attention import require_window
+from coat_jax.ops.rotary import require_rotary
 from coat_jax.ops.saved.array import restore, save_array
 from coat_jax.precision import COAT, Precision, precision_of
 
@@ -67,11 +69,16 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         kv_heads = kv_heads or heads
-        if heads % kv_heads or (head_dim is None and width % heads):
+        if heads < 1 or heads % kv_heads or (head_dim is None and width % heads):
             raise ValueError(
                 f"{width=} must be a multiple of {heads=}, unless head_dim is given, and {heads=} "
                 f"of {kv_heads=}."
             )
+        for name, each in (("norm", norm), ("query_norm", query_norm), ("key_norm", key_norm)):
+            require_norm_or_none(name, each)
+        if rotary is not None:
+            require_rotary(rotary)
+        require_window(window, causal=causal)
         self.heads, self.kv_heads = heads, kv_heads
         self.head_dim = head_dim or width // heads
         sizes = {"query": heads, "key": kv_heads, "value": kv_heads}

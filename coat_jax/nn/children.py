@@ -35,6 +35,12 @@ def replace(owner: Any, key: str | int, module: nnx.Module) -> None:
         owner[key] = module
 
 
+def require_module(name: str, module: Any) -> None:
+    """Raises unless the argument of the function `name` is a module."""
+    if not isinstance(module, nnx.Module):
+        raise TypeError(f"{name} takes a Flax NNX module, not {type(module).__name__}.")
+
+
 def has_own_parameters(module: nnx.Module) -> bool:
     """Whether a module has parameters that are not those of a module within it."""
     return any(isinstance(value, nnx.Param) for value in vars(module).values())

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from coat_jax import ops
-from coat_jax.nn.children import children, replace
+from coat_jax.nn.children import children, replace, require_module
 from coat_jax.nn.parameters import value_of
 from coat_jax.precision import COAT, Precision, precision_of
 
@@ -67,6 +67,7 @@ def freeze(model: nnx.Module, precision: Precision | str = COAT) -> nnx.Module:
 
     All other arrays are shared with `model`. Delete `model` to free the memory of its weights.
     """
+    require_module("freeze", model)
     copy = nnx.merge(*nnx.split(model))
     if isinstance(copy, nnx.LoRALinear):
         return LoRALinear(copy, precision=precision)

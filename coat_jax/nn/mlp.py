@@ -6,8 +6,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax import ops
-from coat_jax.kernels.activation import Activation
-from coat_jax.nn.norm import AnyNorm
+from coat_jax.kernels.activation import Activation, require_activation
+from coat_jax.nn.norm import AnyNorm, require_norm_or_none
 from coat_jax.nn.parameters import WHOLE, MeshAxes, value_of, vector, weight
 from coat_jax.precision import COAT, Precision, precision_of
 
@@ -28,6 +28,8 @@ class GatedMLP(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        require_norm_or_none("norm", norm)
+        require_activation(activation)
         self.norm = nnx.data(norm)
         self.gate = weight(rngs, (width, hidden), axes.widening, dtype=param_dtype)
         self.up = weight(rngs, (width, hidden), axes.widening, dtype=param_dtype)
@@ -67,6 +69,8 @@ class MLP(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        require_norm_or_none("norm", norm)
+        require_activation(activation)
         self.norm = nnx.data(norm)
         self.up = weight(rngs, (width, hidden), axes.widening, dtype=param_dtype)
         self.down = weight(rngs, (hidden, width), axes.narrowing, dtype=param_dtype)

@@ -4,6 +4,8 @@ The result has the dtype of the input; of a norm that `convert` made of one of F
 its own, that dtype.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -80,3 +82,12 @@ class LayerNorm(nnx.Module):
 
 
 AnyNorm = RMSNorm | LayerNorm
+
+
+def require_norm_or_none(name: str, norm: Any) -> None:
+    """Raises unless the argument `name` is a norm of this module, or None."""
+    if norm is not None and not isinstance(norm, AnyNorm):
+        raise TypeError(
+            f"{name} is a {type(norm).__module__}.{type(norm).__name__}, and must be "
+            "a coat.nn.RMSNorm, a coat.nn.LayerNorm or None."
+        )

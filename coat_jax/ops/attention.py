@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from coat_jax import watching
@@ -22,7 +23,7 @@ from coat_jax.errors import UserError
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.ops import watched
 from coat_jax.ops.backward import run_backward
-from coat_jax.ops.checks import require_layers, require_real
+from coat_jax.ops.checks import require_array, require_layers, require_real
 from coat_jax.ops.saved.array import restore
 from coat_jax.ops.saved.attention import (
     AttentionSettings,
@@ -147,8 +148,11 @@ def _settings(
             f"q {q.shape} and k {k.shape} do not fit: batch and head sizes must be equal, and the "
             "number of key heads must divide that of query heads."
         )
-    if window is not None and (window < 1 or not causal):
-        raise ValueError(f"window={window} needs causal=True and at least one token.")
+    if head_dim == 0:
+        raise ValueError(f"attention takes heads of at least one number, not q {q.shape}.")
+    require_window(window, causal=causal)
+    if segments is not None:
+        require_array("segments", segments)
     if segments is not None and (segments.shape != q.shape[:2] or q.shape[1] != k.shape[1]):
         raise ValueError(
             f"segments {segments.shape} must number the tokens of q {q.shape[:2]} and of k."
@@ -165,6 +169,16 @@ def _settings(
         )
     scale = head_dim**-0.5 if scale is None else scale
     return AttentionSettings(causal, window, scale, precision_of(precision), backend)
+
+
+def require_window(window: int | None, *, causal: bool) -> None:
+    """Raises unless a window, if there is one, is a number of tokens of causal attention."""
+    if window is None:
+        return
+    if isinstance(window, bool) or not isinstance(window, int | np.integer):
+        raise TypeError(f"window={window!r} must be a whole number of tokens, or None.")
+    if window < 1 or not causal:
+        raise ValueError(f"window={window} needs causal=True and at least one token.")
 
 
 # --- attention -------------------------------------------------------------------------------

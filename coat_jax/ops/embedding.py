@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from coat_jax.ops.checks import require_real
+from coat_jax.ops.checks import require_array, require_real
 
 
 def embedding(table: Float[Array, "V D"], tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
@@ -22,9 +22,10 @@ def embedding(table: Float[Array, "V D"], tokens: Int[Array, "..."]) -> Float[Ar
     require_real("embedding", table)
     if table.ndim != 2:
         raise ValueError(f"embedding takes a table [V, D], not {table.shape}.")
+    require_array("embedding", tokens)
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"tokens are whole numbers, not {tokens.dtype.name}.")
-    return _embedding(table, tokens)
+    return _embedding(jnp.asarray(table), tokens)
 
 
 def _rows(table: Array, tokens: Array) -> Array:

@@ -29,7 +29,7 @@ from coat_jax.kernels.rotary import (
 from coat_jax.ops import watched
 from coat_jax.ops.backward import rounds_rows, run_backward
 from coat_jax.ops.checks import require_layers, require_norm, require_real
-from coat_jax.ops.rotary import Rotary, require_positions
+from coat_jax.ops.rotary import Rotary, require_positions, require_rotary
 from coat_jax.ops.saved.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
 from coat_jax.ops.saved.projection import (
     Biases,
@@ -83,13 +83,15 @@ def norm_qkv(
     require_real("norm_qkv", x)
     require_norm("norm_qkv", x.shape[-1], norm)
     require_layers("norm_qkv", x.shape[-1], ws, bs)
-    if len(ws) != len(ROTATED) or any(w.shape[1] % head_dim for w in ws):
+    whole = isinstance(head_dim, int) and head_dim > 0
+    if not whole or len(ws) != len(ROTATED) or any(w.shape[1] % head_dim for w in ws):
         raise ValueError(
             f"norm_qkv takes three weights to whole heads of {head_dim=}, not "
             f"{[w.shape for w in ws]}."
         )
     angles = None
     if rotary is not None:
+        require_rotary(rotary)
         positions = jnp.arange(x.shape[1]) if positions is None else positions
         require_positions(positions, x.shape[:2])
         angles = positions

@@ -91,8 +91,13 @@ def quantized_linear(
         activations: how x is rounded: see above.
     """
     require_columns("quantized_linear", x)
+    if not isinstance(weight, Quantized):
+        raise TypeError(
+            "quantized_linear takes a weight from coat.ops.quantize_weight, not "
+            f"{type(weight).__name__}."
+        )
     name = eight_bits.format_of_codes(weight.codes.dtype)
-    _require(x, weight, activations)
+    _require(x, weight, bias, activations)
     if activations == "none":
         codes = weight.codes.astype(x.dtype)
         y = jnp.matmul(x, codes.T, preferred_element_type=x.dtype).astype(jnp.float32)
@@ -140,7 +145,7 @@ def _rounded(
     return eight_bits.encode(x, scale, name), scale
 
 
-def _require(x: Array, weight: Quantized, activations: Activations) -> None:
+def _require(x: Array, weight: Quantized, bias: Array | None, activations: Activations) -> None:
     if activations not in ACTIVATION_MODES:
         known = ", ".join(ACTIVATION_MODES)
         raise ValueError(f"activations={activations!r} must be one of {known}.")
@@ -159,4 +164,9 @@ def _require(x: Array, weight: Quantized, activations: Activations) -> None:
         raise ValueError(
             f"The scales {weight.scale.shape} are not one for each of {weight.codes.shape[0]} "
             "outputs."
+        )
+    if bias is not None and bias.shape != weight.scale.shape:
+        raise ValueError(
+            f"quantized_linear got a bias of shape {bias.shape}: it should be "
+            f"{weight.scale.shape}, one number per output."
         )

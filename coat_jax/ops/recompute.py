@@ -8,15 +8,19 @@ residual stream itself is not rounded: y is computed from x.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax import watching
 from coat_jax.numerics.formats import E4M3
+from coat_jax.numerics.qtensor import require_group_size
 from coat_jax.ops import watched
 from coat_jax.ops.backward import run_backward
+from coat_jax.ops.checks import require_columns
 from coat_jax.ops.saved.array import SavedArray, restore, save_array
 from coat_jax.watching import Seen
 
@@ -25,33 +29,40 @@ def recompute(function: Callable[..., Array], *, block: int = 16) -> Callable[..
     """`function`, recomputed as a whole in the backward pass.
 
     Args:
-        function: of x and of whatever else it differentiates or needs. Those are saved as they
-            are: parameters take no memory of their own. Its result has x's dtype.
+        function: a function of x and of any other arguments that it needs or is differentiated
+            for. These are saved as they are, so parameters take no additional memory. What it
+            closes over must not be differentiated.
         block: the size of the blocks.
     """
+    if not callable(function):
+        raise TypeError(f"recompute takes a function, not {type(function).__name__}.")
+    require_group_size(block)
 
     def alone(x: Float[Array, "*rows D"], *rest: Any) -> Array:
         with watching.watched(None):  # a probe of the outer trace must not leak into it
             return function(x, *rest)
 
-    @jax.custom_vjp
-    def again(probe: Seen, x: Float[Array, "*rows D"], *rest: Any) -> Array:
+    @partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def again(dtype: DTypeLike, probe: Seen, x: Float[Array, "*rows D"], *rest: Any) -> Array:
         return alone(x, *rest)
 
-    def forward(probe: Seen, x: Float[Array, "*rows D"], *rest: Any) -> tuple[Array, Any]:
+    def forward(
+        dtype: DTypeLike, probe: Seen, x: Float[Array, "*rows D"], *rest: Any
+    ) -> tuple[Array, Any]:
         y, saved = alone(x, *rest), save_array(x, E4M3, block)
         return y, (watched.saved(probe, "saved", x, saved, block), saved, rest)
 
-    def backward(residuals: Any, gradient: Array) -> Any:
+    def backward(dtype: DTypeLike, residuals: Any, gradient: Array) -> Any:
         def pull(seen: Seen, saved: SavedArray, rest: tuple[Any, ...], dy: Array) -> Any:
-            return seen, *jax.vjp(alone, restore(saved, dy.dtype, block), *rest)[1](dy)
+            return seen, *jax.vjp(alone, restore(saved, dtype, block), *rest)[1](dy)
 
         return run_backward(pull, residuals, gradient, name="recompute", rounds=True)
 
     again.defvjp(forward, backward)
 
     def run(x: Float[Array, "*rows D"], *rest: Any) -> Array:
-        result: Array = again(watching.probe("recompute", ("saved",)), x, *rest)
+        require_columns("recompute", x)
+        result: Array = again(x.dtype, watching.probe("recompute", ("saved",)), x, *rest)
         return result
 
     return run

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from coat_jax.errors import UserError
+from coat_jax.files import expanded
 from coat_jax.optax.host_memory import with_copies
 
 
@@ -27,7 +28,7 @@ def save_state(path: str | Path, state: Any) -> None:
     """Writes a state to a new directory at `path`; returns when it is complete."""
     import orbax.checkpoint as ocp
 
-    path = Path(path).absolute()
+    path = expanded(path).absolute()
     if path.exists():
         raise FileExistsError(f"{path} exists already. Choose another path, or remove it first.")
     _require_storable(state)
@@ -49,7 +50,7 @@ def restore_state(path: str | Path, like: Any) -> Any:
     require_stored_like(path, like)
     arrays = jax.tree.map(_to_array, like)
     with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(Path(path).absolute(), arrays)
+        restored = checkpointer.restore(expanded(path).absolute(), arrays)
     return jax.tree.map(_from_array, like, restored)
 
 
@@ -62,7 +63,7 @@ def require_stored_like(path: str | Path, like: Any) -> None:
     """
     import orbax.checkpoint as ocp
 
-    path = Path(path).absolute()
+    path = expanded(path).absolute()
     if not path.is_dir():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     _require_storable(like)

@@ -26,7 +26,9 @@ def global_norm_scale(grads: optax.Updates, max_norm: float | Float[Array, ""]) 
 
 
 def _in_fp32(g: Array) -> Float[Array, "..."]:
-    return jnp.asarray(g).astype(jnp.float32)
+    """The gradient in FP32; of a complex one its magnitudes."""
+    g = jnp.asarray(g)
+    return (jnp.abs(g) if jnp.iscomplexobj(g) else g).astype(jnp.float32)
 
 
 def clip_scale(norm: Float[Array, ""], max_norm: float | Float[Array, ""]) -> Float[Array, ""]:

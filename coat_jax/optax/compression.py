@@ -23,7 +23,13 @@ from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.qtensor import join_groups, scales_shape, split_groups
 from coat_jax.optax.arguments import require_settings
-from coat_jax.optax.checks import dtype_of, is_fp8, require_state_of, require_stored
+from coat_jax.optax.checks import (
+    dtype_of,
+    is_fp8,
+    require_state_of,
+    require_stored,
+    require_transformation,
+)
 from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.metadata import fit_metadata
 from coat_jax.optax.selection import select_moments, without_names
@@ -68,14 +74,9 @@ def compress(
         {'b': 'float32', 'w': 'float8_e4m3fn'}
     """
     require_settings(storage=storage)
-    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        raise TypeError(
-            f"compress takes an optax transformation, with init and update, not {tx!r}. Call the "
-            "function that makes it: compress(optax.lion(1e-4)). fused_fp8_adamw needs no compress."
-        )
     if where is not None and not callable(where):
         raise TypeError(f"where={where!r} must be a function of path and leaf, or None.")
-    inner = optax.with_extra_args_support(tx)
+    inner = optax.with_extra_args_support(require_transformation("compress", tx))
     storage = storage or Storage()
 
     def init(params: optax.Params) -> CompressedState:

@@ -20,7 +20,11 @@ from jaxtyping import Array
 
 from coat_jax.numerics import corrections, noise
 from coat_jax.numerics.expansion import GROUP_SIZE
-from coat_jax.optax.checks import require_real_floats, require_state_of
+from coat_jax.optax.checks import (
+    require_real_floats,
+    require_state_of,
+    require_transformation,
+)
 from coat_jax.optax.metadata import fit_metadata
 from coat_jax.optax.sharding import zeros
 from coat_jax.storage import placeholder_shape
@@ -59,7 +63,7 @@ def with_corrections(tx: optax.GradientTransformation) -> optax.GradientTransfor
         >>> print(params["w"][0, 0], coat.optax.corrected_params(params, state)["w"][0, 0])
         0.976562 0.97558594
     """
-    inner = optax.with_extra_args_support(tx)
+    inner = optax.with_extra_args_support(require_transformation("with_corrections", tx))
 
     def init(params: optax.Params) -> CorrectedState:
         require_real_floats(params)

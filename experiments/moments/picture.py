@@ -4,7 +4,6 @@ python -m experiments.optimizer_error_picture experiments/results/optimizer_erro
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+from experiments import records
 from experiments.moments.errors import BOTTOMS, FORMATS, GRANULARITIES, GROUP_SIZES
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -233,4 +233,4 @@ if __name__ == "__main__":
     )
     parser.add_argument("figures", type=Path, help="the JSON file; the picture goes beside it")
     source = parser.parse_args().figures
-    draw(json.loads(source.read_text())["figures"], source.with_suffix(".png"))
+    draw(records.read(source), source.with_suffix(".png"))

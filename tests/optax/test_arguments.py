@@ -2,6 +2,7 @@
 
 import inspect
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -100,10 +101,11 @@ def test_the_fused_step_follows_a_schedule_of_weight_decay():
     (params, state), (fused_params, fused_state) = (
         (PARAMS, tx.init(PARAMS)) for tx in (chain, fused)
     )
+    update, step = jax.jit(chain.update), jax.jit(fused.step)
     for _ in range(3):
-        updates, state = chain.update(PARAMS, state, params)
+        updates, state = update(PARAMS, state, params)
         params = optax.apply_updates(params, updates)
-        fused_params, fused_state = fused.step(fused_params, PARAMS, fused_state)
+        fused_params, fused_state = step(fused_params, PARAMS, fused_state)
         for name in PARAMS:
             np.testing.assert_allclose(fused_params[name], params[name], rtol=2**-22)
 
@@ -139,9 +141,9 @@ def test_a_state_of_another_storage_is_refused():
         (compressed, grouped),
         (compressed, e5m2),
     ]:
-        state = make(1e-3, storage=storage).init(PARAMS)
+        state = jax.eval_shape(make(1e-3, storage=storage).init, PARAMS)
         with pytest.raises(ValueError, match=r"The state's .*but its Storage asks for"):
-            make(1e-3, storage=FP8).update(PARAMS, state, PARAMS)
+            jax.eval_shape(make(1e-3, storage=FP8).update, PARAMS, state, PARAMS)
     with pytest.raises(TypeError, match=r"must be a CompressedState"):
         compress(optax.adamw(1e-3)).update(PARAMS, optax.adamw(1e-3).init(PARAMS), PARAMS)
 

@@ -157,7 +157,7 @@ def test_updates_far_below_a_place_of_bf16_add_up():
 def test_a_parameter_that_is_set_to_zero_begins_at_zero():
     optimizer = fused()
     params = parameters()
-    params, state = optimizer.step(params, gradients(params, 0), optimizer.init(params))
+    params, state = jax.jit(optimizer.step)(params, gradients(params, 0), optimizer.init(params))
     pruned = {**params, "matrix": params["matrix"] * 0}
     assert np.any(np.asarray(state.corrections["matrix"]) < 0)
     assert not np.any(corrected_params(pruned, state)["matrix"])
@@ -246,7 +246,8 @@ def test_it_takes_the_parameters_of_an_nnx_model():
     model = nnx.Linear(64, 64, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
     params = nnx.state(model, nnx.Param)
     optimizer = fused()
-    new, state = optimizer.step(params, jax.tree.map(jnp.ones_like, params), optimizer.init(params))
+    grads = jax.tree.map(jnp.ones_like, params)
+    new, state = jax.jit(optimizer.step)(params, grads, optimizer.init(params))
     assert jax.tree.structure(new) == jax.tree.structure(params)
     assert np.any(jax.tree.leaves(state.corrections)[1])
     assert {p.dtype for p in jax.tree.leaves(corrected_params(new, state))} == {np.dtype("float32")}
@@ -255,7 +256,7 @@ def test_it_takes_the_parameters_of_an_nnx_model():
 def test_a_state_is_saved_and_restored_and_one_without_corrections_refused(tmp_path):
     optimizer = fused()
     params = parameters()
-    params, state = optimizer.step(params, gradients(params, 0), optimizer.init(params))
+    params, state = jax.jit(optimizer.step)(params, gradients(params, 0), optimizer.init(params))
     save_state(tmp_path / "state", state)
     restored = restore_state(tmp_path / "state", state)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
@@ -314,6 +315,8 @@ REFUSED = [
         ValueError,
         "needs the parameters",
     ),
+    (lambda p: with_corrections(optax.sgd), TypeError, r"with_corrections\(optax.lion\(1e-4\)\)"),
+    (lambda p: with_corrections(fused()), TypeError, "with_corrections takes an optax transf"),
 ]
 
 

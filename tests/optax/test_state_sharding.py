@@ -76,13 +76,14 @@ class Walk(NamedTuple):
 def walk(which, shape=None, kind=None):
     """Some steps on a mesh, or on one device where `shape` is None."""
     optimizer, step = OPTIMIZERS[which]
-    place, context = (lambda tree: tree), contextlib.nullcontext()
+    place, context, of_state = (lambda tree: tree), contextlib.nullcontext(), None
     if shape:
         mesh, shardings = mesh_and_shardings(shape, kind)
         place, context = placed(shardings), jax.set_mesh(mesh)
+        of_state = state_shardings(optimizer, place(draw(0)))
     with context:
         params = place(draw(0))
-        state = optimizer.init(params)
+        state = jax.jit(optimizer.init, out_shardings=of_state)(params)
         program = jax.jit(step).lower(params, params, state).compile()
         for i in range(STEPS):
             params, state = program(params, place(draw(1 + i)), state)
@@ -324,4 +325,4 @@ def test_annotations_of_flax_fit_the_state(tx, shape):
         model = nnx.Dict(w=nnx.Param(jnp.ones(shape), out_sharding=(None, "fsdp")))
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         grads = jax.tree.map(jnp.ones_like, nnx.state(model))
-        optimizer.update(model, grads)
+        nnx.jit(lambda optimizer, model: optimizer.update(model, grads))(optimizer, model)

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from rich.console import Console
-from train_cases import small
+from train_cases import ONE, mesh_of, small
 
 from coat_jax import writing
 from coat_jax.errors import UserError
@@ -75,6 +75,7 @@ def step(monkeypatch):
     monkeypatch.setattr(programs, "_compile", lambda *arguments, **options: counting)
     monkeypatch.setattr(preparation, "new_state", zeros)
     monkeypatch.setattr(loop, "Evaluation", HeldOut)
+    monkeypatch.setattr(loop, "make_mesh", lambda _: mesh_of(ONE))  # checkpoints are sooner written
     return counting
 
 
@@ -95,7 +96,7 @@ def train(config):
     return loop.train(config, Console(file=file, width=200)), file.getvalue()
 
 
-def test_from_python_progress_goes_to_standard_output(config, capsys):
+def test_from_python_progress_goes_to_standard_output(step, config, capsys):
     assert loop.train(config).step == STEPS
     assert "Trains on" in capsys.readouterr().out
 
