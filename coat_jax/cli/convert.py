@@ -1,16 +1,15 @@
-"""Turn a model from or to Hugging Face's format, or into 8 bits: `coat convert FROM TO`.
+"""Convert a model from or to Hugging Face's format, or quantize it: `coat convert FROM TO`.
 
-If FROM is a Hugging Face folder (config.json, safetensors), TO becomes a folder like that of a run,
-whose only checkpoint has parameters and nothing else, for `coat generate` and for `coat train
---init_from`. If FROM is the folder of a run, TO becomes a Hugging Face folder. Tensors are the same
-bit for bit, unless --dtype says otherwise. One piece of a tensor is in memory at a time. TO appears
-when it is complete.
+If FROM is a Hugging Face folder (config.json, safetensors), TO becomes the folder of a run. Its one
+checkpoint holds only parameters, for `coat generate` and for `coat train --init_from`. If FROM is
+the folder of a run, TO becomes a Hugging Face folder. Tensors stay the same bit for bit, unless
+--dtype changes them. One piece of a tensor is in memory at a time. TO appears when it is complete.
 
-With --to, FROM may be either, and the linear layers in TO have 8 bits, for inference with `coat
-generate`, vLLM or transformers. Weights have a scale per output channel. With --activations none
-only weights are rounded; with dynamic the activations of each token are, too, with a scale of their
-own; with static all activations of a layer have one scale, which --calibrate finds on a text. One
-parameter of one layer is in memory at a time, or the whole model while it is calibrated.
+With --to, FROM may be either kind of folder. TO becomes a Hugging Face folder whose linear layers
+have 8 bits, for inference with `coat generate`, vLLM or transformers. Weights have one scale per
+output channel. Activations stay as they are (--activations none), or are rounded with a scale for
+each token (dynamic), or with one scale for a layer, which --calibrate finds on a text (static). One
+parameter of one layer is in memory at a time; during calibration, the whole model.
 
   coat convert Llama-3.1-8B llama8b
   coat convert out/llama_124m export --dtype bfloat16
@@ -52,21 +51,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--to",
         choices=("int8", "fp8", "mixed"),
-        help="the format of linear layers; mixed takes for each the one with less error",
+        help="the format of linear layers; mixed chooses the one with less error for each",
     )
     fits = ("max", "mse", "percentile")
-    add("--fit", choices=fits, help="how the range of a channel is chosen (mse)")
+    add("--fit", choices=fits, help="how the range of a channel is chosen (default: mse)")
     add(
         "--activations",
         choices=("none", "static", "dynamic"),
-        help="how activations are rounded (dynamic)",
+        help="how activations are rounded (default: dynamic)",
     )
-    add("--activation-fit", choices=fits, help="how their range is chosen with static (mse)")
+    add(
+        "--activation-fit",
+        choices=fits,
+        help="how the range of static ones is chosen (default: mse)",
+    )
     add(
         "--percentile",
         type=float,
         metavar="P",
-        help="for --fit percentile and --activation-fit percentile (99.9)",
+        help="for --fit percentile and --activation-fit percentile (default: 99.9)",
     )
     add(
         "--leave",
@@ -80,7 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a text on which ranges of activations are found",
     )
-    add("--tokens", type=int, metavar="N", help=f"how many tokens of that text ({TOKENS:,})")
+    add(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help=f"how many tokens of that text (default: {TOKENS:,})",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
