@@ -18,16 +18,19 @@ parameter of one layer is in memory at a time; during calibration, the whole mod
 """
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coat_jax.cli.output import note
+from coat_jax.cli.output import note, progress_bar
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.printable import printable
 
 if TYPE_CHECKING:
     from coat_jax.quantization import Recipe
+    from coat_jax.training.checkpoint.conversion import Progress
 
 DTYPES = ("float32", "bfloat16", "float16")
 TOKENS = 65_536
@@ -120,37 +123,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace, *, of_run: bool) -> str:
     """Converts, and returns what came of it."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
     from coat_jax.training.checkpoint import conversion
 
     source, out = expanded(options.source), expanded(options.out)
-    console = Console()
-    bar = Progress(
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    with bar:
-        task = bar.add_task("", total=None)
-
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
+    with _progress() as progress:
         if not of_run:
             conversion.to_run(source, out, dtype=options.dtype, progress=progress)
-            return "a checkpoint"
+            return "the folder of a run"
         conversion.to_hugging_face(
             source,
             out,
@@ -161,6 +140,14 @@ def _convert(options: argparse.Namespace, *, of_run: bool) -> str:
             note=note,
         )
         return "a Hugging Face folder"
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator["Progress"]:
+    """Shows on a terminal how much has been read."""
+    with progress_bar() as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 # --- 8 bits ----------------------------------------------------------------------------------
@@ -183,16 +170,18 @@ def _quantize(options: argparse.Namespace) -> str:
         tokens = tokens_of(options.calibrate, source, config, named)
         if not tokens:
             raise UserError(f"The calibration text {options.calibrate} is empty.")
-    schemes = conversion.to_quantized(
-        source,
-        options.out,
-        recipe,
-        tokens=tokens[: options.tokens or TOKENS],
-        step=options.step,
-        dtype=options.dtype,
-        tokenizer=options.tokenizer,
-        note=note,
-    )
+    with _progress() as progress:
+        schemes = conversion.to_quantized(
+            source,
+            options.out,
+            recipe,
+            tokens=tokens[: options.tokens or TOKENS],
+            step=options.step,
+            dtype=options.dtype,
+            tokenizer=options.tokenizer,
+            progress=progress,
+            note=note,
+        )
     formats = [scheme.format for scheme in schemes.values()]
     counted = ", ".join(f"{formats.count(f)} in {f.upper()}" for f in sorted(set(formats)))
     return f"a quantized model: of its linear layers {counted}"

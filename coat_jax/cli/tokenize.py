@@ -10,6 +10,7 @@ The folder appears when it is complete; a run that is interrupted leaves nothing
 import argparse
 from pathlib import Path
 
+from coat_jax.cli.output import progress_bar
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.printable import counted, printable
@@ -34,33 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Tokenizes, and says what came of it."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import TextColumn
 
     out = expanded(options.out)
     paths = files_of(tuple(options.inputs))
     if are_tokens(paths):
         raise UserError(f"{paths[0]} holds tokens already: name text files or .jsonl.")
     tokenizer = document_tokenizer(options.tokenizer, options.end_of_text)
-    console = Console()
-    bar = Progress(
-        TextColumn("{task.fields[tokens]:,} tokens"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    with bar:
+    with progress_bar(TextColumn("{task.fields[tokens]:,} tokens")) as bar:
         task = bar.add_task("", total=sum(path.stat().st_size for path in paths), tokens=0)
 
         def advance(part: Encoded) -> None:

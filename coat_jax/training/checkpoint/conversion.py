@@ -131,6 +131,7 @@ def to_quantized(
     step: int | None = None,
     dtype: DTypeLike | None = None,
     tokenizer: str | Path | None = None,
+    progress: Progress = lambda size, total: None,
     note: Callable[[str], object] = lambda text: None,
 ) -> dict[str, quantization.Scheme]:
     """Writes a quantized model for `coat generate`, vLLM and transformers.
@@ -143,6 +144,7 @@ def to_quantized(
         step: of a run's checkpoint; by default the newest that is whole.
         dtype: of what is not quantized; by default that in which the model computes.
         tokenizer: a tokenizer.json for a run; by default the one in the run's folder.
+        progress: see `Progress`.
         note: see `to_hugging_face`.
 
     Returns:
@@ -167,9 +169,17 @@ def to_quantized(
             model = stored.load(config, parameters)
             ranges = quantization.calibrate(model, _batches(tokens, config.context), recipe)
             del model
-        with write_failures(out.parent, "The model", _total(parameters)):
+        total = _total(parameters)
+        with write_failures(out.parent, "The model", total):
             schemes = quantization.save_quantized(
-                folder, config, parameters, recipe, ranges, dtype=dtype, extra=extra
+                folder,
+                config,
+                parameters,
+                recipe,
+                ranges,
+                dtype=dtype,
+                extra=extra,
+                progress=_counted(progress, total),
             )
             write_companions(companions, folder)
     return schemes
