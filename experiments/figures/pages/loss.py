@@ -105,7 +105,7 @@ PAGE = Page(
             lambda: (loss_study.apart_with_muon(),),
         ),
         Sentence(
-            "`fp8_muon` costs {:+.2f} % ± {:.2f} in training loss, and {:+.2f} % ± {:.2f} held out",
+            "`fp8_muon` cost {:+.2f} % ± {:.2f} in training loss, and {:+.2f} % ± {:.2f} held out",
             loss_study.cost_of_muon,
         ),
         Table("loss_study_muon", lambda: table(*STUDY, muon=True)),

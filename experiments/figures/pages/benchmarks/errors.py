@@ -12,6 +12,8 @@ PARTS = ("layers", "embedding and head")
 ROUNDINGS = STOCHASTIC, NEAREST = "v stochastic", "v to nearest"
 EXPANDED = "E4M3+E / E4M3+E"  # dynamic range expansion, as the paper has it
 PLAIN = "E4M3 / E4M3"
+MUON_PARTS = ("q, k, v, gate, up", "o, down")
+SCALED = "8-bit integers, columns scaled"
 CODERS = {
     "dynamic range expansion to E4M3": EXPANDED,
     "E4M3, one scale per group": PLAIN,
@@ -39,6 +41,26 @@ def accumulated_error() -> list[list[str]]:
         cells = [_rounded(accumulated(b2, part, name)) for part in PARTS for b2 in B2S]
         rows.append([bold(cell, name == names[0]) for cell in (name, *cells)])
     return rows
+
+
+def of_muon(momentum: str, part: str) -> float:
+    """The error of Muon's update at the end of muon_error, in percent."""
+    return 100 * of("muon_error")["at the end"]["muon"][momentum][part]
+
+
+def muon_error() -> list[list[str]]:
+    """The error of Muon's update by storage of the momentum and by part."""
+    rows = [["momentum", *MUON_PARTS]]
+    for name in of("muon_error")["at the end"]["muon"]:
+        cells = [f"{of_muon(name, part):.1f} %" for part in MUON_PARTS]
+        rows.append([bold(cell, name == SCALED) for cell in (name, *cells)])
+    return rows
+
+
+def gain_of_columns() -> tuple[float]:
+    """How many times smaller the error is if columns are scaled, where they differ more."""
+    readers = MUON_PARTS[0]
+    return (of_muon("8-bit integers", readers) / of_muon(SCALED, readers),)
 
 
 def _rounded(number: float) -> str:
@@ -91,6 +113,12 @@ FIGURES = [
         "is {:.1f} times ours at b2 = 0.95 and {:.1f} times at b2 = 0.999, with the better of its "
         "two roundings",
         lambda: [accumulated_over_ours(b2, "bitsandbytes' code", ROUNDINGS) for b2 in B2S],
+    ),
+    Table("muon_error", muon_error),
+    Sentence("columns differ more, this makes the error {:.1f} times smaller", gain_of_columns),
+    Sentence(
+        "Its products are in BF16, which adds {:.1f} %",
+        lambda: (of_muon("FP32, products in BF16", MUON_PARTS[0]),),
     ),
     Table("optimizer_error", optimizer_error),
     Sentence(
