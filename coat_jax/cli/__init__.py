@@ -33,11 +33,11 @@ COMMANDS = {
     "train": "train a model, from a config to a checkpoint",
     "generate": "continue a text with a trained model",
     "evaluate": "measure perplexity on texts, and accuracy on questions",
-    "convert": "turn a model from or to Hugging Face's format, or into 8 bits",
+    "convert": "convert a model from or to Hugging Face's format, or to 8 bits",
     "tokenize": "turn text into files of tokens",
     "plot": "draw the loss curves of runs",
-    "formats": "say which 8-bit format suits each tensor of a model",
-    "doctor": "say whether training works on this machine, and what to fix",
+    "formats": "compare small number formats on each tensor of a model",
+    "doctor": "check whether training works on this machine, and what to fix",
 }
 # Errors about a path that another path, a permission or removing a file fixes.
 FIXABLE = files.FIXABLE | {errno.ENOTEMPTY}

@@ -1,16 +1,15 @@
-"""Turn a model from or to Hugging Face's format, or into 8 bits: `coat convert FROM TO`.
+"""Convert a model from or to Hugging Face's format, or quantize it: `coat convert FROM TO`.
 
-If FROM is a Hugging Face folder (config.json, safetensors), TO becomes a folder like that of a run,
-whose only checkpoint has parameters and nothing else, for `coat generate` and for `coat train
---init_from`. If FROM is the folder of a run, TO becomes a Hugging Face folder. Tensors are the same
-bit for bit, unless --dtype says otherwise. One piece of a tensor is in memory at a time. TO appears
-when it is complete.
+If FROM is a Hugging Face folder (config.json, safetensors), TO becomes the folder of a run. Its one
+checkpoint holds only parameters, for `coat generate` and for `coat train --init_from`. If FROM is
+the folder of a run, TO becomes a Hugging Face folder. Tensors stay the same bit for bit, unless
+--dtype changes them. One piece of a tensor is in memory at a time. TO appears when it is complete.
 
-With --to, FROM may be either, and the linear layers in TO have 8 bits, for inference with `coat
-generate`, vLLM or transformers. Weights have a scale per output channel. With --activations none
-only weights are rounded; with dynamic the activations of each token are, too, with a scale of their
-own; with static all activations of a layer have one scale, which --calibrate finds on a text. One
-parameter of one layer is in memory at a time, or the whole model while it is calibrated.
+With --to, FROM may be either kind of folder. TO becomes a Hugging Face folder whose linear layers
+have 8 bits, for inference with `coat generate`, vLLM or transformers. Weights have one scale per
+output channel. Activations stay as they are (--activations none), or are rounded with a scale for
+each token (dynamic), or with one scale for a layer, which --calibrate finds on a text (static). One
+parameter of one layer is in memory at a time; during calibration, the whole model.
 
   coat convert Llama-3.1-8B llama8b
   coat convert out/llama_124m export --dtype bfloat16
@@ -19,16 +18,19 @@ parameter of one layer is in memory at a time, or the whole model while it is ca
 """
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coat_jax.cli.output import note
+from coat_jax.cli.output import note, progress_bar
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.printable import printable
 
 if TYPE_CHECKING:
     from coat_jax.quantization import Recipe
+    from coat_jax.training.checkpoint.conversion import Progress
 
 DTYPES = ("float32", "bfloat16", "float16")
 TOKENS = 65_536
@@ -52,21 +54,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--to",
         choices=("int8", "fp8", "mixed"),
-        help="the format of linear layers; mixed is for each the one with less error",
+        help="the format of linear layers; mixed chooses the one with less error for each",
     )
     fits = ("max", "mse", "percentile")
-    add("--fit", choices=fits, help="how the range of a channel is chosen (mse)")
+    add("--fit", choices=fits, help="how the range of a channel is chosen (default: mse)")
     add(
         "--activations",
         choices=("none", "static", "dynamic"),
-        help="how activations are rounded (dynamic)",
+        help="how activations are rounded (default: dynamic)",
     )
-    add("--activation-fit", choices=fits, help="how the range of static ones is chosen (mse)")
+    add(
+        "--activation-fit",
+        choices=fits,
+        help="how the range of static ones is chosen (default: mse)",
+    )
     add(
         "--percentile",
         type=float,
         metavar="P",
-        help="for --fit percentile and --activation-fit percentile (99.9)",
+        help="for --fit percentile and --activation-fit percentile (default: 99.9)",
     )
     add(
         "--leave",
@@ -78,9 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         type=Path,
         metavar="FILE",
-        help="a text, from which ranges of activations are found",
+        help="a text on which ranges of activations are found",
     )
-    add("--tokens", type=int, metavar="N", help=f"how many tokens of that text ({TOKENS:,})")
+    add(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help=f"how many tokens of that text (default: {TOKENS:,})",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -112,37 +123,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace, *, of_run: bool) -> str:
     """Converts, and returns what came of it."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
     from coat_jax.training.checkpoint import conversion
 
     source, out = expanded(options.source), expanded(options.out)
-    console = Console()
-    bar = Progress(
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    with bar:
-        task = bar.add_task("", total=None)
-
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
+    with _progress() as progress:
         if not of_run:
             conversion.to_run(source, out, dtype=options.dtype, progress=progress)
-            return "a checkpoint"
+            return "the folder of a run"
         conversion.to_hugging_face(
             source,
             out,
@@ -153,6 +140,14 @@ def _convert(options: argparse.Namespace, *, of_run: bool) -> str:
             note=note,
         )
         return "a Hugging Face folder"
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator["Progress"]:
+    """Shows on a terminal how much has been read."""
+    with progress_bar() as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 # --- 8 bits ----------------------------------------------------------------------------------
@@ -175,16 +170,18 @@ def _quantize(options: argparse.Namespace) -> str:
         tokens = tokens_of(options.calibrate, source, config, named)
         if not tokens:
             raise UserError(f"The calibration text {options.calibrate} is empty.")
-    schemes = conversion.to_quantized(
-        source,
-        options.out,
-        recipe,
-        tokens=tokens[: options.tokens or TOKENS],
-        step=options.step,
-        dtype=options.dtype,
-        tokenizer=options.tokenizer,
-        note=note,
-    )
+    with _progress() as progress:
+        schemes = conversion.to_quantized(
+            source,
+            options.out,
+            recipe,
+            tokens=tokens[: options.tokens or TOKENS],
+            step=options.step,
+            dtype=options.dtype,
+            tokenizer=options.tokenizer,
+            progress=progress,
+            note=note,
+        )
     formats = [scheme.format for scheme in schemes.values()]
     counted = ", ".join(f"{formats.count(f)} in {f.upper()}" for f in sorted(set(formats)))
     return f"a quantized model: of its linear layers {counted}"

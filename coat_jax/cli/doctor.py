@@ -1,4 +1,4 @@
-"""Looks at this machine: would training work here, and with which kernels?
+"""Check this machine: would training work here, and with which kernels?
 
   coat doctor           versions, devices, kernels, memory, the compilation cache
   coat doctor --json    the same for programs

@@ -1,4 +1,4 @@
-"""How well a model predicts texts and answers questions: `coat evaluate WHERE`.
+"""Measure how well a model predicts texts and answers questions: `coat evaluate WHERE`.
 
 WHERE is the folder of a run, whose newest intact checkpoint is read, or of a Hugging Face model.
 
@@ -6,18 +6,18 @@ WHERE is the folder of a run, whose newest intact checkpoint is read, or of a Hu
   coat evaluate Llama-3.1-8B --tasks arc_easy.jsonl --batch 32
   coat evaluate out/llama_124m --text held_out.txt --precision bf16 --json
 
-Of each --text the table has the loss in nats per token, its exponential, the perplexity, and bits
-per byte, by which models with different tokenizers can be compared. A text is read in windows of
-the model's context (or --window) that overlap by half: each token is scored once, after half a
-window of text, or all that precedes it. Before a text comes the token that begins one, or else
-ends one; if the tokenizer knows neither, the first token is not scored.
+For each --text the table shows the loss in nats per token, the perplexity (its exponential), and
+bits per byte, which compare models with different tokenizers. A text is read in windows of the
+model's context (or --window) that overlap by half: each token is scored once, with at least half a
+window of text before it, or all that precedes it. Before a text stands the token that begins one,
+or else the token that ends one; if the tokenizer has neither, the first token is not scored.
 
-A file of --tasks has a question on each line, "context" being the same as "question":
+A file of --tasks has a question on each line, where "context" may replace "question":
 
   {"question": "The capital of France is", "choices": ["London", "Paris"], "answer": 1}
 
-The model takes the choice whose tokens are the likeliest after the question; "per byte" divides the
-log probability by the bytes of the choice. Accuracies have Wilson intervals of 95 %.
+The model's answer is the choice whose tokens are likeliest after the question; "per byte" divides
+the log probability by the bytes of the choice. Accuracies have 95 % Wilson intervals.
 """
 
 import argparse
@@ -60,14 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=8,
         metavar="N",
-        help="windows or choices at a time (%(default)s)",
+        help="windows or choices at a time (default: %(default)s)",
     )
     add(
         "--devices",
         type=int,
         default=1,
         metavar="N",
-        help="devices that share each batch (%(default)s)",
+        help="devices that share each batch (default: %(default)s)",
     )
     add("--json", action="store_true", help="print JSON instead of tables")
 

@@ -1,15 +1,15 @@
-"""Which 8-bit format suits each tensor of a model: `coat formats WHERE`.
+"""Compare small number formats on each tensor of a model: `coat formats WHERE`.
 
 WHERE is the folder of a run, whose newest intact checkpoint is read, or of a Hugging Face model.
 For each weight matrix and each format the table shows how many bits are right: log2 of the root
-mean square of the matrix divided by that of its rounding error. One bit more is half the error.
+mean square of the matrix divided by that of its rounding error. One more bit halves the error.
 
   coat formats out/llama_124m
   coat formats Llama-3.1-8B --over tensor --fit max --out formats.png
   coat formats Llama-3.1-8B --formats INT4 E2M1 E3M0 --over group --size 32
   coat formats out/llama_124m --text sample.txt
 
-A format is INT2 to INT16, with :asymmetric for data on one side of zero, or E and M with their
+A format is INT2 to INT16 (INT8:asymmetric for data on one side of zero), or E and M with their
 numbers of bits: E4M3 and E5M2 are the formats of FP8, E2M1 is FP4. A tensor, an output channel, a
 group of neighbours or a block shares a scale; that of a block is a power of two. The range of a
 scale ends at the largest element (max), at a percentile of magnitudes (percentile), or where the
@@ -42,7 +42,7 @@ TITLES = {"weights": "weights", "in_training": "in training"}  # of the tables, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Declares the command's arguments."""
     add = parser.add_argument
     add("where", type=Path, metavar="WHERE", help="the folder of a model")
     add(
@@ -50,34 +50,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=FORMATS,
         metavar="FORMAT",
-        help=f"formats to compare ({' '.join(FORMATS)})",
+        help=f"formats to compare (default: {' '.join(FORMATS)})",
     )
     add(
         "--over",
         choices=("tensor", "channel", "group", "block"),
         default="channel",
-        help="what shares a scale (%(default)s)",
+        help="what shares a scale (default: %(default)s)",
     )
-    add("--size", type=int, default=128, metavar="N", help="size of a group or block (%(default)s)")
+    add(
+        "--size",
+        type=int,
+        default=128,
+        metavar="N",
+        help="size of a group or block (default: %(default)s)",
+    )
     add(
         "--fit",
         choices=("mse", "max", "percentile"),
         default="mse",
-        help="how the range of a scale is chosen (%(default)s)",
+        help="how the range of a scale is chosen (default: %(default)s)",
     )
     add(
         "--percentile",
         type=float,
         default=99.9,
         metavar="P",
-        help="for --fit percentile (%(default)s)",
+        help="for --fit percentile (default: %(default)s)",
     )
     add(
         "--sample",
         type=int,
         default=SAMPLE,
         metavar="N",
-        help="elements of a matrix to read, in whole channels or rows; 0 for all (%(default)s)",
+        help="elements of a matrix to read, in whole channels or rows; 0 for all "
+        "(default: %(default)s)",
     )
     add("--text", type=Path, metavar="FILE", help="a text, to measure activations and gradients on")
     add(
@@ -85,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=512,
         metavar="N",
-        help="tokens of the text to read (%(default)s)",
+        help="tokens of the text to read (default: %(default)s)",
     )
     add("--tokenizer", metavar="FILE", help='a tokenizer.json, or "bytes", for --text')
     add("--step", type=int, help="step of a run's checkpoint; by default the newest intact one")

@@ -1,16 +1,16 @@
 """Continue texts with a trained model: `coat generate WHERE --prompt TEXT`.
 
 WHERE is the folder of a run, whose newest intact checkpoint is read, or of a Hugging Face model.
-The text appears as it is made; of several prompts, one after another.
+A text appears while it is generated; several prompts are continued one after another.
 
   coat generate out/llama_tiny --prompt 'def main('
   coat generate Llama-3.1-8B --prompt 'Once upon a time' --temperature 0
   coat generate out/chat --prompts questions.txt --stop '<|im_end|>' --batch 16
 
-Text becomes tokens by the tokenizer.json in WHERE, or the one that the run was trained with, or
-byte by byte. A model computes in the precision that its run was trained in; one of Hugging Face as
-its weights are stored, and a quantized one in 8 bits. A text ends with the token that ends a
-document, or with one of --stop.
+The tokenizer is the tokenizer.json in WHERE, else the one that the run was trained with, else
+tokens are bytes. The model of a run computes in the precision that it was trained in, a Hugging
+Face model in the dtype of its weights, and a quantized one in 8 bits. A text ends at the token that
+ends a document, or at one of --stop.
 """
 
 import argparse
@@ -54,24 +54,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=256,
         metavar="N",
-        help="new tokens of a text, at most (%(default)s)",
+        help="new tokens of a text, at most (default: %(default)s)",
     )
-    add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (%(default)s)")
+    add(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="0 takes the likeliest token (default: %(default)s)",
+    )
     add(
         "--top-k",
         type=int,
         default=0,
         metavar="K",
-        help="choose among the K likeliest tokens; 0 for all (%(default)s)",
+        help="choose among the K likeliest tokens; 0 for all (default: %(default)s)",
     )
     add(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="choose among the likeliest tokens that have probability P together (%(default)s)",
+        help="choose among the likeliest tokens that have probability P together "
+        "(default: %(default)s)",
     )
-    add("--seed", type=int, default=0, help="seed of the random numbers (%(default)s)")
+    add("--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)")
     add(
         "--stop",
         action="append",
@@ -79,13 +85,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKEN",
         help="a token that ends a text; may be repeated",
     )
-    add("--batch", type=int, default=8, metavar="N", help="prompts at a time (%(default)s)")
+    add(
+        "--batch", type=int, default=8, metavar="N", help="prompts at a time (default: %(default)s)"
+    )
     add(
         "--devices",
         type=int,
         default=1,
         metavar="N",
-        help="devices that share each layer (%(default)s)",
+        help="devices that share each layer (default: %(default)s)",
     )
 
 

@@ -1,9 +1,8 @@
 """The folder of a model as commands take it: `coat generate WHERE`, `coat evaluate WHERE`.
 
 WHERE is the folder of a run, whose newest intact checkpoint is read, or of a Hugging Face model.
-Text becomes tokens by the tokenizer.json in WHERE, or the one that the run was trained with, or
-byte by byte. A model computes in the precision that its run was trained in; one of Hugging Face as
-its weights are stored, and a quantized one in 8 bits.
+The model of a run computes in the precision that it was trained in, a Hugging Face model in the
+dtype of its weights, and a quantized one in 8 bits. For the tokenizer see `texts`.
 """
 
 import argparse

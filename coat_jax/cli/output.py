@@ -11,9 +11,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from coat_jax.printable import printable
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 @contextlib.contextmanager
@@ -32,6 +35,28 @@ def lasting() -> Iterator[None]:
 def note(text: str) -> None:
     """Prints a line that is no part of a command's result."""
     print(printable(text), file=sys.stderr)
+
+
+def progress_bar(*columns: Any) -> "Progress":
+    """A bar over bytes on a terminal, which goes away at the end; elsewhere nothing is shown.
+
+    Args:
+        *columns: of rich, to show before the bar.
+    """
+    from rich import progress
+    from rich.console import Console
+
+    console = Console()
+    return progress.Progress(
+        *columns,
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
 
 
 class LastingStream(io.TextIOBase):

@@ -1,4 +1,4 @@
-"""Draws the loss curves of runs: a picture, and a page to explore beside it.
+"""Draw the loss curves of runs: a picture, and a page to explore beside it.
 
   coat plot runs/coat                                runs/coat/plot.png and plot.html
   coat plot runs/bf16 runs/coat                      runs/plot.png and plot.html
@@ -26,20 +26,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--over",
         choices=("steps", "tokens", "time"),
         default="steps",
-        help="what the runs are compared over (%(default)s)",
+        help="what the runs are compared over (default: %(default)s)",
     )
     parser.add_argument(
         "--smooth",
         type=int,
         metavar="N",
-        help="records whose mean a point is, 1 for all of them (a fiftieth of the shortest run)",
+        help="records whose mean a point is, 1 for all of them (default: a fiftieth of "
+        "the shortest run)",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE.png",
-        help="the picture; the page has the same name with .html (plot.png in the run's folder; "
-        "of several runs, in the folder that holds the first)",
+        help="the picture; the page has the same name with .html (default: plot.png in the run's "
+        "folder; for several runs, in the folder that holds the first)",
     )
     parser.add_argument(
         "--names", nargs="+", default=(), metavar="NAME", help="what to call the runs, in order"

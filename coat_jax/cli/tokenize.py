@@ -10,6 +10,7 @@ The folder appears when it is complete; a run that is interrupted leaves nothing
 import argparse
 from pathlib import Path
 
+from coat_jax.cli.output import progress_bar
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.printable import counted, printable
@@ -28,39 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--end-of-text",
         type=int,
-        help="the token that ends a document; by default the tokenizer's own, as <|endoftext|>",
+        help="the token that ends a document; by default the tokenizer's, such as <|endoftext|>",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Tokenizes, and says what came of it."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import TextColumn
 
     out = expanded(options.out)
     paths = files_of(tuple(options.inputs))
     if are_tokens(paths):
         raise UserError(f"{paths[0]} holds tokens already: name text files or .jsonl.")
     tokenizer = document_tokenizer(options.tokenizer, options.end_of_text)
-    console = Console()
-    bar = Progress(
-        TextColumn("{task.fields[tokens]:,} tokens"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    with bar:
+    with progress_bar(TextColumn("{task.fields[tokens]:,} tokens")) as bar:
         task = bar.add_task("", total=sum(path.stat().st_size for path in paths), tokens=0)
 
         def advance(part: Encoded) -> None:
@@ -68,11 +50,11 @@ def run(options: argparse.Namespace) -> int:
             bar.update(task, advance=part.size, tokens=so_far)
 
         notes = write(paths, out, tokenizer, progress=advance)
-    told = (
+    summary = (
         f"{counted(notes['tokens'], 'token')} of {counted(notes['documents'], 'document')} as "
         f"{notes['dtype']} in {counted(len(notes['files']), 'file')}, vocabulary "
         f"{notes['vocab']:,}, end of text {notes['end_of_text']}.\n"
         f"coat train CONFIG --data.train '{out}/*.npy'"
     )
-    print(printable(told))  # rich would end with code 1 if nobody reads it
+    print(printable(summary))  # rich would end with code 1 if nobody reads it
     return 0

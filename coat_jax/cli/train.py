@@ -1,4 +1,4 @@
-"""Trains a model: `coat train CONFIG [--field value ...]`.
+"""Train a model: `coat train CONFIG [--field value ...]`.
 
 CONFIG is the name of a config that comes with the package (`coat train` alone lists them), or a
 Python file whose function config() returns a TrainConfig. NAME:FUNCTION and FILE:FUNCTION call

@@ -6,8 +6,8 @@ has no products in FP8, FP8 saves memory and not time.
     coat train llama_tiny            COAT: FP8 layers, moments in 8 bits
     coat train llama_tiny:bf16       BF16 layers, optax's AdamW with FP32 moments
 
-Parameters are FP32, because learning is quick here and the model small. The learning rate is what
-small models like; nobody published one for this.
+Parameters are FP32, because the model is small and learns quickly. The learning rate suits small
+models; there is no published one for this size.
 """
 
 from coat_jax import models

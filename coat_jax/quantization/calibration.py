@@ -38,7 +38,7 @@ POINTS = 4  # of a bin, where errors are computed
 
 
 class Inputs(NamedTuple):
-    """What a projection's inputs were.
+    """Statistics of the inputs of a projection.
 
     Attributes:
         counts: of elements, by bins of their magnitude.
@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
     row_errors: Float[np.ndarray, "2"]
 
     def __add__(self, other: "Inputs") -> "Inputs":  # type: ignore[override]
-        """Those of both."""
+        """The statistics of both texts together."""
         return Inputs(
             self.counts + other.counts,
             max(self.largest, other.largest),
@@ -68,7 +68,7 @@ Ranges = Mapping[str, Inputs]  # by the path of a projection
 def calibrate(
     model: Llama, token_batches: Iterable[Int[ArrayLike, "B S"]], recipe: Recipe
 ) -> dict[str, Inputs]:
-    """What the inputs of the projections that `recipe` quantizes are on a text.
+    """Statistics of the inputs of the projections that `recipe` quantizes, on a text.
 
     Args:
         model: not quantized.

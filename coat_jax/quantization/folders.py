@@ -142,7 +142,7 @@ class _Tensor(NamedTuple):
         name: of the tensor.
         shape: of the tensor.
         dtype: of the tensor.
-        arrange: makes it of the parameter.
+        arrange: makes the tensor from the parameter.
         read: a part of the parameter, from the files; None if the parameter is in another tensor.
     """
 
@@ -183,12 +183,12 @@ def _tensors_of(
             return [_Tensor(name, (1,), single, lambda x: x[None], first)]
     source = source_of(plain_name(path), shape, config)
     (name,) = source.names
-    turn = np.transpose if source.transposed else np.asarray
+    arrange = np.transpose if source.transposed else np.asarray
 
     def read(there: Tensors, index: Index) -> np.ndarray:
-        return turn(there.read(name, index[::-1] if source.transposed else index))
+        return arrange(there.read(name, index[::-1] if source.transposed else index))
 
-    return [_Tensor(name, source.there, kind, turn, read)]
+    return [_Tensor(name, source.there, kind, arrange, read)]
 
 
 def _tensors_of_codes(module: str, shape: tuple[int, ...], scheme: Scheme) -> list[_Tensor]:

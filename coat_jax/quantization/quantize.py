@@ -33,7 +33,7 @@ def quantize(model: Llama, recipe: Recipe, ranges: Ranges | None = None) -> Llam
 
     Args:
         model: any Llama, of any precision. Drop it to free the weights' memory.
-        recipe: what becomes of its projections.
+        recipe: how its projections are quantized.
         ranges: of their inputs, from `calibrate`, where the recipe needs them.
     """
     plain = unstacked(model)
@@ -53,7 +53,7 @@ def quantize(model: Llama, recipe: Recipe, ranges: Ranges | None = None) -> Llam
 
 
 def schemes_of(model: Llama) -> dict[str, Scheme]:
-    """What became of each projection of a quantized model; those left alone are not listed."""
+    """The scheme of each quantized projection of a model, by its path."""
     found = {}
     for i, block in enumerate(model.layers):
         for part in ("attention", "mlp"):
@@ -111,7 +111,7 @@ def sharding_of(kernel: nnx.Param) -> tuple[str | None, ...]:
 def choose_schemes(
     config: Config, recipe: Recipe, ranges: Ranges | None, weight_at: WeightAt
 ) -> dict[str, Scheme]:
-    """What becomes of each projection that is not left alone; raises if the recipe does not fit.
+    """The scheme of each projection that a recipe quantizes; raises if the recipe does not fit.
 
     Args:
         config: of the model.

@@ -1,4 +1,4 @@
-"""What becomes of each linear layer of a model: its format, and how its inputs are rounded."""
+"""How the linear layers of a model are quantized: their formats, and how inputs are rounded."""
 
 import dataclasses
 import difflib
@@ -70,7 +70,7 @@ class Recipe:
 
 
 class Scheme(NamedTuple):
-    """What becomes of one projection."""
+    """How one projection is quantized: the format of its codes, and how its inputs are rounded."""
 
     format: EightBits
     activations: Activations

@@ -5,7 +5,7 @@
 The result is that of `quantize` and `save`, bit for bit.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ def save_quantized(
     dtype: DTypeLike | None = None,
     extra: Mapping[str, Any] | None = None,
     file_bytes: int = hf.FILE_BYTES,
+    progress: Callable[[int], object] = lambda size: None,
 ) -> dict[str, Scheme]:
     """Quantizes parameters one after another, and writes a quantized model.
 
@@ -41,28 +42,31 @@ def save_quantized(
         folder: see `save`.
         config: of the model that is not quantized.
         parameters: of that model, in files or on devices.
-        recipe: what becomes of its projections.
+        recipe: how its projections are quantized.
         ranges: of their inputs, from `calibrate`, where the recipe needs them.
         dtype: see `save`.
         extra: see `save`.
         file_bytes: see `save`.
+        progress: called with the number of bytes read since its last call.
 
     Returns:
-        What became of each projection; those left alone are not listed.
+        The scheme of each quantized projection, by its path.
     """
     config = computing(config)
     parameters = stored.arranged(parameters, scan=False)
     stored.require_same(config, parameters)
     kind = np.dtype(config.param_dtype)
-    parameters = {name: stored.cast(one, kind) for name, one in parameters.items()}
+    in_kind = {name: stored.cast(one, kind) for name, one in parameters.items()}
 
     def weight_at(path: str) -> Array:
-        return jnp.asarray(_whole(parameters[_name(path)]))
+        return jnp.asarray(_whole(in_kind[_name(path)]))
 
     schemes = choose_schemes(config, recipe, ranges, weight_at)
     _, state = abstract(config, schemes)
     shapes = {path: tuple(leaf.shape) for path, leaf in nnx.to_flat_state(state)}
-    values = _values(parameters, list(shapes), schemes, recipe, ranges)
+    values = _values(in_kind, list(shapes), schemes, recipe, ranges)
+    sizes = {name: stored.size_of(one) for name, one in parameters.items()}
+    values = _counted(values, sizes, progress)
     folders.write(
         folder, config, schemes, shapes, values, dtype=dtype, extra=extra, file_bytes=file_bytes
     )
@@ -90,6 +94,18 @@ def _values(
         rounded = round_weight(".".join(map(str, name)), weight, scheme, recipe, ranges)
         for path in its_paths:
             yield path, np.asarray(getattr(rounded, str(path[-1])))
+
+
+def _counted(
+    values: Iterator[tuple[Name, np.ndarray]],
+    sizes: Mapping[Name, int],
+    progress: Callable[[int], object],
+) -> Iterator[tuple[Name, np.ndarray]]:
+    """Passes arrays through; `progress` gets the size of each parameter that they are made of."""
+    left = dict(sizes)
+    for path, value in values:
+        yield path, value
+        progress(left.pop(folders.plain_name(path), 0))
 
 
 def _whole(one: Stored) -> np.ndarray:

@@ -28,15 +28,17 @@ def use_cache(folder: str | None, note: Callable[[str], object] = warnings.warn)
     Args:
         folder: made if it is not there; None stores nothing. URLs such as gs://bucket/cache are
             passed to JAX as they are.
-        note: called with a line if the default folder cannot be written; nothing is stored then.
+        note: called with a line if the folder is not used: JAX is configured to use another one, or
+            the default folder cannot be written; nothing is stored then.
 
     Raises:
         UserError: if any other folder cannot be written.
     """
     if folder is None:
         return
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        path = folder if is_url(folder) else str(expanded(folder))
+    path = folder if is_url(folder) else str(expanded(folder))
+    used = jax.config.values["jax_compilation_cache_dir"]
+    if used is None:
         if not is_url(path) and (problem := _why_unusable(Path(path))):
             what = f"The compilation cache {path} cannot be used: {problem}."
             if folder != FOLDER:
@@ -44,7 +46,13 @@ def use_cache(folder: str | None, note: Callable[[str], object] = warnings.warn)
             note(f"{what} Every start compiles anew. Choose another folder with --cache.")
             return
         jax.config.update("jax_compilation_cache_dir", path)
-    delete_unreadable(Path(jax.config.values["jax_compilation_cache_dir"]))
+        used = path
+    elif folder != FOLDER and used != path:
+        note(
+            f"The compilation cache is {used}, not {path}: jax_compilation_cache_dir or "
+            "JAX_COMPILATION_CACHE_DIR has been set."
+        )
+    delete_unreadable(Path(used))
     # See coat_jax.kernels.cache_key.
     jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
 

@@ -19,7 +19,8 @@ from coat_jax.training.config.optimizer import function_name, is_optimizer
 FIXED = ("model.", "data.", "optimizer.name", "global_batch_size", "sequence_length", "seed")
 FREE = ("model.precision", "model.remat", "model.dtype")
 UNIMPORTANT = ("out", "resume", "cache", "metrics")
-# Names that fields had in the configs of earlier versions. A share stays one: it is no integer.
+# Names that fields had in the configs of earlier versions. Values that were shares of the run are
+# still read as shares, because they are not integers.
 RENAMED = {
     "steps": "total_steps",
     "batch": "global_batch_size",

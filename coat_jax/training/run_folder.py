@@ -45,7 +45,7 @@ class RunFolder:
     def claim(self) -> list[str]:
         """Makes the folder this run's; returns what of its earlier config is changed.
 
-        Nothing is written yet: what else may refuse the run comes before `write_config`.
+        Writes nothing yet: other checks may still refuse the run before `write_config`.
 
         Raises:
             UserError: if another process is using it, or it holds another run, or one that has

@@ -119,7 +119,7 @@ def test_what_the_command_makes_and_says(theirs, tmp_path, capsys):
     assert convert(theirs, tmp_path / "ours") == 0
     assert convert(tmp_path / "ours", tmp_path / "again") == 0
     said = capsys.readouterr().out
-    assert f"{tmp_path / 'ours'} is a checkpoint." in said
+    assert f"{tmp_path / 'ours'} is the folder of a run." in said
     assert f"{tmp_path / 'again'} is a Hugging Face folder." in said
     assert_same_files(theirs, tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == [7, 8]

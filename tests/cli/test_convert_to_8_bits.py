@@ -13,9 +13,9 @@ from small_model import SMALL, filled
 
 from coat_jax import quantization as q
 from coat_jax.cli import main
-from coat_jax.models import hf
+from coat_jax.models import hf, stored
 from coat_jax.training import identity
-from coat_jax.training.checkpoint import Checkpoints, weights
+from coat_jax.training.checkpoint import Checkpoints, conversion, weights
 from coat_jax.training.state import State, require_same_model
 
 CONFIG = dataclasses.replace(SMALL, layers=1, dtype=jnp.float32, param_dtype=jnp.float32)
@@ -146,6 +146,20 @@ def test_what_is_quantized_already_is_not_converted_or_compared(theirs, tmp_path
         assert f"{out} is already quantized" in refused(capsys, *command)
     assert f"{out} is already quantized" in refused(capsys, "formats", out)
     assert not again.exists()
+
+
+def test_progress_counts_every_parameter_once(theirs, tmp_path):
+    seen = []
+    conversion.to_quantized(
+        theirs,
+        tmp_path / "out",
+        q.Recipe(format="mixed", activations="none", leave=("*.down",)),
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    done, totals = zip(*seen, strict=True)
+    assert list(done) == sorted(done)
+    parameters = weights.parameters_of(theirs, weights.model_config(theirs))
+    assert set(totals) == {done[-1]} == {sum(map(stored.size_of, parameters.values()))}
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_the_work(

@@ -75,6 +75,17 @@ def test_a_run_goes_on_without_the_default_folder(tmp_path, monkeypatch, no_cach
     assert jax.config.values["jax_compilation_cache_dir"] is None
 
 
+def test_a_folder_that_jax_was_told_before_is_used_and_named(tmp_path, no_cache):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    notes = []
+    for folder in (compilation.FOLDER, str(tmp_path), "other"):
+        compilation.use_cache(folder, note=notes.append)
+    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path)
+    assert [text.partition(":")[0] for text in notes] == [
+        f"The compilation cache is {tmp_path}, not other"
+    ]
+
+
 def test_a_url_is_passed_to_jax_as_it_is(no_cache):
     compilation.use_cache("gs://bucket/cache")
     assert jax.config.values["jax_compilation_cache_dir"] == "gs://bucket/cache"

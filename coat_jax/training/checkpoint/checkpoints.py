@@ -148,8 +148,8 @@ class Checkpoints:
     def require_like(self, like: Any) -> int | None:
         """The step to resume from, None without any; raises UserError if it is not like `like`.
 
-        For what is to be refused before a step is compiled. Every byte is checked; `restore` does
-        not check it again.
+        Called before the step is compiled, so that a run is refused early. Every byte is checked;
+        `restore` does not check it again.
         """
         self.wait()
         if on_first(self._folders.steps):
@@ -167,7 +167,7 @@ class Checkpoints:
             on_first(lambda: self._prune(newest))
 
     def steps(self) -> list[int]:
-        """The steps that were saved whole, oldest first; whether they still are, restoring says."""
+        """The steps that were saved completely, oldest first, without a check for damage."""
         self.wait()
         return on_first(self._folders.steps)
 

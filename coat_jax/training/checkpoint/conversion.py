@@ -131,6 +131,7 @@ def to_quantized(
     step: int | None = None,
     dtype: DTypeLike | None = None,
     tokenizer: str | Path | None = None,
+    progress: Progress = lambda size, total: None,
     note: Callable[[str], object] = lambda text: None,
 ) -> dict[str, quantization.Scheme]:
     """Writes a quantized model for `coat generate`, vLLM and transformers.
@@ -138,15 +139,16 @@ def to_quantized(
     Args:
         source: the folder of a run, or one of Hugging Face.
         out: the folder to make.
-        recipe: what becomes of the model's projections.
+        recipe: how the model's projections are quantized.
         tokens: a text to calibrate on, where the recipe needs one.
         step: of a run's checkpoint; by default the newest that is whole.
         dtype: of what is not quantized; by default that in which the model computes.
         tokenizer: a tokenizer.json for a run; by default the one in the run's folder.
+        progress: see `Progress`.
         note: see `to_hugging_face`.
 
     Returns:
-        What became of each projection.
+        The scheme of each quantized projection, by its path.
     """
     source, out = expanded(source), expanded(out)
     _new(out).require_new()
@@ -167,9 +169,17 @@ def to_quantized(
             model = stored.load(config, parameters)
             ranges = quantization.calibrate(model, _batches(tokens, config.context), recipe)
             del model
-        with write_failures(out.parent, "The model", _total(parameters)):
+        total = _total(parameters)
+        with write_failures(out.parent, "The model", total):
             schemes = quantization.save_quantized(
-                folder, config, parameters, recipe, ranges, dtype=dtype, extra=extra
+                folder,
+                config,
+                parameters,
+                recipe,
+                ranges,
+                dtype=dtype,
+                extra=extra,
+                progress=_counted(progress, total),
             )
             write_companions(companions, folder)
     return schemes

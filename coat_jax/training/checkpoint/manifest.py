@@ -3,8 +3,8 @@
     manifest.json    {"state/d/4f0c..": [1460207, 2774918362], ..}
 
 holds the size and the CRC-32 of every other file of its folder. It is written last, so a folder
-without one was never finished. A damaged manifest is noticed, too: it then
-disagrees with a file. CRC-32 protects from failing disks and truncated copies, not from tampering.
+without one was never finished. A damaged manifest is noticed, too, because it disagrees with a
+file. CRC-32 protects from failing disks and truncated copies, not from tampering.
 """
 
 import json

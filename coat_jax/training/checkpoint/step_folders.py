@@ -72,7 +72,7 @@ class StepFolders:
             for path in self.root.iterdir()
             if path.suffix in (UNFINISHED, DELETED) and _is_step(path.stem)
         ]
-        return [path for path in left_over if not _is_deleted(path)]
+        return [path for path in left_over if not _delete(path)]
 
     def begin(self, step: int) -> None:
         """Makes the folder to write a step in."""
@@ -93,9 +93,9 @@ class StepFolders:
     def remove(self, step: int) -> None:
         """Removes a step, which stops counting before it loses its first file."""
         doomed = self.root / f"{step}{DELETED}"
-        _is_deleted(doomed)
+        _delete(doomed)
         (self.root / str(step)).rename(doomed)
-        _is_deleted(doomed)  # if not, `clear` tries again
+        _delete(doomed)  # if not, `clear` tries again
 
     def check(self, step: int) -> Path:
         """The folder of a step, whose every byte is as it was written.
@@ -166,8 +166,8 @@ def _holds_something(folder: Path) -> bool:
         return True
 
 
-def _is_deleted(path: Path) -> bool:
-    """Deletes a file, a link or a whole folder if there is one; whether nothing is left."""
+def _delete(path: Path) -> bool:
+    """Deletes a file, a link or a whole folder, if there is one; returns whether it is gone."""
     try:
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)

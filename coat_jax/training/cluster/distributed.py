@@ -136,7 +136,7 @@ class Stop:
 
     One process keeps a note of the signal. Several leave it to JAX's preemption service: it takes
     SIGTERM, on any process, and agrees in the background, within seconds, on a step that none has
-    passed. Neither costs a step anything. What is ignored stays so: `nohup` ignores SIGHUP.
+    passed. Neither costs a step anything. Ignored signals stay ignored: `nohup` ignores SIGHUP.
     """
 
     def __init__(self) -> None:

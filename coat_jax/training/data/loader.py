@@ -25,7 +25,7 @@ class Loader:
 
     Attributes:
         tokens: how many there are in an epoch.
-        rows: likewise.
+        rows: how many there are in an epoch.
         batches: how many there are in all epochs; None without end.
         packed: whether a row may hold several documents. Where it does not, positions and
             segments say nothing that a model would not assume.

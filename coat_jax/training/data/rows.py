@@ -1,6 +1,6 @@
 """Rows: what one sequence of a batch is, and how a long stream of tokens is split into them.
 
-    stream     a b c d . e f . g h i        a point ends a document
+    stream     a b c d . e f . g h i        a period ends a document
     tokens     a b c d | . e f . | g h -
     labels     b c d . | - f . - | h i -    the first token of a document is not predicted
     positions  0 1 2 3 | 0 0 1 2 | 0 1 0

@@ -122,7 +122,7 @@ def _opened(path: Path, raw_dtype: np.dtype) -> TokenFile:
         found = TokenFile(path, LLM_C_MAGIC[start[:4]], LLM_C_HEADER, length)
         if size != LLM_C_HEADER + found.length * found.dtype.itemsize:
             raise UserError(
-                f"{path} has {size:,} bytes, and its header tells of {found.length:,} tokens of "
+                f"{path} has {size:,} bytes, and its header says {found.length:,} tokens of "
                 f"{found.dtype.name}: it is damaged or was not copied whole."
             )
     else:

@@ -1,6 +1,6 @@
 """The memory that a run needs on each device, reported before the first step.
 
-    parameters, optimizer state    their shards; of the state what is on the device
+    parameters, optimizer state    their shards; only that part of the state which is on the device
     gradients                      like parameters; in FP32 as well where they are accumulated
     saved activations              what `jax.vjp` saves of one microbatch: counted, not estimated
     peak memory                    the compiled step's arguments, results and temporary arrays

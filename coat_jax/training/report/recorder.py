@@ -59,7 +59,7 @@ class Recorder:
         self._peak_flops = speed.peak_flops_of(self._device.device_kind)
         self._waiting: tuple[int, Report] | None = None
         self._began = time.perf_counter() - seconds
-        self._clock = (step, time.perf_counter())  # where the pace is measured from
+        self._clock = (step, time.perf_counter())  # since when tokens_per_second is measured
         self._reported = (step, skipped)
         self._in_row = 0  # steps that were skipped one after the other, up to that report
 
@@ -119,7 +119,7 @@ class Recorder:
             self._progress.note(f"step {step:,}: {warning}")
 
     def pause(self, step: int) -> None:
-        """Takes what lies between the last step and now out of the pace."""
+        """Leaves the time since the last step out of tokens_per_second."""
         self._clock = step, time.perf_counter()
 
     def _write(self, step: int, record: dict[str, float]) -> None:
