@@ -47,7 +47,7 @@ examples: $(VENV)/examples.stamp  ## run coat_jax inside other trainers: needs P
 gpu: $(VENV)/$(CUDA),test.stamp  ## on a GPU: its tests, and a benchmark of two minutes
 	JAX_PLATFORMS=cuda,cpu $(python) -m experiments.gpu_suite
 
-clean:  ## remove the environment, caches and results
+clean:  ## remove the environment, caches, and out/ with its runs
 	rm -rf $(VENV) out build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find coat_jax experiments tests -name __pycache__ -prune -exec rm -rf {} +
 

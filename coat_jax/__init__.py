@@ -43,6 +43,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'coat_jax' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WITH_FLAX})
+
+
 __all__ = [
     "BF16",
     "COAT",

@@ -1,7 +1,7 @@
-"""Files that a user names: looked at before they are read, so that an error says what to do.
+"""Reads files that a user names, with errors that say what to do.
 
-A folder, a pipe or a device in the place of a file is refused: reading one may never end. Failures
-of the machine, such as a broken disk, are not the user's and pass through as they are.
+Only regular files are read: reading a pipe or a device may never end. Errors that the user cannot
+fix, such as those of a broken disk, are raised unchanged.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def path_failures(path: Path) -> Iterator[None]:
 
 
 def status(path: Path) -> os.stat_result | None:
-    """What is at the path, links followed; None where nothing is."""
+    """The status of what is at the path, with links followed; None if there is nothing."""
     with path_failures(path):
         try:
             return path.stat()
@@ -68,23 +68,23 @@ def status(path: Path) -> os.stat_result | None:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder is there."""
+    """Whether the path is a folder."""
     found = status(path)
     return found is not None and stat.S_ISDIR(found.st_mode)
 
 
 def is_regular(path: Path) -> bool:
-    """Whether a regular file is there, which can be read to its end."""
+    """Whether the path is a regular file, which can be read to its end."""
     found = status(path)
     return found is not None and stat.S_ISREG(found.st_mode)
 
 
 def require_regular(path: Path, what: str = "file") -> None:
-    """Raises unless a regular file is there.
+    """Raises unless the path is a regular file.
 
     Args:
-        path: of the file.
-        what: it is, as in "config file".
+        path: the file.
+        what: what errors call it, as in "config file".
     """
     found = status(path)
     if found is None:
@@ -96,14 +96,14 @@ def require_regular(path: Path, what: str = "file") -> None:
 
 
 def read_bytes(path: Path, what: str = "file") -> bytes:
-    """All of a file."""
+    """The content of a file."""
     require_regular(path, what)
     with path_failures(path):
         return path.read_bytes()
 
 
 def read_text(path: Path, what: str = "file") -> str:
-    """All of a file in UTF-8, its line ends as they are."""
+    """The text of a file in UTF-8, with its line ends unchanged."""
     try:
         return read_bytes(path, what).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -124,15 +124,15 @@ def read_json(path: Path, what: str = "file") -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """The value that a JSON text stands for.
+    """The value of a JSON text.
 
     Args:
-        text: in UTF-8, if it is bytes.
-        where: it comes from, for the error.
+        text: the JSON; bytes are in UTF-8.
+        where: what errors call its source, such as a path.
     """
     try:
         value = json.loads(text)
-        # \ud800 and its like are half of a pair, which no text contains and nothing can print.
+        # A lone surrogate, such as \ud800, is half of a pair. It cannot be encoded or printed.
         if (b"\\u" if isinstance(text, bytes) else "\\u") in text:  # type: ignore[operator]
             json.dumps(value, ensure_ascii=False).encode()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What the fields of a config may hold: said in their annotations, checked when it is made.
+"""Checks the fields of a config, when it is made, by what their annotations allow.
 
     @dataclasses.dataclass(frozen=True)
     class Run:
@@ -8,8 +8,8 @@
         def __post_init__(self) -> None:
             require_fields(self)
 
-The same annotations check other files that say these things (`require`), and build a config from
-JSON (`from_json`). A value of another type is refused, too: a config file may say anything.
+The same annotations check values in other files (`require`), and build a config from JSON
+(`from_json`). Types are checked, too, because a config file is any Python.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ class Among:
         return f"among {', '.join(map(str, self.choices))}"
 
 
-MOST = 2**31 - 1  # what an int32 holds: counters of steps and positions of tokens are such
+MOST = 2**31 - 1  # the largest int32: counters of steps and positions of tokens are int32
 Count = Annotated[int, Range(least=1, most=MOST)]
 CountOrZero = Annotated[int, Range(least=0, most=MOST)]
 Share = Annotated[float, Range(least=0, most=1)]
@@ -79,13 +79,13 @@ Share = Annotated[float, Range(least=0, most=1)]
 
 
 def require_fields(config: Any, prefix: str = "") -> None:
-    """Raises UserError unless each field of a dataclass holds what its annotation says.
+    """Raises UserError unless each field of a dataclass has a value that its annotation allows.
 
     NumPy's numbers become Python's, so that equal configs are written alike.
 
     Args:
         config: the dataclass, frozen or not.
-        prefix: of the fields' names in errors, as in "optimizer.".
+        prefix: precedes the names of fields in errors, as in "optimizer.".
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -97,16 +97,16 @@ def require_fields(config: Any, prefix: str = "") -> None:
 
 
 def require(name: str, value: Any, annotation: Any, default: Any = None) -> None:
-    """Raises UserError unless a value is what an annotation says.
+    """Raises UserError unless an annotation allows a value.
 
     Args:
-        name: of the value, for the error.
-        value: what came.
-        annotation: a type, maybe with a `Range`.
-        default: a value that the error may propose.
+        name: what the error calls the value.
+        value: the value.
+        annotation: a type, which may have a `Range`.
+        default: the default value, which the error names if it is a number.
     """
     if not _fits(value, annotation):
-        proposed = "" if not isinstance(default, int | float) else f" The default is {default!r}."
+        proposed = f" The default is {default!r}." if isinstance(default, int | float) else ""
         raise UserError(f"{name}={shown(value)} must be {described(annotation)}.{proposed}")
 
 
@@ -119,12 +119,12 @@ def dtype_of(name: str, value: Any) -> np.dtype:
 
 
 def annotations(kind: type[Any]) -> dict[str, Any]:
-    """The annotation of each field, with what is said of its range."""
+    """The annotation of each field, with its range."""
     return typing.get_type_hints(kind, include_extras=True)
 
 
 def shown(value: Any) -> str:
-    """A value in an error, however long it is."""
+    """The representation of a value for an error, shortened if it is long."""
     try:
         text = repr(value)
     except ValueError:  # Python does not print whole numbers of more than 4300 digits
@@ -134,7 +134,7 @@ def shown(value: Any) -> str:
 
 def _fits(value: Any, annotation: Any) -> bool:
     if annotation == DTypeLike:
-        return True  # the config itself knows which ones it takes
+        return True  # the config itself checks which dtypes it takes
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         fits = _fits(value, arguments[0]) and all(limit.holds(value) for limit in arguments[1:])
@@ -143,7 +143,7 @@ def _fits(value: Any, annotation: Any) -> bool:
     elif origin in (Union, types.UnionType):
         fits = any(_fits(value, kind) for kind in arguments)
     elif origin is Mapping:
-        fits = isinstance(value, Mapping)  # what is in it, the config itself checks
+        fits = isinstance(value, Mapping)  # the config itself checks its content
     elif origin is tuple:
         fits = isinstance(value, tuple) and all(_fits(item, arguments[0]) for item in value)
     elif annotation in (int, float):
@@ -192,12 +192,12 @@ def _number(limit: float) -> str:
 
 
 def from_json(kind: type[Made], data: Any, where: str) -> Made:
-    """A config from the JSON that its fields were written as.
+    """Builds a config from JSON that has a value for every field.
 
     Args:
-        kind: its dataclass.
-        data: what JSON says, of every field.
-        where: that is, for errors.
+        kind: the dataclass of the config.
+        data: the JSON object.
+        where: what errors call the source of the object.
     """
     if not isinstance(data, Mapping):
         raise UserError(f"{where} must be a JSON object, not {shown(data)}.")

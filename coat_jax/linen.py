@@ -4,7 +4,7 @@
 
     dense = nn.Dense(4096, use_bias=False, dot_general_cls=coat.linen.dot_general_cls())
 
-DenseGeneral and attention take it, too.
+DenseGeneral and attention take the same argument.
 """
 
 import functools
@@ -15,5 +15,9 @@ from coat_jax.precision import COAT, Precision, precision_of
 
 
 def dot_general_cls(precision: Precision | str = COAT) -> Callable[[], DotGeneral]:
-    """What Linen's `dot_general_cls` arguments take: Dense, DenseGeneral, attention."""
+    """The `dot_general_cls` argument of Linen's Dense, DenseGeneral and attention.
+
+    Args:
+        precision: a `coat.Precision`, or its name.
+    """
     return functools.partial(DotGeneral, precision_of(precision))

@@ -35,13 +35,14 @@ as in `Storage(first="E2M5", second="UE4M4")`. XLA simulates these: codes take t
 
 import dataclasses
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, UInt32
 
+from coat_jax.limits import Among, Range, require_fields
 from coat_jax.numerics import expansion, integers, logarithms, noise
 from coat_jax.numerics.expansion import Expanded, Rounding
 from coat_jax.numerics.formats import E4M3, E5M2, format_of, named_format
@@ -56,6 +57,8 @@ MIN_COLUMNS = 16
 MIN_DECAY = 0.75
 DIVISIBLE_BY = 8  # devices along one axis, for placeholders
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+GroupSize = Annotated[int, Among(GROUP_SIZES)]
+ZeroOrMore = Annotated[int, Range(least=0)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,20 +81,15 @@ class Storage:
     first: DTypeLike = DIRECTION
     second: DTypeLike = LOGARITHM
     other: DTypeLike = E4M3
-    group_size: int = expansion.GROUP_SIZE
-    min_size: int = 16384
+    group_size: GroupSize = expansion.GROUP_SIZE
+    min_size: ZeroOrMore = 16384
     stochastic: bool = True
-    seed: int = 0
+    seed: ZeroOrMore = 0
 
     def __post_init__(self) -> None:
+        require_fields(self)
         for field, own in (("first", DIRECTION), ("second", LOGARITHM), ("other", None)):
             object.__setattr__(self, field, _format(field, getattr(self, field), own))
-        if not isinstance(self.group_size, int) or self.group_size not in GROUP_SIZES:
-            raise ValueError(f"group_size={self.group_size!r} must be one of {GROUP_SIZES}.")
-        for name in ("min_size", "seed"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"{name}={value!r} must be a whole number, zero or more.")
 
     @property
     def simulated(self) -> bool:
@@ -116,7 +114,8 @@ class Storage:
 
         Args:
             stored: the leaf.
-            dtype: its format, which codes do not say if it is simulated.
+            dtype: its format, which is required if it is simulated: the dtype of simulated codes
+                does not identify it.
         """
         if stored.codes.dtype == jnp.float32:
             return stored.codes

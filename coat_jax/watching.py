@@ -37,8 +37,8 @@ class Probe:
     def __init__(self, sums: Mapping[str, Float[Array, "9"]], weights: tuple[str, ...]):
         self.sums, self.weights = dict(sums), weights
 
-    def seen(self, tensor: str, sums: Callable[[], Float[Array, "9"]]) -> "Probe":
-        """Adds the sums of a tensor; unchanged if the probe has no such tensor."""
+    def with_sums(self, tensor: str, sums: Callable[[], Float[Array, "9"]]) -> "Probe":
+        """The probe with the sums of a tensor; unchanged if it does not watch that tensor."""
         return Probe(self.sums | {tensor: sums()}, self.weights) if tensor in self.sums else self
 
     def tree_flatten(self) -> tuple[Any, Any]:
@@ -53,10 +53,10 @@ class Probe:
         return cls(dict(zip(names, leaves, strict=True)), weights)
 
 
-Seen = Probe | None
+OptionalProbe = Probe | None  # None without telemetry
 
 
-class Found(NamedTuple):
+class WatchedTensor(NamedTuple):
     """A tensor that an op rounds.
 
     Attributes:
@@ -77,7 +77,7 @@ class Scope:
 
     def __init__(
         self,
-        found: dict[str, Found],
+        found: dict[str, WatchedTensor],
         probes: Mapping[str, Array] | None,
         prefix: str = "",
         layers: int | None = None,
@@ -91,7 +91,7 @@ class Scope:
 
     def probe(
         self, op: str, tensors: Sequence[str], weights: Sequence[str], each: Sequence[str]
-    ) -> Seen:
+    ) -> OptionalProbe:
         """The probe of an op, under names that no other op of the scope has."""
         weights = self._weights if len(self._weights) == len(weights) else tuple(weights)
         tensors = [*tensors, *(of_weight(w, tensor) for w in weights for tensor in each)]
@@ -99,7 +99,7 @@ class Scope:
         names = {tensor: f"{base}/{tensor}" for tensor in tensors}
         self._taken.update(names.values())
         for name in names.values():
-            self.found[name] = Found(self._layers)
+            self.found[name] = WatchedTensor(self._layers)
         if self.probes is None:
             return None
         probes = self.probes
@@ -119,7 +119,7 @@ class Scope:
         return Scope(self.found, self.probes, prefix, self._layers, self._taken, weights)
 
     def of_layers(self, name: str, count: int) -> "Layers":
-        """What the layers of a stack need, to be passed to them as an argument."""
+        """The probes of `count` layers that are traced once, as an argument for them."""
         prefix = f"{self._prefix}/{name}/*" if self._prefix else f"{name}/*"
         probes = None
         if self.probes is not None:
@@ -129,16 +129,16 @@ class Scope:
 
 @jax.tree_util.register_pytree_node_class
 class Layers:
-    """The probes of layers, stacked along a first axis; or those of one layer, without it.
+    """The probes of a stack of layers, with a first axis over layers; or those of one layer.
 
-    It is passed through jit, scan and recomputation as an argument, since what is traced there may
-    not reach for arrays outside.
+    It is passed to the layers as an argument, because a function inside jit, scan or recomputation
+    must not close over traced arrays.
     """
 
     def __init__(
         self,
         probes: Mapping[str, Array] | None,
-        found: dict[str, Found],
+        found: dict[str, WatchedTensor],
         prefix: str,
         count: int,
     ):
@@ -180,7 +180,7 @@ class _Identity:
 
 def probe(
     op: str, tensors: Sequence[str], weights: Sequence[str] = (), each: Sequence[str] = ()
-) -> Seen:
+) -> OptionalProbe:
     """The probe of an op that is being traced; None without telemetry, or if nothing is FP8.
 
     Args:
@@ -202,11 +202,11 @@ def of_weight(weight: str, tensor: str) -> str:
 
 @contextlib.contextmanager
 def named(name: str, weights: tuple[str, ...] = ()) -> Iterator[None]:
-    """Names what is traced within, and the weights of ops that take as many.
+    """Names a part of a model: all ops that are traced in this context.
 
     Args:
-        name: of this part of the model, as in "attention"; empty for that around it.
-        weights: as in ("query", "key", "value").
+        name: the part, as in "attention"; "" keeps the name of the part around it.
+        weights: names of the weights of ops that take this many, as in ("query", "key", "value").
     """
     scope: Scope | None = _current.value
     with contextlib.nullcontext() if scope is None else _current(scope.inner(name, weights)):
@@ -214,13 +214,13 @@ def named(name: str, weights: tuple[str, ...] = ()) -> Iterator[None]:
 
 
 def layers(name: str, count: int) -> Layers | None:
-    """What `count` layers that are traced once need, each its part; None without telemetry."""
+    """The probes of `count` layers that are traced once, or None; `one_of` has those of each."""
     scope: Scope | None = _current.value
     return None if scope is None else scope.of_layers(name, count)
 
 
 def one_of(of_layers: Layers | None, index: int) -> Layers | None:
-    """The argument of one layer, from that of all."""
+    """The probes of one layer, from those of all."""
     one: Layers | None = jax.tree.map(lambda stacked: stacked[index], of_layers)
     return one
 
@@ -234,6 +234,6 @@ def layer(of_one: Layers | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(scope: Scope | None) -> Iterator[None]:
-    """Sets the scope; None turns telemetry off. For functions that JAX differentiates apart."""
+    """Sets the scope; None turns telemetry off, as in a function that is recomputed."""
     with _current(scope):
         yield

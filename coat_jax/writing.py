@@ -1,4 +1,4 @@
-"""Writing: a full disk is an error that names it; a file or folder appears when it is complete.
+"""Writes files and folders that appear when they are complete, with an error if the disk is full.
 
 `replace` and `NewFolder` write under another name first, and rename when all is written. A process
 that is killed leaves that name behind. `NewFolder` does not remove it, because another process may
@@ -18,18 +18,18 @@ from coat_jax.errors import UserError
 
 # No space, over quota, over the largest file allowed.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-UNFINISHED = ".unfinished"  # ends the name of what is being written
-METADATA = 1 << 20  # what a checkpoint takes beside its arrays, generously
+UNFINISHED = ".unfinished"  # the suffix of a file that is being written
+METADATA = 1 << 20  # bytes that a checkpoint takes at most beside its arrays
 
 
 class NotWritten(UserError, OSError):
-    """What was to be saved could not be written."""
+    """A file or folder could not be written."""
 
     exit_code = 3
 
 
 class DiskFull(NotWritten):
-    """What was to be written does not fit."""
+    """A file or folder does not fit on the disk."""
 
 
 def require_space(folder: Path, what: str, size: int) -> None:
@@ -40,7 +40,7 @@ def require_space(folder: Path, what: str, size: int) -> None:
 
 @contextlib.contextmanager
 def write_failures(folder: Path, what: str, size: int | None = None) -> Iterator[None]:
-    """Errors of writing inside become a NotWritten that says what was not written, and where."""
+    """Turns errors of writing into a NotWritten that says what was not written, and where."""
     try:
         yield
     except NotWritten:
@@ -55,7 +55,7 @@ def write_failures(folder: Path, what: str, size: int | None = None) -> Iterator
 
 
 def _os_error(error: Exception) -> int | None:
-    """The system's number of an error; tensorstore has it in the text only."""
+    """The error number of the operating system; tensorstore has it in its message only."""
     if isinstance(error, OSError):
         return error.errno
     match = re.search(r"os_error_code='(\d+)'", str(error))
@@ -76,7 +76,7 @@ def _megabytes(size: int) -> str:
 
 
 def write_durably(path: Path, content: str | bytes) -> None:
-    """Writes a file that is there even if the power fails next; text in UTF-8."""
+    """Writes a file, text in UTF-8, and returns when it is on the disk."""
     with path.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
@@ -84,19 +84,19 @@ def write_durably(path: Path, content: str | bytes) -> None:
 
 
 def replace(path: Path, content: str | bytes) -> None:
-    """Writes a file that has either its old content or all of the new one at any moment."""
+    """Replaces a file atomically: at any time it has all of its old content, or of the new one."""
     unfinished = path.with_name(path.name + UNFINISHED)
     write_durably(unfinished, content)
     unfinished.replace(path)
 
 
 class NewFolder(NamedTuple):
-    """Where a folder is to be made.
+    """A folder that is to be written.
 
     Attributes:
-        out: its name.
-        suffix: of its name until it is complete.
-        command: which makes it, for the error.
+        out: its path.
+        suffix: what its name ends with until it is complete.
+        command: the command that writes it, for the error.
     """
 
     out: Path
@@ -105,11 +105,11 @@ class NewFolder(NamedTuple):
 
     @property
     def unfinished(self) -> Path:
-        """Its name until it is complete."""
+        """Its path until it is complete."""
         return self.out.with_name(self.out.name + self.suffix)
 
     def require_new(self) -> None:
-        """Raises if there is something already."""
+        """Raises if the folder exists, complete or not."""
         if self.out.exists():
             raise UserError(f"{self.out} exists already: choose another folder, or remove it.")
         if self.unfinished.exists():
@@ -120,7 +120,7 @@ class NewFolder(NamedTuple):
 
     @contextlib.contextmanager
     def appearing(self) -> Iterator[Path]:
-        """The folder to write in; it gets its name if all goes well, and goes away if not."""
+        """The folder to write in. It gets its name at the end, and is removed after an error."""
         self.unfinished.mkdir(parents=True)
         try:
             yield self.unfinished

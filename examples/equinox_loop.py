@@ -2,8 +2,8 @@
 
     python -m examples.equinox_loop
 
-Equinox has no conversion here: a layer calls the function. `coat.ops.gated_mlp` includes the norm
-and the residual sum, and saves its inputs in FP8.
+coat_jax converts no Equinox modules, so the layer calls a function: `coat.ops.gated_mlp`, which
+includes the norm and the residual sum, and saves its inputs in FP8.
 """
 
 from collections.abc import Iterable

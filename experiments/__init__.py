@@ -1,16 +1,26 @@
-"""Programs that measure: each writes its figures, with their parents, and its picture.
+"""Programs that measure: each writes its figures, with where they came from, and its picture.
 
-    optimizer    optimizer_error, accumulated_error, optimizer_step, muon_step, in_place_step
-    layers       activation_memory, layer_speed, granularity, group_scaling, precision_ablation
-    training     training_throughput, training_curves, loss_study, config_memory, demo
-    gpu_suite    the tests of a GPU and a smoke benchmark (`make gpu`)
+Each is a module for `python -m`; its docstring says what it claims, on which hardware
+it runs, and how to try it anywhere. Results are in `results/`.
 
-The other modules are what these are made of: `records` writes results, `corpus`, `random_batch`
-and `small_llama` are what is learnt and what learns, `stacks` the layers that are measured,
-`moments` the ways to store a moment, `hopper` the GPUs that need not be there, `gpu_smoke` a part
-of `gpu_suite`.
+    optimizers      optimizer_error, accumulated_error, muon_error, optimizer_step, muon_step,
+                    in_place_step, compress_table
+    layers          activation_memory, layer_speed, granularity, group_scaling
+    loss            loss_study, precision_ablation, training_curves, stability
+    formats         format_sqnr, after_training
+    training        training_throughput, communication, config_memory, examples_memory, gpu_suite
+    generation      quantized_generation
+    documentation   ideas (the pictures of docs/ideas.md), demo (`make demo`)
+    all of them     remeasure (measures again what is outdated), figures (compares README, docs and
+                    configs with the results)
 
-`figures` compares what README, docs and configs say with the results.
+The other modules are what these are made of:
+
+    command, workers      their command line, and processes for each case
+    records, row_files    results files, of one run and of many; essence: the code that they name
+    corpus, random_batch  what is learnt; small_llama: what learns
+    stacks, moments       the layers and the ways to store a moment that are compared
+    hopper                GPUs that need not be there
 
 They import the package; the package never imports them.
 """

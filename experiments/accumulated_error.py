@@ -10,14 +10,13 @@ stored moments, so that rounding errors accumulate as they do in training. All r
 gradients of one training: a small Llama on real text under `optax.adamw` (FP32, b2 = 0.95).
 
 Every element of every matrix counts, with Adam's own eps. The layers' matrices stand apart from
-embedding and head, which belong to rare and common bytes. "Directions and logarithms" is what
+embedding and head, whose rows belong to rare and common bytes. "Directions and logarithms" is what
 coat_jax stores by default, "dynamic range expansion" what the COAT paper does. Groups have 128
-elements everywhere,
-where bitsandbytes has blocks of 256. It rounds to nearest; every format is measured with v rounded
-to nearest and stochastically, so that the format and the rounding can be told apart.
+elements everywhere; bitsandbytes itself has blocks of 256, and rounds to nearest. Every format is
+measured with v rounded to nearest and stochastically, to separate the effects of format and
+rounding.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,12 +24,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from flax import nnx
 from jaxtyping import Array
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 import coat_jax as coat
@@ -38,17 +34,13 @@ from coat_jax.kernels.adam import Hyper, adam_update
 from coat_jax.numerics import noise
 from coat_jax.numerics.formats import E4M3
 from coat_jax.storage import Storage
-from experiments import corpus, records
+from experiments import records
+from experiments.command import parser_of
 from experiments.moments import coders
-from experiments.small_llama import Config, Llama, loss
+from experiments.moments.followed import Comparison, Followed, follow
 
-RESULTS = Path(__file__).parent / "results"
-CONFIG = Config(layers=2)
-BATCH, SEQUENCE = 8, 128
 LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1
 B2S = (0.95, 0.999)
-SAMPLES = 30  # points of each curve
-LAST = 3  # of these: their mean is the error at the end
 PARTS = ("layers", "embedding and head")
 FORMATS = OURS, EXPANDED, PLAIN, DYNAMIC = (
     "directions and logarithms",
@@ -71,7 +63,7 @@ def storages(b2: float) -> list[optax.GradientTransformation]:
         coat.optax.scale_by_fp8_adam(b2=b2),
         coat.optax.scale_by_fp8_adam(b2=b2, storage=Storage(stochastic=False)),
         coat.optax.scale_by_fp8_adam(b2=b2, storage=expanded),
-        coat.optax.scale_by_fp8_adam(b2=b2, storage=coat.moments.PAPER),
+        coat.optax.scale_by_fp8_adam(b2=b2, storage=coat.storage.PAPER),
         scale_by_coded_adam(b2, plain, coders.plain_stochastic),
         scale_by_coded_adam(b2, plain, lambda v, _: plain(v)),
         scale_by_coded_adam(b2, signed, coders.dynamic_stochastic),
@@ -120,65 +112,19 @@ def scale_by_coded_adam(
     return optax.GradientTransformation(init, update)
 
 
-def measure(steps: int, seed: int) -> tuple[list[int], dict[str, dict[str, Figures]], list[float]]:
-    """The steps of the samples, the errors by b2, storage and part, and the losses."""
-    tokens = corpus.batches(corpus.load().train, BATCH, SEQUENCE, seed)
-    graph, params = nnx.split(Llama(CONFIG, rngs=nnx.Rngs(seed)), nnx.Param)
+def measure(steps: int, seed: int) -> Followed:
+    """The errors by b2, storage and part."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, LEARNING_RATE, max(steps // 10, 1), steps, LEARNING_RATE / 10
     )
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=WEIGHT_DECAY)
-    exact = {b2: optax.scale_by_adam(b2=b2) for b2 in B2S}
-    measured = {b2: storages(b2) for b2 in B2S}
-    every = (exact, measured)
-    is_optimizer = {"is_leaf": lambda x: isinstance(x, optax.GradientTransformation)}
-
-    def one(carry: tuple[Any, Any, Any], tokens: Array) -> tuple[tuple[Any, Any, Any], Any]:
-        params, training, states = carry
-        value, grads = jax.value_and_grad(lambda p: loss(nnx.merge(graph, p), tokens))(params)
-        given = matrices(grads)
-        updates, training = adamw.update(grads, training, params)
-        stepped = jax.tree.map(lambda tx, s: tx.update(given, s), every, states, **is_optimizer)
-        directions, states = (
-            jax.tree.map(lambda _, pair, i=i: pair[i], every, stepped, **is_optimizer)
-            for i in (0, 1)
+    training = optax.adamw(schedule, b2=0.95, weight_decay=WEIGHT_DECAY)
+    comparisons = {
+        f"b2 = {b2}": Comparison(
+            optax.scale_by_adam(b2=b2), dict(zip(STORAGES, storages(b2), strict=True))
         )
-        true, stored = directions
-        squares = {
-            b2: {
-                part: jnp.stack(
-                    [_square(true[b2][part])]
-                    + [_distance(u[part], true[b2][part]) for u in stored[b2]]
-                )
-                for part in PARTS
-            }
-            for b2 in B2S
-        }
-        return (optax.apply_updates(params, updates), training, states), (value, squares)
-
-    @jax.jit
-    def interval(carry: Any, tokens: Array) -> tuple[Any, Any, Any]:
-        carry, (losses, squares) = jax.lax.scan(one, carry, tokens)
-        return carry, losses, jax.tree.map(lambda x: x.sum(axis=0), squares)
-
-    zeros = jax.tree.map(jnp.zeros_like, matrices(params))
-    states = jax.tree.map(lambda tx: tx.init(zeros), every, **is_optimizer)
-    carry = (params, adamw.init(params), states)
-    length = max(steps // SAMPLES, 1)
-    ends, losses, sums = list(range(length, steps + 1, length)), [], []
-    for _ in track(ends, "training"):
-        batch = jnp.stack([jnp.asarray(next(tokens)) for _ in range(length)])
-        carry, values, squares = interval(carry, batch)
-        losses += np.asarray(values).tolist()
-        sums.append(jax.tree.map(np.asarray, squares))
-    errors = {
-        f"b2 = {b2}": {
-            name: {part: [float(s[b2][part][i] / s[b2][part][0]) for s in sums] for part in PARTS}
-            for i, name in enumerate(STORAGES, 1)
-        }
         for b2 in B2S
     }
-    return ends, errors, losses
+    return follow(training, comparisons, matrices, steps=steps, seed=seed)
 
 
 def matrices(tree: Any) -> dict[str, dict[str, Array]]:
@@ -191,43 +137,15 @@ def matrices(tree: Any) -> dict[str, dict[str, Array]]:
     return parts
 
 
-def _square(tree: Any) -> Array:
-    return sum((jnp.sum(x * x) for x in jax.tree.leaves(tree)), jnp.zeros([]))
-
-
-def _distance(tree: Any, other: Any) -> Array:
-    return _square(jax.tree.map(jnp.subtract, tree, other))
-
-
 def main() -> None:
     """Measures, prints the table and writes figures and picture."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=1500, help="of training")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     parser.add_argument("--seed", type=int, default=0, help="of model and batches")
     options = parser.parse_args()
     started = time.perf_counter()
-    ends, errors, losses = measure(options.steps, options.seed)
-    figures: Figures = {
-        "training": {
-            "model": f"Llama over bytes: width {CONFIG.width}, {CONFIG.layers} layers, "
-            f"ffn {CONFIG.ffn}, FP32",
-            "steps": options.steps,
-            "first and last loss": [losses[0], losses[-1]],
-            "seconds": round(time.perf_counter() - started),
-        },
-        "step": ends,
-        "error": errors,
-        "at the end": {
-            b2: {
-                name: {part: float(np.mean(curve[-LAST:])) for part, curve in parts.items()}
-                for name, parts in of_b2.items()
-            }
-            for b2, of_b2 in errors.items()
-        },
-    }
+    followed = measure(options.steps, options.seed)
+    figures = followed.figures(time.perf_counter() - started)
     records.write(options.out / "accumulated_error.json", figures)
     draw(figures, options.out / "accumulated_error.png")
     show(figures)

@@ -1,19 +1,18 @@
-"""What a Llama layer keeps for its backward pass, operator by operator.
+"""What a Llama layer saves for its backward pass, operator by operator.
 
-Claim (the paper's table 2): FP8 activations keep 13.3 U a layer where BF16 keeps 22.7 and
-TransformerEngine 18.3. Here BF16 itself keeps no more than it must, and COAT keeps 8.
+Claim (the paper's table 2): with FP8 activations a layer saves 13.3 U, where BF16 saves 22.7 and
+TransformerEngine 18.3. Here BF16 itself saves no more than it must, and COAT saves 8.
 
-    python -m experiments.activation_memory      anywhere; on a GPU its allocator is asked, too
+    python -m experiments.activation_memory      anywhere; on a GPU it also asks the allocator
 
 `jax.vjp` returns a function that holds the arrays it needs. Their sizes are counted, weights and
 scalars left out, for each operator of Llama-2-7B's layer at batch 8 x 2048 and for the whole
 layer, where an array that two operators share counts once. 1 U = 2 bytes x batch x sequence x
-width. cuDNN's attention keeps 4 bytes a row and head besides (0.016 U), which XLA's, counted here,
-does not. Beside it torch, where it is installed: see stacks/saved_by_torch.py. On a CPU, torch
-runs 512 tokens: what it saves is the same number of U.
+width. cuDNN's attention also saves 4 bytes for each row and head (0.016 U), which XLA's, counted
+here, does not. torch is counted, too, where it is installed: see stacks/saved_by_torch.py. On a
+CPU, torch runs 512 tokens, for which it saves the same number of U.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -29,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import records
+from experiments.command import parser_of
 from experiments.stacks import Sizes
 from experiments.stacks.in_jax import (
     PRESETS,
@@ -41,7 +41,6 @@ from experiments.stacks.in_jax import (
 )
 from experiments.workers import reason
 
-RESULTS = Path(__file__).parent / "results"
 SIZES = Sizes()  # Llama-2-7B, batch 8 x 2048
 PAPER = {"BF16": 22.66, "TransformerEngine": 18.33, "COAT": 13.33}
 
@@ -79,13 +78,13 @@ def measure() -> tuple[Units, Units]:
         counted[name], allocated[name] = {}, {}
         for operator, (function, arrays) in functions.items():
             title = OPERATORS[operator]
-            counted[name][title] = units_kept(function, w, arrays)
+            counted[name][title] = units_saved(function, w, arrays)
             if jax.default_backend() == "gpu":
                 allocated[name][title] = units_allocated(function, w, arrays)
     return counted, {name: units for name, units in allocated.items() if units}
 
 
-def units_kept(function: Callable[..., Any], weights: dict[str, Any], arrays: list[Any]) -> float:
+def units_saved(function: Callable[..., Any], weights: dict[str, Any], arrays: list[Any]) -> float:
     """What the gradient of `function` needs besides weights, in U."""
     return saved_bytes(function, weights, *arrays) / SIZES.unit
 
@@ -102,9 +101,9 @@ def units_allocated(
     zeros = partial(jax.tree.map, lambda a: jax.device_put(jnp.zeros(a.shape, a.dtype), device))
     w = zeros(weights)
     before = in_use()
-    y, kept = jax.block_until_ready(jax.jit(partial(forward_saving, function))(w, *zeros(arrays)))
+    y, saved = jax.block_until_ready(jax.jit(partial(forward_saving, function))(w, *zeros(arrays)))
     held = in_use() - before - sum(leaf.nbytes for leaf in jax.tree.leaves(y))
-    del kept
+    del saved
     return held / SIZES.unit
 
 
@@ -131,10 +130,7 @@ def torch_units() -> tuple[Units, Units, str | None]:
 
 def main() -> None:
     """Counts, prints the table and writes the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
+    parser = parser_of(__doc__)
     options = parser.parse_args()
     counted, allocated = measure()
     torch_counted, torch_allocated, why = torch_units()
@@ -147,7 +143,7 @@ def main() -> None:
         "bytes of a unit": SIZES.unit,
     }
     records.write(options.out / "activation_memory.json", figures)
-    for title, units in (("Kept", figures["units"]), ("Allocated", figures["allocated"])):
+    for title, units in (("Saved", figures["units"]), ("Allocated", figures["allocated"])):
         if units:
             _show(f"{title} per layer, in U", units)
     draw(options.out)
@@ -166,7 +162,7 @@ def draw(folder: Path) -> None:
     """Draws each preset as a stack of operators, and the paper's totals beside them."""
     import matplotlib.pyplot as plt
 
-    figures = json.loads((folder / "activation_memory.json").read_text())["figures"]
+    figures = records.read(folder / "activation_memory.json")
     units = figures["units"]
     bars = {f"paper:\n{name}": {"total": value} for name, value in figures["paper"].items()}
     bars |= {_name(name): value for name, value in units.items()}

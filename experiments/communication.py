@@ -23,10 +23,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments.command import parser_of
 from experiments.training_throughput import in_a_process
 from experiments.workers import only
 
-RESULTS = Path(__file__).parent / "results"
 _MB = 1 << 20
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 GATHER = "xla_gpu_all_gather_combine_threshold_bytes"
@@ -76,15 +76,11 @@ class Timeline(NamedTuple):
 
 def main() -> None:
     """Measures every case, prints a line for each, and writes and draws the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, draws=True)
     parser.add_argument("case", nargs="?", default="COAT:8", help="PRECISION:BATCH, on each GPU")
     parser.add_argument("--model", default="llama2_7b", help="a name in coat.models.PRESETS")
     parser.add_argument("--layers", type=int, default=8, help="of the model")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
-    parser.add_argument("--draw", action="store_true", help="only draw the results of before")
     options = parser.parse_args()
     path = options.out / "communication.json"
     if not options.draw:
@@ -191,7 +187,7 @@ def draw(path: Path) -> None:
 
     from experiments import records
 
-    figures = json.loads(path.read_text())["figures"]
+    figures = records.read(path)
     drawn = [case for case in figures["cases"] if "drawn" in case]
     if not drawn:
         return

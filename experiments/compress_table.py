@@ -6,7 +6,7 @@ Each is trained twice on a small regression, as it is and compressed, with FP32 
 parameters; the figure is the loss after 200 steps, the mean of three seeds. A network of 64 x 128
 weights has one leaf that is large enough for FP8. Transformations that store no moment are run
 for one step, whose updates must be the same bit for bit. Results: results/compress_table.json,
-and the table in docs/optimizers.md.
+and the table in docs/compressed_optax.md.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ import optax
 
 import coat_jax as coat
 from experiments import records
+from experiments.command import RESULTS
 from experiments.compress_cases import (
     EXCLUDED,
     LINKS,
@@ -38,7 +38,7 @@ from experiments.compress_cases import (
     TRAINED,
 )
 
-RESULTS = Path(__file__).parent / "results" / "compress_table.json"
+FILE = RESULTS / "compress_table.json"
 STEPS, BATCH, SEEDS = 200, 64, 3
 INPUTS, HIDDEN, OUTPUTS = 64, 128, 8
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -224,7 +224,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
     logging.getLogger("absl").setLevel(logging.ERROR)  # optax.lookahead warns at each init
-    records.write(RESULTS, measure())
+    records.write(FILE, measure())
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ of the program, as `coat train` prints it before the first step. Layers run in a
 some configs have them, they take as much or less.
 """
 
-import argparse
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,9 +16,9 @@ from rich.table import Table
 
 from coat_jax.training.config_files import load_config
 from experiments import records
+from experiments.command import parser_of
 from experiments.hopper import compile_step, there
 
-RESULTS = Path(__file__).parent / "results"
 GPUS = {
     "llama_124m": 1,
     "llama_350m": 1,
@@ -44,11 +42,8 @@ def measure(name: str, function: str, gpus: int) -> dict[str, Any]:
 
 def main() -> None:
     """Compiles each, prints the table and writes the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("configs", nargs="*", default=list(GPUS), help="their names")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     options = parser.parse_args()
     figures: dict[str, dict[str, Any]] = {}
     for name in options.configs:

@@ -1,4 +1,4 @@
-"""`make demo`: one tiny Llama trained twice, in BF16 and in COAT, and asked to go on.
+"""`make demo`: one tiny Llama, trained in BF16 and in COAT, generates text with both.
 
     llama_tiny:bf16    BF16 layers, AdamW with FP32 moments
     llama_tiny         FP8 layers and saved activations, AdamW with FP8 moments

@@ -19,27 +19,23 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from experiments.command import parser_of
 from experiments.workers import reason, run_worker
 
-RESULTS = Path(__file__).parent / "results"
 EXAMPLES = ("flax_nnx", "flax_linen", "flax_lora")  # they need Flax and optax only
 WARM = 3  # steps that compile, or follow them
 
 
 def main() -> None:
     """Measures every example in two processes, prints the table and writes the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10, help=f"more than {WARM}")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     parser.add_argument("--one", nargs=2, metavar=("EXAMPLE", "FP8"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.steps <= WARM:

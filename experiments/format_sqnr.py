@@ -19,9 +19,7 @@ The figures of van Baalen et al. (arXiv 2303.17951) for normal data are those of
 NaN and infinity, here "E4M3:none" and so on.
 """
 
-import argparse
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +34,8 @@ from rich.table import Table
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.numerics.quantizer import AnyFormat, Quantizer, Range, format_named, sqnr_bits
 from experiments import records
+from experiments.command import parser_of
 
-RESULTS = Path(__file__).parent / "results"
 FORMATS = (
     "INT8", "E1M6", "E2M5", "E3M4", "E4M3:none", "E4M3", "E5M2:none", "E5M2", "E6M1", "E7M0",
 )  # fmt: skip
@@ -194,18 +192,14 @@ def _row(
 
 def main() -> None:
     """Computes, measures, writes results and picture, and prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, draws=True)
     parser.add_argument(
         "--samples", type=int, default=SAMPLES, metavar="N", help="2^N in a tensor (%(default)s)"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
-    parser.add_argument("--draw", action="store_true", help="only show the results of before")
     options = parser.parse_args()
     if not options.draw:
         records.write(options.out / "format_sqnr.json", measure(2**options.samples))
-    figures = json.loads((options.out / "format_sqnr.json").read_text())["figures"]
+    figures = records.read(options.out / "format_sqnr.json")
     print_table(figures)
     draw(figures, options.out / "format_sqnr.png")
 

@@ -23,12 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
+from experiments.command import parser_of
 from experiments.essence import ROOT, code_hash
 from experiments.gpu_smoke import WORKERS, Figures
-
-RESULTS = Path(__file__).parent / "results"
 
 # The two programs differ by BF16's rounding, 2^-8, which changes a code where a value lies halfway
 # between two. The codes of gradients in E5M2 are 2^-2 apart, so each product differs by
@@ -40,12 +38,9 @@ COLD, WARM = 40.0, 10.0  # seconds in which the step of Llama-2-7B must be compi
 
 def main() -> int:
     """Runs the suite; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--no-tests", action="store_true", help="only the benchmark")
     parser.add_argument("--no-benchmark", action="store_true", help="only the tests")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     parser.add_argument("--small", action="store_true", help="tiny sizes, to try this script")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""How finely what a non-linear layer keeps must be scaled: per tensor, token, channel or group.
+"""How finely the saved inputs of non-linear layers must be scaled: per tensor, token or group.
 
 Claim (the paper's figure 4a): norms and activations need one scale per 1 x 16 neighbours of the
 hidden axis, and scales that tokens share hurt, above all at a norm's input.
@@ -13,8 +13,6 @@ hundreds of times larger than the rest, which is not so here: SYNTHETIC cases mu
 largest by a factor, in every token or each sequence's first, and show the error of the others.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -37,9 +35,9 @@ from coat_jax.kernels.norm import Norm, normalize, normalize_backward, statistic
 from coat_jax.numerics import blocks, qtensor
 from coat_jax.numerics.formats import E4M3, E5M2
 from experiments import corpus, records
+from experiments.command import parser_of
 from experiments.small_llama import Config, Llama, loss
 
-RESULTS = Path(__file__).parent / "results"
 CONFIG = Config(width=256, layers=5, heads=4, ffn=768)
 LAYERS = {"first": 0, "middle": 2, "last": 4}
 BATCH, RECORDED, SEQUENCE, RATE, SEED = 8, 16, 128, 1e-3, 0
@@ -220,12 +218,8 @@ def _rms(x: Array, where: Array | None = None) -> float:
 
 def main() -> None:
     """Trains, measures, writes results and picture and prints the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, draws=True)
     parser.add_argument("--steps", type=int, default=200, help="of training")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
-    parser.add_argument("--draw", action="store_true", help="only show the results of before")
     options = parser.parse_args()
     if not options.draw:
         start = time.perf_counter()
@@ -233,7 +227,7 @@ def main() -> None:
         figures = {"training": training} | measure(sites)
         figures["seconds"] = round(time.perf_counter() - start)
         records.write(options.out / "granularity.json", figures)
-    figures = json.loads((options.out / "granularity.json").read_text())["figures"]
+    figures = records.read(options.out / "granularity.json")
     print_tables(figures)
     draw(figures, options.out / "granularity.png")
 

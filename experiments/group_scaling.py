@@ -14,8 +14,6 @@ tensor. Times are of the kernels alone, as the profiler sees them: calls this sh
 time that launching them takes.
 """
 
-import argparse
-import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -31,9 +29,9 @@ from coat_jax.kernels.activation import COLUMNS_PER_MAXIMUM, activation_forward
 from coat_jax.kernels.norm import Norm, bound
 from coat_jax.numerics.formats import E4M3
 from experiments import records
+from experiments.command import parser_of
 from experiments.stacks import median_ms
 
-RESULTS = Path(__file__).parent / "results"
 ROWS, COLUMNS = 16384, (11008, 4096)
 BLOCK = 16
 CALLS = 25  # of a program, whose mean is a time
@@ -47,13 +45,9 @@ console = Console()
 
 def main() -> None:
     """Measures every size and prints the table; on a GPU writes the results and draws them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, draws=True)
     parser.add_argument("--rows", type=int, default=ROWS, help="tokens")
     parser.add_argument("--columns", type=int, nargs="*", default=COLUMNS, help="widths")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
-    parser.add_argument("--draw", action="store_true", help="only draw the results of before")
     options = parser.parse_args()
     if options.draw:
         draw(options.out)
@@ -156,7 +150,7 @@ def draw(folder: Path) -> None:
     """Draws the ways to a maximum for each size, and the same after the activation."""
     import matplotlib.pyplot as plt
 
-    cases = json.loads((folder / "group_scaling.json").read_text())["figures"]["cases"]
+    cases = records.read(folder / "group_scaling.json")["cases"]
     with plt.rc_context(records.CHART | {"axes.grid.axis": "x"}):
         figure, panels = plt.subplots(1, len(cases), figsize=(6 * len(cases), 4), squeeze=False)
         for axes, case in zip(panels[0], cases, strict=True):

@@ -15,7 +15,6 @@ layers the one with the median spread.
 """
 
 import argparse
-import json
 import math
 from functools import partial
 from pathlib import Path
@@ -28,11 +27,11 @@ from jaxtyping import Float
 
 import coat_jax as coat
 from experiments import records
+from experiments.command import RESULTS
 from experiments.moments import recording
 from experiments.stacks import Sizes
 from experiments.stacks.in_jax import attention, attention_input, forward_saving, mlp
 
-RESULTS = Path(__file__).parent / "results"
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 STEPS, B1, B2 = 64, 0.9, 0.95
 GROUP = 128
@@ -194,7 +193,7 @@ def _draw_formats(plt: Any) -> Any:
         "E5M2": fp8_values(coat.E5M2),
         "logarithm": 2.0 ** (-np.arange(255) / 16),
     }
-    colors = records.chart.LINES
+    colors = records.LINES
     figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.2), width_ratios=(1.25, 1))
     for place, (values, color) in enumerate(zip(rows.values(), colors, strict=False)):
         _rug(left, values / values.max(), -place, color)
@@ -304,15 +303,15 @@ def _draw_layer(layers: Figures, plt: Any) -> Any:
 
 
 def _draw_errors(plt: Any) -> Any:
-    file = json.loads((RESULTS / "accumulated_error.json").read_text())
+    ends_of = records.read(RESULTS / "accumulated_error.json")["at the end"]
     names = {
         "one scale per group, v stochastic": "E4M3, one scale",
         "dynamic range expansion, v stochastic": "E4M3, expanded",
         "directions and logarithms, v stochastic": "direction, logarithm",
     }
     figure, axes = plt.subplots(1, 2, figsize=(8.6, 2.4), sharey=True)
-    for axis, b2 in zip(axes, file["figures"]["at the end"], strict=True):
-        ends = file["figures"]["at the end"][b2]
+    for axis, b2 in zip(axes, ends_of, strict=True):
+        ends = ends_of[b2]
         values = [100 * math.sqrt(ends[name]["layers"]) for name in names]
         axis.barh(range(3), values, color=[records.PALE, records.PALE, records.ACCENT], height=0.6)
         for place, value in enumerate(values):
@@ -338,7 +337,7 @@ def main() -> None:
         group = measure_group(*typical_group())
         figures = {"group": group, "decay": measure_decay(), "layers": measure_layers()}
         records.write(path, figures)
-    draw(json.loads(path.read_text())["figures"])
+    draw(records.read(path))
 
 
 if __name__ == "__main__":

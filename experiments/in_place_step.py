@@ -1,7 +1,7 @@
 """How long a step of any optax transformation takes with its moments in FP8, and what memory.
 
 Claim: with `in_place(compress(tx))` any transformation steps in place, on moments of a byte a
-parameter. What it keeps besides moments, such as the second parameters of schedule_free, stays.
+parameter. State besides moments, such as the second parameters of schedule_free, is not compressed.
 
     python -m experiments.in_place_step                  on a GPU: 2^28 BF16 parameters
     python -m experiments.in_place_step --elements 20    smoke test, anywhere
@@ -22,9 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.workers import reason, run_worker
+from experiments.command import parser_of
+from experiments.workers import outcome, run_worker
 
-RESULTS = Path(__file__).parent / "results"
 BATCHES, STEPS = 7, 20
 WAYS = ("optax", "in_place", "compressed")
 
@@ -45,12 +45,8 @@ def transformations() -> dict[str, Callable[[], Any]]:
 
 def main() -> None:
     """Measures every case in its own process, prints a line for each and writes the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, draws=True)
     parser.add_argument("--elements", type=int, default=28, help="log2 of the matrix's size")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
-    parser.add_argument("--draw", action="store_true", help="only draw the results of before")
     parser.add_argument("--worker", nargs=2, metavar=("NAME", "WAY"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -74,9 +70,7 @@ def _in_a_process(name: str, way: str, elements: int) -> Case:
     ended = run_worker(
         "experiments.in_place_step", "--elements", str(elements), "--worker", name, way
     )
-    if ended.code or not ended.results:
-        return {"case": name, "way": way, "failed": reason(ended.stderr)}
-    return ended.results[-1]
+    return {"case": name, "way": way, **outcome(ended)}
 
 
 def _line(case: Case) -> str:
@@ -151,7 +145,7 @@ def draw(folder: Path) -> None:
 
     from experiments import records
 
-    figures = json.loads((folder / "in_place_step.json").read_text())["figures"]
+    figures = records.read(folder / "in_place_step.json")
     shown = [case for case in figures["cases"] if "failed" not in case][::-1]
     names = [f"{case['case']}, {case['way']}" for case in shown]
     colors = [records.PALE if case["way"] == "optax" else records.ACCENT for case in shown]

@@ -6,7 +6,7 @@ and saves less. Measured as the marginal cost of a layer: the difference between
 
     python -m experiments.layer_speed                     on a GPU: Llama-2-7B's layer, all peers
     python -m experiments.layer_speed --table             the paper's four sizes at batches of 4
-                                                          and 8; goes on where it was stopped
+                                                          and 8; continues where it was stopped
     python -m experiments.layer_speed --width 64 --sequence 64 --batch 1 --depths 1 2   anywhere
 
 Every framework runs in a process of its own, one after the other on the same device. One that is
@@ -29,10 +29,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from experiments.command import parser_of
 from experiments.stacks import Measured, Sizes
 from experiments.workers import reason
-
-RESULTS = Path(__file__).parent / "results"
 
 Case = dict[str, Any]
 BASELINE = "coat_jax BF16"
@@ -44,9 +43,7 @@ PAPER = [
 
 def main() -> None:
     """Measures every framework in its own process, prints the table and writes the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, draws=True)
     parser.add_argument("--width", type=int, default=4096, help="of the residual stream")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=8, help="sequences")
@@ -54,8 +51,6 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs=2, default=[4, 8], help="layers of the stacks")
     parser.add_argument("--only", nargs="*", help="frameworks: " + ", ".join(FRAMEWORKS))
     parser.add_argument("--table", action="store_true", help="the sizes of the paper's table")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
-    parser.add_argument("--draw", action="store_true", help="only draw the results of before")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     head = options.head or min(options.width, Sizes().head)
@@ -182,7 +177,9 @@ FRAMEWORKS = {"jax": _jax, "torch": _torch}  # imported by their own workers onl
 
 def draw(path: Path) -> None:
     """Draws one size as bars, ours in colour, and several as a row of points each."""
-    cases = [c for c in json.loads(path.read_text())["figures"]["cases"] if "skipped" not in c]
+    from experiments import records
+
+    cases = [c for c in records.read(path)["cases"] if "skipped" not in c]
     of_sizes: dict[Sizes, list[Case]] = {}
     for case in cases:
         of_sizes.setdefault(Sizes(*(case[key] for key in Sizes._fields)), []).append(case)

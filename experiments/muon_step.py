@@ -1,7 +1,7 @@
 """How long one step of Muon takes on a Llama's matrices, beside the matrix products that it needs.
 
 Claim: `coat.optax.fp8_muon` takes at most 1.3 times as long as its Newton-Schulz products alone,
-on one GPU and on several, and keeps about a byte of state for each parameter.
+on one GPU and on several, and stores about a byte of state for each parameter.
 
     python -m experiments.muon_step                                    8 layers of Llama-2-7B
     python -m experiments.muon_step --model tiny --layers 2            smoke test, anywhere
@@ -31,9 +31,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.workers import reason, run_worker
+from experiments.command import parser_of
+from experiments.workers import outcome, run_worker
 
-RESULTS = Path(__file__).parent / "results"
 ITERATIONS = 5  # of Newton-Schulz, everywhere
 BATCHES, STEPS = 5, 3
 SETTINGS = {"learning_rate": 1e-3, "weight_decay": 0.1, "consistent_rms": 0.2}
@@ -61,14 +61,10 @@ def flops(shapes: Shapes) -> int:
 
 def main() -> None:
     """Measures every case in its own process, prints a line for each and writes the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, draws=True)
     parser.add_argument("cases", nargs="*", help=f"some of: {', '.join(CASES)}")
     parser.add_argument("--model", default="llama2_7b", help="a name in coat.models.PRESETS")
     parser.add_argument("--layers", type=int, default=8, help="how many layers' matrices")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
-    parser.add_argument("--draw", action="store_true", help="only draw the results of before")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     unknown = [name for name in options.cases if name not in CASES]
@@ -110,9 +106,7 @@ def _path(folder: Path) -> Path:
 def _in_a_process(name: str, options: argparse.Namespace) -> Case:
     sizes = "--model", options.model, "--layers", str(options.layers)
     ended = run_worker("experiments.muon_step", name, "--worker", *sizes)
-    if ended.code or not ended.results:
-        return {"case": name, "failed": reason(ended.stderr)}
-    return ended.results[-1]
+    return {"case": name, **outcome(ended)}
 
 
 def _compare_with_products(cases: list[Case]) -> None:

@@ -7,16 +7,14 @@
 
 Claim: dynamic range expansion lowers it more than the paper's 1.63 times, against FP8 with one
 scale per group. Moments are recorded in a real training, coded and decoded once, and rounded to
-nearest: what training sees is in `accumulated_error`. Only ratios
-compare with the paper, whose scale is not known; bias correction cancels within a step. Elements
-whose v becomes zero in some coder of a table are left out of it, for u' would be infinite; that
+nearest; `accumulated_error` measures the error in training. The paper's absolute scale is not
+known, so only ratios can be compared with it; bias correction cancels within a step. Elements
+whose v becomes zero in some coder of a table are left out of it, since u' would be infinite; that
 favours the coders that lose them. The layers' matrices lose none and stand apart from embedding
 and head: in most groups of the head a rare byte's v is 1e-7 of a common one's.
 """
 
-import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,11 +23,11 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments import records
+from experiments.command import parser_of
 from experiments.moments import errors, picture
 from experiments.moments.drift import simulate
 from experiments.moments.recording import CONFIG, Recording, record
 
-RESULTS = Path(__file__).parent / "results"
 B2S = (0.95, 0.999)
 OURS = "E4M3+E / E4M3+E"
 PAPER = {
@@ -50,12 +48,9 @@ console = Console()
 
 def main() -> None:
     """Trains, measures, prints the tables and writes figures and picture."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=240, help="of training, for each of two b2")
     parser.add_argument("--drift-steps", type=int, default=5000, help="of simulating v")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     parser.add_argument("--seed", type=int, default=0, help="of model, batches and rounding")
     options = parser.parse_args()
 

@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from experiments.command import parser_of
 from experiments.workers import reason, run_worker
 
-RESULTS = Path(__file__).parent / "results"
 BATCHES = 7
 
 Shapes = list[tuple[int, ...]]
@@ -52,12 +52,8 @@ def llama2_7b() -> Shapes:
 
 def main() -> None:
     """Measures every framework in its own process, prints the table and writes the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, draws=True)
     parser.add_argument("--elements", type=int, default=28, help="log2 of the one leaf's size")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
-    parser.add_argument("--draw", action="store_true", help="only draw the results of before")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -88,7 +84,7 @@ def draw(folder: Path) -> None:
 
     from experiments import records
 
-    figures = json.loads((folder / "optimizer_step.json").read_text())["figures"]
+    figures = records.read(folder / "optimizer_step.json")
     cases = [c for c in figures["cases"] if c["model"] == "one_leaf" and "skipped" not in c]
     with plt.rc_context(records.CHART | {"axes.grid.axis": "x"}):
         figure, panels = plt.subplots(1, 2, figsize=(11, 4.2))

@@ -1,6 +1,6 @@
-"""What each part of COAT costs in loss: products, kept activations, optimizer, alone and together.
+"""What each part of COAT costs in loss: products, saved activations, optimizer, and all of them.
 
-The paper (figures 5 and 6) trains with all of it, and does not say which part loses how much. Here
+The paper (figures 5 and 6) trains with all of them, and does not say how much each part costs. Here
 a small Llama learns Python's own source from the same parameters, on the same batches, at the same
 learning rates, under precisions that differ by one `dataclasses.replace`:
 
@@ -9,11 +9,10 @@ learning rates, under precisions that differ by one `dataclasses.replace`:
 
 Arithmetic is FP32 where it is not FP8, so that FP8 is all the difference. Losses are in nats per
 byte: the mean of the last steps, and that over files that were held out. "other seed" has other
-parameters at the start and other batches: it says how far runs of this length lie apart, not what
-rounding alone does. Differences this small between single runs cannot rank the parts.
+parameters at the start and other batches: it shows how far two runs of this length may end apart.
+Differences this small between single runs cannot rank the parts; `loss_study` does.
 """
 
-import argparse
 import dataclasses
 import time
 from pathlib import Path
@@ -30,8 +29,8 @@ from rich.table import Table
 import coat_jax as coat
 from coat_jax import models
 from experiments import corpus, records
+from experiments.command import parser_of
 
-RESULTS = Path(__file__).parent / "results"
 BATCH, SEQUENCE, LAST, HELD_OUT_BATCHES = 8, 128, 30, 16
 PEAK = 3e-3
 CONFIG = models.Config(
@@ -68,11 +67,8 @@ BASELINE = "full precision"
 
 def main() -> None:
     """Trains every variant, prints the table and writes the results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=300, help=f"of training, at least {LAST}")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     options = parser.parse_args()
     if options.steps < LAST:
         parser.error(f"--steps {options.steps} is too few: a loss is the mean of the last {LAST}.")

@@ -20,12 +20,11 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from experiments.workers import reason, run_worker
+from experiments.command import parser_of
+from experiments.workers import outcome, run_worker
 
-RESULTS = Path(__file__).parent / "results"
 CASES = ("bf16", "int8", "int8:static", "int8:none", "fp8", "fp8:static", "fp8:none")
 MODELS = ("llama2_7b", "llama_124m")
 BATCHES = (1, 16)
@@ -53,16 +52,13 @@ def main() -> None:
 
 def arguments() -> argparse.ArgumentParser:
     """What the command takes."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("cases", nargs="*", default=CASES, metavar="FORMAT[:ACTIVATIONS]", help="what to measure")
     add("--models", nargs="+", default=MODELS, help="configs that come with the package")
     add("--batches", nargs="+", type=int, default=BATCHES, help="how many texts at a time")
     add("--prompt", type=int, default=1024, help="tokens of each prompt")
     add("--new", type=int, default=64, help="tokens that are decoded after it")
-    add("--out", type=Path, default=RESULTS, help="directory for the results")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -71,11 +67,7 @@ def _in_a_process(model: str, case: str, options: argparse.Namespace) -> Case:
     given = ["--models", model, "--prompt", str(options.prompt), "--new", str(options.new)]
     given += ["--batches", *map(str, options.batches)]
     ended = run_worker("experiments.quantized_generation", case, *given, "--worker")
-    if ended.results:
-        return ended.results[-1]
-    full = "RESOURCE_EXHAUSTED" in ended.stderr
-    why = "out of memory" if full else reason(ended.stderr)
-    return {"model": model, "case": case, "failed": why}
+    return {"model": model, "case": case, **outcome(ended)}
 
 
 def _line(case: Case) -> str:

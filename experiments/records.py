@@ -1,10 +1,10 @@
-"""Numbers have parents: writes an experiment's figures with where they came from.
+"""Results files: the figures of an experiment, and where they came from, their "parents".
 
     {"figures": ...,
      "parents": {"script", "commit", "code", "dirty", "hardware", "versions", "date"}}
 
-Names of hosts and users and absolute paths stay out: the files are published. `CHART` is the
-look of the pictures beside them: `with matplotlib.rc_context(records.CHART): ...`.
+They leave out names of hosts and users and absolute paths, because they are published. `CHART` is
+the look of the pictures beside them: `with matplotlib.rc_context(records.CHART): ...`.
 """
 
 import datetime
@@ -27,7 +27,8 @@ from experiments.essence import ROOT, code_hash
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 PEERS = ("jax-triton", "triton", "torch", "torchao", "bitsandbytes")  # where they are installed
 
-INK, PALE, ACCENT, CHART = chart.INK, chart.PALE, chart.ACCENT, chart.CHART  # as `coat plot` draws
+# As `coat plot` draws.
+INK, PALE, ACCENT, LINES, CHART = chart.INK, chart.PALE, chart.ACCENT, chart.LINES, chart.CHART
 
 
 def write(path: str | Path, figures: dict[str, Any]) -> None:
@@ -36,6 +37,11 @@ def write(path: str | Path, figures: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"figures": figures, "parents": parents()}
     path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The figures of a results file."""
+    return json.loads(path.read_text())["figures"]
 
 
 def parents() -> dict[str, Any]:

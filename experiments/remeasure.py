@@ -10,7 +10,6 @@ file names the code that it measured, as a hash of `coat_jax/`, so a second call
 first one ended. What an experiment prints and writes is in OUT/unfinished/NAME until it succeeds.
 """
 
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -24,10 +23,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from experiments.command import parser_of
 from experiments.essence import ROOT, code_hash
 from experiments.workers import count_gpus, only
 
-RESULTS = Path(__file__).parent / "results"
 LOG = "log.txt"
 POLL = 0.2  # seconds
 
@@ -76,14 +75,11 @@ PLAN = (
 
 def main() -> int:
     """Runs what is not of today's code yet; the exit code is 0 if nothing failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of results; default: all")
     parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
     parser.add_argument("--gpus", type=int, default=count_gpus(), help="to use (%(default)s)")
     parser.add_argument("--minutes", type=float, help="stop what is not done by then")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     options = parser.parse_args()
     known = {measurement.result: measurement for measurement in PLAN}
     if unknown := [name for name in options.names if name not in known]:

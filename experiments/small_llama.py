@@ -39,7 +39,7 @@ class Config:
         if self.width % (2 * self.heads):
             raise ValueError(
                 f"width={self.width} must be a multiple of 2 * heads={2 * self.heads}: "
-                "rotary embeddings turn pairs of numbers within a head."
+                "rotary embeddings rotate pairs of numbers within a head."
             )
 
 
@@ -117,10 +117,10 @@ def norm(config: Config, *, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 def rope(x: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
-    """Turns each pair (x[h], x[h + H/2]) by position * ROPE_BASE ** (-2h / H)."""
+    """Rotates each pair (x[h], x[h + H/2]) by position * ROPE_BASE ** (-2h / H)."""
     _, sequence, _, width = x.shape
     frequency = ROPE_BASE ** (-jnp.arange(0, width, 2) / width)
-    angle = jnp.arange(sequence)[:, None, None] * frequency  # (S, 1, H/2): heads turn alike
+    angle = jnp.arange(sequence)[:, None, None] * frequency  # (S, 1, H/2): the same for all heads
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)

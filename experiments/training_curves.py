@@ -1,7 +1,7 @@
 """A Llama of 124 million parameters learns from source code, in BF16 and in COAT.
 
 Question (the paper's figures 5 and 6): how far is the loss of COAT from that of BF16 with FP32
-moments? One run of each, so that the answer has chance in it. Both are
+moments? There is one run of each, so chance is part of the answer. Both are
 `coat train llama_124m`, from the same parameters, on the same batches:
 
     python -m experiments.training_curves --folder /tmp/curves       on a GPU
@@ -10,7 +10,7 @@ moments? One run of each, so that the answer has chance in it. Both are
 
 The text is what Python source and documentation this machine has: its library and installed
 packages, one copy of each file. A byte-level BPE of 50,257 tokens is learnt from a part of it. What
-is in the folder already is not made again: a run that was interrupted goes on.
+is in the folder already is not made again: a run that was interrupted continues.
 
 Both runs share the GPU, half its memory each, so their speed says nothing; see
 training_throughput.py. Held out is the last part of the text.
@@ -30,7 +30,8 @@ from typing import Any
 
 import numpy as np
 
-RESULTS = Path(__file__).parent / "results"
+from experiments.command import parser_of
+
 RUNS = {"BF16, AdamW in FP32": ":bf16", "COAT, AdamW in FP8": ""}
 SUFFIXES = {".py", ".pyi", ".md", ".rst"}
 SMALLEST, LARGEST = 200, 1_000_000  # bytes of a file
@@ -47,9 +48,7 @@ LAST = 50  # steps whose mean is the final loss
 
 def main() -> None:
     """Makes what is missing, trains both, and writes losses and picture."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, draws=True)
     parser.add_argument("--folder", type=Path, required=True, help="for text, tokens and runs")
     parser.add_argument("--steps", type=int, default=2250, help="of training")
     parser.add_argument("--batch", type=int, default=64, help="sequences of a step")
@@ -57,8 +56,6 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=2, help="parts of a batch")
     parser.add_argument("--text", type=int, default=600, help="megabytes of text at most")
     parser.add_argument("--seconds", type=int, help="stop, save, and leave the rest for later")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
-    parser.add_argument("--draw", action="store_true", help="only draw the results of before")
     options = parser.parse_args()
     if not options.draw:
         options.folder.mkdir(parents=True, exist_ok=True)
@@ -218,7 +215,7 @@ def draw(folder: Path) -> None:
 
     from experiments import records
 
-    figures = json.loads((folder / "training_curves.json").read_text())["figures"]
+    figures = records.read(folder / "training_curves.json")
     curves, settings = figures["curves"], figures["settings"]
     tokens = settings["batch"] * settings["sequence"] / 1e6
     with plt.rc_context(records.CHART):

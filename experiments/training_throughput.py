@@ -33,9 +33,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from experiments.workers import only, reason, run_worker
+from experiments.command import parser_of
+from experiments.workers import only, outcome, run_worker
 
-RESULTS = Path(__file__).parent / "results"
 CASES = [
     "BF16:10",
     "COAT:10",
@@ -75,9 +75,7 @@ def main() -> None:
 
 def arguments() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, draws=True)
     parser.add_argument(
         "cases",
         nargs="*",
@@ -91,8 +89,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--sequence", type=int, default=SEQUENCE, help="tokens of a sequence")
     parser.add_argument("--remat", help="what layers recompute: layer or layer_fp8")
     parser.add_argument("--beside-one", action="store_true", help="compare with one GPU alone")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
-    parser.add_argument("--draw", action="store_true", help="only draw earlier results")
     parser.add_argument("--trace", type=Path, help="directory for a profile of one step")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -131,11 +127,7 @@ def in_a_process(case: str, options: argparse.Namespace, **variables: str) -> Ca
     arguments += ["--trace", str(options.trace)] if options.trace else []
     arguments += ["--remat", options.remat] if options.remat else []
     ended = run_worker("experiments.training_throughput", case, "--worker", *arguments, **variables)
-    if ended.results:
-        return ended.results[-1]
-    text = ended.stderr
-    why = "out of memory" if "RESOURCE_EXHAUSTED" in text else reason(text)
-    return {**_parsed(case), "failed": why}
+    return {**_parsed(case), **outcome(ended)}
 
 
 def _case(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Experiments run each framework in a process of its own: its GPUs, its start, why it failed."""
+"""Workers: each framework or case runs in a process of its own, with its own GPUs."""
 
 import json
 import os
@@ -43,6 +43,14 @@ def run_worker(module: str, *arguments: str, **variables: str) -> Ended:
     )
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return Ended(results, done.returncode, done.stderr)
+
+
+def outcome(ended: Ended) -> dict[str, Any]:
+    """What a worker of one measurement printed last; or, if nothing, as "failed" why."""
+    if ended.results:
+        return ended.results[-1]
+    full = "RESOURCE_EXHAUSTED" in ended.stderr
+    return {"failed": "out of memory" if full else reason(ended.stderr)}
 
 
 def count_gpus() -> int:

@@ -29,7 +29,7 @@ from coat_jax.training.config_files import SHIPPED, load_config
 from coat_jax.training.fields import KNOWN_AS, fields
 from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.overrides import override
-from experiments.figures import pages
+from experiments.figures.compare import documents
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,7 +42,7 @@ MODULES = sorted(
     if not m.name.startswith("coat_jax.kernels.triton.")  # they need Triton, and have no examples
 )
 SOURCES = [
-    *pages.names(),
+    *documents(),
     *(f"coat_jax/cli/{name}.py" for name in cli.COMMANDS),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "experiments").rglob("*.py"))),
 ]

@@ -2,32 +2,29 @@
 
 import pytest
 
-from experiments.figures import pages
-from experiments.figures.given import GIVEN
-from experiments.figures.pages import Given, Sentence, Table
-from experiments.figures.results import FOLDER, parents, record
-from experiments.figures.sentences import SENTENCES
-from experiments.figures.tables import TABLES
+from experiments.figures.compare import ROOT, Given, Page, Sentence, Table, compare, documents
+from experiments.figures.measured.files import FOLDER, parents, record
+from experiments.figures.pages import DECLARED, all_pages
 
 PAGE = "docs/page.md"
 
 
-@pytest.mark.parametrize("page", pages.names())
+@pytest.mark.parametrize("page", all_pages(), ids=lambda page: page.name)
 def test_every_figure_of_a_page_agrees_with_what_it_comes_from(page):
-    text = (pages.ROOT / page).read_text()
-    _, errors = pages.compare(page, text, SENTENCES, TABLES, GIVEN)
+    _, errors = compare(page, (ROOT / page.name).read_text())
     assert not errors, "\n".join([*errors, "Run python -m experiments.figures --write."])
 
 
 def test_every_declaration_is_of_a_page_that_exists():
-    declared = {entry.page for entry in (*SENTENCES, *TABLES, *GIVEN)}
-    assert declared <= set(pages.names())
+    names = [page.name for page in DECLARED]
+    assert len(set(names)) == len(names)
+    assert set(names) <= set(documents())
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_every_results_file_names_script_commit_and_hardware(path):
     made = parents(path.stem)
-    script = pages.ROOT / made["script"]
+    script = ROOT / made["script"]
     assert script.exists() or script.with_suffix("").is_dir()  # a script may have become a folder
     assert len(made["commit"]) == 40
     assert made["hardware"]["device"]
@@ -39,11 +36,11 @@ def test_every_run_of_a_file_that_accumulates_names_commit_and_device():
         assert run["parents"]["device"]
 
 
-def compared(text, *, sentences=(), tables=(), given=()):
-    return pages.compare(PAGE, text, sentences, tables, given)
+def compared(text, *figures):
+    return compare(Page(PAGE, figures), text)
 
 
-SPEED = Sentence(PAGE, "is {:.2f} times as fast", lambda: (1.5,))
+SPEED = Sentence("is {:.2f} times as fast", lambda: (1.5,))
 
 
 @pytest.mark.parametrize(
@@ -83,30 +80,30 @@ def test_what_is_no_figure_needs_no_parent(words):
 
 
 def test_a_wrong_figure_is_reported_and_corrected_across_a_line_break():
-    text, errors = compared("COAT is 1.62\ntimes as fast.\n", sentences=[SPEED])
+    text, errors = compared("COAT is 1.62\ntimes as fast.\n", SPEED)
     assert errors == [f"{PAGE}: 1.62 should be 1.50 in {SPEED.pattern!r}"]
     assert text == "COAT is 1.50\ntimes as fast.\n"
-    assert compared(text, sentences=[SPEED])[1] == []
+    assert compared(text, SPEED)[1] == []
 
 
 def test_a_declared_sentence_must_be_there_once():
-    assert "0 times" in compared("Nothing.\n", sentences=[SPEED])[1][0]
+    assert "0 times" in compared("Nothing.\n", SPEED)[1][0]
     twice = "It is 1.50 times as fast. It is 1.50 times as fast.\n"
-    assert "2 times" in compared(twice, sentences=[SPEED])[1][0]
+    assert "2 times" in compared(twice, SPEED)[1][0]
 
 
 def test_a_table_is_written_between_its_markers():
-    table = Table(PAGE, "speed", lambda: [["", "ms"], ["ours", "1.5"]])
+    table = Table("speed", lambda: [["", "ms"], ["ours", "1.5"]])
     empty = "<!-- table: speed -->\n<!-- end of table -->\n"
-    text, errors = compared(empty, tables=[table])
+    text, errors = compared(empty, table)
     assert len(errors) == 1
     assert "| ours | 1.5 |" in text
-    assert compared(text, tables=[table])[1] == []
-    assert compared(text.replace("1.5", "1.6"), tables=[table])[1] != []
+    assert compared(text, table)[1] == []
+    assert compared(text.replace("1.5", "1.6"), table)[1] != []
 
 
 def test_what_is_given_must_still_be_on_the_page():
-    given = [Given(PAGE, "waits 300 seconds", "a setting")]
-    assert compared("It waits 300\nseconds.\n", given=given)[1] == []
-    assert "not there" in compared("It waits.\n", given=given)[1][0]
-    assert len(compared("It waits 300 seconds, or 20 seconds.\n", given=given)[1]) == 1
+    given = Given("waits 300 seconds", "a setting")
+    assert compared("It waits 300\nseconds.\n", given)[1] == []
+    assert "not there" in compared("It waits.\n", given)[1][0]
+    assert len(compared("It waits 300 seconds, or 20 seconds.\n", given)[1]) == 1

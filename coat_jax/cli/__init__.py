@@ -42,6 +42,7 @@ COMMANDS = {
 # Errors about a path that another path, a permission or removing a file fixes.
 FIXABLE = files.FIXABLE | {errno.ENOTEMPTY}
 BAD_INPUT, INTERRUPTED = UserError.exit_code, 130
+MISSING = "the following arguments are required"  # how argparse begins such an error
 NO_READER = 141  # what shells report of a program that SIGPIPE ended
 
 
@@ -50,6 +51,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with code 2."""
+        if message.startswith(MISSING) and any(
+            action.option_strings and action.nargs == "+" for action in self._actions
+        ):
+            message += "; options take all words that follow, so put it first"
         self.exit(BAD_INPUT, f"{self.prog}: {_one_line(message)} (--help explains)\n")
 
 

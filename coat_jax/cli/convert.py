@@ -9,8 +9,8 @@ when it is complete.
 With --to, FROM may be either, and the linear layers in TO have 8 bits, for inference with `coat
 generate`, vLLM or transformers. Weights have a scale per output channel. With --activations none
 only weights are rounded; with dynamic the activations of each token are, too, with a scale of their
-own; with static all activations of a layer have one scale, which --calibrate finds on a text. The
-whole model is in memory.
+own; with static all activations of a layer have one scale, which --calibrate finds on a text. One
+parameter of one layer is in memory at a time, or the whole model while it is calibrated.
 
   coat convert Llama-3.1-8B llama8b
   coat convert out/llama_124m export --dtype bfloat16
@@ -19,11 +19,10 @@ whole model is in memory.
 """
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coat_jax.cli.texts import tokens_of
+from coat_jax.cli.output import note
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.printable import printable
@@ -151,7 +150,7 @@ def _convert(options: argparse.Namespace, *, of_run: bool) -> str:
             dtype=options.dtype,
             tokenizer=options.tokenizer,
             progress=progress,
-            note=_note,
+            note=note,
         )
         return "a Hugging Face folder"
 
@@ -166,11 +165,14 @@ def _quantize(options: argparse.Namespace) -> str:
     from coat_jax.training.checkpoint import conversion, weights
 
     source, recipe = expanded(options.source), _recipe(options)
-    weights.require_not_quantized(source, "quantizing it needs")
+    weights.require_not_quantized(source, "Quantization")
     tokens: list[int] = []
     if recipe.calibrated:
+        from coat_jax.cli.texts import tokens_of
+
         config = weights.model_config(source)
-        tokens = tokens_of(options.calibrate, source, config, options.tokenizer)
+        named = None if options.tokenizer is None else str(expanded(options.tokenizer))
+        tokens = tokens_of(options.calibrate, source, config, named)
         if not tokens:
             raise UserError(f"The calibration text {options.calibrate} is empty.")
     schemes = conversion.to_quantized(
@@ -181,7 +183,7 @@ def _quantize(options: argparse.Namespace) -> str:
         step=options.step,
         dtype=options.dtype,
         tokenizer=options.tokenizer,
-        note=_note,
+        note=note,
     )
     formats = [scheme.format for scheme in schemes.values()]
     counted = ", ".join(f"{formats.count(f)} in {f.upper()}" for f in sorted(set(formats)))
@@ -208,7 +210,3 @@ def _recipe(options: argparse.Namespace) -> "Recipe":
     if options.tokens is not None and options.tokens < 1:
         raise UserError(f"--tokens {options.tokens} must be 1 or more.")
     return recipe
-
-
-def _note(text: str) -> None:
-    print(printable(text), file=sys.stderr)

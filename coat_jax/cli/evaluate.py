@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coat_jax.cli.model_folder import ModelFolder, add_model_arguments, on_devices
+from coat_jax.cli.output import note
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, read_text
 from coat_jax.printable import counted, printable
@@ -111,11 +112,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _require(options: argparse.Namespace) -> None:
     if not options.text and not options.tasks:
-        raise UserError("Name a --text FILE, or a file of --tasks.")
+        raise UserError("Name a text, --text FILE, or a file of questions, --tasks FILE.jsonl.")
     if options.batch < 1:
         raise UserError(f"--batch {options.batch} must be 1 or more.")
     if options.window is not None and not options.text:
-        raise UserError(f"--window {options.window} is of --text, and there is none.")
+        raise UserError(f"--window {options.window} is for texts: name one, --text FILE.")
 
 
 def _text(file: Path, folder: ModelFolder, begin: Sequence[int]) -> tuple[list[int], int]:
@@ -137,7 +138,7 @@ def _questions(file: Path, folder: ModelFolder, begin: Sequence[int]) -> list["Q
 
     questions = evaluation.read(expanded(file), folder.text, begin, folder.config)
     if cut := sum(question.left_out > 0 for question in questions):
-        _note(
+        note(
             f"{file}: {cut} of {counted(len(questions), 'question')} lose their beginning, for "
             f"the model's context={folder.config.context}."
         )
@@ -244,9 +245,9 @@ def _as_json(
                 "file": str(file),
                 "tokens": score.tokens,
                 "bytes": score.size,
-                "nats per token": score.per_token,
+                "nats_per_token": score.per_token,
                 "perplexity": score.perplexity if math.isfinite(score.perplexity) else None,
-                "bits per byte": score.bits_per_byte,
+                "bits_per_byte": score.bits_per_byte,
             }
             for file, score in zip(options.text, scores, strict=True)
         ]
@@ -255,8 +256,8 @@ def _as_json(
             {
                 "file": str(file),
                 "questions": both.by_sum.questions,
-                "by sum": _accuracy_as_json(both.by_sum),
-                "per byte": _accuracy_as_json(both.per_byte),
+                "by_sum": _accuracy_as_json(both.by_sum),
+                "per_byte": _accuracy_as_json(both.per_byte),
             }
             for file, both in zip(options.tasks, accuracies, strict=True)
         ]
@@ -276,9 +277,5 @@ def _accuracy_as_json(accuracy: "Accuracy") -> dict[str, Any]:
     return {
         "right": accuracy.right,
         "accuracy": accuracy.share,
-        "interval of 95 %": list(accuracy.interval),
+        "interval_95": list(accuracy.interval),
     }
-
-
-def _note(text: str) -> None:
-    print(printable(text), file=sys.stderr)

@@ -26,10 +26,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coat_jax.cli.texts import tokens_of
+from coat_jax.cli.output import note
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, is_folder, path_failures
-from coat_jax.printable import printable
+from coat_jax.printable import counted, printable
 
 if TYPE_CHECKING:
     from coat_jax.models import Config
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("INT8", "E2M5", "E3M4", "E4M3", "E5M2")
 SAMPLE = 1 << 20
+TITLES = {"weights": "weights", "in_training": "in training"}  # of the tables, by their JSON keys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of the text to read (%(default)s)",
     )
-    add("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json, for --text")
+    add("--tokenizer", metavar="FILE", help='a tokenizer.json, or "bytes", for --text')
     add("--step", type=int, help="step of a run's checkpoint; by default the newest intact one")
     add("--out", type=Path, metavar="FILE.png", help="writes a picture, and the numbers to a .json")
     add("--json", action="store_true", help="print JSON instead of a table")
@@ -94,7 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures each format on each tensor, and prints the tables."""
-    from coat_jax.models import hf
     from coat_jax.training.checkpoint import weights
     from coat_jax.training.report import best_formats
 
@@ -103,27 +103,19 @@ def run(options: argparse.Namespace) -> int:
     if out is not None:
         _require_place(out)
     where = expanded(options.where)
-    weights.require_not_quantized(where, "formats compares those of")
-    of_run = weights.is_run(weights.read_json(where))
+    weights.require_not_quantized(where, "A comparison of formats")
     config = weights.model_config(where)
     tokens = _tokens(options, config, quantizers)
-    if of_run:
-        parameters = weights.read(where, options.step, note=_note)
-    elif options.step is None:
-        parameters = hf.read(where, config)
-    else:
-        raise UserError(
-            f"There is no step {options.step} in {where}: it is one model. Leave --step out."
-        )
+    parameters = weights.parameters_of(where, config, step=options.step, note=note)
     found = best_formats.weights(parameters, quantizers, sample=options.sample)
     tables = {"weights": list(_shown(found))}
     if tokens:
 
         def load(config: "Config") -> Any:
-            return weights.load(where, config, step=options.step, note=_note)
+            return weights.load(where, config, step=options.step, note=note)
 
         formats = [quantizer.format for quantizer in quantizers]
-        tables["in training"] = best_formats.in_training(load, config, formats, tokens)
+        tables["in_training"] = best_formats.in_training(load, config, formats, tokens)
     text = json.dumps(_as_json(options, tables), indent=2)
     try:
         if out is not None:
@@ -131,8 +123,9 @@ def run(options: argparse.Namespace) -> int:
             with path_failures(out):
                 out.with_suffix(".json").write_text(text + "\n")
     finally:  # a picture that cannot be written does not take the table away
-        shown = [text] if options.json else [_table(*table) for table in tables.items()]
-        print(printable("\n".join(shown)))
+        if not options.json:
+            text = "\n".join(_table(TITLES[key], rows) for key, rows in tables.items())
+        print(printable(text))
     if out is not None and not options.json:
         print(printable(f"{out}\n{out.with_suffix('.json')}"))
     return 0
@@ -187,6 +180,7 @@ def _tokens(
     options: argparse.Namespace, config: "Config", quantizers: Sequence["Quantizer"]
 ) -> list[int]:
     """The tokens of --text; none without it."""
+    from coat_jax.cli.texts import tokens_of
     from coat_jax.numerics.integer_format import IntegerFormat
 
     if options.text is None:
@@ -198,9 +192,9 @@ def _tokens(
         raise UserError(f"--tokens {options.tokens} must be 2 or more: a token and the next one.")
     if config.context < 2:
         raise UserError(f"The model's context of {config.context} has no room for 2 tokens.")
-    tokens = tokens_of(options.text, options.where, config, options.tokenizer)
+    tokens = tokens_of(options.text, expanded(options.where), config, options.tokenizer)
     if len(tokens) < 2:
-        raise UserError(f"{options.text} has {len(tokens)} tokens, and 2 are the least.")
+        raise UserError(f"{options.text} has {counted(len(tokens), 'token')}: give 2 or more.")
     return tokens[: min(options.tokens, config.context)]
 
 
@@ -241,11 +235,6 @@ def _as_json(options: argparse.Namespace, tables: dict[str, list["Row"]]) -> dic
     if options.fit == "percentile":
         settings["percentile"] = options.percentile
     listed = {
-        title: [{**row._asdict(), "best": row.best} for row in rows]
-        for title, rows in tables.items()
+        key: [{**row._asdict(), "best": row.best} for row in rows] for key, rows in tables.items()
     }
-    return {"model": str(options.where), "weights are rounded with": settings, **listed}
-
-
-def _note(text: str) -> None:
-    print(printable(text), file=sys.stderr)
+    return {"model": str(options.where), "settings": settings, **listed}

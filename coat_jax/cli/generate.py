@@ -137,7 +137,10 @@ def _lines(file: Path | None) -> Iterator[str]:
     """The prompts in a file."""
     if file is None:
         return
-    for number, line in enumerate(lines_of(read_text(expanded(file))), 1):
+    text = read_text(expanded(file))
+    if not text:
+        raise UserError(f"{file} is empty: it should have a prompt on each line.")
+    for number, line in enumerate(lines_of(text), 1):
         if file.suffix.lower() != ".jsonl":
             yield line
         elif line.strip():

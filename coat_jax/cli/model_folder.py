@@ -9,29 +9,26 @@ its weights are stored, and a quantized one in 8 bits.
 import argparse
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coat_jax.cli.output import note
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, read_json, status
-from coat_jax.limits import CountOrZero, require, shown
-from coat_jax.printable import counted, printable
+from coat_jax.limits import CountOrZero, require
+from coat_jax.printable import counted
 
 if TYPE_CHECKING:
     from coat_jax.models import Config, Llama
     from coat_jax.nn import MeshAxes
-    from coat_jax.tokenizers import AnyTokenizer
-
-BYTES = "bytes"
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares which model it is, and how it computes."""
     add = parser.add_argument
     add("where", type=Path, metavar="WHERE", help="the folder of a model")
-    add("--tokenizer", metavar="FILE", help=f'a tokenizer.json, or "{BYTES}"')
+    add("--tokenizer", metavar="FILE", help='a tokenizer.json, or "bytes"')
     add("--precision", help="bf16, fp8_linear, coat, coat_lean or coat_paper")
     add("--step", type=int, help="step of a run's checkpoint; by default the newest intact one")
 
@@ -59,13 +56,13 @@ class ModelFolder:
             axes: of the mesh that parameters are sharded along.
             batch_axes: of the mesh that batches are sharded along.
         """
+        from coat_jax.cli import texts
         from coat_jax.nn import MeshAxes
         from coat_jax.precision import precision_of
         from coat_jax.training.checkpoint import weights
 
         self._where, self._step = expanded(options.where), options.step
         said = weights.read_json(self._where)
-        self._of_run = weights.is_run(said)
         config = weights.model_config(self._where)
         if options.precision and weights.is_quantized(said):
             raise UserError(
@@ -76,40 +73,14 @@ class ModelFolder:
         self.config: Config = dataclasses.replace(
             config, precision=precision, axes=axes or MeshAxes(), batch_axes=batch_axes
         )
-        data = said.get("data") or {}
-        if not isinstance(data, dict):
-            raise UserError(f"{self._where}/config.json: data={shown(data)} must be an object.")
-        tokenizer, end_of_text = data.get("tokenizer"), data.get("end_of_text")
-        require(f"{self._where}/config.json: data.tokenizer", tokenizer, str | None)
-        self.text = self._text(options.tokenizer, tokenizer)
-        self.stops = self._stops(said, end_of_text)
+        self.text = texts.tokenizer_of(self._where, config, options.tokenizer)
+        self.stops = self._stops(said, texts.data_of(self._where, said).get("end_of_text"))
 
     def load(self) -> "Llama":
         """The model, on the mesh that is set."""
         from coat_jax.training.checkpoint import weights
 
-        def note(text: str) -> None:
-            print(printable(text), file=sys.stderr)
-
         return weights.load(self._where, self.config, step=self._step, note=note)
-
-    def _text(self, asked: str | None, of_run: str | None) -> "AnyTokenizer":
-        from coat_jax.tokenizers import Bytes, Tokenizer
-
-        own = self._where / "tokenizer.json"
-        if asked == BYTES:
-            return Bytes()
-        if asked is None and status(own):
-            return Tokenizer(own)
-        if (other := asked or of_run) is not None:
-            # Training puts nothing in front of a text.
-            return Tokenizer(other, begin=not self._of_run)
-        if self.config.vocab != 256:
-            raise UserError(
-                f"{self._where} has no tokenizer.json, and its model knows {self.config.vocab:,} "
-                f"tokens. Name its tokenizer with --tokenizer FILE; or --tokenizer {BYTES}."
-            )
-        return Bytes()
 
     def _stops(self, said: dict[str, Any], of_run: int | None) -> list[int]:
         """What ends a text: as generation_config.json or config.json says, or the tokenizer."""

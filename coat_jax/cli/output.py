@@ -1,7 +1,8 @@
-"""Standard output and error whose readers may go away: `coat train ... | head -1`.
+"""What commands print: notes on standard error, and output whose readers may go away.
 
-Other commands end then, as Unix tools do (`discard_broken`). Training does not: what it is for
-is in its folder, and hours of work must not end with a pager or a closed terminal (`lasting`).
+When nobody reads the output any more, as after `coat train ... | head -1`, training continues
+(`lasting`): its results are in its folder, and hours of work must not end with a pager or a closed
+terminal. Other commands end, as Unix tools do (`discard_broken`).
 """
 
 import contextlib
@@ -11,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
+
+from coat_jax.printable import printable
 
 
 @contextlib.contextmanager
@@ -24,6 +27,11 @@ def lasting() -> Iterator[None]:
             finally:
                 out.flush()
                 err.flush()
+
+
+def note(text: str) -> None:
+    """Prints a line that is no part of a command's result."""
+    print(printable(text), file=sys.stderr)
 
 
 class LastingStream(io.TextIOBase):

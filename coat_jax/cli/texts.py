@@ -1,37 +1,66 @@
-"""The tokens of a text that a command is given, by the tokenizer of a model's folder."""
+"""The tokenizer of a model's folder, and the tokens of a text by it.
 
+--tokenizer              a tokenizer.json, or "bytes"; without it the first of
+FOLDER/tokenizer.json    if it is there
+data.tokenizer           in a run's config: the one that it was trained with
+bytes                    if the model's vocabulary has 256 tokens
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, read_text, status
+from coat_jax.limits import require, shown
+from coat_jax.models.batches import require_known
+from coat_jax.tokenizers import AnyTokenizer, Bytes, Tokenizer
+from coat_jax.training.checkpoint import weights
 
 if TYPE_CHECKING:
     from coat_jax.models import Config
 
-BYTES = 256  # tokens, where they are bytes
+BYTES = "bytes"
 
 
-def tokens_of(text: Path, where: Path, config: "Config", tokenizer: Path | None) -> list[int]:
-    """The tokens of a file.
+def data_of(folder: Path, said: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a run was trained on, by the config.json in its folder; empty for other folders."""
+    data = said.get("data") or {}
+    if not isinstance(data, dict):
+        raise UserError(f"{folder}/config.json: data={shown(data)} must be an object.")
+    require(f"{folder}/config.json: data.tokenizer", data.get("tokenizer"), str | None)
+    return data
+
+
+def tokenizer_of(folder: Path, config: "Config", asked: str | None) -> AnyTokenizer:
+    """The tokenizer of a model.
 
     Args:
-        text: the file.
-        where: the folder of the model; its tokenizer.json is taken if there is one.
+        folder: of a run, or one of Hugging Face.
         config: of the model.
-        tokenizer: the one to take; by default that of the folder, or bytes.
+        asked: a tokenizer.json, or BYTES; None for that of the folder.
     """
-    from coat_jax.tokenizers import Bytes, Tokenizer
-
-    own = expanded(where) / "tokenizer.json"
-    file = own if tokenizer is None and status(own) else tokenizer
-    if file is None and config.vocab != BYTES:
+    if asked == BYTES:
+        return Bytes()
+    own = folder / "tokenizer.json"
+    if asked is None and status(own):
+        return Tokenizer(own)
+    said = weights.read_json(folder)
+    other = asked or data_of(folder, said).get("tokenizer")
+    if other is not None:
+        # Training puts nothing in front of a text.
+        return Tokenizer(other, begin=not weights.is_run(said))
+    if config.vocab != Bytes.vocab:
         raise UserError(
-            f"{where} has no tokenizer.json, and its model knows {config.vocab:,} tokens. "
-            "Name its tokenizer with --tokenizer FILE."
+            f"{folder} has no tokenizer.json, and its model knows {config.vocab:,} tokens. Name "
+            f"its tokenizer with --tokenizer FILE; or --tokenizer {BYTES}."
         )
+    return Bytes()
+
+
+def tokens_of(text: Path, folder: Path, config: "Config", asked: str | None) -> list[int]:
+    """The tokens of a file by the tokenizer of a model; see `tokenizer_of`."""
     content = read_text(expanded(text))
-    tokens = (Bytes() if file is None else Tokenizer(expanded(file))).encode(content)
-    if tokens and max(tokens) >= config.vocab:
-        raise UserError(f"The tokenizer has token {max(tokens)}, and the model {config.vocab}.")
+    tokens = tokenizer_of(folder, config, asked).encode(content)
+    require_known(f"{text} has", tokens, config.vocab)
     return tokens

@@ -53,7 +53,7 @@ class Accuracy(NamedTuple):
 
     @property
     def share(self) -> float:
-        """From 0 to 1."""
+        """The share of all questions that were answered right, from 0 to 1."""
         return self.right / self.questions
 
     @property

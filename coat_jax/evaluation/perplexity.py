@@ -15,6 +15,7 @@ from typing import NamedTuple
 from coat_jax.errors import UserError
 from coat_jax.evaluation.likelihood import Passage, Progress, log_probabilities
 from coat_jax.models import Llama
+from coat_jax.printable import counted
 
 
 class Score(NamedTuple):
@@ -42,7 +43,7 @@ class Score(NamedTuple):
 
     @property
     def bits_per_byte(self) -> float:
-        """Of UTF-8."""
+        """Bits per byte of the text in UTF-8: -log2 of its probability, divided by its bytes."""
         return self.nats / math.log(2) / self.size
 
 
@@ -56,7 +57,10 @@ def windows(tokens: Sequence[int], size: int) -> list[Passage]:
     if size < 2:
         raise UserError(f"A window of {size} tokens has no half: take 2 or more.")
     if len(tokens) < 2:
-        raise UserError(f"A text of {len(tokens)} tokens has none that follows another one.")
+        raise UserError(
+            f"A text of {counted(len(tokens), 'token')} has nothing to score: the first token is "
+            "not scored, because none comes before it. Give 2 tokens or more."
+        )
     stride = size // 2
     last = max(0, math.ceil((len(tokens) - 1 - size) / stride))
     return [

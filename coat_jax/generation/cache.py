@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from coat_jax import nn
 from coat_jax.models import Config, Llama
 from coat_jax.models.llama import along_batch
-from coat_jax.nn.parameters import shares_out
+from coat_jax.nn.parameters import divides_evenly
 
 
 class Cache(NamedTuple):
@@ -134,6 +134,6 @@ def _padded(new: Float[Array, "L B S K H"], slots: int, config: Config) -> Float
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return padded
-    tensor = config.axes.tensor if shares_out(config.kv_heads, config.axes.tensor) else None
+    tensor = config.axes.tensor if divides_evenly(config.kv_heads, config.axes.tensor) else None
     spec = PartitionSpec(None, config.batch_axes or None, None, tensor)
     return lax.with_sharding_constraint(padded, spec)

@@ -24,6 +24,8 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from coat_jax.errors import UserError
+
 TARGET = "triton_kernel_call"  # jax-triton registers it
 
 triton_kernel = Primitive("triton_kernel")
@@ -61,6 +63,20 @@ def _lower(context: Any, *operands: Any, **call: Any) -> Any:
 
 
 mlir.register_lowering(triton_kernel, _lower, platform="cuda")
+
+
+def _refuse(context: Any, *operands: Any, **call: Any) -> Any:
+    del operands, call
+    platforms = ", ".join(context.module_context.platforms)
+    raise UserError(
+        'implementation="triton" runs kernels on an NVIDIA GPU, and this program is compiled for '
+        f"{platforms}. Leave implementation out: XLA computes the same."
+    )
+
+
+# All other platforms. Not until here is it known what a program is compiled for: without a GPU it
+# may be compiled for one, ahead of time.
+mlir.register_lowering(triton_kernel, _refuse)
 
 
 def _through_jax_triton(

@@ -91,9 +91,8 @@ def _to_torch(array: np.ndarray) -> Any:
     import torch
 
     array = np.array(array, order="C")  # copies: the kernel may write into it
-    names = {"bfloat16": "bfloat16", "float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
-    name = names.get(array.dtype.name)
-    if name is None:
+    name = array.dtype.name
+    if name not in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
         return torch.from_numpy(array)
     integers = array.view(np.dtype(f"i{array.dtype.itemsize}"))
     return torch.from_numpy(integers).view(getattr(torch, name))

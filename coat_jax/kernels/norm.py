@@ -49,7 +49,14 @@ class Stats(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """A norm: its parameters (None where it has none), and how it is computed."""
+    """A norm: its parameters, and how it is computed.
+
+    Attributes:
+        scale: [D], or None for a norm without one.
+        shift: [D], or None; only of kind "layer".
+        kind: "rms" or "layer".
+        eps: added to the mean square, or to the variance.
+    """
 
     scale: Float[Array, "D"] | None = None
     shift: Float[Array, "D"] | None = None

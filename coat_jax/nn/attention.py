@@ -10,22 +10,24 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from coat_jax import ops, watching
-from coat_jax.nn.norm import AnyNorm
+from coat_jax.nn.norm import AnyNorm, require_norm_or_none
 from coat_jax.nn.parameters import (
     WHOLE,
     MeshAxes,
-    shares_out,
+    divides_evenly,
     unsharded,
     value_of,
     vector,
     weight,
 )
+from coat_jax.ops.attention import require_window
+from coat_jax.ops.rotary import require_rotary
 from coat_jax.ops.saved.array import restore, save_array
 from coat_jax.precision import COAT, Precision, precision_of
 
 
 class Past(NamedTuple):
-    """Keys and values of T tokens, normalized, rotated and rounded: what attention sees of them."""
+    """Keys and values of T tokens as attention reads them: normalized, rotated and rounded."""
 
     keys: Float[Array, "B T K H"]
     values: Float[Array, "B T K H"]
@@ -38,11 +40,18 @@ class Attention(nnx.Module):
     divided equally among the devices, every device computes all of them.
 
     Attributes:
+        query, key, value: weights [width, heads * head_dim], for keys and values [width, kv_heads *
+            head_dim].
+        out: the output projection, [heads * head_dim, width].
+        query_bias, key_bias, value_bias, out_bias: one number per column, or None.
         norm: before the projections, or None.
         query_norm, key_norm: of each head's queries and keys (Qwen 3), or of all heads
             together (OLMo 2), before the rotation; or None.
         rotary: the rotation by position, or None.
+        causal: whether a token sees only itself and those before it.
+        window: how many tokens it sees, itself included; None for all.
         residual: whether x is added to the result.
+        precision: see `coat.Precision`.
     """
 
     def __init__(
@@ -67,11 +76,16 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         kv_heads = kv_heads or heads
-        if heads % kv_heads or (head_dim is None and width % heads):
+        if heads < 1 or heads % kv_heads or (head_dim is None and width % heads):
             raise ValueError(
                 f"{width=} must be a multiple of {heads=}, unless head_dim is given, and {heads=} "
                 f"of {kv_heads=}."
             )
+        for name, each in (("norm", norm), ("query_norm", query_norm), ("key_norm", key_norm)):
+            require_norm_or_none(name, each)
+        if rotary is not None:
+            require_rotary(rotary)
+        require_window(window, causal=causal)
         self.heads, self.kv_heads = heads, kv_heads
         self.head_dim = head_dim or width // heads
         sizes = {"query": heads, "key": kv_heads, "value": kv_heads}
@@ -104,7 +118,7 @@ class Attention(nnx.Module):
             positions: of the tokens, 0 .. S - 1 by default.
             segments: the number of each token's document; none sees another document.
         """
-        return self._attended(x, positions, segments)[0]
+        return self._attend(x, positions, segments)[0]
 
     def prefill(
         self,
@@ -113,7 +127,7 @@ class Attention(nnx.Module):
         segments: Int[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], Past]:
         """Attends likewise; also returns what `decode` needs of these tokens."""
-        y, k, v = self._attended(x, positions, segments)
+        y, k, v = self._attend(x, positions, segments)
         return y, Past(self._rounded(k), self._rounded(v))
 
     def decode(
@@ -150,9 +164,10 @@ class Attention(nnx.Module):
         y = self._projected_out(o.reshape(*x.shape[:2], -1))
         return x + y if self.residual else y, new
 
-    def _attended(
+    def _attend(
         self, x: Float[Array, "B S D"], positions: Array | None, segments: Array | None
     ) -> tuple[Array, Array, Array]:
+        """The result, and the keys and values that it was computed from."""
         x, q, k, v = self._heads(x, positions)
         y = ops.attention_linear(
             q,
@@ -171,13 +186,14 @@ class Attention(nnx.Module):
         """The last projection, by itself."""
         return ops.linear(joined, self._out(), value_of(self.out_bias), precision=self.precision)
 
-    def _shares_heads_out(self) -> bool:
-        return shares_out(math.gcd(self.heads, self.kv_heads), self.tensor)
+    def _shards_whole_heads(self) -> bool:
+        """Whether the mesh's axis `tensor` divides the heads of queries and of keys."""
+        return divides_evenly(math.gcd(self.heads, self.kv_heads), self.tensor)
 
     def _out(self) -> Float[Array, "N*H D"]:
         """The last weight; its rows decide how the heads before it are sharded."""
         out = value_of(self.out)
-        return out if self._shares_heads_out() else unsharded(out, 0)
+        return out if self._shards_whole_heads() else unsharded(out, 0)
 
     def _rounded(self, y: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
         """What attention computes with: the values that it would save for a backward pass."""
@@ -190,42 +206,44 @@ class Attention(nnx.Module):
             raise ValueError(f"Attention takes x [batch, sequence, width], not {x.shape}.")
         weights = [value_of(w) for w in (self.query, self.key, self.value)]
         biases = [value_of(b) for b in (self.query_bias, self.key_bias, self.value_bias)]
-        if not self._shares_heads_out():
+        if not self._shards_whole_heads():
             weights, biases = ([unsharded(w, -1) for w in of] for of in (weights, biases))
         if self.norm is not None:
-            normed_first = self.query_norm is not None or self.key_norm is not None
+            normalizes_heads = self.query_norm is not None or self.key_norm is not None
             x, q, k, v = ops.norm_qkv(
                 x,
                 self.norm.spec(),
                 weights,
                 biases,
                 head_dim=self.head_dim,
-                rotary=None if normed_first else self.rotary,
+                rotary=None if normalizes_heads else self.rotary,
                 positions=positions,
                 precision=self.precision,
             )
-            if not normed_first:
+            if not normalizes_heads:
                 return x, q, k, v
         else:
             with watching.named("", weights=("query", "key", "value")):
                 outputs = ops.linear(x, weights, biases, precision=self.precision)
             q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in outputs)
-        return x, *self._normed_and_rotated(q, k, positions), v
+        return x, *self._normalize_and_rotate(q, k, positions), v
 
-    def _normed_and_rotated(
+    def _normalize_and_rotate(
         self, q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], positions: Array | None
     ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"]]:
         """Queries and keys as attention takes them."""
         with watching.named("query_norm"):
-            q = self._normed(self.query_norm, q)
+            q = self._normalize(self.query_norm, q)
         with watching.named("key_norm"):
-            k = self._normed(self.key_norm, k)
+            k = self._normalize(self.key_norm, k)
         if self.rotary is not None:
             positions = jnp.arange(q.shape[1]) if positions is None else positions
             q, k = (ops.rotate(y, positions, self.rotary) for y in (q, k))
         return q, k
 
-    def _normed(self, norm: AnyNorm | None, y: Float[Array, "B S N H"]) -> Float[Array, "B S N H"]:
+    def _normalize(
+        self, norm: AnyNorm | None, y: Float[Array, "B S N H"]
+    ) -> Float[Array, "B S N H"]:
         """Queries or keys, normalized over as many columns as the norm has parameters."""
         if norm is None:
             return y

@@ -16,8 +16,14 @@ from coat_jax.nn.norm import AnyNorm
 class TransformerBlock(nnx.Module):
     """Attention, then the MLP.
 
-    The norms before them belong to them, and so do the residual sums (`residual=True`), unless
-    there are norms after them.
+    Norms before attention and the MLP are part of them, and so are the residual sums
+    (`residual=True`), unless there is a norm after them.
+
+    Attributes:
+        attention: the attention; with `residual=False` if `attention_norm` is given.
+        mlp: the MLP; with `residual=False` if `mlp_norm` is given.
+        attention_norm: of the result of attention, before it is added to x; or None.
+        mlp_norm: of the result of the MLP, likewise.
     """
 
     def __init__(

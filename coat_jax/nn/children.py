@@ -9,7 +9,10 @@ from flax import nnx
 def children(
     module: Any, path: str = "", above: frozenset[int] = frozenset()
 ) -> Iterator[tuple[Any, str | int, str, nnx.Module]]:
-    """Every module below this one: its owner, its name or number there, its path, itself."""
+    """Yields (owner, key, path, module) for every module within a module.
+
+    The owner is the module, list or dict that holds it, and the key its name or index there.
+    """
     items: list[tuple[str | int, Any]]
     if isinstance(module, nnx.List | list):
         items = list(enumerate(module))
@@ -28,11 +31,17 @@ def children(
 
 
 def replace(owner: Any, key: str | int, module: nnx.Module) -> None:
-    """Puts a module into the place that `children` names."""
+    """Puts a module in the place of another one, whose owner and key `children` returned."""
     if isinstance(owner, nnx.Module) and isinstance(key, str):
         setattr(owner, key, module)
     else:
         owner[key] = module
+
+
+def require_module(name: str, module: Any) -> None:
+    """Raises unless the argument of the function `name` is a module."""
+    if not isinstance(module, nnx.Module):
+        raise TypeError(f"{name} takes a Flax NNX module, not {type(module).__name__}.")
 
 
 def has_own_parameters(module: nnx.Module) -> bool:

@@ -2,6 +2,7 @@
 
     Linear, LinearGeneral, Einsum    keep their class; their products become FP8
     RMSNorm, LayerNorm               become those of coat.nn, which save FP8 blocks
+    Embed in 16 bits                 becomes that of coat.nn, which sums its gradient in FP32
     an MLP that a rule names         becomes one op, which saves FP8 blocks
 
 Modules are named by their paths, as in "layers.3.attn.query". Rules map globs of whole paths to
@@ -23,9 +24,9 @@ from typing import Any
 from flax import nnx
 
 from coat_jax import ops
-from coat_jax.nn.children import children, replace
+from coat_jax.nn.children import children, replace, require_module
 from coat_jax.nn.converted_mlp import ConvertedMLP
-from coat_jax.nn.convertible import LINEAR, as_norm
+from coat_jax.nn.convertible import LINEAR, as_embed, as_norm
 from coat_jax.nn.decide import Rules, decide
 from coat_jax.nn.plan import THE_MODEL, Decision, Plan
 from coat_jax.nn.remedies import with_counts, with_remedies
@@ -49,7 +50,7 @@ def convert(
             coat.nn.GatedMLP or coat.nn.MLP instead of a precision makes one op of a module that
             computes such an MLP.
     """
-    _require_module(model)
+    require_module("convert", model)
     plan = decide(model, precision_of(precision), rules or {})
     copy = nnx.merge(*nnx.split(model))
     chosen = {d.path: d for d in plan if d.precision is not None}
@@ -85,7 +86,7 @@ def plan_conversion(
         inputs: of the model, arrays or `jax.ShapeDtypeStruct`. With them the plan counts what each
             module saves for its backward pass, before and after; nothing runs.
     """
-    _require_module(model)
+    require_module("plan_conversion", model)
     rules = rules or {}
     plan = decide(model, precision_of(precision), rules)
     if inputs is None:
@@ -99,11 +100,6 @@ def plan_conversion(
     return with_remedies(plan, model, after, saved)
 
 
-def _require_module(model: Any) -> None:
-    if not isinstance(model, nnx.Module):
-        raise TypeError(f"convert takes a Flax NNX module, not {type(model).__name__}.")
-
-
 def _converted(module: Any, decision: Decision) -> nnx.Module:
     """The FP8 version of a module, with its parameters."""
     assert decision.precision is not None
@@ -115,6 +111,8 @@ def _converted(module: Any, decision: Decision) -> nnx.Module:
     if isinstance(module, LINEAR):
         module.dot_general = ops.DotGeneral(decision.precision)
         return module
+    if isinstance(module, nnx.Embed):
+        return as_embed(module)
     new = as_norm(module)
     new.precision = decision.precision
     return new

@@ -1,4 +1,4 @@
-"""Which of Flax's layers have an FP8 version, and why others have none."""
+"""Which of Flax's layers a conversion replaces or changes, and why it leaves others alone."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from coat_jax.nn.embed import Embed
 from coat_jax.nn.norm import LayerNorm, RMSNorm
 
 LINEAR = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
@@ -31,6 +32,35 @@ def why_not_norm(module: Any) -> str:
     if not last or module.axis_name is not None:
         return "it normalizes other axes than the last"
     return ""
+
+
+def why_not_embed(module: nnx.Embed) -> str:
+    """Why an embedding stays as it is; empty if `as_embed` should replace it."""
+    if isinstance(module, Embed):
+        return "it sums its gradient in FP32 already"
+    if type(module) is not nnx.Embed:
+        return "it is not nnx.Embed itself, and may compute something else"
+    if jnp.dtype(module.dtype).itemsize >= jnp.dtype(jnp.float32).itemsize:
+        return f"it sums its gradient in {jnp.dtype(module.dtype).name} already"
+    return ""
+
+
+def as_embed(module: nnx.Embed) -> Embed:
+    """The embedding of coat.nn with the parameter of Flax's."""
+
+    def make() -> Embed:
+        return Embed(
+            module.num_embeddings,
+            module.features,
+            dtype=module.dtype,
+            param_dtype=module.param_dtype,
+            promote_dtype=module.promote_dtype,
+            rngs=nnx.Rngs(0),
+        )
+
+    new = nnx.eval_shape(make)
+    new.embedding = module.embedding
+    return new
 
 
 def as_norm(module: Any) -> RMSNorm | LayerNorm:

@@ -10,24 +10,27 @@ from flax import nnx
 
 from coat_jax.nn.children import children, has_own_parameters
 from coat_jax.nn.converted_mlp import Kind, Roles, roles_of
-from coat_jax.nn.convertible import LINEAR, NORMS, why_not_linear, why_not_norm
+from coat_jax.nn.convertible import LINEAR, NORMS, why_not_embed, why_not_linear, why_not_norm
 from coat_jax.nn.mlp import MLP, GatedMLP
 from coat_jax.nn.plan import Decision, Plan
 from coat_jax.precision import Precision, precision_of
 
 Rules = Mapping[str, Precision | str | Kind]
 
+IN_FP32 = "coat.nn.Embed, whose gradient is summed in FP32"
 MLPS: dict[Kind, str] = {GatedMLP: "coat.nn.GatedMLP", MLP: "coat.nn.MLP"}
 
 
 def decide(model: nnx.Module, precision: Precision, rules: Rules) -> Plan:
     """A decision for each module that has its own parameters, or that a rule makes an MLP."""
+    if not isinstance(rules, Mapping):
+        raise TypeError(f'Rules map globs to precisions, as in {{"head": "bf16"}}, not {rules!r}.')
     settings = {glob: _setting(value) for glob, value in rules.items()}
     plan, paths, replaced = Plan(), [], None
     known: dict[Any, Roles] = {}
     decided: dict[int, Decision] = {}
     modules = [(path, module) for _, _, path, module in children(model)]
-    if isinstance(model, LINEAR + NORMS):
+    if isinstance(model, (*LINEAR, *NORMS, nnx.Embed)):
         modules.insert(0, ("", model))
     for path, module in modules:
         paths.append(path)
@@ -70,17 +73,22 @@ def _setting(value: Precision | str | Kind) -> Precision | Kind:
 
 def _decide(path: str, module: nnx.Module, precision: Precision, rule: str | None) -> Decision:
     kind = type(module).__name__
-    reason = ""
+    reason, becomes = "", "FP8"
     source = "its precision" if rule is None else f"its precision, by the rule {rule!r},"
     if isinstance(module, LINEAR):
         reason = why_not_linear(module) if precision.fp8_linear else f"{source} is not FP8"
     elif isinstance(module, NORMS):
         reason = why_not_norm(module) if precision.block else f"{source} leaves norms unchanged"
+    elif isinstance(module, nnx.Embed):
+        fp8 = precision.fp8_linear or precision.block
+        reason = why_not_embed(module) if fp8 else f"{source} is not FP8"
+        becomes = IN_FP32
     elif type(module).__module__.startswith("coat_jax.nn"):
         reason = "it already has a precision"
     else:
         reason = "there is no FP8 version of this kind of module"
-    return Decision(path, kind, None if reason else precision, reason, rule)
+    chosen = None if reason else precision
+    return Decision(path, kind, chosen, reason, rule, becomes=becomes)
 
 
 def _require_agreement(decision: Decision, first: Decision) -> None:

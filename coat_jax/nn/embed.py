@@ -18,11 +18,16 @@ class Embed(nnx.Embed):
 
     def __call__(self, inputs: Int[Array, "..."], out_sharding: Any = None) -> Float[Array, "..."]:
         """The rows of `inputs`; numbers below 0 count from the end, as in Flax."""
-        if out_sharding is not None or self.num_embeddings == 1:
+        if out_sharding is not None:
             return super().__call__(inputs, out_sharding)
         if not jnp.issubdtype(inputs.dtype, jnp.integer):
             raise ValueError(f"Embed takes whole numbers, not {inputs.dtype.name}.")
-        from_start = jnp.where(inputs < 0, inputs + self.num_embeddings, inputs)
-        rows = ops.embedding(self.embedding[...], from_start)
+        rows = ops.embedding(self.embedding[...], self._from_start(inputs))
         (rows,) = self.promote_dtype((rows,), dtype=self.dtype, inexact=False)
         return rows
+
+    def _from_start(self, inputs: Int[Array, "..."]) -> Int[Array, "..."]:
+        """The numbers counted from the first row. If there is only one, all mean it, as in Flax."""
+        if self.num_embeddings == 1:
+            return jnp.zeros_like(inputs)
+        return jnp.where(inputs < 0, inputs + self.num_embeddings, inputs)

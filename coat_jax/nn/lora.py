@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from coat_jax import ops
-from coat_jax.nn.children import children, replace
+from coat_jax.nn.children import children, replace, require_module
 from coat_jax.nn.parameters import value_of
 from coat_jax.precision import COAT, Precision, precision_of
 
@@ -66,7 +66,12 @@ def freeze(model: nnx.Module, precision: Precision | str = COAT) -> nnx.Module:
     """A copy of `model` whose `nnx.LoRALinear` layers have their weights frozen in FP8.
 
     All other arrays are shared with `model`. Delete `model` to free the memory of its weights.
+
+    Args:
+        model: any NNX model.
+        precision: of the products: a `coat.Precision` with fp8_linear, or its name.
     """
+    require_module("freeze", model)
     copy = nnx.merge(*nnx.split(model))
     if isinstance(copy, nnx.LoRALinear):
         return LoRALinear(copy, precision=precision)

@@ -6,14 +6,23 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax import ops
-from coat_jax.kernels.activation import Activation
-from coat_jax.nn.norm import AnyNorm
+from coat_jax.kernels.activation import Activation, require_activation
+from coat_jax.nn.norm import AnyNorm, require_norm_or_none
 from coat_jax.nn.parameters import WHOLE, MeshAxes, value_of, vector, weight
 from coat_jax.precision import COAT, Precision, precision_of
 
 
 class GatedMLP(nnx.Module):
-    """x + (act(norm(x) gate) * (norm(x) up)) down."""
+    """x + (act(norm(x) gate) * (norm(x) up)) down.
+
+    Attributes:
+        norm: a `coat.nn` norm before the MLP, or None.
+        gate, up: weights [width, hidden].
+        down: a weight [hidden, width].
+        activation: a name in `coat.ops.ACTIVATIONS`.
+        residual: whether x is added to the result.
+        precision: see `coat.Precision`.
+    """
 
     def __init__(
         self,
@@ -28,6 +37,8 @@ class GatedMLP(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        require_norm_or_none("norm", norm)
+        require_activation(activation)
         self.norm = nnx.data(norm)
         self.gate = weight(rngs, (width, hidden), axes.widening, dtype=param_dtype)
         self.up = weight(rngs, (width, hidden), axes.widening, dtype=param_dtype)
@@ -51,7 +62,16 @@ class GatedMLP(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """x + act(norm(x) up + up_bias) down + down_bias."""
+    """x + act(norm(x) up + up_bias) down + down_bias.
+
+    Attributes:
+        norm: a `coat.nn` norm before the MLP, or None.
+        up, down: weights [width, hidden] and [hidden, width].
+        up_bias, down_bias: [hidden] and [width], or None.
+        activation: a name in `coat.ops.ACTIVATIONS`.
+        residual: whether x is added to the result.
+        precision: see `coat.Precision`.
+    """
 
     def __init__(
         self,
@@ -67,6 +87,8 @@ class MLP(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        require_norm_or_none("norm", norm)
+        require_activation(activation)
         self.norm = nnx.data(norm)
         self.up = weight(rngs, (width, hidden), axes.widening, dtype=param_dtype)
         self.down = weight(rngs, (hidden, width), axes.narrowing, dtype=param_dtype)

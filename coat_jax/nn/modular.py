@@ -1,10 +1,10 @@
-"""Attention and MLP whose projections are modules, each of which can be another one.
+"""Attention and MLP whose projections are modules, so that each can be replaced.
 
     ModularAttention    query, key, value and out are modules instead of weights
     ModularGatedMLP     likewise gate, up and down
 
-They compute what `Attention` and `GatedMLP` do in full precision. Quantization puts its layers in
-the places of the projections (`coat_jax.quantization`), and observes their inputs there.
+They compute what `Attention` and `GatedMLP` do in full precision. `coat_jax.quantization` replaces
+the projections by quantized layers, and finds the ranges of their inputs.
 """
 
 from collections.abc import Callable
@@ -47,9 +47,9 @@ class ModularAttention(Attention):
         n = x if self.norm is None else self.norm(x)
         layers: tuple[Projection, ...] = (self.query, self.key, self.value)
         q, k, v = (layer(n).reshape(*x.shape[:2], -1, self.head_dim) for layer in layers)
-        return x, *self._normed_and_rotated(q, k, positions), v
+        return x, *self._normalize_and_rotate(q, k, positions), v
 
-    def _attended(
+    def _attend(
         self, x: Float[Array, "B S D"], positions: Array | None, segments: Array | None
     ) -> tuple[Array, Array, Array]:
         x, q, k, v = self._heads(x, positions)

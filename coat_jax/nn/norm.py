@@ -1,8 +1,10 @@
 """RMSNorm and LayerNorm, which save their input in FP8 blocks.
 
-The result has the dtype of the input; of a norm that `convert` made of one of Flax with a dtype of
-its own, that dtype.
+The result has the dtype of the input. If `convert` made the norm from one of Flax's that has a
+`dtype`, the result has that dtype.
 """
+
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -36,7 +38,7 @@ class RMSNorm(nnx.Module):
         self.precision = precision_of(precision)
 
     def spec(self) -> ops.Norm:
-        """What the ops take, which compute the norm together with what follows it."""
+        """The norm as an argument of `coat.ops`, which compute it together with what follows."""
         return ops.Norm(value_of(self.scale), None, "rms", self.epsilon)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
@@ -70,7 +72,7 @@ class LayerNorm(nnx.Module):
         self.precision = precision_of(precision)
 
     def spec(self) -> ops.Norm:
-        """What the ops take, which compute the norm together with what follows it."""
+        """The norm as an argument of `coat.ops`, which compute it together with what follows."""
         return ops.Norm(value_of(self.scale), value_of(self.bias), "layer", self.epsilon)
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
@@ -80,3 +82,12 @@ class LayerNorm(nnx.Module):
 
 
 AnyNorm = RMSNorm | LayerNorm
+
+
+def require_norm_or_none(name: str, norm: Any) -> None:
+    """Raises unless the argument `name` is a norm of this module, or None."""
+    if norm is not None and not isinstance(norm, AnyNorm):
+        raise TypeError(
+            f"{name} is a {type(norm).__module__}.{type(norm).__name__}, and must be "
+            "a coat.nn.RMSNorm, a coat.nn.LayerNorm or None."
+        )

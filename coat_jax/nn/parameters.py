@@ -21,19 +21,24 @@ LECUN = nnx.initializers.lecun_normal()
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
-    """The names of the mesh axes that weights are sharded along; None shards along none."""
+    """The names of the mesh axes over which weights are sharded.
+
+    Attributes:
+        fsdp: the axis that shards the model's width, or None.
+        tensor: the axis that shards hidden widths and heads, or None.
+    """
 
     fsdp: str | None = None
     tensor: str | None = None
 
     @property
     def widening(self) -> tuple[str | None, ...]:
-        """Of a weight from the model's width to a hidden one."""
+        """The axes of a weight from the model's width to a hidden one."""
         return (self.fsdp, self.tensor)
 
     @property
     def narrowing(self) -> tuple[str | None, ...]:
-        """Of a weight from a hidden width to the model's."""
+        """The axes of a weight from a hidden width to the model's."""
         return (self.tensor, self.fsdp)
 
 
@@ -55,7 +60,7 @@ def weight(
 def vector(
     size: int, sharding: tuple[str | None, ...] = (), *, fill: float, dtype: DTypeLike = jnp.float32
 ) -> nnx.Param:
-    """A parameter of equal values: the scale of a norm, a bias."""
+    """A parameter that begins with equal values: the scale of a norm, or a bias."""
     return _param(jnp.full((size,), fill, dtype), sharding)
 
 
@@ -71,10 +76,10 @@ def value_of(parameter: nnx.Param | None) -> Any:
     return None if parameter is None else parameter[...]
 
 
-def shares_out(count: int, axis: str | None) -> bool:
-    """Whether `count` things can be divided equally among the devices along an axis of the mesh."""
+def divides_evenly(count: int, axis: str | None) -> bool:
+    """Whether an axis of the mesh divides an array axis of this size; true if it is not sharded."""
     mesh = jax.sharding.get_abstract_mesh()
-    # Within shard_map an axis is manual: these are a device's own already.
+    # Inside shard_map mesh axes are manual: `count` is what one device has.
     return axis not in mesh.auto_axes or count % mesh.shape[axis] == 0
 
 

@@ -21,6 +21,7 @@ class Decision(NamedTuple):
         before: bytes that it saves for its backward pass; None if the plan was made without inputs.
         after: the same after the conversion.
         remedy: what would save less memory; empty if nothing is known.
+        becomes: what the module becomes, if it has a new precision.
     """
 
     path: str
@@ -32,6 +33,7 @@ class Decision(NamedTuple):
     before: int | None = None
     after: int | None = None
     remedy: str = ""
+    becomes: str = "FP8"
 
 
 class Plan(list[Decision]):
@@ -64,7 +66,9 @@ class Plan(list[Decision]):
 def _becomes(decision: Decision) -> str:
     if decision.precision is None:
         return f"unchanged: {decision.reason}"
-    return "FP8" if decision.roles is None else f"FP8, as one op: {_op(decision.roles)}"
+    if decision.roles is None:
+        return decision.becomes
+    return f"{decision.becomes}, as one op: {_op(decision.roles)}"
 
 
 def _op(roles: Roles) -> str:

@@ -7,7 +7,7 @@ from coat_jax import ops
 from coat_jax.nn.lora import FrozenWeight
 from coat_jax.nn.parameters import value_of
 from coat_jax.ops import Quantized
-from coat_jax.ops.quantized import Activations
+from coat_jax.ops.quantized import Activations, require_quantized
 
 
 class QuantizedLinear(nnx.Module):
@@ -37,6 +37,7 @@ class QuantizedLinear(nnx.Module):
             activations: see `coat.ops.quantized_linear`.
             sharding: the mesh axes of w, inputs first.
         """
+        require_quantized("QuantizedLinear", weight, activations)
         of_codes = {"out_sharding": sharding[::-1]} if any(sharding) else {}
         of_scale = {"out_sharding": sharding[1:]} if any(sharding[1:]) else {}
         self.codes = FrozenWeight(weight.codes, **of_codes)

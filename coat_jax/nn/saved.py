@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from coat_jax.nn.children import children
+from coat_jax.nn.children import children, require_module
 
 SCOPE = re.compile(r"module_(\d+)_of_")
 
@@ -39,6 +39,7 @@ def saved_bytes(module: nnx.Module, *inputs: Any) -> int:
     The module is only traced, it does not run. Compare a model, or one of its modules, before and
     after `convert`. Inputs may be arrays or `jax.ShapeDtypeStruct`.
     """
+    require_module("saved_bytes", module)
     return sum(saved.bytes for saved in saved_by_module(module, *inputs).values())
 
 
@@ -51,7 +52,7 @@ def saved_by_module(module: nnx.Module, *inputs: Any) -> dict[str, Saved]:
 
     def trace(params: Any, rest: Any, *inputs: Any) -> None:
         def forward(params: Any, *inputs: Any) -> list[Any]:
-            model = _with_scopes(nnx.merge(graph, params, rest), paths)
+            model = _with_scopes(nnx.merge(graph, params, rest, copy=True), paths)
             outputs = jax.tree.leaves(model(*inputs))
             return [y for y in outputs if jnp.issubdtype(y.dtype, jnp.inexact)]
 

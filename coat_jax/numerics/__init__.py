@@ -7,9 +7,12 @@ blocks          an array in FP8 with one power of two per block: saved activatio
 expansion       dynamic range expansion: optimizer moments in FP8
 logarithms      second moments as 8-bit logarithms
 integers        first moments, over the root of the second, as 8-bit integers
+corrections     8 bits that extend a BF16 number to 24
+eight_bits      INT8 and FP8 codes that GPUs multiply at inference
 statistics      what rounding does to a tensor
 rounding        which code a number between two becomes, in simulation
 minifloat       small floats of any shape, simulated
 integer_format  integers of any width, simulated
 quantizer       any of these formats with scales of any kind
+mesh_axes       the axes over which an array is sharded
 """

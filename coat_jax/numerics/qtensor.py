@@ -81,10 +81,10 @@ def group_max(magnitudes: Float[Array, "*rows G K"]) -> Float[Array, "*rows G"]:
     return jnp.minimum(jnp.max(known, axis=-1, initial=0.0), FLOAT32_MAX)
 
 
-def require_group_size(group_size: int) -> None:
-    """Raises unless `group_size` is a positive whole number."""
+def require_group_size(group_size: int, name: str = "group_size") -> None:
+    """Raises unless the argument `name` is a positive whole number."""
     if not isinstance(group_size, int) or isinstance(group_size, bool) or group_size < 1:
-        raise ValueError(f"group_size must be a positive whole number, not {group_size!r}.")
+        raise ValueError(f"{name} must be a positive whole number, not {group_size!r}.")
 
 
 def _require_whole_groups(x: Array, group_size: int) -> None:

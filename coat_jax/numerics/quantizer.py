@@ -83,11 +83,16 @@ class Quantizer:
     def __post_init__(self) -> None:
         if isinstance(self.format, str):
             object.__setattr__(self, "format", format_named(self.format))
+        if not isinstance(self.format, AnyFormat):
+            raise TypeError(
+                f"format={self.format!r} must be a Minifloat, an IntegerFormat or the name of "
+                "one, such as 'E4M3' or 'INT8'."
+            )
         choices = (("over", OVERS), ("fit", FITS), ("rounding", ROUNDING_MODES))
         for name, known in choices:
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}.")
-        require_group_size(self.size)
+        require_group_size(self.size, "size")
         if not 50 < self.percentile <= 100:
             raise ValueError(f"percentile={self.percentile!r} must be above 50, and 100 at most.")
 
@@ -259,6 +264,10 @@ def sqnr_bits(x: Float[Array, "..."], values: Float[Array, "..."]) -> Float[Arra
 
     Infinite if there is no error. One bit is 6.02 dB.
     """
+    if x.shape != values.shape:
+        raise ValueError(
+            f"sqnr_bits compares arrays of one shape, not {x.shape} and {values.shape}."
+        )
     x = x.astype(jnp.float32)
     unit = jnp.max(jnp.abs(x), initial=0.0)
     unit = jnp.where(unit > 0, unit, 1.0)

@@ -1,11 +1,4 @@
-"""What rounding to FP8 does to a tensor: a few sums, and the statistics that follow from them.
-
-    underflow   share of the non-zero values whose code is zero
-    subnormal   share of the non-zero values whose code is subnormal: few bits are left of them
-    saturated   share of the non-zero values beyond the largest code
-    headroom    log2 of the largest value that the scale allows over the largest there is; of
-                blocks, the mean over blocks
-    error       root mean square of (decoded - value), relative to that of the values
+"""What rounding to FP8 does to a tensor: a few sums, and `Statistics` that follow from them.
 
 Sums of the parts of a tensor, of microbatches, of shards or of layers add up to the sums of the
 whole, in which each part's errors are relative to its own scale. They can therefore be added as
@@ -44,10 +37,17 @@ NUMBERS = len(Sums._fields)
 
 
 class Statistics(NamedTuple):
-    """See above. A tensor of zeros has no error, and NaN for its headroom.
+    """What rounding to FP8 does to a tensor.
 
-    The error is NaN for a tensor with a NaN or an infinity, and for one whose scale is so large
-    that all codes and all squares become zero.
+    Attributes:
+        underflow: the share of the non-zero values whose code is zero.
+        subnormal: the share of the non-zero values whose code is subnormal, with fewer bits.
+        saturated: the share of the non-zero values beyond the largest code.
+        headroom: log2 of the largest value that the scale allows over the largest value of the
+            tensor; for blocks the mean over blocks. NaN for a tensor of zeros.
+        error: root mean square of (decoded - value), relative to that of the values. 0 for a tensor
+            of zeros. NaN for a tensor with a NaN or an infinity, and for one whose scale is so
+            large that all codes and all squares become zero.
     """
 
     underflow: float

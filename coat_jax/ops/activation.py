@@ -22,7 +22,7 @@ from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_columns
 from coat_jax.ops.saved.array import SavedArray, restore, save_input
 from coat_jax.precision import COAT, Precision, precision_of
-from coat_jax.watching import Seen
+from coat_jax.watching import OptionalProbe
 
 NAMES = ("gate", "up")
 
@@ -57,11 +57,15 @@ def activate(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _activate(precision: Precision, act: Activation, hidden: tuple[Array, ...], probe: Seen) -> Any:
+def _activate(
+    precision: Precision, act: Activation, hidden: tuple[Array, ...], probe: OptionalProbe
+) -> Any:
     return _forward(precision, act, hidden, probe)[0]
 
 
-def _forward(precision: Precision, act: Activation, hidden: tuple[Array, ...], seen: Seen) -> Any:
+def _forward(
+    precision: Precision, act: Activation, hidden: tuple[Array, ...], seen: OptionalProbe
+) -> Any:
     saved, values = zip(*(save_input(h, precision) for h in hidden), strict=True)
     for name, x, blocks in zip(NAMES, hidden, saved, strict=False):
         seen = watched.saved(seen, f"{name}/saved", x, blocks, precision.block)
@@ -69,7 +73,7 @@ def _forward(precision: Precision, act: Activation, hidden: tuple[Array, ...], s
 
 
 def _backward(precision: Precision, act: Activation, residuals: Any, gradient: Array) -> Any:
-    def backward(saved: tuple[SavedArray, ...], seen: Seen, dy: Array) -> Any:
+    def backward(saved: tuple[SavedArray, ...], seen: OptionalProbe, dy: Array) -> Any:
         values = [restore(h, jnp.float32, precision.block) for h in saved]
         gradients = activate_backward(values, dy, act)
         return tuple(d.astype(dy.dtype) for d in gradients), seen

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from coat_jax import watching
@@ -22,7 +23,7 @@ from coat_jax.errors import UserError
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.ops import watched
 from coat_jax.ops.backward import run_backward
-from coat_jax.ops.checks import require_layers, require_real
+from coat_jax.ops.checks import require_array, require_layers, require_real
 from coat_jax.ops.saved.array import restore
 from coat_jax.ops.saved.attention import (
     AttentionSettings,
@@ -44,7 +45,7 @@ from coat_jax.ops.saved.projection import (
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision, precision_of
-from coat_jax.watching import Seen
+from coat_jax.watching import OptionalProbe
 
 MAX_CUDNN_HEAD = 128
 
@@ -147,8 +148,11 @@ def _settings(
             f"q {q.shape} and k {k.shape} do not fit: batch and head sizes must be equal, and the "
             "number of key heads must divide that of query heads."
         )
-    if window is not None and (window < 1 or not causal):
-        raise ValueError(f"window={window} needs causal=True and at least one token.")
+    if head_dim == 0:
+        raise ValueError(f"attention takes heads of at least one number, not q {q.shape}.")
+    require_window(window, causal=causal)
+    if segments is not None:
+        require_array("segments", segments)
     if segments is not None and (segments.shape != q.shape[:2] or q.shape[1] != k.shape[1]):
         raise ValueError(
             f"segments {segments.shape} must number the tokens of q {q.shape[:2]} and of k."
@@ -167,25 +171,47 @@ def _settings(
     return AttentionSettings(causal, window, scale, precision_of(precision), backend)
 
 
+def require_window(window: int | None, *, causal: bool) -> None:
+    """Raises unless a window, if there is one, is a number of tokens of causal attention."""
+    if window is None:
+        return
+    if isinstance(window, bool) or not isinstance(window, int | np.integer):
+        raise TypeError(f"window={window!r} must be a whole number of tokens, or None.")
+    if window < 1 or not causal:
+        raise ValueError(f"window={window} needs causal=True and at least one token.")
+
+
 # --- attention -------------------------------------------------------------------------------
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    settings: AttentionSettings, q: Array, k: Array, v: Array, segments: Array | None, probe: Seen
+    settings: AttentionSettings,
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array | None,
+    probe: OptionalProbe,
 ) -> Array:
     return _attention_forward(settings, q, k, v, segments, probe)[0]
 
 
 def _attention_forward(
-    settings: AttentionSettings, q: Array, k: Array, v: Array, segments: Array | None, probe: Seen
+    settings: AttentionSettings,
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array | None,
+    probe: OptionalProbe,
 ) -> Any:
     o, saved = save_attention(settings, q, k, v, segments)
     return o, (saved, segments, watched.attention(probe, (q, k, v), o, saved, settings))
 
 
 def _attention_backward(settings: AttentionSettings, residuals: Any, gradient: Array) -> Any:
-    def backward(saved: SavedAttention, segments: Array | None, seen: Seen, do: Array) -> Any:
+    def backward(
+        saved: SavedAttention, segments: Array | None, seen: OptionalProbe, do: Array
+    ) -> Any:
         _, pull = recompute_attention(settings, saved, segments, do.dtype)
         return *pull(do), None, seen
 
@@ -208,7 +234,7 @@ def _attention_linear(
     segments: Array | None,
     weight: Array,
     bias: Array | None,
-    probe: Seen,
+    probe: OptionalProbe,
 ) -> Array:
     return _attention_linear_forward(static, q, k, v, segments, weight, bias, probe)[0]
 
@@ -221,7 +247,7 @@ def _attention_linear_forward(
     segments: Array | None,
     weight: Array,
     bias: Array | None,
-    probe: Seen,
+    probe: OptionalProbe,
 ) -> Any:
     settings, mode = static
     output, saved = save_attention(settings, q, k, v, segments)
@@ -247,7 +273,7 @@ def _attention_linear_backward(
         weight: Array,
         scales: Scales,
         bias: Array | None,
-        seen: Seen,
+        seen: OptionalProbe,
         dy: Array,
     ) -> Any:
         o, pull = recompute_attention(settings, saved, segments, dy.dtype)

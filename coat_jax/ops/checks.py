@@ -1,6 +1,7 @@
 """Checks of the ops' arguments: each error names what arrived and what is required."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -15,6 +16,9 @@ def require_layers(
     if not weights:
         raise ValueError(f"{name} needs at least one weight.")
     for weight, bias in zip(weights, biases, strict=True):
+        for array in (weight, bias):
+            if array is not None:
+                require_array(name, array)
         if weight.ndim != 2 or weight.shape[0] != columns:
             raise ValueError(
                 f"{name} got an input with {columns} columns and a weight of shape "
@@ -31,19 +35,36 @@ def require_layers(
 
 def require_columns(name: str, x: Array) -> None:
     """Raises unless `x` is an array of real floats with a last axis to work on."""
+    require_real(name, x)
     if jnp.ndim(x) == 0:
         raise ValueError(f"{name} works on the last axis of its input, and a scalar has none.")
-    require_real(name, x)
 
 
 def require_real(name: str, array: Array | None) -> None:
-    """Raises unless the array, if there is one, has a real floating-point dtype."""
-    if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+    """Raises unless the array, if there is one, has a real dtype of 16 bits or more."""
+    if array is None:
+        return
+    require_array(name, array)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} computes with real floats, not with {array.dtype.name}.")
+    if array.dtype.itemsize == 1:
+        raise TypeError(
+            f"{name} rounds to FP8 itself, with a scale that it computes, and got "
+            f"{array.dtype.name}: the result would be in FP8, too. Pass BF16 or FP32."
+        )
+
+
+def require_array(name: str, value: Any) -> None:
+    """Raises unless a value is an array; JAX takes no lists for arrays, either."""
+    if not hasattr(value, "dtype"):
+        raise TypeError(f"{name} takes arrays, not {type(value).__name__}.")
 
 
 def require_norm(name: str, columns: int, norm: Norm) -> None:
-    """Raises unless the norm's parameters have one number per column."""
+    """Raises unless `norm` is a `Norm` whose parameters have one number per column."""
+    if not isinstance(norm, Norm):
+        remedy = "its spec()" if hasattr(norm, "spec") else "coat.ops.Norm(scale)"
+        raise TypeError(f"{name} takes a coat.ops.Norm, not {type(norm).__name__}: pass {remedy}.")
     for part in (norm.scale, norm.shift):
         if part is not None and part.shape != (columns,):
             raise ValueError(

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from coat_jax.numerics.mesh_axes import automatic_mesh
-from coat_jax.ops.checks import require_layers, require_real
+from coat_jax.ops.checks import require_array, require_layers, require_real
 
 IGNORED = -100
 
@@ -41,15 +41,17 @@ def cross_entropy(
     """The mean loss over the tokens that have a label.
 
     Args:
-        hidden: what the head is applied to, of any leading shape.
+        hidden: the input of the head, of any leading shape.
         weight: the head.
-        labels: the right token at each place; negative ones (-100) do not count.
-        chunk: how many places along S have their logits at one time. Fewer take less memory.
+        labels: the correct token at each position. Negative labels (-100) do not count. A label of
+            V or more makes the loss NaN.
+        chunk: positions along S whose logits are in memory at the same time.
         z_loss: weight of the squared log-sum-exp, which keeps logits from drifting.
-        label_smoothing: the share of the right answer that is spread over all tokens.
+        label_smoothing: the share of the label's probability that is spread over all tokens.
     """
     require_real("cross_entropy", hidden)
     require_layers("cross_entropy", hidden.shape[-1], (weight,), (None,))
+    require_array("cross_entropy", labels)
     if hidden.ndim < 2 or labels.shape != hidden.shape[:-1]:
         raise ValueError(
             f"labels {labels.shape} must be one per row of hidden {hidden.shape[:-1]}, which needs "
@@ -59,9 +61,17 @@ def cross_entropy(
         raise TypeError(f"labels are token numbers, not {labels.dtype.name}.")
     if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
         raise ValueError(f"chunk={chunk!r} must be a positive whole number.")
+    for name, value in (("z_loss", z_loss), ("label_smoothing", label_smoothing)):
+        if isinstance(value, jax.core.Tracer) or not jnp.isscalar(value) or isinstance(value, str):
+            raise TypeError(
+                f"{name}={value!r} must be a Python number: it is fixed when a program is compiled."
+            )
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and under 1.")
-    settings = _LossSettings(max(min(chunk, hidden.shape[-2]), 1), z_loss, label_smoothing)
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss={z_loss} must be at least 0, and finite.")
+    chunk = max(min(chunk, hidden.shape[-2]), 1)
+    settings = _LossSettings(chunk, float(z_loss), float(label_smoothing))
     total = _sum_of_losses(settings, hidden, weight, labels)
     return total / jnp.maximum(jnp.sum(labels >= 0), 1)
 

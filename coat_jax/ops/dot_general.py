@@ -17,16 +17,23 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.ops.linear import linear
-from coat_jax.precision import COAT, Precision
+from coat_jax.precision import COAT, Precision, precision_of
 
 Axes = Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
-    """`lax.dot_general` whose three products run as `coat.Precision` says."""
+    """`lax.dot_general` whose three products run as `coat.Precision` says.
 
-    precision: Precision = COAT
+    Attributes:
+        precision: a `coat.Precision`, or its name.
+    """
+
+    precision: Precision | str = COAT
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", precision_of(self.precision))
 
     def __call__(
         self,
@@ -64,9 +71,16 @@ class DotGeneral:
 
 @dataclasses.dataclass(frozen=True)
 class Einsum:
-    """`jnp.einsum` of an input and a weight that share no axis of the output."""
+    """`jnp.einsum` of an input and a weight that share no axis of the output.
 
-    precision: Precision = COAT
+    Attributes:
+        precision: a `coat.Precision`, or its name.
+    """
+
+    precision: Precision | str = COAT
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "precision", precision_of(self.precision))
 
     def __call__(
         self,
@@ -79,7 +93,9 @@ class Einsum:
         out_sharding: Any = None,
     ) -> Float[Array, "..."]:
         """Evaluates the equation, in which only the input may have an ellipsis."""
-        inputs, _, output = equation.replace(" ", "").partition("->")
+        inputs, arrow, output = equation.replace(" ", "").partition("->")
+        if not arrow:
+            raise ValueError(f'{equation!r} names no output: write one, as in "bsd,df->bsf".')
         of_x, _, of_w = inputs.partition(",")
         rest = x.ndim - len(of_x.replace("...", ""))
         leading = "".join(chr(0x3B1 + i) for i in range(rest))  # letters that no one else uses

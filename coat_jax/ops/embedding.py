@@ -1,30 +1,31 @@
 """Embedding lookup, whose gradient is summed in FP32 whatever the dtype of the table.
 
-The gradient of a row is a sum over all places with its token, thousands for a frequent one. Summed
-in BF16, as JAX's own gradient of a lookup in a BF16 table is, it stands still as soon as it is 256
-times larger than what is added: most of the gradient of a frequent token would be lost.
+The gradient of a row is a sum over all positions with its token, thousands for a frequent one.
+JAX's own gradient of a lookup in a BF16 table is summed in BF16. Such a sum stops growing when it
+is 256 times larger than what is added, so most of the gradient of a frequent token is lost.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from coat_jax.ops.checks import require_real
+from coat_jax.ops.checks import require_array, require_real
 
 
 def embedding(table: Float[Array, "V D"], tokens: Int[Array, "..."]) -> Float[Array, "... D"]:
     """The rows of a table.
 
     Args:
-        table: one row for each token.
-        tokens: their numbers. The row of a number that is negative or too large is NaN.
+        table: one row for each token of the vocabulary.
+        tokens: token numbers. A negative number, or one of V or more, has a row of NaN.
     """
     require_real("embedding", table)
     if table.ndim != 2:
         raise ValueError(f"embedding takes a table [V, D], not {table.shape}.")
+    require_array("embedding", tokens)
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"tokens are whole numbers, not {tokens.dtype.name}.")
-    return _embedding(table, tokens)
+    return _embedding(jnp.asarray(table), tokens)
 
 
 def _rows(table: Array, tokens: Array) -> Array:

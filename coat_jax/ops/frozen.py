@@ -8,6 +8,7 @@ neither rounds it again nor computes its gradient. x is rounded once for both w 
 once, in FP8. The product with c is not in FP8, because x a has few columns.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -80,10 +81,28 @@ def adapted_linear(
         precision: a `coat.Precision` with fp8_linear, or its name.
         implementation: "xla", "triton", or None for what suits the device.
     """
-    a, c = adapter
     require_columns("adapted_linear", x)
-    require_layers("adapted_linear", x.shape[-1], (weight.codes, a), (bias, None))
+    if not isinstance(weight, Frozen):
+        raise TypeError(
+            f"adapted_linear takes a weight from coat.ops.freeze, not {type(weight).__name__}."
+        )
+    if not isinstance(adapter, Sequence) or len(adapter) != 2:
+        raise TypeError(
+            f"adapted_linear takes an adapter of two arrays, not {type(adapter).__name__}."
+        )
+    a, c = adapter
+    if weight.codes.ndim != 2 or weight.codes.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"adapted_linear got an input with {x.shape[-1]} columns and a frozen weight of shape "
+            f"{weight.codes.shape}: it is [{x.shape[-1]}, N]."
+        )
+    require_layers("adapted_linear", x.shape[-1], (a,), (None,))
     require_layers("adapted_linear's adapter", a.shape[-1], (c,), (bias,))
+    if c.shape[1] != weight.codes.shape[1]:
+        raise ValueError(
+            f"adapted_linear got an adapter with {c.shape[1]} outputs for a weight with "
+            f"{weight.codes.shape[1]}."
+        )
     mode = mode_of(precision, implementation)
     if mode.format != weight.codes.dtype:
         raise ValueError(

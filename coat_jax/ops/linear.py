@@ -38,7 +38,7 @@ from coat_jax.ops.saved.projection import (
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision
-from coat_jax.watching import Seen
+from coat_jax.watching import OptionalProbe
 
 
 def linear(
@@ -111,11 +111,15 @@ def _names(weights: Weights) -> tuple[str, ...]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(mode: Mode, x: Array, weights: Weights, biases: Biases, probe: Seen) -> Outputs:
+def _linear(
+    mode: Mode, x: Array, weights: Weights, biases: Biases, probe: OptionalProbe
+) -> Outputs:
     return _linear_forward(mode, x, weights, biases, probe)[0]
 
 
-def _linear_forward(mode: Mode, x: Array, weights: Weights, biases: Biases, probe: Seen) -> Any:
+def _linear_forward(
+    mode: Mode, x: Array, weights: Weights, biases: Biases, probe: OptionalProbe
+) -> Any:
     n = as_operand(x, x.dtype, mode)
     outputs, scales = project(n, weights, biases, x.dtype, mode)
     seen = watched.operand(probe, "input", lambda: x, n.scale, mode.format)
@@ -125,7 +129,12 @@ def _linear_forward(mode: Mode, x: Array, weights: Weights, biases: Biases, prob
 
 def _linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any:
     def backward(
-        n: Operand, weights: Weights, scales: Scales, biases: Biases, seen: Seen, gradients: Outputs
+        n: Operand,
+        weights: Weights,
+        scales: Scales,
+        biases: Biases,
+        seen: OptionalProbe,
+        gradients: Outputs,
     ) -> Any:
         dtype = gradients[0].dtype
         g = [gradient_operand(dy, mode) for dy in gradients]
@@ -145,13 +154,13 @@ _linear.defvjp(_linear_forward, _linear_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _norm_linear(
-    mode: Mode, x: Array, norm: Norm, weights: Weights, biases: Biases, probe: Seen
+    mode: Mode, x: Array, norm: Norm, weights: Weights, biases: Biases, probe: OptionalProbe
 ) -> Outputs:
     return _norm_linear_forward(mode, x, norm, weights, biases, probe)[0]
 
 
 def _norm_linear_forward(
-    mode: Mode, x: Array, norm: Norm, weights: Weights, biases: Biases, probe: Seen
+    mode: Mode, x: Array, norm: Norm, weights: Weights, biases: Biases, probe: OptionalProbe
 ) -> Any:
     saved, n = save_norm(x, norm, mode)
     outputs, scales = project(n, weights, biases, x.dtype, mode)
@@ -167,7 +176,7 @@ def _norm_linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any
         weights: Weights,
         scales: Scales,
         biases: Biases,
-        seen: Seen,
+        seen: OptionalProbe,
         gradients: Outputs,
     ) -> Any:
         dtype = gradients[0].dtype

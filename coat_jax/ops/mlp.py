@@ -40,7 +40,7 @@ from coat_jax.ops.saved.projection import (
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision
-from coat_jax.watching import Seen
+from coat_jax.watching import OptionalProbe
 
 
 def gated_mlp(
@@ -136,7 +136,7 @@ class _MLPSettings(NamedTuple):
     name: str
 
 
-def _probe(settings: _MLPSettings) -> Seen:
+def _probe(settings: _MLPSettings) -> OptionalProbe:
     hidden = ("gate", "up") if settings.name == "gated_mlp" else ("up",)
     return watched.probe_of_layers(
         settings.name,
@@ -158,7 +158,7 @@ class _Saved(NamedTuple):
     down: Array
     down_bias: Array | None
     scales: Scales  # of the weights, down's last
-    seen: Seen
+    seen: OptionalProbe
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -170,7 +170,7 @@ def _mlp(
     biases: Biases,
     down: Array,
     down_bias: Array | None,
-    probe: Seen,
+    probe: OptionalProbe,
 ) -> Array:
     return _forward(settings, x, norm, weights, biases, down, down_bias, probe)[0]
 
@@ -183,7 +183,7 @@ def _forward(
     biases: Biases,
     down: Array,
     down_bias: Array | None,
-    probe: Seen,
+    probe: OptionalProbe,
 ) -> tuple[Array, _Saved]:
     act, residual, mode, _ = settings
     saved, n = save_norm(x, norm, mode)

@@ -17,7 +17,7 @@ from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_columns, require_norm
 from coat_jax.ops.saved.array import SavedArray, restore, save_input
 from coat_jax.precision import COAT, Precision, precision_of
-from coat_jax.watching import Seen
+from coat_jax.watching import OptionalProbe
 
 
 def norm(
@@ -38,11 +38,11 @@ def norm(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm(precision: Precision, x: Array, norm: Norm, probe: Seen) -> Array:
+def _norm(precision: Precision, x: Array, norm: Norm, probe: OptionalProbe) -> Array:
     return _forward(precision, x, norm, probe)[0]
 
 
-def _forward(precision: Precision, x: Array, norm: Norm, probe: Seen) -> Any:
+def _forward(precision: Precision, x: Array, norm: Norm, probe: OptionalProbe) -> Any:
     saved, values = save_input(x, precision)
     stats = statistics(values, norm)
     seen = watched.saved(probe, "saved", x, saved, precision.block, precision.forward)
@@ -50,7 +50,9 @@ def _forward(precision: Precision, x: Array, norm: Norm, probe: Seen) -> Any:
 
 
 def _backward(precision: Precision, residuals: Any, gradient: Array) -> Any:
-    def backward(saved: SavedArray, stats: Stats, norm: Norm, seen: Seen, dy: Array) -> Any:
+    def backward(
+        saved: SavedArray, stats: Stats, norm: Norm, seen: OptionalProbe, dy: Array
+    ) -> Any:
         values = restore(saved, jnp.float32, precision.block)
         dx, d_norm = normalize_backward(values, stats, norm, dy)
         return dx.astype(dy.dtype), d_norm, seen

@@ -29,7 +29,7 @@ from coat_jax.kernels.rotary import (
 from coat_jax.ops import watched
 from coat_jax.ops.backward import rounds_rows, run_backward
 from coat_jax.ops.checks import require_layers, require_norm, require_real
-from coat_jax.ops.rotary import Rotary, require_positions
+from coat_jax.ops.rotary import Rotary, require_positions, require_rotary
 from coat_jax.ops.saved.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
 from coat_jax.ops.saved.projection import (
     Biases,
@@ -45,7 +45,7 @@ from coat_jax.ops.saved.projection import (
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision
-from coat_jax.watching import Seen
+from coat_jax.watching import OptionalProbe
 
 Heads = Float[Array, "B S N H"]
 ROTATED = (True, True, False)  # q, k, v
@@ -83,13 +83,15 @@ def norm_qkv(
     require_real("norm_qkv", x)
     require_norm("norm_qkv", x.shape[-1], norm)
     require_layers("norm_qkv", x.shape[-1], ws, bs)
-    if len(ws) != len(ROTATED) or any(w.shape[1] % head_dim for w in ws):
+    whole = isinstance(head_dim, int) and head_dim > 0
+    if not whole or len(ws) != len(ROTATED) or any(w.shape[1] % head_dim for w in ws):
         raise ValueError(
             f"norm_qkv takes three weights to whole heads of {head_dim=}, not "
             f"{[w.shape for w in ws]}."
         )
     angles = None
     if rotary is not None:
+        require_rotary(rotary)
         positions = jnp.arange(x.shape[1]) if positions is None else positions
         require_positions(positions, x.shape[:2])
         angles = positions
@@ -118,7 +120,7 @@ def _norm_qkv(
     weights: Weights,
     biases: Biases,
     positions: Array | None,
-    probe: Seen,
+    probe: OptionalProbe,
 ) -> Any:
     return _forward(settings, x, norm, weights, biases, positions, probe)[0]
 
@@ -130,7 +132,7 @@ def _forward(
     weights: Weights,
     biases: Biases,
     positions: Array | None,
-    probe: Seen,
+    probe: OptionalProbe,
 ) -> Any:
     mode = settings.mode
     saved, n = save_norm(x, norm, mode)
@@ -139,7 +141,8 @@ def _forward(
     angles = settings.angles(positions)
     if angles is not None:
         heads = [
-            rotary_forward(y, *angles) if t else y for y, t in zip(heads, ROTATED, strict=True)
+            rotary_forward(y, *angles) if is_rotated else y
+            for y, is_rotated in zip(heads, ROTATED, strict=True)
         ]
     seen = watched.norm(probe, x, saved, norm, mode)
     seen = watched.weights(seen, weights, scales, mode)
@@ -156,12 +159,12 @@ def _backward(settings: _QKVSettings, residuals: Any, gradients: tuple[Array, ..
         scales: Scales,
         biases: Biases,
         positions: Array | None,
-        seen: Seen,
+        seen: OptionalProbe,
         gradients: tuple[Array, ...],
     ) -> Any:
         residual, *heads = gradients
         angles = settings.angles(positions)
-        back = [angles if t else None for t in ROTATED]
+        back = [angles if is_rotated else None for is_rotated in ROTATED]
         n = recompute_norm(saved, norm, mode, residual.dtype)
         g = [_operand(dy, a, mode) for dy, a in zip(heads, back, strict=True)]
         dn = input_gradient(weights, scales, g, residual.dtype, mode)

@@ -9,11 +9,13 @@
 
     y[t, n] = (sum over k of x codes[t, k] codes[n, k]) a[t] scale[n] + b[n]
 
-Codes are stored outputs first, as GPUs multiply them; no product transposes its weight. Rounding
-activations has no gradient, and says so: what trains is `linear`, or an adapter on `freeze`.
+Codes are stored with outputs first, the layout in which GPUs multiply them, so no product
+transposes its weight. With "static" and "dynamic" activations, differentiating with respect to x is
+an error, because rounding has no gradient. To train, use `linear`, or an adapter on a weight from
+`freeze`.
 
-If a row has a NaN or an infinity, no number in that row of y is finite, except that a static scale
-lets infinities saturate.
+If a row of x has a NaN or an infinity, that row of y has no finite number. A static scale is the
+exception: infinities saturate.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -38,9 +40,9 @@ class Quantized(NamedTuple):
     """A weight in 8 bits.
 
     Attributes:
-        codes: int8 or float8_e4m3fn.
-        scale: of each output channel, in FP32.
-        input_scale: of "static" activations; None for others.
+        codes: [outputs, inputs], int8 or float8_e4m3fn.
+        scale: one FP32 number for each output channel.
+        input_scale: the scale of "static" activations; None for the other modes.
     """
 
     codes: Array  # [N, K]
@@ -63,8 +65,8 @@ def quantize_weight(
         format: "int8" or "fp8".
         fit: what each channel's range is: its largest element ("max"), a "percentile" of its
             magnitudes, or that with the least squared error ("mse").
-        percentile: for that fit.
-        input_scale: of static activations.
+        percentile: how many of 100 magnitudes are within the range, for fit="percentile".
+        input_scale: the scale of static activations, which is stored with the weight.
     """
     require_real("quantize_weight", weight)
     if weight.ndim != 2:
@@ -88,11 +90,12 @@ def quantized_linear(
         x: the input, of any leading shape.
         weight: w, from `quantize_weight`.
         bias: b, or None.
-        activations: how x is rounded: see above.
+        activations: how x is rounded: "none", "static" or "dynamic".
     """
     require_columns("quantized_linear", x)
+    require_quantized("quantized_linear", weight, activations)
     name = eight_bits.format_of_codes(weight.codes.dtype)
-    _require(x, weight, activations)
+    _require_shapes(x, weight, bias)
     if activations == "none":
         codes = weight.codes.astype(x.dtype)
         y = jnp.matmul(x, codes.T, preferred_element_type=x.dtype).astype(jnp.float32)
@@ -140,7 +143,18 @@ def _rounded(
     return eight_bits.encode(x, scale, name), scale
 
 
-def _require(x: Array, weight: Quantized, activations: Activations) -> None:
+def require_quantized(name: str, weight: Quantized, activations: Activations) -> None:
+    """Raises unless a weight is `Quantized`, and has what this mode of activations needs.
+
+    Args:
+        name: of the function or the module that takes them, for the error.
+        weight: the weight.
+        activations: the mode.
+    """
+    if not isinstance(weight, Quantized):
+        raise TypeError(
+            f"{name} takes a weight from coat.ops.quantize_weight, not {type(weight).__name__}."
+        )
     if activations not in ACTIVATION_MODES:
         known = ", ".join(ACTIVATION_MODES)
         raise ValueError(f"activations={activations!r} must be one of {known}.")
@@ -150,6 +164,9 @@ def _require(x: Array, weight: Quantized, activations: Activations) -> None:
             f'activations="static" takes an input_scale, others do not; this is {activations!r}, '
             f"and the weight {there}."
         )
+
+
+def _require_shapes(x: Array, weight: Quantized, bias: Array | None) -> None:
     if weight.codes.ndim != 2 or weight.codes.shape[1] != x.shape[-1]:
         raise ValueError(
             f"quantized_linear got an input with {x.shape[-1]} columns and codes of shape "
@@ -159,4 +176,9 @@ def _require(x: Array, weight: Quantized, activations: Activations) -> None:
         raise ValueError(
             f"The scales {weight.scale.shape} are not one for each of {weight.codes.shape[0]} "
             "outputs."
+        )
+    if bias is not None and bias.shape != weight.scale.shape:
+        raise ValueError(
+            f"quantized_linear got a bias of shape {bias.shape}: it should be "
+            f"{weight.scale.shape}, one number per output."
         )

@@ -8,50 +8,62 @@ residual stream itself is not rounded: y is computed from x.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax import watching
 from coat_jax.numerics.formats import E4M3
+from coat_jax.numerics.qtensor import require_group_size
 from coat_jax.ops import watched
 from coat_jax.ops.backward import run_backward
+from coat_jax.ops.checks import require_columns
 from coat_jax.ops.saved.array import SavedArray, restore, save_array
-from coat_jax.watching import Seen
+from coat_jax.watching import OptionalProbe
 
 
-def recompute(function: Callable[..., Array], *, block: int = 16) -> Callable[..., Array]:
+def recompute(function: Callable[..., Any], *, block: int = 16) -> Callable[..., Any]:
     """`function`, recomputed as a whole in the backward pass.
 
     Args:
-        function: of x and of whatever else it differentiates or needs. Those are saved as they
-            are: parameters take no memory of their own. Its result has x's dtype.
+        function: a function of x and of any other arguments that it needs. These are saved as they
+            are, so parameters take no additional memory. What is differentiated must be an
+            argument: the function cannot close over it.
         block: the size of the blocks.
     """
+    if not callable(function):
+        raise TypeError(f"recompute takes a function, not {type(function).__name__}.")
+    require_group_size(block, "block")
 
-    def alone(x: Float[Array, "*rows D"], *rest: Any) -> Array:
+    def alone(x: Float[Array, "*rows D"], *rest: Any) -> Any:
         with watching.watched(None):  # a probe of the outer trace must not leak into it
             return function(x, *rest)
 
-    @jax.custom_vjp
-    def again(probe: Seen, x: Float[Array, "*rows D"], *rest: Any) -> Array:
+    @partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def again(
+        dtype: DTypeLike, probe: OptionalProbe, x: Float[Array, "*rows D"], *rest: Any
+    ) -> Any:
         return alone(x, *rest)
 
-    def forward(probe: Seen, x: Float[Array, "*rows D"], *rest: Any) -> tuple[Array, Any]:
+    def forward(
+        dtype: DTypeLike, probe: OptionalProbe, x: Float[Array, "*rows D"], *rest: Any
+    ) -> tuple[Any, Any]:
         y, saved = alone(x, *rest), save_array(x, E4M3, block)
         return y, (watched.saved(probe, "saved", x, saved, block), saved, rest)
 
-    def backward(residuals: Any, gradient: Array) -> Any:
-        def pull(seen: Seen, saved: SavedArray, rest: tuple[Any, ...], dy: Array) -> Any:
-            return seen, *jax.vjp(alone, restore(saved, dy.dtype, block), *rest)[1](dy)
+    def backward(dtype: DTypeLike, residuals: Any, gradient: Any) -> Any:
+        def pull(seen: OptionalProbe, saved: SavedArray, rest: tuple[Any, ...], dy: Any) -> Any:
+            return seen, *jax.vjp(alone, restore(saved, dtype, block), *rest)[1](dy)
 
         return run_backward(pull, residuals, gradient, name="recompute", rounds=True)
 
     again.defvjp(forward, backward)
 
-    def run(x: Float[Array, "*rows D"], *rest: Any) -> Array:
-        result: Array = again(watching.probe("recompute", ("saved",)), x, *rest)
-        return result
+    def run(x: Float[Array, "*rows D"], *rest: Any) -> Any:
+        require_columns("recompute", x)
+        return again(x.dtype, watching.probe("recompute", ("saved",)), x, *rest)
 
     return run

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from coat_jax.errors import UserError
 from coat_jax.kernels.rotary import rotary_backward, rotary_forward
 from coat_jax.limits import Count, Range, require_fields
+from coat_jax.ops.checks import require_array, require_real
 
 Theta = Annotated[float, Range(least=1, most=1e12)]
 Factor = Annotated[float, Range(least=1e-6, most=1e6)]
@@ -94,13 +95,24 @@ def rotate(
         positions: of each token, of shape [S] or [*B, S].
         rotary: the angles.
     """
+    require_real("rotate", x)
+    if x.ndim < 3:
+        raise ValueError(f"rotate takes x [*B, S, N, H], not {x.shape}.")
+    require_rotary(rotary)
     rotary.frequencies(x.shape[-1])  # refuses odd heads
     require_positions(positions, x.shape[:-2])
     return _rotate(rotary, x, positions)
 
 
+def require_rotary(rotary: Any) -> None:
+    """Raises unless this is a `Rotary`."""
+    if not isinstance(rotary, Rotary):
+        raise TypeError(f"rotary={rotary!r} must be a coat.ops.Rotary, as in Rotary(theta=10000).")
+
+
 def require_positions(positions: Array, tokens: tuple[int, ...]) -> None:
     """Raises unless there is one position for each of these tokens, [*B, S]."""
+    require_array("positions", positions)
     if positions.shape not in (tokens, tokens[-1:]):
         raise ValueError(
             f"positions {positions.shape} must be one per token: {tokens[-1:]} or {tokens}."

@@ -24,7 +24,7 @@ from coat_jax.ops.saved.attention import AttentionSettings, SavedAttention
 from coat_jax.ops.saved.norm import SavedNorm
 from coat_jax.ops.saved.projection import Mode, Scales
 from coat_jax.precision import Precision
-from coat_jax.watching import Seen, of_weight
+from coat_jax.watching import OptionalProbe, of_weight
 
 
 def probe_of_layers(
@@ -34,7 +34,7 @@ def probe_of_layers(
     *,
     operands: Sequence[str] = ("input",),
     blocks: Sequence[str] = (),
-) -> Seen:
+) -> OptionalProbe:
     """The probe of an op that multiplies.
 
     Args:
@@ -51,36 +51,40 @@ def probe_of_layers(
 
 
 def saved(
-    seen: Seen,
+    seen: OptionalProbe,
     tensor: str,
     x: Float[Array, "*rows D"],
     result: SavedArray,
     size: int | None,
     dtype: DTypeLike | None = None,
-) -> Seen:
+) -> OptionalProbe:
     """A tensor and what is saved of it, in blocks of the format `dtype`, if that is simulated."""
     if seen is None or size is None or not isinstance(result, Blocks):
         return seen
     blocks = result
-    return seen.seen(tensor, lambda: statistics.of_blocks(x, blocks, size=size, dtype=dtype))
+    return seen.with_sums(tensor, lambda: statistics.of_blocks(x, blocks, size=size, dtype=dtype))
 
 
 def operand(
-    seen: Seen,
+    seen: OptionalProbe,
     tensor: str,
     values: Callable[[], Float[Array, "*rows K"]],
     scale: Float[Array, ""] | None,
     dtype: DTypeLike | None,
-) -> Seen:
+) -> OptionalProbe:
     """A tensor and the operand that is made of it; its values are computed if they are needed."""
     if seen is None or scale is None or dtype is None:
         return seen
-    return seen.seen(tensor, lambda: statistics.of_tensor(values(), scale, dtype))
+    return seen.with_sums(tensor, lambda: statistics.of_tensor(values(), scale, dtype))
 
 
 def norm(
-    seen: Seen, x: Float[Array, "*rows D"], result: SavedNorm, layer: Norm | None, mode: Mode
-) -> Seen:
+    seen: OptionalProbe,
+    x: Float[Array, "*rows D"],
+    result: SavedNorm,
+    layer: Norm | None,
+    mode: Mode,
+) -> OptionalProbe:
     """What is saved of a norm's input, and the norm as products take it."""
     precision = mode.precision
 
@@ -94,13 +98,13 @@ def norm(
 
 
 def activation(
-    seen: Seen,
+    seen: OptionalProbe,
     tensor: str,
     hidden: Sequence[Float[Array, "*rows F"]],
     result: SavedActivation,
     act: Activation,
     mode: Mode,
-) -> Seen:
+) -> OptionalProbe:
     """What is saved of an activation's inputs, and the activation as `tensor`."""
     if seen is None:
         return None
@@ -117,12 +121,12 @@ def activation(
 
 
 def attention(
-    seen: Seen,
+    seen: OptionalProbe,
     inputs: Sequence[Float[Array, "B S N H"]],
     output: Float[Array, "B S N H"],
     result: SavedAttention,
     settings: AttentionSettings,
-) -> Seen:
+) -> OptionalProbe:
     """What attention saves."""
     size = settings.precision.attention_block
     names = attention_blocks(settings.precision)
@@ -139,19 +143,21 @@ def attention_blocks(precision: Precision) -> tuple[str, ...]:
     return ("query/saved", "key/saved", "value/saved", "out/saved")
 
 
-def weights(seen: Seen, values: Sequence[Float[Array, "K N"]], scales: Scales, mode: Mode) -> Seen:
+def weights(
+    seen: OptionalProbe, values: Sequence[Float[Array, "K N"]], scales: Scales, mode: Mode
+) -> OptionalProbe:
     """The weights, in the order of their names."""
     return _of_weights(seen, "weight", lambda i: values[i], scales, mode.format)
 
 
 def gradients(
-    seen: Seen,
+    seen: OptionalProbe,
     values: Callable[[], Sequence[Float[Array, "*rows N"]]],
     operands: Sequence[Operand],
     mode: Mode,
     *,
     first: int = 0,
-) -> Seen:
+) -> OptionalProbe:
     """The gradients of the weights' outputs, from the `first` of the weights on."""
     scales = tuple(g.scale for g in operands)
     return _of_weights(
@@ -160,14 +166,14 @@ def gradients(
 
 
 def _of_weights(
-    seen: Seen,
+    seen: OptionalProbe,
     tensor: str,
     values: Callable[[int], Array],
     scales: Scales,
     dtype: DTypeLike | None,
     *,
     first: int = 0,
-) -> Seen:
+) -> OptionalProbe:
     names = () if seen is None else seen.weights[first:]
     for i, (name, scale) in enumerate(zip(names, scales, strict=False)):
         seen = operand(seen, of_weight(name, tensor), partial(values, i), scale, dtype)

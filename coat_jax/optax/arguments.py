@@ -31,9 +31,13 @@ MAY_BE_SCHEDULES = ("learning_rate", "weight_decay")
 def require_hyper(hyper: Hyper) -> None:
     """Raises unless every number is one, and in its range where its value is known."""
     for name in RANGES.keys() & set(hyper._fields):
-        value = getattr(hyper, name)
-        if not (name in MAY_BE_SCHEDULES and is_function(value)):
-            require_number(name, value)
+        require_number_or_schedule(name, getattr(hyper, name))
+
+
+def require_number_or_schedule(name: str, value: Any) -> None:
+    """Raises unless `value` is a number in its range, or a schedule if the argument takes one."""
+    if not (name in MAY_BE_SCHEDULES and is_function(value)):
+        require_number(name, value)
 
 
 def require_number(name: str, value: Any) -> None:

@@ -1,14 +1,14 @@
-"""Saves and restores optimizer states, and refuses what does not fit.
+"""Saves and restores optimizer states, and refuses to restore one that does not fit.
 
-Orbax casts what it restores to the dtype it is asked for, without a word. FP8 codes read as
-another format, or grouped otherwise than they were written, would be wrong numbers. So
-`restore_state` compares the stored shapes and dtypes with the expected ones first. The mesh
-may be another one: shardings are those of the expected state.
+Orbax silently casts what it restores to the dtype that it is asked for. FP8 codes that are read in
+another format, or with another group size, would be wrong numbers. So `restore_state` first
+compares the stored shapes and dtypes with the expected ones. The mesh may be another one: the
+restored state has the shardings of the expected one.
 
-What a state may hold besides arrays: typed random keys, stored as the integers they are made
-of, and Python numbers, stored as arrays without axes. Both are restored as what they were.
+Besides arrays, a state may have typed random keys, which are stored as integers, and Python
+numbers, which are stored as arrays without axes. Both are restored with their types.
 
-Orbax is imported when it is needed: it takes longer than all of coat_jax.
+Orbax is imported in the functions that need it: that takes longer than importing coat_jax.
 """
 
 from pathlib import Path
@@ -20,14 +20,20 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from coat_jax.errors import UserError
+from coat_jax.files import expanded
 from coat_jax.optax.host_memory import with_copies
 
 
 def save_state(path: str | Path, state: Any) -> None:
-    """Writes a state to a new directory at `path`; returns when it is complete."""
+    """Writes a state to a new directory, and returns when it is complete.
+
+    Args:
+        path: the directory, which must not exist.
+        state: a tree of arrays, random keys and numbers.
+    """
     import orbax.checkpoint as ocp
 
-    path = Path(path).absolute()
+    path = expanded(path).absolute()
     if path.exists():
         raise FileExistsError(f"{path} exists already. Choose another path, or remove it first.")
     _require_storable(state)
@@ -49,7 +55,7 @@ def restore_state(path: str | Path, like: Any) -> Any:
     require_stored_like(path, like)
     arrays = jax.tree.map(_to_array, like)
     with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(Path(path).absolute(), arrays)
+        restored = checkpointer.restore(expanded(path).absolute(), arrays)
     return jax.tree.map(_from_array, like, restored)
 
 
@@ -62,7 +68,7 @@ def require_stored_like(path: str | Path, like: Any) -> None:
     """
     import orbax.checkpoint as ocp
 
-    path = Path(path).absolute()
+    path = expanded(path).absolute()
     if not path.is_dir():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     _require_storable(like)

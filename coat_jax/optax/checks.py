@@ -1,10 +1,11 @@
-"""What an optimizer refuses when it is given parameters, gradients or a state."""
+"""Checks of the parameters, gradients and states that optimizers get."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.qtensor import scales_shape
@@ -41,6 +42,26 @@ def require_real_float(where: str, leaf: Any) -> None:
             f"{where} has dtype {dtype.name}; only floats are optimized. Leave it out with "
             "optax.masked or optax.partition."
         )
+    if dtype.itemsize == 1:
+        raise TypeError(
+            f"{where} has dtype {dtype.name}, in which an update would be lost or overflow. Keep "
+            "parameters and gradients in BF16 or FP32."
+        )
+
+
+def require_transformation(name: str, tx: Any) -> optax.GradientTransformation:
+    """Returns the argument of the function `name`; raises unless it is an optax transformation."""
+    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
+        remedy = (
+            "It is a whole step by itself: use fp8_adamw instead of fused_fp8_adamw, and what "
+            "in_place was given instead of in_place."
+            if callable(getattr(tx, "step", None))
+            else f"Call the function that makes one: {name}(optax.lion(1e-4))."
+        )
+        raise TypeError(
+            f"{name} takes an optax transformation, with init and update, not {tx!r}. {remedy}"
+        )
+    return tx
 
 
 def require_state_of(kind: type, state: Any, advice: str = "Make it with init(params).") -> None:
@@ -66,10 +87,10 @@ def require_same_shapes(name: str, tree: Any, codes: Any) -> None:
     for (path, leaf), stored in zip(
         jax.tree.leaves_with_path(tree), jax.tree.leaves(codes), strict=True
     ):
-        if jnp.shape(leaf) != stored.shape:
+        if jnp.shape(leaf) != jnp.shape(stored):
             raise ValueError(
                 f"{name}{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, but its state "
-                f"was made for {stored.shape}. Make the state anew with tx.init(params)."
+                f"was made for {jnp.shape(stored)}. Make the state anew with tx.init(params)."
             )
 
 

@@ -20,13 +20,20 @@ def global_norm(grads: optax.Updates) -> Float[Array, ""]:
 
 
 def global_norm_scale(grads: optax.Updates, max_norm: float | Float[Array, ""]) -> Float[Array, ""]:
-    """The factor that clips gradients to a global norm: `grad_scale` of a fused step."""
+    """The factor that clips gradients to a global norm, for `grad_scale` of a fused step.
+
+    Args:
+        grads: the gradients, in any dtypes.
+        max_norm: the largest norm of the gradients times the factor.
+    """
     require_number("max_norm", max_norm)
     return clip_scale(global_norm(grads), max_norm)
 
 
 def _in_fp32(g: Array) -> Float[Array, "..."]:
-    return jnp.asarray(g).astype(jnp.float32)
+    """The gradient in FP32; of a complex one its magnitudes."""
+    g = jnp.asarray(g)
+    return (jnp.abs(g) if jnp.iscomplexobj(g) else g).astype(jnp.float32)
 
 
 def clip_scale(norm: Float[Array, ""], max_norm: float | Float[Array, ""]) -> Float[Array, ""]:

@@ -10,7 +10,6 @@ it would alone. A group that a step leaves as it was keeps its codes.
 `coat_jax.optax.selection` says which leaves of a state are moments.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,12 +22,18 @@ from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.qtensor import join_groups, scales_shape, split_groups
 from coat_jax.optax.arguments import require_settings
-from coat_jax.optax.checks import dtype_of, is_fp8, require_state_of, require_stored
+from coat_jax.optax.checks import (
+    dtype_of,
+    is_fp8,
+    require_state_of,
+    require_stored,
+    require_transformation,
+)
 from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.metadata import fit_metadata
 from coat_jax.optax.selection import select_moments, without_names
 from coat_jax.optax.sharding import zeros
-from coat_jax.storage import Storage
+from coat_jax.storage import Storage, placeholder_shape
 
 
 class CompressedState(NamedTuple):
@@ -68,14 +73,9 @@ def compress(
         {'b': 'float32', 'w': 'float8_e4m3fn'}
     """
     require_settings(storage=storage)
-    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        raise TypeError(
-            f"compress takes an optax transformation, with init and update, not {tx!r}. Call the "
-            "function that makes it: compress(optax.lion(1e-4)). fused_fp8_adamw needs no compress."
-        )
     if where is not None and not callable(where):
         raise TypeError(f"where={where!r} must be a function of path and leaf, or None.")
-    inner = optax.with_extra_args_support(tx)
+    inner = optax.with_extra_args_support(require_transformation("compress", tx))
     storage = storage or Storage()
 
     def init(params: optax.Params) -> CompressedState:
@@ -169,7 +169,7 @@ def _compressed(leaf: Any, storage: Storage) -> Expanded:
 def _uncompressed(leaf: Any, storage: Storage) -> Expanded:
     """A leaf that stays as it is, with scales that are not used, but can be sharded alike."""
     per_group = scales_shape(jnp.shape(leaf), storage.group_size)
-    shape = tuple(math.gcd(size, 8) for size in per_group)
+    shape = placeholder_shape(per_group)
     return Expanded(leaf, zeros(leaf, shape, jnp.float32), zeros(leaf, shape, jnp.uint8))
 
 

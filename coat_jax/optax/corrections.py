@@ -20,7 +20,11 @@ from jaxtyping import Array
 
 from coat_jax.numerics import corrections, noise
 from coat_jax.numerics.expansion import GROUP_SIZE
-from coat_jax.optax.checks import require_real_floats, require_state_of
+from coat_jax.optax.checks import (
+    require_real_floats,
+    require_state_of,
+    require_transformation,
+)
 from coat_jax.optax.metadata import fit_metadata
 from coat_jax.optax.sharding import zeros
 from coat_jax.storage import placeholder_shape
@@ -59,7 +63,7 @@ def with_corrections(tx: optax.GradientTransformation) -> optax.GradientTransfor
         >>> print(params["w"][0, 0], coat.optax.corrected_params(params, state)["w"][0, 0])
         0.976562 0.97558594
     """
-    inner = optax.with_extra_args_support(tx)
+    inner = optax.with_extra_args_support(require_transformation("with_corrections", tx))
 
     def init(params: optax.Params) -> CorrectedState:
         require_real_floats(params)
@@ -150,7 +154,7 @@ def split_params(
         step: the number of this step, which seeds stochastic rounding; None rounds to nearest.
     """
     leaves, structure = jax.tree.flatten(params)
-    kept, structure_of_kept = jax.tree.flatten(state.corrections)
+    corrected, structure_of_corrections = jax.tree.flatten(state.corrections)
     for i, (leaf_id, p) in enumerate(
         zip(noise.leaf_ids(params), jax.tree.leaves(stepped), strict=True)
     ):
@@ -159,10 +163,10 @@ def split_params(
             if step is not None:
                 key = noise.distinguish(noise.leaf_key(seed, step, leaf_id), leaves[i], p)
                 dither = noise.bits(noise.param_key(key), p.shape, run=GROUP_SIZE) >> 8
-            leaves[i], kept[i] = corrections.split(p, dither)
+            leaves[i], corrected[i] = corrections.split(p, dither)
         else:
             leaves[i] = p.astype(leaves[i].dtype)
-    new = jax.tree.unflatten(structure_of_kept, kept)
+    new = jax.tree.unflatten(structure_of_corrections, corrected)
     return jax.tree.unflatten(structure, leaves), CorrectedState(inner, new)
 
 
@@ -187,13 +191,13 @@ def require_corrections(params: optax.Params, state: Any) -> None:
     """Raises unless `state` has corrections of these parameters."""
     require_state_of(CorrectedState, state)
     named = jax.tree.leaves_with_path(params)
-    kept = jax.tree.leaves(state.corrections)
-    if len(named) != len(kept):
+    found = jax.tree.leaves(state.corrections)
+    if len(named) != len(found):
         raise ValueError(
-            f"There are {len(named)} parameters, but the state has corrections of {len(kept)}. "
+            f"There are {len(named)} parameters, but the state has corrections of {len(found)}. "
             "Make it with init(params) from these parameters."
         )
-    for (path, p), c in zip(named, kept, strict=True):
+    for (path, p), c in zip(named, found, strict=True):
         if (c.shape, c.dtype) != (_shape(p), corrections.DTYPE):
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} is {jnp.result_type(p).name}"

@@ -20,6 +20,7 @@ import jax
 import optax
 from jaxtyping import Array
 
+from coat_jax.errors import UserError
 from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.optax.arguments import (
@@ -66,13 +67,23 @@ class FusedOptimizer(NamedTuple):
     step: Step
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Explains why this is no optax transformation."""
+        """Explains why this is no optax transformation, to what looks for its `update`."""
         advice = (
-            "Call step(params, grads, state). Where an optax transformation is required, as in "
-            "nnx.Optimizer, use fp8_adamw."
+            "Its step(params, grads, state) is a whole step by itself, which clips by grad_scale. "
+            "Where an optax transformation is required, as in optax.chain or nnx.Optimizer, use "
+            "fp8_adamw instead of fused_fp8_adamw, and what in_place was given instead of in_place."
         )
         known = f"{type(self).__name__!r} object has no attribute {name!r}."
         raise AttributeError(f"{known} {advice}" if name == "update" else known)
+
+
+def require_step(name: str, optimizer: Any) -> None:
+    """Raises unless the argument of the function `name` is a `FusedOptimizer`."""
+    if not isinstance(optimizer, FusedOptimizer):
+        raise UserError(
+            f"{name} takes an optimizer with a step of its own, not {optimizer!r}. Make one with "
+            "fused_fp8_adamw(..), or with in_place(..) from a transformation of optax."
+        )
 
 
 def fused_fp8_adamw(

@@ -1,8 +1,8 @@
 """Arrays in the memory of the host, and copies of them that run beside the device's kernels.
 
-Where an array is belongs to its type, so a traced function knows it. Copies have streams of their
-own, one for each direction: XLA starts them as soon as their operands are there, and waits for
-them where they are used. Without these streams its scheduler would have two arrays in flight.
+The memory of an array is part of its type, so it is known while a function is traced. Copies have
+streams of their own, one for each direction: XLA starts a copy as soon as its operands are there,
+and waits for it where it is used. Without these streams it would copy two arrays at a time at most.
 """
 
 from collections.abc import Sequence

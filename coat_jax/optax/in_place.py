@@ -17,7 +17,11 @@ from jaxtyping import Array, Int32
 
 from coat_jax.kernels.adam import Number
 from coat_jax.optax.arguments import require_scalar, require_seed, require_settings
-from coat_jax.optax.checks import require_state_of
+from coat_jax.optax.checks import (
+    require_same_shapes,
+    require_state_of,
+    require_transformation,
+)
 from coat_jax.optax.corrections import (
     CorrectedState,
     advice_on,
@@ -27,6 +31,7 @@ from coat_jax.optax.corrections import (
     require_corrections,
     split_params,
 )
+from coat_jax.optax.following import optimized
 from coat_jax.optax.fused import FusedOptimizer
 from coat_jax.optax.rounding import apply_updates
 
@@ -96,6 +101,7 @@ def in_place(
         before = state.inner if correct_params else state
         require_state_of(InPlaceState, before, advice_on(before))
         require_scalar("grad_scale", grad_scale)
+        require_same_shapes("gradients", grads, optimized(params))
         scaled = jax.tree.map(lambda g: g * grad_scale, in_fp32(grads))
         wide = join_params(params, state) if correct_params else params
         updates, inner = inner_tx.update(scaled, before.inner, in_fp32(wide), **extra_args)
@@ -116,16 +122,6 @@ def in_place(
         return _select(skip, (params, state), after)
 
     return FusedOptimizer(init, step)
-
-
-def require_transformation(name: str, tx: Any) -> optax.GradientTransformation:
-    """Returns `tx`; raises unless it is an optax transformation."""
-    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        raise TypeError(
-            f"{name} takes an optax transformation, with init and update, not {tx!r}. Call the "
-            f"function that makes it: {name}(optax.lion(1e-4))."
-        )
-    return tx
 
 
 def _select(skip: bool | Array, before: Any, after: Any) -> Any:

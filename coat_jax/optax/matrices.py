@@ -44,24 +44,48 @@ class Matrix(NamedTuple):
 
     Attributes:
         shape: of the leaf.
-        order: its axes: those of the batch, of the reduction, of the output.
-        fan_in: inputs of the layer.
-        fan_out: outputs of the layer.
+        batch: its axes that count the matrices.
+        inputs: its axes that the layer sums over.
+        outputs: its axes of the layer's output.
     """
 
     shape: tuple[int, ...]
-    order: tuple[int, ...]
-    fan_in: int
-    fan_out: int
+    batch: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def fan_in(self) -> int:
+        """Inputs of the layer."""
+        return math.prod(self.shape[axis] for axis in self.inputs)
+
+    @property
+    def fan_out(self) -> int:
+        """Outputs of the layer."""
+        return math.prod(self.shape[axis] for axis in self.outputs)
+
+    @property
+    def column(self) -> tuple[int, ...]:
+        """The axes along a column: those of the side that the last axis does not belong to."""
+        return self.outputs if len(self.shape) - 1 in self.inputs else self.inputs
+
+    @property
+    def columns_shape(self) -> tuple[int, ...]:
+        """The shape of an array with one number per column, which has all axes of the leaf."""
+        return tuple(1 if axis in self.column else size for axis, size in enumerate(self.shape))
 
     def stack(self, x: Float[Array, "..."]) -> Float[Array, "B M N"]:
         """The leaf, or its update, as matrices."""
-        return x.transpose(self.order).reshape(-1, self.fan_in, self.fan_out)
+        return x.transpose(self._order).reshape(-1, self.fan_in, self.fan_out)
 
     def unstack(self, x: Float[Array, "B M N"]) -> Float[Array, "..."]:
         """The inverse of `stack`."""
-        x = x.reshape([self.shape[axis] for axis in self.order])
-        return x.transpose([self.order.index(axis) for axis in range(len(self.order))])
+        x = x.reshape([self.shape[axis] for axis in self._order])
+        return x.transpose([self._order.index(axis) for axis in range(len(self.shape))])
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return (*self.batch, *self.inputs, *self.outputs)
 
 
 def matrices_of(numbers: DimensionNumbers, tree: Any) -> list[Matrix]:
@@ -87,12 +111,11 @@ def _matrix(name: str, shape: tuple[int, ...], dims: MuonDimensionNumbers) -> Ma
             raise ValueError(f"{dims} names an axis that {name} of shape {shape} does not have.")
         return tuple(axis % len(shape) for axis in given)
 
-    reduction, output = axes(dims.reduction_axis), axes(dims.output_axis)
-    if len({*reduction, *output}) != len(reduction) + len(output):
+    inputs, outputs = axes(dims.reduction_axis), axes(dims.output_axis)
+    if len({*inputs, *outputs}) != len(inputs) + len(outputs):
         raise ValueError(f"{dims} names an axis of {name} of shape {shape} twice.")
-    batch = tuple(axis for axis in range(len(shape)) if axis not in (*reduction, *output))
-    fan_in, fan_out = (math.prod(shape[axis] for axis in part) for part in (reduction, output))
-    return Matrix(shape, (*batch, *reduction, *output), fan_in, fan_out)
+    batch = tuple(axis for axis in range(len(shape)) if axis not in (*inputs, *outputs))
+    return Matrix(shape, batch, inputs, outputs)
 
 
 def numbers_of_leaves(numbers: DimensionNumbers, tree: Any) -> list[MuonDimensionNumbers | None]:

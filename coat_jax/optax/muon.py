@@ -1,8 +1,14 @@
 """Muon with its momentum in 8 bits, and AdamW in 8 bits for everything that is not a matrix.
 
-    m = b m + (1 - b) g                       stored as 8-bit integers, one scale per 128 neighbours
+    m = b m + (1 - b) g                       stored in 8 bits
     u = orthogonalize(m_hat)                  `newton_schulz`; with Nesterov momentum by default
     w = w - lr (scale u + decay w)            scale depends on the shape of the matrix
+
+Orthogonalizing makes all singular values alike, and so amplifies the smallest, with whatever error
+they have. Hence each column of the momentum is divided by its mean magnitude before it is stored,
+so that the error of a small column is small, too:
+
+    m = codes * amax / 127 * column           8-bit integers, one amax per 128 neighbours of a row
 
 The state of a matrix takes 1.04 bytes per parameter instead of 4. The arguments have the names, the
 defaults and the order of those of `optax.contrib.muon`. Only the default choice of leaves differs.
@@ -26,8 +32,9 @@ from coat_jax.kernels.adam import Number
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import Expanded
+from coat_jax.numerics.integers import LARGEST, SMALLEST
 from coat_jax.optax.adam import fp8_adamw
-from coat_jax.optax.arguments import require_number, require_settings
+from coat_jax.optax.arguments import require_number, require_number_or_schedule, require_settings
 from coat_jax.optax.checks import require_moments, require_same_shapes, require_state_of
 from coat_jax.optax.matrices import (
     DimensionNumbers,
@@ -36,7 +43,9 @@ from coat_jax.optax.matrices import (
     matrices_of,
     numbers_of_leaves,
 )
+from coat_jax.optax.metadata import fit_metadata
 from coat_jax.optax.newton_schulz import Preconditioning, orthogonalize, require_preconditioning
+from coat_jax.optax.sharding import zeros
 from coat_jax.optax.state import by_leaf, from_leaves, init_moment, leaf_layout
 from coat_jax.storage import Storage
 
@@ -58,11 +67,13 @@ class ScaleByFP8MuonState(NamedTuple):
 
     mu holds three trees: codes (8 bits, the shape of the parameter), amax (FP32) and k16 (uint8,
     not used), the latter two with one number per group along the last axis. `Storage` describes
-    leaves in FP32.
+    leaves in FP32. columns (FP32) has the number by which each column was divided before it was
+    stored, and the axes along a column have size 1 in it.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
     mu: Expanded
+    columns: Any
 
 
 def fp8_muon(
@@ -127,6 +138,9 @@ def fp8_muon(
         >>> state.inner_states["muon"].inner_state[0].mu.codes["w"].dtype.name
         'int8'
     """
+    for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
+        require_number_or_schedule(name, value)
+    require_settings(storage=storage, mask=weight_decay_mask)
     if consistent_rms is not None:
         require_number("consistent_rms", consistent_rms)
     numbers = muon_weight_dimension_numbers or hidden_matrices
@@ -208,9 +222,16 @@ def scale_by_fp8_muon(
     storage = storage or Storage()
 
     def init(params: optax.Params) -> ScaleByFP8MuonState:
-        matrices_of(weight_dimension_numbers, params)
+        leaves, structure = jax.tree.flatten(params)
+        matrices = matrices_of(weight_dimension_numbers, params)
+        columns = [
+            zeros(p, matrix.columns_shape, jnp.float32) + 1.0
+            for p, matrix in zip(leaves, matrices, strict=True)
+        ]
         return ScaleByFP8MuonState(
-            jnp.zeros([], jnp.int32), init_moment(params, storage.first, storage)
+            jnp.zeros([], jnp.int32),
+            init_moment(params, storage.first, storage),
+            fit_metadata(jax.tree.unflatten(structure, columns), params),
         )
 
     def update(
@@ -220,14 +241,18 @@ def scale_by_fp8_muon(
         _require_state(state, updates, storage)
         count = optax.safe_increment(state.count)
         gradients, structure = jax.tree.flatten(updates)
-        stored, looked_ahead = [], []
-        for leaf, g, mu in zip(noise.leaf_ids(updates), gradients, by_leaf(state.mu), strict=True):
-            g32 = g.astype(jnp.float32)
-            m = beta * storage.read(mu, storage.first) + (1 - beta) * g32
-            key = noise.distinguish(noise.leaf_key(storage.seed, count, leaf), g)
-            stored.append(storage.write_momentum(m, key, beta))
-            looked_ahead.append(_bias_corrected(m, g32, beta, count, nesterov))
         matrices = matrices_of(weight_dimension_numbers, updates)
+        old = zip(by_leaf(state.mu), jax.tree.leaves(state.columns), strict=True)
+        stored, columns, looked_ahead = [], [], []
+        for leaf, g, matrix, (mu, column) in zip(
+            noise.leaf_ids(updates), gradients, matrices, old, strict=True
+        ):
+            g32 = g.astype(jnp.float32)
+            m = beta * (storage.read(mu, storage.first) * column) + (1 - beta) * g32
+            looked_ahead.append(_bias_corrected(m, g32, beta, count, nesterov))
+            columns.append(_magnitude_of_columns(m, matrix, storage))
+            key = noise.distinguish(noise.leaf_key(storage.seed, count, leaf), g)
+            stored.append(storage.write_momentum(m / columns[-1], key, beta))
         stacks = orthogonalize(
             [matrix.stack(m) for m, matrix in zip(looked_ahead, matrices, strict=True)],
             coefficients,
@@ -240,10 +265,26 @@ def scale_by_fp8_muon(
         if adaptive:
             directions = [jnp.vdot(m, u) * u for m, u in zip(looked_ahead, directions, strict=True)]
         results = [u.astype(g.dtype) for u, g in zip(directions, gradients, strict=True)]
-        mu = from_leaves(stored, state.mu)
-        return jax.tree.unflatten(structure, results), ScaleByFP8MuonState(count, mu)
+        state = ScaleByFP8MuonState(
+            count,
+            from_leaves(stored, state.mu),
+            jax.tree.unflatten(jax.tree.structure(state.columns), columns),
+        )
+        return jax.tree.unflatten(structure, results), state
 
     return optax.GradientTransformation(init, update)
+
+
+def _magnitude_of_columns(
+    m: Float[Array, "..."], matrix: Matrix, storage: Storage
+) -> Float[Array, "..."]:
+    """The mean magnitude of the finite elements of each column, never zero; 1 if stored in FP32."""
+    if not storage.quantizes(m.shape):
+        return jnp.ones(matrix.columns_shape, jnp.float32)
+    magnitudes = jnp.where(jnp.isfinite(m), jnp.minimum(jnp.abs(m), LARGEST), 0.0)
+    length = math.prod(m.shape[axis] for axis in matrix.column)
+    means = jnp.sum(magnitudes / max(length, 1), axis=matrix.column, keepdims=True)
+    return jnp.maximum(means, SMALLEST)
 
 
 def _bias_corrected(
@@ -287,7 +328,10 @@ def _scale_by_shape(
 def _coefficients(given: Coefficients | str, steps: int) -> np.ndarray:
     """[3] or [steps, 3]; raises for anything else."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"ns_steps={steps!r} must be a whole number of at least 1.")
+        raise ValueError(
+            f"ns_steps={steps!r} must be a whole number of at least 1. (optax.inject_hyperparams "
+            'makes arrays of numbers: pass it static_args=("ns_steps", "ns_dtype").)'
+        )
     if isinstance(given, str):
         if given not in PRESETS:
             raise ValueError(

@@ -15,11 +15,10 @@ import jax
 import optax
 from jaxtyping import Array
 
-from coat_jax.errors import UserError
 from coat_jax.kernels.adam import Number
 from coat_jax.optax.checks import require_same_shapes
 from coat_jax.optax.following import followed_params
-from coat_jax.optax.fused import FusedOptimizer
+from coat_jax.optax.fused import FusedOptimizer, require_step
 from coat_jax.optax.host_memory import is_on_host, place_on_host
 from coat_jax.optax.parts import Parts
 
@@ -51,11 +50,7 @@ def in_host_memory(optimizer: FusedOptimizer) -> FusedOptimizer:
         >>> print(f"{params['w'][0, 0]:.3f}", state.mu.codes["w"].sharding.memory_kind)
         0.999 pinned_host
     """
-    if not isinstance(optimizer, FusedOptimizer):
-        raise UserError(
-            f"in_host_memory takes an optimizer with a step of its own, not {optimizer!r}. Make "
-            "one with fused_fp8_adamw(..), or with in_place(..) from a transformation of optax."
-        )
+    require_step("in_host_memory", optimizer)
 
     def init(params: optax.Params) -> Any:
         state = optimizer.init(params)

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.kernels.adam import Number
 from coat_jax.optax.clipping import global_norm
-from coat_jax.optax.fused import FusedOptimizer
+from coat_jax.optax.fused import FusedOptimizer, require_step
 from coat_jax.optax.parts import Parts
 
 
@@ -94,6 +94,7 @@ def step_by_stages(
         >>> print(stepped.loss)
         1024.0
     """
+    require_step("step_by_stages", optimizer)
     used = _leaves_of_stages(stages, params)
     pullbacks, x = [], None
     for stage in stages:

@@ -27,10 +27,13 @@ class StochasticRoundState(NamedTuple):
 
 
 def stochastic_round_updates(seed: int = 0) -> optax.GradientTransformation:
-    """Makes `optax.apply_updates` round BF16 parameters stochastically; last in a chain.
+    """Makes `optax.apply_updates` round BF16 parameters stochastically. Put it last in a chain.
 
-    Updates of BF16 parameters become the FP32 difference to a stochastically rounded sum; those
-    of other parameters pass unchanged.
+    The update of a BF16 parameter becomes the difference, in FP32, between the stochastically
+    rounded sum and the parameter. Updates of other parameters pass unchanged.
+
+    Args:
+        seed: seeds the random numbers.
     """
     require_seed(seed)
 
@@ -68,7 +71,7 @@ def apply_updates(
         params: parameters of any dtype.
         updates: what is added to them.
         step: the number of this step, so that the rounding of each step is independent.
-        seed: of the random numbers.
+        seed: seeds the random numbers.
     """
     require_seed(seed)
     require_same_shapes("updates", updates, params)

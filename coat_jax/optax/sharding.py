@@ -24,14 +24,17 @@ from coat_jax.storage import GROUP_SIZES, Storage
 def state_shardings(tx: optax.GradientTransformation, params: optax.Params) -> Any:
     """The shardings of `tx.init(params)`, as a tree of the same structure.
 
-    `params` are sharded arrays, or `jax.ShapeDtypeStruct`s with shardings. Use it where the
-    state is made under jit, which cannot see how the parameters are sharded:
+    Use it where the state is made under jit, which cannot see how the parameters are sharded:
 
         state = jax.jit(tx.init, out_shardings=coat.optax.state_shardings(tx, params))(params)
 
-    `tx` is any optax transformation. A leaf whose path ends with a parameter's path, and that
-    has as many axes, is sharded as that parameter is; every other leaf is on all devices. Leaves
-    that `in_host_memory` places in the memory of the hosts are sharded over these.
+    A leaf whose path ends with a parameter's path, and that has as many axes, is sharded as that
+    parameter is. Every other leaf is replicated. Leaves that `in_host_memory` keeps in the memory
+    of the hosts are sharded over the hosts' memories in the same way.
+
+    Args:
+        tx: any optax transformation, or an optimizer with a step of its own.
+        params: sharded arrays, or `jax.ShapeDtypeStruct`s with NamedShardings.
     """
     require_named_shardings(params)
     if not jax.tree.leaves(params):

@@ -119,11 +119,11 @@ def step_tree(
         require_same_shapes("parameters", params, state.mu.codes)
         old, structure = jax.tree.flatten(params)
         old = [jnp.asarray(p) for p in old]
-    kept = [None] * len(leaves) if corrections is None else jax.tree.leaves(corrections)
+    of_leaves = [None] * len(leaves) if corrections is None else jax.tree.leaves(corrections)
     per_leaf = [
         Leaf(p, jnp.asarray(g), mu, nu, c if c is not None and is_corrected(p) else None)
         for p, g, mu, nu, c in zip(
-            old, leaves, by_leaf(state.mu), by_leaf(state.nu), kept, strict=True
+            old, leaves, by_leaf(state.mu), by_leaf(state.nu), of_leaves, strict=True
         )
     ]
     count = optax.safe_increment(state.count)
@@ -143,7 +143,8 @@ def step_tree(
         count = jnp.where(hyper.skip, state.count, count)
     if corrections is not None:
         new = [
-            c if s.correction is None else s.correction for s, c in zip(stepped, kept, strict=True)
+            c if s.correction is None else s.correction
+            for s, c in zip(stepped, of_leaves, strict=True)
         ]
         corrections = jax.tree.unflatten(jax.tree.structure(corrections), new)
     return result, ScaleByFP8AdamState(count, mu, nu), corrections

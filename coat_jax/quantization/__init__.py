@@ -1,9 +1,10 @@
 """Post-training quantization: models whose linear layers are in INT8 or FP8, for inference.
 
-    Recipe        which format, how ranges are found, how activations are rounded
-    calibrate     the ranges of activations, from some text
-    quantize      a model in memory, by a recipe
-    load, save    folders in compressed-tensors' layout, which vLLM and transformers read
+    Recipe            which format, how ranges are found, how activations are rounded
+    calibrate         the ranges of activations, from some text
+    quantize          a model in memory, by a recipe
+    load, save        folders in compressed-tensors' layout, which vLLM and transformers read
+    save_quantized    quantizes a model that is in files, one parameter at a time
 
     recipe = Recipe(format="int8", activations="static")
     small = quantize(model, recipe, calibrate(model, batches, recipe))
@@ -16,6 +17,7 @@ from coat_jax.quantization.folders import load, read_config, save
 from coat_jax.quantization.projections import computing, is_quantized
 from coat_jax.quantization.quantize import abstract, quantize, schemes_of
 from coat_jax.quantization.recipe import Recipe, Scheme
+from coat_jax.quantization.streaming import save_quantized
 
 __all__ = [
     "Inputs",
@@ -30,5 +32,6 @@ __all__ = [
     "quantize",
     "read_config",
     "save",
+    "save_quantized",
     "schemes_of",
 ]

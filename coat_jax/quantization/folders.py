@@ -10,7 +10,7 @@ Everything else is as `coat.models.hf` reads and writes it.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,22 +82,49 @@ def save(
     """
     if not is_quantized(model):
         raise ValueError("save writes a model that quantize() returned; hf.save writes others.")
-    folder, kind = expanded(folder), jnp.dtype(model.config.dtype if dtype is None else dtype)
-    schemes = schemes_of(model)
-    data = {**model_to_json(model.config, kind), **(extra or {})}
-    data[layout.ENTRY] = layout.to_json(model.config, schemes)
-    leaves = dict(nnx.to_flat_state(nnx.state(model)))
-    written = [
-        (path, tensor)
-        for path, leaf in leaves.items()
-        for tensor in _tensors_of(path, tuple(leaf[...].shape), schemes, model.config, kind)
-    ]
-    specs = {tensor.name: (tensor.shape, tensor.dtype) for _, tensor in written}
+    leaves = nnx.to_flat_state(nnx.state(model))
+    shapes = {path: tuple(leaf[...].shape) for path, leaf in leaves}
+    values = ((path, np.asarray(leaf[...])) for path, leaf in leaves)
+    settings: dict[str, Any] = {"dtype": dtype, "extra": extra, "file_bytes": file_bytes}
+    write(folder, model.config, schemes_of(model), shapes, values, **settings)
+
+
+def write(
+    folder: str | Path,
+    config: Config,
+    schemes: Mapping[str, Scheme],
+    shapes: Mapping[Name, tuple[int, ...]],
+    values: Iterable[tuple[Name, np.ndarray]],
+    *,
+    dtype: DTypeLike | None = None,
+    extra: Mapping[str, Any] | None = None,
+    file_bytes: int = hf.FILE_BYTES,
+) -> None:
+    """Writes the arrays of a quantized model, of which one at a time is in memory.
+
+    Args:
+        folder: see `save`.
+        config: of the quantized model.
+        schemes: of its projections.
+        shapes: of its arrays, by their paths in its state.
+        values: the arrays, each with its path, in any order.
+        dtype: see `save`.
+        extra: see `save`.
+        file_bytes: see `save`.
+    """
+    folder, kind = expanded(folder), jnp.dtype(config.dtype if dtype is None else dtype)
+    data = {**model_to_json(config, kind), **(extra or {})}
+    data[layout.ENTRY] = layout.to_json(config, schemes)
+    tensors = {
+        path: _tensors_of(path, shape, schemes, config, kind) for path, shape in shapes.items()
+    }
+    specs = {t.name: (t.shape, t.dtype) for of_path in tensors.values() for t in of_path}
     folder.mkdir(parents=True, exist_ok=True)
     new = NewTensors(folder, dict(sorted(specs.items(), key=file_order)), file_bytes)
-    for path, tensor in written:
-        values = tensor.arrange(np.asarray(leaves[path][...]))
-        new.write(tensor.name, (slice(None),) * values.ndim, values)
+    for path, value in values:
+        for tensor in tensors[path]:
+            arranged = tensor.arrange(value)
+            new.write(tensor.name, (slice(None),) * arranged.ndim, arranged)
     (folder / hf.CONFIG).write_text(json.dumps(data, indent=2) + "\n", "utf-8")
 
 
@@ -154,7 +181,7 @@ def _tensors_of(
             name = f"{module}.input_scale"
             first = lambda there, index: np.asarray(there.read(name, whole)[0])  # noqa: E731
             return [_Tensor(name, (1,), single, lambda x: x[None], first)]
-    source = source_of(_plain(path), shape, config)
+    source = source_of(plain_name(path), shape, config)
     (name,) = source.names
     turn = np.transpose if source.transposed else np.asarray
 
@@ -187,7 +214,7 @@ def _projection(path: Name) -> str:
     return ".".join(map(str, path[:4])) if ours else ""
 
 
-def _plain(path: Name) -> Name:
+def plain_name(path: Name) -> Name:
     """The name that a parameter has in a model that is not quantized."""
     if not _projection(path):
         return path

@@ -1,7 +1,7 @@
 """Post-training quantization of a model in memory."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,8 @@ from coat_jax.quantization.calibration import Ranges, input_noise, input_scale
 from coat_jax.quantization.projections import groups_of, modular, paths_of, unstacked
 from coat_jax.quantization.recipe import CANDIDATES, Recipe, Scheme
 
+WeightAt = Callable[[str], Float[Array, "K N"]]  # by a projection's path
+
 
 def quantize(model: Llama, recipe: Recipe, ranges: Ranges | None = None) -> Llama:
     """A model whose projections are in 8 bits; all other arrays are shared with `model`.
@@ -35,23 +37,15 @@ def quantize(model: Llama, recipe: Recipe, ranges: Ranges | None = None) -> Llam
         ranges: of their inputs, from `calibrate`, where the recipe needs them.
     """
     plain = unstacked(model)
-    recipe.require_matches(paths_of(plain.config))
-    schemes = _schemes(plain, recipe, _checked(ranges, recipe, paths_of(plain.config)))
+    schemes = choose_schemes(plain.config, recipe, ranges, partial(_weight_at, plain))
 
     def make(path: str, kernel: nnx.Param, bias: nnx.Param | None) -> nnx.Module:
         if path not in schemes:
             return Dense(kernel, bias)
-        scheme = schemes[path]
-        codes, scale = _rounded(kernel[...], scheme.format, recipe.fit, recipe.percentile)
-        a = None
-        if scheme.activations == "static":
-            assert ranges is not None
-            a = jnp.float32(input_scale(ranges[path], scheme.format, recipe))
-        _require_finite(path, scale)
         return QuantizedLinear(
-            ops.Quantized(codes, scale, a),
+            round_weight(path, kernel[...], schemes[path], recipe, ranges),
             bias,
-            activations=scheme.activations,
+            activations=schemes[path].activations,
             sharding=sharding_of(kernel),
         )
 
@@ -114,18 +108,46 @@ def sharding_of(kernel: nnx.Param) -> tuple[str | None, ...]:
 # --- Parts -----------------------------------------------------------------------------------
 
 
-def _schemes(plain: Llama, recipe: Recipe, ranges: Ranges) -> dict[str, Scheme]:
-    """What becomes of each projection that is not left alone."""
+def choose_schemes(
+    config: Config, recipe: Recipe, ranges: Ranges | None, weight_at: WeightAt
+) -> dict[str, Scheme]:
+    """What becomes of each projection that is not left alone; raises if the recipe does not fit.
+
+    Args:
+        config: of the model.
+        recipe: for all projections.
+        ranges: see `quantize`.
+        weight_at: reads the weight of a projection, for a recipe that compares formats.
+    """
+    recipe.require_matches(paths_of(config))
+    known = _checked(ranges, recipe, paths_of(config))
     schemes: dict[str, Scheme] = {}
-    for group in groups_of(plain.config):
+    for group in groups_of(config):
         paths = [path for path in group if not recipe.leaves(path)]
         if paths:
-            format = _format(plain, paths, recipe, ranges)
+            format = _format(paths, recipe, known, weight_at)
             schemes |= {path: Scheme(format, recipe.activations) for path in paths}
     return schemes
 
 
-def _format(plain: Llama, paths: Sequence[str], recipe: Recipe, ranges: Ranges) -> EightBits:
+def round_weight(
+    path: str,
+    weight: Float[Array, "K N"],
+    scheme: Scheme,
+    recipe: Recipe,
+    ranges: Ranges | None,
+) -> ops.Quantized:
+    """The codes and scales of a projection's weight, and the scale of its input if it is static."""
+    codes, scale = _rounded(weight, scheme.format, recipe.fit, recipe.percentile)
+    _require_finite(path, scale)
+    of_input = None
+    if scheme.activations == "static":
+        assert ranges is not None
+        of_input = jnp.float32(input_scale(ranges[path], scheme.format, recipe))
+    return ops.Quantized(codes, scale, of_input)
+
+
+def _format(paths: Sequence[str], recipe: Recipe, ranges: Ranges, weight_at: WeightAt) -> EightBits:
     """The format of projections that multiply one input.
 
     Errors of x and w are independent, so the relative squared error of x w is about the sum of
@@ -133,7 +155,7 @@ def _format(plain: Llama, paths: Sequence[str], recipe: Recipe, ranges: Ranges) 
     """
     if recipe.format != "mixed":
         return recipe.format
-    weights = [_weight_at(plain, path) for path in paths]
+    weights = [weight_at(path) for path in paths]
 
     def noise(name: EightBits) -> float:
         errors = [_noise(w, name, recipe.fit, recipe.percentile) for w in weights]

@@ -1,11 +1,7 @@
 """Statistics of the moments that an optimizer stores in 8 bits.
 
-    zero     share of the codes that are zero
-    floor    share of the codes that are the smallest non-zero code
-    k        mean exponent of the groups' dynamic range expansion; 1 is none, as in directions
-
-and the error of Adam's direction, relative to the direction of FP32 moments that begin with the
-stored ones and receive the same gradients:
+`moments` reads them from a state. `direction_error` is the error of Adam's direction, relative to
+the direction of FP32 moments that begin with the stored ones and receive the same gradients:
 
     m' = b1 m + (1 - b1) g      v' = b2 v + (1 - b2) g^2      d = m' / (sqrt(v') + eps)
 
@@ -32,7 +28,14 @@ FIELDS = ("codes", "amax", "k16")  # of whatever holds stored leaves: trees of o
 
 
 class MomentStatistics(NamedTuple):
-    """See above."""
+    """Statistics of one stored moment.
+
+    Attributes:
+        zero: the share of the codes that are zero.
+        floor: the share of the codes that are the smallest non-zero code.
+        k: the mean exponent of the groups' dynamic range expansion; 1 without expansion, as for the
+            first moment in 8-bit integers.
+    """
 
     zero: float
     floor: float

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.numerics import statistics
 from coat_jax.numerics.statistics import Statistics
-from coat_jax.watching import Found, Scope, watched
+from coat_jax.watching import Scope, WatchedTensor, watched
 
 
 def measure(loss: Callable[..., Any], *args: Any) -> dict[str, Statistics]:
@@ -59,7 +59,7 @@ def sums_and_gradients(
         params: what is differentiated.
         *args: its other arguments.
     """
-    found: dict[str, Found] = {}
+    found: dict[str, WatchedTensor] = {}
     with watched(Scope(found, None)):
         jax.eval_shape(loss, params, *args)
 
@@ -84,7 +84,7 @@ def report(sums: Mapping[str, Float[np.ndarray, "..."]]) -> dict[str, Statistics
     return found
 
 
-def _zeros(tensor: Found) -> Float[Array, "..."]:
+def _zeros(tensor: WatchedTensor) -> Float[Array, "..."]:
     layers = () if tensor.layers is None else (tensor.layers,)
     return jnp.zeros((*layers, statistics.NUMBERS), jnp.float32)
 

@@ -2,31 +2,67 @@
 
     use_cache(folder)    before anything is compiled
 
-An entry that cannot be read is deleted: JAX writes entries in place, so one that was only
-partly written when a process was killed would be read, refused and never replaced.
+JAX only warns if it cannot write to the folder, after it has compiled the first program, so the
+folder is checked here. An entry that cannot be read is deleted: JAX writes entries in place, so one
+that was only partly written when a process was killed would be read, refused and never replaced.
 """
 
 import os
+import warnings
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 
+from coat_jax.errors import UserError
 from coat_jax.files import expanded
 
 FOLDER = "~/.cache/coat_jax/xla"  # unless a config names another
 CHECKED = "checked"
 
 
-def use_cache(folder: str | None) -> None:
-    """Makes JAX keep compiled programs in a folder, unless it was told another one before."""
+def use_cache(folder: str | None, note: Callable[[str], object] = warnings.warn) -> None:
+    """Makes JAX store compiled programs in a folder, unless JAX is configured to use another one.
+
+    Args:
+        folder: made if it is not there; None stores nothing. URLs such as gs://bucket/cache are
+            passed to JAX as they are.
+        note: called with a line if the default folder cannot be written; nothing is stored then.
+
+    Raises:
+        UserError: if any other folder cannot be written.
+    """
     if folder is None:
         return
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(expanded(folder)))
+        path = folder if is_url(folder) else str(expanded(folder))
+        if not is_url(path) and (problem := _why_unusable(Path(path))):
+            what = f"The compilation cache {path} cannot be used: {problem}."
+            if folder != FOLDER:
+                raise UserError(f"{what} Choose another --cache, or none: --cache none.")
+            note(f"{what} Every start compiles anew. Choose another folder with --cache.")
+            return
+        jax.config.update("jax_compilation_cache_dir", path)
     delete_unreadable(Path(jax.config.values["jax_compilation_cache_dir"]))
     # See coat_jax.kernels.cache_key.
     jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
+
+
+def is_url(folder: str) -> bool:
+    """Whether a folder is not in this machine's file system, as gs://bucket/cache."""
+    return "://" in folder
+
+
+def _why_unusable(folder: Path) -> str | None:
+    """Why a folder, made if it is not there, cannot be written to; None if it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        return "it is a file"
+    except OSError as error:
+        return str(error.strerror)
+    return None if os.access(folder, os.W_OK | os.X_OK) else "it is not writable"
 
 
 def delete_unreadable(folder: Path) -> list[Path]:

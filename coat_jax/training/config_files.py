@@ -44,6 +44,8 @@ def load_config(source: str) -> TrainConfig:
             `:function` calls another function than config().
     """
     file, _, function = source.partition(":")
+    if not file:
+        raise UserError(f"{source!r} names no config: write it before the colon.")
     path, function = SHIPPED.get(file) or expanded(file), function or FUNCTION
     if not status(path):
         near = difflib.get_close_matches(Path(file).stem, SHIPPED, n=1)
@@ -56,7 +58,7 @@ def load_config(source: str) -> TrainConfig:
     try:
         names = runpy.run_path(str(path))
         made = names[function]() if callable(names.get(function)) else None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         line = f":{lines[-1]}" if lines else ""

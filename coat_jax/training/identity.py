@@ -89,9 +89,9 @@ def changes(config: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
         if name in differ:
             have = "have" if before[name] else "do not have"
             raise UserError(
-                f"{config.out} holds a run whose checkpoints {have} {held}: {described[name]}. Go "
-                f"on as it began, with --{name} {str(before[name]).lower()}; or begin from its "
-                "parameters in another folder, with --init_from and --out."
+                f"{config.out} holds a run whose checkpoints {have} {held}: {described[name]}. "
+                f"Continue as it began, with --{name} {str(before[name]).lower()}; or begin from "
+                "its parameters in another folder, with --init_from and --out."
             )
     return list(described.values())
 

@@ -8,6 +8,7 @@ Everything of a run is in its folder: see `run_folder`.
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -67,7 +68,7 @@ def train(config: TrainConfig, console: "Console | None" = None) -> Outcome:
         from rich.console import Console
 
         console = Console()
-    use_cache(config.cache)
+    use_cache(config.cache, note=partial(_say, console))
     mesh = make_mesh(config.mesh)
     require_fitting(config, mesh)
     with (
@@ -79,10 +80,7 @@ def train(config: TrainConfig, console: "Console | None" = None) -> Outcome:
 
 def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
     """Prepares everything, beginning with what may be refused, and takes the steps."""
-
-    def say(text: str) -> None:
-        console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
-
+    say = partial(_say, console)
     require_same_model(config)
     on_first(lambda: require_installed(config.writers))
     data = open_data(config, mesh, "train")
@@ -114,6 +112,8 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
             data.restore(dict(position.data))
             checkpoints.prune()
             say(f"Resumes after step {step:,} of {config.total_steps:,}.")
+            if step == config.total_steps:
+                say("The run is complete. To train it further, raise --total_steps.")
         metrics = Metrics(
             folder.path,
             writers=config.writers,
@@ -214,6 +214,10 @@ def _take_steps(run: Components, step: int, state: State) -> Outcome:
         run.checkpoints.wait()
         raise run.metrics.failure
     return Outcome(step, recorder.loss, held_out, stopped and step < config.total_steps)
+
+
+def _say(console: "Console", text: str) -> None:
+    console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
 
 def _compile_telemetry(

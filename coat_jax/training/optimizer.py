@@ -8,6 +8,7 @@ know nothing of the config but what `make_optimizer` gives them.
 """
 
 import dataclasses
+import re
 from functools import partial
 from typing import Any
 
@@ -66,6 +67,27 @@ def _transformation(config: TrainConfig) -> optax.GradientTransformation:
             "Return one, as in lambda schedule: optax.lion(schedule)."
         )
     return made
+
+
+def require_no_extra_args(optimizer: FusedOptimizer, params: Any, moments: Any) -> None:
+    """Raises if a transformation's update needs more than gradients, state and parameters.
+
+    Args:
+        optimizer: from `make_optimizer`, of a config with a transformation.
+        params: arrays, or shapes and dtypes.
+        moments: likewise.
+    """
+    try:
+        jax.eval_shape(optimizer.step, params, params, moments)
+    except TypeError as error:
+        missing = re.search(r"missing \d+ required keyword-only arguments?: (.*)", str(error))
+        if missing is None:
+            raise
+        raise UserError(
+            f"The update of optimizer.transformation needs {missing[1]}, and the trainer passes "
+            "gradients, state and parameters only. Choose another transformation, or write the "
+            "training loop yourself and pass them to the step of coat.optax.in_place."
+        ) from error
 
 
 def _in_place(config: TrainConfig, tx: optax.GradientTransformation) -> FusedOptimizer:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from coat_jax.optax import FusedOptimizer
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.optimizer import make_optimizer
+from coat_jax.training.optimizer import make_optimizer, require_no_extra_args
 from coat_jax.training.state import State, abstract_state, new_state
 from coat_jax.training.step import lower_step
 
@@ -58,4 +58,7 @@ def prepare(
     """
     optimizer = optimizer or make_optimizer(config)
     graph, abstract = abstract_state(config, optimizer, mesh)
+    if config.optimizer.transformation is not None:
+        with jax.set_mesh(mesh):
+            require_no_extra_args(optimizer, abstract.params, abstract.moments)
     return Prepared(config, mesh, optimizer, graph, abstract)

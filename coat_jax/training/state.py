@@ -55,7 +55,7 @@ def require_same_model(config: TrainConfig) -> None:
     """Raises unless the folder to begin from holds the config's model."""
     if config.init_from is None:
         return
-    weights.require_not_quantized(config.init_from, "training needs")
+    weights.require_not_quantized(config.init_from, "Training")
     theirs = weights.model_config(config.init_from)
     differ = [
         f"{field.name} is {there!r} there and {here!r} in the config"

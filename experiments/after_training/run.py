@@ -3,7 +3,7 @@
     python -m experiments.after_training.run JOB.json
 
 It trains as `loss_study.run` does. What is measured is written to measured.json in the run's folder
-piece by piece, so that a run that was stopped goes on where it was:
+piece by piece, so that a run that was stopped continues where it was:
 
     held out      the held-out loss of the network, in BF16 and in its own precision
     quantized     by each recipe

@@ -106,7 +106,7 @@ def _draw(
 
 def _points(panel: Any, number: int, arm: str, effects: list[Effect], arms: int) -> None:
     """An arm's effects, each with its interval, beside those of other arms."""
-    colors = records.chart.LINES
+    colors = records.LINES
     panel.errorbar(
         [100 * effect.mean for effect in effects],
         np.arange(len(effects)) + 0.6 * (number - (arms - 1) / 2) / arms,

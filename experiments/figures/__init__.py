@@ -3,12 +3,13 @@
     python -m experiments.figures            reports figures that differ from their results files
     python -m experiments.figures --write    corrects them in the pages
 
-Three lists declare every figure:
+Each page has a module in `pages/`, which declares its figures in one of three ways:
 
-    sentences   a sentence of a page, its numbers as format fields, each with where it comes from
-    tables      a table between markers in a page, written from results files
-    given       figures that are not results: quotes with their source, settings, arithmetic
+    Sentence    part of a sentence, its numbers as format fields, and a function that computes them
+    Table       a table between markers, and a function that writes its rows
+    Given       a figure that is no result: a quote with its source, a setting, arithmetic
 
-A number with a unit, or with a decimal point, that none of the three declares is an error. So is a
-declaration that no page contains. `tests/test_figures.py` checks all of it.
+`measured/` has what these functions read from results files, and `compare` compares. A number with
+a unit, or with a decimal point, that is not declared is an error. So is a declaration that is not
+on its page. `tests/test_figures.py` checks all of it.
 """

@@ -4,10 +4,8 @@ import argparse
 import sys
 
 from experiments import figures
-from experiments.figures import pages
-from experiments.figures.given import GIVEN
-from experiments.figures.sentences import SENTENCES
-from experiments.figures.tables import TABLES
+from experiments.figures.compare import ROOT, compare
+from experiments.figures.pages import all_pages
 
 
 def main() -> None:
@@ -18,14 +16,14 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="correct the pages")
     options = parser.parse_args()
     errors = []
-    for page in pages.names():
-        path = pages.ROOT / page
+    for page in all_pages():
+        path = ROOT / page.name
         before = path.read_text()
-        text, wrong = pages.compare(page, before, SENTENCES, TABLES, GIVEN)
+        text, wrong = compare(page, before)
         if options.write and text != before:
             path.write_text(text)
-            print(f"{page}: corrected")
-            _, wrong = pages.compare(page, text, SENTENCES, TABLES, GIVEN)
+            print(f"{page.name}: corrected")
+            _, wrong = compare(page, text)
         errors += wrong
     print("\n".join(errors or ["Every figure agrees with what it comes from."]))
     sys.exit(bool(errors))

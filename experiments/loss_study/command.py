@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from coat_jax.errors import UserError
+from experiments.command import RESULTS
 from experiments.loss_study import results
 from experiments.loss_study.arm import Settings
 from experiments.loss_study.arms import ARMS, SIZES
 from experiments.loss_study.measure import Call, measure, plan
 from experiments.row_files import Row
-
-RESULTS = Path(__file__).parent.parent / "results"
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, arms: Sequence[str], work: str) -> None:

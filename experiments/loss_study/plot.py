@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from experiments import records
-from experiments.loss_study.results import baselines_of, conditions_of
+from experiments.loss_study.results import baselines_of, conditions_of, trains_by_muon
 from experiments.loss_study.statistics import compare, gap, held_out
 from experiments.row_files import Row, digest
 
@@ -17,17 +17,26 @@ SKIPPED = 0.1  # the share of a run at its start that is not drawn: the loss fal
 
 
 def draw(rows: list[Row], folder: Path) -> list[Path]:
-    """Draws each of the conditions that has a baseline and an arm; returns the files."""
+    """Draws each of the conditions that has a baseline and an arm; returns the files.
+
+    Arms of earlier code are left out where the same arm was measured again.
+    """
     paths = []
-    for conditions, group in conditions_of(rows).items():
-        baselines = baselines_of(group)
+    for conditions, found in conditions_of(rows).items():
+        baselines = baselines_of(found)
+        group = [row for row in found if row["arm"] in baselines or "@" not in row["arm"]]
         if baselines and {row["arm"] for row in group} - baselines:
-            first = group[0]
-            which = digest([first["settings"], first["text"], first["definition"]["optimizer"]])
-            path = folder / f"loss_study_{first['size'].lower()}_{which[:4]}.png"
+            path = folder / f"{_name(group[0])}.png"
             _draw(conditions, group, baselines, path)
             paths.append(path)
     return paths
+
+
+def _name(row: Row) -> str:
+    """A name that no other conditions have."""
+    which = digest([row["settings"], row["text"], row["definition"]["optimizer"]])
+    optimizer = "_muon" if trains_by_muon(row) else ""
+    return f"loss_study_{row['size'].lower()}_{which[:4]}{optimizer}"
 
 
 def _draw(conditions: str, rows: list[Row], baselines: set[str], path: Path) -> None:
@@ -87,7 +96,7 @@ def _gaps(axes: Any, rows: list[Row], baselines: set[str], arms: list[str]) -> N
     settings = rows[0]["settings"]
     tokens = settings["batch"] * settings["sequence"] / 1e6
     curves = {arm: gap(rows, arm, baselines) for arm in [*sorted(baselines), *arms]}
-    colors = records.chart.LINES
+    colors = records.LINES
     for number, (arm, curve) in enumerate(curves.items()):
         if len(curve) == 0:
             continue

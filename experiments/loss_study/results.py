@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments import row_files
-from experiments.essence import essence
+from experiments.essence import ROOT, essence
 from experiments.loss_study.arm import Arm, Settings, Size, described, is_described
 from experiments.loss_study.arms import ARMS
-from experiments.records import ROOT
 from experiments.row_files import Row, digest
 
 FILE = "loss_study.json"

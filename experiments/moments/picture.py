@@ -4,7 +4,6 @@ python -m experiments.optimizer_error_picture experiments/results/optimizer_erro
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+from experiments import records
 from experiments.moments.errors import BOTTOMS, FORMATS, GRANULARITIES, GROUP_SIZES
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -62,10 +62,10 @@ def _title(axis: Axes, title: str, subtitle: str) -> None:
 
 def _heat_map(axis: Axes, figures: Figures) -> None:
     rows = figures["b2 = 0.95"]["layers"]
-    ours, paper = "E4M3+E / E4M3+E", figures["paper"]
+    unit, paper = "E4M3+E / E4M3+E", figures["paper"]
 
     def ratios(value: Any) -> np.ndarray:
-        cells = [[value(f"{m} / {v}") / value(ours) for v in FORMATS] for m in FORMATS]
+        cells = [[value(f"{m} / {v}") / value(unit) for v in FORMATS] for m in FORMATS]
         return np.array(cells)
 
     measured = ratios(lambda name: rows[name]["error"])
@@ -73,8 +73,8 @@ def _heat_map(axis: Axes, figures: Figures) -> None:
     axis.imshow(np.log2(measured), cmap="Blues", vmin=-0.4, vmax=5.2, aspect="auto")
     for i, j in np.ndindex(measured.shape):
         color = "white" if measured[i, j] > 5 else INK
-        is_ours = FORMATS[i] == FORMATS[j] == "E4M3+E"
-        weight = "bold" if is_ours else "normal"
+        is_unit = FORMATS[i] == FORMATS[j] == "E4M3+E"
+        weight = "bold" if is_unit else "normal"
         axis.text(
             j, i - 0.08, f"{measured[i, j]:.2f}", ha="center", va="center", color=color,
             fontsize=12, weight=weight,
@@ -83,7 +83,7 @@ def _heat_map(axis: Axes, figures: Figures) -> None:
             j, i + 0.24, f"paper {published[i, j]:.2f}", ha="center", va="center", color=color,
             fontsize=7.5, alpha=0.8,
         )  # fmt: skip
-        if is_ours:
+        if is_unit:
             axis.add_patch(plt.Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, ec=BLUE, lw=2))
     axis.set_xticks(range(4), FORMATS)
     axis.set_yticks(range(4), FORMATS)
@@ -92,7 +92,9 @@ def _heat_map(axis: Axes, figures: Figures) -> None:
     axis.grid(visible=False)
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
-    _title(axis, "Error of m/√v by format", "relative to ours (framed); +E is with expansion")
+    _title(
+        axis, "Error of m/√v by format", "+E: with expansion; relative to both in E4M3+E (framed)"
+    )
 
 
 def _group_size(axis: Axes, figures: Figures) -> None:
@@ -105,8 +107,12 @@ def _group_size(axis: Axes, figures: Figures) -> None:
     axis.set_xticks(GROUP_SIZES, [f"{size}\n{10 / size:.2f} B" for size in GROUP_SIZES])
     axis.set_ylim(0, 3.2)
     axis.set_xlabel("group size; bytes of amax and k per parameter")
-    axis.set_ylabel("error over ours")
-    _title(axis, "Small groups pay only if expanded", "both moments in E4M3; ours is expanded, 128")
+    axis.set_ylabel("relative error")
+    _title(
+        axis,
+        "Small groups help only if expanded",
+        "both in E4M3; relative to groups of 128, expanded",
+    )
 
 
 def _granularity(axis: Axes, figures: Figures) -> None:
@@ -116,11 +122,11 @@ def _granularity(axis: Axes, figures: Figures) -> None:
     axis.plot(places, ratios, color=BLUE)
     for x, y in zip(places, ratios, strict=True):
         _name(axis, f"{y:.2f}", (x, y), (2, 7), INK)
-    axis.set_xticks(places, ["1", "1/2", "1/4", "1/8", "1/16\n(ours)", "FP32"])
+    axis.set_xticks(places, ["1", "1/2", "1/4", "1/8", "1/16\n(coat_jax)", "FP32"])
     axis.set_xlim(-0.25, len(places) - 0.5)
     axis.set_ylim(0, 1.15 * max(ratios))
     axis.set_xlabel("k is rounded down to a multiple of")
-    axis.set_ylabel("error over ours")
+    axis.set_ylabel("relative error")
     _title(axis, "One byte is enough for k", "expansion's exponent, at least 1")
 
 
@@ -133,45 +139,43 @@ def _range(axis: Axes, figures: Figures) -> None:
         _name(axis, f"{moment} alone", (last, ratios[-1]), (0, 8), color, ha="right")
     axis.axhline(1, color=MUTED, lw=1, marker="")
     labels = [f"$2^{{-{b}}}$" for b in BOTTOMS]
-    labels[BOTTOMS.index(9)] += "\n(our m)"
-    labels[BOTTOMS.index(7)] += "\n(our v)"
+    labels[BOTTOMS.index(9)] += "\n(m)"
+    labels[BOTTOMS.index(7)] += "\n(v)"
     axis.set_xticks(range(len(BOTTOMS)), labels)
     axis.set_ylim(0.8, 1.65)
-    axis.set_xlabel("code of a group's smallest member")
-    axis.set_ylabel("error over ours")
-    _title(axis, "How far to expand", "m: all the way; v: short of the coarsest codes")
+    axis.set_xlabel("code for a group's smallest element; below: coat_jax")
+    axis.set_ylabel("relative error")
+    _title(axis, "How far to expand", "m: to the smallest code; v: not to the coarsest codes")
 
 
 def _dead_neighbours(axis: Axes, figures: Figures) -> None:
     _dead(axis, figures, "neighbours")
     axis.legend(frameon=False, fontsize=8.5, loc="upper left")
     axis.set_ylim(2e-4, 1e-2)
-    axis.set_ylabel("error of the other members")
-    _title(
-        axis, "One dying member and its group", "a floor of 1 for k bounds the harm to the others"
-    )
+    axis.set_ylabel("error of the other elements")
+    _title(axis, "An element that decays, and its group", "a bound of 1 for k limits the harm")
 
 
 def _dead_itself(axis: Axes, figures: Figures) -> None:
     _dead(axis, figures, "itself")
     axis.set_ylabel("error of its own update, as in Adam")
-    _title(axis, "One dying member by itself", "plain FP8 divides by zero; ours loses its update")
+    _title(axis, "An element that decays, by itself", "plain FP8 divides by zero")
 
 
 def _dead(axis: Axes, figures: Figures, whose: str) -> None:
     rows = figures["dead member"]
     for name, color, style, label in (
         ("plain", MUTED, "--", "plain FP8"),
-        ("floor 1/16", RED, "-", "k \u2265 1/16 (authors)"),
-        ("floor 1/2", ORANGE, "-", "k \u2265 1/2 (our v)"),
-        ("floor 1", BLUE, "-", "k \u2265 1 (our m)"),
+        ("floor 1/16", RED, "-", "k \u2265 1/16 (the authors)"),
+        ("floor 1/2", ORANGE, "-", "k \u2265 1/2 (coat_jax, v)"),
+        ("floor 1", BLUE, "-", "k \u2265 1 (coat_jax, m)"),
     ):
         errors = [row[whose][name] for row in rows.values()]
         axis.plot([float(scale) for scale in rows], errors, style, color=color, label=label)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.invert_xaxis()
-    axis.set_xlabel("the member's gradients, times")
+    axis.set_xlabel("the element's gradients, times")
 
 
 def _mean_of_v(axis: Axes, figures: Figures) -> None:
@@ -196,7 +200,7 @@ def _over_steps(axis: Axes, steps: list[int], curves: dict[str, list[float]]) ->
     for storage, color, label in (
         ("nearest", RED, "to nearest"),
         ("stochastic, 2^-9", GREEN, "stochastic, smallest at $2^{-9}$"),
-        ("stochastic", BLUE, "stochastic, smallest at $2^{-7}$ (ours)"),
+        ("stochastic", BLUE, "stochastic, smallest at $2^{-7}$ (coat_jax)"),
     ):
         axis.plot(steps, curves[storage], color=color, marker="", label=label)
     axis.set_yscale("log")
@@ -233,4 +237,4 @@ if __name__ == "__main__":
     )
     parser.add_argument("figures", type=Path, help="the JSON file; the picture goes beside it")
     source = parser.parse_args().figures
-    draw(json.loads(source.read_text())["figures"], source.with_suffix(".png"))
+    draw(records.read(source), source.with_suffix(".png"))

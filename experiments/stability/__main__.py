@@ -7,7 +7,7 @@
     python -m experiments.stability --draw                 tables and pictures of what is there
 
 All seeds and learning rates of a format are one program. What has a row in the results is not
-measured again, so a call goes on where the last one stopped. The text is the source of Python's
+measured again, so a call continues where the last one stopped. The text is the source of Python's
 standard library, as bytes. `--size tiny` runs on any CPU.
 """
 
@@ -18,14 +18,13 @@ from pathlib import Path
 
 from coat_jax import models
 from coat_jax.errors import UserError
+from experiments.command import RESULTS
 from experiments.stability import results
 from experiments.stability.arm import Settings, differences
 from experiments.stability.arms import ARMS, BASELINE, SIZES
 from experiments.stability.measure import Call, measure, plan
 from experiments.stability.picture import draw
 from experiments.stability.table import show
-
-RESULTS = Path(__file__).parent.parent / "results"
 
 
 def main() -> None:

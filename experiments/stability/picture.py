@@ -53,7 +53,7 @@ def _look(number: int, arm: str) -> dict[str, Any]:
     """The baseline in ink, COAT in the accent's colour."""
     if arm == BASELINE:
         return {"color": records.INK, "lw": 2.2, "zorder": 3}
-    accent, *others = records.chart.LINES
+    accent, *others = records.LINES
     return {"color": accent if arm == "coat" else others[number % len(others)], "lw": 1.5}
 
 
@@ -118,7 +118,7 @@ def _areas(axes: Any, found: Conditions, arms: list[str]) -> None:
     """How well each signal tells diverging runs of all arms from others, before they diverge."""
     del arms
     samples, every = all_samples(found), found.settings.every
-    for signal, color in zip(SIGNALS, records.chart.LINES, strict=False):
+    for signal, color in zip(SIGNALS, records.LINES, strict=False):
         areas = [area_of(samples, signal, every, before) for before in BEFORE]
         known = [(b, a) for b, a in zip(BEFORE, areas, strict=True) if a.pairs]
         if known:

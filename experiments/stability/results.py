@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from experiments import records, row_files
-from experiments.essence import essence
+from experiments import row_files
+from experiments.essence import ROOT, essence
 from experiments.loss_study.results import ASIDE
 from experiments.row_files import Row, digest
 from experiments.stability.arm import Arm, Settings, Size, described
@@ -98,7 +98,7 @@ def row_of(
 @functools.cache
 def code_digest() -> str:
     """The hash of the code that decides a result, without comments and imports."""
-    package, study = records.ROOT / "coat_jax", Path(__file__).parent
+    package, study = ROOT / "coat_jax", Path(__file__).parent
     files = [p for p in package.rglob("*.py") if p.relative_to(package).parts[0] not in ASIDE]
     files += [package / "training" / "data" / "corpus.py"]
     files += [study / f"{name}.py" for name in STUDY]

@@ -148,6 +148,17 @@ def test_what_is_quantized_already_is_not_converted_or_compared(theirs, tmp_path
     assert not again.exists()
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(
+    theirs, text, tmp_path, capsys, monkeypatch
+):
+    def calibrate(*arguments):
+        raise AssertionError("the work has begun")
+
+    monkeypatch.setattr(q, "calibrate", calibrate)
+    static = ["--to", "int8", "--activations", "static", "--calibrate", text]
+    assert "text.txt" in refused(capsys, "convert", theirs, text / "out", *static)
+
+
 def test_training_does_not_begin_from_it(theirs, tmp_path):
     @dataclasses.dataclass
     class Run:
@@ -155,7 +166,7 @@ def test_training_does_not_begin_from_it(theirs, tmp_path):
         model: object
 
     assert convert(theirs, tmp_path / "out", "--to", "int8") == 0
-    with pytest.raises(ValueError, match="already quantized, and training needs the parameters"):
+    with pytest.raises(ValueError, match=r"already quantized\. Training needs the original"):
         require_same_model(Run(str(tmp_path / "out"), CONFIG))
 
 

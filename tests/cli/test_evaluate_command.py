@@ -74,18 +74,18 @@ def test_a_text_has_the_score_of_the_newest_checkpoint(run, text, capsys):
             "file": str(text),
             "tokens": len(TEXT.encode()),
             "bytes": len(TEXT.encode()),
-            "nats per token": pytest.approx(expected.per_token),
+            "nats_per_token": pytest.approx(expected.per_token),
             "perplexity": pytest.approx(expected.perplexity),
-            "bits per byte": pytest.approx(expected.bits_per_byte),
+            "bits_per_byte": pytest.approx(expected.bits_per_byte),
         }
     ]
     other = found(capsys, run, "--text", text, "--step", 1)["texts"][0]
-    assert other["nats per token"] == pytest.approx(score(filled(CONFIG, seed=1)).per_token)
+    assert other["nats_per_token"] == pytest.approx(score(filled(CONFIG, seed=1)).per_token)
 
 
 def test_window_precision_and_devices(run, text, capsys):
     def nats(*arguments):
-        return found(capsys, run, "--text", text, *arguments)["texts"][0]["nats per token"]
+        return found(capsys, run, "--text", text, *arguments)["texts"][0]["nats_per_token"]
 
     assert nats("--window", 10) == pytest.approx(score(MODEL, window=10).per_token)
     in_bf16 = score(filled(IN_BF16)).per_token
@@ -98,33 +98,45 @@ def test_window_precision_and_devices(run, text, capsys):
 def test_a_model_of_hugging_face(text, tasks, tmp_path, capsys):
     hf.save(tmp_path / "model", MODEL)
     said = found(capsys, tmp_path / "model", "--text", text, "--tasks", tasks)
-    assert said["texts"][0]["nats per token"] == pytest.approx(score(filled(IN_BF16)).per_token)
+    assert said["texts"][0]["nats_per_token"] == pytest.approx(score(filled(IN_BF16)).per_token)
     of_file = evaluation.read(tasks, Bytes(), [0], CONFIG)
     expected = evaluation.accuracies(filled(IN_BF16), [of_file])[0]
     assert said["tasks"] == [
         {
             "file": str(tasks),
             "questions": 2,
-            "by sum": {
+            "by_sum": {
                 "right": expected.by_sum.right,
                 "accuracy": expected.by_sum.share,
-                "interval of 95 %": list(expected.by_sum.interval),
+                "interval_95": list(expected.by_sum.interval),
             },
-            "per byte": {
+            "per_byte": {
                 "right": expected.per_byte.right,
                 "accuracy": expected.per_byte.share,
-                "interval of 95 %": list(expected.per_byte.interval),
+                "interval_95": list(expected.per_byte.interval),
             },
         }
     ]
+
+
+def keys_of(value):
+    """All keys within a JSON value."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return {*(value if isinstance(value, dict) else ()), *(k for v in inner for k in keys_of(v))}
+
+
+def test_keys_are_identifiers(run, text, tasks, capsys):
+    keys = keys_of(found(capsys, run, "--text", text, "--tasks", tasks))
+    assert {"nats_per_token", "interval_95"} <= keys
+    assert all(key.isidentifier() and key.islower() for key in keys)
 
 
 def test_a_quantized_model_is_evaluated_as_it_is(text, tmp_path, capsys):
     small = quantization.quantize(filled(IN_BF16), quantization.Recipe(format="int8"))
     quantization.save(tmp_path / "small", small)
     said = found(capsys, tmp_path / "small", "--text", text)["texts"][0]
-    assert said["nats per token"] == pytest.approx(score(small).per_token, rel=1e-6)
-    assert said["nats per token"] != pytest.approx(score(filled(IN_BF16)).per_token, rel=1e-6)
+    assert said["nats_per_token"] == pytest.approx(score(small).per_token, rel=1e-6)
+    assert said["nats_per_token"] != pytest.approx(score(filled(IN_BF16)).per_token, rel=1e-6)
     assert coat(tmp_path / "small", "--text", text, "--precision", "bf16") == 2
     assert "already quantized, which decides its precision" in capsys.readouterr().err
 
@@ -189,13 +201,13 @@ def test_the_token_that_the_tokenizer_begins_a_text_with_comes_first(of_words, t
     model = hf.load(of_words)
     expected = evaluation.perplexity(model, [[2, 0, 1, 0]], [10])[0]
     assert said["tokens"] == 3
-    assert said["nats per token"] == pytest.approx(expected.per_token)
+    assert said["nats_per_token"] == pytest.approx(expected.per_token)
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "Name a --text FILE, or a file of --tasks"),
+        ([], "Name a text, --text FILE, or a file of questions, --tasks"),
         (["--text", "none.txt"], "There is no file none.txt"),
         (["--text", "/dev/zero"], "/dev/zero is a pipe or a device"),
         (["--text", "EMPTY"], "empty.txt is empty"),
@@ -204,7 +216,7 @@ def test_the_token_that_the_tokenizer_begins_a_text_with_comes_first(of_words, t
         (["--tasks", "TEXT"], "a.txt:1 is not JSON"),
         (["--text", "TEXT", "--window", "33"], "--window 33 must be from 2 to the model's context"),
         (["--text", "TEXT", "--window", "1"], "--window 1 must be from 2"),
-        (["--tasks", "TASKS", "--window", "9"], "--window 9 is of --text, and there is none"),
+        (["--tasks", "TASKS", "--window", "9"], "--window 9 is for texts: name one"),
         (["--text", "TEXT", "--batch", "0"], "--batch 0 must be 1 or more"),
         (
             ["--text", "TEXT", "--devices", "9"],
@@ -227,6 +239,13 @@ def test_bad_input_ends_in_one_line_and_code_2(
     assert named in said.err
     assert said.err.count("\n") == 1
     assert said.out == ""
+
+
+def test_a_folder_that_an_option_took_is_explained(run, text, capsys):
+    with pytest.raises(SystemExit):
+        coat("--text", text, run)
+    message = "required: WHERE; options take all words that follow, so put it first"
+    assert message in capsys.readouterr().err
 
 
 def test_a_tokenizer_must_be_that_of_the_model(text, tmp_path, capsys):

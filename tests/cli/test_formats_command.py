@@ -10,7 +10,7 @@ import pytest
 from small_model import filled
 
 from coat_jax import cli, models
-from coat_jax.models import hf
+from coat_jax.models import hf, stored
 from coat_jax.numerics.quantizer import Quantizer, sqnr_bits
 from coat_jax.training.checkpoint import weights
 from coat_jax.training.report import best_formats
@@ -80,8 +80,8 @@ def test_the_table_ends_with_what_is_best_for_how_many(theirs, capsys):
 
 def test_a_sample_has_whole_channels(theirs):
     config = weights.model_config(theirs)
-    stored = hf.read(theirs, config)
-    one = best_formats.arranged(stored, scan=False)["layers", 0, "mlp", "gate"]
+    parameters = hf.read(theirs, config)
+    one = best_formats.arranged(parameters, scan=False)["layers", 0, "mlp", "gate"]
     x = one.read((slice(None),) * 2)
     few = best_formats._sampled(one, Quantizer("INT8", "channel"), -1, x.shape[0] * 3)
     np.testing.assert_array_equal(few, x[:, [0, x.shape[1] // 2 - 1, x.shape[1] - 1]])
@@ -102,7 +102,9 @@ def test_what_training_rounds_on_a_text(theirs, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("def main():\n    return 'a text of some length'\n" * 2)
     given = [theirs, "--formats", "INT8", "E5M2", "--text", text, "--fit", "max", "--json"]
-    rows = json.loads(asked(capsys, *given))["in training"]
+    found = json.loads(asked(capsys, *given))
+    assert list(found) == ["model", "settings", "weights", "in_training"]
+    rows = found["in_training"]
     tensors = {row["tensor"] for row in rows}
     assert {"layers/0/attention/input", "layers/0/mlp/down/gradient"} <= tensors
     for row in rows:
@@ -111,10 +113,48 @@ def test_what_training_rounds_on_a_text(theirs, tmp_path, capsys):
         assert row["best"] in row["bits"]
 
 
+def test_a_text_is_read_with_the_tokenizer_that_the_run_was_trained_with(tmp_path, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    run, text, elsewhere = tmp_path / "run", tmp_path / "text.txt", tmp_path / "words.json"
+    hf.save(tmp_path / "theirs", filled(dataclasses.replace(CONFIG, vocab=128)))
+    assert cli.main(["convert", str(tmp_path / "theirs"), str(run)]) == 0
+    text.write_text("yes no")
+    assert cli.main(["formats", str(run), *FEW, "--text", str(text)]) == 2
+    assert "has no tokenizer.json, and its model knows 128 tokens" in capsys.readouterr().err
+    words = tokenizers.models.WordLevel({"yes": 0, "no": 1, "[unk]": 2}, unk_token="[unk]")
+    tokenizers.Tokenizer(words).save(str(elsewhere))
+    said = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(said | {"data": {"tokenizer": str(elsewhere)}}))
+    assert cli.main(["formats", str(run), *FEW, "--text", str(text)]) == 2
+    assert "text.txt has 1 token: give 2 or more" in capsys.readouterr().err  # one unknown word
+    given = [run, *FEW, "--text", text, "--tokenizer", "bytes", "--json"]
+    assert json.loads(asked(capsys, *given))["in_training"]
+
+
 def test_what_a_format_holds_exactly_is_right_to_all_bits():
     ones = best_formats._bits(Quantizer("INT8"), jnp.full((4, 4), 1.5))
     zeros = best_formats._bits(Quantizer("INT8"), jnp.zeros((4, 4)))
     assert min(float(ones), best_formats.EXACT) == min(float(zeros), best_formats.EXACT) == 24
+
+
+@pytest.mark.parametrize("over", ["tensor", "channel", "group", "block"])
+@pytest.mark.parametrize("exponent", [127, 100, -125, -130])
+def test_the_bits_do_not_depend_on_a_power_of_two(over, exponent):
+    # Multiples of 2^-10 below 1: exact in FP32 at any of these exponents.
+    x = np.random.default_rng(0).integers(-1023, 1024, (32, 32)).astype(np.float32) / 1024
+    x[0, 0] = 1 - 2.0**-10
+    quantizers = [
+        Quantizer(name, over, fit=fit, size=16)
+        for name, fit in (("INT8", "mse"), ("E4M3", "max"), ("INT4:asymmetric", "mse"))
+    ]
+
+    def bits(x):
+        one = stored.Stored(x.shape, x.dtype, x.shape, lambda index: x[index])
+        (row,) = best_formats.weights({("embed",): one}, quantizers, sample=0)
+        return row.bits
+
+    assert bits(np.ldexp(x, exponent)) == bits(x)
+    assert max(bits(x).values()) < 9
 
 
 def test_layers_are_drawn_together():
@@ -148,7 +188,7 @@ def test_layers_are_drawn_together():
         ),
         (["{model}", "--step", "3"], "There is no step 3 in"),
         (["{model}", "--out", "formats.svg"], "formats.svg does not end in .png."),
-        (["{model}", "--text", "{empty}"], "empty.txt has 0 tokens, and 2 are the least."),
+        (["{model}", "--text", "{empty}"], "empty.txt has 0 tokens: give 2 or more."),
         (["{model}", "--text", "nowhere.txt"], "nowhere.txt"),
         (["{model}", "--text", "{empty}", "--tokens", "1"], "--tokens 1 must be 2 or more"),
         (

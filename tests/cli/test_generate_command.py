@@ -281,6 +281,12 @@ def test_bad_input_ends_in_one_line_and_code_2(arguments, named, run, capsys):
     assert said.count("\n") == 1
 
 
+def test_a_file_without_a_prompt_is_named(run, tmp_path, capsys):
+    (tmp_path / "none.txt").touch()
+    assert coat(run, "--prompts", tmp_path / "none.txt") == 2
+    assert "none.txt is empty: it should have a prompt on each line." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "named"),
     [

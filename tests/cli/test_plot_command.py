@@ -47,7 +47,7 @@ def test_a_heat_map_is_a_picture_alone(tmp_path, run, capsys):
         (["{run}", "{run}", "--fp8", "error"], "A heat map is of one run, not of 2."),
         (["{run}", "--fp8", "k", "--out", "fp8.svg"], "fp8.svg does not end in .png."),
         (["nowhere"], "nowhere does not exist."),
-        (["{run}", "--over", "time"], "does not say its seconds: plot it over steps."),
+        (["{run}", "--over", "time"], "does not record seconds: plot it over steps."),
         (["{run}", "--smooth", "0"], "smooth=0 records have no mean: take 1 or more."),
         (["{run}", "--out", "plot.svg"], "plot.svg does not end in .png"),
         (["{run}", "{run}"], "A run is given twice."),

@@ -51,6 +51,8 @@ BAD = {
         "Did you mean --optimizer.learning_rate? A config",
     ),
     "a flag without a config": (["--print-config"], "The package has llama2_13b, llama2_7b"),
+    "a function without a config": ([":bf16"], "':bf16' names no config"),
+    "a cache without a name": ([TINY, "--cache", ""], "cache='' names no folder"),
     "a value of another type": (
         [TINY, "--total_steps", "many"],
         "--total_steps 'many' is not a whole number",
@@ -87,6 +89,13 @@ def test_bad_input_is_one_line_and_code_2(train, tmp_path, arguments, message):
     assert err.count("\n") == 1
     assert out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_that_ends_the_program_is_named(train, tmp_path):
+    (tmp_path / "leaving.py").write_text("def config():\n    raise SystemExit(3)\n")
+    code, _, err = train("leaving.py")
+    assert code == 2
+    assert err == "coat train: leaving.py:2: SystemExit: 3\n"
 
 
 def test_debug_shows_where_an_error_comes_from(train):

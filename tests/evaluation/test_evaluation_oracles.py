@@ -68,9 +68,9 @@ def test_a_text_is_as_likely_as_their_logits_say(theirs, tmp_path, capsys):
     (found,) = evaluated(capsys, folder, "--text", tmp_path / "text")["texts"]
     assert found["tokens"] == found["bytes"] == len(TEXT)
     # Sums of a hundred products, a dozen deep, in FP32: 1e-5 of the mean is generous.
-    assert found["nats per token"] == pytest.approx(nats / len(TEXT), rel=1e-5)
+    assert found["nats_per_token"] == pytest.approx(nats / len(TEXT), rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(nats / len(TEXT)), rel=1e-4)
-    assert found["bits per byte"] == pytest.approx(nats / math.log(2) / len(TEXT), rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(TEXT), rel=1e-5)
 
 
 def test_the_answers_are_those_of_their_logits(theirs, tmp_path, capsys):
@@ -89,6 +89,6 @@ def test_the_answers_are_those_of_their_logits(theirs, tmp_path, capsys):
         right += [np.argmax(sums) == line["answer"], np.argmax(sums / sizes) == line["answer"]]
     (found,) = evaluated(capsys, folder, "--tasks", tmp_path / "tasks.jsonl")["tasks"]
     assert found["questions"] == len(QUESTIONS)
-    assert found["by sum"]["right"] == right[0]
-    assert found["per byte"]["right"] == right[1]
+    assert found["by_sum"]["right"] == right[0]
+    assert found["per_byte"]["right"] == right[1]
     assert 0 < right[0] < len(QUESTIONS)  # neither always nor never: the test can fail

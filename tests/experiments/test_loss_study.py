@@ -9,7 +9,7 @@ from tiny_study import After, job
 
 import coat_jax as coat
 from coat_jax.errors import UserError
-from experiments.loss_study import arms, measure, queue, results, table
+from experiments.loss_study import arms, measure, plot, queue, results, table
 from experiments.loss_study import run as one_run
 from experiments.loss_study.arm import Arm, Size, precisions_of
 from experiments.loss_study.rows import row_order
@@ -146,6 +146,14 @@ def test_table_and_picture_show_every_arm(capsys: pytest.CaptureFixture, tmp_pat
     for words in ("coat", "moments", "bf16_ulp", "Noise floor: baselines", "evaluated in BF16"):
         assert words in printed
     assert len(list(tmp_path.glob("loss_study_tiny_*.png"))) == 1
+
+
+def test_each_conditions_have_a_picture_of_their_own(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    names = "bf16", "bf16_ulp", "moments", "muon", "muon_ulp", "fp8_muon"
+    rows = [measured(name, seed, loss=2.0 + 0.001 * seed) for name in names for seed in (0, 1)]
+    paths = plot.draw(rows, tmp_path)
+    assert len(paths) == len(set(paths)) == len(results.conditions_of(rows)) == 2
 
 
 # --- Running ----------------------------------------------------------------------------------

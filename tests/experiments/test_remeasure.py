@@ -8,6 +8,7 @@ import time
 import pytest
 
 from experiments import remeasure
+from experiments.essence import ROOT
 from experiments.remeasure import PLAN, Measurement, code_of, run, why_not
 from experiments.workers import only
 
@@ -116,4 +117,4 @@ def test_every_command_of_the_plan_is_an_experiment(monkeypatch, capsys):
     assert len(capsys.readouterr().out.splitlines()) == len(PLAN)
     for measurement in PLAN:
         module = measurement.command.split()[0]
-        assert (remeasure.RESULTS.parent / f"{module}.py").exists(), measurement
+        assert (ROOT / "experiments" / f"{module}.py").exists(), measurement

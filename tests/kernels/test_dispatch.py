@@ -1,7 +1,10 @@
 """Which implementation runs on which GPU."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import coat_jax as coat
 from coat_jax.errors import UserError
 from coat_jax.kernels import dispatch
 
@@ -42,6 +45,27 @@ def test_without_a_gpu_everything_runs_through_xla(gpu):
     gpu(None)
     assert dispatch.choose(None) == dispatch.choose_fp8(None) == "xla"
     assert dispatch.target_capability() == 90  # programs are compiled for Hopper ahead of time
+
+
+@pytest.mark.skipif(
+    not dispatch.triton_installed() or dispatch.interpreting(), reason="needs jax-triton"
+)
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="kernels run here")
+@pytest.mark.parametrize("name", ["linear", "adamw"])
+def test_a_kernel_that_is_compiled_for_a_cpu_says_so(name):
+    params = {"w": jnp.ones((128, 128))}
+
+    def adamw(params):
+        tx = coat.optax.fp8_adamw(1e-3, implementation="triton")
+        return tx.update(params, tx.init(params), params)
+
+    def linear(params):
+        return coat.ops.linear(params["w"], params["w"], implementation="triton")
+
+    call = linear if name == "linear" else adamw
+    for run in (call, jax.jit(call)):
+        with pytest.raises(UserError, match=r"compiled for cpu\. Leave implementation out"):
+            run(params)
 
 
 def test_an_unknown_implementation_is_refused():

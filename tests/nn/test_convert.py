@@ -96,7 +96,7 @@ def test_every_layer_is_planned_and_reasons_are_given(net, caplog):
     assert "no FP8 version" in plan["conv"].reason
     with caplog.at_level(logging.INFO, "coat_jax"):
         nn.convert(net)
-    assert "left alone: embed (Embed): there is no FP8 version" in caplog.text
+    assert "left alone: embed (Embed): it sums its gradient in float32 already" in caplog.text
 
 
 def test_the_first_rule_that_matches_wins(net):
@@ -111,11 +111,6 @@ def test_the_first_rule_that_matches_wins(net):
 def test_a_rule_that_matches_nothing_is_refused_with_what_is_near(net):
     with pytest.raises(ValueError, match=r"No module matches the rule 'layer\.0'.*layers\.0"):
         nn.convert(net, rules={"layer.0": "bf16"})
-
-
-def test_only_modules_are_converted():
-    with pytest.raises(TypeError, match="takes a Flax NNX module, not dict"):
-        nn.convert({"a": 1})
 
 
 def test_modules_with_arithmetic_of_their_own_are_left_alone():
@@ -229,6 +224,89 @@ def test_a_norm_with_arithmetic_of_its_own_is_left_alone():
 def test_a_converted_norm_keeps_the_dtype_of_its_result(kind):
     norm = nnx.Sequential(kind(32, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     assert nn.convert(norm)(jnp.ones((4, 32))).dtype == norm(jnp.ones((4, 32))).dtype
+
+
+class Tables(nnx.Module):
+    """Embeddings that compute in BF16, one of them under two paths, and one in FP32."""
+
+    def __init__(self, rngs):
+        self.by_dtype = nnx.Embed(8, 16, dtype=jnp.bfloat16, rngs=rngs)
+        self.by_param_dtype = nnx.Embed(8, 16, param_dtype=jnp.bfloat16, rngs=rngs)
+        self.of_one_row = nnx.Embed(1, 16, dtype=jnp.bfloat16, rngs=rngs)
+        self.in_fp32 = nnx.Embed(8, 16, param_dtype=jnp.bfloat16, dtype=jnp.float32, rngs=rngs)
+        self.twin = self.by_dtype
+
+
+NAMES = ("by_dtype", "by_param_dtype", "of_one_row", "in_fp32")
+
+
+def test_embeddings_in_16_bits_get_gradients_that_are_summed_in_fp32():
+    """Flax's sums stand still at 256 times what is added."""
+    model, tokens = Tables(nnx.Rngs(0)), jnp.zeros(1000, jnp.int32)
+    new = nn.convert(model)
+    assert [type(getattr(new, name)) for name in NAMES] == [nn.Embed] * 3 + [nnx.Embed]
+    assert [type(getattr(model, name)) for name in NAMES] == [nnx.Embed] * 4
+    assert new.twin is new.by_dtype
+
+    def gradient_of_first_row(model, name):
+        grads = nnx.grad(lambda model: getattr(model, name)(tokens).sum(dtype=jnp.float32))(model)
+        return np.float32(grads[name]["embedding"][...][0])
+
+    for name in NAMES:
+        np.testing.assert_array_equal(getattr(new, name)(tokens), getattr(model, name)(tokens))
+        np.testing.assert_array_equal(gradient_of_first_row(new, name), np.full(16, 1000.0))
+    np.testing.assert_array_equal(gradient_of_first_row(model, "by_dtype"), np.full(16, 256.0))
+
+
+def test_the_plan_shows_what_becomes_of_embeddings():
+    class Doubled(nnx.Embed):
+        pass
+
+    rngs = nnx.Rngs(0)
+    model = Tables(rngs)
+    model.doubled = Doubled(8, 16, dtype=jnp.bfloat16, rngs=rngs)
+    model.ours = nn.Embed(8, 16, dtype=jnp.bfloat16, rngs=rngs)
+    plan = {d.path: d for d in nn.plan_conversion(model, rules={"by_param_dtype": "bf16"})}
+    assert plan["by_dtype"].becomes in str(nn.plan_conversion(model))
+    reasons = {path: decision.reason for path, decision in plan.items()}
+    assert reasons == {
+        "by_dtype": "",
+        "by_param_dtype": "its precision, by the rule 'by_param_dtype', is not FP8",
+        "of_one_row": "",
+        "in_fp32": "it sums its gradient in float32 already",
+        "twin": "",
+        "doubled": "it is not nnx.Embed itself, and may compute something else",
+        "ours": "it sums its gradient in FP32 already",
+    }
+
+
+def test_a_model_may_be_one_embedding():
+    table = nnx.Embed(8, 16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert type(nn.convert(table)) is nn.Embed
+    assert type(nn.convert(table, "fp8_linear")) is nn.Embed
+    assert type(nn.convert(table, "bf16")) is nnx.Embed
+
+
+@pytest.mark.parametrize("function", ["convert", "plan_conversion", "freeze", "saved_bytes"])
+def test_what_is_no_module_is_refused(function):
+    with pytest.raises(TypeError, match=f"{function} takes a Flax NNX module, not dict"):
+        getattr(nn, function)({"a": 1})
+
+
+@pytest.mark.parametrize("rules", [["head"], "bf16"])
+def test_rules_that_map_nothing_are_refused(net, rules):
+    with pytest.raises(TypeError, match=r"map globs to precisions, as in \{\"head\": \"bf16\"\}"):
+        nn.convert(net, rules=rules)
+
+
+def test_modules_that_change_themselves_are_counted():
+    """Dropout counts its random numbers, and BatchNorm collects statistics."""
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(linear(), nnx.Dropout(0.5, rngs=rngs), nnx.BatchNorm(32, rngs=rngs))
+    x = jnp.ones((4, 32))
+    assert nn.saved_bytes(model, x) > nn.saved_bytes(linear(), x) == x.nbytes
+    (decision, *_) = nn.plan_conversion(model, inputs=(x,))
+    assert decision.before == x.nbytes
 
 
 @pytest.mark.parametrize("path", ["layers.0", "layers.2"])

@@ -41,8 +41,14 @@ def test_the_gradient_of_a_frequent_token_is_a_sum_in_fp32(param_dtype):
 
 
 def test_a_single_row_is_that_of_flax():
-    layer = coat.nn.Embed(1, D, rngs=nnx.Rngs(0))
-    assert layer(jnp.zeros((2, 3), jnp.int32)).shape == (2, 3, D)
+    """All numbers mean it, and its gradient is a sum over all of them."""
+    numbers = jnp.arange(-3, 997)
+    ours, theirs = (
+        kind(1, D, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)) for kind in (coat.nn.Embed, nnx.Embed)
+    )
+    np.testing.assert_array_equal(ours(numbers), theirs(numbers))
+    grads = nnx.grad(lambda layer: layer(numbers).sum(dtype=jnp.float32))(ours)
+    np.testing.assert_array_equal(grads["embedding"][...][0], np.full(D, 1000.0))
 
 
 def test_numbers_must_be_whole():

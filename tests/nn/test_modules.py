@@ -161,6 +161,30 @@ def test_attention_needs_a_batch(norm):
         attention(X[0])
 
 
+@pytest.mark.parametrize("kind", [nn.GatedMLP, nn.MLP])
+def test_activations_and_norms_are_known_when_an_mlp_is_made(kind):
+    with pytest.raises(ValueError, match="activation='swish' must be one of"):
+        kind(WIDTH, 40, activation="swish", rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"norm is a flax\..*RMSNorm, and must be a coat\.nn\.RMS"):
+        kind(WIDTH, 40, norm=nnx.RMSNorm(WIDTH, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"heads": 0}, ValueError, "heads=0"),
+        ({"rotary": 10000}, TypeError, "rotary=10000 must be a coat.ops.Rotary"),
+        ({"window": 0}, ValueError, "window=0 needs"),
+        ({"window": 4, "causal": False}, ValueError, "window=4 needs causal=True"),
+        ({"window": 2.5}, TypeError, "window=2.5 must be a whole number"),
+        ({"key_norm": nnx.LayerNorm(8, rngs=nnx.Rngs(0))}, TypeError, "key_norm is a flax"),
+    ],
+)
+def test_settings_of_attention_are_checked_when_it_is_made(settings, error, message):
+    with pytest.raises(error, match=message):
+        nn.Attention(WIDTH, **{"heads": HEADS, "rngs": nnx.Rngs(0), **settings})
+
+
 def test_wrong_sizes_are_refused_when_a_module_is_made():
     with pytest.raises(ValueError, match="width=32 must be a multiple of heads=5"):
         nn.Attention(WIDTH, 5, rngs=nnx.Rngs(0))

@@ -25,6 +25,15 @@ def test_it_is_the_op(activations):
     np.testing.assert_array_equal(module(x), expected)
 
 
+def test_what_it_cannot_compute_is_refused_when_it_is_made():
+    with pytest.raises(ValueError, match="activations='some' must be one of none, static"):
+        layer(activations="some")
+    with pytest.raises(ValueError, match="takes an input_scale"):
+        layer(activations="static")
+    with pytest.raises(TypeError, match=r"QuantizedLinear takes a weight from coat\.ops\.quant"):
+        nn.QuantizedLinear(jnp.ones((N, K)))
+
+
 def test_nothing_of_its_weight_is_a_parameter():
     module, weight = layer()
     assert not jax.tree.leaves(nnx.state(module, nnx.Param))

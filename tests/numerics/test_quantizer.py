@@ -242,13 +242,24 @@ def test_empty_ranges_are_refused():
         ({"over": "row"}, "over='row' must be one of tensor, channel, group, block"),
         ({"fit": "min"}, "fit='min' must be one of max, percentile, mse"),
         ({"rounding": "up"}, "rounding='up' must be one of"),
-        ({"size": 0}, "group_size must be a positive"),
+        ({"size": 0}, "^size must be a positive"),
         ({"percentile": 50}, "percentile=50 must be above 50"),
     ],
 )
 def test_wrong_settings_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         Quantizer(**{"format": "E4M3"} | settings)
+
+
+@pytest.mark.parametrize("format", [8, jnp.int8, jnp.float8_e4m3fn, None])
+def test_what_is_no_format_is_refused(format):
+    with pytest.raises(TypeError, match="must be a Minifloat, an IntegerFormat or the name"):
+        Quantizer(format)
+
+
+def test_bits_are_those_of_arrays_of_one_shape():
+    with pytest.raises(ValueError, match=r"one shape, not \(3, 4\) and \(4,\)"):
+        sqnr_bits(jnp.ones((3, 4)), jnp.ones(4))
 
 
 def test_an_axis_that_is_not_there_is_refused():

@@ -73,3 +73,12 @@ def test_what_is_no_linear_layer_is_refused():
         ops.Einsum()("bsd,bdf->bsf", x, numbers(2, 8, 5))
     with pytest.raises(ValueError, match="sums over an axis of one operand alone"):
         ops.Einsum()("bsd,df->bf", x, numbers(8, 5))
+    with pytest.raises(ValueError, match="'bsd,df' names no output"):
+        ops.Einsum()("bsd,df", x, numbers(8, 5))
+
+
+@pytest.mark.parametrize("kind", [ops.DotGeneral, ops.Einsum])
+def test_a_precision_may_be_named(kind):
+    assert kind("bf16") == kind(coat.BF16)
+    with pytest.raises(ValueError, match="no precision 'fp9'"):
+        kind("fp9")

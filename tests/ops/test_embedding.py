@@ -101,6 +101,11 @@ def test_second_derivatives():
     np.testing.assert_allclose(jax.hessian(loss)(weight).reshape(8, 8), np.diag(wanted))
 
 
+def test_a_table_of_numpy_is_an_array():
+    table = np.ones((V, D), np.float32)
+    assert ops.embedding(table, np.array([3])).shape == (1, D)
+
+
 @pytest.mark.parametrize(
     ("weight", "tokens", "error", "words"),
     [

@@ -180,6 +180,10 @@ def test_a_weight_takes_a_byte_a_parameter_and_a_scale_a_channel():
             "one of none, static, dynamic",
         ),
         (
+            lambda x, w: ops.quantized_linear(x, ops.quantize_weight(w), jnp.ones(1)),
+            r"a bias of shape \(1,\): it should be",
+        ),
+        (
             lambda x, w: ops.quantized_linear(x, ops.Quantized(w.T, jnp.ones(N))),
             "no dtype of 8-bit codes",
         ),

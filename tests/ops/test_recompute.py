@@ -49,6 +49,31 @@ def test_integers_may_stand_beside():
     assert_equal(got, want)
 
 
+def test_a_result_may_be_a_tree_of_any_dtypes():
+    def function(x):
+        return {"wide": x.astype(jnp.float32) @ W, "narrow": x}
+
+    x = X.astype(jnp.bfloat16)
+    y, pull = jax.vjp(ops.recompute(function), x)
+    _, wanted = jax.vjp(function, x)
+    (dx,), (at_x,) = pull(y), wanted(y)
+    assert dx.dtype == at_x.dtype == jnp.bfloat16
+    assert_equal(dx, at_x)  # function is linear
+
+
+@pytest.mark.parametrize("block", [0, -16, 1.5, "16", None, True])
+def test_blocks_are_of_a_whole_number(block):
+    with pytest.raises(ValueError, match=r"^block must be a positive whole number"):
+        ops.recompute(layer, block=block)
+
+
+def test_what_is_no_function_or_no_float_is_refused():
+    with pytest.raises(TypeError, match="recompute takes a function, not Array"):
+        ops.recompute(X)
+    with pytest.raises(TypeError, match="recompute computes with real floats, not with int32"):
+        ops.recompute(jnp.tanh)(jnp.arange(3))
+
+
 def test_second_derivatives_are_refused():
     again = ops.recompute(layer)
 

@@ -43,6 +43,10 @@ def attention_linear(w, *bias, q=HEADS, **settings):
     return lambda: ops.attention_linear(q, HEADS, HEADS, w, *bias, **settings)
 
 
+def norm_qkv(x=X, norm=NORM, **settings):
+    return lambda: ops.norm_qkv(x, norm, (jnp.ones((13, 8)),) * 3, **settings)
+
+
 def cross_entropy(hidden=X, w=W, labels=LABELS, **settings):
     return lambda: ops.cross_entropy(hidden, w, labels, **settings)
 
@@ -160,6 +164,26 @@ VALUES = {
         attention_linear(jnp.ones((24, 29)), q=HEADS[:, :, :3]),
         "do not fit",
     ),
+    "attention: heads of nothing": (attention(*[HEADS[..., :0]] * 3), "at least one number"),
+    "norm_qkv: heads of nothing": (norm_qkv(head_dim=0), "whole heads of head_dim=0"),
+    "norm_qkv: heads of half a number": (norm_qkv(head_dim=0.5), "whole heads of head_dim=0.5"),
+    "linear: a list of biases for one weight": (
+        linear(X, W, [jnp.ones(29)]),
+        "One weight came with a list of 1 biases",
+    ),
+    "adapted_linear: outputs of the adapter": (
+        lambda: ops.adapted_linear(X, ops.freeze(W), (W[:, :4], jnp.ones((4, 28)))),
+        "adapter with 28 outputs for a weight with 29",
+    ),
+    "adapted_linear: frozen weight": (
+        lambda: ops.adapted_linear(X, ops.freeze(W[:12]), (W[:, :4], jnp.ones((4, 29)))),
+        r"13 columns and a frozen weight of shape \(12, 29\): it is \[13, N\]",
+    ),
+    "rotate: rank": (
+        lambda: ops.rotate(HEADS[0, 0], jnp.arange(4), ops.Rotary()),
+        r"rotate takes x \[\*B, S, N, H\], not \(4, 8\)",
+    ),
+    "cross_entropy: negative z_loss": (cross_entropy(z_loss=-1.0), "z_loss=-1.0 must be at least"),
     "rotate: odd heads": (
         lambda: ops.rotate(HEADS[..., :7], jnp.arange(5), ops.Rotary()),
         "rotate pairs: a head of 7 is odd",
@@ -210,6 +234,70 @@ TYPES = {
 def test_only_real_floats_are_computed_with(name):
     call, dtype = TYPES[name]
     with pytest.raises(TypeError, match=f"{name} computes with real floats, not with {dtype}"):
+        call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        linear(X.astype(coat.E4M3), W),
+        linear(X, W.astype(coat.E5M2)),
+        attention(k=HEADS.astype(coat.E4M3)),
+        lambda: ops.embedding(W.astype(coat.E4M3), LABELS),
+        lambda: ops.freeze(W.astype(coat.E4M3)),
+    ],
+)
+def test_numbers_in_fp8_are_refused(call):
+    """Their results would be in FP8, too, where large ones are NaN."""
+    with pytest.raises(TypeError, match=r"rounds to FP8 itself.*got float8.* Pass BF16 or FP32"):
+        call()
+
+
+NO_ARRAYS = {
+    "input": linear([[1.0]], W),
+    "weight": linear(X, [[1.0]]),
+    "labels": cross_entropy(labels=[[0] * 5] * 2),
+    "tokens": lambda: ops.embedding(W, [1, 2]),
+    "segments": attention(segments=[[0] * 5] * 2),
+    "positions": lambda: ops.rotate(HEADS, [0] * 5, ops.Rotary()),
+}
+
+
+@pytest.mark.parametrize("name", NO_ARRAYS)
+def test_lists_are_no_arrays(name):
+    with pytest.raises(TypeError, match=r"takes arrays, not (list|float)"):
+        NO_ARRAYS[name]()
+
+
+OTHER_TYPES = {
+    "the parameter of a norm": (norm_linear(X, jnp.ones(13), W), r"pass coat\.ops\.Norm\(scale\)"),
+    "a module": (gated_mlp(norm=coat.nn.RMSNorm(13)), r"not RMSNorm: pass its spec\(\)"),
+    "no norm": (norm_qkv(norm=None, head_dim=8), "norm_qkv takes a coat.ops.Norm, not NoneType"),
+    "theta": (norm_qkv(head_dim=8, rotary=10000), "rotary=10000 must be a coat.ops.Rotary"),
+    "integers to rotate": (
+        lambda: ops.rotate(HEADS.astype(int), jnp.arange(5), ops.Rotary()),
+        "rotate computes with real floats, not with int32",
+    ),
+    "half a window": (attention(window=2.5), "window=2.5 must be a whole number"),
+    "a window or not": (attention(window=True), "window=True must be a whole number"),
+    "a weight as it is": (lambda: ops.adapted_linear(X, W, (W, W)), "takes a weight from coat.ops"),
+    "half an adapter": (lambda: ops.adapted_linear(X, ops.freeze(W), W), "adapter of two arrays"),
+    "a weight not in 8 bits": (lambda: ops.quantized_linear(X, W), "a weight from coat.ops.quant"),
+    "a computed z_loss": (
+        lambda: jax.jit(lambda z: cross_entropy(z_loss=z)())(0.1),
+        "z_loss=.* must be a Python number",
+    ),
+    "a computed smoothing": (
+        lambda: jax.jit(lambda s: cross_entropy(label_smoothing=s)())(0.1),
+        "label_smoothing=.* must be a Python number",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_TYPES)
+def test_other_types_are_refused(name):
+    call, message = OTHER_TYPES[name]
+    with pytest.raises(TypeError, match=message):
         call()
 
 

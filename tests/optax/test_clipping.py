@@ -28,6 +28,10 @@ def test_the_norm_is_that_of_the_gradients_in_float64(dtype):
         assert abs(float(optax.tree.norm(grads)) / exact - 1) > 1e-3
 
 
+def test_a_complex_gradient_counts_by_its_magnitude():
+    assert float(global_norm({"a": jnp.array([3 + 4j]), "b": jnp.array([12.0])})) == 13.0
+
+
 def test_the_trainer_has_no_norm_of_its_own():
     assert step.global_norm is global_norm
 

@@ -1,6 +1,6 @@
 """compress takes every optimizer and wrapper of optax and optax.contrib, or says why not.
 
-The table is `experiments.compress_table`; its results stand in docs/optimizers.md.
+The table is `experiments.compress_table`; its results are in docs/compressed_optax.md.
 """
 
 import inspect
@@ -59,7 +59,7 @@ def test_what_cannot_be_compressed_is_refused_by_init(name):
 
 def test_the_results_are_of_this_table_and_good():
     """No loss is more than 10 % above the uncompressed one's, but those named here."""
-    figures = json.loads(table.RESULTS.read_text())["figures"]
+    figures = json.loads(table.FILE.read_text())["figures"]
     assert set(figures["trained"]) == set(table.TRAINED)
     assert all(figures["stateless"].values())
     worse = {

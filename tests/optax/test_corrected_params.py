@@ -315,6 +315,8 @@ REFUSED = [
         ValueError,
         "needs the parameters",
     ),
+    (lambda p: with_corrections(optax.sgd), TypeError, r"with_corrections\(optax.lion\(1e-4\)\)"),
+    (lambda p: with_corrections(fused()), TypeError, "with_corrections takes an optax transf"),
 ]
 
 

@@ -181,9 +181,29 @@ def test_a_second_step_compiles_nothing_anew(storage):
     assert update._cache_size() == 1
 
 
+STEP = r"a whole step by itself, which clips by grad_scale.* use fp8_adamw instead of fused"
+
+
 def test_a_step_in_place_is_no_transformation_and_says_so():
     model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, fused_fp8_adamw(1e-3), wrt=nnx.Param)
-    with pytest.raises(AttributeError, match=r"no attribute 'update'\. .* use fp8_adamw"):
+    with pytest.raises(AttributeError, match=rf"no attribute 'update'\. .*{STEP}"):
         optimizer.update(model, nnx.state(model, nnx.Param))
     assert not hasattr(fused_fp8_adamw(1e-3), "apply")
+
+
+WRAPPERS = {
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "masked": lambda tx: optax.masked(tx, {"w": True}),
+    "partition": lambda tx: optax.partition({"all": tx}, {"w": "all"}),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapper_of_optax_says_so_while_its_update_is_traced(wrapper):
+    """optax keeps `init`, and looks for `update` when it is called."""
+    tx = WRAPPERS[wrapper](fused_fp8_adamw(1e-3))
+    params = {"w": jnp.ones((4, 4))}
+    with pytest.raises(AttributeError, match=STEP):
+        jax.eval_shape(tx.update, params, tx.init(params), params)

@@ -138,6 +138,11 @@ def changes(after):
             r"changed state\['m'\] from float32\[3\] to int32\[3\]",
         ),
         (lambda: step_once(changes({})), ValueError, "changed the structure of its state"),
+        (
+            lambda: in_place(fused_fp8_adamw(1e-3)),
+            TypeError,
+            "what in_place was given instead of in_place",
+        ),
     ],
 )
 def test_what_is_refused(call, error, message):
@@ -148,3 +153,11 @@ def test_what_is_refused(call, error, message):
 def step_once(tx):
     optimizer = in_place(tx)
     return optimizer.step(tree(0), tree(1), optimizer.init(tree(0)))
+
+
+def test_gradients_are_not_broadcast():
+    """optax would add a vector to each row of a matrix."""
+    params = {"w": jnp.ones((4, 128))}
+    optimizer = in_place(optax.sgd(1.0))
+    with pytest.raises(ValueError, match=r"gradients\['w'\] has shape \(128,\)"):
+        optimizer.step(params, {"w": jnp.ones(128)}, optimizer.init(params))

@@ -84,7 +84,7 @@ def test_eight_bits_turn_an_update_by_little():
 def test_state_of_a_matrix_takes_less_than_1_1_bytes_a_parameter():
     params = {"w": jnp.zeros((256, 1024))}
     state = jax.eval_shape(coat.optax.scale_by_fp8_muon().init, params)
-    taken = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.mu))
+    taken = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert taken <= 1.1 * params["w"].size
 
 
@@ -94,17 +94,59 @@ def test_momentum_without_a_gradient_decays_to_zero(storage):
     tx = coat.optax.scale_by_fp8_muon(storage=storage)
     params = {"w": jnp.zeros((128, 256))}
     gradient = {"w": jax.random.normal(jax.random.key(0), (128, 256))}
-    gradient["w"] = gradient["w"].at[:, 0].set(100.0)  # keeps its groups' largest up
+    large = jnp.zeros((128, 256), bool).at[:, 0].set(True).at[0].set(True)  # holds all scales up
+    gradient["w"] = jnp.where(large, 100.0, gradient["w"])
     state = tx.init(params)
     step = jax.jit(tx.update)
     _, state = step(gradient, state)
-    alone = {"w": jnp.zeros((128, 256)).at[:, 0].set(100.0)}
+    alone = {"w": jnp.where(large, 100.0, 0.0)}
     for _ in range(120):
         _, state = step(alone, state)
-    m = storage.read(
-        jax.tree.map(lambda leaf: leaf["w"], state.mu, is_leaf=lambda x: type(x) is dict)
+    assert float(jnp.mean(jnp.abs(momentum(state, storage)[1:, 1:128]))) < 0.01
+
+
+def momentum(state, storage, name="w"):
+    """The stored momentum of one leaf, in FP32."""
+    mu = jax.tree.map(lambda tree: tree[name], state.mu, is_leaf=lambda x: type(x) is dict)
+    return storage.read(mu, storage.first) * state.columns[name]
+
+
+def test_the_error_of_a_column_is_as_small_as_the_column():
+    """Not as small as the largest of 128 columns, which share a scale."""
+    storage = coat.Storage(min_size=0)
+    tx = coat.optax.scale_by_fp8_muon(storage=storage)
+    sizes = 10.0 ** jnp.linspace(-6, 0, 256)
+    gradient = {"w": sizes * jax.random.normal(jax.random.key(0), (64, 256))}
+    _, state = jax.jit(tx.update)(gradient, tx.init(gradient))
+    error = momentum(state, storage) - 0.05 * gradient["w"]
+    # A group's largest is up to 4 deviations, and rounding is off by one 127th of it at most.
+    assert (
+        float(jnp.max(jnp.linalg.norm(error, axis=0) / jnp.linalg.norm(gradient["w"], axis=0)))
+        < 0.05 * 4 / 127
     )
-    assert float(jnp.mean(jnp.abs(m[:, 1:128]))) < 0.01
+
+
+def test_columns_of_zeros_and_of_infinities_leave_the_others_alone():
+    storage = coat.Storage(min_size=0)
+    tx = coat.optax.scale_by_fp8_muon(storage=storage)
+    gradient = {"w": jax.random.normal(jax.random.key(0), (64, 256))}
+    gradient["w"] = gradient["w"].at[:, 3].set(0.0).at[5, 7].set(jnp.inf).at[6, 8].set(jnp.nan)
+    _, state = jax.jit(tx.update)(gradient, tx.init(gradient))
+    m = momentum(state, storage)
+    assert bool(jnp.all(jnp.isfinite(m)))
+    assert not jnp.any(m[:, 3])
+    others = jnp.ones((64, 256), bool).at[5:7].set(False)  # an infinity mutes its own group
+    np.testing.assert_allclose(m[others], 0.05 * gradient["w"][others], atol=0.05 * 4 / 127 * 2)
+
+
+def test_columns_are_those_of_the_side_that_the_last_axis_belongs_to():
+    numbers = {"out": ((0, 1), 2), "query": (0, (1, 2)), "transposed": (2, 0)}
+    numbers = {name: MuonDimensionNumbers(*axes) for name, axes in numbers.items()}
+    params = {"out": jnp.ones((4, 8, 32)), "query": jnp.ones((32, 4, 8))}
+    params["transposed"] = jnp.ones((5, 3, 7))
+    state = coat.optax.scale_by_fp8_muon(weight_dimension_numbers=numbers).init(params)
+    shapes = {name: column.shape for name, column in state.columns.items()}
+    assert shapes == {"out": (1, 1, 32), "query": (1, 4, 8), "transposed": (1, 3, 7)}
 
 
 def test_vocabulary_vectors_and_the_rest_go_to_adam():
@@ -211,11 +253,15 @@ def test_in_a_group_of_equal_shapes_each_leaf_gets_its_own_matrix_back():
         ({"preconditioning": "spectral"}, ValueError, "frobenius"),
         ({"nesterov": 1}, TypeError, "nesterov"),
         ({"consistent_rms": -1.0}, ValueError, "consistent_rms"),
+        ({"ns_steps": jnp.array(5)}, ValueError, r"static_args=\(.ns_steps., .ns_dtype.\)"),
+        ({"learning_rate": None, "adam_learning_rate": 1e-3}, TypeError, "learning_rate=None"),
+        ({"weight_decay": -0.1}, ValueError, "weight_decay=-0.1"),
+        ({"weight_decay_mask": "w"}, TypeError, "mask='w' must be True or False"),
     ],
 )
 def test_wrong_arguments_are_refused_when_it_is_made(arguments, error, words):
     with pytest.raises(error, match=words):
-        coat.optax.fp8_muon(0.02, **arguments)
+        coat.optax.fp8_muon(**{"learning_rate": 0.02, **arguments})
 
 
 @pytest.mark.parametrize(
@@ -230,6 +276,15 @@ def test_wrong_dimension_numbers_are_refused_by_leaf(numbers, leaf, words):
     tx = coat.optax.fp8_muon(0.1, muon_weight_dimension_numbers=numbers)
     with pytest.raises(ValueError, match=words):
         tx.init({leaf: jnp.zeros((3, 3))})
+
+
+def test_its_numbers_can_be_injected():
+    make = optax.inject_hyperparams(coat.optax.fp8_muon, static_args=("ns_steps", "ns_dtype"))
+    params = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
+    injected, plain = make(optax.constant_schedule(0.02)), coat.optax.fp8_muon(0.02)
+    updates, _ = injected.update(params, injected.init(params), params)
+    wanted, _ = plain.update(params, plain.init(params), params)
+    jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=1e-5), updates, wanted)
 
 
 def test_what_is_no_matrix_and_other_states_are_refused():

@@ -66,9 +66,19 @@ def test_no_device_computes_what_another_computes(sizes, names, spec):
 
 def test_matrices_travel_by_all_to_all_in_16_bits_and_nothing_is_gathered():
     program = compile_step(hopper_mesh((4,), ("fsdp",)), P(None, "fsdp"))
-    assert set(collectives(program)) == {"all-to-all"}
+    assert set(collectives(program)) == {"all-to-all", "all-reduce"}
     moved = re.findall(
         r"= \(\((.*)\), .*\) all-to-all-start|= (\S+) all-to-all\(", program.as_text()
     )
     assert moved
     assert all("f32[" not in types for pair in moved for types in pair)
+
+
+def test_of_columns_one_number_each_is_reduced_and_only_where_they_are_sharded():
+    def reduced(spec):
+        text = compile_step(hopper_mesh((4,), ("fsdp",)), spec).as_text()
+        return re.findall(r"(\S+)\{\S* all-reduce(?:-start)?\(", text)
+
+    columns = sum(batch * n for batch, _, n in SHAPES.values())
+    assert reduced(P(None, "fsdp")) == [f"f32[{columns}]"]
+    assert not reduced(P(None, None, "fsdp"))

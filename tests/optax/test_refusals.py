@@ -29,7 +29,9 @@ every_init = pytest.mark.parametrize("init", EVERY_INIT.values(), ids=EVERY_INIT
 
 @pytest.mark.parametrize("size", [0, -128, 100, 2048, 128.0, True, "128", None])
 def test_group_sizes_are_powers_of_two_from_16_to_1024(size):
-    with pytest.raises(ValueError, match=r"group_size=.* must be one of \(16, 32, .*1024\)"):
+    with pytest.raises(
+        ValueError, match=r"group_size=.* must be a whole number among 16, 32, .*1024\."
+    ):
         Storage(group_size=size)
 
 
@@ -58,6 +60,13 @@ def test_integers_are_no_parameters(init, dtype):
 def test_complex_numbers_are_no_parameters(init):
     with pytest.raises(TypeError, match=r"\['w'\] is complex \(complex64\).*split_real_and_imag"):
         init({"w": jnp.ones((4, 128), jnp.complex64)})
+
+
+@pytest.mark.parametrize("make", [fp8_adamw, fused_fp8_adamw])
+def test_numbers_in_fp8_are_no_parameters(make):
+    init = make(1e-3).init
+    with pytest.raises(TypeError, match=r"has dtype float8_e4m3fn, .* BF16 or FP32"):
+        init({"w": jnp.ones((4, 128), jnp.float8_e4m3fn)})
 
 
 def test_complex_and_integer_gradients_are_refused():

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import coat_jax as coat
+from coat_jax.errors import UserError
 from coat_jax.optax import Stage, global_norm, step_by_stages
 
 LAYERS = 3
@@ -158,6 +159,14 @@ def test_a_leaf_without_a_stage_and_a_last_stage_without_a_loss_are_refused():
     table = Stage(lambda params: params["table"], lambda table, x: x @ table)
     with pytest.raises(ValueError, match=r"must return the loss.*\(16, 128\)"):
         step_by_stages(optimizer, [*STAGES[:-1], table], params, state)
+
+
+def test_what_has_no_step_is_refused():
+    params, tx = parameters(), optax.sgd(1.0)
+    with pytest.raises(
+        UserError, match=r"step_by_stages takes an optimizer with a step of its own"
+    ):
+        step_by_stages(tx, STAGES, params, tx.init(params))
 
 
 def test_an_optimizer_that_knows_parameters_by_labels_is_refused():

@@ -155,6 +155,14 @@ def test_relative_paths_work(saved, tmp_path, monkeypatch):
     assert_equal(restore_state("state", saved[1]), saved[1])
 
 
+def test_the_home_folder_may_be_written_as_a_shell_does(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    state = {"a": jnp.ones(3)}
+    save_state("~/state", state)
+    assert (tmp_path / "state").is_dir()
+    np.testing.assert_array_equal(restore_state("~/state", state)["a"], state["a"])
+
+
 def test_random_keys_and_numbers_are_restored_as_what_they_were(tmp_path):
     state = {
         "key": jax.random.key(1),

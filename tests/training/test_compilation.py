@@ -6,8 +6,10 @@ import sys
 import zlib
 from pathlib import Path
 
+import jax
 import pytest
 
+from coat_jax.errors import UserError
 from coat_jax.training import compilation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +42,42 @@ def test_a_second_process_finds_the_program_even_after_an_entry_was_cut_short(tm
     for entry in tmp_path.glob("*-cache"):
         entry.write_bytes(entry.read_bytes()[:-5])
     assert [run(tmp_path), run(tmp_path)] == ["misses", "hits"]
+
+
+@pytest.fixture
+def no_cache():
+    """JAX without a compilation cache, as before a run."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch, no_cache):
+    (tmp_path / "file").touch()
+    for folder, problem in (("file", "it is a file"), ("file/x", "Not a directory")):
+        with pytest.raises(UserError, match=f"{folder} cannot be used: {problem}.*--cache none"):
+            compilation.use_cache(str(tmp_path / folder))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(UserError, match="it is not writable"):
+        compilation.use_cache(str(tmp_path / "new"))
+    assert jax.config.values["jax_compilation_cache_dir"] is None
+
+
+def test_a_run_goes_on_without_the_default_folder(tmp_path, monkeypatch, no_cache):
+    """Nobody chose it, so a home that cannot be written must not end a run."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(compilation, "FOLDER", str(tmp_path / "file" / "xla"))
+    notes = []
+    compilation.use_cache(compilation.FOLDER, note=notes.append)
+    assert len(notes) == 1
+    assert "Every start compiles anew" in notes[0]
+    assert jax.config.values["jax_compilation_cache_dir"] is None
+
+
+def test_a_url_is_passed_to_jax_as_it_is(no_cache):
+    compilation.use_cache("gs://bucket/cache")
+    assert jax.config.values["jax_compilation_cache_dir"] == "gs://bucket/cache"
 
 
 @pytest.mark.parametrize("length", [0, 1, 10, -1])

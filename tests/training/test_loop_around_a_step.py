@@ -221,6 +221,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(step, config):
     assert [record["loss"] for record in records(config)] == [r["loss"] for r in undisturbed]
 
 
+def test_a_complete_run_says_so(step, config):
+    assert "The run is complete" not in train(config)[1]
+    assert "The run is complete. To train it further, raise --total_steps." in train(config)[1]
+
+
 def test_what_a_killed_run_did_not_prune_is_pruned_at_the_next_start(step, config):
     train(config)
     assert list(saved(config)) == [2, 4, 6, 8]

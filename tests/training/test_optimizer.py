@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from train_cases import small
+from train_cases import ONE, mesh_of, small
 
 import coat_jax as coat
 from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.training.optimizer import decayed, make_optimizer
+from coat_jax.training.preparation import prepare
 
 NAMES = ("adamw", "fp8_adamw")
 CONSTANT = {"schedule": "constant", "warmup_steps": 0, "learning_rate": 1e-2}
@@ -90,6 +91,26 @@ def test_a_function_that_makes_no_transformation_is_refused():
     config = dataclasses.replace(small(), optimizer=lambda schedule: 3)
     with pytest.raises(UserError, match=r"transformation returns 3, which is not an optax"):
         make_optimizer(config)
+
+
+@pytest.mark.parametrize(
+    ("needing_more", "what"),
+    [
+        (optax.lbfgs(), "'value', 'grad', and 'value_fn'"),
+        (lambda schedule: optax.chain(optax.adam(schedule), optax.lbfgs()), "'value_fn'"),
+        (optax.contrib.reduce_on_plateau(), "'value'"),
+    ],
+)
+def test_a_transformation_that_needs_more_than_gradients_is_refused(needing_more, what):
+    config = dataclasses.replace(small(), optimizer=needing_more)
+    with pytest.raises(UserError, match=rf"needs .*{what}, and the trainer passes gradients"):
+        prepare(config, mesh_of(ONE))
+
+
+def test_another_mistake_of_a_transformation_shows_as_it_is():
+    broken = optax.GradientTransformation(optax.identity().init, lambda g, s, p=None: 1 + "a")
+    with pytest.raises(TypeError, match="unsupported operand"):
+        prepare(dataclasses.replace(small(), optimizer=broken), mesh_of(ONE))
 
 
 @pytest.mark.parametrize("scan", [True, False])

@@ -174,7 +174,12 @@ def as_layers(
 ) -> tuple[Weights, Biases]:
     """One weight and bias, or several, as tuples of equal length."""
     if not isinstance(weights, Sequence):
-        return (weights,), (biases,)  # type: ignore[return-value]
+        if isinstance(biases, Sequence):
+            raise ValueError(
+                f"One weight came with a {type(biases).__name__} of {len(biases)} biases. Give one "
+                "bias, or put the weight into a list, too."
+            )
+        return (weights,), (biases,)
     if biases is None:
         return tuple(weights), (None,) * len(weights)
     if not isinstance(biases, Sequence) or len(biases) != len(weights):

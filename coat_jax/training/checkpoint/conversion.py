@@ -5,8 +5,8 @@
     to_quantized        either of them -> config.json, safetensors in compressed-tensors' layout
 
 The first two hold one piece of one parameter in memory at a time. Each is the inverse of the other,
-bit for bit. The third holds the model. All copy the tokenizer's files, too (`companions`). The new
-folder appears when it is complete.
+bit for bit. The third holds one parameter of one layer, or the model while it is calibrated. All
+copy the tokenizer's files, too (`companions`). The new folder appears when it is complete.
 """
 
 import dataclasses
@@ -15,10 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.typing import DTypeLike
 
 from coat_jax import quantization, tokenizers
@@ -63,7 +61,7 @@ def to_run(
     """
     source, out = expanded(source), expanded(out)
     _new(out).require_new()
-    weights.require_not_quantized(source, "a run begins with")
+    weights.require_not_quantized(source, "A run")
     config = weights.model_config(source)
     companions = read_companions(source)
     parameters = hf.read(source, config)
@@ -152,7 +150,7 @@ def to_quantized(
     """
     source, out = expanded(source), expanded(out)
     _new(out).require_new()
-    weights.require_not_quantized(source, "quantizing it needs")
+    weights.require_not_quantized(source, "Quantization")
     said = weights.read_json(source)
     if weights.is_run(said):
         companions = _companions_of_run(source, tokenizer, note)
@@ -162,16 +160,19 @@ def to_quantized(
     config = dataclasses.replace(
         quantization.computing(weights.model_config(source)), axes=MeshAxes(), batch_axes=()
     )
-    model = weights.load(source, config, step=step, note=note)
-    ranges = None
-    if recipe.calibrated:
-        ranges = quantization.calibrate(model, _batches(tokens, config.context), recipe)
-    small = quantization.quantize(model, recipe, ranges)
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(small)))
-    with _new(out).appearing() as folder, write_failures(out.parent, "The model", total):
-        quantization.save(folder, small, dtype=dtype, extra=extra)
-        write_companions(companions, folder)
-    return quantization.schemes_of(small)
+    parameters = weights.parameters_of(source, config, step=step, note=note)
+    with _new(out).appearing() as folder:
+        ranges = None
+        if recipe.calibrated:
+            model = stored.load(config, parameters)
+            ranges = quantization.calibrate(model, _batches(tokens, config.context), recipe)
+            del model
+        with write_failures(out.parent, "The model", _total(parameters)):
+            schemes = quantization.save_quantized(
+                folder, config, parameters, recipe, ranges, dtype=dtype, extra=extra
+            )
+            write_companions(companions, folder)
+    return schemes
 
 
 def _batches(tokens: Sequence[int], context: int) -> Iterator[np.ndarray]:

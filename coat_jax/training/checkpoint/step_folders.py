@@ -52,7 +52,7 @@ class StepFolders:
         """The folder of a step; raises if there is none."""
         if step not in (steps := self.steps()):
             raise UserError(
-                f"There is no checkpoint of step {step} in {self.root}, but of {steps}."
+                f"There is no checkpoint of step {step} in {self.root}. It has those of {steps}."
             )
         return self.root / str(step)
 
@@ -149,7 +149,7 @@ class StepFolders:
             else:
                 return step, notes + [f"{text} Using step {step} instead." for text in wrong]
         if wrong:
-            raise DamagedCheckpoint(" ".join(wrong) + " There is no whole one.")
+            raise DamagedCheckpoint(" ".join(wrong) + " No checkpoint is intact.")
         raise UserError(f"There is no checkpoint in {self.root}.")
 
 

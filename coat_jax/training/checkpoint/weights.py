@@ -87,17 +87,17 @@ def is_quantized(said: Mapping[str, Any]) -> bool:
     return not is_run(said) and said.get(ENTRY) is not None
 
 
-def require_not_quantized(folder: str | Path, why: str) -> None:
+def require_not_quantized(folder: str | Path, purpose: str) -> None:
     """Raises if the model in a folder is quantized.
 
     Args:
         folder: of a run, or one of Hugging Face.
-        why: it must not be, as in "training needs".
+        purpose: what the model is for, as in "Training".
     """
     if is_quantized(read_json(folder)):
         raise UserError(
-            f"{folder} is already quantized, and {why} the parameters that it was made from: name "
-            "the folder of these."
+            f"{folder} is already quantized. {purpose} needs the original parameters: name the "
+            "folder of the model that it was made from."
         )
 
 
@@ -134,17 +134,38 @@ def load(
     """
     folder = expanded(folder)
     config = model_config(folder) if config is None else config
-    said = read_json(folder)
-    if step is not None and not is_run(said):
-        raise UserError(f"There is no step {step} in {folder}: it holds one model, and no steps.")
-    if is_quantized(said):
+    if is_quantized(read_json(folder)):
+        _require_no_step(folder, step)
         return quantization.load(folder, config, mesh=mesh)
-    if is_run(said):
+    return stored.load(config, parameters_of(folder, config, step=step, note=note), mesh=mesh)
+
+
+def parameters_of(
+    folder: str | Path,
+    config: Config,
+    *,
+    step: int | None = None,
+    note: Callable[[str], object] = warnings.warn,
+) -> dict[Name, Stored]:
+    """The parameters in a folder that is not quantized, to be read in parts.
+
+    Args:
+        folder: of a run, or one of Hugging Face.
+        config: the model; see `load`.
+        step: see `load`.
+        note: see `load`.
+    """
+    folder = expanded(folder)
+    if is_run(read_json(folder)):
         in_fp32 = jnp.dtype(config.param_dtype) == jnp.float32
-        parameters = read(folder, step, note=note, corrected=in_fp32)
-    else:
-        parameters = hf.read(folder, config)
-    return stored.load(config, parameters, mesh=mesh)
+        return read(folder, step, note=note, corrected=in_fp32)
+    _require_no_step(folder, step)
+    return hf.read(folder, config)
+
+
+def _require_no_step(folder: Path, step: int | None) -> None:
+    if step is not None:
+        raise UserError(f"There is no step {step} in {folder}: it holds one model, and no steps.")
 
 
 def read(

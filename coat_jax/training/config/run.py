@@ -124,11 +124,11 @@ class TrainConfig:
         if self.optimizer.release_gradients:
             self._require_releasable()
         self._require_metrics()
-        for name in ("out", "init_from"):
+        for name in ("out", "init_from", "cache"):
             path = getattr(self, name)
             if path == "":
                 raise UserError(f"{name}={path!r} names no folder.")
-            if path is not None:
+            if path is not None and name != "cache":
                 object.__setattr__(self, name, str(expanded(path)))
 
     def _require_parts(self) -> None:

@@ -57,7 +57,8 @@ def _files(pattern: str) -> list[Path]:
     path = expanded(pattern)
     if is_folder(path):
         raise UserError(
-            f"{pattern} is a folder. Name its files by a pattern, as in '{path}/*.npy'."
+            f"{pattern} is a folder. Name its files by a pattern, as in '{path}/*.npy' or "
+            f"'{path}/*.txt'."
         )
     if not glob.has_magic(str(path)) or status(path):
         require_regular(path)

@@ -64,10 +64,14 @@ class Windows:
         self, stream: Stream, part: range, *, sequence: int, end_of_text: int | None, vocab: int
     ):
         if len(part) <= sequence:
+            divided = (
+                f" They are a part of its {len(stream):,} tokens, divided by data.held_out_part: "
+                "change that, or name other files in data.held_out."
+            )
             raise UserError(
-                f"{stream.name}: {len(part):,} tokens are too few for a row of {sequence:,} and "
-                "the token after it. Give more data or a shorter sequence; where no "
-                "data.held_out is named, data.held_out_part is the share that is held out."
+                f"{stream.name}: {len(part):,} tokens are too few for a sequence of {sequence:,} "
+                "and the token after it. Give more data, or lower sequence_length."
+                f"{divided if len(part) < len(stream) else ''}"
             )
         if end_of_text is not None and end_of_text >= vocab:
             raise UserError(

@@ -1,11 +1,12 @@
 """From a config to a loader: which reader the data needs, and which part of it is held out."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from coat_jax.errors import UserError
+from coat_jax.limits import shown
 from coat_jax.tokenizers import AnyTokenizer, document_tokenizer
 from coat_jax.training.data import chat, corpus
 from coat_jax.training.data.config import DataConfig
@@ -22,6 +23,7 @@ CORPUS = "corpus"
 SEARCHED = 1 << 24  # how many tokens are searched for the beginning of a document
 
 Split = Literal["train", "held_out"]
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 def load(
@@ -50,6 +52,8 @@ def load(
         epochs: how often all data is read, the last batch filled up with rows that are padding;
             None goes on without end.
     """
+    if split not in SPLITS:
+        raise UserError(f"There is no split {shown(split)}: use {' or '.join(map(repr, SPLITS))}.")
     rows = _rows(config, split, sequence, vocab, seed)
     _require_labels(rows, split)
     return Loader(rows, batch=batch, seed=seed, process=process, processes=processes, epochs=epochs)

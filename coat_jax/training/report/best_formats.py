@@ -69,6 +69,7 @@ def weights(
         x = _sampled(one, quantizers[0], axis, sample)
         if not np.isfinite(x).all():
             raise UserError(f"{tensor} has a NaN or an infinity: no format suits it.")
+        x = _near_one(x)
         of_axis = (dataclasses.replace(quantizer, axis=axis) for quantizer in quantizers)
         found = {q.format.name: min(float(run(q, x)), EXACT) for q in of_axis}
         yield Row(tensor, one.shape, found)
@@ -160,6 +161,16 @@ def _sampled(one: Stored, quantizer: Quantizer, axis: int, sample: int) -> Float
     count = x.shape[along]
     chosen = count if not sample else min(count, max(1, sample * count // x.size))
     return np.take(x, np.linspace(0, count - 1, chosen).astype(int), axis=along)
+
+
+def _near_one(x: Float[np.ndarray, "K N"]) -> Float[np.ndarray, "K N"]:
+    """`x` times a power of two, so that its largest magnitude is from 1/2 to 1.
+
+    That changes no number of bits, but near the ends of FP32's range a scale times a code would
+    become infinite or zero.
+    """
+    _, exponent = np.frexp(np.max(np.abs(x), initial=0.0))
+    return np.ldexp(x, -exponent)
 
 
 def _simulated(fmt: AnyFormat) -> Minifloat:

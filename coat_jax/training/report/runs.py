@@ -51,7 +51,7 @@ class RecordedRun(NamedTuple):
             UserError: if the run did not write it.
         """
         if AXES[over] not in self.columns:
-            raise UserError(f"{self.path} does not say its {AXES[over]}: plot it over steps.")
+            raise UserError(f"{self.path} does not record {AXES[over]}: plot it over steps.")
         return self.columns[AXES[over]]
 
     def curve(self, key: str, over: str) -> Curve:
@@ -133,7 +133,8 @@ def _columns(file: Path) -> dict[str, Column]:
                 rows[key].append(row)
                 values[key].append(math.nan if value is None else _number(value))
     if "loss" not in rows:
-        raise UserError(f"{file} has no losses{' yet' if not rows else ''}.")
+        hint = "." if rows else " yet. Is it the metrics.jsonl of a run?"
+        raise UserError(f"{file} has no losses{hint}")
     return {key: Column(np.array(rows[key]), np.array(values[key], float)) for key in rows}
 
 

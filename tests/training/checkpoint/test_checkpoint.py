@@ -354,7 +354,7 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(two):
 def test_without_a_whole_checkpoint_nothing_is_restored(two):
     truncate(two / "2")
     remove_the_manifest(two / "1")
-    with pytest.raises(DamagedCheckpoint, match=r"2 is damaged.*1 is damaged.*no whole one"):
+    with pytest.raises(DamagedCheckpoint, match=r"2 is damaged.*1 is damaged.*No checkpoint"):
         Checkpoints(two).restore(like(state_of(1)))
 
 

@@ -42,6 +42,20 @@ def test_the_corpus_is_the_standard_library(tmp_path):
         corpus.load(root=tmp_path / "test")
 
 
+def test_a_part_that_is_too_short_names_what_divides_the_data(tmp_path):
+    np.save(tmp_path / "a.npy", np.arange(500, dtype=np.uint16))
+    config = DataConfig(train=(str(tmp_path / "a.npy"),))
+    message = r"5 tokens are too few for a sequence of 8 .* its 500 tokens, divided by data.held"
+    with pytest.raises(UserError, match=message):
+        opened(config, "held_out")
+
+
+@pytest.mark.parametrize("split", ["foo", "validation", "", None])
+def test_an_unknown_split_is_refused(split):
+    with pytest.raises(UserError, match=r"no split .*: use 'train' or 'held_out'"):
+        opened(DataConfig(), split)
+
+
 def test_the_corpus_is_there_without_a_word():
     train, held_out = (opened(DataConfig(), split, sequence=256) for split in ("train", "held_out"))
     assert train.tokens > held_out.tokens > 10_000

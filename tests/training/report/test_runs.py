@@ -80,7 +80,7 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
 
 def test_an_axis_that_a_run_lacks_is_named(tmp_path):
     (run,) = runs.load([write_run(tmp_path / "a", [1.0], without=("tokens",))])
-    with pytest.raises(UserError, match="does not say its tokens: plot it over steps"):
+    with pytest.raises(UserError, match="does not record tokens: plot it over steps"):
         run.curve("loss", "tokens")
 
 

@@ -1,0 +1,1 @@
+"""What the pages say, from results files and from the package: a module for each subject."""

@@ -1,0 +1,24 @@
+"""What a layer takes: layer_speed, activation_memory and granularity."""
+
+from typing import Any
+
+from experiments.figures.measured.files import case, of
+
+TENSORWISE = "torchao float8 tensorwise, compiled"
+
+
+def layer(name: str) -> dict[str, Any]:
+    """A case of layer_speed."""
+    return case("layer_speed", layer=name)
+
+
+def unit(name: str, kind: str = "units") -> float:
+    """What a whole layer saves, in U."""
+    return of("activation_memory")[kind][name]["the layer"]
+
+
+def exact_scale_gains(tensor: str) -> float:
+    """By how many percent an exact scale lowers an error of granularity."""
+    recorded = of("granularity")["recorded"]
+    exact, ours = (recorded[way]["errors"][tensor] for way in ("1 x 16", "1 x 16, 2^n (ours)"))
+    return 100 * (1 - exact / ours)

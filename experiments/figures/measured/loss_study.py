@@ -1,0 +1,114 @@
+"""What each part of FP8 costs in loss: loss_study."""
+
+import functools
+import math
+
+from experiments.figures.measured.files import FOLDER
+from experiments.loss_study import results, statistics
+from experiments.loss_study.statistics import Comparison, Row
+
+STUDY = "40M", 5e-4  # size and learning rate of the runs that the pages quote
+LARGER = "124M", 6e-4
+
+
+@functools.cache
+def runs(size: str, learning_rate: float, *, muon: bool = False) -> list[Row]:
+    """Those of one size of model, one learning rate, and AdamW or Muon."""
+    rows = results.read([FOLDER / "loss_study.json"])
+    (found,) = (
+        group
+        for group in results.conditions_of(rows).values()
+        if group[0]["size"] == size
+        and group[0]["settings"]["learning_rate"] == learning_rate
+        and not group[0]["definition"]["optimizer"]
+        and results.trains_by_muon(group[0]) == muon
+    )
+    return found
+
+
+@functools.cache
+def effects(
+    size: str, learning_rate: float, *, muon: bool = False, held_out: bool = False
+) -> Comparison:
+    """What each arm costs in loss, relative to the baselines."""
+    rows = runs(size, learning_rate, muon=muon)
+    baselines = results.baselines_of(rows)
+    if held_out:
+        return statistics.compare(rows, baselines, statistics.held_out("own"))
+    return statistics.compare(rows, baselines)
+
+
+def cost(arm: str) -> tuple[float, float]:
+    """What an arm costs in training loss, and half of its interval, in percent."""
+    effect = effects(*STUDY).effects[arm]
+    return round(100 * effect.mean, 2) + 0.0, 100 * effect.half
+
+
+def cost_midway(arm: str) -> tuple[float]:
+    """What an arm costs in the middle tenth of the run, in percent."""
+    rows = runs(*STUDY)
+    curve = statistics.gap(rows, arm, results.baselines_of(rows))
+    steps = len(curve)
+    return (100 * float(curve[round(0.45 * steps) : round(0.55 * steps)].mean()),)
+
+
+def extremes() -> tuple[float, float]:
+    """How far single runs end below and above the baselines of their seed, in percent."""
+    rows = runs(*STUDY)
+    by_arm = statistics.above(rows, results.baselines_of(rows)).values()
+    gaps = [100 * gap for by_seed in by_arm for runs in by_seed.values() for gap in runs]
+    return -min(gaps), max(gaps)
+
+
+def floor() -> float:
+    """The standard deviation between two baselines of one seed, in percent."""
+    return 100 * math.sqrt(2) * effects(*STUDY).noise.floor
+
+
+def band() -> float:
+    """The largest mean over four seeds that rounding alone explains, in percent."""
+    comparison = effects(*STUDY)
+    return 100 * comparison.noise.band(4, comparison.baselines)
+
+
+def cost_of_rounded_forward() -> tuple[float, float, float]:
+    """Over how many seeds, by how much, and half of the interval: above an exact forward pass."""
+    compared = statistics.compare(runs(*STUDY), ["activations"])
+    effect = compared.effects["activations_rounded_forward"]
+    return effect.seeds, 100 * effect.mean, 100 * effect.half
+
+
+def cost_of_evaluating_rounded() -> float:
+    """How much held-out loss a rounded forward pass adds to networks that were trained without."""
+    rounded, exact = statistics.held_out("coat"), statistics.held_out("own")
+    networks = [row for row in runs(*STUDY) if row["arm"] == "activations"]
+    gaps = [math.log(rounded(row) / exact(row)) for row in networks]
+    return 100 * sum(gaps) / len(gaps)
+
+
+def apart_with_muon() -> float:
+    """The standard deviation between two baselines of one seed with Muon, in percent."""
+    return 100 * math.sqrt(2) * effects(*STUDY, muon=True).noise.floor
+
+
+def cost_of_muon() -> tuple[float, ...]:
+    """What `fp8_muon` costs in training and held-out loss, with half of each interval."""
+    found = (effects(*STUDY, muon=True, held_out=held).effects for held in (False, True))
+    both = [one["fp8_muon"] for one in found]
+    return tuple(100 * number for one in both for number in (one.mean, one.half))
+
+
+def larger() -> tuple[float, float, float]:
+    """Of COAT, of COAT after BF16 and of one baseline over the other, in percent, in one seed."""
+    rows = runs(*LARGER)
+    by_arm = statistics.above(rows, results.baselines_of(rows))
+    coat, after, base, other = (
+        by_arm[arm][0][0] for arm in ("coat", "coat_after_bf16", "bf16", "bf16_ulp")
+    )
+    return 100 * coat, 100 * after, 100 * abs(base - other)
+
+
+def million_tokens(size: str, learning_rate: float) -> float:
+    """How many each run reads, in millions."""
+    settings = runs(size, learning_rate)[0]["settings"]
+    return settings["steps"] * settings["batch"] * settings["sequence"] / 1e6

@@ -1,0 +1,72 @@
+"""Speed and memory of training Llama-2-7B: training_throughput."""
+
+import math
+from typing import Any
+
+from experiments.figures.measured.files import GB, bold, case, of, ratio
+from experiments.training_throughput import OPTIONS
+
+PRECISIONS = ["BF16", "FP8_LINEAR", "COAT", "COAT_LEAN"]
+
+
+def training(precision: str, batch: int, *options: str, gpus: int = 1) -> dict[str, Any]:
+    """A case of training_throughput, with these of its options."""
+    if gpus > 1:  # results of before there were options
+        return case(f"training_throughput_{gpus}_gpus", precision=precision, batch=batch)
+    chosen = {option: option in options for option in OPTIONS}
+    return case("training_throughput", precision=precision, batch=batch, **chosen)
+
+
+def seven_billion() -> tuple[float, float]:
+    """How many times as fast, in how many times less memory, COAT trains on one GPU."""
+    coat, bf16 = training("COAT", 10), training("BF16", 10)
+    return ratio("tokens_per_second", coat, bf16), ratio("peak", bf16, coat)
+
+
+def slower(*options: str) -> float:
+    """By how many percent a step with these options takes longer than one without."""
+    plain = training("COAT", 16)
+    return 100 * (ratio("step_seconds", training("COAT", 16, *options), plain) - 1)
+
+
+def off_by() -> float:
+    """GB between the allocator's peak and XLA's account, at most."""
+    cases = of("training_throughput")["cases"]
+    return math.ceil(max(abs(c["peak"] - c["memory"]["peak"]) for c in cases) / GB * 100) / 100
+
+
+def beside_one(gpus: int) -> tuple[float, float]:
+    """Tokens a second of COAT on several GPUs, and the share of one GPU's speed that each has."""
+    found = case(f"training_throughput_{gpus}_gpus_beside_one", precision="COAT", batch=16)
+    return found["tokens_per_second"], found["efficiency"]
+
+
+def all_rows() -> list[list[str]]:
+    """Every case, by batch."""
+    return _rows(of("training_throughput")["cases"])
+
+
+def plain_rows() -> list[list[str]]:
+    """Those that keep everything on the GPU."""
+    rows = _rows([c for c in of("training_throughput")["cases"] if not _options_of(c)])
+    return [[*row[:2], *row[3:]] for row in rows]
+
+
+def _rows(cases: list[dict[str, Any]]) -> list[list[str]]:
+    rows = [["precision", "batch", "", "tokens/s", "peak memory, GB"]]
+    for one in sorted(cases, key=lambda c: (PRECISIONS.index(c["precision"]), c["batch"])):
+        rows.append(
+            [
+                bold(one["precision"], one["precision"] == "COAT"),
+                str(one["batch"]),
+                _options_of(one),
+                f"{one['tokens_per_second']:,.0f}",
+                f"{one['peak'] / GB:.1f}",
+            ]
+        )
+    return rows
+
+
+def _options_of(case: dict[str, Any]) -> str:
+    named = {"offloaded": "moments in host memory", "released": "gradients released"}
+    return ", ".join(words for option, words in named.items() if case.get(option))

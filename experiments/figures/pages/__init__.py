@@ -1,0 +1,38 @@
+"""What the figures of each page are: a module for each page that has many, in the page's order."""
+
+from experiments.figures.compare import Page, documents
+from experiments.figures.pages import (
+    architecture,
+    benchmarks,
+    compressed_optax,
+    configs,
+    formats,
+    guides,
+    ideas,
+    layers,
+    loss,
+    optimizers,
+    readme,
+    stability,
+)
+
+DECLARED = [
+    readme.PAGE,
+    architecture.PAGE,
+    benchmarks.PAGE,
+    compressed_optax.PAGE,
+    formats.PAGE,
+    ideas.PAGE,
+    layers.PAGE,
+    loss.PAGE,
+    optimizers.PAGE,
+    stability.PAGE,
+    *guides.PAGES,
+    *configs.PAGES,
+]
+
+
+def all_pages() -> list[Page]:
+    """Every page, also those that declare no figure."""
+    declared = {page.name: page for page in DECLARED}
+    return [declared.get(name, Page(name)) for name in documents()]

@@ -1,0 +1,15 @@
+"""The figures of docs/benchmarks.md: a module for each subject."""
+
+from experiments.figures.compare import Page
+from experiments.figures.pages.benchmarks import errors, layers, origin, steps, training
+
+PAGE = Page(
+    "docs/benchmarks.md",
+    [
+        *training.FIGURES,
+        *layers.FIGURES,
+        *steps.FIGURES,
+        *errors.FIGURES,
+        *origin.FIGURES,
+    ],
+)

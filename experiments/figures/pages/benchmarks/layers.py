@@ -1,0 +1,143 @@
+"""A layer in docs/benchmarks.md: its time, what it saves; memory of configs; compilation."""
+
+from experiments.figures.compare import Figure, Given, Sentence, Table
+from experiments.figures.measured.files import GB, bold, of, ratio
+from experiments.figures.measured.layers import TENSORWISE, layer, unit
+from experiments.figures.pages.reasons import ARITHMETIC, OTHER_RUN, PAPER
+
+OURS = "coat_jax COAT"
+WAYS = {
+    "BF16": "coat_jax BF16",
+    "COAT": OURS,
+    "COAT_LEAN": "coat_jax COAT_LEAN",
+    "torch BF16, compiled": "torch BF16, compiled",
+    "torchao tensorwise": TENSORWISE,
+}
+
+
+def layer_speed() -> list[list[str]]:
+    """Every way in the order in which it was measured."""
+    rows = [["", "forward", "backward", "both"]]
+    for one in of("layer_speed")["cases"]:
+        name = one["layer"]
+        times = (f"{layer(name)[key]:.1f}" for key in ("forward_ms", "backward_ms", "ms"))
+        rows.append([bold(cell, name == OURS) for cell in (name, *times)])
+    return rows
+
+
+def times_by_size() -> dict[tuple[int, int, int], dict[str, float]]:
+    """The milliseconds of every way, by width, batch and sequence."""
+    times: dict[tuple[int, int, int], dict[str, float]] = {}
+    for one in of("layer_table")["cases"]:
+        size = one["width"], one["batch"], one["sequence"]
+        times.setdefault(size, {})[one["layer"]] = one["ms"]
+    return times
+
+
+def layer_table() -> list[list[str]]:
+    """A row for each size."""
+    rows = [["width", "batch x sequence", *WAYS]]
+    for (width, batch, sequence), ms in times_by_size().items():
+        cells = (bold(f"{ms[way]:.2f}", way == OURS) for way in WAYS.values())
+        rows.append([str(width), f"{batch} x {sequence}", *cells])
+    return rows
+
+
+def speed_up(over: str) -> tuple[float, float]:
+    """How many times as fast COAT is as another way, at least and at most over the sizes."""
+    ratios = [ms[over] / ms[OURS] for ms in times_by_size().values()]
+    return min(ratios), max(ratios)
+
+
+def activation_memory() -> list[list[str]]:
+    """Every way by operator, in U; the paper's totals last."""
+    units = of("activation_memory")["units"]
+    operators = list(units["BF16"])
+    rows = [["U", *operators]]
+    for name, row in units.items():
+        shown = name if name.startswith("torch") else f"coat_jax {name}"
+        rows.append([shown, *(f"{row[operator]:.2f}" for operator in operators)])
+    for name, total in of("activation_memory")["paper"].items():
+        rows.append([f"paper: {name}", *[""] * (len(operators) - 1), f"{total:.2f}"])
+    return rows
+
+
+def allocated() -> list[float]:
+    """What the allocators hold for a layer, in U."""
+    names = "BF16", "COAT", "COAT_LEAN", "torch BF16, compiled", TENSORWISE
+    return [unit(name, "allocated") for name in names]
+
+
+def config_memory() -> list[list[str]]:
+    """The peak of each config in both precisions."""
+    rows = [["config", "GPUs", "sequences on each", "COAT, GB", "BF16, GB"]]
+    for name, variants in of("config_memory").items():
+        one = variants["COAT"]
+        peaks = (f"{variants[v]['peak'] / GB:.1f}" for v in ("COAT", "BF16"))
+        rows.append([name, str(one["gpus"]), f"{one['rows']} x {one['sequence']}", *peaks])
+    return rows
+
+
+def compile_seconds() -> tuple[float, float]:
+    """Of the step of Llama-2-7B, the first time and from the cache."""
+    step = of("gpu_suite")["llama2_7b"]
+    return step["compile_seconds"], step["warm"]
+
+
+FIGURES: list[Figure] = [
+    Sentence(
+        "A layer is {:.2f} times as fast as in BF16, and {:.2f} times as fast as in torchao's FP8",
+        lambda: [ratio("ms", layer(way), layer(OURS)) for way in (WAYS["BF16"], TENSORWISE)],
+    ),
+    Sentence(
+        "A layer saves {:.2f} U for its backward pass, where BF16 saves {:.2f}",
+        lambda: (unit("COAT"), unit("BF16")),
+    ),
+    Table("layer_speed", layer_speed),
+    Sentence(
+        "COAT is {:.2f} times as fast as BF16, and {:.2f} times as fast as torchao's tensorwise "
+        "FP8, the fastest other one in this run.",
+        lambda: [ratio("ms", layer(way), layer(OURS)) for way in (WAYS["BF16"], TENSORWISE)],
+    ),
+    Given(
+        "TransformerEngine-JAX 2.19 was not in it: on the same layer, in another run on another "
+        "H200 of the same kind, it took 21.8 to 22.0 ms with current scaling and 21.3 to 22.0 ms "
+        "with delayed scaling",
+        OTHER_RUN,
+    ),
+    Table("layer_table", layer_table),
+    Sentence(
+        "COAT is {:.2f} to {:.2f} times as fast as BF16 (the paper:",
+        lambda: speed_up(over=WAYS["BF16"]),
+    ),
+    Given("(the paper: 1.44 to 1.57 on an H100)", PAPER),
+    Sentence(
+        "and {:.2f} to {:.2f} times as fast as torchao's tensorwise FP8.",
+        lambda: speed_up(over=TENSORWISE),
+    ),
+    Given("1 U is the layer's input in BF16: 2 bytes x batch x", ARITHMETIC),
+    Table("activation_memory", activation_memory),
+    Sentence(
+        "JAX's holds {:.2f} U in BF16, {:.2f} in COAT and {:.2f} in COAT_LEAN, torch's {:.2f} U in "
+        "BF16, compiled, and {:.2f} with torchao's tensorwise FP8.",
+        allocated,
+    ),
+    Table("config_memory", config_memory),
+    Sentence(
+        "all {:.0f} tests of one GPU passed",
+        lambda: (int(of("gpu_suite")["tests"]["summary"].split()[0]),),
+    ),
+    Sentence(
+        "Four unrolled layers of Llama-2-7B in COAT compile in {:.1f} s",
+        lambda: (of("gpu_suite")["stacks"]["compile_seconds"]["COAT"],),
+    ),
+    Sentence(
+        "compiles in {:.0f} s the first time, and in {:.1f} s when JAX's compilation cache has it",
+        compile_seconds,
+    ),
+    Sentence(
+        "took {:.2f} ms with FP32 parameters, {:.2f} ms with BF16 ones and {:.2f} ms where these "
+        "are rounded stochastically",
+        lambda: tuple(of("gpu_suite")["optimizer"]["ms"].values()),
+    ),
+]

@@ -1,0 +1,136 @@
+"""Training in docs/benchmarks.md: throughput, communication, and the two older losses."""
+
+from typing import Any
+
+from coat_jax.training.cluster.communication import OPTIONS
+from experiments.communication import DEFAULTS, GATHER, PIPELINED, SCATTER, TRAINERS
+from experiments.figures.compare import Figure, Given, Sentence, Table
+from experiments.figures.measured import throughput
+from experiments.figures.measured.curves import epochs, tokens
+from experiments.figures.measured.files import GB, bold, case, of, ratio
+from experiments.figures.measured.throughput import beside_one, slower, training
+from experiments.figures.pages.reasons import PAPER, SETTING
+
+
+def offloaded() -> tuple[float, float, float]:
+    """GB that moments in host memory leave free, and how much longer a step takes, in percent."""
+    freed = training("COAT", 16)["peak"] - training("COAT", 16, "offloaded")["peak"]
+    return freed / GB, slower("offloaded"), slower("offloaded", "released")
+
+
+def four_gpus() -> list[float]:
+    """Tokens a second and GB of COAT and of BF16, and the ratio of each."""
+    coat, bf16 = (training(precision, 8, gpus=4) for precision in ("COAT", "BF16"))
+    pairs = [number for c in (coat, bf16) for number in (c["tokens_per_second"], c["peak"] / GB)]
+    return [*pairs, ratio("tokens_per_second", coat, bf16), ratio("peak", bf16, coat)]
+
+
+def communication() -> list[list[str]]:
+    """Every case, after one GPU alone."""
+    measured = of("communication")
+    header = ["options", "ms a step", "share of one GPU's speed"]
+    rows = [[*header, "compute, ms", "communication, ms", "exposed, ms"]]
+    rows.append(["one GPU alone", f"{measured['one_gpu']['ms']:.1f}", "1.000", "", "", ""])
+    kinds = "compute_ms", "communication_ms", "exposed_ms"
+    for one in measured["cases"]:
+        shown = [one["name"], f"{one['ms']:.1f}", f"{one['efficiency']:.3f}"]
+        shown = [bold(text, one["name"] == TRAINERS) for text in shown]
+        rows.append([*shown, *(f"{one['timeline']['0'][kind]:.1f}" for kind in kinds)])
+    return rows
+
+
+def two_gpus(options: str) -> dict[str, Any]:
+    """A case of communication."""
+    return case("communication", name=options)
+
+
+def exposed(options: str) -> float:
+    """Milliseconds of a step in which GPU 0 only communicates."""
+    return two_gpus(options)["timeline"]["0"]["exposed_ms"]
+
+
+def training_curves() -> list[list[str]]:
+    """The final losses, and held-out ones on the way."""
+    base, ours = of("training_curves")["curves"].values()
+    pairs = {"training loss, mean of the last 50 steps": (base["final"], ours["final"])}
+    held_out = base["held out"]
+    for step in [*list(held_out)[4::2], max(held_out, key=int)]:
+        pairs[f"held-out loss after {step} steps"] = held_out[step], ours["held out"][step]
+    rows = [["", "BF16, FP32 moments", "COAT", "COAT above BF16"]]
+    for name, (a, b) in pairs.items():
+        rows.append([name, f"{a:.4f}", f"{b:.4f}", f"{100 * (b / a - 1):+.2f} %"])
+    return rows
+
+
+def length_of_curves() -> tuple[float, ...]:
+    """Steps, batch and sequence of those runs, their million tokens, and their epochs."""
+    settings = of("training_curves")["settings"]
+    sizes = (settings[key] for key in ("steps", "batch", "sequence"))
+    return *sizes, tokens() / 1e6, epochs()
+
+
+def precision_ablation() -> list[list[str]]:
+    """Both losses of every variant, against full precision; the other seed last."""
+    variants = of("precision_ablation")["variants"]
+    base = variants["full precision"]
+    rows = [["", "loss, last 30 steps", "", "held out", ""]]
+    for name in sorted(variants, key=lambda name: "seed" in name):
+        one = variants[name]
+        cells = []
+        for figure in ("final", "held out"):
+            change = f"{round(100 * (one[figure] / base[figure] - 1), 1) + 0.0:+.1f} %"  # no -0.0
+            cells += [f"{one[figure]:.3f}", "" if one is base else change]
+        rows.append([name.replace("kept activations", "saved activations"), *cells])
+    return rows
+
+
+FIGURES: list[Figure] = [
+    Sentence(
+        "Training Llama-2-7B is {:.2f} times as fast as in BF16, in {:.2f} times less memory",
+        throughput.seven_billion,
+    ),
+    Sentence("was within {:.2f} GB of it", lambda: (throughput.off_by(),)),
+    Table("training_throughput", throughput.all_rows),
+    Sentence(
+        "With the moments in host memory, a step at a batch of 16 takes {:.1f} GB less of the GPU "
+        "and {:.0f} % longer. If gradients are released, too, it takes {:.1f} % longer",
+        offloaded,
+    ),
+    Sentence(
+        "At a batch of 10 COAT is {:.2f} times as fast as BF16 in {:.2f} times less memory.",
+        throughput.seven_billion,
+    ),
+    Sentence(
+        "COAT trains {:,.0f} tokens a second in {:.1f} GB of each GPU, BF16 {:,.0f} in {:.1f} GB: "
+        "{:.2f} times as fast in {:.2f} times less memory.",
+        four_gpus,
+    ),
+    Given("The paper reports 1.45 and 1.54 on H100s", PAPER),
+    Sentence(
+        "On two GPUs COAT trains {:,.0f} tokens a second, {:.3f} of the speed of one GPU on each; "
+        "on four {:,.0f}, {:.3f} of it.",
+        lambda: beside_one(2) + beside_one(4),
+    ),
+    Table("communication", communication),
+    Sentence(
+        "each of the two GPUs has {:.3f} of the speed of one alone; with XLA's defaults it has "
+        "{:.3f}.",
+        lambda: [two_gpus(options)["efficiency"] for options in (TRAINERS, DEFAULTS)],
+    ),
+    Sentence(
+        "Of the communication, {:.1f} ms are exposed instead of {:.1f}.",
+        lambda: (exposed(TRAINERS), exposed(DEFAULTS)),
+    ),
+    Sentence(
+        "up to {:.0f} MB for all-gathers and {:.0f} MB for reduce-scatters",
+        lambda: [OPTIONS[option] / (1 << 20) for option in (GATHER, SCATTER)],
+    ),
+    Sentence("expose less, {:.1f} ms,", lambda: (exposed(PIPELINED),)),
+    Given("**0.9 million parameters.**", SETTING),
+    Sentence(
+        "One seed, {:.0f} steps of batch {:.0f} x {:.0f}: {:.0f} million tokens, {:.2f} epochs",
+        length_of_curves,
+    ),
+    Table("training_curves", training_curves),
+    Table("precision_ablation", precision_ablation),
+]

@@ -1,0 +1,91 @@
+"""The figures of the pages that have few, almost all of them settings."""
+
+from experiments.figures.compare import Given, Page, Sentence, Table
+from experiments.figures.measured.files import GB, case
+from experiments.figures.measured.throughput import slower
+from experiments.figures.pages.reasons import ARITHMETIC, SETTING, TESTED
+
+EXAMPLES = {
+    "flax_nnx": "Flax NNX, AdamW",
+    "flax_linen": "Flax Linen, AdamW",
+    "flax_lora": "Flax NNX with LoRA, base weights in FP8",
+}
+
+
+def examples_memory() -> list[list[str]]:
+    """Every example without coat_jax and with it."""
+    columns = ("peak, GB", "optimizer state, GB", "ms a step")
+    rows = [["", *(cell for column in columns for cell in (column, "with coat_jax"))]]
+    for name, words in EXAMPLES.items():
+        both = [case("examples_memory", example=name, coat_jax=ours) for ours in (False, True)]
+        cells = [f"{c[kind] / GB:.2f}" for kind in ("peak_bytes", "state_bytes") for c in both]
+        rows.append([words, *cells, *(f"{c['ms']:.1f}" for c in both)])
+    return rows
+
+
+PAGES = [
+    Page(
+        "docs/clusters.md",
+        [
+            Given("300 seconds", SETTING),
+            Given("30 seconds", SETTING),
+            Given("100 seconds", SETTING),
+            Given("22.05 with two virtual nodes", SETTING),
+            Given("4.1, two processes", SETTING),
+        ],
+    ),
+    Page(
+        "docs/coming_from.md",
+        [
+            Given("torchao 0.18, TransformerEngine 2.16, bitsandbytes 0.50 and Flax 0.12", SETTING),
+        ],
+    ),
+    Page(
+        "docs/data.md",
+        [
+            Given("12 MB", SETTING),
+            Given("256 MiB", SETTING),
+            Given("2 GiB", SETTING),
+            Given("1024 bytes", SETTING),
+            Given("fill more than 99 % of the rows", TESTED),  # test_packing.py
+        ],
+    ),
+    Page("docs/evaluation.md", [Given("95 % Wilson intervals", SETTING)]),
+    Page(
+        "docs/examples.md",
+        [
+            Table("examples_memory", examples_memory),
+            Given("MaxText needs Python 3.12.", SETTING),
+            Given("at least 16,384 elements", SETTING),
+            Given("safetensors before 0.8,", SETTING),
+        ],
+    ),
+    Page("docs/generation.md", [Given("64 MB", SETTING), Given("2 GB", SETTING)]),
+    Page(
+        "docs/quantization.md",
+        [
+            Given("the first 65,536 tokens", SETTING),
+            Given("the largest element of a token on 127.5", SETTING),
+        ],
+    ),
+    Page(
+        "docs/quickstart.md",
+        [
+            Given("You need Python 3.11, 3.12 or 3.13", SETTING),
+            Given("a Llama of 0.9 million parameters", SETTING),
+        ],
+    ),
+    Page(
+        "docs/training.md",
+        [
+            Given("Llamas of 0.9, 124 and 360 million parameters", SETTING),
+            Given("100 % would be", ARITHMETIC),
+            Given("2.1 bytes a parameter instead of 8", ARITHMETIC),
+            Sentence(
+                "a step of Llama-2-7B takes {:.1f} % longer this way than with the moments on the "
+                "GPU; without released gradients it takes {:.0f} % longer",
+                lambda: (slower("offloaded", "released"), slower("offloaded")),
+            ),
+        ],
+    ),
+]

@@ -1,0 +1,37 @@
+"""The figures of docs/layers.md."""
+
+from experiments.figures.compare import Given, Page, Sentence
+from experiments.figures.measured.layers import unit
+from experiments.figures.measured.package import CAPABILITY
+from experiments.figures.pages.reasons import ARITHMETIC
+from experiments.stacks import Sizes
+
+PRESETS = {  # a row of the table of presets, and what measured it
+    "BF16` | as they come | as they come | q, k, v, o": "BF16",
+    "FP8_LINEAR` | FP8 | as they come | q, k, v, o": "FP8_LINEAR",
+    "COAT` | FP8 | FP8 in blocks of 16 | q, k, v, o": "COAT",
+    "COAT_LEAN` | FP8 | FP8 in blocks of 16 | q, k, v, o in FP8": "COAT_LEAN",
+    "COAT_PAPER` | FP8 | FP8 in blocks of 16 | q, k, v, o": "COAT",  # saves what COAT saves
+}
+
+PAGE = Page(
+    "docs/layers.md",
+    [
+        *(
+            Sentence(f"| `coat.{row} | {{:.1f}} U |", lambda name=name: (unit(name),))
+            for row, name in PRESETS.items()
+        ),
+        Given(
+            "1 U is the size of the layer's input, the residual stream, in BF16: 2 bytes",
+            ARITHMETIC,
+        ),
+        Sentence(
+            "whose hidden width is {:.2f} times the width",
+            lambda: (Sizes().hidden / Sizes().width,),
+        ),
+        Given("saves the input of each layer only (1 U)", ARITHMETIC),
+        Sentence("saves it in FP8 ({:.2f} U)", lambda: ((1 + 1 / 16) / 2,)),
+        Given("as soon as it is 256 times larger than what is added", ARITHMETIC),
+        Sentence("before Ada (compute capability {:.1f})", lambda: (CAPABILITY,)),
+    ],
+)

@@ -1,0 +1,51 @@
+"""The figures of README.md."""
+
+from experiments.figures.compare import Page, Sentence, Table
+from experiments.figures.measured import loss_study, throughput
+from experiments.figures.measured.layers import unit
+from experiments.figures.measured.package import CAPABILITY, MOMENTS
+
+PAGE = Page(
+    "README.md",
+    [
+        Sentence(
+            "AdamW's two moments take {:.2f} bytes a parameter instead of {:.0f}.",
+            lambda: (MOMENTS, 8),
+        ),
+        Sentence(
+            "A Llama layer saves {:.1f} U for its backward pass, where BF16 saves {:.1f}.",
+            lambda: (unit("COAT"), unit("BF16")),
+        ),
+        Sentence(
+            "COAT trains {:.2f} times as fast as BF16 with FP32 moments, in {:.2f} times less "
+            "memory",
+            throughput.seven_billion,
+        ),
+        Table("training_throughput", throughput.plain_rows),
+        Sentence(
+            "A Llama of 40 million parameters, trained on {:.1f} million tokens from several seeds",
+            lambda: (loss_study.million_tokens(*loss_study.STUDY),),
+        ),
+        Sentence(
+            "8-bit moments alone: {:+.2f} % ± {:.2f} (95 % interval)",
+            lambda: loss_study.cost("moments"),
+        ),
+        Sentence(
+            "FP8 products and activations alone: {:+.2f} % ± {:.2f}",
+            lambda: loss_study.cost("activations"),
+        ),
+        Sentence(
+            "of the run in BF16 (`--bf16_steps 0.25`): {:+.2f} % ± {:.2f}",
+            lambda: loss_study.cost("coat_after_bf16"),
+        ),
+        Sentence(
+            "ends {:+.2f} % above BF16 in COAT, and {:+.2f} % with such a start",
+            lambda: loss_study.larger()[:2],
+        ),
+        Sentence(
+            "two BF16 runs that differ only in rounding end {:.3f} % apart.",
+            lambda: (loss_study.floor(),),
+        ),
+        Sentence("compute capability {:.1f} or newer", lambda: (CAPABILITY,)),
+    ],
+)

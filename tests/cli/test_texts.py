@@ -1,0 +1,58 @@
+"""Which tokenizer a model's folder has, and whether texts begin as its training's did."""
+
+import dataclasses
+import json
+
+import pytest
+from small_model import SMALL
+
+from coat_jax.cli import texts
+from coat_jax.errors import UserError
+from coat_jax.tokenizers import Bytes
+
+THEIRS = {"architectures": ["LlamaForCausalLM"]}
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    """A file of two words, which begins a text with <s>."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"yes": 0, "no": 1, "<s>": 2}, unk_token="no")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", 2)]
+    )
+    made.save(str(tmp_path / "words.json"))
+    return tmp_path / "words.json"
+
+
+def folder_of(tmp_path, said):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(said))
+    return folder
+
+
+def test_texts_of_a_run_begin_as_its_training_did_with_nothing_in_front(tmp_path, tokenizer):
+    run = folder_of(tmp_path, {"model": {}, "data": {"tokenizer": str(tokenizer)}})
+    assert texts.tokenizer_of(run, SMALL, None).encode("yes no") == [0, 1]
+    assert texts.tokenizer_of(run, SMALL, str(tokenizer)).encode("yes no") == [0, 1]
+
+
+def test_texts_of_other_models_begin_as_their_tokenizer_says(tmp_path, tokenizer):
+    theirs = folder_of(tmp_path, THEIRS)
+    assert texts.tokenizer_of(theirs, SMALL, str(tokenizer)).encode("yes no") == [2, 0, 1]
+    tokenizer.rename(theirs / "tokenizer.json")
+    assert texts.tokenizer_of(theirs, SMALL, None).encode("yes no") == [2, 0, 1]
+
+
+def test_bytes_are_for_models_of_256_tokens_and_for_those_who_ask(tmp_path):
+    folder = folder_of(tmp_path, THEIRS)
+    small = dataclasses.replace(SMALL, vocab=256)
+    assert isinstance(texts.tokenizer_of(folder, small, None), Bytes)
+    large = dataclasses.replace(SMALL, vocab=257)
+    assert isinstance(texts.tokenizer_of(folder, large, "bytes"), Bytes)
+    with pytest.raises(UserError, match=r"no tokenizer\.json.*257 tokens.*--tokenizer FILE"):
+        texts.tokenizer_of(folder, large, None)
