@@ -29,7 +29,7 @@ def filled(config, seed=0, mesh=None):
 
     def draw(leaf):
         values = rng.standard_normal(leaf.shape) / np.sqrt(leaf.shape[-2:][0])
-        values = jnp.asarray(values, leaf.dtype)
+        values = jnp.asarray(values.astype(leaf.dtype))  # by JAX it is compiled for each shape
         return values if mesh is None else jax.device_put(values, leaf.sharding)
 
     return nnx.merge(graph, jax.tree.map(draw, state))

@@ -243,24 +243,34 @@ def adam_moments(seed=0):
     return np.float32(0.2 * rng.normal(size=root.shape) * root), np.float32(root**2)
 
 
+def stored(storage, m, v, b1):
+    """The moments as they are read, from one program."""
+
+    @jax.jit
+    def program(m, v):
+        return storage.read_moments(*storage.write_moments(m, v, noise.leaf_key(0, 1, 2), b1, 0.95))
+
+    return program(m, v)
+
+
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_the_error_of_a_direction_is_far_below_that_of_fp8(stochastic):
     m, v = adam_moments()
 
     def error(**formats):
         storage = Storage(min_size=0, stochastic=stochastic, **formats)
-        stored = storage.write_moments(m, v, noise.leaf_key(0, 1, 2), 0.9, 0.95)
-        got_m, got_v = storage.read_moments(*stored)
-        return np.sqrt(np.mean(np.square(got_m / np.sqrt(got_v) - m / np.sqrt(v))))
+        got_m, got_v = map(np.asarray, stored(storage, m, v, b1=0.9))
+        some = got_v > 0  # E4M3 rounds a few to zero, whose directions would be infinite
+        off = got_m[some] / np.sqrt(got_v[some]) - m[some] / np.sqrt(v[some])
+        return np.sqrt(np.mean(np.square(off)))
 
     assert error() < 0.35 * error(first=E4M3, second=E4M3)
 
 
 def test_both_moments_are_right_on_average():
     m, v = (np.broadcast_to(x[:1], (4096, 128)) for x in adam_moments())
-    storage = Storage(min_size=0)
-    stored = storage.write_moments(m, v, noise.leaf_key(0, 1, 2), 1.0, 0.95)
-    for read, exact in zip(storage.read_moments(*stored), (m, v), strict=True):
+    both = stored(Storage(min_size=0), m, v, b1=1.0)
+    for read, exact in zip(both, (m, v), strict=True):
         got = np.asarray(read, np.float64)
         error = 6 * got.std(0) / np.sqrt(len(got)) + 2e-3 * np.abs(exact[0])
         assert np.all(np.abs(got.mean(0) - exact[0]) <= error)

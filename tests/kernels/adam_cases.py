@@ -9,6 +9,7 @@ a whole number, a group may get the neighbouring exponent, and with it other cod
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -218,8 +219,14 @@ def one_step(
     implementation: str, leaf: Leaf, count: int, hyper: Hyper, settings: Settings
 ) -> tuple[jax.Array, Leaf]:
     """The result of a step of one leaf, and the leaf as the next step takes it."""
-    stepped = adam_step([leaf], jnp.int32(count), hyper, settings, implementation=implementation)[0]
-    return stepped.result, leaf._replace(mu=stepped.mu, nu=stepped.nu)
+
+    def step(leaf: Leaf) -> tuple[jax.Array, Leaf]:
+        (stepped,) = adam_step(
+            [leaf], jnp.int32(count), hyper, settings, implementation=implementation
+        )
+        return stepped.result, leaf._replace(mu=stepped.mu, nu=stepped.nu)
+
+    return (jax.jit(step) if implementation == "xla" else step)(leaf)
 
 
 def fresh_leaf(param: jax.Array | None, grad: jax.Array, storage: Storage = ALL_FP8) -> Leaf:
@@ -228,6 +235,7 @@ def fresh_leaf(param: jax.Array | None, grad: jax.Array, storage: Storage = ALL_
     return Leaf(param, grad, *written(storage, zeros, zeros))
 
 
+@partial(jax.jit, static_argnums=0)
 def written(storage: Storage, m: jax.Array, v: jax.Array) -> tuple[Expanded, Expanded]:
     """Both moments as `storage` holds them, rounded to nearest."""
     nearest = dataclasses.replace(storage, stochastic=False)

@@ -68,7 +68,7 @@ X = jax.random.normal(jax.random.key(0), (3, 5, D))
 def test_in_full_precision_it_computes_what_the_module_does(act, residual, hidden):
     model = randomized(Model(Gated(nnx.Rngs(0), act, residual, hidden)))
     converted = nn.convert(model, "bf16", rules={"layers.0": nn.GatedMLP})
-    np.testing.assert_allclose(converted(X), model(X), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(nnx.jit(converted)(X), nnx.jit(model)(X), rtol=1e-4, atol=1e-4)
 
 
 def test_biases_and_layers_in_a_sequence_are_converted_too():
@@ -89,7 +89,7 @@ def test_parameters_keep_their_names_values_and_gradients():
     converted = nn.convert(model, rules={"layers.0": nn.GatedMLP, "*.steps": nn.MLP})
 
     def gradients(model):
-        return nnx.grad(lambda m: jnp.sum(jnp.sin(m(X))))(model)
+        return nnx.jit(nnx.grad(lambda m: jnp.sum(jnp.sin(m(X)))))(model)
 
     before, after = (nnx.state(m, nnx.Param) for m in (model, converted))
     jax.tree.map(np.testing.assert_array_equal, before, after)

@@ -31,7 +31,8 @@ FP8_PRESETS = {name: preset for name, preset in PRESETS.items() if name != "bf16
 def draw(seed, *shapes, dtype=jnp.float32, over=1.0):
     """Normal numbers; weights are those `over` the root of their number of inputs."""
     rng = np.random.default_rng(seed)
-    arrays = [jnp.asarray(rng.standard_normal(shape) / over, dtype) for shape in shapes]
+    # NumPy's conversion, as JAX's is compiled for each shape.
+    arrays = [jnp.asarray((rng.standard_normal(shape) / over).astype(dtype)) for shape in shapes]
     return arrays if len(shapes) > 1 else arrays[0]
 
 
@@ -55,8 +56,8 @@ def pulled(f, *args, dy=None):
     """What f gives, the gradients of all arguments for outputs' gradients dy, and dy, drawn."""
     if dy is None:
         leaves, tree = jax.tree.flatten(jax.eval_shape(f, *args))
-        rng = np.random.default_rng(99)
-        dy = tree.unflatten([jnp.asarray(rng.standard_normal(y.shape), y.dtype) for y in leaves])
+        normal = np.random.default_rng(99).standard_normal
+        dy = tree.unflatten([jnp.asarray(normal(y.shape).astype(y.dtype)) for y in leaves])
 
     def run(dy, *args):
         y, pull = jax.vjp(f, *args)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hopper import can_compile_for_hopper, kernel_calls
-from ops_cases import draw, weight
+from ops_cases import draw, quick_jit, weight
 
 import coat_jax as coat
 from coat_jax import ops
@@ -45,7 +45,8 @@ def test_it_is_computed_and_differentiated(precision, rtol):
         return x + (mish(x @ gate) * (x @ up)) @ down
 
     def both(function):
-        return function(x), jax.grad(lambda x: jnp.sum(jnp.square(function(x))))(x)
+        slope = jax.grad(lambda x: jnp.sum(jnp.square(function(x))))
+        return quick_jit(lambda x: (function(x), slope(x)))(x)
 
     got = both(lambda x: gated(x, gate, up, down, precision))
     wanted = both(lambda x: plain(x, gate, up, down))
@@ -57,7 +58,7 @@ def test_a_module_takes_it():
     from flax import nnx
 
     layer = coat.nn.GatedMLP(D, F, activation="mish", rngs=nnx.Rngs(0))
-    assert layer(draw(1, (2, 3, D))).shape == (2, 3, D)
+    assert nnx.jit(layer)(draw(1, (2, 3, D))).shape == (2, 3, D)
 
 
 def test_it_saves_what_other_activations_save():

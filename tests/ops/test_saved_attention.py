@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ops_cases import assert_close, distance, draw, quick_jit
+from ops_cases import assert_close, distance, draw, pulled, quick_jit
 
 import coat_jax as coat
 from coat_jax import ops
@@ -114,8 +114,7 @@ def test_an_added_token_changes_nothing(how, s, t):
         mask = jnp.asarray(np.random.default_rng(0).random((B, 1, s, t)) < 0.5).at[..., 0].set(True)
 
     def results(attend):
-        o, pull = jax.vjp(lambda *values: attend(settings, mask, *values), q, k, v)
-        return o, *pull(dy)
+        return pulled(lambda *values: attend(settings, mask, *values), q, k, v, dy=dy)
 
     assert_close(results(saved_attention._padded_to_even), results(saved_attention._masked), 1e-5)
 

@@ -39,7 +39,7 @@ def test_a_histogram_gives_the_quantizers_ranges(kind):
     for format, name in (("int8", "INT8"), ("fp8", "E4M3")):
         for fit in ("max", "percentile", "mse"):
             recipe = dataclasses.replace(STATIC, activation_fit=fit)
-            expected = float(Quantizer(name, fit=fit).range_of(x).high[0])
+            expected = float(jax.jit(Quantizer(name, fit=fit).range_of)(x).high[0])
             got = input_scale(inputs, format, recipe) * LARGEST[format]
             if fit == "mse":
                 # Near its minimum the error is flat: that is compared, not where it is.
@@ -49,7 +49,7 @@ def test_a_histogram_gives_the_quantizers_ranges(kind):
 
 
 def error(x, name, high):
-    rounded = Quantizer(name).quantize(x, Range(jnp.array([-high]), jnp.array([high])))
+    rounded = jax.jit(Quantizer(name).quantize)(x, Range(jnp.array([-high]), jnp.array([high])))
     return float(jnp.sum(jnp.square(rounded - x)))
 
 

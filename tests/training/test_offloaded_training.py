@@ -15,7 +15,7 @@ from coat_jax.training.preparation import prepare
 from coat_jax.training.report.accounting import account
 from coat_jax.training.report.telemetry import Telemetry
 
-UNROLLED = {"scan": False}
+UNROLLED = {"scan": False, "layers": 1}
 
 
 @pytest.fixture(autouse=True)

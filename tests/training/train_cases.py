@@ -67,7 +67,7 @@ class Stepper(NamedTuple):
         def draw(leaf):
             spread = 1.0 if leaf.ndim < 2 else leaf.shape[-2] ** -0.5
             values = spread * rng.standard_normal(leaf.shape)
-            return jax.device_put(jnp.asarray(values, leaf.dtype), leaf.sharding)
+            return jax.device_put(np.asarray(values, leaf.dtype), leaf.sharding)
 
         params = jax.tree.map(draw, self.abstract.params)
         step, skipped = (jax.device_put(jnp.int32(0), everywhere(self.mesh)) for _ in range(2))
