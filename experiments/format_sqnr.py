@@ -57,9 +57,9 @@ class Distribution(NamedTuple):
         end: the largest magnitude.
     """
 
-    density: Callable[[Float[np.ndarray, "n"]], Float[np.ndarray, "n"]]
+    density: Callable[[Float[np.ndarray, " n"]], Float[np.ndarray, " n"]]
     variance: float
-    sample: Callable[[np.random.Generator, int], Float[np.ndarray, "n"]]
+    sample: Callable[[np.random.Generator, int], Float[np.ndarray, " n"]]
     end: float = np.inf
 
 
@@ -112,7 +112,7 @@ DISTRIBUTIONS = {
 
 
 @functools.cache
-def codes_of(fmt: AnyFormat) -> Float[np.ndarray, "n"]:
+def codes_of(fmt: AnyFormat) -> Float[np.ndarray, " n"]:
     """The codes from zero up, as shares of the range."""
     values = fmt.magnitudes if isinstance(fmt, Minifloat) else fmt.values[fmt.values >= 0]
     return values[values <= fmt.full_scale] / fmt.full_scale
@@ -168,7 +168,7 @@ def measure(samples: int) -> dict[str, Any]:
 
 
 def _row(
-    fmt: AnyFormat, of: Distribution, x: jax.Array, spread: Float[np.ndarray, "n"]
+    fmt: AnyFormat, of: Distribution, x: jax.Array, spread: Float[np.ndarray, " n"]
 ) -> dict[str, float]:
     """A format on a distribution: theory, weighted samples, and a tensor of plain ones."""
     limit, bits = best_range(fmt, of)

@@ -38,17 +38,17 @@ class Cache(NamedTuple):
     """
 
     past: nn.Past  # [L, B, T, K, H] each
-    starts: Int[Array, "B"]
+    starts: Int[Array, " B"]
     filled: Int[Array, ""]
 
     @property
-    def lengths(self) -> Int[Array, "B"]:
+    def lengths(self) -> Int[Array, " B"]:
         """How many tokens each text has."""
         return self.filled - self.starts
 
 
 def prefill(
-    model: Llama, tokens: Int[Array, "B S"], starts: Int[Array, "B"], slots: int
+    model: Llama, tokens: Int[Array, "B S"], starts: Int[Array, " B"], slots: int
 ) -> tuple[Float[Array, "B V"], Cache]:
     """The logits after the last token of each text, and a cache with room for more.
 
@@ -74,7 +74,7 @@ def prefill(
 
 
 def decode(
-    model: Llama, tokens: Int[Array, "B"], cache: Cache
+    model: Llama, tokens: Int[Array, " B"], cache: Cache
 ) -> tuple[Float[Array, "B V"], Cache]:
     """The logits after one more token of each text, and the cache with it.
 

@@ -111,9 +111,9 @@ def _listed(chunk: Int[Array, "B C"], prompts: int) -> list[list[int]]:
 
 class _Session(NamedTuple):
     cache: Cache
-    tokens: Int[Array, "B"]  # the newest, not in the cache yet
-    lefts: Int[Array, "B"]  # how many more each text may have; 0 once it has ended
-    numbers: Int[Array, "B"]
+    tokens: Int[Array, " B"]  # the newest, not in the cache yet
+    lefts: Int[Array, " B"]  # how many more each text may have; 0 once it has ended
+    numbers: Int[Array, " B"]
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -122,11 +122,11 @@ def _begin(
     sampling: Sampling,
     slots: int,
     state: Any,
-    stops: Int[Array, "E"],
+    stops: Int[Array, " E"],
     tokens: Int[Array, "B S"],
-    starts: Int[Array, "B"],
-    lefts: Int[Array, "B"],
-    numbers: Int[Array, "B"],
+    starts: Int[Array, " B"],
+    lefts: Int[Array, " B"],
+    numbers: Int[Array, " B"],
 ) -> tuple[Int[Array, "B 1"], _Session]:
     logits, cache = prefill(nnx.merge(graph, state), tokens, starts, slots)
     session = _Session(cache, tokens[:, -1], lefts, numbers)
@@ -136,7 +136,7 @@ def _begin(
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def _continue(
-    graph: Any, sampling: Sampling, state: Any, stops: Int[Array, "E"], session: _Session
+    graph: Any, sampling: Sampling, state: Any, stops: Int[Array, " E"], session: _Session
 ) -> tuple[Int[Array, "B C"], _Session]:
     model = nnx.merge(graph, state)
 
@@ -156,8 +156,8 @@ def _continue(
 
 
 def _chosen(
-    sampling: Sampling, stops: Int[Array, "E"], logits: Float[Array, "B V"], session: _Session
-) -> tuple[Int[Array, "B"], _Session]:
+    sampling: Sampling, stops: Int[Array, " E"], logits: Float[Array, "B V"], session: _Session
+) -> tuple[Int[Array, " B"], _Session]:
     """The next token of each text, NOTHING where it has ended."""
     tokens = choose(logits, sampling, session.numbers, session.cache.lengths)
     ended = (session.lefts <= 0) | jnp.isin(tokens, stops)

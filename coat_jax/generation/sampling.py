@@ -43,9 +43,9 @@ class Sampling:
 def choose(
     logits: Float[Array, "B V"],
     sampling: Sampling,
-    numbers: Int[Array, "B"],
-    steps: Int[Array, "B"],
-) -> Int[Array, "B"]:
+    numbers: Int[Array, " B"],
+    steps: Int[Array, " B"],
+) -> Int[Array, " B"]:
     """The next token of each text.
 
     Args:

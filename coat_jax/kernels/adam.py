@@ -232,7 +232,7 @@ NUMBER = StepNumbers(*range(len(StepNumbers._fields)))
 
 def numbers_of_step(
     count: Int[Array, ""], hyper: Hyper, *, nesterov: bool, has_param: bool, smallest_v: float
-) -> Float[Array, "numbers"]:
+) -> Float[Array, " numbers"]:
     """The `StepNumbers` as one array, which XLA computes once per step.
 
     `smallest_v` is `Storage.resolution_of_second`.

@@ -155,7 +155,7 @@ def adam_step(
 
 def _keys(
     seed: int, count: Int[Array, ""], ids: Sequence[int], leaves: Sequence[Leaf]
-) -> UInt32[Array, "leaves"]:
+) -> UInt32[Array, " leaves"]:
     """The keys of all leaves; different ones for the shards inside a `shard_map`."""
     arrays = [jax.tree.leaves(leaf) for leaf in leaves]
     if not any(noise.varying_axes(*a) for a in arrays):
@@ -192,7 +192,7 @@ def _buckets(indices: Sequence[int], leaves: Sequence[Leaf]) -> list[list[int]]:
 def _step_together(
     leaves: Sequence[Leaf],
     table: Int32[Array, "leaves 2"],
-    numbers: Float[Array, "numbers"],
+    numbers: Float[Array, " numbers"],
     keys: UInt32[Array, "..."],
     *,
     settings: Settings,

@@ -58,7 +58,7 @@ class Operand(NamedTuple):
     """
 
     values: Float[Array, "*rows K"] | None
-    transposed: Float[Array, "K *rows"] | None
+    transposed: Float[Array, " K *rows"] | None
     scale: Float[Array, ""] | None
     lengths: Float[Array, "*rows"] | None = None
 

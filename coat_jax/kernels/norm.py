@@ -58,8 +58,8 @@ class Norm:
         eps: added to the mean square, or to the variance.
     """
 
-    scale: Float[Array, "D"] | None = None
-    shift: Float[Array, "D"] | None = None
+    scale: Float[Array, " D"] | None = None
+    shift: Float[Array, " D"] | None = None
     kind: Kind = dataclasses.field(default="rms", metadata={"static": True})
     eps: float = dataclasses.field(default=1e-6, metadata={"static": True})
 

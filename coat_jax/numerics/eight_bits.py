@@ -59,7 +59,7 @@ def scale_of(largest: Float[Array, "..."], name: EightBits) -> Float[Array, "...
 
 def channel_scales(
     weight: Float[Array, "K N"], name: EightBits, fit: Fit, percentile: float
-) -> Float[Array, "N"]:
+) -> Float[Array, " N"]:
     """A scale for each output channel of a weight, NaN where it has one; see `Quantizer`."""
     own: Any = SIMULATED[name]
     quantizer = Quantizer(own, over="channel", fit=fit, percentile=percentile)

@@ -64,7 +64,7 @@ class IntegerFormat:
         return -self.max - (not self.symmetric)
 
     @property
-    def values(self) -> Float[np.ndarray, "codes"]:
+    def values(self) -> Float[np.ndarray, " codes"]:
         """All codes, ascending."""
         return np.arange(self.min, self.max + 1)
 

@@ -116,12 +116,12 @@ class Minifloat:
         return self.signed + self.exponent_bits + self.mantissa_bits
 
     @property
-    def values(self) -> Float[np.ndarray, "codes"]:
+    def values(self) -> Float[np.ndarray, " codes"]:
         """The value of each code in FP64, NaN and infinities included."""
         return _values(self)
 
     @property
-    def magnitudes(self) -> Float[np.ndarray, "n"]:
+    def magnitudes(self) -> Float[np.ndarray, " n"]:
         """The finite values with sign +, ascending: the index of each is its code."""
         positive = self.values[: 1 << (self.exponent_bits + self.mantissa_bits)]
         return positive[np.isfinite(positive)]
@@ -257,7 +257,7 @@ def _usual(exponent_bits: int, mantissa_bits: int, signed: bool) -> Minifloat:
 
 
 @functools.cache
-def _values(fmt: Minifloat) -> Float[np.ndarray, "codes"]:
+def _values(fmt: Minifloat) -> Float[np.ndarray, " codes"]:
     assert fmt.bias is not None
     e, m = np.divmod(np.arange(1 << (fmt.exponent_bits + fmt.mantissa_bits)), 2**fmt.mantissa_bits)
     fraction = m / 2.0**fmt.mantissa_bits

@@ -50,7 +50,7 @@ def leaf_key(seed: int, step: ArrayLike, leaf: int) -> UInt32[Array, ""]:
     return mix(_step_key(seed, step) + np.uint32(leaf * GOLDEN & 0xFFFF_FFFF))
 
 
-def leaf_keys(seed: int, step: ArrayLike, leaves: Sequence[int]) -> UInt32[Array, "leaves"]:
+def leaf_keys(seed: int, step: ArrayLike, leaves: Sequence[int]) -> UInt32[Array, " leaves"]:
     """The keys of several arrays."""
     return mix(_step_key(seed, step) + np.array(leaves, np.uint32) * np.uint32(GOLDEN))
 

@@ -210,7 +210,7 @@ class Quantizer:
         unit = jnp.maximum(-widest.low, widest.high)
         unit = jnp.where(unit > 0, unit, 1.0)[:, None]  # squares of small numbers would underflow
 
-        def errors(shares: Float[Array, "R"]) -> Float[Array, "R"]:
+        def errors(shares: Float[Array, " R"]) -> Float[Array, " R"]:
             values = self._values(rows, _part(widest, shares), None, "nearest")
             return jnp.sum(jnp.square((values - rows) / unit), axis=-1)
 
@@ -294,13 +294,13 @@ def _within(x: Float[Array, "..."], limit: float) -> Float[Array, "..."]:
     return jnp.where(jnp.abs(x) <= limit * SLACK, x, jnp.copysign(limit, x))
 
 
-def _part(widest: Range, shares: Float[Array, "R"]) -> Range:
+def _part(widest: Range, shares: Float[Array, " R"]) -> Range:
     return Range(widest.low * shares, widest.high * shares)
 
 
 def _least(
-    errors: Callable[[Array], Array], start: Float[Array, "R"], factors: np.ndarray
-) -> Float[Array, "R"]:
+    errors: Callable[[Array], Array], start: Float[Array, " R"], factors: np.ndarray
+) -> Float[Array, " R"]:
     """For each row, the start times the factor with the least error; the first one in a tie."""
     tried = jax.lax.map(lambda factor: errors(start * factor), jnp.asarray(factors, jnp.float32))
     return start * jnp.asarray(factors, jnp.float32)[jnp.argmin(tried, axis=0)]

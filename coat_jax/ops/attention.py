@@ -85,7 +85,7 @@ def attention_linear(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     weight: Float[Array, "NH D"],
-    bias: Float[Array, "D"] | None = None,
+    bias: Float[Array, " D"] | None = None,
     *,
     causal: bool = True,
     window: int | None = None,

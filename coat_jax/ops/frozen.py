@@ -66,7 +66,7 @@ def adapted_linear(
     x: Float[Array, "*rows K"],
     weight: Frozen,
     adapter: tuple[Float[Array, "K R"], Float[Array, "R N"]],
-    bias: Float[Array, "N"] | None = None,
+    bias: Float[Array, " N"] | None = None,
     *,
     precision: Precision | str = COAT,
     implementation: Implementation | None = None,

@@ -56,7 +56,7 @@ def norm_qkv(
     x: Float[Array, "B S D"],
     norm: Norm,
     weights: Sequence[Float[Array, "D NH"]],
-    biases: Sequence[Float[Array, "NH"] | None] | None = None,
+    biases: Sequence[Float[Array, " NH"] | None] | None = None,
     *,
     head_dim: int,
     rotary: Rotary | None = None,

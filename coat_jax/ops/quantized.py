@@ -46,7 +46,7 @@ class Quantized(NamedTuple):
     """
 
     codes: Array  # [N, K]
-    scale: Float[Array, "N"]
+    scale: Float[Array, " N"]
     input_scale: Float[Array, ""] | None = None
 
 
@@ -80,7 +80,7 @@ def quantize_weight(
 def quantized_linear(
     x: Float[Array, "*rows K"],
     weight: Quantized,
-    bias: Float[Array, "N"] | None = None,
+    bias: Float[Array, " N"] | None = None,
     *,
     activations: Activations = "dynamic",
 ) -> Float[Array, "*rows N"]:

@@ -57,7 +57,7 @@ class Rotary:
     def __post_init__(self) -> None:
         require_fields(self)
 
-    def frequencies(self, head_dim: int) -> Float[Array, "H2"]:
+    def frequencies(self, head_dim: int) -> Float[Array, " H2"]:
         """Radians per position of each pair."""
         if head_dim % 2:
             raise ValueError(f"Rotary embeddings rotate pairs: a head of {head_dim} is odd.")

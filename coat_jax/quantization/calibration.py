@@ -47,7 +47,7 @@ class Inputs(NamedTuple):
         row_errors: the sum of squared errors of dynamic rounding, in each of CANDIDATES.
     """
 
-    counts: Int[np.ndarray, "bins"]
+    counts: Int[np.ndarray, " bins"]
     largest: float
     squares: float
     row_errors: Float[np.ndarray, "2"]
@@ -143,7 +143,7 @@ def _percentile(inputs: Inputs, share: float) -> float:
     return min(float(low + into * (high - low)), inputs.largest)
 
 
-def _points(inputs: Inputs) -> tuple[Float[np.ndarray, "P"], Float[np.ndarray, "P"]]:
+def _points(inputs: Inputs) -> tuple[Float[np.ndarray, " P"], Float[np.ndarray, " P"]]:
     """Magnitudes that stand for those in the bins, and how many elements each stands for."""
     bins = np.flatnonzero(inputs.counts)
     low, high = _edges(bins)[:, None], _edges(bins + 1)[:, None]
@@ -152,13 +152,13 @@ def _points(inputs: Inputs) -> tuple[Float[np.ndarray, "P"], Float[np.ndarray, "
     return values.ravel(), np.repeat(inputs.counts[bins] / POINTS, POINTS)
 
 
-def _edges(bins: Int[np.ndarray, "P"]) -> Float[np.ndarray, "P"]:
+def _edges(bins: Int[np.ndarray, " P"]) -> Float[np.ndarray, " P"]:
     """The smallest magnitudes of bins."""
     return (bins.astype(np.uint32) << SHIFT).view(np.float32).astype(np.float64)
 
 
 def _error(
-    values: Float[np.ndarray, "P"], weights: Float[np.ndarray, "P"], high: float, name: EightBits
+    values: Float[np.ndarray, " P"], weights: Float[np.ndarray, " P"], high: float, name: EightBits
 ) -> float:
     """The squared error of rounding with a scale for magnitudes up to `high`."""
     scale = high / eight_bits.LARGEST[name]

@@ -77,7 +77,7 @@ class Events(NamedTuple):
         return bool(self.spikes) and all(spike.end is not None for spike in self.spikes)
 
 
-def entropy(text: UInt8[np.ndarray, "N"]) -> float:
+def entropy(text: UInt8[np.ndarray, " N"]) -> float:
     """The ceiling, in nats: of single bytes."""
     counts = np.bincount(text, minlength=256)
     p = counts[counts > 0] / counts.sum()

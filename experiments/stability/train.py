@@ -58,7 +58,7 @@ class Grid(NamedTuple):
     """What a grid left: signals [runs, steps], and how many steps of each run were skipped."""
 
     signals: Signals
-    skipped: Int32[np.ndarray, "runs"]
+    skipped: Int32[np.ndarray, " runs"]
 
 
 class Program(NamedTuple):
@@ -80,9 +80,9 @@ def train(
     arm: Arm,
     size: Size,
     settings: Settings,
-    text: UInt8[np.ndarray, "N"],
-    seeds: Int[np.ndarray, "runs"],
-    learning_rates: Float[np.ndarray, "runs"],
+    text: UInt8[np.ndarray, " N"],
+    seeds: Int[np.ndarray, " runs"],
+    learning_rates: Float[np.ndarray, " runs"],
     report: Callable[[int], None] = lambda step: None,
 ) -> Grid:
     """Trains all runs side by side.
@@ -150,7 +150,7 @@ def one_step(
     tx: optax.GradientTransformation,
     settings: Settings,
     state: State,
-    text: UInt8[Array, "N"],
+    text: UInt8[Array, " N"],
     seed: Array,
     rate: Float[Array, ""],
     number: Int[Array, ""],
@@ -176,7 +176,7 @@ def one_step(
 
 
 def windows(
-    settings: Settings, text: UInt8[Array, "N"], seed: Array, number: Array
+    settings: Settings, text: UInt8[Array, " N"], seed: Array, number: Array
 ) -> Int32[Array, "B S+1"]:
     """The batch of a step."""
     key = jax.random.fold_in(jax.random.key(seed), number)

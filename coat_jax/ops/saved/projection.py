@@ -25,7 +25,7 @@ from coat_jax.numerics.formats import E5M2
 from coat_jax.precision import Precision, precision_of
 
 Weights = tuple[Float[Array, "K N"], ...]
-Biases = tuple[Float[Array, "N"] | None, ...]
+Biases = tuple[Float[Array, " N"] | None, ...]
 Outputs = tuple[Float[Array, "*rows N"], ...]
 Scales = tuple[Float[Array, ""] | None, ...]
 
@@ -165,7 +165,7 @@ def bias_gradients(biases: Biases, gradients: Sequence[Float[Array, "*rows N"]])
     )
 
 
-def _sum_of_rows(dy: Float[Array, "*rows N"]) -> Float[Array, "N"]:
+def _sum_of_rows(dy: Float[Array, "*rows N"]) -> Float[Array, " N"]:
     return jnp.sum(dy.astype(jnp.float32), axis=tuple(range(dy.ndim - 1)))
 
 
