@@ -17,7 +17,6 @@ measured with v rounded to nearest and stochastically, to separate the effects o
 rounding.
 """
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,11 +34,16 @@ from coat_jax.numerics import noise
 from coat_jax.numerics.formats import E4M3
 from coat_jax.storage import Storage
 from experiments import records
-from experiments.command import parser_of
 from experiments.moments import coders
-from experiments.moments.followed import Comparison, Followed, follow
+from experiments.moments.followed import (
+    WEIGHT_DECAY,
+    Comparison,
+    Experiment,
+    Followed,
+    follow,
+    schedule,
+)
 
-LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1
 B2S = (0.95, 0.999)
 PARTS = ("layers", "embedding and head")
 FORMATS = OURS, EXPANDED, PLAIN, DYNAMIC = (
@@ -114,10 +118,7 @@ def scale_by_coded_adam(
 
 def measure(steps: int, seed: int) -> Followed:
     """The errors by b2, storage and part."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, LEARNING_RATE, max(steps // 10, 1), steps, LEARNING_RATE / 10
-    )
-    training = optax.adamw(schedule, b2=0.95, weight_decay=WEIGHT_DECAY)
+    training = optax.adamw(schedule(steps), b2=0.95, weight_decay=WEIGHT_DECAY)
     comparisons = {
         f"b2 = {b2}": Comparison(
             optax.scale_by_adam(b2=b2), dict(zip(STORAGES, storages(b2), strict=True))
@@ -135,20 +136,6 @@ def matrices(tree: Any) -> dict[str, dict[str, Array]]:
         if Storage().quantizes(leaf.shape):
             parts[PARTS[0] if "layers" in name else PARTS[1]][name] = leaf
     return parts
-
-
-def main() -> None:
-    """Measures, prints the table and writes figures and picture."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, default=1500, help="of training")
-    parser.add_argument("--seed", type=int, default=0, help="of model and batches")
-    options = parser.parse_args()
-    started = time.perf_counter()
-    followed = measure(options.steps, options.seed)
-    figures = followed.figures(time.perf_counter() - started)
-    records.write(options.out / "accumulated_error.json", figures)
-    draw(figures, options.out / "accumulated_error.png")
-    show(figures)
 
 
 def show(figures: Figures) -> None:
@@ -188,4 +175,4 @@ def draw(figures: Figures, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    Experiment(__doc__, "accumulated_error", measure, draw, show).run(steps=1500)

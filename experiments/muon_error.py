@@ -15,7 +15,6 @@ are those of [inputs, outputs]: the columns of the first kind have their own fea
 of a head, and differ more.
 """
 
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,10 +32,16 @@ import coat_jax as coat
 from coat_jax.numerics import expansion, integers, noise
 from coat_jax.storage import Storage, stochastic_below
 from experiments import records
-from experiments.command import parser_of
-from experiments.moments.followed import Comparison, Followed, follow
+from experiments.moments.followed import (
+    WEIGHT_DECAY,
+    Comparison,
+    Experiment,
+    Followed,
+    follow,
+    schedule,
+)
 
-LEARNING_RATE, WEIGHT_DECAY, BETA = 3e-3, 0.1, 0.95
+BETA = 0.95
 RMS = 0.2  # of an update, about that of AdamW's
 READERS, WRITERS = PARTS = ("q, k, v, gate, up", "o, down")
 WRITING = ("['o']", "['down']")
@@ -107,11 +112,8 @@ def as_expanded(m: Array, uniform: Array) -> Array:
 
 def measure(steps: int, seed: int) -> Followed:
     """The errors by storage and part."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, LEARNING_RATE, max(steps // 10, 1), steps, LEARNING_RATE / 10
-    )
     training = optax.contrib.muon(
-        schedule,
+        schedule(steps),
         beta=BETA,
         weight_decay=WEIGHT_DECAY,
         consistent_rms=RMS,
@@ -135,19 +137,6 @@ def matrices(tree: Any) -> dict[str, dict[str, Array]]:
             writes = any(word in name for word in WRITING)
             parts[WRITERS if writes else READERS][name] = leaf
     return parts
-
-
-def main() -> None:
-    """Measures, prints the table and writes figures and picture."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, default=300, help="of training")
-    parser.add_argument("--seed", type=int, default=0, help="of model and batches")
-    options = parser.parse_args()
-    started = time.perf_counter()
-    figures = measure(options.steps, options.seed).figures(time.perf_counter() - started)
-    records.write(options.out / "muon_error.json", figures)
-    draw(figures, options.out / "muon_error.png")
-    show(figures)
 
 
 def show(figures: Figures) -> None:
@@ -178,4 +167,4 @@ def draw(figures: Figures, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    Experiment(__doc__, "muon_error", measure, draw, show).run(steps=300)

@@ -44,6 +44,10 @@ class Stored(NamedTuple):
     piece: tuple[int, ...]
     read: Callable[[Index], np.ndarray]
 
+    def whole(self) -> np.ndarray:
+        """All of it."""
+        return self.read((slice(None),) * len(self.shape))
+
 
 Parameters = Mapping[Name, Stored]
 

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from coat_jax.models import Config, hf, stored
-from coat_jax.models.stored import Name, Parameters, Stored
+from coat_jax.models.stored import Name, Parameters
 from coat_jax.quantization import folders
 from coat_jax.quantization.calibration import Ranges
 from coat_jax.quantization.projections import computing
@@ -59,7 +59,7 @@ def save_quantized(
     in_kind = {name: stored.cast(one, kind) for name, one in parameters.items()}
 
     def weight_at(path: str) -> Array:
-        return jnp.asarray(_whole(in_kind[_name(path)]))
+        return jnp.asarray(in_kind[_name(path)].whole())
 
     schemes = choose_schemes(config, recipe, ranges, weight_at)
     _, state = abstract(config, schemes)
@@ -85,13 +85,13 @@ def _values(
     for path in paths:
         made_of.setdefault(folders.plain_name(path), []).append(path)
     for name, its_paths in made_of.items():
-        scheme = schemes.get(".".join(map(str, name)))
+        projection, value = ".".join(map(str, name)), parameters[name].whole()
+        scheme = schemes.get(projection)
         if scheme is None:
             (path,) = its_paths
-            yield path, _whole(parameters[name])
+            yield path, value
             continue
-        weight = jnp.asarray(_whole(parameters[name]))
-        rounded = round_weight(".".join(map(str, name)), weight, scheme, recipe, ranges)
+        rounded = round_weight(projection, jnp.asarray(value), scheme, recipe, ranges)
         for path in its_paths:
             yield path, np.asarray(getattr(rounded, str(path[-1])))
 
@@ -106,10 +106,6 @@ def _counted(
     for path, value in values:
         yield path, value
         progress(left.pop(folders.plain_name(path), 0))
-
-
-def _whole(one: Stored) -> np.ndarray:
-    return one.read((slice(None),) * len(one.shape))
 
 
 def _name(path: str) -> Name:

@@ -7,7 +7,9 @@ others receive its gradients and step on their own states, so that their errors 
 do in training.
 """
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +20,12 @@ from flax import nnx
 from jaxtyping import Array
 from rich.progress import track
 
-from experiments import corpus
+from experiments import corpus, records
+from experiments.command import parser_of
 from experiments.small_llama import Config, Llama, loss
 
 CONFIG = Config(layers=2)
+LEARNING_RATE, WEIGHT_DECAY = 3e-3, 0.1
 MODEL = f"Llama over bytes: width {CONFIG.width}, {CONFIG.layers} layers, ffn {CONFIG.ffn}, FP32"
 BATCH, SEQUENCE = 8, 128
 SAMPLES = 30  # points of each curve
@@ -70,6 +74,44 @@ class Followed(NamedTuple):
                 for comparison, of_all in self.errors.items()
             },
         }
+
+
+class Experiment(NamedTuple):
+    """What differs between experiments whose optimizers follow a training.
+
+    Attributes:
+        docstring: which --help shows.
+        results: the name of the results file and of the picture.
+        measure: takes the number of steps and the seed.
+        draw: draws figures into a file.
+        show: prints figures.
+    """
+
+    docstring: str | None
+    results: str
+    measure: Callable[[int, int], Followed]
+    draw: Callable[[dict[str, Any], Path], None]
+    show: Callable[[dict[str, Any]], None]
+
+    def run(self, *, steps: int) -> None:
+        """The command line: measures, writes figures and picture, and prints the table."""
+        parser = parser_of(self.docstring)
+        parser.add_argument("--steps", type=int, default=steps, help="of training")
+        parser.add_argument("--seed", type=int, default=0, help="of model and batches")
+        options = parser.parse_args()
+        started = time.perf_counter()
+        followed = self.measure(options.steps, options.seed)
+        figures = followed.figures(time.perf_counter() - started)
+        records.write(options.out / f"{self.results}.json", figures)
+        self.draw(figures, options.out / f"{self.results}.png")
+        self.show(figures)
+
+
+def schedule(steps: int) -> optax.Schedule:
+    """The learning rate of a training."""
+    return optax.warmup_cosine_decay_schedule(
+        0.0, LEARNING_RATE, max(steps // 10, 1), steps, LEARNING_RATE / 10
+    )
 
 
 def follow(

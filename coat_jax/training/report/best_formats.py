@@ -155,7 +155,7 @@ def _bits(quantizer: Quantizer, x: Float[Array, "K N"]) -> Float[Array, ""]:
 
 def _sampled(one: Stored, quantizer: Quantizer, axis: int, sample: int) -> Float[np.ndarray, "K N"]:
     """A matrix in FP32, or some whole channels or rows of it, whose scales are then the same."""
-    x = one.read((slice(None),) * len(one.shape)).astype(np.float32)
+    x = one.whole().astype(np.float32)
     x = x.reshape(-1, x.shape[-1])
     along = axis if quantizer.over == "channel" else 0
     count = x.shape[along]
