@@ -138,6 +138,11 @@ def matrices(tree: Any) -> dict[str, dict[str, Array]]:
     return parts
 
 
+def main() -> None:
+    """Measures, prints the table and writes figures and picture."""
+    Experiment(__doc__, "accumulated_error", measure, draw, show).run(steps=1500)
+
+
 def show(figures: Figures) -> None:
     """Prints the errors at the end."""
     table = Table(title=f"Error of the update after {figures['training']['steps']} steps")
@@ -175,4 +180,4 @@ def draw(figures: Figures, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    Experiment(__doc__, "accumulated_error", measure, draw, show).run(steps=1500)
+    main()

@@ -139,6 +139,11 @@ def matrices(tree: Any) -> dict[str, dict[str, Array]]:
     return parts
 
 
+def main() -> None:
+    """Measures, prints the table and writes figures and picture."""
+    Experiment(__doc__, "muon_error", measure, draw, show).run(steps=300)
+
+
 def show(figures: Figures) -> None:
     """Prints the errors at the end."""
     table = Table(title=f"Error of Muon's update after {figures['training']['steps']} steps")
@@ -167,4 +172,4 @@ def draw(figures: Figures, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    Experiment(__doc__, "muon_error", measure, draw, show).run(steps=300)
+    main()
