@@ -9,7 +9,7 @@ from experiments.figures.measured import loss_study, throughput
 from experiments.figures.measured.curves import epochs, tokens
 from experiments.figures.measured.files import GB, bold, case, of, ratio
 from experiments.figures.measured.throughput import beside_one, slower, training
-from experiments.figures.pages.reasons import PAPER, SETTING
+from experiments.figures.pages.reasons import PAPER
 
 
 def offloaded() -> tuple[float, float, float]:
