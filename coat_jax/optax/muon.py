@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
@@ -44,22 +43,17 @@ from coat_jax.optax.matrices import (
     numbers_of_leaves,
 )
 from coat_jax.optax.metadata import fit_metadata
-from coat_jax.optax.newton_schulz import Preconditioning, orthogonalize, require_preconditioning
+from coat_jax.optax.newton_schulz import (
+    STANDARD,
+    Coefficients,
+    Preconditioning,
+    coefficients_of,
+    orthogonalize,
+    require_preconditioning,
+)
 from coat_jax.optax.sharding import zeros
 from coat_jax.optax.state import by_leaf, from_leaves, init_moment, leaf_layout
 from coat_jax.storage import Storage
-
-Coefficients = tuple[float, float, float] | tuple[tuple[float, float, float], ...]
-
-STANDARD: Coefficients = (3.4445, -4.7750, 2.0315)
-DION: Coefficients = (
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-)
-PRESETS = {"standard": STANDARD, "dion": DION}
 
 
 class ScaleByFP8MuonState(NamedTuple):
@@ -111,7 +105,7 @@ def fp8_muon(
         weight_decay: of Muon's matrices; decoupled, multiplied by the learning rate.
         weight_decay_mask: a tree of booleans, or a function from parameters to one, that selects
             the matrices that decay.
-        mu_dtype: must be None; optax has this argument in this place.
+        mu_dtype: must be None; keeps the argument order of optax.
         nesterov: whether to use Nesterov momentum, also in Adam.
         adaptive: see `scale_by_fp8_muon`.
         preconditioning: likewise.
@@ -203,7 +197,7 @@ def scale_by_fp8_muon(
         ns_steps: the number of steps, if `ns_coeffs` has only three numbers.
         beta: decay rate of the momentum.
         eps: added to norms.
-        mu_dtype: must be None; optax has this argument in this place.
+        mu_dtype: must be None; keeps the argument order of optax.
         nesterov: whether to use Nesterov momentum.
         adaptive: whether to multiply each update by its inner product with the momentum.
         preconditioning: how singular values are made at most 1 before the first step: "frobenius",
@@ -214,7 +208,7 @@ def scale_by_fp8_muon(
         storage: the format of the momentum (`first`), the group size, the rounding, and which
             leaves stay in FP32.
     """
-    coefficients = _coefficients(ns_coeffs, ns_steps)
+    coefficients = coefficients_of(ns_coeffs, ns_steps)
     require_preconditioning(preconditioning)
     require_number("beta", beta)
     require_number("eps", eps)
@@ -243,18 +237,18 @@ def scale_by_fp8_muon(
         gradients, structure = jax.tree.flatten(updates)
         matrices = matrices_of(weight_dimension_numbers, updates)
         old = zip(by_leaf(state.mu), jax.tree.leaves(state.columns), strict=True)
-        stored, columns, looked_ahead = [], [], []
+        stored, columns, corrected = [], [], []
         for leaf, g, matrix, (mu, column) in zip(
             noise.leaf_ids(updates), gradients, matrices, old, strict=True
         ):
             g32 = g.astype(jnp.float32)
             m = beta * (storage.read(mu, storage.first) * column) + (1 - beta) * g32
-            looked_ahead.append(_bias_corrected(m, g32, beta, count, nesterov))
+            corrected.append(_bias_corrected(m, g32, beta, count, nesterov))
             columns.append(_magnitude_of_columns(m, matrix, storage))
             key = noise.distinguish(noise.leaf_key(storage.seed, count, leaf), g)
             stored.append(storage.write_momentum(m / columns[-1], key, beta))
         stacks = orthogonalize(
-            [matrix.stack(m) for m, matrix in zip(looked_ahead, matrices, strict=True)],
+            [matrix.stack(m) for m, matrix in zip(corrected, matrices, strict=True)],
             coefficients,
             steps=ns_steps,
             eps=eps,
@@ -263,7 +257,7 @@ def scale_by_fp8_muon(
         )
         directions = [matrix.unstack(u) for u, matrix in zip(stacks, matrices, strict=True)]
         if adaptive:
-            directions = [jnp.vdot(m, u) * u for m, u in zip(looked_ahead, directions, strict=True)]
+            directions = [jnp.vdot(m, u) * u for m, u in zip(corrected, directions, strict=True)]
         results = [u.astype(g.dtype) for u, g in zip(directions, gradients, strict=True)]
         state = ScaleByFP8MuonState(
             count,
@@ -294,10 +288,9 @@ def _bias_corrected(
     count: Int32[Array, ""],
     nesterov: bool,
 ) -> Float[Array, "..."]:
-    """What is orthogonalized: the momentum, or with Nesterov a prediction of the next step's.
+    """The momentum without the bias of its zero initial value; with Nesterov, one step ahead.
 
-    It is divided by the sum of the weights that the gradients of `count` steps have in it, so that
-    it is their weighted mean from the first step on.
+    The bias correction makes it a weighted mean of the gradients from the first step on.
     """
     if not nesterov:
         return m / (1 - beta**count)
@@ -323,28 +316,6 @@ def _scale_by_shape(
         factor(matrix) * u for u, matrix in zip(leaves, matrices_of(numbers, updates), strict=True)
     ]
     return jax.tree.unflatten(structure, scaled)
-
-
-def _coefficients(given: Coefficients | str, steps: int) -> np.ndarray:
-    """[3] or [steps, 3]; raises for anything else."""
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(
-            f"ns_steps={steps!r} must be a whole number of at least 1. (optax.inject_hyperparams "
-            'makes arrays of numbers: pass it static_args=("ns_steps", "ns_dtype").)'
-        )
-    if isinstance(given, str):
-        if given not in PRESETS:
-            raise ValueError(
-                f"ns_coeffs={given!r} must be one of {', '.join(PRESETS)}, or numbers."
-            )
-        given = PRESETS[given]
-    numbers = np.asarray(given, np.float32)
-    if numbers.ndim not in (1, 2) or numbers.shape[-1:] != (3,):
-        raise ValueError(
-            f"ns_coeffs has shape {numbers.shape}; it must be three numbers, or three for each "
-            "step."
-        )
-    return numbers
 
 
 def _require_state(state: Any, updates: optax.Updates, storage: Storage) -> None:

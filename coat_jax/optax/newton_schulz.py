@@ -27,9 +27,20 @@ from jaxtyping import Array, Float
 
 from coat_jax.numerics.mesh_axes import automatic_mesh
 
+Coefficients = tuple[float, float, float] | tuple[tuple[float, float, float], ...]
 Preconditioning = Literal["frobenius", "aol", "schatten"]
 TOGETHER = 1 << 26  # elements of the matrices that one device multiplies at the same time
 STACKED = 1 << 28  # elements of one device's share of a stack
+
+STANDARD: Coefficients = (3.4445, -4.7750, 2.0315)
+DION: Coefficients = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+PRESETS = {"standard": STANDARD, "dion": DION}  # the names that optax has for them
 
 
 def orthogonalize(
@@ -90,6 +101,28 @@ def _of_one_shape(stacks: Sequence[Float[Array, "B M N"]]) -> Iterator[list[_Par
                     parts, room = [], most
         if parts:
             yield parts
+
+
+def coefficients_of(given: Coefficients | str, steps: int) -> np.ndarray:
+    """The coefficients of all steps [3], or of each [steps, 3]; raises for anything else."""
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(
+            f"ns_steps={steps!r} must be a whole number of at least 1. (optax.inject_hyperparams "
+            'makes arrays of numbers: pass it static_args=("ns_steps", "ns_dtype").)'
+        )
+    if isinstance(given, str):
+        if given not in PRESETS:
+            raise ValueError(
+                f"ns_coeffs={given!r} must be one of {', '.join(PRESETS)}, or numbers."
+            )
+        given = PRESETS[given]
+    numbers = np.asarray(given, np.float32)
+    if numbers.ndim not in (1, 2) or numbers.shape[-1:] != (3,):
+        raise ValueError(
+            f"ns_coeffs has shape {numbers.shape}; it must be three numbers, or three for each "
+            "step."
+        )
+    return numbers
 
 
 def require_preconditioning(name: str) -> None:
