@@ -24,8 +24,8 @@ from jax.typing import DTypeLike
 
 from coat_jax.errors import UserError
 
-SHOWN = 60  # characters of a value
-Made = TypeVar("Made")
+MAX_SHOWN = 60  # characters of a value in an error
+ConfigType = TypeVar("ConfigType")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,8 +51,8 @@ class Range:
             return f"from {_number(self.least)} to {_number(self.most)}"
         words = {"of at least": self.least, "above": self.above}
         words |= {"at most": self.most, "below": self.below}
-        said = [f"{word} {_number(limit)}" for word, limit in words.items() if limit is not None]
-        return " and ".join(said)
+        limits = [f"{word} {_number(limit)}" for word, limit in words.items() if limit is not None]
+        return " and ".join(limits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +69,9 @@ class Among:
         return f"among {', '.join(map(str, self.choices))}"
 
 
-MOST = 2**31 - 1  # the largest int32: counters of steps and positions of tokens are int32
-Count = Annotated[int, Range(least=1, most=MOST)]
-CountOrZero = Annotated[int, Range(least=0, most=MOST)]
+INT32_MAX = 2**31 - 1  # counters of steps and positions of tokens are int32
+Count = Annotated[int, Range(least=1, most=INT32_MAX)]
+CountOrZero = Annotated[int, Range(least=0, most=INT32_MAX)]
 Share = Annotated[float, Range(least=0, most=1)]
 
 
@@ -129,7 +129,7 @@ def shown(value: Any) -> str:
         text = repr(value)
     except ValueError:  # Python does not print whole numbers of more than 4300 digits
         text = "a number of thousands of digits"
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _fits(value: Any, annotation: Any) -> bool:
@@ -191,7 +191,7 @@ def _number(limit: float) -> str:
 # --- From JSON -------------------------------------------------------------------------------
 
 
-def from_json(kind: type[Made], data: Any, where: str) -> Made:
+def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
     """Builds a config from JSON that has a value for every field.
 
     Args:

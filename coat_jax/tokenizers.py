@@ -105,7 +105,7 @@ class Tokenizer:
     @functools.cached_property
     def _without_special_tokens(self) -> Any:
         tokenizer = parsed(self._content, str(self._path))
-        tokenizer.encode_special_tokens = True  # as ordinary text, that is
+        tokenizer.encode_special_tokens = True  # encodes their spelling as ordinary text
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
@@ -118,7 +118,7 @@ class Tokenizer:
             found = self._without_special_tokens.encode_batch_fast(
                 list(texts), add_special_tokens=False
             )
-        return [np.array(one.ids, self.dtype) for one in found]
+        return [np.array(encoding.ids, self.dtype) for encoding in found]
 
     def encode_markers(self, text: str) -> UInt[np.ndarray, " N"]:
         """The tokens of a text of a template, in which special tokens are meant as such."""
@@ -278,7 +278,7 @@ class _TokensReader:
 
 
 def _bytes_of(text: str) -> bytes:
-    """Its UTF-8, and the bytes that a terminal passed on and Python could not read."""
+    """The text in UTF-8. Bytes of a terminal that Python could not decode stay as they were."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
@@ -286,5 +286,5 @@ def _bytes_of(text: str) -> bytes:
 
 
 def _clean(text: str) -> str:
-    """The text, with what is no text replaced: the library accepts nothing else."""
+    """The text with undecodable bytes replaced, since the library accepts only valid text."""
     return _bytes_of(text).decode("utf-8", "replace")

@@ -90,11 +90,11 @@ class Scope:
         self._weights = weights
 
     def probe(
-        self, op: str, tensors: Sequence[str], weights: Sequence[str], each: Sequence[str]
+        self, op: str, tensors: Sequence[str], weights: Sequence[str], per_weight: Sequence[str]
     ) -> OptionalProbe:
         """The probe of an op, under names that no other op of the scope has."""
         weights = self._weights if len(self._weights) == len(weights) else tuple(weights)
-        tensors = [*tensors, *(of_weight(w, tensor) for w in weights for tensor in each)]
+        tensors = [*tensors, *(of_weight(w, tensor) for w in weights for tensor in per_weight)]
         base = self._free(op, tensors)
         names = {tensor: f"{base}/{tensor}" for tensor in tensors}
         self._taken.update(names.values())
@@ -118,17 +118,17 @@ class Scope:
         prefix = "/".join(filter(None, (self._prefix, name)))
         return Scope(self.found, self.probes, prefix, self._layers, self._taken, weights)
 
-    def of_layers(self, name: str, count: int) -> "Layers":
+    def layer_probes(self, name: str, count: int) -> "LayerProbes":
         """The probes of `count` layers that are traced once, as an argument for them."""
         prefix = f"{self._prefix}/{name}/*" if self._prefix else f"{name}/*"
         probes = None
         if self.probes is not None:
             probes = {n: p for n, p in self.probes.items() if n.startswith(f"{prefix}/")}
-        return Layers(probes, self.found, prefix, count)
+        return LayerProbes(probes, self.found, prefix, count)
 
 
 @jax.tree_util.register_pytree_node_class
-class Layers:
+class LayerProbes:
     """The probes of a stack of layers, with a first axis over layers; or those of one layer.
 
     It is passed to the layers as an argument, because a function inside jit, scan or recomputation
@@ -155,7 +155,7 @@ class Layers:
         return tuple((self.probes or {})[name] for name in names), static
 
     @classmethod
-    def tree_unflatten(cls, static: Any, leaves: Any) -> "Layers":
+    def tree_unflatten(cls, static: Any, leaves: Any) -> "LayerProbes":
         """For JAX."""
         names, collects, found, prefix, count = static
         probes = None if collects else dict(zip(names, leaves, strict=True))
@@ -179,7 +179,7 @@ class _Identity:
 
 
 def probe(
-    op: str, tensors: Sequence[str], weights: Sequence[str] = (), each: Sequence[str] = ()
+    op: str, tensors: Sequence[str], weights: Sequence[str] = (), per_weight: Sequence[str] = ()
 ) -> OptionalProbe:
     """The probe of an op that is being traced; None without telemetry, or if nothing is FP8.
 
@@ -187,12 +187,12 @@ def probe(
         op: its name, used where no scope has named it, or where two ops would share names.
         tensors: what it rounds to FP8.
         weights: what its weights are called; the scope may know better.
-        each: what it rounds for each weight.
+        per_weight: what it rounds for each weight.
     """
     scope: Scope | None = _current.value
-    if scope is None or not (tensors or (weights and each)):
+    if scope is None or not (tensors or (weights and per_weight)):
         return None
-    return scope.probe(op, tensors, weights, each)
+    return scope.probe(op, tensors, weights, per_weight)
 
 
 def of_weight(weight: str, tensor: str) -> str:
@@ -213,27 +213,27 @@ def named(name: str, weights: tuple[str, ...] = ()) -> Iterator[None]:
         yield
 
 
-def layers(name: str, count: int) -> Layers | None:
-    """The probes of `count` layers that are traced once, or None; `one_of` has those of each."""
+def layer_probes(name: str, count: int) -> LayerProbes | None:
+    """The probes of `count` layers that are traced once; None without telemetry."""
     scope: Scope | None = _current.value
-    return None if scope is None else scope.of_layers(name, count)
+    return None if scope is None else scope.layer_probes(name, count)
 
 
-def one_of(of_layers: Layers | None, index: int) -> Layers | None:
-    """The probes of one layer, from those of all."""
-    one: Layers | None = jax.tree.map(lambda stacked: stacked[index], of_layers)
+def probes_of_layer(probes: LayerProbes | None, index: int) -> LayerProbes | None:
+    """The probes of one layer, from those of all layers."""
+    one: LayerProbes | None = jax.tree.map(lambda stacked: stacked[index], probes)
     return one
 
 
 @contextlib.contextmanager
-def layer(of_one: Layers | None) -> Iterator[None]:
+def layer_scope(probes: LayerProbes | None) -> Iterator[None]:
     """The scope of one layer, while it is traced."""
-    with contextlib.nullcontext() if of_one is None else _current(of_one.scope()):
+    with contextlib.nullcontext() if probes is None else _current(probes.scope()):
         yield
 
 
 @contextlib.contextmanager
-def watched(scope: Scope | None) -> Iterator[None]:
-    """Sets the scope; None turns telemetry off, as in a function that is recomputed."""
+def scope_set(scope: Scope | None) -> Iterator[None]:
+    """Sets the scope of the ops traced in this context; None turns telemetry off."""
     with _current(scope):
         yield

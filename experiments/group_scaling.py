@@ -26,7 +26,7 @@ from rich.table import Table
 
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.activation import COLUMNS_PER_MAXIMUM, activation_forward
-from coat_jax.kernels.norm import Norm, bound
+from coat_jax.kernels.norm import Norm, bound_of_norm
 from coat_jax.numerics.formats import E4M3
 from experiments import records
 from experiments.command import parser_of
@@ -82,7 +82,7 @@ def measure(rows: int, columns: int, kernels: bool) -> dict[str, float]:
     norm = Norm(jnp.ones(columns, jnp.bfloat16))
     largest = jax.jit(lambda x: jnp.max(jnp.abs(x)))
     reduce = jax.jit(jnp.max)
-    of_norm = jax.jit(lambda norm: bound(norm, columns))
+    of_norm = jax.jit(lambda norm: bound_of_norm(norm, columns))
     times = {
         "full pass": _ms(lambda: largest(a)),
         "group maxima": _ms(lambda: reduce(groups)),

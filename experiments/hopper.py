@@ -113,7 +113,7 @@ def there() -> Iterator[None]:
         mock.patch.object(attention, "check_compute_capability", return_value=True),
         mock.patch.object(jax, "default_backend", return_value="gpu"),
         mock.patch.object(dispatch, "gpu_capability", return_value=dispatch.HOPPER),
-        mock.patch.object(sharding, "on_hosts", _OnHosts.like),
+        mock.patch.object(sharding, "host_sharding", _OnHosts.like),
         mock.patch.object(pxla, CHECK, _out_shardings(getattr(pxla, CHECK))),
     ):
         yield

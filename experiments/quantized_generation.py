@@ -112,7 +112,7 @@ def model_of(name: str, case: str, length: int) -> Any:
     from coat_jax.quantization.projections import paths_of
     from coat_jax.training.config_files import load_config
 
-    config = quantization.computing(load_config(name).model)
+    config = quantization.inference_config(load_config(name).model)
     both: dict[str, Any] = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     config = dataclasses.replace(
         config, axes=MeshAxes(), batch_axes=(), context=max(config.context, length), **both

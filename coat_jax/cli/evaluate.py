@@ -189,7 +189,7 @@ def _table_of_texts(files: Sequence[Path], scores: Sequence["Score"]) -> str:
 
     named = list(zip(map(str, files), scores, strict=True))
     if len(scores) > 1:
-        named.append(("together", evaluation.together(scores)))
+        named.append(("together", evaluation.combine(scores)))
     lines = [["text", "tokens", "nats/token", "perplexity", "bits/byte"]]
     lines += [
         [

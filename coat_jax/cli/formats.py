@@ -22,7 +22,7 @@ all linear layers. Their scales are powers of two, one per tensor, from its larg
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -208,7 +208,7 @@ def _tokens(
 # --- What is printed -------------------------------------------------------------------------
 
 
-def _shown(rows: Any) -> Any:
+def _shown(rows: Iterator["Row"]) -> Iterator["Row"]:
     """Passes the rows through; a terminal shows the name of each meanwhile."""
     shows = sys.stderr.isatty()
     for row in rows:

@@ -152,8 +152,8 @@ def _lines(file: Path | None) -> Iterator[str]:
         if file.suffix.lower() != ".jsonl":
             yield line
         elif line.strip():
-            said = parse_json(line, f"{file}:{number}")
-            prompt = said.get("prompt") if isinstance(said, dict) else said
+            record = parse_json(line, f"{file}:{number}")
+            prompt = record.get("prompt") if isinstance(record, dict) else record
             if not isinstance(prompt, str):
                 raise UserError(f'{file}:{number} is neither a string nor {{"prompt": "..."}}.')
             yield prompt
@@ -214,7 +214,7 @@ class _Speed:
             yield chunk
 
     def __str__(self) -> str:
-        said = f"{self.tokens:,} tokens; {self.waited:.1f} s until the first"
+        summary = f"{self.tokens:,} tokens; {self.waited:.1f} s until the first"
         if not self.seconds:
-            return f"{said}."
-        return f"{said}, then {self.after_first / self.seconds:,.0f} tokens/s."
+            return f"{summary}."
+        return f"{summary}, then {self.after_first / self.seconds:,.0f} tokens/s."

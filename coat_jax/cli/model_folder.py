@@ -61,9 +61,9 @@ class ModelFolder:
         from coat_jax.training.checkpoint import weights
 
         self._where, self._step = expanded(options.where), options.step
-        said = weights.read_json(self._where)
+        config_json = weights.read_json(self._where)
         config = weights.model_config(self._where)
-        if options.precision and weights.is_quantized(said):
+        if options.precision and weights.is_quantized(config_json):
             raise UserError(
                 f"{self._where} is already quantized, which decides its precision: leave "
                 "--precision out."
@@ -73,7 +73,9 @@ class ModelFolder:
             config, precision=precision, axes=axes or MeshAxes(), batch_axes=batch_axes
         )
         self.text = texts.tokenizer_of(self._where, config, options.tokenizer)
-        self.stops = self._stops(said, texts.data_of(self._where, said).get("end_of_text"))
+        self.stops = self._stops(
+            config_json, texts.data_of(self._where, config_json).get("end_of_text")
+        )
 
     def load(self) -> "Llama":
         """The model, on the mesh that is set."""
@@ -81,11 +83,11 @@ class ModelFolder:
 
         return weights.load(self._where, self.config, step=self._step, note=note)
 
-    def _stops(self, said: dict[str, Any], of_run: int | None) -> list[int]:
+    def _stops(self, config_json: dict[str, Any], of_run: int | None) -> list[int]:
         """What ends a text: as generation_config.json or config.json says, or the tokenizer."""
         file = self._where / "generation_config.json"
         settings = read_json(file) if status(file) else {}
-        ends = settings.get("eos_token_id", said.get("eos_token_id"))
+        ends = settings.get("eos_token_id", config_json.get("eos_token_id"))
         if ends is None:
             ends = self.text.end_of_text if of_run is None else of_run
         ends = ends if isinstance(ends, list) else [ends]

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 BYTES = "bytes"
 
 
-def data_of(folder: Path, said: Mapping[str, Any]) -> Mapping[str, Any]:
+def data_of(folder: Path, config_json: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a run was trained on, by the config.json in its folder; empty for other folders."""
-    data = said.get("data") or {}
+    data = config_json.get("data") or {}
     if not isinstance(data, dict):
         raise UserError(f"{folder}/config.json: data={shown(data)} must be an object.")
     require(f"{folder}/config.json: data.tokenizer", data.get("tokenizer"), str | None)
@@ -45,11 +45,11 @@ def tokenizer_of(folder: Path, config: "Config", asked: str | None) -> AnyTokeni
     own = folder / "tokenizer.json"
     if asked is None and status(own):
         return Tokenizer(own)
-    said = weights.read_json(folder)
-    other = asked or data_of(folder, said).get("tokenizer")
+    config_json = weights.read_json(folder)
+    other = asked or data_of(folder, config_json).get("tokenizer")
     if other is not None:
         # Training puts nothing in front of a text.
-        return Tokenizer(other, begin=not weights.is_run(said))
+        return Tokenizer(other, begin=not weights.is_run(config_json))
     if config.vocab != Bytes.vocab:
         raise UserError(
             f"{folder} has no tokenizer.json, and its model knows {config.vocab:,} tokens. Name "

@@ -12,7 +12,7 @@ The trainer's own evaluation is the mean loss over batches of held-out rows.
 
 from coat_jax.evaluation.likelihood import Passage, log_probabilities
 from coat_jax.evaluation.multiple_choice import Accuracies, Accuracy, Question, accuracies, read
-from coat_jax.evaluation.perplexity import Score, perplexity, together, windows
+from coat_jax.evaluation.perplexity import Score, combine, perplexity, windows
 
 __all__ = [
     "Accuracies",
@@ -21,9 +21,9 @@ __all__ = [
     "Question",
     "Score",
     "accuracies",
+    "combine",
     "log_probabilities",
     "perplexity",
     "read",
-    "together",
     "windows",
 ]

@@ -3,8 +3,8 @@
     log p(x_i | x_0 .. x_i-1) = logit of x_i - log-sum-exp of all logits, in FP32
 
 Passages of similar length share a batch, of which only a chunk of positions has logits at a time.
-What fills up rows and batches comes after the text or is a copy of a row, and changes no result
-but by rounding: FP8 operands have one power of two as scale, from the largest magnitude in a batch.
+Rows are padded after the text and batches with copies of a row, which changes results only by
+rounding: FP8 operands have one power of two as scale, from the largest magnitude in a batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -122,7 +122,7 @@ def _batches(passages: Sequence[Passage], context: int, batch: int) -> list[tupl
 def _arrays(
     texts: Sequence[Sequence[int]], rows: int, length: int
 ) -> tuple[Int32[np.ndarray, "B S"], Int32[np.ndarray, "B S"]]:
-    """Tokens and labels; the last token of a text fills up its row, the last text the batch."""
+    """Tokens and labels; rows are padded with their last token, the batch with its last text."""
     whole = np.empty((rows, length + 1), np.int32)
     for row, text in enumerate(texts):
         whole[row, : len(text)] = text
@@ -149,7 +149,7 @@ def _log_probabilities(
 
 
 def _chunks(x: Array) -> Array:
-    """[B, S, ...] to [chunks, B, C, ...]; zeros fill up the last one."""
+    """[B, S, ...] to [chunks, B, C, ...]; the last chunk is padded with zeros."""
     rows, length = x.shape[:2]
     chunk = min(CHUNK, length)
     x = jnp.pad(x, [(0, 0), (0, -length % chunk)] + [(0, 0)] * (x.ndim - 2))

@@ -95,17 +95,17 @@ def read(path: Path, text: AnyTokenizer, begin: Sequence[int], config: Config) -
     return questions
 
 
-def _fields(where: str, said: Any) -> tuple[str, list[str], int]:
+def _fields(where: str, record: Any) -> tuple[str, list[str], int]:
     """The question, the choices and the number of the right one."""
-    if not isinstance(said, dict):
-        raise UserError(f"{where} is not a JSON object, but {shown(said)}.")
-    names = [name for name in ("context", "question") if name in said]
+    if not isinstance(record, dict):
+        raise UserError(f"{where} is not a JSON object, but {shown(record)}.")
+    names = [name for name in ("context", "question") if name in record]
     if len(names) != 1:
         raise UserError(
             f"{where} has {' and '.join(names) or 'neither context nor question'}: name the text "
             'before the choices "context" or "question".'
         )
-    question, choices, answer = said[names[0]], said.get("choices"), said.get("answer")
+    question, choices, answer = record[names[0]], record.get("choices"), record.get("answer")
     if not isinstance(question, str):
         raise UserError(f"{where}: {names[0]}={shown(question)} must be text.")
     if not isinstance(choices, list) or len(choices) < 2:

@@ -102,7 +102,7 @@ def perplexity(
     return scores
 
 
-def together(scores: Sequence[Score]) -> Score:
-    """The score of several texts."""
+def combine(scores: Sequence[Score]) -> Score:
+    """The score of several texts, as if they were one."""
     nats, tokens, sizes = zip(*scores, strict=True)
     return Score(math.fsum(nats), sum(tokens), sum(sizes))

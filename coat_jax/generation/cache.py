@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from coat_jax import nn
 from coat_jax.models import Config, Llama
-from coat_jax.models.llama import along_batch
+from coat_jax.models.llama import shard_batch
 from coat_jax.nn.parameters import divides_evenly
 
 
@@ -67,7 +67,7 @@ def prefill(
     def layer(block: nn.TransformerBlock, x: Array, _: None) -> tuple[Array, nn.Past]:
         return block.prefill(x, positions, segments)
 
-    x, new = _through(model, model.embedded(tokens), None, layer)
+    x, new = _run_layers(model, model.embedded(tokens), None, layer)
     past = jax.tree.map(lambda n: _padded(n, slots, model.config), new)
     logits = model.logits(model.norm(x[:, -1:]))[:, 0]
     return logits, Cache(past, starts, jnp.int32(length))
@@ -90,7 +90,7 @@ def decode(
     def layer(block: nn.TransformerBlock, x: Array, past: nn.Past) -> tuple[Array, nn.Past]:
         return block.decode(x, positions, past, slot, visible)
 
-    x, new = _through(model, model.embedded(tokens[:, None]), past, layer)
+    x, new = _run_layers(model, model.embedded(tokens[:, None]), past, layer)
     past = jax.tree.map(
         lambda old, one: lax.dynamic_update_slice_in_dim(old, one, slot, axis=2), past, new
     )
@@ -107,7 +107,7 @@ def _visible(cache: Cache, slots: int, window: int | None) -> Bool[Array, "B T"]
 Layer = Callable[[nn.TransformerBlock, Array, Any], tuple[Array, nn.Past]]
 
 
-def _through(
+def _run_layers(
     model: Llama, x: Float[Array, "B S D"], past: nn.Past | None, layer: Layer
 ) -> tuple[Float[Array, "B S D"], nn.Past]:
     """The residual stream after all layers, and what is new of each, stacked."""
@@ -115,7 +115,7 @@ def _through(
 
     def step(x: Array, block: nn.TransformerBlock, past: nn.Past | None) -> tuple[Array, nn.Past]:
         x, new = layer(block, x, past)
-        return along_batch(x, config.batch_axes), new
+        return shard_batch(x, config.batch_axes), new
 
     if config.scan:
         graph, stacked = nnx.split(model.layers)

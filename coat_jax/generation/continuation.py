@@ -4,7 +4,7 @@
     later calls    CHUNK more tokens of each, until all texts have ended
 
 The host reads a chunk while the device computes the next one, so that the device never waits.
-Prompts are filled up as `models.batches` says, and caches to a multiple of 64 slots: few programs
+Prompts are padded as in `models.batches`, and caches to a multiple of 64 slots: few programs
 of each kind suffice.
 """
 
@@ -60,7 +60,7 @@ def stream(
 
 
 def generate(model: Llama, prompts: Prompts, **settings: Any) -> list[list[int]]:
-    """All that `stream` gives, together."""
+    """All new tokens of each prompt: the chunks of `stream`, joined."""
     chunks = stream(model, prompts, **settings)
     return [list(itertools.chain.from_iterable(of_one)) for of_one in zip(*chunks, strict=True)]
 

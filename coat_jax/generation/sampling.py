@@ -27,7 +27,7 @@ class Sampling:
     Attributes:
         temperature: above 1 flattens the distribution, below 1 sharpens it; 0 takes the likeliest.
         top_k: how many tokens may be chosen, 0 for all. Ties with the k-th are kept.
-        top_p: how much probability they have together, at least; 1 for all.
+        top_p: the least probability that the allowed tokens have together; 1 allows all.
         seed: of the random numbers.
     """
 

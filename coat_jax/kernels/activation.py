@@ -36,7 +36,7 @@ from coat_jax.kernels.sharding import as_3d, run_sharded
 from coat_jax.numerics.blocks import Blocks, power_of_two
 from coat_jax.numerics.formats import format_of
 
-# Those that the Triton kernels compute, and any other of ACTIVATIONS.
+# The activations that the Triton kernels compute. XLA computes any other of ACTIVATIONS.
 InKernels = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 Activation = InKernels | str
 
@@ -103,12 +103,14 @@ def gradient_bounds(
     """
     da_bound = da_bound[..., None]
     first, *gated = (format_of(h.codes.dtype).max * power_of_two(h.exponents) for h in hidden)
-    value, slope = steepest(first, activation)
+    value, slope = activation_bounds(first, activation)
     limits = (da_bound * slope * gated[0], da_bound * value) if gated else (da_bound * slope,)
     return tuple(jnp.max(each, initial=0.0) for each in limits)
 
 
-def steepest(m: Float[Array, "..."], activation: Activation) -> tuple[Array, Array | float]:
+def activation_bounds(
+    m: Float[Array, "..."], activation: Activation
+) -> tuple[Array, Array | float]:
     """Upper bounds of |act(x)| and |act'(x)| where |x| <= m."""
     require_activation(activation)
     if activation == "relu2":

@@ -10,8 +10,8 @@ the gradient needs `Stats`: one or two numbers per row. The kernels go from FP8 
     norm_cast       blocks, statistics -> norm(x) as one FP8 tensor, transposed
     norm_backward   blocks, statistics, gradient of norm(x) -> gradients of x, scale and shift
 
-The forward pass reads x once: the tensor's scale comes from `bound` and does not wait for the rows.
-The backward pass recomputes norm(x) from the blocks, which have half the bytes of x.
+The forward pass reads x once: the tensor's scale comes from `bound_of_norm`, so it need not wait
+for all rows. The backward pass recomputes norm(x) from the blocks, which have half the bytes of x.
 """
 
 import dataclasses
@@ -111,7 +111,7 @@ def normalize_backward(
     return dx * stats.inverse, dataclasses.replace(norm, scale=d_scale, shift=d_shift)
 
 
-def bound(norm: Norm, columns: int, rounding: float = 0.0) -> Float[Array, ""]:
+def bound_of_norm(norm: Norm, columns: int, rounding: float = 0.0) -> Float[Array, ""]:
     """An upper bound of |norm(x)|, whatever the row x.
 
     An element's square is at most the row's sum of squares: |y| <= sqrt(columns) |scale| + |shift|.

@@ -1,6 +1,6 @@
 """Texts of different lengths in batches of few shapes, since every new shape is another program.
 
-Rows are filled up to a power of two (or to the model's context): texts of 1 to 1024 tokens need
+Rows are padded to a power of two (or to the model's context): texts of 1 to 1024 tokens need
 seven programs at most, not a thousand.
 """
 
@@ -36,9 +36,9 @@ def require_known(where: str, tokens: Sequence[int], vocab: int) -> None:
     """Raises unless the model knows these tokens.
 
     Args:
-        where: they are, and "has", as in "Prompt 2 has".
-        tokens: of a text.
-        vocab: how many the model knows.
+        where: the beginning of the error, as in "Prompt 2 has".
+        tokens: the tokens of a text.
+        vocab: the size of the model's vocabulary.
     """
     given = np.asarray(tokens)
     if (outside := given[(given < 0) | (given >= vocab)]).size:

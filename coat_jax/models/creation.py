@@ -27,41 +27,41 @@ def create(config: Config, *, seed: int = 0, mesh: Mesh | None = None) -> Llama:
     """
     mesh = _checked_mesh(config, mesh)
     graph, state = abstract(config, mesh=mesh)
-    # Layers are made stacked, by a program as long as one layer, and taken apart afterwards.
+    # Layers are made stacked, by a program as long as one layer, and unstacked afterwards.
     stacked = dataclasses.replace(config, scan=True)
 
     def initialize(key: jax.Array) -> Any:
         return nnx.state(Llama(stacked, rngs=nnx.Rngs(key)))
 
-    with _setting(mesh):
+    with _mesh_set(mesh):
         shardings = None
         if mesh is not None:
             shardings = nnx.get_named_sharding(abstract(stacked, mesh=mesh)[1], mesh)
         values = jax.jit(initialize, out_shardings=shardings)(jax.random.key(seed))
         if not config.scan:
-            values = _taken_apart(values, state)
+            values = _unstacked(values, state)
     return nnx.merge(graph, values)
 
 
-def _taken_apart(stacked: Any, state: Any) -> Any:
-    """`state`, of a list of layers, with the values of the same layers stacked."""
+def _unstacked(stacked: Any, state: Any) -> Any:
+    """`state`, which has a list of layers, with the values of the same layers stacked."""
     flat = dict(nnx.to_flat_state(state))
     shardings = None
     if None not in (leaf.sharding for leaf in flat.values()):
         shardings = {path: leaf.sharding for path, leaf in flat.items()}
 
-    def take_apart(arrays: dict[Any, jax.Array]) -> dict[Any, jax.Array]:
-        apart: dict[Any, jax.Array] = {}
+    def unstack(arrays: dict[Any, jax.Array]) -> dict[Any, jax.Array]:
+        unstacked: dict[Any, jax.Array] = {}
         for path, array in arrays.items():
             if path[0] == "layers":
-                apart |= {("layers", i, *path[1:]): layer for i, layer in enumerate(array)}
+                unstacked |= {("layers", i, *path[1:]): layer for i, layer in enumerate(array)}
             else:
-                apart[path] = array
-        return apart
+                unstacked[path] = array
+        return unstacked
 
     arrays = {path: leaf[...] for path, leaf in nnx.to_flat_state(stacked)}
-    apart = jax.jit(take_apart, out_shardings=shardings)(arrays)
-    return nnx.from_flat_state({path: leaf.replace(apart[path]) for path, leaf in flat.items()})
+    unstacked = jax.jit(unstack, out_shardings=shardings)(arrays)
+    return nnx.from_flat_state({path: leaf.replace(unstacked[path]) for path, leaf in flat.items()})
 
 
 def abstract(config: Config, *, mesh: Mesh | None = None) -> tuple[Any, Any]:
@@ -72,8 +72,8 @@ def abstract(config: Config, *, mesh: Mesh | None = None) -> tuple[Any, Any]:
         mesh: see `create`.
     """
     mesh = _checked_mesh(config, mesh)
-    with _setting(mesh):
-        model = _shape_of(config)
+    with _mesh_set(mesh):
+        model = _abstract_model(config)
     graph, state = nnx.split(model)
     if mesh is not None:
         shardings = nnx.get_named_sharding(state, mesh)
@@ -85,7 +85,7 @@ def abstract(config: Config, *, mesh: Mesh | None = None) -> tuple[Any, Any]:
     return graph, state
 
 
-def _shape_of(config: Config) -> Llama:
+def _abstract_model(config: Config) -> Llama:
     """A model of shapes. Flax takes long for each parameter, so one layer stands for all."""
     one = config if config.scan else dataclasses.replace(config, layers=1)
     model: Llama = nnx.eval_shape(lambda: Llama(one, rngs=nnx.Rngs(0)))
@@ -102,7 +102,7 @@ def parameters_count(config: Config) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-def _setting(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
+def _mesh_set(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 

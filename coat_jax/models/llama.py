@@ -77,12 +77,12 @@ class Llama(nnx.Module):
         """What the head is applied to; for the arguments see `__call__`."""
         _require_tokens(self.config, tokens, positions, segments)
         x = self.embedded(tokens)
-        return self.norm(_through(self.config, self.layers, x, positions, segments))
+        return self.norm(_run_layers(self.config, self.layers, x, positions, segments))
 
     def embedded(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S D"]:
         """The residual stream before the first layer."""
         x = ops.embedding(value_of(self.embed), tokens)
-        return along_batch(x.astype(self.config.dtype), self.config.batch_axes)
+        return shard_batch(x.astype(self.config.dtype), self.config.batch_axes)
 
     def logits(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
         """The head of `hidden`, in FP32."""
@@ -198,23 +198,23 @@ def _rms_norm(config: Config, columns: int) -> nn.RMSNorm:
 # --- Running them ----------------------------------------------------------------------------
 
 
-def _through(
+def _run_layers(
     config: Config, layers: Any, x: Float[Array, "B S D"], *context: Array | None
 ) -> Float[Array, "B S D"]:
     """The residual stream after all layers; `context` is their positions and segments."""
-    probes = watching.layers("layers", config.layers)
+    probes = watching.layer_probes("layers", config.layers)
     if config.scan:
         graph, stacked = nnx.split(layers)
-        step = _step(config, graph, *context)
+        step = _layer_function(config, graph, *context)
         return lax.scan(lambda x, of_one: (step(x, *of_one), None), x, (stacked, probes))[0]
     for i, (step, layer) in enumerate(
-        zip(layer_steps(config, layers, *context), layers, strict=True)
+        zip(layer_functions(config, layers, *context), layers, strict=True)
     ):
-        x = step(x, nnx.state(layer), watching.one_of(probes, i))
+        x = step(x, nnx.state(layer), watching.probes_of_layer(probes, i))
     return x
 
 
-def layer_steps(
+def layer_functions(
     config: Config, layers: Any, *context: Array | None
 ) -> list[Callable[[Array, Any, Any], Array]]:
     """Each layer of a list as a function of the residual stream, its parameters and its probes."""
@@ -223,16 +223,18 @@ def layer_steps(
     for graph in graphs:
         if graph not in steps:
             # Layers are alike: under jit one is traced, and serves all. XLA inlines it.
-            steps[graph] = jax.jit(_step(config, graph, *context))
+            steps[graph] = jax.jit(_layer_function(config, graph, *context))
     return [steps[graph] for graph in graphs]
 
 
-def _step(config: Config, graph: Any, *context: Array | None) -> Callable[[Array, Any, Any], Array]:
-    """One layer as a function of the residual stream, its parameters and what watches it."""
+def _layer_function(
+    config: Config, graph: Any, *context: Array | None
+) -> Callable[[Array, Any, Any], Array]:
+    """One layer as a function of the residual stream, its parameters and its probes."""
 
     def step(x: Array, state: Any, probes: Any, *context: Array | None) -> Array:
-        with watching.layer(probes):
-            return along_batch(nnx.merge(graph, state)(x, *context), config.batch_axes)
+        with watching.layer_scope(probes):
+            return shard_batch(nnx.merge(graph, state)(x, *context), config.batch_axes)
 
     if config.remat == "layer":
         # In a loop XLA cannot merge a layer with its recomputation: there is nothing to prevent.
@@ -242,7 +244,7 @@ def _step(config: Config, graph: Any, *context: Array | None) -> Callable[[Array
     return lambda x, state, probes: step(x, state, probes, *context)
 
 
-def along_batch(x: Float[Array, "B ..."], axes: tuple[str, ...]) -> Float[Array, "B ..."]:
+def shard_batch(x: Float[Array, "B ..."], axes: tuple[str, ...]) -> Float[Array, "B ..."]:
     """`x` with its first axis sharded along these axes of the mesh that is set, if one is."""
     mesh = jax.sharding.get_abstract_mesh()
     if not axes or mesh.empty:

@@ -1,4 +1,4 @@
-"""Parameters that are not in memory: they are in files, or on devices, and are read in parts.
+"""Parameters in files or on devices, which are read in parts, never into host memory as a whole.
 
     load      onto a mesh, each device its own part
     pieces    one after another, each small: what is converted is never in memory as a whole
@@ -30,13 +30,13 @@ Index = tuple[slice, ...]
 
 
 class Stored(NamedTuple):
-    """A parameter that is somewhere else.
+    """A parameter in a file or on devices.
 
     Attributes:
-        shape: of all of it.
+        shape: of the whole parameter.
         dtype: in which it is stored.
-        piece: the shape of parts that are small and read at one go.
-        read: a part of it.
+        piece: the shape of parts that are small enough to be read at once.
+        read: a function from an index to that part.
     """
 
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ def load(config: Config, stored: Parameters, *, mesh: Mesh | None = None) -> Lla
 
     Args:
         config: the model, whose parameters these are; its layers may be stacked otherwise.
-        stored: one after another, one is in memory.
+        stored: its parameters, which are read one after another.
         mesh: by default the one that is set, if any.
     """
     stored = arranged(stored, scan=config.scan)
@@ -75,19 +75,19 @@ def fill(graph: Any, state: Any, stored: Parameters) -> Llama:
 
 
 def arranged(stored: Parameters, *, scan: bool) -> Parameters:
-    """The same parameters, those of all layers as one each (`scan`) or one by one."""
+    """The same parameters, with those of all layers stacked (`scan`) or one by one."""
     layers = {name: one for name, one in stored.items() if name[0] == "layers"}
     numbered = any(isinstance(name[1], int) for name in layers)
     if numbered != scan:
         return stored
     outside: dict[Name, Stored] = {n: one for n, one in stored.items() if n not in layers}
     if not scan:
-        taken_apart = {
+        unstacked = {
             ("layers", i, *name[1:]): _one_of(one, i)
             for name, one in layers.items()
             for i in range(one.shape[0])
         }
-        return outside | taken_apart
+        return outside | unstacked
     together: dict[Name, list[Stored]] = {}
     for name, one in layers.items():
         together.setdefault(("layers", *name[2:]), []).append(one)

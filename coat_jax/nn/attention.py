@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from coat_jax import ops, watching
 from coat_jax.nn.norm import AnyNorm, require_norm_or_none
 from coat_jax.nn.parameters import (
-    WHOLE,
+    UNSHARDED,
     MeshAxes,
     divides_evenly,
     unsharded,
@@ -71,7 +71,7 @@ class Attention(nnx.Module):
         out_bias: bool = False,
         residual: bool = True,
         precision: Precision | str = COAT,
-        axes: MeshAxes = WHOLE,
+        axes: MeshAxes = UNSHARDED,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
@@ -116,7 +116,7 @@ class Attention(nnx.Module):
         Args:
             x: the residual stream.
             positions: of the tokens, 0 .. S - 1 by default.
-            segments: the number of each token's document; none sees another document.
+            segments: the number of each token's document; tokens attend within their document only.
         """
         return self._attend(x, positions, segments)[0]
 
@@ -126,7 +126,7 @@ class Attention(nnx.Module):
         positions: Int[Array, "*B S"] | None = None,
         segments: Int[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], Past]:
-        """Attends likewise; also returns what `decode` needs of these tokens."""
+        """As `__call__`; also returns the keys and values of these tokens, for `decode`."""
         y, k, v = self._attend(x, positions, segments)
         return y, Past(self._rounded(k), self._rounded(v))
 
@@ -145,8 +145,8 @@ class Attention(nnx.Module):
             positions: of the new tokens.
             past: of all slots, filled or not.
             slot: where the new tokens' keys and values belong.
-            visible: the slots that each new token sees: its own, and those before it that hold
-                its text and lie in the window. Nothing else decides what it sees.
+            visible: the slots that each new token attends to: its own, and earlier ones of its text
+                within the window. This is the only mask.
 
         Returns:
             The residual stream, and the keys and values of the new tokens.
@@ -183,7 +183,7 @@ class Attention(nnx.Module):
         return x + y if self.residual else y, k, v
 
     def _projected_out(self, joined: Float[Array, "B S NH"]) -> Float[Array, "B S D"]:
-        """The last projection, by itself."""
+        """The output projection, by itself."""
         return ops.linear(joined, self._out(), value_of(self.out_bias), precision=self.precision)
 
     def _shards_whole_heads(self) -> bool:
@@ -191,7 +191,7 @@ class Attention(nnx.Module):
         return divides_evenly(math.gcd(self.heads, self.kv_heads), self.tensor)
 
     def _out(self) -> Float[Array, "N*H D"]:
-        """The last weight; its rows decide how the heads before it are sharded."""
+        """The output weight. The sharding of its rows decides how the heads are sharded."""
         out = value_of(self.out)
         return out if self._shards_whole_heads() else unsharded(out, 0)
 
@@ -201,7 +201,7 @@ class Attention(nnx.Module):
         return restore(save_array(y, self.precision.forward, block), y.dtype, block)
 
     def _heads(self, x: Float[Array, "B S D"], positions: Int[Array, "*B S"] | None) -> Any:
-        """x as it goes into the residual sum; queries, keys and values, normalized and rotated."""
+        """x for the residual sum; queries, keys and values, normalized and rotated."""
         if x.ndim != 3:
             raise ValueError(f"Attention takes x [batch, sequence, width], not {x.shape}.")
         weights = [value_of(w) for w in (self.query, self.key, self.value)]

@@ -61,7 +61,7 @@ class TransformerBlock(nnx.Module):
         positions: Int[Array, "*B S"] | None = None,
         segments: Int[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], Past]:
-        """Likewise, and what `decode` needs of these tokens; see `Attention.prefill`."""
+        """As `__call__`; also returns the keys and values of these tokens, for `decode`."""
         y, new = self.attention.prefill(x, positions, segments)
         return self._after(x, y), new
 
@@ -78,7 +78,7 @@ class TransformerBlock(nnx.Module):
         return self._after(x, y), new
 
     def _after(self, x: Float[Array, "B S D"], y: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        """The residual stream after the MLP, from that before attention and what it gave."""
+        """The residual stream after this layer, from its input x and the result y of attention."""
         if self.attention_norm is None:
             x = y
         else:

@@ -27,9 +27,9 @@ from coat_jax import ops
 from coat_jax.nn.children import children, replace, require_module
 from coat_jax.nn.converted_mlp import ConvertedMLP
 from coat_jax.nn.convertible import LINEAR, as_embed, as_norm
-from coat_jax.nn.decide import Rules, decide
 from coat_jax.nn.plan import THE_MODEL, Decision, Plan
 from coat_jax.nn.remedies import with_counts, with_remedies
+from coat_jax.nn.rules import Rules, decide
 from coat_jax.nn.saved import Saved, saved_by_module
 from coat_jax.precision import COAT, Precision, precision_of
 
@@ -49,6 +49,18 @@ def convert(
         rules: globs of paths, and the precision of what they match; the first one wins.
             coat.nn.GatedMLP or coat.nn.MLP instead of a precision makes one op of a module that
             computes such an MLP.
+
+    Example:
+        >>> import coat_jax as coat
+        >>> from flax import nnx
+        >>> rngs = nnx.Rngs(0)
+        >>> model = nnx.Sequential(nnx.RMSNorm(64, rngs=rngs), nnx.Linear(64, 10, rngs=rngs))
+        >>> print(coat.nn.plan_conversion(model, rules={"layers.1": "bf16"}))
+        module    class    becomes
+        layers.0  RMSNorm  FP8
+        layers.1  Linear   unchanged: its precision, by the rule 'layers.1', is not FP8
+        >>> type(coat.nn.convert(model, rules={"layers.1": "bf16"}).layers[0])
+        <class 'coat_jax.nn.norm.RMSNorm'>
     """
     require_module("convert", model)
     plan = decide(model, precision_of(precision), rules or {})

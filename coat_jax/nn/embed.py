@@ -10,10 +10,10 @@ from coat_jax import ops
 
 
 class Embed(nnx.Embed):
-    """A drop-in for Flax's `nnx.Embed`, which has other gradients where it computes in 16 bits.
+    """A drop-in for Flax's `nnx.Embed` with more accurate gradients where it computes in 16 bits.
 
-    Flax's casts the table before it looks rows up, so the gradient of a row is summed in the
-    layer's `dtype`, whatever the parameters' is. See `coat.ops.embedding`.
+    `nnx.Embed` casts the table before the lookup, so it sums the gradient of a row in `dtype`, even
+    if `param_dtype` is wider. See `coat.ops.embedding`.
     """
 
     def __call__(self, inputs: Int[Array, "..."], out_sharding: Any = None) -> Float[Array, "..."]:

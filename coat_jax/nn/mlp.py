@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from coat_jax import ops
 from coat_jax.kernels.activation import Activation, require_activation
 from coat_jax.nn.norm import AnyNorm, require_norm_or_none
-from coat_jax.nn.parameters import WHOLE, MeshAxes, value_of, vector, weight
+from coat_jax.nn.parameters import UNSHARDED, MeshAxes, value_of, vector, weight
 from coat_jax.precision import COAT, Precision, precision_of
 
 
@@ -33,7 +33,7 @@ class GatedMLP(nnx.Module):
         activation: Activation = "silu",
         residual: bool = True,
         precision: Precision | str = COAT,
-        axes: MeshAxes = WHOLE,
+        axes: MeshAxes = UNSHARDED,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
@@ -83,7 +83,7 @@ class MLP(nnx.Module):
         residual: bool = True,
         use_bias: bool = True,
         precision: Precision | str = COAT,
-        axes: MeshAxes = WHOLE,
+        axes: MeshAxes = UNSHARDED,
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):

@@ -20,15 +20,15 @@ from coat_jax.nn.parameters import value_of
 from coat_jax.precision import BF16
 
 Projection = Callable[[Array], Array]
-# Makes the module of a projection, from its name, its weight [K, N] and its bias.
+# A function from a projection's name, its weight [K, N] and its bias to its module.
 MakeProjection = Callable[[str, nnx.Param, nnx.Param | None], nnx.Module]
 
-OF_ATTENTION = ("query", "key", "value", "out")
-OF_MLP = ("gate", "up", "down")
+ATTENTION_PROJECTIONS = ("query", "key", "value", "out")
+MLP_PROJECTIONS = ("gate", "up", "down")
 
 
 class ModularAttention(Attention):
-    """`Attention` of modules.
+    """`Attention` whose projections are modules.
 
     Attributes:
         query, key, value, out: modules from [..., K] to [..., N], with their biases.
@@ -37,7 +37,7 @@ class ModularAttention(Attention):
     def __init__(self, attention: Attention, make: MakeProjection):
         """Takes all but the projections from `attention`."""
         _adopt(self, attention)
-        for name in OF_ATTENTION:
+        for name in ATTENTION_PROJECTIONS:
             bias = getattr(attention, f"{name}_bias")
             setattr(self, name, make(name, getattr(attention, name), bias))
             setattr(self, f"{name}_bias", nnx.data(None))
@@ -64,7 +64,7 @@ class ModularAttention(Attention):
 
 
 class ModularGatedMLP(nnx.Module):
-    """`GatedMLP` of modules.
+    """`GatedMLP` whose projections are modules.
 
     Attributes:
         gate, up, down: modules from [..., K] to [..., N].
@@ -73,7 +73,7 @@ class ModularGatedMLP(nnx.Module):
     def __init__(self, mlp: GatedMLP, make: MakeProjection):
         """Takes all but the projections from `mlp`."""
         _adopt(self, mlp)
-        for name in OF_MLP:
+        for name in MLP_PROJECTIONS:
             setattr(self, name, make(name, getattr(mlp, name), None))
         self.precision = BF16
 

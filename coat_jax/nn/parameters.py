@@ -42,7 +42,7 @@ class MeshAxes:
         return (self.tensor, self.fsdp)
 
 
-WHOLE = MeshAxes()
+UNSHARDED = MeshAxes()
 
 
 def weight(

@@ -7,8 +7,8 @@ from flax import nnx
 
 from coat_jax.nn.children import children
 from coat_jax.nn.converted_mlp import Kind
-from coat_jax.nn.decide import MLPS, suggested_kind
 from coat_jax.nn.plan import Decision, Plan
+from coat_jax.nn.rules import MLPS, suggested_kind
 from coat_jax.nn.saved import Saved
 
 BETWEEN = "it computes between its modules"

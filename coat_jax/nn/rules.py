@@ -1,4 +1,4 @@
-"""Decides what a conversion does to each module of a model, by its class and by rules."""
+"""The rules of a conversion: what becomes of each module, by its class and its path."""
 
 import difflib
 import fnmatch

@@ -1,4 +1,4 @@
-"""Counts the bytes that each module of a model saves for its backward pass, without running it.
+"""The bytes that each module of a model saves for its backward pass, counted without running it.
 
 An array that several modules save is counted once, for the first of them in the forward pass. A
 module that contains others counts only the arrays that it computes between them.

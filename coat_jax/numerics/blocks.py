@@ -73,6 +73,6 @@ def power_of_two(exponent: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def _inverse_power(exponent: Int32[Array, "..."]) -> Float[Array, "..."]:
-    """The reciprocal of `power_of_two`; of 255 it is not a number, so that codes are none."""
+    """The reciprocal of `power_of_two`; NaN for 255, so that all codes of the block become NaN."""
     inverse = power_of_two(np.int32(254) - jnp.minimum(exponent, 253))
     return jnp.where(exponent == NOT_FINITE, jnp.nan, inverse)

@@ -115,6 +115,14 @@ def encode(
         noise: one number per element; see `coat_jax.numerics.noise.uniform`.
         never_zero: whether non-zeros are rounded to the smallest code at least, for all groups or
             for each. They are then too large on average. For divisors, where zero is worse.
+
+    Example:
+        >>> import coat_jax as coat, jax.numpy as jnp
+        >>> e = coat.expansion.encode(jnp.array([1.0, 2.0, 4.0]))
+        >>> print(e.codes.dtype.name, e.amax, e.k16 / 16)
+        float8_e4m3fn [4.] [8.875]
+        >>> print(jnp.round(coat.expansion.decode(e), 2))
+        [1. 2. 4.]
     """
     rounding: Rounding = "nearest" if noise is None else "stochastic"
     group = _expand(x, dtype, group_size, rounding)

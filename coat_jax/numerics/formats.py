@@ -146,7 +146,7 @@ def stochastic_cast(
 
                 p(f) = ((1 + f/n)^a - 1) / ((1 + 1/n)^a - 1),    f = x - n
 
-            which this takes for  f + (1 - a) / (2 n + 1) f (1 - f), exact for a = 2. The mean of
+            approximated here by  f + (1 - a) / (2 n + 1) f (1 - f), exact for a = 2. The mean of
             x^a is then right to 4e-5 of it for n >= 4, and to 1.4e-3 for n = 1, the smallest
             subnormal; its error changes sign along f. Below that, between zero and n = 1, the
             right probability f^a is met for a = 1 and a = 2.

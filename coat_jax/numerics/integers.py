@@ -31,8 +31,8 @@ from coat_jax.numerics.qtensor import (
 )
 
 DTYPE = jnp.int8
-TOP = 127
-OF_NAN = -1  # the code that NaN gets
+LARGEST_CODE = 127
+NAN_CODE = -1
 SMALLEST, LARGEST = 2.0**-100, 2.0**100
 
 
@@ -61,13 +61,13 @@ def encode(
     largest = jnp.where(amax > 0, amax, jnp.inf)[..., None]
     # The largest does not use the quotient, which could round to just under 1 and then down.
     share = jnp.where(jnp.abs(values) >= largest, jnp.sign(values), values / largest)
-    exact = TOP * share
+    exact = LARGEST_CODE * share
     codes = jnp.floor(exact + 0.5)
     if noise is not None:
         whole = jnp.floor(exact)
         at_random = whole + (split_groups(noise, group_size) < exact - whole)
         codes = jnp.where(jnp.abs(exact) < stochastic_below, at_random, codes)
-    codes = jnp.where(lost, OF_NAN, codes).astype(DTYPE)
+    codes = jnp.where(lost, NAN_CODE, codes).astype(DTYPE)
     shape = scales_shape(x.shape, group_size)
     k16 = jnp.where(amax >= 0, STEPS, 0)  # always STEPS, computed so that it is sharded as amax is
     return Expanded(
@@ -80,5 +80,5 @@ def encode(
 def decode(e: Expanded, *, group_size: int) -> Float[Array, "*rows D"]:
     """Returns the FP32 values of `e`."""
     codes = split_groups(e.codes, group_size).astype(jnp.float32)
-    scale = e.amax.reshape(codes.shape[:-1])[..., None] / TOP
+    scale = e.amax.reshape(codes.shape[:-1])[..., None] / LARGEST_CODE
     return join_groups(codes * scale, e.codes.shape)

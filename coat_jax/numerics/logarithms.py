@@ -34,11 +34,11 @@ from coat_jax.numerics.qtensor import (
 )
 
 DTYPE = jnp.uint8
-TOP = 255  # the code of the largest
+LARGEST_CODE = 255
 MIN_STEPS = 7  # codes to a binade, at least
 # Without the tolerance of `expansion`: with it an element just below the smallest code would be
 # rounded up to that code, so that a slowly decaying element would not decay.
-FIT = Fit((TOP - 1) / STEPS, MIN_STEPS, tolerance=0.0)
+FIT = Fit((LARGEST_CODE - 1) / STEPS, MIN_STEPS, tolerance=0.0)
 LOG2 = 0.6931471805599453  # the natural logarithm of 2
 
 
@@ -61,7 +61,7 @@ def encode(
     least_value = jnp.min(jnp.where(values > 0, values, jnp.inf), axis=-1, initial=jnp.inf)
     k16 = exponent_sixteenths(amax, jnp.where(amax > 0, least_value, 0.0), FIT)
     steps = k16[..., None].astype(jnp.float32)
-    exact = TOP - steps * log2_below
+    exact = LARGEST_CODE - steps * log2_below
 
     # Numbers below the smallest code become that code or zero. Besides rounding errors of `steps`,
     # only groups at the least k have such numbers.
@@ -92,5 +92,5 @@ def decode(e: Expanded, *, group_size: int) -> Float[Array, "*rows D"]:
     groups = codes.shape[:-1]
     steps = e.k16.reshape(groups)[..., None].astype(jnp.float32)
     amax = e.amax.reshape(groups)[..., None]
-    values = amax * jnp.exp2((codes - TOP) / steps)
+    values = amax * jnp.exp2((codes - LARGEST_CODE) / steps)
     return join_groups(jnp.where(codes > 0, values, 0.0), e.codes.shape)

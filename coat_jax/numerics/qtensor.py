@@ -33,7 +33,14 @@ class QTensor:
 
 
 def quantize(x: Float[Array, "*rows D"], dtype: DTypeLike = E4M3, *, group_size: int) -> QTensor:
-    """Rounds `x` to `dtype`, with one scale per `group_size` neighbours."""
+    """Rounds `x` to `dtype`, with one scale per `group_size` neighbours.
+
+    Example:
+        >>> import coat_jax as coat, jax.numpy as jnp
+        >>> q = coat.qtensor.quantize(jnp.arange(256.0), group_size=128)
+        >>> print(q.codes.dtype.name, q.scale.shape, f"{coat.qtensor.dequantize(q)[-1]:.1f}")
+        float8_e4m3fn (2,) 255.0
+    """
     require_float("x", x.dtype)
     x = x.astype(jnp.float32)
     grouped = split_groups(x, group_size)
@@ -59,7 +66,7 @@ def scales_shape(shape: tuple[int, ...], group_size: int) -> tuple[int, ...]:
 
 
 def split_groups(x: Float[Array, "*rows D"], group_size: int) -> Float[Array, "*rows G K"]:
-    """Views the last axis as groups, a short last one filled up with zeros."""
+    """Views the last axis as groups; a short last one is padded with zeros."""
     require_group_size(group_size)
     _require_whole_groups(x, group_size)
     x = jnp.atleast_1d(x)
@@ -70,7 +77,7 @@ def split_groups(x: Float[Array, "*rows D"], group_size: int) -> Float[Array, "*
 
 
 def join_groups(x: Float[Array, "*rows G K"], shape: tuple[int, ...]) -> Float[Array, "*rows D"]:
-    """The inverse of `split_groups`: back to `shape`, filling dropped."""
+    """The inverse of `split_groups`: back to `shape`, without the padding."""
     flat = x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
     return flat[..., : shape[-1] if shape else 1].reshape(shape)
 

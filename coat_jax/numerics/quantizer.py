@@ -152,9 +152,9 @@ class Quantizer:
         return isinstance(self.format, IntegerFormat) and not self.format.symmetric
 
     def _rows(self, x: Float[Array, "*shape"]) -> tuple[Float[Array, "R K"], Bool[Array, "R K"]]:
-        """The elements that share a scale as rows, and which elements of the rows are real ones.
+        """The elements that share a scale as rows, and which elements of the rows are not padding.
 
-        The last group along an axis may be filled up with zeros.
+        A short last group is padded with zeros.
         """
         require_float("x", x.dtype)
         if x.size == 0:
@@ -189,14 +189,14 @@ class Quantizer:
         return join_groups(rows.reshape(*shape[:-1], groups, size), shape)
 
     def _size_in(self, shape: tuple[int, ...]) -> int:
-        """The elements of a group: no more than there are, so that none is filled up to `size`."""
+        """The elements of a group: `size`, or the whole of a shorter axis, without padding."""
         return min(self.size, (shape or (1,))[-1])
 
     def _percentiles(self, rows: Float[Array, "R K"], known: Bool[Array, "R K"]) -> Range:
         """The range without the outermost elements; NaN in a row makes its range NaN."""
         q = self.percentile / 100
         lost = jnp.any(jnp.isnan(rows), axis=-1)
-        rows = jnp.where(known, rows, jnp.nan)  # nanquantile leaves out what fills up a group
+        rows = jnp.where(known, rows, jnp.nan)  # nanquantile then leaves out the padding
         if self._one_sided():
             tails = jnp.nanquantile(rows, jnp.array([1 - q, q]), axis=-1)
             low, high = jnp.minimum(tails[0], 0.0), jnp.maximum(tails[1], 0.0)

@@ -22,7 +22,7 @@ from coat_jax.numerics.qtensor import split_groups
 class Sums(NamedTuple):
     """One FP32 number each, in the order in which `stack` puts them."""
 
-    size: Float[Array, ""]  # elements; none where nothing was seen
+    size: Float[Array, ""]  # elements; 0 if no tensor was recorded
     nonzero: Float[Array, ""]  # elements, as are the next three
     underflow: Float[Array, ""]
     subnormal: Float[Array, ""]
@@ -117,7 +117,7 @@ def _stacked(
     """
     nonzero = x != 0
     smallest_normal = 2.0 ** format_of(dtype).min_exponent
-    used = ~(amax == 0)  # also where it is NaN, which is then that of all
+    used = ~(amax == 0)  # also where it is NaN, which makes the sums NaN
     binades = jnp.log2(jnp.where(used, limit, 1.0)) - jnp.log2(jnp.where(used, amax, 1.0))
     sums = Sums(
         size=jnp.float32(x.size),

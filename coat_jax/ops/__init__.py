@@ -1,7 +1,7 @@
 """The layers of a transformer as functions on arrays that save little for the backward pass.
 
     linear, norm_linear              linear layers, alone or with the norm before them
-    gated_mlp, mlp                   the MLP, from its norm to the residual sum; ACTIVATIONS by name
+    gated_mlp, mlp                   the MLP, from its norm to the residual sum; see ACTIVATIONS
     norm_qkv                         from the residual stream to queries, keys and values
     attention, attention_linear      attention, alone or with its output projection
     attention_to_past                attention of one new token, for generation

@@ -38,7 +38,7 @@ def activate(
 
     Args:
         gate: the input of the activation, of any leading shape.
-        up: what is multiplied by it, of the same shape and dtype.
+        up: multiplies the activation; of the same shape and dtype.
         activation: see `coat_jax.kernels.activation`.
         precision: only its `block` and `exact_forward` matter here.
     """

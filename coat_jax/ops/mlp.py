@@ -67,6 +67,13 @@ def gated_mlp(
         residual: whether x is added to the result.
         precision: see `coat.Precision`.
         implementation: "xla", "triton", or None for what suits the device.
+
+    Example:
+        >>> import coat_jax as coat, jax.numpy as jnp
+        >>> x, norm = jnp.ones((2, 8, 64)), coat.ops.Norm(jnp.ones(64))
+        >>> gate = up = jnp.ones((64, 176)) / 64
+        >>> coat.ops.gated_mlp(x, norm, gate, up, jnp.ones((176, 64)) / 176).shape
+        (2, 8, 64)
     """
     if gate.shape != up.shape:
         raise ValueError(f"gate {gate.shape} and up {up.shape} must have one shape.")

@@ -72,7 +72,7 @@ def norm_qkv(
         weights: three, to queries, keys and values; any number of heads each.
         biases: one per weight, None where there is none.
         head_dim: numbers per head.
-        rotary: how queries and keys are rotated; None for not at all.
+        rotary: how queries and keys are rotated; None if they are not.
         positions: of each token, [S] or [B, S]; 0 .. S - 1 by default.
         precision: see `coat.Precision`.
         implementation: "xla", "triton", or None for what suits the device.

@@ -63,8 +63,8 @@ def quantize_weight(
     Args:
         weight: inputs times outputs.
         format: "int8" or "fp8".
-        fit: what each channel's range is: its largest element ("max"), a "percentile" of its
-            magnitudes, or that with the least squared error ("mse").
+        fit: the range of each channel: up to its largest magnitude ("max"), up to a "percentile"
+            of its magnitudes, or the range with the least squared error ("mse").
         percentile: how many of 100 magnitudes are within the range, for fit="percentile".
         input_scale: the scale of static activations, which is stored with the weight.
     """
@@ -91,6 +91,14 @@ def quantized_linear(
         weight: w, from `quantize_weight`.
         bias: b, or None.
         activations: how x is rounded: "none", "static" or "dynamic".
+
+    Example:
+        >>> import coat_jax as coat, jax.numpy as jnp
+        >>> weight = coat.ops.quantize_weight(jnp.eye(64), "int8")
+        >>> weight.codes.dtype.name
+        'int8'
+        >>> coat.ops.quantized_linear(jnp.ones((8, 64)), weight).shape
+        (8, 64)
     """
     require_columns("quantized_linear", x)
     require_quantized("quantized_linear", weight, activations)

@@ -33,13 +33,21 @@ def recompute(function: Callable[..., Any], *, block: int = 16) -> Callable[...,
             are, so parameters take no additional memory. What is differentiated must be an
             argument: the function cannot close over it.
         block: the size of the blocks.
+
+    Example:
+        >>> import coat_jax as coat, jax, jax.numpy as jnp
+        >>> layer = coat.ops.recompute(lambda x, w: jax.nn.gelu(x @ w) @ w.T)
+        >>> loss = lambda w, x: jnp.mean(layer(x, w) ** 2)
+        >>> gradient = jax.grad(loss)(jnp.ones((64, 256)), jnp.ones((8, 64)))
+        >>> gradient.shape
+        (64, 256)
     """
     if not callable(function):
         raise TypeError(f"recompute takes a function, not {type(function).__name__}.")
     require_group_size(block, "block")
 
     def alone(x: Float[Array, "*rows D"], *rest: Any) -> Any:
-        with watching.watched(None):  # a probe of the outer trace must not leak into it
+        with watching.scope_set(None):  # a probe of the outer trace must not leak into it
             return function(x, *rest)
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))

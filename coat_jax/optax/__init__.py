@@ -2,18 +2,20 @@
 
     fp8_adamw                       AdamW; scale_by_fp8_adam is its maths alone
     fused_fp8_adamw                 the same in one pass and in place, for your own training loop
-    fp8_muon                        Muon for matrices with AdamW for the rest; scale_by_fp8_muon
+    fp8_muon                        Muon for matrices with AdamW for the rest; scale_by_fp8_muon is
+                                    its maths alone, hidden_matrices the default choice of matrices
     in_place                        any optax transformation with the same interface, in place
     in_host_memory                  such an optimizer with its state in the memory of the host
     step_by_stages                  a step whose backward pass frees gradients as it goes
     compress, decompress            any optax transformation with its moments stored in FP8
-    stochastic_round_updates        updates BF16 parameters without FP32 copies, right on average;
-    apply_updates                   applies such updates
+    stochastic_round_updates        makes optax.apply_updates round BF16 parameters stochastically
+    apply_updates                   optax.apply_updates with stochastic rounding
     with_corrections                trains BF16 parameters as numbers of 24 bits, 8 of them in the
-    corrected_params                state; all 24 bits, in FP32
-    global_norm_scale               clips by the global norm, summed in FP32
-    state_shardings                 the sharding of an optimizer's state, from its parameters
-    save_state, restore_state       checkpoints; a state of another format is refused
+                                    state; corrected_params returns all 24 bits, in FP32
+    global_norm, global_norm_scale  the global norm, summed in FP32, and the factor that clips it
+    state_shardings                 the shardings of an optimizer's state, from its parameters'
+    fitting_group_size              the largest group size with which devices hold whole groups
+    save_state, restore_state       checkpoints; a state in another format is refused
 
 Each takes a `coat.Storage`, which holds the formats of the moments.
 """

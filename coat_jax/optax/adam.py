@@ -4,9 +4,9 @@
     v = b2 v + (1 - b2) g^2          stored as a logarithm of 8 bits, rounded stochastically
     u = m_hat / (sqrt(v_hat + eps_root) + eps)
 
-`coat_jax.storage` says why, and has the FP8 formats of the COAT paper besides.
+`coat_jax.storage` gives the reasons, and also has the FP8 formats of the COAT paper.
 
-`scale_by_fp8_adam` is this; `fp8_adamw` chains it with weight decay and the learning rate,
+`scale_by_fp8_adam` computes u; `fp8_adamw` chains it with weight decay and the learning rate,
 with the argument names and defaults of `optax.adamw`. The state is 2.08 bytes per parameter
 instead of 8. Arithmetic is in FP32 whatever the dtypes; updates have the gradients' dtype, as
 in optax.
@@ -42,8 +42,8 @@ def scale_by_fp8_adam(
         b2: decay rate of the second moment.
         eps: added to the root of the second moment.
         eps_root: added inside the root.
-        mu_dtype: must be None; it stands here because optax has it here.
-        nesterov: whether to use Nesterov momentum, as optax has it.
+        mu_dtype: must be None; keeps the argument order of optax.
+        nesterov: whether to use Nesterov momentum, in optax's form.
         storage: formats, group size, rounding and which leaves stay in FP32.
         implementation: None, "xla" or "triton"; see `coat_jax.kernels.dispatch`.
     """
@@ -91,11 +91,11 @@ def fp8_adamw(
         b2: decay rate of the second moment.
         eps: added to the root of the second moment.
         eps_root: added inside the root.
-        mu_dtype: must be None; it stands here because optax has it here.
+        mu_dtype: must be None; keeps the argument order of optax.
         weight_decay: a number or a schedule; decoupled from the gradient, multiplied by the
             learning rate.
         mask: a tree of booleans, or a function from parameters to one: which leaves decay.
-        nesterov: whether to use Nesterov momentum, as optax has it.
+        nesterov: whether to use Nesterov momentum, in optax's form.
         storage: formats, group size, rounding and which leaves stay in FP32.
         implementation: None, "xla" or "triton"; see `coat_jax.kernels.dispatch`.
 

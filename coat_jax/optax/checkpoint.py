@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
-from coat_jax.optax.host_memory import with_copies
+from coat_jax.optax.host_memory import copy_hosted
 
 
 def save_state(path: str | Path, state: Any) -> None:
@@ -38,7 +38,7 @@ def save_state(path: str | Path, state: Any) -> None:
         raise FileExistsError(f"{path} exists already. Choose another path, or remove it first.")
     _require_storable(state)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, with_copies(jax.tree.map(_to_array, state)))
+        checkpointer.save(path, copy_hosted(jax.tree.map(_to_array, state)))
 
 
 def restore_state(path: str | Path, like: Any) -> Any:

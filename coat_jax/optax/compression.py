@@ -115,7 +115,7 @@ def compress(
                 f"{structure} to {jax.tree.structure(after)}; compress needs it to stay."
             )
         encoded = [
-            _restore(e, old, new, storage, noise.leaf_key(storage.seed, step, leaf))
+            _write(e, old, new, storage, noise.leaf_key(storage.seed, step, leaf))
             for leaf, e, old, new in zip(
                 noise.leaf_ids(state.codes), stored, before, jax.tree.leaves(after), strict=True
             )
@@ -182,8 +182,8 @@ def _read(stored: Expanded, storage: Storage) -> Any:
     return _saturating(values, dtype)
 
 
-def _restore(stored: Expanded, old: Any, new: Any, storage: Storage, key: Any) -> Expanded:
-    """Stores a leaf after a step; a group without any change keeps its codes."""
+def _write(stored: Expanded, old: Any, new: Any, storage: Storage, key: Any) -> Expanded:
+    """The leaf as it is stored after a step; a group without any change keeps its codes."""
     if not is_fp8(stored.codes):
         wanted = dtype_of(stored.codes)
         return stored._replace(codes=new if dtype_of(new) == wanted else jnp.asarray(new, wanted))

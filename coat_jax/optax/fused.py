@@ -115,7 +115,7 @@ def fused_fp8_adamw(
             learning rate.
         mask: a tree of booleans, or a function from parameters to one, that selects the leaves that
             decay.
-        nesterov: whether to use Nesterov momentum, in the form that optax has.
+        nesterov: whether to use Nesterov momentum, in optax's form.
         round_params: whether BF16 parameters are rounded stochastically, so that updates
             smaller than half a unit in the last place are not lost.
         correct_params: whether BF16 parameters train as numbers of 24 bits. The state is then a

@@ -42,13 +42,13 @@ def to_host(arrays: Sequence[Array]) -> list[Array]:
 
 
 def place_on_host(leaf: Array) -> Array:
-    """The array in host memory, once and for all.
+    """Moves an array to host memory.
 
     Raises:
-        UserError: if its device cannot reach any.
+        UserError: if its device cannot reach host memory.
     """
     if not isinstance(leaf, jax.core.Tracer):
-        on_hosts(leaf.sharding)
+        host_sharding(leaf.sharding)
     return jax.device_put(leaf, HOST)
 
 
@@ -59,11 +59,11 @@ def on_device(tree: Any) -> Any:
     )
 
 
-def with_copies(tree: Any) -> Any:
-    """A tree with copies in host memory of those arrays that are there.
+def copy_hosted(tree: Any) -> Any:
+    """Copies the arrays of a tree that are in host memory, within host memory.
 
-    For what reads them while steps overwrite them. NumPy's view of an array on the device is a
-    copy; that of one in host memory is not, and keeps JAX from donating it.
+    For readers that run while steps overwrite the originals. NumPy's view of an array on the device
+    is a copy. Its view of an array in host memory is not, and would keep JAX from donating it.
     """
     leaves, structure = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if is_on_host(leaf)]
@@ -76,7 +76,7 @@ def with_copies(tree: Any) -> Any:
 
 
 def _through_device(arrays: list[Array]) -> list[Array]:
-    """Copies, of which one at a time is on the device."""
+    """Copies through the device, which holds one array at a time."""
     copies: list[Array] = []
     for array in arrays:
         (source,), copies[-1:] = lax.optimization_barrier(([array], copies[-1:]))
@@ -85,7 +85,7 @@ def _through_device(arrays: list[Array]) -> list[Array]:
     return copies
 
 
-def on_hosts(sharding: Sharding) -> Sharding:
+def host_sharding(sharding: Sharding) -> Sharding:
     """The sharding of an array whose shards are in the memory of their devices' hosts."""
     try:
         return sharding.with_memory_kind(KIND)
@@ -101,6 +101,6 @@ def _copied(arrays: Sequence[Array], after: Any, space: Any, stream: str) -> lis
         arrays, _ = lax.optimization_barrier((arrays, after))
         return jax.device_put(arrays, space)
 
-    if len(arrays) > 1:  # XLA fails on a call with one result, which is in host memory
+    if len(arrays) > 1:  # XLA fails on a call whose only result is in host memory
         copy = compute_on(copy, compute_type=stream, out_memory_spaces=space)
     return copy(list(arrays), after)

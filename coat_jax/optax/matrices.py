@@ -1,7 +1,7 @@
-"""Which parameters are matrices, and which of their axes make them one.
+"""Which parameters are matrices, and along which axes.
 
 `optax.contrib.MuonDimensionNumbers` names the axes that a layer sums over and those of its output.
-All other axes count a stack of matrices.
+All other axes are batch axes: the leaf is then a stack of matrices.
 """
 
 import math
@@ -15,8 +15,8 @@ import optax
 from jaxtyping import Array, Float
 from optax.contrib import MuonDimensionNumbers
 
-# MuonDimensionNumbers, or None for what is no matrix, for each leaf or for all leaves of a subtree;
-# or a function from parameters to such a tree.
+# A tree with MuonDimensionNumbers, or None where there is no matrix, for each leaf or for whole
+# subtrees; or a function from parameters to such a tree.
 DimensionNumbers = Any | Callable[[optax.Params], Any]
 
 VOCABULARY = re.compile(r"(\b|_)(un)?embed|(\b|_)vocab|\bw[tp]e\b|head\b", re.IGNORECASE)
@@ -89,7 +89,7 @@ class Matrix(NamedTuple):
 
 
 def matrices_of(numbers: DimensionNumbers, tree: Any) -> list[Matrix]:
-    """How each leaf is a matrix; raises for a leaf that is none."""
+    """The `Matrix` of each leaf; raises for a leaf that is not a matrix."""
     matrices = []
     of_leaves = numbers_of_leaves(numbers, tree)
     for (path, leaf), dims in zip(jax.tree.leaves_with_path(tree), of_leaves, strict=True):

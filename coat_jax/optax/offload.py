@@ -1,11 +1,11 @@
-"""An optimizer whose state is in the memory of the host, and visits the device in parts.
+"""An optimizer whose state is in the memory of the host, and is stepped on the device in parts.
 
     state of a part -> device           beside the copy of the part before to the host
     params, state = optimizer.step(params, gradients, state)          of the part
     state of the part -> host           beside the copy of the next part to the device
 
-What is moved are arrays as large as their parameters: moments, or their codes, and corrections. The
-scales of codes are small, and stay on the device. Two parts are there at a time.
+Only arrays as large as their parameters are moved: moments or their codes, and corrections. The
+scales of codes are small, and stay on the device. The device holds two parts at a time.
 """
 
 from collections.abc import Sequence
@@ -93,7 +93,7 @@ def _is_large(leaf: Any, param: Any) -> bool:
 
 
 def _divided(sizes: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The numbers of the parameters in parts: first those that have nothing to move."""
+    """The indices of the parameters in each part; the first part has those with nothing to move."""
     parts = [[i for i, of_param in enumerate(sizes) if not of_param]]
     moved: list[int] = []
     for i, of_param in enumerate(sizes):

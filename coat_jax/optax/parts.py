@@ -1,12 +1,12 @@
-"""Parameters and the state of an optimizer, of which parts are stepped one after the other.
+"""Parameters and their optimizer state, split into parts that are stepped one after another.
 
     for each part:  state, gradients = parts.state(part, gradients)
                     params, state = optimizer.step(parts.params(part), gradients, state)
                     parts.update(part, (params, state))
 
-A part is some of the parameters, by their numbers, with the leaves of the state that follow them:
-trees of the same structures, in which all other leaves are None. The optimizer must update each
-parameter by itself. State in host memory visits the device part by part:
+A part is a list of parameter indices. Its parameters and the leaves of the state that follow them
+are trees of the whole structures, in which all other leaves are None. The optimizer must update
+each parameter by itself. State in host memory is moved to the device and back part by part:
 
     part      i - 1      i        i + 1
     before    leaves     stepped
@@ -27,7 +27,7 @@ from coat_jax.optax.host_memory import is_on_host, to_device, to_host
 
 
 class Parts:
-    """The parameters and the state, of which one part at a time is stepped.
+    """The parameters and the state of an optimizer, stepped one part at a time.
 
     A leaf of the state belongs to the parameter that it follows. Leaves that follow none, such as
     the count of steps, belong to every part. All parts compute the same new value of them; if a
@@ -65,8 +65,8 @@ class Parts:
     def state(self, part: Sequence[int], gradients: Any) -> tuple[Any, Any]:
         """The state of a part before the step, on the device; and the gradients of the part.
 
-        What was in host memory arrives after the part before was stepped. Both are there when that
-        part has left the device.
+        Leaves in host memory are copied to the device once the previous part has been stepped. The
+        results are available when that part has left the device.
         """
         if self._masked and len(part) < len(self._params):
             raise ValueError(
@@ -104,13 +104,13 @@ class Parts:
         """Puts back new parameters and the new state of a part.
 
         Args:
-            part: the parameters' numbers.
+            part: the parameters' indices.
             updated: what the step of an optimizer returned.
             skipped: whether a part was not updated, so that the step does not count.
-            before: arrays from which nothing is computed before the part is updated.
+            before: arrays that may only be used after this update. Use what is returned.
 
         Returns:
-            `before`.
+            `before`, behind an optimization barrier.
         """
         stepped = jax.tree.leaves(updated[1])
         if before is not None:
@@ -120,11 +120,12 @@ class Parts:
             self._params[i] = leaf
         places = [i for i, param in enumerate(self._follows) if param is None or param in part]
         leaving = {}
-        for i, leaf, at_once in zip(places, jax.tree.leaves(state), stepped, strict=True):
+        for i, leaf, no_barrier in zip(places, jax.tree.leaves(state), stepped, strict=True):
             if self._follows[i] is None and skipped is not False:
                 self._state[i] = jnp.where(skipped, self._before[i], leaf)
             elif self._on_host[i]:
-                leaving[i] = at_once  # not what the barrier returns, whose place XLA chooses later
+                # The barrier would let XLA delay this copy to the host.
+                leaving[i] = no_barrier
             else:
                 self._state[i] = leaf
         if leaving:

@@ -3,9 +3,9 @@
 A moment is a leaf that
     follows a parameter (its path ends with the parameter's),
     is a float in at least 16 bits, and large enough by the rule of `Storage`,
-    is not stored for the user to read, as the gradient of a line search is,
-    does not begin as a copy of the parameter, or as anything else computed from its values,
-    and for which the user's `where` says yes.
+    is not there for the user to read, like the gradient of a line search,
+    is not initialized with the parameter's values, or with anything computed from them,
+    and is accepted by the user's `where`.
 
 Copies of parameters (of `optax.contrib.schedule_free`, `mechanize`, `prodigy`, `dog`) lose too
 much in 8 bits: an update is smaller than the distance between two codes. They are recognized in
@@ -34,7 +34,7 @@ REFUSED = {
     optax.ScaleByRStdDevState: "scale_by_stddev and rmsprop(centered=True), which subtract the "
     "squared mean from the mean square",
 }
-# What these store is for users to read: the last gradient, a measurement.
+# States for users to read: the last gradient, a measurement.
 WITHOUT_MOMENTS = (
     optax.ScaleByBacktrackingLinesearchState,
     optax.ScaleByZoomLinesearchState,

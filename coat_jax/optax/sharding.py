@@ -17,7 +17,7 @@ from jaxtyping import Array
 from coat_jax.numerics import mesh_axes
 from coat_jax.numerics.expansion import GROUP_SIZE
 from coat_jax.optax.following import followed_params
-from coat_jax.optax.host_memory import is_on_host, on_hosts
+from coat_jax.optax.host_memory import host_sharding, is_on_host
 from coat_jax.storage import GROUP_SIZES, Storage
 
 
@@ -49,7 +49,7 @@ def state_shardings(tx: optax.GradientTransformation, params: optax.Params) -> A
         for leaf, param in zip(leaves, followed_params(state, params), strict=True)
     ]
     placed = [
-        on_hosts(sharding) if is_on_host(leaf) else sharding
+        host_sharding(sharding) if is_on_host(leaf) else sharding
         for sharding, leaf in zip(shardings, traced.out_avals, strict=True)
     ]
     return jax.tree.unflatten(structure, placed)

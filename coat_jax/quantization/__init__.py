@@ -14,7 +14,7 @@
 
 from coat_jax.quantization.calibration import Inputs, Ranges, calibrate
 from coat_jax.quantization.folders import load, read_config, save
-from coat_jax.quantization.projections import computing, is_quantized
+from coat_jax.quantization.projections import inference_config, is_quantized
 from coat_jax.quantization.quantize import abstract, quantize, schemes_of
 from coat_jax.quantization.recipe import Recipe, Scheme
 from coat_jax.quantization.streaming import save_quantized
@@ -26,7 +26,7 @@ __all__ = [
     "Scheme",
     "abstract",
     "calibrate",
-    "computing",
+    "inference_config",
     "is_quantized",
     "load",
     "quantize",

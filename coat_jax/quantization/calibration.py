@@ -88,7 +88,7 @@ def calibrate(
         _require_tokens(tokens, model.config)
         x = observed.embedded(tokens)
         for i, (graph, state) in enumerate(blocks):
-            x, seen = _through(graph, state, x)
+            x, seen = _run_layer(graph, state, x)
             for path, inputs in _by_path(seen, i).items():
                 found[path] = found[path] + inputs if path in found else inputs
     if not found:
@@ -201,7 +201,7 @@ def _counted(x: Float[Array, "*rows K"]) -> Any:
 
 
 @partial(jax.jit, static_argnums=0)
-def _through(graph: Any, state: Any, x: Float[Array, "B S D"]) -> tuple[Array, Any]:
+def _run_layer(graph: Any, state: Any, x: Float[Array, "B S D"]) -> tuple[Array, Any]:
     """The residual stream after a layer, and what its projections saw."""
     block = nnx.merge(graph, state)
     y = block(x)

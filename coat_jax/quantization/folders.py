@@ -31,10 +31,10 @@ from coat_jax.models.hf.files import CODES, FLOATS, NewTensors, Tensors
 from coat_jax.models.hf.names import file_order, source_of
 from coat_jax.models.hf.weights import require_names
 from coat_jax.models.stored import Index, Name, Stored
-from coat_jax.nn.modular import OF_ATTENTION, OF_MLP
+from coat_jax.nn.modular import ATTENTION_PROJECTIONS, MLP_PROJECTIONS
 from coat_jax.numerics import eight_bits
 from coat_jax.quantization import layout
-from coat_jax.quantization.projections import computing, is_quantized
+from coat_jax.quantization.projections import inference_config, is_quantized
 from coat_jax.quantization.quantize import abstract, schemes_of
 from coat_jax.quantization.recipe import Scheme
 
@@ -56,9 +56,9 @@ def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None 
         mesh: to load it onto; by default the one that is set, if any.
     """
     folder = expanded(folder)
-    said = read_json(folder / hf.CONFIG)
-    config = _config(said) if config is None else computing(config)
-    schemes = layout.from_json(said.get(layout.ENTRY), config)
+    config_json = read_json(folder / hf.CONFIG)
+    config = _config(config_json) if config is None else inference_config(config)
+    schemes = layout.from_json(config_json.get(layout.ENTRY), config)
     graph, state = abstract(config, schemes, mesh=mesh)
     return stored.fill(graph, state, _read(folder, config, schemes, state))
 
@@ -128,8 +128,10 @@ def write(
     (folder / hf.CONFIG).write_text(json.dumps(data, indent=2) + "\n", "utf-8")
 
 
-def _config(said: Mapping[str, Any]) -> Config:
-    return computing(model_from_json({k: v for k, v in said.items() if k != layout.ENTRY}))
+def _config(config_json: Mapping[str, Any]) -> Config:
+    return inference_config(
+        model_from_json({k: v for k, v in config_json.items() if k != layout.ENTRY})
+    )
 
 
 # --- Tensors ---------------------------------------------------------------------------------
@@ -174,32 +176,32 @@ def _tensors_of(
                     (*shape, 1),
                     single,
                     lambda x: x[:, None],
-                    lambda there, index: there.read(scales, (*index, slice(None)))[:, 0],
+                    lambda tensors, index: tensors.read(scales, (*index, slice(None)))[:, 0],
                 )
             ]
         case "input_scale":
             name = f"{module}.input_scale"
-            first = lambda there, index: np.asarray(there.read(name, whole)[0])  # noqa: E731
+            first = lambda tensors, index: np.asarray(tensors.read(name, whole)[0])  # noqa: E731
             return [_Tensor(name, (1,), single, lambda x: x[None], first)]
     source = source_of(plain_name(path), shape, config)
     (name,) = source.names
     arrange = np.transpose if source.transposed else np.asarray
 
-    def read(there: Tensors, index: Index) -> np.ndarray:
-        return arrange(there.read(name, index[::-1] if source.transposed else index))
+    def read(tensors: Tensors, index: Index) -> np.ndarray:
+        return arrange(tensors.read(name, index[::-1] if source.transposed else index))
 
-    return [_Tensor(name, source.there, kind, arrange, read)]
+    return [_Tensor(name, source.file_shape, kind, arrange, read)]
 
 
 def _tensors_of_codes(module: str, shape: tuple[int, ...], scheme: Scheme) -> list[_Tensor]:
     if layout.storage_of(scheme) != layout.PACKED:
         name, dtype = f"{module}.weight", jnp.dtype(eight_bits.DTYPES[scheme.format])
-        read = lambda there, index: there.read(name, index)  # noqa: E731
+        read = lambda tensors, index: tensors.read(name, index)  # noqa: E731
         return [_Tensor(name, shape, dtype, np.asarray, read)]
     packed, size = f"{module}.weight_packed", np.array(shape, np.int64)
 
-    def unpacked(there: Tensors, index: Index) -> np.ndarray:
-        return _unpacked(there.read(packed, (index[0], slice(None))), shape[1])[:, index[1]]
+    def unpacked(tensors: Tensors, index: Index) -> np.ndarray:
+        return _unpacked(tensors.read(packed, (index[0], slice(None))), shape[1])[:, index[1]]
 
     inside = (shape[0], math.ceil(shape[1] / PER_INT32))
     return [
@@ -210,7 +212,7 @@ def _tensors_of_codes(module: str, shape: tuple[int, ...], scheme: Scheme) -> li
 
 def _projection(path: Name) -> str:
     """The projection that a parameter belongs to; empty for those of other modules."""
-    ours = len(path) == 5 and path[3] in (*OF_ATTENTION, *OF_MLP)
+    ours = len(path) == 5 and path[3] in (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS)
     return ".".join(map(str, path[:4])) if ours else ""
 
 
@@ -260,14 +262,14 @@ def _read(
     return found
 
 
-def _require(tensor: _Tensor, there: Tensors) -> None:
+def _require(tensor: _Tensor, tensors: Tensors) -> None:
     """Raises unless a tensor in the files is what it should be; floats may be of another dtype."""
-    shape, dtype = there.shape(tensor.name), there.dtype(tensor.name)
+    shape, dtype = tensors.shape(tensor.name), tensors.dtype(tensor.name)
     alike = dtype == tensor.dtype.name
     if {dtype, tensor.dtype.name} <= set(FLOATS.values()):
         alike = True
     if shape != tensor.shape or not alike:
         raise UserError(
-            f"{tensor.name} in {there.folder} is {dtype} of shape {shape}, and config.json says "
+            f"{tensor.name} in {tensors.folder} is {dtype} of shape {shape}, and config.json says "
             f"{tensor.dtype.name} of shape {tensor.shape}."
         )

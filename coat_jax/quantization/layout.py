@@ -78,18 +78,18 @@ def to_json(config: Config, schemes: Mapping[str, Scheme]) -> Json:
     }
 
 
-def from_json(said: Any, config: Config) -> dict[str, Scheme]:
+def from_json(data: Any, config: Config) -> dict[str, Scheme]:
     """The scheme of each projection that is quantized; raises for what coat_jax does not have."""
-    if not isinstance(said, Mapping) or said.get("quant_method") != METHOD:
-        method = said.get("quant_method") if isinstance(said, Mapping) else said
+    if not isinstance(data, Mapping) or data.get("quant_method") != METHOD:
+        method = data.get("quant_method") if isinstance(data, Mapping) else data
         raise UserError(
             f"config.json: quantization by {shown(method)} is not one that coat_jax reads, which "
             f"is {METHOD}."
         )
     for entry in ("kv_cache_scheme", "sparsity_config", "transform_config"):
-        if said.get(entry):
+        if data.get(entry):
             raise UserError(f"config.json: {ENTRY} has a {entry}, which coat_jax does not support.")
-    groups, ignore = said.get("config_groups"), said.get("ignore") or []
+    groups, ignore = data.get("config_groups"), data.get("ignore") or []
     if not isinstance(groups, Mapping) or not isinstance(ignore, list):
         raise UserError(f"config.json: {ENTRY} has no config_groups that coat_jax can read.")
     targets = [
@@ -162,5 +162,5 @@ _SCHEMES: list[tuple[EightBits, Activations]] = [
 ]
 
 
-def _says(said: Any, expected: Json) -> bool:
-    return isinstance(said, Mapping) and all(said.get(k) == v for k, v in expected.items())
+def _says(data: Any, expected: Json) -> bool:
+    return isinstance(data, Mapping) and all(data.get(k) == v for k, v in expected.items())

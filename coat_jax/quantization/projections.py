@@ -46,15 +46,15 @@ def groups_of(config: Config) -> list[tuple[str, ...]]:
     ]
 
 
-def computing(config: Config) -> Config:
-    """How a quantized model computes what is not quantized: layer by layer, in its own dtype."""
+def inference_config(config: Config) -> Config:
+    """The config of the quantized model: layers in a list, and no FP8 besides the projections."""
     return dataclasses.replace(config, scan=False, remat=None, precision=BF16)
 
 
 def unstacked(model: Llama) -> Llama:
     """The model with its layers in a list, computing in full precision; arrays are shared."""
-    require_whole(model)
-    config = computing(model.config)
+    require_quantizable(model)
+    config = inference_config(model.config)
     have = dict(nnx.to_flat_state(nnx.state(model)))
     graph, state = models.abstract(config)
     values = {path: _value_of(path, have, model.config) for path, _ in nnx.to_flat_state(state)}
@@ -64,7 +64,7 @@ def unstacked(model: Llama) -> Llama:
 
 
 def modular(plain: Llama, make: Make) -> Llama:
-    """`plain`, a model of `computing`, with its projections replaced by modules."""
+    """`plain`, from `unstacked`, with its projections replaced by modules."""
     for i, block in enumerate(plain.layers):
         for name, kind in (("attention", ModularAttention), ("mlp", ModularGatedMLP)):
             path = f"layers.{i}.{name}"
@@ -76,7 +76,7 @@ def modular(plain: Llama, make: Make) -> Llama:
     return plain
 
 
-def require_whole(model: Llama) -> None:
+def require_quantizable(model: Llama) -> None:
     """Raises unless the model is one that can be quantized."""
     if not isinstance(model, Llama):
         raise TypeError(f"quantize takes a coat.models.Llama, not {type(model).__name__}.")

@@ -70,7 +70,7 @@ def abstract(
     """A quantized model without its numbers: its graph, and a state of shapes.
 
     Args:
-        config: of `computing`.
+        config: from `inference_config`.
         schemes: of the projections that are quantized.
         mesh: see `coat.models.abstract`.
     """

@@ -26,8 +26,8 @@ class Recipe:
     Attributes:
         format: of weights and of rounded activations: "int8", "fp8" (E4M3), or "mixed": for each
             input and the weights that multiply it, the one with the higher signal-to-noise ratio.
-        fit: what the range of a weight's channel is: its largest element ("max"), a
-            "percentile" of its magnitudes, or that with the least squared error ("mse").
+        fit: the range of a weight's channel: up to its largest magnitude ("max"), up to a
+            "percentile" of its magnitudes, or the range with the least squared error ("mse").
         activations: "none" rounds weights only; "static" rounds each layer's input with one
             scale, from calibration; "dynamic" with one for each token, from its largest element.
         activation_fit: as `fit`, of static activations.

@@ -19,7 +19,7 @@ from coat_jax.models import Config, hf, stored
 from coat_jax.models.stored import Name, Parameters
 from coat_jax.quantization import folders
 from coat_jax.quantization.calibration import Ranges
-from coat_jax.quantization.projections import computing
+from coat_jax.quantization.projections import inference_config
 from coat_jax.quantization.quantize import abstract, choose_schemes, round_weight
 from coat_jax.quantization.recipe import Recipe, Scheme
 
@@ -52,7 +52,7 @@ def save_quantized(
     Returns:
         The scheme of each quantized projection, by its path.
     """
-    config = computing(config)
+    config = inference_config(config)
     parameters = stored.arranged(parameters, scan=False)
     stored.require_same(config, parameters)
     kind = np.dtype(config.param_dtype)

@@ -158,7 +158,7 @@ class Shadow(NamedTuple):
 
 
 class Decay(NamedTuple):
-    """Adam's numbers."""
+    """Adam's hyperparameters that a direction depends on."""
 
     b1: float
     b2: float

@@ -19,13 +19,13 @@ from jaxtyping import Array, Float
 
 from coat_jax.numerics import statistics
 from coat_jax.numerics.statistics import Statistics
-from coat_jax.watching import Scope, WatchedTensor, watched
+from coat_jax.watching import Scope, WatchedTensor, scope_set
 
 
 def measure(loss: Callable[..., Any], *args: Any) -> dict[str, Statistics]:
     """Statistics of each tensor that `loss(*args)` and its gradients round to FP8, by name.
 
-    Compiled once for a function and shapes of arguments: call it with the same function again.
+    It is compiled once for each function and shapes of arguments, so pass the same function object.
     Tensors that the gradients do not need are left out, and so is all that is not FP8.
 
     Args:
@@ -60,11 +60,11 @@ def sums_and_gradients(
         *args: its other arguments.
     """
     found: dict[str, WatchedTensor] = {}
-    with watched(Scope(found, None)):
+    with scope_set(Scope(found, None)):
         jax.eval_shape(loss, params, *args)
 
     def watched_loss(probes: Mapping[str, Array], params: Any) -> Array:
-        with watched(Scope(found, probes)):
+        with scope_set(Scope(found, probes)):
             result = loss(params, *args)
         return result[0] if isinstance(result, tuple) else result
 

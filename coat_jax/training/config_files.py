@@ -62,8 +62,8 @@ def load_config(source: str) -> TrainConfig:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         line = f":{lines[-1]}" if lines else ""
-        said = _with_hint(f"{type(error).__name__}: {error}")
-        raise UserError(f"{file}{line}: {said}") from error
+        message = _with_hint(f"{type(error).__name__}: {error}")
+        raise UserError(f"{file}{line}: {message}") from error
     if not isinstance(made, TrainConfig):
         raise UserError(_why_no_config(file, function, names, made))
     return made
@@ -90,13 +90,13 @@ def _why_no_config(file: str, function: str, names: Mapping[str, Any], made: Any
     return f"{file} has no function {function}() that returns a TrainConfig. {remedy}"
 
 
-def _with_hint(said: str) -> str:
+def _with_hint(message: str) -> str:
     """An error's text, with the field that an unknown argument of a config probably means."""
     pattern = r".*\.__init__\(\) got an unexpected keyword argument '(\w+)'"
-    unknown = re.match(pattern, said)
+    unknown = re.match(pattern, message)
     near = unknown and nearest_field(unknown[1], {field.name for field in fields()})
     if not unknown or not near:
-        return said
+        return message
     return f"{unknown[0]}. Did you mean {near.rpartition('.')[2]}?"
 
 

@@ -3,8 +3,8 @@
     moments = optimizer.init(params)
     params, moments = optimizer.step(params, grads, moments, grad_scale=clip, skip=not finite)
 
-All step in place where parameters and moments are donated, and change nothing where they skip. They
-know nothing of the config but what `make_optimizer` gives them.
+All update parameters and moments in place if these are donated, and change nothing if `skip` is
+true.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def _optimizer(config: TrainConfig) -> FusedOptimizer:
 
 
 def _transformation(config: TrainConfig) -> optax.GradientTransformation:
-    """The one that the config has, or that its function makes of the learning rate."""
+    """The config's transformation, or the one that its function makes from the schedule."""
     given: Any = config.optimizer.transformation
     made = given if is_transformation(given) else given(_schedule(config))
     if not is_transformation(made):

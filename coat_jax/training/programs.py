@@ -34,7 +34,7 @@ class Programs:
             self._start = _compile(start, console, what, packed=packed)
 
     def after(self, done: int) -> Any:
-        """The program of the step after `done` steps. That in BF16 is freed after its last step."""
+        """The program of the next step; frees the BF16 program after its last step."""
         if done < self._first:
             return self._start
         self._start = None

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from coat_jax import ops
-from coat_jax.models.llama import layer_steps
+from coat_jax.models.llama import layer_functions
 from coat_jax.optax import FusedOptimizer, Stage
 from coat_jax.optax.clipping import clip_scale
 
@@ -69,7 +69,7 @@ def stages_of(graph: Any, params: Any, part: Any, z_loss: float) -> list[Stage]:
     """
     model = nnx.merge(graph, params)
     head = "embed" if model.head is None else "head"
-    steps = layer_steps(model.config, model.layers, part.positions, part.segments)
+    steps = layer_functions(model.config, model.layers, part.positions, part.segments)
 
     def embed(of_stage: Any, _: None) -> Array:
         x: Array = with_params(of_stage).embedded(part.tokens)

@@ -97,7 +97,7 @@ class RunFolder:
         return any((self.path / name).exists() for name in (CONFIG, metrics.FILE, CHECKPOINTS))
 
     def _saved(self) -> dict[str, Any] | None:
-        """The config that the run in the folder has had; None if there is none."""
+        """The config of the run in the folder; None if there is no run."""
         saved = config_in_checkpoint(self.path)
         path = self.path / CONFIG
         if saved is not None or not path.is_file():

@@ -1,4 +1,4 @@
-"""What a run is made of between two steps: one tree of arrays, donated, saved and restored whole.
+"""The state of a run between two steps: one tree of arrays, donated, saved and restored whole.
 
 There is no generator of random numbers in it: the order of the data and all rounding are hashed
 from the config's seed and the step's number.
@@ -20,7 +20,7 @@ from coat_jax.training.checkpoint import weights
 from coat_jax.training.cluster.mesh import everywhere
 from coat_jax.training.config import TrainConfig
 
-# What a run chooses for itself, whatever model it begins from.
+# Fields that a run sets for itself, whatever model it begins from.
 OF_THE_RUN = {"context", "scan", "remat", "param_dtype", "dtype", "precision"}
 OF_THE_RUN |= {"axes", "batch_axes"}
 

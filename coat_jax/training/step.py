@@ -32,8 +32,8 @@ from coat_jax.training.schedule import learning_rate
 from coat_jax.training.state import State
 
 
-class Taken(NamedTuple):
-    """A step that was taken, as `TrainConfig.metrics` sees it.
+class FinishedStep(NamedTuple):
+    """A finished step, the argument of the functions in `TrainConfig.metrics`.
 
     Attributes:
         params: after the update.
@@ -126,7 +126,7 @@ def train_step(
     )
     rate = learning_rate(config.optimizer, config.total_steps, state.step - state.skipped)
     skipped = state.skipped + skip
-    metrics = _measured(config, Taken(params, grads, moments, loss, norm, rate))
+    metrics = _measured(config, FinishedStep(params, grads, moments, loss, norm, rate))
     report = Report(loss, norm, rate, labels, skipped, metrics)
     return State(state.step + 1, params, moments, skipped), report
 
@@ -134,7 +134,7 @@ def train_step(
 def releasing_step(
     config: TrainConfig, graph: Any, optimizer: FusedOptimizer, state: State, batch: Batch
 ) -> tuple[State, Report]:
-    """Likewise, but the backward pass updates parameters and frees gradients; see `release`."""
+    """As `train_step`, but the backward pass updates parameters and frees gradients."""
     part = jax.tree.map(lambda array: array[0], batch)
     stages = stages_of(graph, state.params, part, config.z_loss)
     before = state.moments
@@ -156,11 +156,11 @@ def clip_or_skip(
     return scale, ~(jnp.isfinite(norm) & jnp.isfinite(loss))
 
 
-def _measured(config: TrainConfig, taken: Taken) -> dict[str, Array]:
-    """What the config's own metrics say of a step."""
+def _measured(config: TrainConfig, step: FinishedStep) -> dict[str, Array]:
+    """The values of the config's own metrics."""
     found = {}
     for name, measure in config.metrics.items():
-        value = measure(taken)
+        value = measure(step)
         what = "a tree of arrays"
         if jax.tree_util.all_leaves([value]):
             found[name] = jnp.asarray(value)
@@ -174,7 +174,7 @@ def _measured(config: TrainConfig, taken: Taken) -> dict[str, Array]:
 def loss_of_part(
     config: TrainConfig, graph: Any, labels: Array, params: Any, part: Batch
 ) -> Float[Array, ""]:
-    """What a microbatch adds to the loss of a batch with so many labels."""
+    """The share of a microbatch in the loss of a batch with `labels` labels."""
     share = jnp.sum(part.labels >= 0) / jnp.maximum(labels, 1)
     return share * _loss(graph, params, part, config.z_loss)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from small_model import SMALL, filled
 
 from coat_jax.errors import UserError
-from coat_jax.evaluation import Score, perplexity, together, windows
+from coat_jax.evaluation import Score, combine, perplexity, windows
 
 MODEL = filled(dataclasses.replace(SMALL, layers=1, context=32, dtype=jnp.float32))
 
@@ -64,7 +64,7 @@ def test_a_model_that_knows_nothing_takes_eight_bits_per_byte():
 
 def test_texts_add_up():
     one, other = Score(nats=10.0, tokens=5, size=20), Score(nats=2.0, tokens=1, size=10)
-    both = together([one, other])
+    both = combine([one, other])
     assert both == Score(12.0, 6, 30)
     assert both.per_token == 2.0
     assert both.perplexity == pytest.approx(math.e**2)

@@ -115,7 +115,7 @@ def check_norm(shape, case: NormCase):
         1e-5,
     )
     x = numbers(3, shape)
-    limit = norm.bound(of, columns, ROUNDING if case.exact else 0.0)
+    limit = norm.bound_of_norm(of, columns, ROUNDING if case.exact else 0.0)
     scale = gemm.tensor_scale(limit, E4M3)
     blocks, stats, straight = norm.norm_forward(x, of, scale, E4M3, size, exact=case.exact)
     exact = to_blocks(x, size=size)

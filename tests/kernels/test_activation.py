@@ -15,7 +15,7 @@ POINTS = jnp.linspace(-8, 8, 100_001)
 @pytest.mark.parametrize("m", [0.25, 1.5, 8.0])
 def test_no_value_and_no_slope_exceeds_its_bound(name, m):
     x = POINTS[jnp.abs(POINTS) <= m]
-    value, slope = activation.steepest(jnp.float32(m), name)
+    value, slope = activation.activation_bounds(jnp.float32(m), name)
     rounding = 1 + 1e-6
     assert jnp.max(jnp.abs(ACTIVATIONS[name](x))) <= value * rounding
     assert jnp.max(jnp.abs(jax.vmap(jax.grad(ACTIVATIONS[name]))(x))) <= slope * rounding
@@ -25,7 +25,7 @@ def test_no_value_and_no_slope_exceeds_its_bound(name, m):
 def test_a_bound_of_a_slope_is_nearly_reached(name):
     """Within 1 %: a looser one would waste codes."""
     slopes = jnp.abs(jax.vmap(jax.grad(ACTIVATIONS[name]))(POINTS))
-    assert jnp.max(slopes) > 0.99 * activation.steepest(jnp.float32(8.0), name)[1]
+    assert jnp.max(slopes) > 0.99 * activation.activation_bounds(jnp.float32(8.0), name)[1]
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -45,4 +45,4 @@ def test_no_gradient_of_what_an_activation_receives_exceeds_its_bound(name, coun
 
 def test_an_unknown_activation_is_refused():
     with pytest.raises(ValueError, match="'swish' must be one of"):
-        activation.steepest(jnp.float32(1.0), "swish")
+        activation.activation_bounds(jnp.float32(1.0), "swish")

@@ -25,7 +25,7 @@ def test_no_row_exceeds_the_bound_of_a_norm(kind, shift, sign):
     of = of_kind(kind, shift=shift)
     rows = jnp.concatenate([sign * jnp.eye(48), jax.random.normal(jax.random.key(0), (48, 48))])
     largest = jnp.max(jnp.abs(norm.normalize(rows, norm.statistics(rows, of), of)))
-    assert largest <= norm.bound(of, 48) * ROUNDING
+    assert largest <= norm.bound_of_norm(of, 48) * ROUNDING
 
 
 @pytest.mark.parametrize(("kind", "shift"), [("rms", False), ("layer", True)])
@@ -34,7 +34,7 @@ def test_the_bound_of_a_norm_is_nearly_reached(kind, shift):
     of = of_kind(kind, shift=shift)
     rows = jnp.eye(48)
     largest = jnp.max(jnp.abs(norm.normalize(rows, norm.statistics(rows, of), of)))
-    assert largest > 0.98 * norm.bound(of, 48)
+    assert largest > 0.98 * norm.bound_of_norm(of, 48)
 
 
 def test_a_rotated_pair_grows_by_its_bound_and_no_more():
@@ -72,7 +72,7 @@ def test_the_bound_of_a_norm_costs_no_accuracy(outliers, factor):
     of = norm.Norm(scale)
     y = norm.normalize(x, norm.statistics(x, of), of)
     limit = 1.1 if factor == 1000 else 1.01
-    assert cost(y, norm.bound(of, columns), E4M3) <= limit
+    assert cost(y, norm.bound_of_norm(of, columns), E4M3) <= limit
 
 
 @pytest.mark.parametrize("factor", [1.0, 1000.0])
@@ -93,5 +93,5 @@ def test_no_row_of_what_was_saved_exceeds_the_bound_with_its_rounding(kind, dtyp
     saved = from_blocks(to_blocks(rows, dtype, size=16), size=16)
     largest = jnp.max(jnp.abs(norm.normalize(saved, norm.statistics(rows, of), of)))
     rounding = 2.0 ** -(format_of(dtype).mantissa_bits + 1)
-    assert norm.bound(of, 48) * ROUNDING < largest
-    assert largest <= norm.bound(of, 48, rounding) * ROUNDING
+    assert norm.bound_of_norm(of, 48) * ROUNDING < largest
+    assert largest <= norm.bound_of_norm(of, 48, rounding) * ROUNDING

@@ -132,7 +132,7 @@ def test_each_device_has_its_shard_in_host_memory():
             results.append(step(params, grads, state))
     (_, plain), (_, hosted) = results
     codes = hosted.mu.codes["a"]
-    assert codes.sharding == host_memory.on_hosts(rows)
+    assert codes.sharding == host_memory.host_sharding(rows)
     assert codes.addressable_shards[0].data.shape == (64, 256)
     assert_equal(hosted.mu.codes, plain.mu.codes)
 
@@ -154,7 +154,7 @@ def test_a_state_is_restored_in_the_memory_that_is_asked_for(saved, restored, tm
 def test_a_checkpoint_is_written_from_copies():
     """What is in host memory is read by NumPy without a copy, and then cannot be overwritten."""
     state = in_host_memory(OPTIMIZERS["fused"]()).init(tree(0))
-    copies = host_memory.with_copies(state)
+    copies = host_memory.copy_hosted(state)
     assert_equal(copies, state)
     assert kinds(copies) == kinds(state)
     codes, copied = state.mu.codes["a"], copies.mu.codes["a"]

@@ -93,7 +93,7 @@ def test_copies_for_a_checkpoint_take_one_array_of_the_device():
     with there():
         from coat_jax.optax import sharding
 
-        on_host = sharding.on_hosts(NamedSharding(mesh, P()))
+        on_host = sharding.host_sharding(NamedSharding(mesh, P()))
         arrays = [jax.ShapeDtypeStruct(SHAPE, jnp.int8, sharding=on_host)] * 8
         program = compile_for(
             mesh, host_memory._through_device, arrays, out_shardings=[on_host] * 8

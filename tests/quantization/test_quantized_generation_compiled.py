@@ -31,7 +31,7 @@ TEXTS = 4
 def test_every_projection_multiplies_codes(format, activations):
     """Seven of each layer, for prompts and for what follows."""
     mesh = hopper_mesh((1,), ("x",))
-    config = q.computing(dataclasses.replace(SMALL, param_dtype=jnp.bfloat16))
+    config = q.inference_config(dataclasses.replace(SMALL, param_dtype=jnp.bfloat16))
     schemes = dict.fromkeys(paths_of(config), q.Scheme(format, activations))
     graph, state = q.abstract(config, schemes, mesh=mesh)
 

@@ -20,7 +20,7 @@ from coat_jax.kernels.triton.tiles import load_blocks, store_transposed, tile_in
 
 @triton.jit
 def norm_forward_row(
-    x, tensor_scale, scale, shift, codes, exponents, inverse, mean, normed,
+    x, tensor_scale, scale, shift, codes, exponents, inverse, mean, normalized,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, LAYER: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr,
     F8: tl.constexpr, FAST: tl.constexpr,
@@ -57,7 +57,7 @@ def norm_forward_row(
     if HAS_SHIFT:
         v = v + tl.load(shift + column, mask=mask, other=0.0).to(tl.float32)
     v = round_to_fp8(v * (1.0 / tl.load(tensor_scale)), F8, FAST)
-    tl.store(normed + row * COLUMNS + column, v.to(normed.dtype.element_ty), mask=mask)
+    tl.store(normalized + row * COLUMNS + column, v.to(normalized.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -102,8 +102,8 @@ def _mapped(path: Path, name: str) -> np.ndarray:
     """A tensor in FP8, mapped into memory. The file has been opened, so its header is sound."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        said = json.loads(file.read(size))[name]
-    offset, shape = 8 + size + said["data_offsets"][0], tuple(said["shape"])
+        entry = json.loads(file.read(size))[name]
+    offset, shape = 8 + size + entry["data_offsets"][0], tuple(entry["shape"])
     return np.memmap(path, jnp.float8_e4m3fn, mode="r", offset=offset, shape=shape)
 
 

@@ -46,7 +46,7 @@ class Source(NamedTuple):
     transposed: bool
 
     @property
-    def there(self) -> tuple[int, ...]:
+    def file_shape(self) -> tuple[int, ...]:
         """The shape of each tensor in the files."""
         own = self.shape[1:] if self.stacked else self.shape
         return own[::-1] if self.transposed else own
@@ -69,7 +69,7 @@ def source_of(path: Name, shape: tuple[int, ...], config: Config) -> Source:
 
 
 def split(source: Source, index: Index) -> tuple[slice, Index]:
-    """Which tensors a part of a parameter is in, and where there, not transposed."""
+    """Which tensors a part of a parameter is in, and its index in each, before transposition."""
     return (index[0], index[1:]) if source.stacked else (slice(None), index)
 
 

@@ -1,8 +1,8 @@
 """Reads and writes the weights of Hugging Face folders.
 
-One parameter at a time is in host memory when a model is loaded (on a mesh each device's part of
-it), and one piece of one when it is saved. `read` and `write` are for parameters that stay outside
-of memory: see `coat_jax.models.stored`. Tokenizers are left out.
+While a model is loaded, one parameter at a time is in host memory (on a mesh each device's part of
+it); while it is saved, one piece of a parameter. `read` and `write` are for parameters that are not
+in memory: see `coat_jax.models.stored`. Tokenizers are left out.
 """
 
 import dataclasses
@@ -115,7 +115,9 @@ def write(
     data = {**to_json(config, kind), **(extra or {})}
     stored.require_same(config, parameters)
     sources = {path: source_of(path, one.shape, config) for path, one in parameters.items()}
-    specs = {name: (source.there, kind) for source in sources.values() for name in source.names}
+    specs = {
+        name: (source.file_shape, kind) for source in sources.values() for name in source.names
+    }
     folder.mkdir(parents=True, exist_ok=True)
     new = NewTensors(folder, dict(sorted(specs.items(), key=file_order)), file_bytes)
     for path, one in parameters.items():
@@ -123,9 +125,9 @@ def write(
         for index in stored.pieces(one):
             values = one.read(index)
             layers, inner = split(source, index)
-            there = inner[::-1] if source.transposed else inner
+            in_file = inner[::-1] if source.transposed else inner
             for name, layer in zip(source.names[layers], source.stack(values), strict=True):
-                new.write(name, there, layer.T if source.transposed else layer)
+                new.write(name, in_file, layer.T if source.transposed else layer)
             progress(values.nbytes)
     (folder / CONFIG).write_text(json.dumps(data, indent=2) + "\n", "utf-8")
 
@@ -133,20 +135,20 @@ def write(
 def _in_files(source: Source, tensors: Tensors) -> Stored:
     """A parameter in a folder; raises where a tensor has another shape or is no float."""
     for name in source.names:
-        if tensors.shape(name) != source.there:
+        if tensors.shape(name) != source.file_shape:
             raise UserError(
                 f"{name} in {tensors.folder} is {tensors.shape(name)}, and the Config says "
-                f"{source.there}."
+                f"{source.file_shape}."
             )
     dtype = np.result_type(*{jnp.dtype(tensors.dtype(name)) for name in source.names})
 
     def read(index: Index) -> np.ndarray:
         layers, inner = split(source, index)
-        there = inner[::-1] if source.transposed else inner
+        in_file = inner[::-1] if source.transposed else inner
         names = source.names[layers]
         values: Any = None
         for i, name in enumerate(names):
-            tensor = tensors.read(name, there)
+            tensor = tensors.read(name, in_file)
             tensor = tensor.T if source.transposed else tensor
             if values is None:
                 values = np.empty((len(names), *tensor.shape), dtype)

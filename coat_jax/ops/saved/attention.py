@@ -38,7 +38,7 @@ class SavedAttention(NamedTuple):
 
     inputs: tuple[SavedArray, SavedArray, SavedArray]
     output: SavedArray
-    log_sums: Float[Array, "B N S"] | None
+    log_sum_exp: Float[Array, "B N S"] | None
 
 
 def save_attention(
@@ -58,14 +58,14 @@ def save_attention(
     query, key, value = (save_array(x, dtype, block) for x in (q, k, v))
     values = [restore(x, q.dtype, block) for x in (query, key, value)]
     attend = _attention_of(settings, segments)
-    log_sums = None
+    log_sum_exp = None
     if settings.backend == "cudnn":
         o, pull = jax.vjp(attend, *values)
-        _, at = _places(attend, values)
-        log_sums = None if at is None else jax.tree.leaves(pull)[at]
+        _, at = _pullback_indices(attend, values)
+        log_sum_exp = None if at is None else jax.tree.leaves(pull)[at]
     else:
         o = attend(*values)
-    return o, SavedAttention((query, key, value), save_array(o, dtype, block), log_sums)
+    return o, SavedAttention((query, key, value), save_array(o, dtype, block), log_sum_exp)
 
 
 def recompute_attention(
@@ -80,13 +80,15 @@ def recompute_attention(
     o = restore(saved.output, dtype, block)
     attend = _attention_of(settings, segments)
     _, pull = jax.vjp(attend, *values)
-    if saved.log_sums is not None:
+    if saved.log_sum_exp is not None:
         # The saved o and log-sum-exp replace those in the pullback. Nothing else then needs the
         # forward pass that this function traced, so XLA removes it.
         leaves, structure = jax.tree.flatten(pull)
-        for place, array in zip(_places(attend, values), (o, saved.log_sums), strict=True):
-            if place is not None:
-                leaves[place] = array
+        for index, array in zip(
+            _pullback_indices(attend, values), (o, saved.log_sum_exp), strict=True
+        ):
+            if index is not None:
+                leaves[index] = array
         pull = jax.tree.unflatten(structure, leaves)
     return o, pull
 
@@ -154,7 +156,9 @@ def _padded_to_even(
     return _masked(settings, mask, q, k, v)[:, :s]
 
 
-def _places(attend: Callable[..., Array], values: list[Array]) -> tuple[int | None, int | None]:
+def _pullback_indices(
+    attend: Callable[..., Array], values: list[Array]
+) -> tuple[int | None, int | None]:
     """The indices of o and the log-sum-exp among the leaves of cuDNN's pullback, None if absent."""
 
     def everything(*values: Array) -> list[Array]:

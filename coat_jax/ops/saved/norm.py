@@ -19,7 +19,7 @@ from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import (
     Norm,
     Stats,
-    bound,
+    bound_of_norm,
     norm_backward,
     norm_cast,
     norm_forward,
@@ -47,7 +47,7 @@ def save_norm(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[
     precision = mode.precision
     scale = None
     if norm is not None and mode.format is not None:
-        largest = bound(norm, x.shape[-1], _rounding(precision))
+        largest = bound_of_norm(norm, x.shape[-1], _rounding(precision))
         scale = gemm.tensor_scale(largest, mode.format)
         if mode.fused_block is not None:
             exact = precision.exact_forward

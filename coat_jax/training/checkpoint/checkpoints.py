@@ -27,7 +27,7 @@ from coat_jax import writing
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.optax.checkpoint import require_stored_like, restore_state
-from coat_jax.optax.host_memory import with_copies
+from coat_jax.optax.host_memory import copy_hosted
 from coat_jax.training.checkpoint.manifest import DamagedCheckpoint
 from coat_jax.training.checkpoint.step_folders import RECORD, StepFolders
 from coat_jax.training.cluster.agreement import on_first
@@ -119,7 +119,7 @@ class Checkpoints:
             with write_failures(self.folder, _name(step), size):
                 on_first(lambda: self._prepare(step, size))
                 # In the background, while steps go on and overwrite what is in host memory.
-                self._orbax.save(self._folders.unfinished(step) / STATE, with_copies(state))
+                self._orbax.save(self._folders.unfinished(step) / STATE, copy_hosted(state))
             self._writing = step, self._background.submit(self._complete, step, record, size)
         if wait:
             self.wait()

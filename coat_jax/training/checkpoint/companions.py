@@ -40,10 +40,10 @@ def read_companions(folder: Path) -> Companions:
 
 
 def tokenizer_of_run(
-    said: Mapping[str, Any], folder: Path, note: Callable[[str], object]
+    config_json: Mapping[str, Any], folder: Path, note: Callable[[str], object]
 ) -> Companions:
     """The tokenizer that a run's config names, if that is in the run's folder."""
-    data = said.get("data")
+    data = config_json.get("data")
     named = data.get("tokenizer") if isinstance(data, Mapping) else None
     if not isinstance(named, str):
         if isinstance(data, Mapping) and _trained_on_tokens(data.get("train")):
@@ -62,9 +62,9 @@ def tokenizer_of_run(
     return {TOKENIZER: _read(folder, path, TOKENIZER)}
 
 
-def generation_of_run(said: Mapping[str, Any], companions: Companions) -> Companions:
+def generation_of_run(config_json: Mapping[str, Any], companions: Companions) -> Companions:
     """Which token ends a text, by a run's config or tokenizer, if the run has not written it."""
-    data = said.get("data")
+    data = config_json.get("data")
     end = data.get("end_of_text") if isinstance(data, Mapping) else None
     if end is None and TOKENIZER in companions:
         end = tokenizers.known_end_of_text(tokenizers.parsed(companions[TOKENIZER], TOKENIZER))

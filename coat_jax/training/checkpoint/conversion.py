@@ -153,14 +153,14 @@ def to_quantized(
     source, out = expanded(source), expanded(out)
     _new(out).require_new()
     weights.require_not_quantized(source, "Quantization")
-    said = weights.read_json(source)
-    if weights.is_run(said):
+    config_json = weights.read_json(source)
+    if weights.is_run(config_json):
         companions = _companions_of_run(source, tokenizer, note)
         extra = _special_in(companions, source)
     else:
-        companions, extra = read_companions(source), _special(said)
+        companions, extra = read_companions(source), _special(config_json)
     config = dataclasses.replace(
-        quantization.computing(weights.model_config(source)), axes=MeshAxes(), batch_axes=()
+        quantization.inference_config(weights.model_config(source)), axes=MeshAxes(), batch_axes=()
     )
     parameters = weights.parameters_of(source, config, step=step, note=note)
     with _new(out).appearing() as folder:
@@ -198,13 +198,13 @@ def _companions_of_run(
     source: Path, tokenizer: str | Path | None, note: Callable[[str], object]
 ) -> Companions:
     """The files to put beside the weights of a run."""
-    said, companions = weights.read_json(source), read_companions(source)
+    config_json, companions = weights.read_json(source), read_companions(source)
     if tokenizer is not None:
         companions[TOKENIZER] = tokenizers.read(tokenizer)[1]
     elif TOKENIZER not in companions:
-        companions |= tokenizer_of_run(said, source, note)
+        companions |= tokenizer_of_run(config_json, source, note)
     if GENERATION not in companions:
-        companions |= generation_of_run(said, companions)
+        companions |= generation_of_run(config_json, companions)
     return companions
 
 
@@ -221,9 +221,9 @@ def _dtype(parameters: stored.Parameters, asked: DTypeLike | None) -> Any:
     return found.pop()
 
 
-def _special(said: dict[str, Any]) -> dict[str, Any]:
+def _special(config_json: dict[str, Any]) -> dict[str, Any]:
     """Which tokens begin, end and fill up a text."""
-    special = {name: said[name] for name in SPECIAL if said.get(name) is not None}
+    special = {name: config_json[name] for name in SPECIAL if config_json.get(name) is not None}
     for name, tokens in special.items():
         for token in tokens if isinstance(tokens, list) else [tokens]:
             require(name, token, CountOrZero)

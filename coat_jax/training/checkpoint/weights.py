@@ -43,31 +43,31 @@ def read_json(folder: str | Path) -> dict[str, Any]:
     A run's that is missing or damaged is replaced by what its newest checkpoint says.
     """
     path = expanded(folder) / CONFIG
-    said = parsed(path) if path.is_file() else None
-    if said is None:
-        said = config_in_checkpoint(path.parent)
-    if said is None and path.is_file():
+    config_json = parsed(path) if path.is_file() else None
+    if config_json is None:
+        config_json = config_in_checkpoint(path.parent)
+    if config_json is None and path.is_file():
         raise UserError(f"{path} is not a JSON object.")
-    if said is None:
+    if config_json is None:
         there = "it is a file" if path.parent.is_file() else "there is no such folder"
         there = "there is no config.json in it" if path.parent.is_dir() else there
         raise UserError(
             f"{folder} is neither the folder of a run nor one of Hugging Face: {there}."
         )
-    if not {"model", "architectures"} & said.keys():
+    if not {"model", "architectures"} & config_json.keys():
         raise UserError(
             f"{path} has neither the `model` of a run nor the `architectures` of Hugging Face."
         )
-    return said
+    return config_json
 
 
 def parsed(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None if it holds nothing of that kind."""
     try:
-        said = json.loads(path.read_text("utf-8"))
+        value = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError):
         return None
-    return said if isinstance(said, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def config_in_checkpoint(folder: Path) -> dict[str, Any] | None:
@@ -77,14 +77,14 @@ def config_in_checkpoint(folder: Path) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
-def is_run(said: Mapping[str, Any]) -> bool:
+def is_run(config_json: Mapping[str, Any]) -> bool:
     """Whether this is the config.json of a run."""
-    return "model" in said
+    return "model" in config_json
 
 
-def is_quantized(said: Mapping[str, Any]) -> bool:
+def is_quantized(config_json: Mapping[str, Any]) -> bool:
     """Whether this is the config.json of a quantized model."""
-    return not is_run(said) and said.get(ENTRY) is not None
+    return not is_run(config_json) and config_json.get(ENTRY) is not None
 
 
 def require_not_quantized(folder: str | Path, purpose: str) -> None:
@@ -104,10 +104,10 @@ def require_not_quantized(folder: str | Path, purpose: str) -> None:
 def model_config(folder: str | Path) -> Config:
     """The model in a folder; one of Hugging Face computes as it is stored, not in FP8."""
     folder = expanded(folder)
-    said = read_json(folder)
-    if is_run(said):
-        return limits.from_json(Config, said["model"], f"{Path(folder) / CONFIG}: model")
-    if is_quantized(said):
+    config_json = read_json(folder)
+    if is_run(config_json):
+        return limits.from_json(Config, config_json["model"], f"{Path(folder) / CONFIG}: model")
+    if is_quantized(config_json):
         return quantization.read_config(folder)
     return hf.read_config(folder)
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Refused(UserError):
-    """What the first process refused, on the others."""
+    """An error of the first process, raised on the others."""
 
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)

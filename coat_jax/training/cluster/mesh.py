@@ -64,12 +64,12 @@ def batch_parts(mesh: Mesh) -> int:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of a batch in microbatches: [accumulation, rows, sequence]."""
+    """The sharding of a batch in microbatches: [accumulation, rows, sequence]."""
     return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
 
 
 def everywhere(mesh: Mesh) -> NamedSharding:
-    """Of what every device has whole."""
+    """The sharding of arrays that every device has whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -81,7 +81,7 @@ class Share(NamedTuple):
 
 
 def share_of_process(mesh: Mesh) -> Share:
-    """Of this process. Those whose devices differ in `tensor` only load the same rows."""
+    """The share of this process. Processes that differ only along `tensor` load the same rows."""
     rows = mesh.devices.reshape(batch_parts(mesh), -1)  # the tensor axis is the last
     mine = [i for i, devices in enumerate(rows) if any(_is_here(d) for d in devices)]
     parts, left = divmod(len(rows), len(mine))

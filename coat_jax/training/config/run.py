@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
-from coat_jax.limits import MOST, Count, Range, require_fields, shown
+from coat_jax.limits import INT32_MAX, Count, Range, require_fields, shown
 from coat_jax.nn import MeshAxes
 from coat_jax.precision import BF16
 from coat_jax.training import compilation
@@ -69,8 +69,8 @@ class TrainConfig:
         init_from: a folder of Hugging Face or of another run, whose parameters this run begins
             with.
         log_every: steps between records of the metrics.
-        metrics: more numbers of each step to log, by name: functions of a `step.Taken`, which has
-            the parameters, gradients and moments; only in a config file.
+        metrics: more numbers of each step to log, by name: functions of a `step.FinishedStep`,
+            with its parameters, gradients and moments; only in a config file.
         writers: where metrics go besides metrics.jsonl: "tensorboard", "wandb".
         cache: the folder of JAX's compilation cache; None for none.
     """
@@ -158,11 +158,11 @@ class TrainConfig:
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps} equal "
                 "microbatches. Make it a multiple."
             )
-        if self.tokens_per_step > MOST:
+        if self.tokens_per_step > INT32_MAX:
             raise UserError(
                 f"global_batch_size={self.global_batch_size} times sequence_length="
-                f"{self.sequence_length} is more than the {MOST:,} tokens that a step can count. "
-                "Lower one."
+                f"{self.sequence_length} is more than the {INT32_MAX:,} tokens that a step can "
+                "count. Lower one."
             )
 
     def _require_metrics(self) -> None:

@@ -27,7 +27,7 @@ class Documents(NamedTuple):
         return digest_of(*(hashlib.sha256(array.data).hexdigest() for array in self))
 
     def part(self, numbers: range) -> "Documents":
-        """Those of these numbers, which follow each other."""
+        """The documents of a range of indices."""
         edges = np.concatenate([[0], self.ends])
         start, stop = edges[numbers.start], edges[numbers.stop]
         within = slice(start, stop)
@@ -36,7 +36,7 @@ class Documents(NamedTuple):
 
 
 def plan(lengths: Int[np.ndarray, " D"], sequence: int, seed: int) -> list[list[int]]:
-    """The numbers of the documents in each row."""
+    """The indices of the documents in each row."""
     rows: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(sequence + 1)]
     rooms = 0  # bit r says that a row has room for r tokens: the best fit is the lowest bit

@@ -49,8 +49,7 @@ def load(
         seed: of the order of the rows.
         process: the number of this process among those that read different rows.
         processes: how many there are.
-        epochs: how often all data is read, the last batch filled up with rows that are padding;
-            None goes on without end.
+        epochs: how often all data is read, with the last batch padded; None continues without end.
     """
     if split not in SPLITS:
         raise UserError(f"There is no split {shown(split)}: use {' or '.join(map(repr, SPLITS))}.")

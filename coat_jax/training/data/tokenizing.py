@@ -147,7 +147,7 @@ def _together(all_pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def _ahead(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-    """`map`, some calls ahead of who takes the results; a tokenizer lets go of Python's lock."""
+    """`map` that computes some results ahead in threads; tokenizers release the GIL."""
     with ThreadPoolExecutor(AHEAD) as pool:
         waiting: collections.deque[Any] = collections.deque()
         for item in items:
