@@ -124,11 +124,15 @@ def _text(file: Path, folder: ModelFolder, begin: Sequence[int]) -> tuple[list[i
     from coat_jax.models.batches import require_known
 
     text = read_text(expanded(file))
-    tokens = [*begin, *folder.text.encode_documents([text])[0].tolist()]
+    own = folder.text.encode_documents([text])[0].tolist()
+    tokens = [*begin, *own]
+    if not text:
+        raise UserError(f"{file} is empty.")
     if len(tokens) < 2:
-        raise UserError(
-            f"{file} is empty." if not text else f"{file} has one token, and none that follows it."
+        needed = (
+            "1" if begin else "2, because nothing comes before the first one, which is not scored"
         )
+        raise UserError(f"{file} has {counted(len(own), 'token')}, fewer than {needed}.")
     require_known(f"{file} has", tokens, folder.config.vocab)
     return tokens, len(text.encode())
 
