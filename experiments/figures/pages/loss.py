@@ -1,5 +1,6 @@
 """The figures of docs/loss.md."""
 
+from experiments import tradeoff
 from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured import loss_study
 from experiments.figures.measured.loss_study import LARGER, STUDY
@@ -92,13 +93,22 @@ PAGE = Page(
             lambda: (loss_study.floor(), loss_study.band()),
         ),
         Sentence(
-            "At 124 million parameters and {:.1f} million tokens",
+            "At 124 million parameters, {:.1f} million tokens",
             lambda: (loss_study.million_tokens(*LARGER),),
         ),
+        Table("loss_study_124m", loss_study.larger_seeds),
         Sentence(
-            "COAT ends {:+.2f} % above BF16, and {:+.2f} % if the first quarter is in BF16; the "
-            "two baselines are {:.2f} % apart",
-            loss_study.larger,
+            "learning rate of 6e-4, COAT ends {:+.2f} % ± {:.2f} above BF16",
+            lambda: loss_study.larger("coat"),
+        ),
+        Sentence(
+            "with the first quarter in BF16 it ends {:+.2f} % ± {:.2f} above",
+            lambda: loss_study.larger("coat_after_bf16"),
+        ),
+        Sentence("may end {:.2f} % apart by rounding alone", loss_study.larger_apart),
+        Sentence(
+            "as these baselines do, a mean over three seeds within {:.2f} % of zero",
+            loss_study.larger_band,
         ),
         Sentence(
             "no chaotic start: two baselines that differ only in rounding end {:.4f} % apart",
@@ -108,7 +118,12 @@ PAGE = Page(
             "`fp8_muon` cost {:+.2f} % ± {:.2f} in training loss, and {:+.2f} % ± {:.2f} held out",
             loss_study.cost_of_muon,
         ),
+        Sentence(
+            "and so was its cost, {:+.2f} % ± {:.2f}.",
+            loss_study.cost_of_muon_before,
+        ),
         Table("loss_study_muon", lambda: table(*STUDY, muon=True)),
+        Table("tradeoff", lambda: tradeoff.table(tradeoff.ways())),
         Given("The paper reports +0.55 % for OLMo-7B after 250 billion tokens", PAPER),
         Given("The last 8 MB", SETTING),
     ],
