@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coat_jax.cli.model_folder import ModelFolder, add_model_arguments, on_devices
-from coat_jax.cli.output import note
+from coat_jax.cli.output import note, table
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, read_text
 from coat_jax.printable import counted, printable
@@ -205,7 +205,7 @@ def _table_of_texts(files: Sequence[Path], scores: Sequence["Score"]) -> str:
         ]
         for name, score in named
     ]
-    return _table(lines)
+    return table(lines)
 
 
 def _table_of_tasks(files: Sequence[Path], accuracies: Sequence["Accuracies"]) -> str:
@@ -214,21 +214,12 @@ def _table_of_tasks(files: Sequence[Path], accuracies: Sequence["Accuracies"]) -
         [str(file), f"{found.by_sum.questions:,}", _shown(found.by_sum), _shown(found.per_byte)]
         for file, found in zip(files, accuracies, strict=True)
     ]
-    return _table(lines)
+    return table(lines)
 
 
 def _shown(accuracy: "Accuracy") -> str:
     low, high = accuracy.interval
     return f"{100 * accuracy.share:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
-
-
-def _table(lines: Sequence[Sequence[str]]) -> str:
-    """Columns that are as wide as their widest cell; the first one is aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-        for line in lines
-    )
 
 
 def _as_json(
