@@ -47,7 +47,9 @@ def table(lines: Sequence[Sequence[str]], words: Collection[int] = (0,)) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = [str.ljust if column in words else str.rjust for column in range(len(widths))]
     return "\n".join(
-        "  ".join(align(*cell) for align, *cell in zip(aligned, line, widths, strict=True)).rstrip()
+        "  ".join(
+            align(cell, width) for align, cell, width in zip(aligned, line, widths, strict=True)
+        ).rstrip()
         for line in lines
     )
 

@@ -17,7 +17,7 @@ from coat_jax.kernels.activation import (
     require_activation,
 )
 from coat_jax.kernels.activation import activate as activate_reference
-from coat_jax.ops import watched
+from coat_jax.ops import recording
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_columns
 from coat_jax.ops.saved.array import SavedArray, restore, save_input
@@ -68,7 +68,7 @@ def _forward(
 ) -> Any:
     saved, values = zip(*(save_input(h, precision) for h in hidden), strict=True)
     for name, x, blocks in zip(NAMES, hidden, saved, strict=False):
-        seen = watched.saved(seen, f"{name}/saved", x, blocks, precision.block)
+        seen = recording.saved(seen, f"{name}/saved", x, blocks, precision.block)
     return activate_reference(values, act).astype(hidden[0].dtype), (saved, seen)
 
 

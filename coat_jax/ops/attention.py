@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from coat_jax import watching
 from coat_jax.errors import UserError
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax.ops import watched
+from coat_jax.ops import recording
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_array, require_layers, require_real
 from coat_jax.ops.saved.array import restore
@@ -78,7 +78,7 @@ def attention(
         backend: "cudnn" or "xla"; None chooses cuDNN on a GPU for 16-bit arrays.
     """
     settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
-    probe = watching.probe("attention", watched.attention_blocks(settings.precision))
+    probe = watching.probe("attention", recording.attention_blocks(settings.precision))
     return _attention(settings, q, k, v, segments, probe)
 
 
@@ -116,11 +116,11 @@ def attention_linear(
     settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
     require_layers("attention_linear", q.shape[2] * q.shape[3], (weight,), (bias,))
     mode = mode_of(precision, implementation)
-    probe = watched.probe_of_layers(
+    probe = recording.probe_of_layers(
         "attention_linear",
         mode,
         ("out",),
-        operands=("out/input", *watched.attention_blocks(settings.precision)),
+        operands=("out/input", *recording.attention_blocks(settings.precision)),
     )
     return _attention_linear((settings, mode), q, k, v, segments, weight, bias, probe)
 
@@ -213,7 +213,7 @@ def _attention_forward(
     probe: OptionalProbe,
 ) -> Any:
     o, saved = save_attention(settings, q, k, v, segments)
-    return o, (saved, segments, watched.attention(probe, (q, k, v), o, saved, settings))
+    return o, (saved, segments, recording.attention(probe, (q, k, v), o, saved, settings))
 
 
 def _attention_backward(settings: AttentionSettings, residuals: Any, gradient: Array) -> Any:
@@ -263,9 +263,9 @@ def _attention_linear_forward(
     o = output if exact else restore(saved.output, q.dtype, settings.precision.attention_block)
     n = as_operand(_joined(o), q.dtype, mode)
     (y,), scales = project(n, (weight,), (bias,), q.dtype, mode)
-    seen = watched.attention(probe, (q, k, v), output, saved, settings)
-    seen = watched.operand(seen, "out/input", lambda: _joined(o), n.scale, mode.format)
-    seen = watched.weights(seen, (weight,), scales, mode)
+    seen = recording.attention(probe, (q, k, v), output, saved, settings)
+    seen = recording.operand(seen, "out/input", lambda: _joined(o), n.scale, mode.format)
+    seen = recording.weights(seen, (weight,), scales, mode)
     return y, (saved, n.scale, segments, weight, scales, bias, seen)
 
 
@@ -290,7 +290,7 @@ def _attention_linear_backward(
         do = input_gradient((weight,), scales, g, o.dtype, mode).reshape(o.shape)
         (d_weight,) = weight_gradients(n, (weight,), g)
         (d_bias,) = bias_gradients((bias,), (dy,))
-        seen = watched.gradients(seen, lambda: (dy,), g, mode)
+        seen = recording.gradients(seen, lambda: (dy,), g, mode)
         return *pull(do), None, d_weight, d_bias, seen
 
     rounds = settings.precision.fp8_linear or settings.precision.attention_block is not None

@@ -28,8 +28,8 @@ def require_layers(
                 f"{name} got a bias of shape {bias.shape} for a weight of shape {weight.shape}: "
                 f"it should be {weight.shape[1:]}."
             )
-        for array in (weight, bias):
-            require_real(name, array)
+        for operand in (weight, bias):
+            require_real(name, operand)
 
 
 def require_columns(name: str, x: Array) -> None:

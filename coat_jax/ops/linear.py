@@ -18,7 +18,7 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.sharding import as_3d
-from coat_jax.ops import watched
+from coat_jax.ops import recording
 from coat_jax.ops.backward import rounds_rows, run_backward
 from coat_jax.ops.checks import require_columns, require_layers, require_norm
 from coat_jax.ops.saved.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
@@ -62,7 +62,7 @@ def linear(
     require_columns("linear", x)
     require_layers("linear", x.shape[-1], ws, bs)
     mode = mode_of(precision, implementation)
-    probe = watched.probe_of_layers("linear", mode, _names(ws))
+    probe = recording.probe_of_layers("linear", mode, _names(ws))
     outputs = _linear(mode, as_3d(x), ws, bs, probe)
     return _shaped(outputs, x, weights)
 
@@ -91,7 +91,7 @@ def norm_linear(
     require_norm("norm_linear", x.shape[-1], norm)
     require_layers("norm_linear", x.shape[-1], ws, bs)
     mode = mode_of(precision, implementation)
-    probe = watched.probe_of_layers("norm_linear", mode, _names(ws), blocks=("saved",))
+    probe = recording.probe_of_layers("norm_linear", mode, _names(ws), blocks=("saved",))
     outputs = _norm_linear(mode, as_3d(x), norm, ws, bs, probe)
     return _shaped(outputs, x, weights)
 
@@ -122,8 +122,8 @@ def _linear_forward(
 ) -> Any:
     n = as_operand(x, x.dtype, mode)
     outputs, scales = project(n, weights, biases, x.dtype, mode)
-    seen = watched.operand(probe, "input", lambda: x, n.scale, mode.format)
-    seen = watched.weights(seen, weights, scales, mode)
+    seen = recording.operand(probe, "input", lambda: x, n.scale, mode.format)
+    seen = recording.weights(seen, weights, scales, mode)
     return outputs, (n, weights, scales, biases, seen)
 
 
@@ -139,7 +139,7 @@ def _linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any:
         dtype = gradients[0].dtype
         g = [gradient_operand(dy, mode) for dy in gradients]
         dx = input_gradient(weights, scales, g, dtype, mode)
-        seen = watched.gradients(seen, lambda: gradients, g, mode)
+        seen = recording.gradients(seen, lambda: gradients, g, mode)
         return dx, weight_gradients(n, weights, g), bias_gradients(biases, gradients), seen
 
     rounds = mode.precision.fp8_linear
@@ -164,8 +164,8 @@ def _norm_linear_forward(
 ) -> Any:
     saved, n = save_norm(x, norm, mode)
     outputs, scales = project(n, weights, biases, x.dtype, mode)
-    seen = watched.norm(probe, x, saved, norm, mode)
-    seen = watched.weights(seen, weights, scales, mode)
+    seen = recording.norm(probe, x, saved, norm, mode)
+    seen = recording.weights(seen, weights, scales, mode)
     return outputs, (saved, norm, weights, scales, biases, seen)
 
 
@@ -185,7 +185,7 @@ def _norm_linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any
         dn = input_gradient(weights, scales, g, dtype, mode)
         dx, d_norm = norm_gradient(saved, norm, dn, None, mode)
         d_weights = weight_gradients(n, weights, g)
-        seen = watched.gradients(seen, lambda: gradients, g, mode)
+        seen = recording.gradients(seen, lambda: gradients, g, mode)
         return dx, d_norm, d_weights, bias_gradients(biases, gradients), seen
 
     rounds = rounds_rows(mode.precision)

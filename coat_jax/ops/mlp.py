@@ -17,7 +17,7 @@ from coat_jax.kernels.activation import Activation, require_activation
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.sharding import as_3d
-from coat_jax.ops import watched
+from coat_jax.ops import recording
 from coat_jax.ops.backward import rounds_rows, run_backward
 from coat_jax.ops.checks import require_array, require_columns, require_layers, require_norm
 from coat_jax.ops.saved.activation import (
@@ -147,7 +147,7 @@ class _MLPSettings(NamedTuple):
 
 def _probe(settings: _MLPSettings) -> OptionalProbe:
     hidden = ("gate", "up") if settings.name == "gated_mlp" else ("up",)
-    return watched.probe_of_layers(
+    return recording.probe_of_layers(
         settings.name,
         settings.mode,
         (*hidden, "down"),
@@ -200,9 +200,9 @@ def _forward(
     hidden, a = save_activation(before, act, mode)
     (y,), down_scale = project(a, (down,), (down_bias,), x.dtype, mode)
     scales += down_scale
-    seen = watched.norm(probe, x, saved, norm, mode)
-    seen = watched.weights(seen, (*weights, down), scales, mode)
-    seen = watched.activation(seen, "down/input", before, hidden, act, mode)
+    seen = recording.norm(probe, x, saved, norm, mode)
+    seen = recording.weights(seen, (*weights, down), scales, mode)
+    seen = recording.activation(seen, "down/input", before, hidden, act, mode)
     everything = _Saved(saved, hidden, norm, weights, biases, down, down_bias, scales, seen)
     return x + y if residual else y, everything
 
@@ -224,10 +224,10 @@ def _backward(settings: _MLPSettings, saved: _Saved, gradient: Array) -> Any:
         if any(bias is not None for bias in k.biases):
             d_biases = bias_gradients(k.biases, gradient_values(k.hidden, da, act, mode))
         dx, d_norm = norm_gradient(k.x, k.norm, dn, dy if residual else None, mode)
-        seen = watched.gradients(
+        seen = recording.gradients(
             k.seen, lambda: gradient_values(k.hidden, da, act, mode), d_hidden, mode
         )
-        seen = watched.gradients(seen, lambda: (dy,), (g,), mode, first=len(d_hidden))
+        seen = recording.gradients(seen, lambda: (dy,), (g,), mode, first=len(d_hidden))
         return dx, d_norm, d_weights, d_biases, d_down, d_down_bias, seen
 
     return run_backward(backward, (saved,), gradient, name=name, rounds=rounds_rows(mode.precision))

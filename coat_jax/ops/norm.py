@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from coat_jax import watching
 from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, statistics
-from coat_jax.ops import watched
+from coat_jax.ops import recording
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_columns, require_norm
 from coat_jax.ops.saved.array import SavedArray, restore, save_input
@@ -45,7 +45,7 @@ def _norm(precision: Precision, x: Array, norm: Norm, probe: OptionalProbe) -> A
 def _forward(precision: Precision, x: Array, norm: Norm, probe: OptionalProbe) -> Any:
     saved, values = save_input(x, precision)
     stats = statistics(values, norm)
-    seen = watched.saved(probe, "saved", x, saved, precision.block, precision.forward)
+    seen = recording.saved(probe, "saved", x, saved, precision.block, precision.forward)
     return normalize(values, stats, norm).astype(x.dtype), (saved, stats, norm, seen)
 
 

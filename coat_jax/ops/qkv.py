@@ -26,7 +26,7 @@ from coat_jax.kernels.rotary import (
     rotary_forward,
     supports_head_dim,
 )
-from coat_jax.ops import watched
+from coat_jax.ops import recording
 from coat_jax.ops.backward import rounds_rows, run_backward
 from coat_jax.ops.checks import require_layers, require_norm, require_real
 from coat_jax.ops.rotary import Rotary, require_positions, require_rotary
@@ -96,7 +96,7 @@ def norm_qkv(
         require_positions(positions, x.shape[:2])
         angles = positions
     settings = _QKVSettings(head_dim, rotary, mode_of(precision, implementation))
-    probe = watched.probe_of_layers("norm_qkv", settings.mode, NAMES, blocks=("saved",))
+    probe = recording.probe_of_layers("norm_qkv", settings.mode, NAMES, blocks=("saved",))
     return _norm_qkv(settings, x, norm, ws, bs, angles, probe)
 
 
@@ -144,8 +144,8 @@ def _forward(
             rotary_forward(y, *angles) if is_rotated else y
             for y, is_rotated in zip(heads, ROTATED, strict=True)
         ]
-    seen = watched.norm(probe, x, saved, norm, mode)
-    seen = watched.weights(seen, weights, scales, mode)
+    seen = recording.norm(probe, x, saved, norm, mode)
+    seen = recording.weights(seen, weights, scales, mode)
     return (x, *heads), (saved, norm, weights, scales, biases, positions, seen)
 
 
@@ -174,7 +174,7 @@ def _backward(settings: _QKVSettings, residuals: Any, gradients: tuple[Array, ..
             d_biases = bias_gradients(
                 biases, [_joined(_rotated_back(dy, a)) for dy, a in zip(heads, back, strict=True)]
             )
-        seen = watched.gradients(
+        seen = recording.gradients(
             seen,
             lambda: [_joined(_rotated_back(dy, a)) for dy, a in zip(heads, back, strict=True)],
             g,

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from coat_jax import watching
 from coat_jax.numerics.formats import E4M3
 from coat_jax.numerics.qtensor import require_group_size
-from coat_jax.ops import watched
+from coat_jax.ops import recording
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_columns
 from coat_jax.ops.saved.array import SavedArray, restore, save_array
@@ -60,7 +60,7 @@ def recompute(function: Callable[..., Any], *, block: int = 16) -> Callable[...,
         dtype: DTypeLike, probe: OptionalProbe, x: Float[Array, "*rows D"], *rest: Any
     ) -> tuple[Any, Any]:
         y, saved = alone(x, *rest), save_array(x, E4M3, block)
-        return y, (watched.saved(probe, "saved", x, saved, block), saved, rest)
+        return y, (recording.saved(probe, "saved", x, saved, block), saved, rest)
 
     def backward(dtype: DTypeLike, residuals: Any, gradient: Any) -> Any:
         def pull(seen: OptionalProbe, saved: SavedArray, rest: tuple[Any, ...], dy: Any) -> Any:

@@ -1,8 +1,10 @@
-"""What telemetry records of an op: the tensors that it rounds to FP8, and their rounded values.
+"""Records for telemetry what an op rounds to FP8: its tensors, and their rounded values.
 
-Each function takes a probe, or None without telemetry, and returns it with the sums added. The
-values are computed here with `jnp`, whatever kernel rounds them: a fused kernel does not return
-them.
+    seen = recording.norm(probe, x, saved, norm, mode)
+
+Each function takes a probe, or None without telemetry, and returns it with the sums of its tensors.
+The values are computed here with `jnp`, whatever kernel rounds them, since a fused kernel does not
+return them. See `coat_jax.watching`.
 """
 
 from collections.abc import Callable, Sequence
