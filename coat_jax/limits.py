@@ -69,7 +69,7 @@ class Among:
         return f"among {', '.join(map(str, self.choices))}"
 
 
-INT32_MAX = 2**31 - 1  # counters of steps and positions of tokens are int32
+INT32_MAX = 2**31 - 1  # tokens, their positions and counters of steps are int32
 Count = Annotated[int, Range(least=1, most=INT32_MAX)]
 CountOrZero = Annotated[int, Range(least=0, most=INT32_MAX)]
 Share = Annotated[float, Range(least=0, most=1)]

@@ -24,11 +24,11 @@ from jaxtyping import UInt
 
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, read_bytes
+from coat_jax.limits import INT32_MAX
 
-LARGEST = 2**31 - 1  # the tokens of a model are int32
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-BEFORE = 8  # tokens of the prompt that a new one's text may depend on, generously
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+CONTEXT_TOKENS = 8  # at the end of a prompt; the text of a new token depends on fewer
 
 
 class Bytes:
@@ -200,7 +200,7 @@ def parsed(content: bytes, where: str) -> Any:
     ):
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
         highest = max(tokenizer.get_vocab().values(), default=-1)
-    if not 0 <= highest < LARGEST:
+    if not 0 <= highest < INT32_MAX:
         raise UserError(f"{where} has no vocabulary that a model can have: make it anew.")
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -254,7 +254,7 @@ class _TokensReader:
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int]):
         self._decode = decode
-        self._tokens = list(prompt[-BEFORE:])
+        self._tokens = list(prompt[-CONTEXT_TOKENS:])
         self._returned = len(self._tokens)  # the tokens whose text was returned
 
     def read(self, tokens: Sequence[int]) -> str:
@@ -262,8 +262,8 @@ class _TokensReader:
 
     def _read(self, token: int) -> str:
         self._tokens.append(token)
-        # A character that lacks bytes is UNKNOWN so far.
-        return self._new_text(self._decode(self._tokens), unless=UNKNOWN)
+        # A character whose bytes are not complete is decoded as REPLACEMENT.
+        return self._new_text(self._decode(self._tokens), unless=REPLACEMENT)
 
     def end(self) -> str:
         return self._new_text(self._decode(self._tokens))

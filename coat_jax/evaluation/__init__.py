@@ -1,4 +1,4 @@
-"""What a model knows: how likely it finds a text, and which of several answers it takes.
+"""How well a model predicts texts and answers multiple-choice questions.
 
     perplexity           of texts of any length, in windows
     accuracies           of questions with several choices, from files that `read` reads

@@ -146,7 +146,7 @@ def outer_product(x: Operand, dy: Operand, dtype: DTypeLike) -> Float[Array, "K 
 def product_of_codes(x: Array, w: Array, dtype: DTypeLike) -> Array:
     """x w^T of 8-bit codes [..., K] and [N, K], whose scales multiply the result afterwards.
 
-    Of INT8 codes it is exact, in INT32; of FP8 codes it is as `product_transposed`, in `dtype`.
+    INT8 codes give an exact result in INT32; FP8 codes that of `product_transposed`, in `dtype`.
     """
     if x.dtype != jnp.int8:
         one = jnp.ones((), jnp.float32)

@@ -1,4 +1,4 @@
-"""What a decoder is: its sizes, what its family does differently, how it is computed.
+"""The config of a decoder: its sizes, the features of its family, and how it is computed.
 
     family     norm    norms     qkv_bias    qk_norm    window      tied
     Llama      rms     before                                       rarely

@@ -61,7 +61,7 @@ def gated_mlp(
         x: the residual stream, of any leading shape.
         norm: RMSNorm or LayerNorm; None for a layer that has none here.
         gate: weight of the gate.
-        up: weight of what is gated.
+        up: weight of the branch that the gate multiplies.
         down: weight back to the width of x.
         activation: of the gate.
         residual: whether x is added to the result.

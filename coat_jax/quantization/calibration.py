@@ -1,4 +1,4 @@
-"""Calibration: which numbers the layers of a model get as inputs, from some text.
+"""Calibration: statistics of the inputs of a model's layers on some text.
 
     for each batch of tokens:  the model runs once, layer by layer, in full precision
         for each input:        a histogram of its magnitudes is added to that of earlier batches
@@ -171,7 +171,7 @@ def _error(
 
 
 class _Seen(nnx.Variable):
-    """What a projection's input was, in the program of a layer."""
+    """Statistics of a projection's input, in the program of a layer."""
 
 
 class _Observed(Dense):
@@ -202,7 +202,7 @@ def _counted(x: Float[Array, "*rows K"]) -> Any:
 
 @partial(jax.jit, static_argnums=0)
 def _run_layer(graph: Any, state: Any, x: Float[Array, "B S D"]) -> tuple[Array, Any]:
-    """The residual stream after a layer, and what its projections saw."""
+    """The residual stream after a layer, and the statistics of its projections' inputs."""
     block = nnx.merge(graph, state)
     y = block(x)
     return y, nnx.state(block, _Seen)

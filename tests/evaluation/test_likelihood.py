@@ -77,7 +77,7 @@ def test_several_devices_share_a_batch():
         np.testing.assert_allclose(found, other, atol=ROUNDING)
 
 
-def test_progress_is_told():
+def test_progress_is_reported():
     told = []
     log_probabilities(MODEL, passages((5, 6, 7)), batch=2, progress=lambda *now: told.append(now))
     assert told == [(2, 3), (3, 3)]

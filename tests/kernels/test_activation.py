@@ -30,7 +30,7 @@ def test_a_bound_of_a_slope_is_nearly_reached(name):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("count", [1, 2])
-def test_no_gradient_of_what_an_activation_receives_exceeds_its_bound(name, count):
+def test_no_gradient_of_an_activation_s_inputs_exceeds_its_bound(name, count):
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = [3 * jax.random.normal(key, (16, 64)) for key in keys[:count]]
     stored = [blocks.to_blocks(h, size=16) for h in hidden]

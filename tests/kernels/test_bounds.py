@@ -85,7 +85,7 @@ def test_the_bound_of_a_rotation_costs_no_accuracy(factor):
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_no_row_of_what_was_saved_exceeds_the_bound_with_its_rounding(kind, dtype):
+def test_no_norm_of_saved_values_exceeds_the_bound_with_its_rounding(kind, dtype):
     """With the statistics of exact rows, rounded ones may be longer, and the bound says by what."""
     of = norm.Norm(jnp.linspace(0.1, 2.0, 48), None, kind, 1e-12)
     sizes = jnp.linspace(1.0, 2.0, 97)[:, None, None]

@@ -56,7 +56,7 @@ def test_the_second_time_nothing_is_compiled(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("length", [0, 31, 40, -1])
-def test_a_file_that_was_cut_short_is_written_anew(folder, length):
+def test_a_truncated_file_is_written_again(folder, length):
     program = lowered()
     (path,) = folder.iterdir()
     whole = path.read_bytes()

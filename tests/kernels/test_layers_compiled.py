@@ -139,7 +139,7 @@ def test_an_exact_forward_pass_takes_no_more_passes_over_memory():
     assert exact.count(" fusion(") == rounded.count(" fusion(")
 
 
-def test_xla_leaves_in_the_rounding_of_what_a_layer_goes_on_with():
+def test_xla_does_not_remove_the_rounding_of_values_that_a_layer_continues_with():
     """It leaves out a cast to FP8 and back, unless values are rounded before."""
     mesh = hopper_mesh((4,), ("x",))
     x = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, WHOLE))

@@ -159,7 +159,7 @@ def bytes_kept(config):
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "coat"])
 @pytest.mark.parametrize(("remat", "bytes_each"), [("layer", 2), ("layer_fp8", 17 / 16)])
-def test_remat_keeps_one_activation_for_each_layer(scan, precision, remat, bytes_each):
+def test_remat_saves_one_activation_for_each_layer(scan, precision, remat, bytes_each):
     few, many = (
         bytes_kept(variant(layers=layers, remat=remat, scan=scan, precision=precision))
         for layers in (1, 3)
@@ -167,7 +167,7 @@ def test_remat_keeps_one_activation_for_each_layer(scan, precision, remat, bytes
     assert many - few == 2 * (4 * 32 * SMALL.width * bytes_each)
 
 
-def test_coat_keeps_less_than_bf16():
+def test_coat_saves_less_than_bf16():
     assert bytes_kept(variant(precision="coat")) < 0.7 * bytes_kept(SMALL)
 
 

@@ -288,7 +288,7 @@ def test_a_model_may_be_one_embedding():
 
 
 @pytest.mark.parametrize("function", ["convert", "plan_conversion", "freeze", "saved_bytes"])
-def test_what_is_no_module_is_refused(function):
+def test_only_modules_are_accepted(function):
     with pytest.raises(TypeError, match=f"{function} takes a Flax NNX module, not dict"):
         getattr(nn, function)({"a": 1})
 

@@ -127,7 +127,7 @@ class Ungated(Gated):
     ],
     ids=["clipped", "two inputs", "FP8 already", "a layer"],
 )
-def test_what_is_no_such_mlp_is_refused_with_the_reason(module, why):
+def test_a_module_that_is_not_such_an_mlp_is_refused_with_the_reason(module, why):
     with pytest.raises(ValueError, match=rf"computes what coat\.nn\.GatedMLP does, but .*{why}"):
         nn.convert(Model(module), rules={"layers.*": nn.GatedMLP})
 
@@ -175,7 +175,7 @@ def test_layers_within_jit_and_recomputation_are_found():
     assert plan["layers.1"].before == 4 * 15 * D
 
 
-def test_what_no_rule_mends_gets_the_functions_that_do():
+def test_where_no_rule_helps_the_plan_names_functions_that_do():
     class Outer(nnx.Module):
         def __init__(self):
             self.first, self.second = (nnx.Linear(D, D, rngs=nnx.Rngs(i)) for i in range(2))

@@ -60,6 +60,6 @@ def test_other_widths_are_refused(bits):
 
 
 @pytest.mark.parametrize("name", ["INT", "INT8:odd", "UINT8"])
-def test_what_is_no_name_is_refused(name):
+def test_unknown_names_are_refused(name):
     with pytest.raises(ValueError, match="does not name integers: write INT8"):
         integer_format(name)

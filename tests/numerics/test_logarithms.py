@@ -159,7 +159,7 @@ def test_encoding_again_changes_nothing(stochastic):
 
 
 @pytest.mark.parametrize("lost", [np.nan, -1.0, -np.inf, 1e-42])
-def test_what_is_no_positive_number_becomes_zero_and_changes_no_other(lost):
+def test_nan_and_negative_numbers_become_zero_and_change_no_other(lost):
     rng = np.random.default_rng(0)
     x = np.float32(np.exp(rng.normal(size=(8, 128))))
     where = rng.random(x.shape) < 0.2

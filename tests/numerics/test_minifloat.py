@@ -242,13 +242,13 @@ def test_the_gradient_is_that_of_a_cast():
         ({"exponent_bits": 8}, "beyond FP32.*ieee"),
     ],
 )
-def test_what_is_no_format_is_refused(settings, said):
+def test_impossible_formats_are_refused(settings, said):
     with pytest.raises(ValueError, match=said):
         Minifloat(**{"exponent_bits": 4, "mantissa_bits": 3} | settings)
 
 
 @pytest.mark.parametrize("name", ["", "FP8", "E4", "E9M1", "E4M3:odd", "E4M3:bias=x", None, 8])
-def test_what_is_no_name_is_refused(name):
+def test_unknown_names_are_refused(name):
     with pytest.raises(ValueError, match=r"E4M3|none of|from 0 to 8"):
         minifloat(name)
 

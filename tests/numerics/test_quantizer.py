@@ -200,7 +200,7 @@ def test_stochastic_rounding_is_right_on_average():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_the_dtype_is_kept(dtype):
+def test_the_result_has_the_dtype_of_the_input(dtype):
     assert jax.eval_shape(Quantizer("E4M3"), normal(3, 4).astype(dtype)).dtype == dtype
 
 
@@ -252,7 +252,7 @@ def test_wrong_settings_are_refused(settings, said):
 
 
 @pytest.mark.parametrize("format", [8, jnp.int8, jnp.float8_e4m3fn, None])
-def test_what_is_no_format_is_refused(format):
+def test_only_formats_are_accepted(format):
     with pytest.raises(TypeError, match="must be a Minifloat, an IntegerFormat or the name"):
         Quantizer(format)
 

@@ -14,7 +14,7 @@ PRECISIONS = {"bf16": coat.BF16, "coat": coat.COAT, "coat_paper": coat.COAT_PAPE
 
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
 @pytest.mark.parametrize("name", ["silu", "relu2"])
-def test_it_is_its_formula_on_what_is_saved(precision, name):
+def test_it_computes_its_formula_from_the_saved_values(precision, name):
     act = ops.ACTIVATIONS[name]
     gate, up = draw(1, (2, 3, F), (2, 3, F))
 

@@ -75,7 +75,7 @@ def test_key_heads_serve_their_groups_of_query_heads():
 
 
 @pytest.mark.parametrize("block", [16, 128])
-def test_lean_attention_is_that_of_what_blocks_make_of_q_k_and_v(block):
+def test_lean_attention_computes_with_q_k_and_v_rounded_to_blocks(block):
     """Heads of 24: a block of 16 and a short one, or only a short one."""
     precision = dataclasses.replace(coat.COAT, attention_block=block)
     mask = MASKS["window in segments"]
@@ -164,7 +164,7 @@ def test_what_a_token_does_not_see_does_not_matter():
     np.testing.assert_array_equal(changed, y)
 
 
-def test_results_have_the_dtype_of_what_they_belong_to():
+def test_results_and_gradients_have_the_dtype_of_their_arrays():
     args = *(x.astype(jnp.bfloat16) for x in qkv()), weight(2, 4 * H, 10)
 
     def f(*args):
@@ -180,7 +180,7 @@ def test_results_have_the_dtype_of_what_they_belong_to():
 
 
 @pytest.mark.parametrize("scale", [None, 0.5])
-def test_attention_of_the_newest_token_is_softmax_of_what_it_sees(scale):
+def test_attention_of_the_newest_token_is_softmax_over_its_visible_slots(scale):
     q, keys, values = draw(1, (2, 1, 4, 16), (2, 5, 2, 16), (2, 5, 2, 16))
     visible = jnp.array([[True] * 5, [False, True, True, False, True]])
     scores = jnp.einsum("bnh,bknh->bnk", q[:, 0], jnp.repeat(keys, 2, axis=2))

@@ -152,7 +152,7 @@ def test_a_label_beyond_the_vocabulary_is_never_a_finite_loss():
     assert np.isnan(quick_jit(ops.cross_entropy)(draw(1, (B, S, D)), W, labels))
 
 
-def test_results_have_the_dtype_of_what_they_belong_to():
+def test_the_loss_is_fp32_and_gradients_have_the_dtype_of_their_arrays():
     """The loss is FP32; BF16 moves each logit and gradient by 2^-9 of its terms."""
     hidden, labels = draw(1, (B, S, D), dtype=jnp.bfloat16), labels_for((B, S))
     loss, (dh, dw), _ = pulled(lambda h, w: ops.cross_entropy(h, w, labels), hidden, W)

@@ -63,7 +63,7 @@ def test_the_preferred_type_is_that_of_the_result():
     assert y.dtype == jnp.float32
 
 
-def test_what_is_no_linear_layer_is_refused():
+def test_only_linear_layers_are_accepted():
     x = numbers(2, 3, 8)
     with pytest.raises(ValueError, match="no batch axes, and \\(0,\\), \\(0,\\) came"):
         EXACT(x, numbers(2, 8, 5), (((2,), (1,)), ((0,), (0,))))

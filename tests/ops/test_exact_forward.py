@@ -83,7 +83,7 @@ def test_with_fp8_products_the_forward_pass_is_that_of_unrounded_inputs():
     assert moved[0] == 0
 
 
-def test_attention_computes_with_kept_heads_and_gives_its_exact_output():
+def test_attention_computes_with_saved_heads_and_returns_its_exact_output():
     """Softmax is computed anew in the backward pass, from what was kept: both must be one.
 
     The output's rounding to blocks shows where its product is not in FP8 as well, which rounds to
@@ -197,7 +197,7 @@ def test_what_the_backward_pass_recomputes_fits_the_scale_of_the_forward_pass(na
         assert np.max(np.abs(got - want)) <= 2**-4 * np.max(np.abs(want))
 
 
-def test_what_is_kept_is_the_same():
+def test_saved_values_are_the_same():
     """Blocks of the same input, in both forms of COAT."""
     hidden = [draw(i, (1, 8, 64)) for i in range(2)]
 

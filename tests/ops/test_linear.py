@@ -226,7 +226,7 @@ def test_zero_gives_the_bias_and_no_gradient():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "fp16"])
-def test_results_have_the_dtype_of_what_they_belong_to(dtype):
+def test_results_and_gradients_have_the_dtype_of_their_arrays(dtype):
     """Outputs that of x, gradients that of their arrays, and no more is lost than by casting.
 
     FP16 ends at 65504, which products of codes pass before they are scaled.

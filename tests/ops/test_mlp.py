@@ -156,7 +156,7 @@ def test_fp8_is_as_close_to_full_precision_as_its_roundings():
     assert np.all((off > 0.01) & (off < 0.14))
 
 
-def test_results_have_the_dtype_of_what_they_belong_to():
+def test_results_and_gradients_have_the_dtype_of_their_arrays():
     x, norm, *weights = gated_args("layer")
 
     def f(*args):

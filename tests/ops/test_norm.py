@@ -37,7 +37,7 @@ NORMS = tuple(
     [coat.BF16, coat.COAT_PAPER, dataclasses.replace(coat.COAT_PAPER, block=32)],
     ids=["bf16", "coat_paper", "blocks of 32"],
 )
-def test_every_norm_is_its_formula_on_what_is_kept(precision):
+def test_every_norm_computes_its_formula_from_the_saved_values(precision):
     def f(x, norms):
         return [ops.norm(x, norm, precision=precision) for norm in norms]
 
@@ -69,7 +69,7 @@ def test_eps_keeps_zero_and_small_rows_finite():
         assert np.all(np.abs(rows[1]) <= 1.01e-3 * np.abs(1e6 * x[1]).max())
 
 
-def test_results_have_the_dtype_of_what_they_belong_to():
+def test_results_and_gradients_have_the_dtype_of_their_arrays():
     x, norm = draw(1, (4, D), dtype=jnp.bfloat16), some_norm("layer", D)
     y, (dx, d_norm), _ = pulled(ops.norm, x, norm)
     assert y.dtype == dx.dtype == jnp.bfloat16
@@ -77,7 +77,7 @@ def test_results_have_the_dtype_of_what_they_belong_to():
     assert_close(y, quick_jit(ops.norm)(x.astype(jnp.float32), norm), 2.0**-8)
 
 
-def test_a_norm_is_a_tree_of_what_it_learns():
+def test_a_norm_is_a_tree_of_its_parameters():
     norm = some_norm("layer", D, eps=0.25)
     assert len(jax.tree.leaves(norm)) == 2
     doubled = jax.tree.map(lambda leaf: 2 * leaf, norm)

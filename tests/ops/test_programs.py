@@ -190,7 +190,7 @@ def test_second_derivatives_in_full_precision_are_those_of_the_formula():
     assert_close(twice(layers), twice(formula), 10 * FP32)
 
 
-def test_attention_that_keeps_no_fp8_has_second_derivatives_in_any_precision():
+def test_attention_that_saves_no_fp8_has_second_derivatives_in_any_precision():
     q = draw(1, (1, 3, 2, 4))
 
     def loss(attend, q):

@@ -89,7 +89,7 @@ def test_the_residual_stream_is_handed_on_as_it_came():
     np.testing.assert_array_equal(x, X)
 
 
-def test_nothing_is_kept_but_what_norm_linear_keeps_and_positions():
+def test_it_saves_only_positions_besides_what_norm_linear_saves():
     def kept(f):
         pull = jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], X, NORM, WEIGHTS)
         return sorted(str(leaf) for leaf in jax.tree.leaves(pull))

@@ -48,7 +48,7 @@ def rounded(x, weight, format, activations):
 
 @FORMATS
 @MODES
-def test_it_is_the_product_of_what_the_codes_stand_for(format, activations):
+def test_it_is_the_product_of_the_decoded_values(format, activations):
     """But for FP32 sums, and for codes on the other side of a tie: x / scale is rounded, too."""
     x, w, bias = arrays()
     weight = quantized(w, format, activations)

@@ -67,7 +67,7 @@ def test_blocks_are_of_a_whole_number(block):
         ops.recompute(layer, block=block)
 
 
-def test_what_is_no_function_or_no_float_is_refused():
+def test_only_functions_of_floats_are_accepted():
     with pytest.raises(TypeError, match="recompute takes a function, not Array"):
         ops.recompute(X)
     with pytest.raises(TypeError, match="recompute computes with real floats, not with int32"):

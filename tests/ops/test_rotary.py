@@ -108,6 +108,6 @@ def test_results_have_the_dtype_of_x_and_angles_are_fp32():
     assert_close(y, turned(x, positions, np.float64(Rotary().frequencies(H))), 2.0**-8)
 
 
-def test_nothing_but_positions_is_kept():
+def test_only_positions_are_saved():
     _, pull = jax.vjp(lambda x: ops.rotate(x, POSITIONS, Rotary()), X)
     assert all(leaf.size <= POSITIONS.size for leaf in jax.tree.leaves(pull))

@@ -57,7 +57,7 @@ def activations(*shape):
 
 
 @presets
-def test_a_layer_keeps_what_the_table_says(name):
+def test_a_layer_saves_what_the_table_says(name):
     precision = PRESETS[name]
     block, attention_block = precision.block, precision.attention_block
 
@@ -96,7 +96,7 @@ def test_what_a_layer_saves_in_units_of_its_input():
 
 
 @presets
-def test_a_linear_layer_keeps_its_input_once_for_all_weights(name):
+def test_a_linear_layer_saves_its_input_once_for_all_weights(name):
     def f(x, ws):
         return ops.linear(x, ws, precision=PRESETS[name])
 
@@ -107,7 +107,7 @@ def test_a_linear_layer_keeps_its_input_once_for_all_weights(name):
 
 @presets
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_a_norm_keeps_its_input_and_one_or_two_numbers_per_row(name, kind):
+def test_a_norm_saves_its_input_and_one_or_two_numbers_per_row(name, kind):
     def f(x, norm):
         return ops.norm(x, norm, precision=PRESETS[name])
 
@@ -120,7 +120,7 @@ def test_a_norm_keeps_its_input_and_one_or_two_numbers_per_row(name, kind):
 
 @presets
 @pytest.mark.parametrize("width", [172, 176])
-def test_an_mlp_keeps_its_input_and_what_enters_the_activation(name, width):
+def test_an_mlp_saves_its_input_and_the_inputs_of_its_activation(name, width):
     """A short last block has an exponent too: 172 is 10 blocks of 16 and one of 12."""
 
     def f(x, norm, up, down, up_bias):
@@ -133,7 +133,7 @@ def test_an_mlp_keeps_its_input_and_what_enters_the_activation(name, width):
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
-def test_larger_blocks_keep_fewer_exponents(size):
+def test_larger_blocks_save_fewer_exponents(size):
     precision = dataclasses.replace(coat.COAT, block=size, attention_block=size)
 
     def f(x, norm, w):
@@ -149,7 +149,7 @@ def test_larger_blocks_keep_fewer_exponents(size):
     assert kept_bytes(attend, heads) == ROWS * (4 + 2 + 2 + 4) * (128 + 128 // size)  # q, k, v, o
 
 
-def test_attention_linear_keeps_no_more_than_attention_by_itself():
+def test_attention_linear_saves_no_more_than_attention_by_itself():
     heads = [activations(B, S, n, HEAD_DIM) for n in (4, 2, 2)]
     for name, precision in PRESETS.items():
 
@@ -163,7 +163,7 @@ def test_attention_linear_keeps_no_more_than_attention_by_itself():
         assert got == kept_bytes(alone, heads), name
 
 
-def test_cross_entropy_keeps_the_hidden_states_and_one_number_per_token():
+def test_cross_entropy_saves_the_hidden_states_and_one_number_per_token():
     """Besides the labels."""
     labels = jnp.zeros((B, S), jnp.int32)
 

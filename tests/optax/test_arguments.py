@@ -55,7 +55,7 @@ MAKERS = (fp8_adamw, fused_fp8_adamw, scale_by_fp8_adam)
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("name", NUMBERS)
-def test_what_is_no_number_is_refused(make, name):
+def test_only_numbers_are_accepted(make, name):
     accepted = inspect.signature(make).parameters
     given = {"learning_rate": 1e-3} if "learning_rate" in accepted else {}
     for value in NO_NUMBERS if name in accepted else ():

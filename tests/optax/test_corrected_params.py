@@ -214,7 +214,7 @@ def test_on_a_mesh_corrections_are_sharded_like_their_parameters_and_the_numbers
         np.testing.assert_allclose(a, b, rtol=2.0**-15)
 
 
-def test_a_second_step_compiles_nothing_anew():
+def test_a_second_step_does_not_compile_again():
     optimizer = fused()
     step = jax.jit(optimizer.step, donate_argnums=(0, 2))
     params = parameters()

@@ -167,7 +167,7 @@ def test_global_norm_scale_leaves_zero_gradients_alone():
 
 
 @pytest.mark.parametrize("storage", [FP8, Storage()], ids=["fp8", "fp32"])
-def test_a_second_step_compiles_nothing_anew(storage):
+def test_a_second_step_does_not_compile_again(storage):
     """The state that comes out looks to jit like the one that init made."""
     params = parameters()
     fused = fused_fp8_adamw(1e-3, storage=storage)

@@ -287,7 +287,7 @@ def test_its_numbers_can_be_injected():
     jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=1e-5), updates, wanted)
 
 
-def test_what_is_no_matrix_and_other_states_are_refused():
+def test_leaves_that_are_not_matrices_and_other_states_are_refused():
     tx = coat.optax.scale_by_fp8_muon()
     with pytest.raises(ValueError, match=r"\['b'\].*no hidden matrix"):
         tx.init({"b": jnp.zeros(3)})

@@ -103,7 +103,7 @@ def assert_alike(found, wanted, *, besides=()):
         np.testing.assert_allclose(found[name], numbers, rtol=0.02, atol=2e-3, err_msg=name)
 
 
-def test_layers_that_are_scanned_are_told_apart(unrolled):
+def test_scanned_layers_have_statistics_of_their_own(unrolled):
     found = measured(model_of(scan=True))
     assert_alike(found, unrolled)
     assert found["layers/0/mlp/gate/weight"] != found["layers/1/mlp/gate/weight"]

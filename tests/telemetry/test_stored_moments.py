@@ -40,7 +40,7 @@ def test_codes_at_zero_and_at_the_floor_are_counted():
     assert found == {"w/mu": (1 / 8, 2 / 8, 2.0), "w/nu": (0.5, 0.5, 0.5)}
 
 
-def test_layers_in_one_array_are_told_apart():
+def test_layers_in_one_array_have_statistics_of_their_own():
     mu = stored([[[0.0] * 4], [[1.0] * 4]], [[[16]], [[32]]])
     state = ScaleByFP8AdamState(jnp.int32(1), mu, mu)
     sums = {name: np.asarray(value) for name, value in moment_sums(state, ("w",)).items()}

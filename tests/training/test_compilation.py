@@ -76,7 +76,7 @@ def test_a_run_goes_on_without_the_default_folder(tmp_path, monkeypatch, no_cach
     assert jax.config.values["jax_compilation_cache_dir"] is None
 
 
-def test_a_folder_that_jax_was_told_before_is_used_and_named(tmp_path, no_cache):
+def test_a_folder_that_jax_was_given_before_is_used_and_named(tmp_path, no_cache):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     notes = []
     for folder in (compilation.FOLDER, str(tmp_path), "other"):

@@ -138,7 +138,7 @@ def test_an_optimizer_may_be_a_transformation(given):
         ),
     ],
 )
-def test_what_is_no_transformation_is_refused(changes, message):
+def test_only_transformations_are_accepted(changes, message):
     with pytest.raises(UserError, match=message):
         OptimizerConfig(**changes)
 
@@ -153,7 +153,7 @@ def test_what_is_no_transformation_is_refused(changes, message):
         ([lion], "metrics=.* must be a dict"),
     ],
 )
-def test_what_is_no_metric_is_refused(metrics, message):
+def test_only_functions_are_accepted_as_metrics(metrics, message):
     with pytest.raises(UserError, match=message):
         small(metrics=metrics)
 

@@ -37,7 +37,7 @@ def test_the_folder_and_the_cache_do_not_matter():
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps was 1, now 2"),
     ],
 )
-def test_what_may_change_is_told(changed, line):
+def test_allowed_changes_are_reported(changed, line):
     assert line in changes(small(**changed), saved(SMALL))
 
 
@@ -113,7 +113,7 @@ def test_a_named_optimizer_and_a_transformation_are_other_runs():
         changes(SMALL, saved(open_one))
 
 
-def test_another_transformation_is_told_and_its_state_decides():
+def test_another_transformation_is_reported_and_its_state_decides():
     """It may be the same under another name."""
     before = dataclasses.replace(SMALL, optimizer=lion)
     assert changes(before, saved(before)) == []

@@ -119,7 +119,7 @@ def test_a_config_without_an_end_is_replaced(out, make):
     assert (out / "config.json").is_file()
 
 
-def test_what_changes_is_told(out, saved):
+def test_changes_of_the_config_are_reported(out, saved):
     assert claim(small(out=str(out), total_steps=99)) == ["total_steps was 10, now 99"]
 
 

@@ -1,8 +1,8 @@
 """config.json of Hugging Face, to and from `Config`.
 
-What a Config cannot say is refused by name, never dropped: biases beside those of queries, keys
-and values, other activations, dropout, layers that differ, scalings of rotary positions other
-than linear and Llama 3.1's.
+A setting that a Config cannot express raises an error that names it: biases besides those of
+queries, keys and values, other activations, dropout, layers that differ, scalings of rotary
+positions other than linear and Llama 3.1's.
 """
 
 from collections.abc import Mapping
@@ -113,7 +113,7 @@ def _require(kind: type, ours: str, theirs: str, value: Any) -> None:
 
 
 def _optional(data: Json, ours: str, theirs: str, default: Any) -> Any:
-    """What config.json says of a field, or if it says nothing or null a default."""
+    """The value of a field in config.json; the default if it is missing or null."""
     value = data.get(theirs)
     value = default if value is None else value
     _require(Config, ours, theirs, value)

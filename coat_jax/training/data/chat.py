@@ -3,7 +3,7 @@
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 
     <|user|>        with the template '<|{role}|>\\n{content}{end}\\n', where {end} stands for the
-    Hi.             token end_of_text, here a period; what is learned is 'Hello.'
+    Hi.             token end_of_text, here a period; the model learns 'Hello.'
     <|assistant|>
     Hello.
 

@@ -1,4 +1,4 @@
-"""Rows: what one sequence of a batch is, and how a long stream of tokens is split into them.
+"""Rows, the sequences of a batch, and how a long stream of tokens is split into them.
 
     stream     a b c d . e f . g h i        a period ends a document
     tokens     a b c d | . e f . | g h -

@@ -69,7 +69,7 @@ LEFT_OVER = ["5.unfinished", "30.unfinished", "40.unfinished", "10.deleted", "99
     "make",
     [make_file, Path.mkdir, make_dangling_link, make_link_to_itself, make_link_to_a_file],
 )
-def test_what_is_no_checkpoint_is_no_step_and_in_nobodys_way(root, three, name, make):
+def test_other_files_are_no_steps_and_do_no_harm(root, three, name, make):
     make(root / name)
     assert three.steps() == [10, 20, 30]
     assert three.newest_whole()[0] == 30
@@ -142,7 +142,7 @@ FILES = ["manifest.json", "record.json", "state/d/arrays"]
 @pytest.mark.parametrize(
     "make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=range(3)
 )
-def test_what_is_no_file_where_one_should_be_is_damage(root, three, name, make):
+def test_anything_but_a_file_in_its_place_is_damage(root, three, name, make):
     """None of these is read: a device has no end."""
     (root / "30" / name).unlink()
     make(root / "30" / name)

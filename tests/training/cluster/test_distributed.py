@@ -120,7 +120,7 @@ def test_slurm_and_open_mpi_are_asked_for_the_address(joins, monkeypatch):
     assert options["initialization_timeout"] == 7
 
 
-def test_processes_that_were_told_different_counts_do_not_go_on(joins, monkeypatch):
+def test_processes_with_different_counts_do_not_start(joins, monkeypatch):
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(jax, "process_count", lambda: 3)

@@ -105,7 +105,7 @@ def test_a_template_without_its_parts_is_refused(template):
         ({"messages": [{"role": "user", "content": "x"}]}, "no message of the assistant"),
     ],
 )
-def test_what_is_no_conversation_is_refused_with_its_line(record, named, tmp_path):
+def test_a_line_that_is_not_a_conversation_is_refused_by_its_number(record, named, tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [HELLO, record])
     with pytest.raises(ValueError, match=rf"a.jsonl:2:? .*{named}"):
         read([path], Bytes(), TEMPLATE)

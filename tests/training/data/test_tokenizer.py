@@ -49,7 +49,7 @@ def test_truncation_in_the_file_is_not_obeyed(tmp_path):
     assert len(Tokenizer(path).encode_documents(["xyz xyz xyz"])[0]) > 2
 
 
-def test_the_end_of_text_is_found_or_told(tmp_path):
+def test_the_end_of_text_is_that_of_the_tokenizer_or_the_one_given(tmp_path):
     path = write_tokenizer(tmp_path / "a.json", special=("<pad>", "</s>"))
     assert Tokenizer(path).end_of_text == 1
     assert Tokenizer(path, end_of_text=5).end_of_text == 5
@@ -60,7 +60,7 @@ def test_the_end_of_text_is_found_or_told(tmp_path):
         document_tokenizer(unknown)
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path):
+def test_a_file_that_is_not_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="no tokenizer file"):
         Tokenizer(tmp_path / "missing.json")
     with pytest.raises(UserError, match="is a folder: name the tokenizer file itself"):

@@ -78,7 +78,7 @@ def test_saved_activations_are_what_the_layers_table_says(scan):
     assert 0 <= extra <= 4 * TOKENS  # positions
 
 
-def test_fp8_and_recomputing_keep_less():
+def test_fp8_and_recomputing_save_less():
     table = [kept(precision=p) for p in ("bf16", "coat", "coat_lean")]
     table += [kept(precision="coat", remat=r) for r in ("layer", "layer_fp8")]
     assert table == sorted(table, reverse=True)

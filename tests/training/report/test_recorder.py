@@ -114,7 +114,7 @@ def take(records, skipped, first=1):
     records.flush()
 
 
-def test_skipped_steps_are_told_when_they_begin(kept):
+def test_the_first_of_several_skipped_steps_is_reported(kept):
     take(recorder(kept), (0, 1, 1, 2, 3, 4, 4))
     assert [note[:7] for note in kept.notes] == ["step 2:", "step 4:"]
     take(recorder(kept, step=4, skipped=2), [2], first=5)
