@@ -1,7 +1,7 @@
 """What code does, without its words and layout: for hashes that change only where results may.
 
-Comments, docstrings, imports and layout do not count, and no version of Python gives another
-essence of the same code.
+Comments, docstrings, imports, layout and the shapes in jaxtyping's annotations do not count, and no
+version of Python gives another essence of the same code.
 """
 
 import ast
@@ -16,6 +16,7 @@ PACKAGE = ROOT / "coat_jax"
 def essence(source: str) -> str:
     """The syntax of a file, without comments, docstrings, and imports, which only say where."""
     tree = ast.parse(source)
+    _drop_shapes(tree)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
@@ -34,6 +35,21 @@ def code_hash() -> str:
         name, found = path.relative_to(ROOT).as_posix(), essence(path.read_text("utf-8"))
         digest.update(name.encode() + b"\0" + found.encode() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def _drop_shapes(tree: ast.Module) -> None:
+    """Leaves the shape out of Float[Array, "B T"], and of the other types of jaxtyping."""
+    types = {
+        name.asname or name.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "jaxtyping"
+        for name in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and getattr(node.value, "id", None) in types:
+            match node.slice:
+                case ast.Tuple(elts=[_, ast.Constant(value=str()) as shape]):
+                    shape.value = ""
 
 
 def _text(node: ast.AST) -> bool:

@@ -87,15 +87,24 @@ NEEDED = {"interpret": "triton", "oracles": "torch"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Without its library a module is left out; with `--no-skips` it is imported, and fails."""
+    """Without its library a module is left out; with `--no-skips` it is imported, and fails.
+
+    None of them has a test for a GPU.
+    """
     library = NEEDED.get(collection_path.stem.rpartition("_")[2])
+    if library is not None and asks_for_gpu(config):
+        return True
     if library is None or config.getoption("--no-skips") or find_spec(library):
         return None
     return True
 
 
+def asks_for_gpu(config: pytest.Config) -> bool:
+    return config.getoption("markexpr").startswith("gpu")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    on_gpu = config.getoption("markexpr").startswith("gpu")
+    on_gpu = asks_for_gpu(config)
     os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if on_gpu else "cpu")
     # Processes that tests start inherit it. What is compiled for GPUs is compiled as for users.
     if os.environ["JAX_PLATFORMS"] == "cpu" and OPTIMIZATION not in os.environ["XLA_FLAGS"]:
@@ -113,11 +122,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class NoSkips:
-    """Makes of each skipped test a failed one."""
+    """Makes of each skipped test or module a failed one."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item):
         report = yield
         if report.skipped and not hasattr(report, "wasxfail"):
+            report.outcome = "failed"
+        return report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector):
+        report = yield
+        if report.skipped:
             report.outcome = "failed"
         return report

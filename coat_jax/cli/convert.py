@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from coat_jax.cli.output import note, progress_bar
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
-from coat_jax.printable import printable
+from coat_jax.printable import counted, printable
 
 if TYPE_CHECKING:
     from coat_jax.quantization import Recipe
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 TOKENS = 65_536
+FEW = 512  # tokens of a calibration text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -168,14 +169,14 @@ def _quantize(options: argparse.Namespace) -> str:
         config = weights.model_config(source)
         named = None if options.tokenizer is None else str(expanded(options.tokenizer))
         tokens = tokens_of(options.calibrate, source, config, named)
-        if not tokens:
-            raise UserError(f"The calibration text {options.calibrate} is empty.")
+        tokens = tokens[: options.tokens or TOKENS]
+        _require_enough(options.calibrate, tokens)
     with _progress() as progress:
         schemes = conversion.to_quantized(
             source,
             options.out,
             recipe,
-            tokens=tokens[: options.tokens or TOKENS],
+            tokens=tokens,
             step=options.step,
             dtype=options.dtype,
             tokenizer=options.tokenizer,
@@ -183,8 +184,19 @@ def _quantize(options: argparse.Namespace) -> str:
             note=note,
         )
     formats = [scheme.format for scheme in schemes.values()]
-    counted = ", ".join(f"{formats.count(f)} in {f.upper()}" for f in sorted(set(formats)))
-    return f"a quantized model: of its linear layers {counted}"
+    listed = ", ".join(f"{formats.count(f)} in {f.upper()}" for f in sorted(set(formats)))
+    return f"a quantized model: of its linear layers {listed}"
+
+
+def _require_enough(text: Path, tokens: list[int]) -> None:
+    """Raises without tokens, and notes it where they are few."""
+    if not tokens:
+        raise UserError(f"The calibration text {text} has no tokens: name a longer one.")
+    if len(tokens) < FEW:
+        note(
+            f"The ranges of activations are those of {counted(len(tokens), 'token')} only, and "
+            f"what exceeds them is clipped: calibrate on {FEW:,} or more, better on {TOKENS:,}."
+        )
 
 
 def _recipe(options: argparse.Namespace) -> "Recipe":

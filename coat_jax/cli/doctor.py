@@ -20,6 +20,7 @@ import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from coat_jax.files import expanded
 from coat_jax.printable import printable
 
 BROKEN = 1
@@ -141,19 +142,27 @@ def cache() -> tuple[dict[str, Any], list[Problem]]:
     from coat_jax.training import compilation
 
     named = jax.config.values["jax_compilation_cache_dir"]
-    folder = Path(named or compilation.FOLDER).expanduser()
-    entries = list(folder.glob("*-cache")) if folder.is_dir() else []
-    there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    if named and compilation.is_url(named):
+        return {"folder": named, "entries": None, "bytes": None, "free_bytes": None}, []
+    folder = Path(named) if named else expanded(compilation.FOLDER)
+    if problem := compilation.why_unusable(folder):
+        what = (
+            f"The compilation cache {folder} cannot be used: {problem}. Every start compiles anew."
+        )
+        fix = "Choose another folder: coat train NAME --cache FOLDER"
+        if named:
+            fix = "Set JAX_COMPILATION_CACHE_DIR to another folder, or unset it."
+        found = {"folder": str(folder), "entries": 0, "bytes": 0, "free_bytes": 0}
+        return found, [Problem(what, fix, fatal=False)]
+    there = next(path for path in (folder, *folder.parents) if path.is_dir())
+    entries = compilation.entries(folder)
     found = {
         "folder": str(folder),
         "entries": len(entries),
         "bytes": sum(entry.stat().st_size for entry in entries),
         "free_bytes": shutil.disk_usage(there).free,
     }
-    if os.access(there, os.W_OK):
-        return found, []
-    what = f"The compilation cache {folder} cannot be written, so every start compiles anew."
-    return found, [Problem(what, "Choose another folder: coat train NAME --cache FOLDER", False)]
+    return found, []
 
 
 # --- Parts -----------------------------------------------------------------------------------
@@ -235,13 +244,18 @@ def _text(findings: dict[str, Any], problems: list[Problem], works: bool) -> str
             f"kernels    {runs[findings['kernels']['runs']]}: {findings['kernels']['why']}"
         )
     if "compilation_cache" in findings:
-        held = findings["compilation_cache"]
-        size = f"{held['entries']:,} programs, {held['bytes'] / 1e9:.2f} GB"
-        lines.append(f"cache      {held['folder']}: {size}; {_free(held)} on the disk")
+        lines.append(f"cache      {_of_cache(findings['compilation_cache'])}")
     for problem in problems:
         lines += ["", f"problem    {problem.what}", f"fix        {problem.fix}"]
     end = "Training works here." if works else "Training does not work here yet."
     return "\n".join([*lines, "", end])
+
+
+def _of_cache(found: dict[str, Any]) -> str:
+    if found["entries"] is None:
+        return f"{found['folder']}: not on this machine, so not examined"
+    size = f"{found['entries']:,} programs, {found['bytes'] / 1e9:.2f} GB"
+    return f"{found['folder']}: {size}; {_free(found)} on the disk"
 
 
 def _free(found: dict[str, Any]) -> str:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coat_jax.cli.model_folder import ModelFolder, add_model_arguments, on_devices
-from coat_jax.cli.output import note
+from coat_jax.cli.output import note, table
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, read_text
 from coat_jax.printable import counted, printable
@@ -124,11 +124,15 @@ def _text(file: Path, folder: ModelFolder, begin: Sequence[int]) -> tuple[list[i
     from coat_jax.models.batches import require_known
 
     text = read_text(expanded(file))
-    tokens = [*begin, *folder.text.encode_documents([text])[0].tolist()]
+    own = folder.text.encode_documents([text])[0].tolist()
+    tokens = [*begin, *own]
+    if not text:
+        raise UserError(f"{file} is empty.")
     if len(tokens) < 2:
-        raise UserError(
-            f"{file} is empty." if not text else f"{file} has one token, and none that follows it."
+        needed = (
+            "1" if begin else "2, because nothing comes before the first one, which is not scored"
         )
+        raise UserError(f"{file} has {counted(len(own), 'token')}, fewer than {needed}.")
     require_known(f"{file} has", tokens, folder.config.vocab)
     return tokens, len(text.encode())
 
@@ -201,7 +205,7 @@ def _table_of_texts(files: Sequence[Path], scores: Sequence["Score"]) -> str:
         ]
         for name, score in named
     ]
-    return _table(lines)
+    return table(lines)
 
 
 def _table_of_tasks(files: Sequence[Path], accuracies: Sequence["Accuracies"]) -> str:
@@ -210,21 +214,12 @@ def _table_of_tasks(files: Sequence[Path], accuracies: Sequence["Accuracies"]) -
         [str(file), f"{found.by_sum.questions:,}", _shown(found.by_sum), _shown(found.per_byte)]
         for file, found in zip(files, accuracies, strict=True)
     ]
-    return _table(lines)
+    return table(lines)
 
 
 def _shown(accuracy: "Accuracy") -> str:
     low, high = accuracy.interval
     return f"{100 * accuracy.share:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
-
-
-def _table(lines: Sequence[Sequence[str]]) -> str:
-    """Columns that are as wide as their widest cell; the first one is aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-        for line in lines
-    )
 
 
 def _as_json(

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coat_jax.cli.output import note
+from coat_jax.cli.output import note, table
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, is_folder, path_failures
 from coat_jax.printable import counted, printable
@@ -131,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
                 out.with_suffix(".json").write_text(text + "\n")
     finally:  # a picture that cannot be written does not take the table away
         if not options.json:
-            text = "\n".join(_table(TITLES[key], rows) for key, rows in tables.items())
+            text = "\n".join(_table_of(TITLES[key], rows) for key, rows in tables.items())
         print(printable(text))
     if out is not None and not options.json:
         print(printable(f"{out}\n{out.with_suffix('.json')}"))
@@ -219,20 +219,22 @@ def _shown(rows: Any) -> Any:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def _table(title: str, rows: Sequence["Row"]) -> str:
+def _table_of(title: str, rows: Sequence["Row"]) -> str:
     """The rows as text, and a line with how many rows each format is best for."""
     formats = list(rows[0].bits)
-    widths = [max(len(row.tensor) for row in rows), *(max(6, len(f)) for f in formats)]
     lines = [[title, *formats, "best"]]
     lines += [[row.tensor, *(f"{row.bits[f]:.2f}" for f in formats), row.best] for row in rows]
-    text = [
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:-1], widths[1:]), line[-1]])
-        for line in lines
-    ]
     best = [row.best for row in rows]
     counted = ", ".join(f"{f} for {best.count(f)}" for f in formats if f in best)
     means = ", ".join(f"{f} {sum(r.bits[f] for r in rows) / len(rows):.2f}" for f in formats)
-    return "\n".join([*text, "", f"best: {counted} of {len(rows)}; mean bits: {means}", ""])
+    return "\n".join(
+        [
+            table(lines, words=(0, len(formats) + 1)),
+            "",
+            f"best: {counted} of {len(rows)}; mean bits: {means}",
+            "",
+        ]
+    )
 
 
 def _as_json(options: argparse.Namespace, tables: dict[str, list["Row"]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -35,6 +35,21 @@ def lasting() -> Iterator[None]:
 def note(text: str) -> None:
     """Prints a line that is no part of a command's result."""
     print(printable(text), file=sys.stderr)
+
+
+def table(lines: Sequence[Sequence[str]], words: Collection[int] = (0,)) -> str:
+    """Columns that are as wide as their widest cell.
+
+    Args:
+        lines: of cells.
+        words: the columns that are aligned to the left; numbers are aligned to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = [str.ljust if column in words else str.rjust for column in range(len(widths))]
+    return "\n".join(
+        "  ".join(align(*cell) for align, *cell in zip(aligned, line, widths, strict=True)).rstrip()
+        for line in lines
+    )
 
 
 def progress_bar(*columns: Any) -> "Progress":

@@ -10,6 +10,7 @@
 and, with cuDNN, the log-sum-exp of each row.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -68,7 +69,8 @@ def attention(
         q: queries of N heads.
         k: keys of K heads, where K divides N: each serves N / K query heads.
         v: values, likewise.
-        causal: whether a token sees only itself and those before it.
+        causal: whether a token sees only itself and those before it. Queries and keys are both
+            counted from the first token; for one new token, use `attention_to_past`.
         window: how many tokens it sees, itself included; None for all. Needs causal.
         segments: the number of each token's document; attention stays within a document.
         scale: of the scores, 1 / sqrt(H) by default.
@@ -168,7 +170,13 @@ def _settings(
             f'not {head_dim}. Use backend="xla".'
         )
     scale = head_dim**-0.5 if scale is None else scale
-    return AttentionSettings(causal, window, scale, precision_of(precision), backend)
+    if isinstance(scale, jax.core.Tracer) or not jnp.isscalar(scale) or isinstance(scale, str):
+        raise TypeError(
+            f"scale={scale!r} must be a Python number: it is fixed when a program is compiled."
+        )
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale} must be finite.")
+    return AttentionSettings(causal, window, float(scale), precision_of(precision), backend)
 
 
 def require_window(window: int | None, *, causal: bool) -> None:

@@ -16,9 +16,8 @@ def require_layers(
     if not weights:
         raise ValueError(f"{name} needs at least one weight.")
     for weight, bias in zip(weights, biases, strict=True):
-        for array in (weight, bias):
-            if array is not None:
-                require_array(name, array)
+        for array in (weight, bias) if bias is not None else (weight,):
+            require_array(name, array)
         if weight.ndim != 2 or weight.shape[0] != columns:
             raise ValueError(
                 f"{name} got an input with {columns} columns and a weight of shape "
@@ -66,6 +65,7 @@ def require_norm(name: str, columns: int, norm: Norm) -> None:
         remedy = "its spec()" if hasattr(norm, "spec") else "coat.ops.Norm(scale)"
         raise TypeError(f"{name} takes a coat.ops.Norm, not {type(norm).__name__}: pass {remedy}.")
     for part in (norm.scale, norm.shift):
+        require_real(name, part)
         if part is not None and part.shape != (columns,):
             raise ValueError(
                 f"{name} got an input with {columns} columns and a norm with parameters of "

@@ -19,7 +19,7 @@ from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.sharding import as_3d
 from coat_jax.ops import watched
 from coat_jax.ops.backward import rounds_rows, run_backward
-from coat_jax.ops.checks import require_columns, require_layers, require_norm
+from coat_jax.ops.checks import require_array, require_columns, require_layers, require_norm
 from coat_jax.ops.saved.activation import (
     SavedActivation,
     activation_gradients,
@@ -68,6 +68,8 @@ def gated_mlp(
         precision: see `coat.Precision`.
         implementation: "xla", "triton", or None for what suits the device.
     """
+    for weight in (gate, up):
+        require_array("gated_mlp", weight)
     if gate.shape != up.shape:
         raise ValueError(f"gate {gate.shape} and up {up.shape} must have one shape.")
     _require("gated_mlp", x, norm, (gate, up), (None, None), down, None, activation)

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from coat_jax.ops.checks import require_array, require_columns
+
 EPSILON = 5e-4
 
 
@@ -27,9 +29,13 @@ def sharpness(
 
     Args:
         logits: the logits of each token.
-        labels: the label of each token. A negative one means none, and gives NaN.
+        labels: the label of each token. One that is negative, or V or more, gives NaN.
         epsilon: by how much logits may change, relative to |x| + 1.
     """
+    require_columns("sharpness", logits)
+    require_array("sharpness", labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(f"labels are token numbers, not {labels.dtype.name}.")
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"Logits of shape {logits.shape} came with labels of shape {labels.shape}. Labels "
@@ -46,4 +52,4 @@ def sharpness(
     grown = jnp.sum(jnp.where(is_label, 0.0, terms), axis=-1)
     loss = -jnp.sum(jnp.where(is_label, log_p, 0.0), axis=-1)
     phi = 100 * jnp.log1p(grown) / (1 + loss)
-    return jnp.where(labels < 0, jnp.nan, phi)
+    return jnp.where((labels < 0) | (labels >= x.shape[-1]), jnp.nan, phi)

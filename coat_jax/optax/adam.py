@@ -12,14 +12,12 @@ instead of 8. Arithmetic is in FP32 whatever the dtypes; updates have the gradie
 in optax.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import optax
 
 from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.optax.arguments import require_hyper, require_settings
+from coat_jax.optax.masks import Mask, checked_mask, require_mask
 from coat_jax.optax.state import ScaleByFP8AdamState, init_state, step_tree
 from coat_jax.storage import Storage
 
@@ -77,7 +75,7 @@ def fp8_adamw(
     eps_root: Number = 0.0,
     mu_dtype: None = None,
     weight_decay: optax.ScalarOrSchedule = 1e-4,
-    mask: Any | Callable[[optax.Params], Any] | None = None,
+    mask: Mask | None = None,
     *,
     nesterov: bool = False,
     storage: Storage | None = None,
@@ -109,7 +107,8 @@ def fp8_adamw(
         'int8'
     """
     require_hyper(Hyper(learning_rate, b1, b2, eps, eps_root, weight_decay))
-    require_settings(storage=storage, mask=mask)
+    require_settings(storage=storage)
+    require_mask("mask", mask)
     return optax.chain(
         scale_by_fp8_adam(
             b1,
@@ -121,6 +120,6 @@ def fp8_adamw(
             storage=storage,
             implementation=implementation,
         ),
-        optax.add_decayed_weights(weight_decay, mask),
+        optax.add_decayed_weights(weight_decay, checked_mask("mask", mask)),
         optax.scale_by_learning_rate(learning_rate),
     )

@@ -23,7 +23,7 @@ RANGES = {
     "eps_root": (0.0, float("inf")),
     "weight_decay": (0.0, float("inf")),
     "consistent_rms": (0.0, float("inf")),
-    "max_norm": (0.0, float("inf")),
+    "max_norm": (1e-30, float("inf")),  # 0 would make every gradient zero
 }
 MAY_BE_SCHEDULES = ("learning_rate", "weight_decay")
 
@@ -53,7 +53,7 @@ def require_scalar(name: str, value: Any) -> None:
     """Raises unless `value` is a real scalar."""
     if not _is_scalar(value):
         also = " or a schedule (a function of the step count)" if name in MAY_BE_SCHEDULES else ""
-        raise TypeError(f"{name}={_shown(value)} must be a number{also}.")
+        raise TypeError(f"{name}={shown(value)} must be a number{also}.")
 
 
 def require_settings(
@@ -61,45 +61,31 @@ def require_settings(
     storage: Any,
     implementation: Any = None,
     mu_dtype: Any = None,
-    mask: Any = None,
     **flags: Any,
 ) -> None:
     """Raises unless these arguments, and `flags` that are booleans, have their types."""
     if storage is not None and not isinstance(storage, Storage):
-        raise TypeError(f"storage={_shown(storage)} must be a coat_jax.Storage, or None.")
+        raise TypeError(f"storage={shown(storage)} must be a coat_jax.Storage, or None.")
     if implementation not in (None, *get_args(Implementation)):
         raise ValueError(f'implementation must be None, "xla" or "triton", not {implementation!r}.')
     if mu_dtype is not None:
         raise ValueError(
-            f"mu_dtype={_shown(mu_dtype)}: the first moment is stored in 8 bits. Leave mu_dtype "
+            f"mu_dtype={shown(mu_dtype)}: the first moment is stored in 8 bits. Leave mu_dtype "
             "out; storage=coat_jax.Storage(first=...) chooses among the formats."
         )
     for name, value in flags.items():
         if not isinstance(value, bool | np.bool_):
-            raise TypeError(f"{name}={_shown(value)} must be True or False.")
-    if mask is not None and not is_function(mask):
-        require_mask(mask)
+            raise TypeError(f"{name}={shown(value)} must be True or False.")
 
 
 def require_seed(seed: Any) -> None:
     """Raises unless `seed` is a whole number."""
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-        raise TypeError(f"seed={_shown(seed)} must be a whole number, zero or more.")
-
-
-def require_mask(mask: Any) -> None:
-    """Raises unless every leaf of `mask` is a boolean."""
-    for path, flag in jax.tree.leaves_with_path(mask):
-        is_bool = isinstance(flag, bool) or getattr(flag, "dtype", None) == jnp.bool_
-        if not is_bool or np.shape(flag):
-            raise TypeError(
-                f"mask{jax.tree_util.keystr(path)}={_shown(flag)} must be True or False: a mask is "
-                "a tree of booleans, or a function from parameters to one."
-            )
+        raise TypeError(f"seed={shown(seed)} must be a whole number, zero or more.")
 
 
 def is_function(value: Any) -> bool:
-    """Whether `value` can be a schedule or a mask; a dtype can be called, but is a class."""
+    """Whether `value` can be a schedule; a dtype can be called, but is a class."""
     return callable(value) and not isinstance(value, type)
 
 
@@ -122,7 +108,7 @@ def _known(value: Any) -> float | None:
     return value if isinstance(value, int | float) else float(value)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value for a message: arrays by their type."""
     if isinstance(value, jax.Array | np.ndarray):
         return f"{value.dtype}{list(value.shape)}"

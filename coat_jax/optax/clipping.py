@@ -24,7 +24,8 @@ def global_norm_scale(grads: optax.Updates, max_norm: float | Float[Array, ""]) 
 
     Args:
         grads: the gradients, in any dtypes.
-        max_norm: the largest norm of the gradients times the factor.
+        max_norm: the largest norm of the gradients times the factor, above zero. To train
+            without clipping, leave `grad_scale` out.
     """
     require_number("max_norm", max_norm)
     return clip_scale(global_norm(grads), max_norm)
@@ -38,4 +39,4 @@ def _in_fp32(g: Array) -> Float[Array, "..."]:
 
 def clip_scale(norm: Float[Array, ""], max_norm: float | Float[Array, ""]) -> Float[Array, ""]:
     """The factor that brings gradients of this norm to at most `max_norm`."""
-    return jnp.minimum(1.0, max_norm / norm)
+    return jnp.where(norm <= max_norm, 1.0, max_norm / norm)

@@ -26,11 +26,11 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.optax.arguments import (
     is_function,
     require_hyper,
-    require_mask,
     require_scalar,
     require_settings,
 )
 from coat_jax.optax.corrections import CorrectedState, init_corrections, require_corrections
+from coat_jax.optax.masks import Mask, mask_of, require_mask
 from coat_jax.optax.state import ScaleByFP8AdamState, init_state, require_state, step_tree
 from coat_jax.storage import Storage
 
@@ -94,7 +94,7 @@ def fused_fp8_adamw(
     eps_root: Number = 0.0,
     *,
     weight_decay: optax.ScalarOrSchedule = 1e-4,
-    mask: Any | Callable[[optax.Params], Any] | None = None,
+    mask: Mask | None = None,
     nesterov: bool = False,
     round_params: bool = False,
     correct_params: bool = False,
@@ -138,11 +138,11 @@ def fused_fp8_adamw(
     require_settings(
         storage=storage,
         implementation=implementation,
-        mask=mask,
         nesterov=nesterov,
         round_params=round_params,
         correct_params=correct_params,
     )
+    require_mask("mask", mask)
     settings = Settings(storage or Storage(), nesterov, round_params)
 
     def init(params: optax.Params) -> ScaleByFP8AdamState | CorrectedState:
@@ -191,11 +191,9 @@ def _at(name: str, value: optax.ScalarOrSchedule, count: Array) -> Number:
     return value
 
 
-def _decayed(mask: Any, params: optax.Params) -> list[bool] | None:
+def _decayed(mask: Mask | None, params: optax.Params) -> list[bool] | None:
     if mask is None:
         return None
-    tree = mask(params) if is_function(mask) else mask
-    require_mask(tree)
     # As in optax, the mask may be a prefix of the parameters' tree.
-    flags = jax.tree.broadcast(tree, params)
+    flags = jax.tree.broadcast(mask_of("mask", mask, params), params)
     return [bool(flag) for flag in jax.tree.leaves(flags)]

@@ -17,7 +17,6 @@ defaults and the order of those of `optax.contrib.muon`. Only the default choice
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,6 +35,7 @@ from coat_jax.numerics.integers import LARGEST, SMALLEST
 from coat_jax.optax.adam import fp8_adamw
 from coat_jax.optax.arguments import require_number, require_number_or_schedule, require_settings
 from coat_jax.optax.checks import require_moments, require_same_shapes, require_state_of
+from coat_jax.optax.masks import Mask, checked_mask, require_mask
 from coat_jax.optax.matrices import (
     DimensionNumbers,
     Matrix,
@@ -83,7 +83,7 @@ def fp8_muon(
     beta: Number = 0.95,
     eps: Number = 1e-8,
     weight_decay: optax.ScalarOrSchedule = 0.0,
-    weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
+    weight_decay_mask: Mask | None = None,
     mu_dtype: None = None,
     *,
     nesterov: bool = True,
@@ -140,7 +140,8 @@ def fp8_muon(
     """
     for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
         require_number_or_schedule(name, value)
-    require_settings(storage=storage, mask=weight_decay_mask)
+    require_settings(storage=storage)
+    require_mask("weight_decay_mask", weight_decay_mask)
     if consistent_rms is not None:
         require_number("consistent_rms", consistent_rms)
     numbers = muon_weight_dimension_numbers or hidden_matrices
@@ -159,7 +160,9 @@ def fp8_muon(
             storage=storage,
         ),
         optax.stateless(partial(_scale_by_shape, numbers, consistent_rms)),
-        optax.add_decayed_weights(weight_decay, weight_decay_mask),
+        optax.add_decayed_weights(
+            weight_decay, checked_mask("weight_decay_mask", weight_decay_mask)
+        ),
         optax.scale_by_learning_rate(learning_rate),
     )
     adam = fp8_adamw(

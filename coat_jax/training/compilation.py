@@ -8,6 +8,7 @@ that was only partly written when a process was killed would be read, refused an
 """
 
 import os
+import re
 import warnings
 import zlib
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from coat_jax.files import expanded
 
 FOLDER = "~/.cache/coat_jax/xla"  # unless a config names another
 CHECKED = "checked"
+ENTRY = re.compile(r"-[0-9a-f]{64}-cache")  # how the names of JAX's entries end
 
 
 def use_cache(folder: str | None, note: Callable[[str], object] = warnings.warn) -> None:
@@ -38,8 +40,8 @@ def use_cache(folder: str | None, note: Callable[[str], object] = warnings.warn)
         return
     path = folder if is_url(folder) else str(expanded(folder))
     used = jax.config.values["jax_compilation_cache_dir"]
-    if used is None:
-        if not is_url(path) and (problem := _why_unusable(Path(path))):
+    if not used:
+        if not is_url(path) and (problem := _why_not_made(Path(path))):
             what = f"The compilation cache {path} cannot be used: {problem}."
             if folder != FOLDER:
                 raise UserError(f"{what} Choose another --cache, or none: --cache none.")
@@ -52,6 +54,9 @@ def use_cache(folder: str | None, note: Callable[[str], object] = warnings.warn)
             f"The compilation cache is {used}, not {path}: jax_compilation_cache_dir or "
             "JAX_COMPILATION_CACHE_DIR has been set."
         )
+    if not is_url(used) and (problem := why_unusable(Path(used))):
+        note(f"The compilation cache {used} cannot be used: {problem}. Every start compiles anew.")
+        return
     delete_unreadable(Path(used))
     # See coat_jax.kernels.cache_key.
     jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
@@ -62,15 +67,24 @@ def is_url(folder: str) -> bool:
     return "://" in folder
 
 
-def _why_unusable(folder: Path) -> str | None:
-    """Why a folder, made if it is not there, cannot be written to; None if it can."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        return "it is a file"
-    except OSError as error:
-        return str(error.strerror)
-    return None if os.access(folder, os.W_OK | os.X_OK) else "it is not writable"
+def why_unusable(folder: Path) -> str | None:
+    """Why a folder, whether or not it is there, cannot be written to; None if nothing is found."""
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    called = "it" if there == folder else str(there)
+    if not there.is_dir():
+        return f"{called} is not a folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{called} is not writable"
+
+
+def _why_not_made(folder: Path) -> str | None:
+    """Makes a folder if it is not there; returns why it cannot be used, or None."""
+    problem = why_unusable(folder)
+    if problem is None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return str(error.strerror)
+    return problem
 
 
 def delete_unreadable(folder: Path) -> list[Path]:
@@ -85,13 +99,18 @@ def delete_unreadable(folder: Path) -> list[Path]:
     since = stamp.stat().st_mtime_ns if stamp.exists() else 0
     stamp.touch()
     deleted = []
-    for path in folder.glob("*-cache"):
-        if not path.is_file() or path.stat().st_mtime_ns < since:
+    for path in entries(folder):
+        if path.stat().st_mtime_ns < since:
             continue
         if not is_whole(path.read_bytes()):
             path.unlink(missing_ok=True)
             deleted.append(path)
     return deleted
+
+
+def entries(folder: Path) -> list[Path]:
+    """The programs in a folder, which may have other files, too."""
+    return [path for path in folder.glob("*-cache") if ENTRY.search(path.name) and path.is_file()]
 
 
 def is_whole(entry: bytes) -> bool:

@@ -30,7 +30,7 @@ def draw(found: Conditions, folder: Path, arms: list[str] | None = None) -> Path
 
     shown = list(verdicts(found)) if arms is None else [arm for arm in arms if arm in found.arms]
     shown = shown[:MOST]
-    path = folder / f"stability_{found.size.lower().replace('.', '_')}.png"
+    path = folder / f"stability_{found.name}.png"
     with plt.rc_context(records.CHART | {"axes.grid.axis": "both"}):
         panels = [_losses, _excess, _failures]
         if any(one.outcome == "diverged" for s in all_samples(found) for one in s.events):

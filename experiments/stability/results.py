@@ -54,6 +54,7 @@ class Conditions(NamedTuple):
     """Runs that can be compared, and under which conditions they were made.
 
     Attributes:
+        name: for files; no other conditions have it.
         size: of the model.
         settings: of the runs.
         ceiling: the loss without learning; see `events`.
@@ -62,6 +63,7 @@ class Conditions(NamedTuple):
         arms: samples by arm and learning rate.
     """
 
+    name: str
     size: str
     settings: Settings
     ceiling: float
@@ -207,7 +209,9 @@ def _conditions(rows: list[Row]) -> Conditions:
         for arm, of_arm in by_arm.items()
     }
     first = newest[0]
+    which = digest([first["model"], first["settings"], first["text"]])
     return Conditions(
+        f"{first['size'].lower().replace('.', '_')}_{which[:4]}",
         first["size"],
         Settings(**first["settings"]),
         first["ceiling"],

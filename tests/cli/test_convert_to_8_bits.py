@@ -198,7 +198,7 @@ def test_training_does_not_begin_from_it(theirs, tmp_path):
         ),
         (["--to", "int8", "--activations", "static"], "needs a text to see activations on"),
         (["--to", "mixed"], "needs a text to see activations on"),
-        (["--to", "mixed", "--calibrate", "EMPTY"], "The calibration text EMPTY is empty"),
+        (["--to", "mixed", "--calibrate", "EMPTY"], "The calibration text EMPTY has no tokens"),
         (["--to", "mixed", "--calibrate", "nowhere.txt"], "There is no file nowhere.txt"),
         (["--to", "mixed", "--calibrate", "TEXT", "--tokens", "0"], "--tokens 0 must be 1 or more"),
         (["--to", "int8", "--percentile", "20"], "percentile=20.0"),
@@ -214,6 +214,14 @@ def test_options_that_do_not_fit(options, named, theirs, text, tmp_path, capsys)
     options = [files.get(option, option) for option in options]
     assert named in refused(capsys, "convert", theirs, tmp_path / "out", *options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("tokens", "said"), [(1, "those of 1 token only"), (600, "")])
+def test_ranges_of_few_tokens_are_noted(tokens, said, theirs, text, tmp_path, capsys):
+    few = ["--calibrate", text, "--tokens", tokens]
+    assert convert(theirs, tmp_path / "out", "--to", "mixed", *few) == 0
+    err = capsys.readouterr().err
+    assert said in err if said else "only" not in err
 
 
 @pytest.mark.parametrize("option", [["--to", "int4"], ["--to", "int8", "--fit", "best"]])

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 
 import jax
 import pytest
@@ -97,3 +98,37 @@ def test_a_platform_that_does_not_start_is_named(examined, monkeypatch):
     assert code == 1
     assert "Unable to initialize backend" in out
     assert "Install NVIDIA's driver" in out
+
+
+@pytest.fixture
+def cache():
+    """Tells JAX which compilation cache to use, as JAX_COMPILATION_CACHE_DIR does."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    yield lambda folder: jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.parametrize("below", ["", "xla"])
+def test_a_cache_that_is_a_file_is_named(examined, cache, tmp_path, below):
+    (tmp_path / "file").touch()
+    cache(tmp_path / "file" / below)
+    code, out = examined()
+    assert code == 0
+    assert ("/file is not a folder" if below else "it is not a folder") in out
+    assert "Set JAX_COMPILATION_CACHE_DIR to another folder, or unset it." in out
+
+
+def test_a_cache_that_cannot_be_written_is_named(examined, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    cache(tmp_path / "new")
+    assert f"{tmp_path} is not writable" in examined()[1]
+    cache("")
+    assert "Choose another folder: coat train NAME --cache FOLDER" in examined()[1]
+
+
+def test_a_cache_elsewhere_is_not_looked_for_here(examined, cache):
+    cache("gs://bucket/xla")
+    code, out = examined()
+    assert code == 0
+    assert "gs://bucket/xla: not on this machine" in out
+    assert json.loads(examined("--json")[1])["compilation_cache"]["entries"] is None

@@ -184,9 +184,13 @@ def of_words(tmp_path):
 def test_without_a_token_that_begins_a_text_the_first_is_not_scored(of_words, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("yes no yes")
     assert found(capsys, of_words, "--text", tmp_path / "a.txt")["texts"][0]["tokens"] == 2
-    (tmp_path / "a.txt").write_text("yes")
-    assert coat(of_words, "--text", tmp_path / "a.txt") == 2
-    assert "a.txt has one token, and none that follows it" in capsys.readouterr().err
+    for text, said in (
+        ("yes", "1 token, fewer than 2, because"),
+        ("  \n", "0 tokens, fewer than 2"),
+    ):
+        (tmp_path / "a.txt").write_text(text)
+        assert coat(of_words, "--text", tmp_path / "a.txt") == 2
+        assert f"a.txt has {said}" in capsys.readouterr().err
 
 
 def test_the_token_that_the_tokenizer_begins_a_text_with_comes_first(of_words, tmp_path, capsys):
@@ -202,6 +206,9 @@ def test_the_token_that_the_tokenizer_begins_a_text_with_comes_first(of_words, t
     expected = evaluation.perplexity(model, [[2, 0, 1, 0]], [10])[0]
     assert said["tokens"] == 3
     assert said["nats_per_token"] == pytest.approx(expected.per_token)
+    (tmp_path / "a.txt").write_text(" ")
+    assert coat(of_words, "--text", tmp_path / "a.txt") == 2
+    assert "a.txt has 0 tokens, fewer than 1." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,20 @@ def test_words_and_layout_do_not_count():
     assert essence.essence(PLAIN) == essence.essence(NOTED)
 
 
+def test_shapes_in_annotations_do_not_count_but_other_strings_do():
+    typed = (
+        'from jaxtyping import Array, Float as F\ndef f(x: F[Array, "B T"]):\n    return D[x, "k"]'
+    )
+    renamed = essence.essence(typed.replace("B T", "rows columns"))
+    assert essence.essence(typed) == renamed
+    for change in (
+        ('"k"', '"l"'),
+        ("F[Array", "F[Matrix"),
+        ("import Array, Float as F", "import a"),
+    ):
+        assert essence.essence(typed.replace(*change)) != renamed
+
+
 def test_what_is_computed_counts():
     changes = {"1": "2", "+": "-", "f(": "g(", "x + 1": "x + 1, ''"}
     for other in (PLAIN.replace(*change) for change in changes.items()):

@@ -34,6 +34,29 @@ def test_tests_that_need_a_gpu_fail_without_one():
     assert "skipped" not in done.stdout.splitlines()[-1]
 
 
+def test_modules_of_other_suites_are_not_collected(tmp_path):
+    """A module that lacks a library is reported as skipped, though none of its tests would run."""
+    names = ("test_a_gpu.py", "test_an_oracles.py", "test_an_interpret.py")
+    for name in names:
+        library = "" if "gpu" in name else 'pytest.importorskip("no_such_library")'
+        (tmp_path / name).write_text(
+            f"import pytest\n{library}\n@pytest.mark.gpu\ndef test_it():\n    pass\n"
+        )
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    options = (
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(tmp_path),
+        "-c",
+        str(ROOT / "pyproject.toml"),
+    )
+    done = run("pytest", *options, "-m", "gpu", str(tmp_path))
+    assert done.stdout.splitlines()[-1].startswith("1 passed in"), done.stdout
+    done = run("pytest", *options, "--no-skips", str(tmp_path))
+    assert "2 errors" in done.stdout.splitlines()[-1]
+
+
 def test_a_training_step_is_compared_with_that_of_xla():
     done = run("experiments.gpu_suite", "--worker", "training", "--small")
     assert done.returncode == 0, done.stderr

@@ -301,6 +301,14 @@ def test_tables_and_a_picture_are_made(tmp_path: Path, capsys):
     assert draw(found, tmp_path).stat().st_size > 10_000
 
 
+def test_runs_of_other_settings_have_a_picture_of_their_own():
+    rows = rows_of_two_arms()
+    rows += [row | {"settings": row["settings"] | {"batch": 99}} for row in rows]
+    rows += [row | {"model": "another"} for row in rows]
+    found = results.conditions_of(rows)
+    assert len({one.name for one in found}) == len(found) == 4
+
+
 # --- The command -----------------------------------------------------------------------------
 
 

@@ -207,6 +207,13 @@ VALUES = {
         cross_entropy(label_smoothing=-0.1),
         "label_smoothing=-0.1 must be at least 0",
     ),
+    "attention: no scale": (attention(scale=float("nan")), "scale=nan must be finite"),
+    "norm: negative eps": (lambda: ops.Norm(eps=-1e-6), "eps=-1e-06 must be at least 0"),
+    "norm: no eps": (lambda: ops.Norm(eps=float("nan")), "eps=nan must be at least 0"),
+    "sharpness: labels": (
+        lambda: ops.sharpness(X, LABELS[:1]),
+        r"shape \(2, 5, 13\) came with labels of shape \(1, 5\)",
+    ),
     "cross_entropy: no smoothing": (cross_entropy(label_smoothing=float("nan")), "=nan must be"),
 }
 
@@ -226,6 +233,9 @@ TYPES = {
     "mlp": (mlp(X, NORM, W, DOWN, jnp.ones(29, bool)), "bool"),
     "attention": (attention(k=HEADS.astype(jnp.complex64)), "complex64"),
     "attention_linear": (attention_linear(jnp.ones((32, 29), jnp.int8)), "int8"),
+    "integers as weights: gated_mlp": (gated_mlp(gate=W.astype(int), up=W.astype(int)), "int32"),
+    "sharpness": (lambda: ops.sharpness(INTEGERS, LABELS), "int32"),
+    "a norm of integers: norm": (lambda: ops.norm(X, ops.Norm(INTEGERS[0, 0])), "int32"),
     "cross_entropy": (cross_entropy(w=W.astype(jnp.int32)), "int32"),
 }
 
@@ -233,7 +243,9 @@ TYPES = {
 @pytest.mark.parametrize("name", TYPES)
 def test_only_real_floats_are_computed_with(name):
     call, dtype = TYPES[name]
-    with pytest.raises(TypeError, match=f"{name} computes with real floats, not with {dtype}"):
+    with pytest.raises(
+        TypeError, match=f"{name.split(': ')[-1]} computes with real floats, not with {dtype}"
+    ):
         call()
 
 
@@ -256,6 +268,11 @@ def test_numbers_in_fp8_are_refused(call):
 NO_ARRAYS = {
     "input": linear([[1.0]], W),
     "weight": linear(X, [[1.0]]),
+    "no weight": linear(X, None),
+    "no up": mlp(up=None),
+    "no gate": gated_mlp(gate=None),
+    "logits": lambda: ops.sharpness([[1.0]], LABELS),
+    "labels of logits": lambda: ops.sharpness(X, [[0] * 5] * 2),
     "labels": cross_entropy(labels=[[0] * 5] * 2),
     "tokens": lambda: ops.embedding(W, [1, 2]),
     "segments": attention(segments=[[0] * 5] * 2),
@@ -265,7 +282,7 @@ NO_ARRAYS = {
 
 @pytest.mark.parametrize("name", NO_ARRAYS)
 def test_lists_are_no_arrays(name):
-    with pytest.raises(TypeError, match=r"takes arrays, not (list|float)"):
+    with pytest.raises(TypeError, match=r"takes arrays, not (list|float|NoneType)"):
         NO_ARRAYS[name]()
 
 
@@ -283,6 +300,16 @@ OTHER_TYPES = {
     "a weight as it is": (lambda: ops.adapted_linear(X, W, (W, W)), "takes a weight from coat.ops"),
     "half an adapter": (lambda: ops.adapted_linear(X, ops.freeze(W), W), "adapter of two arrays"),
     "a weight not in 8 bits": (lambda: ops.quantized_linear(X, W), "a weight from coat.ops.quant"),
+    "a scale in words": (attention(scale="1"), "scale='1' must be a Python number"),
+    "a scale for each head": (attention(scale=jnp.ones(4)), "scale=.* must be a Python number"),
+    "a computed scale": (
+        lambda: jax.jit(lambda s: attention(scale=s)())(0.1),
+        "scale=.* must be a Python number",
+    ),
+    "labels in halves": (
+        lambda: ops.sharpness(X, LABELS + 0.5),
+        "labels are token numbers, not float32",
+    ),
     "a computed z_loss": (
         lambda: jax.jit(lambda z: cross_entropy(z_loss=z)())(0.1),
         "z_loss=.* must be a Python number",

@@ -96,3 +96,9 @@ def test_wrong_arguments_are_refused():
         ops.sharpness(jnp.ones((2, V)), jnp.zeros(3, int))
     with pytest.raises(ValueError, match="epsilon=0 must be above 0"):
         ops.sharpness(jnp.ones(V), jnp.asarray(1), epsilon=0)
+
+
+def test_a_label_outside_the_vocabulary_has_no_sharpness():
+    logits = jnp.zeros((4, 3))
+    found = ops.sharpness(logits, jnp.array([-1, 0, 2, 3]))
+    assert list(np.isnan(found)) == [True, False, False, True]

@@ -39,3 +39,20 @@ def test_the_trainer_has_no_norm_of_its_own():
 def test_without_gradients_the_norm_is_zero():
     assert float(global_norm({})) == 0.0
     assert float(global_norm_scale({"a": jnp.zeros((4, 128))}, 1.0)) == 1.0
+
+
+@pytest.mark.parametrize("max_norm", [0, 0.0, 1e-31, -1.0, float("nan"), float("inf")])
+def test_a_largest_norm_is_above_zero_and_finite(max_norm):
+    with pytest.raises(
+        ValueError, match=r"max_norm=.* is outside its range, 1e-30 <= max_norm < inf"
+    ):
+        global_norm_scale({"a": jnp.ones(3)}, max_norm)
+
+
+def test_a_schedule_that_reaches_zero_scales_by_zero_but_not_by_nan():
+    """Its numbers are not known when a step is traced."""
+    scale = jax.jit(global_norm_scale)
+    for grads, expected in ((jnp.ones(4), 0.0), (jnp.zeros(4), 1.0)):
+        assert float(scale({"a": grads}, 0.0)) == expected
+    assert float(scale({"a": jnp.ones(4)}, jnp.inf)) == 1.0
+    assert np.isnan(scale({"a": jnp.array([jnp.nan])}, 1.0))

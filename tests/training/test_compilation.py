@@ -1,5 +1,6 @@
 """The compilation cache: programs are found again, and what a kill left is not."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -55,11 +56,11 @@ def no_cache():
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch, no_cache):
     (tmp_path / "file").touch()
-    for folder, problem in (("file", "it is a file"), ("file/x", "Not a directory")):
+    for folder, problem in (("file", "it is not a folder"), ("file/x", ".*/file is not a folder")):
         with pytest.raises(UserError, match=f"{folder} cannot be used: {problem}.*--cache none"):
             compilation.use_cache(str(tmp_path / folder))
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    with pytest.raises(UserError, match="it is not writable"):
+    with pytest.raises(UserError, match="is not writable"):
         compilation.use_cache(str(tmp_path / "new"))
     assert jax.config.values["jax_compilation_cache_dir"] is None
 
@@ -91,20 +92,46 @@ def test_a_url_is_passed_to_jax_as_it_is(no_cache):
     assert jax.config.values["jax_compilation_cache_dir"] == "gs://bucket/cache"
 
 
+def test_an_empty_setting_of_jax_names_no_folder(tmp_path, monkeypatch, no_cache):
+    """The current folder, which it would name as a path, must not be searched for entries."""
+    monkeypatch.chdir(tmp_path)
+    jax.config.update("jax_compilation_cache_dir", "")
+    compilation.use_cache(str(tmp_path / "cache"))
+    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "cache")
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+
+def test_a_folder_of_jax_that_cannot_be_used_is_named(tmp_path, no_cache):
+    (tmp_path / "file").touch()
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "file"))
+    notes = []
+    compilation.use_cache(compilation.FOLDER, note=notes.append)
+    assert [note.partition("cannot be used: ")[2] for note in notes] == [
+        "it is not a folder. Every start compiles anew."
+    ]
+
+
 @pytest.mark.parametrize("length", [0, 1, 10, -1])
 def test_an_entry_that_ends_too_early_is_deleted(tmp_path, length):
     whole = zlib.compress(b"a program" * 100)
-    (tmp_path / "cut-cache").write_bytes(whole[:length])
-    (tmp_path / "whole-cache").write_bytes(whole)
-    (tmp_path / "other").write_bytes(b"not JAX's")
-    assert [path.name for path in compilation.delete_unreadable(tmp_path)] == ["cut-cache"]
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == sorted([compilation.CHECKED, "other", "whole-cache"])
+    others = [tmp_path / "other", tmp_path / "my-cache"]
+    cut, right = entry(tmp_path, "cut"), entry(tmp_path, "whole")
+    cut.write_bytes(whole[:length])
+    right.write_bytes(whole)
+    for path in others:
+        path.write_bytes(b"not JAX's")
+    assert compilation.delete_unreadable(tmp_path) == [cut]
+    assert set(tmp_path.iterdir()) == {tmp_path / compilation.CHECKED, right, *others}
+
+
+def entry(folder, name):
+    """A file with a name as JAX gives it."""
+    return folder / f"{name}-{hashlib.sha256(name.encode()).hexdigest()}-cache"
 
 
 def test_an_entry_is_read_by_one_start_only(tmp_path):
     """A cache of gigabytes must not be decompressed at every start."""
-    old, new = tmp_path / "old-cache", tmp_path / "new-cache"
+    old, new = entry(tmp_path, "old"), entry(tmp_path, "new")
     old.write_bytes(zlib.compress(b"a program"))
     assert compilation.delete_unreadable(tmp_path) == []
     old.write_bytes(b"")

@@ -98,14 +98,51 @@ def cost_of_muon() -> tuple[float, ...]:
     return tuple(100 * number for one in both for number in (one.mean, one.half))
 
 
-def larger() -> tuple[float, float, float]:
-    """Of COAT, of COAT after BF16 and of one baseline over the other, in percent, in one seed."""
-    rows = runs(*LARGER)
-    by_arm = statistics.above(rows, results.baselines_of(rows))
-    coat, after, base, other = (
-        by_arm[arm][0][0] for arm in ("coat", "coat_after_bf16", "bf16", "bf16_ulp")
-    )
-    return 100 * coat, 100 * after, 100 * abs(base - other)
+def cost_of_muon_before() -> tuple[float, float]:
+    """What `fp8_muon` cost in training loss before it divided the columns of the momentum."""
+    by_arm = effects(*STUDY, muon=True).effects
+    (before,) = (effect for arm, effect in by_arm.items() if arm.startswith("fp8_muon@"))
+    return 100 * before.mean, 100 * before.half
+
+
+@functools.cache
+def _larger() -> tuple[list[Row], set[str]]:
+    """The runs of the larger model, whatever code trained them, and which arms are baselines."""
+    rows = [row | {"arm": row["arm"].partition("@")[0]} for row in runs(*LARGER)]
+    return rows, results.baselines_of(rows)
+
+
+def larger(arm: str) -> tuple[float, float]:
+    """What an arm costs the larger model, and half of its interval over seeds, in percent."""
+    effect = statistics.compare(*_larger()).effects[arm]
+    return 100 * effect.mean, 100 * effect.half
+
+
+def larger_seeds() -> list[list[str]]:
+    """What each seed of the larger model says alone."""
+    rows, baselines = _larger()
+    gaps = statistics.above(rows, baselines)
+    table = [["seed", "between two BF16 runs", "COAT", "COAT, first quarter in BF16"]]
+    for seed in sorted(gaps["coat"]):
+        base, other, coat, after = (
+            100 * gaps[arm][seed][0] for arm in ("bf16", "bf16_ulp", "coat", "coat_after_bf16")
+        )
+        table.append([str(seed), f"{abs(base - other):.2f} %", f"{coat:+.2f} %", f"{after:+.2f} %"])
+    return table
+
+
+def larger_apart() -> tuple[float]:
+    """How far the two baselines of one seed of the larger model end apart at most, in percent."""
+    rows, baselines = _larger()
+    gaps = statistics.above(rows, baselines)
+    base, other = (gaps[arm] for arm in sorted(baselines))
+    return (100 * max(abs(base[seed][0] - other[seed][0]) for seed in base),)
+
+
+def larger_band() -> tuple[float]:
+    """The largest mean over three seeds of the larger model that rounding explains, in percent."""
+    comparison = statistics.compare(*_larger())
+    return (100 * comparison.noise.band(3, comparison.baselines),)
 
 
 def million_tokens(size: str, learning_rate: float) -> float:

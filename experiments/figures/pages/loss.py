@@ -1,48 +1,54 @@
 """The figures of docs/loss.md."""
 
+from experiments import tradeoff
 from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured import loss_study
 from experiments.figures.measured.loss_study import LARGER, STUDY
 from experiments.figures.pages.reasons import PAPER, SETTING
 
-ARMS = {  # of loss_study, in words
+# Arms of loss_study, in words, by table.
+PARTS = {
     "moments": "8-bit moments",
     "products": "FP8 products",
     "products_e4m3_gradients": "FP8 products, gradients in E4M3",
     "saved": "saved activations in FP8",
     "saved_rounded_forward": "saved activations in FP8, forward pass rounded",
     "activations": "FP8 products and saved activations",
-    "activations_rounded_forward": "the same, forward pass rounded (`COAT_PAPER`)",
+    "activations_rounded_forward": "the same, forward pass rounded",
     "activations_e4m3_gradients": "the same, gradients in E4M3",
     "activations_lean": "FP8 products and saved activations, as in `COAT_LEAN`",
     "coat": "all of COAT",
     "coat_rounded_forward": "all of COAT, forward pass rounded (`COAT_PAPER`)",
     "coat_e4m3_gradients": "all of COAT, gradients in E4M3",
-    "coat_lean": "all of COAT_LEAN",
+    "coat_lean": "all of `COAT_LEAN`",
+}
+WHEN = {
     "bf16_after_activations": "products and activations in the first quarter, BF16 after it",
     "activations_after_saved": "saved activations in the first quarter, products too after it",
     "activations_after_products": "products in the first quarter, saved activations too after it",
     "activations_after_bf16_tenth": "BF16 in the first tenth, products and activations after it",
     "activations_after_bf16": "BF16 in the first quarter, products and activations after it",
     "coat_after_bf16": "BF16 in the first quarter, all of COAT after it",
-    "params_24_bits": "no FP8: gradients and parameters in BF16, with corrections (24 bits)",
-    "params_bf16_stochastic": "no FP8: gradients and parameters in BF16, rounded stochastically",
-    "fp8_muon": "8-bit states, BF16 products",
+    "coat_lean_after_bf16": "BF16 in the first quarter, all of `COAT_LEAN` after it",
 }
+PARAMS = {
+    "params_24_bits": "with corrections (24 bits)",
+    "params_bf16_stochastic": "rounded stochastically",
+}
+MUON = {"fp8_muon": "8-bit states, BF16 products"}
 
 
-def table(size: str, learning_rate: float, *, muon: bool = False) -> list[list[str]]:
-    """What each arm costs in loss, those of the code that measured most arms."""
-    training = loss_study.effects(size, learning_rate, muon=muon).effects
-    held_out = loss_study.effects(size, learning_rate, muon=muon, held_out=True).effects
+def table(arms: dict[str, str], *, muon: bool = False) -> list[list[str]]:
+    """What arms cost in loss; those of today's code, or else of the latest that was measured."""
+    training = loss_study.effects(*STUDY, muon=muon).effects
+    held_out = loss_study.effects(*STUDY, muon=muon, held_out=True).effects
     rows = [["what changes", "arm", "seeds", "training loss, last 10 %", "held-out loss", "Holm p"]]
-    order = [arm for arm in ARMS if arm in training]
-    others = [arm for arm in training if arm not in ARMS and "@" not in arm]  # of other versions
-    for arm in [*order, *sorted(others)]:
-        effects = training[arm], held_out[arm]
-        costs = (f"{percent(one.mean)} % ± {100 * one.half:.2f}" for one in effects)
-        holm = f"{training[arm].holm:.2g}"
-        rows.append([ARMS.get(arm, ""), f"`{arm}`", str(training[arm].seeds), *costs, holm])
+    for arm, words in arms.items():
+        if arm in training:
+            effects = training[arm], held_out[arm]
+            costs = (f"{percent(one.mean)} % ± {100 * one.half:.2f}" for one in effects)
+            holm = f"{training[arm].holm:.2g}"
+            rows.append([words, f"`{arm}`", str(training[arm].seeds), *costs, holm])
     return rows
 
 
@@ -60,7 +66,9 @@ PAGE = Page(
             lambda: (loss_study.million_tokens(*STUDY),),
         ),
         Given("with 95 % intervals", SETTING),
-        Table("loss_study_40m", lambda: table(*STUDY)),
+        Table("loss_parts", lambda: table(PARTS)),
+        Table("loss_when", lambda: table(WHEN)),
+        Table("loss_params", lambda: table(PARAMS)),
         Sentence(
             "runs of different seeds end between {:.1f} % below BF16 and {:.1f} % above it",
             loss_study.extremes,
@@ -73,7 +81,7 @@ PAGE = Page(
             "after {:+.2f} % in the middle of the run",
             lambda: loss_study.cost_midway("coat_after_bf16"),
         ),
-        Sentence("cost about {:.2f} %,", lambda: loss_study.cost("activations")[:1]),
+        Sentence("cost about {:.2f} % together", lambda: loss_study.cost("activations")[:1]),
         Sentence(
             "Over {:.0f} seeds a rounded one (`COAT_PAPER`) ends {:+.2f} % ± {:.2f} above it",
             loss_study.cost_of_rounded_forward,
@@ -83,7 +91,7 @@ PAGE = Page(
             lambda: (loss_study.cost_of_evaluating_rounded(),),
         ),
         Sentence(
-            "parameters and gradients in BF16 cost {:+.2f} % ± {:.2f} with corrections",
+            "Parameters and gradients in BF16 cost {:+.2f} % ± {:.2f} with corrections",
             lambda: loss_study.cost("params_24_bits"),
         ),
         Sentence(
@@ -92,13 +100,22 @@ PAGE = Page(
             lambda: (loss_study.floor(), loss_study.band()),
         ),
         Sentence(
-            "At 124 million parameters and {:.1f} million tokens",
+            "At 124 million parameters, {:.1f} million tokens",
             lambda: (loss_study.million_tokens(*LARGER),),
         ),
+        Table("loss_study_124m", loss_study.larger_seeds),
         Sentence(
-            "COAT ends {:+.2f} % above BF16, and {:+.2f} % if the first quarter is in BF16; the "
-            "two baselines are {:.2f} % apart",
-            loss_study.larger,
+            "learning rate of 6e-4, COAT ends {:+.2f} % ± {:.2f} above BF16",
+            lambda: loss_study.larger("coat"),
+        ),
+        Sentence(
+            "with the first quarter in BF16 it ends {:+.2f} % ± {:.2f} above",
+            lambda: loss_study.larger("coat_after_bf16"),
+        ),
+        Sentence("may end {:.2f} % apart by rounding alone", loss_study.larger_apart),
+        Sentence(
+            "as these baselines do, a mean over three seeds within {:.2f} % of zero",
+            loss_study.larger_band,
         ),
         Sentence(
             "no chaotic start: two baselines that differ only in rounding end {:.4f} % apart",
@@ -108,7 +125,12 @@ PAGE = Page(
             "`fp8_muon` cost {:+.2f} % ± {:.2f} in training loss, and {:+.2f} % ± {:.2f} held out",
             loss_study.cost_of_muon,
         ),
-        Table("loss_study_muon", lambda: table(*STUDY, muon=True)),
+        Sentence(
+            "and so was its cost, {:+.2f} % ± {:.2f}.",
+            loss_study.cost_of_muon_before,
+        ),
+        Table("loss_study_muon", lambda: table(MUON, muon=True)),
+        Table("tradeoff", lambda: tradeoff.table(tradeoff.ways())),
         Given("The paper reports +0.55 % for OLMo-7B after 250 billion tokens", PAPER),
         Given("The last 8 MB", SETTING),
     ],

@@ -39,8 +39,16 @@ PAGE = Page(
             lambda: loss_study.cost("coat_after_bf16"),
         ),
         Sentence(
-            "ends {:+.2f} % above BF16 in COAT, and {:+.2f} % with such a start",
-            lambda: loss_study.larger()[:2],
+            "over three seeds: {:+.2f} % ± {:.2f} in COAT",
+            lambda: loss_study.larger("coat"),
+        ),
+        Sentence(
+            "and {:+.2f} % ± {:.2f} with such a start",
+            lambda: loss_study.larger("coat_after_bf16"),
+        ),
+        Sentence(
+            "differ only in rounding may end {:.2f} % apart",
+            loss_study.larger_apart,
         ),
         Sentence(
             "two BF16 runs that differ only in rounding end {:.3f} % apart.",

@@ -1,15 +1,15 @@
-"""Training in docs/benchmarks.md: throughput, communication, and the two older losses."""
+"""Training in docs/benchmarks.md: throughput, communication, and the older pair of losses."""
 
 from typing import Any
 
 from coat_jax.training.cluster.communication import OPTIONS
 from experiments.communication import DEFAULTS, GATHER, PIPELINED, SCATTER, TRAINERS
 from experiments.figures.compare import Figure, Given, Sentence, Table
-from experiments.figures.measured import throughput
+from experiments.figures.measured import loss_study, throughput
 from experiments.figures.measured.curves import epochs, tokens
 from experiments.figures.measured.files import GB, bold, case, of, ratio
 from experiments.figures.measured.throughput import beside_one, slower, training
-from experiments.figures.pages.reasons import PAPER, SETTING
+from experiments.figures.pages.reasons import PAPER
 
 
 def offloaded() -> tuple[float, float, float]:
@@ -69,21 +69,6 @@ def length_of_curves() -> tuple[float, ...]:
     return *sizes, tokens() / 1e6, epochs()
 
 
-def precision_ablation() -> list[list[str]]:
-    """Both losses of every variant, against full precision; the other seed last."""
-    variants = of("precision_ablation")["variants"]
-    base = variants["full precision"]
-    rows = [["", "loss, last 30 steps", "", "held out", ""]]
-    for name in sorted(variants, key=lambda name: "seed" in name):
-        one = variants[name]
-        cells = []
-        for figure in ("final", "held out"):
-            change = f"{round(100 * (one[figure] / base[figure] - 1), 1) + 0.0:+.1f} %"  # no -0.0
-            cells += [f"{one[figure]:.3f}", "" if one is base else change]
-        rows.append([name.replace("kept activations", "saved activations"), *cells])
-    return rows
-
-
 FIGURES: list[Figure] = [
     Sentence(
         "Training Llama-2-7B is {:.2f} times as fast as in BF16, in {:.2f} times less memory",
@@ -126,11 +111,10 @@ FIGURES: list[Figure] = [
         lambda: [OPTIONS[option] / (1 << 20) for option in (GATHER, SCATTER)],
     ),
     Sentence("expose less, {:.1f} ms,", lambda: (exposed(PIPELINED),)),
-    Given("**0.9 million parameters.**", SETTING),
     Sentence(
         "One seed, {:.0f} steps of batch {:.0f} x {:.0f}: {:.0f} million tokens, {:.2f} epochs",
         length_of_curves,
     ),
     Table("training_curves", training_curves),
-    Table("precision_ablation", precision_ablation),
+    Sentence("that differ only in rounding may end {:.2f} % apart", loss_study.larger_apart),
 ]

@@ -1,0 +1,83 @@
+"""Masks: which parameters something applies to, as weight decay does.
+
+A mask is a tree of booleans, one for each parameter or for all of a subtree, or a function from
+parameters to one, as in optax.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.tree_util import keystr
+
+from coat_jax.optax.arguments import shown
+
+Mask = Any | Callable[[optax.Params], Any]
+
+
+def require_mask(name: str, mask: Any) -> None:
+    """Raises unless every leaf of the argument `name` is a boolean, or it is a function."""
+    if not is_mask_function(mask):
+        _require_booleans(name, mask)
+
+
+def checked_mask(name: str, mask: Mask | None) -> Mask | None:
+    """The mask as a function that raises if its tree is no mask of the parameters it gets.
+
+    Args:
+        name: of the argument, for the message.
+        mask: None stays None.
+    """
+    return None if mask is None else lambda params: mask_of(name, mask, params)
+
+
+def mask_of(name: str, mask: Mask, params: optax.Params) -> Any:
+    """The tree of booleans of these parameters, or a prefix of it."""
+    tree = mask(params) if is_mask_function(mask) else mask
+    _require_booleans(name, tree)
+    try:
+        jax.tree.broadcast(tree, params)
+    except ValueError:
+        raise ValueError(
+            f"{name} does not fit the parameters: {_difference(tree, params)}. It needs True or "
+            "False for each parameter, or for all of a subtree; a function fits any parameters: "
+            f"{name}=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)."
+        ) from None
+    return tree
+
+
+def is_mask_function(mask: Any) -> bool:
+    """Whether a mask is a function, and no tree that can also be called, as a module is."""
+    leaves = jax.tree.leaves(mask)
+    return bool(leaves) and all(callable(one) and not isinstance(one, type) for one in leaves)
+
+
+def _require_booleans(name: str, tree: Any) -> None:
+    for path, flag in jax.tree.leaves_with_path(tree):
+        is_bool = isinstance(flag, bool) or getattr(flag, "dtype", None) == jnp.bool_
+        if not is_bool or np.shape(flag):
+            raise TypeError(
+                f"{name}{keystr(path)}={shown(flag)} must be True or False: a mask is "
+                "a tree of booleans, or a function from parameters to one."
+            )
+
+
+def _difference(tree: Any, params: optax.Params) -> str:
+    """Why a tree is no prefix of the parameters."""
+    flags = [path for path, _ in jax.tree.leaves_with_path(tree)]
+    # In optax.partition, parameters that another optimizer updates are nodes without leaves.
+    leaves = [path for path, _ in jax.tree.leaves_with_path(params, is_leaf=_is_left_out)]
+    for path in leaves:
+        if not any(path[: len(flag)] == flag for flag in flags):
+            return f"it says nothing of {keystr(path) or 'the parameter'}"
+    for flag in flags:
+        if not any(path[: len(flag)] == flag for path in leaves):
+            return f"there is no parameter {keystr(flag)}"
+    return f"its structure is {jax.tree.structure(tree)}, theirs {jax.tree.structure(params)}"
+
+
+def _is_left_out(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)

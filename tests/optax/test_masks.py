@@ -1,0 +1,88 @@
+"""A mask fits the parameters, or one line says where it does not."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from coat_jax.optax import fp8_adamw, fp8_muon, fused_fp8_adamw
+
+PARAMS = {"layer": {"w": jnp.ones((256, 128)), "b": jnp.ones(128)}, "head": jnp.ones((128, 256))}
+
+
+def chained(make, name):
+    def run(mask, params=PARAMS):
+        tx = make(1e-3, **{name: mask}, weight_decay=0.1)
+        return jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), params)
+
+    return run
+
+
+def fused(mask, params=PARAMS):
+    optimizer = fused_fp8_adamw(1e-3, mask=mask, weight_decay=0.1)
+    return jax.eval_shape(lambda p: optimizer.step(p, p, optimizer.init(p)), params)
+
+
+RUNS = {
+    "mask": [chained(fp8_adamw, "mask"), fused],
+    "weight_decay_mask": [chained(fp8_muon, "weight_decay_mask")],
+}
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        ({"layer": True}, r"it says nothing of \['head'\]"),
+        ({"layer": {"w": True, "bias": True}, "head": True}, r"it says nothing of \['layer'\]"),
+        ({"layer": True, "head": True, "tail": True}, r"there is no parameter \['tail'\]"),
+        ([True, False, True], r"it says nothing of \['(head|layer)'\]"),
+        ({"layer": None, "head": True}, r"it says nothing of \['layer'\]"),
+        (nnx.State({"layer": True, "head": True}), "its structure is PyTreeDef"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(mask, said):
+    for name, runs in RUNS.items():
+        for run in runs:
+            for given in (mask, lambda params: mask):
+                with pytest.raises(ValueError, match=rf"^{name} does not fit .*: {said}"):
+                    run(given)
+
+
+def test_a_function_must_return_booleans():
+    for name, runs in RUNS.items():
+        for run in runs:
+            with pytest.raises(TypeError, match=rf"^{name}\['.*must be True or False"):
+                run(lambda params: params)
+
+
+def test_a_mask_may_be_a_prefix_and_name_what_others_update():
+    for mask in (True, {"layer": False, "head": True}, jax.tree.map(lambda p: p.ndim > 1, PARAMS)):
+        for run in (run for runs in RUNS.values() for run in runs):
+            run(mask)
+    labels = {"layer": "coat", "head": "other"}
+    for mask in (True, {"layer": {"w": True, "b": False}, "head": True}):
+        tx = optax.partition({"coat": fp8_adamw(1e-3, mask=mask), "other": optax.sgd(1.0)}, labels)
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_a_module_that_can_be_called_is_a_tree():
+    """As optax has it: the fused step would otherwise call the module with the parameters."""
+
+    @jax.tree_util.register_dataclass
+    @dataclass
+    class Module:
+        w: Any
+
+        def __call__(self, x):
+            raise AssertionError
+
+    params, mask = Module(jnp.ones((4, 128))), Module(np.bool_(False))
+    optimizer = fused_fp8_adamw(1e-3, mask=mask, weight_decay=0.5)
+    zeros = Module(jnp.zeros((4, 128)))
+    stepped, _ = optimizer.step(params, zeros, optimizer.init(params))
+    np.testing.assert_array_equal(stepped.w, params.w)
