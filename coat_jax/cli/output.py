@@ -45,9 +45,12 @@ def table(lines: Sequence[Sequence[str]], words: Collection[int] = (0,)) -> str:
         words: the columns that are aligned to the left; numbers are aligned to the right.
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligned = [str.ljust if column in words else str.rjust for column in range(len(widths))]
+
+    def aligned(column: int, cell: str) -> str:
+        return cell.ljust(widths[column]) if column in words else cell.rjust(widths[column])
+
     return "\n".join(
-        "  ".join(align(*cell) for align, *cell in zip(aligned, line, widths, strict=True)).rstrip()
+        "  ".join(aligned(column, cell) for column, cell in enumerate(line)).rstrip()
         for line in lines
     )
 

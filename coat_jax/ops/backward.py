@@ -4,6 +4,10 @@
 XLA finds that the backward pass recomputes values of the forward pass, and keeps these in memory
 instead of the smaller residuals.
 
+**Its gradients have one batch.** Under vmap, JAX leaves an output as it is that does not depend on
+what is mapped over. It sums the gradient of this output over the batch, and passes the sum to the
+backward pass of each element, whose results it sums again. So if one output has a batch, all do.
+
 **It cannot be differentiated.** Rounding has no second derivative, so asking for one is an error.
 """
 
@@ -11,7 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array
 
 from coat_jax.precision import Precision
 
@@ -47,6 +54,35 @@ def run_backward(
         )
 
     return guarded(*residuals, gradient)
+
+
+@jax.custom_jvp
+def batched_alike(*outputs: Array) -> tuple[Array, ...]:
+    """The outputs of a forward pass as they are; under vmap all have the batch that one has."""
+    return _batched_alike(*outputs)
+
+
+@batched_alike.defjvp
+def _tangents(
+    primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    return batched_alike(*primals), tangents
+
+
+@custom_vmap
+def _batched_alike(*outputs: Array) -> tuple[Array, ...]:
+    return outputs
+
+
+@_batched_alike.def_vmap
+def _with_batch(
+    size: int, batched: tuple[bool, ...], *outputs: Array
+) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+    whole = tuple(
+        y if has_batch else jnp.broadcast_to(y, (size, *y.shape))
+        for y, has_batch in zip(outputs, batched, strict=True)
+    )
+    return whole, (True,) * len(whole)
 
 
 def rounds_rows(precision: Precision) -> bool:

@@ -16,8 +16,9 @@ def require_layers(
     if not weights:
         raise ValueError(f"{name} needs at least one weight.")
     for weight, bias in zip(weights, biases, strict=True):
-        for array in (weight, bias) if bias is not None else (weight,):
-            require_array(name, array)
+        require_array(name, weight)
+        if bias is not None:
+            require_array(name, bias)
         if weight.ndim != 2 or weight.shape[0] != columns:
             raise ValueError(
                 f"{name} got an input with {columns} columns and a weight of shape "

@@ -21,7 +21,7 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.sharding import as_3d
 from coat_jax.numerics.minifloat import Minifloat
-from coat_jax.ops.backward import run_backward
+from coat_jax.ops.backward import batched_alike, run_backward
 from coat_jax.ops.checks import require_columns, require_layers, require_real
 from coat_jax.ops.saved.projection import (
     Mode,
@@ -125,7 +125,7 @@ def _products_forward(mode: Mode, x: Array, weight: Frozen, a: Array) -> Any:
     n = as_operand(x, x.dtype, mode)
     narrow = as_operand(a, x.dtype, mode, "transposed")
     y, h = (gemm.product(n, w, x.dtype) for w in (_operand(weight), narrow))
-    return (y, h), (n, weight, a, narrow.scale)
+    return batched_alike(y, h), (n, weight, a, narrow.scale)
 
 
 def _products_backward(mode: Mode, residuals: Any, gradients: tuple[Array, Array]) -> Any:

@@ -19,7 +19,7 @@ from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.sharding import as_3d
 from coat_jax.ops import watched
-from coat_jax.ops.backward import rounds_rows, run_backward
+from coat_jax.ops.backward import batched_alike, rounds_rows, run_backward
 from coat_jax.ops.checks import require_columns, require_layers, require_norm
 from coat_jax.ops.saved.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
 from coat_jax.ops.saved.projection import (
@@ -124,7 +124,7 @@ def _linear_forward(
     outputs, scales = project(n, weights, biases, x.dtype, mode)
     seen = watched.operand(probe, "input", lambda: x, n.scale, mode.format)
     seen = watched.weights(seen, weights, scales, mode)
-    return outputs, (n, weights, scales, biases, seen)
+    return batched_alike(*outputs), (n, weights, scales, biases, seen)
 
 
 def _linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any:
@@ -166,7 +166,7 @@ def _norm_linear_forward(
     outputs, scales = project(n, weights, biases, x.dtype, mode)
     seen = watched.norm(probe, x, saved, norm, mode)
     seen = watched.weights(seen, weights, scales, mode)
-    return outputs, (saved, norm, weights, scales, biases, seen)
+    return batched_alike(*outputs), (saved, norm, weights, scales, biases, seen)
 
 
 def _norm_linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any:

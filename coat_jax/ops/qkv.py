@@ -27,7 +27,7 @@ from coat_jax.kernels.rotary import (
     supports_head_dim,
 )
 from coat_jax.ops import watched
-from coat_jax.ops.backward import rounds_rows, run_backward
+from coat_jax.ops.backward import batched_alike, rounds_rows, run_backward
 from coat_jax.ops.checks import require_layers, require_norm, require_real
 from coat_jax.ops.rotary import Rotary, require_positions, require_rotary
 from coat_jax.ops.saved.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
@@ -146,7 +146,7 @@ def _forward(
         ]
     seen = watched.norm(probe, x, saved, norm, mode)
     seen = watched.weights(seen, weights, scales, mode)
-    return (x, *heads), (saved, norm, weights, scales, biases, positions, seen)
+    return batched_alike(x, *heads), (saved, norm, weights, scales, biases, positions, seen)
 
 
 def _backward(settings: _QKVSettings, residuals: Any, gradients: tuple[Array, ...]) -> Any:

@@ -19,7 +19,7 @@ from coat_jax import watching
 from coat_jax.numerics.formats import E4M3
 from coat_jax.numerics.qtensor import require_group_size
 from coat_jax.ops import watched
-from coat_jax.ops.backward import run_backward
+from coat_jax.ops.backward import batched_alike, run_backward
 from coat_jax.ops.checks import require_columns
 from coat_jax.ops.saved.array import SavedArray, restore, save_array
 from coat_jax.watching import OptionalProbe
@@ -46,12 +46,12 @@ def recompute(function: Callable[..., Any], *, block: int = 16) -> Callable[...,
     def again(
         dtype: DTypeLike, probe: OptionalProbe, x: Float[Array, "*rows D"], *rest: Any
     ) -> Any:
-        return alone(x, *rest)
+        return _batched_alike(alone(x, *rest))
 
     def forward(
         dtype: DTypeLike, probe: OptionalProbe, x: Float[Array, "*rows D"], *rest: Any
     ) -> tuple[Any, Any]:
-        y, saved = alone(x, *rest), save_array(x, E4M3, block)
+        y, saved = _batched_alike(alone(x, *rest)), save_array(x, E4M3, block)
         return y, (watched.saved(probe, "saved", x, saved, block), saved, rest)
 
     def backward(dtype: DTypeLike, residuals: Any, gradient: Any) -> Any:
@@ -67,3 +67,8 @@ def recompute(function: Callable[..., Any], *, block: int = 16) -> Callable[...,
         return again(x.dtype, watching.probe("recompute", ("saved",)), x, *rest)
 
     return run
+
+
+def _batched_alike(tree: Any) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, batched_alike(*leaves))
