@@ -1,4 +1,4 @@
-"""Eight devices on the CPU, property tests that try the same examples on every run, `--no-skips`.
+"""Eight devices on the CPU, the same examples of property tests on every run, and two options.
 
 `-m gpu` asks for the suite of a GPU: it runs on the GPU, and fails where there is none.
 
@@ -75,6 +75,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="a test or module that would be skipped fails: for suites that are run on purpose",
     )
+    parser.addoption(
+        "--one-case",
+        action="store_true",
+        help="of a test with parameters only the last case runs: lists begin with the plainest",
+    )
 
 
 # The libraries of modules whose tests are all marked, by the end of their names.
@@ -106,6 +111,14 @@ def pytest_configure(config: pytest.Config) -> None:
         add_to_xla_flags(quick.FLAGS)
     if on_gpu or config.getoption("--no-skips"):
         config.pluginmanager.register(NoSkips(), "no-skips")
+
+
+@pytest.hookimpl(trylast=True)  # of the cases that -m and -k have chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--one-case"):
+        last = {item.nodeid.partition("[")[0]: item for item in items}
+        config.hook.pytest_deselected(items=list(set(items) - set(last.values())))
+        items[:] = last.values()
 
 
 class NoSkips:

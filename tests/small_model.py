@@ -1,7 +1,6 @@
 """A model so small that its programs compile in seconds, for tests of models and what uses them."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import quick
 from flax import nnx
@@ -29,7 +28,7 @@ def filled(config, seed=0, mesh=None):
 
     def draw(leaf):
         values = rng.standard_normal(leaf.shape) / np.sqrt(leaf.shape[-2:][0])
-        values = jnp.asarray(values.astype(leaf.dtype))  # by JAX it is compiled for each shape
-        return values if mesh is None else jax.device_put(values, leaf.sharding)
+        # jnp.asarray compiles a program for each shape.
+        return jax.device_put(values.astype(leaf.dtype), None if mesh is None else leaf.sharding)
 
     return nnx.merge(graph, jax.tree.map(draw, state))

@@ -54,7 +54,7 @@ def test_parameters_stay_where_they_were(net):
 
 def test_results_are_near_those_of_the_model_which_is_not_touched(net):
     want = net(TOKENS)
-    got = nn.convert(net)(TOKENS)
+    got = nnx.jit(nn.convert(net))(TOKENS)
     assert 0 < jnp.linalg.norm(got - want) < 0.15 * jnp.linalg.norm(want)
     np.testing.assert_array_equal(net(TOKENS), want)
 

@@ -128,7 +128,7 @@ def test_parameters_are_sharded_over_the_mesh_that_is_set():
 
 
 def test_segments_and_positions_reach_attention():
-    layer = block("bf16")
+    layer = nnx.jit(block("bf16"))
     packed = jnp.concatenate([X[:1], X[1:]], axis=1)
     segments = jnp.repeat(jnp.arange(2), 12)[None]
     positions = jnp.tile(jnp.arange(12), 2)[None]

@@ -37,7 +37,8 @@ def normal(*shape, seed=0):
 def test_every_value_is_a_code_times_its_scale(name, over):
     x = normal(6, 40)
     quantizer = Quantizer(name, over, size=16)
-    values = np.asarray(values_of(quantizer, x), np.float64)
+    values, covered = jax.jit(lambda x: (quantizer(x), quantizer.range_of(x)))(x)
+    values = np.asarray(values, np.float64)
     fmt = quantizer.format
     table = fmt.values[np.isfinite(fmt.values)]
     rows = {
@@ -46,7 +47,6 @@ def test_every_value_is_a_code_times_its_scale(name, over):
         "group": np.pad(values, [(0, 0), (0, 8)]).reshape(-1, 16),
         "block": np.pad(values, [(0, 0), (0, 8)]).reshape(-1, 16),
     }[over]
-    covered = jax.jit(quantizer.range_of)(x)
     assert covered.high.shape == (len(rows),)
     for row, low, high in zip(rows, *map(np.asarray, covered), strict=True):
         scale = max(-low, high) / fmt.full_scale
@@ -64,10 +64,10 @@ def test_every_value_is_a_code_times_its_scale(name, over):
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_groups_are_those_of_qtensor_and_blocks_those_of_blocks(dtype):
     name, x = {E4M3: "E4M3", E5M2: "E5M2"}[dtype], normal(5, 70)
-    groups = qtensor.dequantize(qtensor.quantize(x, dtype, group_size=32))
+    groups = jax.jit(lambda x: qtensor.dequantize(qtensor.quantize(x, dtype, group_size=32)))(x)
     found = values_of(Quantizer(name, "group", size=32), x)
     np.testing.assert_allclose(found, groups, rtol=1e-6)
-    stored = blocks.from_blocks(blocks.to_blocks(x, dtype, size=32), size=32)
+    stored = jax.jit(lambda x: blocks.from_blocks(blocks.to_blocks(x, dtype, size=32), size=32))(x)
     np.testing.assert_array_equal(values_of(Quantizer(name, "block", size=32), x), stored)
 
 
@@ -104,7 +104,8 @@ def test_channels_do_not_see_each_other(name):
 @pytest.mark.parametrize("over", ["tensor", "channel", "group"])
 def test_the_search_is_never_worse_than_the_maximum(name, over):
     x = normal(32, 64) ** 3
-    bits = {fit: bits_of(x, Quantizer(name, over, fit, size=32)) for fit in FITS}
+    quantizers = {fit: Quantizer(name, over, fit, size=32) for fit in FITS}
+    bits = jax.jit(lambda x: {fit: sqnr_bits(x, q(x)) for fit, q in quantizers.items()})(x)
     assert bits["mse"] >= bits["max"]
     assert bits["mse"] >= bits["percentile"] - 0.02  # its grid may miss the best by so much
 
@@ -166,13 +167,15 @@ def test_saturated_elements_pass_their_gradient_to_a_learnt_range():
     x, weights = jnp.array([0.0, 0.5, 3.0, -4.0]), jnp.array([1.0, 1.0, 2.0, 5.0])
 
     def loss(x, covered):
-        return jnp.sum(weights * quantizer.quantize(x, covered))
+        values = quantizer.quantize(x, covered)
+        return jnp.sum(weights * values), values
 
-    of_x, of_range = jax.grad(loss, argnums=(0, 1))(x, covered)
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+    (of_x, of_range), values = gradients(x, covered)
     np.testing.assert_array_equal(of_x, [1, 1, 0, 0])
     # LSQ: a saturated element moves with the end; 0.5 moves with its rounding error.
     whole = float(of_range.high[0] - of_range.low[0])
-    error = float(quantizer.quantize(x, covered)[1]) - 0.5
+    error = float(values[1]) - 0.5
     assert whole == pytest.approx(2 - 5 + error, abs=1e-6)
 
 
@@ -181,6 +184,7 @@ def test_a_range_can_be_learnt():
     x = normal(4096) ** 3
     quantizer = Quantizer("INT4")
 
+    @jax.jit
     def loss(log_limit):
         limit = jnp.exp(log_limit)[None]
         return jnp.mean((quantizer.quantize(x, Range(-limit, limit)) - x) ** 2)
@@ -281,5 +285,5 @@ def test_formats_are_found_by_name():
 def test_a_group_larger_than_a_row_is_the_row(over):
     """Without filling rows up to that size, which no memory would hold."""
     x = normal(4, 24)
-    values = [Quantizer("INT8", over, size=size)(x) for size in (24, 1 << 40)]
+    values = [values_of(Quantizer("INT8", over, size=size), x) for size in (24, 1 << 40)]
     np.testing.assert_array_equal(*values)

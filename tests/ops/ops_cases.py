@@ -31,8 +31,8 @@ FP8_PRESETS = {name: preset for name, preset in PRESETS.items() if name != "bf16
 def draw(seed, *shapes, dtype=jnp.float32, over=1.0):
     """Normal numbers; weights are those `over` the root of their number of inputs."""
     rng = np.random.default_rng(seed)
-    # NumPy's conversion, as JAX's is compiled for each shape.
-    arrays = [jnp.asarray((rng.standard_normal(shape) / over).astype(dtype)) for shape in shapes]
+    # Converted by NumPy, and not by jnp.asarray: JAX compiles a program for each shape.
+    arrays = [jax.device_put((rng.standard_normal(s) / over).astype(dtype)) for s in shapes]
     return arrays if len(shapes) > 1 else arrays[0]
 
 
@@ -57,7 +57,7 @@ def pulled(f, *args, dy=None):
     if dy is None:
         leaves, tree = jax.tree.flatten(jax.eval_shape(f, *args))
         normal = np.random.default_rng(99).standard_normal
-        dy = tree.unflatten([jnp.asarray(normal(y.shape).astype(y.dtype)) for y in leaves])
+        dy = tree.unflatten([jax.device_put(normal(y.shape).astype(y.dtype)) for y in leaves])
 
     def run(dy, *args):
         y, pull = jax.vjp(f, *args)

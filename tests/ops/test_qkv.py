@@ -120,4 +120,4 @@ def test_it_saves_only_positions_besides_what_norm_linear_saves():
 def test_what_does_not_fit_is_refused(changes, message):
     given = {"x": X, "norm": NORM, "weights": WEIGHTS, "head_dim": H, "rotary": ROTARY}
     with pytest.raises((ValueError, TypeError), match=message):
-        ops.norm_qkv(**{**given, **changes})
+        jax.eval_shape(lambda: ops.norm_qkv(**{**given, **changes}))

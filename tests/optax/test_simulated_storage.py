@@ -77,12 +77,17 @@ def test_codes_are_values_of_the_format():
 @pytest.mark.parametrize("name", ["E2M5", "UE4M4", "E3M4:no_subnormals", "E6M1"])
 def test_what_is_stored_is_right_on_average(name):
     fmt = minifloat(name)
-    x = jnp.exp(jnp.asarray(np.random.default_rng(0).normal(size=(1, 128)), jnp.float32))
-    x = jnp.broadcast_to(x, (4096, 128))
-    dither = noise.uniform(noise.leaf_key(0, 1, 0), x.shape, run=128)
-    decoded = expansion.decode(expansion.encode(x, fmt, noise=dither), dtype=fmt)
+    x = np.float32(np.exp(np.random.default_rng(0).normal(size=(1, 128))))
+    x = np.broadcast_to(x, (4096, 128))
+
+    @jax.jit
+    def stored(x):
+        dither = noise.uniform(noise.leaf_key(0, 1, 0), x.shape, run=128)
+        return expansion.decode(expansion.encode(x, fmt, noise=dither), dtype=fmt)
+
+    decoded = np.asarray(stored(x))
     error = 6 * decoded.std(0) / 64 + 2e-3 * x[0]
-    assert (jnp.abs(decoded.mean(0) - x[0]) <= error).all()
+    assert (np.abs(decoded.mean(0) - x[0]) <= error).all()
 
 
 def test_a_format_may_be_a_name_of_a_dtype_too():

@@ -82,7 +82,7 @@ def test_the_rounding_of_parameters(name):
         config = config_of(seed, optimizer={"name": name, "learning_rate": 1e-4, "warmup_steps": 0})
         optimizer = make_optimizer(config)
         grads = jax.tree.map(jnp.ones_like, PARAMS)
-        return optimizer.step(PARAMS, grads, optimizer.init(PARAMS))[0]
+        return jax.jit(optimizer.step)(PARAMS, grads, optimizer.init(PARAMS))[0]
 
     one, other, again = map(step, SEEDS)
     assert all(share > 0.01 for share in differences(one, other))
@@ -95,7 +95,7 @@ def test_the_rounding_of_second_moments():
         noise = np.random.default_rng(0).standard_normal(PARAMS["w"].shape)
         grads = {"w": jnp.asarray(noise, jnp.bfloat16)}
         moments = optimizer.init(PARAMS)
-        _, moments = optimizer.step(PARAMS, grads, moments)
+        _, moments = jax.jit(optimizer.step)(PARAMS, grads, moments)
         return [
             leaf
             for leaf in jax.tree.leaves(moments)
