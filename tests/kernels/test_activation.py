@@ -23,7 +23,9 @@ def largest_value_and_slope(name, x):
 @pytest.mark.parametrize("m", [0.25, 1.5, 8.0])
 def test_no_value_and_no_slope_exceeds_its_bound(name, m):
     largest = largest_value_and_slope(name, jnp.clip(POINTS, -m, m))
-    for found, bound in zip(largest, activation.activation_bounds(jnp.float32(m), name), strict=True):
+    for found, bound in zip(
+        largest, activation.activation_bounds(jnp.float32(m), name), strict=True
+    ):
         assert found <= bound * (1 + 1e-6)
 
 
