@@ -51,7 +51,7 @@ PAGE = Page(
             loss_study.larger_apart,
         ),
         Sentence(
-            "two BF16 runs that differ only in rounding end {:.3f} % apart.",
+            "runs of the small model that differ only in rounding end {:.3f} % apart",
             lambda: (loss_study.floor(),),
         ),
         Sentence("compute capability {:.1f} or newer", lambda: (CAPABILITY,)),
