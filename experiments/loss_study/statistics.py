@@ -4,11 +4,12 @@ Within a seed all arms share initial parameters and batches. So what is compared
 loss, run against run: the difference between an arm and the baselines of the same seed. Baselines
 are several runs of each seed that differ by rounding only. The mean of the differences over seeds
 is the effect of the arm, and their spread gives its interval. Each arm has its own spread: that
-of some is ten times that of others, so they are not pooled.
+of some is ten times that of others, so they are not pooled. By chance the runs of a few seeds may
+lie closer together than runs do that differ by rounding only. So an interval is never narrower than
+the noise floor makes it, which comes from the baselines alone.
 
-Beside it stand the noise floor from the baselines alone and, within a run, the standard error over
-blocks of steps: the last is smaller than the difference to another run of the same arm, and says
-only how well two runs differ.
+Beside it stands the standard error over blocks of steps within a run: it is smaller than the
+difference to another run of the same arm, and says only how well two runs differ.
 
 Effects are relative: 0.001 is 0.1 % more loss.
 """
@@ -32,7 +33,7 @@ class Effect(NamedTuple):
 
     Attributes:
         mean: over seeds.
-        half: half the width of its interval; NaN for a single seed.
+        half: half the width of its interval, the noise floor included; NaN for a single seed.
         within: the standard error over blocks of steps; NaN for held-out losses.
         p: of no effect at all; NaN for a single seed.
         holm: the same, corrected for the number of arms.
@@ -58,12 +59,16 @@ class Noise(NamedTuple):
     floor: float
     floor_freedom: int
 
-    def band(self, seeds: int, baselines: float) -> float:
-        """The largest mean difference over `seeds` that rounding alone explains."""
+    def error(self, seeds: int, baselines: float) -> float:
+        """The standard error of a mean difference over `seeds`, of runs that differ by rounding."""
         if self.floor_freedom == 0 or seeds == 0:
             return math.nan
-        spread = self.floor * math.sqrt(1 / seeds + 1 / (seeds * baselines))
-        return quantile(self.floor_freedom) * spread
+        return self.floor * math.sqrt(1 / seeds + 1 / (seeds * baselines))
+
+    def band(self, seeds: int, baselines: float) -> float:
+        """The largest mean difference over `seeds` that rounding alone explains."""
+        error = self.error(seeds, baselines)
+        return error if math.isnan(error) else quantile(self.floor_freedom) * error
 
 
 class Comparison(NamedTuple):
@@ -117,9 +122,17 @@ def compare(
     """
     reference = set(baselines)
     gaps = above(rows, reference, loss)
+    of_baselines = [gaps[arm] for arm in gaps.keys() & reference]
+    rest = [gap for by_seed in of_baselines for runs in by_seed.values() for gap in runs]
+    seeds = {seed for by_seed in of_baselines for seed in by_seed}
+    freedom = len(rest) - len(seeds)
+    noise = Noise(math.sqrt(sum(np.square(rest)) / freedom) if freedom else math.nan, freedom)
+    of_seed = len(rest) / max(len(seeds), 1)
     effects = {
         arm: _effect(
             np.array([np.mean(runs) for runs in gaps[arm].values()]),
+            noise,
+            of_seed,
             _within(rows, arm, reference) if loss is final else math.nan,
         )
         for arm in sorted(gaps.keys() - reference)
@@ -129,22 +142,23 @@ def compare(
         arm: effect._replace(holm=p)
         for (arm, effect), p in zip(effects.items(), corrected, strict=True)
     }
-    of_baselines = [gaps[arm] for arm in gaps.keys() & reference]
-    rest = [gap for by_seed in of_baselines for runs in by_seed.values() for gap in runs]
-    seeds = {seed for by_seed in of_baselines for seed in by_seed}
-    freedom = len(rest) - len(seeds)
-    floor = math.sqrt(sum(np.square(rest)) / freedom) if freedom else math.nan
-    return Comparison(effects, Noise(floor, freedom), len(rest) / max(len(seeds), 1))
+    return Comparison(effects, noise, of_seed)
 
 
-def _effect(differences: Float[np.ndarray, " seeds"], within: float) -> Effect:
-    """The mean difference over seeds, by Student's t."""
+def _effect(
+    differences: Float[np.ndarray, " seeds"], noise: Noise, baselines: float, within: float
+) -> Effect:
+    """The mean difference over seeds, by Student's t; its interval covers the noise floor."""
     mean, seeds = float(np.mean(differences)), len(differences)
     if seeds < 2:
         return Effect(mean, math.nan, within, math.nan, math.nan, seeds)
     error = float(np.std(differences, ddof=1)) / math.sqrt(seeds)
-    half = quantile(seeds - 1) * error
-    return Effect(mean, half, within, _p(mean, error, seeds - 1), math.nan, seeds)
+    half, p = quantile(seeds - 1) * error, _p(mean, error, seeds - 1)
+    floor = noise.error(seeds, baselines)
+    if not math.isnan(floor):
+        half = max(half, noise.band(seeds, baselines))
+        p = max(p, _p(mean, floor, noise.floor_freedom))
+    return Effect(mean, half, within, p, math.nan, seeds)
 
 
 def gap(rows: list[Row], arm: str, baselines: Iterable[str]) -> Float[np.ndarray, " T"]:

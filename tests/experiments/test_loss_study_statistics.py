@@ -27,15 +27,31 @@ def synthetic(effects: dict[str, float], *, seeds: int, random: np.random.Genera
 EFFECTS = {"base": 0.0, "ulp": 0.0, "coat": 3e-3, "harmless": 0.0}
 
 
-def test_intervals_hold_the_true_effect_as_often_as_they_say():
+def test_intervals_hold_the_true_effect_at_least_as_often_as_they_say():
     random = np.random.default_rng(0)
     held, trials = 0, 300
     for _ in range(trials):
         rows = synthetic(EFFECTS, seeds=3, random=random)
         found = compare(rows, ["base", "ulp"]).effects
         held += sum(abs(found[arm].mean - EFFECTS[arm]) <= found[arm].half for arm in found)
-    # 600 intervals of 95 %, two in a trial not independent: at most 5 standard deviations off.
-    assert 0.90 <= held / (2 * trials) <= 0.99
+    # 600 intervals of 95 %, two in a trial not independent: at most 5 standard deviations off. Most
+    # come from the spread of three seeds, and some are as wide as the noise floor.
+    assert 0.90 <= held / (2 * trials) < 1
+
+
+def test_seeds_that_agree_by_chance_do_not_make_an_interval_narrower_than_the_noise():
+    rows = synthetic(EFFECTS, seeds=3, random=np.random.default_rng(9))
+    base = {row["seed"]: row for row in rows if row["arm"] == "base"}
+    ulp = {row["seed"]: row for row in rows if row["arm"] == "ulp"}
+    for row in rows:
+        if row["arm"] == "coat":  # always as far above the mean of its baselines
+            pair = np.log([base[row["seed"]]["losses"], ulp[row["seed"]]["losses"]])
+            row["losses"] = np.exp(np.mean(pair, axis=0) + 2e-4).tolist()
+    result = compare(rows, ["base", "ulp"])
+    found = result.effects["coat"]
+    assert found.half == result.noise.band(3, 2)
+    assert found.half > 2e-4
+    assert found.p > 0.05
 
 
 def test_an_effect_six_times_the_noise_is_found_and_none_where_there_is_none():

@@ -98,10 +98,10 @@ def cost_of_muon() -> tuple[float, ...]:
     return tuple(100 * number for one in both for number in (one.mean, one.half))
 
 
-def cost_of_muon_before() -> tuple[float, float]:
-    """What `fp8_muon` cost in training loss before it divided the columns of the momentum."""
-    by_arm = effects(*STUDY, muon=True).effects
-    (before,) = (effect for arm, effect in by_arm.items() if arm.startswith("fp8_muon@"))
+def cost_before(arm: str, *, muon: bool = False) -> tuple[float, float]:
+    """What an arm cost in training loss with the one earlier version of the code, in percent."""
+    by_arm = effects(*STUDY, muon=muon).effects
+    (before,) = (effect for name, effect in by_arm.items() if name.startswith(f"{arm}@"))
     return 100 * before.mean, 100 * before.half
 
 
@@ -137,12 +137,6 @@ def larger_apart() -> tuple[float]:
     gaps = statistics.above(rows, baselines)
     base, other = (gaps[arm] for arm in sorted(baselines))
     return (100 * max(abs(base[seed][0] - other[seed][0]) for seed in base),)
-
-
-def larger_band() -> tuple[float]:
-    """The largest mean over three seeds of the larger model that rounding explains, in percent."""
-    comparison = statistics.compare(*_larger())
-    return (100 * comparison.noise.band(3, comparison.baselines),)
 
 
 def million_tokens(size: str, learning_rate: float) -> float:

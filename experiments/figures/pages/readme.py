@@ -31,15 +31,15 @@ PAGE = Page(
             lambda: loss_study.cost("moments"),
         ),
         Sentence(
-            "FP8 products and activations alone: {:+.2f} % ± {:.2f}",
-            lambda: loss_study.cost("activations"),
+            "which adds FP8 products and activations: {:+.2f} % ± {:.2f}",
+            lambda: loss_study.cost("coat"),
         ),
         Sentence(
             "of the run in BF16 (`--bf16_steps 0.25`): {:+.2f} % ± {:.2f}",
             lambda: loss_study.cost("coat_after_bf16"),
         ),
         Sentence(
-            "over three seeds: {:+.2f} % ± {:.2f} in COAT",
+            "over three seeds, {:+.2f} % ± {:.2f} above BF16 in COAT",
             lambda: loss_study.larger("coat"),
         ),
         Sentence(
@@ -51,7 +51,7 @@ PAGE = Page(
             loss_study.larger_apart,
         ),
         Sentence(
-            "runs of the small model that differ only in rounding end {:.3f} % apart",
+            "of the small model that differ only in rounding end {:.3f} % apart",
             lambda: (loss_study.floor(),),
         ),
         Sentence("compute capability {:.1f} or newer", lambda: (CAPABILITY,)),
