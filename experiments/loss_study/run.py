@@ -166,9 +166,7 @@ def train(job: Job, stopped: list[int], *, keep: bool = False) -> Trained | None
         losses: list[float] = []
         seconds = 0.0
         if saved.latest() is None:
-            state = prepared.new_state()
-            if arm.perturbed:
-                state = state._replace(params=perturbed(state.params, job.seed))
+            state = first_state(prepared, job)
         else:
             _, state, extra = saved.restore(prepared.abstract)
             losses, seconds = extra["losses"], extra["seconds"]
@@ -211,6 +209,23 @@ def _in_precision(precision: Precision, run: Prepared) -> Prepared:
     model = dataclasses.replace(run.config.model, precision=precision)
     config = dataclasses.replace(run.config, model=model)
     return prepare(config, run.mesh, optimizer=run.optimizer)
+
+
+def first_state(run: Prepared, job: Job) -> State:
+    """The state before the first step, whose parameters are those of all arms of the seed.
+
+    Parameters in BF16 are those in FP32, rounded: an initializer draws other numbers in BF16.
+    """
+    arm, state = arms.ARMS[job.arm], run.new_state()
+    if arm.params != "fp32":
+        in_fp32 = dataclasses.replace(arm, params="fp32", moments=None)
+        config = train_config(in_fp32, arms.SIZES[job.size], Settings(**job.settings), job.seed)
+        drawn = prepare(config, run.mesh).new_state().params
+        params = jax.tree.map(lambda x, like: x.astype(like.dtype), drawn, state.params)
+        state = state._replace(params=params)
+    if arm.perturbed:
+        state = state._replace(params=perturbed(state.params, job.seed))
+    return state
 
 
 def perturbed(params: Any, seed: int) -> Any:

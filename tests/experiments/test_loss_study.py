@@ -234,6 +234,31 @@ def test_both_kinds_of_muon_train_alike(small: Size, corpus: Path, tmp_path: Pat
     assert np.max(np.abs(losses["muon"] - losses["bf16"])) > 0.01
 
 
+@pytest.mark.parametrize("arm", ["params_bf16_stochastic", "params_24_bits"])
+def test_parameters_in_bf16_begin_as_those_of_the_other_arms_rounded(
+    small: Size, corpus: Path, tmp_path: Path, arm: str
+):
+    import jax
+    import jax.numpy as jnp
+
+    def begins(name: str) -> list[np.ndarray]:
+        its = job(small, name, corpus, tmp_path)
+        config = one_run.train_config(arms.ARMS[name], small, small.settings, its.seed)
+        mesh = one_run.make_mesh(one_run.MeshConfig(), jax.devices()[:1])
+        optimizer = one_run.optimizer_of(arms.ARMS[name], config)
+        state = one_run.first_state(one_run.prepare(config, mesh, optimizer=optimizer), its)
+        return jax.tree.leaves(state.params)
+
+    for ours, exact in zip(begins(arm), begins("bf16"), strict=True):
+        assert ours.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(ours, exact.astype(jnp.bfloat16))
+    trained = one_run.run(job(small, arm, corpus, tmp_path / arm), [])
+    base = one_run.run(job(small, "bf16", corpus, tmp_path / "bf16"), [])
+    assert trained is not None
+    assert base is not None
+    np.testing.assert_allclose(trained["losses"], base["losses"], rtol=1e-3)
+
+
 def test_perturbed_parameters_differ_by_one_unit_in_the_last_place():
     import jax.numpy as jnp
 

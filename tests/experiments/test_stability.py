@@ -116,6 +116,16 @@ def test_every_arm_can_be_traced(name):
     assert signals.loss.shape == (2, 3)
 
 
+def test_all_arms_of_a_seed_begin_with_the_same_parameters():
+    def begins(arm):
+        state = train.new_state(model_config(arm, SIZE), optax.adamw(1e-3), jnp.int32(3))
+        return jax.tree.leaves(state.params)
+
+    for rounded, exact in zip(begins(ARMS["params_bf16"]), begins(ARMS[BASELINE]), strict=True):
+        assert rounded.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(rounded, exact.astype(jnp.bfloat16))
+
+
 def test_e8m7_is_bf16():
     """Operands are in BF16 already, so rounding them changes nothing; gradients differ by order."""
     size = dataclasses.replace(SIZE, model=dataclasses.replace(SIZE.model, dtype=jnp.bfloat16))

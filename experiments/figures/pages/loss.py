@@ -31,10 +31,6 @@ WHEN = {
     "coat_after_bf16": "BF16 in the first quarter, all of COAT after it",
     "coat_lean_after_bf16": "BF16 in the first quarter, all of `COAT_LEAN` after it",
 }
-PARAMS = {
-    "params_24_bits": "with corrections (24 bits)",
-    "params_bf16_stochastic": "rounded stochastically",
-}
 MUON = {"fp8_muon": "8-bit states, BF16 products"}
 
 
@@ -68,7 +64,6 @@ PAGE = Page(
         Given("with 95 % intervals", SETTING),
         Table("loss_parts", lambda: table(PARTS)),
         Table("loss_when", lambda: table(WHEN)),
-        Table("loss_params", lambda: table(PARAMS)),
         Sentence(
             "runs of different seeds end between {:.1f} % below BF16 and {:.1f} % above it",
             loss_study.extremes,
@@ -89,14 +84,6 @@ PAGE = Page(
         Sentence(
             "trained with the exact one have a held-out loss {:.2f} % higher if they are evaluated",
             lambda: (loss_study.cost_of_evaluating_rounded(),),
-        ),
-        Sentence(
-            "stochastic rounding costs {:+.2f} % ± {:.2f}",
-            lambda: loss_study.cost("params_bf16_stochastic"),
-        ),
-        Sentence(
-            "ended {:+.2f} % ± {:.2f} above with corrections",
-            lambda: loss_study.cost_before("params_24_bits"),
         ),
         Sentence(
             "differ only in rounding end {:.3f} % apart (standard deviation). A mean over four "
@@ -127,7 +114,7 @@ PAGE = Page(
         ),
         Sentence(
             "and so was its cost, {:+.2f} % ± {:.2f}.",
-            lambda: loss_study.cost_before("fp8_muon", muon=True),
+            loss_study.cost_of_muon_before,
         ),
         Table("loss_study_muon", lambda: table(MUON, muon=True)),
         Table("tradeoff", lambda: tradeoff.table(tradeoff.ways())),
