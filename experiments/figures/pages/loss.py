@@ -113,7 +113,7 @@ PAGE = Page(
             loss_study.cost_of_muon,
         ),
         Sentence(
-            "and so was its cost, {:+.2f} % ± {:.2f}.",
+            "and it cost twice as much, {:+.2f} % ± {:.2f}.",
             loss_study.cost_of_muon_before,
         ),
         Table("loss_study_muon", lambda: table(MUON, muon=True)),
