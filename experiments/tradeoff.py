@@ -14,7 +14,7 @@ from typing import NamedTuple
 from experiments import records
 from experiments.command import parser_of
 from experiments.figures.measured.layers import layer, unit
-from experiments.figures.measured.loss_study import STUDY, effects
+from experiments.figures.measured.loss_study import STUDY, cell, effects
 from experiments.loss_study.statistics import Effect
 
 BF16_SHARE = 0.25  # of the runs that begin in BF16
@@ -72,13 +72,9 @@ def table(found: list[Way]) -> list[list[str]]:
     for way in found:
         costs = ["0", "0", ""]
         if way.loss.seeds:
-            costs = [_percent(way.loss), _percent(way.held_out), str(way.loss.seeds)]
+            costs = [cell(way.loss), cell(way.held_out), str(way.loss.seeds)]
         rows.append([way.name, f"{way.ms:.1f}", f"{way.units:.1f}", *costs])
     return rows
-
-
-def _percent(effect: Effect) -> str:
-    return f"{100 * effect.mean:+.2f} % ± {100 * effect.half:.2f}"
 
 
 def draw(found: list[Way], path: Path) -> None:

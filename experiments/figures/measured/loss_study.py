@@ -5,7 +5,7 @@ import math
 
 from experiments.figures.measured.files import FOLDER
 from experiments.loss_study import results, statistics
-from experiments.loss_study.statistics import Comparison, Row
+from experiments.loss_study.statistics import Comparison, Effect, Row
 
 STUDY = "40M", 5e-4  # size and learning rate of the runs that the pages quote
 LARGER = "124M", 6e-4
@@ -38,10 +38,20 @@ def effects(
     return statistics.compare(rows, baselines)
 
 
+def percent(effect: Effect) -> tuple[float, float]:
+    """Its mean, never -0.00, and half of its interval, in percent."""
+    return round(100 * effect.mean, 2) + 0.0, 100 * effect.half
+
+
+def cell(effect: Effect) -> str:
+    """An effect as the tables show it."""
+    mean, half = percent(effect)
+    return f"{mean:+.2f} % ± {half:.2f}"
+
+
 def cost(arm: str) -> tuple[float, float]:
     """What an arm costs in training loss, and half of its interval, in percent."""
-    effect = effects(*STUDY).effects[arm]
-    return round(100 * effect.mean, 2) + 0.0, 100 * effect.half
+    return percent(effects(*STUDY).effects[arm])
 
 
 def cost_midway(arm: str) -> tuple[float]:
@@ -75,7 +85,7 @@ def cost_of_rounded_forward() -> tuple[float, float, float]:
     """Over how many seeds, by how much, and half of the interval: above an exact forward pass."""
     compared = statistics.compare(runs(*STUDY), ["activations"])
     effect = compared.effects["activations_rounded_forward"]
-    return effect.seeds, 100 * effect.mean, 100 * effect.half
+    return effect.seeds, *percent(effect)
 
 
 def cost_of_evaluating_rounded() -> float:
@@ -94,15 +104,14 @@ def apart_with_muon() -> float:
 def cost_of_muon() -> tuple[float, ...]:
     """What `fp8_muon` costs in training and held-out loss, with half of each interval."""
     found = (effects(*STUDY, muon=True, held_out=held).effects for held in (False, True))
-    both = [one["fp8_muon"] for one in found]
-    return tuple(100 * number for one in both for number in (one.mean, one.half))
+    return tuple(number for one in found for number in percent(one["fp8_muon"]))
 
 
 def cost_of_muon_before() -> tuple[float, float]:
     """What `fp8_muon` cost in training loss before it divided the columns of the momentum."""
     by_arm = effects(*STUDY, muon=True).effects
     (before,) = (effect for arm, effect in by_arm.items() if arm.startswith("fp8_muon@"))
-    return 100 * before.mean, 100 * before.half
+    return percent(before)
 
 
 @functools.cache
@@ -114,8 +123,7 @@ def _larger() -> tuple[list[Row], set[str]]:
 
 def larger(arm: str) -> tuple[float, float]:
     """What an arm costs the larger model, and half of its interval over seeds, in percent."""
-    effect = statistics.compare(*_larger()).effects[arm]
-    return 100 * effect.mean, 100 * effect.half
+    return percent(statistics.compare(*_larger()).effects[arm])
 
 
 def larger_seeds() -> list[list[str]]:

@@ -41,16 +41,10 @@ def table(arms: dict[str, str], *, muon: bool = False) -> list[list[str]]:
     rows = [["what changes", "arm", "seeds", "training loss, last 10 %", "held-out loss", "Holm p"]]
     for arm, words in arms.items():
         if arm in training:
-            effects = training[arm], held_out[arm]
-            costs = (f"{percent(one.mean)} % ± {100 * one.half:.2f}" for one in effects)
+            costs = (loss_study.cell(one) for one in (training[arm], held_out[arm]))
             holm = f"{training[arm].holm:.2g}"
             rows.append([words, f"`{arm}`", str(training[arm].seeds), *costs, holm])
     return rows
-
-
-def percent(effect: float) -> str:
-    """A relative difference in percent, with its sign; never -0.00."""
-    return f"{round(100 * effect, 2) + 0.0:+.2f}"
 
 
 PAGE = Page(
