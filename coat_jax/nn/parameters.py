@@ -53,8 +53,14 @@ def weight(
     init: Initializer = LECUN,
     dtype: DTypeLike = jnp.float32,
 ) -> nnx.Param:
-    """A parameter with random values, sharded over the mesh that is set."""
-    return _param(init(rngs.params(), shape, dtype), sharding)
+    """A parameter with random values, sharded over the mesh that is set.
+
+    They are drawn in FP32 and rounded: an initializer draws other numbers for each dtype.
+    """
+    drawn_in = dtype if jnp.dtype(dtype).itemsize >= 4 else jnp.float32
+    parameter = _param(init(rngs.params(), shape, drawn_in), sharding)
+    parameter.set_value(parameter[...].astype(dtype))
+    return parameter
 
 
 def vector(

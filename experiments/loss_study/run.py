@@ -212,18 +212,9 @@ def _in_precision(precision: Precision, run: Prepared) -> Prepared:
 
 
 def first_state(run: Prepared, job: Job) -> State:
-    """The state before the first step, whose parameters are those of all arms of the seed.
-
-    Parameters in BF16 are those in FP32, rounded: an initializer draws other numbers in BF16.
-    """
-    arm, state = arms.ARMS[job.arm], run.new_state()
-    if arm.params != "fp32":
-        in_fp32 = dataclasses.replace(arm, params="fp32", moments=None)
-        config = train_config(in_fp32, arms.SIZES[job.size], Settings(**job.settings), job.seed)
-        drawn = prepare(config, run.mesh).new_state().params
-        params = jax.tree.map(lambda x, like: x.astype(like.dtype), drawn, state.params)
-        state = state._replace(params=params)
-    if arm.perturbed:
+    """The state before the first step, whose parameters are those of all arms of the seed."""
+    state = run.new_state()
+    if arms.ARMS[job.arm].perturbed:
         state = state._replace(params=perturbed(state.params, job.seed))
     return state
 

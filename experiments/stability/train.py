@@ -16,7 +16,6 @@ stochastic rounding do, since each run of a program has its own.
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable
 from functools import partial
@@ -141,10 +140,7 @@ def program_of(arm: Arm, size: Size, settings: Settings) -> Program:
 
 def new_state(config: models.Config, tx: optax.GradientTransformation, seed: Array) -> State:
     """A run before its first step."""
-    # An initializer draws other numbers in BF16.
-    in_fp32 = dataclasses.replace(config, param_dtype=jnp.float32)
-    params = nnx.state(models.Llama(in_fp32, rngs=nnx.Rngs(jax.random.key(seed))))
-    params = jax.tree.map(lambda param: param.astype(config.param_dtype), params)
+    params = nnx.state(models.Llama(config, rngs=nnx.Rngs(jax.random.key(seed))))
     return State(params, tx.init(_in_fp32(params)), jnp.zeros([], jnp.int32))
 
 

@@ -2,6 +2,7 @@
 whole, and in FP8 not by much."""
 
 import contextlib
+import dataclasses
 import math
 
 import jax
@@ -105,6 +106,20 @@ def test_values_depend_on_the_seed_alone():
         value = parameter[...]
         assert value.sharding == jax.sharding.NamedSharding(mesh, spec)
         assert value.addressable_shards[0].data.size == value.size // 4
+
+
+@pytest.mark.parametrize("sizes", [None, (2, 2, 2)])
+@pytest.mark.parametrize("scan", [True, False])
+def test_parameters_in_bf16_are_those_in_fp32_rounded(scan, sizes):
+    mesh = sizes and automatic_mesh(*sizes)
+    config = variant(scan=scan, **(AXES if mesh else {}))
+    in_bf16 = dataclasses.replace(config, param_dtype=jnp.bfloat16)
+    exact = jax.tree.leaves(nnx.state(models.create(config, seed=3, mesh=mesh)))
+    rounded = jax.tree.leaves(nnx.state(models.create(in_bf16, seed=3, mesh=mesh)))
+    for ours, wanted in zip(rounded, exact, strict=True):
+        assert ours.dtype == jnp.bfloat16
+        assert ours.sharding == wanted.sharding
+        np.testing.assert_array_equal(ours, wanted.astype(jnp.bfloat16))
 
 
 # --- What tokens see -------------------------------------------------------------------------

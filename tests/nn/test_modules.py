@@ -38,6 +38,20 @@ def test_linear_is_the_op_of_its_parameters():
     assert nn.Linear(WIDTH, 24, use_bias=False, rngs=nnx.Rngs(0)).bias is None
 
 
+def test_an_initializer_draws_in_fp32_whatever_the_dtype_of_the_parameter():
+    """Also one of another library, of which jax.nn.initializers are the usual ones."""
+    for init in (nnx.initializers.lecun_normal(), nnx.initializers.uniform(), jax.random.normal):
+
+        def kernel(dtype, init=init):
+            layer = nn.Linear(WIDTH, 24, kernel_init=init, param_dtype=dtype, rngs=nnx.Rngs(0))
+            return layer.kernel[...]
+
+        for dtype in (jnp.bfloat16, jnp.float16, "bfloat16"):
+            rounded = kernel(dtype)
+            assert rounded.dtype == jnp.dtype(dtype)
+            np.testing.assert_array_equal(rounded, kernel(jnp.float32).astype(dtype))
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"), [(nn.RMSNorm, nnx.RMSNorm), (nn.LayerNorm, nnx.LayerNorm)]
 )
