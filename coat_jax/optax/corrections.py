@@ -21,6 +21,7 @@ from jaxtyping import Array
 from coat_jax.numerics import corrections, noise
 from coat_jax.numerics.expansion import GROUP_SIZE
 from coat_jax.optax.checks import (
+    dtype_of,
     require_real_floats,
     require_state_of,
     require_transformation,
@@ -165,7 +166,7 @@ def split_params(
                 dither = noise.bits(noise.param_key(key), p.shape, run=GROUP_SIZE) >> 8
             leaves[i], corrected[i] = corrections.split(p, dither)
         else:
-            leaves[i] = p.astype(leaves[i].dtype)
+            leaves[i] = p.astype(dtype_of(leaves[i]))
     new = jax.tree.unflatten(structure_of_corrections, corrected)
     return jax.tree.unflatten(structure, leaves), CorrectedState(inner, new)
 
@@ -174,7 +175,8 @@ def in_fp32(tree: Any) -> Any:
     """The tree with its 16-bit floats cast to FP32; other leaves are unchanged."""
 
     def cast(leaf: Any) -> Any:
-        narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4
+        dtype = dtype_of(leaf)
+        narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
         return leaf.astype(jnp.float32) if narrow else leaf
 
     return jax.tree.map(cast, tree)

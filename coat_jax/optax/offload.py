@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
@@ -89,7 +90,7 @@ def in_host_memory(optimizer: FusedOptimizer) -> FusedOptimizer:
 
 def _is_large(leaf: Any, param: Any) -> bool:
     """Whether an array of the state is as large as the parameter that it follows, and not small."""
-    return param is not None and leaf.shape == param.shape and leaf.nbytes >= SMALL
+    return param is not None and leaf.shape == jnp.shape(param) and leaf.nbytes >= SMALL
 
 
 def _divided(sizes: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import GROUP_SIZE
 from coat_jax.optax.arguments import require_seed
-from coat_jax.optax.checks import require_same_shapes
+from coat_jax.optax.checks import dtype_of, require_same_shapes
 
 
 class StochasticRoundState(NamedTuple):
@@ -53,7 +53,7 @@ def stochastic_round_updates(seed: int = 0) -> optax.GradientTransformation:
         new = apply_updates(params, updates, step=count, seed=seed)
 
         def difference(p: Any, u: Any, q: Any) -> Any:
-            if p.dtype != jnp.bfloat16:
+            if dtype_of(p) != jnp.bfloat16:
                 return u
             return q.astype(jnp.float32) - p.astype(jnp.float32)
 
@@ -76,9 +76,13 @@ def apply_updates(
     require_seed(seed)
     require_same_shapes("updates", updates, params)
     leaves, structure = jax.tree.flatten(params)
+    pairs = [
+        (jnp.asarray(p), jnp.asarray(u))
+        for p, u in zip(leaves, jax.tree.leaves(updates), strict=True)
+    ]
     new = [
         _apply(p, u, noise.distinguish(noise.leaf_key(seed, step, leaf), p, u))
-        for leaf, p, u in zip(noise.leaf_ids(params), leaves, jax.tree.leaves(updates), strict=True)
+        for leaf, (p, u) in zip(noise.leaf_ids(params), pairs, strict=True)
     ]
     return jax.tree.unflatten(structure, new)
 
