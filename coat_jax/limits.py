@@ -18,6 +18,7 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -124,7 +125,11 @@ def annotations(kind: type[Any]) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """The representation of a value for an error, shortened if it is long."""
+    """A value for an error: its representation, shortened if it is long; of an array its type."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, type):
+        return value.__name__
     try:
         text = repr(value)
     except ValueError:  # Python does not print whole numbers of more than 4300 digits

@@ -55,6 +55,8 @@ def test_a_number_is_in_its_range_and_finite(value):
         ({"flag": 1}, "flag=1 must be True or False"),
         ({"inner": "x"}, "inner='x' must be an Inner or a number"),
         ({"inner": float("inf")}, "inner=inf must be"),
+        ({"inner": np.zeros((2, 3))}, r"inner=float64\[2, 3\] must be"),
+        ({"inner": Inner}, "inner=Inner must be"),
         ({"names": "x" * 999}, r"x\.\.\. must be a tuple"),
     ],
 )

@@ -12,6 +12,7 @@ import numpy as np
 
 from coat_jax.kernels.adam import Hyper
 from coat_jax.kernels.dispatch import Implementation
+from coat_jax.limits import shown
 from coat_jax.storage import Storage
 
 RANGES = {
@@ -106,10 +107,3 @@ def _known(value: Any) -> float | None:
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return None
     return value if isinstance(value, int | float) else float(value)
-
-
-def shown(value: Any) -> str:
-    """A value for a message: arrays by their type."""
-    if isinstance(value, jax.Array | np.ndarray):
-        return f"{value.dtype}{list(value.shape)}"
-    return value.__name__ if isinstance(value, type) else repr(value)

@@ -194,6 +194,4 @@ def _at(name: str, value: optax.ScalarOrSchedule, count: Array) -> Number:
 def _decayed(mask: Mask | None, params: optax.Params) -> list[bool] | None:
     if mask is None:
         return None
-    # As in optax, the mask may be a prefix of the parameters' tree.
-    flags = jax.tree.broadcast(mask_of("mask", mask, params), params)
-    return [bool(flag) for flag in jax.tree.leaves(flags)]
+    return [bool(flag) for flag in jax.tree.leaves(mask_of("mask", mask, params))]

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr
 
-from coat_jax.optax.arguments import shown
+from coat_jax.limits import shown
 
 Mask = Any | Callable[[optax.Params], Any]
 
@@ -35,18 +35,17 @@ def checked_mask(name: str, mask: Mask | None) -> Mask | None:
 
 
 def mask_of(name: str, mask: Mask, params: optax.Params) -> Any:
-    """The tree of booleans of these parameters, or a prefix of it."""
+    """The tree of booleans of these parameters, one for each."""
     tree = mask(params) if is_mask_function(mask) else mask
     _require_booleans(name, tree)
     try:
-        jax.tree.broadcast(tree, params)
+        return jax.tree.broadcast(tree, params)
     except ValueError:
         raise ValueError(
             f"{name} does not fit the parameters: {_difference(tree, params)}. It needs True or "
             "False for each parameter, or for all of a subtree; a function fits any parameters: "
             f"{name}=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)."
         ) from None
-    return tree
 
 
 def is_mask_function(mask: Any) -> bool:
