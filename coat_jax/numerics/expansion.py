@@ -199,6 +199,9 @@ def _expand(
     k16 = exponent_sixteenths(amax, smallest, fit_of(dtype, rounding))
     k = k16[..., None].astype(jnp.float32) / STEPS
     log2_ratio = jnp.log2(magnitude) - jnp.log2(jnp.maximum(amax, SMALLEST))[..., None]
+    # Zero exactly for the largest: the difference of two rounded logarithms could round it down.
+    largest = (magnitude >= amax[..., None]) & (magnitude > 0)
+    log2_ratio = jnp.where(largest, 0.0, log2_ratio)
     return _Group(grouped, fmt.max * jnp.exp2(k * log2_ratio), amax, k, k16, fmt)
 
 

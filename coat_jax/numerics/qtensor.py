@@ -66,14 +66,18 @@ def scales_shape(shape: tuple[int, ...], group_size: int) -> tuple[int, ...]:
 
 
 def split_groups(x: Float[Array, "*rows D"], group_size: int) -> Float[Array, "*rows G K"]:
-    """Views the last axis as groups; a short last one is padded with zeros."""
+    """Views the last axis as groups of `group_size`, or as one group if it is shorter.
+
+    A short last group of several is padded with zeros.
+    """
     require_group_size(group_size)
     _require_whole_groups(x, group_size)
     x = jnp.atleast_1d(x)
-    tail = -x.shape[-1] % group_size
+    size = min(group_size, max(x.shape[-1], 1))
+    tail = -x.shape[-1] % size
     if tail:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, tail)])
-    return x.reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
 def join_groups(x: Float[Array, "*rows G K"], shape: tuple[int, ...]) -> Float[Array, "*rows D"]:

@@ -166,10 +166,10 @@ class Quantizer:
             self._require_axis(x)
             rows = jnp.moveaxis(x, self.axis, 0).reshape(x.shape[self.axis], -1)
         else:
-            size = self._size_in(x.shape)
-            rows = split_groups(x, size).reshape(-1, size)
-            there = split_groups(jnp.ones(x.shape, jnp.float32), size)
-            return rows, there.reshape(rows.shape) > 0
+            grouped = split_groups(x, self.size)
+            there = split_groups(jnp.ones(x.shape, jnp.float32), self.size)
+            by_row = (-1, grouped.shape[-1])
+            return grouped.reshape(by_row), there.reshape(by_row) > 0
         return rows, jnp.ones(rows.shape, bool)
 
     def _require_axis(self, x: Array) -> None:
@@ -184,13 +184,7 @@ class Quantizer:
             axis = self.axis % len(shape)
             rest = shape[:axis] + shape[axis + 1 :]
             return jnp.moveaxis(rows.reshape(shape[axis], *rest), 0, axis)
-        size = self._size_in(shape)
-        groups = -(-(shape or (1,))[-1] // size)
-        return join_groups(rows.reshape(*shape[:-1], groups, size), shape)
-
-    def _size_in(self, shape: tuple[int, ...]) -> int:
-        """The elements of a group: `size`, or the whole of a shorter axis, without padding."""
-        return min(self.size, (shape or (1,))[-1])
+        return join_groups(rows.reshape(*shape[:-1], -1, rows.shape[-1]), shape)
 
     def _percentiles(self, rows: Float[Array, "R K"], known: Bool[Array, "R K"]) -> Range:
         """The range without the outermost elements; NaN in a row makes its range NaN."""

@@ -197,7 +197,7 @@ def _write(stored: Expanded, old: Any, new: Any, storage: Storage, key: Any) -> 
     def select(old_scale: Any, new_scale: Any) -> Any:
         return jnp.where(same.reshape(old_scale.shape), old_scale, new_scale)
 
-    keep_codes = jnp.broadcast_to(same[..., None], (*same.shape, storage.group_size))
+    keep_codes = jnp.broadcast_to(same[..., None], groups.shape)
     codes = jnp.where(join_groups(keep_codes, new.shape), stored.codes, fresh.codes)
     return Expanded(codes, select(stored.amax, fresh.amax), select(stored.k16, fresh.k16))
 
