@@ -30,9 +30,7 @@ RUNS = {
     "fp8_muon": transformation(ours.fp8_muon(1e-2)),
     "compress": transformation(ours.compress(ADAMW)),
     "with_corrections": transformation(ours.with_corrections(ADAMW)),
-    "stochastic_round_updates": transformation(
-        optax.chain(ADAMW, ours.stochastic_round_updates())
-    ),
+    "stochastic_round_updates": transformation(optax.chain(ADAMW, ours.stochastic_round_updates())),
     "apply_updates": lambda params, grads: ours.apply_updates(params, grads, step=1),
     "fused_fp8_adamw": in_one_step(ours.fused_fp8_adamw(1e-2)),
     "in_place": in_one_step(ours.in_place(ADAMW)),
