@@ -10,7 +10,8 @@ For each --text the table shows the loss in nats per token, the perplexity (its 
 bits per byte, which compare models with different tokenizers. A text is read in windows of the
 model's context (or --window) that overlap by half: each token is scored once, with at least half a
 window of text before it, or all that precedes it. Before a text stands the token that begins one,
-or else the token that ends one; if the tokenizer has neither, the first token is not scored.
+or else the token that ends one; if the tokenizer has neither, the first token is not scored. A file
+counts once, however often and under whatever names and patterns it is named.
 
 A file of --tasks has a question on each line, where "context" may replace "question":
 
@@ -24,15 +25,16 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coat_jax.cli.model_folder import ModelFolder, add_model_arguments, on_devices
 from coat_jax.cli.output import note, table
 from coat_jax.errors import UserError
-from coat_jax.files import expanded, read_text
+from coat_jax.files import read_text
 from coat_jax.printable import counted, printable
+from coat_jax.training.data.paths import files_of
 
 if TYPE_CHECKING:
     from coat_jax.evaluation import Accuracies, Accuracy, Question, Score
@@ -45,14 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     add = parser.add_argument
     add_model_arguments(parser)
-    add("--text", type=Path, nargs="+", default=[], metavar="FILE", help="texts in UTF-8")
+    add("--text", nargs="+", default=(), metavar="FILE", help="texts in UTF-8, or patterns")
     add(
         "--tasks",
-        type=Path,
         nargs="+",
-        default=[],
+        default=(),
         metavar="FILE.jsonl",
-        help="questions with choices",
+        help="questions with choices, or patterns",
     )
     add("--window", type=int, metavar="N", help="tokens of a text that the model sees at a time")
     add(
@@ -89,21 +90,23 @@ def run(options: argparse.Namespace) -> int:
             f"--window {window} must be from 2 to the model's context={folder.config.context}."
         )
     begin = folder.text.encode("")[:1] or folder.stops[:1]
-    texts = [_text(file, folder, begin) for file in options.text]
-    tasks = [_questions(file, folder, begin) for file in options.tasks]
+    texts = {file: _text(file, folder, begin) for file in files_of(tuple(options.text))}
+    tasks = {file: _questions(file, folder, begin) for file in files_of(tuple(options.tasks))}
     with on_devices(options.devices, AXIS):
         model = folder.load()
-        scores = _scores(model, texts, window, options.batch)
-        accuracies = _accuracies(model, tasks, options.batch)
+        of_texts = _scores(model, [*texts.values()], window, options.batch)
+        of_tasks = _accuracies(model, [*tasks.values()], options.batch)
+    scores = dict(zip(texts, of_texts, strict=True))
+    accuracies = dict(zip(tasks, of_tasks, strict=True))
     if options.json:
-        print(json.dumps(_as_json(options, folder, window, scores, accuracies), indent=2))
+        print(json.dumps(_as_json(options.where, folder, window, scores, accuracies), indent=2))
         return 0
     if scores:
-        print(printable(_table_of_texts(options.text, scores)))
+        print(printable(_table_of_texts(scores)))
     if scores and accuracies:
         print()
     if accuracies:
-        print(printable(_table_of_tasks(options.tasks, accuracies)))
+        print(printable(_table_of_tasks(accuracies)))
     return 0
 
 
@@ -123,7 +126,7 @@ def _text(file: Path, folder: ModelFolder, begin: Sequence[int]) -> tuple[list[i
     """The tokens of a text, after one that begins it, and its bytes."""
     from coat_jax.models.batches import require_known
 
-    text = read_text(expanded(file))
+    text = read_text(file)
     own = folder.text.encode_documents([text])[0].tolist()
     tokens = [*begin, *own]
     if not text:
@@ -140,7 +143,7 @@ def _text(file: Path, folder: ModelFolder, begin: Sequence[int]) -> tuple[list[i
 def _questions(file: Path, folder: ModelFolder, begin: Sequence[int]) -> list["Question"]:
     from coat_jax import evaluation
 
-    questions = evaluation.read(expanded(file), folder.text, begin, folder.config)
+    questions = evaluation.read(file, folder.text, begin, folder.config)
     if cut := sum(question.left_out > 0 for question in questions):
         note(
             f"{file}: {cut} of {counted(len(questions), 'question')} lose their beginning, for "
@@ -188,12 +191,12 @@ def _progress(what: str) -> Callable[[int, int], None]:
 # --- What is printed -------------------------------------------------------------------------
 
 
-def _table_of_texts(files: Sequence[Path], scores: Sequence["Score"]) -> str:
+def _table_of_texts(scores: Mapping[Path, "Score"]) -> str:
     from coat_jax import evaluation
 
-    named = list(zip(map(str, files), scores, strict=True))
+    named = [(str(file), score) for file, score in scores.items()]
     if len(scores) > 1:
-        named.append(("together", evaluation.combine(scores)))
+        named.append(("together", evaluation.combine([*scores.values()])))
     lines = [["text", "tokens", "nats/token", "perplexity", "bits/byte"]]
     lines += [
         [
@@ -208,11 +211,11 @@ def _table_of_texts(files: Sequence[Path], scores: Sequence["Score"]) -> str:
     return table(lines)
 
 
-def _table_of_tasks(files: Sequence[Path], accuracies: Sequence["Accuracies"]) -> str:
+def _table_of_tasks(accuracies: Mapping[Path, "Accuracies"]) -> str:
     lines = [["task", "questions", "accuracy (95 %)", "per byte (95 %)"]]
     lines += [
         [str(file), f"{found.by_sum.questions:,}", _shown(found.by_sum), _shown(found.per_byte)]
-        for file, found in zip(files, accuracies, strict=True)
+        for file, found in accuracies.items()
     ]
     return table(lines)
 
@@ -223,14 +226,14 @@ def _shown(accuracy: "Accuracy") -> str:
 
 
 def _as_json(
-    options: argparse.Namespace,
+    where: Path,
     folder: ModelFolder,
     window: int,
-    scores: Sequence["Score"],
-    accuracies: Sequence["Accuracies"],
+    scores: Mapping[Path, "Score"],
+    accuracies: Mapping[Path, "Accuracies"],
 ) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "model": str(options.where),
+        "model": str(where),
         "precision": _precision_as_json(folder.config),
     }
     if scores:
@@ -244,7 +247,7 @@ def _as_json(
                 "perplexity": score.perplexity if math.isfinite(score.perplexity) else None,
                 "bits_per_byte": score.bits_per_byte,
             }
-            for file, score in zip(options.text, scores, strict=True)
+            for file, score in scores.items()
         ]
     if accuracies:
         found["tasks"] = [
@@ -254,7 +257,7 @@ def _as_json(
                 "by_sum": _accuracy_as_json(both.by_sum),
                 "per_byte": _accuracy_as_json(both.per_byte),
             }
-            for file, both in zip(options.tasks, accuracies, strict=True)
+            for file, both in accuracies.items()
         ]
     return found
 
