@@ -266,7 +266,7 @@ def test_files_and_names_in_a_sentence_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_pages_launch_exists(page: Path) -> None:
+def test_the_launch_files_of_pages_exist(page: Path) -> None:
     for words in re.findall(r"`((?:sbatch |kubectl \w+ -f )?launch/[^`]*)`", page.read_text()):
         for path in re.findall(r"(?:launch|configs)/[\w.]*", words):
             assert (ROOT / path).exists(), words

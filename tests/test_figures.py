@@ -75,7 +75,7 @@ def test_a_figure_that_nobody_declared_is_found(figure):
         "2^28 parameters",
     ],
 )
-def test_what_is_no_figure_needs_no_parent(words):
+def test_numbers_that_are_not_figures_need_no_parent(words):
     assert compared(f"{words}\n")[1] == []
 
 
@@ -102,7 +102,7 @@ def test_a_table_is_written_between_its_markers():
     assert compared(text.replace("1.5", "1.6"), table)[1] != []
 
 
-def test_what_is_given_must_still_be_on_the_page():
+def test_a_given_figure_must_still_be_on_the_page():
     given = Given("waits 300 seconds", "a setting")
     assert compared("It waits 300\nseconds.\n", given)[1] == []
     assert "not there" in compared("It waits.\n", given)[1][0]

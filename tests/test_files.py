@@ -48,7 +48,7 @@ def test_only_newlines_end_lines():
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 9999, '"\\ud800"', "1" * 5000, b"\xff", "\0"])
-def test_what_is_no_json_is_refused(text):
+def test_text_that_is_not_json_is_refused(text):
     with pytest.raises(UserError, match=r"^place is not JSON"):
         parse_json(text, "place")
 

@@ -70,7 +70,7 @@ def test_a_minimum_of_zero_takes_every_leaf(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_is_not_in_fp8_is_exact(shape):
+def test_leaves_in_fp32_are_exact(shape):
     """NaN and infinity too: FP32 leaves are kept as they are."""
     storage, values = Storage(min_size=10**9), values_of(shape)
     values = np.where(values > 1, np.float32(np.inf), np.where(values < -1, np.nan, values))
@@ -81,7 +81,7 @@ def test_what_is_not_in_fp8_is_exact(shape):
 
 @pytest.mark.parametrize("shape", [(), (3, 5, 129)], ids=str)
 @pytest.mark.parametrize("stochastic", [False, True])
-def test_what_is_in_fp8_is_expanded(shape, stochastic):
+def test_leaves_in_fp8_are_expanded(shape, stochastic):
     storage, values = Storage(min_size=0, group_size=32), values_of(shape)
     key = noise.leaf_key(3, 1, 4) if stochastic else None
     stored = write(storage, values, E5M2, key)

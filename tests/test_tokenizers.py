@@ -159,7 +159,7 @@ def test_a_token_is_found_by_how_it_is_written(path):
         Bytes().token("ab")
 
 
-def test_what_ends_a_text_is_known_by_its_name(path):
+def test_the_token_that_ends_a_text_is_known_by_its_name(path):
     assert Tokenizer(path).end_of_text == 1
     assert Bytes().end_of_text == 0
 

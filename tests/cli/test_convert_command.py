@@ -115,7 +115,7 @@ def assert_transformers_reads(folder):
         np.testing.assert_array_equal(held[name].float().numpy(), tensor.astype(np.float32))
 
 
-def test_what_the_command_makes_and_says(theirs, tmp_path, capsys):
+def test_a_model_converted_there_and_back_is_the_same(theirs, tmp_path, capsys):
     assert convert(theirs, tmp_path / "ours") == 0
     assert convert(tmp_path / "ours", tmp_path / "again") == 0
     said = capsys.readouterr().out

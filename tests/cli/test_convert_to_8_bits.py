@@ -138,7 +138,7 @@ def refused(capsys, *arguments):
     return said
 
 
-def test_what_is_quantized_already_is_not_converted_or_compared(theirs, tmp_path, capsys):
+def test_a_quantized_model_is_not_converted_or_compared(theirs, tmp_path, capsys):
     out, again = tmp_path / "out", tmp_path / "again"
     assert convert(theirs, out, "--to", "int8") == 0
     capsys.readouterr()

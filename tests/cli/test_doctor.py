@@ -69,7 +69,9 @@ def test_a_setting_that_hides_the_gpu_is_named(examined, monkeypatch):
         (80, True, 1, "--precision bf16"),
     ],
 )
-def test_what_kernels_need_is_named(examined, monkeypatch, capability, installed, code, said):
+def test_the_reason_for_missing_kernels_is_named(
+    examined, monkeypatch, capability, installed, code, said
+):
     gpu = {"platform": "gpu", "kind": "H100", "compute_capability": "9.0", "free_bytes": 10**9}
     monkeypatch.setattr(doctor, "nvidia_driver", lambda: "580.65.06")
     monkeypatch.setattr(doctor, "_devices", lambda: [gpu])

@@ -99,7 +99,7 @@ def test_a_picture_and_its_numbers(theirs, tmp_path, capsys):
     assert len(json.loads(out.with_suffix(".json").read_text())["weights"]) == MATRICES
 
 
-def test_what_training_rounds_on_a_text(theirs, tmp_path, capsys):
+def test_a_text_shows_the_error_of_each_tensor_in_training(theirs, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("def main():\n    return 'a text of some length'\n" * 2)
     given = [theirs, "--formats", "INT8", "E5M2", "--text", text, "--fit", "max", "--json"]
@@ -132,7 +132,7 @@ def test_a_text_is_read_with_the_tokenizer_that_the_run_was_trained_with(tmp_pat
     assert json.loads(asked(capsys, *given))["in_training"]
 
 
-def test_what_a_format_holds_exactly_is_right_to_all_bits():
+def test_values_of_the_format_are_right_to_all_bits():
     ones = best_formats._bits(Quantizer("INT8"), jnp.full((4, 4), 1.5))
     zeros = best_formats._bits(Quantizer("INT8"), jnp.zeros((4, 4)))
     assert min(float(ones), best_formats.EXACT) == min(float(zeros), best_formats.EXACT) == 24
@@ -198,7 +198,7 @@ def test_layers_are_drawn_together():
         ),
     ],
 )
-def test_what_a_user_can_mend_is_one_line(theirs, tmp_path, capsys, arguments, message):
+def test_an_error_that_a_user_can_fix_is_one_line(theirs, tmp_path, capsys, arguments, message):
     empty = tmp_path / "empty.txt"
     empty.touch()
     given = [argument.format(model=theirs, empty=empty) for argument in arguments]

@@ -211,7 +211,7 @@ def test_the_tokenizer_is_found(theirs, tmp_path):
     assert text(other).encode("no") == [2]
 
 
-def test_what_ends_a_text_is_found(theirs, tmp_path):
+def test_the_tokens_that_end_a_text_are_found(theirs, tmp_path):
     def stops(folder, *arguments):
         return ModelFolder(options(folder, *arguments)).stops
 

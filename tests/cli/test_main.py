@@ -63,7 +63,7 @@ def raising(error):
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
-def test_what_a_user_can_mend_is_one_line(command, error, code, line):
+def test_an_error_that_a_user_can_fix_is_one_line(command, error, code, line):
     ended, err = command(raising(error))
     assert ended == code
     assert err.startswith(f"coat plot: {line}")
@@ -169,7 +169,7 @@ def test_a_command_that_nobody_reads_ends_quietly(program, tmp_path):
         assert "Error" not in said.read()
 
 
-def test_what_a_command_has_made_stays_if_nobody_reads_that(tmp_path):
+def test_results_stay_if_nobody_reads_the_output(tmp_path):
     (tmp_path / "a.txt").write_text("a text\n")
     arguments = ["tokenize", str(tmp_path / "a.txt"), "--out", str(tmp_path / "tokens")]
     read, write = os.pipe()

@@ -54,7 +54,7 @@ def test_a_heat_map_is_a_picture_alone(tmp_path, run, capsys):
         (["{run}", "--out", "{run}/no/folder/plot.png"], "No such file or directory"),
     ],
 )
-def test_what_a_user_can_mend_is_one_line(tmp_path, run, capsys, arguments, message):
+def test_an_error_that_a_user_can_fix_is_one_line(tmp_path, run, capsys, arguments, message):
     given = [argument.format(run=run) for argument in arguments]
     assert cli.main(["plot", *given]) == 2
     said = capsys.readouterr().err

@@ -16,7 +16,7 @@ def texts(tmp_path):
     return [str(tmp_path / "*.txt"), str(tmp_path / "b.jsonl")]
 
 
-def test_what_it_writes_can_be_trained_on(texts, tmp_path, capsys):
+def test_its_files_can_be_trained_on(texts, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["tokenize", *texts, "--out", str(out)]) == 0
     said = capsys.readouterr().out

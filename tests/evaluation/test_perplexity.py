@@ -80,7 +80,7 @@ def test_texts_keep_their_order():
     assert found == pytest.approx(alone, rel=1e-5)
 
 
-def test_what_cannot_be_scored_is_refused():
+def test_texts_and_windows_without_a_score_are_refused():
     with pytest.raises(UserError, match=r"A text of 1 token has nothing to score.*Give 2 tokens"):
         perplexity(MODEL, [[1]], [1])
     with pytest.raises(UserError, match="A window of 1 tokens has no half"):

@@ -78,7 +78,7 @@ def test_further_training_is_compared_with_as_many_steps_in_bf16():
     assert What("bf16", "bf16") not in found
 
 
-def test_what_happens_after_training_names_a_result(monkeypatch: pytest.MonkeyPatch):
+def test_settings_after_training_are_part_of_a_result_s_key(monkeypatch: pytest.MonkeyPatch):
     def key() -> str:
         return row("coat", 0)["key"]
 

@@ -49,7 +49,7 @@ def test_shapes_in_annotations_do_not_count_but_other_strings_do():
         assert essence.essence(typed.replace(*change)) != renamed
 
 
-def test_what_is_computed_counts():
+def test_a_change_of_what_is_computed_changes_the_essence():
     changes = {"1": "2", "+": "-", "f(": "g(", "x + 1": "x + 1, ''"}
     for other in (PLAIN.replace(*change) for change in changes.items()):
         assert essence.essence(PLAIN) != essence.essence(other)

@@ -84,5 +84,5 @@ def test_a_training_step_is_compared_with_that_of_xla():
         ),
     ],
 )
-def test_what_failed_is_named(figures, named):
+def test_failures_are_named(figures, named):
     assert gpu_suite.failed(figures) == named

@@ -80,7 +80,7 @@ def call(tmp_path: Path, **changes: object) -> measure.Call:
     return measure.Call(**(arguments | changes))
 
 
-def test_what_was_measured_is_not_measured_again(tmp_path: Path):
+def test_runs_with_a_result_are_not_measured_again(tmp_path: Path):
     one = call(tmp_path)
     every = measure.missing(one, "a text")
     assert [work.name for work in every] == ["bf16/0", "coat/0", "bf16/1", "coat/1"]

@@ -29,7 +29,7 @@ def test_copies_versions_and_parts_are_near_duplicates():
     assert new[:7] == [True, False, False, False, False, False, True]
 
 
-def test_what_was_dropped_does_not_count_as_seen():
+def test_a_dropped_document_does_not_count_as_seen():
     original, other = prose(0), prose(1)
     mixed = original + b" " + other[: int(0.58 * len(other))]
     assert distinct([original, mixed, other]) == [True, False, True]

@@ -73,7 +73,7 @@ def test_a_failure_is_named_and_stops_nothing_else(measure, tmp_path):
     assert (tmp_path / "out" / "unfinished" / "broken" / remeasure.LOG).exists()
 
 
-def test_what_does_not_end_in_time_is_stopped_and_leaves_no_result(measure):
+def test_a_measurement_past_the_deadline_is_stopped_without_a_result(measure):
     begin = time.monotonic()
     lines, results = measure(("slow", 2, 60.0), ("after", 2, 0.1), deadline=time.monotonic() + 0.5)
     assert time.monotonic() - begin < 30
@@ -92,7 +92,7 @@ def test_results_of_the_same_code_are_not_measured_again(tmp_path):
     assert why_not(one, 1, tmp_path, "later") is None
 
 
-def test_what_a_machine_lacks_is_named(tmp_path):
+def test_the_reason_names_missing_gpus_and_packages(tmp_path):
     assert "needs 4 GPUs" in why_not(Measurement("a", "pretend", 4, 1), 2, tmp_path, "now")
     lacking = Measurement("a", "pretend", 1, 1, ("json", "no_such_package"))
     assert why_not(lacking, 1, tmp_path, "now") == "needs no_such_package, not installed"

@@ -80,7 +80,7 @@ def test_fisher_of_the_lady_tasting_tea():
 
 
 @pytest.mark.parametrize("bad", [(-1, 4), (5, 4), (0, 0)])
-def test_what_is_no_share_is_refused(bad):
+def test_counts_that_are_no_share_are_refused(bad):
     with pytest.raises(ValueError, match="no share"):
         wilson(*bad)
     if bad[1]:

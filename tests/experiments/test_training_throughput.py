@@ -31,7 +31,7 @@ def test_runs_with_other_options_write_files_of_their_own(monkeypatch, given, na
 
 
 @pytest.mark.parametrize("case", ["COAT", "COAT:", "COAT:x", "COAT:0", "COAT:-1", "COAT:8:offload"])
-def test_what_is_no_case_is_refused(capsys, case):
+def test_a_case_of_another_form_is_refused(capsys, case):
     with pytest.raises(SystemExit):
         arguments().parse_args([case])
     assert f"{case!r} is not PRECISION:BATCH, as in COAT:16" in capsys.readouterr().err

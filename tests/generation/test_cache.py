@@ -75,7 +75,7 @@ def test_the_precision_decides_what_is_generated():
     assert np.median(off) > 2**-6
 
 
-def test_what_stands_before_a_text_does_not_matter():
+def test_slots_before_a_text_do_not_change_its_logits():
     """Tokens in the slots before a text, and slots that are not filled, are not seen."""
     model = filled(variant("mistral"))
     tokens = np.random.default_rng(0).integers(0, 256, (2, 20))

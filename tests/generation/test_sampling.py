@@ -15,7 +15,7 @@ ROWS = jnp.arange(4)
 @pytest.mark.parametrize(
     ("top_k", "top_p"), [(1, 1.0), (7, 1.0), (50, 1.0), (0, 0.05), (0, 0.7), (20, 0.8), (0, 1.0)]
 )
-def test_what_may_be_chosen_is_what_transformers_allows(top_k, top_p):
+def test_the_tokens_to_choose_from_are_those_of_transformers(top_k, top_p):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     wanted = torch.tensor(np.asarray(LOGITS))

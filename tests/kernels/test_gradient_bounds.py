@@ -189,7 +189,7 @@ def error(x, scale, dtype=E5M2):
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize("where", ["gradient", "hidden"])
-def test_what_is_not_finite_has_no_bound(bad, where):
+def test_the_bound_of_nan_and_infinity_is_nan(bad, where):
     """The scale becomes NaN, also where the other factor of the bound is zero."""
     gate, up, rows = jnp.zeros((2, 32)), jnp.ones((2, 32)), jnp.zeros(2)
     if where == "gradient":

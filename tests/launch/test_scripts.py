@@ -178,14 +178,14 @@ def test_ssh_hands_on_a_failure(stage, tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [[], ["nowhere"], ["nowhere", "configs/a.py"]])
-def test_what_is_missing_is_said(stage, arguments):
+def test_missing_arguments_are_named(stage, arguments):
     process = stage("mpirun.sh", *arguments)
     _, errors = process.communicate()
     assert (process.returncode, errors.count("\n")) == (2, 1)
     assert "HOSTFILE CONFIG" in errors
 
 
-def test_what_ssh_misses_is_said(stage):
+def test_missing_arguments_of_ssh_are_named(stage):
     process = stage("ssh.sh", "node1")
     _, errors = process.communicate()
     assert (process.returncode, errors) == (2, "ssh.sh: HOST,HOST,... CONFIG [--field value ...]\n")

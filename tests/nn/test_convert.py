@@ -73,7 +73,7 @@ def test_gradients_have_the_structure_and_the_direction_of_the_models(net):
     assert jnp.vdot(a, b) > 0.97 * jnp.linalg.norm(a) * jnp.linalg.norm(b)
 
 
-def test_what_is_shared_stays_shared(net):
+def test_a_shared_layer_stays_shared(net):
     layers = nn.convert(net).layers
     assert layers[0] is layers[2]
 

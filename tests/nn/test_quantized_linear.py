@@ -25,7 +25,7 @@ def test_it_is_the_op(activations):
     np.testing.assert_array_equal(module(x), expected)
 
 
-def test_what_it_cannot_compute_is_refused_when_it_is_made():
+def test_bad_arguments_are_refused_when_the_layer_is_made():
     with pytest.raises(ValueError, match="activations='some' must be one of none, static"):
         layer(activations="some")
     with pytest.raises(ValueError, match="takes an input_scale"):

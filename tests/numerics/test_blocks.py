@@ -119,7 +119,7 @@ def test_zero_stays_zero_and_signs_stay(shape, size, dtype, regime, seed):
     bad=st.sampled_from([np.nan, np.inf, -np.inf]),
     share=st.floats(0, 1),
 )
-def test_what_is_not_finite_spoils_its_own_block_and_no_other(
+def test_nan_and_infinity_spoil_their_own_block_and_no_other(
     shape, size, dtype, regime, seed, bad, share
 ):
     x = hostile(regime, seed, shape)
@@ -195,7 +195,7 @@ def test_the_exponent_is_right_around_every_turn(dtype):
 
 
 @formats
-def test_what_rounds_to_2_to_the_128_is_infinite_and_nothing_else(dtype):
+def test_values_that_round_to_2_to_the_128_are_infinite_and_no_others(dtype):
     """FP32 has no such number: the last half place overflows as in a cast to BF16."""
     half_place = 2.0 ** -(format_of(dtype).mantissa_bits + 1)
     x = np.float32(2.0**127 * np.linspace(1, 2, 4096, endpoint=False))[:, None]

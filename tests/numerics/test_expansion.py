@@ -63,7 +63,7 @@ def test_only_what_is_below_the_smallest_code_becomes_zero(case, regimes, seed):
 
 @everywhere
 @given(regimes=regimes, seed=seeds)
-def test_what_is_divided_by_never_becomes_zero(case, regimes, seed):
+def test_a_divisor_never_becomes_zero(case, regimes, seed):
     x = hostile(regimes, seed, case.shape, case.group_size)
     u = hostile_noise(seed, x.shape) if case.stochastic else None
     e = encode(x, case.dtype, group_size=case.group_size, noise=u, never_zero=True)
@@ -218,7 +218,7 @@ def test_zero_at_any_place_of_a_group_changes_nothing(case):
 
 @formats
 @roundings
-def test_what_is_under_the_smallest_counts_as_zero(dtype, stochastic):
+def test_magnitudes_under_the_smallest_count_as_zero(dtype, stochastic):
     case = Case(*PLAIN, dtype, stochastic)
     under = np.nextafter(np.float32(SMALLEST), np.float32(0))
     x = np.resize(np.array([under, -(2.0**-127), 1e-40, -1e-45], np.float32), case.shape)

@@ -93,7 +93,7 @@ def test_nearest_of_any_float_is_the_nearest_of_the_table(dtype, x):
 
 @formats
 @pytest.mark.parametrize("noise", [0.0, 0.5, LAST_NOISE])
-def test_what_is_too_large_becomes_the_largest(dtype, noise):
+def test_values_that_are_too_large_become_the_largest(dtype, noise):
     limit = format_of(dtype).max
     large = np.array([limit, limit * (1 + 2**-20), limit * 1.07, 1e30, FLOAT32_MAX, np.inf])
     x = np.float32(np.concatenate([large, -large]))

@@ -134,7 +134,7 @@ def test_a_percentile_is_numpys():
     np.testing.assert_allclose(sides.high, [np.quantile(x, 0.9)], rtol=1e-6)
 
 
-def test_what_fills_up_a_short_group_does_not_count():
+def test_the_padding_of_a_short_group_does_not_count():
     x = normal(1, 20)
     short = Quantizer("INT8", "group", "percentile", size=16, percentile=75).range_of(x)
     np.testing.assert_allclose(short.high[1], np.quantile(np.abs(x[0, 16:]), 0.75), rtol=1e-6)

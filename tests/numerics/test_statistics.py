@@ -46,7 +46,7 @@ def test_e5m2_has_sixteen_times_the_range_below_one():
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)])
-def test_what_is_beyond_the_largest_code_saturates(dtype, largest):
+def test_values_beyond_the_largest_code_saturate(dtype, largest):
     found = tensor([[largest, 2 * largest, -4 * largest, 0.0]], dtype=dtype)
     assert found.saturated == pytest.approx(2 / 3)
     assert found.headroom == pytest.approx(-2.0)
@@ -82,7 +82,7 @@ def test_zeros_have_no_error_and_no_headroom():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_has_no_finite_error(bad):
+def test_nan_and_infinity_have_no_finite_error(bad):
     assert np.isnan(tensor([[1.0, bad]], scale=np.nan).error)
     x = jnp.asarray([[1.0, bad] + [1.0] * 14])
     assert np.isnan(of_sums(np.asarray(of_blocks(x, to_blocks(x, size=16), size=16))).error)

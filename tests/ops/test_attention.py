@@ -149,7 +149,7 @@ def test_fp8_is_as_close_to_full_precision_as_its_roundings(precision):
     assert np.all((off > 0.01) & (off < backward))
 
 
-def test_what_a_token_does_not_see_does_not_matter():
+def test_later_tokens_change_neither_results_nor_gradients():
     """Bit for bit, forward; and no gradient goes there."""
     q, k, v = qkv()
     later = jnp.arange(S)[:, None, None] > 3

@@ -178,7 +178,7 @@ def test_a_constant_channel_shifts_its_own_weights_and_no_longer_all_others(kind
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_the_backward_pass_recomputes_fits_the_scale_of_the_forward_pass(name, count):
+def test_recomputed_activations_fit_the_scale_of_the_forward_pass(name, count):
     """Rounded gates and ups may give more than exact ones: most of all far below zero."""
     mode = mode_of(EXACT, "xla")
 

@@ -82,7 +82,7 @@ def test_codes_are_fp8_and_zero_stays_zero():
 @pytest.mark.parametrize(
     ("precision", "shape"), [("bf16", (16, 16)), ("coat", (16,)), ("coat", (2, 16, 16))]
 )
-def test_what_cannot_be_frozen(precision, shape):
+def test_only_a_matrix_in_fp8_can_be_frozen(precision, shape):
     with pytest.raises(ValueError, match=r"freeze rounds (a|one) weight"):
         ops.freeze(jnp.ones(shape), precision=precision)
 

@@ -72,7 +72,7 @@ def test_the_same_call_gives_the_same_bits(name):
 
 @presets
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_never_passes_for_a_number(name, bad):
+def test_nan_and_infinity_never_become_finite(name, bad):
     """In x, its token is lost at least, and the weights' gradients; in dy the gradients."""
     place = (1, 3, 5)
     y, (d_params, dx) = compiled(name)(PARAMS, X.at[place].set(bad), DY)
@@ -263,7 +263,7 @@ def test_a_mesh_of_eight_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if PRESETS[n].fp8_linear])
-def test_what_scales_an_operand_is_found_once(name):
+def test_the_scale_of_an_operand_is_computed_once(name):
     """7 weights, 2 norms' bounds, o, a; the gradients of q, k, v, gate, up, and of both results."""
     program = jax.make_jaxpr(functools.partial(run, precision=PRESETS[name]))(PARAMS, X, DY)
     assert len(re.findall(r":\w+\[\] = reduce_max\[", str(program))) == 7 + 2 + 2 + 5 + 2

@@ -117,7 +117,7 @@ def test_it_saves_only_positions_besides_what_norm_linear_saves():
         ({"rotary": ops.Rotary(), "head_dim": 1}, "a head of 1 is odd"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes, message):
+def test_arguments_that_do_not_fit_are_refused(changes, message):
     given = {"x": X, "norm": NORM, "weights": WEIGHTS, "head_dim": H, "rotary": ROTARY}
     with pytest.raises((ValueError, TypeError), match=message):
         jax.eval_shape(lambda: ops.norm_qkv(**{**given, **changes}))

@@ -113,7 +113,7 @@ def test_a_row_does_not_depend_on_the_others(format, activations):
 @FORMATS
 @MODES
 @pytest.mark.parametrize("lost", [jnp.nan, jnp.inf])
-def test_what_is_not_finite_does_not_pass_for_a_number(format, activations, lost):
+def test_nan_and_infinity_become_finite_only_where_they_saturate(format, activations, lost):
     x, w, _ = arrays()
     y = ops.quantized_linear(
         x.at[0, 1, 7].set(lost), quantized(w, format, activations), activations=activations
@@ -189,7 +189,7 @@ def test_a_weight_takes_a_byte_a_parameter_and_a_scale_a_channel():
         ),
     ],
 )
-def test_what_is_refused(call, named):
+def test_arguments_that_do_not_fit_are_refused(call, named):
     x, w, _ = arrays()
     with pytest.raises(ValueError, match=named):
         call(x, w)

@@ -32,7 +32,7 @@ def test_the_result_is_exact_and_gradients_are_those_at_the_rounded_input(block)
     assert np.any(np.asarray(rounded(X, block)) != np.asarray(X))
 
 
-def test_what_is_saved_of_the_input_is_fp8_with_a_scale_for_every_16_values():
+def test_the_input_is_saved_in_fp8_with_a_scale_for_every_16_values():
     _, pull = jax.vjp(ops.recompute(jnp.tanh), X)
     shapes = {leaf.dtype.name: leaf.shape for leaf in jax.tree.leaves(pull) if leaf.ndim}
     assert shapes == {"float8_e4m3fn": (3, 40), "uint8": (3, 3)}

@@ -74,7 +74,7 @@ def test_a_layer_saves_what_the_table_says(name):
     assert kept_bytes(f, activations(B, S, WIDTH), layer_params()) == want
 
 
-def test_what_a_layer_saves_in_units_of_its_input():
+def test_a_layer_saves_as_many_units_as_the_table_says():
     """U = 2 B S D bytes, 7 heads' worth of q and o, F = 2.75 D: the units of the table.
 
     BF16 keeps  x + (q, k, v, o) + x + (gate, up) = 1 + 3 + 1 + 5.5

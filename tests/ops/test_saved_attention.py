@@ -76,7 +76,7 @@ def gradients(backend, precision):
     return quick_jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*qkv, weight)
 
 
-def test_what_is_put_back_gives_the_same_gradients(cudnn):
+def test_saved_attention_gives_the_same_gradients(cudnn):
     assert_close(gradients("cudnn", coat.BF16), gradients("xla", coat.BF16), 1e-5)
 
 

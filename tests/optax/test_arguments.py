@@ -110,7 +110,7 @@ def test_the_fused_step_follows_a_schedule_of_weight_decay():
             np.testing.assert_allclose(fused_params[name], params[name], rtol=2**-22)
 
 
-def test_what_a_step_is_given_is_checked():
+def test_arguments_of_a_step_are_checked():
     def step(grad_scale=1.0, state=None, **arguments):
         fused = fused_fp8_adamw(**{"learning_rate": 1e-3, "storage": FP8, **arguments})
         state = fused.init(PARAMS) if state is None else state

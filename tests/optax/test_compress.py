@@ -155,7 +155,7 @@ def test_where_sees_path_and_leaf_and_decides():
     assert state.codes[0].nu["large"].dtype == jnp.float8_e4m3fn
 
 
-def test_what_follows_no_parameter_is_not_compressed():
+def test_a_leaf_that_follows_no_parameter_is_not_compressed():
     table = jnp.linspace(0, 1, 64 * 256).reshape(64, 256)
 
     def init(params):
@@ -331,7 +331,7 @@ def test_the_format_can_be_chosen():
     assert state.codes[0].mu["large"].dtype == state.codes[0].nu["large"].dtype == jnp.float8_e5m2
 
 
-def test_what_is_in_8_bits_already_is_refused_and_what_could_be_is_not():
+def test_a_state_in_8_bits_is_refused_and_one_that_could_be_is_not():
     params = {"w": noise(0, (16, 256))}
     coded = fp8_adamw(1e-3, storage=SMALL)
     with pytest.raises(ValueError, match="8 bits already"):

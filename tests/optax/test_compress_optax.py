@@ -53,7 +53,7 @@ def test_the_table_has_all_of_optax():
 
 
 @pytest.mark.parametrize("name", table.REFUSED)
-def test_what_cannot_be_compressed_is_refused_by_init(name):
+def test_init_refuses_transformations_that_cannot_be_compressed(name):
     assert table.refusal(table.REFUSED[name]())
 
 

@@ -322,6 +322,6 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "error", "message"), REFUSED, ids=[m for *_, m in REFUSED])
-def test_what_does_not_fit_is_refused(call, error, message):
+def test_states_and_parameters_that_do_not_fit_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call(parameters())

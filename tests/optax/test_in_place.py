@@ -105,7 +105,7 @@ def test_it_has_the_signature_of_the_fused_step():
         assert jax.tree.structure(result) == jax.tree.structure((tree(0), state))
 
 
-def test_what_a_transformation_needs_besides_is_passed_on():
+def test_extra_arguments_reach_the_transformation():
     optimizer = in_place(
         optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
     )
@@ -145,7 +145,7 @@ def changes(after):
         ),
     ],
 )
-def test_what_is_refused(call, error, message):
+def test_states_and_transformations_that_do_not_fit_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
 

@@ -162,7 +162,7 @@ def test_a_checkpoint_is_written_from_copies():
     assert copies.mu.amax["a"] is state.mu.amax["a"]
 
 
-def test_what_has_no_step_is_refused():
+def test_an_optimizer_without_a_step_is_refused():
     with pytest.raises(UserError, match=r"step of its own.*in_place\(\.\.\)"):
         in_host_memory(coat.optax.fp8_adamw(1e-3))
 

@@ -161,7 +161,7 @@ def test_a_leaf_without_a_stage_and_a_last_stage_without_a_loss_are_refused():
         step_by_stages(optimizer, [*STAGES[:-1], table], params, state)
 
 
-def test_what_has_no_step_is_refused():
+def test_an_optimizer_without_a_step_is_refused():
     params, tx = parameters(), optax.sgd(1.0)
     with pytest.raises(
         UserError, match=r"step_by_stages takes an optimizer with a step of its own"

@@ -75,7 +75,7 @@ def test_codes_are_values_of_the_format():
 
 
 @pytest.mark.parametrize("name", ["E2M5", "UE4M4", "E3M4:no_subnormals", "E6M1"])
-def test_what_is_stored_is_right_on_average(name):
+def test_stored_values_are_right_on_average(name):
     fmt = minifloat(name)
     x = np.float32(np.exp(np.random.default_rng(0).normal(size=(1, 128))))
     x = np.broadcast_to(x, (4096, 128))

@@ -134,7 +134,7 @@ def test_nothing_is_overwritten(saved, tmp_path):
         save_state(tmp_path / "empty", state)
 
 
-def test_what_is_not_there_is_not_restored(saved, tmp_path):
+def test_a_missing_checkpoint_is_an_error(saved, tmp_path):
     _, state = saved
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
         restore_state(tmp_path / "missing", state)
@@ -203,7 +203,7 @@ def test_random_keys_and_numbers_are_restored_as_what_they_were(tmp_path):
         (jnp.ones(3), ValueError, r"single leaf"),
     ],
 )
-def test_what_cannot_be_restored_is_not_saved(state, error, message, tmp_path):
+def test_a_state_that_could_not_be_restored_is_not_saved(state, error, message, tmp_path):
     with pytest.raises(error, match=message):
         save_state(tmp_path / "state", state)
     assert not (tmp_path / "state").exists()

@@ -71,7 +71,7 @@ def test_small_updates_take_effect_that_optax_loses():
     assert moved.std() == pytest.approx(1, abs=0.1)
 
 
-def test_what_bf16_can_represent_is_exact():
+def test_sums_that_bf16_represents_are_exact():
     params, zero = bf16(0), jnp.zeros(SHAPE)
     np.testing.assert_array_equal(apply_updates(params, zero, step=1), params)
     doubled = apply_updates(params, jnp.float32(params), step=1)
@@ -79,7 +79,7 @@ def test_what_bf16_can_represent_is_exact():
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_what_is_not_finite_stays(value):
+def test_nan_and_infinity_stay(value):
     params = jnp.asarray([1.0, value], jnp.bfloat16)
     new = apply_updates(params, jnp.asarray([1e-3, 1e-3]), step=1)
     assert np.isfinite(np.float32(new[0]))

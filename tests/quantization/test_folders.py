@@ -189,7 +189,7 @@ FOUR_BITS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group
         (lambda f: change(f, ignore=["re:.*layers.1"]), "lacks tensors|unexpected tensors"),
     ],
 )
-def test_what_config_json_may_not_say(damage, named, tmp_path):
+def test_a_config_json_of_another_quantization_is_refused(damage, named, tmp_path):
     q.save(tmp_path, quantized())
     damage(tmp_path)
     if named is None:

@@ -79,7 +79,7 @@ def test_every_projection_takes_a_byte_a_parameter():
     assert max(held) == SMALL.vocab * SMALL.width  # embedding and head; of layers only norms
 
 
-def test_what_is_not_quantized_is_shared_with_the_model():
+def test_parameters_that_are_not_quantized_are_shared_with_the_model():
     model = model_of(scan=False)
     small = quantized(model)
     assert small.embed[...] is model.embed[...]

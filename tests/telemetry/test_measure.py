@@ -191,7 +191,7 @@ def layer_loss(w, x):
     return jnp.mean(ops.linear(x, w) ** 2)
 
 
-def test_what_is_traced_for_one_is_not_used_for_the_other():
+def test_programs_with_and_without_telemetry_are_apart():
     """A function that is traced before, between and after keeps its own program."""
     layer = jax.jit(ops.linear)
     x, w = jnp.ones((4, 32)), jnp.eye(32)

@@ -226,7 +226,7 @@ def test_a_complete_run_says_so(step, config):
     assert "The run is complete. To train it further, raise --total_steps." in train(config)[1]
 
 
-def test_what_a_killed_run_did_not_prune_is_pruned_at_the_next_start(step, config):
+def test_checkpoints_left_by_a_killed_run_are_pruned_at_the_next_start(step, config):
     train(config)
     assert list(saved(config)) == [2, 4, 6, 8]
     train(replace(config, checkpoint=CheckpointConfig(every=2, keep=2)))

@@ -113,7 +113,7 @@ def test_fields_are_checked_together():
         (["--total_steps", "0"], "total_steps=0 must be a whole number from 1 to"),
     ],
 )
-def test_what_is_refused(arguments, message):
+def test_bad_overrides_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         override(SMALL, arguments)
 
@@ -139,7 +139,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("name", "field"), OTHERS.items())
-def test_what_others_call_a_field_suggests_it(name, field):
+def test_another_trainer_s_name_of_a_field_suggests_ours(name, field):
     with pytest.raises(UserError, match=rf"There is no field .* Did you mean --{field}\?"):
         override(SMALL, [f"--{name}", "1"])
 

@@ -73,7 +73,7 @@ def test_it_trains_alike_on_any_mesh(sizes):
         np.testing.assert_allclose(a.loss, b.loss, rtol=1e-4)
 
 
-def test_what_is_not_finite_is_counted_and_changes_nothing():
+def test_a_step_that_is_not_finite_is_counted_and_changes_nothing():
     stepped = stepper(small(model=UNROLLED, optimizer={"release_gradients": True}))
     good, bad = random_batches(2)
     bad.tokens[0, 0] = 999  # outside the vocabulary: NaN
@@ -99,7 +99,7 @@ def test_what_is_not_finite_is_counted_and_changes_nothing():
         ({"telemetry": TelemetryConfig(every=5)}, r"telemetry\.every=5"),
     ],
 )
-def test_what_needs_all_gradients_is_refused(changes, words):
+def test_options_that_need_all_gradients_are_refused(changes, words):
     arguments = {"model": UNROLLED, "optimizer": {}} | changes
     arguments["optimizer"] = {"release_gradients": True} | arguments["optimizer"]
     with pytest.raises(UserError, match=f"keeps no gradients, and {words}"):

@@ -90,7 +90,7 @@ def test_the_model_of_a_run_whose_config_is_broken_is_read_from_its_checkpoint(o
     assert model_config(out) == whole
 
 
-def test_what_is_damaged_without_a_checkpoint_is_replaced_and_noted(out, saved):
+def test_a_damaged_config_without_checkpoints_is_replaced_and_noted(out, saved):
     shutil.rmtree(out / "checkpoints")
     (out / "config.json").write_text('{"model"')
     notes = []
@@ -193,7 +193,7 @@ def test_a_file_in_the_place_of_the_folder_is_named(out):
         claim(small(out=str(out)))
 
 
-def test_what_stands_in_the_way_is_named(out):
+def test_a_folder_in_place_of_the_file_is_named(out):
     (out / "config.json.unfinished").mkdir(parents=True)
     with pytest.raises(NotWritten, match=r"config\.json could not be written in .*directory"):
         claim(small(out=str(out)))

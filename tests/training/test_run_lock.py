@@ -90,7 +90,7 @@ def test_a_lock_on_a_file_that_was_moved_meanwhile_is_no_lock(tmp_path, monkeypa
         assert os.path.samestat((folder / FILE).stat(), os.fstat(held.fileno()))
 
 
-def test_what_stands_in_the_file_cannot_reach_the_terminal(tmp_path):
+def test_control_characters_of_the_file_do_not_reach_the_terminal(tmp_path):
     held = lock(tmp_path, silent)
     (tmp_path / FILE).write_bytes(b"\x1b[2J\nevil \xff\n" + b"x" * 10_000)
     with pytest.raises(UserError) as refused:

@@ -89,6 +89,6 @@ def test_a_folder_with_another_model_is_refused(folder, model, message):
     assert getattr(importlib.import_module(package), name).model_config(folder).layers == 1
 
 
-def test_what_a_run_chooses_may_differ(folder):
+def test_fields_that_a_run_chooses_may_differ(folder):
     chosen = {"layers": 1, "context": 32, "precision": "coat", "scan": False, "remat": "layer"}
     require_same_model(small(model=chosen, init_from=folder))

@@ -379,7 +379,7 @@ def test_an_unfinished_save_is_named_and_cleared_away(two):
     assert sorted(path.name for path in two.iterdir()) == ["1", "2"]
 
 
-def test_what_is_not_there_is_not_restored(folder, two, tmp_path):
+def test_a_missing_checkpoint_is_an_error_that_names_those_there_are(folder, two, tmp_path):
     with pytest.raises(UserError, match="no checkpoint in"):
         Checkpoints(tmp_path / "empty").restore(like(state_of(1)))
     with pytest.raises(UserError, match=r"no checkpoint of step 5 .* of \[1, 2\]"):
@@ -427,7 +427,7 @@ def test_a_file_is_no_folder(tmp_path):
         Checkpoints(tmp_path / "file")
 
 
-def test_what_json_cannot_hold_is_refused_before_anything_is_written(folder):
+def test_notes_that_are_not_json_are_refused_before_anything_is_written(folder):
     with Checkpoints(folder) as checkpoints:
         with pytest.raises(TypeError, match="not JSON serializable"):
             checkpoints.save(1, state_of(1), {"array": np.zeros(3)})

@@ -30,7 +30,7 @@ def sentencepiece():
     return pieces + b"\x12\x81\x01" + bytes(129)
 
 
-def test_what_is_there_is_read(folder):
+def test_only_the_files_of_a_tokenizer_are_read(folder):
     write_tokenizer(folder / TOKENIZER)
     (folder / "vocab.json").write_text('{"a": 1}')
     (folder / "merges.txt").write_text("a b\n")
@@ -54,7 +54,7 @@ def test_what_is_there_is_read(folder):
         ("merges.txt", b"\xff\xfe"),
     ],
 )
-def test_what_is_not_what_its_name_says_is_refused(name, content, folder):
+def test_a_file_of_another_kind_than_its_name_says_is_refused(name, content, folder):
     content = content if isinstance(content, bytes) else content.encode()
     (folder / name).write_bytes(content)
     with pytest.raises(UserError, match=name):

@@ -88,7 +88,7 @@ def test_a_name_is_a_step_only_as_python_writes_it(root, three, name):
     assert (step, notes) == (30, [])
 
 
-def test_what_has_another_name_stays(root, three):
+def test_folders_with_other_names_stay(root, three):
     for name in ("notes.unfinished", "007", "latest"):
         (root / name).mkdir()
     save(three, 40)
@@ -153,7 +153,7 @@ def test_anything_but_a_file_in_its_place_is_damage(root, three, name, make):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("error", [errno.EIO, errno.EACCES, errno.ESTALE])
-def test_what_cannot_be_read_is_damage(root, three, name, error, monkeypatch):
+def test_a_file_that_cannot_be_read_is_damage(root, three, name, error, monkeypatch):
     bad = root / "30" / name
     reading = Path.open
 
@@ -203,7 +203,7 @@ def test_names_in_a_manifest_cannot_reach_the_terminal(root, three):
     assert r"\x1b[2J\x9b is missing" in str(found.value)
 
 
-def test_what_cannot_be_cleared_away_is_named_and_in_nobodys_way(root, three, monkeypatch):
+def test_a_folder_that_cannot_be_removed_is_named_and_does_no_harm(root, three, monkeypatch):
     (root / "5.unfinished").mkdir()
 
     def refuse(path):

@@ -23,7 +23,7 @@ def test_several_gpus_have_all(gpus, options):
 
 @pytest.mark.compiled
 @needs_plugin
-def test_what_xla_flags_say_is_left_alone(monkeypatch):
+def test_options_in_xla_flags_are_left_alone(monkeypatch):
     name = "xla_gpu_all_gather_combine_threshold_bytes"
     monkeypatch.setenv("XLA_FLAGS", f"--other=1 --{name}=1000")
     assert compiler_options(hopper_mesh((4,), ("x",))).keys() == OPTIONS.keys() - {name}

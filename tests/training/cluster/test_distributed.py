@@ -148,7 +148,7 @@ def test_one_process_notes_a_signal_and_continues(number):
     assert signal.getsignal(number) is before
 
 
-def test_what_nohup_ignores_stays_ignored(monkeypatch):
+def test_a_signal_that_nohup_ignores_stays_ignored(monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with Stop() as stop:

@@ -79,7 +79,7 @@ def test_conversations_are_shared_between_the_splits(tmp_path):
     assert sorted(everything) == [f"answer {number:03}" for number in range(100)]
 
 
-def test_what_is_cut_is_said(tmp_path):
+def test_the_description_counts_truncated_documents(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [HELLO] * 4)
     config = DataConfig(train=(str(path),), kind="chat")
     loader = load(config, split="train", batch=1, sequence=64, vocab=256)

@@ -113,7 +113,7 @@ def test_it_says_what_there_is():
     assert loader.description == "13 tokens in 3 rows of 4"
 
 
-def test_what_fails_while_reading_reaches_the_caller():
+def test_an_error_while_reading_reaches_the_caller():
     tokens = [1] * 100
     rows = windows_of(tokens, 4, vocab=2)
     rows._vocab = 1  # as if the file had changed since it was opened

@@ -64,7 +64,7 @@ def test_the_corpus_is_there_without_a_word():
 
 
 @given(st.integers(100, 900), st.floats(0.05, 0.5), st.lists(st.integers(0, 899), max_size=30))
-def test_what_is_held_out_is_the_end_and_is_not_trained_on(tmp_path_factory, size, part, ends):
+def test_held_out_tokens_are_the_last_and_are_not_trained_on(tmp_path_factory, size, part, ends):
     folder = tmp_path_factory.mktemp("shards")
     tokens = np.arange(size, dtype=np.uint16)
     tokens[[end for end in ends if end < size]] = END
@@ -167,7 +167,7 @@ def test_the_corpus_s_own_files_are_kept_apart_too():
 
 
 @pytest.mark.parametrize("name", ["pipe.txt", "pipe.npy", "pipe.jsonl"])
-def test_what_may_never_end_is_not_read(name, tmp_path):
+def test_pipes_and_devices_are_refused(name, tmp_path):
     os.mkfifo(tmp_path / name)
     for path in (tmp_path / name, tmp_path / "pipe.*", "/dev/zero"):
         with pytest.raises(UserError, match="is a pipe or a device: a file must be a regular file"):

@@ -151,7 +151,7 @@ def test_a_bad_line_is_refused_with_its_number(line, named, tmp_path):
         in_memory([tmp_path / "a.jsonl"], Bytes())
 
 
-def test_what_is_not_utf8_is_refused(tmp_path):
+def test_a_text_that_is_not_utf8_is_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match=r"a.txt is not text in UTF-8"):
         in_memory([tmp_path / "a.txt"], Bytes())

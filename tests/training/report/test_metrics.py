@@ -43,7 +43,7 @@ def test_every_line_is_a_record_and_is_there_at_once(tmp_path):
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_null_for_any_reader(tmp_path, loss):
+def test_nan_and_infinity_are_null_for_any_reader(tmp_path, loss):
     with closing(Metrics(tmp_path, config={})) as written:
         written.write({"step": 1, "loss": loss})
     assert lines(tmp_path) == ['{"step": 1, "loss": null}']

@@ -207,9 +207,7 @@ def test_the_script_parses(tmp_path, two):
         ({"names": ["x"]}, "1 name for 2 runs"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_before_anything_is_written(
-    tmp_path, two, options, message
-):
+def test_bad_arguments_are_refused_before_anything_is_written(tmp_path, two, options, message):
     with pytest.raises(ValueError, match=message):
         draw(two, tmp_path / "plot.png", **options)
     with pytest.raises(ValueError, match=r"plot\.pdf does not end in \.png"):

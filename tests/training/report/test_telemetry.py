@@ -261,7 +261,7 @@ def any_telemetry():
         ("fp8/f/direction/error", 0.6, "its error is 60%"),
     ],
 )
-def test_what_is_off_is_said_in_words(any_telemetry, key, value, said):
+def test_bad_statistics_are_warned_of_in_words(any_telemetry, key, value, said):
     name = key.removeprefix("fp8/").rpartition("/")[0]
     assert any_telemetry.warning({key: value}) == f"{name}: {said}."
 
@@ -278,7 +278,7 @@ def test_what_is_off_is_said_in_words(any_telemetry, key, value, said):
         ("fp8/a/direction/error", 0.3),
     ],
 )
-def test_what_is_well_is_not_warned_of(any_telemetry, key, value):
+def test_good_statistics_are_not_warned_of(any_telemetry, key, value):
     assert any_telemetry.warning({key: value}) is None
 
 
