@@ -37,7 +37,9 @@ FIELD = LayoutField()
 
 
 def layout_of(
-    shards: Sequence[LeafShard], table: Int32[Array, "leaves 2"], group_size: int
+    shards: Sequence[LeafShard],
+    table: Int32[Array, "leaves 2"] | Sequence[Sequence[int]],
+    group_size: int,
 ) -> tuple[Int32[Array, "..."], int]:
     """The layout table, with a row of `LayoutField` per leaf; and the number of blocks.
 
