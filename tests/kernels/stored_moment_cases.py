@@ -61,6 +61,7 @@ CASES = [
     Case("hostile, positive", (16, 128), hostile=True, positive=True),
     Case("hostile, uneven", (16, 100), hostile=True),
     Case("hostile, bfloat16", (16, 128), dtype="bfloat16", hostile=True),
+    Case("hostile, float16", (16, 128), dtype="float16", hostile=True),
     Case(
         "hostile, nearest", (16, 128), storage=Storage(min_size=0, stochastic=False), hostile=True
     ),
