@@ -74,17 +74,19 @@ def test_a_step_is_a_kernel_that_reads_one_pass_of_xla_and_a_kernel_that_rewrite
     assert entries == ["read_moment", "rewrite_moment"]
 
 
+@pytest.mark.parametrize("arrays", [1, 4])
 @pytest.mark.parametrize("tx", [MOMENTUM, optax.lion(1e-4)], ids=["sgd", "lion"])
-def test_a_step_needs_one_decoded_moment_of_memory(tx):
-    """XLA alone needs the whole moment more often, and masks."""
+def test_a_step_needs_one_decoded_moment_of_memory(tx, arrays):
+    """XLA alone has those of all arrays at once, and masks."""
     mesh, size = hopper_mesh((1,), ("x",)), 4096**2
+    shapes = [(4096, 4096)] * arrays
     with_kernels, by_xla = (
-        compile_step(mesh, [(4096, 4096)], tx=tx, implementation=implementation).memory_analysis()
+        compile_step(mesh, shapes, tx=tx, implementation=implementation).memory_analysis()
         for implementation in ("triton", "xla")
     )
-    assert 4 * size <= with_kernels.temp_size_in_bytes <= 4 * size + 4096
-    assert by_xla.temp_size_in_bytes > 5 * size
-    assert with_kernels.output_size_in_bytes - with_kernels.alias_size_in_bytes <= 256
+    assert 4 * size <= with_kernels.temp_size_in_bytes <= 4 * size + 16384
+    assert by_xla.temp_size_in_bytes > (4 * arrays + 1) * size
+    assert with_kernels.output_size_in_bytes - with_kernels.alias_size_in_bytes <= 512
 
 
 def test_every_moment_has_two_kernels():
