@@ -104,7 +104,6 @@ def _by_kernel(
     stored: Expanded, dtype: DTypeLike, implementation: dispatch.Implementation | None
 ) -> bool:
     """Whether the kernels run, for a moment that has this dtype in a step."""
-    chosen = dispatch.choose(implementation)
     if jnp.float64 in (dtype, stored.amax.dtype):
         if implementation == "triton":
             raise ValueError(
@@ -112,7 +111,7 @@ def _by_kernel(
                 'implementation=None or "xla".'
             )
         return False
-    return chosen == "triton" and stored.codes.size > 0
+    return dispatch.choose(implementation) == "triton" and stored.codes.size > 0
 
 
 def _or_reference(kernel: Callable, reference: Callable) -> Callable:
