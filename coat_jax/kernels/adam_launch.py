@@ -7,14 +7,11 @@ overwritten where the caller donates them.
 """
 
 import functools
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
 from coat_jax.kernels import dispatch
@@ -27,56 +24,16 @@ from coat_jax.kernels.adam import (
     adam_reference,
     numbers_of_step,
 )
+from coat_jax.kernels.block_layout import layout_constants, layout_of
 from coat_jax.kernels.launch import launch
 from coat_jax.kernels.leaf_sharding import LeafShard, run_sharded_leaves
-from coat_jax.numerics import logarithms, noise
-from coat_jax.numerics.expansion import Expanded, Fit, Rounding, fit_of
-from coat_jax.numerics.formats import Format, format_of
-from coat_jax.storage import DIRECTION, LOGARITHM, Storage
+from coat_jax.kernels.moment_format import moment_format
+from coat_jax.numerics import noise
+from coat_jax.numerics.expansion import Expanded, Rounding
 
-BLOCK = 1024
 WARPS = 2
 BUCKET = 8  # small leaves per launch
 SMALL = 2**20  # a leaf with fewer elements is small
-MAX_JUMPS = 3  # of a `LeafShard`
-
-
-class LayoutField(NamedTuple):
-    """The index of each number in a leaf's row of the layout table."""
-
-    first_block: int = 0  # of the leaf, among the blocks of the launch
-    groups: int = 1
-    groups_per_row: int = 2
-    columns: int = 3
-    leaf: int = 4  # the index of its key
-    decayed: int = 5  # whether weight decay applies: 0 or 1
-    start: int = 6  # of `LeafShard`
-    jumps: int = 7  # likewise: MAX_JUMPS pairs
-    width: int = 7 + 2 * MAX_JUMPS  # of a row
-
-
-FIELD = LayoutField()
-
-
-class MomentFormat(NamedTuple):
-    """How a moment is stored, for the kernel."""
-
-    fp8: Format | None  # None where codes are integers
-    fit: Fit
-    rounding: Rounding
-    noise_base: int  # the bits of the float under which random bits are put
-    smallest_second: float  # the smallest v that a group can store, for a largest of 1
-
-    @property
-    def is_integer(self) -> bool:
-        """Whether codes are the integers of a direction or a logarithm."""
-        return self.fp8 is None
-
-    @property
-    def log2_max(self) -> float:
-        """log2 of the largest FP8 code."""
-        assert self.fp8 is not None
-        return math.log2(self.fp8.max)
 
 
 def adam_step(
@@ -202,6 +159,7 @@ def _step_together(
 ) -> list[Stepped]:
     """Steps one leaf, or BUCKET of them, in one launch; `table` has (index, decayed) of each."""
     storage = settings.storage
+    resolution = storage.resolution_of_second()
     has_param = leaves[0].param is not None
     corrected = leaves[0].correction is not None
     # Without parameters the kernel does not read the first pointer.
@@ -216,7 +174,7 @@ def _step_together(
         shared: Sequence[Array], local: Sequence[Sequence[Array]], shards: Sequence[LeafShard]
     ) -> list[list[Array]]:
         numbers, keys, table = shared
-        layout, programs = _layout(shards, table, storage.group_size)
+        layout, programs = layout_of(shards, table, storage.group_size)
         aliases = {}
         for i in range(len(local)):
             first_in, first_out = 3 + inputs_per_leaf * i, results_per_leaf * i
@@ -237,23 +195,16 @@ def _step_together(
             aliases=aliases,
             programs=programs,
             warps=WARPS,
-            GROUP=storage.group_size,
-            GROUPS_PER_BLOCK=BLOCK // storage.group_size,
-            WHOLE=all(
-                shard.shape and shard.shape[-1] % storage.group_size == 0 for shard in shards
-            ),
-            FULL=all(math.prod(shard.shape) % BLOCK == 0 for shard in shards),
-            JUMPS=max(len(shard.jumps) for shard in shards),
             HAS_PARAM=has_param,
             NESTEROV=settings.nesterov,
             EPS_ROOT=eps_root,
             ROUND_PARAM=settings.round_params and arrays[0][0].dtype == jnp.bfloat16,
             MAY_SKIP=may_skip,
-            MU=_moment_format(storage.first, first, storage),
-            NU=_moment_format(storage.second, storage.rounding_of_second(), storage),
+            MU=moment_format(storage.first, first, resolution),
+            NU=moment_format(storage.second, storage.rounding_of_second(), resolution),
             NUMBER=NUMBER,
-            FIELD=FIELD,
             FAST=not dispatch.interpreting(),
+            **layout_constants(shards, storage.group_size),
         )
         return [results[k : k + results_per_leaf] for k in range(0, len(results), results_per_leaf)]
 
@@ -275,45 +226,3 @@ def _kernel(*, corrected: bool, alone: bool) -> Any:
     from coat_jax.kernels.triton.adam import step_bucket, step_leaf
 
     return step_leaf if alone else step_bucket
-
-
-def _layout(
-    shards: Sequence[LeafShard], table: Int32[Array, "leaves 2"], group_size: int
-) -> tuple[Int32[Array, "..."], int]:
-    """The layout table, with a row of `LayoutField` per leaf; and the number of blocks."""
-    rows: list[Any] = []
-    blocks = 0
-    for leaf, shard in enumerate(shards):
-        shape = shard.shape or (1,)
-        groups_per_row = -(-shape[-1] // group_size)
-        groups = math.prod(shape[:-1]) * groups_per_row
-        if len(shard.jumps) > MAX_JUMPS:
-            raise ValueError(
-                f"A leaf of shape {shard.shape} on each device is sharded along more than "
-                f"{MAX_JUMPS + 1} axes."
-            )
-        jumps = [*shard.jumps, *[(1, 0)] * (MAX_JUMPS - len(shard.jumps))]
-        rows += [blocks, groups, groups_per_row, shape[-1], *table[leaf], shard.start]
-        rows += [number for jump in jumps for number in jump]
-        blocks += -(-groups * group_size // BLOCK)
-    # Stacked from scalars, which XLA folds: custom_partitioning takes no array constants.
-    return jnp.stack([jax.lax.convert_element_type(n, jnp.int32) for n in rows]), blocks
-
-
-def _moment_format(dtype: DTypeLike, rounding: Rounding, storage: Storage) -> MomentFormat:
-    """The constants of a moment that is stored as `dtype`."""
-    # Stochastic rounding adds noise in units of the last place; dithering adds it to the codes
-    # themselves, where it is as wide as the smallest code.
-    noise_unit = 1.0
-    fp8, fit = None, logarithms.FIT
-    if dtype not in (DIRECTION, LOGARITHM):
-        fp8, fit = format_of(dtype), fit_of(dtype, rounding)
-        if rounding != "stochastic":
-            noise_unit = fp8.tiny
-    return MomentFormat(
-        fp8,
-        fit,
-        rounding,
-        noise_base=int(np.float32(128 * noise_unit).view(np.uint32)),
-        smallest_second=storage.resolution_of_second(),
-    )

@@ -21,7 +21,7 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from coat_jax.kernels.cache_key import call_with_stable_key
@@ -101,11 +101,14 @@ def run_sharded_leaves(
         ]
 
         def on_shards(*flat: Array) -> list[list[Array]]:
-            shards = [
-                _shard(mesh, spec, shape, group_size)
-                for spec, shape in zip(specs, shapes, strict=True)
-            ]
-            return run(flat, shards)
+            # Nothing is sharded in here. On an explicit mesh JAX would annotate what is computed,
+            # which XLA cannot compile after it has partitioned the program.
+            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+                shards = [
+                    _shard(mesh, spec, shape, group_size)
+                    for spec, shape in zip(specs, shapes, strict=True)
+                ]
+                return run(flat, shards)
 
         return mesh, on_shards, result_shardings, tuple(operand_shardings)
 
@@ -116,8 +119,25 @@ def run_sharded_leaves(
     flat = [*shared, *(a for arrays in leaves for a in arrays)]
     result_shapes = [[r.shape for r in leaf] for leaf in jax.eval_shape(alone, *flat)]
     whole.def_partition(partition, sharding_rule=rule)
-    results: list[list[Array]] = call_with_stable_key(whole, alone, flat)
+    results: list[list[Array]] = _typed(
+        lambda *flat: call_with_stable_key(whole, alone, flat), leaves, result_shapes
+    )(*flat)
     return results
+
+
+def _typed(
+    call: Callable, leaves: Sequence[Sequence[Array]], result_shapes: Sequence[Sequence[Shape]]
+) -> Callable:
+    """`call`; on an explicit mesh with results that are typed as sharded like the leaf's arrays."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in mesh.axis_types:
+        return call
+    like = [{a.shape: jax.typeof(a).sharding for a in reversed(arrays)} for arrays in leaves]
+    shardings = [
+        [known[shape] for shape in shapes]
+        for known, shapes in zip(like, result_shapes, strict=True)
+    ]
+    return jax.sharding.auto_axes(call, out_sharding=shardings)
 
 
 def _sharding_rule(

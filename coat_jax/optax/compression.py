@@ -5,7 +5,8 @@
 Between steps the moments are stored in expanded FP8 (`coat_jax.numerics.expansion`), rounded
 stochastically: a sum that grows by less than half a code a step would otherwise stand still.
 In a step they have the dtype that the wrapped transformation gave them, so that it computes as
-it would alone. A group that a step leaves as it was keeps its codes.
+it would alone. A group that a step leaves as it was keeps its codes. `kernels.stored_moment` reads
+and writes them.
 
 `coat_jax.optax.selection` says which leaves of a state are moments.
 """
@@ -18,9 +19,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int32
 
+from coat_jax.kernels import stored_moment
+from coat_jax.kernels.dispatch import Implementation
 from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import Expanded
-from coat_jax.numerics.qtensor import join_groups, scales_shape, split_groups
+from coat_jax.numerics.qtensor import scales_shape
 from coat_jax.optax.arguments import require_settings
 from coat_jax.optax.checks import (
     dtype_of,
@@ -56,6 +59,7 @@ def compress(
     *,
     storage: Storage | None = None,
     where: Callable[[str, Any], bool] | None = None,
+    implementation: Implementation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Stores the moments of `tx` in FP8.
 
@@ -64,6 +68,8 @@ def compress(
         storage: format (`other`), group size, rounding and which leaves stay as they are.
         where: (path, leaf) -> whether to compress a leaf of the state of `tx`, with a path such
             as "[0].mu['w']"; all moments by default.
+        implementation: of reading and writing moments: None, "xla" or "triton"; see
+            `coat_jax.kernels.dispatch`.
 
     Example:
         >>> import coat_jax as coat, jax.numpy as jnp, optax
@@ -72,7 +78,7 @@ def compress(
         >>> {name: mu.dtype.name for name, mu in state.codes[0].mu.items()}
         {'b': 'float32', 'w': 'float8_e4m3fn'}
     """
-    require_settings(storage=storage)
+    require_settings(storage=storage, implementation=implementation)
     if where is not None and not callable(where):
         raise TypeError(f"where={where!r} must be a function of path and leaf, or None.")
     inner = optax.with_extra_args_support(require_transformation("compress", tx))
@@ -105,7 +111,7 @@ def compress(
         stored = _stored_leaves(state, storage)
         step = optax.safe_increment(state.step)
         structure: Any = jax.tree.structure(state.codes)
-        before = [_read(e, storage) for e in stored]
+        before = [_read(e, storage, implementation) for e in stored]
         updates, after = inner.update(
             updates, jax.tree.unflatten(structure, before), params, **extra_args
         )
@@ -115,9 +121,9 @@ def compress(
                 f"{structure} to {jax.tree.structure(after)}; compress needs it to stay."
             )
         encoded = [
-            _write(e, old, new, storage, noise.leaf_key(storage.seed, step, leaf))
-            for leaf, e, old, new in zip(
-                noise.leaf_ids(state.codes), stored, before, jax.tree.leaves(after), strict=True
+            _write(e, new, storage, noise.leaf_key(storage.seed, step, leaf), implementation)
+            for leaf, e, new in zip(
+                noise.leaf_ids(state.codes), stored, jax.tree.leaves(after), strict=True
             )
         ]
         trees = (
@@ -163,7 +169,7 @@ def _stored_leaves(state: Any, storage: Storage) -> list[Expanded]:
 
 def _compressed(leaf: Any, storage: Storage) -> Expanded:
     e = storage.write(leaf, storage.other)
-    return e._replace(amax=_saturating(e.amax, leaf.dtype))
+    return e._replace(amax=stored_moment.saturating(e.amax, leaf.dtype))
 
 
 def _uncompressed(leaf: Any, storage: Storage) -> Expanded:
@@ -173,37 +179,18 @@ def _uncompressed(leaf: Any, storage: Storage) -> Expanded:
     return Expanded(leaf, zeros(leaf, shape, jnp.float32), zeros(leaf, shape, jnp.uint8))
 
 
-def _read(stored: Expanded, storage: Storage) -> Any:
+def _read(stored: Expanded, storage: Storage, implementation: Implementation | None = None) -> Any:
     if not is_fp8(stored.codes):
         return stored.codes
-    stored = refuse_derivatives(stored)
-    dtype = stored.amax.dtype
-    values = storage.read(stored._replace(amax=stored.amax.astype(jnp.float32)))
-    return _saturating(values, dtype)
+    return stored_moment.read(refuse_derivatives(stored), storage, implementation)
 
 
-def _write(stored: Expanded, old: Any, new: Any, storage: Storage, key: Any) -> Expanded:
-    """The leaf as it is stored after a step; a group without any change keeps its codes."""
+def _write(
+    stored: Expanded, new: Any, storage: Storage, key: Any, implementation: Implementation | None
+) -> Expanded:
+    """The leaf as it is stored after a step."""
     if not is_fp8(stored.codes):
         wanted = dtype_of(stored.codes)
         return stored._replace(codes=new if dtype_of(new) == wanted else jnp.asarray(new, wanted))
-    # A group that is nowhere negative may be divided by, and must not be rounded to zero.
-    groups = split_groups(new, storage.group_size)
-    positive = jnp.all(groups >= 0, axis=-1, keepdims=True)
-    fresh = storage.write(new, stored.codes.dtype, noise.distinguish(key, new), never_zero=positive)
-    fresh = fresh._replace(amax=_saturating(fresh.amax, stored.amax.dtype))
-    same = jnp.all(split_groups(old == new, storage.group_size), axis=-1)
-
-    def select(old_scale: Any, new_scale: Any) -> Any:
-        return jnp.where(same.reshape(old_scale.shape), old_scale, new_scale)
-
-    keep_codes = jnp.broadcast_to(same[..., None], groups.shape)
-    codes = jnp.where(join_groups(keep_codes, new.shape), stored.codes, fresh.codes)
-    return Expanded(codes, select(stored.amax, fresh.amax), select(stored.k16, fresh.k16))
-
-
-def _saturating(x: Array, dtype: Any) -> Array:
-    """Casts to a dtype that may have a smaller range; NaN stays NaN."""
-    if jnp.finfo(dtype).max < jnp.finfo(x.dtype).max:
-        x = jnp.clip(x, jnp.finfo(dtype).min, jnp.finfo(dtype).max)
-    return x.astype(dtype)
+    key = noise.distinguish(key, new)
+    return stored_moment.rewrite(stored, new, storage, key, implementation)

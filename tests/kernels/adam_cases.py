@@ -212,7 +212,7 @@ def check(case: Case) -> None:
             assert got.correction is None
         _compare_results(expected.result, got.result, 1e-4 if case.hostile else 1e-5)
         for old, new in ((expected.mu, got.mu), (expected.nu, got.nu)):
-            _compare_moments(old, new, case.settings.storage.group_size)
+            compare_moments(old, new, case.settings.storage.group_size)
 
 
 def one_step(
@@ -354,7 +354,7 @@ def _compare_corrected(expected: Stepped, got: Stepped, rtol: float) -> None:
     assert np.mean(joined == wanted) > 0.5  # most do not turn over
 
 
-def _compare_moments(expected: Expanded, got: Expanded, group_size: int) -> None:
+def compare_moments(expected: Expanded, got: Expanded, group_size: int) -> None:
     """Neighbouring codes at the most, and that for at most 1 % of them (or two)."""
     # What is left of a moment and a gradient that cancel has their errors.
     cancelled = 1e-6 * np.max(expected.amax, initial=0)

@@ -41,9 +41,10 @@ def number_groups(shared, leaves, shards: list[LeafShard]):
     return results
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 @pytest.mark.parametrize(("mesh_shape", "names", "shape", "spec"), LAYOUTS)
-def test_every_shard_knows_its_groups(mesh_shape, names, shape, spec):
-    mesh = jax.make_mesh(mesh_shape, names, axis_types=(AxisType.Auto,) * len(names))
+def test_every_shard_knows_its_groups(mesh_shape, names, shape, spec, kind):
+    mesh = jax.make_mesh(mesh_shape, names, axis_types=(kind,) * len(names))
     sharding = NamedSharding(mesh, spec)
     x = jax.device_put(np.zeros(shape, np.float32), sharding)
     scales = jax.device_put(np.zeros(scales_shape(shape, GROUP), np.int32), sharding)
@@ -51,10 +52,14 @@ def test_every_shard_knows_its_groups(mesh_shape, names, shape, spec):
 
     @jax.jit
     def run(shared, x, scales):
-        return run_sharded_leaves(number_groups, [shared], [[x, scales]], group_size=GROUP)
+        [[y, index]] = run_sharded_leaves(number_groups, [shared], [[x, scales]], group_size=GROUP)
+        assert [jax.typeof(a).sharding for a in (y, index)] == [
+            jax.typeof(a).sharding for a in (x, scales)
+        ]
+        return y, index
 
     with jax.set_mesh(mesh):
-        [[y, index]] = run(shared, x, scales)
+        y, index = run(shared, x, scales)
     np.testing.assert_array_equal(index, np.arange(scales.size).reshape(scales.shape))
     np.testing.assert_array_equal(y, np.ones(shape))
     assert y.sharding.is_equivalent_to(sharding, y.ndim)

@@ -136,7 +136,8 @@ def test_gradients_of_another_model_are_refused(case):
 
 
 def test_unknown_implementations_are_refused():
-    for make in (scale_by_fp8_adam, partial(fp8_adamw, 1e-3), partial(fused_fp8_adamw, 1e-3)):
+    makers = scale_by_fp8_adam, partial(fp8_adamw, 1e-3), partial(fused_fp8_adamw, 1e-3)
+    for make in (*makers, partial(compress, optax.lion(1e-3))):
         with pytest.raises(ValueError, match='must be None, "xla" or "triton", not \'cuda\''):
             make(implementation="cuda")
 

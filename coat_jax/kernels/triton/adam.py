@@ -4,7 +4,7 @@ A program steps one block of one leaf: GROUPS_PER_BLOCK groups of GROUP neighbou
 
     numbers    `adam.StepNumbers`; NUMBER has the index of each
     keys       one `noise.leaf_key` per leaf
-    layout     a row of numbers per leaf; FIELD, an `adam_launch.LayoutField`, has their offsets
+    layout     a row of numbers per leaf; FIELD, a `LayoutField`, has their offsets
 
 Triton takes every array as a parameter of its own, hence the long signatures.
 """
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from coat_jax.kernels.triton.arithmetic import clip, reciprocal, sqrt
+from coat_jax.kernels.triton.block_layout import number_in_leaf, place_block
 from coat_jax.kernels.triton.moments import encode_first, encode_second, load_codes, read_moments
 from coat_jax.kernels.triton.noise import noise_bits
 from coat_jax.kernels.triton.params import load_param, store_param
@@ -58,26 +59,9 @@ def step_block(
     FAST: tl.constexpr,
 ):
     """Steps one block of one leaf; where CORRECTED, its corrections too, in place."""
-    # Where the block's groups are.
-    lane = tl.arange(0, GROUP)
-    first_group = (block - tl.load(layout + FIELD.first_block)) * GROUPS_PER_BLOCK
-    group = first_group + tl.arange(0, GROUPS_PER_BLOCK)
-    group_mask = group < tl.load(layout + FIELD.groups)
-    if WHOLE:
-        start = first_group.to(tl.int64) * GROUP
-        offsets = tl.arange(0, GROUPS_PER_BLOCK)[:, None] * GROUP + lane[None, :]
-        mask = group_mask[:, None] & (lane < GROUP)[None, :]
-    else:
-        groups_per_row = tl.load(layout + FIELD.groups_per_row)
-        columns = tl.load(layout + FIELD.columns)
-        column = (group % groups_per_row) * GROUP
-        start = tl.zeros([], tl.int64)
-        offsets = (group // groups_per_row).to(tl.int64) * columns + column
-        offsets = offsets[:, None] + lane[None, :]
-        mask = group_mask[:, None] & (column[:, None] + lane[None, :] < columns)
-    if FULL:  # All blocks are full: no masks.
-        group_mask = tl.full([GROUPS_PER_BLOCK], 1, tl.int1)
-        mask = tl.full([GROUPS_PER_BLOCK, GROUP], 1, tl.int1)
+    group, group_mask, start, offsets, mask = place_block(
+        block, layout, GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, FIELD
+    )
 
     # Decode and update. Factors common to a group or to the step are multiplied first.
     raw_grad = tl.load(grad + start + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -116,11 +100,7 @@ def step_block(
     step = clip(step * reciprocal(denominator, FAST), tl.load(numbers + NUMBER.largest_step), FAST)
     step += raw_grad * 0.0  # NaN for an infinite gradient, as exact moments would give
     key = tl.load(keys + tl.load(layout + FIELD.leaf))
-    global_group = group + tl.load(layout + FIELD.start)
-    for jump in tl.static_range(JUMPS):
-        pair = layout + FIELD.jumps + 2 * jump
-        global_group += (group // tl.load(pair)) * tl.load(pair + 1)
-    global_group = global_group.to(tl.uint32)
+    global_group = number_in_leaf(group, layout, JUMPS, FIELD)
     if HAS_PARAM:
         decay = tl.load(numbers + NUMBER.decay)
         decay *= tl.load(layout + FIELD.decayed).to(tl.float32)

@@ -1,7 +1,7 @@
 """Decoding and encoding of Adam's moments: the counterpart of `coat_jax.storage`.
 
-Blocks are [B, G], as in `expansion`. MU and NU are the `adam_launch.MomentFormat`s of the first and
-the second moment.
+Blocks are [B, G], as in `expansion`. MU and NU are the `MomentFormat`s of the first and the second
+moment.
 
 Integer codes (`numerics.integers`, `numerics.logarithms`) are made by adding 1.5 * 2^23, rounding
 down: the code is then the last byte of the sum, and needs no conversion. Their noise is in

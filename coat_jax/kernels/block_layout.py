@@ -1,0 +1,79 @@
+"""Which elements of an optimizer's leaves each program of a kernel works on.
+
+A program has one block of 1024 neighbouring elements, in whole groups. Where its block lies is
+computed from numbers in a table, with a row for each leaf of the launch: `LayoutField` has their
+order. `triton.block_layout` reads them.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from coat_jax.kernels.leaf_sharding import LeafShard
+
+BLOCK = 1024
+MAX_JUMPS = 3  # of a `LeafShard`
+
+
+class LayoutField(NamedTuple):
+    """The index of each number in a leaf's row of the layout table."""
+
+    first_block: int = 0  # of the leaf, among the blocks of the launch
+    groups: int = 1
+    groups_per_row: int = 2
+    columns: int = 3
+    leaf: int = 4  # the index of its key
+    decayed: int = 5  # whether weight decay applies: 0 or 1
+    start: int = 6  # of `LeafShard`
+    jumps: int = 7  # likewise: MAX_JUMPS pairs
+    width: int = 7 + 2 * MAX_JUMPS  # of a row
+
+
+FIELD = LayoutField()
+
+
+def layout_of(
+    shards: Sequence[LeafShard],
+    table: Int32[Array, "leaves 2"] | Sequence[Sequence[int]],
+    group_size: int,
+) -> tuple[Int32[Array, "..."], int]:
+    """The layout table, with a row of `LayoutField` per leaf; and the number of blocks.
+
+    Args:
+        shards: the leaves of the launch.
+        table: `LayoutField.leaf` and `decayed` of each.
+        group_size: elements per scale.
+    """
+    rows: list[Any] = []
+    blocks = 0
+    for leaf, shard in enumerate(shards):
+        shape = shard.shape or (1,)
+        groups_per_row = -(-shape[-1] // group_size)
+        groups = math.prod(shape[:-1]) * groups_per_row
+        if len(shard.jumps) > MAX_JUMPS:
+            raise ValueError(
+                f"A leaf of shape {shard.shape} on each device is sharded along more than "
+                f"{MAX_JUMPS + 1} axes."
+            )
+        jumps = [*shard.jumps, *[(1, 0)] * (MAX_JUMPS - len(shard.jumps))]
+        rows += [blocks, groups, groups_per_row, shape[-1], *table[leaf], shard.start]
+        rows += [number for jump in jumps for number in jump]
+        blocks += -(-groups * group_size // BLOCK)
+    # Stacked from scalars, which XLA folds: custom_partitioning takes no array constants.
+    return jnp.stack([jax.lax.convert_element_type(n, jnp.int32) for n in rows]), blocks
+
+
+def layout_constants(shards: Sequence[LeafShard], group_size: int) -> dict[str, Any]:
+    """The constants with which a kernel reads the table."""
+    return {
+        "GROUP": group_size,
+        "GROUPS_PER_BLOCK": BLOCK // group_size,
+        "WHOLE": all(shard.shape and shard.shape[-1] % group_size == 0 for shard in shards),
+        "FULL": all(math.prod(shard.shape) % BLOCK == 0 for shard in shards),
+        "JUMPS": max(len(shard.jumps) for shard in shards),
+        "FIELD": FIELD,
+    }
