@@ -24,3 +24,7 @@ The other modules are what these are made of:
 
 They import the package; the package never imports them.
 """
+
+from experiments import measured_code
+
+measured_code.begin()

@@ -6,6 +6,7 @@ version of Python gives another essence of the same code.
 
 import ast
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,16 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "coat_jax"
 
 
-def essence(source: str) -> str:
-    """The syntax of a file, without comments, docstrings, and imports, which only say where."""
+def essence(source: str, counts: Callable[[ast.stmt], bool] = lambda _: True) -> str:
+    """The syntax of a file, without comments, docstrings, and imports, which only say where.
+
+    Args:
+        source: of the file.
+        counts: which statements of the module's top level do; by default all.
+    """
     tree = ast.parse(source)
     _drop_shapes(tree)
+    tree.body = [one for one in tree.body if counts(one)]
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
