@@ -6,7 +6,6 @@ version of Python gives another essence of the same code.
 
 import ast
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,20 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "coat_jax"
 
 
-def essence(source: str, counts: Callable[[ast.stmt], bool] = lambda _: True) -> str:
-    """The syntax of a file, without comments, docstrings, and imports, which only say where.
+def essence(source: str) -> str:
+    """The syntax of a file, without comments, docstrings, and imports, which only say where."""
+    return _written(_bare(source))
 
-    Args:
-        source: of the file.
-        counts: which statements of the module's top level do; by default all.
-    """
+
+def parts(source: str) -> list[tuple[ast.stmt, str]]:
+    """The statements of a file's top level that its essence has, each with its own."""
+    return [(statement, _written(statement)) for statement in _bare(source).body]
+
+
+def _bare(source: str) -> ast.Module:
+    """A file without what does not count."""
     tree = ast.parse(source)
     _drop_shapes(tree)
-    tree.body = [one for one in tree.body if counts(one)]
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
@@ -32,7 +35,7 @@ def essence(source: str, counts: Callable[[ast.stmt], bool] = lambda _: True) ->
                 for i, one in enumerate(body)
                 if not isinstance(one, ast.Import | ast.ImportFrom) and not (i == 0 and _text(one))
             ]
-    return _written(tree)
+    return tree
 
 
 def code_hash() -> str:

@@ -8,9 +8,10 @@ packages are of the same kind, so that no results file mixes two of any. Without
 `remeasure` sets, nothing is remembered.
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,8 +47,8 @@ class Worker(NamedTuple):
 def find(worker: Worker) -> list[Case] | None:
     """What such a worker printed before, if it would measure the same today."""
     wanted = json.loads(json.dumps(worker._asdict()))
-    for case in valid(_file()):
-        if case["worker"] == wanted:
+    for case in _cases(_file()):
+        if case["worker"] == wanted and _is_valid(case, machine.described()):
             measured_code.add(measured_code.functions(case["ran"]))
             return list(case["results"])
     return None
@@ -70,19 +71,22 @@ def keep(worker: Worker, results: list[Case], ran: Mapping[str, list[str]], seco
         lines.write(f"\n{json.dumps(case)}\n".encode())  # the line before may be cut off
 
 
-def valid(file: Path | None) -> list[Case]:
+def valid(file: Path) -> list[Case]:
     """The cases of a file that would be measured the same today on this machine."""
-    if file is None or not file.exists():
-        return []
-    found, here = [], machine.described()
-    for line in file.read_text("utf-8").splitlines():
-        try:
-            case = json.loads(line)
-        except ValueError:  # cut off while it was written
-            continue
-        if case["machine"] == here and not measured_code.changed(case["ran"]):
-            found.append(case)
-    return found
+    here = machine.described()
+    return [case for case in _cases(file) if _is_valid(case, here)]
+
+
+def _is_valid(case: Case, here: dict[str, Any]) -> bool:
+    return case["machine"] == here and not measured_code.changed(case["ran"])
+
+
+def _cases(file: Path | None) -> Iterator[Case]:
+    """The lines of a file, of which some may have been cut off while they were written."""
+    if file is not None and file.exists():
+        for line in file.read_text("utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                yield json.loads(line)
 
 
 def _file() -> Path | None:

@@ -2,7 +2,7 @@
 
 Of every module of this repository that its processes imported counts all but the functions that did
 not run: what stands at the top level, classes, decorated functions (Triton compiles a kernel from
-its source), and the functions that ran, each as its `essence`. So a change of the command line
+its source), and the functions that ran, each by its essence. So a change of the command line
 outdates no measurement of a kernel.
 
     noted()     {"coat_jax/optax/fused.py": "4f1d2c7b9e03 fused_fp8_adamw _leaves", ...}
@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import CodeType
 
-from experiments.essence import ROOT, essence
+from experiments.essence import ROOT, parts
 
 FOLDERS = ("coat_jax", "examples", "experiments")
 APPARATUS = {
@@ -143,25 +143,25 @@ def changed(notes: Mapping[str, str]) -> list[str]:
 
 
 def _digest(file: str, names: frozenset[str]) -> str | None:
-    """A hash of what counts of a file; None if nothing does."""
+    """A hash of what counts of a file, if these functions ran; None if nothing does."""
     path = ROOT / file
-    what = _counted(path.read_text("utf-8"), names) if path.exists() else None
-    return what and hashlib.sha256(what.encode()).hexdigest()[:12]
+    statements = _statements(path.read_text("utf-8")) if path.exists() else []
+    counting = [what for name, what in statements if not name or name in names or ALL in names]
+    if not counting:
+        return None
+    return hashlib.sha256("\n".join(counting).encode()).hexdigest()[:12]
 
 
 @functools.cache
-def _counted(source: str, names: frozenset[str]) -> str | None:
-    """The essence of what counts, if these are the functions that ran; None if nothing does."""
-    found = essence(source, lambda one: _counts(one, names))
-    return None if found == essence("") else found
-
-
-def _counts(statement: ast.stmt, names: frozenset[str]) -> bool:
-    """Whether a statement at the top level of a module counts."""
-    match statement:
-        case ast.FunctionDef() | ast.AsyncFunctionDef():
-            ran = ALL in names or statement.name in names
-            return ran or bool(statement.decorator_list)
-        case ast.Assign(targets=[ast.Name(id=name)]):
-            return not (name.startswith("__") and name.endswith("__"))  # __all__, __version__
-    return True
+def _statements(source: str) -> list[tuple[str | None, str]]:
+    """The essence of each statement at the top level, and the function that must run for it."""
+    found: list[tuple[str | None, str]] = []
+    for statement, what in parts(source):
+        match statement:
+            case ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]):
+                found.append((statement.name, what))
+            case ast.Assign(targets=[ast.Name(id="__all__" | "__version__")]):
+                pass
+            case _:
+                found.append((None, what))
+    return found
