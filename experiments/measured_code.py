@@ -1,9 +1,9 @@
 """Which code a measurement ran, and whether it is still the same.
 
-Of every module of this repository that its processes imported counts all but the functions that did
-not run: what stands at the top level, classes, decorated functions (Triton compiles a kernel from
-its source), and the functions that ran, each by its essence. So a change of the command line
-outdates no measurement of a kernel.
+A measurement is of the modules of this repository that its processes imported, less the functions
+that did not run. So a change of the command line outdates no measurement of a kernel. What counts,
+by its essence, are statements at the top level, classes, functions that ran, and decorated ones:
+Triton compiles a kernel from its source.
 
     noted()     {"coat_jax/optax/fused.py": "4f1d2c7b9e03 fused_fp8_adamw _leaves", ...}
 

@@ -180,6 +180,9 @@ def _forget(out: Path) -> None:
     needed = {cases_file(one, out) for one in PLAN if outdated(one, out)}
     for file in {cases_file(one, out) for one in PLAN} - needed:
         file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # something is left, or never was there
+        (out / "unfinished" / "cases").rmdir()
+        (out / "unfinished").rmdir()
 
 
 def _ended(one: _Running, late: bool, out: Path) -> tuple[str, bool]:

@@ -159,7 +159,7 @@ def test_finished_cases_are_kept_as_long_as_a_measurement_needs_them(long, tmp_p
     results = tmp_path / "out" / "long.json"
     (tmp_path / "out" / "two.json").write_text(results.read_text())
     remeasure._forget(tmp_path / "out")
-    assert not cases.exists()
+    assert not (tmp_path / "out" / "unfinished").exists()
 
 
 @pytest.mark.parametrize(
