@@ -9,7 +9,8 @@
 
 "Unchanged" is the dtype of the arrays: BF16, if a model computes in BF16. COAT_PAPER is COAT as the
 paper describes it: its forward pass continues with the rounded values that it saves, where COAT
-continues with the exact ones. An ablation is a `dataclasses.replace` of one field.
+continues with the exact ones and rounds what it saves stochastically, not to nearest. An ablation
+is a `dataclasses.replace` of one field.
 
 A format may also be a `Minifloat`, or its name, as in `forward="E3M4"`: then XLA simulates it, on
 any device, and memory and time are not those of FP8.
@@ -44,6 +45,9 @@ class Precision:
             backward pass with the saved FP8 ones. False computes with the saved values in both
             passes. Attention computes with the saved queries, keys and values either way; its
             output is exact only if this is True.
+        stochastic: whether values that only the backward pass sees are rounded stochastically, up
+            or down at random and right on average, instead of to nearest. What the forward pass
+            computes with, too, is rounded to nearest either way.
     """
 
     fp8_linear: bool = True
@@ -52,6 +56,7 @@ class Precision:
     block: Block | None = 16
     attention_block: Block | None = None
     exact_forward: bool = True
+    stochastic: bool = True
 
     def __post_init__(self) -> None:
         require_fields(self)
@@ -62,6 +67,11 @@ class Precision:
                 "forward and backward cannot both be E5M2, which GPUs do not multiply with itself. "
                 "Use E4M3 for one of them."
             )
+
+    @property
+    def saves_stochastically(self) -> bool:
+        """Whether the inputs of norms and activations are rounded stochastically where saved."""
+        return self.stochastic and self.exact_forward
 
     @property
     def simulated(self) -> bool:
@@ -107,6 +117,7 @@ COAT_PAPER = Precision(
     block=16,
     attention_block=None,
     exact_forward=False,
+    stochastic=False,
 )
 
 PRESETS = {

@@ -33,7 +33,7 @@ from jaxtyping import Array, Float
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import as_3d, run_sharded
-from coat_jax.numerics.blocks import Blocks, power_of_two
+from coat_jax.numerics.blocks import Blocks, block_numbers, power_of_two
 from coat_jax.numerics.formats import format_of
 
 # The activations that the Triton kernels compute. XLA computes any other of ACTIVATIONS.
@@ -50,10 +50,10 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 COLUMNS_PER_MAXIMUM = 32  # or a block, if that is wider
-# Per pass: rows and columns of a tile, warps of a program. Measured to be the fastest on an H200.
+# Per pass: rows and columns of a tile, warps of a program. The fastest of several on an H200.
 TILES = {
     "forward": (32, 128, 4),
-    "exact": (16, 128, 4),  # not measured; spills no registers
+    "exact": (16, 128, 4),
     "cast": (32, 128, 8),
     "backward": (32, 128, 8),
 }
@@ -132,18 +132,24 @@ def activation_forward(
 
 
 def activation_forward_exact(
-    hidden: Sequence[Float[Array, "*rows F"]], act: Activation, dtype: DTypeLike, size: int
+    hidden: Sequence[Float[Array, "*rows F"]],
+    act: Activation,
+    dtype: DTypeLike,
+    size: int,
+    *,
+    stochastic: bool = False,
 ) -> tuple[tuple[Blocks, ...], Array, Float[Array, "B S M"]]:
     """Blocks of `hidden`; the activation's codes [B, S, F]; the maxima of its magnitudes.
 
     The codes have one scale for each maximum, a power of two that follows from it. A maximum is
     over the activations of hidden and of its blocks: the backward pass recomputes the latter, with
-    the scale of the forward pass.
+    the scale of the forward pass. Blocks are rounded to nearest, or like
+    `to_blocks(stochastic=True)`.
     """
     from coat_jax.kernels.triton.activation import activation_forward_exact_tile
 
     blocks, (codes, maxima) = _forward(
-        activation_forward_exact_tile, hidden, act, dtype, size, "exact"
+        activation_forward_exact_tile, hidden, act, dtype, size, "exact", stochastic
     )
     return blocks, codes, maxima
 
@@ -155,13 +161,18 @@ def _forward(
     dtype: DTypeLike,
     size: int,
     pass_: Literal["forward", "exact"],
+    stochastic: bool = False,
 ) -> tuple[tuple[Blocks, ...], list[Array]]:
     """Blocks of `hidden`, and the kernel's other results: codes if "exact", then maxima."""
     hidden = [as_3d(h) for h in hidden]
+    count = len(hidden)
     per_maximum = max(size, COLUMNS_PER_MAXIMUM)
     exact = pass_ == "exact"
+    numbers = list(block_numbers(hidden[0].shape, size)) if stochastic else []
+    constants = {"STOCHASTIC": stochastic} if exact else {}
 
-    def run(*hidden: Array) -> list[Array]:
+    def run(*arrays: Array) -> list[Array]:
+        hidden, numbers = arrays[:count], arrays[count:] or arrays[:1] * 2
         *rows, columns = hidden[0].shape
         codes = jax.ShapeDtypeStruct(hidden[0].shape, dtype)
         exponents = jax.ShapeDtypeStruct((*rows, -(-columns // size)), jnp.uint8)
@@ -170,20 +181,23 @@ def _forward(
             kernel,
             hidden[0],
             hidden[-1],
+            *(numbers if exact else ()),
             outputs=[codes, exponents, codes, exponents, *[codes] * exact, maxima],
             **_tiles(rows, columns, size, pass_),
+            **constants,
             PER_MAXIMUM=per_maximum,
             NAME=act,
-            GATED=len(hidden) == 2,
+            GATED=count == 2,
             F8=format_of(dtype),
             FAST=not dispatch.interpreting(),
         )
 
     blocked = ["b s f", f"b s f/{size}"]
     results = [*blocked, *blocked, *["b s f"] * exact, f"b s f/{per_maximum}"]
-    written = run_sharded(run, hidden, ["b s f"] * len(hidden), results)
+    operands = ["b s f"] * count + ["b s", f"f/{size}"] * stochastic
+    written = run_sharded(run, [*hidden, *numbers], operands, results)
     blocks = (Blocks(*written[:2]), Blocks(*written[2:4]))
-    return blocks[: len(hidden)], list(written[4:])
+    return blocks[:count], list(written[4:])
 
 
 def activation_cast(

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import as_3d, run_sharded
-from coat_jax.numerics.blocks import Blocks
+from coat_jax.numerics.blocks import Blocks, block_numbers
 from coat_jax.numerics.formats import format_of
 
 WIDEST = 16384  # columns that one program of a kernel holds
@@ -147,10 +147,12 @@ def norm_forward(
     size: int,
     *,
     exact: bool = False,
+    stochastic: bool = False,
 ) -> tuple[Blocks, Stats, Array]:
     """Blocks of `x`, with rows [B, S]; its statistics; and norm(x) / scale as FP8 codes.
 
     Statistics and norm are of the values that the blocks decode to, or of `x` itself if `exact`.
+    The blocks are rounded to nearest, or like `to_blocks(stochastic=True)`.
     """
     from coat_jax.kernels.triton.norm import norm_forward_row
 
@@ -158,14 +160,16 @@ def norm_forward(
     require_width(x.shape[-1])
     layer = norm.kind == "layer"
 
-    def run(x: Array, tensor_scale: Array, *parameters: Array) -> list[Array]:
+    def run(x: Array, tensor_scale: Array, *rest: Array) -> list[Array]:
         *rows, columns = x.shape
+        first_numbers, parameters = (rest[0], rest[1:]) if stochastic else (x, rest)
         codes = jax.ShapeDtypeStruct(x.shape, dtype)
         numbers = jax.ShapeDtypeStruct((*rows, 1), jnp.float32)
         exponents = jax.ShapeDtypeStruct((*rows, -(-columns // size)), jnp.uint8)
         return launch(
             norm_forward_row,
             x,
+            first_numbers,
             tensor_scale,
             *_parameters(norm, parameters, x),
             outputs=[codes, exponents, numbers, numbers, codes],
@@ -179,16 +183,18 @@ def norm_forward(
             HAS_SHIFT=norm.shift is not None,
             EPS=norm.eps,
             EXACT=exact,
+            STOCHASTIC=stochastic,
             F8=format_of(dtype),
             FAST=not dispatch.interpreting(),
         )
 
     given = _given(norm)
+    numbers = [block_numbers(x.shape, size).first] if stochastic else []
     row, number = "b s !d", "b s !one"
     codes, exponents, inverse, mean, normalized = run_sharded(
         run,
-        [x, scale, *given],
-        [row, "", *["!d"] * len(given)],
+        [x, scale, *numbers, *given],
+        [row, "", *["b s"] * len(numbers), *["!d"] * len(given)],
         [row, f"b s !d/{size}", number, number, row],
     )
     return Blocks(codes, exponents), Stats(mean if layer else None, inverse), normalized

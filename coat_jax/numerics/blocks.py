@@ -9,6 +9,11 @@ scale, of two to four bytes, would put the largest element on a code of its own 
 others: a sixth less error in blocks of 16, none to speak of in long ones
 (`experiments/granularity.py`).
 
+Values are rounded to nearest, or stochastically: up or down at random, right on average. Rounding
+to nearest loses differences that are smaller than the distance of two codes. Early in training,
+when all tokens have nearly the same activations, those differences are what there is to learn.
+The random numbers depend on an element's place alone, so results do not depend on the mesh.
+
 Zero stays zero. Exponent 255 marks a block with a NaN or an infinity: none of it is finite.
 A short last block is allowed. Denormal FP32 counts as zero; what rounds up to 2^128 becomes
 infinite, as in a cast to BF16.
@@ -20,12 +25,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32, UInt8
+from jaxtyping import Array, Float, Int32, UInt8, UInt32
 
-from coat_jax.numerics.formats import E4M3, codes_dtype, format_of, nearest
+from coat_jax.numerics.formats import E4M3, codes_dtype, format_of, nearest, round_at_random
+from coat_jax.numerics.noise import of_places, run_numbers
 from coat_jax.numerics.qtensor import join_groups, require_float, scales_shape, split_groups
 
 NOT_FINITE = 255
+
+
+class BlockNumbers(NamedTuple):
+    """The place of each block in an array, row-major: `first[..., None] + within`."""
+
+    first: UInt32[Array, "*rows"]  # the place of the first block of each row
+    within: UInt32[Array, " N"]  # the place of a block in its row
 
 
 class Blocks(NamedTuple):
@@ -35,18 +48,37 @@ class Blocks(NamedTuple):
     exponents: UInt8[Array, "*rows N"]
 
 
-def to_blocks(x: Float[Array, "*rows D"], dtype: DTypeLike = E4M3, *, size: int) -> Blocks:
-    """Rounds `x` to FP8, with one exponent per `size` neighbours."""
+def to_blocks(
+    x: Float[Array, "*rows D"], dtype: DTypeLike = E4M3, *, size: int, stochastic: bool = False
+) -> Blocks:
+    """Rounds `x` to FP8, with one exponent per `size` neighbours.
+
+    Args:
+        x: what to round.
+        dtype: the FP8 format.
+        size: of a block.
+        stochastic: rounds up or down at random, right on average, instead of to nearest.
+    """
     require_float("x", x.dtype)
     grouped = split_groups(x.astype(jnp.float32), size)
     # XLA's maximum passes NaN on.
     exponents = fitting_exponent(jnp.max(jnp.abs(grouped), axis=-1, initial=0.0), dtype)
     # Rounded before the cast, so that `from_blocks` in the same program gives rounded values.
-    codes = nearest(grouped * _inverse_power(exponents)[..., None], dtype).astype(
-        codes_dtype(dtype)
-    )
-    shape = scales_shape(x.shape, size)
-    return Blocks(join_groups(codes, x.shape), exponents.astype(jnp.uint8).reshape(shape))
+    codes = grouped * _inverse_power(exponents)[..., None]
+    if stochastic:
+        codes = round_at_random(codes, dtype, of_places(run_numbers(exponents.shape), size))
+    else:
+        codes = nearest(codes, dtype)
+    codes = join_groups(codes.astype(codes_dtype(dtype)), x.shape)
+    return Blocks(codes, exponents.astype(jnp.uint8).reshape(scales_shape(x.shape, size)))
+
+
+def block_numbers(shape: tuple[int, ...], size: int) -> BlockNumbers:
+    """The numbers of an array's blocks, for kernels, each of which sees only a shard of it."""
+    *rows, columns = shape
+    count = -(-columns // size)
+    first = run_numbers(tuple(rows)) * np.uint32(count)
+    return BlockNumbers(first, jnp.arange(count, dtype=jnp.uint32))
 
 
 def from_blocks(blocks: Blocks, *, size: int) -> Float[Array, "*rows D"]:

@@ -3,8 +3,8 @@
     E4M3  4 exponent bits, 3 mantissa bits, largest 448,   smallest 2^-9
     E5M2  5 exponent bits, 2 mantissa bits, largest 57344, smallest 2^-16
 
-`saturating_cast` rounds to nearest (ties to even). `stochastic_cast` rounds up or
-down with probabilities that make the result right on average; `dithered_cast` does so for
+`saturating_cast` rounds to nearest (ties to even). `stochastic_cast` and `round_at_random` round up
+or down with probabilities that make the result right on average; `dithered_cast` does so for
 the smallest codes only. All clip first: a plain cast turns what is too large into NaN (E4M3)
 or infinity (E5M2). NaN stays NaN.
 
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from coat_jax.numerics.minifloat import Minifloat, minifloat
 
@@ -165,6 +165,36 @@ def stochastic_cast(
     probability = fraction + bend * fraction * (1.0 - fraction)
     rounded = (below + (noise < probability)) * unit
     return saturating_cast(jnp.copysign(rounded, x), dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def round_at_random(
+    x: Float[Array, "..."], dtype: DTypeLike, bits: UInt32[Array, "..."]
+) -> Float[Array, "..."]:
+    """Rounds `x` up or down, right on average, to FP32 values that are codes of `dtype`.
+
+    Adds random bits below the last place, and drops them: a carry rounds up. In FP8, values below
+    the smallest normal one are then rounded again, to nearest. As with a cast, the derivative is 1.
+
+    Args:
+        x: what to round, not above the largest value of `dtype`.
+        dtype: the format.
+        bits: 32 random bits for each element.
+    """
+    if isinstance(dtype, Minifloat):
+        # Complemented, so that "noise < p" is a carry of p + bits.
+        noise = (~bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
+        return stochastic_cast(x, dtype, noise).astype(jnp.float32)
+    dropped = np.uint32(23 - format_of(dtype).mantissa_bits)
+    carried = jax.lax.bitcast_convert_type(x, jnp.uint32) + (bits >> (np.uint32(32) - dropped))
+    values = jax.lax.bitcast_convert_type(carried >> dropped << dropped, jnp.float32)
+    return nearest(values, dtype)
+
+
+@round_at_random.defjvp
+def _round_at_random_jvp(dtype: DTypeLike, primals: tuple[Array, Array], tangents: Any) -> Any:
+    x, bits = primals
+    return round_at_random(x, dtype, bits), tangents[0].astype(jnp.float32)
 
 
 def dithered_cast(

@@ -15,6 +15,9 @@ Probabilities are met to 2^-17, half the distance of two values of the noise.
 `leaf` is a hash of the array's path in its tree (`leaf_ids`), not its position: optimizers
 of several groups of parameters (`optax.partition`) see trees with other leaves left out.
 `distinguish` gives the copies of one array under `vmap` and `shard_map` keys of their own.
+
+What is saved for a backward pass is rounded with `of_places`, which takes no key: its values are
+new at every step anyway.
 """
 
 import zlib
@@ -137,10 +140,7 @@ def _halves(
     *leading, columns = shape or (1,)
     runs = -(-columns // run)
     grid = (*leading, runs, run)
-    index = jnp.zeros((*leading, runs, 1), jnp.uint32)
-    for axis, size in enumerate((*leading, runs)):
-        # The run's place in the whole array, row-major, modulo 2^32.
-        index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, index.shape, axis)
+    index = run_numbers((*leading, runs))[..., None]
     lane = jax.lax.broadcasted_iota(jnp.uint32, grid, len(grid) - 1)
     bits = mix(mix(key + index * np.uint32(GOLDEN)) + (lane >> 1) * np.uint32(GOLDEN))
     lower, upper, even = bits & 0xFFFF, bits >> 16, lane & 1 == 0
@@ -150,6 +150,25 @@ def _halves(
         return bits.reshape(*leading, runs * run)[..., :columns].reshape(shape)
 
     return flat(own), flat(other)
+
+
+def of_places(runs: UInt32[Array, "*runs"], lanes: int) -> UInt32[Array, "*runs lanes"]:
+    """32 random bits for each element of runs of neighbours, from the numbers of the runs alone.
+
+    One hash serves a whole run: each lane multiplies it by an odd number of its own. Of such a
+    product only the upper bits are random; of these, any two lanes are independent.
+    """
+    of_runs = mix((runs + np.uint32(1)) * np.uint32(GOLDEN))
+    of_lanes = mix(jnp.arange(1, lanes + 1, dtype=jnp.uint32)) | np.uint32(1)
+    return of_runs[..., None] * of_lanes
+
+
+def run_numbers(shape: tuple[int, ...]) -> UInt32[Array, "*shape"]:
+    """The place of each run in an array of so many, row-major, modulo 2^32."""
+    number = jnp.zeros(shape, jnp.uint32)
+    for axis, size in enumerate(shape):
+        number = number * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return number
 
 
 def param_key(key: UInt32[Array, ""]) -> UInt32[Array, ""]:

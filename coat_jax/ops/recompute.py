@@ -59,7 +59,7 @@ def recompute(function: Callable[..., Any], *, block: int = 16) -> Callable[...,
     def forward(
         dtype: DTypeLike, probe: OptionalProbe, x: Float[Array, "*rows D"], *rest: Any
     ) -> tuple[Any, Any]:
-        y, saved = _batched_alike(alone(x, *rest)), save_array(x, E4M3, block)
+        y, saved = _batched_alike(alone(x, *rest)), save_array(x, E4M3, block, stochastic=True)
         return y, (recording.saved(probe, "saved", x, saved, block), saved, rest)
 
     def backward(dtype: DTypeLike, residuals: Any, gradient: Any) -> Any:

@@ -22,6 +22,18 @@ EXPANDED = Storage(first=coat.E4M3, second=coat.E4M3)
 BOTH = Arm(precision=coat.COAT, moments=Storage())
 MUON = Arm(moments=Muon(), baseline=True)
 
+
+def to_nearest(arm: Arm) -> Arm:
+    """The arm with saved values that are rounded to nearest."""
+
+    def changed(precision: coat.Precision) -> coat.Precision:
+        saves = precision.block is not None or precision.attention_block is not None
+        return replace(precision, stochastic=False) if saves else precision
+
+    start = None if arm.start is None else changed(arm.start)
+    return replace(arm, precision=changed(arm.precision), start=start)
+
+
 ARMS: dict[str, Arm] = {
     # Baselines: these differ by rounding only.
     "bf16": BASE,
@@ -92,6 +104,17 @@ ARMS: dict[str, Arm] = {
     # Of the states, only those of AdamW are large enough for 8 bits: of embedding and head.
     "fp8_muon_embedding": Arm(moments=Muon(Storage(min_size=1 << 20))),
     "fp8_muon_coat": Arm(precision=coat.COAT, moments=Muon(Storage())),
+}
+# What is saved is rounded to nearest, not stochastically.
+ARMS |= {
+    f"{name}_nearest": to_nearest(ARMS[name])
+    for name in (
+        *("coat", "coat_lean", "coat_e4m3_gradients", "saved", "saved_64"),
+        *("activations", "activations_lean", "activations_e4m3_gradients"),
+        *("coat_after_bf16", "coat_lean_after_bf16", "bf16_after_activations"),
+        *("activations_after_bf16", "activations_after_bf16_tenth"),
+        *("activations_after_products", "activations_after_saved"),
+    )
 }
 
 SIZES: dict[str, Size] = {

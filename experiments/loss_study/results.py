@@ -70,12 +70,23 @@ def code_digest() -> str:
 
 def read(paths: Iterable[Path]) -> list[Row]:
     """The rows of some files, each key once, in the order of `_place`."""
-    return sorted(map(_named_today, row_files.read(paths)), key=_place)
+    return sorted((_named_today(_completed(row)) for row in row_files.read(paths)), key=_place)
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
     """Writes rows in the order of `_place`."""
     row_files.write(path, sorted(rows, key=_place))
+
+
+def _completed(row: Row) -> Row:
+    """The row with fields that `Precision` lacked then: it saved everything rounded to nearest."""
+    definition = dict(row["definition"])
+    for name in ("precision", "start"):
+        precision = definition.get(name)
+        if precision is not None and "stochastic" not in precision:
+            saves = precision["block"] is not None or precision["attention_block"] is not None
+            definition[name] = precision | {"stochastic": not saves}
+    return row | {"definition": definition}
 
 
 def _named_today(row: Row) -> Row:

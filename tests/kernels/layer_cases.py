@@ -41,6 +41,7 @@ class NormCase(NamedTuple):
     residual: bool = True
     size: int = 16
     exact: bool = False  # the forward pass takes x itself
+    stochastic: bool = False
 
 
 NORMS = [
@@ -50,6 +51,8 @@ NORMS = [
     NormCase("layer", scale=False, size=128),
     NormCase(exact=True),
     NormCase("layer", shift=True, exact=True),
+    NormCase(exact=True, stochastic=True),
+    NormCase("layer", shift=True, size=64, exact=True, stochastic=True),
 ]
 ACTIVATIONS = [(name, count) for name in activation.ACTIVATIONS for count in (1, 2)]
 
@@ -115,10 +118,13 @@ def check_norm(shape, case: NormCase):
         1e-5,
     )
     x = numbers(3, shape)
-    limit = norm.bound_of_norm(of, columns, ROUNDING if case.exact else 0.0)
+    rounding = ROUNDING * (1 + case.stochastic)
+    limit = norm.bound_of_norm(of, columns, rounding if case.exact else 0.0)
     scale = gemm.tensor_scale(limit, E4M3)
-    blocks, stats, straight = norm.norm_forward(x, of, scale, E4M3, size, exact=case.exact)
-    exact = to_blocks(x, size=size)
+    blocks, stats, straight = norm.norm_forward(
+        x, of, scale, E4M3, size, exact=case.exact, stochastic=case.stochastic
+    )
+    exact = to_blocks(x, size=size, stochastic=case.stochastic)
     for got, want in zip(blocks, exact, strict=True):
         np.testing.assert_array_equal(
             np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8)
@@ -145,10 +151,12 @@ def check_norm(shape, case: NormCase):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(b))))
 
 
-def check_exact_activation(shape, name, count, size=16):
+def check_exact_activation(shape, name, count, size=16, *, stochastic=False):
     hidden = [numbers(i, shape, spread=1.0) for i in range(count)]
-    kept, codes, maxima = activation.activation_forward_exact(hidden, name, E4M3, size)
-    exact = [to_blocks(h, size=size) for h in hidden]
+    kept, codes, maxima = activation.activation_forward_exact(
+        hidden, name, E4M3, size, stochastic=stochastic
+    )
+    exact = [to_blocks(h, size=size, stochastic=stochastic) for h in hidden]
     for got, want in zip(jax.tree.leaves(kept), jax.tree.leaves(exact), strict=True):
         np.testing.assert_array_equal(
             np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8)

@@ -1,6 +1,7 @@
 """A Llama layer as compiled for Hopper: all products in FP8, no FP8 transposed, weights sharded."""
 
 import dataclasses
+import math
 import re
 
 import jax
@@ -136,7 +137,11 @@ def test_an_exact_forward_pass_takes_no_more_passes_over_memory():
     rounded, exact = (compile_layer(mesh, p, "triton", ALONE) for p in (ROUNDED, coat.COAT))
     calls = 'custom_call_target="triton_kernel_call"'
     assert exact.count(calls) == rounded.count(calls)
-    assert exact.count(" fusion(") == rounded.count(" fusion(")
+    # Besides those that number the blocks for stochastic rounding, which are small.
+    of_tensors = re.compile(r"= (?!u32)\S+ fusion\(")
+    assert len(of_tensors.findall(exact)) == len(of_tensors.findall(rounded)) > 0
+    numbers = re.findall(r"= u32\[([\d,]*)\]\S* fusion\(", exact)
+    assert max(math.prod(map(int, shape.split(","))) for shape in numbers) <= 4 * 2048
 
 
 def test_xla_does_not_remove_the_rounding_of_values_that_a_layer_continues_with():

@@ -52,7 +52,8 @@ def test_activation(shape, name, count):
     check_activation(shape, name, count)
 
 
+@pytest.mark.parametrize("stochastic", [False, True], ids=["to nearest", "stochastic"])
 @pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
 @pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
-def test_exact_activation(shape, name, count):
-    check_exact_activation(shape, name, count)
+def test_exact_activation(shape, name, count, stochastic):
+    check_exact_activation(shape, name, count, stochastic=stochastic)

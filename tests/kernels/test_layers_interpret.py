@@ -49,9 +49,10 @@ def test_activation(name, count):
     check_activation(SMALL[1], name, count)
 
 
+@pytest.mark.parametrize("stochastic", [False, True], ids=["to nearest", "stochastic"])
 @pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
-def test_exact_activation(name, count):
-    check_exact_activation(SMALL[1], name, count)
+def test_exact_activation(name, count, stochastic):
+    check_exact_activation(SMALL[1], name, count, stochastic=stochastic)
 
 
 def test_a_kernel_refuses_an_unknown_activation():

@@ -19,6 +19,7 @@ from quick import OPTIONS
 
 import coat_jax as coat
 from coat_jax import ops
+from coat_jax.numerics.blocks import from_blocks, to_blocks
 from coat_jax.numerics.formats import format_of
 
 FP32 = 1e-5
@@ -134,10 +135,16 @@ def rounded_blocks(x, dtype, size):
     )
 
 
-def through(x, dtype, size):
-    """`rounded_blocks` inside a traced function; the gradient passes unchanged."""
+def through(x, dtype, size, *, stochastic=False):
+    """`rounded_blocks` inside a traced function; the gradient passes unchanged.
+
+    Stochastic rounding is that of `to_blocks`, which has laws of its own.
+    """
     if size is None:
         return x
+    if stochastic:
+        exact = from_blocks(to_blocks(x, dtype, size=size, stochastic=True), size=size)
+        return x + jax.lax.stop_gradient(exact - x)
     like = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     exact = jax.pure_callback(
         lambda x: rounded_blocks(x, dtype, size).astype(np.float32), like, jax.lax.stop_gradient(x)

@@ -19,7 +19,8 @@ def test_it_computes_its_formula_from_the_saved_values(precision, name):
     gate, up = draw(1, (2, 3, F), (2, 3, F))
 
     def saved(x):
-        return through(x, precision.forward, precision.block)
+        stochastic = precision.saves_stochastically
+        return through(x, precision.forward, precision.block, stochastic=stochastic)
 
     def f(gate, up):
         settings = {"activation": name, "precision": precision}

@@ -17,7 +17,7 @@ def layer(x, weights, shift):
 
 
 def rounded(x, block):
-    return from_blocks(to_blocks(x, size=block), size=block)
+    return from_blocks(to_blocks(x, size=block, stochastic=True), size=block)
 
 
 @pytest.mark.parametrize("block", [16, 128])

@@ -1,6 +1,7 @@
 """Activations from FP8 to FP8: a = act(gate) up, or a = act(gate) where there is no up.
 
-Without a gate the pointers to up are those to gate, and are not read.
+Without a gate the pointers to up are those to gate, and are not read; nor are, where nothing is
+rounded stochastically, those to the numbers of blocks.
 """
 
 import triton
@@ -80,14 +81,16 @@ def activation_forward_tile(
     """Stores gate and up in blocks, and the maxima of their activation."""
     row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     g = store_blocks(
-        load_tile(gate, row, column, ROWS, COLUMNS), gate_codes, gate_exponents, row, column,
-        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, FAST,
+        load_tile(gate, row, column, ROWS, COLUMNS),
+        gate_codes, gate_exponents, row, column, gate, gate,
+        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, False, F8, FAST,
     )  # fmt: skip
     a, _ = activation(g, NAME, FAST)
     if GATED:
         a *= store_blocks(
-            load_tile(up, row, column, ROWS, COLUMNS), up_codes, up_exponents, row, column,
-            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, FAST,
+            load_tile(up, row, column, ROWS, COLUMNS),
+            up_codes, up_exponents, row, column, gate, gate,
+            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, False, F8, FAST,
         )  # fmt: skip
     store_maxima(maxima, a, row, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, PER_MAXIMUM)
 
@@ -167,10 +170,11 @@ def activation_backward_ungated_tile(
 
 @triton.jit
 def activation_forward_exact_tile(
-    gate, up, gate_codes, gate_exponents, up_codes, up_exponents, out, maxima,
+    gate, up, first, within,
+    gate_codes, gate_exponents, up_codes, up_exponents, out, maxima,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
-    PER_MAXIMUM: tl.constexpr, FAST: tl.constexpr,
+    PER_MAXIMUM: tl.constexpr, STOCHASTIC: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Stores gate and up in blocks, the activation of their exact values, and its maxima.
 
@@ -180,16 +184,16 @@ def activation_forward_exact_tile(
     v = load_tile(gate, row, column, ROWS, COLUMNS)
     a, _ = activation(v, NAME, FAST)
     v = store_blocks(
-        v, gate_codes, gate_exponents, row, column,
-        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, FAST,
+        v, gate_codes, gate_exponents, row, column, first, within,
+        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, F8, FAST,
     )  # fmt: skip
     a_rounded, _ = activation(v, NAME, FAST)
     if GATED:
         v = load_tile(up, row, column, ROWS, COLUMNS)
         a *= v
         a_rounded *= store_blocks(
-            v, up_codes, up_exponents, row, column,
-            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, F8, FAST,
+            v, up_codes, up_exponents, row, column, first, within,
+            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, F8, FAST,
         )  # fmt: skip
     largest = tl.maximum(magnitude_bits(a), magnitude_bits(a_rounded))
     largest = tl.reshape(largest, [TILE_ROWS, TILE_COLUMNS // PER_MAXIMUM, PER_MAXIMUM])

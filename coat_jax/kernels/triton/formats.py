@@ -48,6 +48,15 @@ def representable(image, F8: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def round_at_random(y, bits, F8: tl.constexpr, FAST: tl.constexpr):
+    """`formats.round_at_random`, in FP32; with FAST the cast that follows rounds subnormal ones."""
+    dropped: tl.constexpr = 23 - F8.mantissa_bits
+    carried = y.to(tl.uint32, bitcast=True) + (bits >> (32 - dropped))
+    y = (carried >> dropped << dropped).to(tl.float32, bitcast=True)
+    return round_to_fp8(y, F8, FAST)
+
+
+@triton.jit
 def round_stochastically(image, noise, k16, F8: tl.constexpr, FAST: tl.constexpr):
     """`formats.stochastic_cast` of image >= 0, for noise in [128, 129) with steps of 2^-16.
 

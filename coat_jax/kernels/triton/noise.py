@@ -17,6 +17,12 @@ def mix(x):
 
 
 @triton.jit
+def of_places(run, lane):
+    """`noise.of_places` of runs and lanes, which may be of any shapes that broadcast."""
+    return mix((run + 1) * 0x9E3779B9) * (mix(lane.to(tl.uint32) + 1) | 1)
+
+
+@triton.jit
 def noise_bits(key, run, BASE: tl.constexpr, OTHER_BASE: tl.constexpr, GROUP: tl.constexpr,
                FAST: tl.constexpr):  # fmt: skip
     """Per element of B groups, as [B, G]: 16 random bits, and those of its neighbour.

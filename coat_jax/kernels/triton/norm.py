@@ -1,7 +1,8 @@
 """Norms from FP8 to FP8.
 
 The forward and the backward pass hold whole rows, so that the statistics of a row take one pass.
-Where there is no scale, shift, mean or residual, the pointer is that of another array and not read.
+Where there is no scale, shift, mean, residual or noise, the pointer is that of another array and
+not read.
 """
 
 import triton
@@ -14,16 +15,17 @@ from coat_jax.kernels.triton.blocks import (
     magnitude_bits,
     power_of_two,
 )
-from coat_jax.kernels.triton.formats import round_to_fp8, through_fp8
+from coat_jax.kernels.triton.formats import round_at_random, round_to_fp8, through_fp8
+from coat_jax.kernels.triton.noise import of_places
 from coat_jax.kernels.triton.tiles import load_blocks, store_transposed, tile_indices
 
 
 @triton.jit
 def norm_forward_row(
-    x, tensor_scale, scale, shift, codes, exponents, inverse, mean, normalized,
+    x, first_numbers, tensor_scale, scale, shift, codes, exponents, inverse, mean, normalized,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, LAYER: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr,
-    F8: tl.constexpr, FAST: tl.constexpr,
+    STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """One row: its blocks, its statistics, and its norm as FP8 codes."""
     row = tl.program_id(0).to(tl.int64)
@@ -36,7 +38,12 @@ def norm_forward_row(
     v = tl.load(x + row * COLUMNS + column, mask=mask, other=0.0).to(tl.float32)
     v = tl.reshape(v, [WIDTH // SIZE, SIZE])
     e = fitting_exponent(tl.max(magnitude_bits(v), axis=1), F8)
-    q = round_to_fp8(v * inverse_power(e)[:, None], F8, FAST)
+    q = v * inverse_power(e)[:, None]
+    if STOCHASTIC:
+        number = tl.load(first_numbers + row) + block.to(tl.uint32)
+        q = round_at_random(q, of_places(number[:, None], tl.arange(0, SIZE)[None, :]), F8, FAST)
+    else:
+        q = round_to_fp8(q, F8, FAST)
     flat = tl.reshape(q, [WIDTH])
     tl.store(codes + row * COLUMNS + column, flat.to(codes.dtype.element_ty), mask=mask)
     tl.store(exponents + row * blocks + block, e.to(tl.uint8), mask=block < blocks)

@@ -16,7 +16,8 @@ from coat_jax.kernels.triton.blocks import (
     magnitude_bits,
     power_of_two,
 )
-from coat_jax.kernels.triton.formats import round_to_fp8, through_fp8
+from coat_jax.kernels.triton.formats import round_at_random, round_to_fp8, through_fp8
+from coat_jax.kernels.triton.noise import of_places
 
 
 @triton.jit
@@ -76,15 +77,33 @@ def load_blocks(
 
 
 @triton.jit
+def load_block_numbers(
+    first, within, row,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_COLUMNS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The numbers [rows, blocks] of a tile's blocks; see `numerics.blocks.BlockNumbers`."""
+    blocks: tl.constexpr = (COLUMNS + SIZE - 1) // SIZE
+    block = first_column(COLUMNS, TILE_COLUMNS) // SIZE + tl.arange(0, TILE_COLUMNS // SIZE)
+    first_of_row = tl.load(first + row, mask=row < ROWS, other=0)
+    return first_of_row[:, None] + tl.load(within + block, mask=block < blocks, other=0)[None, :]
+
+
+@triton.jit
 def store_blocks(
-    v, codes, exponents, row, column,
+    v, codes, exponents, row, column, first, within,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
+    SIZE: tl.constexpr, STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile in blocks. Returns the values that they decode to."""
     v = tl.reshape(v, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE])
     e = fitting_exponent(tl.max(magnitude_bits(v), axis=2), F8)
-    q = round_to_fp8(v * inverse_power(e)[:, :, None], F8, FAST)
+    q = v * inverse_power(e)[:, :, None]
+    if STOCHASTIC:
+        number = load_block_numbers(first, within, row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
+        bits = of_places(number[:, :, None], tl.arange(0, SIZE)[None, None, :])
+        q = round_at_random(q, bits, F8, FAST)
+    else:
+        q = round_to_fp8(q, F8, FAST)
     flat = tl.reshape(q, [TILE_ROWS, TILE_COLUMNS]).to(codes.dtype.element_ty)
     store_tile(flat, codes, row, column, ROWS, COLUMNS)
     offsets, mask = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)

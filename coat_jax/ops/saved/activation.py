@@ -47,7 +47,10 @@ def save_activation(
     precision, dtype = mode.precision, hidden[0].dtype
     size = _fused_block(act, mode)
     if size is not None and precision.exact_forward:
-        blocks, codes, maxima = activation_forward_exact(hidden, act, precision.forward, size)
+        stochastic = precision.saves_stochastically
+        blocks, codes, maxima = activation_forward_exact(
+            hidden, act, precision.forward, size, stochastic=stochastic
+        )
         scale = gemm.tensor_scale(jnp.max(maxima), precision.forward)
         codes = activation_rescale(codes, maxima, scale, size)
         return SavedActivation(blocks, scale), Operand(codes, None, scale)

@@ -1,7 +1,8 @@
 """How an op saves one array for its backward pass: in FP8 blocks, or unchanged.
 
 With `Precision.exact_forward` the forward pass continues with the original values. Otherwise both
-passes compute with the saved values.
+passes compute with the saved values. What only the backward pass sees is rounded stochastically if
+`Precision.stochastic` is set.
 """
 
 import jax.numpy as jnp
@@ -14,9 +15,11 @@ from coat_jax.precision import Precision
 SavedArray = Blocks | Array
 
 
-def save_array(x: Float[Array, "*rows D"], dtype: DTypeLike, size: int | None) -> SavedArray:
+def save_array(
+    x: Float[Array, "*rows D"], dtype: DTypeLike, size: int | None, *, stochastic: bool = False
+) -> SavedArray:
     """`x` in FP8 blocks of `size`, or `x` itself if size is None."""
-    return x if size is None else to_blocks(x, dtype, size=size)
+    return x if size is None else to_blocks(x, dtype, size=size, stochastic=stochastic)
 
 
 def restore(saved: SavedArray, dtype: DTypeLike, size: int | None) -> Float[Array, "*rows D"]:
@@ -29,6 +32,7 @@ def restore(saved: SavedArray, dtype: DTypeLike, size: int | None) -> Float[Arra
 
 def save_input(x: Float[Array, "*rows D"], precision: Precision) -> tuple[SavedArray, Array]:
     """The input of a norm or an activation as it is saved, and as FP32 values to compute with."""
-    saved = save_array(x, precision.forward, precision.block)
+    stochastic = precision.saves_stochastically
+    saved = save_array(x, precision.forward, precision.block, stochastic=stochastic)
     used = x if precision.exact_forward else saved
     return saved, restore(used, jnp.float32, precision.block)

@@ -65,7 +65,9 @@ def save_attention(
         log_sum_exp = None if at is None else jax.tree.leaves(pull)[at]
     else:
         o = attend(*values)
-    return o, SavedAttention((query, key, value), save_array(o, dtype, block), log_sum_exp)
+    stochastic = settings.precision.saves_stochastically
+    output = save_array(o, dtype, block, stochastic=stochastic)
+    return o, SavedAttention((query, key, value), output, log_sum_exp)
 
 
 def recompute_attention(

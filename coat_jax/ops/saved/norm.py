@@ -50,9 +50,14 @@ def save_norm(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[
         largest = bound_of_norm(norm, x.shape[-1], _rounding(precision))
         scale = gemm.tensor_scale(largest, mode.format)
         if mode.fused_block is not None:
-            exact = precision.exact_forward
             blocks, of_rows, codes = norm_forward(
-                x, norm, scale, precision.forward, mode.fused_block, exact=exact
+                x,
+                norm,
+                scale,
+                precision.forward,
+                mode.fused_block,
+                exact=precision.exact_forward,
+                stochastic=precision.saves_stochastically,
             )
             return SavedNorm(blocks, of_rows, scale), Operand(codes, None, scale)
     (saved, n), stats = save_input(x, precision), None
@@ -116,7 +121,8 @@ def _rounding(precision: Precision) -> float:
     """The largest relative rounding error of the saved x, if the statistics are not its own."""
     if precision.block is None or not precision.exact_forward:
         return 0.0
-    return float(2.0 ** -(format_of(precision.forward).mantissa_bits + 1))
+    to_nearest = 2.0 ** -(format_of(precision.forward).mantissa_bits + 1)
+    return float(2 * to_nearest if precision.saves_stochastically else to_nearest)
 
 
 def _values(saved: SavedNorm, norm: Norm | None, mode: Mode) -> Float[Array, "B S D"]:
