@@ -17,10 +17,18 @@ it runs, and how to try it anywhere. Results are in `results/`.
 The other modules are what these are made of:
 
     command, workers      their command line, and processes for each case
-    records, row_files    results files, of one run and of many; essence: the code that they name
+    records, row_files    results files, of one run and of many
+    essence, machine      the code and the machine that they name
+    measured_code         which code a measurement ran; notes it from the import of this package on
+    measured_cases        what a measurement finished before it was stopped
+    measurements          what needs GPUs, and whether it is up to date
     corpus, random_batch  what is learnt; small_llama: what learns
     stacks, moments       the layers and the ways to store a moment that are compared
     hopper                GPUs that need not be there
 
 They import the package; the package never imports them.
 """
+
+from experiments import measured_code
+
+measured_code.begin()

@@ -14,9 +14,6 @@ CPU, torch runs 512 tokens, for which it saves the same number of U.
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -39,7 +36,7 @@ from experiments.stacks.in_jax import (
     mlp,
     saved_bytes,
 )
-from experiments.workers import reason
+from experiments.workers import reason, run_worker
 
 SIZES = Sizes()  # Llama-2-7B, batch 8 x 2048
 PAPER = {"BF16": 22.66, "TransformerEngine": 18.33, "COAT": 13.33}
@@ -112,19 +109,14 @@ def torch_units() -> tuple[Units, Units, str | None]:
     on_gpu = jax.default_backend() == "gpu"
     sizes = SIZES if on_gpu else SIZES._replace(batch=1, sequence=512)
     request = json.dumps({"sizes": sizes._asdict(), "operators": OPERATORS})
-    # jax-triton takes Triton's cache away from this process; torch needs it.
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR"}
-    run = subprocess.run(
-        [sys.executable, "-m", "experiments.stacks.saved_by_torch", request],
-        capture_output=True,
-        text=True,
-        env=env,
-        check=False,
+    ended = run_worker(
+        "experiments.stacks.saved_by_torch",
+        request,
+        TRITON_CACHE_DIR=None,  # jax-triton takes Triton's cache away from this process
     )
-    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[")]
-    counted = {way: units for way, units, _ in lines}
-    allocated = {way: units for way, _, units in lines if units}
-    why = reason(run.stderr) if run.returncode else None
+    counted = {one["way"]: one["counted"] for one in ended.results}
+    allocated = {one["way"]: one["allocated"] for one in ended.results if one["allocated"]}
+    why = reason(ended.stderr) if ended.code else None
     return counted, allocated, why
 
 

@@ -23,9 +23,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from experiments import training_throughput
 from experiments.command import parser_of
-from experiments.training_throughput import in_a_process
-from experiments.workers import only
+from experiments.workers import only, outcome, run_worker
 
 _MB = 1 << 20
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
@@ -81,7 +81,12 @@ def main() -> None:
     parser.add_argument("--model", default="llama2_7b", help="a name in coat.models.PRESETS")
     parser.add_argument("--layers", type=int, default=8, help="of the model")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.cases, options.remat, options.trace = [options.case], None, None
+    if options.worker:
+        print(json.dumps(measure_with_profile(options)), flush=True)
+        return
     path = options.out / "communication.json"
     if not options.draw:
         measure(options, path)
@@ -92,21 +97,14 @@ def measure(options: argparse.Namespace, path: Path) -> None:
     """Measures one GPU alone, then every case; the file is written after each."""
     from experiments import records
 
-    options.trace, options.remat = None, None
-    options.release_gradients = options.offload = False
-    alone = in_a_process(options.case, options, **only([0]))
+    alone = training_throughput.in_a_process(options.case, options, **only([0]))
     if "failed" in alone:
         raise SystemExit(f"One GPU alone: {alone['failed']}")
     one_gpu = {"ms": 1e3 * alone["step_seconds"], "compile_seconds": alone["compile_seconds"]}
     print(f"{one_gpu['ms']:8.1f} ms   one GPU alone", flush=True)
     cases: list[dict[str, Any]] = []
     for name, chosen in CASES.items():
-        given = " ".join(f"--{option}={str(value).lower()}" for option, value in chosen.items())
-        with tempfile.TemporaryDirectory() as folder:
-            options.trace = Path(folder)
-            flags = f"{os.environ.get('XLA_FLAGS', '')} {given}".strip()
-            one = in_a_process(options.case, options, XLA_FLAGS=flags)
-            gpus = {} if "failed" in one else read(options.trace)
+        one = _in_a_process(options, chosen)
         case: dict[str, Any] = {"name": name, "options": chosen}
         if "failed" in one:
             case["failed"] = one["failed"]
@@ -118,11 +116,10 @@ def measure(options: argparse.Namespace, path: Path) -> None:
                 "efficiency": one_gpu["ms"] / ms,
                 "compile_seconds": one["compile_seconds"],
                 "losses": one["losses"],
-                "timeline": {gpu: timeline.summary() for gpu, timeline in gpus.items()},
+                "timeline": one["timeline"],
             }
-            if name in DRAWN and gpus:
-                kinds = gpus[min(gpus)]._asdict().items()
-                case["drawn"] = {kind: union(times, gap=PIXEL) for kind, times in kinds}
+            if name in DRAWN and one["drawn"]:
+                case["drawn"] = one["drawn"]
             exposed = [of_gpu["exposed_ms"] for of_gpu in case["timeline"].values()]
             print(
                 f"{ms:8.1f} ms   {case['efficiency']:.3f} of one GPU alone, exposed "
@@ -133,6 +130,29 @@ def measure(options: argparse.Namespace, path: Path) -> None:
         figures = {"model": options.model, "layers": options.layers, "case": options.case}
         figures |= {"sequence": options.sequence, "one_gpu": one_gpu, "cases": cases}
         records.write(path, figures)
+
+
+def _in_a_process(options: argparse.Namespace, chosen: dict[str, bool | int]) -> dict[str, Any]:
+    """A case with these options of XLA."""
+    given = " ".join(f"--{option}={str(value).lower()}" for option, value in chosen.items())
+    arguments = [f"--{name}={getattr(options, name)}" for name in ("model", "layers", "sequence")]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {given}".strip()
+    ended = run_worker(
+        "experiments.communication", options.case, "--worker", *arguments, XLA_FLAGS=flags
+    )
+    return outcome(ended)
+
+
+def measure_with_profile(options: argparse.Namespace) -> dict[str, Any]:
+    """A case in this process: what `training_throughput` measures, and what each GPU did."""
+    with tempfile.TemporaryDirectory() as folder:
+        options.trace = Path(folder)
+        measured = training_throughput.measure(options)
+        gpus = read(options.trace)
+    timeline = {gpu: one.summary() for gpu, one in gpus.items()}
+    kinds = gpus[min(gpus)]._asdict() if gpus else {}
+    drawn = {kind: union(times, gap=PIXEL) for kind, times in kinds.items()}
+    return {**measured, "timeline": timeline, "drawn": drawn}
 
 
 def read(folder: Path) -> dict[str, Timeline]:

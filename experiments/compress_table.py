@@ -224,7 +224,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
     logging.getLogger("absl").setLevel(logging.ERROR)  # optax.lookahead warns at each init
-    records.write(FILE, measure())
+    records.write(FILE, measure(), of_all_code=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,16 @@ PACKAGE = ROOT / "coat_jax"
 
 def essence(source: str) -> str:
     """The syntax of a file, without comments, docstrings, and imports, which only say where."""
+    return _written(_bare(source))
+
+
+def parts(source: str) -> list[tuple[ast.stmt, str]]:
+    """The statements of a file's top level that its essence has, each with its own."""
+    return [(statement, _written(statement)) for statement in _bare(source).body]
+
+
+def _bare(source: str) -> ast.Module:
+    """A file without what does not count."""
     tree = ast.parse(source)
     _drop_shapes(tree)
     for node in ast.walk(tree):
@@ -25,7 +35,7 @@ def essence(source: str) -> str:
                 for i, one in enumerate(body)
                 if not isinstance(one, ast.Import | ast.ImportFrom) and not (i == 0 and _text(one))
             ]
-    return _written(tree)
+    return tree
 
 
 def code_hash() -> str:

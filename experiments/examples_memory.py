@@ -16,7 +16,6 @@ import importlib
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +24,7 @@ from experiments.command import parser_of
 from experiments.workers import reason, run_worker
 
 EXAMPLES = ("flax_nnx", "flax_linen", "flax_lora")  # they need Flax and optax only
+SIZES = ("width", "layers", "batch", "length")
 WARM = 3  # steps that compile, or follow them
 
 
@@ -46,19 +46,19 @@ def main() -> None:
         return
     from experiments import records
 
-    sizes = {name: getattr(args, name) for name in ("width", "layers", "batch", "length")}
+    sizes = {name: getattr(args, name) for name in SIZES}
     cases: list[dict[str, Any]] = []
     for name in EXAMPLES:
         for fp8 in (False, True):
-            cases.append({"example": name, "coat_jax": fp8, **in_a_process(name, fp8)})
+            cases.append({"example": name, "coat_jax": fp8, **in_a_process(name, fp8, args)})
             print(" ".join(f"{value!s:>12}" for value in cases[-1].values()), flush=True)
             records.write(args.out / "examples_memory.json", {"sizes": sizes, "cases": cases})
 
 
-def in_a_process(name: str, fp8: bool) -> dict[str, Any]:
-    """What `measure` returns, from a process of its own with these arguments."""
-    which = "--one", name, str(int(fp8))
-    ended = run_worker("experiments.examples_memory", *sys.argv[1:], *which)
+def in_a_process(name: str, fp8: bool, args: argparse.Namespace) -> dict[str, Any]:
+    """What `measure` returns, from a process of its own."""
+    given = [f"--{option}={getattr(args, option)}" for option in (*SIZES, "steps")]
+    ended = run_worker("experiments.examples_memory", *given, "--one", name, str(int(fp8)))
     if not ended.results:
         raise SystemExit(f"{name}: {reason(ended.stderr)}")
     return ended.results[-1]

@@ -58,12 +58,12 @@ def main() -> int:
     figures: Figures = {"code": code_hash()}
     if not options.no_tests:
         figures["tests"] = run_tests(jax.device_count())
-        records.write(options.out / "gpu_suite.json", figures)
+        records.write(options.out / "gpu_suite.json", figures, of_all_code=True)
     if not options.no_benchmark:
         with tempfile.TemporaryDirectory() as cache:
             for name in WORKERS:
                 figures[name] = _cold_and_warm(name, cache, options.small)
-                records.write(options.out / "gpu_suite.json", figures)
+                records.write(options.out / "gpu_suite.json", figures, of_all_code=True)
     failures = failed(figures)
     for failure in failures:
         print(f"FAILED: {failure}")

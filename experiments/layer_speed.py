@@ -6,7 +6,7 @@ and saves less. Measured as the marginal cost of a layer: the difference between
 
     python -m experiments.layer_speed                     on a GPU: Llama-2-7B's layer, all peers
     python -m experiments.layer_speed --table             the paper's four sizes at batches of 4
-                                                          and 8; continues where it was stopped
+                                                          and 8
     python -m experiments.layer_speed --width 64 --sequence 64 --batch 1 --depths 1 2   anywhere
 
 Every framework runs in a process of its own, one after the other on the same device. One that is
@@ -21,17 +21,13 @@ the results is of the whole step: XLA's own account of the program, or torch's a
 
 import argparse
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from experiments.command import parser_of
 from experiments.stacks import Measured, Sizes
-from experiments.workers import reason
+from experiments.workers import reason, run_worker
 
 Case = dict[str, Any]
 BASELINE = "coat_jax BF16"
@@ -67,78 +63,40 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, every: list[Sizes], path: Path) -> None:
-    """Every size by every framework; the results are written after each case."""
+    """Every size by every framework; the results are written after each framework."""
     from experiments import records
 
-    cases, complete = _measured_before(path) if options.table else ([], [])
+    cases: list[Case] = []
     for sizes in every:
         for framework in options.only or FRAMEWORKS:
-            if [framework, *sizes] in complete:
-                continue
             print(
                 f"width {sizes.width}, {sizes.batch} x {sizes.sequence}, {framework}:", flush=True
             )
-            for case in _run_worker(framework, sizes, options.depths):
-                cases.append({"framework": framework, **case})
-                records.write(path, {"cases": cases, "complete": complete})
-            complete.append([framework, *sizes])
-            records.write(path, {"cases": cases, "complete": complete})
+            found = _in_a_process(framework, sizes, options.depths)
+            cases += [{"framework": framework, **case} for case in found]
+            records.write(path, {"cases": cases})
 
 
-def _measured_before(path: Path) -> tuple[list[Case], list[list[Any]]]:
-    """What a run that was stopped had measured of the same code on the same machine, today.
-
-    A framework that it had not finished at some size is measured again, so that all its cases
-    met the same GPU.
-    """
-    from experiments import records
-
-    before = json.loads(path.read_text()) if path.exists() else {}
-    if before.get("parents") != records.parents():
-        return [], []
-    complete = before["figures"]["complete"]
-    cases = [
-        case
-        for case in before["figures"]["cases"]
-        if [case["framework"], *(case[field] for field in Sizes._fields)] in complete
-    ]
-    return cases, complete
-
-
-def _run_worker(framework: str, sizes: Sizes, depths: list[int]) -> Iterator[Case]:
-    """Each case of a framework when it is there, and last why there are no more."""
-    command = [sys.executable, "-m", "experiments.layer_speed", "--worker", framework]
-    for name, value in sizes._asdict().items():
-        command += [f"--{name}", str(value)]
-    command += ["--depths", *map(str, depths)]
+def _in_a_process(framework: str, sizes: Sizes, depths: list[int]) -> list[Case]:
+    """The cases of a framework, and last why there are no more."""
+    given = [f"--{name}={value}" for name, value in sizes._asdict().items()]
+    given += ["--depths", *map(str, depths)]
     # The last line of a traceback tells why: JAX would append one of its own.
-    env = os.environ | {
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
-        "JAX_TRACEBACK_FILTERING": "off",
-    }
-    count = 0
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env) as run,
-    ):
-        assert run.stdout is not None
-        for line in run.stdout:
-            if not line.startswith("{"):
-                continue
-            case = json.loads(line)
-            count += 1
-            print(
-                f"{case['layer']:38} {case['forward_ms']:6.2f} + {case['backward_ms']:6.2f} = "
-                f"{case['ms']:6.2f} ms a layer   "
-                f"saved {case['saved_bytes'] / sizes.unit:5.2f} U",
-                flush=True,
-            )
-            yield case
-        if run.wait():
-            errors.seek(0)
-            why = reason(errors.read())
-            print(f"{framework} stopped after {count} cases: {why}", flush=True)
-            yield {**sizes._asdict(), "layer": framework, "skipped": why}
+    ended = run_worker(
+        "experiments.layer_speed", "--worker", framework, *given, JAX_TRACEBACK_FILTERING="off"
+    )
+    for case in ended.results:
+        print(
+            f"{case['layer']:38} {case['forward_ms']:6.2f} + {case['backward_ms']:6.2f} = "
+            f"{case['ms']:6.2f} ms a layer   "
+            f"saved {case['saved_bytes'] / sizes.unit:5.2f} U",
+            flush=True,
+        )
+    if not ended.code:
+        return ended.results
+    why = reason(ended.stderr)
+    print(f"{framework} stopped after {len(ended.results)} cases: {why}", flush=True)
+    return [*ended.results, {**sizes._asdict(), "layer": framework, "skipped": why}]
 
 
 def _marginal(name: str, measured: Measured) -> Case:

@@ -1,17 +1,16 @@
 """Results files: the figures of an experiment, and where they came from, their "parents".
 
     {"figures": ...,
-     "parents": {"script", "commit", "code", "dirty", "hardware", "versions", "date"}}
+     "parents": {"script", "commit", "code", "ran", "dirty", "hardware", "versions", "date"}}
 
-They leave out names of hosts and users and absolute paths, because they are published. `CHART` is
-the look of the pictures beside them: `with matplotlib.rc_context(records.CHART): ...`.
+`code` is a hash of all of `coat_jax/`; `ran` has those of what ran (see `measured_code`). They
+leave out names of hosts and users and absolute paths, because they are published. `CHART` is the
+look of the pictures beside them: `with matplotlib.rc_context(records.CHART): ...`.
 """
 
 import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -22,20 +21,27 @@ import jax
 
 import coat_jax
 from coat_jax.training.report import chart
+from experiments import machine, measured_code
 from experiments.essence import ROOT, code_hash
-
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
-PEERS = ("jax-triton", "triton", "torch", "torchao", "bitsandbytes")  # where they are installed
 
 # As `coat plot` draws.
 INK, PALE, ACCENT, LINES, CHART = chart.INK, chart.PALE, chart.ACCENT, chart.LINES, chart.CHART
 
 
-def write(path: str | Path, figures: dict[str, Any]) -> None:
-    """Writes `figures` and their parents as JSON, making the folder where there is none."""
+def write(path: str | Path, figures: dict[str, Any], *, of_all_code: bool = False) -> None:
+    """Writes `figures` and their parents as JSON, making the folder where there is none.
+
+    Args:
+        path: of the file.
+        figures: what was measured.
+        of_all_code: whether they are of the whole package: of its tests, or of processes other
+            than workers, which do not report what they ran.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"figures": figures, "parents": parents()}
+    if of_all_code:
+        del record["parents"]["ran"]
     path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
 
 
@@ -52,29 +58,17 @@ def parents() -> dict[str, Any]:
         "script": _script(),
         "commit": copied or head,
         "code": code_hash(),
+        "ran": measured_code.noted(),
         "dirty": None if copied or head is None else _git("status", "--porcelain") != "",
         "hardware": {
             "device": jax.devices()[0].device_kind,
             "devices": jax.device_count(),
-            "cpu": _cpu(),
+            "cpu": machine.cpu(),
             "cores": os.cpu_count(),
         },
-        "versions": {
-            "python": platform.python_version(),
-            "coat_jax": coat_jax.__version__,
-            **{package: importlib.metadata.version(package) for package in PACKAGES},
-            **{peer: version for peer in PEERS if (version := _version(peer))},
-        },
+        "versions": {"coat_jax": coat_jax.__version__, **machine.versions()},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
-
-
-def _version(package: str) -> str | None:
-    """The version of a package; None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _script() -> str:
@@ -90,14 +84,3 @@ def _git(*arguments: str) -> str | None:
     command = ["git", "-C", str(ROOT), *arguments]
     said = subprocess.run(command, capture_output=True, text=True, check=False)
     return said.stdout.strip() if said.returncode == 0 else None
-
-
-def _cpu() -> str:
-    """The processor's model, which Python only knows outside Linux."""
-    listing = Path("/proc/cpuinfo")
-    if not listing.exists():
-        return platform.processor() or platform.machine()
-    names = [
-        line.split(":", 1)[1] for line in listing.read_text().splitlines() if "model name" in line
-    ]
-    return names[0].strip() if names else platform.machine()

@@ -6,71 +6,34 @@
 
 Each measurement is an experiment with a process and GPUs of its own. Where there are enough GPUs,
 several run side by side; a machine with fewer than an experiment needs leaves it out. A results
-file names the code that it measured, as a hash of `coat_jax/`, so a second call continues where the
-first one ended. What an experiment prints and writes is in OUT/unfinished/NAME until it succeeds.
+file names the code that it ran (see `measured_code`), and only a change of that outdates it.
+
+A second call continues where the first one ended. What an experiment prints and writes is in
+OUT/unfinished/NAME until it succeeds, and the cases that it finished are in OUT/unfinished/cases:
+they are not measured again while code, packages and the kind of GPU are the same.
 """
 
 import contextlib
 import importlib.util
-import json
+import math
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from experiments import measured_cases
 from experiments.command import parser_of
-from experiments.essence import ROOT, code_hash
+from experiments.essence import ROOT
+from experiments.measurements import PLAN, Measurement, cases_file, outdated
 from experiments.workers import count_gpus, only
 
 LOG = "log.txt"
 POLL = 0.2  # seconds
-
-
-class Measurement(NamedTuple):
-    """An experiment to run.
-
-    Attributes:
-        result: its results file, without the suffix.
-        command: the module in `experiments`, and its arguments.
-        gpus: how many it needs.
-        seconds: roughly what it takes on H200s.
-        packages: what must be installed for its comparisons.
-    """
-
-    result: str
-    command: str
-    gpus: int
-    seconds: int
-    packages: tuple[str, ...] = ()
-
-
-PLAN = (
-    Measurement(
-        "training_throughput_4_gpus_beside_one", "training_throughput COAT:16 --beside-one", 4, 200
-    ),
-    Measurement("training_throughput_4_gpus", "training_throughput BF16:8 COAT:8", 4, 200),
-    Measurement(
-        "training_throughput_2_gpus_beside_one", "training_throughput COAT:16 --beside-one", 2, 200
-    ),
-    Measurement("communication", "communication", 2, 240),
-    Measurement("muon_step_2_gpus", "muon_step", 2, 240, ("torch",)),
-    Measurement("gpu_suite", "gpu_suite", 1, 360, ("pytest",)),
-    Measurement("layer_table", "layer_speed --table", 1, 660, ("torch", "torchao")),
-    Measurement("optimizer_step", "optimizer_step", 1, 400, ("torch", "torchao", "bitsandbytes")),
-    Measurement("layer_speed", "layer_speed", 1, 300, ("torch", "torchao")),
-    Measurement("training_throughput", "training_throughput", 1, 420),
-    Measurement("muon_step", "muon_step", 1, 240, ("torch",)),
-    Measurement("examples_memory", "examples_memory", 1, 240),
-    Measurement("quantized_generation", "quantized_generation", 1, 900),
-    Measurement("in_place_step", "in_place_step", 1, 180),
-    Measurement("activation_memory", "activation_memory", 1, 120, ("torch", "torchao")),
-    Measurement("group_scaling", "group_scaling", 1, 60),
-)
 
 
 def main() -> int:
@@ -85,18 +48,17 @@ def main() -> int:
     if unknown := [name for name in options.names if name not in known]:
         parser.error(f"{unknown[0]!r} is none of {', '.join(known)}.")
     plan = [known[name] for name in options.names or known]
-    code = code_hash()
     if options.list:
         for measurement in plan:
-            path = options.out / f"{measurement.result}.json"
-            measured = "up to date" if code_of(path) == code else "of other code"
-            state = measured if path.exists() else "missing"
+            state = outdated(measurement, options.out) or "up to date"
+            begun = measured_cases.valid(cases_file(measurement, options.out))
+            kept = f"; cases finished: {len(begun)}" if begun else ""
             needs = f"{measurement.gpus} GPU  {measurement.seconds:4} s"
-            print(f"{measurement.result:40}{needs}  {state}")
+            print(f"{measurement.result:40}{needs}  {state}{kept}")
         return 0
     due = []
     for measurement in plan:
-        if why := why_not(measurement, options.gpus, options.out, code):
+        if why := why_not(measurement, options.gpus, options.out):
             print(f"{measurement.result:40}{why}")
         else:
             due.append(measurement)
@@ -105,21 +67,13 @@ def main() -> int:
     for line, ok in run(due, options.gpus, options.out, deadline):
         print(line, flush=True)
         failed = failed or not ok
+    _forget(options.out)
     return 1 if failed else 0
 
 
-def code_of(path: Path) -> str | None:
-    """The hash of the code that a results file measured; None where it names none."""
-    try:
-        code = json.loads(path.read_text())["parents"].get("code")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return code if isinstance(code, str) else None
-
-
-def why_not(measurement: Measurement, gpus: int, out: Path, code: str) -> str | None:
+def why_not(measurement: Measurement, gpus: int, out: Path) -> str | None:
     """Why a measurement is not run, or None."""
-    if code_of(out / f"{measurement.result}.json") == code:
+    if outdated(measurement, out) is None:
         return "is up to date"
     if measurement.gpus > gpus:
         return f"needs {measurement.gpus} GPUs, and this machine has {gpus}"
@@ -149,40 +103,66 @@ def run(
         A line for each beginning and end, and False for what failed or was stopped.
     """
     waiting = sorted(due, key=lambda m: (-m.gpus, -m.seconds))
+    takes = {measurement: _seconds(measurement, out) for measurement in waiting}
     free, running = list(range(gpus)), list[_Running]()
     try:
         while waiting or running:
-            late = deadline is not None and time.monotonic() > deadline
+            left = math.inf if deadline is None else deadline - time.monotonic()
             # One that needs many GPUs is not overtaken: it would wait until all others are done.
-            while waiting and not late and waiting[0].gpus <= len(free):
-                measurement = waiting.pop(0)
-                taken, free = free[: measurement.gpus], free[measurement.gpus :]
-                running.append(_start(measurement, taken, out))
+            while waiting and left > 0 and waiting[0].gpus <= len(free):
+                alike = [one for one in waiting if one.gpus == waiting[0].gpus]
+                chosen = _first_that_fits(alike, takes, left)
+                if chosen is None:
+                    break
+                waiting.remove(chosen)
+                taken, free = free[: chosen.gpus], free[chosen.gpus :]
+                running.append(_start(chosen, taken, out))
                 on = ", ".join(map(str, taken))
-                yield f"{measurement.result:40}started on GPU {on}", True
+                yield f"{chosen.result:40}started on GPU {on}", True
             time.sleep(POLL)
+            late = deadline is not None and time.monotonic() > deadline
             for one in [one for one in running if late or one.process.poll() is not None]:
                 running.remove(one)
                 free = sorted(free + one.gpus)
                 yield _ended(one, late, out)
-            if late:
-                for measurement in waiting:
-                    yield f"{measurement.result:40}not started: no time is left", False
-                waiting = []
+            left = math.inf if deadline is None else deadline - time.monotonic()
+            for measurement in waiting.copy():
+                if _first_that_fits([measurement], takes, left) is not None:
+                    continue
+                waiting.remove(measurement)
+                yield f"{measurement.result:40}not started: too little time is left", False
     finally:
         for one in running:
             _stop(one.process)
+
+
+def _seconds(measurement: Measurement, out: Path) -> float:
+    """Roughly what is left to measure."""
+    finished = measured_cases.valid(cases_file(measurement, out))
+    done = sum(case["seconds"] for case in finished)
+    return max(measurement.seconds - done, measurement.case or measurement.seconds)
+
+
+def _first_that_fits(
+    waiting: Sequence[Measurement], takes: Mapping[Measurement, float], left: float
+) -> Measurement | None:
+    """One that ends in the time that is left, or else one of which a case does."""
+    ends = (one for one in waiting if takes[one] <= left)
+    begins = (one for one in waiting if one.case is not None and one.case <= left)
+    return next(ends, None) or next(begins, None)
 
 
 def _start(measurement: Measurement, gpus: list[int], out: Path) -> _Running:
     module, *arguments = shlex.split(measurement.command)
     folder = _unfinished(measurement, out)
     folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", f"experiments.{module}", *arguments, "--out", str(folder)]
+    cases = {measured_cases.FILE: str(cases_file(measurement, out))}
     with (folder / LOG).open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", f"experiments.{module}", *arguments, "--out", str(folder)],
+            command,
             cwd=ROOT,
-            env=os.environ | only(gpus),
+            env=os.environ | only(gpus) | cases,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that its workers can be stopped with it
@@ -195,13 +175,25 @@ def _unfinished(measurement: Measurement, out: Path) -> Path:
     return out.absolute() / "unfinished" / measurement.result
 
 
+def _forget(out: Path) -> None:
+    """Removes the cases of which all measurements are up to date."""
+    needed = {cases_file(one, out) for one in PLAN if outdated(one, out)}
+    for file in {cases_file(one, out) for one in PLAN} - needed:
+        file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # something is left, or never was there
+        (out / "unfinished" / "cases").rmdir()
+        (out / "unfinished").rmdir()
+
+
 def _ended(one: _Running, late: bool, out: Path) -> tuple[str, bool]:
     """What became of a measurement, after stopping it if it is too late."""
     name, seconds = one.measurement.result, time.monotonic() - one.begin
     folder = _unfinished(one.measurement, out)
     if one.process.poll() is None and late:
         _stop(one.process)
-        return f"{name:40}stopped after {seconds:.0f} s: no time is left", False
+        finished = len(measured_cases.valid(cases_file(one.measurement, out)))
+        kept = f"; cases finished: {finished}" if one.measurement.case else ""
+        return f"{name:40}stopped after {seconds:.0f} s: no time is left{kept}", False
     if one.process.returncode:
         lines = (folder / LOG).read_text(errors="replace").strip().splitlines()
         why = lines[-1] if lines else f"exit code {one.process.returncode}"

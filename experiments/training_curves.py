@@ -192,7 +192,7 @@ def write(options: argparse.Namespace, tokens: Path) -> None:
     settings = {key: getattr(options, key) for key in ("steps", "batch", "sequence")}
     settings["tokens of text"] = notes["tokens"]
     path = options.out / "training_curves.json"
-    records.write(path, {"settings": settings, "curves": curves})
+    records.write(path, {"settings": settings, "curves": curves}, of_all_code=True)
     base, ours = (curves[name] for name in RUNS)
     last = max(base["held out"])
     print(

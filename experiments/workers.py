@@ -6,8 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from experiments import measured_cases, measured_code
 
 ERROR = re.compile(r"[\w.]*(?:Error|Exception|Exit|Interrupt)\b.*")
 
@@ -26,22 +31,37 @@ class Ended(NamedTuple):
     stderr: str
 
 
-def run_worker(module: str, *arguments: str, **variables: str) -> Ended:
+def run_worker(module: str, *arguments: str, **variables: str | None) -> Ended:
     """Runs `python -m module arguments`, which may use 95 % of each GPU.
+
+    What it ran counts as run by this process. A worker that succeeded before the same measurement
+    was stopped does not run again: see `measured_cases`.
 
     Args:
         module: of the worker.
         arguments: its command line.
-        variables: of its environment, besides those of this process.
+        variables: of its environment, besides those of this process; None: not set there.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"} | variables,
-        check=False,
-    )
+    worker = measured_cases.Worker.of([module, *arguments], variables)
+    if (before := measured_cases.find(worker)) is not None:
+        return Ended(before, 0, "")
+    given = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"} | variables
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "ran.json"
+        given |= {measured_code.REPORT: str(report)}
+        done = subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            capture_output=True,
+            text=True,
+            env={name: value for name, value in given.items() if value is not None},
+            check=False,
+        )
+        ran = json.loads(report.read_text()) if report.exists() else {}
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    measured_code.add(ran)
+    if done.returncode == 0 and results:
+        measured_cases.keep(worker, results, ran, time.perf_counter() - begin)
     return Ended(results, done.returncode, done.stderr)
 
 

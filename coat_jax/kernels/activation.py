@@ -169,7 +169,7 @@ def _forward(
     per_maximum = max(size, COLUMNS_PER_MAXIMUM)
     exact = pass_ == "exact"
     numbers = list(block_numbers(hidden[0].shape, size)) if stochastic else []
-    constants = {"STOCHASTIC": stochastic} if exact else {}
+    constants: dict[str, Any] = {"STOCHASTIC": stochastic} if exact else {}
 
     def run(*arrays: Array) -> list[Array]:
         hidden, numbers = arrays[:count], arrays[count:] or arrays[:1] * 2

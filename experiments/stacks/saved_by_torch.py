@@ -84,5 +84,5 @@ def _allocated(run: Callable[[], Any]) -> int:
 
 if __name__ == "__main__":
     request = json.loads(sys.argv[1])
-    for line in torch_kept(Sizes(**request["sizes"]), request["operators"]):
-        print(json.dumps(line), flush=True)
+    for way, counted, allocated in torch_kept(Sizes(**request["sizes"]), request["operators"]):
+        print(json.dumps({"way": way, "counted": counted, "allocated": allocated}), flush=True)

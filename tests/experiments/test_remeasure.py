@@ -6,10 +6,12 @@ import sys
 import time
 
 import pytest
+import small_repository
 
-from experiments import remeasure
+from experiments import measured_code, measurements, remeasure
 from experiments.essence import ROOT
-from experiments.remeasure import PLAN, Measurement, code_of, run, why_not
+from experiments.measurements import PLAN, Measurement, outdated
+from experiments.remeasure import run, why_not
 from experiments.workers import only
 
 WORKER = """
@@ -24,20 +26,41 @@ figures = {"gpus": os.environ["CUDA_VISIBLE_DEVICES"].split(","), "from": begin,
 (out / f"{name}.json").write_text(json.dumps({"figures": figures, "parents": {"code": "now"}}))
 """
 
+# An experiment of several cases: a measurement that is stopped after some of them.
+OF_CASES = """
+import json, pathlib, sys, time
+from experiments import measured_code
+from experiments.workers import run_worker
+if "--worker" in sys.argv:
+    from coat_jax import ran
+    ran.ran()
+    blocked = pathlib.Path("blocked")
+    time.sleep(60 if blocked.exists() and sys.argv[1] in blocked.read_text() else 0.3)
+    with open("measured", "a") as file:
+        print(sys.argv[1], file=file)
+    print(json.dumps({"case": sys.argv[1]}))
+    raise SystemExit
+out, name = pathlib.Path(sys.argv[sys.argv.index("--out") + 1]), sys.argv[1]
+cases = [run_worker("experiments.of_cases", case, "--worker").results[-1] for case in "abcdefgh"]
+figures, parents = {"cases": cases}, {"code": "now", "ran": measured_code.noted()}
+(out / f"{name}.json").write_text(json.dumps({"figures": figures, "parents": parents}))
+"""
+
 
 @pytest.fixture
 def measure(tmp_path, monkeypatch):
     """Runs pretended measurements of given seconds; returns lines and results."""
-    (tmp_path / "experiments").mkdir()
-    (tmp_path / "experiments" / "__init__.py").touch()
+    small_repository.make(tmp_path)
     (tmp_path / "experiments" / "pretend.py").write_text(WORKER)
+    (tmp_path / "experiments" / "of_cases.py").write_text(OF_CASES)
     monkeypatch.setattr(remeasure, "ROOT", tmp_path)
+    monkeypatch.setattr(measured_code, "ROOT", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
-    def measured(*wanted, gpus=2, deadline=None):
+    def measured(*wanted, gpus=2, deadline=None, guess=None):
         due = [
-            Measurement(name, f"pretend {seconds} {name}", needed, round(seconds))
+            Measurement(name, f"pretend {seconds} {name}", needed, guess or round(seconds))
             for name, needed, seconds in wanted
         ]
         lines = list(run(due, gpus, tmp_path / "out", deadline))
@@ -73,35 +96,140 @@ def test_a_failure_is_named_and_stops_nothing_else(measure, tmp_path):
     assert (tmp_path / "out" / "unfinished" / "broken" / remeasure.LOG).exists()
 
 
-def test_a_measurement_past_the_deadline_is_stopped_without_a_result(measure):
+def test_what_does_not_end_in_time_is_stopped_and_leaves_no_result(measure):
     begin = time.monotonic()
-    lines, results = measure(("slow", 2, 60.0), ("after", 2, 0.1), deadline=time.monotonic() + 0.5)
+    lines, results = measure(
+        ("slow", 2, 60.0), ("after", 2, 60.0), guess=1, deadline=time.monotonic() + 1.5
+    )
     assert time.monotonic() - begin < 30
     assert results == {}
     ended = [line for line, ok in lines if not ok]
     assert len(ended) == 2
-    assert "stopped" in ended[0]
-    assert "not started" in ended[1]
+    assert "not started" in ended[0]
+    assert "stopped" in ended[1]
 
 
-def test_results_of_the_same_code_are_not_measured_again(tmp_path):
+@pytest.fixture
+def long(measure, tmp_path):
+    """Runs a measurement of eight cases of 0.3 s; returns lines and the cases that it measured."""
+
+    def measured(seconds=None):
+        due = [Measurement("long", "of_cases long", 1, 3, 1)]
+        deadline = None if seconds is None else time.monotonic() + seconds
+        lines = list(run(due, 1, tmp_path / "out", deadline))
+        file = tmp_path / "measured"
+        return lines, file.read_text().split() if file.exists() else []
+
+    return measured
+
+
+def test_calls_that_are_too_short_converge(long, tmp_path):
+    lines, measured = long(2.0)  # less than the eight cases sleep
+    assert not lines[-1][1]
+    seconds = 2.0
+    while not lines[-1][1]:
+        assert f"cases finished: {len(measured)}" in lines[-1][0]
+        seconds += 1.0
+        lines, measured = long(seconds)
+    assert measured == list("abcdefgh")
+    figures = json.loads((tmp_path / "out" / "long.json").read_text())["figures"]
+    assert [case["case"] for case in figures["cases"]] == measured
+
+
+def test_a_change_between_two_calls_outdates_cases_that_ran_it(long, tmp_path):
+    (tmp_path / "blocked").write_text("d")
+    _, before = long(6.0)
+    assert 0 < len(before) < 4
+    (tmp_path / "blocked").unlink()
+    small_repository.change(tmp_path, "coat_jax/not_imported.py", "8", "16")
+    small_repository.change(tmp_path, "coat_jax/constants.py", "WIDTH = 8", "WIDTH = 16")
+    lines, after = long()
+    assert lines[-1][1]
+    assert after == [*before, *"abcdefgh"]
+
+
+def test_finished_cases_are_kept_as_long_as_a_measurement_needs_them(long, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        remeasure, "PLAN", tuple(Measurement(name, "of_cases", 1, 3, 1) for name in ("long", "two"))
+    )
+    long()
+    cases = measurements.cases_file(remeasure.PLAN[0], tmp_path / "out")
+    remeasure._forget(tmp_path / "out")
+    assert cases.exists()
+    results = tmp_path / "out" / "long.json"
+    (tmp_path / "out" / "two.json").write_text(results.read_text())
+    remeasure._forget(tmp_path / "out")
+    assert not (tmp_path / "out" / "unfinished").exists()
+
+
+@pytest.mark.parametrize(
+    ("left", "first"),
+    [(1000, "all"), (500, "most"), (150, "of_cases"), (80, "short"), (5, None)],
+)
+def test_what_cannot_end_in_time_is_begun_only_if_a_case_of_it_can(left, first):
+    waiting = [
+        Measurement("all", "pretend", 1, 900),
+        Measurement("of_cases", "pretend", 1, 600, 100),
+        Measurement("most", "pretend", 1, 400),
+        Measurement("short", "pretend", 1, 60),
+    ]
+    if left == 150:
+        waiting.pop()
+    chosen = remeasure._first_that_fits(waiting, {one: one.seconds for one in waiting}, left)
+    assert (chosen and chosen.result) == first
+
+
+def test_what_cannot_end_in_time_is_not_started(measure):
+    lines, results = measure(("slow", 1, 60.0), ("fast", 1, 0.1), deadline=time.monotonic() + 20)
+    assert list(results) == ["fast"]
+    assert [line for line, ok in lines if not ok] == [
+        f"{'slow':40}not started: too little time is left"
+    ]
+
+
+def written(folder, **parents):
+    (folder / "a.json").write_text(json.dumps({"figures": {}, "parents": parents}))
+    return Measurement("a", "pretend", 1, 1)
+
+
+@pytest.fixture
+def notes(tmp_path, monkeypatch):
+    """What a measurement in a small repository ran."""
+    small_repository.make(tmp_path)
+    monkeypatch.setattr(measured_code, "ROOT", tmp_path)
+    return measured_code.noted({"coat_jax/ran.py": ["ran"], "coat_jax/constants.py": []})
+
+
+def test_results_are_outdated_by_a_change_of_what_they_ran(tmp_path, notes):
     one = Measurement("a", "pretend", 1, 1)
-    assert why_not(one, 1, tmp_path, "now") is None
-    (tmp_path / "a.json").write_text(json.dumps({"parents": {"code": "now"}}))
-    assert why_not(one, 1, tmp_path, "now") == "is up to date"
-    assert why_not(one, 1, tmp_path, "later") is None
+    assert outdated(one, tmp_path) == "missing"
+    assert why_not(one, 1, tmp_path) is None
+    written(tmp_path, code="of another day", ran=notes)
+    assert outdated(one, tmp_path) is None
+    assert why_not(one, 1, tmp_path) == "is up to date"
+    small_repository.change(tmp_path, "coat_jax/ran.py", "return 2", "return 3")
+    assert outdated(one, tmp_path) is None
+    small_repository.change(tmp_path, "coat_jax/ran.py", "return Layer()", "return Layer")
+    assert outdated(one, tmp_path) == "of other code: coat_jax/ran.py"
+    assert why_not(one, 1, tmp_path) is None
 
 
-def test_the_reason_names_missing_gpus_and_packages(tmp_path):
-    assert "needs 4 GPUs" in why_not(Measurement("a", "pretend", 4, 1), 2, tmp_path, "now")
-    lacking = Measurement("a", "pretend", 1, 1, ("json", "no_such_package"))
-    assert why_not(lacking, 1, tmp_path, "now") == "needs no_such_package, not installed"
+def test_results_that_do_not_say_what_they_ran_are_of_all_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(measurements, "code_hash", lambda: "now")
+    assert outdated(written(tmp_path, code="now"), tmp_path) is None
+    assert outdated(written(tmp_path, code="before"), tmp_path) == "of other code"
+
+
+def test_what_a_machine_lacks_is_named(tmp_path):
+    assert "needs 4 GPUs" in why_not(Measurement("a", "pretend", 4, 1), 2, tmp_path)
+    lacking = Measurement("a", "pretend", 1, 1, None, ("json", "no_such_package"))
+    assert why_not(lacking, 1, tmp_path) == "needs no_such_package, not installed"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"parents": {}}', '{"parents": {"code": 1}}'])
-def test_a_file_that_names_no_code_is_of_none(tmp_path, text):
+def test_a_file_that_names_no_code_is_outdated(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
-    assert code_of(tmp_path / "a.json") is None
+    assert outdated(Measurement("a", "pretend", 1, 1), tmp_path)
 
 
 def test_gpus_are_counted_among_those_that_are_visible(monkeypatch):

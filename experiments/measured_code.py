@@ -1,0 +1,167 @@
+"""Which code a measurement ran, and whether it is still the same.
+
+A measurement is of the modules of this repository that its processes imported, less the functions
+that did not run. So a change of the command line outdates no measurement of a kernel. What counts,
+by its essence, are statements at the top level, classes, functions that ran, and decorated ones:
+Triton compiles a kernel from its source.
+
+    noted()     {"coat_jax/optax/fused.py": "4f1d2c7b9e03 fused_fp8_adamw _leaves", ...}
+
+a hash for each file, and the functions that it is of. `changed` says which of the hashes are others
+today. Importing `experiments` begins to note what runs; a function is seen once, so that timings do
+not change. Before Python 3.12, which cannot tell, all functions of an imported module count, and
+files that are run without being imported, such as configs, do not.
+
+What writes results and starts processes (`APPARATUS`) does not count.
+"""
+
+import ast
+import atexit
+import functools
+import hashlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import CodeType
+
+from experiments.essence import ROOT, parts
+
+FOLDERS = ("coat_jax", "examples", "experiments")
+APPARATUS = {
+    "coat_jax/training/report/chart.py",
+    *(
+        f"experiments/{name}.py"
+        for name in (
+            "__init__",
+            "command",
+            "essence",
+            "machine",
+            "measured_cases",
+            "measured_code",
+            "records",
+            "row_files",
+            "workers",
+        )
+    ),
+}
+ALL = "*"  # instead of the names of functions
+REPORT = "MEASURED_CODE"  # the environment variable with the file in which a worker says what ran
+TOOL = 3  # of `sys.monitoring`: one that debuggers, coverage and profilers do not use
+
+Ran = dict[str, set[str]]  # functions by file
+
+_ran: Ran = {}
+
+
+def begin() -> None:
+    """Notes from now on which functions run; at its end, a worker reports them."""
+    if _can_tell() and sys.monitoring.get_tool(TOOL) is None:
+        start = sys.monitoring.events.PY_START
+        sys.monitoring.use_tool_id(TOOL, __name__)
+        sys.monitoring.register_callback(TOOL, start, _note)
+        sys.monitoring.set_events(TOOL, start)
+    if path := os.environ.pop(REPORT, None):  # not for processes that the worker starts
+        atexit.register(_report, Path(path))
+
+
+def _can_tell() -> bool:
+    return sys.version_info >= (3, 12)
+
+
+def _note(code: CodeType, _: int) -> object:
+    if file := _within(code.co_filename):
+        names = _ran.setdefault(file, set())  # also a config, which is run and not imported
+        name = code.co_qualname.partition(".<locals>")[0]
+        # Methods have a dot: classes count as a whole. The code of a class has its name.
+        if code.co_flags & inspect.CO_OPTIMIZED and name.isidentifier():
+            names.add(name)
+    return sys.monitoring.DISABLE
+
+
+@functools.cache
+def _within(filename: str) -> str | None:
+    """A file of the repository that counts, as a path within it."""
+    path = Path(filename)
+    if not path.is_absolute() or not path.is_relative_to(ROOT):
+        return None
+    name = path.relative_to(ROOT).as_posix()
+    return name if name.startswith(tuple(f"{folder}/" for folder in FOLDERS)) else None
+
+
+def ran() -> Ran:
+    """What ran in this process, and in those of which `add` told, up to now."""
+    modules = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    imported = {file for module in modules if module and (file := _within(module))}
+    found = {file: set(_ran.get(file, ())) for file in imported | _ran.keys()}
+    if not _can_tell():
+        for file in imported:
+            found[file].add(ALL)
+    return {file: names for file, names in found.items() if file not in APPARATUS}
+
+
+def add(other: Mapping[str, Iterable[str]]) -> None:
+    """Counts what ran in another process as if it had run in this one."""
+    for file, names in other.items():
+        _ran.setdefault(file, set()).update(names)
+
+
+def add_all_of(filename: str) -> None:
+    """Counts a whole file, which runs in processes that report nothing."""
+    if file := _within(filename):
+        add({file: [ALL]})
+
+
+def _report(path: Path) -> None:
+    path.write_text(json.dumps({file: sorted(names) for file, names in ran().items()}))
+
+
+def noted(found: Mapping[str, Iterable[str]] | None = None) -> dict[str, str]:
+    """What ran, by default up to now, with the hash of each file."""
+    notes = {}
+    for file, names in sorted((ran() if found is None else found).items()):
+        digest = _digest(file, frozenset(names))
+        if digest is not None:
+            notes[file] = " ".join([digest, *sorted(names)])
+    return notes
+
+
+def functions(notes: Mapping[str, str]) -> dict[str, list[str]]:
+    """The functions of notes, which `add` takes."""
+    return {file: note.split()[1:] for file, note in notes.items()}
+
+
+def changed(notes: Mapping[str, str]) -> list[str]:
+    """The files that do something else today than when these notes were made."""
+    return [
+        file
+        for file, note in notes.items()
+        if _digest(file, frozenset(note.split()[1:])) != note.split()[0]
+    ]
+
+
+def _digest(file: str, names: frozenset[str]) -> str | None:
+    """A hash of what counts of a file, if these functions ran; None if nothing does."""
+    path = ROOT / file
+    statements = _statements(path.read_text("utf-8")) if path.exists() else []
+    counting = [what for name, what in statements if not name or name in names or ALL in names]
+    if not counting:
+        return None
+    return hashlib.sha256("\n".join(counting).encode()).hexdigest()[:12]
+
+
+@functools.cache
+def _statements(source: str) -> list[tuple[str | None, str]]:
+    """The essence of each statement at the top level, and the function that must run for it."""
+    found: list[tuple[str | None, str]] = []
+    for statement, what in parts(source):
+        match statement:
+            case ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]):
+                found.append((statement.name, what))
+            case ast.Assign(targets=[ast.Name(id="__all__" | "__version__")]):
+                pass
+            case _:
+                found.append((None, what))
+    return found

@@ -1,0 +1,86 @@
+"""What needs GPUs to be measured, and whether its results are those of today's code."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from experiments import measured_code
+from experiments.essence import code_hash
+
+
+class Measurement(NamedTuple):
+    """An experiment to run.
+
+    Attributes:
+        result: its results file, without the suffix.
+        command: the module in `experiments`, and its arguments.
+        gpus: how many it needs.
+        seconds: roughly what it takes on H200s.
+        case: roughly what its longest case takes; None if nothing is left of one that is stopped.
+        packages: what must be installed for its comparisons.
+    """
+
+    result: str
+    command: str
+    gpus: int
+    seconds: int
+    case: int | None = None
+    packages: tuple[str, ...] = ()
+
+
+PLAN = (
+    Measurement(
+        "training_throughput_4_gpus_beside_one",
+        "training_throughput COAT:16 --beside-one",
+        4,
+        200,
+        120,
+    ),
+    Measurement("training_throughput_4_gpus", "training_throughput BF16:8 COAT:8", 4, 200, 120),
+    Measurement(
+        "training_throughput_2_gpus_beside_one",
+        "training_throughput COAT:16 --beside-one",
+        2,
+        200,
+        120,
+    ),
+    Measurement("communication", "communication", 2, 240, 60),
+    Measurement("muon_step_2_gpus", "muon_step", 2, 240, 90, ("torch",)),
+    Measurement("gpu_suite", "gpu_suite", 1, 360, None, ("pytest",)),
+    Measurement("layer_table", "layer_speed --table", 1, 660, 180, ("torch", "torchao")),
+    Measurement(
+        "optimizer_step", "optimizer_step", 1, 400, 150, ("torch", "torchao", "bitsandbytes")
+    ),
+    Measurement("layer_speed", "layer_speed", 1, 300, 180, ("torch", "torchao")),
+    Measurement("training_throughput", "training_throughput", 1, 560, 120),
+    Measurement("muon_step", "muon_step", 1, 240, 90, ("torch",)),
+    Measurement("examples_memory", "examples_memory", 1, 240, 60),
+    Measurement("quantized_generation", "quantized_generation", 1, 900, 150),
+    Measurement("in_place_step", "in_place_step", 1, 180, 30),
+    Measurement("activation_memory", "activation_memory", 1, 120, None, ("torch", "torchao")),
+    Measurement("group_scaling", "group_scaling", 1, 60),
+)
+
+
+def outdated(measurement: Measurement, out: Path) -> str | None:
+    """Why results are not those of today's code; None if they are."""
+    path = out / f"{measurement.result}.json"
+    if not path.exists():
+        return "missing"
+    try:
+        parents = json.loads(path.read_text())["parents"]
+        code, ran = parents.get("code"), parents.get("ran")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "cannot be read"
+    if ran:
+        files = measured_code.changed(ran)
+        more = f" and {len(files) - 3} more" if len(files) > 3 else ""
+        return f"of other code: {', '.join(files[:3])}{more}" if files else None
+    return None if code == code_hash() else "of other code"
+
+
+def cases_file(measurement: Measurement, out: Path) -> Path:
+    """The file of finished cases, which measurements share whose cases may be the same."""
+    module = measurement.command.split()[0]
+    name = f"{module}_{measurement.gpus}_gpus.jsonl"
+    return out.absolute() / "unfinished" / "cases" / name
