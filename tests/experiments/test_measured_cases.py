@@ -108,7 +108,7 @@ def test_without_a_file_nothing_is_remembered(measured, monkeypatch):
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["measured", "remembered"])
-def test_what_a_worker_ran_counts_as_run_by_the_experiment(measured, monkeypatch, before):
+def test_code_that_a_worker_ran_counts_as_run_by_the_experiment(measured, monkeypatch, before):
     if before:
         measured("a")
         monkeypatch.setattr(measured_code, "_ran", {})

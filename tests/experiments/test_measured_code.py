@@ -51,7 +51,7 @@ def test_nothing_changed(notes):
         ("constants", "WIDTH = 8", "WIDTH = 16"),
     ],
 )
-def test_what_ran_outdates(repository, notes, file, before, after):
+def test_a_change_of_code_that_ran_outdates(repository, notes, file, before, after):
     change(repository, f"coat_jax/{file}.py", before, after)
     assert measured_code.changed(notes) == [f"coat_jax/{file}.py"]
 
@@ -64,7 +64,7 @@ def test_what_ran_outdates(repository, notes, file, before, after):
         ("constants", "WIDTH = 8", "WIDTH = 8  # columns"),
     ],
 )
-def test_what_did_not_run_does_not(repository, notes, file, before, after):
+def test_a_change_of_code_that_did_not_run_outdates_nothing(repository, notes, file, before, after):
     change(repository, f"coat_jax/{file}.py", before, after)
     assert measured_code.changed(notes) == []
 

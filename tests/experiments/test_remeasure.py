@@ -96,7 +96,7 @@ def test_a_failure_is_named_and_stops_nothing_else(measure, tmp_path):
     assert (tmp_path / "out" / "unfinished" / "broken" / remeasure.LOG).exists()
 
 
-def test_what_does_not_end_in_time_is_stopped_and_leaves_no_result(measure):
+def test_a_measurement_past_the_deadline_is_stopped_without_a_result(measure):
     begin = time.monotonic()
     lines, results = measure(
         ("slow", 2, 60.0), ("after", 2, 60.0), guess=1, deadline=time.monotonic() + 1.5
@@ -166,7 +166,7 @@ def test_finished_cases_are_kept_as_long_as_a_measurement_needs_them(long, tmp_p
     ("left", "first"),
     [(1000, "all"), (500, "most"), (150, "of_cases"), (80, "short"), (5, None)],
 )
-def test_what_cannot_end_in_time_is_begun_only_if_a_case_of_it_can(left, first):
+def test_a_measurement_that_cannot_end_in_time_is_begun_only_if_a_case_of_it_can(left, first):
     waiting = [
         Measurement("all", "pretend", 1, 900),
         Measurement("of_cases", "pretend", 1, 600, 100),
@@ -179,7 +179,7 @@ def test_what_cannot_end_in_time_is_begun_only_if_a_case_of_it_can(left, first):
     assert (chosen and chosen.result) == first
 
 
-def test_what_cannot_end_in_time_is_not_started(measure):
+def test_a_measurement_that_cannot_end_in_time_is_not_started(measure):
     lines, results = measure(("slow", 1, 60.0), ("fast", 1, 0.1), deadline=time.monotonic() + 20)
     assert list(results) == ["fast"]
     assert [line for line, ok in lines if not ok] == [
@@ -220,7 +220,7 @@ def test_results_that_do_not_say_what_they_ran_are_of_all_code(tmp_path, monkeyp
     assert outdated(written(tmp_path, code="before"), tmp_path) == "of other code"
 
 
-def test_what_a_machine_lacks_is_named(tmp_path):
+def test_the_reason_names_missing_gpus_and_packages(tmp_path):
     assert "needs 4 GPUs" in why_not(Measurement("a", "pretend", 4, 1), 2, tmp_path)
     lacking = Measurement("a", "pretend", 1, 1, None, ("json", "no_such_package"))
     assert why_not(lacking, 1, tmp_path) == "needs no_such_package, not installed"
