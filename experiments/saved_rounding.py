@@ -1,6 +1,6 @@
 """Why saved activations are rounded stochastically: what rounding does to the weights' gradients.
 
-    python -m experiments.saved_rounding                 three minutes on two CPU cores
+    python -m experiments.saved_rounding                 four minutes on two CPU cores
     python -m experiments.saved_rounding --steps 20 --batches 4
 
 A small Llama learns from real text in FP32. Now and then the gradients of its layers' weights are
@@ -181,7 +181,7 @@ def draw(figures: Figures, path: Path) -> None:
     styles = {"of a batch": "--", "of the mean": "-"}
     colors = {"to nearest": records.INK, "stochastic": records.ACCENT}
     with plt.rc_context(records.CHART):
-        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+        figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
         for name, error in itertools.product(ROUNDINGS, ERRORS):
             curve = [100 * one["error"][name][error] for one in figures["found"]]
             words = f"{name}, error {error}"
@@ -192,7 +192,7 @@ def draw(figures: Figures, path: Path) -> None:
         axes.set_yscale("log")
         axes.set_xlabel("step of training")
         axes.set_ylabel("error of the weights' gradients, %")
-        figure.legend(loc="outside lower center", ncols=2)
+        figure.legend(loc="outside lower center", ncols=2, fontsize=9)
         figure.savefig(path)
 
 

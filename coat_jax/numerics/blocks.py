@@ -66,7 +66,9 @@ def to_blocks(
     # Rounded before the cast, so that `from_blocks` in the same program gives rounded values.
     codes = grouped * _inverse_power(exponents)[..., None]
     if stochastic:
-        codes = round_at_random(codes, dtype, of_places(run_numbers(exponents.shape), size))
+        codes = round_at_random(
+            codes, dtype, of_places(run_numbers(exponents.shape), grouped.shape[-1])
+        )
     else:
         codes = nearest(codes, dtype)
     codes = join_groups(codes.astype(codes_dtype(dtype)), x.shape)

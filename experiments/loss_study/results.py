@@ -83,7 +83,7 @@ def _completed(row: Row) -> Row:
     definition = dict(row["definition"])
     for name in ("precision", "start"):
         precision = definition.get(name)
-        if precision is not None and "stochastic" not in precision:
+        if isinstance(precision, dict) and "stochastic" not in precision:
             saves = precision["block"] is not None or precision["attention_block"] is not None
             definition[name] = precision | {"stochastic": not saves}
     return row | {"definition": definition}

@@ -87,7 +87,8 @@ def test_all_that_a_precision_rounds_has_a_name(precision, layers, of_layer, oth
         assert 0 <= statistics.headroom < 4, name
         # E4M3 rounds within 2^-4 of a value and E5M2 within 2^-3; evenly spread, a bit less than
         # half of that. What is multiplied may have been rounded before, to codes of the same kind.
-        most = 2.0**-3 if name.endswith("gradient") else 2.0**-4
+        # Stochastic rounding goes twice as far.
+        most = 2.0**-3 if name.endswith(("gradient", "saved")) else 2.0**-4
         assert statistics.error < 0.55 * most, name
 
 
@@ -116,11 +117,11 @@ def test_layers_that_are_computed_again_are_seen_once(unrolled, scan):
 
 @pytest.mark.parametrize("scan", [False, True])
 def test_layers_that_save_their_input_alone_are_seen_in_the_backward_pass(unrolled, scan):
-    """Whose values differ a little, since layers begin with a rounded input."""
+    """Whose values differ, since layers begin with a rounded input, which they save as it is."""
     found = measured(model_of(remat="layer_fp8", scan=scan))
     assert set(found) == set(unrolled) | {"recompute/saved"}
     for name in unrolled:
-        assert found[name].error == pytest.approx(unrolled[name].error, rel=0.2, abs=0.03), name
+        assert found[name].error == pytest.approx(unrolled[name].error, rel=0.2, abs=0.04), name
 
 
 def test_statistics_do_not_depend_on_the_mesh(unrolled):

@@ -54,14 +54,6 @@ def cost(arm: str) -> tuple[float, float]:
     return percent(effects(*STUDY).effects[arm])
 
 
-def cost_midway(arm: str) -> tuple[float]:
-    """What an arm costs in the middle tenth of the run, in percent."""
-    rows = runs(*STUDY)
-    curve = statistics.gap(rows, arm, results.baselines_of(rows))
-    steps = len(curve)
-    return (100 * float(curve[round(0.45 * steps) : round(0.55 * steps)].mean()),)
-
-
 def extremes() -> tuple[float, float]:
     """How far single runs end below and above the baselines of their seed, in percent."""
     rows = runs(*STUDY)
@@ -81,17 +73,16 @@ def band() -> float:
     return 100 * comparison.noise.band(4, comparison.baselines)
 
 
-def cost_of_rounded_forward() -> tuple[float, float, float]:
-    """Over how many seeds, by how much, and half of the interval: above an exact forward pass."""
-    compared = statistics.compare(runs(*STUDY), ["activations"])
-    effect = compared.effects["activations_rounded_forward"]
-    return effect.seeds, *percent(effect)
+def cost_above(other: str, arm: str) -> tuple[float, float, float]:
+    """By how much an arm ends above another one, half of the interval, and over how many seeds."""
+    effect = statistics.compare(runs(*STUDY), [other]).effects[arm]
+    return *percent(effect), effect.seeds
 
 
 def cost_of_evaluating_rounded() -> float:
     """How much held-out loss a rounded forward pass adds to networks that were trained without."""
     rounded, exact = statistics.held_out("coat"), statistics.held_out("own")
-    networks = [row for row in runs(*STUDY) if row["arm"] == "activations"]
+    networks = [row for row in runs(*STUDY) if row["arm"] == "activations_nearest"]
     gaps = [math.log(rounded(row) / exact(row)) for row in networks]
     return 100 * sum(gaps) / len(gaps)
 
@@ -130,12 +121,16 @@ def larger_seeds() -> list[list[str]]:
     """What each seed of the larger model says alone."""
     rows, baselines = _larger()
     gaps = statistics.above(rows, baselines)
-    table = [["seed", "between two BF16 runs", "COAT", "COAT, first quarter in BF16"]]
-    for seed in sorted(gaps["coat"]):
-        base, other, coat, after = (
-            100 * gaps[arm][seed][0] for arm in ("bf16", "bf16_ulp", "coat", "coat_after_bf16")
-        )
-        table.append([str(seed), f"{abs(base - other):.2f} %", f"{coat:+.2f} %", f"{after:+.2f} %"])
+    arms = {
+        "COAT": "coat",
+        "rounded to nearest": "coat_nearest",
+        "to nearest, first quarter in BF16": "coat_after_bf16_nearest",
+    }
+    table = [["seed", "between two BF16 runs", *arms]]
+    for seed in sorted(gaps["coat_nearest"]):
+        base, other = (100 * gaps[arm][seed][0] for arm in ("bf16", "bf16_ulp"))
+        costs = (f"{100 * gaps[arm][seed][0]:+.2f} %" for arm in arms.values())
+        table.append([str(seed), f"{abs(base - other):.2f} %", *costs])
     return table
 
 

@@ -3,33 +3,44 @@
 from experiments import tradeoff
 from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured import loss_study
+from experiments.figures.measured.files import of
 from experiments.figures.measured.loss_study import LARGER, STUDY
 from experiments.figures.pages.reasons import PAPER, SETTING
 
 # Arms of loss_study, in words, by table.
 PARTS = {
     "moments": "8-bit moments",
+    "saved": "saved activations in FP8",
     "products": "FP8 products",
     "products_e4m3_gradients": "FP8 products, gradients in E4M3",
-    "saved": "saved activations in FP8",
-    "saved_rounded_forward": "saved activations in FP8, forward pass rounded",
-    "activations": "FP8 products and saved activations",
-    "activations_rounded_forward": "the same, forward pass rounded",
-    "activations_e4m3_gradients": "the same, gradients in E4M3",
-    "activations_lean": "FP8 products and saved activations, as in `COAT_LEAN`",
     "coat": "all of COAT",
-    "coat_rounded_forward": "all of COAT, forward pass rounded (`COAT_PAPER`)",
-    "coat_e4m3_gradients": "all of COAT, gradients in E4M3",
+    "coat_after_bf16": "BF16 in the first quarter, all of COAT after it",
     "coat_lean": "all of `COAT_LEAN`",
 }
+NEAREST = {
+    "saved_nearest": "saved activations in FP8",
+    "saved_rounded_forward": "the same, forward pass rounded",
+    "activations_nearest": "FP8 products and saved activations",
+    "activations_rounded_forward": "the same, forward pass rounded",
+    "activations_e4m3_gradients_nearest": "the same, gradients in E4M3",
+    "coat_nearest": "all of COAT",
+    "coat_rounded_forward": "all of COAT, forward pass rounded (`COAT_PAPER`)",
+    "coat_e4m3_gradients_nearest": "all of COAT, gradients in E4M3",
+    "coat_lean_nearest": "all of `COAT_LEAN`",
+}
 WHEN = {
-    "bf16_after_activations": "products and activations in the first quarter, BF16 after it",
-    "activations_after_saved": "saved activations in the first quarter, products too after it",
-    "activations_after_products": "products in the first quarter, saved activations too after it",
-    "activations_after_bf16_tenth": "BF16 in the first tenth, products and activations after it",
-    "activations_after_bf16": "BF16 in the first quarter, products and activations after it",
-    "coat_after_bf16": "BF16 in the first quarter, all of COAT after it",
-    "coat_lean_after_bf16": "BF16 in the first quarter, all of `COAT_LEAN` after it",
+    "bf16_after_activations_nearest": "products and activations in the first quarter, BF16 after "
+    "it",
+    "activations_after_saved_nearest": "saved activations in the first quarter, products too after "
+    "it",
+    "activations_after_products_nearest": "products in the first quarter, saved activations too "
+    "after it",
+    "activations_after_bf16_tenth_nearest": "BF16 in the first tenth, products and activations "
+    "after it",
+    "activations_after_bf16_nearest": "BF16 in the first quarter, products and activations after "
+    "it",
+    "coat_after_bf16_nearest": "BF16 in the first quarter, all of COAT after it",
+    "coat_lean_after_bf16_nearest": "BF16 in the first quarter, all of `COAT_LEAN` after it",
 }
 MUON = {"fp8_muon": "8-bit states, BF16 products"}
 
@@ -47,6 +58,24 @@ def table(arms: dict[str, str], *, muon: bool = False) -> list[list[str]]:
     return rows
 
 
+def rounding() -> list[list[str]]:
+    """How far gradients are from exact by rounding, over one batch and over many."""
+    figures = of("saved_rounding")
+    many = f"mean of {figures['batches']} batches"
+    columns = [
+        (how, error)
+        for how in figures["found"][0]["error"]
+        for error in ("of a batch", "of the mean")
+    ]
+    names = (f"{how}, {'one batch' if error == 'of a batch' else many}" for how, error in columns)
+    rows = [["step", "in common", *names]]
+    for one in figures["found"]:
+        shares = one["in common"]
+        errors = (f"{100 * one['error'][how][error]:.1f} %" for how, error in columns)
+        rows.append([str(one["step"]), f"{100 * sum(shares) / len(shares):.0f} %", *errors])
+    return rows
+
+
 PAGE = Page(
     "docs/loss.md",
     [
@@ -57,23 +86,29 @@ PAGE = Page(
         ),
         Given("with 95 % intervals", SETTING),
         Table("loss_parts", lambda: table(PARTS)),
+        Table("loss_nearest", lambda: table(NEAREST)),
         Table("loss_when", lambda: table(WHEN)),
+        Table("saved_rounding", rounding),
+        Sentence(
+            "Rounded to nearest, as in the paper, they [cost](#why-rounding-to-nearest-costs) "
+            "{:+.2f} % ± {:.2f}",
+            lambda: loss_study.cost("saved_nearest"),
+        ),
+        Sentence(
+            "nearest, COAT ends {:+.2f} % ± {:.2f} above COAT with stochastic rounding",
+            lambda: loss_study.cost_above("coat", "coat_nearest")[:2],
+        ),
         Sentence(
             "runs of different seeds end between {:.1f} % below BF16 and {:.1f} % above it",
             loss_study.extremes,
         ),
         Sentence(
-            "With this start, all of COAT ends {:+.2f} % ± {:.2f} above BF16",
+            "the spread between seeds: COAT then ends {:+.2f} % ± {:.2f} above BF16",
             lambda: loss_study.cost("coat_after_bf16"),
         ),
         Sentence(
-            "after {:+.2f} % in the middle of the run",
-            lambda: loss_study.cost_midway("coat_after_bf16"),
-        ),
-        Sentence("cost about {:.2f} % together", lambda: loss_study.cost("activations")[:1]),
-        Sentence(
-            "Over {:.0f} seeds a rounded one (`COAT_PAPER`) ends {:+.2f} % ± {:.2f} above it",
-            loss_study.cost_of_rounded_forward,
+            "a rounded one (`COAT_PAPER`) ends {:+.2f} % ± {:.2f} above it, over {:.0f} seeds",
+            lambda: loss_study.cost_above("activations_nearest", "activations_rounded_forward"),
         ),
         Sentence(
             "trained with the exact one have a held-out loss {:.2f} % higher if they are evaluated",
@@ -94,8 +129,12 @@ PAGE = Page(
             lambda: loss_study.larger("coat"),
         ),
         Sentence(
-            "quarter in BF16 it ends {:+.2f} % ± {:.2f} above",
-            lambda: loss_study.larger("coat_after_bf16"),
+            "rounded to nearest it ended {:+.2f} % ± {:.2f} above",
+            lambda: loss_study.larger("coat_nearest"),
+        ),
+        Sentence(
+            "with the first quarter in BF16 {:+.2f} % ± {:.2f}.",
+            lambda: loss_study.larger("coat_after_bf16_nearest"),
         ),
         Sentence("may end {:.2f} % apart by rounding alone", loss_study.larger_apart),
         Sentence(
