@@ -109,6 +109,33 @@ def test_an_arm_that_was_renamed_has_the_name_of_today(tmp_path: Path):
     assert sorted(row["arm"] for row in results.read([file])) == ["coat_rounded_forward", "lost"]
 
 
+def test_versions_of_the_code_that_train_alike_are_one_arm():
+    older, newer = next(iter(results.ALIKE.items()))
+    rows = [measured("coat", 0) | {"code": older}, measured("coat", 1) | {"code": newer}]
+    other = measured("coat", 2) | {"code": "another"}
+    (group,) = results.conditions_of([*rows, other]).values()
+    names = {row["seed"]: row["arm"] for row in group}
+    assert names[0] == names[1] != names[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "today"),
+    [
+        ("coat", "coat_nearest"),
+        ("coat_after_bf16", "coat_after_bf16_nearest"),
+        ("coat_rounded_forward", "coat_rounded_forward"),
+        ("products", "products"),
+    ],
+)
+def test_a_row_that_names_no_rounding_saved_to_nearest(tmp_path: Path, name: str, today: str):
+    row = measured(name, 0)
+    for field in ("precision", "start"):
+        if row["definition"][field] is not None:
+            del row["definition"][field]["stochastic"]
+    results.write(tmp_path / results.FILE, [row])
+    assert [row["arm"] for row in results.read([tmp_path / results.FILE])] == [today]
+
+
 def test_a_start_is_a_precision_of_the_first_steps():
     started = precisions_of(arms.ARMS["coat_after_bf16"], 400)
     assert started == {0: coat.BF16, 100: coat.COAT}

@@ -140,4 +140,9 @@ FIGURES: list[Figure] = [
         "are rounded stochastically",
         lambda: tuple(of("gpu_suite")["optimizer"]["ms"].values()),
     ),
+    Sentence(
+        "The four layers take {:.1f} ms, forward and backward; in `COAT_PAPER`, which rounds saved "
+        "activations to nearest, they take {:.1f} ms",
+        lambda: tuple(of("gpu_suite")["stacks"]["ms"][name] for name in ("COAT", "COAT_PAPER")),
+    ),
 ]
