@@ -49,6 +49,8 @@ class Arm:
         microbatches: how many times more microbatches a batch is divided into. More than one
             changes only the order in which gradients are summed.
         perturbed: whether each initial parameter moves by one unit in the last place.
+        shaken: which of several random changes of the initial parameters, by 1 % each, is made; 0
+            is none. Two such runs are as good as each other, and as far apart as chance makes them.
         baseline: whether this arm differs from the default, or from that of its optimizer, by
             rounding only.
     """
@@ -61,6 +63,7 @@ class Arm:
     start_share: float = 0.25
     microbatches: int = 1
     perturbed: bool = False
+    shaken: int = 0
     baseline: bool = False
 
 

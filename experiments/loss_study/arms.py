@@ -40,6 +40,9 @@ ARMS: dict[str, Arm] = {
     "bf16_ulp": replace(BASE, perturbed=True),
     "bf16_microbatches": replace(BASE, microbatches=2),
     "bf16_fused": replace(BASE, moments=Storage(min_size=NEVER)),
+    # As good as the baselines, but further apart: how far runs end apart by chance.
+    "bf16_shaken": replace(BASE, shaken=1, baseline=False),
+    "bf16_shaken_again": replace(BASE, shaken=2, baseline=False),
     # COAT and its halves.
     "coat": BOTH,
     "coat_lean": replace(BOTH, precision=coat.COAT_LEAN),

@@ -50,6 +50,7 @@ from experiments.loss_study.rows import held_out_batches, placed_rows, row_order
 # Besides the precision of the arm itself; "coat" continues with the rounded values.
 FORWARDS = {"bf16": BF16, "coat": COAT_PAPER}
 BEHIND = 2  # steps that are started before the loss of one is read
+SHAKE = 0.01  # the deviation of a random change of an initial parameter, as a share of it
 SAY_EVERY = 3.0  # seconds
 STOPPED = 143  # the exit status of a run that was stopped, as after SIGTERM
 
@@ -212,10 +213,15 @@ def _in_precision(precision: Precision, run: Prepared) -> Prepared:
 
 
 def first_state(run: Prepared, job: Job) -> State:
-    """The state before the first step, whose parameters are those of all arms of the seed."""
-    state = run.new_state()
-    if arms.ARMS[job.arm].perturbed:
+    """The state before the first step: all arms of a seed begin from the same parameters.
+
+    Some are changed a little, as the arm says.
+    """
+    arm, state = arms.ARMS[job.arm], run.new_state()
+    if arm.perturbed:
         state = state._replace(params=perturbed(state.params, job.seed))
+    if arm.shaken:
+        state = state._replace(params=shaken(state.params, job.seed, arm.shaken))
     return state
 
 
@@ -229,6 +235,18 @@ def perturbed(params: Any, seed: int) -> Any:
 
     leaves, structure = jax.tree.flatten(params)
     return jax.tree.unflatten(structure, [moved(*pair) for pair in enumerate(leaves)])
+
+
+def shaken(params: Any, seed: int, which: int) -> Any:
+    """Each parameter changed by a random share of it; the shares have the deviation `SHAKE`."""
+
+    def changed(index: int, leaf: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed * 10_000 + index), which)
+        share = 1 + SHAKE * jax.random.normal(key, leaf.shape, jnp.float32)
+        return jax.device_put((leaf * share).astype(leaf.dtype), leaf.sharding)
+
+    leaves, structure = jax.tree.flatten(params)
+    return jax.tree.unflatten(structure, [changed(*pair) for pair in enumerate(leaves)])
 
 
 def say_progress(folder: Path, step: int, of: int, loss: float) -> None:

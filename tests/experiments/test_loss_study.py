@@ -297,6 +297,20 @@ def test_perturbed_parameters_differ_by_one_unit_in_the_last_place():
         assert {*np.sign(np.asarray(moved[name]) - np.asarray(leaf))} == {-1, 1}
 
 
+def test_shaken_parameters_differ_by_one_percent_and_from_each_other():
+    import jax.numpy as jnp
+
+    params = {"a": jnp.linspace(1.0, 2.0, 4096), "b": jnp.ones([4096], jnp.bfloat16)}
+    one, two = (one_run.shaken(params, 0, which) for which in (1, 2))
+    for name, leaf in params.items():
+        shares = [np.asarray(x[name] / leaf, np.float32) - 1 for x in (one, two)]
+        assert np.std(shares, axis=1) == pytest.approx([one_run.SHAKE] * 2, rel=0.1)
+        assert abs(np.corrcoef(shares)[0, 1]) < 0.1
+        assert one[name].dtype == leaf.dtype
+    again = one_run.shaken(params, 0, 1)
+    np.testing.assert_array_equal(one["a"], again["a"])
+
+
 def test_separate_formats_in_fp32_are_adam():
     import jax.numpy as jnp
     import optax
