@@ -198,6 +198,14 @@ def test_recomputed_activations_fit_the_scale_of_the_forward_pass(name, count):
         assert np.max(np.abs(got - want)) <= 2**-4 * np.max(np.abs(want))
 
 
+def test_what_the_forward_pass_sees_is_rounded_to_nearest():
+    """Whatever the precision says: stochastic rounding is for what the gradient alone sees."""
+    rounded = dataclasses.replace(coat.COAT_LEAN, exact_forward=False)
+    nearest = dataclasses.replace(rounded, stochastic=False)
+    values = (quick_jit(ops_with_norms(precision))(X) for precision in (rounded, nearest))
+    assert_equal(*values)
+
+
 def test_saved_values_are_the_same():
     """Blocks of the same input, in both forms of COAT."""
     hidden = [draw(i, (1, 8, 64)) for i in range(2)]

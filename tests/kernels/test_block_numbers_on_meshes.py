@@ -1,0 +1,78 @@
+"""A kernel on a shard knows the numbers of its blocks in the whole array.
+
+Stochastic rounding takes its random bits from them, so a mesh must not change them. Kernels do not
+run here: in their place stands a function that returns the numbers they were given.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from coat_jax import E4M3
+from coat_jax.kernels import activation, norm
+
+SIZE = 16
+SPECS = [
+    P(),
+    P("data"),
+    P("data", "tensor"),
+    P(("data", "fsdp")),
+    P(None, "fsdp", "tensor"),
+    P("data", None, "tensor"),
+    P(None, None, ("fsdp", "tensor")),
+]
+specs = pytest.mark.parametrize("spec", SPECS, ids=str)
+
+
+def sharded(shape, spec):
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    return jax.device_put(jnp.ones(shape, jnp.bfloat16), NamedSharding(mesh, spec))
+
+
+def returning(numbers_of):
+    """A `launch` whose results are zeros, but for exponents: numbers of blocks, modulo 251."""
+
+    def launch(kernel, *inputs, outputs, **constants):
+        numbers = (numbers_of(inputs, constants) % 251).astype(jnp.uint8)
+        return [numbers if o.dtype == jnp.uint8 else jnp.zeros(o.shape, o.dtype) for o in outputs]
+
+    return launch
+
+
+def expected(shape):
+    blocks = (*shape[:-1], shape[-1] // SIZE)
+    return np.arange(np.prod(blocks)).reshape(blocks) % 251
+
+
+@specs
+def test_numbers_of_hidden_activations(spec, monkeypatch):
+    def given(inputs, constants):
+        _, _, first, within = inputs
+        return first[..., None] + within
+
+    monkeypatch.setattr(activation, "launch", returning(given))
+    x = sharded((4, 8, 512), spec)
+    run = jax.jit(
+        lambda x: activation.activation_forward_exact((x, x), "silu", E4M3, SIZE, stochastic=True)
+    )
+    for blocks in run(x)[0]:
+        np.testing.assert_array_equal(blocks.exponents, expected(x.shape))
+
+
+@specs
+def test_numbers_of_the_input_of_a_norm(spec, monkeypatch):
+    def given(inputs, constants):
+        first = inputs[1]
+        return first[..., None] + jnp.arange(constants["COLUMNS"] // SIZE, dtype=jnp.uint32)
+
+    monkeypatch.setattr(norm, "launch", returning(given))
+    x, one = sharded((4, 8, 512), spec), jnp.float32(1)
+    run = jax.jit(
+        lambda x: norm.norm_forward(
+            x, norm.Norm(jnp.ones(512)), one, E4M3, SIZE, exact=True, stochastic=True
+        )
+    )
+    np.testing.assert_array_equal(run(x)[0].exponents, expected(x.shape))
