@@ -34,7 +34,9 @@ import coat_jax as coat
 from coat_jax import ops
 from coat_jax.kernels.activation import ACTIVATIONS, activate
 from coat_jax.numerics.blocks import from_blocks, to_blocks
+from coat_jax.numerics.formats import nearest
 from coat_jax.ops.saved.activation import save_activation
+from coat_jax.ops.saved.norm import recompute_norm, save_norm
 from coat_jax.ops.saved.projection import mode_of
 
 # Rounded to nearest, so that both see the same values in the backward pass.
@@ -204,6 +206,22 @@ def test_what_the_forward_pass_sees_is_rounded_to_nearest():
     nearest = dataclasses.replace(rounded, stochastic=False)
     values = (quick_jit(ops_with_norms(precision))(X) for precision in (rounded, nearest))
     assert_equal(*values)
+
+
+def test_a_recomputed_norm_fits_the_scale_of_the_exact_one():
+    """Stochastic rounding may enlarge the only element of a row that is not zero by an eighth."""
+    scale = 1.74 / (8 * 1.0625)  # with rounding to nearest the largest value just fits
+    norm = ops.Norm(jnp.full(64, scale), eps=0.0)
+    x = jnp.zeros((1, 256, 64)).at[:, :, 0].set(1.001)
+    mode = mode_of(coat.COAT, "xla")
+    saved, _ = quick_jit(lambda x: save_norm(x, norm, mode))(x)
+    rounded = np.asarray(from_blocks(saved.x, size=16))[..., 0]
+    assert rounded.max() == 1.125
+    again = recompute_norm(saved, norm, mode, jnp.float32)
+    values = np.asarray(again.values, np.float32)[..., 0] * again.scale
+    wanted = np.asarray(rounded / 1.001 * 8 * scale)
+    assert wanted.max() > 1.75  # the largest that a scale for rounding to nearest has room for
+    np.testing.assert_array_equal(values, np.asarray(nearest(wanted * 2**7, coat.E4M3)) / 2**7)
 
 
 def test_saved_values_are_the_same():
