@@ -4,6 +4,9 @@ Stochastic rounding takes its random bits from them, so a mesh must not change t
 run here: in their place stands a function that returns the numbers they were given.
 """
 
+import sys
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +35,11 @@ def sharded(shape, spec):
     return jax.device_put(jnp.ones(shape, jnp.bfloat16), NamedSharding(mesh, spec))
 
 
+def replace_module(monkeypatch, name, **kernels):
+    """Puts something else in place of a module of kernels, which needs Triton."""
+    monkeypatch.setitem(sys.modules, f"coat_jax.kernels.triton.{name}", SimpleNamespace(**kernels))
+
+
 def returning(numbers_of):
     """A `launch` whose results are zeros, but for exponents: numbers of blocks, modulo 251."""
 
@@ -54,6 +62,7 @@ def test_numbers_of_hidden_activations(spec, monkeypatch):
         return first[..., None] + within
 
     monkeypatch.setattr(activation, "launch", returning(given))
+    replace_module(monkeypatch, "activation", activation_forward_exact_tile=None)
     x = sharded((4, 8, 512), spec)
     run = jax.jit(
         lambda x: activation.activation_forward_exact((x, x), "silu", E4M3, SIZE, stochastic=True)
@@ -69,6 +78,7 @@ def test_numbers_of_the_input_of_a_norm(spec, monkeypatch):
         return first[..., None] + jnp.arange(constants["COLUMNS"] // SIZE, dtype=jnp.uint32)
 
     monkeypatch.setattr(norm, "launch", returning(given))
+    replace_module(monkeypatch, "norm", norm_forward_row=None)
     x, one = sharded((4, 8, 512), spec), jnp.float32(1)
     run = jax.jit(
         lambda x: norm.norm_forward(
