@@ -35,12 +35,13 @@ import coat_jax as coat
 from coat_jax import models
 from experiments import corpus, records
 from experiments.command import parser_of
+from experiments.moments.followed import WEIGHT_DECAY, schedule
 
 MODEL = models.Config(
     vocab=256, width=128, layers=4, heads=4, kv_heads=4, head_dim=32, ffn=384, context=128,
     tied=True, scan=False, dtype=jnp.float32, precision=coat.BF16,
 )  # fmt: skip
-BATCH, LEARNING_RATE = 16, 3e-3
+BATCH = 16
 SHARE_OF_STEPS = (0.0, 0.025, 0.05, 0.1, 0.2, 0.4, 1.0)  # when gradients are compared
 ROUNDINGS = {
     "to nearest": coat.Precision(fp8_linear=False, stochastic=False),
@@ -79,10 +80,7 @@ def measure(steps: int, batches: int, seed: int) -> Figures:
     def loss(graph: Any, params: Any, tokens: Tokens) -> Float[Array, ""]:
         return nnx.merge(graph, params).loss(tokens[:, :-1], tokens[:, 1:])
 
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, LEARNING_RATE, max(steps // 10, 1), steps, LEARNING_RATE / 10
-    )
-    optimizer = optax.adamw(schedule, b2=0.95, weight_decay=0.1)
+    optimizer = optax.adamw(schedule(steps), b2=0.95, weight_decay=WEIGHT_DECAY)
 
     @jax.jit
     def step(params: Any, state: Any, tokens: Tokens) -> Any:

@@ -228,25 +228,32 @@ def first_state(run: Prepared, job: Job) -> State:
 def perturbed(params: Any, seed: int) -> Any:
     """Each parameter moved up or down by one unit in the last place."""
 
-    def moved(index: int, leaf: jax.Array) -> jax.Array:
-        up = jax.random.bernoulli(jax.random.key(seed * 10_000 + index), shape=leaf.shape)
+    def moved(key: jax.Array, leaf: jax.Array) -> jax.Array:
+        up = jax.random.bernoulli(key, shape=leaf.shape)
         towards = jnp.where(up, jnp.inf, -jnp.inf).astype(leaf.dtype)
-        return jax.device_put(jnp.nextafter(leaf, towards), leaf.sharding)
+        return jnp.nextafter(leaf, towards)
 
-    leaves, structure = jax.tree.flatten(params)
-    return jax.tree.unflatten(structure, [moved(*pair) for pair in enumerate(leaves)])
+    return _changed(params, seed, moved)
 
 
 def shaken(params: Any, seed: int, which: int) -> Any:
     """Each parameter changed by a random share of it; the shares have the deviation `SHAKE`."""
 
-    def changed(index: int, leaf: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.key(seed * 10_000 + index), which)
-        share = 1 + SHAKE * jax.random.normal(key, leaf.shape, jnp.float32)
-        return jax.device_put((leaf * share).astype(leaf.dtype), leaf.sharding)
+    def moved(key: jax.Array, leaf: jax.Array) -> jax.Array:
+        normal = jax.random.normal(jax.random.fold_in(key, which), leaf.shape, jnp.float32)
+        return (leaf * (1 + SHAKE * normal)).astype(leaf.dtype)
 
+    return _changed(params, seed, moved)
+
+
+def _changed(params: Any, seed: int, change: Callable[[jax.Array, jax.Array], jax.Array]) -> Any:
+    """Each array changed at random, by `change` of a key of its own and the array."""
     leaves, structure = jax.tree.flatten(params)
-    return jax.tree.unflatten(structure, [changed(*pair) for pair in enumerate(leaves)])
+    changed = [
+        jax.device_put(change(jax.random.key(seed * 10_000 + index), leaf), leaf.sharding)
+        for index, leaf in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(structure, changed)
 
 
 def say_progress(folder: Path, step: int, of: int, loss: float) -> None:

@@ -29,7 +29,7 @@ def decoded(x, dtype=E4M3, *, stochastic=True, size=SIZE):
 @given(seed=st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 def test_a_value_becomes_one_of_the_two_codes_around_it(dtype, seed):
-    """By the magnitude of an element that fits its code exactly, all others have 2^14 binades."""
+    """Of either sign, over twelve binades."""
     rng = np.random.default_rng(seed)
     x = np.float32(rng.standard_normal((8, 64)) * np.exp2(rng.uniform(-12, 0, (8, 64))))
     exponents = to_blocks(x, dtype, size=SIZE, stochastic=True).exponents
