@@ -144,7 +144,7 @@ def activation_forward_exact(
     The codes have one scale for each maximum, a power of two that follows from it. A maximum is
     over the activations of hidden and of its blocks: the backward pass recomputes the latter, with
     the scale of the forward pass. Blocks are rounded to nearest, or like
-    `to_blocks(stochastic=True)`.
+    `to_blocks(stochastic=True)`, of a gated activation the second ones with `antithetic=True`.
     """
     from coat_jax.kernels.triton.activation import activation_forward_exact_tile
 

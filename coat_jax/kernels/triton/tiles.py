@@ -92,7 +92,8 @@ def load_block_numbers(
 def store_blocks(
     v, codes, exponents, row, column, first, within,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr, STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
+    SIZE: tl.constexpr, STOCHASTIC: tl.constexpr, ANTITHETIC: tl.constexpr, F8: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile in blocks. Returns the values that they decode to."""
     v = tl.reshape(v, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE])
@@ -101,6 +102,8 @@ def store_blocks(
     if STOCHASTIC:
         number = load_block_numbers(first, within, row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
         bits = of_places(number[:, :, None], tl.arange(0, SIZE)[None, None, :])
+        if ANTITHETIC:
+            bits = bits ^ 0xFFFFFFFF  # the interpreter lacks ~ for unsigned numbers
         q = round_at_random(q, bits, F8, FAST)
     else:
         q = round_to_fp8(q, F8, FAST)
