@@ -86,7 +86,7 @@ def block_numbers(shape: tuple[int, ...], size: int) -> BlockNumbers:
     """The numbers of an array's blocks, for kernels, each of which sees only a shard of it."""
     *rows, columns = shape
     count = -(-columns // size)
-    first = run_numbers(tuple(rows)) * np.uint32(count)
+    first = run_numbers(tuple(rows)) * np.uint32(count % 2**32)
     return BlockNumbers(first, jnp.arange(count, dtype=jnp.uint32))
 
 

@@ -130,6 +130,14 @@ def test_block_numbers_count_all_blocks_in_order(shape):
     np.testing.assert_array_equal(every, noise.run_numbers(every.shape))
 
 
+@pytest.mark.parametrize("shape", [(2**33, 64), (2, 2**37), (2**37,)])
+def test_block_numbers_of_huge_arrays_wrap_around(shape):
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    found = jax.eval_shape(lambda x: blocks.to_blocks(x, size=SIZE, stochastic=True), x)
+    assert found.exponents.shape == (*shape[:-1], shape[-1] // SIZE)
+    assert jax.eval_shape(lambda: blocks.block_numbers(shape, SIZE)).first.shape == shape[:-1]
+
+
 @pytest.mark.parametrize("lanes", [16, 128])
 def test_the_bits_of_two_lanes_are_independent(lanes):
     """Also where both are small, as is asked where one code is much nearer than the other."""
