@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from coat_jax import E4M3, E5M2
-from coat_jax.kernels import activation, gemm, norm, rotary
+from coat_jax.kernels import activation, gemm, norm, norm_launch, rotary
 from coat_jax.kernels.cast import cast, cast_reference, cast_with_lengths, lengths_reference
 from coat_jax.numerics.blocks import from_blocks, to_blocks
 from coat_jax.numerics.formats import format_of
@@ -123,7 +123,7 @@ def check_norm(shape, case: NormCase):
     rounding = ROUNDING * (1 + case.stochastic)
     limit = norm.bound_of_norm(of, columns, rounding if case.exact else 0.0)
     scale = gemm.tensor_scale(limit, E4M3)
-    blocks, stats, straight = norm.norm_forward(
+    blocks, stats, straight = norm_launch.norm_forward(
         x, of, scale, E4M3, size, exact=case.exact, stochastic=case.stochastic
     )
     exact = to_blocks(x, size=size, stochastic=case.stochastic)
@@ -135,7 +135,7 @@ def check_norm(shape, case: NormCase):
     seen = x.astype(jnp.float32) if case.exact else values
     expected = norm.statistics(seen, of)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), stats, expected)
-    transposed = norm.norm_cast(blocks, stats, of, scale, size)
+    transposed = norm_launch.norm_cast(blocks, stats, of, scale, size)
     for got, rows, layout in ((straight, seen, 0), (transposed, values, 1)):
         n = norm.normalize(rows, expected, of)
         assert jnp.max(jnp.abs(n)) <= limit
@@ -143,7 +143,7 @@ def check_norm(shape, case: NormCase):
 
     dn = numbers(4, shape).astype(jnp.float32)
     residual = numbers(8, shape) if case.residual else None
-    dx, d_norm = norm.norm_backward(blocks, stats, of, dn, residual, size)
+    dx, d_norm = norm_launch.norm_backward(blocks, stats, of, dn, residual, size)
     want, d_want = norm.normalize_backward(values, expected, of, dn)
     if residual is not None:
         want = want + residual.astype(jnp.float32)
