@@ -132,7 +132,8 @@ def activation_forward(
 ) -> tuple[tuple[Blocks, ...], Float[Array, "B S M"]]:
     """Blocks of `hidden`, with rows [B, S]; and the maxima of its activation's magnitudes.
 
-    The blocks are rounded to nearest, or like `to_blocks(stochastic=True)`.
+    The blocks are rounded to nearest, or like `to_blocks(stochastic=True)`: those of up with
+    `antithetic=True`, because it is multiplied by the gate's activation.
     """
     from coat_jax.kernels.triton.activation import activation_forward_tile
 

@@ -152,12 +152,19 @@ def check_norm(shape, case: NormCase):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(b))))
 
 
+def rounded_hidden(hidden, size, stochastic):
+    return [
+        to_blocks(h, size=size, stochastic=stochastic, antithetic=i > 0)
+        for i, h in enumerate(hidden)
+    ]
+
+
 def check_exact_activation(shape, name, count, size=16, *, stochastic=False):
     hidden = [numbers(i, shape, spread=1.0) for i in range(count)]
     kept, codes, maxima = activation.activation_forward_exact(
         hidden, name, E4M3, size, stochastic=stochastic
     )
-    exact = [to_blocks(h, size=size, stochastic=stochastic) for h in hidden]
+    exact = rounded_hidden(hidden, size, stochastic)
     for got, want in zip(jax.tree.leaves(kept), jax.tree.leaves(exact), strict=True):
         np.testing.assert_array_equal(
             np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8)
@@ -179,7 +186,7 @@ def check_exact_activation(shape, name, count, size=16, *, stochastic=False):
 def check_activation(shape, name, count, size=16, *, stochastic=False):
     hidden = [numbers(i, shape, spread=1.0) for i in range(count)]
     kept, maxima = activation.activation_forward(hidden, name, E4M3, size, stochastic=stochastic)
-    exact = [to_blocks(h, size=size, stochastic=stochastic) for h in hidden]
+    exact = rounded_hidden(hidden, size, stochastic)
     for got, want in zip(jax.tree.leaves(kept), jax.tree.leaves(exact), strict=True):
         np.testing.assert_array_equal(
             np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8)

@@ -84,14 +84,14 @@ def activation_forward_tile(
     g = store_blocks(
         load_tile(gate, row, column, ROWS, COLUMNS),
         gate_codes, gate_exponents, row, column, first, within,
-        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, F8, FAST,
+        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, False, F8, FAST,
     )  # fmt: skip
     a, _ = activation(g, NAME, FAST)
     if GATED:
         a *= store_blocks(
             load_tile(up, row, column, ROWS, COLUMNS),
             up_codes, up_exponents, row, column, first, within,
-            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, F8, FAST,
+            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, True, F8, FAST,
         )  # fmt: skip
     store_maxima(maxima, a, row, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, PER_MAXIMUM)
 
@@ -192,7 +192,7 @@ def activation_forward_exact_tile(
     a, _ = activation(v, NAME, FAST)
     v = store_blocks(
         v, gate_codes, gate_exponents, row, column, first, within,
-        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, F8, FAST,
+        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, False, F8, FAST,
     )  # fmt: skip
     a_rounded, _ = activation(v, NAME, FAST)
     if GATED:
@@ -200,7 +200,7 @@ def activation_forward_exact_tile(
         a *= v
         a_rounded *= store_blocks(
             v, up_codes, up_exponents, row, column, first, within,
-            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, F8, FAST,
+            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, True, F8, FAST,
         )  # fmt: skip
     largest = tl.maximum(magnitude_bits(a), magnitude_bits(a_rounded))
     largest = tl.reshape(largest, [TILE_ROWS, TILE_COLUMNS // PER_MAXIMUM, PER_MAXIMUM])

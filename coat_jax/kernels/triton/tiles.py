@@ -92,18 +92,20 @@ def load_block_numbers(
 def store_blocks(
     v, codes, exponents, row, column, first, within,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr, STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
+    SIZE: tl.constexpr, STOCHASTIC: tl.constexpr, ANTITHETIC: tl.constexpr, F8: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile in blocks. Returns the values that they decode to.
 
-    Where STOCHASTIC, `first` and `within` point to the numbers of blocks; else they are not read.
+    Where STOCHASTIC, `first` and `within` point to the numbers of blocks; else they are not read,
+    nor does it matter whether the rounding is ANTITHETIC.
     """
     v = tl.reshape(v, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE])
     e = fitting_exponent(tl.max(magnitude_bits(v), axis=2), F8)
     number = None
     if STOCHASTIC:
         number = load_block_numbers(first, within, row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
-    q = round_blocks(v, e, number, F8, FAST)
+    q = round_blocks(v, e, number, ANTITHETIC, F8, FAST)
     flat = tl.reshape(q, [TILE_ROWS, TILE_COLUMNS]).to(codes.dtype.element_ty)
     store_tile(flat, codes, row, column, ROWS, COLUMNS)
     offsets, mask = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
