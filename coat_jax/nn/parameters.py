@@ -58,9 +58,7 @@ def weight(
     They are drawn in FP32 and rounded: an initializer draws other numbers for each dtype.
     """
     drawn_in = dtype if jnp.dtype(dtype).itemsize >= 4 else jnp.float32
-    parameter = _param(init(rngs.params(), shape, drawn_in), sharding)
-    parameter.set_value(parameter[...].astype(dtype))
-    return parameter
+    return _param(init(rngs.params(), shape, drawn_in).astype(dtype), sharding)
 
 
 def vector(
