@@ -51,6 +51,11 @@ settings.register_profile(
 settings.load_profile("laws")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def programs_share_contexts() -> None:
+    quick.share_contexts()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def programs_are_given_back() -> Iterator[None]:
     """Those of other modules, where there are many: with all of them a worker grows to 5 GB.
