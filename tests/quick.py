@@ -35,22 +35,24 @@ def share_contexts() -> None:
     """Lets ten programs in a row be lowered in one context of MLIR, as later releases of JAX do.
 
     To make one takes a quarter of the time that a program of one operation needs. In a context,
-    types and locations stay that programs had, so there must be others; and a program that is
-    lowered while another one is would become a part of it.
+    types and locations stay that programs had, so there must be others. A program has one of its
+    own if it is lowered while another one is, of which it would become a part, or while XLA
+    partitions another one, in a thread of XLA's.
     """
     if not OLD:
         return
     from jax._src.interpreters import mlir
 
-    new_context, of_thread = mlir.make_ir_context, threading.local()
+    new_context, uses, shared = mlir.make_ir_context, 0, None
 
     def context():
-        if mlir.ir.Context.current is not None:
+        nonlocal uses, shared
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if not in_main_thread or mlir.ir.Context.current is not None:
             return new_context()
-        uses, shared = getattr(of_thread, "last", (10, None))
-        if uses == 10:
-            uses, shared = 0, new_context()
-        of_thread.last = uses + 1, shared
+        if uses % 10 == 0:
+            shared = new_context()
+        uses += 1
         return shared
 
     mlir.make_ir_context = context
