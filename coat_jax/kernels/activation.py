@@ -122,12 +122,22 @@ def activation_bounds(
 
 
 def activation_forward(
-    hidden: Sequence[Float[Array, "*rows F"]], act: Activation, dtype: DTypeLike, size: int
+    hidden: Sequence[Float[Array, "*rows F"]],
+    act: Activation,
+    dtype: DTypeLike,
+    size: int,
+    *,
+    stochastic: bool = False,
 ) -> tuple[tuple[Blocks, ...], Float[Array, "B S M"]]:
-    """Blocks of `hidden`, with rows [B, S]; and the maxima of its activation's magnitudes."""
+    """Blocks of `hidden`, with rows [B, S]; and the maxima of its activation's magnitudes.
+
+    The blocks are rounded to nearest, or like `to_blocks(stochastic=True)`.
+    """
     from coat_jax.kernels.triton.activation import activation_forward_tile
 
-    blocks, (maxima,) = _forward(activation_forward_tile, hidden, act, dtype, size, "forward")
+    blocks, (maxima,) = _forward(
+        activation_forward_tile, hidden, act, dtype, size, "forward", stochastic
+    )
     return blocks, maxima
 
 
@@ -143,8 +153,7 @@ def activation_forward_exact(
 
     The codes have one scale for each maximum, a power of two that follows from it. A maximum is
     over the activations of hidden and of its blocks: the backward pass recomputes the latter, with
-    the scale of the forward pass. Blocks are rounded to nearest, or like
-    `to_blocks(stochastic=True)`.
+    the scale of the forward pass. The blocks are rounded as in `activation_forward`.
     """
     from coat_jax.kernels.triton.activation import activation_forward_exact_tile
 
@@ -161,15 +170,14 @@ def _forward(
     dtype: DTypeLike,
     size: int,
     pass_: Literal["forward", "exact"],
-    stochastic: bool = False,
+    stochastic: bool,
 ) -> tuple[tuple[Blocks, ...], list[Array]]:
     """Blocks of `hidden`, and the kernel's other results: codes if "exact", then maxima."""
     hidden = [as_3d(h) for h in hidden]
     count = len(hidden)
     per_maximum = max(size, COLUMNS_PER_MAXIMUM)
     exact = pass_ == "exact"
-    numbers = list(block_numbers(hidden[0].shape, size)) if stochastic else []
-    constants: dict[str, Any] = {"STOCHASTIC": stochastic} if exact else {}
+    numbers = block_numbers(hidden[0].shape, size) if stochastic else ()
 
     def run(*arrays: Array) -> list[Array]:
         hidden, numbers = arrays[:count], arrays[count:] or arrays[:1] * 2
@@ -181,13 +189,13 @@ def _forward(
             kernel,
             hidden[0],
             hidden[-1],
-            *(numbers if exact else ()),
+            *numbers,
             outputs=[codes, exponents, codes, exponents, *[codes] * exact, maxima],
             **_tiles(rows, columns, size, pass_),
-            **constants,
             PER_MAXIMUM=per_maximum,
             NAME=act,
             GATED=count == 2,
+            STOCHASTIC=stochastic,
             F8=format_of(dtype),
             FAST=not dispatch.interpreting(),
         )

@@ -59,7 +59,8 @@ class Config:
         scan: whether layers are one array per parameter and run in a loop, which compiles in
             a time that does not depend on their number.
         remat: "layer" saves only a layer's input and recomputes the rest; "layer_fp8" saves
-            that in FP8, and its gradients are those at the rounded input.
+            that in FP8, rounded stochastically if `precision.stochastic` is set, and its
+            gradients are those at the rounded input.
         param_dtype: of the parameters.
         dtype: of the residual stream and of all that is not FP8.
         precision: what is FP8, a `coat.Precision` or its name. Embedding and head never are.

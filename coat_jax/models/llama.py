@@ -25,6 +25,7 @@ from coat_jax import nn, ops, watching
 from coat_jax.models.config import Config
 from coat_jax.nn.norm import AnyNorm
 from coat_jax.nn.parameters import value_of, weight
+from coat_jax.precision import precision_of
 
 EMBEDDING_INIT = nnx.initializers.normal(0.02)
 
@@ -240,7 +241,7 @@ def _layer_function(
         # In a loop XLA cannot merge a layer with its recomputation: there is nothing to prevent.
         step = jax.checkpoint(step, prevent_cse=not config.scan)
     elif config.remat == "layer_fp8":
-        step = ops.recompute(step)
+        step = ops.recompute(step, stochastic=precision_of(config.precision).stochastic)
     return lambda x, state, probes: step(x, state, probes, *context)
 
 

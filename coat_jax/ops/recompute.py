@@ -4,7 +4,8 @@
     backward    recomputes f at the decoded blocks, and its gradients there
 
 `jax.checkpoint` saves x itself, two bytes a value in BF16, and gives the gradients at x. The
-residual stream itself is not rounded: y is computed from x.
+residual stream itself is not rounded: y is computed from x. What is saved, which only the backward
+pass sees, is rounded stochastically, unless one asks otherwise (`numerics.blocks`).
 """
 
 from collections.abc import Callable
@@ -25,7 +26,9 @@ from coat_jax.ops.saved.array import SavedArray, restore, save_array
 from coat_jax.watching import OptionalProbe
 
 
-def recompute(function: Callable[..., Any], *, block: int = 16) -> Callable[..., Any]:
+def recompute(
+    function: Callable[..., Any], *, block: int = 16, stochastic: bool = True
+) -> Callable[..., Any]:
     """`function`, recomputed as a whole in the backward pass.
 
     Args:
@@ -33,6 +36,8 @@ def recompute(function: Callable[..., Any], *, block: int = 16) -> Callable[...,
             are, so parameters take no additional memory. What is differentiated must be an
             argument: the function cannot close over it.
         block: the size of the blocks.
+        stochastic: whether the saved input is rounded stochastically, as with
+            `Precision.stochastic`, or to nearest.
 
     Example:
         >>> import coat_jax as coat, jax, jax.numpy as jnp
@@ -59,7 +64,8 @@ def recompute(function: Callable[..., Any], *, block: int = 16) -> Callable[...,
     def forward(
         dtype: DTypeLike, probe: OptionalProbe, x: Float[Array, "*rows D"], *rest: Any
     ) -> tuple[Any, Any]:
-        y, saved = _batched_alike(alone(x, *rest)), save_array(x, E4M3, block, stochastic=True)
+        y = _batched_alike(alone(x, *rest))
+        saved = save_array(x, E4M3, block, stochastic=stochastic)
         return y, (recording.saved(probe, "saved", x, saved, block), saved, rest)
 
     def backward(dtype: DTypeLike, residuals: Any, gradient: Any) -> Any:

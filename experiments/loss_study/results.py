@@ -82,8 +82,8 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _completed(row: Row) -> Row:
-    """The row with fields that `Precision` lacked then: it saved everything rounded to nearest."""
-    definition = dict(row["definition"])
+    """The row with fields that did not exist then: all that was saved was rounded to nearest."""
+    definition = {"shaken": 0} | row["definition"]
     for name in ("precision", "start"):
         precision = definition.get(name)
         if isinstance(precision, dict) and "stochastic" not in precision:

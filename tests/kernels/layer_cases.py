@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from coat_jax import E4M3, E5M2
 from coat_jax.kernels import activation, gemm, norm, rotary
@@ -54,6 +55,7 @@ NORMS = [
     NormCase(exact=True, stochastic=True),
     NormCase("layer", shift=True, size=64, exact=True, stochastic=True),
 ]
+ROUNDINGS = pytest.mark.parametrize("stochastic", [False, True], ids=["to nearest", "stochastic"])
 ACTIVATIONS = [(name, count) for name in activation.ACTIVATIONS for count in (1, 2)]
 
 
@@ -175,10 +177,10 @@ def check_exact_activation(shape, name, count, size=16, *, stochastic=False):
     assert_codes(np.where(subnormal, 0, got), np.where(subnormal, 0, want).astype(E4M3))
 
 
-def check_activation(shape, name, count, size=16):
+def check_activation(shape, name, count, size=16, *, stochastic=False):
     hidden = [numbers(i, shape, spread=1.0) for i in range(count)]
-    kept, maxima = activation.activation_forward(hidden, name, E4M3, size)
-    exact = [to_blocks(h, size=size) for h in hidden]
+    kept, maxima = activation.activation_forward(hidden, name, E4M3, size, stochastic=stochastic)
+    exact = [to_blocks(h, size=size, stochastic=stochastic) for h in hidden]
     for got, want in zip(jax.tree.leaves(kept), jax.tree.leaves(exact), strict=True):
         np.testing.assert_array_equal(
             np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8)

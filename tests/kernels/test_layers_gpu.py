@@ -10,6 +10,7 @@ from layer_cases import (
     LARGE_ROTARY_CASES,
     NORMS,
     ROTARY_CASES,
+    ROUNDINGS,
     SMALL,
     check_activation,
     check_cast,
@@ -46,13 +47,14 @@ def test_norm(shape, case):
     check_norm(shape, case)
 
 
+@ROUNDINGS
 @pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
 @pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
-def test_activation(shape, name, count):
-    check_activation(shape, name, count)
+def test_activation(shape, name, count, stochastic):
+    check_activation(shape, name, count, stochastic=stochastic)
 
 
-@pytest.mark.parametrize("stochastic", [False, True], ids=["to nearest", "stochastic"])
+@ROUNDINGS
 @pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
 @pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
 def test_exact_activation(shape, name, count, stochastic):

@@ -10,6 +10,7 @@ from layer_cases import (
     ACTIVATIONS,
     NORMS,
     ROTARY_CASES,
+    ROUNDINGS,
     SMALL,
     check_activation,
     check_cast,
@@ -44,12 +45,13 @@ def test_norm(shape, case):
     check_norm(shape, case)
 
 
+@ROUNDINGS
 @pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
-def test_activation(name, count):
-    check_activation(SMALL[1], name, count)
+def test_activation(name, count, stochastic):
+    check_activation(SMALL[1], name, count, stochastic=stochastic)
 
 
-@pytest.mark.parametrize("stochastic", [False, True], ids=["to nearest", "stochastic"])
+@ROUNDINGS
 @pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
 def test_exact_activation(name, count, stochastic):
     check_exact_activation(SMALL[1], name, count, stochastic=stochastic)

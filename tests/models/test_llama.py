@@ -25,6 +25,7 @@ from model_cases import (
 )
 from small_model import QUICK, filled
 
+import coat_jax as coat
 from coat_jax import models, nn, ops
 
 TOKENS = batches(1)[0]
@@ -69,6 +70,20 @@ def test_remat_in_fp8_changes_gradients_by_rounding_alone():
         assert got.loss == wanted.loss
         for name, gradient in wanted.gradients.items():
             assert cosine(got.gradients[name], gradient) > 0.99, (precision, name)
+
+
+@pytest.mark.parametrize("precision", [coat.BF16, coat.COAT_PAPER], ids=["bf16", "coat_paper"])
+def test_precision_says_how_remat_in_fp8_rounds(precision):
+    """Nothing else here is rounded as `stochastic` says: nothing at all, or to nearest."""
+
+    def gradients(remat, stochastic):
+        how = dataclasses.replace(precision, stochastic=stochastic)
+        return answer_of(precision=how, remat=remat).gradients
+
+    for remat, same in (("layer", True), ("layer_fp8", False)):
+        to_nearest, at_random = (gradients(remat, stochastic) for stochastic in (False, True))
+        name = "layers.0.mlp.gate"
+        assert np.array_equal(to_nearest[name], at_random[name]) == same
 
 
 def test_fp8_gives_nearly_the_loss_and_gradients_of_bf16():

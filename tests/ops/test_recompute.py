@@ -16,20 +16,21 @@ def layer(x, weights, shift):
     return x + jnp.tanh(x @ weights["w"]) * shift
 
 
-def rounded(x, block):
-    return from_blocks(to_blocks(x, size=block, stochastic=True), size=block)
+def rounded(x, block, stochastic=True):
+    return from_blocks(to_blocks(x, size=block, stochastic=stochastic), size=block)
 
 
+@pytest.mark.parametrize("how", [{}, {"stochastic": False}], ids=["default", "to nearest"])
 @pytest.mark.parametrize("block", [16, 128])
-def test_the_result_is_exact_and_gradients_are_those_at_the_rounded_input(block):
-    again = ops.recompute(layer, block=block)
+def test_the_result_is_exact_and_gradients_are_those_at_the_rounded_input(block, how):
+    again = ops.recompute(layer, block=block, **how)
     arguments = {"w": W}, jnp.float32(0.5)
     y, pull = jax.vjp(again, X, *arguments)
     exact, _ = jax.vjp(layer, X, *arguments)
-    _, at_rounded = jax.vjp(layer, rounded(X, block), *arguments)
+    _, at_rounded = jax.vjp(layer, rounded(X, block, **how), *arguments)
     assert_equal(y, exact)
     assert_equal(pull(jnp.cos(y)), at_rounded(jnp.cos(y)))
-    assert np.any(np.asarray(rounded(X, block)) != np.asarray(X))
+    assert np.any(np.asarray(rounded(X, block, **how)) != np.asarray(X))
 
 
 def test_the_input_is_saved_in_fp8_with_a_scale_for_every_16_values():

@@ -73,24 +73,24 @@ def store_maxima(
 
 @triton.jit
 def activation_forward_tile(
-    gate, up, gate_codes, gate_exponents, up_codes, up_exponents, maxima,
+    gate, up, first, within, gate_codes, gate_exponents, up_codes, up_exponents, maxima,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
-    PER_MAXIMUM: tl.constexpr, FAST: tl.constexpr,
+    PER_MAXIMUM: tl.constexpr, STOCHASTIC: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Stores gate and up in blocks, and the maxima of their activation."""
     row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     g = store_blocks(
         load_tile(gate, row, column, ROWS, COLUMNS),
-        gate_codes, gate_exponents, row, column, gate, gate,
-        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, False, F8, FAST,
+        gate_codes, gate_exponents, row, column, first, within,
+        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, F8, FAST,
     )  # fmt: skip
     a, _ = activation(g, NAME, FAST)
     if GATED:
         a *= store_blocks(
             load_tile(up, row, column, ROWS, COLUMNS),
-            up_codes, up_exponents, row, column, gate, gate,
-            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, False, F8, FAST,
+            up_codes, up_exponents, row, column, first, within,
+            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, F8, FAST,
         )  # fmt: skip
     store_maxima(maxima, a, row, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, PER_MAXIMUM)
 
@@ -170,8 +170,7 @@ def activation_backward_ungated_tile(
 
 @triton.jit
 def activation_forward_exact_tile(
-    gate, up, first, within,
-    gate_codes, gate_exponents, up_codes, up_exponents, out, maxima,
+    gate, up, first, within, gate_codes, gate_exponents, up_codes, up_exponents, out, maxima,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
     PER_MAXIMUM: tl.constexpr, STOCHASTIC: tl.constexpr, FAST: tl.constexpr,

@@ -7,6 +7,9 @@ largest of all and cannot get lost, as they would in a floating-point maximum.
 import triton
 import triton.language as tl
 
+from coat_jax.kernels.triton.formats import round_at_random, round_to_fp8
+from coat_jax.kernels.triton.noise import of_places
+
 
 @triton.jit
 def magnitude_bits(x):
@@ -32,6 +35,22 @@ def inverse_power(exponent):
     """2^(127 - exponent); NaN for an exponent of 255."""
     bits = (254 - tl.minimum(exponent, 253)) << 23
     return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_blocks(v, exponent, number, F8: tl.constexpr, FAST: tl.constexpr):
+    """The codes of blocks [.., SIZE], as `round_to_fp8` returns them.
+
+    They are rounded to nearest where `number` is None. Otherwise it is the number of each block
+    (`numerics.blocks.BlockNumbers`), and they are rounded stochastically.
+    """
+    y = v * tl.expand_dims(inverse_power(exponent), -1)
+    if number is None:
+        y = round_to_fp8(y, F8, FAST)
+    else:
+        lane = tl.arange(0, y.shape[-1])
+        y = round_at_random(y, of_places(tl.expand_dims(number, -1), lane), F8, FAST)
+    return y
 
 
 @triton.jit

@@ -10,13 +10,12 @@ import triton.language as tl
 
 from coat_jax.kernels.triton.blocks import (
     fitting_exponent,
-    inverse_power,
     load_row_of_blocks,
     magnitude_bits,
     power_of_two,
+    round_blocks,
 )
-from coat_jax.kernels.triton.formats import round_at_random, round_to_fp8, through_fp8
-from coat_jax.kernels.triton.noise import of_places
+from coat_jax.kernels.triton.formats import round_to_fp8, through_fp8
 from coat_jax.kernels.triton.tiles import load_blocks, store_transposed, tile_indices
 
 
@@ -38,12 +37,8 @@ def norm_forward_row(
     v = tl.load(x + row * COLUMNS + column, mask=mask, other=0.0).to(tl.float32)
     v = tl.reshape(v, [WIDTH // SIZE, SIZE])
     e = fitting_exponent(tl.max(magnitude_bits(v), axis=1), F8)
-    q = v * inverse_power(e)[:, None]
-    if STOCHASTIC:
-        number = tl.load(first_numbers + row) + block.to(tl.uint32)
-        q = round_at_random(q, of_places(number[:, None], tl.arange(0, SIZE)[None, :]), F8, FAST)
-    else:
-        q = round_to_fp8(q, F8, FAST)
+    number = tl.load(first_numbers + row) + block.to(tl.uint32) if STOCHASTIC else None
+    q = round_blocks(v, e, number, F8, FAST)
     flat = tl.reshape(q, [WIDTH])
     tl.store(codes + row * COLUMNS + column, flat.to(codes.dtype.element_ty), mask=mask)
     tl.store(exponents + row * blocks + block, e.to(tl.uint8), mask=block < blocks)

@@ -12,12 +12,11 @@ import triton.language as tl
 
 from coat_jax.kernels.triton.blocks import (
     fitting_exponent,
-    inverse_power,
     magnitude_bits,
     power_of_two,
+    round_blocks,
 )
-from coat_jax.kernels.triton.formats import round_at_random, round_to_fp8, through_fp8
-from coat_jax.kernels.triton.noise import of_places
+from coat_jax.kernels.triton.formats import through_fp8
 
 
 @triton.jit
@@ -94,16 +93,16 @@ def store_blocks(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile in blocks. Returns the values that they decode to."""
+    """Stores a tile in blocks. Returns the values that they decode to.
+
+    Where STOCHASTIC, `first` and `within` point to the numbers of blocks; else they are not read.
+    """
     v = tl.reshape(v, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE])
     e = fitting_exponent(tl.max(magnitude_bits(v), axis=2), F8)
-    q = v * inverse_power(e)[:, :, None]
+    number = None
     if STOCHASTIC:
         number = load_block_numbers(first, within, row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
-        bits = of_places(number[:, :, None], tl.arange(0, SIZE)[None, None, :])
-        q = round_at_random(q, bits, F8, FAST)
-    else:
-        q = round_to_fp8(q, F8, FAST)
+    q = round_blocks(v, e, number, F8, FAST)
     flat = tl.reshape(q, [TILE_ROWS, TILE_COLUMNS]).to(codes.dtype.element_ty)
     store_tile(flat, codes, row, column, ROWS, COLUMNS)
     offsets, mask = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)

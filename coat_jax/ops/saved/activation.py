@@ -45,9 +45,8 @@ def save_activation(
 ) -> tuple[SavedActivation, Operand]:
     """Returns what is saved of `hidden`, and its activation a as the operand of a product."""
     precision, dtype = mode.precision, hidden[0].dtype
-    size = _fused_block(act, mode)
+    size, stochastic = _fused_block(act, mode), precision.saves_stochastically
     if size is not None and precision.exact_forward:
-        stochastic = precision.saves_stochastically
         blocks, codes, maxima = activation_forward_exact(
             hidden, act, precision.forward, size, stochastic=stochastic
         )
@@ -55,7 +54,9 @@ def save_activation(
         codes = activation_rescale(codes, maxima, scale, size)
         return SavedActivation(blocks, scale), Operand(codes, None, scale)
     if size is not None:
-        blocks, maxima = activation_forward(hidden, act, precision.forward, size)
+        blocks, maxima = activation_forward(
+            hidden, act, precision.forward, size, stochastic=stochastic
+        )
         scale = gemm.tensor_scale(jnp.max(maxima), precision.forward)
         codes = activation_cast(blocks, act, scale, size)
         return SavedActivation(blocks, scale), Operand(codes, None, scale)
