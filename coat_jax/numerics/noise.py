@@ -30,6 +30,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, UInt32
 
+from coat_jax.numerics.programs import one_program
+
 GOLDEN = 0x9E3779B9  # A above: 2^32 over the golden ratio, odd
 
 
@@ -103,11 +105,13 @@ def _of_element_batched(
     return mix(key + (element + np.uint32(1)) * np.uint32(GOLDEN)), True
 
 
+@one_program("key")
 def uniform(key: UInt32[Array, ""], shape: tuple[int, ...], *, run: int) -> Float[Array, "..."]:
     """Numbers in (0, 1), one per element of an array of `shape`: odd multiples of 2^-17."""
     return _between_zero_and_one(_halves(key, shape, run=run)[0], shape)
 
 
+@one_program("key")
 def uniform_pair(
     key: UInt32[Array, ""], shape: tuple[int, ...], *, run: int
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
@@ -122,6 +126,7 @@ def uniform_pair(
     return _between_zero_and_one(own, shape), _between_zero_and_one(other, shape)
 
 
+@one_program("key")
 def bits(key: UInt32[Array, ""], shape: tuple[int, ...], *, run: int) -> UInt32[Array, "..."]:
     """16 random bits per element of an array of `shape`."""
     return _halves(key, shape, run=run)[0]
