@@ -9,8 +9,8 @@
 
 "Unchanged" is the dtype of the arrays: BF16, if a model computes in BF16. COAT_PAPER is COAT as the
 paper describes it: its forward pass continues with the rounded values that it saves, where COAT
-continues with the exact ones and rounds what it saves stochastically, not to nearest. An ablation
-is a `dataclasses.replace` of one field.
+continues with the exact ones; and it rounds everything to nearest, where the others round what only
+the backward pass sees stochastically. An ablation is a `dataclasses.replace` of one field.
 
 A format may also be a `Minifloat`, or its name, as in `forward="E3M4"`: then XLA simulates it, on
 any device, and memory and time are not those of FP8.
@@ -46,8 +46,9 @@ class Precision:
             passes. Attention computes with the saved queries, keys and values either way; its
             output is exact only if this is True.
         stochastic: whether values that only the backward pass sees are rounded stochastically, up
-            or down at random and right on average, instead of to nearest. What the forward pass
-            computes with, too, is rounded to nearest either way.
+            or down at random and right on average, instead of to nearest: what is saved for it,
+            and in its products the gradients and the inputs that it recomputes. What the forward
+            pass computes with, too, is rounded to nearest either way, and so are weights.
     """
 
     fp8_linear: bool = True

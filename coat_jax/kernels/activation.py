@@ -289,7 +289,7 @@ def activation_backward(
         gradient_scales: one for each of `hidden`.
         size: of the blocks.
         dtype: of the gradients' codes; the activation's are in the blocks' format.
-        stochastic: whether the gradients are rounded like `cast(stochastic=True)`.
+        stochastic: rounds gradients and activation like `cast`, each with its own stream.
     """
     from coat_jax.kernels.triton.activation import (
         activation_backward_tile,
@@ -298,7 +298,9 @@ def activation_backward(
 
     parts = [part for blocks in hidden for part in blocks]
     da = as_3d(da)
-    numbers = element_numbers(da.shape) if stochastic else ()
+    numbers: list[Array] = []
+    if stochastic:
+        numbers = [element_numbers(da.shape, "inputs")[0], *element_numbers(da.shape, "gradients")]
 
     def run(da: Array, scale: Array, first: Array, last: Array, *rest: Array) -> list[Array]:
         *rows, columns = da.shape
@@ -314,7 +316,7 @@ def activation_backward(
             scale,
             first,
             last,
-            *(numbers or (da, da)),
+            *(numbers or (da, da, da)),
             outputs=[recomputed, *[straight, transposed] * (len(parts) // 2)],
             **_tiles(rows, columns, size, "backward"),
             NAME=act,
@@ -328,7 +330,7 @@ def activation_backward(
     recomputed, *codes = run_sharded(
         run,
         [da, scale, gradient_scales[0], gradient_scales[-1], *parts, *numbers],
-        ["b s f", "", "", "", *_axes(hidden, size), *["b s", "f"][: len(numbers)]],
+        ["b s f", "", "", "", *_axes(hidden, size), *["b s", "b s", "f"][: len(numbers)]],
         ["f b s", *["b s f", "f b s"] * len(hidden)],
     )
     return recomputed, list(zip(codes[::2], codes[1::2], strict=True))

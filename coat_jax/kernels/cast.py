@@ -3,8 +3,8 @@
     straight     codes[row, column] = fp8(x[row, column] / scale)
     transposed   codes[column, row]
 
-It rounds to nearest, or up or down at random, right on average: stochastically. The random numbers
-depend on an element's place alone, so results do not depend on the mesh.
+It rounds to nearest, or stochastically with a stream of random bits: up or down, right on average.
+The bits depend on an element's place alone, so results do not depend on the mesh.
 
 Hopper multiplies FP8 only where both operands are contiguous along the axis that is summed over. A
 weight or a gradient is summed over its columns in one product and over its rows in another, so it
@@ -27,7 +27,7 @@ from coat_jax.kernels import dispatch
 from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import as_3d, divides_cleanly, run_sharded
 from coat_jax.numerics.formats import format_of, round_at_random, saturating_cast
-from coat_jax.numerics.noise import element_numbers, of_elements
+from coat_jax.numerics.noise import Stream, element_numbers, of_elements
 
 Layout = Literal["straight", "transposed", "both"]
 TILE_ROWS, TILE_COLUMNS, WARPS = 128, 64, 4
@@ -40,12 +40,12 @@ def cast_reference(
     dtype: DTypeLike,
     layout: Layout,
     *,
-    stochastic: bool = False,
+    stream: Stream | None = None,
 ) -> tuple[Array | None, Array | None]:
     """The codes of x / scale, straight [*rows, D] and transposed [D, *rows]; None if not wanted."""
     y = x.astype(jnp.float32) * (1.0 / scale)
-    if stochastic:
-        y = round_at_random(y, dtype, of_elements(y.shape))
+    if stream is not None:
+        y = round_at_random(y, dtype, of_elements(y.shape, stream))
     codes = saturating_cast(y, dtype)
     straight = codes if layout != "transposed" else None
     return straight, jnp.moveaxis(codes, -1, 0) if layout != "straight" else None
@@ -57,10 +57,10 @@ def cast(
     dtype: DTypeLike,
     layout: Layout,
     *,
-    stochastic: bool = False,
+    stream: Stream | None = None,
 ) -> tuple[Array | None, Array | None]:
     """`cast_reference` as a kernel."""
-    straight, transposed, _ = _cast(x, scale, dtype, layout, stochastic, with_sums=False)
+    straight, transposed, _ = _cast(x, scale, dtype, layout, stream, with_sums=False)
     return straight, transposed
 
 
@@ -80,16 +80,22 @@ def cast_with_lengths(
     dtype: DTypeLike,
     layout: Layout,
     *,
-    stochastic: bool = False,
+    stream: Stream | None = None,
 ) -> tuple[Array | None, Array | None, Float[Array, "*rows"]]:
     """`cast`, and `lengths_reference` of the codes, in one pass."""
-    straight, transposed, squares = _cast(x, scale, dtype, layout, stochastic, with_sums=True)
+    straight, transposed, squares = _cast(x, scale, dtype, layout, stream, with_sums=True)
     assert squares is not None
     return straight, transposed, jnp.sqrt(jnp.sum(squares, axis=-1)) * scale
 
 
 def _cast(
-    x: Array, scale: Array, dtype: DTypeLike, layout: Layout, stochastic: bool, *, with_sums: bool
+    x: Array,
+    scale: Array,
+    dtype: DTypeLike,
+    layout: Layout,
+    stream: Stream | None,
+    *,
+    with_sums: bool,
 ) -> tuple[Array | None, Array | None, Array | None]:
     """The codes in the layouts that are wanted, and sums of their squares."""
     from coat_jax.kernels.triton.cast import ENTRIES
@@ -100,7 +106,7 @@ def _cast(
     per_sum = columns_per_sum(width) if with_sums else 0
     sums = [f"b s d/{per_sum}"] if with_sums else []
 
-    numbers = element_numbers(x.shape) if stochastic else ()
+    numbers = element_numbers(x.shape, stream) if stream is not None else ()
 
     def run(x: Array, scale: Array, *numbers: Array) -> list[Array]:
         rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
@@ -126,7 +132,7 @@ def _cast(
             PER_SUM=per_sum,
             TILE_ROWS=TILE_ROWS,
             TILE_COLUMNS=TILE_COLUMNS,
-            STOCHASTIC=stochastic,
+            STOCHASTIC=stream is not None,
             F8=format_of(dtype),
             FAST=not dispatch.interpreting(),
         )

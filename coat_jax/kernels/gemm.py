@@ -39,6 +39,7 @@ from coat_jax.kernels.cast import (
 )
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.numerics.blocks import fitting_exponent, power_of_two
+from coat_jax.numerics.noise import Stream
 
 # One FP8 GEMM of cuBLASLt. By default XLA would also try its own Triton GEMMs for every product:
 # programs then take up to 40 times as long to compile, and run no faster.
@@ -69,13 +70,16 @@ def operand(
     layout: Layout = "straight",
     implementation: Implementation = "xla",
     *,
-    stochastic: bool = False,
+    stream: Stream | None = None,
 ) -> Operand:
-    """Rounds `x` to FP8 with one scale; with dtype None leaves `x` as it is."""
+    """Rounds `x` to FP8 with one scale; with dtype None leaves `x` as it is.
+
+    It rounds to nearest, or stochastically with a stream of random bits.
+    """
     if dtype is None:
         return Operand(x, None, None)
     scale = tensor_scale(largest_magnitude(x), dtype)
-    return scaled(x, scale, dtype, layout, implementation, stochastic=stochastic)
+    return scaled(x, scale, dtype, layout, implementation, stream=stream)
 
 
 def largest_magnitude(x: Float[Array, "..."]) -> Float[Array, ""]:
@@ -96,13 +100,13 @@ def scaled(
     layout: Layout = "straight",
     implementation: Implementation = "xla",
     *,
-    stochastic: bool = False,
+    stream: Stream | None = None,
 ) -> Operand:
     """Rounds `x` to FP8 with a known scale. "xla" ignores the layout: XLA transposes itself."""
     if implementation == "xla":
-        codes, _ = cast_reference(x, scale, dtype, "straight", stochastic=stochastic)
+        codes, _ = cast_reference(x, scale, dtype, "straight", stream=stream)
         return Operand(codes, None, scale)
-    return Operand(*cast(x, scale, dtype, layout, stochastic=stochastic), scale)
+    return Operand(*cast(x, scale, dtype, layout, stream=stream), scale)
 
 
 def scaled_with_lengths(
@@ -112,16 +116,14 @@ def scaled_with_lengths(
     layout: Layout,
     implementation: Implementation,
     *,
-    stochastic: bool = False,
+    stream: Stream | None = None,
 ) -> Operand:
     """As `scaled`, with the lengths of the rows."""
     if implementation == "xla":
-        codes, _ = cast_reference(x, scale, dtype, "straight", stochastic=stochastic)
+        codes, _ = cast_reference(x, scale, dtype, "straight", stream=stream)
         assert codes is not None
         return Operand(codes, None, scale, lengths_reference(codes, scale))
-    straight, transposed, lengths = cast_with_lengths(
-        x, scale, dtype, layout, stochastic=stochastic
-    )
+    straight, transposed, lengths = cast_with_lengths(x, scale, dtype, layout, stream=stream)
     return Operand(straight, transposed, scale, lengths)
 
 

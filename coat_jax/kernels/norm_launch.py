@@ -24,6 +24,7 @@ from coat_jax.kernels.norm import Norm, Stats
 from coat_jax.kernels.sharding import as_3d, run_sharded
 from coat_jax.numerics.blocks import Blocks, block_numbers
 from coat_jax.numerics.formats import format_of
+from coat_jax.numerics.noise import Stream, element_numbers
 
 WIDEST = 16384  # columns that one program of a kernel holds
 TILE_ROWS, TILE_COLUMNS = 64, 128  # of norm_cast
@@ -92,17 +93,24 @@ def norm_forward(
 
 
 def norm_cast(
-    blocks: Blocks, stats: Stats, norm: Norm, scale: Float[Array, ""], size: int
+    blocks: Blocks,
+    stats: Stats,
+    norm: Norm,
+    scale: Float[Array, ""],
+    size: int,
+    *,
+    stream: Stream | None = None,
 ) -> Array:
-    """norm(x) / scale as FP8 codes [D, B, S], in the format of the blocks."""
+    """norm(x) / scale as FP8 codes [D, B, S], in the format of the blocks; rounded like `cast`."""
     from coat_jax.kernels.triton.norm import norm_cast_tile
 
     given = _given(norm)
     moments = [stats.inverse] if stats.mean is None else [stats.inverse, stats.mean]
+    numbers = () if stream is None else element_numbers(blocks.codes.shape, stream)
 
     def run(codes: Array, exponents: Array, tensor_scale: Array, *rest: Array) -> list[Array]:
         *rows, columns = codes.shape
-        count = len(moments)
+        count, end = len(moments), len(moments) + len(numbers)
         inverse, mean = rest[0], rest[count - 1]
         tile_columns = max(TILE_COLUMNS, size)
         return launch(
@@ -112,7 +120,8 @@ def norm_cast(
             tensor_scale,
             inverse,
             mean,
-            *_parameters(norm, rest[count:], codes),
+            *(rest[count:end] or (codes, codes)),
+            *_parameters(norm, rest[end:], codes),
             outputs=[jax.ShapeDtypeStruct((columns, *rows), codes.dtype)],
             programs=tile_count(math.prod(rows), columns, TILE_ROWS, tile_columns),
             warps=4,
@@ -124,16 +133,15 @@ def norm_cast(
             HAS_SHIFT=norm.shift is not None,
             TILE_ROWS=TILE_ROWS,
             TILE_COLUMNS=tile_columns,
+            STOCHASTIC=stream is not None,
             F8=format_of(codes.dtype),
             FAST=not dispatch.interpreting(),
         )
 
-    (result,) = run_sharded(
-        run,
-        [blocks.codes, blocks.exponents, scale, *moments, *given],
-        ["b s d", f"b s d/{size}", "", *["b s !one"] * len(moments), *["d"] * len(given)],
-        ["d b s"],
-    )
+    operands = ["b s d", f"b s d/{size}", "", *["b s !one"] * len(moments)]
+    operands += [*["b s", "d"][: len(numbers)], *["d"] * len(given)]
+    arrays = [blocks.codes, blocks.exponents, scale, *moments, *numbers, *given]
+    (result,) = run_sharded(run, arrays, operands, ["d b s"])
     return result
 
 

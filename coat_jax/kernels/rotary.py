@@ -20,7 +20,7 @@ from coat_jax.kernels.cast import cast_reference
 from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import run_sharded
 from coat_jax.numerics.formats import format_of
-from coat_jax.numerics.noise import element_numbers
+from coat_jax.numerics.noise import Stream, element_numbers
 
 GROWTH = math.sqrt(2)
 # A program rotates several heads of a tile of rows, so that it loads their angles once.
@@ -58,11 +58,11 @@ def rotary_backward_cast_reference(
     scale: Float[Array, ""],
     dtype: DTypeLike,
     *,
-    stochastic: bool = False,
+    stream: Stream | None = None,
 ) -> tuple[Array | None, Array | None]:
     """The codes of rotary_backward(y) / scale, [B, S, N H] and [N H, B, S]."""
     rotated = rotary_backward(y.astype(jnp.float32), cos, sin).reshape(*y.shape[:2], -1)
-    return cast_reference(rotated, scale, dtype, "both", stochastic=stochastic)
+    return cast_reference(rotated, scale, dtype, "both", stream=stream)
 
 
 def supports_head_dim(head: int) -> bool:
@@ -77,14 +77,16 @@ def rotary_backward_cast(
     scale: Float[Array, ""],
     dtype: DTypeLike,
     *,
-    stochastic: bool = False,
+    stream: Stream | None = None,
 ) -> tuple[Array | None, Array | None]:
     """`rotary_backward_cast_reference` as a kernel."""
     from coat_jax.kernels.triton.rotary import rotary_backward_cast_heads
 
     width = y.shape[2] * y.shape[3]
-    rows, columns = element_numbers((*y.shape[:2], width))
-    numbers = [rows, columns.reshape(y.shape[2:])] if stochastic else []
+    numbers = []
+    if stream is not None:
+        rows, columns = element_numbers((*y.shape[:2], width), stream)
+        numbers = [rows, columns.reshape(y.shape[2:])]
 
     def run(y: Array, cos: Array, sin: Array, scale: Array, *numbers: Array) -> list[Array]:
         *rows, heads, head = y.shape
@@ -108,7 +110,7 @@ def rotary_backward_cast(
             HALF=head // 2,
             HEADS=HEADS,
             TILE_ROWS=TILE_ROWS,
-            STOCHASTIC=stochastic,
+            STOCHASTIC=stream is not None,
             F8=format_of(dtype),
             FAST=not dispatch.interpreting(),
         )

@@ -22,7 +22,7 @@ takes no key: their values are new at every step anyway.
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,9 @@ from jaxtyping import Array, Float, UInt32
 from coat_jax.numerics.programs import one_program
 
 GOLDEN = 0x9E3779B9  # A above: 2^32 over the golden ratio, odd
+# Of which operand of a product: both are rounded independently, so that their errors do not add up.
+Stream = Literal["gradients", "inputs"]
+_STREAMS: dict[Stream, int] = {"gradients": 0, "inputs": 1 << 31}
 
 
 def mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
@@ -168,17 +171,18 @@ def of_places(runs: UInt32[Array, "*runs"], lanes: int) -> UInt32[Array, "*runs 
     return of_runs[..., None] * of_lanes
 
 
-def of_elements(shape: tuple[int, ...]) -> UInt32[Array, "*rows columns"]:
+def of_elements(shape: tuple[int, ...], stream: Stream) -> UInt32[Array, "*rows columns"]:
     """`of_places` for an array of this shape: each row is one run."""
-    return of_places(run_numbers(shape[:-1]), shape[-1])
+    return of_places(element_numbers(shape, stream)[0], shape[-1])
 
 
 def element_numbers(
-    shape: tuple[int, ...],
+    shape: tuple[int, ...], stream: Stream
 ) -> tuple[UInt32[Array, "*rows"], UInt32[Array, " columns"]]:
     """The numbers of rows and columns behind `of_elements`, for kernels, which see only a shard."""
     *rows, columns = shape
-    return run_numbers(tuple(rows)), jnp.arange(columns, dtype=jnp.uint32)
+    numbers = run_numbers(tuple(rows)) ^ np.uint32(_STREAMS[stream])
+    return numbers, jnp.arange(columns, dtype=jnp.uint32)
 
 
 def run_numbers(shape: tuple[int, ...]) -> UInt32[Array, "*shape"]:

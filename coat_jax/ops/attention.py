@@ -42,7 +42,7 @@ from coat_jax.ops.saved.projection import (
     input_gradient,
     mode_of,
     project,
-    recompute_operand,
+    recompute_input,
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision, precision_of
@@ -285,7 +285,7 @@ def _attention_linear_backward(
         dy: Array,
     ) -> Any:
         o, pull = recompute_attention(settings, saved, segments, dy.dtype)
-        n = recompute_operand(_joined(o), scale, dy.dtype, mode, "transposed")
+        n = recompute_input(_joined(o), scale, dy.dtype, mode)
         g = [gradient_operand(dy, mode)]
         do = input_gradient((weight,), scales, g, o.dtype, mode).reshape(o.shape)
         (d_weight,) = weight_gradients(n, (weight,), g)

@@ -28,7 +28,7 @@ from coat_jax.ops.saved.projection import (
     as_operand,
     gradient_operand,
     mode_of,
-    recompute_operand,
+    recompute_weight,
 )
 from coat_jax.precision import COAT, Precision
 
@@ -132,7 +132,7 @@ def _products_backward(mode: Mode, residuals: Any, gradients: tuple[Array, Array
     def backward(n: Operand, weight: Frozen, a: Array, scale: Array, gradients: Any) -> Any:
         dtype: DTypeLike = gradients[0].dtype
         dy, dh = (gradient_operand(g, mode) for g in gradients)
-        narrow = recompute_operand(a, scale, dtype, mode)
+        narrow = recompute_weight(a, scale, dtype, mode)
         dx = gemm.product_transposed(dy, _operand(weight), dtype)
         dx = gemm.product_transposed(dh, narrow, dtype) + dx
         return dx, None, gemm.outer_product(n, dh, a.dtype)

@@ -12,6 +12,7 @@ from layer_cases import (
     ROTARY_CASES,
     ROUNDINGS,
     SMALL,
+    STREAMS,
     check_activation,
     check_cast,
     check_exact_activation,
@@ -27,20 +28,20 @@ pytestmark = [
 ]
 
 
-@ROUNDINGS
+@STREAMS
 @pytest.mark.parametrize("dtype", [coat.E4M3, coat.E5M2], ids=["E4M3", "E5M2"])
 @pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
-def test_cast(shape, dtype, stochastic):
-    check_cast(shape, dtype, stochastic=stochastic)
+def test_cast(shape, dtype, stream):
+    check_cast(shape, dtype, stream)
 
 
-@ROUNDINGS
+@STREAMS
 @pytest.mark.parametrize("dtype", [coat.E4M3, coat.E5M2], ids=["E4M3", "E5M2"])
 @pytest.mark.parametrize(
     ("shape", "heads", "head", "per_sequence"), ROTARY_CASES + LARGE_ROTARY_CASES
 )
-def test_rotary(shape, heads, head, per_sequence, dtype, stochastic):
-    check_rotary(shape, heads, head, dtype, per_sequence=per_sequence, stochastic=stochastic)
+def test_rotary(shape, heads, head, per_sequence, dtype, stream):
+    check_rotary(shape, heads, head, dtype, per_sequence=per_sequence, stream=stream)
 
 
 @pytest.mark.parametrize("case", NORMS, ids=str)

@@ -19,6 +19,7 @@ from quick import OPTIONS
 
 import coat_jax as coat
 from coat_jax import ops
+from coat_jax.kernels.cast import cast_reference
 from coat_jax.numerics.blocks import from_blocks, to_blocks
 from coat_jax.numerics.formats import format_of
 
@@ -116,11 +117,18 @@ def nearest(x, dtype):
     return np.rint(x / place) * place
 
 
-def rounded(x, dtype):
-    """What FP8 makes of a tensor with one scale, in FP64."""
+def rounded(x, dtype, stream=None):
+    """What FP8 makes of a tensor with one scale, in FP64.
+
+    Stochastic rounding, with a stream, is that of `cast_reference`, which has laws of its own.
+    """
     x = np.asarray(x, np.float64)
     scale = least_power(np.max(np.abs(x), initial=0), dtype)
-    return nearest(x / scale, dtype) * scale
+    if stream is None:
+        return nearest(x / scale, dtype) * scale
+    x, at = jnp.float32(x), jnp.float32(scale)
+    codes, _ = cast_reference(x, at, dtype, "straight", stream=stream)
+    return np.float64(codes) * scale
 
 
 def rounded_blocks(x, dtype, size):

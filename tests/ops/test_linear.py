@@ -43,17 +43,24 @@ norms = pytest.mark.parametrize("kind", ["rms", "layer"])
 leading = pytest.mark.parametrize("lead", [(), (5,), (2, 5)], ids=str)
 
 
-def rounded_layers(n, weights, biases, gradients, precision):
-    """The outputs, and the gradients of n, the weights and the biases, in FP64."""
+def rounded_layers(n, weights, biases, gradients, precision, *, recomputed=False):
+    """The outputs, and the gradients of n, the weights and the biases, in FP64.
+
+    An input that is recomputed for the gradients of the weights is rounded again for them.
+    """
     flat = rounded(n, precision.forward).reshape(-1, n.shape[-1])
+    again = flat
+    if recomputed and precision.stochastic:
+        again = rounded(n, precision.forward, "inputs").reshape(flat.shape)
     outputs, dn, dws, dbs = [], 0, [], []
     for full, b, dy in zip(weights, biases, gradients, strict=True):
-        w, g = rounded(full, precision.forward), rounded(dy, precision.backward)
+        w = rounded(full, precision.forward)
+        g = rounded(dy, precision.backward, "gradients" if precision.stochastic else None)
         y = (flat @ w).reshape(dy.shape)
         outputs.append(y if b is None else y + np.asarray(b))
         g = g.reshape(-1, g.shape[-1])
         dn = dn + (g @ w.T).reshape(n.shape)
-        dws.append(flat.T @ g)
+        dws.append(again.T @ g)
         dbs.append(None if b is None else np.float64(dy).reshape(-1, dy.shape[-1]).sum(0))
     return tuple(outputs), dn, tuple(dws), tuple(dbs)
 
@@ -112,7 +119,7 @@ def test_fp8_of_a_norm_before_it_rounds_blocks_then_the_norm(kind, precision):
     y, (dx, d_norm, dws), dy = pulled(f, x, norm, ws)
     values = rounded_blocks(x, precision.forward, precision.block)
     n = numpy_norm(values, norm)
-    want_y, dn, want_dws, _ = rounded_layers(n, ws, (None, None), dy, precision)
+    want_y, dn, want_dws, _ = rounded_layers(n, ws, (None, None), dy, precision, recomputed=True)
     _, want_dx_and_norm, _ = pulled(plain_norm, jnp.float32(values), norm, dy=jnp.float32(dn))
     assert_close((y, dws, (dx, d_norm)), (want_y, want_dws, want_dx_and_norm))
 

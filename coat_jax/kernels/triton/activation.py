@@ -120,7 +120,8 @@ def activation_cast_tile(
 @triton.jit
 def activation_backward_tile(
     da, gate_codes, gate_exponents, up_codes, up_exponents, scale, first_scale, second_scale,
-    row_numbers, column_numbers, recomputed, first, first_transposed, second, second_transposed,
+    input_rows, gradient_rows, columns,
+    recomputed, first, first_transposed, second, second_transposed,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, STOCHASTIC: tl.constexpr,
     F8: tl.constexpr, GRADIENT_F8: tl.constexpr, FAST: tl.constexpr,
@@ -137,7 +138,7 @@ def activation_backward_tile(
     a, slope = activation(g, NAME, FAST)
     if GATED:
         q = round_tile(
-            d * a * (1.0 / tl.load(second_scale)), row_numbers, column_numbers, row, column,
+            d * a * (1.0 / tl.load(second_scale)), gradient_rows, columns, row, column,
             ROWS, COLUMNS, STOCHASTIC, GRADIENT_F8, FAST,
         )  # fmt: skip
         q = q.to(second.dtype.element_ty)
@@ -149,20 +150,24 @@ def activation_backward_tile(
         a *= u
         d *= u
     q = round_tile(
-        d * slope * (1.0 / tl.load(first_scale)), row_numbers, column_numbers, row, column,
+        d * slope * (1.0 / tl.load(first_scale)), gradient_rows, columns, row, column,
         ROWS, COLUMNS, STOCHASTIC, GRADIENT_F8, FAST,
     )  # fmt: skip
     q = q.to(first.dtype.element_ty)
     store_tile(q, first, row, column, ROWS, COLUMNS)
     store_transposed(q, first_transposed, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    q = round_to_fp8(a * (1.0 / tl.load(scale)), F8, FAST).to(recomputed.dtype.element_ty)
+    q = round_tile(
+        a * (1.0 / tl.load(scale)), input_rows, columns, row, column,
+        ROWS, COLUMNS, STOCHASTIC, F8, FAST,
+    )  # fmt: skip
+    q = q.to(recomputed.dtype.element_ty)
     store_transposed(q, recomputed, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
 
 
 @triton.jit
 def activation_backward_ungated_tile(
     da, codes, exponents, codes_twice, exponents_twice, scale, gradient_scale, scale_twice,
-    row_numbers, column_numbers, recomputed, straight, transposed,
+    input_rows, gradient_rows, columns, recomputed, straight, transposed,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, STOCHASTIC: tl.constexpr,
     F8: tl.constexpr, GRADIENT_F8: tl.constexpr, FAST: tl.constexpr,
@@ -170,7 +175,7 @@ def activation_backward_ungated_tile(
     """The same without an up, and so with one gradient."""
     activation_backward_tile(
         da, codes, exponents, codes_twice, exponents_twice, scale, gradient_scale, scale_twice,
-        row_numbers, column_numbers, recomputed, straight, transposed, straight, transposed,
+        input_rows, gradient_rows, columns, recomputed, straight, transposed, straight, transposed,
         ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, NAME, GATED, STOCHASTIC, F8, GRADIENT_F8,
         FAST,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from coat_jax.kernels.triton.blocks import (
     round_blocks,
 )
 from coat_jax.kernels.triton.formats import round_to_fp8, through_fp8
-from coat_jax.kernels.triton.tiles import load_blocks, store_transposed, tile_indices
+from coat_jax.kernels.triton.tiles import load_blocks, round_tile, store_transposed, tile_indices
 
 
 @triton.jit
@@ -64,10 +64,11 @@ def norm_forward_row(
 
 @triton.jit
 def norm_cast_tile(
-    codes, exponents, tensor_scale, inverse, mean, scale, shift, out,
+    codes, exponents, tensor_scale, inverse, mean, row_numbers, column_numbers, scale, shift, out,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, LAYER: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """One tile of norm(x), from blocks and statistics, as transposed FP8 codes."""
     row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
@@ -79,7 +80,11 @@ def norm_cast_tile(
         v = v * tl.load(scale + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
     if HAS_SHIFT:
         v = v + tl.load(shift + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
-    q = round_to_fp8(v * (1.0 / tl.load(tensor_scale)), F8, FAST).to(out.dtype.element_ty)
+    q = round_tile(
+        v * (1.0 / tl.load(tensor_scale)), row_numbers, column_numbers, row, column,
+        ROWS, COLUMNS, STOCHASTIC, F8, FAST,
+    )  # fmt: skip
+    q = q.to(out.dtype.element_ty)
     store_transposed(q, out, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
 
 

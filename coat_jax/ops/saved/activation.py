@@ -30,7 +30,7 @@ from coat_jax.kernels.activation import (
 from coat_jax.kernels.gemm import Operand
 from coat_jax.numerics.blocks import Blocks
 from coat_jax.ops.saved.array import SavedArray, restore, save_hidden
-from coat_jax.ops.saved.projection import Mode, gradient_operand, recompute_operand
+from coat_jax.ops.saved.projection import Mode, gradient_operand, recompute_input
 
 
 class SavedActivation(NamedTuple):
@@ -107,7 +107,7 @@ def activation_gradients(
     if mode.format is None:
         values = tuple(d.astype(da.dtype) for d in values)
     gradients = [gradient_operand(d, mode) for d in values]
-    return recompute_operand(a, scale, da.dtype, mode, "transposed"), gradients
+    return recompute_input(a, scale, da.dtype, mode), gradients
 
 
 def _magnitudes(

@@ -28,7 +28,7 @@ from coat_jax.kernels.norm_launch import norm_backward, norm_cast, norm_forward
 from coat_jax.numerics.blocks import Blocks
 from coat_jax.numerics.formats import format_of
 from coat_jax.ops.saved.array import SavedArray, restore, save_input
-from coat_jax.ops.saved.projection import Mode, recompute_operand
+from coat_jax.ops.saved.projection import Mode, recompute_input
 from coat_jax.precision import Precision
 
 
@@ -82,8 +82,9 @@ def recompute_norm(saved: SavedNorm, norm: Norm | None, mode: Mode, dtype: DType
         and scale is not None
         and size is not None
     ):
-        return Operand(None, norm_cast(x, stats, norm, scale, size), scale)
-    return recompute_operand(_values(saved, norm, mode), scale, dtype, mode, "transposed")
+        codes = norm_cast(x, stats, norm, scale, size, stream=mode.stream("inputs"))
+        return Operand(None, codes, scale)
+    return recompute_input(_values(saved, norm, mode), scale, dtype, mode)
 
 
 def norm_gradient(

@@ -3,9 +3,10 @@
     y_i  = n w_i + b_i
     dn   = sum_i dy_i w_i^T        dw_i = n^T dy_i        db_i = sum over rows of dy_i
 
-In FP8 the input is rounded to E4M3 once for all weights, and each gradient to E5M2, stochastically
-if `Precision.stochastic` is set. The backward pass requantizes the weights with the scales of the
-forward pass, since saving their codes would cost a byte a parameter.
+In FP8 the input is rounded to E4M3 once for all weights, and each gradient to E5M2. The backward
+pass requantizes the weights with the scales of the forward pass, since saving their codes would
+cost a byte a parameter. It also rounds an input again that it recomputes from what was saved. Where
+`Precision.stochastic` is set, it rounds this input and the gradients stochastically.
 """
 
 import functools
@@ -22,6 +23,7 @@ from coat_jax.kernels.cast import Layout
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.numerics.formats import E5M2
+from coat_jax.numerics.noise import Stream
 from coat_jax.precision import Precision, precision_of
 
 Weights = tuple[Float[Array, "K N"], ...]
@@ -45,6 +47,10 @@ class Mode(NamedTuple):
     def gradient_format(self) -> DTypeLike | None:
         """The FP8 format of gradients; None if they are not rounded."""
         return self.precision.backward if self.precision.fp8_linear else None
+
+    def stream(self, operands: Stream) -> Stream | None:
+        """The random bits that round what only the backward pass sees; None rounds to nearest."""
+        return operands if self.precision.stochastic else None
 
     @property
     def bounds_gradients(self) -> bool:
@@ -93,23 +99,29 @@ def as_operand(
     return gemm.operand(x, mode.format, layout, mode.implementation)
 
 
-def recompute_operand(
-    x: Float[Array, "*rows K"],
-    scale: Float[Array, ""] | None,
-    dtype: DTypeLike,
-    mode: Mode,
-    layout: Layout = "straight",
+def recompute_weight(
+    weight: Float[Array, "K N"], scale: Float[Array, ""] | None, dtype: DTypeLike, mode: Mode
 ) -> Operand:
     """The operand that `as_operand` made in the forward pass, with the scale saved there."""
     if scale is None or mode.format is None:
+        return Operand(weight.astype(dtype), None, None)
+    return gemm.scaled(weight, scale, mode.format, "straight", mode.implementation)
+
+
+def recompute_input(
+    x: Float[Array, "*rows K"], scale: Float[Array, ""] | None, dtype: DTypeLike, mode: Mode
+) -> Operand:
+    """An input as the operand of the weights' gradients, with the scale of the forward pass."""
+    if scale is None or mode.format is None:
         return Operand(x.astype(dtype), None, None)
-    return gemm.scaled(x, scale, mode.format, layout, mode.implementation)
+    stream = mode.stream("inputs")
+    return gemm.scaled(x, scale, mode.format, "transposed", mode.implementation, stream=stream)
 
 
 def gradient_operand(dy: Float[Array, "*rows N"], mode: Mode) -> Operand:
     """A gradient as the operand of both products that need it."""
-    dtype, stochastic = mode.gradient_format, mode.precision.stochastic
-    return gemm.operand(dy, dtype, "both", mode.implementation, stochastic=stochastic)
+    stream = mode.stream("gradients")
+    return gemm.operand(dy, mode.gradient_format, "both", mode.implementation, stream=stream)
 
 
 def project(
@@ -131,7 +143,7 @@ def input_gradient(
     """The gradient of the shared input. On a GPU each GEMM adds the result of the previous one."""
 
     def share(weight: Array, scale: Array | None, g: Operand) -> Array:
-        return gemm.product_transposed(g, recompute_operand(weight, scale, dtype, mode), dtype)
+        return gemm.product_transposed(g, recompute_weight(weight, scale, dtype, mode), dtype)
 
     # XLA fuses the sum into the GEMM on its left-hand side.
     return functools.reduce(lambda sum_, new: new + sum_, map(share, weights, scales, gradients))
@@ -146,8 +158,8 @@ def bounded_input_gradient(
         return g, input_gradient((weight,), (scale,), (g,), dy.dtype, mode), None
     dtype, how = mode.precision.backward, mode.implementation
     g_scale = gemm.tensor_scale(gemm.largest_magnitude(dy), dtype)
-    stochastic = mode.precision.stochastic
-    g = gemm.scaled_with_lengths(dy, g_scale, dtype, "both", how, stochastic=stochastic)
+    stream = mode.stream("gradients")
+    g = gemm.scaled_with_lengths(dy, g_scale, dtype, "both", how, stream=stream)
     w = gemm.scaled_with_lengths(weight, scale, mode.format, "straight", how)
     return g, gemm.product_transposed(g, w, dy.dtype), gemm.bound_of_product_transposed(g, w)
 
