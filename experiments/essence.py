@@ -5,6 +5,7 @@ version of Python gives another essence of the same code.
 """
 
 import ast
+import functools
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "coat_jax"
 
 
+@functools.cache
 def essence(source: str) -> str:
     """The syntax of a file, without comments, docstrings, and imports, which only say where."""
     return _written(_bare(source))
