@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "coat_jax"
 
 
-@functools.cache
+@functools.cache  # one row of results after another names the same code
 def essence(source: str) -> str:
     """The syntax of a file, without comments, docstrings, and imports, which only say where."""
     return _written(_bare(source))

@@ -38,7 +38,7 @@ LAYERS = [
 INSIDE = {
     "coat_jax": LAYERS,
     "coat_jax.numerics": [
-        ("mesh_axes", "rounding"),
+        ("mesh_axes", "programs", "rounding"),
         ("minifloat",),
         ("corrections", "formats", "integer_format", "noise"),
         ("qtensor",),

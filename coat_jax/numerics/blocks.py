@@ -29,6 +29,7 @@ from jaxtyping import Array, Float, Int32, UInt8, UInt32
 
 from coat_jax.numerics.formats import E4M3, codes_dtype, format_of, nearest, round_at_random
 from coat_jax.numerics.noise import of_places, run_numbers
+from coat_jax.numerics.programs import one_program
 from coat_jax.numerics.qtensor import join_groups, require_float, scales_shape, split_groups
 
 NOT_FINITE = 255
@@ -48,6 +49,7 @@ class Blocks(NamedTuple):
     exponents: UInt8[Array, "*rows N"]
 
 
+@one_program("x")
 def to_blocks(
     x: Float[Array, "*rows D"],
     dtype: DTypeLike = E4M3,
@@ -90,6 +92,7 @@ def block_numbers(shape: tuple[int, ...], size: int) -> BlockNumbers:
     return BlockNumbers(first, jnp.arange(count, dtype=jnp.uint32))
 
 
+@one_program("blocks")
 def from_blocks(blocks: Blocks, *, size: int) -> Float[Array, "*rows D"]:
     """The FP32 values that `blocks` stands for."""
     grouped = split_groups(blocks.codes, size).astype(jnp.float32)

@@ -40,6 +40,7 @@ from coat_jax.numerics.formats import (
     saturating_cast,
     stochastic_cast,
 )
+from coat_jax.numerics.programs import one_program
 from coat_jax.numerics.qtensor import (
     group_max,
     join_groups,
@@ -96,6 +97,7 @@ class Expanded(NamedTuple):
     k16: UInt8[Array, "*rows G"]  # 16 times the exponent of each group
 
 
+@one_program("x", "noise", "never_zero")
 def encode(
     x: Float[Array, "*rows D"],
     dtype: DTypeLike = E4M3,
@@ -138,6 +140,7 @@ def encode(
     return _stored(codes, group, x.shape, group_size)
 
 
+@one_program("x", "noise")
 def encode_dithered(
     x: Float[Array, "*rows D"],
     dtype: DTypeLike,
@@ -159,6 +162,7 @@ def encode_dithered(
     return _stored(codes, group, x.shape, group_size)
 
 
+@one_program("e")
 def decode(
     e: Expanded, *, group_size: int = GROUP_SIZE, dtype: DTypeLike | None = None
 ) -> Float[Array, "*rows D"]:

@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from coat_jax.numerics.expansion import STEPS, Expanded
+from coat_jax.numerics.programs import one_program
 from coat_jax.numerics.qtensor import (
     group_max,
     join_groups,
@@ -36,6 +37,7 @@ NAN_CODE = -1
 SMALLEST, LARGEST = 2.0**-100, 2.0**100
 
 
+@one_program("x", "noise", "stochastic_below")
 def encode(
     x: Float[Array, "*rows D"],
     *,
@@ -77,6 +79,7 @@ def encode(
     )
 
 
+@one_program("e")
 def decode(e: Expanded, *, group_size: int) -> Float[Array, "*rows D"]:
     """Returns the FP32 values of `e`."""
     codes = split_groups(e.codes, group_size).astype(jnp.float32)

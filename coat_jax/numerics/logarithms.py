@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from coat_jax.numerics.expansion import SMALLEST, STEPS, Expanded, Fit, exponent_sixteenths
+from coat_jax.numerics.programs import one_program
 from coat_jax.numerics.qtensor import (
     group_max,
     join_groups,
@@ -42,6 +43,7 @@ FIT = Fit((LARGEST_CODE - 1) / STEPS, MIN_STEPS, tolerance=0.0)
 LOG2 = 0.6931471805599453  # the natural logarithm of 2
 
 
+@one_program("x", "noise")
 def encode(
     x: Float[Array, "*rows D"],
     *,
@@ -86,6 +88,7 @@ def encode(
     )
 
 
+@one_program("e")
 def decode(e: Expanded, *, group_size: int) -> Float[Array, "*rows D"]:
     """Returns the FP32 values of `e`."""
     codes = split_groups(e.codes, group_size).astype(jnp.float32)

@@ -16,8 +16,8 @@ Probabilities are met to 2^-17, half the distance of two values of the noise.
 of several groups of parameters (`optax.partition`) see trees with other leaves left out.
 `distinguish` gives the copies of one array under `vmap` and `shard_map` keys of their own.
 
-What is saved for a backward pass is rounded with `of_places`, which takes no key: its values are
-new at every step anyway.
+What is saved for a backward pass, and the gradients in it, are rounded with `of_places`, which
+takes no key: their values are new at every step anyway.
 """
 
 import zlib
@@ -29,6 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, UInt32
+
+from coat_jax.numerics.programs import one_program
 
 GOLDEN = 0x9E3779B9  # A above: 2^32 over the golden ratio, odd
 
@@ -103,11 +105,13 @@ def _of_element_batched(
     return mix(key + (element + np.uint32(1)) * np.uint32(GOLDEN)), True
 
 
+@one_program("key")
 def uniform(key: UInt32[Array, ""], shape: tuple[int, ...], *, run: int) -> Float[Array, "..."]:
     """Numbers in (0, 1), one per element of an array of `shape`: odd multiples of 2^-17."""
     return _between_zero_and_one(_halves(key, shape, run=run)[0], shape)
 
 
+@one_program("key")
 def uniform_pair(
     key: UInt32[Array, ""], shape: tuple[int, ...], *, run: int
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
@@ -122,6 +126,7 @@ def uniform_pair(
     return _between_zero_and_one(own, shape), _between_zero_and_one(other, shape)
 
 
+@one_program("key")
 def bits(key: UInt32[Array, ""], shape: tuple[int, ...], *, run: int) -> UInt32[Array, "..."]:
     """16 random bits per element of an array of `shape`."""
     return _halves(key, shape, run=run)[0]
@@ -161,6 +166,19 @@ def of_places(runs: UInt32[Array, "*runs"], lanes: int) -> UInt32[Array, "*runs 
     of_runs = mix((runs + np.uint32(1)) * np.uint32(GOLDEN))
     of_lanes = mix(jnp.arange(1, lanes + 1, dtype=jnp.uint32)) | np.uint32(1)
     return of_runs[..., None] * of_lanes
+
+
+def of_elements(shape: tuple[int, ...]) -> UInt32[Array, "*rows columns"]:
+    """`of_places` for an array of this shape: each row is one run."""
+    return of_places(run_numbers(shape[:-1]), shape[-1])
+
+
+def element_numbers(
+    shape: tuple[int, ...],
+) -> tuple[UInt32[Array, "*rows"], UInt32[Array, " columns"]]:
+    """The numbers of rows and columns behind `of_elements`, for kernels, which see only a shard."""
+    *rows, columns = shape
+    return run_numbers(tuple(rows)), jnp.arange(columns, dtype=jnp.uint32)
 
 
 def run_numbers(shape: tuple[int, ...]) -> UInt32[Array, "*shape"]:

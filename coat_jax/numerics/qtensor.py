@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.numerics import mesh_axes
 from coat_jax.numerics.formats import E4M3, format_of, saturating_cast
+from coat_jax.numerics.programs import one_program
 
 FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 
@@ -32,6 +33,7 @@ class QTensor:
     group_size: int = dataclasses.field(metadata={"static": True})
 
 
+@one_program("x")
 def quantize(x: Float[Array, "*rows D"], dtype: DTypeLike = E4M3, *, group_size: int) -> QTensor:
     """Rounds `x` to `dtype`, with one scale per `group_size` neighbours.
 
@@ -53,6 +55,7 @@ def quantize(x: Float[Array, "*rows D"], dtype: DTypeLike = E4M3, *, group_size:
     )
 
 
+@one_program("q")
 def dequantize(q: QTensor) -> Float[Array, "*rows D"]:
     """Returns the FP32 values that `q` stands for."""
     grouped = split_groups(q.codes, q.group_size).astype(jnp.float32)

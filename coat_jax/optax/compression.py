@@ -35,7 +35,7 @@ from coat_jax.optax.checks import (
 from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.metadata import fit_metadata
 from coat_jax.optax.selection import select_moments, without_names
-from coat_jax.optax.sharding import zeros
+from coat_jax.optax.sharding import full
 from coat_jax.storage import Storage, placeholder_shape
 
 
@@ -176,7 +176,7 @@ def _uncompressed(leaf: Any, storage: Storage) -> Expanded:
     """A leaf that stays as it is, with scales that are not used, but can be sharded alike."""
     per_group = scales_shape(jnp.shape(leaf), storage.group_size)
     shape = placeholder_shape(per_group)
-    return Expanded(leaf, zeros(leaf, shape, jnp.float32), zeros(leaf, shape, jnp.uint8))
+    return Expanded(leaf, full(leaf, shape, jnp.float32), full(leaf, shape, jnp.uint8))
 
 
 def _read(stored: Expanded, storage: Storage, implementation: Implementation | None = None) -> Any:

@@ -27,7 +27,7 @@ from coat_jax.optax.checks import (
     require_transformation,
 )
 from coat_jax.optax.metadata import fit_metadata
-from coat_jax.optax.sharding import zeros
+from coat_jax.optax.sharding import full
 from coat_jax.storage import placeholder_shape
 
 
@@ -120,7 +120,7 @@ def init_corrections(params: optax.Params) -> Any:
     """Corrections of zero for every BF16 parameter, sharded like the parameter."""
 
     def leaf(p: Any) -> Array:
-        return zeros(p, _shape(p), corrections.DTYPE)
+        return full(p, _shape(p), corrections.DTYPE)
 
     return fit_metadata(jax.tree.map(leaf, params), params)
 

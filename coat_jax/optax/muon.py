@@ -51,7 +51,7 @@ from coat_jax.optax.newton_schulz import (
     orthogonalize,
     require_preconditioning,
 )
-from coat_jax.optax.sharding import zeros
+from coat_jax.optax.sharding import full
 from coat_jax.optax.state import by_leaf, from_leaves, init_moment, leaf_layout
 from coat_jax.storage import Storage
 
@@ -222,7 +222,7 @@ def scale_by_fp8_muon(
         leaves, structure = jax.tree.flatten(params)
         matrices = matrices_of(weight_dimension_numbers, params)
         columns = [
-            zeros(p, matrix.columns_shape, jnp.float32) + 1.0
+            full(p, matrix.columns_shape, jnp.float32, 1)
             for p, matrix in zip(leaves, matrices, strict=True)
         ]
         return ScaleByFP8MuonState(

@@ -95,14 +95,12 @@ def require_named_shardings(params: optax.Params) -> None:
             )
 
 
-def zeros(param: Any, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Zeros for a leaf of the state, placed where the parameter is if that can be seen."""
+def full(param: Any, shape: tuple[int, ...], dtype: DTypeLike, value: int = 0) -> Array:
+    """A leaf of the state with one value, placed where the parameter is if that can be seen."""
     sharding = _visible_sharding(param)
-    if sharding is None:
-        return jnp.zeros(shape, dtype)
     if isinstance(sharding, NamedSharding):
         sharding = sharding_like(param, shape)
-    return jnp.zeros(shape, dtype, device=sharding)
+    return jnp.full(shape, value, dtype, device=sharding)
 
 
 def _visible_sharding(param: Any) -> Any:
@@ -111,7 +109,7 @@ def _visible_sharding(param: Any) -> Any:
         sharding = jax.typeof(param).sharding
         explicit = any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
         return sharding if explicit else None
-    # Zeros placed for a parameter that JAX placed by itself would make jit compile twice.
+    # A leaf placed for a parameter that JAX placed by itself would make jit compile twice.
     return param.sharding if isinstance(param, jax.Array) and param.committed else None
 
 

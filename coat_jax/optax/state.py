@@ -30,7 +30,7 @@ from coat_jax.optax.checks import (
 from coat_jax.optax.corrections import CorrectedState, advice_on, is_corrected
 from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.metadata import fit_metadata
-from coat_jax.optax.sharding import zeros
+from coat_jax.optax.sharding import full
 from coat_jax.storage import Storage
 
 
@@ -62,7 +62,7 @@ def init_moment(params: optax.Params, dtype: DTypeLike, storage: Storage) -> Exp
     def tree(field: int, value: int) -> Any:
         def leaf(p: Any) -> Array:
             array = leaf_layout(jnp.shape(p), dtype, storage)[field]
-            return zeros(p, array.shape, array.dtype) + jnp.asarray(value, array.dtype)
+            return full(p, array.shape, array.dtype, value)
 
         return fit_metadata(jax.tree.map(leaf, params), params)
 

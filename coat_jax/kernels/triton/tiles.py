@@ -16,7 +16,8 @@ from coat_jax.kernels.triton.blocks import (
     power_of_two,
     round_blocks,
 )
-from coat_jax.kernels.triton.formats import through_fp8
+from coat_jax.kernels.triton.formats import round_at_random, round_to_fp8, through_fp8
+from coat_jax.kernels.triton.noise import of_places
 
 
 @triton.jit
@@ -111,6 +112,22 @@ def store_blocks(
     tl.store(exponents + offsets, e.to(tl.uint8), mask=mask)
     v = through_fp8(q, codes.dtype.element_ty, FAST) * power_of_two(e)[:, :, None]
     return tl.reshape(v, [TILE_ROWS, TILE_COLUMNS])
+
+
+@triton.jit
+def round_tile(
+    y, row_numbers, column_numbers, row, column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STOCHASTIC: tl.constexpr, F8: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Rounds a tile to nearest, or at random: each element by its place in the whole array."""
+    if STOCHASTIC:
+        run = tl.load(row_numbers + row, mask=row < ROWS, other=0)
+        lane = tl.load(column_numbers + column, mask=column < COLUMNS, other=0)
+        y = round_at_random(y, of_places(run[:, None], lane[None, :]), F8, FAST)
+    else:
+        y = round_to_fp8(y, F8, FAST)
+    return y
 
 
 @triton.jit

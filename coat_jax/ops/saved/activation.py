@@ -96,7 +96,10 @@ def activation_gradients(
     if size is not None and scale is not None:
         blocks, dtype = _blocks(hidden), mode.precision.backward
         scales = [gemm.tensor_scale(m, dtype) for m in _magnitudes(saved, da, da_bound, act, mode)]
-        again, codes = activation_backward(blocks, da, act, scale, scales, size, dtype)
+        stochastic = mode.precision.stochastic
+        again, codes = activation_backward(
+            blocks, da, act, scale, scales, size, dtype, stochastic=stochastic
+        )
         gradients = [Operand(*pair, s) for pair, s in zip(codes, scales, strict=True)]
         return Operand(None, again, scale), gradients
     a = activate(_values(hidden, mode), act)
