@@ -82,11 +82,20 @@ def _is_valid(case: Case, here: dict[str, Any]) -> bool:
 
 
 def _cases(file: Path | None) -> Iterator[Case]:
-    """The lines of a file, of which some may have been cut off while they were written."""
-    if file is not None and file.exists():
-        for line in file.read_text("utf-8").splitlines():
+    """The cases of a file, of which lines may be damaged, or cut off while they were written."""
+    if file is not None and file.is_file():
+        for line in file.read_text("utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError):
-                yield json.loads(line)
+                case = json.loads(line)
+                if _is_case(case):
+                    yield case
+
+
+def _is_case(found: Any) -> bool:
+    match found:
+        case {"worker": _, "machine": _, "results": list(), "seconds": int() | float(), "ran": ran}:
+            return measured_code.are_notes(ran)
+    return False
 
 
 def _file() -> Path | None:

@@ -26,6 +26,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 from experiments.essence import ROOT, parts
 
@@ -131,6 +132,13 @@ def noted(found: Mapping[str, Iterable[str]] | None = None) -> dict[str, str]:
 def functions(notes: Mapping[str, str]) -> dict[str, list[str]]:
     """The functions of notes, which `add` takes."""
     return {file: note.split()[1:] for file, note in notes.items()}
+
+
+def are_notes(found: Any) -> bool:
+    """Whether this is what `noted` returns: it may come from a damaged file."""
+    return isinstance(found, dict) and all(
+        isinstance(note, str) and note.split() for note in found.values()
+    )
 
 
 def changed(notes: Mapping[str, str]) -> list[str]:

@@ -73,6 +73,8 @@ def outdated(measurement: Measurement, out: Path) -> str | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         return "cannot be read"
     if ran:
+        if not measured_code.are_notes(ran):
+            return "cannot be read"
         files = measured_code.changed(ran)
         more = f" and {len(files) - 3} more" if len(files) > 3 else ""
         return f"of other code: {', '.join(files[:3])}{more}" if files else None

@@ -10,10 +10,12 @@ file names the code that it ran (see `measured_code`), and only a change of that
 
 A second call continues where the first one ended. What an experiment prints and writes is in
 OUT/unfinished/NAME until it succeeds, and the cases that it finished are in OUT/unfinished/cases:
-they are not measured again while code, packages and the kind of GPU are the same.
+they are not measured again while code, packages and the kind of GPU are the same. The experiment
+holds a lock of that folder, so that no second call measures the same at the same time.
 """
 
 import contextlib
+import fcntl
 import importlib.util
 import math
 import os
@@ -44,10 +46,14 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=count_gpus(), help="to use (%(default)s)")
     parser.add_argument("--minutes", type=float, help="stop what is not done by then")
     options = parser.parse_args()
+    if options.minutes is not None and not options.minutes > 0:
+        parser.error(f"--minutes {options.minutes:g} must be above 0.")
+    if options.out.exists() and not options.out.is_dir():
+        parser.error(f"--out {options.out} is not a folder.")
     known = {measurement.result: measurement for measurement in PLAN}
     if unknown := [name for name in options.names if name not in known]:
         parser.error(f"{unknown[0]!r} is none of {', '.join(known)}.")
-    plan = [known[name] for name in options.names or known]
+    plan = [known[name] for name in dict.fromkeys(options.names or known)]
     if options.list:
         for measurement in plan:
             state = outdated(measurement, options.out) or "up to date"
@@ -62,11 +68,20 @@ def main() -> int:
             print(f"{measurement.result:40}{why}")
         else:
             due.append(measurement)
-    deadline = time.monotonic() + 60 * options.minutes if options.minutes else None
+    deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     failed = False
-    for line, ok in run(due, options.gpus, options.out, deadline):
-        print(line, flush=True)
-        failed = failed or not ok
+    # The default is to end at once, and experiments would go on.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for line, ok in run(due, options.gpus, options.out, deadline):
+            print(line, flush=True)
+            failed = failed or not ok
+    except KeyboardInterrupt:
+        print("Stopped, and what ran with it. Finished cases are not measured again.")
+        return 130
+    except OSError as error:
+        print(f"Stopped: {error}")
+        return 3
     _forget(options.out)
     return 1 if failed else 0
 
@@ -86,6 +101,7 @@ class _Running(NamedTuple):
     process: subprocess.Popen[bytes]
     gpus: list[int]
     begin: float
+    lock: int  # an open file
 
 
 def run(
@@ -115,8 +131,11 @@ def run(
                 if chosen is None:
                     break
                 waiting.remove(chosen)
+                if (lock := _lock(_unfinished(chosen, out))) is None:
+                    yield f"{chosen.result:40}is being measured by another process", False
+                    continue
                 taken, free = free[: chosen.gpus], free[chosen.gpus :]
-                running.append(_start(chosen, taken, out))
+                running.append(_start(chosen, taken, out, lock))
                 on = ", ".join(map(str, taken))
                 yield f"{chosen.result:40}started on GPU {on}", True
             time.sleep(POLL)
@@ -124,7 +143,9 @@ def run(
             for one in [one for one in running if late or one.process.poll() is not None]:
                 running.remove(one)
                 free = sorted(free + one.gpus)
-                yield _ended(one, late, out)
+                ended = _ended(one, late, out)
+                os.close(one.lock)
+                yield ended
             left = math.inf if deadline is None else deadline - time.monotonic()
             for measurement in waiting.copy():
                 if _first_that_fits([measurement], takes, left) is not None:
@@ -134,6 +155,7 @@ def run(
     finally:
         for one in running:
             _stop(one.process)
+            os.close(one.lock)
 
 
 def _seconds(measurement: Measurement, out: Path) -> float:
@@ -152,10 +174,21 @@ def _first_that_fits(
     return next(ends, None) or next(begins, None)
 
 
-def _start(measurement: Measurement, gpus: list[int], out: Path) -> _Running:
+def _lock(folder: Path) -> int | None:
+    """Makes a folder, and opens it as the only process that does; None if another one has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def _start(measurement: Measurement, gpus: list[int], out: Path, lock: int) -> _Running:
     module, *arguments = shlex.split(measurement.command)
     folder = _unfinished(measurement, out)
-    folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", f"experiments.{module}", *arguments, "--out", str(folder)]
     cases = {measured_cases.FILE: str(cases_file(measurement, out))}
     with (folder / LOG).open("wb") as log:
@@ -166,8 +199,9 @@ def _start(measurement: Measurement, gpus: list[int], out: Path) -> _Running:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that its workers can be stopped with it
+            pass_fds=[lock],  # which it holds even if this process is killed
         )
-    return _Running(measurement, process, gpus, time.monotonic())
+    return _Running(measurement, process, gpus, time.monotonic(), lock)
 
 
 def _unfinished(measurement: Measurement, out: Path) -> Path:

@@ -1,5 +1,6 @@
 """A case is measured once for the same code on the same machine."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -119,3 +120,22 @@ def test_code_that_a_worker_ran_counts_as_run_by_the_experiment(measured, monkey
     assert "coat_jax/not_imported.py" not in ran
     assert "experiments/pretend.py" in ran
     assert "experiments/measured_code.py" not in ran
+
+
+@pytest.mark.parametrize(
+    "damaged", [b"5", b"[]", b"{}", b'{"worker": {', b"\xff\xfe", b'"ran"'], ids=repr
+)
+def test_a_damaged_line_is_no_case(measured, damaged):
+    measured("a")
+    file = Path(os.environ[measured_cases.FILE])
+    case = file.read_bytes()
+    file.write_bytes(damaged + b"\n" + case + damaged)
+    assert len(measured_cases.valid(file)) == 1
+    assert measured("a") == 1
+
+
+@pytest.mark.parametrize("ran", [5, [], {"a": 5}, {"a": ""}], ids=str)
+def test_a_case_that_does_not_say_what_it_ran_is_none(tmp_path, ran):
+    case = {"worker": {}, "results": [], "ran": ran, "machine": machine.described(), "seconds": 1}
+    (tmp_path / "cases").write_text(json.dumps(case))
+    assert measured_cases.valid(tmp_path / "cases") == []

@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import os
+import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -107,6 +110,71 @@ def test_a_measurement_past_the_deadline_is_stopped_without_a_result(measure):
     assert len(ended) == 2
     assert "not started" in ended[0]
     assert "stopped" in ended[1]
+
+
+def test_what_another_call_measures_is_left_to_it(measure, tmp_path):
+    folder = tmp_path / "out" / "unfinished" / "a"
+    lock = remeasure._lock(folder)
+    lines, results = measure(("a", 1, 0.1), ("b", 1, 0.1))
+    os.close(lock)
+    assert [line for line, ok in lines if not ok] == [
+        f"{'a':40}is being measured by another process"
+    ]
+    assert list(results) == ["b"]
+    _, results = measure(("a", 1, 0.1))
+    assert list(results) == ["a", "b"]
+
+
+@pytest.fixture
+def call(measure, tmp_path, monkeypatch, capsys):
+    """Calls the command with arguments; returns its exit code and what it printed."""
+    monkeypatch.setattr(remeasure, "PLAN", (Measurement("slow", "pretend 60 slow", 1, 60),))
+
+    def called(*arguments):
+        given = ["remeasure", *arguments, "--gpus", "1", "--out", str(tmp_path / "out")]
+        monkeypatch.setattr(sys, "argv", given)
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            code = remeasure.main()
+        except SystemExit as end:
+            code = end.code
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        printed = capsys.readouterr()
+        return code, printed.out + printed.err
+
+    return called
+
+
+def test_a_call_that_is_terminated_stops_what_it_started(call, tmp_path):
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    code, printed = call()
+    assert code == 130
+    assert printed.splitlines()[-1].startswith("Stopped, and what ran with it.")
+    lock = remeasure._lock(tmp_path / "out" / "unfinished" / "slow")
+    assert lock is not None  # the experiment holds it as long as it runs
+    os.close(lock)
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan"])
+def test_a_call_without_time_is_refused(call, minutes):
+    code, printed = call("--minutes", minutes)
+    assert code == 2
+    assert f"--minutes {minutes} must be above 0." in printed
+
+
+def test_a_file_is_no_folder_for_results(call, tmp_path):
+    (tmp_path / "out").write_text("")
+    code, printed = call()
+    assert code == 2
+    assert "out is not a folder." in printed
+
+
+def test_a_name_given_twice_is_measured_once(call, monkeypatch):
+    asked = []
+    monkeypatch.setattr(remeasure, "run", lambda due, *_: asked.append(due) or [])
+    assert call("slow", "slow")[0] == 0
+    assert [one.result for one in asked[0]] == ["slow"]
 
 
 @pytest.fixture
@@ -226,7 +294,19 @@ def test_the_reason_names_missing_gpus_and_packages(tmp_path):
     assert why_not(lacking, 1, tmp_path) == "needs no_such_package, not installed"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"parents": {}}', '{"parents": {"code": 1}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"parents": {}}',
+        '{"parents": {"code": 1}}',
+        '{"parents": {"ran": ["coat_jax/ran.py"]}}',
+        '{"parents": {"ran": {"coat_jax/ran.py": 1}}}',
+        '{"parents": {"ran": {"coat_jax/ran.py": ""}}}',
+    ],
+)
 def test_a_file_that_names_no_code_is_outdated(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
     assert outdated(Measurement("a", "pretend", 1, 1), tmp_path)
