@@ -35,6 +35,7 @@ from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import as_3d, run_sharded
 from coat_jax.numerics.blocks import Blocks, block_numbers, power_of_two
 from coat_jax.numerics.formats import format_of
+from coat_jax.numerics.noise import element_numbers
 
 # The activations that the Triton kernels compute. XLA computes any other of ACTIVATIONS.
 InKernels = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
@@ -131,7 +132,8 @@ def activation_forward(
 ) -> tuple[tuple[Blocks, ...], Float[Array, "B S M"]]:
     """Blocks of `hidden`, with rows [B, S]; and the maxima of its activation's magnitudes.
 
-    The blocks are rounded to nearest, or like `to_blocks(stochastic=True)`.
+    The blocks are rounded to nearest, or like `to_blocks(stochastic=True)`: those of up with
+    `antithetic=True`, because it is multiplied by the gate's activation.
     """
     from coat_jax.kernels.triton.activation import activation_forward_tile
 
@@ -274,6 +276,8 @@ def activation_backward(
     gradient_scales: Sequence[Float[Array, ""]],
     size: int,
     dtype: DTypeLike,
+    *,
+    stochastic: bool = False,
 ) -> tuple[Array, list[tuple[Array, Array]]]:
     """act(hidden) / scale as codes [F, B, S]; the gradients likewise, [B, S, F] and [F, B, S].
 
@@ -285,14 +289,20 @@ def activation_backward(
         gradient_scales: one for each of `hidden`.
         size: of the blocks.
         dtype: of the gradients' codes; the activation's are in the blocks' format.
+        stochastic: whether the gradients are rounded like `cast(stochastic=True)`.
     """
     from coat_jax.kernels.triton.activation import (
         activation_backward_tile,
         activation_backward_ungated_tile,
     )
 
-    def run(da: Array, scale: Array, first: Array, last: Array, *parts: Array) -> list[Array]:
+    parts = [part for blocks in hidden for part in blocks]
+    da = as_3d(da)
+    numbers = element_numbers(da.shape) if stochastic else ()
+
+    def run(da: Array, scale: Array, first: Array, last: Array, *rest: Array) -> list[Array]:
         *rows, columns = da.shape
+        parts, numbers = rest[: 2 * len(hidden)], rest[2 * len(hidden) :]
         straight = jax.ShapeDtypeStruct(da.shape, dtype)
         transposed = jax.ShapeDtypeStruct((columns, *rows), dtype)
         recomputed = jax.ShapeDtypeStruct((columns, *rows), parts[0].dtype)
@@ -304,20 +314,21 @@ def activation_backward(
             scale,
             first,
             last,
+            *(numbers or (da, da)),
             outputs=[recomputed, *[straight, transposed] * (len(parts) // 2)],
             **_tiles(rows, columns, size, "backward"),
             NAME=act,
             GATED=len(parts) == 4,
+            STOCHASTIC=stochastic,
             F8=format_of(parts[0].dtype),
             GRADIENT_F8=format_of(dtype),
             FAST=not dispatch.interpreting(),
         )
 
-    parts = [part for blocks in hidden for part in blocks]
     recomputed, *codes = run_sharded(
         run,
-        [as_3d(da), scale, gradient_scales[0], gradient_scales[-1], *parts],
-        ["b s f", "", "", "", *_axes(hidden, size)],
+        [da, scale, gradient_scales[0], gradient_scales[-1], *parts, *numbers],
+        ["b s f", "", "", "", *_axes(hidden, size), *["b s", "f"][: len(numbers)]],
         ["f b s", *["b s f", "f b s"] * len(hidden)],
     )
     return recomputed, list(zip(codes[::2], codes[1::2], strict=True))

@@ -69,11 +69,13 @@ def layout_of(
 
 def layout_constants(shards: Sequence[LeafShard], group_size: int) -> dict[str, Any]:
     """The constants with which a kernel reads the table."""
+    whole = all(shard.shape and shard.shape[-1] % group_size == 0 for shard in shards)
     return {
         "GROUP": group_size,
         "GROUPS_PER_BLOCK": BLOCK // group_size,
-        "WHOLE": all(shard.shape and shard.shape[-1] % group_size == 0 for shard in shards),
-        "FULL": all(math.prod(shard.shape) % BLOCK == 0 for shard in shards),
+        "WHOLE": whole,
+        # A row whose last group is short needs masks, however many elements there are.
+        "FULL": whole and all(math.prod(shard.shape) % BLOCK == 0 for shard in shards),
         "JUMPS": max(len(shard.jumps) for shard in shards),
         "FIELD": FIELD,
     }

@@ -3,6 +3,9 @@
     straight     codes[row, column] = fp8(x[row, column] / scale)
     transposed   codes[column, row]
 
+It rounds to nearest, or up or down at random, right on average: stochastically. The random numbers
+depend on an element's place alone, so results do not depend on the mesh.
+
 Hopper multiplies FP8 only where both operands are contiguous along the axis that is summed over. A
 weight or a gradient is summed over its columns in one product and over its rows in another, so it
 is needed in both layouts. XLA's own transpose of FP8 is several times slower.
@@ -23,7 +26,8 @@ from jaxtyping import Array, Float
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import as_3d, divides_cleanly, run_sharded
-from coat_jax.numerics.formats import format_of, saturating_cast
+from coat_jax.numerics.formats import format_of, round_at_random, saturating_cast
+from coat_jax.numerics.noise import element_numbers, of_elements
 
 Layout = Literal["straight", "transposed", "both"]
 TILE_ROWS, TILE_COLUMNS, WARPS = 128, 64, 4
@@ -31,19 +35,32 @@ COLUMNS_PER_SUM = 16  # at most
 
 
 def cast_reference(
-    x: Float[Array, "*rows D"], scale: Float[Array, ""], dtype: DTypeLike, layout: Layout
+    x: Float[Array, "*rows D"],
+    scale: Float[Array, ""],
+    dtype: DTypeLike,
+    layout: Layout,
+    *,
+    stochastic: bool = False,
 ) -> tuple[Array | None, Array | None]:
     """The codes of x / scale, straight [*rows, D] and transposed [D, *rows]; None if not wanted."""
-    codes = saturating_cast(x.astype(jnp.float32) * (1.0 / scale), dtype)
+    y = x.astype(jnp.float32) * (1.0 / scale)
+    if stochastic:
+        y = round_at_random(y, dtype, of_elements(y.shape))
+    codes = saturating_cast(y, dtype)
     straight = codes if layout != "transposed" else None
     return straight, jnp.moveaxis(codes, -1, 0) if layout != "straight" else None
 
 
 def cast(
-    x: Float[Array, "*rows D"], scale: Float[Array, ""], dtype: DTypeLike, layout: Layout
+    x: Float[Array, "*rows D"],
+    scale: Float[Array, ""],
+    dtype: DTypeLike,
+    layout: Layout,
+    *,
+    stochastic: bool = False,
 ) -> tuple[Array | None, Array | None]:
     """`cast_reference` as a kernel."""
-    straight, transposed, _ = _cast(x, scale, dtype, layout, with_sums=False)
+    straight, transposed, _ = _cast(x, scale, dtype, layout, stochastic, with_sums=False)
     return straight, transposed
 
 
@@ -58,16 +75,21 @@ def lengths_reference(
 
 
 def cast_with_lengths(
-    x: Float[Array, "*rows D"], scale: Float[Array, ""], dtype: DTypeLike, layout: Layout
+    x: Float[Array, "*rows D"],
+    scale: Float[Array, ""],
+    dtype: DTypeLike,
+    layout: Layout,
+    *,
+    stochastic: bool = False,
 ) -> tuple[Array | None, Array | None, Float[Array, "*rows"]]:
     """`cast`, and `lengths_reference` of the codes, in one pass."""
-    straight, transposed, squares = _cast(x, scale, dtype, layout, with_sums=True)
+    straight, transposed, squares = _cast(x, scale, dtype, layout, stochastic, with_sums=True)
     assert squares is not None
     return straight, transposed, jnp.sqrt(jnp.sum(squares, axis=-1)) * scale
 
 
 def _cast(
-    x: Array, scale: Array, dtype: DTypeLike, layout: Layout, *, with_sums: bool
+    x: Array, scale: Array, dtype: DTypeLike, layout: Layout, stochastic: bool, *, with_sums: bool
 ) -> tuple[Array | None, Array | None, Array | None]:
     """The codes in the layouts that are wanted, and sums of their squares."""
     from coat_jax.kernels.triton.cast import ENTRIES
@@ -78,13 +100,16 @@ def _cast(
     per_sum = columns_per_sum(width) if with_sums else 0
     sums = [f"b s d/{per_sum}"] if with_sums else []
 
-    def run(x: Array, scale: Array) -> list[Array]:
+    numbers = element_numbers(x.shape) if stochastic else ()
+
+    def run(x: Array, scale: Array, *numbers: Array) -> list[Array]:
         rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
         shapes = {"b s d": x.shape, "d b s": (columns, *x.shape[:-1])}
         return launch(
             ENTRIES[layout == "both", with_sums],
             x,
             scale,
+            *(numbers or (x, x)),
             outputs=[
                 *(jax.ShapeDtypeStruct(shapes[axes], dtype) for axes in results),
                 *(
@@ -101,11 +126,13 @@ def _cast(
             PER_SUM=per_sum,
             TILE_ROWS=TILE_ROWS,
             TILE_COLUMNS=TILE_COLUMNS,
+            STOCHASTIC=stochastic,
             F8=format_of(dtype),
             FAST=not dispatch.interpreting(),
         )
 
-    outputs = run_sharded(run, [x, scale], ["b s d", ""], [*results, *sums])
+    operands = ["b s d", "", *["b s", "d"][: len(numbers)]]
+    outputs = run_sharded(run, [x, scale, *numbers], operands, [*results, *sums])
     codes = outputs[: len(results)]
     straight = codes[0].reshape(*rows_shape, width) if layout != "transposed" else None
     transposed = codes[-1].reshape(width, *rows_shape) if layout != "straight" else None

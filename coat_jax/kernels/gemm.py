@@ -68,12 +68,14 @@ def operand(
     dtype: DTypeLike | None,
     layout: Layout = "straight",
     implementation: Implementation = "xla",
+    *,
+    stochastic: bool = False,
 ) -> Operand:
     """Rounds `x` to FP8 with one scale; with dtype None leaves `x` as it is."""
     if dtype is None:
         return Operand(x, None, None)
     scale = tensor_scale(largest_magnitude(x), dtype)
-    return scaled(x, scale, dtype, layout, implementation)
+    return scaled(x, scale, dtype, layout, implementation, stochastic=stochastic)
 
 
 def largest_magnitude(x: Float[Array, "..."]) -> Float[Array, ""]:
@@ -93,11 +95,14 @@ def scaled(
     dtype: DTypeLike,
     layout: Layout = "straight",
     implementation: Implementation = "xla",
+    *,
+    stochastic: bool = False,
 ) -> Operand:
     """Rounds `x` to FP8 with a known scale. "xla" ignores the layout: XLA transposes itself."""
     if implementation == "xla":
-        return Operand(cast_reference(x, scale, dtype, "straight")[0], None, scale)
-    return Operand(*cast(x, scale, dtype, layout), scale)
+        codes, _ = cast_reference(x, scale, dtype, "straight", stochastic=stochastic)
+        return Operand(codes, None, scale)
+    return Operand(*cast(x, scale, dtype, layout, stochastic=stochastic), scale)
 
 
 def scaled_with_lengths(
@@ -106,13 +111,17 @@ def scaled_with_lengths(
     dtype: DTypeLike,
     layout: Layout,
     implementation: Implementation,
+    *,
+    stochastic: bool = False,
 ) -> Operand:
     """As `scaled`, with the lengths of the rows."""
     if implementation == "xla":
-        codes, _ = cast_reference(x, scale, dtype, "straight")
+        codes, _ = cast_reference(x, scale, dtype, "straight", stochastic=stochastic)
         assert codes is not None
         return Operand(codes, None, scale, lengths_reference(codes, scale))
-    straight, transposed, lengths = cast_with_lengths(x, scale, dtype, layout)
+    straight, transposed, lengths = cast_with_lengths(
+        x, scale, dtype, layout, stochastic=stochastic
+    )
     return Operand(straight, transposed, scale, lengths)
 
 

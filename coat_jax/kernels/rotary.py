@@ -20,6 +20,7 @@ from coat_jax.kernels.cast import cast_reference
 from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import run_sharded
 from coat_jax.numerics.formats import format_of
+from coat_jax.numerics.noise import element_numbers
 
 GROWTH = math.sqrt(2)
 # A program rotates several heads of a tile of rows, so that it loads their angles once.
@@ -56,10 +57,12 @@ def rotary_backward_cast_reference(
     sin: Float[Array, "*B S P"],
     scale: Float[Array, ""],
     dtype: DTypeLike,
+    *,
+    stochastic: bool = False,
 ) -> tuple[Array | None, Array | None]:
     """The codes of rotary_backward(y) / scale, [B, S, N H] and [N H, B, S]."""
-    rotated = rotary_backward(y.astype(jnp.float32), cos, sin)
-    return cast_reference(rotated.reshape(*y.shape[:2], -1), scale, dtype, "both")
+    rotated = rotary_backward(y.astype(jnp.float32), cos, sin).reshape(*y.shape[:2], -1)
+    return cast_reference(rotated, scale, dtype, "both", stochastic=stochastic)
 
 
 def supports_head_dim(head: int) -> bool:
@@ -73,11 +76,17 @@ def rotary_backward_cast(
     sin: Float[Array, "*B S P"],
     scale: Float[Array, ""],
     dtype: DTypeLike,
+    *,
+    stochastic: bool = False,
 ) -> tuple[Array | None, Array | None]:
     """`rotary_backward_cast_reference` as a kernel."""
     from coat_jax.kernels.triton.rotary import rotary_backward_cast_heads
 
-    def run(y: Array, cos: Array, sin: Array, scale: Array) -> list[Array]:
+    width = y.shape[2] * y.shape[3]
+    rows, columns = element_numbers((*y.shape[:2], width))
+    numbers = [rows, columns.reshape(y.shape[2:])] if stochastic else []
+
+    def run(y: Array, cos: Array, sin: Array, scale: Array, *numbers: Array) -> list[Array]:
         *rows, heads, head = y.shape
         count, columns = math.prod(rows), heads * head
         return launch(
@@ -86,6 +95,7 @@ def rotary_backward_cast(
             cos,
             sin,
             scale,
+            *(numbers or (y, y)),
             outputs=[
                 jax.ShapeDtypeStruct(y.shape, dtype),
                 jax.ShapeDtypeStruct((heads, head, *rows), dtype),
@@ -98,12 +108,14 @@ def rotary_backward_cast(
             HALF=head // 2,
             HEADS=HEADS,
             TILE_ROWS=TILE_ROWS,
+            STOCHASTIC=stochastic,
             F8=format_of(dtype),
             FAST=not dispatch.interpreting(),
         )
 
     table = "b s !p" if cos.ndim == 3 else "s !p"
+    operands = ["b s n !h", table, table, "", *["b s", "n !h"][: len(numbers)]]
     straight, transposed = run_sharded(
-        run, [y, cos, sin, scale], ["b s n !h", table, table, ""], ["b s n !h", "n !h b s"]
+        run, [y, cos, sin, scale, *numbers], operands, ["b s n !h", "n !h b s"]
     )
     return straight.reshape(*y.shape[:2], -1), transposed.reshape(-1, *y.shape[:2])

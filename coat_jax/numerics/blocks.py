@@ -51,7 +51,12 @@ class Blocks(NamedTuple):
 
 @one_program("x")
 def to_blocks(
-    x: Float[Array, "*rows D"], dtype: DTypeLike = E4M3, *, size: int, stochastic: bool = False
+    x: Float[Array, "*rows D"],
+    dtype: DTypeLike = E4M3,
+    *,
+    size: int,
+    stochastic: bool = False,
+    antithetic: bool = False,
 ) -> Blocks:
     """Rounds `x` to FP8, with one exponent per `size` neighbours.
 
@@ -60,6 +65,9 @@ def to_blocks(
         dtype: the FP8 format.
         size: of a block.
         stochastic: rounds up or down at random, right on average, instead of to nearest.
+        antithetic: takes the complements of the random bits. Of two arrays that are multiplied, one
+            is rounded so: where one becomes larger the other rather becomes smaller, and much of
+            their product's error cancels. With the same bits it would add up.
     """
     require_float("x", x.dtype)
     grouped = split_groups(x.astype(jnp.float32), size)
@@ -68,9 +76,8 @@ def to_blocks(
     # Rounded before the cast, so that `from_blocks` in the same program gives rounded values.
     codes = grouped * _inverse_power(exponents)[..., None]
     if stochastic:
-        codes = round_at_random(
-            codes, dtype, of_places(run_numbers(exponents.shape), grouped.shape[-1])
-        )
+        bits = of_places(run_numbers(exponents.shape), grouped.shape[-1])
+        codes = round_at_random(codes, dtype, ~bits if antithetic else bits)
     else:
         codes = nearest(codes, dtype)
     codes = join_groups(codes.astype(codes_dtype(dtype)), x.shape)
@@ -81,7 +88,7 @@ def block_numbers(shape: tuple[int, ...], size: int) -> BlockNumbers:
     """The numbers of an array's blocks, for kernels, each of which sees only a shard of it."""
     *rows, columns = shape
     count = -(-columns // size)
-    first = run_numbers(tuple(rows)) * np.uint32(count)
+    first = run_numbers(tuple(rows)) * np.uint32(count % 2**32)
     return BlockNumbers(first, jnp.arange(count, dtype=jnp.uint32))
 
 

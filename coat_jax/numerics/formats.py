@@ -188,7 +188,8 @@ def round_at_random(
     dropped = np.uint32(23 - format_of(dtype).mantissa_bits)
     carried = jax.lax.bitcast_convert_type(x, jnp.uint32) + (bits >> (np.uint32(32) - dropped))
     values = jax.lax.bitcast_convert_type(carried >> dropped << dropped, jnp.float32)
-    return nearest(values, dtype)
+    # A carry would turn the NaN that GPUs compute, all of whose bits are set, into a zero.
+    return nearest(jnp.where(jnp.isnan(x), x, values), dtype)
 
 
 @round_at_random.defjvp

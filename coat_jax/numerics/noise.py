@@ -16,8 +16,8 @@ Probabilities are met to 2^-17, half the distance of two values of the noise.
 of several groups of parameters (`optax.partition`) see trees with other leaves left out.
 `distinguish` gives the copies of one array under `vmap` and `shard_map` keys of their own.
 
-What is saved for a backward pass is rounded with `of_places`, which takes no key: its values are
-new at every step anyway.
+What is saved for a backward pass, and the gradients in it, are rounded with `of_places`, which
+takes no key: their values are new at every step anyway.
 """
 
 import zlib
@@ -168,11 +168,26 @@ def of_places(runs: UInt32[Array, "*runs"], lanes: int) -> UInt32[Array, "*runs 
     return of_runs[..., None] * of_lanes
 
 
+def of_elements(shape: tuple[int, ...]) -> UInt32[Array, "*rows columns"]:
+    """`of_places` for an array of this shape: each row is one run."""
+    return of_places(run_numbers(shape[:-1]), shape[-1])
+
+
+def element_numbers(
+    shape: tuple[int, ...],
+) -> tuple[UInt32[Array, "*rows"], UInt32[Array, " columns"]]:
+    """The numbers of rows and columns behind `of_elements`, for kernels, which see only a shard."""
+    *rows, columns = shape
+    return run_numbers(tuple(rows)), jnp.arange(columns, dtype=jnp.uint32)
+
+
 def run_numbers(shape: tuple[int, ...]) -> UInt32[Array, "*shape"]:
     """The place of each run in an array of so many, row-major, modulo 2^32."""
     number = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
-        number = number * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        number = number * np.uint32(size % 2**32) + jax.lax.broadcasted_iota(
+            jnp.uint32, shape, axis
+        )
     return number
 
 

@@ -20,7 +20,7 @@ from coat_jax.kernels.activation import activate as activate_reference
 from coat_jax.ops import recording
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_columns
-from coat_jax.ops.saved.array import SavedArray, restore, save_input
+from coat_jax.ops.saved.array import SavedArray, restore, save_hidden
 from coat_jax.precision import COAT, Precision, precision_of
 from coat_jax.watching import OptionalProbe
 
@@ -66,7 +66,7 @@ def _activate(
 def _forward(
     precision: Precision, act: Activation, hidden: tuple[Array, ...], seen: OptionalProbe
 ) -> Any:
-    saved, values = zip(*(save_input(h, precision) for h in hidden), strict=True)
+    saved, values = save_hidden(hidden, precision)
     for name, x, blocks in zip(NAMES, hidden, saved, strict=False):
         seen = recording.saved(seen, f"{name}/saved", x, blocks, precision.block)
     return activate_reference(values, act).astype(hidden[0].dtype), (saved, seen)

@@ -191,14 +191,15 @@ _norm_qkv.defvjp(_forward, _backward)
 
 def _operand(dy: Heads, angles: tuple[Array, Array] | None, mode: Mode) -> Operand:
     """The gradient of heads before their rotation, as an operand of products."""
-    dtype = mode.gradient_format
+    dtype, stochastic = mode.gradient_format, mode.precision.stochastic
     if angles is None or dtype is None:
         return gradient_operand(_joined(_rotated_back(dy, angles)), mode)
     scale = gemm.tensor_scale(GROWTH * gemm.largest_magnitude(dy), dtype)
     if mode.implementation == "triton" and supports_head_dim(dy.shape[-1]):
-        return Operand(*rotary_backward_cast(dy, *angles, scale, dtype), scale)
+        codes = rotary_backward_cast(dy, *angles, scale, dtype, stochastic=stochastic)
+        return Operand(*codes, scale)
     rotated = _joined(_rotated_back(dy, angles))
-    return gemm.scaled(rotated, scale, dtype, "both", mode.implementation)
+    return gemm.scaled(rotated, scale, dtype, "both", mode.implementation, stochastic=stochastic)
 
 
 def _rotated_back(dy: Heads, angles: tuple[Array, Array] | None) -> Heads:

@@ -57,6 +57,16 @@ def require_scalar(name: str, value: Any) -> None:
         raise TypeError(f"{name}={shown(value)} must be a number{also}.")
 
 
+def require_flag(name: str, value: Any) -> None:
+    """Raises unless `value` is a boolean, of Python or in an array without axes."""
+    if isinstance(value, bool):
+        return
+    if getattr(value, "shape", None) != () or value.dtype != bool:
+        raise TypeError(
+            f"{name}={shown(value)} must be True, False or one boolean in an array of shape ()."
+        )
+
+
 def require_settings(
     *,
     storage: Any,

@@ -25,6 +25,7 @@ from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.optax.arguments import (
     is_function,
+    require_flag,
     require_hyper,
     require_scalar,
     require_settings,
@@ -162,6 +163,7 @@ def fused_fp8_adamw(
         adam = state.inner if correct_params else state
         require_state(adam, settings.storage)
         require_scalar("grad_scale", grad_scale)
+        require_flag("skip", skip)
         now = hyper._replace(
             learning_rate=_at("learning_rate", learning_rate, adam.count),
             weight_decay=_at("weight_decay", weight_decay, adam.count),

@@ -16,7 +16,7 @@ import optax
 from jaxtyping import Array, Int32
 
 from coat_jax.kernels.adam import Number
-from coat_jax.optax.arguments import require_scalar, require_seed, require_settings
+from coat_jax.optax.arguments import require_flag, require_scalar, require_seed, require_settings
 from coat_jax.optax.checks import (
     require_same_shapes,
     require_state_of,
@@ -101,6 +101,7 @@ def in_place(
         before = state.inner if correct_params else state
         require_state_of(InPlaceState, before, advice_on(before))
         require_scalar("grad_scale", grad_scale)
+        require_flag("skip", skip)
         require_same_shapes("gradients", grads, optimized(params))
         scaled = jax.tree.map(lambda g: g * grad_scale, in_fp32(grads))
         wide = join_params(params, state) if correct_params else params

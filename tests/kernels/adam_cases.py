@@ -59,6 +59,7 @@ CASES = [
     Case("scalar", ((),)),
     Case("short row", ((3,),)),
     Case("uneven rows", ((5, 300),)),
+    Case("uneven rows that fill blocks", ((16, 64),)),
     Case("one column", ((300, 1),)),
     Case("bfloat16", param="bfloat16", grad="bfloat16"),
     Case("float16", param="float16", grad="float16"),

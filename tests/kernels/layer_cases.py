@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from coat_jax import E4M3, E5M2
-from coat_jax.kernels import activation, gemm, norm, rotary
+from coat_jax.kernels import activation, gemm, norm, norm_launch, rotary
 from coat_jax.kernels.cast import cast, cast_reference, cast_with_lengths, lengths_reference
 from coat_jax.numerics.blocks import from_blocks, to_blocks
 from coat_jax.numerics.formats import format_of
@@ -77,19 +77,18 @@ def assert_codes(got, want):
     assert np.mean(got != want) <= SLACK
 
 
-def check_cast(shape, dtype):
+def check_cast(shape, dtype, *, stochastic):
     x = numbers(0, shape)
     scale = gemm.tensor_scale(jnp.max(jnp.abs(x)).astype(jnp.float32), dtype)
     for layout in ("straight", "transposed", "both"):
-        results = zip(
-            cast(x, scale, dtype, layout), cast_reference(x, scale, dtype, layout), strict=True
-        )
-        for got, want in results:
+        codes = cast(x, scale, dtype, layout, stochastic=stochastic)
+        reference = cast_reference(x, scale, dtype, layout, stochastic=stochastic)
+        for got, want in zip(codes, reference, strict=True):
             assert (got is None) == (want is None)
             if want is not None:
                 assert_codes(got, want)
-        *measured, lengths = cast_with_lengths(x, scale, dtype, layout)
-        for got, want in zip(measured, cast(x, scale, dtype, layout), strict=True):
+        *measured, lengths = cast_with_lengths(x, scale, dtype, layout, stochastic=stochastic)
+        for got, want in zip(measured, codes, strict=True):
             assert (got is None) == (want is None)
             if want is not None:
                 np.testing.assert_array_equal(np.float32(got), np.float32(want))
@@ -97,17 +96,17 @@ def check_cast(shape, dtype):
             np.testing.assert_allclose(lengths, lengths_reference(measured[0], scale), rtol=1e-6)
 
 
-def check_rotary(shape, heads, head, dtype, *, per_sequence):
+def check_rotary(shape, heads, head, dtype, *, per_sequence, stochastic):
     y = numbers(5, (*shape, heads * head)).reshape(*shape, heads, head)
     positions = jnp.arange(shape[1]) * 3
     if per_sequence:
         positions = positions + jnp.arange(shape[0])[:, None]
     cos, sin = Rotary().cos_sin(positions, head)
     scale = gemm.tensor_scale(rotary.GROWTH * gemm.largest_magnitude(y), dtype)
-    got = rotary.rotary_backward_cast(y, cos, sin, scale, dtype)
-    for a, b in zip(
-        got, rotary.rotary_backward_cast_reference(y, cos, sin, scale, dtype), strict=True
-    ):
+    arguments = (y, cos, sin, scale, dtype)
+    got = rotary.rotary_backward_cast(*arguments, stochastic=stochastic)
+    want = rotary.rotary_backward_cast_reference(*arguments, stochastic=stochastic)
+    for a, b in zip(got, want, strict=True):
         assert_codes(a, b)
 
 
@@ -123,7 +122,7 @@ def check_norm(shape, case: NormCase):
     rounding = ROUNDING * (1 + case.stochastic)
     limit = norm.bound_of_norm(of, columns, rounding if case.exact else 0.0)
     scale = gemm.tensor_scale(limit, E4M3)
-    blocks, stats, straight = norm.norm_forward(
+    blocks, stats, straight = norm_launch.norm_forward(
         x, of, scale, E4M3, size, exact=case.exact, stochastic=case.stochastic
     )
     exact = to_blocks(x, size=size, stochastic=case.stochastic)
@@ -135,7 +134,7 @@ def check_norm(shape, case: NormCase):
     seen = x.astype(jnp.float32) if case.exact else values
     expected = norm.statistics(seen, of)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), stats, expected)
-    transposed = norm.norm_cast(blocks, stats, of, scale, size)
+    transposed = norm_launch.norm_cast(blocks, stats, of, scale, size)
     for got, rows, layout in ((straight, seen, 0), (transposed, values, 1)):
         n = norm.normalize(rows, expected, of)
         assert jnp.max(jnp.abs(n)) <= limit
@@ -143,7 +142,7 @@ def check_norm(shape, case: NormCase):
 
     dn = numbers(4, shape).astype(jnp.float32)
     residual = numbers(8, shape) if case.residual else None
-    dx, d_norm = norm.norm_backward(blocks, stats, of, dn, residual, size)
+    dx, d_norm = norm_launch.norm_backward(blocks, stats, of, dn, residual, size)
     want, d_want = norm.normalize_backward(values, expected, of, dn)
     if residual is not None:
         want = want + residual.astype(jnp.float32)
@@ -153,12 +152,19 @@ def check_norm(shape, case: NormCase):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(b))))
 
 
+def rounded_hidden(hidden, size, stochastic):
+    return [
+        to_blocks(h, size=size, stochastic=stochastic, antithetic=i > 0)
+        for i, h in enumerate(hidden)
+    ]
+
+
 def check_exact_activation(shape, name, count, size=16, *, stochastic=False):
     hidden = [numbers(i, shape, spread=1.0) for i in range(count)]
     kept, codes, maxima = activation.activation_forward_exact(
         hidden, name, E4M3, size, stochastic=stochastic
     )
-    exact = [to_blocks(h, size=size, stochastic=stochastic) for h in hidden]
+    exact = rounded_hidden(hidden, size, stochastic)
     for got, want in zip(jax.tree.leaves(kept), jax.tree.leaves(exact), strict=True):
         np.testing.assert_array_equal(
             np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8)
@@ -180,7 +186,7 @@ def check_exact_activation(shape, name, count, size=16, *, stochastic=False):
 def check_activation(shape, name, count, size=16, *, stochastic=False):
     hidden = [numbers(i, shape, spread=1.0) for i in range(count)]
     kept, maxima = activation.activation_forward(hidden, name, E4M3, size, stochastic=stochastic)
-    exact = [to_blocks(h, size=size, stochastic=stochastic) for h in hidden]
+    exact = rounded_hidden(hidden, size, stochastic)
     for got, want in zip(jax.tree.leaves(kept), jax.tree.leaves(exact), strict=True):
         np.testing.assert_array_equal(
             np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8)
@@ -196,13 +202,16 @@ def check_activation(shape, name, count, size=16, *, stochastic=False):
     largest = jnp.max(jnp.abs(da), axis=-1).astype(jnp.float32)
     bounds = activation.gradient_bounds(kept, largest, name)
     scales = [gemm.tensor_scale(bound, E5M2) for bound in bounds]
-    again, codes = activation.activation_backward(kept, da, name, scale, scales, size, E5M2)
+    again, codes = activation.activation_backward(
+        kept, da, name, scale, scales, size, E5M2, stochastic=stochastic
+    )
     assert_codes(again, transposed)
     gradients = activation.activate_backward(values, da, name)
     for pair, d, bound, s in zip(codes, gradients, bounds, scales, strict=True):
         assert jnp.max(jnp.abs(d)) <= bound
         # The reference's tanh ends 2^-24 below 1, and the derivative multiplies that by up to 2^5.
-        for got, want in zip(pair, cast_reference(d, s, E5M2, "both"), strict=True):
+        reference = cast_reference(d, s, E5M2, "both", stochastic=stochastic)
+        for got, want in zip(pair, reference, strict=True):
             off = np.abs(np.float64(np.asarray(got)) - np.float64(np.asarray(want)))
             step = np.abs(np.float64(np.asarray(want))) * 0.25
             np.testing.assert_array_less(off, 1.001 * step + FAR_FROM_ZERO)

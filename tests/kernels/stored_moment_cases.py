@@ -43,6 +43,7 @@ CASES = [
     Case("one column", (300, 1)),
     Case("uneven rows", (5, 300)),
     Case("uneven blocks", (3, 128)),
+    Case("uneven rows that fill blocks", (16, 64)),
     Case("bfloat16", dtype="bfloat16"),
     Case("bfloat16, uneven", (7, 100), dtype="bfloat16"),
     Case("float16", dtype="float16"),

@@ -15,7 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coat_jax import E4M3
-from coat_jax.kernels import activation, norm
+from coat_jax.kernels import activation, norm_launch
+from coat_jax.kernels.norm import Norm
 
 SIZE = 16
 SPECS = [
@@ -77,12 +78,12 @@ def test_numbers_of_the_input_of_a_norm(spec, monkeypatch):
         first = inputs[1]
         return first[..., None] + jnp.arange(constants["COLUMNS"] // SIZE, dtype=jnp.uint32)
 
-    monkeypatch.setattr(norm, "launch", returning(given))
+    monkeypatch.setattr(norm_launch, "launch", returning(given))
     replace_module(monkeypatch, "norm", norm_forward_row=None)
     x, one = sharded((4, 8, 512), spec), jnp.float32(1)
     run = jax.jit(
-        lambda x: norm.norm_forward(
-            x, norm.Norm(jnp.ones(512)), one, E4M3, SIZE, exact=True, stochastic=True
+        lambda x: norm_launch.norm_forward(
+            x, Norm(jnp.ones(512)), one, E4M3, SIZE, exact=True, stochastic=True
         )
     )
     np.testing.assert_array_equal(run(x)[0].exponents, expected(x.shape))

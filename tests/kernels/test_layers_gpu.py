@@ -27,18 +27,20 @@ pytestmark = [
 ]
 
 
+@ROUNDINGS
 @pytest.mark.parametrize("dtype", [coat.E4M3, coat.E5M2], ids=["E4M3", "E5M2"])
 @pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
-def test_cast(shape, dtype):
-    check_cast(shape, dtype)
+def test_cast(shape, dtype, stochastic):
+    check_cast(shape, dtype, stochastic=stochastic)
 
 
+@ROUNDINGS
 @pytest.mark.parametrize("dtype", [coat.E4M3, coat.E5M2], ids=["E4M3", "E5M2"])
 @pytest.mark.parametrize(
     ("shape", "heads", "head", "per_sequence"), ROTARY_CASES + LARGE_ROTARY_CASES
 )
-def test_rotary(shape, heads, head, per_sequence, dtype):
-    check_rotary(shape, heads, head, dtype, per_sequence=per_sequence)
+def test_rotary(shape, heads, head, per_sequence, dtype, stochastic):
+    check_rotary(shape, heads, head, dtype, per_sequence=per_sequence, stochastic=stochastic)
 
 
 @pytest.mark.parametrize("case", NORMS, ids=str)

@@ -15,14 +15,14 @@ from coat_jax.numerics import blocks, noise
 from coat_jax.numerics.blocks import from_blocks
 from coat_jax.numerics.formats import format_of, named_format
 
-to_blocks = jax.jit(blocks.to_blocks, static_argnames=("dtype", "size", "stochastic"))
+to_blocks = jax.jit(blocks.to_blocks, static_argnames=("dtype", "size", "stochastic", "antithetic"))
 FORMATS = [E4M3, E5M2, named_format("E3M4"), named_format("E2M1"), named_format("E0M7")]
 formats = pytest.mark.parametrize("dtype", FORMATS, ids=lambda f: format_of(f).name)
 ROWS, COLUMNS, SIZE = 512, 256, 16
 
 
-def decoded(x, dtype=E4M3, *, stochastic=True, size=SIZE):
-    found = to_blocks(x, dtype, size=size, stochastic=stochastic)
+def decoded(x, dtype=E4M3, *, stochastic=True, antithetic=False, size=SIZE):
+    found = to_blocks(x, dtype, size=size, stochastic=stochastic, antithetic=antithetic)
     return np.asarray(from_blocks(found, size=size))
 
 
@@ -44,12 +44,14 @@ def test_a_value_becomes_one_of_the_two_codes_around_it(dtype, seed):
 
 
 @formats
+@pytest.mark.parametrize("antithetic", [False, True], ids=["", "antithetic"])
 @pytest.mark.parametrize("value", [1.03, -0.71, 0.3, 0.0117])
-def test_the_mean_of_many_roundings_is_the_value(dtype, value):
+def test_the_mean_of_many_roundings_is_the_value(dtype, value, antithetic):
     """The element beside it sets the scale of all blocks."""
     x = np.full((ROWS, COLUMNS), value, np.float32)
     x[:, ::SIZE] = 1.75
-    kept = np.delete(decoded(x, dtype).reshape(-1, SIZE), 0, axis=1)
+    got = decoded(x, dtype, antithetic=antithetic)
+    kept = np.delete(got.reshape(-1, SIZE), 0, axis=1)
     spread = kept.std() / np.sqrt(kept.size)
     assert len(np.unique(kept)) == 2
     assert abs(kept.mean() - value) <= 5 * spread + 1e-7
@@ -73,6 +75,14 @@ def test_small_differences_of_large_values_survive():
     lost = np.mean(decoded(x, stochastic=False), axis=0, where=first[:, None])
     kept = np.mean(decoded(x, stochastic=False), axis=0, where=~first[:, None])
     assert np.mean(lost == kept) > 0.7
+
+
+def test_of_two_equal_values_only_one_is_rounded_up_where_one_is_antithetic():
+    """Their sum is the value's double to a code, as that of a pair of antithetic variates."""
+    x = np.full((ROWS, COLUMNS), 1.03, np.float32)  # between the codes 1 and 1.125
+    x[:, ::SIZE] = 1.75
+    both = decoded(x) + decoded(x, antithetic=True)
+    assert set(np.unique(np.delete(both.reshape(-1, SIZE), 0, axis=1))) <= {2.0, 2.125}
 
 
 def test_codes_and_zeros_stay():
@@ -118,6 +128,14 @@ def test_block_numbers_count_all_blocks_in_order(shape):
     every = np.asarray(numbers.first)[..., None] + np.asarray(numbers.within)
     np.testing.assert_array_equal(every.ravel(), np.arange(every.size))
     np.testing.assert_array_equal(every, noise.run_numbers(every.shape))
+
+
+@pytest.mark.parametrize("shape", [(2**33, 64), (2, 2**37), (2**37,)])
+def test_block_numbers_of_huge_arrays_wrap_around(shape):
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    found = jax.eval_shape(lambda x: blocks.to_blocks(x, size=SIZE, stochastic=True), x)
+    assert found.exponents.shape == (*shape[:-1], shape[-1] // SIZE)
+    assert jax.eval_shape(lambda: blocks.block_numbers(shape, SIZE)).first.shape == shape[:-1]
 
 
 @pytest.mark.parametrize("lanes", [16, 128])

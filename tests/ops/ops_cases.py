@@ -135,7 +135,7 @@ def rounded_blocks(x, dtype, size):
     )
 
 
-def through(x, dtype, size, *, stochastic=False):
+def through(x, dtype, size, *, stochastic=False, antithetic=False):
     """`rounded_blocks` inside a traced function; the gradient passes unchanged.
 
     Stochastic rounding is that of `to_blocks`, which has laws of its own.
@@ -143,7 +143,8 @@ def through(x, dtype, size, *, stochastic=False):
     if size is None:
         return x
     if stochastic:
-        exact = from_blocks(to_blocks(x, dtype, size=size, stochastic=True), size=size)
+        saved = to_blocks(x, dtype, size=size, stochastic=True, antithetic=antithetic)
+        exact = from_blocks(saved, size=size)
         return x + jax.lax.stop_gradient(exact - x)
     like = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     exact = jax.pure_callback(

@@ -15,6 +15,7 @@ from coat_jax.optax import (
     fp8_adamw,
     fused_fp8_adamw,
     global_norm_scale,
+    in_place,
     scale_by_fp8_adam,
     stochastic_round_updates,
 )
@@ -166,3 +167,18 @@ def test_seeds_and_norms_are_checked():
         global_norm_scale(PARAMS, -1.0)
     with pytest.raises(TypeError, match=r"max_norm=None must be a number"):
         global_norm_scale(PARAMS, None)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [fused_fp8_adamw(1e-3), in_place(optax.lion(1e-3))], ids=["fused", "in_place"]
+)
+@pytest.mark.parametrize(
+    "skip", [1.0, "no", None, np.ones(128, bool), np.array([True]), np.int32(1)], ids=str
+)
+def test_skip_is_one_boolean(optimizer, skip):
+    """An array would be broadcast: only some columns would take the step."""
+    with pytest.raises(TypeError, match=r"skip=.* must be True, False or one boolean"):
+        optimizer.step(PARAMS, PARAMS, optimizer.init(PARAMS), skip=skip)
+    for one in (True, np.bool_(True), jnp.array(True)):
+        params, _ = optimizer.step(PARAMS, PARAMS, optimizer.init(PARAMS), skip=one)
+        jax.tree.map(np.testing.assert_array_equal, params, PARAMS)

@@ -19,6 +19,7 @@ from coat_jax.kernels.triton.tiles import (
     block_offsets,
     load_blocks,
     load_tile,
+    round_tile,
     store_blocks,
     store_tile,
     store_transposed,
@@ -83,14 +84,14 @@ def activation_forward_tile(
     g = store_blocks(
         load_tile(gate, row, column, ROWS, COLUMNS),
         gate_codes, gate_exponents, row, column, first, within,
-        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, F8, FAST,
+        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, False, F8, FAST,
     )  # fmt: skip
     a, _ = activation(g, NAME, FAST)
     if GATED:
         a *= store_blocks(
             load_tile(up, row, column, ROWS, COLUMNS),
             up_codes, up_exponents, row, column, first, within,
-            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, F8, FAST,
+            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, True, F8, FAST,
         )  # fmt: skip
     store_maxima(maxima, a, row, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, PER_MAXIMUM)
 
@@ -119,10 +120,10 @@ def activation_cast_tile(
 @triton.jit
 def activation_backward_tile(
     da, gate_codes, gate_exponents, up_codes, up_exponents, scale, first_scale, second_scale,
-    recomputed, first, first_transposed, second, second_transposed,
+    row_numbers, column_numbers, recomputed, first, first_transposed, second, second_transposed,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
-    GRADIENT_F8: tl.constexpr, FAST: tl.constexpr,
+    SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    F8: tl.constexpr, GRADIENT_F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The gradients of gate and up in both layouts, and a recomputed in the transposed one."""
     row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
@@ -135,7 +136,10 @@ def activation_backward_tile(
     )
     a, slope = activation(g, NAME, FAST)
     if GATED:
-        q = round_to_fp8(d * a * (1.0 / tl.load(second_scale)), GRADIENT_F8, FAST)
+        q = round_tile(
+            d * a * (1.0 / tl.load(second_scale)), row_numbers, column_numbers, row, column,
+            ROWS, COLUMNS, STOCHASTIC, GRADIENT_F8, FAST,
+        )  # fmt: skip
         q = q.to(second.dtype.element_ty)
         store_tile(q, second, row, column, ROWS, COLUMNS)
         store_transposed(q, second_transposed, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
@@ -144,7 +148,10 @@ def activation_backward_tile(
         )
         a *= u
         d *= u
-    q = round_to_fp8(d * slope * (1.0 / tl.load(first_scale)), GRADIENT_F8, FAST)
+    q = round_tile(
+        d * slope * (1.0 / tl.load(first_scale)), row_numbers, column_numbers, row, column,
+        ROWS, COLUMNS, STOCHASTIC, GRADIENT_F8, FAST,
+    )  # fmt: skip
     q = q.to(first.dtype.element_ty)
     store_tile(q, first, row, column, ROWS, COLUMNS)
     store_transposed(q, first_transposed, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
@@ -155,16 +162,17 @@ def activation_backward_tile(
 @triton.jit
 def activation_backward_ungated_tile(
     da, codes, exponents, codes_twice, exponents_twice, scale, gradient_scale, scale_twice,
-    recomputed, straight, transposed,
+    row_numbers, column_numbers, recomputed, straight, transposed,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
-    GRADIENT_F8: tl.constexpr, FAST: tl.constexpr,
+    SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, STOCHASTIC: tl.constexpr,
+    F8: tl.constexpr, GRADIENT_F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The same without an up, and so with one gradient."""
     activation_backward_tile(
         da, codes, exponents, codes_twice, exponents_twice, scale, gradient_scale, scale_twice,
-        recomputed, straight, transposed, straight, transposed,
-        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, NAME, GATED, F8, GRADIENT_F8, FAST,
+        row_numbers, column_numbers, recomputed, straight, transposed, straight, transposed,
+        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, NAME, GATED, STOCHASTIC, F8, GRADIENT_F8,
+        FAST,
     )  # fmt: skip
 
 
@@ -184,7 +192,7 @@ def activation_forward_exact_tile(
     a, _ = activation(v, NAME, FAST)
     v = store_blocks(
         v, gate_codes, gate_exponents, row, column, first, within,
-        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, F8, FAST,
+        ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, False, F8, FAST,
     )  # fmt: skip
     a_rounded, _ = activation(v, NAME, FAST)
     if GATED:
@@ -192,7 +200,7 @@ def activation_forward_exact_tile(
         a *= v
         a_rounded *= store_blocks(
             v, up_codes, up_exponents, row, column, first, within,
-            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, F8, FAST,
+            ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS, SIZE, STOCHASTIC, True, F8, FAST,
         )  # fmt: skip
     largest = tl.maximum(magnitude_bits(a), magnitude_bits(a_rounded))
     largest = tl.reshape(largest, [TILE_ROWS, TILE_COLUMNS // PER_MAXIMUM, PER_MAXIMUM])

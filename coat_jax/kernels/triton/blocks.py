@@ -38,18 +38,24 @@ def inverse_power(exponent):
 
 
 @triton.jit
-def round_blocks(v, exponent, number, F8: tl.constexpr, FAST: tl.constexpr):
+def round_blocks(
+    v, exponent, number, ANTITHETIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr
+):
     """The codes of blocks [.., SIZE], as `round_to_fp8` returns them.
 
     They are rounded to nearest where `number` is None. Otherwise it is the number of each block
-    (`numerics.blocks.BlockNumbers`), and they are rounded stochastically.
+    (`numerics.blocks.BlockNumbers`), and they are rounded stochastically, if ANTITHETIC with the
+    complements of the random bits.
     """
     y = v * tl.expand_dims(inverse_power(exponent), -1)
     if number is None:
         y = round_to_fp8(y, F8, FAST)
     else:
         lane = tl.arange(0, y.shape[-1])
-        y = round_at_random(y, of_places(tl.expand_dims(number, -1), lane), F8, FAST)
+        bits = of_places(tl.expand_dims(number, -1), lane)
+        if ANTITHETIC:
+            bits = bits ^ 0xFFFFFFFF  # the interpreter has no ~ for unsigned numbers
+        y = round_at_random(y, bits, F8, FAST)
     return y
 
 

@@ -6,10 +6,11 @@ Every output is a parameter of the kernel, hence one entry point per combination
 import triton
 import triton.language as tl
 
-from coat_jax.kernels.triton.formats import round_to_fp8, through_fp8
+from coat_jax.kernels.triton.formats import through_fp8
 from coat_jax.kernels.triton.tiles import (
     block_offsets,
     load_tile,
+    round_tile,
     store_tile,
     store_transposed,
     tile_indices,
@@ -18,15 +19,15 @@ from coat_jax.kernels.triton.tiles import (
 
 @triton.jit
 def cast_tile(
-    x, scale, straight, transposed, squares,
+    x, scale, row_numbers, column_numbers, straight, transposed, squares,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
-    FAST: tl.constexpr,
+    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """One tile; outputs that are not wanted are not written."""
     row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     y = load_tile(x, row, column, ROWS, COLUMNS) * (1.0 / tl.load(scale))
-    y = round_to_fp8(y, F8, FAST)
+    y = round_tile(y, row_numbers, column_numbers, row, column, ROWS, COLUMNS, STOCHASTIC, F8, FAST)
     codes = y.to(straight.dtype.element_ty)
     if STRAIGHT:
         store_tile(codes, straight, row, column, ROWS, COLUMNS)
@@ -41,57 +42,57 @@ def cast_tile(
 
 @triton.jit
 def cast_one(
-    x, scale, out,
+    x, scale, row_numbers, column_numbers, out,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
-    FAST: tl.constexpr,
+    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """One layout."""
     cast_tile(
-        x, scale, out, out, out,
-        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, F8, FAST,
+        x, scale, row_numbers, column_numbers, out, out, out,
+        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, STOCHASTIC, F8, FAST,
     )  # fmt: skip
 
 
 @triton.jit
 def cast_one_and_squares(
-    x, scale, out, squares,
+    x, scale, row_numbers, column_numbers, out, squares,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
-    FAST: tl.constexpr,
+    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """One layout, and sums of squares."""
     cast_tile(
-        x, scale, out, out, squares,
-        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, F8, FAST,
+        x, scale, row_numbers, column_numbers, out, out, squares,
+        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, STOCHASTIC, F8, FAST,
     )  # fmt: skip
 
 
 @triton.jit
 def cast_both(
-    x, scale, straight, transposed,
+    x, scale, row_numbers, column_numbers, straight, transposed,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
-    FAST: tl.constexpr,
+    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Both layouts."""
     cast_tile(
-        x, scale, straight, transposed, straight,
-        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, F8, FAST,
+        x, scale, row_numbers, column_numbers, straight, transposed, straight,
+        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, STOCHASTIC, F8, FAST,
     )  # fmt: skip
 
 
 @triton.jit
 def cast_both_and_squares(
-    x, scale, straight, transposed, squares,
+    x, scale, row_numbers, column_numbers, straight, transposed, squares,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRAIGHT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, F8: tl.constexpr,
-    FAST: tl.constexpr,
+    PER_SUM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Both layouts, and sums of squares."""
     cast_tile(
-        x, scale, straight, transposed, squares,
-        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, F8, FAST,
+        x, scale, row_numbers, column_numbers, straight, transposed, squares,
+        ROWS, COLUMNS, STRAIGHT, TRANSPOSED, PER_SUM, TILE_ROWS, TILE_COLUMNS, STOCHASTIC, F8, FAST,
     )  # fmt: skip
 
 

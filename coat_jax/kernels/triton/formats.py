@@ -52,8 +52,9 @@ def round_at_random(y, bits, F8: tl.constexpr, FAST: tl.constexpr):
     """`formats.round_at_random`, in FP32; with FAST the cast that follows rounds subnormal ones."""
     dropped: tl.constexpr = 23 - F8.mantissa_bits
     carried = y.to(tl.uint32, bitcast=True) + (bits >> (32 - dropped))
-    y = (carried >> dropped << dropped).to(tl.float32, bitcast=True)
-    return round_to_fp8(y, F8, FAST)
+    rounded = (carried >> dropped << dropped).to(tl.float32, bitcast=True)
+    finite_or_infinite = y == y  # noqa: PLR0124
+    return round_to_fp8(tl.where(finite_or_infinite, rounded, y), F8, FAST)
 
 
 @triton.jit

@@ -38,7 +38,7 @@ def norm_forward_row(
     v = tl.reshape(v, [WIDTH // SIZE, SIZE])
     e = fitting_exponent(tl.max(magnitude_bits(v), axis=1), F8)
     number = tl.load(first_numbers + row) + block.to(tl.uint32) if STOCHASTIC else None
-    q = round_blocks(v, e, number, F8, FAST)
+    q = round_blocks(v, e, number, False, F8, FAST)
     flat = tl.reshape(q, [WIDTH])
     tl.store(codes + row * COLUMNS + column, flat.to(codes.dtype.element_ty), mask=mask)
     tl.store(exponents + row * blocks + block, e.to(tl.uint8), mask=block < blocks)

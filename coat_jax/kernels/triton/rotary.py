@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from coat_jax.kernels.triton.formats import round_to_fp8
 from coat_jax.kernels.triton.tiles import (
     first_column,
     load_tile,
+    round_tile,
     store_tile,
     store_transposed,
     tile_indices,
@@ -15,9 +15,10 @@ from coat_jax.kernels.triton.tiles import (
 
 @triton.jit
 def rotary_backward_cast_heads(
-    dy, cos, sin, scale, straight, transposed,
+    dy, cos, sin, scale, row_numbers, column_numbers, straight, transposed,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TABLE_ROWS: tl.constexpr, HALF: tl.constexpr,
-    HEADS: tl.constexpr, TILE_ROWS: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
+    HEADS: tl.constexpr, TILE_ROWS: tl.constexpr, STOCHASTIC: tl.constexpr, F8: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of TILE_ROWS rows."""
     WIDTH: tl.constexpr = 2 * HALF * HEADS
@@ -32,22 +33,23 @@ def rotary_backward_cast_heads(
         a = load_tile(dy, row, left, ROWS, COLUMNS)
         b = load_tile(dy, row, left + HALF, ROWS, COLUMNS)
         store_rotated(
-            (a * c + b * s) * inverse, straight, transposed, row, left,
-            ROWS, COLUMNS, TILE_ROWS, WIDTH, F8, FAST,
+            (a * c + b * s) * inverse, row_numbers, column_numbers, straight, transposed, row, left,
+            ROWS, COLUMNS, TILE_ROWS, WIDTH, STOCHASTIC, F8, FAST,
         )  # fmt: skip
         store_rotated(
-            (b * c - a * s) * inverse, straight, transposed, row, left + HALF,
-            ROWS, COLUMNS, TILE_ROWS, WIDTH, F8, FAST,
+            (b * c - a * s) * inverse, row_numbers, column_numbers, straight, transposed, row,
+            left + HALF, ROWS, COLUMNS, TILE_ROWS, WIDTH, STOCHASTIC, F8, FAST,
         )  # fmt: skip
 
 
 @triton.jit
 def store_rotated(
-    v, straight, transposed, row, column,
+    v, row_numbers, column_numbers, straight, transposed, row, column,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    F8: tl.constexpr, FAST: tl.constexpr,
+    STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Stores half a head of each row, in both layouts."""
-    codes = round_to_fp8(v, F8, FAST).to(straight.dtype.element_ty)
+    v = round_tile(v, row_numbers, column_numbers, row, column, ROWS, COLUMNS, STOCHASTIC, F8, FAST)
+    codes = v.to(straight.dtype.element_ty)
     store_tile(codes, straight, row, column, ROWS, COLUMNS)
     store_transposed(codes, transposed, row, column, ROWS, COLUMNS, TILE_ROWS, WIDTH)

@@ -16,7 +16,8 @@ from coat_jax.kernels.triton.blocks import (
     power_of_two,
     round_blocks,
 )
-from coat_jax.kernels.triton.formats import through_fp8
+from coat_jax.kernels.triton.formats import round_at_random, round_to_fp8, through_fp8
+from coat_jax.kernels.triton.noise import of_places
 
 
 @triton.jit
@@ -91,24 +92,42 @@ def load_block_numbers(
 def store_blocks(
     v, codes, exponents, row, column, first, within,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    SIZE: tl.constexpr, STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
+    SIZE: tl.constexpr, STOCHASTIC: tl.constexpr, ANTITHETIC: tl.constexpr, F8: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """Stores a tile in blocks. Returns the values that they decode to.
 
-    Where STOCHASTIC, `first` and `within` point to the numbers of blocks; else they are not read.
+    Where STOCHASTIC, `first` and `within` point to the numbers of blocks; else they are not read,
+    nor does it matter whether the rounding is ANTITHETIC.
     """
     v = tl.reshape(v, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE])
     e = fitting_exponent(tl.max(magnitude_bits(v), axis=2), F8)
     number = None
     if STOCHASTIC:
         number = load_block_numbers(first, within, row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
-    q = round_blocks(v, e, number, F8, FAST)
+    q = round_blocks(v, e, number, ANTITHETIC, F8, FAST)
     flat = tl.reshape(q, [TILE_ROWS, TILE_COLUMNS]).to(codes.dtype.element_ty)
     store_tile(flat, codes, row, column, ROWS, COLUMNS)
     offsets, mask = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
     tl.store(exponents + offsets, e.to(tl.uint8), mask=mask)
     v = through_fp8(q, codes.dtype.element_ty, FAST) * power_of_two(e)[:, :, None]
     return tl.reshape(v, [TILE_ROWS, TILE_COLUMNS])
+
+
+@triton.jit
+def round_tile(
+    y, row_numbers, column_numbers, row, column,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STOCHASTIC: tl.constexpr, F8: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Rounds a tile to nearest, or at random: each element by its place in the whole array."""
+    if STOCHASTIC:
+        run = tl.load(row_numbers + row, mask=row < ROWS, other=0)
+        lane = tl.load(column_numbers + column, mask=column < COLUMNS, other=0)
+        y = round_at_random(y, of_places(run[:, None], lane[None, :]), F8, FAST)
+    else:
+        y = round_to_fp8(y, F8, FAST)
+    return y
 
 
 @triton.jit

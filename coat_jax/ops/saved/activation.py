@@ -29,7 +29,7 @@ from coat_jax.kernels.activation import (
 )
 from coat_jax.kernels.gemm import Operand
 from coat_jax.numerics.blocks import Blocks
-from coat_jax.ops.saved.array import SavedArray, restore, save_input
+from coat_jax.ops.saved.array import SavedArray, restore, save_hidden
 from coat_jax.ops.saved.projection import Mode, gradient_operand, recompute_operand
 
 
@@ -60,7 +60,7 @@ def save_activation(
         scale = gemm.tensor_scale(jnp.max(maxima), precision.forward)
         codes = activation_cast(blocks, act, scale, size)
         return SavedActivation(blocks, scale), Operand(codes, None, scale)
-    saved, values = zip(*(save_input(h, precision) for h in hidden), strict=True)
+    saved, values = save_hidden(hidden, precision)
     a = activate(values, act)
     if mode.format is None:
         return SavedActivation(saved, None), Operand(a.astype(dtype), None, None)
@@ -96,7 +96,10 @@ def activation_gradients(
     if size is not None and scale is not None:
         blocks, dtype = _blocks(hidden), mode.precision.backward
         scales = [gemm.tensor_scale(m, dtype) for m in _magnitudes(saved, da, da_bound, act, mode)]
-        again, codes = activation_backward(blocks, da, act, scale, scales, size, dtype)
+        stochastic = mode.precision.stochastic
+        again, codes = activation_backward(
+            blocks, da, act, scale, scales, size, dtype, stochastic=stochastic
+        )
         gradients = [Operand(*pair, s) for pair, s in zip(codes, scales, strict=True)]
         return Operand(None, again, scale), gradients
     a = activate(_values(hidden, mode), act)

@@ -5,6 +5,8 @@ passes compute with the saved values. What only the backward pass sees is rounde
 `Precision.stochastic` is set.
 """
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -16,10 +18,17 @@ SavedArray = Blocks | Array
 
 
 def save_array(
-    x: Float[Array, "*rows D"], dtype: DTypeLike, size: int | None, *, stochastic: bool = False
+    x: Float[Array, "*rows D"],
+    dtype: DTypeLike,
+    size: int | None,
+    *,
+    stochastic: bool = False,
+    antithetic: bool = False,
 ) -> SavedArray:
     """`x` in FP8 blocks of `size`, or `x` itself if size is None."""
-    return x if size is None else to_blocks(x, dtype, size=size, stochastic=stochastic)
+    if size is None:
+        return x
+    return to_blocks(x, dtype, size=size, stochastic=stochastic, antithetic=antithetic)
 
 
 def restore(saved: SavedArray, dtype: DTypeLike, size: int | None) -> Float[Array, "*rows D"]:
@@ -30,9 +39,24 @@ def restore(saved: SavedArray, dtype: DTypeLike, size: int | None) -> Float[Arra
     return saved.astype(dtype)
 
 
-def save_input(x: Float[Array, "*rows D"], precision: Precision) -> tuple[SavedArray, Array]:
+def save_input(
+    x: Float[Array, "*rows D"], precision: Precision, *, antithetic: bool = False
+) -> tuple[SavedArray, Array]:
     """The input of a norm or an activation as it is saved, and as FP32 values to compute with."""
-    stochastic = precision.saves_stochastically
-    saved = save_array(x, precision.forward, precision.block, stochastic=stochastic)
+    saved = save_array(
+        x,
+        precision.forward,
+        precision.block,
+        stochastic=precision.saves_stochastically,
+        antithetic=antithetic,
+    )
     used = x if precision.exact_forward else saved
     return saved, restore(used, jnp.float32, precision.block)
+
+
+def save_hidden(
+    hidden: Sequence[Float[Array, "*rows F"]], precision: Precision
+) -> tuple[tuple[SavedArray, ...], tuple[Array, ...]]:
+    """`save_input` of (gate, up), which are multiplied, or of (up,)."""
+    pairs = [save_input(h, precision, antithetic=i > 0) for i, h in enumerate(hidden)]
+    return tuple(saved for saved, _ in pairs), tuple(values for _, values in pairs)

@@ -3,9 +3,9 @@
     y_i  = n w_i + b_i
     dn   = sum_i dy_i w_i^T        dw_i = n^T dy_i        db_i = sum over rows of dy_i
 
-In FP8 the input is rounded to E4M3 once for all weights, and each gradient to E5M2. The backward
-pass requantizes the weights with the scales of the forward pass, since saving their codes would
-cost a byte a parameter.
+In FP8 the input is rounded to E4M3 once for all weights, and each gradient to E5M2, stochastically
+if `Precision.stochastic` is set. The backward pass requantizes the weights with the scales of the
+forward pass, since saving their codes would cost a byte a parameter.
 """
 
 import functools
@@ -108,7 +108,8 @@ def recompute_operand(
 
 def gradient_operand(dy: Float[Array, "*rows N"], mode: Mode) -> Operand:
     """A gradient as the operand of both products that need it."""
-    return gemm.operand(dy, mode.gradient_format, "both", mode.implementation)
+    dtype, stochastic = mode.gradient_format, mode.precision.stochastic
+    return gemm.operand(dy, dtype, "both", mode.implementation, stochastic=stochastic)
 
 
 def project(
@@ -145,7 +146,8 @@ def bounded_input_gradient(
         return g, input_gradient((weight,), (scale,), (g,), dy.dtype, mode), None
     dtype, how = mode.precision.backward, mode.implementation
     g_scale = gemm.tensor_scale(gemm.largest_magnitude(dy), dtype)
-    g = gemm.scaled_with_lengths(dy, g_scale, dtype, "both", how)
+    stochastic = mode.precision.stochastic
+    g = gemm.scaled_with_lengths(dy, g_scale, dtype, "both", how, stochastic=stochastic)
     w = gemm.scaled_with_lengths(weight, scale, mode.format, "straight", how)
     return g, gemm.product_transposed(g, w, dy.dtype), gemm.bound_of_product_transposed(g, w)
 
