@@ -4,6 +4,7 @@ import argparse
 import ast
 import dataclasses
 import doctest
+import functools
 import importlib
 import inspect
 import json
@@ -125,6 +126,7 @@ class Command(NamedTuple):
         return [word for word in words if not SETTING.match(word)]
 
 
+@functools.cache
 def commands(program: str) -> list[Command]:
     """Every line of code in pages and docstrings that runs this program.
 

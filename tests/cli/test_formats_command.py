@@ -114,7 +114,11 @@ def test_a_text_shows_the_error_of_each_tensor_in_training(theirs, tmp_path, cap
         assert row["best"] in row["bits"]
 
 
-def test_a_text_is_read_with_the_tokenizer_that_the_run_was_trained_with(tmp_path, capsys):
+def test_a_text_is_read_with_the_tokenizer_that_the_run_was_trained_with(
+    tmp_path, capsys, monkeypatch
+):
+    read = []
+    monkeypatch.setattr(best_formats, "in_training", lambda *given: read.append(given[-1]) or [])
     tokenizers = pytest.importorskip("tokenizers")
     run, text, elsewhere = tmp_path / "run", tmp_path / "text.txt", tmp_path / "words.json"
     hf.save(tmp_path / "theirs", filled(dataclasses.replace(CONFIG, vocab=128)))
@@ -128,8 +132,8 @@ def test_a_text_is_read_with_the_tokenizer_that_the_run_was_trained_with(tmp_pat
     (run / "config.json").write_text(json.dumps(said | {"data": {"tokenizer": str(elsewhere)}}))
     assert cli.main(["formats", str(run), *FEW, "--text", str(text)]) == 2
     assert "text.txt has 1 token: give 2 or more" in capsys.readouterr().err  # one unknown word
-    given = [run, *FEW, "--text", text, "--tokenizer", "bytes", "--json"]
-    assert json.loads(asked(capsys, *given))["in_training"]
+    asked(capsys, run, *FEW, "--text", text, "--tokenizer", "bytes", "--json")
+    assert [list(tokens) for tokens in read] == [list(b"yes no")]
 
 
 def test_values_of_the_format_are_right_to_all_bits():

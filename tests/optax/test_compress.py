@@ -4,6 +4,7 @@ One table of transformations is trained on one small regression, with and withou
 rest of the laws need a single step.
 """
 
+import functools
 from functools import partial
 
 import jax
@@ -43,12 +44,21 @@ def loss_of(params, x, y):
     return jnp.mean(jnp.square(hidden @ params["down"] + params["down_bias"] - y))
 
 
+@functools.cache
+def batches():
+    """Of all steps, drawn once: drawing takes longer to compile than most transformations."""
+
+    def of_step(step):
+        return jax.random.randint(jax.random.key(step), (64,), 0, len(X))
+
+    return jax.jit(jax.vmap(of_step))(jnp.arange(STEPS))
+
+
 def train(tx):
     """The loss after some steps on random batches, and the state."""
 
-    def body(carry, step):
+    def body(carry, batch):
         params, state = carry
-        batch = jax.random.randint(jax.random.key(step), (64,), 0, len(X))
 
         def loss(params):
             return loss_of(params, X[batch], Y[batch])
@@ -56,12 +66,12 @@ def train(tx):
         updates, state = tx.update(jax.grad(loss)(params), state, params, obj_fn=loss)
         return (optax.apply_updates(params, updates), state), None
 
-    def run(params):
+    def run(params, batches):
         begin = params, tx.init(params)
-        (params, state), _ = jax.lax.scan(body, begin, jnp.arange(STEPS))
+        (params, state), _ = jax.lax.scan(body, begin, batches)
         return loss_of(params, X, Y), state
 
-    loss, state = jax.jit(run)(START)
+    loss, state = jax.jit(run)(START, batches())
     return float(loss), state
 
 

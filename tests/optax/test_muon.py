@@ -19,30 +19,31 @@ IN_FP32 = coat.Storage(min_size=1 << 30)
 SHAPES = {"embedding": (96, 32), "wide": (32, 160), "tall": (160, 32), "square": (2, 64, 64)}
 
 
-def tree(seed, shapes=SHAPES, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    arrays = zip(shapes.items(), keys, strict=True)
-    return {name: jax.random.normal(key, shape, dtype) for (name, shape), key in arrays} | {
-        "bias": jax.random.normal(keys[0], (32,), dtype)
-    }
+def normal(seed, shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def tree(seed, shapes=SHAPES):
+    rng = np.random.default_rng(seed)
+    return {name: normal(rng, shape) for name, shape in (shapes | {"bias": (32,)}).items()}
 
 
 def distance(a, b):
-    return float(jnp.linalg.norm((a - b).ravel()) / jnp.linalg.norm(b.ravel()))
+    a, b = np.asarray(a), np.asarray(b)
+    return np.linalg.norm((a - b).ravel()) / np.linalg.norm(b.ravel())
 
 
 def steps_of(tx, params, count=4):
     """The updates of several steps, whose gradients have a mean as those of training do."""
 
     @jax.jit
-    def step(state, seed):
-        noise, mean = tree(seed), tree(99)
+    def step(state, noise, mean):
         grads = jax.tree.map(lambda a, b: a + 0.5 * b, noise, mean)
         return tx.update(grads, state, params)
 
-    state, updates = tx.init(params), []
+    state, updates, mean = tx.init(params), [], tree(99)
     for seed in range(count):
-        update, state = step(state, seed)
+        update, state = step(state, tree(seed), mean)
         updates.append(update)
     return updates, state
 
@@ -93,7 +94,7 @@ def test_momentum_without_a_gradient_decays_to_zero(storage):
     """A code that rounding to nearest would hold up must go on to fall."""
     tx = coat.optax.scale_by_fp8_muon(storage=storage)
     params = {"w": jnp.zeros((128, 256))}
-    gradient = {"w": jax.random.normal(jax.random.key(0), (128, 256))}
+    gradient = {"w": normal(0, (128, 256))}
     large = jnp.zeros((128, 256), bool).at[:, 0].set(True).at[0].set(True)  # holds all scales up
     gradient["w"] = jnp.where(large, 100.0, gradient["w"])
     state = tx.init(params)
@@ -116,7 +117,7 @@ def test_the_error_of_a_column_is_as_small_as_the_column():
     storage = coat.Storage(min_size=0)
     tx = coat.optax.scale_by_fp8_muon(storage=storage)
     sizes = 10.0 ** jnp.linspace(-6, 0, 256)
-    gradient = {"w": sizes * jax.random.normal(jax.random.key(0), (64, 256))}
+    gradient = {"w": sizes * normal(0, (64, 256))}
     _, state = jax.jit(tx.update)(gradient, tx.init(gradient))
     error = momentum(state, storage) - 0.05 * gradient["w"]
     # A group's largest is up to 4 deviations, and rounding is off by one 127th of it at most.
@@ -129,7 +130,7 @@ def test_the_error_of_a_column_is_as_small_as_the_column():
 def test_columns_of_zeros_and_of_infinities_leave_the_others_alone():
     storage = coat.Storage(min_size=0)
     tx = coat.optax.scale_by_fp8_muon(storage=storage)
-    gradient = {"w": jax.random.normal(jax.random.key(0), (64, 256))}
+    gradient = {"w": normal(0, (64, 256))}
     gradient["w"] = gradient["w"].at[:, 3].set(0.0).at[5, 7].set(jnp.inf).at[6, 8].set(jnp.nan)
     _, state = jax.jit(tx.update)(gradient, tx.init(gradient))
     m = momentum(state, storage)
@@ -179,7 +180,7 @@ def test_dimension_numbers_may_be_a_prefix_and_name_several_axes():
     }
     out, query = matrices_of(numbers, params)
     assert (out.fan_in, out.fan_out, query.fan_in, query.fan_out) == (32, 32, 32, 32)
-    x = jax.random.normal(jax.random.key(0), (5, 3, 7))
+    x = normal(0, (5, 3, 7))
     (matrix,) = matrices_of(MuonDimensionNumbers(2, 0), x)
     assert matrix.stack(x).shape == (3, 7, 5)
     np.testing.assert_array_equal(matrix.unstack(matrix.stack(x)), x)
@@ -229,8 +230,8 @@ def test_updates_do_not_depend_on_the_mesh(alone, mesh_shape):
 
 
 def test_in_a_group_of_equal_shapes_each_leaf_gets_its_own_matrix_back():
-    stacks = [jax.random.normal(jax.random.key(i), (i, 24, 40)) for i in (1, 3, 2)]
-    stacks.insert(1, jax.random.normal(jax.random.key(9), (2, 40, 24)))
+    stacks = [normal(i, (i, 24, 40)) for i in (1, 3, 2)]
+    stacks.insert(1, normal(9, (2, 40, 24)))
     together = orthogonalize(stacks, STANDARD, dtype=jnp.float32)
     for stack, result in zip(stacks, together, strict=True):
         assert result.shape == stack.shape

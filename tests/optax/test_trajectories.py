@@ -4,6 +4,7 @@ Two questions. Fed the same gradients, how far do the parameters of FP8 AdamW en
 the FP32 optimizers? And left to follow its own gradients, does it reach the same loss?
 """
 
+import functools
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -70,19 +71,28 @@ def logits_of(params, tokens):
     return rms_norm(x, params["norm"]) @ params["head"]
 
 
-def loss_of(params, step):
-    """Cross-entropy on a fresh batch: each token follows from the last, but for one in ten."""
-    begin, others, surprises = jax.random.split(jax.random.key(step), 3)
+@functools.cache
+def sequences():
+    """Fresh ones for each step: each token follows from the last, but for one in ten."""
 
-    def follow(token, inputs):
-        other, surprised = inputs
-        token = jnp.where(surprised, other, SUCCESSORS[token])
-        return token, token
+    def of_step(step):
+        begin, others, surprises = jax.random.split(jax.random.key(step), 3)
 
-    first = jax.random.randint(begin, (BATCH,), 0, VOCABULARY)
-    other = jax.random.randint(others, (LENGTH + 1, BATCH), 0, VOCABULARY)
-    surprised = jax.random.bernoulli(surprises, 0.1, (LENGTH + 1, BATCH))
-    tokens = jax.lax.scan(follow, first, (other, surprised))[1].T
+        def follow(token, inputs):
+            other, surprised = inputs
+            token = jnp.where(surprised, other, SUCCESSORS[token])
+            return token, token
+
+        first = jax.random.randint(begin, (BATCH,), 0, VOCABULARY)
+        other = jax.random.randint(others, (LENGTH + 1, BATCH), 0, VOCABULARY)
+        surprised = jax.random.bernoulli(surprises, 0.1, (LENGTH + 1, BATCH))
+        return jax.lax.scan(follow, first, (other, surprised))[1].T
+
+    return jax.jit(jax.vmap(of_step))(jnp.arange(STEPS))
+
+
+def loss_of(params, tokens):
+    """Cross-entropy on a batch of sequences."""
     logits = logits_of(params, tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
@@ -107,19 +117,20 @@ def apply(tx, grads, params, state):
 def train_beside_optax(b2):
     ours, theirs = fp8_adamw(b2=b2, storage=FP8, **HYPER), optax.adamw(b2=b2, **HYPER)
 
-    def body(carry, step):
+    def body(carry, tokens):
         fp8, fed, free = carry
-        loss, grads = jax.value_and_grad(loss_of)(fp8[0], step)
-        their_loss, their_grads = jax.value_and_grad(loss_of)(free[0], step)
+        loss, grads = jax.value_and_grad(loss_of)(fp8[0], tokens)
+        their_loss, their_grads = jax.value_and_grad(loss_of)(free[0], tokens)
         fp8, fed = apply(ours, grads, *fp8), apply(theirs, grads, *fed)
         return (fp8, fed, apply(theirs, their_grads, *free)), (loss, their_loss)
 
-    def run(params):
+    def run(params, sequences):
         begin = (params, ours.init(params)), *[(params, theirs.init(params))] * 2
-        (fp8, fed, _), losses = jax.lax.scan(body, begin, jnp.arange(STEPS))
+        (fp8, fed, _), losses = jax.lax.scan(body, begin, sequences)
         return Ends(fp8[0], fed[0], *losses)
 
-    return jax.jit(run, compiler_options=quick.OPTIMIZED)(initial_parameters())
+    program = jax.jit(run, compiler_options=quick.OPTIMIZED)
+    return program(initial_parameters(), sequences())
 
 
 def relative_distance(got, wanted):
@@ -155,15 +166,15 @@ def test_fed_the_same_gradients_it_ends_where_torchs_adamw_ends():
     transformations = [fp8_adamw(b2=0.95, storage=storage, **HYPER) for storage in (FP8, FP32)]
 
     @partial(jax.jit, compiler_options=quick.OPTIMIZED)
-    def step(number, walks):
-        grads = jax.grad(loss_of)(walks[0][0], number)
+    def step(tokens, walks):
+        grads = jax.grad(loss_of)(walks[0][0], tokens)
         return grads, [
             apply(tx, grads, *walk) for tx, walk in zip(transformations, walks, strict=True)
         ]
 
     walks = [(params, tx.init(params)) for tx in transformations]
-    for number in range(STEPS):
-        grads, walks = step(number, walks)
+    for tokens in sequences():
+        grads, walks = step(tokens, walks)
         for copy, grad in zip(copies, jax.tree.leaves(grads), strict=True):
             copy.grad = torch.tensor(np.asarray(grad))
         theirs.step()

@@ -41,8 +41,11 @@ def assert_close(got, wanted, rtol=1e-4):
         assert np.mean(~np.isclose(np.float32(a), np.float32(b), rtol=rtol, atol=1e-6)) < 0.01
 
 
-@pytest.mark.parametrize("sizes", [ONE, (1, 4, 1), (1, 2, 2)], ids=str)
-@pytest.mark.parametrize("releases", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "releases"),
+    [(ONE, False), (ONE, True), ((1, 2, 2), False), ((1, 4, 1), True)],
+    ids=str,
+)
 def test_losses_are_the_same(sizes, releases):
     results, losses = [], []
     for offloads in (False, True):
