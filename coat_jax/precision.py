@@ -9,8 +9,8 @@
 
 "Unchanged" is the dtype of the arrays: BF16, if a model computes in BF16. COAT_PAPER is COAT as the
 paper describes it: its forward pass continues with the rounded values that it saves, where COAT
-continues with the exact ones; and it rounds everything to nearest, where the others round what only
-the backward pass sees stochastically. An ablation is a `dataclasses.replace` of one field.
+continues with the exact ones; and it saves them rounded to nearest, not stochastically. An ablation
+is a `dataclasses.replace` of one field.
 
 A format may also be a `Minifloat`, or its name, as in `forward="E3M4"`: then XLA simulates it, on
 any device, and memory and time are not those of FP8.
@@ -45,10 +45,12 @@ class Precision:
             backward pass with the saved FP8 ones. False computes with the saved values in both
             passes. Attention computes with the saved queries, keys and values either way; its
             output is exact only if this is True.
-        stochastic: whether values that only the backward pass sees are rounded stochastically, up
-            or down at random and right on average, instead of to nearest: what is saved for it,
-            and in its products the gradients and the inputs that it recomputes. What the forward
-            pass computes with, too, is rounded to nearest either way, and so are weights.
+        stochastic: whether values that are saved for the backward pass alone are rounded
+            stochastically, up or down at random and right on average, instead of to nearest. What
+            the forward pass computes with, too, is rounded to nearest either way.
+        stochastic_backward: whether the backward pass also rounds the operands of its products
+            stochastically: gradients, and inputs that it recomputes. It takes longer, and no
+            effect on the loss has been found. Weights are rounded to nearest either way.
     """
 
     fp8_linear: bool = True
@@ -58,6 +60,7 @@ class Precision:
     attention_block: Block | None = None
     exact_forward: bool = True
     stochastic: bool = True
+    stochastic_backward: bool = False
 
     def __post_init__(self) -> None:
         require_fields(self)

@@ -16,7 +16,7 @@ Probabilities are met to 2^-17, half the distance of two values of the noise.
 of several groups of parameters (`optax.partition`) see trees with other leaves left out.
 `distinguish` gives the copies of one array under `vmap` and `shard_map` keys of their own.
 
-What is saved for a backward pass, and the gradients in it, are rounded with `of_places`, which
+What is saved for a backward pass, and operands of its products, are rounded with `of_places`, which
 takes no key: their values are new at every step anyway.
 """
 

@@ -50,6 +50,9 @@ ARMS: dict[str, Arm] = {
     "activations": COAT_FP32,
     "coat_expanded": replace(BOTH, moments=EXPANDED),
     "activations_lean": replace(COAT_FP32, precision=coat.COAT_LEAN),
+    "coat_stochastic_backward": replace(
+        BOTH, precision=replace(coat.COAT, stochastic_backward=True)
+    ),
     # The forward pass continues with the rounded values, as in COAT_PAPER.
     "coat_rounded_forward": replace(BOTH, precision=coat.COAT_PAPER),
     "activations_rounded_forward": replace(COAT_FP32, precision=coat.COAT_PAPER),

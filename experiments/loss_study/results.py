@@ -31,6 +31,9 @@ STUDY = ("arm", "duplicates", "moments", "muon", "rows", "run", "text")
 # have the same losses to the last bit, on a CPU. Runs of the older ones count as the newest's.
 ALIKE = dict.fromkeys(["26e42a267c58", "c51e2fefd59a"], "68cd819d6469")
 
+# The version of the code in which every precision had what is `stochastic_backward` today.
+STOCHASTIC_BACKWARD = "83eda50b8686"
+
 
 def row_of(
     name: str, arm: Arm, size_name: str, size: Size, seed: int, settings: Settings, text: str
@@ -86,9 +89,14 @@ def _completed(row: Row) -> Row:
     definition = {"shaken": 0} | row["definition"]
     for name in ("precision", "start"):
         precision = definition.get(name)
-        if isinstance(precision, dict) and "stochastic" not in precision:
+        if not isinstance(precision, dict):
+            continue
+        if "stochastic" not in precision:
             saves = precision["block"] is not None or precision["attention_block"] is not None
-            definition[name] = precision | {"stochastic": not saves}
+            precision = precision | {"stochastic": not saves}
+        if "stochastic_backward" not in precision:
+            precision = precision | {"stochastic_backward": row["code"] == STOCHASTIC_BACKWARD}
+        definition[name] = precision
     return row | {"definition": definition}
 
 

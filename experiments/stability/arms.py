@@ -14,9 +14,8 @@ BASELINE = "bf16"
 
 
 def products(forward: str, backward: str | None = None) -> Arm:
-    """All operands of the layers' products in these formats, rounded to nearest."""
-    backward = backward or forward
-    return Arm(coat.Precision(forward=forward, backward=backward, block=None, stochastic=False))
+    """All operands of the layers' products in these formats."""
+    return Arm(coat.Precision(forward=forward, backward=backward or forward, block=None))
 
 
 COAT = Arm(coat.COAT, moments=Storage())

@@ -75,6 +75,7 @@ PRECISIONS = {
     "fp8_linear": coat.FP8_LINEAR,
     "coat": coat.COAT,
     "rounded forward": coat.COAT_PAPER,
+    "stochastic backward": dataclasses.replace(coat.COAT, stochastic_backward=True),
 }
 
 

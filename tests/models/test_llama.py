@@ -72,10 +72,7 @@ def test_remat_in_fp8_changes_gradients_by_rounding_alone():
             assert cosine(got.gradients[name], gradient) > 0.99, (precision, name)
 
 
-SAVED_PAPER = dataclasses.replace(coat.COAT_PAPER, fp8_linear=False)
-
-
-@pytest.mark.parametrize("precision", [coat.BF16, SAVED_PAPER], ids=["bf16", "saved, paper"])
+@pytest.mark.parametrize("precision", [coat.BF16, coat.COAT_PAPER], ids=["bf16", "coat_paper"])
 def test_precision_says_how_remat_in_fp8_rounds(precision):
     """Nothing else here is rounded as `stochastic` says: nothing at all, or to nearest."""
 

@@ -36,6 +36,7 @@ WEIGHTS = tuple(weight(i, K, n) for i, n in enumerate(N))
 BIASES = (draw(5, (N[0],)), None)
 SETTINGS = {
     "coat": coat.COAT,
+    "stochastic backward": dataclasses.replace(coat.COAT, stochastic_backward=True),
     "E4M3 gradients": dataclasses.replace(coat.COAT, backward=E4M3),
     "E5M2 values": coat.Precision(forward=E5M2, backward=E4M3),
 }
@@ -50,12 +51,12 @@ def rounded_layers(n, weights, biases, gradients, precision, *, recomputed=False
     """
     flat = rounded(n, precision.forward).reshape(-1, n.shape[-1])
     again = flat
-    if recomputed and precision.stochastic:
+    if recomputed and precision.stochastic_backward:
         again = rounded(n, precision.forward, "inputs").reshape(flat.shape)
     outputs, dn, dws, dbs = [], 0, [], []
     for full, b, dy in zip(weights, biases, gradients, strict=True):
         w = rounded(full, precision.forward)
-        g = rounded(dy, precision.backward, "gradients" if precision.stochastic else None)
+        g = rounded(dy, precision.backward, "gradients" if precision.stochastic_backward else None)
         y = (flat @ w).reshape(dy.shape)
         outputs.append(y if b is None else y + np.asarray(b))
         g = g.reshape(-1, g.shape[-1])
@@ -105,10 +106,11 @@ def test_fp8_is_the_product_of_rounded_operands(precision):
     ("kind", "precision"),
     [
         ("rms", coat.FP8_LINEAR),
+        ("rms", dataclasses.replace(coat.FP8_LINEAR, stochastic_backward=True)),
         ("rms", coat.COAT_PAPER),
         ("layer", dataclasses.replace(coat.COAT_PAPER, block=32, backward=E4M3)),
     ],
-    ids=["fp8_linear", "coat_paper", "layer, blocks of 32"],
+    ids=["fp8_linear", "fp8_linear, stochastic", "coat_paper", "layer, blocks of 32"],
 )
 def test_fp8_of_a_norm_before_it_rounds_blocks_then_the_norm(kind, precision):
     def f(x, norm, ws):

@@ -77,7 +77,7 @@ def test_full_precision_is_the_plain_formula(activation, kind, residual):
 
 NO_PRODUCTS = dataclasses.replace(coat.COAT_PAPER, fp8_linear=False)
 FP8_CASES = {
-    "fp8_linear": (dataclasses.replace(coat.FP8_LINEAR, stochastic=False), "silu", "rms", True),
+    "fp8_linear": (coat.FP8_LINEAR, "silu", "rms", True),
     "coat_paper": (coat.COAT_PAPER, "gelu_tanh", "layer", True),
     "blocks of 32, no norm": (dataclasses.replace(coat.COAT_PAPER, block=32), "relu2", None, False),
     "no FP8 products": (
@@ -134,13 +134,14 @@ def test_an_mlp_in_fp8_is_its_layers_with_blocks_between_them(case):
     same_gradients(f, composed, *plain_args(kind))
 
 
-def test_the_backward_pass_rounds_what_it_recomputes_stochastically():
+def test_the_backward_pass_can_round_what_it_recomputes_stochastically():
     """The activation, for the gradient of the weight after it; the forward pass is to nearest."""
     x = draw(1, (8, D))
     up, down = weight(2, D, F), weight(3, F, D)
+    precision = dataclasses.replace(coat.FP8_LINEAR, stochastic_backward=True)
 
     def f(x, up, down):
-        return ops.mlp(x, None, up, down, residual=False, precision=coat.FP8_LINEAR)
+        return ops.mlp(x, None, up, down, residual=False, precision=precision)
 
     y, (_, _, d_down), dy = pulled(f, x, up, down)
     hidden = ops.linear(x, up, precision=coat.FP8_LINEAR)
@@ -150,13 +151,20 @@ def test_the_backward_pass_rounds_what_it_recomputes_stochastically():
     assert_close(d_down, rounded(a, coat.E4M3, "inputs").T @ g)
 
 
-def test_fp8_is_as_close_to_full_precision_as_its_roundings():
+STOCHASTIC = dataclasses.replace(coat.COAT, stochastic_backward=True)
+
+
+@pytest.mark.parametrize(
+    ("precision", "most"), [(coat.COAT, 0.153), (STOCHASTIC, 0.191)], ids=["coat", "stochastic"]
+)
+def test_fp8_is_as_close_to_full_precision_as_its_roundings(precision, most):
     """Half a place of E4M3 is at most 2^-4: spread evenly, its root mean square is under
     2^-4 / sqrt(3) = 3.6%, that of E5M2 7.2%, stochastically sqrt(2) times as much, and independent
     ones add in squares.
 
     Forward, 4 of E4M3 lie in a row: n, two weights, a: 7.2%. Backward, 3 stochastic ones of E4M3
-    join them, x, gate and up, and two of E5M2, dy and the gradient of the gate: 18.4%.
+    join them, x, gate and up, and two of E5M2, dy and the gradient of the gate: 15.3%. If these two
+    are stochastic, too, and n and a, which are recomputed: 19.1%.
     """
     x, norm = draw(1, (64, WIDTH)), some_norm("rms", WIDTH)
     weights = weight(2, WIDTH, FFN), weight(3, WIDTH, FFN), weight(4, FFN, WIDTH)
@@ -167,11 +175,11 @@ def test_fp8_is_as_close_to_full_precision_as_its_roundings():
 
         return pulled(mlp, x, norm, *weights)[:2]
 
-    y, gradients = f(coat.COAT)
+    y, gradients = f(precision)
     want, want_gradients = f(coat.BF16)
     assert 0.01 < distance(y, want) < 0.072
     off = distance(gradients, want_gradients)
-    assert np.all((off > 0.01) & (off < 0.184))
+    assert np.all((off > 0.01) & (off < most))
 
 
 def test_results_and_gradients_have_the_dtype_of_their_arrays():

@@ -68,7 +68,7 @@ def test_blocks_are_those_of_the_quantizer(name):
 
 def test_a_product_is_that_of_the_rounded_operands():
     x, w = draw(1, (5, 24)), weight(2, 24, 16)
-    precision = coat.Precision(forward="E2M3", backward="E3M2", block=None, stochastic=False)
+    precision = coat.Precision(forward="E2M3", backward="E3M2", block=None)
     y, (dx, dw), dy = pulled(partial(ops.linear, precision=precision), x, w)
 
     def rounded(array, name):

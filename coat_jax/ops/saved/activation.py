@@ -96,7 +96,7 @@ def activation_gradients(
     if size is not None and scale is not None:
         blocks, dtype = _blocks(hidden), mode.precision.backward
         scales = [gemm.tensor_scale(m, dtype) for m in _magnitudes(saved, da, da_bound, act, mode)]
-        stochastic = mode.precision.stochastic
+        stochastic = mode.precision.stochastic_backward
         again, codes = activation_backward(
             blocks, da, act, scale, scales, size, dtype, stochastic=stochastic
         )

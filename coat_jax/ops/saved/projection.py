@@ -6,7 +6,7 @@
 In FP8 the input is rounded to E4M3 once for all weights, and each gradient to E5M2. The backward
 pass requantizes the weights with the scales of the forward pass, since saving their codes would
 cost a byte a parameter. It also rounds an input again that it recomputes from what was saved. Where
-`Precision.stochastic` is set, it rounds this input and the gradients stochastically.
+`Precision.stochastic_backward` is set, it rounds this input and the gradients stochastically.
 """
 
 import functools
@@ -49,8 +49,8 @@ class Mode(NamedTuple):
         return self.precision.backward if self.precision.fp8_linear else None
 
     def stream(self, operands: Stream) -> Stream | None:
-        """The random bits that round what only the backward pass sees; None rounds to nearest."""
-        return operands if self.precision.stochastic else None
+        """The random bits for operands of the backward pass; None if it rounds to nearest."""
+        return operands if self.precision.stochastic_backward else None
 
     @property
     def bounds_gradients(self) -> bool:
