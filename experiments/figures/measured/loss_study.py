@@ -54,6 +54,11 @@ def cost(arm: str) -> tuple[float, float]:
     return percent(effects(*STUDY).effects[arm])
 
 
+def seeds(arm: str) -> int:
+    """How many seeds of an arm were trained."""
+    return effects(*STUDY).effects[arm].seeds
+
+
 def extremes() -> tuple[float, float]:
     """How far single runs end below and above the baselines of their seed, in percent."""
     rows = runs(*STUDY)
@@ -62,20 +67,31 @@ def extremes() -> tuple[float, float]:
     return -min(gaps), max(gaps)
 
 
-def lean_beside_coat() -> tuple[float, float]:
-    """COAT_LEAN: the least that any arm costs in its worst seed; what it costs on COAT's seeds."""
-    rows = runs(*STUDY)
-    baselines = results.baselines_of(rows)
-    gaps = statistics.above(rows, baselines)
-    lean = {seed: sum(found) / len(found) for seed, found in gaps["coat_lean"].items()}
-    worst = max(lean, key=lambda seed: lean[seed])
-    there = [
-        min(of_arm[worst])
-        for arm, of_arm in gaps.items()
-        if arm not in baselines and worst in of_arm
+def cost_by(step: int) -> float:
+    """What COAT costs in the 20 steps before one, in percent."""
+
+    def before(row: Row) -> float:
+        losses = row["losses"][step - 20 : step]
+        return float(sum(losses) / len(losses))
+
+    found = statistics.compare(runs(*STUDY), _baselines(), before).effects["coat"]
+    return percent(found)[0]
+
+
+def shaken() -> tuple[float, float, float]:
+    """How many BF16 runs began from parameters changed by 1 %; how far the extremes ended apart."""
+    gaps = statistics.above(runs(*STUDY), _baselines())
+    found = [
+        gap
+        for arm in ("bf16_shaken", "bf16_shaken_again")
+        for runs_of_seed in gaps[arm].values()
+        for gap in runs_of_seed
     ]
-    beside = [lean[seed] for seed in gaps["coat"]]
-    return 100 * min(there), 100 * sum(beside) / len(beside)
+    return len(found), 100 * sum(found) / len(found), 100 * max(map(abs, found))
+
+
+def _baselines() -> set[str]:
+    return results.baselines_of(runs(*STUDY))
 
 
 def floor() -> float:

@@ -35,7 +35,7 @@ PAGE = Page(
             lambda: loss_study.cost("saved"),
         ),
         Sentence(
-            "COAT, which adds FP8 products: {:+.2f} % ± {:.2f} over three seeds; COAT_LEAN, over "
+            "COAT, which adds FP8 products: {:+.2f} % ± {:.2f} over eight seeds; COAT_LEAN, over "
             "seven: {:+.2f} % ± {:.2f}",
             lambda: (*loss_study.cost("coat"), *loss_study.cost("coat_lean")),
         ),

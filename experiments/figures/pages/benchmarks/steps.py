@@ -120,7 +120,7 @@ FIGURES: list[Figure] = [
     ),
     Table("in_place_step", in_place_step),
     Sentence(
-        "A compressed step took {:.0f} to {:.0f} times as long as optax's",
+        "A compressed step takes {:.1f} to {:.1f} times as long as optax's",
         lambda: slower_when("compressed"),
     ),
 ]
