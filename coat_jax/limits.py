@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 
 from coat_jax.errors import UserError
 
+BEFORE = "before"  # in a field's metadata: what configs without it mean
 MAX_SHOWN = 60  # characters of a value in an error
 ConfigType = TypeVar("ConfigType")
 
@@ -197,7 +198,7 @@ def _number(limit: float) -> str:
 
 
 def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
-    """Builds a config from JSON that has a value for every field.
+    """Builds a config from JSON that has a value for every field, but for those `added` since.
 
     Args:
         kind: the dataclass of the config.
@@ -207,6 +208,7 @@ def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
     if not isinstance(data, Mapping):
         raise UserError(f"{where} must be a JSON object, not {shown(data)}.")
     fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    data = _added_since(kind) | data
     for problem, names in (("lacks", fields - data.keys()), ("has", data.keys() - fields)):
         if names:
             raise UserError(
@@ -217,7 +219,20 @@ def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
         name: _from_json(value, annotations(kind)[name], f"{where}.{name}")
         for name, value in data.items()
     }
-    return kind(**values)
+    try:
+        return kind(**values)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def added(*, default: Any, before: Any) -> Any:
+    """A field of a config that older JSON lacks: its default, and what older versions did."""
+    return dataclasses.field(default=default, metadata={BEFORE: before})
+
+
+def _added_since(kind: type[ConfigType]) -> dict[str, Any]:
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    return {field.name: field.metadata[BEFORE] for field in fields if BEFORE in field.metadata}
 
 
 def _from_json(value: Any, annotation: Any, where: str) -> Any:

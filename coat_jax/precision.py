@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from jax.typing import DTypeLike
 
 from coat_jax.errors import UserError
-from coat_jax.limits import Among, dtype_of, require_fields, shown
+from coat_jax.limits import Among, added, dtype_of, require_fields, shown
 from coat_jax.numerics.formats import DTYPES, E4M3, E5M2, format_of, named_format
 from coat_jax.numerics.minifloat import Minifloat
 
@@ -59,8 +59,8 @@ class Precision:
     block: Block | None = 16
     attention_block: Block | None = None
     exact_forward: bool = True
-    stochastic: bool = True
-    stochastic_backward: bool = False
+    stochastic: bool = added(default=True, before=False)
+    stochastic_backward: bool = added(default=False, before=False)
 
     def __post_init__(self) -> None:
         require_fields(self)

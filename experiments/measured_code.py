@@ -64,6 +64,8 @@ def begin() -> None:
         sys.monitoring.use_tool_id(TOOL, __name__)
         sys.monitoring.register_callback(TOOL, start, _note)
         sys.monitoring.set_events(TOOL, start)
+        # Functions that run while Python shuts down must not be noted: its modules are gone then.
+        atexit.register(sys.monitoring.set_events, TOOL, sys.monitoring.events.NO_EVENTS)
     if path := os.environ.pop(REPORT, None):  # not for processes that the worker starts
         atexit.register(_report, Path(path))
 

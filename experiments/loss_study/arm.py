@@ -20,6 +20,7 @@ from coat_jax.storage import Storage
 from coat_jax.training.config import EvaluationConfig, OptimizerConfig, TrainConfig
 from coat_jax.training.optimizer import decayed, make_optimizer
 from coat_jax.training.schedule import learning_rate
+from experiments.loss_study import operands
 from experiments.loss_study.moments import Separately, adamw
 from experiments.loss_study.muon import Muon, muon
 
@@ -44,6 +45,7 @@ class Arm:
         params: in FP32, in BF16, or in BF16 with corrections, rounded to nearest or stochastically.
             BF16 parameters have gradients in BF16.
         optimizer: fields of `OptimizerConfig` to replace.
+        rounded: the operands of products that are rounded to FP8 although the precision is BF16.
         start: the precision of the first steps; None is that of all steps.
         start_share: how much of the run these steps are.
         microbatches: how many times more microbatches a batch is divided into. More than one
@@ -59,6 +61,7 @@ class Arm:
     moments: Storage | Separately | Muon | None = None
     params: Literal["fp32", "bf16", "bf16_stochastic", "24_bits", "24_bits_stochastic"] = "fp32"
     optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rounded: tuple[operands.Name, ...] = ()
     start: Precision | None = None
     start_share: float = 0.25
     microbatches: int = 1
@@ -208,6 +211,8 @@ def _plain(value: Any) -> Any:
         return {"is": type(value).__name__} | fields
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(entry) for entry in value]
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return getattr(value, "__name__", None) or str(value)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import coat_jax as coat
 from coat_jax import models
 from coat_jax.storage import PAPER, Storage
+from experiments.loss_study import operands
 from experiments.loss_study.arm import Arm, Settings, Size
 from experiments.loss_study.moments import Expanded, Logarithm, Separately
 from experiments.loss_study.muon import Muon
@@ -73,6 +74,10 @@ ARMS: dict[str, Arm] = {
     "saved": Arm(precision=WITHOUT_PRODUCTS),
     "saved_attention": Arm(precision=replace(coat.BF16, attention_block=16)),
     "saved_64": Arm(precision=replace(WITHOUT_PRODUCTS, block=64)),
+    # Single operands of products, rounded to nearest; see `operands`.
+    **{f"{name}_rounded": Arm(rounded=(name,)) for name in operands.NAMES},
+    "forward_rounded": Arm(rounded=("inputs", "weights")),
+    "operands_rounded": Arm(rounded=operands.NAMES),
     "activations_e4m3_gradients": replace(COAT_FP32, precision=E4M3_GRADIENTS),
     "coat_e4m3_gradients": replace(BOTH, precision=E4M3_GRADIENTS),
     # Parts of the moments.

@@ -11,6 +11,7 @@ The job names arm, size, seed and settings, the folder of the text and the folde
 All arms of a seed start from the same parameters and read the same rows in the same order: a
 permutation of all rows, taken from the front, so that no token is read twice. At the end the
 held-out loss is taken with a forward pass in the arm's own precision, in BF16 and in COAT_PAPER.
+An arm that rounds single operands of products does so in training only.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from coat_jax.training.preparation import Prepared, prepare
 from coat_jax.training.state import State
 from coat_jax.training.step import HeldOut, held_out_step
 from experiments import row_files
-from experiments.loss_study import arms
+from experiments.loss_study import arms, operands
 from experiments.loss_study import text as texts
 from experiments.loss_study.arm import (
     Settings,
@@ -174,10 +175,11 @@ def train(job: Job, stopped: list[int], *, keep: bool = False) -> Trained | None
         before = len(losses)
         programs = {}
         if before < settings.steps:
-            programs = {
-                step: _in_precision(precision, prepared).lower().compile()
-                for step, precision in precisions_of(arm, settings.steps).items()
-            }
+            with operands.rounding(arm.rounded):
+                programs = {
+                    step: _in_precision(precision, prepared).lower().compile()
+                    for step, precision in precisions_of(arm, settings.steps).items()
+                }
         compiled = time.perf_counter() - begin
         stream = _Losses(folder, losses, settings.steps)
         began = time.perf_counter()

@@ -132,6 +132,7 @@ def test_a_row_that_names_no_rounding_saved_to_nearest(tmp_path: Path, name: str
     for field in ("precision", "start"):
         if row["definition"][field] is not None:
             del row["definition"][field]["stochastic"]
+            del row["definition"][field]["stochastic_backward"]
     results.write(tmp_path / results.FILE, [row])
     assert [row["arm"] for row in results.read([tmp_path / results.FILE])] == [today]
 

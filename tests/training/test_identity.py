@@ -150,3 +150,22 @@ def test_formats_of_moments_that_are_not_used_do_not_matter():
 def test_a_model_is_read_back_from_json(model):
     config = small(model=model)
     assert limits.from_json(models.Config, saved(config)["model"], "model") == config.model
+
+
+def test_a_model_of_before_a_field_existed_means_what_was_done_then():
+    """A field that was always there is missed."""
+    model = saved(small(model={"precision": "coat"}))["model"]
+    del model["precision"]["stochastic"], model["precision"]["stochastic_backward"]
+    precision = limits.from_json(models.Config, model, "model").precision
+    assert not precision.stochastic
+    assert not precision.stochastic_backward
+    del model["precision"]["block"]
+    with pytest.raises(UserError, match=r"model\.precision lacks block: it is damaged"):
+        limits.from_json(models.Config, model, "model")
+
+
+def test_a_bad_value_in_a_saved_model_is_reported_with_its_place():
+    model = saved(SMALL)["model"]
+    model["precision"]["stochastic"] = "perhaps"
+    with pytest.raises(UserError, match=r"^model\.precision: stochastic='perhaps' must be"):
+        limits.from_json(models.Config, model, "model")

@@ -1,0 +1,56 @@
+"""Single operands of products that are rounded to FP8 in a run in BF16."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import coat_jax as coat
+from coat_jax import E4M3, E5M2, ops
+from coat_jax.kernels import gemm
+from coat_jax.kernels.cast import cast_reference
+from experiments.loss_study import operands
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+X, W, DY = (
+    jax.random.normal(key, shape, jnp.float32)
+    for key, shape in zip(KEYS, [(6, 32), (32, 8), (6, 8)], strict=True)
+)
+
+
+def layer(precision=coat.BF16):
+    """y, and the gradients of x and w."""
+    y, pull = jax.vjp(lambda x, w: ops.linear(x, w, precision=precision), X, W)
+    return y, *pull(DY)
+
+
+def in_fp8(x, dtype):
+    scale = gemm.tensor_scale(gemm.largest_magnitude(x), dtype)
+    codes, _ = cast_reference(x, scale, dtype, "straight")
+    return np.float64(codes) * np.float64(scale)
+
+
+@pytest.mark.parametrize("names", [(), *((name,) for name in operands.NAMES), operands.NAMES])
+def test_the_products_of_a_layer_are_those_of_the_rounded_operands(names):
+    def of(x, name):
+        return in_fp8(x, E5M2 if name == "gradients" else E4M3) if name in names else np.float64(x)
+
+    w, dy = of(W, "weights"), of(DY, "gradients")
+    with operands.rounding(names):
+        found = layer()
+    want = of(X, "inputs") @ w, dy @ w.T, of(X, "recomputed").T @ dy
+    for a, b in zip(found, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.max(np.abs(b)))
+
+
+def test_it_ends_with_its_block():
+    before = layer()
+    with pytest.raises(RuntimeError, match="stopped"), operands.rounding(operands.NAMES):
+        raise RuntimeError("stopped")
+    for a, b in zip(layer(), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_operands_that_are_in_fp8_already_are_refused():
+    with operands.rounding(["inputs"]), pytest.raises(ValueError, match="in BF16 only"):
+        layer(coat.COAT)
