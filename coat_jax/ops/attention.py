@@ -24,7 +24,12 @@ from coat_jax.errors import UserError
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.ops import recording
 from coat_jax.ops.backward import run_backward
-from coat_jax.ops.checks import require_array, require_layers, require_real
+from coat_jax.ops.checks import (
+    require_array,
+    require_automatic_sharding,
+    require_layers,
+    require_real,
+)
 from coat_jax.ops.saved.array import restore
 from coat_jax.ops.saved.attention import (
     AttentionSettings,
@@ -115,6 +120,7 @@ def attention_linear(
     """
     settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
     require_layers("attention_linear", q.shape[2] * q.shape[3], (weight,), (bias,))
+    require_automatic_sharding("attention_linear", q, k, v, weight)
     mode = mode_of(precision, implementation)
     probe = recording.probe_of_layers(
         "attention_linear",

@@ -24,7 +24,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from coat_jax.numerics.mesh_axes import automatic_mesh
-from coat_jax.ops.checks import require_array, require_layers, require_real
+from coat_jax.ops.checks import (
+    require_array,
+    require_automatic_sharding,
+    require_layers,
+    require_real,
+)
 
 IGNORED = -100
 
@@ -51,6 +56,7 @@ def cross_entropy(
     """
     require_real("cross_entropy", hidden)
     require_layers("cross_entropy", hidden.shape[-1], (weight,), (None,))
+    require_automatic_sharding("cross_entropy", hidden, weight)
     require_array("cross_entropy", labels)
     if hidden.ndim < 2 or labels.shape != hidden.shape[:-1]:
         raise ValueError(

@@ -20,7 +20,12 @@ from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.sharding import as_3d
 from coat_jax.ops import recording
 from coat_jax.ops.backward import batched_alike, rounds_rows, run_backward
-from coat_jax.ops.checks import require_columns, require_layers, require_norm
+from coat_jax.ops.checks import (
+    require_automatic_sharding,
+    require_columns,
+    require_layers,
+    require_norm,
+)
 from coat_jax.ops.saved.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
 from coat_jax.ops.saved.projection import (
     Biases,
@@ -61,6 +66,7 @@ def linear(
     ws, bs = as_layers(weights, biases)
     require_columns("linear", x)
     require_layers("linear", x.shape[-1], ws, bs)
+    require_automatic_sharding("linear", x, *ws)
     mode = mode_of(precision, implementation)
     probe = recording.probe_of_layers("linear", mode, _names(ws))
     outputs = _linear(mode, as_3d(x), ws, bs, probe)
@@ -90,6 +96,7 @@ def norm_linear(
     require_columns("norm_linear", x)
     require_norm("norm_linear", x.shape[-1], norm)
     require_layers("norm_linear", x.shape[-1], ws, bs)
+    require_automatic_sharding("norm_linear", x, *ws)
     mode = mode_of(precision, implementation)
     probe = recording.probe_of_layers("norm_linear", mode, _names(ws), blocks=("saved",))
     outputs = _norm_linear(mode, as_3d(x), norm, ws, bs, probe)

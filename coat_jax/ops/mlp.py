@@ -19,7 +19,13 @@ from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.sharding import as_3d
 from coat_jax.ops import recording
 from coat_jax.ops.backward import rounds_rows, run_backward
-from coat_jax.ops.checks import require_array, require_columns, require_layers, require_norm
+from coat_jax.ops.checks import (
+    require_array,
+    require_automatic_sharding,
+    require_columns,
+    require_layers,
+    require_norm,
+)
 from coat_jax.ops.saved.activation import (
     SavedActivation,
     activation_gradients,
@@ -134,6 +140,7 @@ def _require(
         require_norm(name, x.shape[-1], norm)
     require_layers(name, x.shape[-1], weights, biases)
     require_layers(name, weights[0].shape[1], (down,), (down_bias,))
+    require_automatic_sharding(name, x, *weights, down)
     if down.shape[1] != x.shape[-1]:
         raise ValueError(f"{name} got x with {x.shape[-1]} columns and down {down.shape}.")
 

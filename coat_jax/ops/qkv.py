@@ -28,7 +28,12 @@ from coat_jax.kernels.rotary import (
 )
 from coat_jax.ops import recording
 from coat_jax.ops.backward import batched_alike, rounds_rows, run_backward
-from coat_jax.ops.checks import require_layers, require_norm, require_real
+from coat_jax.ops.checks import (
+    require_automatic_sharding,
+    require_layers,
+    require_norm,
+    require_real,
+)
 from coat_jax.ops.rotary import Rotary, require_positions, require_rotary
 from coat_jax.ops.saved.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
 from coat_jax.ops.saved.projection import (
@@ -83,6 +88,7 @@ def norm_qkv(
     require_real("norm_qkv", x)
     require_norm("norm_qkv", x.shape[-1], norm)
     require_layers("norm_qkv", x.shape[-1], ws, bs)
+    require_automatic_sharding("norm_qkv", x, *ws)
     whole = isinstance(head_dim, int) and head_dim > 0
     if not whole or len(ws) != len(ROTATED) or any(w.shape[1] % head_dim for w in ws):
         raise ValueError(
