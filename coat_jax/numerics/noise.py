@@ -33,7 +33,7 @@ from jaxtyping import Array, Float, UInt32
 from coat_jax.numerics.programs import one_program
 
 GOLDEN = 0x9E3779B9  # A above: 2^32 over the golden ratio, odd
-# Of which operand of a product: both are rounded independently, so that their errors do not add up.
+# Streams of random bits, one for each operand of a product: their rounding errors are independent.
 Stream = Literal["gradients", "inputs"]
 _STREAMS: dict[Stream, int] = {"gradients": 0, "inputs": 1 << 31}
 
