@@ -123,7 +123,7 @@ PAGE = Page(
             loss_study.shaken,
         ),
         Sentence(
-            "After a quarter of the run COAT is {:+.2f} % above BF16, at its end {:+.2f} %",
+            "after a quarter of the run COAT is {:+.2f} % above BF16, at its end {:+.2f} %",
             lambda: (loss_study.cost_by(100), loss_study.cost("coat")[0]),
         ),
         Sentence(
