@@ -208,7 +208,7 @@ def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
     if not isinstance(data, Mapping):
         raise UserError(f"{where} must be a JSON object, not {shown(data)}.")
     fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    data = _added_since(kind) | data
+    data = _added_since(kind) | dict(data)
     for problem, names in (("lacks", fields - data.keys()), ("has", data.keys() - fields)):
         if names:
             raise UserError(
