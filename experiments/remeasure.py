@@ -135,7 +135,8 @@ def run(
                     yield f"{chosen.result:40}is being measured by another process", False
                     continue
                 taken, free = free[: chosen.gpus], free[chosen.gpus :]
-                running.append(_start(chosen, taken, out, lock))
+                with _uninterrupted():  # so that each process that began is in `running`
+                    running.append(_start(chosen, taken, out, lock))
                 on = ", ".join(map(str, taken))
                 yield f"{chosen.result:40}started on GPU {on}", True
             time.sleep(POLL)
@@ -184,6 +185,21 @@ def _lock(folder: Path) -> int | None:
         os.close(lock)
         return None
     return lock
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Delays SIGINT and SIGTERM until the block ends."""
+    received = list[int]()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {one: signal.signal(one, lambda number, _: received.append(number)) for one in signals}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+        for number in received:
+            signal.raise_signal(number)
 
 
 def _start(measurement: Measurement, gpus: list[int], out: Path, lock: int) -> _Running:

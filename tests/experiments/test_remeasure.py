@@ -3,10 +3,12 @@
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 import threading
 import time
+from typing import NamedTuple
 
 import pytest
 import small_repository
@@ -25,6 +27,11 @@ begin = time.time()
 time.sleep(seconds)
 if name == "broken":
     raise SystemExit("a case failed")
+if name.startswith("meets"):
+    out.with_suffix(".begun").touch()
+    while len(list(out.parent.glob("*.begun"))) < 2:
+        assert time.time() < begin + 60, "the other one did not begin"
+        time.sleep(0.02)
 figures = {"gpus": os.environ["CUDA_VISIBLE_DEVICES"].split(","), "from": begin, "to": time.time()}
 (out / f"{name}.json").write_text(json.dumps({"figures": figures, "parents": {"code": "now"}}))
 """
@@ -86,8 +93,8 @@ def test_no_gpu_serves_two_at_a_time(measure):
 
 
 def test_those_that_need_one_gpu_run_side_by_side(measure):
-    _, results = measure(("a", 1, 1.0), ("b", 1, 1.0))
-    assert max(r["from"] for r in results.values()) < min(r["to"] for r in results.values())
+    lines, _ = measure(("meets_two", 1, 0.0), ("meets_one", 1, 0.0))
+    assert all(ok for _, ok in lines)
 
 
 def test_a_failure_is_named_and_stops_nothing_else(measure, tmp_path):
@@ -102,14 +109,14 @@ def test_a_failure_is_named_and_stops_nothing_else(measure, tmp_path):
 def test_a_measurement_past_the_deadline_is_stopped_without_a_result(measure):
     begin = time.monotonic()
     lines, results = measure(
-        ("slow", 2, 60.0), ("after", 2, 60.0), guess=1, deadline=time.monotonic() + 1.5
+        ("slow", 2, 600.0), ("after", 2, 600.0), guess=1, deadline=time.monotonic() + 3.0
     )
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 300
     assert results == {}
     ended = [line for line, ok in lines if not ok]
-    assert len(ended) == 2
-    assert "not started" in ended[0]
-    assert "stopped" in ended[1]
+    assert [line.split(maxsplit=1)[0] for line in sorted(ended)] == ["after", "slow"]
+    assert "not started" in sorted(ended)[0]
+    assert "stopped" in sorted(ended)[1]
 
 
 def test_what_another_call_measures_is_left_to_it(measure, tmp_path):
@@ -147,7 +154,14 @@ def call(measure, tmp_path, monkeypatch, capsys):
 
 
 def test_a_call_that_is_terminated_stops_what_it_started(call, tmp_path):
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    log = tmp_path / "out" / "unfinished" / "slow" / remeasure.LOG
+
+    def terminate():
+        while not log.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=terminate, daemon=True).start()
     code, printed = call()
     assert code == 130
     assert printed.splitlines()[-1].startswith("Stopped, and what ran with it.")
@@ -177,43 +191,61 @@ def test_a_name_given_twice_is_measured_once(call, monkeypatch):
     assert [one.result for one in asked[0]] == ["slow"]
 
 
+class Call(NamedTuple):
+    """What became of a measurement of several cases.
+
+    Attributes:
+        succeeded: whether it measured all of them.
+        finished: those that are kept if it was stopped.
+        begun: those that it measured, at most one more than it finished.
+    """
+
+    succeeded: bool
+    finished: int
+    begun: str
+
+
 @pytest.fixture
 def long(measure, tmp_path):
-    """Runs a measurement of eight cases of 0.3 s; returns lines and the cases that it measured."""
+    """Runs a measurement of eight cases of 0.3 s, at most for given seconds."""
 
     def measured(seconds=None):
+        file = tmp_path / "measured"
+        file.write_text("")
         due = [Measurement("long", "of_cases long", 1, 3, 1)]
         deadline = None if seconds is None else time.monotonic() + seconds
-        lines = list(run(due, 1, tmp_path / "out", deadline))
-        file = tmp_path / "measured"
-        return lines, file.read_text().split() if file.exists() else []
+        *_, (line, succeeded) = run(due, 1, tmp_path / "out", deadline)
+        kept = re.search(r"cases finished: (\d+)", line)
+        return Call(succeeded, int(kept[1]) if kept else 0, "".join(file.read_text().split()))
 
     return measured
 
 
 def test_calls_that_are_too_short_converge(long, tmp_path):
-    lines, measured = long(2.0)  # less than the eight cases sleep
-    assert not lines[-1][1]
-    seconds = 2.0
-    while not lines[-1][1]:
-        assert f"cases finished: {len(measured)}" in lines[-1][0]
-        seconds += 1.0
-        lines, measured = long(seconds)
-    assert measured == list("abcdefgh")
+    call, seconds, finished = long(2.0), 2.0, 0  # less than the eight cases sleep
+    assert not call.succeeded
+    while not call.succeeded:
+        begun = len(call.begun) - (call.finished - finished)
+        assert begun in (0, 1)  # one may have been stopped while it ended
+        assert call.begun == "abcdefgh"[finished : call.finished + begun]
+        seconds, finished = seconds + 1.0, call.finished
+        call = long(seconds)
+    assert call.begun == "abcdefgh"[finished:]
     figures = json.loads((tmp_path / "out" / "long.json").read_text())["figures"]
-    assert [case["case"] for case in figures["cases"]] == measured
+    assert [case["case"] for case in figures["cases"]] == list("abcdefgh")
 
 
 def test_a_change_between_two_calls_outdates_cases_that_ran_it(long, tmp_path):
     (tmp_path / "blocked").write_text("d")
-    _, before = long(6.0)
-    assert 0 < len(before) < 4
+    seconds = 3.0
+    while not long(seconds).finished:
+        seconds *= 2
     (tmp_path / "blocked").unlink()
     small_repository.change(tmp_path, "coat_jax/not_imported.py", "8", "16")
     small_repository.change(tmp_path, "coat_jax/constants.py", "WIDTH = 8", "WIDTH = 16")
-    lines, after = long()
-    assert lines[-1][1]
-    assert after == [*before, *"abcdefgh"]
+    call = long()
+    assert call.succeeded
+    assert call.begun == "abcdefgh"
 
 
 def test_finished_cases_are_kept_as_long_as_a_measurement_needs_them(long, tmp_path, monkeypatch):
