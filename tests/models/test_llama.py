@@ -3,6 +3,7 @@ whole, and in FP8 not by much."""
 
 import contextlib
 import dataclasses
+import functools
 import math
 
 import jax
@@ -37,8 +38,13 @@ MATRICES = ("query", "key", "value", "out", "gate", "up", "down", "embed", "head
 
 def answer_of(mesh=None, **changes):
     """Of the trained model, computed as SMALL with these changes says."""
+    return computed(variant(**changes), mesh)
+
+
+@functools.cache
+def computed(config, mesh):
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-        return answer(trained(variant(**changes), mesh), TOKENS)
+        return answer(trained(config, mesh), TOKENS)
 
 
 @pytest.mark.parametrize(
