@@ -1,6 +1,8 @@
 """Starts processes of one run on this machine, as a launcher would on several."""
 
+import contextlib
 import os
+import random
 import re
 import socket
 import subprocess
@@ -10,13 +12,18 @@ from pathlib import Path
 import quick
 
 ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 1200  # after which a process of seconds hangs, however slow the machine is
+PORTS = random.Random(os.getpid())  # other processes look for ports at the same time
 LAUNCHERS = ("JAX_COORD", "JAX_PROCESS", "JAX_LOCAL", "SLURM_", "OMPI_", "CUDA_VISIBLE")
 
 
 def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """A port that nobody has, and that the system gives to nobody who asks for any."""
+    while True:
+        port = PORTS.randrange(10_000, 30_000)
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("127.0.0.1", port))
+            return port
 
 
 def environment(**variables):
@@ -64,10 +71,10 @@ def lines(text, words):
     return re.findall(f"{words}.*", text)
 
 
-def outputs(processes, code=0, seconds=120):
+def outputs(processes, code=0):
     """What each printed, after all ended with the code."""
     try:
-        said = [process.communicate(timeout=seconds) for process in processes]
+        said = [process.communicate(timeout=SECONDS) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
+from processes import SECONDS
 
 from coat_jax import cli
 from coat_jax.errors import UserError
@@ -127,7 +128,7 @@ def python(program, **options):
         check=False,
         cwd=ROOT,
         env=ON_CPU,
-        timeout=120,
+        timeout=SECONDS,
         **options,
     )
 
@@ -160,7 +161,7 @@ def test_a_command_that_nobody_reads_ends_quietly(program, tmp_path):
             check=False,
             cwd=ROOT,
             env=ON_CPU,
-            timeout=120,
+            timeout=SECONDS,
             **streams,
         )
         os.close(write)
@@ -215,7 +216,7 @@ def test_training_continues_when_its_output_cannot_be_written(tmp_path, outputs)
             check=False,
             cwd=ROOT,
             env=ON_CPU,
-            timeout=120,
+            timeout=SECONDS,
         ).returncode
     else:
         read, write = os.pipe()
@@ -223,7 +224,13 @@ def test_training_continues_when_its_output_cannot_be_written(tmp_path, outputs)
         if outputs == "full":
             write = os.open("/dev/full", os.O_WRONLY)
         code = subprocess.run(
-            arguments, check=False, cwd=ROOT, env=ON_CPU, timeout=120, stdout=write, stderr=write
+            arguments,
+            check=False,
+            cwd=ROOT,
+            env=ON_CPU,
+            timeout=SECONDS,
+            stdout=write,
+            stderr=write,
         ).returncode
         os.close(write)
     assert code == 0

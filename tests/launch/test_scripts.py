@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from processes import ROOT, environment, free_port, line, lines
+from processes import ROOT, SECONDS, environment, free_port, line, lines
 
 LAUNCH = ROOT / "launch"
 SCRIPTS = ["slurm.sbatch", "mpirun.sh", "ssh.sh"]
@@ -99,7 +99,7 @@ def assert_both_join_and_get_the_arguments(process):
 
 
 def assert_both_stop(process):
-    said, errors = process.communicate(timeout=60)
+    said, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == STOPPED, errors
     steps = [text.split(",")[0] for text in lines(said, "stopped after")]
     assert len(steps) == 2

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import quick
+from processes import SECONDS
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "tiny_run.py"
 STEPS = 24
-SECONDS = 1200  # after which a run hangs, however slow the machine is
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ This file is also the program that the two run.
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from processes import ROOT, SECONDS, free_port
 
 from coat_jax import writing
 from coat_jax.errors import UserError
@@ -79,12 +79,10 @@ def main(address, process, folder):
 
 
 def test_two_processes_act_as_one(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = f"localhost:{free_port()}"
     environment = {
         **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[3]),
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     }
     processes = [
@@ -98,7 +96,7 @@ def test_two_processes_act_as_one(tmp_path):
         for process in (0, 1)
     ]
     for process in processes:
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, errors
         assert "3 The checkpoint of step 3 does not fit" in output
     shards = {path.name for path in (tmp_path / "checkpoints" / "1" / "state").iterdir()}

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from processes import ROOT, SECONDS
 
 from coat_jax.training.checkpoint import Checkpoints, manifest
 from coat_jax.writing import DiskFull
@@ -109,13 +110,13 @@ def start(folder, moment="", calls=0):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
     )
 
 
 def completed_by(process):
     """The last step that a killed process said was complete."""
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == -signal.SIGKILL, errors
     return [int(line.split()[1]) for line in output.splitlines() if line.startswith("complete")]
 
@@ -163,7 +164,7 @@ def test_a_process_may_be_killed_at_the_worst_moment(tmp_path, moment, calls):
 
 def test_a_disk_that_fills_up_costs_no_earlier_checkpoint(tmp_path):
     process = start(tmp_path / "checkpoints", "disk full")
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, errors
     said, left, steps = output.splitlines()
     assert said.startswith(f"The checkpoint of step 2 does not fit in {tmp_path}/checkpoints: ")

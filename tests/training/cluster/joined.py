@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 
 from coat_jax.training.cluster import distributed
 
-MOST = 600  # steps, should nobody ask
+MOST = 3_000  # steps, should nobody ask: a minute
 STOPPED = 143
 
 
@@ -19,7 +19,7 @@ def say(text):
     os.write(sys.stdout.fileno(), f"{text}\n".encode())
 
 
-distributed.start(timeout=60)
+distributed.start(timeout=600)
 with distributed.Stop() as stop:
     total = multihost_utils.process_allgather(jnp.array(jax.process_index() + 1)).sum()
     say(f"joined {jax.process_index()} of {jax.process_count()}, sum {total}")
