@@ -101,7 +101,7 @@ def stepper(config: TrainConfig, sizes: tuple[int, int, int] = ONE) -> Stepper:
     mesh = mesh_of(sizes)
     require_fitting(config, mesh)
     prepared = prepare(config, mesh)
-    compiled = prepared.lower().compile(compiler_options=quick.OPTIONS)
+    compiled = prepared.lower().compile()
     with jax.set_mesh(mesh):
         shardings = jax.tree.map(lambda leaf: leaf.sharding, prepared.abstract.moments)
         init = jax.jit(
