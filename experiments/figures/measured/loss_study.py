@@ -61,9 +61,8 @@ def seeds(arm: str) -> int:
 
 def extremes() -> tuple[float, float]:
     """How far single runs end below and above the baselines of their seed, in percent."""
-    rows = runs(*STUDY)
-    by_arm = statistics.above(rows, results.baselines_of(rows)).values()
-    gaps = [100 * gap for by_seed in by_arm for runs in by_seed.values() for gap in runs]
+    by_arm = statistics.above(runs(*STUDY), _baselines()).values()
+    gaps = [100 * gap for by_seed in by_arm for of_seed in by_seed.values() for gap in of_seed]
     return -min(gaps), max(gaps)
 
 
@@ -79,13 +78,17 @@ def cost_by(step: int) -> float:
 
 
 def shaken() -> tuple[float, float, float]:
-    """How many BF16 runs began from parameters changed by 1 %; how far the extremes ended apart."""
+    """How many BF16 runs began from parameters changed by 1 %, and their gaps in percent.
+
+    Returns:
+        How many there are, the mean of their gaps, and the largest one.
+    """
     gaps = statistics.above(runs(*STUDY), _baselines())
     found = [
         gap
         for arm in ("bf16_shaken", "bf16_shaken_again")
-        for runs_of_seed in gaps[arm].values()
-        for gap in runs_of_seed
+        for of_seed in gaps[arm].values()
+        for gap in of_seed
     ]
     return len(found), 100 * sum(found) / len(found), 100 * max(map(abs, found))
 
