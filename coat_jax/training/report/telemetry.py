@@ -5,11 +5,12 @@
                       new moments -> their statistics, and the error of directions
 
 A record has a number for each tensor and statistic: {"fp8/layers/3/mlp/gate/gradient/underflow":
-0.0012, ..}. Nothing is carried from one record to the next, so resuming a run does not change them.
+0.0012, ..}. Nothing is carried from one record to the next.
 
 FP32 moments for a few rows of a few parameters begin with what is stored `shadow` steps before a
 record, and follow the gradients from there. With shadow=1 the error is that of one step; the
-FP32 moments contain the errors of all steps before.
+FP32 moments contain the errors of all steps before. They are not saved: in a run that resumes less
+than `shadow` steps before a record they follow fewer steps, and that record's error is smaller.
 """
 
 import math
