@@ -10,7 +10,7 @@ import gc
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -56,19 +56,13 @@ def programs_share_contexts() -> None:
     quick.share_contexts()
 
 
-@pytest.fixture(scope="session")
-def forget_programs() -> Callable[[], None]:
-    return quick.share_programs()
-
-
 @pytest.fixture(autouse=True, scope="module")
-def programs_are_given_back(forget_programs: Callable[[], None]) -> Iterator[None]:
+def programs_are_given_back() -> Iterator[None]:
     """Those of other modules, where there are many: with all of them a worker grows to 5 GB.
 
     It takes two seconds, and many are compiled once more: a tenth of the suite, done at each 2 GB.
     """
     yield
-    forget_programs()
     pages = Path("/proc/self/statm")
     if pages.exists() and int(pages.read_text().split()[1]) * resource.getpagesize() > MEMORY:
         import jax

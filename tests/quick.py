@@ -2,14 +2,11 @@
 
 XLA's own passes stay as they are; LLVM optimizes little of what they made. Programs of tests run a
 few times, on little data: compiling them takes longer than they do, four times as long otherwise.
-Two equal programs are compiled once.
 """
 
 import importlib.metadata
 import os
 import threading
-from collections.abc import Callable
-from typing import Any
 
 OPTIONS: dict[str, int | bool] = {
     "xla_backend_optimization_level": 0,
@@ -59,30 +56,3 @@ def share_contexts() -> None:
         return shared
 
     mlir.make_ir_context = context
-
-
-def share_programs() -> Callable[[], None]:
-    """Takes for a program the equal one that was compiled before; returns what forgets those.
-
-    JAX itself does so for the same function. Tests make functions anew: a tenth of what they
-    compile was compiled. On a CPU the name of an entry on disk, which JAX makes of each program,
-    its devices and options even where it writes none, tells programs apart.
-    """
-    from jax._src import compilation_cache, compiler
-
-    read, write = compiler._cache_read, compiler._cache_write
-    compiled: dict[str, Any] = {}
-
-    def read_or_remember(module, key, options, backend, devices, *callbacks):
-        if key in compiled and not any(callbacks):
-            return compiled[key], 0
-        return read(module, key, options, backend, devices, *callbacks)
-
-    def write_and_remember(key, seconds, module, backend, executable, *callbacks):
-        on_disk = compilation_cache.is_persistent_cache_enabled()
-        if backend.platform == "cpu" and not on_disk and not any(callbacks):
-            compiled[key] = executable
-        write(key, seconds, module, backend, executable, *callbacks)
-
-    compiler._cache_read, compiler._cache_write = read_or_remember, write_and_remember
-    return compiled.clear

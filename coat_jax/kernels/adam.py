@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Int8
 
 from coat_jax.numerics import corrections, noise
@@ -131,7 +132,7 @@ def _param_in_full(param: Float[Array, "..."], correction: Array | None) -> Floa
     """A parameter in FP32, or in FP64 if it is: a step of zero must not change it."""
     if correction is not None:
         return corrections.join(param, correction)
-    return param.astype(jnp.promote_types(param.dtype, jnp.float32))
+    return param.astype(np.promote_types(param.dtype, np.float32))
 
 
 def adam_update(
@@ -151,7 +152,7 @@ def adam_update(
     """
     b1, b2 = hyper.b1, hyper.b2
     infinite = jnp.isinf(grad)
-    grad = grad.astype(jnp.promote_types(grad.dtype, jnp.float32)) * hyper.grad_scale
+    grad = grad.astype(np.promote_types(grad.dtype, np.float32)) * hyper.grad_scale
     grad = jnp.clip(grad, -LARGEST_GRADIENT, LARGEST_GRADIENT).astype(jnp.float32)
     m = b1 * m + (1 - b1) * grad
     v = b2 * v + (1 - b2) * jnp.square(grad)

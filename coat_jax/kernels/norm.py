@@ -69,9 +69,9 @@ def normalize(x: Float[Array, "*rows D"], stats: Stats, norm: Norm) -> Float[Arr
     """The norm of `x`, in FP32."""
     y = _centered(x, stats) * stats.inverse
     if norm.scale is not None:
-        y = y * norm.scale.astype(jnp.float32)
+        y = y * jnp.broadcast_to(norm.scale.astype(jnp.float32), y.shape)
     if norm.shift is not None:
-        y = y + norm.shift.astype(jnp.float32)
+        y = y + jnp.broadcast_to(norm.shift.astype(jnp.float32), y.shape)
     return y
 
 
@@ -88,7 +88,7 @@ def normalize_backward(
     d_unit = dy
     if norm.scale is not None:
         d_scale = jnp.sum(dy * unit, axis=rows).astype(norm.scale.dtype)
-        d_unit = dy * norm.scale.astype(jnp.float32)
+        d_unit = dy * jnp.broadcast_to(norm.scale.astype(jnp.float32), dy.shape)
     dx = d_unit - unit * jnp.mean(d_unit * unit, axis=-1, keepdims=True)
     if stats.mean is not None:
         dx = dx - jnp.mean(d_unit, axis=-1, keepdims=True)

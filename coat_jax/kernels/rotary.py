@@ -32,7 +32,7 @@ def rotary_forward(
     x: Float[Array, "B S N H"], cos: Float[Array, "*B S P"], sin: Float[Array, "*B S P"]
 ) -> Float[Array, "B S N H"]:
     """Rotates each head of `x`; P is H / 2."""
-    cos, sin = cos[..., None, :], sin[..., None, :]
+    cos, sin = (_for_batch(angles[..., None, :], x.ndim) for angles in (cos, sin))
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     return rotated.astype(x.dtype)
@@ -44,11 +44,16 @@ def rotary_backward(
     """Rotates each head of `y` by the negative angle."""
     # Written with a flip instead of the concatenation above: XLA can then find the result's largest
     # magnitude in the same loop, which saves a pass over memory where it is rounded to FP8 next.
-    cos, sin = cos[..., None, None, :], sin[..., None, None, :]
     pairs = y.astype(jnp.float32).reshape(*y.shape[:-1], 2, -1)
-    signs = jnp.array([[1.0], [-1.0]])
+    cos, sin = (_for_batch(angles[..., None, None, :], pairs.ndim) for angles in (cos, sin))
+    signs = _for_batch(jnp.array([[1.0], [-1.0]]), pairs.ndim)
     rotated = pairs * cos + jnp.flip(pairs, -2) * (signs * sin)
     return rotated.reshape(y.shape).astype(y.dtype)
+
+
+def _for_batch(x: Array, ndim: int) -> Array:
+    """`x` with as many axes, the first of size 1: what is the same for all of a batch."""
+    return jnp.expand_dims(x, tuple(range(ndim - x.ndim)))
 
 
 def rotary_backward_cast_reference(

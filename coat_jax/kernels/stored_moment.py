@@ -95,8 +95,9 @@ def rewrite(
 
 def saturating(x: Array, dtype: DTypeLike) -> Array:
     """Casts to a dtype that may have a smaller range; NaN stays NaN."""
-    if jnp.finfo(dtype).max < jnp.finfo(x.dtype).max:
-        x = jnp.clip(x, jnp.finfo(dtype).min, jnp.finfo(dtype).max)
+    largest = float(jnp.finfo(dtype).max)
+    if largest < jnp.finfo(x.dtype).max:
+        x = jnp.clip(x, -largest, largest)
     return x.astype(dtype)
 
 

@@ -163,7 +163,7 @@ def stochastic_cast(
         fraction = scaled - below
     bend = curvature / (2.0 * below + 1.0)
     probability = fraction + bend * fraction * (1.0 - fraction)
-    rounded = (below + (noise < probability)) * unit
+    rounded = (below + (noise < probability).astype(jnp.float32)) * unit
     return saturating_cast(jnp.copysign(rounded, x), dtype)
 
 

@@ -67,7 +67,8 @@ def encode(
     codes = jnp.floor(exact + 0.5)
     if noise is not None:
         whole = jnp.floor(exact)
-        at_random = whole + (split_groups(noise, group_size) < exact - whole)
+        up = split_groups(noise, group_size) < exact - whole
+        at_random = whole + up.astype(jnp.float32)
         codes = jnp.where(jnp.abs(exact) < stochastic_below, at_random, codes)
     codes = jnp.where(lost, NAN_CODE, codes).astype(DTYPE)
     shape = scales_shape(x.shape, group_size)

@@ -77,7 +77,7 @@ def encode(
         fraction = exact - whole
         # Unbiased in x, not in its logarithm, which is concave.
         bend = LOG2 / (2 * steps) * fraction * (1 - fraction)
-        codes = whole + (noise < fraction - bend)
+        codes = whole + (noise < fraction - bend).astype(jnp.float32)
         least = (noise < values / smallest).astype(jnp.float32)
     codes = jnp.where(exact >= 1, codes, jnp.where(values > 0, least, 0.0))
     shape = scales_shape(x.shape, group_size)

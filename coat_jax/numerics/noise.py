@@ -168,7 +168,7 @@ def of_places(runs: UInt32[Array, "*runs"], lanes: int) -> UInt32[Array, "*runs 
     """
     of_runs = mix((runs + np.uint32(1)) * np.uint32(GOLDEN))
     of_lanes = mix(jnp.arange(1, lanes + 1, dtype=jnp.uint32)) | np.uint32(1)
-    return of_runs[..., None] * of_lanes
+    return of_runs[..., None] * jnp.expand_dims(of_lanes, tuple(range(runs.ndim)))
 
 
 def of_elements(shape: tuple[int, ...], stream: Stream) -> UInt32[Array, "*rows columns"]:

@@ -79,7 +79,7 @@ def cross_entropy(
     chunk = max(min(chunk, hidden.shape[-2]), 1)
     settings = _LossSettings(chunk, float(z_loss), float(label_smoothing))
     total = _sum_of_losses(settings, hidden, weight, labels)
-    return total / jnp.maximum(jnp.sum(labels >= 0), 1)
+    return total / jnp.maximum(jnp.sum(labels >= 0), 1).astype(total.dtype)
 
 
 class _LossSettings(NamedTuple):
@@ -123,7 +123,7 @@ def _backward(settings: _LossSettings, residuals: Any, gradient: Array) -> Any:
         probability = jnp.exp(_logits(h, w) - lse[..., None])
         s = settings.smoothing
         d_logits = probability * (1 + 2 * settings.z_loss * lse[..., None])
-        wanted = jnp.arange(vocabulary) == y[..., None]
+        wanted = jax.nn.one_hot(y, vocabulary, dtype=jnp.float32)
         d_logits = d_logits - (1 - s) * wanted - s / vocabulary
         d_logits = jnp.where(y[..., None] >= 0, d_logits * gradient, 0.0).astype(h.dtype)
         dh = lax.dot_general(d_logits, w, (((h.ndim - 1,), (1,)), ((), ())))

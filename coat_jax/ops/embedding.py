@@ -7,6 +7,7 @@ is 256 times larger than what is added, so most of the gradient of a frequent to
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from coat_jax.ops.checks import require_array, require_real
@@ -41,7 +42,7 @@ def _forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
 
 def _backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
     table, tokens = saved
-    zeros = jnp.zeros(table.shape, jnp.promote_types(table.dtype, jnp.float32))
+    zeros = jnp.zeros(table.shape, np.promote_types(table.dtype, np.float32))
     summed = zeros.at[tokens].add(
         gradient.astype(zeros.dtype), mode="drop", wrap_negative_indices=False
     )

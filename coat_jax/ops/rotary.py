@@ -81,7 +81,9 @@ class Rotary:
         self, positions: Int[Array, "*B S"], head_dim: int
     ) -> tuple[Float[Array, "*B S P"], Float[Array, "*B S P"]]:
         """Cosine and sine of each pair's angle, the same for all heads."""
-        angles = positions[..., None].astype(jnp.float32) * self.frequencies(head_dim)
+        frequencies = self.frequencies(head_dim)
+        frequencies = jnp.expand_dims(frequencies, tuple(range(positions.ndim)))
+        angles = positions[..., None].astype(jnp.float32) * frequencies
         return jnp.cos(angles), jnp.sin(angles)
 
 

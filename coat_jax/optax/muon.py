@@ -295,9 +295,10 @@ def _bias_corrected(
 
     The bias correction makes it a weighted mean of the gradients from the first step on.
     """
+    steps = count.astype(jnp.float32)
     if not nesterov:
-        return m / (1 - beta**count)
-    return beta * m / (1 - beta ** (count + 1)) + (1 - beta) * g / (1 - beta**count)
+        return m / (1 - beta**steps)
+    return beta * m / (1 - beta ** (steps + 1)) + (1 - beta) * g / (1 - beta**steps)
 
 
 def _scale_by_shape(

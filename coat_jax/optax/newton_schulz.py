@@ -142,8 +142,8 @@ def _orthogonalize(
     if x.shape[0] > x.shape[1]:
         return _orthogonalize(coefficients, eps, preconditioning, x.T).T
     if preconditioning == "frobenius":
-        norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32))))
-        x = (x / (norm + eps)).astype(x.dtype)
+        wide = x.astype(jnp.float32)
+        x = (wide / (jnp.sqrt(jnp.sum(jnp.square(wide))) + eps)).astype(x.dtype)
         gram = x @ x.T
     else:
         x, gram = _precondition(x, eps, preconditioning)
@@ -167,7 +167,7 @@ def _precondition(
     else:
         norm = jnp.sqrt(jnp.sum(jnp.square(gram)))
         s = jnp.full((x.shape[0], 1), lax.rsqrt(jnp.maximum(norm, eps)))
-    return (x * s).astype(x.dtype), (gram * s * s.T).astype(x.dtype)
+    return (x.astype(jnp.float32) * s).astype(x.dtype), (gram * s * s.T).astype(x.dtype)
 
 
 def _map(one: Callable[[Array], Array], stack: Float[Array, "B M N"]) -> Float[Array, "B M N"]:

@@ -82,6 +82,11 @@ def test_a_start_that_no_run_can_have_is_refused(steps):
         dataclasses.replace(CONFIG, bf16_steps=steps)
 
 
-def test_a_model_that_recomputes_its_layers_does_so_at_the_start_too():
-    model = dataclasses.replace(CONFIG.model, remat="layer_fp8")
-    assert dataclasses.replace(CONFIG, model=model).at_start.model.remat == "layer_fp8"
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_a_model_that_recomputes_its_layers_does_so_at_the_start_too(stochastic):
+    """Inputs of layers that it saves in FP8 are rounded as in the rest of the run."""
+    precision = coat.Precision(stochastic=stochastic)
+    model = dataclasses.replace(CONFIG.model, remat="layer_fp8", precision=precision)
+    start = dataclasses.replace(CONFIG, model=model).at_start.model
+    assert start.remat == "layer_fp8"
+    assert start.precision == dataclasses.replace(coat.BF16, stochastic=stochastic)

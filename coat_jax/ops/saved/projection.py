@@ -132,7 +132,7 @@ def project(
     for weight, bias in zip(weights, biases, strict=True):
         w = as_operand(weight, dtype, mode, "transposed")
         y = gemm.product(n, w, dtype)
-        outputs.append(y if bias is None else y + bias.astype(dtype))
+        outputs.append(y if bias is None else y + jnp.broadcast_to(bias.astype(dtype), y.shape))
         scales.append(w.scale)
     return tuple(outputs), tuple(scales)
 

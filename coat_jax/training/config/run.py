@@ -11,7 +11,7 @@ from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.limits import INT32_MAX, Count, Range, require_fields, shown
 from coat_jax.nn import MeshAxes
-from coat_jax.precision import BF16
+from coat_jax.precision import BF16, precision_of
 from coat_jax.training import compilation
 from coat_jax.training.config.optimizer import (
     OptimizerConfig,
@@ -54,7 +54,8 @@ class TrainConfig:
         bf16_steps: how many of the first steps are in BF16; a number with a decimal point is a
             share of the run. With random initial parameters, rounding costs most of its loss in
             the first steps. Those in BF16 recompute each layer in the backward pass, so they need
-            less memory than the steps after them, but more time.
+            less memory than the steps after them, but more time. With `remat="layer_fp8"` they save
+            the layers' inputs in FP8, as the steps after them do.
         global_batch_size: sequences of a step, over all devices.
         sequence_length: tokens of a sequence.
         gradient_accumulation_steps: microbatches of a step. They are computed one after the other,
@@ -217,7 +218,11 @@ class TrainConfig:
     @property
     def at_start(self) -> "TrainConfig":
         """The run as it is in the first steps, if `bf16_steps` says that there are any."""
-        model = dataclasses.replace(self.model, precision=BF16, remat=self.model.remat or "layer")
+        # How the inputs of layers are rounded if they are saved in FP8 stays as it is.
+        stochastic = precision_of(self.model.precision).stochastic
+        precision = dataclasses.replace(BF16, stochastic=stochastic)
+        remat = self.model.remat or "layer"
+        model = dataclasses.replace(self.model, precision=precision, remat=remat)
         return dataclasses.replace(self, model=model)
 
     @property

@@ -9,8 +9,9 @@ A record has a number for each tensor and statistic: {"fp8/layers/3/mlp/gate/gra
 
 FP32 moments for a few rows of a few parameters begin with what is stored `shadow` steps before a
 record, and follow the gradients from there. With shadow=1 the error is that of one step; the
-FP32 moments contain the errors of all steps before. They are not saved: in a run that resumes less
-than `shadow` steps before a record they follow fewer steps, and that record's error is smaller.
+FP32 moments contain the errors of all steps before. They are not saved: a run that resumes less
+than `shadow` steps before a record leaves these errors out of it, since they would be of fewer
+steps.
 """
 
 import math
@@ -95,6 +96,7 @@ class Telemetry:
         self._storage = storage_of(config)
         self._decay = Decay(config.optimizer.b1, config.optimizer.b2, config.optimizer.eps)
         self._shadow: dict[str, Shadow] | None = None
+        self._followed = 0  # steps, by the shadow
         self._seen: tuple[Any, Any] | None = None
         self._warned: set[str] = set()
         everyone = everywhere(mesh)
@@ -121,12 +123,12 @@ class Telemetry:
     def begin(self, step: int, state: State, batch: Batch) -> None:
         """Looks at a step that is about to be taken, if that is due; `state` is that before it."""
         every, shadow = self._config.telemetry.every, self._config.telemetry.shadow
-        in_bf16 = step <= self._config.steps_in_bf16  # by another program, which rounds nothing
+        in_bf16 = step <= self._config.steps_in_bf16  # by another program, without FP8 products
         if self._collect is None or in_bf16 or -step % every >= shadow:
             return
         self._seen = self._collect(state.params, batch)
         if self._shadow is None:
-            self._shadow = self._read(state.moments)
+            self._shadow, self._followed = self._read(state.moments), 0
 
     def end(self, step: int, state: State, report_of_step: Report) -> dict[str, float] | None:
         """The numbers of the step that was taken, if it is due."""
@@ -135,6 +137,7 @@ class Telemetry:
         sums, grads = self._seen
         self._seen = None
         self._shadow = self._follow(self._shadow, grads, report_of_step)
+        self._followed += 1
         if not self.is_due(step):
             return None
         looked = self._look(state, self._shadow)
@@ -144,7 +147,8 @@ class Telemetry:
         for name, of_tensor in (report(sums) | report_moments(of_moments)).items():
             for statistic, value in of_tensor._asdict().items():
                 found[f"{PREFIX}{name}/{statistic}"] = _rounded(value)
-        for name, error in errors.items():
+        begun_in_time = self._followed == self._config.telemetry.shadow
+        for name, error in errors.items() if begun_in_time else ():
             found[f"{PREFIX}{self._labelled(name)}/direction/error"] = _rounded(float(error))
         return found
 

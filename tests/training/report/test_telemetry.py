@@ -131,6 +131,15 @@ def test_fp32_moments_follow_several_steps():
         assert one[key] < several[key] < 4 * one[key]
 
 
+@pytest.mark.parametrize(("shadow", "directions"), [(2, 4), (3, 0)])
+def test_moments_that_began_too_late_give_no_errors_of_directions(shadow, directions):
+    """As after a resume, they follow only the last two of four steps."""
+    telemetry = TelemetryConfig(every=4, shadow=shadow)
+    found, _ = recorded(small(model=WIDE, telemetry=telemetry, bf16_steps=2), steps=4)
+    assert "fp8/layers/0/mlp/gate/mu/k" in found
+    assert len([key for key in found if key.endswith("/direction/error")]) == directions
+
+
 # --- What there is not -----------------------------------------------------------------------
 
 

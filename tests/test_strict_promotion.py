@@ -1,0 +1,84 @@
+"""Where JAX refuses to promote dtypes or ranks without being told, as some projects set it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import coat_jax as coat
+from coat_jax import ops
+
+STORAGE = coat.Storage(min_size=0)
+OPTIMIZERS = {
+    "fp8_adamw": lambda: coat.optax.fp8_adamw(1e-2, storage=STORAGE),
+    "fp8_muon": lambda: coat.optax.fp8_muon(1e-2, storage=STORAGE),
+    "fused_fp8_adamw": lambda: coat.optax.fused_fp8_adamw(1e-2, storage=STORAGE),
+    "compress": lambda: coat.optax.compress(optax.lion(1e-2), storage=STORAGE),
+}
+LAYERS = {
+    "linear": lambda x, w, v: ops.linear(x, w, v[:256], precision=coat.COAT),
+    "norm_linear": lambda x, w, v: ops.norm_linear(x, ops.Norm(v[:128]), w, precision=coat.COAT),
+    "gated_mlp": lambda x, w, v: ops.gated_mlp(
+        x, ops.Norm(v[:128]), w, w + 1, w.T, precision=coat.COAT
+    ),
+    "qkv": lambda x, w, v: ops.norm_qkv(
+        x[None], ops.Norm(v[:128]), (w, w[:, :64], w[:, 64:128]), head_dim=32, rotary=ops.Rotary()
+    )[1],
+    "embedding": lambda x, w, v: ops.embedding(w, jnp.arange(4)),
+    "cross_entropy": lambda x, w, v: ops.cross_entropy(x, w, jnp.arange(4), z_loss=1e-4),
+}
+
+
+@pytest.fixture(
+    params=[
+        lambda: jax.numpy_dtype_promotion("strict"),
+        lambda: jax.numpy_rank_promotion("raise"),
+    ],
+    ids=["dtypes", "ranks"],
+)
+def strict(request):
+    return request.param
+
+
+def arrays(dtype):
+    draw = np.random.default_rng(0).standard_normal
+    shapes = {"x": (4, 128), "w": (128, 256), "v": (300,)}
+    return {name: jnp.asarray(draw(shape), dtype) for name, shape in shapes.items()}
+
+
+def assert_equal(found, wanted):
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_step_as_ever(strict, name, dtype):
+    params = arrays(dtype)
+
+    def stepped():
+        optimizer, grads = OPTIMIZERS[name](), jax.tree.map(jnp.sin, params)
+        state = optimizer.init(params)
+        if name.startswith("fused"):
+            return jax.jit(optimizer.step)(params, grads, state)
+        updates, state = jax.jit(optimizer.update)(grads, state, params)
+        return updates, state
+
+    wanted = stepped()
+    with strict():
+        assert_equal(stepped(), wanted)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_have_the_gradients_that_they_ever_have(strict, name):
+    given = arrays(jnp.bfloat16)
+
+    def gradients():
+        def total(x, w, v):
+            return jnp.sum(jnp.square(LAYERS[name](x, w, v).astype(jnp.float32)))
+
+        return jax.jit(jax.grad(total, argnums=(0, 1)))(*given.values())
+
+    wanted = gradients()
+    with strict():
+        assert_equal(gradients(), wanted)
