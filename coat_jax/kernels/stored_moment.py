@@ -96,7 +96,7 @@ def rewrite(
 def saturating(x: Array, dtype: DTypeLike) -> Array:
     """Casts to a dtype that may have a smaller range; NaN stays NaN."""
     largest = float(jnp.finfo(dtype).max)
-    if largest < jnp.finfo(x.dtype).max:
+    if largest < float(jnp.finfo(x.dtype).max):
         x = jnp.clip(x, -largest, largest)
     return x.astype(dtype)
 
