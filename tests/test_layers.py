@@ -60,7 +60,7 @@ INSIDE = {
         ("loop",),
     ],
 }
-IMPORT_SHARE = 1.0  # of what JAX and optax take, which is five times as much
+IMPORT_SHARE = 0.75  # of the time that JAX and optax take
 HEAVY = {"triton", "torch", "jax_triton", "transformers", "orbax", "grain", "rich", "tokenizers"}
 
 

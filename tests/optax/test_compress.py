@@ -28,7 +28,7 @@ def noise(seed, shape):
 
 # --- A regression with one leaf in FP8; two are too small and one has too few columns -----------
 
-INPUTS, HIDDEN, OUTPUTS = 32, 128, 8
+INPUTS, HIDDEN, OUTPUTS = 64, 128, 8
 X = noise(0, (256, INPUTS))
 Y = jnp.tanh(X @ noise(1, (INPUTS, OUTPUTS)) / 8) + 0.5 * jnp.sin(2 * X[:, :OUTPUTS])
 START = {

@@ -147,9 +147,9 @@ class Telemetry:
         for name, of_tensor in (report(sums) | report_moments(of_moments)).items():
             for statistic, value in of_tensor._asdict().items():
                 found[f"{PREFIX}{name}/{statistic}"] = _rounded(value)
-        begun_in_time = self._followed == self._config.telemetry.shadow
-        for name, error in errors.items() if begun_in_time else ():
-            found[f"{PREFIX}{self._labelled(name)}/direction/error"] = _rounded(float(error))
+        if self._followed == self._config.telemetry.shadow:  # it began in time
+            for name, error in errors.items():
+                found[f"{PREFIX}{self._labelled(name)}/direction/error"] = _rounded(float(error))
         return found
 
     def warning(self, found: Mapping[str, float]) -> str | None:

@@ -25,8 +25,9 @@ from coat_jax.training.data import DataConfig
 from coat_jax.training.preparation import prepare
 from coat_jax.training.report.telemetry import Telemetry
 
+IN_FP32 = {"precision": "coat", "dtype": jnp.float32, "layers": 1}
 # Wide enough for moments in FP8.
-WIDE = {"precision": "coat", "dtype": jnp.float32, "ffn": 256}
+WIDE = IN_FP32 | {"ffn": 256}
 EVERY_STEP = TelemetryConfig(every=1)
 EVERY_FOURTH = TelemetryConfig(every=4, shadow=1)
 
@@ -82,43 +83,40 @@ def test_a_record_has_tensors_moments_and_directions(whole):
         for statistic in ("underflow", "subnormal", "saturated", "headroom", "error"):
             assert f"fp8/layers/0/{tensor}/{statistic}" in whole
     assert whole["fp8/layers/0/mlp/gate/mu/k"] >= 1
-    assert 0 <= whole["fp8/layers/0/mlp/gate/nu/zero"] < 1e-3
+    assert whole["fp8/layers/0/mlp/gate/nu/zero"] == 0
     directions = [key for key in whole if key.endswith("/direction/error")]
     assert len(directions) == 4
     # After one step |m| is the root of v, but for what rounding does to either.
     assert all(0 < whole[key] < 0.06 for key in directions)
 
 
-def test_numbers_depend_neither_on_parts_nor_on_the_mesh_nor_on_scan():
+def test_numbers_depend_neither_on_parts_nor_on_the_mesh():
     """Largest values of parts are smaller than those of the whole; the rest is alike.
 
-    Most labels are in the first half, so that neither part has the numbers of both. The parameters
-    whose directions are compared are others where each layer has its own.
+    Most labels are in the first half, so that neither part has the numbers of both.
     """
     batches = random_batches(1)
     batches[0].labels[8:, 1:] = -100
     config = small(model=WIDE, telemetry=EVERY_STEP)
     whole, _ = recorded(config, batches=batches)
-    unrolled = small(model=WIDE | {"scan": False}, telemetry=EVERY_STEP)
-    in_parts = dataclasses.replace(unrolled, gradient_accumulation_steps=2)
+    in_parts = dataclasses.replace(config, gradient_accumulation_steps=2)
     found, _ = recorded(in_parts, (2, 2, 2), batches=batches)
-    directions = {key for key in {*found, *whole} if key.endswith("/direction/error")}
-    assert set(found) - directions == set(whole) - directions
-    of_both = set(found) & set(whole)
-    assert {"fp8/embed/direction/error", "fp8/layers/1/mlp/gate/direction/error"} <= of_both
-    for key in of_both:
-        loose = key.endswith("/headroom") or key in directions
+    assert set(found) == set(whole)
+    for key, value in whole.items():
+        loose = key.endswith("/headroom") or "direction" in key
         np.testing.assert_allclose(
-            found[key], whole[key], rtol=0.1, atol=1.0 if loose else 0.01, err_msg=key
+            found[key], value, rtol=0.1, atol=1.0 if loose else 0.01, err_msg=key
         )
 
 
-def test_each_layer_has_numbers(whole):
+@pytest.mark.parametrize("scan", [False, True])
+def test_each_layer_has_numbers(scan):
+    found, _ = recorded(small(model=WIDE | {"layers": 2, "scan": scan}, telemetry=EVERY_STEP))
     for layer in (0, 1):
-        assert whole[f"fp8/layers/{layer}/mlp/gate/gradient/error"] > 0
-        assert whole[f"fp8/layers/{layer}/mlp/gate/mu/k"] >= 1
-    assert any(key.startswith("fp8/layers/1/") and "direction" in key for key in whole)
-    assert not any("*" in key or key.startswith("fp8/layers/mlp") for key in whole)
+        assert found[f"fp8/layers/{layer}/mlp/gate/gradient/error"] > 0
+        assert found[f"fp8/layers/{layer}/mlp/gate/mu/k"] >= 1
+    assert any(key.startswith("fp8/layers/1/") and "direction" in key for key in found)
+    assert not any("*" in key or key.startswith("fp8/layers/mlp") for key in found)
 
 
 def test_fp32_moments_follow_several_steps():
@@ -230,7 +228,7 @@ def test_shadows_need_not_fit_where_there_are_no_records():
 
 
 def test_a_gradient_that_underflows_is_warned_of_once():
-    """For 30 % of a layer's hidden width what comes after the gate is small, and what it gates.
+    """For 30 % of the hidden width what comes after the gate is small, and so is what it gates.
 
     Each by so much that its own codes still hold it; the gate's gradient is the product of both.
     """
@@ -238,8 +236,8 @@ def test_a_gradient_that_underflows_is_warned_of_once():
     def change(params):
         up, down = (params["layers"]["mlp"][name] for name in ("up", "down"))
         lost = int(0.3 * down[...].shape[1])
-        down[...] = down[...].at[0, :lost].multiply(2.0**-15)
-        up[...] = up[...].at[0, ..., :lost].multiply(2.0**-16)
+        down[...] = down[...].at[:, :lost].multiply(2.0**-15)
+        up[...] = up[...].at[..., :lost].multiply(2.0**-16)
         return params
 
     config = small(model=WIDE, telemetry=EVERY_STEP)
@@ -312,8 +310,6 @@ def without_times(records):
 def test_a_run_records_it_resumes_and_trains_as_without_it(tmp_path, monkeypatch):
     """The loop with a step, a first state and a telemetry that other tests have compiled."""
     of_step = step_of(small(model=WIDE))
-    tokens = tmp_path / "tokens.npy"
-    np.save(tokens, np.random.default_rng(0).integers(256, size=8192, dtype=np.uint16))
 
     def compiled(config, *_, packed):
         assert not packed
@@ -327,7 +323,7 @@ def test_a_run_records_it_resumes_and_trains_as_without_it(tmp_path, monkeypatch
     def config(name, every, writers=()):
         return small(
             model=WIDE,
-            data=DataConfig(train=(str(tokens),)),  # without documents: its rows are not packed
+            data=DataConfig(),  # text without documents: its rows are not packed
             telemetry=TelemetryConfig(every=every),
             checkpoint=CheckpointConfig(every=4),
             total_steps=8,
