@@ -47,10 +47,13 @@ leading = pytest.mark.parametrize("lead", [(), (5,), (2, 5)], ids=str)
 def rounded_layers(n, weights, biases, gradients, precision, *, recomputed=False):
     """The outputs, and the gradients of n, the weights and the biases, in FP64.
 
-    An input that is recomputed for the gradients of the weights is rounded again for them.
+    An input that is recomputed for the gradients of the weights is rounded again for them, and may
+    have been centered in the forward pass.
     """
-    flat = rounded(n, precision.forward).reshape(-1, n.shape[-1])
-    again = flat
+    flat = again = rounded(n, precision.forward).reshape(-1, n.shape[-1])
+    if recomputed and precision.center_inputs:
+        offset = n.reshape(flat.shape).mean(axis=0)
+        flat = offset + rounded(n - offset, precision.forward).reshape(flat.shape)
     if recomputed and precision.stochastic_backward:
         again = rounded(n, precision.forward, "inputs").reshape(flat.shape)
     outputs, dn, dws, dbs = [], 0, [], []

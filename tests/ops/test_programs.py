@@ -264,6 +264,10 @@ def test_a_mesh_of_eight_changes_nothing(name):
 
 @pytest.mark.parametrize("name", [n for n in PRESETS if PRESETS[n].fp8_linear])
 def test_the_scale_of_an_operand_is_computed_once(name):
-    """7 weights, 2 norms' bounds, o, a; the gradients of q, k, v, gate, up, and of both results."""
+    """7 weights, 2 norms' bounds, o, a; the gradients of q, k, v, gate, up, and of both results.
+
+    And the 2 norms' offsets, where there are some.
+    """
     program = jax.make_jaxpr(functools.partial(run, precision=PRESETS[name]))(PARAMS, X, DY)
-    assert len(re.findall(r":\w+\[\] = reduce_max\[", str(program))) == 7 + 2 + 2 + 5 + 2
+    offsets = 2 * PRESETS[name].center_inputs
+    assert len(re.findall(r":\w+\[\] = reduce_max\[", str(program))) == 7 + 2 + 2 + 5 + 2 + offsets
