@@ -135,6 +135,7 @@ class Quantizer:
             covered: the range: from `range_of`, or parameters of the same shapes.
             noise: uniform in [0, 1), for stochastic rounding.
         """
+        x = jnp.asarray(x)  # NumPy's FP64 becomes FP32
         rows, _ = self._rows(x)
         shape = (rows.shape[0],)
         if jnp.shape(covered.low) != shape or jnp.shape(covered.high) != shape:

@@ -27,8 +27,8 @@ from coat_jax.numerics.mesh_axes import automatic_mesh
 from coat_jax.ops.checks import (
     require_array,
     require_automatic_sharding,
+    require_columns,
     require_layers,
-    require_real,
 )
 
 IGNORED = -100
@@ -54,7 +54,7 @@ def cross_entropy(
         z_loss: weight of the squared log-sum-exp, which keeps logits from drifting.
         label_smoothing: the share of the label's probability that is spread over all tokens.
     """
-    require_real("cross_entropy", hidden)
+    require_columns("cross_entropy", hidden)
     require_layers("cross_entropy", hidden.shape[-1], (weight,), (None,))
     require_automatic_sharding("cross_entropy", hidden, weight)
     require_array("cross_entropy", labels)

@@ -82,10 +82,10 @@ def norm_qkv(
         precision: see `coat.Precision`.
         implementation: "xla", "triton", or None for what suits the device.
     """
+    require_real("norm_qkv", x)
     if x.ndim != 3:
         raise ValueError(f"norm_qkv takes x [batch, sequence, width], not {x.shape}.")
     ws, bs = as_layers(tuple(weights), biases)
-    require_real("norm_qkv", x)
     require_norm("norm_qkv", x.shape[-1], norm)
     require_layers("norm_qkv", x.shape[-1], ws, bs)
     require_automatic_sharding("norm_qkv", x, *ws)

@@ -237,7 +237,7 @@ def scale_by_fp8_muon(
         del params
         _require_state(state, updates, storage)
         count = optax.safe_increment(state.count)
-        gradients, structure = jax.tree.flatten(updates)
+        gradients, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, updates))
         matrices = matrices_of(weight_dimension_numbers, updates)
         old = zip(by_leaf(state.mu), jax.tree.leaves(state.columns), strict=True)
         stored, columns, corrected = [], [], []
