@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
+from coat_jax.numerics.expansion import SMALLEST
 from coat_jax.numerics.mesh_axes import automatic_mesh
 
 Coefficients = tuple[float, float, float] | tuple[tuple[float, float, float], ...]
@@ -63,6 +64,7 @@ def orthogonalize(
         dtype: the dtype of the products' operands.
     """
     require_preconditioning(preconditioning)
+    eps = jnp.maximum(jnp.asarray(eps, jnp.float32), SMALLEST)  # zeros are divided by it
     rows = np.broadcast_to(coefficients, (steps, 3)) if coefficients.ndim == 1 else coefficients
     run = partial(_map, partial(_orthogonalize, rows.tolist(), eps, preconditioning))
     results: list[list[Array]] = [[] for _ in stacks]
@@ -160,7 +162,8 @@ def _precondition(
     x: Float[Array, "M N"], eps: ArrayLike, how: Preconditioning
 ) -> tuple[Float[Array, "M N"], Float[Array, "M M"]]:
     """`x` with singular values of at most 1, and its Gram matrix, which the first step needs."""
-    x = x / jnp.maximum(jnp.max(jnp.abs(x)), eps).astype(x.dtype)
+    wide = x.astype(jnp.float32)
+    x = (wide / jnp.maximum(jnp.max(jnp.abs(wide)), eps)).astype(x.dtype)
     gram = jnp.matmul(x, x.T, preferred_element_type=jnp.float32)
     if how == "aol":
         s = lax.rsqrt(jnp.maximum(jnp.sum(jnp.abs(gram), axis=-1), eps))[:, None]

@@ -12,7 +12,7 @@ from optax.contrib import muon as optax_muon
 
 import coat_jax as coat
 from coat_jax.optax.matrices import matrices_of
-from coat_jax.optax.newton_schulz import orthogonalize
+from coat_jax.optax.newton_schulz import STANDARD, orthogonalize
 
 STANDARD = np.array([3.4445, -4.7750, 2.0315])
 IN_FP32 = coat.Storage(min_size=1 << 30)
@@ -294,3 +294,26 @@ def test_leaves_that_are_not_matrices_and_other_states_are_refused():
         tx.init({"b": jnp.zeros(3)})
     with pytest.raises(TypeError, match="another optimizer"):
         tx.update({"w": jnp.zeros((3, 3))}, optax.EmptyState())
+
+
+def test_zeros_are_orthogonalized_to_zeros():
+    """With any preconditioning, also where eps is zero in the dtype of the products."""
+    zeros = [jnp.zeros((1, 4, 6))]
+
+    @jax.jit
+    def all_ways():
+        return [
+            orthogonalize(
+                zeros,
+                np.array(STANDARD),
+                eps=eps,
+                preconditioning=how,
+                dtype=dtype,
+            )
+            for how in ("frobenius", "aol", "schatten")
+            for dtype in (jnp.float16, jnp.bfloat16)
+            for eps in (1e-8, 0.0)
+        ]
+
+    for (u,) in all_ways():
+        assert not jnp.any(u)
