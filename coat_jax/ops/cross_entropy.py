@@ -202,5 +202,5 @@ def _chunks(x: Array, chunk: int, axis: int, fill: int) -> Array:
 def _join(parts: Array, shape: tuple[int, ...]) -> Array:
     """Undoes `_chunks` of an array whose sequence axis is the last but one."""
     joined = jnp.moveaxis(parts, 0, -3)
-    joined = joined.reshape(*shape[:-2], -1, shape[-1])
+    joined = joined.reshape(*shape[:-2], math.prod(joined.shape[-3:-1]), shape[-1])
     return joined[..., : shape[-2], :]

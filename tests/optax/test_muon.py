@@ -12,7 +12,7 @@ from optax.contrib import muon as optax_muon
 
 import coat_jax as coat
 from coat_jax.optax.matrices import matrices_of
-from coat_jax.optax.newton_schulz import STANDARD, orthogonalize
+from coat_jax.optax.newton_schulz import orthogonalize
 
 STANDARD = np.array([3.4445, -4.7750, 2.0315])
 IN_FP32 = coat.Storage(min_size=1 << 30)
@@ -305,7 +305,7 @@ def test_zeros_are_orthogonalized_to_zeros():
         return [
             orthogonalize(
                 zeros,
-                np.array(STANDARD),
+                STANDARD,
                 eps=eps,
                 preconditioning=how,
                 dtype=dtype,
