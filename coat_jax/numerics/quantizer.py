@@ -209,7 +209,7 @@ class Quantizer:
             values = self._values(rows, _part(widest, shares), None, "nearest")
             return jnp.sum(jnp.square((values - rows) / unit), axis=-1)
 
-        best = _least(errors, jnp.ones(rows.shape[0]), COARSE)
+        best = _least(errors, jnp.ones(rows.shape[0], jnp.float32), COARSE)
         best = _least(errors, best, FINE)
         return _checked(_part(widest, jnp.minimum(best, 1.0)))
 

@@ -120,8 +120,8 @@ class Einsum:
         rest = x.ndim - len(of_x.replace("...", ""))
         leading = "".join(chr(0x3B1 + i) for i in range(rest))  # letters that no one else uses
         of_x, output = (part.replace("...", leading) for part in (of_x, output))
-        for names, operand in ((of_x, x), (of_w, w)):
-            if len(names) != operand.ndim or len(set(names)) != len(names):
+        for letters, operand in ((of_x, x), (of_w, w)):
+            if len(letters) != operand.ndim or len(set(letters)) != len(letters):
                 raise ValueError(
                     f"{equation!r} does not name each axis of an input {x.shape} and of a weight "
                     f"{w.shape} once. Only the input may have an ellipsis."
