@@ -59,7 +59,10 @@ def test_bf16_parameters_follow_a_schedule_in_fp64(how):
     jax.tree.map(np.testing.assert_array_equal, *after(params))
 
 
-def test_a_range_that_is_searched_is_in_fp32():
-    quantizer = coat.quantizer.Quantizer("E4M3", over="group", size=16, fit="mse")
-    for end in jax.jit(quantizer.range_of)(parameters()["w"]):
-        assert end.dtype == jnp.float32
+@pytest.mark.parametrize("over", ["group", "block"])
+def test_a_range_that_is_searched_is_in_fp32(over):
+    quantizer = coat.quantizer.Quantizer("E4M3", over=over, size=16, fit="mse")
+    x = parameters()["w"]
+    found = jax.jit(quantizer.range_of)(x)
+    assert found.low.dtype == found.high.dtype == jnp.float32
+    np.testing.assert_array_equal(jax.jit(quantizer)(x), jax.jit(quantizer.quantize)(x, found))

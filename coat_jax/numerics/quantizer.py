@@ -263,7 +263,7 @@ def sqnr_bits(x: Float[Array, "..."], values: Float[Array, "..."]) -> Float[Arra
         raise ValueError(
             f"sqnr_bits compares arrays of one shape, not {x.shape} and {values.shape}."
         )
-    x = x.astype(jnp.float32)
+    x, values = x.astype(jnp.float32), values.astype(jnp.float32)
     unit = jnp.max(jnp.abs(x), initial=0.0)
     unit = jnp.where(unit > 0, unit, 1.0)
     signal = jnp.sum(jnp.square(x / unit))
