@@ -26,6 +26,7 @@ LAYERS = {
         x[None], ops.Norm(v[:128]), (w, w[:, :64], w[:, 64:128]), head_dim=32, rotary=ops.Rotary()
     )[1],
     "embedding": lambda x, w, v: ops.embedding(w, jnp.arange(4)),
+    "sharpness": lambda x, w, v: ops.sharpness(x @ w, jnp.arange(4)),
     "cross_entropy": lambda x, w, v: ops.cross_entropy(x, w, jnp.arange(4), z_loss=1e-4),
 }
 
@@ -82,3 +83,24 @@ def test_layers_have_the_gradients_that_they_ever_have(strict, name):
     wanted = gradients()
     with strict():
         assert_equal(gradients(), wanted)
+
+
+@pytest.mark.parametrize("name", ["E4M3", "E2M1", "INT8", "INT4:asymmetric"])
+def test_simulated_formats_round_as_ever(strict, name):
+    x = arrays(jnp.bfloat16)["w"]
+    quantizers = [
+        coat.quantizer.Quantizer(name, over=over, fit=fit, size=16)
+        for over in ("channel", "block")
+        for fit in ("max", "mse")
+    ]
+
+    def rounded():
+        def all_ways(x):
+            values = [quantizer(x) for quantizer in quantizers]
+            return values, [coat.quantizer.sqnr_bits(x, y) for y in values]
+
+        return jax.jit(all_ways)(x)
+
+    wanted = rounded()
+    with strict():
+        assert_equal(rounded(), wanted)

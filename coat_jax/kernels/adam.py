@@ -108,7 +108,8 @@ def adam_reference(
         param = _param_in_full(leaf.param, leaf.correction)
         if decayed:
             direction = direction + hyper.weight_decay * param
-        result = param + -hyper.learning_rate * direction
+        # A schedule may be in FP64.
+        result = (param + -hyper.learning_rate * direction).astype(param.dtype)
         if leaf.correction is not None:
             dither = None
             if settings.round_params:

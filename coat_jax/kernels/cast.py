@@ -142,7 +142,8 @@ def _cast(
     codes = outputs[: len(results)]
     straight = codes[0].reshape(*rows_shape, width) if layout != "transposed" else None
     transposed = codes[-1].reshape(width, *rows_shape) if layout != "straight" else None
-    return straight, transposed, outputs[-1].reshape(*rows_shape, -1) if with_sums else None
+    squares = outputs[-1].reshape(*rows_shape, outputs[-1].shape[-1]) if with_sums else None
+    return straight, transposed, squares
 
 
 def columns_per_sum(columns: int) -> int:

@@ -105,6 +105,8 @@ def bound_of_norm(norm: Norm, columns: int, rounding: float = 0.0) -> Float[Arra
     """An upper bound of |norm(x)|, whatever the row x.
 
     An element's square is at most the row's sum of squares: |y| <= sqrt(columns) |scale| + |shift|.
+    With `rounding`, a layer norm of a row whose mean is far larger than its deviation may exceed
+    this. It is then dominated by the rounding error, and saturates.
 
     Args:
         norm: the norm.

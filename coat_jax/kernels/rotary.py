@@ -44,11 +44,21 @@ def rotary_backward(
     """Rotates each head of `y` by the negative angle."""
     # Written with a flip instead of the concatenation above: XLA can then find the result's largest
     # magnitude in the same loop, which saves a pass over memory where it is rounded to FP8 next.
-    pairs = y.astype(jnp.float32).reshape(*y.shape[:-1], 2, -1)
+    pairs = y.astype(jnp.float32).reshape(*y.shape[:-1], 2, y.shape[-1] // 2)
     cos, sin = (_for_batch(angles[..., None, None, :], pairs.ndim) for angles in (cos, sin))
     signs = _for_batch(jnp.array([[1.0], [-1.0]]), pairs.ndim)
     rotated = pairs * cos + jnp.flip(pairs, -2) * (signs * sin)
     return rotated.reshape(y.shape).astype(y.dtype)
+
+
+def split_heads(y: Float[Array, "*B S NH"], head_dim: int) -> Float[Array, "*B S N H"]:
+    """Columns as heads. (JAX finds no size of -1 for an array without elements.)"""
+    return y.reshape(*y.shape[:-1], y.shape[-1] // head_dim, head_dim)
+
+
+def join_heads(y: Float[Array, "*B S N H"]) -> Float[Array, "*B S NH"]:
+    """The inverse of `split_heads`."""
+    return y.reshape(*y.shape[:-2], y.shape[-2] * y.shape[-1])
 
 
 def _for_batch(x: Array, ndim: int) -> Array:
@@ -66,7 +76,7 @@ def rotary_backward_cast_reference(
     stream: Stream | None = None,
 ) -> tuple[Array | None, Array | None]:
     """The codes of rotary_backward(y) / scale, [B, S, N H] and [N H, B, S]."""
-    rotated = rotary_backward(y.astype(jnp.float32), cos, sin).reshape(*y.shape[:2], -1)
+    rotated = join_heads(rotary_backward(y.astype(jnp.float32), cos, sin))
     return cast_reference(rotated, scale, dtype, "both", stream=stream)
 
 
@@ -125,4 +135,4 @@ def rotary_backward_cast(
     straight, transposed = run_sharded(
         run, [y, cos, sin, scale, *numbers], operands, ["b s n !h", "n !h b s"]
     )
-    return straight.reshape(*y.shape[:2], -1), transposed.reshape(-1, *y.shape[:2])
+    return straight.reshape(*y.shape[:2], width), transposed.reshape(width, *y.shape[:2])

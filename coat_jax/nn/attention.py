@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from coat_jax import ops, watching
+from coat_jax.kernels.rotary import join_heads, split_heads
 from coat_jax.nn.norm import AnyNorm, require_norm_or_none
 from coat_jax.nn.parameters import (
     UNSHARDED,
@@ -161,7 +162,7 @@ class Attention(nnx.Module):
         o = ops.attention_to_past(q, keys, values, visible)
         if not self.precision.exact_forward:
             o = self._rounded(o)
-        y = self._projected_out(o.reshape(*x.shape[:2], -1))
+        y = self._projected_out(join_heads(o))
         return x + y if self.residual else y, new
 
     def _attend(
@@ -225,7 +226,7 @@ class Attention(nnx.Module):
         else:
             with watching.named("", weights=("query", "key", "value")):
                 outputs = ops.linear(x, weights, biases, precision=self.precision)
-            q, k, v = (y.reshape(*x.shape[:2], -1, self.head_dim) for y in outputs)
+            q, k, v = (split_heads(y, self.head_dim) for y in outputs)
         return x, *self._normalize_and_rotate(q, k, positions), v
 
     def _normalize_and_rotate(
@@ -250,4 +251,4 @@ class Attention(nnx.Module):
         scale = value_of(norm.scale)
         if scale is None or scale.shape[0] == self.head_dim:
             return norm(y)
-        return norm(y.reshape(*y.shape[:-2], -1)).reshape(y.shape)
+        return norm(join_heads(y)).reshape(y.shape)

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from coat_jax import ops
+from coat_jax.kernels.rotary import join_heads, split_heads
 from coat_jax.nn.attention import Attention
 from coat_jax.nn.mlp import GatedMLP
 from coat_jax.nn.parameters import value_of
@@ -46,7 +47,7 @@ class ModularAttention(Attention):
     def _heads(self, x: Float[Array, "B S D"], positions: Array | None) -> Any:
         n = x if self.norm is None else self.norm(x)
         layers: tuple[Projection, ...] = (self.query, self.key, self.value)
-        q, k, v = (layer(n).reshape(*x.shape[:2], -1, self.head_dim) for layer in layers)
+        q, k, v = (split_heads(layer(n), self.head_dim) for layer in layers)
         return x, *self._normalize_and_rotate(q, k, positions), v
 
     def _attend(
@@ -55,7 +56,7 @@ class ModularAttention(Attention):
         x, q, k, v = self._heads(x, positions)
         settings: dict[str, Any] = {"causal": self.causal, "window": self.window}
         o = ops.attention(q, k, v, segments=segments, precision=self.precision, **settings)
-        y = self._projected_out(o.reshape(*x.shape[:2], -1))
+        y = self._projected_out(join_heads(o))
         return x + y if self.residual else y, k, v
 
     def _projected_out(self, joined: Float[Array, "B S NH"]) -> Float[Array, "B S D"]:

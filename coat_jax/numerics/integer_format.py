@@ -100,7 +100,8 @@ def _round(
     x = jnp.clip(x, fmt.min, fmt.max)
     magnitude = jnp.abs(x)
     whole = jnp.floor(magnitude)
-    return jnp.copysign(whole + rounds_up(whole, magnitude - whole, mode, noise), x)
+    up = rounds_up(whole, magnitude - whole, mode, noise)
+    return jnp.copysign(whole + up.astype(jnp.float32), x)
 
 
 @_round.defjvp

@@ -284,7 +284,7 @@ def _round(
 ) -> Float[Array, "..."]:
     place = fmt.place(x)
     up = rounds_up(place.whole, place.fraction, mode, noise)
-    rounded = (place.whole + up) * place.unit * place.back
+    rounded = (place.whole + up.astype(jnp.float32)) * place.unit * place.back
     if not fmt.signed:
         rounded = jnp.where(x < 0, 0.0, rounded)
     if not fmt.zero:

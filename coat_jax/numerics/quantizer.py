@@ -135,6 +135,7 @@ class Quantizer:
             covered: the range: from `range_of`, or parameters of the same shapes.
             noise: uniform in [0, 1), for stochastic rounding.
         """
+        x = jnp.asarray(x)  # NumPy's FP64 becomes FP32
         rows, _ = self._rows(x)
         shape = (rows.shape[0],)
         if jnp.shape(covered.low) != shape or jnp.shape(covered.high) != shape:
@@ -208,7 +209,7 @@ class Quantizer:
             values = self._values(rows, _part(widest, shares), None, "nearest")
             return jnp.sum(jnp.square((values - rows) / unit), axis=-1)
 
-        best = _least(errors, jnp.ones(rows.shape[0]), COARSE)
+        best = _least(errors, jnp.ones(rows.shape[0], jnp.float32), COARSE)
         best = _least(errors, best, FINE)
         return _checked(_part(widest, jnp.minimum(best, 1.0)))
 
@@ -262,7 +263,7 @@ def sqnr_bits(x: Float[Array, "..."], values: Float[Array, "..."]) -> Float[Arra
         raise ValueError(
             f"sqnr_bits compares arrays of one shape, not {x.shape} and {values.shape}."
         )
-    x = x.astype(jnp.float32)
+    x, values = x.astype(jnp.float32), values.astype(jnp.float32)
     unit = jnp.max(jnp.abs(x), initial=0.0)
     unit = jnp.where(unit > 0, unit, 1.0)
     signal = jnp.sum(jnp.square(x / unit))

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from coat_jax import watching
 from coat_jax.errors import UserError
 from coat_jax.kernels.dispatch import Implementation
+from coat_jax.kernels.rotary import join_heads
 from coat_jax.ops import recording
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import (
@@ -267,10 +268,10 @@ def _attention_linear_forward(
     output, saved = save_attention(settings, q, k, v, segments)
     exact = settings.precision.exact_forward
     o = output if exact else restore(saved.output, q.dtype, settings.precision.attention_block)
-    n = as_operand(_joined(o), q.dtype, mode)
+    n = as_operand(join_heads(o), q.dtype, mode)
     (y,), scales = project(n, (weight,), (bias,), q.dtype, mode)
     seen = recording.attention(probe, (q, k, v), output, saved, settings)
-    seen = recording.operand(seen, "out/input", lambda: _joined(o), n.scale, mode.format)
+    seen = recording.operand(seen, "out/input", lambda: join_heads(o), n.scale, mode.format)
     seen = recording.weights(seen, (weight,), scales, mode)
     return y, (saved, n.scale, segments, weight, scales, bias, seen)
 
@@ -291,7 +292,7 @@ def _attention_linear_backward(
         dy: Array,
     ) -> Any:
         o, pull = recompute_attention(settings, saved, segments, dy.dtype)
-        n = recompute_input(_joined(o), scale, dy.dtype, mode)
+        n = recompute_input(join_heads(o), scale, dy.dtype, mode)
         g = [gradient_operand(dy, mode)]
         do = input_gradient((weight,), scales, g, o.dtype, mode).reshape(o.shape)
         (d_weight,) = weight_gradients(n, (weight,), g)
@@ -304,7 +305,3 @@ def _attention_linear_backward(
 
 
 _attention_linear.defvjp(_attention_linear_forward, _attention_linear_backward)
-
-
-def _joined(o: Float[Array, "B S N H"]) -> Float[Array, "B S NH"]:
-    return o.reshape(*o.shape[:-2], o.shape[-2] * o.shape[-1])

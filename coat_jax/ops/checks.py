@@ -33,7 +33,8 @@ def require_layers(
                 f"it should be {weight.shape[1:]}."
             )
         for operand in (weight, bias):
-            require_real(name, operand)
+            if operand is not None:
+                require_real(name, operand)
 
 
 def require_automatic_sharding(name: str, *arrays: Array) -> None:
@@ -55,10 +56,8 @@ def require_columns(name: str, x: Array) -> None:
         raise ValueError(f"{name} works on the last axis of its input, and a scalar has none.")
 
 
-def require_real(name: str, array: Array | None) -> None:
-    """Raises unless the array, if there is one, has a real dtype of 16 bits or more."""
-    if array is None:
-        return
+def require_real(name: str, array: Array) -> None:
+    """Raises unless this is an array with a real dtype of 16 bits or more."""
     require_array(name, array)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} computes with real floats, not with {array.dtype.name}.")
@@ -81,8 +80,10 @@ def require_norm(name: str, columns: int, norm: Norm) -> None:
         remedy = "its spec()" if hasattr(norm, "spec") else "coat.ops.Norm(scale)"
         raise TypeError(f"{name} takes a coat.ops.Norm, not {type(norm).__name__}: pass {remedy}.")
     for part in (norm.scale, norm.shift):
+        if part is None:
+            continue
         require_real(name, part)
-        if part is not None and part.shape != (columns,):
+        if part.shape != (columns,):
             raise ValueError(
                 f"{name} got an input with {columns} columns and a norm with parameters of "
                 f"shape {part.shape}: it should be ({columns},)."

@@ -26,8 +26,8 @@ from coat_jax.numerics.mesh_axes import automatic_mesh, gathered
 from coat_jax.ops.checks import (
     require_array,
     require_automatic_sharding,
+    require_columns,
     require_layers,
-    require_real,
 )
 
 IGNORED = -100
@@ -53,7 +53,7 @@ def cross_entropy(
         z_loss: weight of the squared log-sum-exp, which keeps logits from drifting.
         label_smoothing: the share of the label's probability that is spread over all tokens.
     """
-    require_real("cross_entropy", hidden)
+    require_columns("cross_entropy", hidden)
     require_layers("cross_entropy", hidden.shape[-1], (weight,), (None,))
     require_automatic_sharding("cross_entropy", hidden, weight)
     require_array("cross_entropy", labels)
@@ -77,8 +77,16 @@ def cross_entropy(
         raise ValueError(f"z_loss={z_loss} must be at least 0, and finite.")
     chunk = max(min(chunk, hidden.shape[-2]), 1)
     settings = _LossSettings(chunk, float(z_loss), float(label_smoothing))
+    labels = labels_in_int32(jnp.asarray(labels))
     total = _sum_of_losses(settings, hidden, weight, labels)
     return total / jnp.maximum(jnp.sum(labels >= 0), 1).astype(total.dtype)
+
+
+def labels_in_int32(labels: Int[Array, "*B S"]) -> Int[Array, "*B S"]:
+    """Labels in a dtype that can hold -100 and any V; larger numbers become the largest one."""
+    own, limits = jnp.iinfo(labels.dtype), jnp.iinfo(jnp.int32)
+    inside = jnp.clip(labels, max(own.min, limits.min), min(own.max, limits.max))
+    return inside.astype(jnp.int32)
 
 
 class _LossSettings(NamedTuple):
@@ -186,5 +194,5 @@ def _chunks(x: Array, chunk: int, axis: int, fill: int) -> Array:
 def _join(parts: Array, shape: tuple[int, ...]) -> Array:
     """Undoes `_chunks` of an array whose sequence axis is the last but one."""
     joined = jnp.moveaxis(parts, 0, -3)
-    joined = joined.reshape(*shape[:-2], -1, shape[-1])
+    joined = joined.reshape(*shape[:-2], math.prod(joined.shape[-3:-1]), shape[-1])
     return joined[..., : shape[-2], :]

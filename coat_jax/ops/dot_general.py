@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from coat_jax.ops.checks import require_real
 from coat_jax.ops.linear import linear
 from coat_jax.precision import COAT, Precision, precision_of
 
@@ -57,7 +58,10 @@ class DotGeneral:
             raise ValueError(
                 "coat.ops.DotGeneral takes no out_sharding: use a mesh with automatic axes."
             )
+        require_real("coat.ops.DotGeneral", lhs)
+        require_real("coat.ops.DotGeneral", rhs)
         left, right = tuple(left), tuple(right)
+        _require_same_sizes(lhs.shape, rhs.shape, left, right)
         rows = [axis for axis in range(lhs.ndim) if axis not in left]
         others = [axis for axis in range(rhs.ndim) if axis not in right]
         contracted = math.prod(rhs.shape[axis] for axis in right)
@@ -67,6 +71,20 @@ class DotGeneral:
         w = rhs.transpose(*right, *others).reshape(contracted, math.prod(others_shape))
         y = linear(x, w, precision=self.precision).reshape(*row_shape, *others_shape)
         return y if preferred_element_type is None else y.astype(jnp.dtype(preferred_element_type))
+
+
+def _require_same_sizes(
+    lhs: tuple[int, ...], rhs: tuple[int, ...], left: tuple[int, ...], right: tuple[int, ...]
+) -> None:
+    """Raises unless both shapes have the axes that are contracted, with the same sizes."""
+    there = all(
+        0 <= axis < len(shape) for shape, axes in ((lhs, left), (rhs, right)) for axis in axes
+    )
+    if not there or [lhs[axis] for axis in left] != [rhs[axis] for axis in right]:
+        raise ValueError(
+            f"An input {lhs} and a weight {rhs} do not fit: their axes {left} and {right}, which "
+            "are contracted, must have the same sizes."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +111,8 @@ class Einsum:
         out_sharding: Any = None,
     ) -> Float[Array, "..."]:
         """Evaluates the equation, in which only the input may have an ellipsis."""
+        require_real("coat.ops.Einsum", x)
+        require_real("coat.ops.Einsum", w)
         inputs, arrow, output = equation.replace(" ", "").partition("->")
         if not arrow:
             raise ValueError(f'{equation!r} names no output: write one, as in "bsd,df->bsf".')
@@ -100,6 +120,12 @@ class Einsum:
         rest = x.ndim - len(of_x.replace("...", ""))
         leading = "".join(chr(0x3B1 + i) for i in range(rest))  # letters that no one else uses
         of_x, output = (part.replace("...", leading) for part in (of_x, output))
+        for letters, operand in ((of_x, x), (of_w, w)):
+            if len(letters) != operand.ndim or len(set(letters)) != len(letters):
+                raise ValueError(
+                    f"{equation!r} does not name each axis of an input {x.shape} and of a weight "
+                    f"{w.shape} once. Only the input may have an ellipsis."
+                )
         contracted = [name for name in of_x if name in of_w and name not in output]
         if set(of_x) & set(of_w) & set(output):
             raise ValueError(

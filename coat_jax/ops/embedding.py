@@ -21,8 +21,8 @@ def embedding(table: Float[Array, "V D"], tokens: Int[Array, "..."]) -> Float[Ar
         tokens: token numbers. A negative number, or one of V or more, has a row of NaN.
     """
     require_real("embedding", table)
-    if table.ndim != 2:
-        raise ValueError(f"embedding takes a table [V, D], not {table.shape}.")
+    if table.ndim != 2 or not table.shape[0]:
+        raise ValueError(f"embedding takes a table [V, D] of at least one row, not {table.shape}.")
     require_array("embedding", tokens)
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"tokens are whole numbers, not {tokens.dtype.name}.")

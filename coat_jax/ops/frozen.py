@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -43,6 +44,7 @@ class Frozen(NamedTuple):
 def freeze(weight: Float[Array, "K N"], *, precision: Precision | str = COAT) -> Frozen:
     """Rounds a weight to FP8, once for all steps."""
     require_real("freeze", weight)
+    weight = jnp.asarray(weight)  # NumPy's FP64 becomes FP32
     mode = mode_of(precision, "xla")
     if isinstance(mode.format, Minifloat):
         raise ValueError(
@@ -82,6 +84,7 @@ def adapted_linear(
         implementation: "xla", "triton", or None for what suits the device.
     """
     require_columns("adapted_linear", x)
+    x = jnp.asarray(x)  # NumPy's FP64 becomes FP32
     if not isinstance(weight, Frozen):
         raise TypeError(
             f"adapted_linear takes a weight from coat.ops.freeze, not {type(weight).__name__}."

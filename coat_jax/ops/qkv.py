@@ -21,9 +21,11 @@ from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.rotary import (
     GROWTH,
+    join_heads,
     rotary_backward,
     rotary_backward_cast,
     rotary_forward,
+    split_heads,
     supports_head_dim,
 )
 from coat_jax.ops import recording
@@ -82,10 +84,10 @@ def norm_qkv(
         precision: see `coat.Precision`.
         implementation: "xla", "triton", or None for what suits the device.
     """
+    require_real("norm_qkv", x)
     if x.ndim != 3:
         raise ValueError(f"norm_qkv takes x [batch, sequence, width], not {x.shape}.")
     ws, bs = as_layers(tuple(weights), biases)
-    require_real("norm_qkv", x)
     require_norm("norm_qkv", x.shape[-1], norm)
     require_layers("norm_qkv", x.shape[-1], ws, bs)
     require_automatic_sharding("norm_qkv", x, *ws)
@@ -143,7 +145,7 @@ def _forward(
     mode = settings.mode
     saved, n = save_norm(x, norm, mode)
     outputs, scales = project(n, weights, biases, x.dtype, mode)
-    heads = [y.reshape(*y.shape[:2], -1, settings.head_dim) for y in outputs]
+    heads = [split_heads(y, settings.head_dim) for y in outputs]
     angles = settings.angles(positions)
     if angles is not None:
         heads = [
@@ -178,11 +180,12 @@ def _backward(settings: _QKVSettings, residuals: Any, gradients: tuple[Array, ..
         d_biases = biases
         if any(bias is not None for bias in biases):
             d_biases = bias_gradients(
-                biases, [_joined(_rotated_back(dy, a)) for dy, a in zip(heads, back, strict=True)]
+                biases,
+                [join_heads(_rotated_back(dy, a)) for dy, a in zip(heads, back, strict=True)],
             )
         seen = recording.gradients(
             seen,
-            lambda: [_joined(_rotated_back(dy, a)) for dy, a in zip(heads, back, strict=True)],
+            lambda: [join_heads(_rotated_back(dy, a)) for dy, a in zip(heads, back, strict=True)],
             g,
             mode,
         )
@@ -199,18 +202,14 @@ def _operand(dy: Heads, angles: tuple[Array, Array] | None, mode: Mode) -> Opera
     """The gradient of heads before their rotation, as an operand of products."""
     dtype, stream = mode.gradient_format, mode.stream("gradients")
     if angles is None or dtype is None:
-        return gradient_operand(_joined(_rotated_back(dy, angles)), mode)
+        return gradient_operand(join_heads(_rotated_back(dy, angles)), mode)
     scale = gemm.tensor_scale(GROWTH * gemm.largest_magnitude(dy), dtype)
     if mode.implementation == "triton" and supports_head_dim(dy.shape[-1]):
         codes = rotary_backward_cast(dy, *angles, scale, dtype, stream=stream)
         return Operand(*codes, scale)
-    rotated = _joined(_rotated_back(dy, angles))
+    rotated = join_heads(_rotated_back(dy, angles))
     return gemm.scaled(rotated, scale, dtype, "both", mode.implementation, stream=stream)
 
 
 def _rotated_back(dy: Heads, angles: tuple[Array, Array] | None) -> Heads:
     return dy if angles is None else rotary_backward(dy, *angles)
-
-
-def _joined(heads: Heads) -> Float[Array, "B S NH"]:
-    return heads.reshape(*heads.shape[:2], -1)

@@ -69,6 +69,7 @@ def quantize_weight(
         input_scale: the scale of static activations, which is stored with the weight.
     """
     require_real("quantize_weight", weight)
+    weight = jnp.asarray(weight)  # NumPy's FP64 becomes FP32
     if weight.ndim != 2:
         raise ValueError(f"quantize_weight rounds a weight [K, N], not of shape {weight.shape}.")
     if format not in eight_bits.DTYPES:
@@ -101,6 +102,7 @@ def quantized_linear(
         (8, 64)
     """
     require_columns("quantized_linear", x)
+    x = jnp.asarray(x)  # NumPy's FP64 becomes FP32
     require_quantized("quantized_linear", weight, activations)
     name = eight_bits.format_of_codes(weight.codes.dtype)
     _require_shapes(x, weight, bias)

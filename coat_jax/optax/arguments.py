@@ -47,7 +47,10 @@ def require_number(name: str, value: Any) -> None:
     known = _known(value)
     low, high = RANGES[name]
     if known is not None and not low <= known < high:
-        raise ValueError(f"{name}={known!r} is outside its range, {low:g} <= {name} < {high:g}.")
+        raise ValueError(
+            f"{name}={known!r} is outside its range, {low:g} <= {name} < {high:g}."
+            f"{_advice_on_rounding(value)}"
+        )
 
 
 def require_scalar(name: str, value: Any) -> None:
@@ -108,6 +111,17 @@ def _is_scalar(value: Any) -> bool:
     if not isinstance(value, np.generic | np.ndarray | jax.Array) or value.shape:
         return False
     return jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+
+
+def _advice_on_rounding(value: Any) -> str:
+    """Where a number in 16 bits may come from, which is rounded."""
+    dtype = getattr(value, "dtype", None)
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return ""
+    return (
+        f" It came in {dtype.name}: optax.inject_hyperparams casts numbers to the dtype of the "
+        "parameters, unless it gets hyperparam_dtype=jnp.float32."
+    )
 
 
 def _known(value: Any) -> float | None:

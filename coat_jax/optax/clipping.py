@@ -16,7 +16,7 @@ from coat_jax.optax.arguments import require_number
 def global_norm(grads: optax.Updates) -> Float[Array, ""]:
     """The norm of all gradients together, in FP32."""
     squares = [jnp.sum(jnp.square(_in_fp32(g))) for g in jax.tree.leaves(grads)]
-    return jnp.sqrt(sum(squares, start=jnp.zeros([])))
+    return jnp.sqrt(sum(squares, start=jnp.zeros([], jnp.float32)))
 
 
 def global_norm_scale(grads: optax.Updates, max_norm: float | Float[Array, ""]) -> Float[Array, ""]:
@@ -28,7 +28,7 @@ def global_norm_scale(grads: optax.Updates, max_norm: float | Float[Array, ""]) 
             without clipping, leave `grad_scale` out.
     """
     require_number("max_norm", max_norm)
-    return clip_scale(global_norm(grads), max_norm)
+    return clip_scale(global_norm(grads), max_norm).astype(jnp.float32)
 
 
 def _in_fp32(g: Array) -> Float[Array, "..."]:

@@ -166,7 +166,7 @@ def split_params(
                 dither = noise.bits(noise.param_key(key), p.shape, run=GROUP_SIZE) >> 8
             leaves[i], corrected[i] = corrections.split(p, dither)
         else:
-            leaves[i] = p.astype(dtype_of(leaves[i]))
+            leaves[i] = p.astype(jnp.result_type(leaves[i]))
     new = jax.tree.unflatten(structure_of_corrections, corrected)
     return jax.tree.unflatten(structure, leaves), CorrectedState(inner, new)
 

@@ -34,6 +34,7 @@ from coat_jax.numerics.integers import LARGEST, SMALLEST
 from coat_jax.optax.adam import fp8_adamw
 from coat_jax.optax.arguments import require_number, require_number_or_schedule, require_settings
 from coat_jax.optax.checks import require_moments, require_same_shapes, require_state_of
+from coat_jax.optax.corrections import in_fp32
 from coat_jax.optax.masks import Mask, checked_mask, require_mask
 from coat_jax.optax.matrices import (
     DimensionNumbers,
@@ -217,6 +218,7 @@ def scale_by_fp8_muon(
     require_number("eps", eps)
     require_settings(storage=storage, mu_dtype=mu_dtype, nesterov=nesterov, adaptive=adaptive)
     storage = storage or Storage()
+    beta = in_fp32(beta)  # optax.inject_hyperparams casts it to the dtype of the parameters
 
     def init(params: optax.Params) -> ScaleByFP8MuonState:
         leaves, structure = jax.tree.flatten(params)
@@ -237,7 +239,7 @@ def scale_by_fp8_muon(
         del params
         _require_state(state, updates, storage)
         count = optax.safe_increment(state.count)
-        gradients, structure = jax.tree.flatten(updates)
+        gradients, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, updates))
         matrices = matrices_of(weight_dimension_numbers, updates)
         old = zip(by_leaf(state.mu), jax.tree.leaves(state.columns), strict=True)
         stored, columns, corrected = [], [], []

@@ -25,6 +25,9 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
+from coat_jax.errors import UserError
+from coat_jax.numerics import mesh_axes
+from coat_jax.numerics.expansion import SMALLEST
 from coat_jax.numerics.mesh_axes import automatic_mesh
 
 Coefficients = tuple[float, float, float] | tuple[tuple[float, float, float], ...]
@@ -63,6 +66,8 @@ def orthogonalize(
         dtype: the dtype of the products' operands.
     """
     require_preconditioning(preconditioning)
+    _require_whole_matrices(stacks)
+    eps = jnp.maximum(jnp.asarray(eps, jnp.float32), SMALLEST)  # zeros are divided by it
     rows = np.broadcast_to(coefficients, (steps, 3)) if coefficients.ndim == 1 else coefficients
     run = partial(_map, partial(_orthogonalize, rows.tolist(), eps, preconditioning))
     results: list[list[Array]] = [[] for _ in stacks]
@@ -73,6 +78,18 @@ def orthogonalize(
         for part, result in zip(parts, jnp.split(done, ends[:-1]), strict=True):
             results[part.stack].append(result)
     return [jnp.concatenate(parts) for parts in results]
+
+
+def _require_whole_matrices(stacks: Sequence[Float[Array, "B M N"]]) -> None:
+    """Raises if a matrix is sharded over explicit axes: its products would have to say how, too."""
+    for stack in stacks:
+        spec = getattr(jax.typeof(stack).sharding, "spec", ())
+        if axes := [axis for entry in spec[1:] for axis in mesh_axes.names(entry)]:
+            raise UserError(
+                "Muon got a matrix that is sharded over explicit axes of the mesh: "
+                f"{', '.join(axes)}. Let XLA shard its products: make the mesh with axis_types="
+                "(jax.sharding.AxisType.Auto,) * number_of_axes."
+            )
 
 
 class _Part(NamedTuple):
@@ -160,7 +177,8 @@ def _precondition(
     x: Float[Array, "M N"], eps: ArrayLike, how: Preconditioning
 ) -> tuple[Float[Array, "M N"], Float[Array, "M M"]]:
     """`x` with singular values of at most 1, and its Gram matrix, which the first step needs."""
-    x = x / jnp.maximum(jnp.max(jnp.abs(x)), eps).astype(x.dtype)
+    wide = x.astype(jnp.float32)
+    x = (wide / jnp.maximum(jnp.max(jnp.abs(wide)), eps)).astype(x.dtype)
     gram = jnp.matmul(x, x.T, preferred_element_type=jnp.float32)
     if how == "aol":
         s = lax.rsqrt(jnp.maximum(jnp.sum(jnp.abs(gram), axis=-1), eps))[:, None]

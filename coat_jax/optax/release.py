@@ -105,7 +105,7 @@ def step_by_stages(
     unusable = ~jnp.isfinite(loss)
     parts = Parts(params, state)
     pending: dict[int, Array] = {}
-    squares: Any = jnp.zeros([])
+    squares: Any = jnp.zeros([], jnp.float32)
     skipped: Any = False
     dx: Any = jnp.ones_like(loss)
     for i in reversed(range(len(stages))):

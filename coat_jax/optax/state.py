@@ -27,7 +27,7 @@ from coat_jax.optax.checks import (
     require_same_shapes,
     require_state_of,
 )
-from coat_jax.optax.corrections import CorrectedState, advice_on, is_corrected
+from coat_jax.optax.corrections import CorrectedState, advice_on, in_fp32, is_corrected
 from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.metadata import fit_metadata
 from coat_jax.optax.sharding import full
@@ -127,6 +127,8 @@ def step_tree(
         )
     ]
     count = optax.safe_increment(state.count)
+    # optax.inject_hyperparams casts numbers to the dtype of the parameters: 1e-8 is 0 in FP16.
+    hyper = Hyper(*in_fp32(tuple(hyper)))
     stepped = adam_step(
         per_leaf,
         count,

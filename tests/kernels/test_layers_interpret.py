@@ -179,3 +179,17 @@ def test_telemetry_sees_the_tensors_of_kernels():
             assert kernels[name].headroom == pytest.approx(wanted.headroom, abs=0.1), name
         assert kernels[name].saturated == 0
         assert kernels[name].error == pytest.approx(wanted.error, rel=0.05), name
+
+
+def test_arrays_without_elements_launch_nothing():
+    x, w = jnp.zeros((0, 24, 64)), numbers(64, 64)
+
+    def layer(x, w):
+        how = {"precision": coat.COAT, "implementation": "triton"}
+        x, *heads = ops.norm_qkv(x, ops.Norm(), (w, w, w), head_dim=32, rotary=ops.Rotary(), **how)
+        y = ops.gated_mlp(x, ops.Norm(), w, w, w, **how)
+        return jnp.sum(y) + sum(map(jnp.sum, heads))
+
+    dx, dw = jax.grad(layer, argnums=(0, 1))(x, w)
+    assert dx.shape == x.shape
+    assert not jnp.any(dw)

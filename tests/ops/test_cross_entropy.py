@@ -200,3 +200,24 @@ def test_the_embedding_can_be_the_head_in_bf16():
         jax.jit(jax.value_and_grad(loss))(embed, h) for h in (hidden, hidden.astype(jnp.float32))
     )
     assert_close(got, want, 2.0**-6)
+
+
+def test_labels_may_have_any_integer_dtype():
+    """Also one that holds neither -100, with which a short chunk is filled up, nor V."""
+    vocabulary = 300
+    hidden, w, labels = draw(0, (2, 7, D)), weight(2, D, vocabulary), np.arange(14).reshape(2, 7)
+
+    @jax.jit
+    def losses(hidden, w):
+        return [
+            jax.value_and_grad(ops.cross_entropy, argnums=(0, 1))(
+                hidden, w, jnp.asarray(labels, dtype), chunk=3
+            )
+            for dtype in (jnp.int32, jnp.int8, jnp.uint8, jnp.uint16, jnp.uint32)
+        ]
+
+    wanted, *others = losses(hidden, w)
+    for found in others:
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    too_large = jnp.full((2, 7), 2**32 - 100, jnp.uint32)
+    assert jnp.isnan(ops.cross_entropy(hidden, w, too_large))

@@ -218,6 +218,38 @@ VALUES = {
         r"shape \(2, 5, 13\) came with labels of shape \(1, 5\)",
     ),
     "cross_entropy: no smoothing": (cross_entropy(label_smoothing=float("nan")), "=nan must be"),
+    "cross_entropy: one number": (
+        cross_entropy(hidden=X[0, 0, 0], labels=LABELS[0, 0]),
+        "last axis of its input, and a scalar has none",
+    ),
+    "embedding: no rows": (
+        lambda: ops.embedding(W[:0], LABELS),
+        r"at least one row, not \(0, 29\)",
+    ),
+    "attention_to_past: rank": (
+        lambda: ops.attention_to_past(HEADS[0, :1], HEADS, HEADS, LABELS == 0),
+        r"attention_to_past takes q \[B, 1, N, H\].* not \(1, 4, 8\), \(2, 5, 4, 8\)",
+    ),
+    "DotGeneral: sizes": (
+        lambda: ops.DotGeneral()(X, W, (((2,), (1,)), ((), ()))),
+        r"\(2, 5, 13\) and a weight \(13, 29\) do not fit: their axes \(2,\) and \(1,\)",
+    ),
+    "DotGeneral: no such axis": (
+        lambda: ops.DotGeneral()(X, W, (((3,), (0,)), ((), ()))),
+        r"do not fit: their axes \(3,\) and \(0,\)",
+    ),
+    "Einsum: rank": (
+        lambda: ops.Einsum()("bsd,df->bsf", X[0], W),
+        r"does not name each axis of an input \(5, 13\) and of a weight \(13, 29\) once",
+    ),
+    "Einsum: a diagonal": (
+        lambda: ops.Einsum()("bsd,dd->bs", X, W),
+        "does not name each axis .* once",
+    ),
+    "Einsum: three operands": (
+        lambda: ops.Einsum()("bsd,df,fg->bsg", X, W),
+        "does not name each axis .* once",
+    ),
 }
 
 
@@ -270,6 +302,18 @@ def test_numbers_in_fp8_are_refused(call):
 
 NO_ARRAYS = {
     "input": linear([[1.0]], W),
+    "no input": linear(None, W),
+    "no residual stream": norm_qkv(x=None, head_dim=8),
+    "no heads": attention(q=None),
+    "no heads to rotate": lambda: ops.rotate(None, LABELS[0], ops.Rotary()),
+    "no table": lambda: ops.embedding(None, LABELS),
+    "no hidden states": cross_entropy(hidden=None),
+    "no weight to freeze": lambda: ops.freeze(None),
+    "no weight to quantize": lambda: ops.quantize_weight(None),
+    "no past": lambda: ops.attention_to_past(HEADS[:, :1], None, HEADS, LABELS == 0),
+    "no slots": lambda: ops.attention_to_past(HEADS[:, :1], HEADS, HEADS, None),
+    "operands of a product": lambda: ops.DotGeneral()([[1.0]], W, (((1,), (0,)), ((), ()))),
+    "operands of an equation": lambda: ops.Einsum()("bd,df->bf", X[0], None),
     "weight": linear(X, [[1.0]]),
     "no weight": linear(X, None),
     "no up": mlp(up=None),

@@ -4,6 +4,8 @@ The law is always the same: wrapped, it does exactly what it does alone on what 
 on. One leaf, in FP8, is enough to see that.
 """
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ import optax
 import optax.contrib
 import pytest
 
-from coat_jax.optax import Storage, fp8_adamw, scale_by_fp8_adam
+from coat_jax.optax import Storage, fp8_adamw, fp8_muon, scale_by_fp8_adam
 
 FP8 = Storage(min_size=0)
 SHAPE = (4, 256)
@@ -83,6 +85,24 @@ def test_injected_numbers_change_nothing(params):
     # b2 = 0.999 as an FP32 array is off by 2^-26, which 1 - b2 makes 2e-5.
     assert_close(injected[0], plain[0], rtol=3e-5)
     assert np.mean(np.abs(injected[1]["w"] - plain[1]["w"])) < 1e-5
+
+
+@pytest.mark.parametrize("make", [fp8_adamw, fp8_muon])
+def test_numbers_that_are_injected_in_fp16_leave_zeros_alone(make):
+    """In FP16 eps is zero, and so are the numbers that zero gradients are divided by."""
+    fixed = {"storage", "ns_steps", "ns_dtype"} & set(inspect.signature(make).parameters)
+    tx = optax.inject_hyperparams(make, static_args=fixed)(1e-2, weight_decay=0.0, storage=FP8)
+    params = {"w": jnp.ones((16, 32), jnp.float16), "b": jnp.ones(32, jnp.float16)}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = jax.jit(tx.update)(zeros, tx.init(params), params)
+    jax.tree.map(np.testing.assert_array_equal, updates, zeros)
+
+
+def test_a_number_that_is_rounded_out_of_its_range_says_where_it_was_rounded():
+    """0.999 is 1 in BF16."""
+    tx = optax.inject_hyperparams(fp8_adamw, static_args=("storage",))(1e-2, storage=FP8)
+    with pytest.raises(ValueError, match=r"b2=1\.0 is outside .* hyperparam_dtype=jnp\.float32"):
+        tx.init({"w": jnp.ones((16, 32), jnp.bfloat16)})
 
 
 def test_injected_learning_rate_can_be_changed_between_steps(params):

@@ -11,6 +11,7 @@ from optax.contrib import MuonDimensionNumbers
 from optax.contrib import muon as optax_muon
 
 import coat_jax as coat
+from coat_jax.errors import UserError
 from coat_jax.optax.matrices import matrices_of
 from coat_jax.optax.newton_schulz import orthogonalize
 
@@ -294,3 +295,35 @@ def test_leaves_that_are_not_matrices_and_other_states_are_refused():
         tx.init({"b": jnp.zeros(3)})
     with pytest.raises(TypeError, match="another optimizer"):
         tx.update({"w": jnp.zeros((3, 3))}, optax.EmptyState())
+
+
+def test_zeros_are_orthogonalized_to_zeros():
+    """With any preconditioning, also where eps is zero in the dtype of the products."""
+    zeros = [jnp.zeros((1, 4, 6))]
+
+    @jax.jit
+    def all_ways():
+        return [
+            orthogonalize(
+                zeros,
+                STANDARD,
+                eps=eps,
+                preconditioning=how,
+                dtype=dtype,
+            )
+            for how in ("frobenius", "aol", "schatten")
+            for dtype in (jnp.float16, jnp.bfloat16)
+            for eps in (1e-8, 0.0)
+        ]
+
+    for (u,) in all_ways():
+        assert not jnp.any(u)
+
+
+def test_matrices_that_are_sharded_explicitly_are_refused():
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Explicit,))
+    tx = coat.optax.fp8_muon(0.02, storage=coat.Storage(min_size=0, group_size=16))
+    with jax.set_mesh(mesh):
+        params = {"w": jax.device_put(jnp.ones((4, 32)), P("fsdp"))}
+        with pytest.raises(UserError, match=r"explicit axes of the mesh: fsdp.*Auto"):
+            jax.jit(tx.update)(params, tx.init(params), params)

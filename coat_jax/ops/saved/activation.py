@@ -50,14 +50,14 @@ def save_activation(
         blocks, codes, maxima = activation_forward_exact(
             hidden, act, precision.forward, size, stochastic=stochastic
         )
-        scale = gemm.tensor_scale(jnp.max(maxima), precision.forward)
+        scale = gemm.tensor_scale(jnp.max(maxima, initial=0.0), precision.forward)
         codes = activation_rescale(codes, maxima, scale, size)
         return SavedActivation(blocks, scale), Operand(codes, None, scale)
     if size is not None:
         blocks, maxima = activation_forward(
             hidden, act, precision.forward, size, stochastic=stochastic
         )
-        scale = gemm.tensor_scale(jnp.max(maxima), precision.forward)
+        scale = gemm.tensor_scale(jnp.max(maxima, initial=0.0), precision.forward)
         codes = activation_cast(blocks, act, scale, size)
         return SavedActivation(blocks, scale), Operand(codes, None, scale)
     saved, values = save_hidden(hidden, precision)

@@ -1,0 +1,39 @@
+"""NumPy's arrays, also in FP64, are what `jnp.asarray` makes of them, without a warning."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import coat_jax as coat
+from coat_jax import ops
+
+STORAGE = coat.Storage(min_size=0)
+X = np.random.default_rng(0).standard_normal((4, 32))
+W = np.random.default_rng(1).standard_normal((32, 8))
+
+
+def one_update(tx, x):
+    params = {"w": x}
+    return tx.update(params, tx.init(params), params)[0]["w"]
+
+
+CASES = {
+    "quantized_linear": lambda x, w: ops.quantized_linear(x, ops.quantize_weight(w, fit="max")),
+    "adapted_linear": lambda x, w: ops.adapted_linear(
+        x, ops.freeze(w), tuple(map(jnp.asarray, (w[:, :2], w[:2])))
+    ),
+    "Quantizer": lambda x, w: coat.quantizer.Quantizer("E4M3")(x),
+    "fp8_adamw": lambda x, w: one_update(coat.optax.fp8_adamw(1e-2, storage=STORAGE), x),
+    "fp8_muon": lambda x, w: one_update(coat.optax.fp8_muon(1e-2, storage=STORAGE), x),
+    "with_corrections": lambda x, w: one_update(
+        coat.optax.with_corrections(optax.sign_sgd(1e-2)), x
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numpy_arrays_in_fp64_count_as_fp32(name):
+    found = CASES[name](X, W)
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, CASES[name](jnp.asarray(X), jnp.asarray(W)))
