@@ -162,7 +162,7 @@ def _chosen(
     tokens = choose(logits, sampling, session.numbers, session.cache.lengths)
     ended = (session.lefts <= 0) | jnp.isin(tokens, stops)
     lefts = jnp.where(ended, 0, session.lefts - 1)
-    new = jnp.where(jnp.isnan(logits).any(axis=-1), NOT_A_NUMBER, tokens)
+    new = jnp.where(jnp.isfinite(logits).all(axis=-1), tokens, NOT_A_NUMBER)
     new = jnp.where(ended, NOTHING, new)
     return new, session._replace(tokens=tokens, lefts=lefts)
 
@@ -186,7 +186,7 @@ def require_prompts(
     for number, prompt in enumerate(prompts, 1):
         name = "The prompt" if len(prompts) == 1 else f"Prompt {number}"
         if not prompt:
-            raise UserError(f"{name} is empty. Give at least one token to continue.")
+            raise UserError(f"{name} is empty: it has no tokens. Give at least one to continue.")
         if len(prompt) >= config.context:
             raise UserError(
                 f"{name} has {len(prompt)} tokens, and the model's context={config.context} must "

@@ -110,9 +110,10 @@ def test_on_a_mesh_the_texts_are_the_same():
     assert got == wanted
 
 
-def test_logits_that_are_not_numbers_are_an_error():
+@pytest.mark.parametrize("lost", [jnp.nan, jnp.inf])
+def test_logits_that_are_not_numbers_are_an_error(lost):
     model = filled(dataclasses.replace(MODEL.config, layers=1))
-    model.norm.scale[...] = model.norm.scale[...].at[0].set(jnp.nan)
+    model.norm.scale[...] = model.norm.scale[...].at[0].set(lost)
     with pytest.raises(ValueError, match="logits are not numbers: its parameters are damaged"):
         generate(model, PROMPTS, max_tokens=3)
 
