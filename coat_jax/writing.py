@@ -110,7 +110,7 @@ class NewFolder(NamedTuple):
 
     def require_new(self) -> None:
         """Raises if the folder exists, complete or not."""
-        if self.out.exists():
+        if self.out.exists() or self.out.is_symlink():
             raise UserError(f"{self.out} exists already: choose another folder, or remove it.")
         if self.unfinished.exists():
             raise UserError(

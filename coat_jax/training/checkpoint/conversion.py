@@ -216,7 +216,8 @@ def _dtype(parameters: stored.Parameters, asked: DTypeLike | None) -> Any:
     if len(found) > 1:
         names = ", ".join(sorted(dtype.name for dtype in found))
         raise UserError(
-            f"The tensors have several dtypes, {names}, and a model has one: choose it by dtype."
+            f"The tensors have several dtypes, {names}, and a model has one: choose it "
+            "with --dtype, or in code with dtype=."
         )
     return found.pop()
 
