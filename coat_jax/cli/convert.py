@@ -216,6 +216,16 @@ def _recipe(options: argparse.Namespace) -> "Recipe":
                 )
     elif options.calibrate is None:
         raise UserError(f"{what} needs a text to see activations on: name it, --calibrate FILE.")
+    if options.activation_fit is not None and recipe.activations != "static":
+        raise UserError(
+            f"--activation-fit is for --activations static, and {what} finds no range for them: "
+            "leave it out."
+        )
+    if options.percentile is not None and "percentile" not in (recipe.fit, recipe.activation_fit):
+        raise UserError(
+            "--percentile is for --fit percentile or --activation-fit percentile: add one of "
+            "these, or leave it out."
+        )
     if options.tokens is not None and options.tokens < 1:
         raise UserError(f"--tokens {options.tokens} must be 1 or more.")
     return recipe

@@ -202,6 +202,8 @@ def test_training_does_not_begin_from_it(theirs, tmp_path):
         (["--to", "mixed", "--calibrate", "nowhere.txt"], "There is no file nowhere.txt"),
         (["--to", "mixed", "--calibrate", "TEXT", "--tokens", "0"], "--tokens 0 must be 1 or more"),
         (["--to", "int8", "--percentile", "20"], "percentile=20.0"),
+        (["--to", "int8", "--percentile", "99"], "--percentile is for --fit percentile or"),
+        (["--to", "int8", "--activation-fit", "max"], "--activation-fit is for --activations st"),
         (["--to", "int8", "--leave", "*.dwn"], "leave='*.dwn' matches no projection"),
         (["--to", "int8", "--step", "1"], "--step chooses among the checkpoints of a run"),
     ],
