@@ -84,11 +84,12 @@ def run(options: argparse.Namespace) -> int:
         axes=MeshAxes(fsdp=AXIS if sharded else None),
         batch_axes=(AXIS,) if sharded else (),
     )
-    window = folder.config.context if options.window is None else options.window
-    if not 2 <= window <= folder.config.context:
-        raise UserError(
-            f"--window {window} must be from 2 to the model's context={folder.config.context}."
-        )
+    context = folder.config.context
+    window = context if options.window is None else options.window
+    if options.text and context < 2:
+        raise UserError(f"The model's context={context} is too short for a window: it takes 2.")
+    if options.text and not 2 <= window <= context:
+        raise UserError(f"--window {window} must be from 2 to the model's context={context}.")
     begin = folder.text.encode("")[:1] or folder.stops[:1]
     texts = {file: _text(file, folder, begin) for file in files_of(tuple(options.text))}
     tasks = {file: _questions(file, folder, begin) for file in files_of(tuple(options.tasks))}

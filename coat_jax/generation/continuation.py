@@ -26,6 +26,7 @@ from coat_jax.generation.cache import Cache, decode, prefill
 from coat_jax.generation.sampling import Sampling, choose
 from coat_jax.models import Config, Llama
 from coat_jax.models.batches import NOT_NUMBERS, padded_length, padded_rows, require_known
+from coat_jax.printable import counted
 
 CHUNK = 8
 SLOTS = 64
@@ -189,8 +190,8 @@ def require_prompts(
             raise UserError(f"{name} is empty: it has no tokens. Give at least one to continue.")
         if len(prompt) >= config.context:
             raise UserError(
-                f"{name} has {len(prompt)} tokens, and the model's context={config.context} must "
-                "hold one more. Shorten it."
+                f"{name} has {counted(len(prompt), 'token')}, and the model's "
+                f"context={config.context} must hold one more. Shorten it."
             )
         require_known(f"{name} has", prompt, config.vocab)
     require_known("stops has", stops, config.vocab)

@@ -338,7 +338,9 @@ def rewrite(folder, **changes):
         (lambda f: rewrite(f, **{"model.norm.weight": None}), "lacks tensors: model.norm.weight"),
         (lambda f: (f / "model.safetensors").unlink(), "There is no model.safetensors"),
         (lambda f: (f / "config.json").unlink(), "there is no config.json in it"),
-        (lambda f: (f / "config.json").write_text("{"), "config.json is not a JSON object"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON: Expecting prop"),
+        (lambda f: (f / "config.json").write_text("\ufeff{}"), "is not JSON: Unexpected UTF-8 BOM"),
+        (lambda f: (f / "config.json").write_text("[]"), "config.json is not a JSON object, but"),
         (lambda f: (f / "config.json").write_text("{}"), "neither the `model` of a run nor"),
         (
             lambda f: rewrite(f, **{"model.norm.weight": np.ones(48, np.float32)}),
