@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coat_jax.cli.model_folder import ModelFolder, add_model_arguments, on_devices
-from coat_jax.cli.output import note, table
+from coat_jax.cli.output import note, on_terminal, table
 from coat_jax.errors import UserError
 from coat_jax.files import read_text
 from coat_jax.printable import counted, printable
@@ -182,7 +182,7 @@ def _progress(what: str) -> Callable[[int, int], None]:
     """Shows on a terminal how much is done."""
 
     def show(done: int, of: int) -> None:
-        if sys.stderr.isatty():
+        if on_terminal(sys.stderr):
             line = "" if done == of else f"{done:,} of {of:,} {what}"
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
