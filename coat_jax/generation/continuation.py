@@ -175,7 +175,7 @@ def require_prompts(
     config: Config, prompts: Prompts, *, max_tokens: int, stops: Sequence[int] = ()
 ) -> None:
     """Raises unless `stream` can continue these prompts; needs no model yet."""
-    if not prompts:
+    if not len(prompts):
         raise UserError("There is no prompt.")
     if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
         raise TypeError(
@@ -186,7 +186,7 @@ def require_prompts(
         raise UserError(f"max_tokens={max_tokens} must be 1 or more.")
     for number, prompt in enumerate(prompts, 1):
         name = "The prompt" if len(prompts) == 1 else f"Prompt {number}"
-        if not prompt:
+        if not len(prompt):
             raise UserError(f"{name} is empty: it has no tokens. Give at least one to continue.")
         if len(prompt) >= config.context:
             raise UserError(

@@ -29,7 +29,7 @@ from coat_jax.numerics.eight_bits import EightBits
 from coat_jax.numerics.quantizer import COARSE, FINE, Fit
 from coat_jax.ops.quantized import row_scales
 from coat_jax.quantization.projections import modular, paths_of, unstacked
-from coat_jax.quantization.recipe import CANDIDATES, Recipe
+from coat_jax.quantization.recipe import CANDIDATES, Recipe, require_recipe
 
 SHIFT = 18  # the bits of FP32 that a bin leaves out: it has 5 bits of the mantissa
 BINS = 1 << (31 - SHIFT)
@@ -76,6 +76,7 @@ def calibrate(
             share a program.
         recipe: for `quantize`.
     """
+    require_recipe(recipe)
     recipe.require_matches(paths_of(model.config))
     observed = modular(
         unstacked(model),
@@ -84,9 +85,9 @@ def calibrate(
     blocks = [nnx.split(block) for block in observed.layers]
     found: dict[str, Inputs] = {}
     for batch in token_batches:
-        tokens = jnp.asarray(batch)
+        tokens = np.asarray(batch)  # JAX would cut 64 bits down to 32
         _require_tokens(tokens, model.config)
-        x = observed.embedded(tokens)
+        x = observed.embedded(jnp.asarray(tokens, jnp.int32))
         for i, (graph, state) in enumerate(blocks):
             x, seen = _run_layer(graph, state, x)
             for path, inputs in _by_path(seen, i).items():
@@ -226,8 +227,8 @@ def _by_path(seen: Any, layer: int) -> dict[str, Inputs]:
     return found
 
 
-def _require_tokens(tokens: Array, config: Config) -> None:
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+def _require_tokens(tokens: np.ndarray, config: Config) -> None:
+    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(
             f"A batch of tokens is whole numbers [batch, sequence], not {tokens.dtype.name} of "
             f"shape {tokens.shape}."

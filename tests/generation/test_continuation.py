@@ -118,6 +118,20 @@ def test_logits_that_are_not_numbers_are_an_error(lost):
         generate(model, PROMPTS, max_tokens=3)
 
 
+def test_prompts_may_be_arrays():
+    settings = {"max_tokens": 3, "sampling": GREEDY}
+    wanted = generate(MODEL, [[1, 2], [3, 4]], **settings)
+    prompts = np.array([[1, 2], [3, 4]])
+    for given in (prompts, list(prompts), jnp.asarray(prompts)):
+        assert generate(MODEL, given, **settings) == wanted
+
+
+@pytest.mark.parametrize("prompt", [[1.5], [True], [[1]], [None]])
+def test_what_is_not_a_whole_number_is_no_token(prompt):
+    with pytest.raises(TypeError, match=r"The prompt has .* for tokens: a text is a list of whole"):
+        stream(MODEL, [prompt], max_tokens=3)
+
+
 @pytest.mark.parametrize("prompts", ["text", ["text"], [[1], "text"]])
 def test_text_is_to_be_encoded_first(prompts):
     with pytest.raises(TypeError, match=r"A prompt is a list of tokens, .*Bytes\(\)\.encode"):

@@ -110,6 +110,7 @@ def test_projections_that_are_left_are_not_observed():
         ([np.zeros((2, 0), np.int32)], "calibration text is empty"),
         ([np.full((1, 4), SMALL.vocab)], "token 256, outside"),
         ([np.full((1, 4), -1)], "token -1, outside"),
+        ([np.full((1, 4), 1 << 40)], "token 1099511627776, outside"),
     ],
 )
 def test_texts_that_are_no_use(batches, named):
