@@ -60,6 +60,8 @@ def path_failures(path: Path) -> Iterator[None]:
 
 def status(path: Path) -> os.stat_result | None:
     """The status of what is at the path, with links followed; None if there is nothing."""
+    if "\0" in str(path):
+        return None  # no file has such a name
     with path_failures(path):
         try:
             return path.stat()
@@ -87,6 +89,8 @@ def require_regular(path: Path, what: str = "file") -> None:
         what: what errors call it, as in "config file".
     """
     found = status(path)
+    if found is None and path.is_symlink():
+        raise MissingFile(f"{path} is a link to {path.readlink()}, where there is nothing.")
     if found is None:
         raise MissingFile(f"There is no {what} {path}.")
     if stat.S_ISDIR(found.st_mode):

@@ -83,6 +83,15 @@ def write_durably(path: Path, content: str | bytes) -> None:
         os.fsync(file.fileno())
 
 
+def flush(path: Path) -> None:
+    """Returns when the content of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def replace(path: Path, content: str | bytes) -> None:
     """Replaces a file atomically: at any time it has all of its old content, or of the new one."""
     unfinished = path.with_name(path.name + UNFINISHED)
@@ -110,7 +119,7 @@ class NewFolder(NamedTuple):
 
     def require_new(self) -> None:
         """Raises if the folder exists, complete or not."""
-        if self.out.exists():
+        if self.out.exists() or self.out.is_symlink():
             raise UserError(f"{self.out} exists already: choose another folder, or remove it.")
         if self.unfinished.exists():
             raise UserError(
@@ -124,6 +133,9 @@ class NewFolder(NamedTuple):
         self.unfinished.mkdir(parents=True)
         try:
             yield self.unfinished
+            # Else a power failure could leave the name without the content.
+            for path in (*self.unfinished.rglob("*"), self.unfinished):
+                flush(path)
             self.unfinished.rename(self.out)
         except BaseException:
             shutil.rmtree(self.unfinished, ignore_errors=True)

@@ -26,6 +26,7 @@ def test_only_regular_files_are_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "self").symlink_to("self")
     (tmp_path / "binary").write_bytes(b"\xff")
+    (tmp_path / "broken").symlink_to("gone")
     for name, message in {
         "nothing": "There is no config file .*nothing",
         "": "is a folder: name the config file itself",
@@ -33,6 +34,8 @@ def test_only_regular_files_are_read(tmp_path):
         "self": "Too many levels of symbolic links",
         "binary": "is not text in UTF-8",
         "n" * 300: "File name too long",
+        "broken": "broken is a link to gone, where there is nothing",
+        "a\0b": "There is no config file",
     }.items():
         with pytest.raises(UserError, match=message):
             read_text(tmp_path / name, "config file")

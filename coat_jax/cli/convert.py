@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from coat_jax.cli.output import note, progress_bar
 from coat_jax.errors import UserError
-from coat_jax.files import expanded
+from coat_jax.files import expanded, status
 from coat_jax.printable import counted, printable
 
 if TYPE_CHECKING:
@@ -45,9 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, help="dtype of the parameters in TO; by default that in FROM")
     add(
         "--tokenizer",
-        type=Path,
         metavar="FILE",
-        help="a tokenizer.json for TO; by default the one in a run's folder",
+        help='a tokenizer.json for TO; by default the one in FROM; or "bytes", for --calibrate',
     )
     add("--step", type=int, help="step of a run's checkpoint; by default the newest intact one")
     quantized = parser.add_argument_group("8 bits")
@@ -97,6 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Converts, and says what came of it."""
+    from coat_jax.cli.texts import BYTES
     from coat_jax.training.checkpoint import weights
 
     source = expanded(options.source)
@@ -105,8 +105,16 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(
             f"--step chooses among the checkpoints of a run, and {source} is a Hugging Face folder."
         )
-    if options.tokenizer is not None and not of_run:
-        raise UserError(f"--tokenizer is for a run, and {source} has its own: leave it out.")
+    if options.tokenizer is not None and not of_run and status(source / "tokenizer.json"):
+        raise UserError(
+            f"--tokenizer is for a folder without a tokenizer.json, and {source} has one: leave it "
+            "out."
+        )
+    if options.tokenizer == BYTES and options.calibrate is None:
+        raise UserError(
+            f"--tokenizer {BYTES} is for --calibrate. No file says that tokens are bytes, so there "
+            "is none to copy: leave it out."
+        )
     if options.to is not None:
         what = _quantize(options)
     else:
@@ -129,7 +137,9 @@ def _convert(options: argparse.Namespace, *, of_run: bool) -> str:
     source, out = expanded(options.source), expanded(options.out)
     with _progress() as progress:
         if not of_run:
-            conversion.to_run(source, out, dtype=options.dtype, progress=progress)
+            conversion.to_run(
+                source, out, dtype=options.dtype, tokenizer=options.tokenizer, progress=progress
+            )
             return "the folder of a run"
         conversion.to_hugging_face(
             source,
@@ -158,17 +168,15 @@ CALIBRATION = ("calibrate", "tokens")
 
 def _quantize(options: argparse.Namespace) -> str:
     """Quantizes, and returns what came of it."""
+    from coat_jax.cli.texts import BYTES, tokens_of
     from coat_jax.training.checkpoint import conversion, weights
 
     source, recipe = expanded(options.source), _recipe(options)
     weights.require_not_quantized(source, "Quantization")
     tokens: list[int] = []
     if recipe.calibrated:
-        from coat_jax.cli.texts import tokens_of
-
         config = weights.model_config(source)
-        named = None if options.tokenizer is None else str(expanded(options.tokenizer))
-        tokens = tokens_of(options.calibrate, source, config, named)
+        tokens = tokens_of(options.calibrate, source, config, options.tokenizer)
         tokens = tokens[: options.tokens or TOKENS]
         _require_enough(options.calibrate, tokens)
     with _progress() as progress:
@@ -179,7 +187,7 @@ def _quantize(options: argparse.Namespace) -> str:
             tokens=tokens,
             step=options.step,
             dtype=options.dtype,
-            tokenizer=options.tokenizer,
+            tokenizer=None if options.tokenizer == BYTES else options.tokenizer,
             progress=progress,
             note=note,
         )
@@ -216,6 +224,16 @@ def _recipe(options: argparse.Namespace) -> "Recipe":
                 )
     elif options.calibrate is None:
         raise UserError(f"{what} needs a text to see activations on: name it, --calibrate FILE.")
+    if options.activation_fit is not None and recipe.activations != "static":
+        raise UserError(
+            f"--activation-fit is for --activations static, and {what} finds no range for them: "
+            "leave it out."
+        )
+    if options.percentile is not None and "percentile" not in (recipe.fit, recipe.activation_fit):
+        raise UserError(
+            "--percentile is for --fit percentile or --activation-fit percentile: add one of "
+            "these, or leave it out."
+        )
     if options.tokens is not None and options.tokens < 1:
         raise UserError(f"--tokens {options.tokens} must be 1 or more.")
     return recipe

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coat_jax.cli.model_folder import ModelFolder, add_model_arguments, on_devices
-from coat_jax.cli.output import note, table
+from coat_jax.cli.output import note, on_terminal, table
 from coat_jax.errors import UserError
 from coat_jax.files import read_text
 from coat_jax.printable import counted, printable
@@ -84,11 +84,12 @@ def run(options: argparse.Namespace) -> int:
         axes=MeshAxes(fsdp=AXIS if sharded else None),
         batch_axes=(AXIS,) if sharded else (),
     )
-    window = folder.config.context if options.window is None else options.window
-    if not 2 <= window <= folder.config.context:
-        raise UserError(
-            f"--window {window} must be from 2 to the model's context={folder.config.context}."
-        )
+    context = folder.config.context
+    window = context if options.window is None else options.window
+    if options.text and context < 2:
+        raise UserError(f"The model's context={context} is too short for a window: it takes 2.")
+    if options.text and not 2 <= window <= context:
+        raise UserError(f"--window {window} must be from 2 to the model's context={context}.")
     begin = folder.text.encode("")[:1] or folder.stops[:1]
     texts = {file: _text(file, folder, begin) for file in files_of(tuple(options.text))}
     tasks = {file: _questions(file, folder, begin) for file in files_of(tuple(options.tasks))}
@@ -181,7 +182,7 @@ def _progress(what: str) -> Callable[[int, int], None]:
     """Shows on a terminal how much is done."""
 
     def show(done: int, of: int) -> None:
-        if sys.stderr.isatty():
+        if on_terminal(sys.stderr):
             line = "" if done == of else f"{done:,} of {of:,} {what}"
             print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 

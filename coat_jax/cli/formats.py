@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coat_jax.cli.output import note, table
+from coat_jax.cli.output import note, on_terminal, table
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, is_folder, path_failures
 from coat_jax.printable import counted, printable
@@ -210,7 +210,7 @@ def _tokens(
 
 def _shown(rows: Iterator["Row"]) -> Iterator["Row"]:
     """Passes the rows through; a terminal shows the name of each meanwhile."""
-    shows = sys.stderr.isatty()
+    shows = on_terminal(sys.stderr)
     for row in rows:
         if shows:
             print(f"\r\033[K{printable(row.tensor)}", end="", file=sys.stderr, flush=True)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coat_jax.cli.model_folder import ModelFolder, add_model_arguments, on_devices
+from coat_jax.cli.output import on_terminal
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, lines_of, parse_json, read_text
 from coat_jax.printable import printable
@@ -184,8 +185,10 @@ def _print(
 
 
 def _say(text: str) -> None:
+    if sys.stdout is None:  # closed by `>&-`
+        return
     # A model may well write what moves a terminal's cursor.
-    if sys.stdout.isatty():
+    if on_terminal(sys.stdout):
         text = printable(text)
     # A terminal may lack characters, and a prompt hold what is none.
     encoding = sys.stdout.encoding or "utf-8"

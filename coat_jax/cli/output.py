@@ -115,6 +115,11 @@ class LastingStream(io.TextIOBase):
         return self._stream.encoding
 
 
+def on_terminal(stream: TextIO | None) -> bool:
+    """Whether a terminal shows this stream; Python has None in the place of one that is closed."""
+    return stream is not None and stream.isatty()
+
+
 def discard(stream: TextIO) -> None:
     """Discards what a stream still holds, and all that is written to it from now on."""
     with contextlib.suppress(io.UnsupportedOperation):  # it may have no descriptor, as in tests

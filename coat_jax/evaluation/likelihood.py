@@ -64,7 +64,7 @@ def log_probabilities(
         for number, row in zip(numbers, np.asarray(scores), strict=False):
             passage = passages[number]
             found[number] = row[passage.first - 1 : len(passage.tokens) - 1]
-            if np.isnan(found[number]).any():
+            if not np.isfinite(found[number]).all():
                 raise UserError(NOT_NUMBERS)
         done += len(numbers)
         progress(done, len(passages))

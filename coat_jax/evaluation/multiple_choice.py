@@ -134,10 +134,16 @@ def _passages(
     for number, tokens in enumerate(both):
         require_known(f"{where}: choice {number} has, with its question,", tokens, config.vocab)
     firsts = [_first_new(alone, tokens) for tokens in both]
+    for number, (first, tokens) in enumerate(zip(firsts, both, strict=True)):
+        if first == len(tokens):
+            raise UserError(
+                f"{where}: choice {number} has no tokens of its own, because the tokenizer drops "
+                "its characters. Leave the question out, or use a tokenizer that knows them."
+            )
     if min(firsts) < 1:
         raise UserError(
-            f"{where}: nothing comes before a choice, as the question is empty and the tokenizer "
-            "has no token that begins or ends a text. Give the question a text."
+            f"{where}: nothing comes before a choice, as the question has no tokens and the "
+            "tokenizer has none that begins or ends a text. Give the question a text."
         )
     longest = max(both, key=len)
     if (needed := len(longest) - min(firsts)) > config.context:
@@ -154,10 +160,9 @@ def _passages(
 
 
 def _first_new(before: Sequence[int], after: Sequence[int]) -> int:
-    """The first token that differs."""
+    """The first token that differs; the number of tokens if none does."""
     pairs = enumerate(zip(before, after, strict=False))
-    first = next((i for i, (a, b) in pairs if a != b), len(before))
-    return min(first, len(after) - 1)
+    return next((i for i, (a, b) in pairs if a != b), min(len(before), len(after)))
 
 
 # --- Answering -------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from coat_jax.generation.cache import Cache, decode, prefill
 from coat_jax.generation.sampling import Sampling, choose
 from coat_jax.models import Config, Llama
 from coat_jax.models.batches import NOT_NUMBERS, padded_length, padded_rows, require_known
+from coat_jax.printable import counted
 
 CHUNK = 8
 SLOTS = 64
@@ -162,7 +163,7 @@ def _chosen(
     tokens = choose(logits, sampling, session.numbers, session.cache.lengths)
     ended = (session.lefts <= 0) | jnp.isin(tokens, stops)
     lefts = jnp.where(ended, 0, session.lefts - 1)
-    new = jnp.where(jnp.isnan(logits).any(axis=-1), NOT_A_NUMBER, tokens)
+    new = jnp.where(jnp.isfinite(logits).all(axis=-1), tokens, NOT_A_NUMBER)
     new = jnp.where(ended, NOTHING, new)
     return new, session._replace(tokens=tokens, lefts=lefts)
 
@@ -174,7 +175,7 @@ def require_prompts(
     config: Config, prompts: Prompts, *, max_tokens: int, stops: Sequence[int] = ()
 ) -> None:
     """Raises unless `stream` can continue these prompts; needs no model yet."""
-    if not prompts:
+    if not len(prompts):
         raise UserError("There is no prompt.")
     if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
         raise TypeError(
@@ -185,12 +186,12 @@ def require_prompts(
         raise UserError(f"max_tokens={max_tokens} must be 1 or more.")
     for number, prompt in enumerate(prompts, 1):
         name = "The prompt" if len(prompts) == 1 else f"Prompt {number}"
-        if not prompt:
-            raise UserError(f"{name} is empty. Give at least one token to continue.")
+        if not len(prompt):
+            raise UserError(f"{name} is empty: it has no tokens. Give at least one to continue.")
         if len(prompt) >= config.context:
             raise UserError(
-                f"{name} has {len(prompt)} tokens, and the model's context={config.context} must "
-                "hold one more. Shorten it."
+                f"{name} has {counted(len(prompt), 'token')}, and the model's "
+                f"context={config.context} must hold one more. Shorten it."
             )
         require_known(f"{name} has", prompt, config.vocab)
     require_known("stops has", stops, config.vocab)

@@ -41,6 +41,11 @@ def require_known(where: str, tokens: Sequence[int], vocab: int) -> None:
         vocab: the size of the model's vocabulary.
     """
     given = np.asarray(tokens)
+    if given.size and (given.ndim != 1 or not np.issubdtype(given.dtype, np.integer)):
+        raise TypeError(
+            f"{where} {given.dtype.name} of shape {given.shape} for tokens: a text is a list of "
+            "whole numbers."
+        )
     if (outside := given[(given < 0) | (given >= vocab)]).size:
         raise UserError(
             f"{where} token {outside[0]}, outside the model's vocabulary of {vocab}. Is the "

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -151,10 +152,31 @@ def pieces(stored: Stored) -> Iterator[Index]:
 
 
 def cast(stored: Stored, dtype: np.dtype) -> Stored:
-    """The same parameter, read as another dtype."""
-    return stored._replace(
-        dtype=dtype, read=lambda index: stored.read(index).astype(dtype, copy=False)
-    )
+    """The same parameter, read as another dtype; see `in_dtype`."""
+    return stored._replace(dtype=dtype, read=lambda index: in_dtype(stored.read(index), dtype))
+
+
+def in_dtype(values: np.ndarray, dtype: np.dtype, name: str = "A parameter") -> np.ndarray:
+    """The values in another dtype; raises where a number is too large for it.
+
+    Args:
+        values: what to cast.
+        dtype: to which.
+        name: of what it is, for the error.
+    """
+    if values.dtype == dtype:
+        return values
+    with np.errstate(over="ignore"):
+        cast = values.astype(dtype)
+    most = jnp.finfo(dtype)
+    if most.maxexp < jnp.finfo(values.dtype).maxexp:
+        lost = np.isinf(cast) & np.isfinite(values)
+        if lost.any():
+            raise UserError(
+                f"{name} has the number {float(values[lost][0]):g}, and {dtype.name} ends at "
+                f"{float(most.max):g}: choose another dtype, such as bfloat16."
+            )
+    return cast
 
 
 def size_of(stored: Stored) -> int:

@@ -22,6 +22,7 @@ EightBits = Literal["int8", "fp8"]
 
 DTYPES: dict[EightBits, Any] = {"int8": jnp.int8, "fp8": E4M3}
 LARGEST: dict[EightBits, float] = {"int8": 127.0, "fp8": 448.0}
+SMALLEST_SCALE = 2.0**-126  # XLA takes smaller numbers for 0, by which nothing can be divided
 SIMULATED: dict[EightBits, str] = {"int8": "INT8", "fp8": "E4M3"}  # as `numerics.quantizer` says
 
 
@@ -54,7 +55,8 @@ def rounded(
 
 def scale_of(largest: Float[Array, "..."], name: EightBits) -> Float[Array, "..."]:
     """The scale with which numbers up to `largest` have codes; 1 where all are zero."""
-    return jnp.where(largest == 0, 1.0, largest / LARGEST[name]).astype(jnp.float32)
+    scale = jnp.maximum(largest / LARGEST[name], SMALLEST_SCALE)
+    return jnp.where(largest == 0, 1.0, scale).astype(jnp.float32)
 
 
 def channel_scales(

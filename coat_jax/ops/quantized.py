@@ -106,13 +106,13 @@ def quantized_linear(
     require_quantized("quantized_linear", weight, activations)
     name = eight_bits.format_of_codes(weight.codes.dtype)
     _require_shapes(x, weight, bias)
+    # FP16 cannot hold sums of codes. To BF16 they are rounded before they are scaled.
+    wide = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
     if activations == "none":
         codes = weight.codes.astype(x.dtype)
-        y = jnp.matmul(x, codes.T, preferred_element_type=x.dtype).astype(jnp.float32)
+        y = jnp.matmul(x, codes.T, preferred_element_type=wide).astype(jnp.float32)
     else:
         rounded, row_scale = _rounded(x, weight.input_scale, name)
-        # FP16 cannot hold sums of codes. To BF16 they are rounded before they are scaled.
-        wide = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
         y = gemm.product_of_codes(rounded, weight.codes, wide).astype(jnp.float32) * row_scale
     y = y * weight.scale
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)

@@ -29,7 +29,7 @@ from coat_jax.numerics.eight_bits import EightBits
 from coat_jax.numerics.quantizer import COARSE, FINE, Fit
 from coat_jax.ops.quantized import row_scales
 from coat_jax.quantization.projections import modular, paths_of, unstacked
-from coat_jax.quantization.recipe import CANDIDATES, Recipe
+from coat_jax.quantization.recipe import CANDIDATES, Recipe, require_recipe
 
 SHIFT = 18  # the bits of FP32 that a bin leaves out: it has 5 bits of the mantissa
 BINS = 1 << (31 - SHIFT)
@@ -76,6 +76,7 @@ def calibrate(
             share a program.
         recipe: for `quantize`.
     """
+    require_recipe(recipe)
     recipe.require_matches(paths_of(model.config))
     observed = modular(
         unstacked(model),
@@ -84,9 +85,9 @@ def calibrate(
     blocks = [nnx.split(block) for block in observed.layers]
     found: dict[str, Inputs] = {}
     for batch in token_batches:
-        tokens = jnp.asarray(batch)
+        tokens = np.asarray(batch)  # JAX would cut 64 bits down to 32
         _require_tokens(tokens, model.config)
-        x = observed.embedded(tokens)
+        x = observed.embedded(jnp.asarray(tokens, jnp.int32))
         for i, (graph, state) in enumerate(blocks):
             x, seen = _run_layer(graph, state, x)
             for path, inputs in _by_path(seen, i).items():
@@ -100,7 +101,8 @@ def calibrate(
 
 def input_scale(inputs: Inputs, name: EightBits, recipe: Recipe) -> float:
     """The scale of static activations."""
-    return _range_of(inputs, name, recipe) / eight_bits.LARGEST[name]
+    scale = _range_of(inputs, name, recipe) / eight_bits.LARGEST[name]
+    return max(scale, eight_bits.SMALLEST_SCALE)
 
 
 def input_noise(inputs: Inputs, name: EightBits, recipe: Recipe) -> float:
@@ -188,16 +190,25 @@ class _Observed(Dense):
 
 
 def _counted(x: Float[Array, "*rows K"]) -> Any:
-    """The fields of Inputs."""
+    """The fields of Inputs; sums of squares are in units of the largest magnitude's."""
     wide = x.astype(jnp.float32)
     magnitudes = jnp.abs(wide)
     bins = lax.bitcast_convert_type(magnitudes, jnp.int32) >> SHIFT
     counts = jnp.zeros(BINS, jnp.int32).at[bins.ravel()].add(1)
+    largest = jnp.max(magnitudes)
+    unit = jnp.where(largest > 0, largest, 1.0)  # FP32 may not hold the squares themselves
     errors = []
     for name in CANDIDATES:
-        scale = row_scales(x, name)
-        errors.append(jnp.sum(jnp.square(eight_bits.rounded(x, scale, name) - wide)))
-    return counts, jnp.max(magnitudes), jnp.sum(jnp.square(wide)), jnp.stack(errors)
+        error = eight_bits.rounded(x, row_scales(x, name), name) - wide
+        errors.append(jnp.sum(jnp.square(error / unit)))
+    return counts, largest, jnp.sum(jnp.square(wide / unit)), jnp.stack(errors)
+
+
+def statistics(counted: Any) -> Inputs:
+    """What `_counted` returned, on the host and in FP64."""
+    counts, largest, squares, errors = (np.asarray(one) for one in counted)
+    unit = np.square(largest.astype(np.float64))
+    return Inputs(counts.astype(np.int64), float(largest), float(unit * squares), unit * errors)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -211,16 +222,13 @@ def _run_layer(graph: Any, state: Any, x: Float[Array, "B S D"]) -> tuple[Array,
 def _by_path(seen: Any, layer: int) -> dict[str, Inputs]:
     found = {}
     for path, leaf in nnx.to_flat_state(seen):
-        counts, largest, squares, errors = map(np.asarray, leaf.get_value())
         name = ".".join(("layers", str(layer), *map(str, path[:-1])))
-        found[name] = Inputs(
-            counts.astype(np.int64), float(largest), float(squares), errors.astype(np.float64)
-        )
+        found[name] = statistics(leaf.get_value())
     return found
 
 
-def _require_tokens(tokens: Array, config: Config) -> None:
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+def _require_tokens(tokens: np.ndarray, config: Config) -> None:
+    if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(
             f"A batch of tokens is whole numbers [batch, sequence], not {tokens.dtype.name} of "
             f"shape {tokens.shape}."
@@ -243,7 +251,7 @@ def _require_range(path: str, inputs: Inputs) -> None:
             f"The inputs of {path} are not finite on the calibration text: the model's parameters "
             "are damaged, or its numbers exceed its dtype."
         )
-    if inputs.largest == 0:
+    if inputs.largest < eight_bits.SMALLEST_SCALE:
         raise UserError(
             f"The inputs of {path} are all zero on the calibration text: their range is empty. "
             "Calibrate on more text, or leave this projection as it is."

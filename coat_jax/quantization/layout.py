@@ -140,7 +140,7 @@ def _matches(module: str, target: Any) -> bool:
 def _scheme(name: str, group: Mapping[str, Any]) -> Scheme:
     weights = _entry(name, group, "weights", dict)
     inputs = group.get("input_activations")
-    for format, activations in _SCHEMES:
+    for format, activations in _SCHEMES if group.get("output_activations") is None else ():
         expected = _arguments(format, "channel", dynamic=False)
         if not _says(weights, expected):
             continue
@@ -153,7 +153,8 @@ def _scheme(name: str, group: Mapping[str, Any]) -> Scheme:
             return Scheme(format, activations)
     raise UserError(
         f"config.json: {ENTRY}.{name} quantizes otherwise than coat_jax: weights in 8 bits, "
-        "symmetric, with a scale per channel; inputs not, with one scale, or dynamically per token."
+        "symmetric, with a scale per channel; inputs not, with one scale, or dynamically per "
+        "token; outputs not."
     )
 
 

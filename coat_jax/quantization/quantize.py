@@ -21,7 +21,7 @@ from coat_jax.numerics.eight_bits import EightBits
 from coat_jax.numerics.quantizer import Fit
 from coat_jax.quantization.calibration import Ranges, input_noise, input_scale
 from coat_jax.quantization.projections import groups_of, modular, paths_of, unstacked
-from coat_jax.quantization.recipe import CANDIDATES, Recipe, Scheme
+from coat_jax.quantization.recipe import CANDIDATES, Recipe, Scheme, require_recipe
 
 WeightAt = Callable[[str], Float[Array, "K N"]]  # by a projection's path
 
@@ -119,6 +119,7 @@ def choose_schemes(
         ranges: see `quantize`.
         weight_at: reads the weight of a projection, for a recipe that compares formats.
     """
+    require_recipe(recipe)
     recipe.require_matches(paths_of(config))
     known = _checked(ranges, recipe, paths_of(config))
     schemes: dict[str, Scheme] = {}

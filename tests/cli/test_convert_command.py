@@ -319,6 +319,11 @@ def change(folder, **entries):
     (folder / "config.json").write_text(json.dumps(said | entries))
 
 
+def lead_nowhere(path):
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
 def rewrite(folder, **changes):
     """Changes tensors of a folder; None removes one."""
     tensors = {**load_file(folder / "model.safetensors"), **changes}
@@ -333,13 +338,17 @@ def rewrite(folder, **changes):
         (lambda f: rewrite(f, **{"model.norm.weight": None}), "lacks tensors: model.norm.weight"),
         (lambda f: (f / "model.safetensors").unlink(), "There is no model.safetensors"),
         (lambda f: (f / "config.json").unlink(), "there is no config.json in it"),
-        (lambda f: (f / "config.json").write_text("{"), "config.json is not a JSON object"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON: Expecting prop"),
+        (lambda f: (f / "config.json").write_text("\ufeff{}"), "is not JSON: Unexpected UTF-8 BOM"),
+        (lambda f: (f / "config.json").write_text("[]"), "config.json is not a JSON object, but"),
         (lambda f: (f / "config.json").write_text("{}"), "neither the `model` of a run nor"),
         (
             lambda f: rewrite(f, **{"model.norm.weight": np.ones(48, np.float32)}),
             "several dtypes, bfloat16, float32",
         ),
         (lambda f: os.truncate(f / "model.safetensors", 10_000), "is damaged or truncated"),
+        (lambda f: lead_nowhere(f / "model.safetensors"), "model.safetensors is a link to nowhere"),
+        (lambda f: lead_nowhere(f / "config.json"), "config.json is a link to nowhere"),
     ],
 )
 def test_folders_that_are_no_model_are_refused(damage, named, theirs, tmp_path, capsys):
@@ -360,6 +369,21 @@ def test_nothing_is_overwritten(theirs, tmp_path, capsys):
     assert_refused(capsys, tmp_path, theirs, out, named=f"{out} exists already")
     out.rename(tmp_path / "out.unfinished")
     assert_refused(capsys, tmp_path, theirs, out, named="another `coat convert` is writing it")
+    out.symlink_to("nowhere")
+    assert_refused(capsys, tmp_path, theirs, out, named=f"{out} exists already")
+
+
+@pytest.mark.parametrize("to", [[], ["--to", "int8"], ["back"]])
+def test_numbers_that_a_dtype_does_not_hold_are_refused(to, theirs, tmp_path, capsys):
+    """FP16 would make infinities of them."""
+    rewrite(theirs, **{"model.norm.weight": np.full(48, 1e5, jnp.bfloat16)})
+    source = theirs
+    if to == ["back"]:
+        to, source = [], tmp_path / "run"
+        assert convert(theirs, source) == 0
+        capsys.readouterr()
+    arguments = [source, tmp_path / "out", "--dtype", "float16", *to]
+    assert_refused(capsys, tmp_path, *arguments, named="99840, and float16 ends at 65504")
 
 
 def test_a_run_without_a_whole_checkpoint_is_refused(theirs, tmp_path, capsys):

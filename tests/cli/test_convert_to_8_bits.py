@@ -202,6 +202,8 @@ def test_training_does_not_begin_from_it(theirs, tmp_path):
         (["--to", "mixed", "--calibrate", "nowhere.txt"], "There is no file nowhere.txt"),
         (["--to", "mixed", "--calibrate", "TEXT", "--tokens", "0"], "--tokens 0 must be 1 or more"),
         (["--to", "int8", "--percentile", "20"], "percentile=20.0"),
+        (["--to", "int8", "--percentile", "99"], "--percentile is for --fit percentile or"),
+        (["--to", "int8", "--activation-fit", "max"], "--activation-fit is for --activations st"),
         (["--to", "int8", "--leave", "*.dwn"], "leave='*.dwn' matches no projection"),
         (["--to", "int8", "--step", "1"], "--step chooses among the checkpoints of a run"),
     ],
@@ -214,6 +216,30 @@ def test_options_that_do_not_fit(options, named, theirs, text, tmp_path, capsys)
     options = [files.get(option, option) for option in options]
     assert named in refused(capsys, "convert", theirs, tmp_path / "out", *options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_a_tokenizer_may_be_given_one(model, text, tmp_path, capsys):
+    """A model of 259 tokens, which are not bytes. Both copies have what was given."""
+    folder, words = tmp_path / "theirs", tmp_path / "words.json"
+    hf.save(folder, filled(dataclasses.replace(CONFIG, vocab=259)))
+    vocabulary = {"[unk]": 0} | {word: 1 + i for i, word in enumerate(sorted(set(TEXT.split())))}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[unk]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(words))
+    static = ["--to", "fp8", "--fit", "max", "--activations", "static", "--calibrate", text]
+    said = refused(capsys, "convert", folder, tmp_path / "no", *static)
+    assert "Name its tokenizer with --tokenizer FILE; or --tokenizer bytes" in said
+    assert convert(folder, tmp_path / "a", *static, "--tokenizer", words) == 0
+    assert convert(folder, tmp_path / "b", "--tokenizer", words) == 0
+    for name in ("a", "b"):
+        assert (tmp_path / name / "tokenizer.json").read_bytes() == words.read_bytes()
+    capsys.readouterr()
+    assert convert(folder, tmp_path / "c", *static, "--tokenizer", "bytes") == 0
+    assert not (tmp_path / "c" / "tokenizer.json").exists()
+    said = refused(capsys, "convert", folder, tmp_path / "no", "--tokenizer", "bytes")
+    assert "--tokenizer bytes is for --calibrate" in said
+    said = refused(capsys, "convert", tmp_path / "a", tmp_path / "no", "--tokenizer", words)
+    assert "tokenizer.json, and" in said
 
 
 @pytest.mark.parametrize(("tokens", "said"), [(1, "those of 1 token only"), (600, "")])

@@ -278,3 +278,11 @@ def test_a_tokenizer_must_be_that_of_the_model(text, tmp_path, capsys):
     assert "its model knows 100 tokens" in capsys.readouterr().err
     assert coat(tmp_path / "model", "--text", text, "--tokenizer", "bytes") == 2
     assert "a.txt has token 100, outside the model's vocabulary" in capsys.readouterr().err
+
+
+def test_a_context_without_room_for_a_window_is_not_taken_for_an_option(text, tmp_path, capsys):
+    hf.save(tmp_path / "model", filled(dataclasses.replace(CONFIG, context=1)))
+    assert coat(tmp_path / "model", "--text", text) == 2
+    said = capsys.readouterr().err
+    assert "The model's context=1 is too short for a window" in said
+    assert "--window" not in said

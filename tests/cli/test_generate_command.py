@@ -10,7 +10,7 @@ from flax import nnx
 from small_model import filled
 
 from coat_jax import generation, models
-from coat_jax.cli import generate, main
+from coat_jax.cli import evaluate, formats, generate, main
 from coat_jax.cli.model_folder import ModelFolder
 from coat_jax.models import hf
 from coat_jax.precision import BF16, COAT, FP8_LINEAR
@@ -183,6 +183,15 @@ def test_a_terminal_is_not_sent_control_characters(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     generate._say("a\x1b[2J\tb\n")
     assert capsys.readouterr().out == "a\\x1b[2J\tb\n"
+
+
+def test_output_may_be_closed(monkeypatch):
+    """`>&-` and `2>&-` close it, and Python then has None."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    generate._say("text")
+    evaluate._progress("windows")(1, 2)
+    assert list(formats._shown(iter([]))) == []
 
 
 # --- What follows from the folder ------------------------------------------------------------

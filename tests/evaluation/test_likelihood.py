@@ -113,3 +113,11 @@ def test_a_damaged_model_is_named_as_such():
     damaged = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), nnx.state(MODEL))
     with pytest.raises(UserError, match="parameters are damaged, or diverged"):
         log_probabilities(nnx.merge(nnx.graphdef(MODEL), damaged), passages((5,)))
+
+
+def test_infinite_logits_are_no_likelihood():
+    """Of a token beside one with an infinite logit, the log probability would be minus infinity."""
+    damaged = nnx.clone(MODEL)
+    damaged.head[...] = damaged.head[...].at[0, 7].set(jnp.inf)
+    with pytest.raises(UserError, match="parameters are damaged, or diverged"):
+        log_probabilities(damaged, passages((5,)))

@@ -154,6 +154,17 @@ def test_a_choice_needs_something_before_it(tmp_path):
         questions(tmp_path, line, begin=())
 
 
+def test_a_choice_without_tokens_is_refused(tmp_path):
+    """The tokens of the question would be scored in its place."""
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = {letter: number for number, letter in enumerate("1+ =23")}
+    tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])).save(str(tmp_path / "tokenizer.json"))
+    text, line = Tokenizer(tmp_path / "tokenizer.json"), LINE | {"question": "1 + 1 = "}
+    assert questions(tmp_path, line | {"choices": ["2", "3"]}, text=text, begin=())
+    with pytest.raises(UserError, match=r"tasks.jsonl:1: choice 1 has no tokens of its own"):
+        questions(tmp_path, line, text=text, begin=())
+
+
 def test_a_token_that_the_model_does_not_know_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"tasks.jsonl:1: choice 1 has.* token 116, outside"):
         questions(tmp_path, LINE, config=dataclasses.replace(CONFIG, vocab=100))

@@ -110,11 +110,26 @@ def test_on_a_mesh_the_texts_are_the_same():
     assert got == wanted
 
 
-def test_logits_that_are_not_numbers_are_an_error():
+@pytest.mark.parametrize("lost", [jnp.nan, jnp.inf])
+def test_logits_that_are_not_numbers_are_an_error(lost):
     model = filled(dataclasses.replace(MODEL.config, layers=1))
-    model.norm.scale[...] = model.norm.scale[...].at[0].set(jnp.nan)
+    model.norm.scale[...] = model.norm.scale[...].at[0].set(lost)
     with pytest.raises(ValueError, match="logits are not numbers: its parameters are damaged"):
         generate(model, PROMPTS, max_tokens=3)
+
+
+def test_prompts_may_be_arrays():
+    settings = {"max_tokens": 3, "sampling": GREEDY}
+    wanted = generate(MODEL, [[1, 2], [3, 4]], **settings)
+    prompts = np.array([[1, 2], [3, 4]])
+    for given in (prompts, list(prompts), jnp.asarray(prompts)):
+        assert generate(MODEL, given, **settings) == wanted
+
+
+@pytest.mark.parametrize("prompt", [[1.5], [True], [[1]], [None]])
+def test_what_is_not_a_whole_number_is_no_token(prompt):
+    with pytest.raises(TypeError, match=r"The prompt has .* for tokens: a text is a list of whole"):
+        stream(MODEL, [prompt], max_tokens=3)
 
 
 @pytest.mark.parametrize("prompts", ["text", ["text"], [[1], "text"]])

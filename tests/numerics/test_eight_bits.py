@@ -63,3 +63,17 @@ def test_zeros_have_a_scale_and_stay_zero(name):
     codes = eight_bits.encode(w, scale, name).astype(jnp.float32)
     np.testing.assert_array_equal(codes[:, 1:], 0)
     np.testing.assert_array_equal(codes[:, 0], eight_bits.LARGEST[name])
+
+
+@NAMES
+def test_a_scale_is_never_so_small_that_it_counts_as_zero(name):
+    """XLA takes numbers under 2^-126 for 0, and 0 / 0 is a NaN."""
+    tiny = float(jnp.finfo(jnp.float32).tiny)
+    w = jnp.linspace(-1, 1, 65)[:, None] * jnp.array([tiny, 8 * tiny, 300 * tiny, 1e-3])
+    scale = eight_bits.channel_scales(w, name, "max", 99.9)
+    assert (scale >= tiny).all()
+    values = eight_bits.encode(w, scale, name).astype(jnp.float32) * scale
+    # Half a step of the coarser of both scales, or E4M3's relative error.
+    error = np.abs(np.asarray(values, np.float64) - np.asarray(w, np.float64))
+    coarse = np.maximum(np.asarray(scale, np.float64), tiny)
+    assert (error <= np.maximum(coarse, np.abs(np.asarray(w, np.float64)) / 16)).all()

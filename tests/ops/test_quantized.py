@@ -141,6 +141,15 @@ def test_16_bits_round_sums_and_no_more(format, dtype):
 
 
 @FORMATS
+def test_weights_alone_in_8_bits_exceed_fp16_no_earlier_than_their_sums(format):
+    """Codes are up to 448 times as large as what they stand for, and so are the sums of them."""
+    x, w = jnp.full((2, 1024), 3.0, jnp.float16), jnp.full((1024, 3), 0.02)
+    y = ops.quantized_linear(x, quantized(w, format, "none"), activations="none")
+    assert y.dtype == jnp.float16
+    np.testing.assert_allclose(y.astype(jnp.float32), 3 * 1024 * 0.02, rtol=2**-10)
+
+
+@FORMATS
 def test_gradients_are_right_or_refused(format):
     """Of a cast to integers JAX would make zero."""
     x, w, _ = arrays()

@@ -12,7 +12,7 @@ from coat_jax import quantization as q
 from coat_jax.errors import UserError
 from coat_jax.numerics.eight_bits import LARGEST
 from coat_jax.numerics.quantizer import Quantizer, Range, sqnr_bits
-from coat_jax.quantization.calibration import Inputs, _counted, input_noise, input_scale
+from coat_jax.quantization.calibration import _counted, input_noise, input_scale, statistics
 
 CONFIG = dataclasses.replace(SMALL, dtype=jnp.float32, scan=False)
 TOKENS = np.random.default_rng(0).integers(0, SMALL.vocab, (3, 2, 16))
@@ -20,8 +20,7 @@ STATIC = q.Recipe(activations="static")
 
 
 def inputs_of(x):
-    counts, largest, squares, errors = map(np.asarray, jax.jit(_counted)(x))
-    return Inputs(counts.astype(np.int64), float(largest), float(squares), errors.astype(float))
+    return statistics(jax.jit(_counted)(x))
 
 
 def samples(kind, shape=(500, 400)):
@@ -111,6 +110,7 @@ def test_projections_that_are_left_are_not_observed():
         ([np.zeros((2, 0), np.int32)], "calibration text is empty"),
         ([np.full((1, 4), SMALL.vocab)], "token 256, outside"),
         ([np.full((1, 4), -1)], "token -1, outside"),
+        ([np.full((1, 4), 1 << 40)], "token 1099511627776, outside"),
     ],
 )
 def test_texts_that_are_no_use(batches, named):
@@ -118,6 +118,22 @@ def test_texts_that_are_no_use(batches, named):
         q.calibrate(filled(CONFIG), batches, STATIC)
     with pytest.raises(ValueError, match=r"\[batch, sequence\]"):
         q.calibrate(filled(CONFIG), [np.zeros(4, np.int32)], STATIC)
+
+
+@pytest.mark.parametrize("size", [2.0**-100, 2.0**70])
+@pytest.mark.parametrize("activations", ["static", "dynamic"])
+def test_the_noise_of_rounding_does_not_depend_on_the_size_of_numbers(activations, size):
+    """Their squares are outside of FP32's range."""
+    x, recipe = samples("normal", (50, 40)), q.Recipe(activations=activations)
+    for format in LARGEST:
+        expected = input_noise(inputs_of(x), format, recipe)
+        assert input_noise(inputs_of(size * x), format, recipe) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_static_scale_is_never_so_small_that_it_counts_as_zero():
+    inputs = inputs_of(1e-37 * jnp.ones((4, 8)))
+    for format in LARGEST:
+        assert input_scale(inputs, format, STATIC) >= float(jnp.finfo(jnp.float32).tiny)
 
 
 def test_a_range_that_is_empty_or_not_finite_is_named():

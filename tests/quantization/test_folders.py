@@ -185,6 +185,7 @@ FOUR_BITS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group
         (lambda f: change_group(f, weights=FOUR_BITS), "quantizes otherwise"),
         (lambda f: change_group(f, weights=None), "has weights=None"),
         (lambda f: change_group(f, input_activations=FOUR_BITS), "quantizes otherwise"),
+        (lambda f: change_group(f, output_activations=FOUR_BITS), "quantizes otherwise.*outputs"),
         (lambda f: change(f, ignore=[]), None),  # ours alone are linear: the head is a float
         (lambda f: change(f, ignore=["re:.*layers.1"]), "lacks tensors|unexpected tensors"),
     ],

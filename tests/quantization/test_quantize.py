@@ -183,6 +183,14 @@ def test_globs_that_do_not_fit(leave, named):
         quantized(model_of(), leave=leave)
 
 
+@pytest.mark.parametrize("recipe", ["int8", {"format": "int8"}])
+def test_a_recipe_is_a_recipe(recipe):
+    model = filled(SMALL)
+    for call in (lambda: q.quantize(model, recipe), lambda: q.calibrate(model, [], recipe)):
+        with pytest.raises(TypeError, match=r"not .*int8.*pass Recipe\(format='int8'\)"):
+            call()
+
+
 def test_a_quantized_model_is_not_quantized_again():
     small = quantized(model_of())
     with pytest.raises(UserError, match="already quantized"):

@@ -104,7 +104,7 @@ def test_a_damaged_config_without_checkpoints_is_replaced_and_noted(out, saved):
 def test_a_folder_that_is_no_run_is_named(out, saved):
     shutil.rmtree(out / "checkpoints")
     (out / "config.json").write_text('{"model"')
-    with pytest.raises(UserError, match="is not a JSON object"):
+    with pytest.raises(UserError, match="is not JSON: Expecting"):
         read_json(out)
     (out / "config.json").unlink()
     with pytest.raises(UserError, match=r"neither the folder .* no config\.json in it"):

@@ -241,7 +241,9 @@ def architecture_of(config: Config) -> str:
         fixed = {key: value for key, value in family.fixed.items() if key in STRUCTURE}
         windows = config.window is None or family.model_type in WINDOWED
         eps = family.fixed.get("norm_eps", config.norm_eps)
-        if windows and structure == {**default, **fixed} and config.norm_eps == eps:
+        # transformers refuses other widths in a Llama. Mistral without a window computes the same.
+        width = family.model_type != "llama" or config.width % config.heads == 0
+        if windows and width and structure == {**default, **fixed} and config.norm_eps == eps:
             return name
     given = {**structure, "window": config.window, "norm_eps": config.norm_eps}
     raise UserError(

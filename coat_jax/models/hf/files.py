@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from coat_jax.errors import UserError
 from coat_jax.files import MissingFile, is_folder, is_regular, read_json, require_regular
+from coat_jax.models.stored import in_dtype
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -114,7 +115,7 @@ def _index(folder: Path) -> dict[str, str]:
             f"There is no folder {folder}. Download the model first: hf download <name> "
             f"--local-dir {folder}"
         )
-    if is_regular(folder / INDEX):
+    if os.path.lexists(folder / INDEX):
         file_of: dict[str, str] = read_json(folder / INDEX).get("weight_map", {})
         if not isinstance(file_of, dict) or not file_of:
             raise UserError(
@@ -128,7 +129,7 @@ def _index(folder: Path) -> dict[str, str]:
             if Path(file).name != file or not is_regular(folder / file):
                 raise MissingFile(f"{INDEX} names the file {file!r}, not in {folder}.")
         return file_of
-    if is_regular(folder / WHOLE):
+    if os.path.lexists(folder / WHOLE):
         with _opened(folder / WHOLE) as handle:
             return dict.fromkeys(handle.keys(), WHOLE)
     there = sorted(path.name for path in folder.iterdir())[:8]
@@ -190,7 +191,7 @@ class NewTensors:
         path, offset = self._place[name]
         shape, dtype = self._tensors[name]
         size = dtype.itemsize
-        values = np.ascontiguousarray(values, dtype=dtype)
+        values = np.ascontiguousarray(in_dtype(values, dtype, name))
         first = index[0].indices(shape[0])[0]
         columns = math.prod(shape[1:])
         with path.open("r+b") as file:

@@ -12,7 +12,7 @@ from typing import Any
 
 from coat_jax import tokenizers
 from coat_jax.errors import UserError
-from coat_jax.files import parse_json, path_failures, read_bytes, status
+from coat_jax.files import expanded, parse_json, path_failures, read_bytes, status
 from coat_jax.training.data.paths import TOKENS
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
@@ -52,7 +52,7 @@ def tokenizer_of_run(
                 "name the one that made them with --tokenizer FILE."
             )
         return {}
-    path = Path(named)
+    path = expanded(named)
     if not _is_inside(path, folder):
         note(
             f"The run was trained with the tokenizer {named}, which is outside of its folder and "

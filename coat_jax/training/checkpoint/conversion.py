@@ -49,6 +49,7 @@ def to_run(
     out: str | Path,
     *,
     dtype: DTypeLike | None = None,
+    tokenizer: str | Path | None = None,
     progress: Progress = lambda size, total: None,
 ) -> None:
     """Writes the model of a Hugging Face folder like the checkpoint of a run.
@@ -57,13 +58,14 @@ def to_run(
         source: with config.json and safetensors files.
         out: the folder to make.
         dtype: of the parameters; that of the tensors by default.
+        tokenizer: a tokenizer.json to put beside them; by default the one in the folder.
         progress: see `Progress`.
     """
     source, out = expanded(source), expanded(out)
     _new(out).require_new()
     weights.require_not_quantized(source, "A run")
     config = weights.model_config(source)
-    companions = read_companions(source)
+    companions = _companions(source, tokenizer)
     parameters = hf.read(source, config)
     kind = _dtype(parameters, dtype)
     config = dataclasses.replace(config, param_dtype=kind, dtype=kind)
@@ -143,7 +145,7 @@ def to_quantized(
         tokens: a text to calibrate on, where the recipe needs one.
         step: of a run's checkpoint; by default the newest that is whole.
         dtype: of what is not quantized; by default that in which the model computes.
-        tokenizer: a tokenizer.json for a run; by default the one in the run's folder.
+        tokenizer: a tokenizer.json to put beside them; by default the one in the folder.
         progress: see `Progress`.
         note: see `to_hugging_face`.
 
@@ -158,7 +160,7 @@ def to_quantized(
         companions = _companions_of_run(source, tokenizer, note)
         extra = _special_in(companions, source)
     else:
-        companions, extra = read_companions(source), _special(config_json)
+        companions, extra = _companions(source, tokenizer), _special(config_json)
     config = dataclasses.replace(
         quantization.inference_config(weights.model_config(source)), axes=MeshAxes(), batch_axes=()
     )
@@ -194,14 +196,20 @@ def _batches(tokens: Sequence[int], context: int) -> Iterator[np.ndarray]:
         yield whole[first : first + ROWS]
 
 
+def _companions(source: Path, tokenizer: str | Path | None) -> Companions:
+    """The files to put beside the weights: those in a folder; `tokenizer` replaces its own."""
+    companions = read_companions(source)
+    if tokenizer is not None:
+        companions[TOKENIZER] = tokenizers.read(tokenizer)[1]
+    return companions
+
+
 def _companions_of_run(
     source: Path, tokenizer: str | Path | None, note: Callable[[str], object]
 ) -> Companions:
     """The files to put beside the weights of a run."""
-    config_json, companions = weights.read_json(source), read_companions(source)
-    if tokenizer is not None:
-        companions[TOKENIZER] = tokenizers.read(tokenizer)[1]
-    elif TOKENIZER not in companions:
+    config_json, companions = weights.read_json(source), _companions(source, tokenizer)
+    if TOKENIZER not in companions:
         companions |= tokenizer_of_run(config_json, source, note)
     if GENERATION not in companions:
         companions |= generation_of_run(config_json, companions)
@@ -216,7 +224,8 @@ def _dtype(parameters: stored.Parameters, asked: DTypeLike | None) -> Any:
     if len(found) > 1:
         names = ", ".join(sorted(dtype.name for dtype in found))
         raise UserError(
-            f"The tensors have several dtypes, {names}, and a model has one: choose it by dtype."
+            f"The tensors have several dtypes, {names}, and a model has one: choose it "
+            "with --dtype, or in code with dtype=."
         )
     return found.pop()
 

@@ -22,7 +22,7 @@ from typing import Any
 from coat_jax.errors import UserError
 from coat_jax.training.checkpoint import manifest
 from coat_jax.training.checkpoint.manifest import DamagedCheckpoint, damaged
-from coat_jax.writing import UNFINISHED
+from coat_jax.writing import UNFINISHED, flush
 
 RECORD = "record.json"
 DELETED = ".deleted"
@@ -88,7 +88,7 @@ class StepFolders:
         if os.path.lexists(place):  # something else has its name
             self.remove(step)
         self.unfinished(step).rename(place)
-        _flush(self.root)
+        flush(self.root)
 
     def remove(self, step: int) -> None:
         """Removes a step, which stops counting before it loses its first file."""
@@ -176,12 +176,3 @@ def _delete(path: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _flush(folder: Path) -> None:
-    """Makes renames in a folder survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

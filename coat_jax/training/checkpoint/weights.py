@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from coat_jax import limits, quantization, writing
+from coat_jax import files, limits, quantization, writing
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.models import Config, Llama, hf, stored
@@ -46,8 +46,8 @@ def read_json(folder: str | Path) -> dict[str, Any]:
     config_json = parsed(path) if path.is_file() else None
     if config_json is None:
         config_json = config_in_checkpoint(path.parent)
-    if config_json is None and path.is_file():
-        raise UserError(f"{path} is not a JSON object.")
+    if config_json is None and (path.is_file() or path.is_symlink()):
+        return files.read_json(path)  # raises, and says what is wrong
     if config_json is None:
         there = "it is a file" if path.parent.is_file() else "there is no such folder"
         there = "there is no config.json in it" if path.parent.is_dir() else there

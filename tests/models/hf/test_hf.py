@@ -345,6 +345,10 @@ def test_files_that_are_not_there_are_named(folder, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"There is no file .*config.json"):
         hf.load(tmp_path / "nowhere")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (folder / "model.safetensors").symlink_to("blob")  # as of a hub's cache without its blobs
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors is a link to blob, where"):
+        hf.load(folder)
+    (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"no model.safetensors .* 'pytorch_model.bin'"):
         hf.load(folder)
     index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
@@ -358,6 +362,7 @@ def test_an_index_that_is_wrong_is_refused(folder):
         ("[]", "is not a JSON object, but list"),
         ("{}", "has no weight_map: it is not an index of tensors"),
         ('{"weight_map": {"a": 3}}', "maps a tensor to something that is not a file name"),
+        ('{"weight_map": {"a": "b\\u0000"}}', r"names the file 'b\\x00', not in"),
     ):
         (folder / "model.safetensors.index.json").write_text(index)
         with pytest.raises(UserError, match=message):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from small_model import QUICK
+from small_model import QUICK, SMALL, filled
 
 from coat_jax.models import hf
 from coat_jax.models.hf.files import Tensors
@@ -130,6 +130,18 @@ def test_the_logits_are_theirs(pair):
     theirs = their_logits(pair.theirs)
     # Sums of some 100 products, a dozen deep, in FP32: 1e-4 is generous.
     np.testing.assert_allclose(our_logits(pair.ours), theirs, atol=1e-4 * np.abs(theirs).max())
+
+
+def test_the_heads_of_a_llama_need_not_divide_its_width(tmp_path):
+    """transformers refuses such a Llama, but not the Mistral without a window that equals it."""
+    in_fp32 = {"param_dtype": jnp.float32, "dtype": jnp.float32}
+    config = dataclasses.replace(SMALL, vocab=VOCABULARY, width=50, heads=6, **in_fp32)
+    model = filled(config)
+    hf.save(tmp_path, model)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    theirs = their_logits(loaded)
+    np.testing.assert_allclose(our_logits(model), theirs, atol=1e-4 * np.abs(theirs).max())
+    assert hf.read_config(tmp_path) == config
 
 
 def test_the_gradients_are_theirs(pair, tmp_path):

@@ -106,6 +106,8 @@ def test_the_tokenizer_of_a_run_is_copied_from_inside_only(folder, tmp_path):
     (folder / "secret").write_text(SECRET)
     with pytest.raises(UserError, match="secret is not a file of the `tokenizers` library"):
         named(folder / "secret")
+    with pytest.raises(UserError, match="null character"):
+        named("a\0b")
 
 
 @pytest.mark.parametrize("data", [None, [], 3, {}, {"tokenizer": None}, {"tokenizer": [1]}])
