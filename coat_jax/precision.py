@@ -9,8 +9,8 @@
 
 "Unchanged" is the dtype of the arrays: BF16, if a model computes in BF16. COAT_PAPER is COAT as the
 paper describes it: its forward pass continues with the rounded values that it saves, where COAT
-continues with the exact ones; it saves them rounded to nearest, not stochastically; and it does not
-center the inputs of products. An ablation is a `dataclasses.replace` of one field.
+continues with the exact ones; and it saves them rounded to nearest, not stochastically. An ablation
+is a `dataclasses.replace` of one field.
 
 A format may also be a `Minifloat`, or its name, as in `forward="E3M4"`: then XLA simulates it, on
 any device, and memory and time are not those of FP8.
@@ -53,8 +53,9 @@ class Precision:
             effect on the loss has been found. Weights are rounded to nearest either way.
         center_inputs: whether products take the output of a norm less what the tokens have in
             common, the mean of a sample of them, and add its product with the weight afterwards.
-            FP8 then has its digits for what distinguishes the tokens. The saved values and the
-            backward pass are the same either way.
+            FP8 then has its digits for what distinguishes the tokens. It takes 2 % longer, and no
+            effect on COAT's loss has been found. The saved values and the backward pass are the
+            same either way.
     """
 
     fp8_linear: bool = True
@@ -65,7 +66,7 @@ class Precision:
     exact_forward: bool = True
     stochastic: bool = added(default=True, before=False)
     stochastic_backward: bool = added(default=False, before=False)
-    center_inputs: bool = added(default=True, before=False)
+    center_inputs: bool = added(default=False, before=False)
 
     def __post_init__(self) -> None:
         require_fields(self)
@@ -127,7 +128,6 @@ COAT_PAPER = Precision(
     attention_block=None,
     exact_forward=False,
     stochastic=False,
-    center_inputs=False,
 )
 
 PRESETS = {

@@ -12,11 +12,11 @@ from coat_jax.numerics.minifloat import minifloat
 from coat_jax.precision import PRESETS, Precision, precision_of
 
 TABLE = {
-    "bf16": (coat.BF16, False, None, None, True, True, False, True),
-    "fp8_linear": (coat.FP8_LINEAR, True, None, None, True, True, False, True),
-    "coat": (coat.COAT, True, 16, None, True, True, False, True),
-    "coat_lean": (coat.COAT_LEAN, True, 16, 16, True, True, False, True),
-    "coat_paper": (coat.COAT_PAPER, True, 16, None, False, False, False, False),
+    "bf16": (coat.BF16, False, None, None, True, True),
+    "fp8_linear": (coat.FP8_LINEAR, True, None, None, True, True),
+    "coat": (coat.COAT, True, 16, None, True, True),
+    "coat_lean": (coat.COAT_LEAN, True, 16, 16, True, True),
+    "coat_paper": (coat.COAT_PAPER, True, 16, None, False, False),
 }
 
 

@@ -3,7 +3,6 @@
 A new arm is one line: a `replace` of another one.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import coat_jax as coat
@@ -25,21 +24,15 @@ BOTH = Arm(precision=coat.COAT, moments=Storage())
 MUON = Arm(moments=Muon(), baseline=True)
 
 
-def with_precision(arm: Arm, change: Callable[[coat.Precision], coat.Precision]) -> Arm:
-    """The arm with a change of its precisions."""
-    start = None if arm.start is None else change(arm.start)
-    return replace(arm, precision=change(arm.precision), start=start)
+def to_nearest(arm: Arm) -> Arm:
+    """The arm with saved values that are rounded to nearest."""
 
+    def changed(precision: coat.Precision) -> coat.Precision:
+        saves = precision.block is not None or precision.attention_block is not None
+        return replace(precision, stochastic=False) if saves else precision
 
-def not_centered(precision: coat.Precision) -> coat.Precision:
-    """The inputs of products are rounded as they are."""
-    return replace(precision, center_inputs=False) if precision.fp8_linear else precision
-
-
-def to_nearest(precision: coat.Precision) -> coat.Precision:
-    """What is saved is rounded to nearest, and inputs are not centered."""
-    saves = precision.block is not None or precision.attention_block is not None
-    return not_centered(replace(precision, stochastic=False) if saves else precision)
+    start = None if arm.start is None else changed(arm.start)
+    return replace(arm, precision=changed(arm.precision), start=start)
 
 
 ARMS: dict[str, Arm] = {
@@ -61,6 +54,7 @@ ARMS: dict[str, Arm] = {
     "coat_stochastic_backward": replace(
         BOTH, precision=replace(coat.COAT, stochastic_backward=True)
     ),
+    "coat_centered": replace(BOTH, precision=replace(coat.COAT, center_inputs=True)),
     # The forward pass continues with the rounded values, as in COAT_PAPER.
     "coat_rounded_forward": replace(BOTH, precision=coat.COAT_PAPER),
     "activations_rounded_forward": replace(COAT_FP32, precision=coat.COAT_PAPER),
@@ -123,15 +117,9 @@ ARMS: dict[str, Arm] = {
     "fp8_muon_embedding": Arm(moments=Muon(Storage(min_size=1 << 20))),
     "fp8_muon_coat": Arm(precision=coat.COAT, moments=Muon(Storage())),
 }
+# What is saved is rounded to nearest, not stochastically.
 ARMS |= {
-    f"{name}_not_centered": with_precision(ARMS[name], not_centered)
-    for name in (
-        *("coat", "coat_lean", "coat_stochastic_backward", "coat_after_bf16"),
-        *("products", "products_e4m3_gradients"),
-    )
-}
-ARMS |= {
-    f"{name}_nearest": with_precision(ARMS[name], to_nearest)
+    f"{name}_nearest": to_nearest(ARMS[name])
     for name in (
         *("coat", "coat_lean", "coat_e4m3_gradients", "saved", "saved_64"),
         *("activations", "activations_lean", "activations_e4m3_gradients"),

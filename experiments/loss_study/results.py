@@ -84,26 +84,18 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _completed(row: Row) -> Row:
-    """The row with fields that did not exist then, and what was done before they did.
-
-    What was saved was rounded to nearest, and inputs were not centered. Where nothing is rounded,
-    a field has its default.
-    """
+    """The row with fields that did not exist then: all that was saved was rounded to nearest."""
     definition = {"shaken": 0, "rounded": []} | row["definition"]
     for name in ("precision", "start"):
         precision = definition.get(name)
         if not isinstance(precision, dict):
             continue
-        saves = precision["block"] is not None or precision["attention_block"] is not None
-        if not saves:
-            precision = precision | {"exact_forward": True}
         if "stochastic" not in precision:
+            saves = precision["block"] is not None or precision["attention_block"] is not None
             precision = precision | {"stochastic": not saves}
         if "stochastic_backward" not in precision:
             precision = precision | {"stochastic_backward": row["code"] == STOCHASTIC_BACKWARD}
-        if "center_inputs" not in precision:
-            as_default = not precision["fp8_linear"] and precision["exact_forward"]
-            precision = precision | {"center_inputs": as_default}
+        precision = {"center_inputs": False} | precision
         definition[name] = precision
     return row | {"definition": definition}
 

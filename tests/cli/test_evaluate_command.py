@@ -11,7 +11,6 @@ from small_model import SMALL, filled
 from coat_jax import evaluation, quantization
 from coat_jax.cli import evaluate, main
 from coat_jax.models import hf
-from coat_jax.precision import COAT
 from coat_jax.tokenizers import Bytes
 from coat_jax.training import identity
 from coat_jax.training.checkpoint import Checkpoints
@@ -19,9 +18,7 @@ from coat_jax.training.state import State
 
 CONFIG = dataclasses.replace(SMALL, layers=1, context=32, dtype=jnp.float32, precision="coat")
 IN_BF16 = dataclasses.replace(CONFIG, precision="bf16")
-# What the texts of a batch have in common changes no score.
-COMPUTED = dataclasses.replace(CONFIG, precision=dataclasses.replace(COAT, center_inputs=False))
-MODEL = filled(COMPUTED)
+MODEL = filled(CONFIG)
 TEXT = "def main():\n    print('Grüße')\n" * 4
 QUESTIONS = [
     {"question": "1 + 1 =", "choices": ["2", "three"], "answer": 0},
@@ -34,7 +31,7 @@ def run(tmp_path_factory):
     """A run's folder."""
     folder = tmp_path_factory.mktemp("run")
     with Checkpoints(folder / "checkpoints", keep=9) as checkpoints:
-        for step, model in enumerate((filled(COMPUTED, seed=1), MODEL), 1):
+        for step, model in enumerate((filled(CONFIG, seed=1), MODEL), 1):
             count, params = jnp.int32(step), nnx.state(model)
             checkpoints.save(step, State(count, params, {"m": params}, count), {}, wait=True)
     said = {"model": identity.to_json(CONFIG), "data": {}}
@@ -83,7 +80,7 @@ def test_a_text_has_the_score_of_the_newest_checkpoint(run, text, capsys):
         }
     ]
     other = found(capsys, run, "--text", text, "--step", 1)["texts"][0]
-    assert other["nats_per_token"] == pytest.approx(score(filled(COMPUTED, seed=1)).per_token)
+    assert other["nats_per_token"] == pytest.approx(score(filled(CONFIG, seed=1)).per_token)
 
 
 def test_window_precision_and_devices(run, text, capsys):

@@ -35,9 +35,7 @@ CONFIG = models.Config(
 GREEDY = ["--temperature", "0", "--max-tokens", "12"]
 
 
-# What the texts of a batch have in common changes no text.
-COMPUTED = dataclasses.replace(CONFIG, precision=dataclasses.replace(COAT, center_inputs=False))
-MODEL = filled(COMPUTED)
+MODEL = filled(CONFIG)
 
 
 def continued(model, *prompts, **settings):
@@ -60,7 +58,7 @@ def theirs(tmp_path_factory):
 def run(tmp_path_factory):
     """A run's folder, with two checkpoints."""
     folder = tmp_path_factory.mktemp("run")
-    save_run(folder, MODEL, filled(COMPUTED, seed=1))
+    save_run(folder, MODEL, filled(CONFIG, seed=1))
     return folder
 
 
@@ -69,8 +67,7 @@ def save_run(folder, *of_steps, data=None):
         for step, model in enumerate(of_steps, 1):
             count, params = jnp.int32(step), nnx.state(model)
             checkpoints.save(step, State(count, params, {"m": params}, count), {}, wait=True)
-    config = dataclasses.replace(of_steps[0].config, precision=CONFIG.precision)
-    said = {"model": identity.to_json(config), "data": data or {}}
+    said = {"model": identity.to_json(of_steps[0].config), "data": data or {}}
     (folder / "config.json").write_text(json.dumps(said))
 
 
@@ -101,7 +98,7 @@ def options(*arguments):
 
 
 def test_the_prompt_and_what_the_newest_checkpoint_says(run, capsys):
-    (text,) = continued(filled(COMPUTED, seed=1), "def ")
+    (text,) = continued(filled(CONFIG, seed=1), "def ")
     assert coat(run, "--prompt", "def ", *GREEDY) == 0
     said = capsys.readouterr()
     assert said.out == f"def {text}\n"
@@ -134,14 +131,14 @@ def test_prompts_come_in_order_whatever_the_batch(run, tmp_path, capsys):
     parts = printed[0].removesuffix("\n").split("\n---\n")
     assert [part.startswith(prompt) for part, prompt in zip(parts, prompts, strict=True)]
     sampling = generation.Sampling(temperature=3, top_k=90, top_p=0.95, seed=5)
-    texts = continued(filled(COMPUTED, seed=1), *prompts, sampling=sampling)
+    texts = continued(filled(CONFIG, seed=1), *prompts, sampling=sampling)
     assert parts == [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
 
 
 def test_prompts_of_jsonl_may_have_lines(run, tmp_path, capsys):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a\\nb"}\n"c"\n')
     assert coat(run, "--prompts", tmp_path / "prompts.jsonl", *GREEDY) == 0
-    first, second = continued(filled(COMPUTED, seed=1), "a\nb", "c")
+    first, second = continued(filled(CONFIG, seed=1), "a\nb", "c")
     assert capsys.readouterr().out == f"a\nb{first}\n---\nc{second}\n"
 
 
@@ -156,7 +153,7 @@ def test_only_newlines_divide_prompts(run, tmp_path, capsys):
 
 
 def test_several_devices_say_the_same(run, capsys):
-    (text,) = continued(filled(COMPUTED, seed=1), "def ")
+    (text,) = continued(filled(CONFIG, seed=1), "def ")
     assert coat(run, "--prompt", "def ", "--devices", 2, *GREEDY) == 0
     assert capsys.readouterr().out == f"def {text}\n"
 
@@ -244,7 +241,7 @@ def test_the_tokens_that_end_a_text_are_found(theirs, tmp_path):
 
 
 def test_texts_end_with_a_stop_token(run, capsys):
-    (text,) = continued(filled(COMPUTED, seed=1), "def ")
+    (text,) = continued(filled(CONFIG, seed=1), "def ")
     stop = next(letter for letter in text[1:] if letter.isascii() and letter != text[0])
     assert coat(run, "--prompt", "def ", "--stop", stop, *GREEDY) == 0
     assert capsys.readouterr().out == f"def {text[: text.index(stop)]}\n"

@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 from small_model import SMALL, filled
 
-import coat_jax as coat
 from coat_jax import nn
 from coat_jax.errors import UserError
 from coat_jax.evaluation import Passage, log_probabilities
@@ -51,8 +50,7 @@ def test_the_batch_changes_nothing_but_rounding(batch):
 
 def test_in_fp8_what_shares_a_batch_changes_little():
     """Scales are those of a batch, powers of two: only the smallest numbers may change."""
-    precision = dataclasses.replace(coat.COAT, center_inputs=False)
-    model = filled(dataclasses.replace(CONFIG, precision=precision))
+    model = filled(dataclasses.replace(CONFIG, precision="coat"))
     one, all_ = (log_probabilities(model, passages(), batch=batch) for batch in (1, 7))
     exact = log_probabilities(MODEL, passages())
     differences = np.abs(np.concatenate(one) - np.concatenate(all_))

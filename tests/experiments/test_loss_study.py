@@ -126,18 +126,15 @@ def test_versions_of_the_code_that_train_alike_are_one_arm():
         ("coat", "coat_nearest"),
         ("coat_after_bf16", "coat_after_bf16_nearest"),
         ("coat_rounded_forward", "coat_rounded_forward"),
-        ("products", "products_not_centered"),
+        ("products", "products"),
     ],
 )
-def test_a_row_of_before_saved_to_nearest_and_centered_nothing(
-    tmp_path: Path, name: str, today: str
-):
+def test_a_row_that_names_no_rounding_saved_to_nearest(tmp_path: Path, name: str, today: str):
     row = measured(name, 0)
     for field in ("precision", "start"):
         if row["definition"][field] is not None:
             del row["definition"][field]["stochastic"]
             del row["definition"][field]["stochastic_backward"]
-            del row["definition"][field]["center_inputs"]
     results.write(tmp_path / results.FILE, [row])
     assert [row["arm"] for row in results.read([tmp_path / results.FILE])] == [today]
 

@@ -1,7 +1,5 @@
 """Token by token, from a cache, a model says what it says in training."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +16,6 @@ from small_model import filled
 
 from coat_jax import nn, ops
 from coat_jax.generation.cache import prefill
-from coat_jax.precision import PRESETS
 
 FP8 = {
     "llama": "coat",
@@ -62,10 +59,7 @@ def test_in_fp8_too(family, precision):
     most 2^-17 of the largest magnitude among all rows. What is left is sums in another order,
     which now and then turn one code into its neighbour: an eighth of one member in a sum over
     at least 64. A dozen of those in one token, in independent directions, stay below 1 / 16.
-
-    Inputs are not centered: what a batch has in common is not what its last tokens have.
     """
-    precision = dataclasses.replace(PRESETS[precision], center_inputs=False)
     model = filled(variant(family, dtype=jnp.bfloat16, precision=precision))
     got, _ = logits_one_by_one(model)
     off = relative(got, logits_at_once(model))

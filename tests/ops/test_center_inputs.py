@@ -24,7 +24,7 @@ import coat_jax as coat
 from coat_jax import ops
 from coat_jax.kernels.norm import SAMPLED_ROWS, sampled_mean
 
-CENTERED = dataclasses.replace(coat.COAT, stochastic=False)
+CENTERED = dataclasses.replace(coat.COAT, stochastic=False, center_inputs=True)
 NOT_CENTERED = dataclasses.replace(CENTERED, center_inputs=False)
 WEIGHT = weight(1, WIDTH, FFN)
 kinds = pytest.mark.parametrize("kind", ["rms", "layer"])

@@ -109,11 +109,12 @@ def test_fp8_is_the_product_of_rounded_operands(precision):
     ("kind", "precision"),
     [
         ("rms", coat.FP8_LINEAR),
+        ("rms", dataclasses.replace(coat.FP8_LINEAR, center_inputs=True)),
         ("rms", dataclasses.replace(coat.FP8_LINEAR, stochastic_backward=True)),
         ("rms", coat.COAT_PAPER),
         ("layer", dataclasses.replace(coat.COAT_PAPER, block=32, backward=E4M3)),
     ],
-    ids=["fp8_linear", "fp8_linear, stochastic", "coat_paper", "layer, blocks of 32"],
+    ids=["fp8_linear", "centered", "fp8_linear, stochastic", "coat_paper", "layer, blocks of 32"],
 )
 def test_fp8_of_a_norm_before_it_rounds_blocks_then_the_norm(kind, precision):
     def f(x, norm, ws):

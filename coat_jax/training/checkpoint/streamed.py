@@ -41,10 +41,11 @@ def save_streamed(path: Path, tree: Any, progress: Callable[[int], object]) -> N
 
         async def _open_and_write(self, value: _Leaf, tspec: Any, ts_context: Any) -> None:
             spec = tensorstore.Spec(tspec)
-            array = await tensorstore.open(spec, create=True, open=True, context=ts_context)
-            piece: Any = array.chunk_layout.write_chunk.shape
-            source = value.source._replace(piece=piece)
+            # Until it is its turn, an array awaits nothing that would outlive an error of another.
             async with self._turn:
+                array = await tensorstore.open(spec, create=True, open=True, context=ts_context)
+                piece: Any = array.chunk_layout.write_chunk.shape
+                source = value.source._replace(piece=piece)
                 for index in stored.pieces(source):
                     part = source.read(index)
                     await array[index].write(part)
