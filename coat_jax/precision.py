@@ -53,9 +53,9 @@ class Precision:
             effect on the loss has been found. Weights are rounded to nearest either way.
         center_inputs: whether products take the output of a norm less what the tokens have in
             common, the mean of a sample of them, and add its product with the weight afterwards.
-            FP8 then has its digits for what distinguishes the tokens. It takes 2 % longer, and no
-            effect on COAT's loss has been found. The saved values and the backward pass are the
-            same either way.
+            FP8 then has its digits for what distinguishes the tokens. It takes a little longer,
+            and no effect on COAT's loss has been found. The saved values and the backward pass are
+            the same either way.
     """
 
     fp8_linear: bool = True

@@ -77,6 +77,8 @@ ARMS: dict[str, Arm] = {
     "saved_64": Arm(precision=replace(WITHOUT_PRODUCTS, block=64)),
     # Single operands of products, rounded to nearest; see `operands`.
     **{f"{name}_rounded": Arm(rounded=(name,)) for name in operands.NAMES},
+    # All that COAT rounds, with products of BF16 that sum in FP32.
+    "coat_exact_sums": Arm(precision=WITHOUT_PRODUCTS, moments=Storage(), rounded=operands.NAMES),
     "forward_rounded": Arm(rounded=("inputs", "weights")),
     "operands_rounded": Arm(rounded=operands.NAMES),
     "activations_e4m3_gradients": replace(COAT_FP32, precision=E4M3_GRADIENTS),

@@ -110,7 +110,12 @@ def test_a_table_of_numpy_is_an_array():
     ("weight", "tokens", "error", "words"),
     [
         (jnp.ones((V, D), jnp.int32), jnp.zeros(2, jnp.int32), TypeError, "real floats"),
-        (jnp.ones(V), jnp.zeros(2, jnp.int32), ValueError, r"a table \[V, D\] of at least one row, not \(64,\)"),
+        (
+            jnp.ones(V),
+            jnp.zeros(2, jnp.int32),
+            ValueError,
+            r"a table \[V, D\] of at least one row, not \(64,\)",
+        ),
         (jnp.ones((V, D)), jnp.zeros(2), TypeError, "whole numbers, not float32"),
     ],
 )

@@ -13,8 +13,11 @@ PARTS = {
     "saved": "saved activations in FP8",
     "products": "FP8 products",
     "products_e4m3_gradients": "FP8 products, gradients in E4M3",
+    "inputs_rounded": "inputs of BF16 products rounded to FP8, in the forward pass alone",
+    "weights_rounded": "weights of BF16 products rounded to FP8",
     "coat": "all of COAT",
     "coat_stochastic_backward": "the same, operands of the backward pass rounded stochastically",
+    "coat_centered": "the same, inputs of products centered",
     "coat_after_bf16": "BF16 in the first quarter, all of COAT after it",
     "coat_lean": "all of `COAT_LEAN`",
 }
@@ -129,6 +132,15 @@ PAGE = Page(
         Sentence(
             "in the same seeds ({:+.2f} % ± {:.2f} beside COAT)",
             lambda: loss_study.cost_above("coat", "coat_stochastic_backward")[:2],
+        ),
+        Sentence(
+            "rounding its inputs alone costs {:+.2f} % ± {:.2f}, and rounding its weights alone "
+            "{:+.2f} % ± {:.2f}",
+            lambda: (*loss_study.cost("inputs_rounded"), *loss_study.cost("weights_rounded")),
+        ),
+        Sentence(
+            "COAT ends where it ends without them, {:+.2f} % ± {:.2f} beside it in the same seeds",
+            lambda: loss_study.cost_above("coat", "coat_centered")[:2],
         ),
         Sentence(
             "runs of different seeds end between {:.1f} % below BF16 and {:.1f} % above it",
