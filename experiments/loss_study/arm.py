@@ -20,7 +20,7 @@ from coat_jax.storage import Storage
 from coat_jax.training.config import EvaluationConfig, OptimizerConfig, TrainConfig
 from coat_jax.training.optimizer import decayed, make_optimizer
 from coat_jax.training.schedule import learning_rate
-from experiments.loss_study import operands
+from experiments.loss_study import operands, sums
 from experiments.loss_study.moments import Separately, adamw
 from experiments.loss_study.muon import Muon, muon
 
@@ -46,6 +46,7 @@ class Arm:
             BF16 parameters have gradients in BF16.
         optimizer: fields of `OptimizerConfig` to replace.
         rounded: the operands of products that are rounded to FP8 although the precision is BF16.
+        accurate: the FP8 products that are summed in FP32.
         start: the precision of the first steps; None is that of all steps.
         start_share: how much of the run these steps are.
         microbatches: how many times more microbatches a batch is divided into. More than one
@@ -62,6 +63,7 @@ class Arm:
     params: Literal["fp32", "bf16", "bf16_stochastic", "24_bits", "24_bits_stochastic"] = "fp32"
     optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rounded: tuple[operands.Name, ...] = ()
+    accurate: tuple[sums.Name, ...] = ()
     start: Precision | None = None
     start_share: float = 0.25
     microbatches: int = 1

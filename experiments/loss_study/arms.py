@@ -8,7 +8,7 @@ from dataclasses import replace
 import coat_jax as coat
 from coat_jax import models
 from coat_jax.storage import PAPER, Storage
-from experiments.loss_study import operands
+from experiments.loss_study import operands, sums
 from experiments.loss_study.arm import Arm, Settings, Size
 from experiments.loss_study.moments import Expanded, Logarithm, Separately
 from experiments.loss_study.muon import Muon
@@ -55,6 +55,9 @@ ARMS: dict[str, Arm] = {
         BOTH, precision=replace(coat.COAT, stochastic_backward=True)
     ),
     "coat_centered": replace(BOTH, precision=replace(coat.COAT, center_inputs=True)),
+    # Products of the backward pass are summed in FP32.
+    "coat_accurate_weight_gradients": replace(BOTH, accurate=("gradient of the weight",)),
+    "coat_accurate_gradients": replace(BOTH, accurate=tuple(sums.PRODUCTS)),
     # The forward pass continues with the rounded values, as in COAT_PAPER.
     "coat_rounded_forward": replace(BOTH, precision=coat.COAT_PAPER),
     "activations_rounded_forward": replace(COAT_FP32, precision=coat.COAT_PAPER),

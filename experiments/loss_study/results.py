@@ -26,7 +26,7 @@ FILE = "loss_study.json"
 # Folders of coat_jax that a run does not use, and the files of its trainer that it does.
 ASIDE = ("cli", "evaluation", "generation", "quantization", "training")
 STEP = ("batches", "optimizer", "preparation", "schedule", "state", "step")
-STUDY = ("arm", "duplicates", "moments", "muon", "operands", "rows", "run", "text")
+STUDY = ("arm", "duplicates", "moments", "muon", "operands", "rows", "run", "sums", "text")
 # Versions of the code that are one: of two seeds at size tiny, arms bf16, saved, coat and coat_lean
 # have the same losses to the last bit, on a CPU. Runs of the older ones count as the newest's.
 ALIKE = dict.fromkeys(["26e42a267c58", "c51e2fefd59a"], "68cd819d6469")
@@ -85,7 +85,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 def _completed(row: Row) -> Row:
     """The row with fields that did not exist then: all that was saved was rounded to nearest."""
-    definition = {"shaken": 0, "rounded": []} | row["definition"]
+    definition = {"shaken": 0, "rounded": [], "accurate": []} | row["definition"]
     for name in ("precision", "start"):
         precision = definition.get(name)
         if not isinstance(precision, dict):

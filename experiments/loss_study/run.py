@@ -38,7 +38,7 @@ from coat_jax.training.preparation import Prepared, prepare
 from coat_jax.training.state import State
 from coat_jax.training.step import HeldOut, held_out_step
 from experiments import row_files
-from experiments.loss_study import arms, operands
+from experiments.loss_study import arms, operands, sums
 from experiments.loss_study import text as texts
 from experiments.loss_study.arm import (
     Settings,
@@ -175,7 +175,7 @@ def train(job: Job, stopped: list[int], *, keep: bool = False) -> Trained | None
         before = len(losses)
         programs = {}
         if before < settings.steps:
-            with operands.rounding(arm.rounded):
+            with operands.rounding(arm.rounded), sums.accurate(arm.accurate):
                 programs = {
                     step: _in_precision(precision, prepared).lower().compile()
                     for step, precision in precisions_of(arm, settings.steps).items()
