@@ -134,8 +134,8 @@ PAGE = Page(
             lambda: loss_study.cost_above("coat", "coat_stochastic_backward")[:2],
         ),
         Sentence(
-            "rounding its inputs alone costs {:+.2f} % ± {:.2f}, and rounding its weights alone "
-            "{:+.2f} % ± {:.2f}",
+            "rounding their inputs alone costs {:+.2f} % ± {:.2f}, and rounding their weights "
+            "alone {:+.2f} % ± {:.2f}",
             lambda: (*loss_study.cost("inputs_rounded"), *loss_study.cost("weights_rounded")),
         ),
         Sentence(
