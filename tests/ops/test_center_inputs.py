@@ -75,6 +75,16 @@ def test_gradients_are_those_of_inputs_that_are_not_centered():
     assert_equal(*found)
 
 
+def test_the_scale_fits_a_row_that_is_the_opposite_of_the_mean():
+    """The norms are 6.58, three times, and -6.58, and 9.87 below their mean.
+
+    Without an offset they are bounded by 6.99, for which the scale has a largest value of 7.
+    """
+    x = jnp.zeros((4, 49)).at[:, 0].set(jnp.array([1.0, 1.0, 1.0, -1.0]))
+    centered, _, exact = outputs(x, ops.Norm(jnp.full(49, 0.94)), jnp.eye(49))
+    np.testing.assert_allclose(centered, exact, rtol=0, atol=2**-4 * 9.87)
+
+
 @kinds
 def test_a_nan_stays_in_its_row(kind):
     x = draw(6, (2, 8, WIDTH)).at[1, 3, 5].set(jnp.nan)
