@@ -55,8 +55,7 @@ ARMS: dict[str, Arm] = {
         BOTH, precision=replace(coat.COAT, stochastic_backward=True)
     ),
     "coat_centered": replace(BOTH, precision=replace(coat.COAT, center_inputs=True)),
-    # Products of the backward pass are summed in FP32.
-    "coat_accurate_weight_gradients": replace(BOTH, accurate=("gradient of the weight",)),
+    # The FP8 products of the backward pass are summed in FP32.
     "coat_accurate_gradients": replace(BOTH, accurate=tuple(sums.PRODUCTS)),
     # The forward pass continues with the rounded values, as in COAT_PAPER.
     "coat_rounded_forward": replace(BOTH, precision=coat.COAT_PAPER),

@@ -40,10 +40,6 @@ PAGE = Page(
             lambda: (*loss_study.cost("coat"), *loss_study.cost("coat_lean")),
         ),
         Sentence(
-            "of the run in BF16 (`--bf16_steps 0.25`): {:+.2f} % ± {:.2f}",
-            lambda: loss_study.cost("coat_after_bf16"),
-        ),
-        Sentence(
             "over three seeds, {:+.2f} % ± {:.2f} above BF16 in COAT",
             lambda: loss_study.larger("coat"),
         ),
