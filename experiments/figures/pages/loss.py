@@ -153,8 +153,8 @@ PAGE = Page(
             lambda: loss_study.cost("coat_exact_sums"),
         ),
         Sentence(
-            "COAT ends {:+.2f} % ± {:.2f} beside COAT in the same seeds; if all that COAT rounds is "
-            "rounded, but multiplied in BF16 and summed in FP32, {:+.2f} % ± {:.2f}",
+            "COAT ends {:+.2f} % ± {:.2f} beside COAT in the same seeds; if all that COAT rounds "
+            "is rounded, but multiplied in BF16 and summed in FP32, {:+.2f} % ± {:.2f}",
             lambda: (
                 *loss_study.cost_above("coat", "coat_accurate_gradients")[:2],
                 *loss_study.cost_above("coat", "coat_exact_sums")[:2],
