@@ -40,6 +40,10 @@ PAGE = Page(
             lambda: (*loss_study.cost("coat"), *loss_study.cost("coat_lean")),
         ),
         Sentence(
+            "of the run in BF16 (`--bf16_steps 0.25`): {:+.2f} % ± {:.2f} over eight seeds",
+            lambda: loss_study.cost_in_all_versions("coat_after_bf16"),
+        ),
+        Sentence(
             "over three seeds, {:+.2f} % ± {:.2f} above BF16 in COAT",
             lambda: loss_study.larger("coat"),
         ),
