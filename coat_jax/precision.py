@@ -51,11 +51,6 @@ class Precision:
         stochastic_backward: whether the backward pass also rounds the operands of its products
             stochastically: gradients, and inputs that it recomputes. It takes longer, and no
             effect on the loss has been found. Weights are rounded to nearest either way.
-        center_inputs: whether products take the output of a norm less what the tokens have in
-            common, the mean of a sample of them, and add its product with the weight afterwards.
-            FP8 then has its digits for what distinguishes the tokens. It takes a little longer,
-            and no effect on COAT's loss has been found. The saved values and the backward pass are
-            the same either way.
     """
 
     fp8_linear: bool = True
@@ -66,7 +61,6 @@ class Precision:
     exact_forward: bool = True
     stochastic: bool = added(default=True, before=False)
     stochastic_backward: bool = added(default=False, before=False)
-    center_inputs: bool = added(default=False, before=False)
 
     def __post_init__(self) -> None:
         require_fields(self)

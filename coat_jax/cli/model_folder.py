@@ -79,13 +79,9 @@ class ModelFolder:
 
     def load(self) -> "Llama":
         """The model, on the mesh that is set."""
-        from coat_jax.precision import precision_of
         from coat_jax.training.checkpoint import weights
 
-        # What the texts of a batch have in common must not change any of them.
-        precision = dataclasses.replace(precision_of(self.config.precision), center_inputs=False)
-        config = dataclasses.replace(self.config, precision=precision)
-        return weights.load(self._where, config, step=self._step, note=note)
+        return weights.load(self._where, self.config, step=self._step, note=note)
 
     def _stops(self, config_json: dict[str, Any], of_run: int | None) -> list[int]:
         """What ends a text: as generation_config.json or config.json says, or the tokenizer."""

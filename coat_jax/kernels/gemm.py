@@ -11,9 +11,6 @@ FP32. On NVIDIA GPUs each product is one FP8 GEMM of cuBLASLt, or a sum that XLA
 side is a single row. Elsewhere operands are converted to FP32. Results differ only by the order of
 sums.
 
-An operand may have an offset, one row that is added to all rows of its codes. Its product with the
-weight is computed in FP32 and added as a bias is.
-
 `product_of_codes` is a product of codes alone, for scales that are not one number per operand.
 
 Operands of a simulated format (`numerics.minifloat`) are values in BF16 or FP32, and products of
@@ -42,7 +39,6 @@ from coat_jax.kernels.cast import (
 )
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.numerics.blocks import fitting_exponent, power_of_two
-from coat_jax.numerics.mesh_axes import gathered
 from coat_jax.numerics.noise import Stream
 
 # One FP8 GEMM of cuBLASLt. By default XLA would also try its own Triton GEMMs for every product:
@@ -59,14 +55,13 @@ class Operand(NamedTuple):
     """One side of a product: FP8 codes and their scale, or an array of another dtype and None.
 
     A kernel makes the codes in one layout only, or in both. `scaled_with_lengths` adds the
-    Euclidean length of each row. An offset belongs to each row of scale * values.
+    Euclidean length of each row.
     """
 
     values: Float[Array, "*rows K"] | None
     transposed: Float[Array, " K *rows"] | None
     scale: Float[Array, ""] | None
     lengths: Float[Array, "*rows"] | None = None
-    offset: Float[Array, " K"] | None = None
 
 
 def operand(
@@ -134,19 +129,7 @@ def scaled_with_lengths(
 
 def product(x: Operand, w: Operand, dtype: DTypeLike) -> Float[Array, "*rows N"]:
     """x w: the forward product. Takes x straight, and w straight or, faster, transposed."""
-    y = _dot(x, w, _over_columns(x), _over_rows(w), dtype)
-    if x.offset is None:
-        return y
-    return y + jnp.broadcast_to(_product_of_offset(x.offset, w).astype(dtype), y.shape)
-
-
-def _product_of_offset(offset: Float[Array, " K"], w: Operand) -> Float[Array, " N"]:
-    """offset w, in FP32. A sum, which reads the codes as they are: a GEMM would convert them."""
-    codes, axes = _over_rows(w)
-    codes = gathered(codes, axes)  # as the GEMM needs them, too
-    rows = jnp.expand_dims(offset, tuple(i for i in range(codes.ndim) if i not in axes))
-    products = jnp.sum(codes.astype(jnp.float32) * rows, axis=axes)
-    return products if w.scale is None else products * w.scale
+    return _dot(x, w, _over_columns(x), _over_rows(w), dtype)
 
 
 def product_transposed(dy: Operand, w: Operand, dtype: DTypeLike) -> Float[Array, "*rows K"]:

@@ -6,9 +6,6 @@
 `statistics`, `normalize` and `normalize_backward` are the references, in FP32. Besides its input,
 the gradient needs `Stats`: one or two numbers per row. `norm_launch` has the kernels, which take
 the scale of norm(x) in FP8 from `bound_of_norm`.
-
-`sampled_mean` estimates what the norms of all rows have in common. Early in training that is most
-of them, and what distinguishes the rows is less than the distance of two FP8 values.
 """
 
 import dataclasses
@@ -20,11 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from coat_jax.numerics.mesh_axes import gathered
-
 Kind = Literal["rms", "layer"]
 KINDS = ("rms", "layer")
-SAMPLED_ROWS = 512  # about as many, of all sequences together
 
 
 class Stats(NamedTuple):
@@ -119,19 +113,6 @@ def bound_of_norm(norm: Norm, columns: int, rounding: float = 0.0) -> Float[Arra
     if norm.shift is not None:
         largest = largest + jnp.max(jnp.abs(norm.shift)).astype(jnp.float32)
     return largest
-
-
-def sampled_mean(x: Float[Array, "B S D"], norm: Norm) -> Float[Array, " D"]:
-    """The mean of norm(x) over rows at equal distances in each sequence, in FP32.
-
-    Zero in a column whose mean is not finite, so that a NaN in one row does not reach the others.
-    """
-    batch, length, _ = x.shape
-    distance = max(1, min(length, batch * length // SAMPLED_ROWS))
-    rows = x[:, distance // 2 :: distance]
-    mean = jnp.mean(normalize(rows, statistics(rows, norm), norm), axis=(0, 1))
-    # Every device needs all columns for its rows.
-    return gathered(jnp.where(jnp.isfinite(mean), mean, 0.0), axes=(0,))
 
 
 def _centered(x: Float[Array, "*rows D"], stats: Stats) -> Float[Array, "*rows D"]:

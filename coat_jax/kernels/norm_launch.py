@@ -1,6 +1,6 @@
 """Launches the kernels of norms, which go from FP8 to FP8.
 
-    norm_forward    x -> blocks, statistics, norm(x) as one FP8 tensor, less an offset
+    norm_forward    x -> blocks, statistics, norm(x) as one FP8 tensor
     norm_cast       blocks, statistics -> norm(x) as one FP8 tensor, transposed
     norm_backward   blocks, statistics, gradient of norm(x) -> gradients of x, scale and shift
 
@@ -40,9 +40,8 @@ def norm_forward(
     *,
     exact: bool = False,
     stochastic: bool = False,
-    offset: Float[Array, " D"] | None = None,
 ) -> tuple[Blocks, Stats, Array]:
-    """Blocks of `x`, with rows [B, S]; its statistics; and (norm(x) - offset) / scale as FP8 codes.
+    """Blocks of `x`, with rows [B, S]; its statistics; and norm(x) / scale as FP8 codes.
 
     Statistics and norm are of the values that the blocks decode to, or of `x` itself if `exact`.
     The blocks are rounded to nearest, or like `to_blocks(stochastic=True)`.
@@ -55,8 +54,7 @@ def norm_forward(
 
     def run(x: Array, tensor_scale: Array, *rest: Array) -> list[Array]:
         *rows, columns = x.shape
-        first_numbers, rest = (rest[0], rest[1:]) if stochastic else (x, rest)
-        center, parameters = (rest[0], rest[1:]) if offset is not None else (x, rest)
+        first_numbers, parameters = (rest[0], rest[1:]) if stochastic else (x, rest)
         codes = jax.ShapeDtypeStruct(x.shape, dtype)
         numbers = jax.ShapeDtypeStruct((*rows, 1), jnp.float32)
         exponents = jax.ShapeDtypeStruct((*rows, -(-columns // size)), jnp.uint8)
@@ -65,7 +63,6 @@ def norm_forward(
             x,
             first_numbers,
             tensor_scale,
-            center,
             *_parameters(norm, parameters, x),
             outputs=[codes, exponents, numbers, numbers, codes],
             programs=math.prod(rows),
@@ -74,7 +71,6 @@ def norm_forward(
             WIDTH=_width(columns, size),
             SIZE=size,
             LAYER=layer,
-            HAS_OFFSET=offset is not None,
             HAS_SCALE=norm.scale is not None,
             HAS_SHIFT=norm.shift is not None,
             EPS=norm.eps,
@@ -84,8 +80,8 @@ def norm_forward(
             FAST=not dispatch.interpreting(),
         )
 
+    given = _given(norm)
     numbers = [block_numbers(x.shape, size).first] if stochastic else []
-    given = [*([] if offset is None else [offset]), *_given(norm)]
     row, number = "b s !d", "b s !one"
     codes, exponents, inverse, mean, normalized = run_sharded(
         run,

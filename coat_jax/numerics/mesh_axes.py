@@ -1,12 +1,10 @@
 """Meshes, and the entries of a PartitionSpec: None, the name of a mesh axis, or several names."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
-from jaxtyping import Array
+from jax.sharding import AbstractMesh, AxisType
 
 
 def names(entry: Any) -> tuple[str, ...]:
@@ -29,11 +27,3 @@ def automatic_mesh() -> AbstractMesh | None:
     mesh = jax.sharding.get_abstract_mesh()
     automatic = all(axis == AxisType.Auto for axis in mesh.axis_types)
     return mesh if automatic and not mesh.empty and mesh.size > 1 else None
-
-
-def gathered(x: Array, axes: Sequence[int]) -> Array:
-    """`x` with these axes whole on every device; the others stay sharded as they are."""
-    if automatic_mesh() is None:
-        return x
-    entries = (None if i in axes else PartitionSpec.UNCONSTRAINED for i in range(x.ndim))
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from coat_jax.numerics.mesh_axes import automatic_mesh, gathered
+from coat_jax.numerics.mesh_axes import automatic_mesh
 from coat_jax.ops.checks import (
     require_array,
     require_automatic_sharding,
@@ -101,7 +102,7 @@ def _sum_of_losses(settings: _LossSettings, hidden: Array, weight: Array, labels
 
 
 def _forward(settings: _LossSettings, hidden: Array, weight: Array, labels: Array) -> Any:
-    w = gathered(weight.astype(hidden.dtype), axes=(0,))
+    w = _gathered(weight.astype(hidden.dtype))
 
     def one(total: Array, part: tuple[Array, Array]) -> tuple[Array, Array]:
         h, y = part
@@ -121,7 +122,7 @@ def _forward(settings: _LossSettings, hidden: Array, weight: Array, labels: Arra
 
 def _backward(settings: _LossSettings, residuals: Any, gradient: Array) -> Any:
     hidden, weight, labels, lse = residuals
-    w = gathered(weight.astype(hidden.dtype), axes=(0,))
+    w = _gathered(weight.astype(hidden.dtype))
     vocabulary = weight.shape[-1]
     groups = _groups_of_rows(hidden)
 
@@ -145,6 +146,13 @@ def _backward(settings: _LossSettings, residuals: Any, gradient: Array) -> Any:
 
 
 _sum_of_losses.defvjp(_forward, _backward)
+
+
+def _gathered(w: Float[Array, "D V"]) -> Float[Array, "D V"]:
+    """`w` with all its rows on every device; its columns stay sharded as they are."""
+    if automatic_mesh() is None:
+        return w
+    return lax.with_sharding_constraint(w, PartitionSpec(None, PartitionSpec.UNCONSTRAINED))
 
 
 def _groups_of_rows(hidden: Float[Array, "*B S D"]) -> Callable[[Array], Array]:

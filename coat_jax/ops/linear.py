@@ -171,7 +171,7 @@ def _norm_linear_forward(
 ) -> Any:
     saved, n = save_norm(x, norm, mode)
     outputs, scales = project(n, weights, biases, x.dtype, mode)
-    seen = recording.norm(probe, x, saved, n, norm, mode)
+    seen = recording.norm(probe, x, saved, norm, mode)
     seen = recording.weights(seen, weights, scales, mode)
     return batched_alike(*outputs), (saved, norm, weights, scales, biases, seen)
 

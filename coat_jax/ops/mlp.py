@@ -207,7 +207,7 @@ def _forward(
     hidden, a = save_activation(before, act, mode)
     (y,), down_scale = project(a, (down,), (down_bias,), x.dtype, mode)
     scales += down_scale
-    seen = recording.norm(probe, x, saved, n, norm, mode)
+    seen = recording.norm(probe, x, saved, norm, mode)
     seen = recording.weights(seen, (*weights, down), scales, mode)
     seen = recording.activation(seen, "down/input", before, hidden, act, mode)
     everything = _Saved(saved, hidden, norm, weights, biases, down, down_bias, scales, seen)

@@ -1,6 +1,6 @@
 """Records for telemetry what an op rounds to FP8: its tensors, and their rounded values.
 
-    seen = recording.norm(probe, x, saved, n, norm, mode)
+    seen = recording.norm(probe, x, saved, norm, mode)
 
 Each function takes a probe, or None without telemetry, and returns it with the sums of its tensors.
 The values are computed here with `jnp`, whatever kernel rounds them, since a fused kernel does not
@@ -84,22 +84,19 @@ def norm(
     seen: OptionalProbe,
     x: Float[Array, "*rows D"],
     result: SavedNorm,
-    n: Operand,
     layer: Norm | None,
     mode: Mode,
 ) -> OptionalProbe:
-    """What is saved of a norm's input, and the norm as products take it: less its offset."""
+    """What is saved of a norm's input, and the norm as products take it."""
     precision = mode.precision
 
-    def rounded() -> Array:
+    def values() -> Array:
         used = x if precision.exact_forward else result.x
-        values = restore(used, jnp.float32, precision.block)
-        if layer is not None and result.stats is not None:
-            values = normalize(values, result.stats, layer)
-        return values if n.offset is None else values - jnp.broadcast_to(n.offset, values.shape)
+        n = restore(used, jnp.float32, precision.block)
+        return n if layer is None or result.stats is None else normalize(n, result.stats, layer)
 
     seen = saved(seen, "saved", x, result.x, precision.block, precision.forward)
-    return operand(seen, "input", rounded, n.scale, mode.format)
+    return operand(seen, "input", values, result.scale, mode.format)
 
 
 def activation(

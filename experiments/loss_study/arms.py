@@ -54,7 +54,6 @@ ARMS: dict[str, Arm] = {
     "coat_stochastic_backward": replace(
         BOTH, precision=replace(coat.COAT, stochastic_backward=True)
     ),
-    "coat_centered": replace(BOTH, precision=replace(coat.COAT, center_inputs=True)),
     # The FP8 products of the backward pass are summed in FP32.
     "coat_accurate_gradients": replace(BOTH, accurate=tuple(sums.PRODUCTS)),
     # The forward pass continues with the rounded values, as in COAT_PAPER.

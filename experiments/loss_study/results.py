@@ -95,7 +95,9 @@ def _completed(row: Row) -> Row:
             precision = precision | {"stochastic": not saves}
         if "stochastic_backward" not in precision:
             precision = precision | {"stochastic_backward": row["code"] == STOCHASTIC_BACKWARD}
-        precision = {"center_inputs": False} | precision
+        # An option that was tried, and is gone.
+        if not precision.get("center_inputs"):
+            precision = {key: precision[key] for key in precision if key != "center_inputs"}
         definition[name] = precision
     return row | {"definition": definition}
 

@@ -204,14 +204,6 @@ def test_the_precision_is_that_of_the_run_unless_told(run, theirs):
     assert precision(theirs, "--precision", "fp8_linear") == FP8_LINEAR
 
 
-def test_texts_of_a_batch_do_not_change_each_other_by_centering(tmp_path):
-    centered = dataclasses.replace(COAT, center_inputs=True)
-    save_run(tmp_path, filled(dataclasses.replace(CONFIG, precision=centered)))
-    folder = ModelFolder(options(tmp_path))
-    assert folder.config.precision == centered
-    assert folder.load().config.precision == COAT
-
-
 def test_the_tokenizer_is_found(theirs, tmp_path):
     def text(*arguments):
         return ModelFolder(options(*arguments)).text

@@ -76,7 +76,6 @@ PRECISIONS = {
     "coat": coat.COAT,
     "rounded forward": coat.COAT_PAPER,
     "stochastic backward": dataclasses.replace(coat.COAT, stochastic_backward=True),
-    "centered": dataclasses.replace(coat.COAT, center_inputs=True),
 }
 
 

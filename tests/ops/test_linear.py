@@ -47,13 +47,9 @@ leading = pytest.mark.parametrize("lead", [(), (5,), (2, 5)], ids=str)
 def rounded_layers(n, weights, biases, gradients, precision, *, recomputed=False):
     """The outputs, and the gradients of n, the weights and the biases, in FP64.
 
-    An input that is recomputed for the gradients of the weights is rounded again for them, and may
-    have been centered in the forward pass.
+    An input that is recomputed for the gradients of the weights is rounded again for them.
     """
     flat = again = rounded(n, precision.forward).reshape(-1, n.shape[-1])
-    if recomputed and precision.center_inputs:
-        offset = n.reshape(flat.shape).mean(axis=0)
-        flat = offset + rounded(n - offset, precision.forward).reshape(flat.shape)
     if recomputed and precision.stochastic_backward:
         again = rounded(n, precision.forward, "inputs").reshape(flat.shape)
     outputs, dn, dws, dbs = [], 0, [], []
@@ -109,12 +105,11 @@ def test_fp8_is_the_product_of_rounded_operands(precision):
     ("kind", "precision"),
     [
         ("rms", coat.FP8_LINEAR),
-        ("rms", dataclasses.replace(coat.FP8_LINEAR, center_inputs=True)),
         ("rms", dataclasses.replace(coat.FP8_LINEAR, stochastic_backward=True)),
         ("rms", coat.COAT_PAPER),
         ("layer", dataclasses.replace(coat.COAT_PAPER, block=32, backward=E4M3)),
     ],
-    ids=["fp8_linear", "centered", "fp8_linear, stochastic", "coat_paper", "layer, blocks of 32"],
+    ids=["fp8_linear", "fp8_linear, stochastic", "coat_paper", "layer, blocks of 32"],
 )
 def test_fp8_of_a_norm_before_it_rounds_blocks_then_the_norm(kind, precision):
     def f(x, norm, ws):

@@ -1,8 +1,8 @@
 """Norms from FP8 to FP8.
 
 The forward and the backward pass hold whole rows, so that the statistics of a row take one pass.
-Where there is no scale, shift, offset, mean, residual or noise, the pointer is that of another
-array and not read.
+Where there is no scale, shift, mean, residual or noise, the pointer is that of another array and
+not read.
 """
 
 import triton
@@ -21,14 +21,12 @@ from coat_jax.kernels.triton.tiles import load_blocks, round_tile, store_transpo
 
 @triton.jit
 def norm_forward_row(
-    x, first_numbers, tensor_scale, offset, scale, shift,
-    codes, exponents, inverse, mean, normalized,
+    x, first_numbers, tensor_scale, scale, shift, codes, exponents, inverse, mean, normalized,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, LAYER: tl.constexpr,
-    HAS_OFFSET: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
-    EPS: tl.constexpr, EXACT: tl.constexpr, STOCHASTIC: tl.constexpr,
-    F8: tl.constexpr, FAST: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr,
+    STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """One row: its blocks, its statistics, and its norm less the offset as FP8 codes."""
+    """One row: its blocks, its statistics, and its norm as FP8 codes."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     mask = column < COLUMNS
@@ -60,8 +58,6 @@ def norm_forward_row(
         v = v * tl.load(scale + column, mask=mask, other=0.0).to(tl.float32)
     if HAS_SHIFT:
         v = v + tl.load(shift + column, mask=mask, other=0.0).to(tl.float32)
-    if HAS_OFFSET:
-        v = v - tl.load(offset + column, mask=mask, other=0.0)
     v = round_to_fp8(v * (1.0 / tl.load(tensor_scale)), F8, FAST)
     tl.store(normalized + row * COLUMNS + column, v.to(normalized.dtype.element_ty), mask=mask)
 

@@ -4,9 +4,8 @@
     backward    saved x, statistics, scale -> n in FP8, transposed;  dn -> dx
 
 Without a norm, n is the saved x. With `Precision.exact_forward` the forward pass normalizes x
-itself, and both passes use the statistics of x. With `Precision.center_inputs` it rounds n less an
-offset, the mean of a sample of its rows. Each function is `jnp`, or a kernel if `mode.fused_block`
-is set.
+itself, and both passes use the statistics of x. Each function is `jnp`, or a kernel if
+`mode.fused_block` is set.
 """
 
 from typing import NamedTuple
@@ -23,7 +22,6 @@ from coat_jax.kernels.norm import (
     bound_of_norm,
     normalize,
     normalize_backward,
-    sampled_mean,
     statistics,
 )
 from coat_jax.kernels.norm_launch import norm_backward, norm_cast, norm_forward
@@ -39,45 +37,38 @@ class SavedNorm(NamedTuple):
 
     x: SavedArray
     stats: Stats | None  # None without a norm
-    scale: Float[Array, ""] | None  # of n in the backward pass; None if n is not rounded
+    scale: Float[Array, ""] | None  # of n in FP8; None if n is not rounded
 
 
 def save_norm(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[SavedNorm, Operand]:
     """Returns what is saved of `x`, and norm(x) as the operand of a product."""
     precision = mode.precision
-    offset = scale = centered_scale = None
+    scale = None
     if norm is not None and mode.format is not None:
         largest = bound_of_norm(norm, x.shape[-1], _rounding(precision))
-        scale = centered_scale = gemm.tensor_scale(largest, mode.format)
-        if precision.center_inputs:
-            offset = sampled_mean(x, norm)
-            largest = largest + gemm.largest_magnitude(offset)
-            centered_scale = gemm.tensor_scale(largest, mode.format)
+        scale = gemm.tensor_scale(largest, mode.format)
         if mode.fused_block is not None:
             blocks, of_rows, codes = norm_forward(
                 x,
                 norm,
-                centered_scale,
+                scale,
                 precision.forward,
                 mode.fused_block,
                 exact=precision.exact_forward,
                 stochastic=precision.saves_stochastically,
-                offset=offset,
             )
-            operand = Operand(codes, None, centered_scale, offset=offset)
-            return SavedNorm(blocks, of_rows, scale), operand
+            return SavedNorm(blocks, of_rows, scale), Operand(codes, None, scale)
     (saved, n), stats = save_input(x, precision), None
     if norm is not None:
         stats = statistics(n, norm)
         n = normalize(n, stats, norm)
     if mode.format is None:
         return SavedNorm(saved, stats, None), Operand(n.astype(x.dtype), None, None)
-    if scale is None or centered_scale is None:
+    if scale is None:
         operand = gemm.operand(n, mode.format, "straight", mode.implementation)
-        return SavedNorm(saved, stats, operand.scale), operand
-    n = n if offset is None else n - jnp.broadcast_to(offset, n.shape)
-    operand = gemm.scaled(n, centered_scale, mode.format, "straight", mode.implementation)
-    return SavedNorm(saved, stats, scale), operand._replace(offset=offset)
+    else:
+        operand = gemm.scaled(n, scale, mode.format, "straight", mode.implementation)
+    return SavedNorm(saved, stats, operand.scale), operand
 
 
 def recompute_norm(saved: SavedNorm, norm: Norm | None, mode: Mode, dtype: DTypeLike) -> Operand:

@@ -142,7 +142,7 @@ PAGE = Page(
             lambda: (*loss_study.cost("inputs_rounded"), *loss_study.cost("weights_rounded")),
         ),
         Sentence(
-            "COAT ends where it ends without them, {:+.2f} % ± {:.2f} beside it in the same seeds",
+            "COAT ended where it ends without, {:+.2f} % ± {:.2f} beside it in the same seeds",
             lambda: loss_study.cost_above("coat", "coat_centered")[:2],
         ),
         Sentence(
