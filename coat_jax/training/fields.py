@@ -114,7 +114,8 @@ def nearest_field(name: str, known: Collection[str]) -> str | None:
     if (field := FIELD_OF.get(name.rpartition(".")[2])) in known:
         return field
     short = {path.rpartition(".")[2] for path in known}
-    near = difflib.get_close_matches(name, [*known, *short, *FIELD_OF], n=1)
+    aliases = [alias for alias, field in FIELD_OF.items() if field in known]
+    near = difflib.get_close_matches(name, [*known, *short, *aliases], n=1)
     return FIELD_OF.get(near[0], near[0]) if near else None
 
 

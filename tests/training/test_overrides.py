@@ -189,6 +189,29 @@ def test_an_unknown_argument_in_a_config_suggests_the_closest_field(tmp_path, ca
         load_config(str(path))
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("TrainConfig(learning_rate=1e-3)", "It is a field of OptimizerConfig"),
+        ("TrainConfig(width=64)", "It is a field of Config"),
+        ("TrainConfig(lr=1e-3)", r"Did you mean learning_rate\? It is a field of OptimizerConfig"),
+        ("models.Config(activation='silu')", "'activation'$"),
+    ],
+)
+def test_an_unknown_argument_is_never_answered_with_a_field_that_the_config_lacks(
+    tmp_path, call, message
+):
+    path = write(
+        tmp_path,
+        "from coat_jax import models\n"
+        "from coat_jax.training.config import TrainConfig\n\n\n"
+        f"def config():\n    return {call}\n",
+    )
+    with pytest.raises(UserError, match=message) as caught:
+        load_config(str(path))
+    assert "accumulation" not in str(caught.value)
+
+
 def test_help_explains_every_field_with_its_value():
     text = explain(SMALL)
     for field in fields(SMALL):
