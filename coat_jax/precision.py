@@ -46,16 +46,16 @@ class Precision:
             passes. Attention computes with the saved queries, keys and values either way; its
             output is exact only if this is True.
         stochastic: whether values that are saved for the backward pass alone are rounded
-            stochastically, up or down at random and right on average, instead of to nearest. What
-            the forward pass computes with, too, is rounded to nearest either way.
+            stochastically, up or down at random and right on average, instead of to nearest.
+            Values that the forward pass computes with, too, are always rounded to nearest.
         stochastic_backward: whether the backward pass also rounds the operands of its products
             stochastically: gradients, and inputs that it recomputes. It takes longer, and no
-            effect on the loss has been found. Weights are rounded to nearest either way.
-        center_inputs: whether products take the output of a norm less what the tokens have in
-            common, the mean of a sample of them, and add its product with the weight afterwards.
-            FP8 then has its digits for what distinguishes the tokens. It takes a little longer,
-            and no effect on COAT's loss has been found. The saved values and the backward pass are
-            the same either way.
+            effect on the loss has been found. Weights are always rounded to nearest.
+        center_inputs: whether the mean over a sample of the tokens is subtracted from the output
+            of a norm before it is rounded for a product; the product of this mean with the weight
+            is added to the result. The digits of FP8 are then spent on what distinguishes the
+            tokens. It takes a little longer, and no effect on COAT's loss has been found. The saved
+            values and the backward pass do not depend on it.
     """
 
     fp8_linear: bool = True

@@ -186,7 +186,7 @@ def probe(
     Args:
         op: its name, used where no scope has named it, or where two ops would share names.
         tensors: what it rounds to FP8.
-        weights: what its weights are called; the scope may know better.
+        weights: names of its weights, unless the scope has others.
         per_weight: what it rounds for each weight.
     """
     scope: Scope | None = _current.value

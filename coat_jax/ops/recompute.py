@@ -4,8 +4,8 @@
     backward    recomputes f at the decoded blocks, and its gradients there
 
 `jax.checkpoint` saves x itself, two bytes a value in BF16, and gives the gradients at x. The
-residual stream itself is not rounded: y is computed from x. What is saved, which only the backward
-pass sees, is rounded stochastically, unless one asks otherwise (`numerics.blocks`).
+residual stream itself is not rounded: y is computed from x. Only the backward pass sees what is
+saved, so by default that is rounded stochastically (`numerics.blocks`).
 """
 
 from collections.abc import Callable

@@ -49,7 +49,7 @@ def mask_of(name: str, mask: Mask, params: optax.Params) -> Any:
 
 
 def is_mask_function(mask: Any) -> bool:
-    """Whether a mask is a function, and no tree that can also be called, as a module is."""
+    """Whether a mask is a function, rather than a tree that can be called, such as a module."""
     leaves = jax.tree.leaves(mask)
     return bool(leaves) and all(callable(one) and not isinstance(one, type) for one in leaves)
 

@@ -16,7 +16,7 @@ from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config.optimizer import function_name, is_optimizer
 
-# What begins with one of the first must stay, unless it begins with one of the second.
+# Fields whose names begin with one of FIXED must stay the same, except those in FREE.
 FIXED = ("model.", "data.", "optimizer.name", "global_batch_size", "sequence_length", "seed")
 FREE = ("model.precision", "model.remat", "model.dtype")
 UNIMPORTANT = ("out", "resume", "cache", "metrics")

@@ -44,7 +44,7 @@ def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None 
 
     Args:
         folder: with config.json and safetensors files.
-        config: what to make of it; by default what config.json says. A variant of that may
+        config: of the model; by default what config.json says. A variant of that may
             have other dtypes (the weights are cast), precision, axes, scan or remat.
         mesh: to load it onto; by default the one that is set, if any.
     """
