@@ -46,13 +46,19 @@ NO_READER = 141  # what shells report of a program that SIGPIPE ended
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
+    """Says what is wrong in one line, without the usage.
+
+    Attributes:
+        given: the arguments of the command.
+    """
+
+    given: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with code 2."""
-        if message.startswith(MISSING) and any(
-            action.option_strings and action.nargs == "+" for action in self._actions
-        ):
+        taking_all = [action for action in self._actions if action.nargs == "+"]
+        names = {name for action in taking_all for name in action.option_strings}
+        if message.startswith(MISSING) and names.intersection(self.given):
             message += "; options take all words that follow, so put it first"
         self.exit(BAD_INPUT, f"{self.prog}: {_one_line(message)} (--help explains)\n")
 
@@ -86,7 +92,9 @@ def _run(given: list[str]) -> int:
             return int(command.run_without_arguments())
         if hasattr(command, "check"):
             command.check(given[1:])
-        return int(command.run(_command_parser(name, command).parse_args(given[1:])))
+        parser = _command_parser(name, command)
+        parser.given = given[1:]
+        return int(command.run(parser.parse_args(parser.given)))
     except KeyboardInterrupt:
         _report(f"coat {name}: interrupted")
         return INTERRUPTED
@@ -143,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command_parser(name: str, command: ModuleType) -> argparse.ArgumentParser:
+def _command_parser(name: str, command: ModuleType) -> Parser:
     parser = Parser(
         prog=f"coat {name}",
         description=command.__doc__,
