@@ -143,7 +143,7 @@ def explain(config: TrainConfig | None = None) -> str:
     lines = ["fields of the run:"]
     lines += _explain_group([field for field in known if "." not in field.name])
     for group in groups:
-        lines += ["", f"{group.name}: {group.sentence}"]
+        lines += ["", *textwrap.wrap(f"{group.name}: {group.sentence}", WIDTH)]
         inside = [f for f in known if f.name.startswith(f"{group.name}.")]
         inner = tuple(f"{g.name}." for g in groups if g.name.startswith(f"{group.name}."))
         lines += _explain_group([f for f in inside if not f.name.startswith(inner)])

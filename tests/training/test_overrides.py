@@ -212,6 +212,11 @@ def test_an_unknown_argument_is_never_answered_with_a_field_that_the_config_lack
     assert "accumulation" not in str(caught.value)
 
 
+def test_no_line_of_a_sentence_in_help_is_long():
+    lines = [line for line in explain(SMALL).splitlines() if not line.startswith("  --")]
+    assert max(map(len, lines)) <= 88
+
+
 def test_help_explains_every_field_with_its_value():
     text = explain(SMALL)
     for field in fields(SMALL):
