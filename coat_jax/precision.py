@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from coat_jax.errors import UserError
 from coat_jax.limits import Among, added, dtype_of, require_fields, shown
 from coat_jax.numerics.formats import DTYPES, E4M3, E5M2, format_of, named_format
-from coat_jax.numerics.minifloat import Minifloat
+from coat_jax.numerics.minifloat import MOST_EXPONENT_BITS, MOST_MANTISSA_BITS, Minifloat
 
 LEAST_MAX = 2.0**-16  # of a simulated format's largest value
 Block = Annotated[int, Among((16, 32, 64, 128))]
@@ -106,7 +106,8 @@ def _format(name: str, value: DTypeLike | Minifloat) -> Any:
         raise UserError(
             f"{name}={shown(value)} is not an FP8 format of coat_jax. Use coat.formats.E4M3 (more "
             "precision) or coat.formats.E5M2 (more range); or, to simulate another one, a name "
-            "like 'E3M4'."
+            f"like 'E3M4', with up to {MOST_EXPONENT_BITS} exponent and {MOST_MANTISSA_BITS} "
+            "mantissa bits (INT8 is 'E0M7')."
         ) from None
     if not (fmt.signed and fmt.zero and fmt.max > LEAST_MAX):
         raise UserError(

@@ -106,6 +106,12 @@ def test_fields_are_checked_together():
         (["--learning_rate", "high"], "--optimizer.learning_rate 'high' is not a number"),
         (["--scan", "maybe"], "--model.scan 'maybe' is not true or false"),
         (["--schedule", "step"], "--optimizer.schedule 'step' is not cosine or linear or wsd"),
+        (
+            ["--optimizer.name", "lion"],
+            "'lion' is not fp8_adamw or adamw. Set any other optimizer in a config file, as "
+            "optimizer.transformation.",
+        ),
+        (["--optimizer", "lion"], "--optimizer is a group of fields: --optimizer.name, .*, ..."),
         (["--precision", "fp7"], "--model.precision 'fp7' is not bf16 or fp8_linear or coat or"),
         (["--param_dtype", "float9"], "--model.param_dtype 'float9' is not a dtype"),
         (["--model.precision.forward", "E9M9"], "forward='E9M9' is not an FP8 format"),
