@@ -21,6 +21,7 @@ all linear layers. Their scales are powers of two, one per tensor, from its larg
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -180,7 +181,9 @@ def _format(name: str) -> "AnyFormat":
     try:
         return format_named(name)
     except ValueError as error:
-        raise UserError(f"--formats {name}: {error}") from None
+        known = re.match("INT|U?E", name, re.IGNORECASE)
+        advice = "" if known else " Integers are called INT2 to INT16, and FP4 is E2M1."
+        raise UserError(f"--formats {name}: {error}{advice}") from None
 
 
 def _tokens(
