@@ -145,9 +145,9 @@ def _questions(file: Path, folder: ModelFolder, begin: Sequence[int]) -> list["Q
     from coat_jax import evaluation
 
     questions = evaluation.read(file, folder.text, begin, folder.config)
-    if cut := sum(question.left_out > 0 for question in questions):
+    if shortened := sum(question.left_out > 0 for question in questions):
         note(
-            f"{file}: {cut} of {counted(len(questions), 'question')} lose their beginning, for "
+            f"{file}: {shortened} of {counted(len(questions), 'question')} lose their beginning, for "
             f"the model's context={folder.config.context}."
         )
     return questions

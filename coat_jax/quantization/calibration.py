@@ -85,7 +85,7 @@ def calibrate(
     blocks = [nnx.split(block) for block in observed.layers]
     found: dict[str, Inputs] = {}
     for batch in token_batches:
-        tokens = np.asarray(batch)  # JAX would cut 64 bits down to 32
+        tokens = np.asarray(batch)  # JAX would truncate 64 bits to 32
         _require_tokens(tokens, model.config)
         x = observed.embedded(jnp.asarray(tokens, jnp.int32))
         for i, (graph, state) in enumerate(blocks):
