@@ -147,8 +147,8 @@ def _questions(file: Path, folder: ModelFolder, begin: Sequence[int]) -> list["Q
     questions = evaluation.read(file, folder.text, begin, folder.config)
     if shortened := sum(question.left_out > 0 for question in questions):
         note(
-            f"{file}: {shortened} of {counted(len(questions), 'question')} lose their beginning, for "
-            f"the model's context={folder.config.context}."
+            f"{file}: {shortened} of {counted(len(questions), 'question')} lose their beginning, "
+            f"for the model's context={folder.config.context}."
         )
     return questions
 
