@@ -170,7 +170,7 @@ def test_functions_are_set_in_the_file_and_named_in_what_is_printed():
     assert override(config, ["--learning_rate", "0.5"]).optimizer.transformation is some_function
 
 
-def test_every_alias_names_a_field_and_is_none():
+def test_every_alias_names_a_field_and_is_not_one_itself():
     known = {field.name for field in fields()}
     assert known.issuperset(KNOWN_AS)
     for alias, field in FIELD_OF.items():
