@@ -220,7 +220,7 @@ def library_failures(what: str) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit, UserError):
         raise
-    except BaseException as error:  # the library panics on some files, which is no Exception
+    except BaseException as error:  # a panic of the library is not an Exception
         raise UserError(f"{what}: {error}.") from None
 
 

@@ -33,7 +33,7 @@ def lasting() -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    """Prints a line that is no part of a command's result."""
+    """Prints a line that is not part of a command's result."""
     print(printable(text), file=sys.stderr)
 
 

@@ -5,8 +5,8 @@
     "fp8"     float8_e4m3fn    -448 .. 448      steps that grow with the number
 
 `numerics.quantizer` simulates any format and finds the ranges of its scales; these are the codes
-themselves. Ties go to even. What is too large saturates. A scale puts the largest magnitude on 127
-or 448.
+themselves. Ties go to even. Values that are too large saturate. A scale puts the largest magnitude
+on 127 or 448.
 """
 
 from typing import Any, Literal

@@ -33,8 +33,8 @@ def recompute(
 
     Args:
         function: a function of x and of any other arguments that it needs. These are saved as they
-            are, so parameters take no additional memory. What is differentiated must be an
-            argument: the function cannot close over it.
+            are, so parameters take no additional memory. Arrays that need a gradient must be
+            arguments: the function cannot close over them.
         block: the size of the blocks.
         stochastic: whether the saved input is rounded stochastically, as with
             `Precision.stochastic`, or to nearest.

@@ -69,7 +69,7 @@ class FusedOptimizer(NamedTuple):
     step: Step
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Explains why this is no optax transformation, to what looks for its `update`."""
+        """Explains, where `update` is looked for, why this is not an optax transformation."""
         advice = (
             "Its step(params, grads, state) is a whole step by itself, which clips by grad_scale. "
             "Where an optax transformation is required, as in optax.chain or nnx.Optimizer, use "

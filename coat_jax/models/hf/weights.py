@@ -133,7 +133,7 @@ def write(
 
 
 def _in_files(source: Source, tensors: Tensors) -> Stored:
-    """A parameter in a folder; raises where a tensor has another shape or is no float."""
+    """A parameter in a folder; raises where a tensor has another shape or is not a float."""
     for name in source.names:
         if tensors.shape(name) != source.file_shape:
             raise UserError(

@@ -4,8 +4,8 @@
     read      the parameters in a checkpoint, in pieces; with their corrections, if they have some
     write     a folder like a run's, with one checkpoint that holds parameters only
 
-A checkpoint stores each array in chunks. One chunk at a time is in memory, so models may be
-larger than that. What is read is checked first: see `coat_jax.training.checkpoint.manifest`.
+A checkpoint stores each array in chunks. One chunk at a time is in memory, so models may be larger
+than that. Files are checked before they are read: see `coat_jax.training.checkpoint.manifest`.
 """
 
 import json
