@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from coat_jax.errors import UserError
 from coat_jax.limits import Among, added, dtype_of, require_fields, shown
 from coat_jax.numerics.formats import DTYPES, E4M3, E5M2, format_of, named_format
-from coat_jax.numerics.minifloat import Minifloat
+from coat_jax.numerics.minifloat import MOST_EXPONENT_BITS, MOST_MANTISSA_BITS, Minifloat
 
 LEAST_MAX = 2.0**-16  # of a simulated format's largest value
 Block = Annotated[int, Among((16, 32, 64, 128))]
@@ -46,11 +46,11 @@ class Precision:
             passes. Attention computes with the saved queries, keys and values either way; its
             output is exact only if this is True.
         stochastic: whether values that are saved for the backward pass alone are rounded
-            stochastically, up or down at random and right on average, instead of to nearest. What
-            the forward pass computes with, too, is rounded to nearest either way.
+            stochastically, up or down at random and right on average, instead of to nearest.
+            Values that the forward pass computes with, too, are always rounded to nearest.
         stochastic_backward: whether the backward pass also rounds the operands of its products
             stochastically: gradients, and inputs that it recomputes. It takes longer, and no
-            effect on the loss has been found. Weights are rounded to nearest either way.
+            effect on the loss has been found. Weights are always rounded to nearest.
     """
 
     fp8_linear: bool = True
@@ -100,7 +100,8 @@ def _format(name: str, value: DTypeLike | Minifloat) -> Any:
         raise UserError(
             f"{name}={shown(value)} is not an FP8 format of coat_jax. Use coat.formats.E4M3 (more "
             "precision) or coat.formats.E5M2 (more range); or, to simulate another one, a name "
-            "like 'E3M4'."
+            f"like 'E3M4', with up to {MOST_EXPONENT_BITS} exponent and {MOST_MANTISSA_BITS} "
+            "mantissa bits (INT8 is 'E0M7')."
         ) from None
     if not (fmt.signed and fmt.zero and fmt.max > LEAST_MAX):
         raise UserError(

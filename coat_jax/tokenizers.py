@@ -6,7 +6,7 @@
     encode_markers      the text of a chat template, in which special tokens are meant as such
     reader              tokens to text, piece by piece
 
-A model's new text is read as its tokens arrive. A character may take several tokens, and the text
+New tokens of a model become text as they arrive. A character may take several tokens, and the text
 of a token may depend on the one before it (a space that only stands between words), so a `Reader`
 returns a piece once its characters are complete. All pieces together are the text of all tokens.
 """
@@ -220,7 +220,7 @@ def library_failures(what: str) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit, UserError):
         raise
-    except BaseException as error:  # the library panics on some files, which is no Exception
+    except BaseException as error:  # a panic of the library is not an Exception
         raise UserError(f"{what}: {error}.") from None
 
 
@@ -242,7 +242,7 @@ class _BytesReader:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self, tokens: Sequence[int]) -> str:
-        # A model may have more tokens than there are bytes: 0xFF is in no text.
+        # A model may have more tokens than there are bytes. 0xFF occurs in no text in UTF-8.
         return self._decoder.decode(bytes(min(token, 0xFF) for token in tokens))
 
     def end(self) -> str:

@@ -106,7 +106,7 @@ class Scope:
         return Probe({t: probes[name] for t, name in names.items() if name in probes}, weights)
 
     def _free(self, op: str, tensors: Sequence[str]) -> str:
-        """The scope's own name, or one with that of the op, or with a number."""
+        """A name that is not taken: the scope's own, one with the op's name, or a numbered one."""
         full = f"{self._prefix}/{op}" if self._prefix else op
         base, number = self._prefix or op, 0
         while any(f"{base}/{tensor}" in self._taken for tensor in tensors):
@@ -186,7 +186,7 @@ def probe(
     Args:
         op: its name, used where no scope has named it, or where two ops would share names.
         tensors: what it rounds to FP8.
-        weights: what its weights are called; the scope may know better.
+        weights: names of its weights, unless the scope has others.
         per_weight: what it rounds for each weight.
     """
     scope: Scope | None = _current.value

@@ -23,12 +23,27 @@ def test_the_package_is_marked_as_typed():
     assert (PACKAGE / "py.typed").is_file()
 
 
-def test_the_wheel_is_marked_as_typed(tmp_path):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The names of the files in the wheel."""
     pytest.importorskip("hatchling")
-    build = f"import hatchling.build as b; b.build_wheel({str(tmp_path)!r})"
+    folder = tmp_path_factory.mktemp("wheel")
+    build = f"import hatchling.build as b; b.build_wheel({str(folder)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=PACKAGE.parent, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    assert "coat_jax/py.typed" in zipfile.ZipFile(wheel).namelist()
+    (path,) = folder.glob("*.whl")
+    return set(zipfile.ZipFile(path).namelist())
+
+
+def test_the_wheel_is_marked_as_typed(wheel):
+    assert "coat_jax/py.typed" in wheel
+
+
+def test_the_wheel_has_all_that_commands_read(wheel):
+    """The configs that `coat train` finds by name, and the page of `coat plot`."""
+    files = [path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".html"}]
+    names = {path.relative_to(PACKAGE.parent).as_posix() for path in files}
+    assert {"coat_jax/configs/llama_124m.py", "coat_jax/training/report/page.html"} <= names
+    assert names <= wheel
 
 
 def test_mypy_sees_the_types_in_a_users_program(tmp_path):

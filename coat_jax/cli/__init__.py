@@ -1,15 +1,14 @@
 """`coat`: the commands of coat_jax.
 
-Each is a module of this package: its docstring is its help, `add_arguments` says what it takes,
-`run` does it. A command that has something to say without arguments has `run_without_arguments`,
-and one that explains mistakes better than argparse has `check`. Only the one that is asked for is
-imported.
+Each command is a module of this package, imported when the command is used. The module's docstring
+is the help text, `add_arguments` declares the arguments, and `run` does the work. If there is a
+`run_without_arguments`, it runs when no arguments are given; if there is a `check`, it explains
+mistakes that argparse would report badly.
 
-What a user can fix ends in one line, and the exit code says what it was: 2 for bad input, others
-where the error has its own. That is a UserError, a missing file or permission (the commands open
-no files but those that somebody named), a full disk, or a package that is not installed; `--debug`
-shows where it came from. Every other exception is a bug, or a failure of the machine: it shows its
-traceback and ends with code 1.
+An error that a user can fix is printed as one line: a UserError, a missing file or permission (the
+commands open only files that somebody named), a full disk, a package that is not installed. The
+exit code is that of the error, 2 for bad input; `--debug` adds the traceback. Every other exception
+is a bug, or a failure of the machine: it shows its traceback and ends with code 1.
 """
 
 import argparse
@@ -47,13 +46,19 @@ NO_READER = 141  # what shells report of a program that SIGPIPE ended
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
+    """Says what is wrong in one line, without the usage.
+
+    Attributes:
+        given: the arguments of the command.
+    """
+
+    given: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with code 2."""
-        if message.startswith(MISSING) and any(
-            action.option_strings and action.nargs == "+" for action in self._actions
-        ):
+        taking_all = [action for action in self._actions if action.nargs == "+"]
+        names = {name for action in taking_all for name in action.option_strings}
+        if message.startswith(MISSING) and names.intersection(self.given):
             message += "; options take all words that follow, so put it first"
         self.exit(BAD_INPUT, f"{self.prog}: {_one_line(message)} (--help explains)\n")
 
@@ -87,7 +92,9 @@ def _run(given: list[str]) -> int:
             return int(command.run_without_arguments())
         if hasattr(command, "check"):
             command.check(given[1:])
-        return int(command.run(_command_parser(name, command).parse_args(given[1:])))
+        parser = _command_parser(name, command)
+        parser.given = given[1:]
+        return int(command.run(parser.parse_args(parser.given)))
     except KeyboardInterrupt:
         _report(f"coat {name}: interrupted")
         return INTERRUPTED
@@ -104,7 +111,7 @@ def _run(given: list[str]) -> int:
 
 
 def _explained(error: Exception) -> tuple[str | None, int]:
-    """What to say of an error, and the exit code; None where only a traceback explains it."""
+    """The line to print for an error, None if it needs a traceback; and the exit code."""
     if isinstance(error, UserError):
         return str(error) or type(error).__name__, error.exit_code
     if isinstance(error, OSError) and error.errno in FULL | FIXABLE:
@@ -120,7 +127,7 @@ def _explained(error: Exception) -> tuple[str | None, int]:
 
 
 def _report(text: str) -> None:
-    """Prints an error; the exit code stays what it is where that cannot be written."""
+    """Prints an error. If standard error is closed, only the exit code reports it."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr)
 
@@ -144,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command_parser(name: str, command: ModuleType) -> argparse.ArgumentParser:
+def _command_parser(name: str, command: ModuleType) -> Parser:
     parser = Parser(
         prog=f"coat {name}",
         description=command.__doc__,

@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Converts, and says what came of it."""
+    """Converts, and prints a line about the result."""
     from coat_jax.cli.texts import BYTES
     from coat_jax.training.checkpoint import weights
 
@@ -131,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace, *, of_run: bool) -> str:
-    """Converts, and returns what came of it."""
+    """Converts, and returns a description of the result."""
     from coat_jax.training.checkpoint import conversion
 
     source, out = expanded(options.source), expanded(options.out)
@@ -167,7 +167,7 @@ CALIBRATION = ("calibrate", "tokens")
 
 
 def _quantize(options: argparse.Namespace) -> str:
-    """Quantizes, and returns what came of it."""
+    """Quantizes, and returns a description of the result."""
     from coat_jax.cli.texts import BYTES, tokens_of
     from coat_jax.training.checkpoint import conversion, weights
 
@@ -197,7 +197,7 @@ def _quantize(options: argparse.Namespace) -> str:
 
 
 def _require_enough(text: Path, tokens: list[int]) -> None:
-    """Raises without tokens, and notes it where they are few."""
+    """Raises if there are no tokens, and prints a note if there are few."""
     if not tokens:
         raise UserError(f"The calibration text {text} has no tokens: name a longer one.")
     if len(tokens) < FEW:
@@ -208,7 +208,7 @@ def _require_enough(text: Path, tokens: list[int]) -> None:
 
 
 def _recipe(options: argparse.Namespace) -> "Recipe":
-    """The recipe that the options describe; raises where a text is missing or not needed."""
+    """The recipe that the options describe; raises if a text is missing or not needed."""
     from coat_jax.quantization import Recipe
 
     names = ("fit", "activations", "activation_fit", "percentile")

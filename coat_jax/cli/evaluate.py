@@ -9,9 +9,9 @@ WHERE is the folder of a run, whose newest intact checkpoint is read, or of a Hu
 For each --text the table shows the loss in nats per token, the perplexity (its exponential), and
 bits per byte, which compare models with different tokenizers. A text is read in windows of the
 model's context (or --window) that overlap by half: each token is scored once, with at least half a
-window of text before it, or all that precedes it. Before a text stands the token that begins one,
-or else the token that ends one; if the tokenizer has neither, the first token is not scored. A file
-counts once, however often and under whatever names and patterns it is named.
+window of text before it, or all that precedes it. The token that begins a text is put before each
+one, or else the token that ends a text; if the tokenizer has neither, the first token is not
+scored. A file counts once, even if several names or patterns lead to it.
 
 A file of --tasks has a question on each line, where "context" may replace "question":
 
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Evaluates, and prints what was found."""
+    """Evaluates, and prints the results."""
     from coat_jax.nn import MeshAxes
 
     _require(options)
@@ -145,10 +145,10 @@ def _questions(file: Path, folder: ModelFolder, begin: Sequence[int]) -> list["Q
     from coat_jax import evaluation
 
     questions = evaluation.read(file, folder.text, begin, folder.config)
-    if cut := sum(question.left_out > 0 for question in questions):
+    if shortened := sum(question.left_out > 0 for question in questions):
         note(
-            f"{file}: {cut} of {counted(len(questions), 'question')} lose their beginning, for "
-            f"the model's context={folder.config.context}."
+            f"{file}: {shortened} of {counted(len(questions), 'question')} lose their beginning, "
+            f"for the model's context={folder.config.context}."
         )
     return questions
 

@@ -21,6 +21,7 @@ all linear layers. Their scales are powers of two, one per tensor, from its larg
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -129,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
             best_formats.draw(tables, out)
             with path_failures(out):
                 out.with_suffix(".json").write_text(text + "\n")
-    finally:  # a picture that cannot be written does not take the table away
+    finally:  # print the table even if the picture cannot be written
         if not options.json:
             text = "\n".join(_table_of(TITLES[key], rows) for key, rows in tables.items())
         print(printable(text))
@@ -139,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _require_place(out: Path) -> None:
-    """Raises before the work if a picture and its numbers cannot be written there."""
+    """Raises, before the work begins, if the picture and its numbers cannot be written there."""
     if out.suffix.lower() != ".png":
         raise UserError(f"{out} does not end in .png.")
     for path in (out, out.with_suffix(".json")):
@@ -180,7 +181,9 @@ def _format(name: str) -> "AnyFormat":
     try:
         return format_named(name)
     except ValueError as error:
-        raise UserError(f"--formats {name}: {error}") from None
+        known = re.match("INT|U?E", name, re.IGNORECASE)
+        advice = "" if known else " Integers are called INT2 to INT16, and FP4 is E2M1."
+        raise UserError(f"--formats {name}: {error}{advice}") from None
 
 
 def _tokens(
@@ -209,7 +212,7 @@ def _tokens(
 
 
 def _shown(rows: Iterator["Row"]) -> Iterator["Row"]:
-    """Passes the rows through; a terminal shows the name of each meanwhile."""
+    """Passes the rows through, and shows the name of the current one on a terminal."""
     shows = on_terminal(sys.stderr)
     for row in rows:
         if shows:
@@ -220,7 +223,7 @@ def _shown(rows: Iterator["Row"]) -> Iterator["Row"]:
 
 
 def _table_of(title: str, rows: Sequence["Row"]) -> str:
-    """The rows as text, and a line with how many rows each format is best for."""
+    """The rows as text, and a line that counts for how many of them each format is best."""
     formats = list(rows[0].bits)
     lines = [[title, *formats, "best"]]
     lines += [[row.tensor, *(f"{row.bits[f]:.2f}" for f in formats), row.best] for row in rows]

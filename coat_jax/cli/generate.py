@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Generates, and says how fast."""
+    """Generates, and prints the speed."""
     from coat_jax import generation
     from coat_jax.nn import MeshAxes
 
@@ -171,7 +171,7 @@ def _print(
     *,
     more: bool,
 ) -> None:
-    """Prints the first text as it comes, and the others of its batch when all are there."""
+    """Prints the first text while it is generated, and the others when their batch is complete."""
     readers = [text.reader(prompt) for prompt in prompts]
     others = list(texts[1:])
     _say((BETWEEN if more else "") + texts[0])
@@ -187,10 +187,10 @@ def _print(
 def _say(text: str) -> None:
     if sys.stdout is None:  # closed by `>&-`
         return
-    # A model may well write what moves a terminal's cursor.
+    # A model may write control characters, such as those that move a terminal's cursor.
     if on_terminal(sys.stdout):
         text = printable(text)
-    # A terminal may lack characters, and a prompt hold what is none.
+    # The terminal's encoding may lack a character, and a prompt may have lone surrogates.
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
 
@@ -203,7 +203,7 @@ class _Speed:
         self.tokens = self.after_first = 0
 
     def timed(self, chunks: Iterator[list[list[int]]]) -> Iterator[list[list[int]]]:
-        """The chunks, as they come."""
+        """Passes the chunks through, and counts their tokens and their time."""
         last, first = time.perf_counter(), True
         for chunk in chunks:
             now, count = time.perf_counter(), sum(map(len, chunk))

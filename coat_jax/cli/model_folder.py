@@ -33,11 +33,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class ModelFolder:
-    """Where the model is: its config, its tokenizer, what ends a text.
+    """The folder of a model: its config, its tokenizer, and the tokens that end a text.
 
     Attributes:
-        config: of the model, as it is to be computed.
-        text: how text becomes tokens.
+        config: of the model, with the precision and the sharding that the options ask for.
+        text: the tokenizer.
         stops: tokens that end a text.
     """
 
@@ -48,7 +48,7 @@ class ModelFolder:
         axes: "MeshAxes | None" = None,
         batch_axes: tuple[str, ...] = (),
     ):
-        """Reads what is there; the arrays stay in their files.
+        """Reads everything but the arrays.
 
         Args:
             options: those of `add_model_arguments`.
@@ -84,7 +84,7 @@ class ModelFolder:
         return weights.load(self._where, self.config, step=self._step, note=note)
 
     def _stops(self, config_json: dict[str, Any], of_run: int | None) -> list[int]:
-        """What ends a text: as generation_config.json or config.json says, or the tokenizer."""
+        """The tokens that end a text: from generation_config.json, config.json or the tokenizer."""
         file = self._where / "generation_config.json"
         settings = read_json(file) if status(file) else {}
         ends = settings.get("eos_token_id", config_json.get("eos_token_id"))

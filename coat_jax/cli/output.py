@@ -1,4 +1,4 @@
-"""What commands print: notes on standard error, and output whose readers may go away.
+"""What commands print: notes on standard error, and output that nobody may read to its end.
 
 When nobody reads the output any more, as after `coat train ... | head -1`, training continues
 (`lasting`): its results are in its folder, and hours of work must not end with a pager or a closed
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def lasting() -> Iterator[None]:
-    """Inside, output that cannot be written is dropped, from the first failure on."""
+    """Within this context, output is dropped from the first failed write on."""
     with Path(os.devnull).open("w") as nowhere:  # where one is closed: `>&-`
         out, err = LastingStream(sys.stdout or nowhere), LastingStream(sys.stderr or nowhere)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -33,7 +33,7 @@ def lasting() -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    """Prints a line that is no part of a command's result."""
+    """Prints a line that is not part of a command's result."""
     print(printable(text), file=sys.stderr)
 
 
@@ -78,7 +78,7 @@ def progress_bar(*columns: Any) -> "Progress":
 
 
 class LastingStream(io.TextIOBase):
-    """A stream that writes to another one as long as that takes it."""
+    """A stream that writes to another one until a write fails, and then drops its output."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -116,12 +116,12 @@ class LastingStream(io.TextIOBase):
 
 
 def on_terminal(stream: TextIO | None) -> bool:
-    """Whether a terminal shows this stream; Python has None in the place of one that is closed."""
+    """Whether this stream is a terminal; None stands for a stream that is closed."""
     return stream is not None and stream.isatty()
 
 
 def discard(stream: TextIO) -> None:
-    """Discards what a stream still holds, and all that is written to it from now on."""
+    """Discards what a stream has buffered, and everything that is written to it later."""
     with contextlib.suppress(io.UnsupportedOperation):  # it may have no descriptor, as in tests
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:
@@ -131,7 +131,11 @@ def discard(stream: TextIO) -> None:
 
 
 def discard_broken() -> bool:
-    """Whether somebody stopped reading the output; Python would complain of it when it exits."""
+    """Discards output that nobody reads any more, so that Python ends silently.
+
+    Returns:
+        Whether there was any.
+    """
     broken = False
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Draws, and says where."""
+    """Draws, and prints the names of the files."""
     from coat_jax.training.report import heat
     from coat_jax.training.report.plot import draw
 

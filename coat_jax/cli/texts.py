@@ -1,4 +1,4 @@
-"""The tokenizer of a model's folder, and the tokens of a text by it.
+"""The tokenizer for a folder with a model, and the tokens of a text.
 
 --tokenizer              a tokenizer.json, or "bytes"; without it the first of
 FOLDER/tokenizer.json    if it is there

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Tokenizes, and says what came of it."""
+    """Tokenizes, and prints a summary."""
     from rich.progress import TextColumn
 
     out = expanded(options.out)

@@ -76,7 +76,8 @@ def _batches_scored(
 ) -> Iterator[tuple[list[int], Float[Array, "B S"]]]:
     """The passages of each batch by their numbers, and the scores of all its tokens.
 
-    A batch is returned when the next one was started: the host reads while the device computes.
+    A batch is returned when the next one has been started: the host reads results while the device
+    computes.
     """
     graph, state = nnx.split(model)
     rows = padded_rows(min(batch, len(passages)), model.config)

@@ -6,10 +6,10 @@ is a line of a file of questions; "context" is the same as "question". The text 
 the question's after a space, unless there is one. A choice scores
 
     sum         log p(its tokens | the question)
-    per byte    the same over the bytes of its text, so that a long choice is no disadvantage
+    per byte    the same, divided by the bytes of its text, so that long choices are not worse off
 
 Its tokens are those by which the tokens of both texts together differ from the question's alone.
-Of equal scores the first choice is taken. Intervals of accuracies are Wilson's, at 95 %: they
+In a tie the first choice is taken. Intervals of accuracies are Wilson's, at 95 %: they
 cover the chance in which questions a file has, and nothing else.
 """
 
@@ -75,7 +75,7 @@ def read(path: Path, text: AnyTokenizer, begin: Sequence[int], config: Config) -
         path: of the file.
         text: makes tokens of it; special tokens count as such.
         begin: tokens that come before every question.
-        config: of the model. Of a question that is too long for it the end is taken.
+        config: of the model. A question that is too long for it loses its beginning.
     """
     questions = []
     for number, line in enumerate(lines_of(read_text(path)), 1):

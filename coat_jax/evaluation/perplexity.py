@@ -4,7 +4,8 @@
     window 1         [x_C/2 ........|.........]   scores the C/2 tokens that no window has scored
     window 2                   [............|.........]
 
-So every token but the first is scored once, after C/2 tokens at least, or all that there are.
+So every token but the first is scored once, with at least C/2 tokens before it, or else the whole
+text before it.
 Bits per byte compare models with different tokenizers: they share the text, not its tokens.
 """
 
@@ -52,7 +53,7 @@ def windows(tokens: Sequence[int], size: int) -> list[Passage]:
 
     Args:
         tokens: of the text; the first one is not scored.
-        size: tokens of which a window predicts the next ones: the model's context, or fewer.
+        size: the length of a window: the model's context, or less.
     """
     if size < 2:
         raise UserError(f"A window of {size} tokens has no half: take 2 or more.")

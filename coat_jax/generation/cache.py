@@ -8,8 +8,9 @@ All texts end at the same slot, so that a new token of each takes the same one: 
 the cache, wherever the texts began. A token's position is its slot less the text's start. A token
 sees the slots from its text's start to its own, or the last `window` of them.
 
-`prefill` is the training forward, the slots before a text being another segment. `decode` does the
-same to one token; only the scales of FP8 products are those of fewer rows.
+`prefill` runs the forward pass of training; the slots before a text are a segment of their own.
+`decode` computes the same for one new token of each text. Only the scales of FP8 products differ,
+because they come from fewer rows.
 """
 
 from collections.abc import Callable

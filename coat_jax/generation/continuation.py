@@ -81,14 +81,14 @@ def _stream(
     length = padded_length(max(lengths), model.config.context)
     slots = math.ceil((length + max(limits)) / SLOTS) * SLOTS
     tokens = np.zeros((rows, length), np.int32)
-    starts, lefts = np.full(rows, length - 1, np.int32), np.zeros(rows, np.int32)
+    starts, remaining = np.full(rows, length - 1, np.int32), np.zeros(rows, np.int32)
     for row, prompt in enumerate(prompts):
-        starts[row], lefts[row] = length - len(prompt), limits[row]
+        starts[row], remaining[row] = length - len(prompt), limits[row]
         tokens[row, starts[row] :] = prompt
     numbers = np.arange(first, first + rows, dtype=np.uint32)
     program = partial(_continue, graph, sampling, state, np.array(stops, np.int32))
     chunk, session = _begin(
-        graph, sampling, slots, state, np.array(stops, np.int32), tokens, starts, lefts, numbers
+        graph, sampling, slots, state, np.array(stops, np.int32), tokens, starts, remaining, numbers
     )
     for _ in range(math.ceil((max(limits) - 1) / CHUNK)):
         following, session = program(session)
@@ -113,7 +113,7 @@ def _listed(chunk: Int[Array, "B C"], prompts: int) -> list[list[int]]:
 class _Session(NamedTuple):
     cache: Cache
     tokens: Int[Array, " B"]  # the newest, not in the cache yet
-    lefts: Int[Array, " B"]  # how many more each text may have; 0 once it has ended
+    remaining: Int[Array, " B"]  # how many more each text may have; 0 once it has ended
     numbers: Int[Array, " B"]
 
 
@@ -126,11 +126,11 @@ def _begin(
     stops: Int[Array, " E"],
     tokens: Int[Array, "B S"],
     starts: Int[Array, " B"],
-    lefts: Int[Array, " B"],
+    remaining: Int[Array, " B"],
     numbers: Int[Array, " B"],
 ) -> tuple[Int[Array, "B 1"], _Session]:
     logits, cache = prefill(nnx.merge(graph, state), tokens, starts, slots)
-    session = _Session(cache, tokens[:, -1], lefts, numbers)
+    session = _Session(cache, tokens[:, -1], remaining, numbers)
     new, session = _chosen(sampling, stops, logits, session)
     return new[:, None], session
 
@@ -143,7 +143,7 @@ def _continue(
 
     def unfinished(carry: Any) -> Array:
         i, _, session = carry
-        return (i < CHUNK) & jnp.any(session.lefts > 0)
+        return (i < CHUNK) & jnp.any(session.remaining > 0)
 
     def step(carry: Any) -> Any:
         i, chunk, session = carry
@@ -161,11 +161,11 @@ def _chosen(
 ) -> tuple[Int[Array, " B"], _Session]:
     """The next token of each text, NOTHING where it has ended."""
     tokens = choose(logits, sampling, session.numbers, session.cache.lengths)
-    ended = (session.lefts <= 0) | jnp.isin(tokens, stops)
-    lefts = jnp.where(ended, 0, session.lefts - 1)
+    ended = (session.remaining <= 0) | jnp.isin(tokens, stops)
+    remaining = jnp.where(ended, 0, session.remaining - 1)
     new = jnp.where(jnp.isfinite(logits).all(axis=-1), tokens, NOT_A_NUMBER)
     new = jnp.where(ended, NOTHING, new)
-    return new, session._replace(tokens=tokens, lefts=lefts)
+    return new, session._replace(tokens=tokens, remaining=remaining)
 
 
 # --- Refusals --------------------------------------------------------------------------------

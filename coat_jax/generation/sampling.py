@@ -4,8 +4,8 @@
     top_k                                  only the k likeliest
     top_p                                  of these the fewest that have this probability together
 
-Each text has random numbers of its own, from the seed, its number and how far it has come: they
-do not depend on the texts beside it.
+The random numbers of a text come from the seed, its number and its length so far. They do not
+depend on the other texts of a batch.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from coat_jax.limits import CountOrZero, Range, require_fields
 
-TINY = 1e-37  # almost the smallest number that XLA does not take for 0
+TINY = 1e-37  # about the smallest number that XLA does not flush to 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ def choose(
         logits: in FP32.
         sampling: how to choose.
         numbers: of the texts, each its own.
-        steps: how far each text has come.
+        steps: how many tokens each text has so far.
     """
     if not sampling.temperature:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -40,29 +40,31 @@ class Config:
     """A decoder. Variants are a `dataclasses.replace` away.
 
     Attributes:
-        vocab: how many tokens there are.
-        width: of the residual stream.
-        layers: how many.
-        heads: of the queries.
-        kv_heads: of the keys and values; each serves heads / kv_heads query heads.
-        head_dim: numbers per head; heads * head_dim need not be the width.
-        ffn: width of the gated MLP.
-        context: the longest sequence.
-        norm: "rms" with a scale, or "layer" without parameters.
-        norm_eps: added to the variance.
-        norms: "before" attention and MLP, or "after" them, before the residual sum.
+        vocab: the size of the vocabulary.
+        width: the width of the residual stream.
+        layers: the number of layers.
+        heads: the number of query heads.
+        kv_heads: the number of key and value heads; each serves heads / kv_heads query heads.
+        head_dim: the width of a head; heads * head_dim need not be the width.
+        ffn: the hidden width of the gated MLP.
+        context: the longest sequence, in tokens.
+        norm: the kind of norm: "rms" with a scale, or "layer" without parameters.
+        norm_eps: a number that norms add to the variance.
+        norms: where norms are: "before" attention and MLP, or "after" them, before the residual
+            sum.
         qkv_bias: whether queries, keys and values have biases.
-        qk_norm: RMSNorm of queries and keys: of each "head", of "all" together, or None.
-        rotary: how positions become angles.
+        qk_norm: whether queries and keys have an RMSNorm: one for each "head", one for "all" heads
+            together, or None.
+        rotary: how positions become angles of rotary embeddings.
         window: how many tokens a token sees, itself included; None for all before it.
-        tied: whether the head is the embedding.
-        scan: whether layers are one array per parameter and run in a loop, which compiles in
-            a time that does not depend on their number.
-        remat: "layer" saves only a layer's input and recomputes the rest; "layer_fp8" saves
-            that in FP8, rounded stochastically if `precision.stochastic` is set, and its
-            gradients are those at the rounded input.
-        param_dtype: of the parameters.
-        dtype: of the residual stream and of all that is not FP8.
+        tied: whether the head has the weights of the embedding.
+        scan: whether layers are stacked, in one array for each parameter, and run in a loop; then
+            compilation takes no longer for many layers than for one.
+        remat: what the backward pass recomputes: None; "layer" saves only a layer's input and
+            recomputes the rest; "layer_fp8" saves that input in FP8, rounded stochastically if
+            `precision.stochastic` is set, and computes the gradients at the rounded input.
+        param_dtype: the dtype of the parameters.
+        dtype: the dtype of the residual stream and of everything that is not FP8.
         precision: what is FP8, a `coat.Precision` or its name. Embedding and head never are.
         axes: the mesh axes that parameters are sharded along.
         batch_axes: the mesh axes that the batch is sharded along.

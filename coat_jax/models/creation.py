@@ -1,4 +1,4 @@
-"""Making a model on a mesh, each device its own shards; how many parameters a model has.
+"""Creates models on a mesh, where each device makes its own shards; counts their parameters.
 
 Values depend on the seed alone: not on the mesh, nor on `scan`. In 16 bits they are those in FP32,
 rounded.

@@ -1,4 +1,4 @@
-"""Parameters in files or on devices, which are read in parts, never into host memory as a whole.
+"""Parameters in files or on devices, which are read in parts: host memory never holds all of them.
 
     load      onto a mesh, each device its own part
     pieces    one after another, each small: what is converted is never in memory as a whole

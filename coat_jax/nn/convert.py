@@ -41,7 +41,7 @@ def convert(
 ) -> nnx.Module:
     """A copy of `model` whose layers compute in FP8; the arrays are shared, not copied.
 
-    What is left alone, and why, is logged by the logger "coat_jax" at level INFO.
+    The logger "coat_jax" reports at level INFO which modules are left alone, and why.
 
     Args:
         model: any NNX model.

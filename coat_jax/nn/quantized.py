@@ -11,7 +11,7 @@ from coat_jax.ops.quantized import Activations, require_quantized
 
 
 class QuantizedLinear(nnx.Module):
-    """y = x w + bias, with w ~ codes scale. Nothing in it trains.
+    """y = x w + bias, with w ~ codes * scale. It has no trainable parameters.
 
     Attributes:
         codes: of w, outputs first: [N, K].

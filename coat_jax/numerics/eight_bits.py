@@ -5,8 +5,8 @@
     "fp8"     float8_e4m3fn    -448 .. 448      steps that grow with the number
 
 `numerics.quantizer` simulates any format and finds the ranges of its scales; these are the codes
-themselves. Ties go to even. What is too large saturates. A scale puts the largest magnitude on 127
-or 448.
+themselves. Ties go to even. Values that are too large saturate. A scale puts the largest magnitude
+on 127 or 448.
 """
 
 from typing import Any, Literal
@@ -22,7 +22,7 @@ EightBits = Literal["int8", "fp8"]
 
 DTYPES: dict[EightBits, Any] = {"int8": jnp.int8, "fp8": E4M3}
 LARGEST: dict[EightBits, float] = {"int8": 127.0, "fp8": 448.0}
-SMALLEST_SCALE = 2.0**-126  # XLA takes smaller numbers for 0, by which nothing can be divided
+SMALLEST_SCALE = 2.0**-126  # XLA flushes smaller numbers to 0: no divisors
 SIMULATED: dict[EightBits, str] = {"int8": "INT8", "fp8": "E4M3"}  # as `numerics.quantizer` says
 
 

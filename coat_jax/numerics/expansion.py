@@ -12,7 +12,7 @@ Laws, for finite input of any shape:
     zero stays zero;
     the largest of a group is exact, so a constant group is exact;
     nothing non-finite comes out;
-    with noise, the decoded value is right on average. What is below the smallest code becomes
+    with noise, the decoded value is right on average. A value below the smallest code becomes
     that code or zero. If it always became that code, a moment could never decay to zero.
 Denormal magnitudes (under 2^-126) count as zero, since XLA and the GPU flush them. NaN stays NaN
 and leaves the rest of its group unchanged; infinity becomes the largest FP32.

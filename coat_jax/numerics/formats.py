@@ -5,8 +5,8 @@
 
 `saturating_cast` rounds to nearest (ties to even). `stochastic_cast` and `round_at_random` round up
 or down with probabilities that make the result right on average; `dithered_cast` does so for
-the smallest codes only. All clip first: a plain cast turns what is too large into NaN (E4M3)
-or infinity (E5M2). NaN stays NaN.
+the smallest codes only. All clip first: a plain cast turns values that are too large into NaN
+(E4M3) or infinity (E5M2). NaN stays NaN.
 
 Arithmetic on FP8 arrays is left out on purpose: JAX would run it in 8 bits. Cast first.
 
@@ -93,7 +93,7 @@ def codes_dtype(dtype: DTypeLike) -> DTypeLike:
 
 
 def saturating_cast(x: Float[ArrayLike, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
-    """Rounds `x` to the nearest value of `dtype`; what is too large becomes the largest."""
+    """Rounds `x` to the nearest value of `dtype`; values beyond its range saturate."""
     limit = format_of(dtype).max
     if isinstance(dtype, Minifloat):
         return nearest(jnp.asarray(x), dtype).astype(dtype.container)

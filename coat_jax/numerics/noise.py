@@ -16,8 +16,8 @@ Probabilities are met to 2^-17, half the distance of two values of the noise.
 of several groups of parameters (`optax.partition`) see trees with other leaves left out.
 `distinguish` gives the copies of one array under `vmap` and `shard_map` keys of their own.
 
-What is saved for a backward pass, and operands of its products, are rounded with `of_places`, which
-takes no key: their values are new at every step anyway.
+Values that are saved for a backward pass, and operands of its products, are rounded with
+`of_places`, which takes no key: they are new at every step anyway.
 """
 
 import zlib
@@ -163,8 +163,8 @@ def _halves(
 def of_places(runs: UInt32[Array, "*runs"], lanes: int) -> UInt32[Array, "*runs lanes"]:
     """32 random bits for each element of runs of neighbours, from the numbers of the runs alone.
 
-    One hash serves a whole run: each lane multiplies it by an odd number of its own. Of such a
-    product only the upper bits are random; of these, any two lanes are independent.
+    One hash serves a whole run: each lane multiplies it by an odd number of its own. Only the
+    upper bits of such a product are random, and those of any two lanes are independent.
     """
     of_runs = mix((runs + np.uint32(1)) * np.uint32(GOLDEN))
     of_lanes = mix(jnp.arange(1, lanes + 1, dtype=jnp.uint32)) | np.uint32(1)

@@ -17,7 +17,7 @@ LIFT = 64  # binades by which numbers are moved towards 1 while they are rounded
 
 
 class Place(NamedTuple):
-    """Magnitudes between two values of a format: (whole + fraction) * unit * back.
+    """Where magnitudes lie between the values of a format: (whole + fraction) * unit * back.
 
     Rounding replaces the fraction with 0 or 1.
 

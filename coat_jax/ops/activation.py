@@ -1,4 +1,4 @@
-"""An activation by itself: of a gated MLP whose linear layers stand elsewhere, or of experts.
+"""An activation by itself, for a gated MLP or experts whose linear layers are separate modules.
 
 y = act(gate) * up, or act(gate)         saves gate and up in FP8 blocks, or as they are
 """

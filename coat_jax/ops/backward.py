@@ -1,4 +1,4 @@
-"""What every backward pass of the ops has in common.
+"""What the backward passes of all ops have in common.
 
 **It begins when the gradient arrives.** A barrier ties the residuals to the gradient. Without it
 XLA finds that the backward pass recomputes values of the forward pass, and keeps these in memory

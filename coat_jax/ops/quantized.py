@@ -133,7 +133,7 @@ def _without_gradient(x: Array) -> Array:
 
 @_without_gradient.defjvp
 def _refuse_gradient(primals: tuple[Array], tangents: tuple[Array]) -> Any:
-    # XLA would take the gradient of integers for zero, and parameters would silently not train.
+    # JAX takes gradients of integers to be zero: parameters would silently not train.
     raise UserError(
         "A quantized layer that rounds its activations has no gradient: train the model that it "
         'was made from, or quantize with activations="none".'

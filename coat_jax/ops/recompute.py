@@ -4,8 +4,8 @@
     backward    recomputes f at the decoded blocks, and its gradients there
 
 `jax.checkpoint` saves x itself, two bytes a value in BF16, and gives the gradients at x. The
-residual stream itself is not rounded: y is computed from x. What is saved, which only the backward
-pass sees, is rounded stochastically, unless one asks otherwise (`numerics.blocks`).
+residual stream itself is not rounded: y is computed from x. Only the backward pass sees what is
+saved, so by default that is rounded stochastically (`numerics.blocks`).
 """
 
 from collections.abc import Callable
@@ -33,8 +33,8 @@ def recompute(
 
     Args:
         function: a function of x and of any other arguments that it needs. These are saved as they
-            are, so parameters take no additional memory. What is differentiated must be an
-            argument: the function cannot close over it.
+            are, so parameters take no additional memory. Arrays that need a gradient must be
+            arguments: the function cannot close over them.
         block: the size of the blocks.
         stochastic: whether the saved input is rounded stochastically, as with
             `Precision.stochastic`, or to nearest.

@@ -48,7 +48,8 @@ class Rotary:
 
     Attributes:
         theta: the base of the frequencies.
-        scaling: None; a number, by which positions are divided; or Llama 3.1's.
+        scaling: for long contexts: a number by which positions are divided, or Llama 3.1's
+            scaling of frequencies; None for neither.
     """
 
     theta: Theta = 10000.0

@@ -30,7 +30,7 @@ MAY_BE_SCHEDULES = ("learning_rate", "weight_decay")
 
 
 def require_hyper(hyper: Hyper) -> None:
-    """Raises unless every number is one, and in its range where its value is known."""
+    """Raises unless each hyperparameter is a number, and in its range if its value is known."""
     for name in RANGES.keys() & set(hyper._fields):
         require_number_or_schedule(name, getattr(hyper, name))
 
@@ -114,7 +114,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _advice_on_rounding(value: Any) -> str:
-    """Where a number in 16 bits may come from, which is rounded."""
+    """A hint for numbers in 16 bits: where they may have been rounded."""
     dtype = getattr(value, "dtype", None)
     if dtype not in (jnp.bfloat16, jnp.float16):
         return ""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from coat_jax.limits import shown
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.qtensor import scales_shape
 from coat_jax.storage import Storage
@@ -59,9 +60,15 @@ def require_transformation(name: str, tx: Any) -> optax.GradientTransformation:
             else f"Call the function that makes one: {name}(optax.lion(1e-4))."
         )
         raise TypeError(
-            f"{name} takes an optax transformation, with init and update, not {tx!r}. {remedy}"
+            f"{name} takes an optax transformation, with init and update, not {described(tx)}. "
+            f"{remedy}"
         )
     return tx
+
+
+def described(optimizer: Any) -> str:
+    """What an error calls a value in the place of an optimizer: by its class if it is one."""
+    return f"a {type(optimizer).__name__}" if hasattr(optimizer, "init") else shown(optimizer)
 
 
 def require_state_of(kind: type, state: Any, advice: str = "Make it with init(params).") -> None:

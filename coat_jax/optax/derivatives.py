@@ -1,4 +1,4 @@
-"""Derivatives through optimizer steps, as in meta-learning: through one step, but not through more.
+"""Derivatives through optimizer steps, as in meta-learning: one step has them, several have not.
 
 The derivative of an array in FP8 is in FP8 too: JAX would round it and let it overflow silently.
 The updates of a step depend on its gradients through FP32 only, so differentiating one step

@@ -30,6 +30,7 @@ from coat_jax.optax.arguments import (
     require_scalar,
     require_settings,
 )
+from coat_jax.optax.checks import described
 from coat_jax.optax.corrections import CorrectedState, init_corrections, require_corrections
 from coat_jax.optax.masks import Mask, mask_of, require_mask
 from coat_jax.optax.state import ScaleByFP8AdamState, init_state, require_state, step_tree
@@ -68,7 +69,7 @@ class FusedOptimizer(NamedTuple):
     step: Step
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Explains why this is no optax transformation, to what looks for its `update`."""
+        """Explains, where `update` is looked for, why this is not an optax transformation."""
         advice = (
             "Its step(params, grads, state) is a whole step by itself, which clips by grad_scale. "
             "Where an optax transformation is required, as in optax.chain or nnx.Optimizer, use "
@@ -82,8 +83,8 @@ def require_step(name: str, optimizer: Any) -> None:
     """Raises unless the argument of the function `name` is a `FusedOptimizer`."""
     if not isinstance(optimizer, FusedOptimizer):
         raise UserError(
-            f"{name} takes an optimizer with a step of its own, not {optimizer!r}. Make one with "
-            "fused_fp8_adamw(..), or with in_place(..) from a transformation of optax."
+            f"{name} takes an optimizer with a step of its own, not {described(optimizer)}. Make "
+            "one with fused_fp8_adamw(..), or with in_place(..) from a transformation of optax."
         )
 
 

@@ -25,7 +25,7 @@ def require_mask(name: str, mask: Any) -> None:
 
 
 def checked_mask(name: str, mask: Mask | None) -> Mask | None:
-    """The mask as a function that raises if its tree is no mask of the parameters it gets.
+    """The mask as a function that raises if its tree does not fit the parameters it gets.
 
     Args:
         name: of the argument, for the message.
@@ -49,7 +49,7 @@ def mask_of(name: str, mask: Mask, params: optax.Params) -> Any:
 
 
 def is_mask_function(mask: Any) -> bool:
-    """Whether a mask is a function, and no tree that can also be called, as a module is."""
+    """Whether a mask is a function, rather than a tree that can be called, such as a module."""
     leaves = jax.tree.leaves(mask)
     return bool(leaves) and all(callable(one) and not isinstance(one, type) for one in leaves)
 
@@ -65,7 +65,7 @@ def _require_booleans(name: str, tree: Any) -> None:
 
 
 def _difference(tree: Any, params: optax.Params) -> str:
-    """Why a tree is no prefix of the parameters."""
+    """Why a tree is not a prefix of the parameters."""
     flags = [path for path, _ in jax.tree.leaves_with_path(tree)]
     # In optax.partition, parameters that another optimizer updates are nodes without leaves.
     leaves = [path for path, _ in jax.tree.leaves_with_path(params, is_leaf=_is_left_out)]

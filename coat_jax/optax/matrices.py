@@ -15,6 +15,8 @@ import optax
 from jaxtyping import Array, Float
 from optax.contrib import MuonDimensionNumbers
 
+from coat_jax.limits import shown
+
 # A tree with MuonDimensionNumbers, or None where there is no matrix, for each leaf or for whole
 # subtrees; or a function from parameters to such a tree.
 DimensionNumbers = Any | Callable[[optax.Params], Any]
@@ -134,8 +136,9 @@ def numbers_of_leaves(numbers: DimensionNumbers, tree: Any) -> list[MuonDimensio
         prefixes = [path[:length] for length in range(len(path), -1, -1)]
         entry = next((prefix for prefix in prefixes if prefix in entries), None)
         if entry is None or not is_entry(entries[entry]):
+            said = "nothing" if entry is None else shown(entries[entry])
             raise ValueError(
-                f"muon_weight_dimension_numbers say nothing of {jax.tree_util.keystr(path)} of "
+                f"muon_weight_dimension_numbers say {said} of {jax.tree_util.keystr(path)} of "
                 f"shape {jnp.shape(leaf)}. They are a tree like the parameters, or a function from "
                 "these to one, with MuonDimensionNumbers for a matrix and None for other leaves."
             )

@@ -33,7 +33,12 @@ from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.integers import LARGEST, SMALLEST
 from coat_jax.optax.adam import fp8_adamw
 from coat_jax.optax.arguments import require_number, require_number_or_schedule, require_settings
-from coat_jax.optax.checks import require_moments, require_same_shapes, require_state_of
+from coat_jax.optax.checks import (
+    require_moments,
+    require_real_floats,
+    require_same_shapes,
+    require_state_of,
+)
 from coat_jax.optax.corrections import in_fp32
 from coat_jax.optax.masks import Mask, checked_mask, require_mask
 from coat_jax.optax.matrices import (
@@ -221,6 +226,7 @@ def scale_by_fp8_muon(
     beta = in_fp32(beta)  # optax.inject_hyperparams casts it to the dtype of the parameters
 
     def init(params: optax.Params) -> ScaleByFP8MuonState:
+        require_real_floats(params)
         leaves, structure = jax.tree.flatten(params)
         matrices = matrices_of(weight_dimension_numbers, params)
         columns = [
@@ -238,6 +244,7 @@ def scale_by_fp8_muon(
     ) -> tuple[optax.Updates, ScaleByFP8MuonState]:
         del params
         _require_state(state, updates, storage)
+        require_real_floats(updates)
         count = optax.safe_increment(state.count)
         gradients, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, updates))
         matrices = matrices_of(weight_dimension_numbers, updates)

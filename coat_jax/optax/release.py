@@ -136,7 +136,7 @@ def step_by_stages(
 
 
 class _Place:
-    """Stands for a leaf of the parameters, and can only be selected: it is no number."""
+    """A placeholder for a leaf of the parameters: stages may select it, but not compute with it."""
 
     def __init__(self, number: int):
         self.number = number

@@ -3,10 +3,10 @@
     for each batch of tokens:  the model runs once, layer by layer, in full precision
         for each input:        a histogram of its magnitudes is added to that of earlier batches
 
-No activations are stored. A histogram has 32 bins in each binade of FP32, 8192 in all, so that the
-range need not be known before; it weighs every element. Ranges by percentile or least squared error
-are computed from it: within a bin, whose ends differ by 3 % at most, elements count as spread
-evenly. The largest element is exact.
+No activations are stored. A histogram has 32 bins in each binade of FP32, 8192 in all, so that no
+range has to be known in advance, and every element is counted. Ranges by percentile or least
+squared error are computed from it, as if the elements of a bin, whose ends differ by 3 % at most,
+were spread evenly. The largest element is exact.
 """
 
 from collections.abc import Iterable, Mapping
@@ -85,7 +85,7 @@ def calibrate(
     blocks = [nnx.split(block) for block in observed.layers]
     found: dict[str, Inputs] = {}
     for batch in token_batches:
-        tokens = np.asarray(batch)  # JAX would cut 64 bits down to 32
+        tokens = np.asarray(batch)  # JAX would truncate 64 bits to 32
         _require_tokens(tokens, model.config)
         x = observed.embedded(jnp.asarray(tokens, jnp.int32))
         for i, (graph, state) in enumerate(blocks):

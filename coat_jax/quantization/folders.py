@@ -51,7 +51,7 @@ def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None 
 
     Args:
         folder: written by `save`, or in the same layout by others.
-        config: what to make of it; by default what config.json says. A variant may have another
+        config: of the model; by default what config.json says. A variant may have another
             dtype, axes or context.
         mesh: to load it onto; by default the one that is set, if any.
     """

@@ -32,7 +32,7 @@ def quantize(model: Llama, recipe: Recipe, ranges: Ranges | None = None) -> Llam
     It generates, and computes logits and losses; it does not train.
 
     Args:
-        model: any Llama, of any precision. Drop it to free the weights' memory.
+        model: any Llama, of any precision. Delete it to free the memory of its weights.
         recipe: how its projections are quantized.
         ranges: of their inputs, from `calibrate`, where the recipe needs them.
     """

@@ -14,7 +14,7 @@ from coat_jax.ops.quantized import Activations
 
 Formats = Literal["int8", "fp8", "mixed"]
 
-CANDIDATES: tuple[EightBits, ...] = ("int8", "fp8")  # of equals, the first is taken
+CANDIDATES: tuple[EightBits, ...] = ("int8", "fp8")  # in a tie, the first one is taken
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

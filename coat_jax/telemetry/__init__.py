@@ -1,10 +1,11 @@
 """What FP8 does to the numbers of a model while it trains.
 
-    measure     of a loss function: each operand, saved tensor and gradient that its layers round
-    moments     of an optimizer's state: each moment that is stored in FP8
+    measure     statistics of each operand, saved tensor and gradient that a loss function rounds
+    moments     statistics of each moment that an optimizer stores in 8 bits
     named       names a part of a model, for `measure`
 
-`sums_and_gradients` and `report` are the halves of `measure`: what is compiled, and what reads it.
+`sums_and_gradients` and `report` are the halves of `measure`: the first is part of a compiled
+program, and the second turns its result into statistics.
 """
 
 from coat_jax.numerics.statistics import Statistics

@@ -8,12 +8,12 @@ data/                     where tokens come from
 schedule, optimizer       the learning rate, and AdamW in FP8 or FP32
 state, step               what is trained, and one step of it
 release                   a step that updates the model in stages, each of which frees its gradients
-preparation, programs     all that steps are compiled from, and the compiled steps
+preparation, programs     what steps are compiled from, and the compiled steps
 loop                      the run: config -> mesh -> data -> state -> steps
 cluster/                  many devices and processes as one
 checkpoint/               states and weights on disk
 report/                   what a run reports: metrics, progress, memory, telemetry, plots
 evaluation, identity      held-out loss; whether a run may continue with another config
-run_folder, run_lock      whose a folder is
+run_folder, run_lock      which run a folder belongs to, and which process holds it
 compilation               programs that were compiled before
 """

@@ -29,7 +29,7 @@ from coat_jax.limits import shown
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config.optimizer import function_name, is_optimizer
-from coat_jax.training.fields import default_of, fields, nearest_field, show
+from coat_jax.training.fields import FIELD_OF, default_of, fields, nearest_field, show
 
 FUNCTION = "config"
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -91,13 +91,23 @@ def _why_no_config(file: str, function: str, names: Mapping[str, Any], made: Any
 
 
 def _with_hint(message: str) -> str:
-    """An error's text, with the field that an unknown argument of a config probably means."""
-    pattern = r".*\.__init__\(\) got an unexpected keyword argument '(\w+)'"
+    """An error's text; after an unknown argument of a config, the field that is probably meant."""
+    pattern = r"TypeError: (\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'"
     unknown = re.match(pattern, message)
-    near = unknown and nearest_field(unknown[1], {field.name for field in fields()})
-    if not unknown or not near:
+    if not unknown:
         return message
-    return f"{unknown[0]}. Did you mean {near.rpartition('.')[2]}?"
+    kind, name = unknown.groups()
+    classes = {"": TrainConfig.__name__, "model.precision": precision.Precision.__name__}
+    classes |= {field.name: field.annotation.__name__ for field in fields() if field.group}
+    class_of = {field.name: classes[field.name.rpartition(".")[0]] for field in fields()}
+    if near := nearest_field(name, {path for path, owner in class_of.items() if owner == kind}):
+        return f"{unknown[0]}. Did you mean {near.rpartition('.')[2]}?"
+    meant = FIELD_OF.get(name, name).rpartition(".")[2]
+    owners = {owner: 0 for path, owner in class_of.items() if path.rpartition(".")[2] == meant}
+    if kind not in class_of.values() or not owners:
+        return message
+    hint = "" if meant == name else f" Did you mean {meant}?"
+    return f"{unknown[0]}.{hint} It is a field of {' or '.join(owners)}."
 
 
 def source(config: TrainConfig) -> str:

@@ -37,5 +37,5 @@ class Evaluation:
             part = self._step(params, place(batch, self._mesh, parts=1, packed=self._data.packed))
             losses.append(part.loss)
             labels.append(part.labels)
-        self._data.close()  # stops it from reading ahead what nobody wants
+        self._data.close()  # stop reading ahead
         return math.fsum(map(float, losses)) / sum(map(int, labels))

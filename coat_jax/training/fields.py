@@ -114,7 +114,8 @@ def nearest_field(name: str, known: Collection[str]) -> str | None:
     if (field := FIELD_OF.get(name.rpartition(".")[2])) in known:
         return field
     short = {path.rpartition(".")[2] for path in known}
-    near = difflib.get_close_matches(name, [*known, *short, *FIELD_OF], n=1)
+    aliases = [alias for alias, field in FIELD_OF.items() if field in known]
+    near = difflib.get_close_matches(name, [*known, *short, *aliases], n=1)
     return FIELD_OF.get(near[0], near[0]) if near else None
 
 
@@ -142,7 +143,7 @@ def explain(config: TrainConfig | None = None) -> str:
     lines = ["fields of the run:"]
     lines += _explain_group([field for field in known if "." not in field.name])
     for group in groups:
-        lines += ["", f"{group.name}: {group.sentence}"]
+        lines += ["", *textwrap.wrap(f"{group.name}: {group.sentence}", WIDTH)]
         inside = [f for f in known if f.name.startswith(f"{group.name}.")]
         inner = tuple(f"{g.name}." for g in groups if g.name.startswith(f"{group.name}."))
         lines += _explain_group([f for f in inside if not f.name.startswith(inner)])

@@ -11,11 +11,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from coat_jax.errors import UserError
+from coat_jax.limits import BEFORE
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config.optimizer import function_name, is_optimizer
 
-# What begins with one of the first must stay, unless it begins with one of the second.
+# Fields whose names begin with one of FIXED must stay the same, except those in FREE.
 FIXED = ("model.", "data.", "optimizer.name", "global_batch_size", "sequence_length", "seed")
 FREE = ("model.precision", "model.remat", "model.dtype")
 UNIMPORTANT = ("out", "resume", "cache", "metrics")
@@ -68,7 +69,7 @@ def changes(config: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
     now = dict(_flat(to_json(config)))
     if MOMENTS not in before:  # an earlier version, which stored them in FP8 alone
         before[MOMENTS] = IN_FP8[0] if before.get(NAME) == "fp8_adamw" else now[MOMENTS]
-    before = dict.fromkeys(IN_CHECKPOINTS, False) | before
+    before = dict.fromkeys(IN_CHECKPOINTS, False) | dict(_added_since(config)) | before
     names = sorted(n for n in before.keys() | now.keys() if n.split(".")[0] not in UNIMPORTANT)
     differ = [name for name in names if before.get(name) != now.get(name)]
     described = {name: f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in differ}
@@ -106,6 +107,16 @@ def _are_stored_otherwise(before: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 def _is_fixed(name: str) -> bool:
     return name.startswith(FIXED) and not name.startswith(FREE)
+
+
+def _added_since(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields that configs of earlier versions lacked, with what these versions did."""
+    for field in dataclasses.fields(config):
+        if BEFORE in field.metadata:
+            yield prefix + field.name, field.metadata[BEFORE]
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _added_since(value, f"{prefix}{field.name}.")
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

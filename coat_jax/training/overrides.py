@@ -28,6 +28,10 @@ from coat_jax.training.fields import (
 )
 
 BOOLEANS = {"true": True, "false": False}
+# What to do about a value that a field does not take.
+ADVICE = {
+    "optimizer.name": " Set any other optimizer in a config file, as optimizer.transformation."
+}
 READERS: dict[Any, Any] = {int: int, float: float, str: str, SMALL_FLOAT: str}
 
 
@@ -95,7 +99,8 @@ def _read_one(name: str, text: str, annotation: Any) -> Any:
             return _parse(text, kind)
         except (ValueError, TypeError, KeyError):
             continue
-    raise UserError(f"--{name} {shown(text)} is not {describe(annotation)}.")
+    advice = ADVICE.get(name, "")
+    raise UserError(f"--{name} {shown(text)} is not {describe(annotation)}.{advice}")
 
 
 def _parse(text: str, kind: Any) -> Any:

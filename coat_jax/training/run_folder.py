@@ -2,7 +2,7 @@
 
     lock                      held by the run's first process: see `run_lock`
     config.json               what was run
-    generation_config.json    which token ends a text, if the data says
+    generation_config.json    the token that ends a text, if the data names it
     metrics.jsonl             a record per step
     checkpoints/              states, with the position in the data and the config
 
@@ -76,7 +76,7 @@ class RunFolder:
             self._write(GENERATION, {"eos_token_id": end_of_text})
 
     def release(self) -> None:
-        """Lets others use the folder."""
+        """Releases the lock, so that other runs may use the folder."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None

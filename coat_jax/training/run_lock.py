@@ -22,7 +22,7 @@ from coat_jax.printable import printable
 from coat_jax.writing import write_failures
 
 FILE = "lock"
-# What file systems without locks answer.
+# The errors of file systems without locks.
 UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 

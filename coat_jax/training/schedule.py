@@ -1,10 +1,11 @@
 """The learning rate over a run.
 
-rises in a straight line for `warmup_steps`, then by name
-cosine      half a cosine down to `final_ratio` of the highest rate
-linear      a straight line down to it
-wsd         stays, and falls in a straight line in the last `decay_steps`
-constant    stays
+It rises linearly for `warmup_steps`. What follows depends on the name of the schedule:
+
+cosine      half a cosine, down to `final_ratio` of the highest rate
+linear      a straight line, down to the same
+wsd         constant, with a linear decay in the last `decay_steps`
+constant    constant
 """
 
 import jax.numpy as jnp

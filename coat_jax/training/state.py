@@ -1,6 +1,6 @@
 """The state of a run between two steps: one tree of arrays, donated, saved and restored whole.
 
-There is no generator of random numbers in it: the order of the data and all rounding are hashed
+It has no random number generator: the order of the data and all rounding are hashed
 from the config's seed and the step's number.
 """
 

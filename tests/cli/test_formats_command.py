@@ -176,6 +176,10 @@ def test_layers_are_drawn_together():
             ["{model}", "--formats", "FP4"],
             "--formats FP4: 'FP4' does not name a small float: write E and M",
         ),
+        (
+            ["{model}", "--formats", "fp4"],
+            "or E3M4:ieee. Integers are called INT2 to INT16, and FP4 is E2M1.",
+        ),
         (["{model}", "--formats", "E0M0"], "E0M0 has no code for any number but zero"),
         (
             ["{model}", "--formats", "INT1"],

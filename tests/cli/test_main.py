@@ -254,3 +254,12 @@ def test_the_list_of_commands_says_that_convert_makes_8_bits(capsys):
     (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("  convert "))
     assert "Hugging Face" in line
     assert "8 bits" in line
+
+
+def test_an_option_that_takes_all_words_is_blamed_only_where_it_was_given(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plot"])
+    assert "required: RUN (--help explains)" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["plot", "--names", "a", "out/a"])
+    assert "required: RUN; options take all words" in capsys.readouterr().err

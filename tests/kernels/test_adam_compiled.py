@@ -94,7 +94,7 @@ def test_fp32_leaves_need_no_launch_of_the_kernel():
     assert kernel_calls(compiled) == 0
 
 
-def test_axis_cut_inside_a_group_is_gathered_and_still_steps():
+def test_an_axis_sharded_inside_a_group_is_gathered_and_still_steps():
     # 384 columns on 4 devices: 96 each, where a group has 128.
     compiled = compile_step(hopper_mesh((4,), ("fsdp",)), [(512, 384)], [P(None, "fsdp")])
     assert kernel_calls(compiled) == 1

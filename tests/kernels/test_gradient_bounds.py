@@ -147,7 +147,7 @@ WIDTHS = {
 
 
 @pytest.mark.parametrize(("shape", "columns", "wanted"), WIDTHS.values(), ids=WIDTHS)
-def test_a_mesh_can_cut_sums_wherever_it_cuts_columns(shape, columns, wanted):
+def test_a_mesh_can_shard_sums_wherever_it_shards_columns(shape, columns, wanted):
     """Otherwise a weight would be gathered as it comes, only to be measured."""
     if shape is None:
         assert columns_per_sum(columns) == wanted

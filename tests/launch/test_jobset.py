@@ -4,7 +4,7 @@ import pytest
 import yaml
 from processes import ROOT
 
-from coat_jax.training.cluster.distributed import Place, find_place
+from coat_jax.training.cluster.distributed import ProcessPlace, find_place
 from coat_jax.training.config_files import SHIPPED
 
 FIELDS = {  # of the API, those that are used
@@ -69,7 +69,7 @@ def test_pods_find_each_other(jobset, job, container):
     coordinator = f"{name}-{of_job}-0-0.{name}:{port}"
     for process in range(job["completions"]):
         place = find_place(variables | {"JAX_PROCESS_ID": str(process)})
-        assert place == Place("deactivate", coordinator, job["parallelism"], process, None)
+        assert place == ProcessPlace("deactivate", coordinator, job["parallelism"], process, None)
     assert jobset["spec"]["network"]["enableDNSHostnames"] is True
 
 

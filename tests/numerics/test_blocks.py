@@ -182,11 +182,11 @@ def test_values_of_the_format_are_exact(dtype):
 
 
 @formats
-def test_the_exponent_is_right_around_every_turn(dtype):
+def test_the_exponent_is_right_around_every_step(dtype):
     """It steps at 1.75 times a power of two: the five FP32 numbers around each."""
     fmt = format_of(dtype)
-    turns = np.arange(1, 255, dtype=np.uint32)[:, None] << 23 | 0x600000
-    x = (turns + np.arange(-2, 3).astype(np.uint32)).view(np.float32).reshape(-1, 1)
+    steps = np.arange(1, 255, dtype=np.uint32)[:, None] << 23 | 0x600000
+    x = (steps + np.arange(-2, 3).astype(np.uint32)).view(np.float32).reshape(-1, 1)
     codes, exponent, y = round_trip(x, dtype, 16)
     assert np.all(x <= fmt.max * np.exp2(exponent - 127.0))
     assert np.all((exponent == 1) | (x > fmt.max * np.exp2(exponent - 128.0)))

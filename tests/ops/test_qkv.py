@@ -68,7 +68,7 @@ def test_it_is_norm_linear_and_rotate(kind, at):
     same_gradients(fused(*how), composed(*how), *args)
 
 
-def test_without_angles_nothing_is_turned():
+def test_without_angles_nothing_is_rotated():
     how = None, None, coat.BF16
     same_gradients(fused(*how), composed(*how), X, NORM, WEIGHTS, BIASES)
 
@@ -84,7 +84,7 @@ def test_it_is_norm_linear_and_rotate_in_fp8(name, backward):
     assert distance(gradients, want).max() < (1e-6 if backward == coat.E5M2 else 1e-3)
 
 
-def test_the_residual_stream_is_handed_on_as_it_came():
+def test_the_residual_stream_passes_through_unchanged():
     x, *_ = quick_jit(partial(ops.norm_qkv, head_dim=H))(X, NORM, WEIGHTS)
     np.testing.assert_array_equal(x, X)
 

@@ -32,7 +32,7 @@ def turned(x, positions, frequencies):
 
 
 @pytest.mark.parametrize("rotary", ROTARIES, ids=["plain", "divided", "llama 3"])
-def test_pairs_are_complex_numbers_that_turn(rotary):
+def test_pairs_are_complex_numbers_that_rotate(rotary):
     frequencies = np.float64(rotary.frequencies(H))
 
     def f(x):

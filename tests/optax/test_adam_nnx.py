@@ -110,7 +110,7 @@ def test_on_a_mesh_state_is_sharded_as_the_parameters_and_results_are_the_same(u
         assert np.mean(np.abs(a - b)) < 1e-6
 
 
-def test_smaller_groups_let_a_mesh_cut_the_last_axis_finer():
+def test_smaller_groups_let_a_mesh_shard_the_last_axis_finer():
     """Flax gives scales their parameter's PartitionSpec, so a device holds whole groups."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from coat_jax.errors import UserError
 from coat_jax.optax import (
     Storage,
     apply_updates,
@@ -15,6 +16,7 @@ from coat_jax.optax import (
     fp8_adamw,
     fused_fp8_adamw,
     global_norm_scale,
+    in_host_memory,
     in_place,
     scale_by_fp8_adam,
     stochastic_round_updates,
@@ -153,6 +155,14 @@ def test_a_state_of_another_storage_is_refused():
 def test_compress_takes_transformations_only(tx):
     with pytest.raises(TypeError, match=r"compress takes an optax transformation"):
         compress(tx)
+
+
+def test_errors_name_an_optimizer_without_the_addresses_of_its_functions():
+    fused = fused_fp8_adamw(1e-3)
+    with pytest.raises(TypeError, match=r"update, not a FusedOptimizer\. It is a whole step"):
+        compress(fused)
+    with pytest.raises(UserError, match=r"its own, not a GradientTransformationExtraArgs\. Make"):
+        in_host_memory(optax.sgd(1e-3))
 
 
 def test_seeds_and_norms_are_checked():

@@ -270,6 +270,8 @@ def test_wrong_arguments_are_refused_when_it_is_made(arguments, error, words):
     ("numbers", "leaf", "words"),
     [
         ({"a": None}, "b", r"say nothing of \['b'\]"),
+        ({"b": "muon"}, "b", r"say 'muon' of \['b'\] .* They are a tree"),
+        ("muon", "b", r"say 'muon' of \['b'\] .* They are a tree"),
         (MuonDimensionNumbers(0, 5), "b", "an axis that"),
         (MuonDimensionNumbers(0, 0), "b", "twice"),
     ],
@@ -295,6 +297,17 @@ def test_leaves_that_are_not_matrices_and_other_states_are_refused():
         tx.init({"b": jnp.zeros(3)})
     with pytest.raises(TypeError, match="another optimizer"):
         tx.update({"w": jnp.zeros((3, 3))}, optax.EmptyState())
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
+def test_matrices_of_other_numbers_than_real_floats_are_refused(dtype):
+    """As AdamW refuses them."""
+    for tx in (coat.optax.fp8_muon(0.1), coat.optax.scale_by_fp8_muon()):
+        with pytest.raises(TypeError, match=rf"\['w'\] .*{dtype.__name__}"):
+            tx.init({"w": jnp.zeros((32, 32), dtype)})
+        params = {"w": jnp.zeros((32, 32))}
+        with pytest.raises(TypeError, match=rf"\['w'\] .*{dtype.__name__}"):
+            tx.update({"w": jnp.zeros((32, 32), dtype)}, tx.init(params), params)
 
 
 def test_zeros_are_orthogonalized_to_zeros():

@@ -74,7 +74,7 @@ def test_matrices_travel_by_all_to_all_in_16_bits_and_nothing_is_gathered():
     assert all("f32[" not in types for pair in moved for types in pair)
 
 
-def test_of_columns_one_number_each_is_reduced_and_only_where_they_are_sharded():
+def test_one_number_per_column_is_reduced_only_where_columns_are_sharded():
     def reduced(spec):
         text = compile_step(hopper_mesh((4,), ("fsdp",)), spec).as_text()
         return re.findall(r"(\S+)\{\S* all-reduce(?:-start)?\(", text)

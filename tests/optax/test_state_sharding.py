@@ -164,7 +164,7 @@ def test_the_state_is_sharded_as_its_parameters(which, shape, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scales_are_cut_with_their_groups(kind):
+def test_scales_are_sharded_with_their_groups(kind):
     _, shardings = mesh_and_shardings((4, 2), kind)
     state = chain.init(placed(shardings)(draw(0)))[0]
     assert state.mu.amax["matrix"].shape == (64, 8)
@@ -184,7 +184,7 @@ def cut_parameters(kind):
     return mesh, values, jax.device_put(values, NamedSharding(mesh, P(None, "x")))
 
 
-def test_an_axis_cut_inside_a_group_is_gathered_and_gives_the_same_numbers():
+def test_an_axis_sharded_inside_a_group_is_gathered_and_gives_the_same_numbers():
     mesh, values, params = cut_parameters(AxisType.Auto)
     tx = fp8_adamw(1e-2, storage=Storage(min_size=0))
     state = tx.init(params)
@@ -198,7 +198,7 @@ def test_an_axis_cut_inside_a_group_is_gathered_and_gives_the_same_numbers():
     assert_same_but_for_last_bits(got, step(values, values, tx.init(values)))
 
 
-def test_an_explicit_axis_cut_inside_a_group_is_refused():
+def test_an_explicit_axis_sharded_inside_a_group_is_refused():
     """JAX gathers nothing by itself there, and the error says how to shard instead."""
     mesh, _, params = cut_parameters(AxisType.Explicit)
     tx = fp8_adamw(1e-2, storage=Storage(min_size=0))

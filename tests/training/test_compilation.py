@@ -38,7 +38,7 @@ def run(folder):
     return done.stdout.strip()
 
 
-def test_a_second_process_finds_the_program_even_after_an_entry_was_cut_short(tmp_path):
+def test_a_second_process_finds_the_program_even_after_an_entry_was_truncated(tmp_path):
     assert [run(tmp_path), run(tmp_path)] == ["misses", "hits"]
     for entry in tmp_path.glob("*-cache"):
         entry.write_bytes(entry.read_bytes()[:-5])

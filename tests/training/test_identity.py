@@ -164,6 +164,17 @@ def test_a_model_of_before_a_field_existed_means_what_was_done_then():
         limits.from_json(models.Config, model, "model")
 
 
+def test_a_field_that_an_earlier_version_lacked_was_what_that_version_did():
+    before = saved(SMALL)
+    del before["model"]["precision"]["stochastic"]
+    assert changes(small(model={"precision": "coat_paper"}), before)
+    coat = small(model={"precision": "coat"})
+    before = saved(coat)
+    precision = before["model"]["precision"]
+    del precision["stochastic"], precision["stochastic_backward"]
+    assert changes(coat, before) == ["model.precision.stochastic was False, now True"]
+
+
 def test_a_bad_value_in_a_saved_model_is_reported_with_its_place():
     model = saved(SMALL)["model"]
     model["precision"]["stochastic"] = "perhaps"

@@ -106,6 +106,12 @@ def test_fields_are_checked_together():
         (["--learning_rate", "high"], "--optimizer.learning_rate 'high' is not a number"),
         (["--scan", "maybe"], "--model.scan 'maybe' is not true or false"),
         (["--schedule", "step"], "--optimizer.schedule 'step' is not cosine or linear or wsd"),
+        (
+            ["--optimizer.name", "lion"],
+            "'lion' is not fp8_adamw or adamw. Set any other optimizer in a config file, as "
+            "optimizer.transformation.",
+        ),
+        (["--optimizer", "lion"], "--optimizer is a group of fields: --optimizer.name, .*, ..."),
         (["--precision", "fp7"], "--model.precision 'fp7' is not bf16 or fp8_linear or coat or"),
         (["--param_dtype", "float9"], "--model.param_dtype 'float9' is not a dtype"),
         (["--model.precision.forward", "E9M9"], "forward='E9M9' is not an FP8 format"),
@@ -164,7 +170,7 @@ def test_functions_are_set_in_the_file_and_named_in_what_is_printed():
     assert override(config, ["--learning_rate", "0.5"]).optimizer.transformation is some_function
 
 
-def test_every_alias_names_a_field_and_is_none():
+def test_every_alias_names_a_field_and_is_not_one_itself():
     known = {field.name for field in fields()}
     assert known.issuperset(KNOWN_AS)
     for alias, field in FIELD_OF.items():
@@ -187,6 +193,34 @@ def test_an_unknown_argument_in_a_config_suggests_the_closest_field(tmp_path, ca
     )
     with pytest.raises(UserError, match=rf"some.py:5: TypeError: .*\. Did you mean {hint}\?$"):
         load_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("TrainConfig(learning_rate=1e-3)", "It is a field of OptimizerConfig"),
+        ("TrainConfig(width=64)", "It is a field of Config"),
+        ("TrainConfig(lr=1e-3)", r"Did you mean learning_rate\? It is a field of OptimizerConfig"),
+        ("models.Config(activation='silu')", "'activation'$"),
+    ],
+)
+def test_an_unknown_argument_is_never_answered_with_a_field_that_the_config_lacks(
+    tmp_path, call, message
+):
+    path = write(
+        tmp_path,
+        "from coat_jax import models\n"
+        "from coat_jax.training.config import TrainConfig\n\n\n"
+        f"def config():\n    return {call}\n",
+    )
+    with pytest.raises(UserError, match=message) as caught:
+        load_config(str(path))
+    assert "accumulation" not in str(caught.value)
+
+
+def test_no_line_of_a_sentence_in_help_is_long():
+    lines = [line for line in explain(SMALL).splitlines() if not line.startswith("  --")]
+    assert max(map(len, lines)) <= 88
 
 
 def test_help_explains_every_field_with_its_value():

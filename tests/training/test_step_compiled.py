@@ -94,7 +94,7 @@ def test_the_gradient_of_the_embedding_is_summed_in_32_bits_and_moved_in_16():
     assert not any("f32[" in line for line in moves), moves
 
 
-def test_llama2_7b_is_cut_in_four_by_tensor_parallelism():
+def test_llama2_7b_is_sharded_in_four_by_tensor_parallelism():
     """Its hidden width, 11008, is 86 times 128: no multiple of four GPUs."""
     program, memory, _ = compiled("llama2_7b", (1, 1, 4), batch=8, sequence=2048)
     assert memory.peak < 30 * GB

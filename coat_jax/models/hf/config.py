@@ -20,7 +20,7 @@ Json = Mapping[str, Any]
 
 
 class Family(NamedTuple):
-    """An architecture of transformers: what is fixed in it, and its defaults."""
+    """An architecture of transformers: the settings that it implies, and its defaults."""
 
     model_type: str
     fixed: dict[str, Any]  # fields of Config

@@ -44,7 +44,7 @@ def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None 
 
     Args:
         folder: with config.json and safetensors files.
-        config: what to make of it; by default what config.json says. A variant of that may
+        config: of the model; by default what config.json says. A variant of that may
             have other dtypes (the weights are cast), precision, axes, scan or remat.
         mesh: to load it onto; by default the one that is set, if any.
     """
@@ -133,7 +133,7 @@ def write(
 
 
 def _in_files(source: Source, tensors: Tensors) -> Stored:
-    """A parameter in a folder; raises where a tensor has another shape or is no float."""
+    """A parameter in a folder; raises where a tensor has another shape or is not a float."""
     for name in source.names:
         if tensors.shape(name) != source.file_shape:
             raise UserError(

@@ -6,7 +6,7 @@ manifest        checksums that reveal damage
 position        what a checkpoint stores besides the state
 weights         the parameters without the rest of the state
 conversion      to and from Hugging Face folders; companions: the small files beside weights
-streamed        lets orbax write arrays that are never whole in memory
+streamed        writes arrays with orbax, piece by piece, that do not fit in memory
 """
 
 from coat_jax.training.checkpoint.checkpoints import Checkpoints

@@ -104,7 +104,7 @@ class Checkpoints:
             state: a pytree of arrays. They may be donated as soon as this returns.
             extra: whatever JSON can hold.
             loss: on held-out data, if it is known: decides which checkpoints are best.
-            wait: return when the checkpoint is whole.
+            wait: whether to return only when the checkpoint is complete.
 
         Raises:
             DiskFull: if there is no room for the state, or there was none for the one before.
@@ -130,7 +130,7 @@ class Checkpoints:
         Args:
             like: the state expected, as arrays or `jax.ShapeDtypeStruct`s with shardings. The
                 mesh may be another one than the state was saved from.
-            step: which one; by default the newest that is whole. `note` is called with
+            step: which one; by default the newest intact one. `note` is called with
                 those that are skipped.
 
         Raises:
@@ -199,7 +199,7 @@ class Checkpoints:
         self.close()
 
     def _prepare(self, step: int, size: int) -> None:
-        """On the first process: makes the folder to write in, if all is well."""
+        """On the first process: makes the folder to write in; raises if nothing may be saved."""
         present = self._folders.steps()
         if self._current is None and present:
             raise UserError(
@@ -222,7 +222,7 @@ class Checkpoints:
         self._folders.begin(step)
 
     def _complete(self, step: int, record: str, size: int) -> None:
-        """In the background: waits for the arrays, then lets the checkpoint count."""
+        """In the background: waits for the arrays, then completes the checkpoint."""
         folder = self._folders.unfinished(step)
         with write_failures(self.folder, _name(step), size):
             try:
@@ -240,7 +240,7 @@ class Checkpoints:
     def _prune(self, newest: int) -> None:
         """On the first process: removes what is not worth keeping up to this step.
 
-        What is later is damaged, or of an abandoned branch, and must not displace whole ones.
+        Later ones are damaged or of an abandoned branch, and must not displace intact ones.
         """
         losses = {step: self._loss(step) for step in self._folders.steps() if step <= newest}
         for step in losses.keys() - worth_keeping(losses, self._keep, self._keep_best):
@@ -263,12 +263,12 @@ class Checkpoints:
         try:
             loss = self._folders.record(step).get("loss")
         except DamagedCheckpoint:
-            return None  # so it is none of the best
+            return None  # so it is never one of the best
         return loss if isinstance(loss, int | float) else None
 
 
 def worth_keeping(losses: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
-    """The newest `keep` steps and the `keep_best` of lowest loss; of equals, the newer."""
+    """The newest `keep` steps, and the `keep_best` with the lowest loss (in a tie, the newer)."""
     newest = sorted(losses)[-keep:]
     known = [(loss, -step) for step, loss in losses.items() if loss is not None]
     best = sorted(pair for pair in known if math.isfinite(pair[0]))[:keep_best]

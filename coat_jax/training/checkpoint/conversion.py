@@ -95,7 +95,7 @@ def to_hugging_face(
     Args:
         source: the folder of the run.
         out: the folder to make.
-        step: of the checkpoint; by default the newest that is whole.
+        step: of the checkpoint; by default the newest intact one.
         dtype: of the tensors; that of the parameters by default. In FP32 parameters with
             corrections have all their 24 bits.
         tokenizer: a tokenizer.json to put beside them; by default the one in the run's folder.
@@ -143,7 +143,7 @@ def to_quantized(
         out: the folder to make.
         recipe: how the model's projections are quantized.
         tokens: a text to calibrate on, where the recipe needs one.
-        step: of a run's checkpoint; by default the newest that is whole.
+        step: of a run's checkpoint; by default the newest intact one.
         dtype: of what is not quantized; by default that in which the model computes.
         tokenizer: a tokenizer.json to put beside them; by default the one in the folder.
         progress: see `Progress`.
@@ -251,7 +251,7 @@ def _total(parameters: stored.Parameters) -> int:
 
 
 def _counted(progress: Progress, total: int) -> Callable[[int], None]:
-    """Tells `progress` the sum of the sizes it is given."""
+    """A function that adds up sizes, and reports each sum to `progress`."""
     done = 0
 
     def advance(size: int) -> None:

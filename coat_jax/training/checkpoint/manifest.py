@@ -1,4 +1,4 @@
-"""Tells a whole folder from a damaged one.
+"""Checksums of the files in a folder, by which damage is found.
 
     manifest.json    {"state/d/4f0c..": [1460207, 2774918362], ..}
 
@@ -39,7 +39,7 @@ def write(folder: Path) -> None:
 
 
 def check(folder: Path, only: str | None = None) -> None:
-    """Raises DamagedCheckpoint unless a folder holds what it held when `write` was called on it.
+    """Raises DamagedCheckpoint unless a folder has the contents that `write` recorded.
 
     Args:
         folder: may have been moved since.
@@ -47,7 +47,7 @@ def check(folder: Path, only: str | None = None) -> None:
     """
     try:
         _check(folder, only)
-    except OSError as error:  # of a failing disk, a missing permission, a folder for a file
+    except OSError as error:  # a failing disk, a missing permission, a folder instead of a file
         name = Path(os.fsdecode(error.filename or folder)).name
         damaged(folder, f"{name} cannot be read ({error.strerror})")
 
@@ -84,7 +84,7 @@ def _check(folder: Path, only: str | None) -> None:
 
 def _recorded(folder: Path) -> dict[str, tuple[int, int]]:
     """The size and checksum of each file."""
-    if not (folder / NAME).is_file():  # also a device, whose end never comes
+    if not (folder / NAME).is_file():  # nor may it be a device: reading one may never end
         damaged(folder, f"{NAME} is missing")
     try:
         recorded = json.loads((folder / NAME).read_text("utf-8"))

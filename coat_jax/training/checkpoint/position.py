@@ -1,4 +1,4 @@
-"""Where a run stands: what a checkpoint stores besides the state, for the process that resumes.
+"""The position of a run: what a checkpoint stores besides the state, for the process that resumes.
 
 {"data": {"data": .., "seed": 0, "rows": 640}, "seconds": 51.2, "unwritten": [], "config": ..}
 """
@@ -13,7 +13,7 @@ from coat_jax.training.config import TrainConfig
 
 
 class Position(NamedTuple):
-    """Where a run stands, by default at its beginning.
+    """The position of a run, by default its beginning.
 
     Attributes:
         step: the last one taken.

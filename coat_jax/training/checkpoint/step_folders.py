@@ -79,7 +79,7 @@ class StepFolders:
         self.unfinished(step).mkdir()
 
     def finish(self, step: int) -> None:
-        """Makes a step count that was written; it becomes the last one."""
+        """Completes a step that was written: its folder gets its name."""
         manifest.write(self.unfinished(step))
         for other in self.steps():
             if other >= step:
@@ -91,17 +91,17 @@ class StepFolders:
         flush(self.root)
 
     def remove(self, step: int) -> None:
-        """Removes a step, which stops counting before it loses its first file."""
+        """Removes a step: its folder is renamed before its first file is deleted."""
         doomed = self.root / f"{step}{DELETED}"
         _delete(doomed)
         (self.root / str(step)).rename(doomed)
         _delete(doomed)  # if not, `clear` tries again
 
     def check(self, step: int) -> Path:
-        """The folder of a step, whose every byte is as it was written.
+        """The folder of a step, after every byte of it has been checked.
 
         Raises:
-            DamagedCheckpoint: naming what is not.
+            DamagedCheckpoint: naming the file that has changed.
         """
         folder = self.finished(step)
         manifest.check(folder)
@@ -112,7 +112,7 @@ class StepFolders:
         """A step's record.json: the step, its held-out loss and what was saved beside the state.
 
         Raises:
-            DamagedCheckpoint: if it is not as it was written, or of another step.
+            DamagedCheckpoint: if it has changed since it was written, or is that of another step.
         """
         folder = self.finished(step)
         manifest.check(folder, only=RECORD)
@@ -127,7 +127,7 @@ class StepFolders:
         return record
 
     def newest_record(self) -> dict[str, Any] | None:
-        """The newest record.json that is as it was written, whatever became of the state."""
+        """The newest intact record.json, even if the state beside it is damaged."""
         for step in reversed(self.steps()):
             with contextlib.suppress(DamagedCheckpoint):
                 return self.record(step)

@@ -1,4 +1,4 @@
-"""Lets orbax write arrays that are never whole in memory.
+"""Writes arrays with orbax that are larger than memory, piece by piece.
 
 Orbax makes the folder, chooses the place of each array and writes the metadata; the handler here
 writes the arrays one at a time, piece by piece. The result is an ordinary checkpoint.

@@ -4,8 +4,8 @@
     read      the parameters in a checkpoint, in pieces; with their corrections, if they have some
     write     a folder like a run's, with one checkpoint that holds parameters only
 
-A checkpoint stores each array in chunks. One chunk at a time is in memory, so models may be
-larger than that. What is read is checked first: see `coat_jax.training.checkpoint.manifest`.
+A checkpoint stores each array in chunks. One chunk at a time is in memory, so models may be larger
+than that. Files are checked before they are read: see `coat_jax.training.checkpoint.manifest`.
 """
 
 import json
@@ -124,11 +124,11 @@ def load(
 
     Args:
         folder: of a run, or one of Hugging Face.
-        config: what to make of it; by default what `model_config` says. A variant of that may
+        config: of the model; by default what `model_config` says. A variant of that may
             have other dtypes (parameters are cast), precision, axes, scan or remat. In FP32
-            parameters with corrections have all their 24 bits. A quantized model has the
-            precision, scan and remat of all such.
-        step: of a run's checkpoint; by default the newest that is whole.
+            parameters with corrections have all their 24 bits. Precision, scan and remat of
+            a quantized model are fixed.
+        step: of a run's checkpoint; by default the newest intact one.
         mesh: to load it onto; by default the one that is set, if any.
         note: called with a line about each checkpoint that is skipped.
     """
@@ -268,16 +268,16 @@ def _in_checkpoint(path: Path, above: Sequence[str], name: Name, array: Any, dri
 
     def read(index: Index) -> np.ndarray:
         part: np.ndarray = opened[index].read().result()
-        _require_present(path)  # of what is not there tensorstore reads zeros
+        _require_present(path)  # tensorstore reads zeros where there is nothing
         return part
 
     return Stored(opened.shape, opened.dtype.numpy_dtype, tuple(array.storage.chunk_shape), read)
 
 
 def _require_present(path: Path) -> None:
-    """Raises if the run has removed this checkpoint meanwhile. It is renamed before it is deleted.
+    """Raises if the run has removed this checkpoint in the meantime.
 
-    So what was read before is whole.
+    A run renames a checkpoint before it deletes it, so whatever was read until now is intact.
     """
     if not path.exists():
         raise UserError(

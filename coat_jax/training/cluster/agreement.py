@@ -1,4 +1,4 @@
-"""Several processes act as one: the first decides, and the others follow.
+"""The first process decides, and the others do the same.
 
 For a moment two machines may see different contents of a shared folder. Only the first process
 reads it, and sends its decision to the others.

@@ -2,7 +2,7 @@
 
     latency hiding scheduler    starts a collective as early, and waits for it as late, as it can
     combine thresholds          joins the collectives of neighbouring layers into larger ones
-    async compute limit         lets copies to and from host memory run besides these
+    async compute limit         lets copies to and from host memory run beside these
 
 An option that XLA_FLAGS already sets is left as it is there.
 """

@@ -35,7 +35,7 @@ COUNT, INDEX = "JAX_PROCESS_COUNT", "JAX_PROCESS_ID"
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-class Place(NamedTuple):
+class ProcessPlace(NamedTuple):
     """Where a process stands in a run.
 
     Attributes:
@@ -96,7 +96,7 @@ def is_main() -> bool:
     return jax.process_index() == 0
 
 
-def find_place(variables: Mapping[str, str]) -> Place | None:
+def find_place(variables: Mapping[str, str]) -> ProcessPlace | None:
     """Reads the launcher's variables; None where nothing launched this process.
 
     Raises:
@@ -104,23 +104,23 @@ def find_place(variables: Mapping[str, str]) -> Place | None:
     """
     coordinator = variables.get(ADDRESS)
     if COUNT in variables or INDEX in variables:
-        place = Place("deactivate", coordinator, *_position(variables, COUNT, INDEX), None)
+        place = ProcessPlace("deactivate", coordinator, *_position(variables, COUNT, INDEX), None)
     elif "OMPI_COMM_WORLD_SIZE" in variables:
         position = _position(variables, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
         alone = _number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE") == 1
         rank = None if alone else _number(variables, "OMPI_COMM_WORLD_LOCAL_RANK")
-        place = Place("ompi", coordinator, *position, rank)
+        place = ProcessPlace("ompi", coordinator, *position, rank)
     elif "SLURM_STEP_NUM_TASKS" in variables:  # within srun; a batch script alone has no step
         position = _position(variables, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
         alone = position[0] == _number(variables, "SLURM_STEP_NUM_NODES")
-        place = Place(
+        place = ProcessPlace(
             "slurm", coordinator, *position, None if alone else _number(variables, "SLURM_LOCALID")
         )
     elif coordinator:
         raise UserError(f"{ADDRESS} is set, but not {COUNT} and {INDEX}: set all three, or none.")
     else:
         return None
-    # Open MPI 4 tells where mpirun runs, Open MPI 5 does not.
+    # Open MPI 4 has a variable with the host of mpirun, Open MPI 5 has none.
     knows_host = place.launcher == "slurm" or "OMPI_MCA_orte_hnp_uri" in variables
     if not coordinator and place.processes > 1 and not knows_host:
         raise UserError(
@@ -134,9 +134,10 @@ def find_place(variables: Mapping[str, str]) -> Place | None:
 class Stop:
     """Notices SIGTERM, SIGUSR1 and SIGHUP, and lets all processes stop at the same step.
 
-    One process keeps a note of the signal. Several leave it to JAX's preemption service: it takes
-    SIGTERM, on any process, and agrees in the background, within seconds, on a step that none has
-    passed. Neither costs a step anything. Ignored signals stay ignored: `nohup` ignores SIGHUP.
+    A run of one process remembers the signal. A run of several leaves it to JAX's preemption
+    service, which receives SIGTERM on any process and agrees in the background, within seconds, on
+    a step that no process has passed. Neither slows steps down. Ignored signals stay ignored:
+    `nohup` ignores SIGHUP.
     """
 
     def __init__(self) -> None:
@@ -191,7 +192,7 @@ def _number(variables: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _local_devices(place: Place, variables: Mapping[str, str]) -> list[int] | None:
+def _local_devices(place: ProcessPlace, variables: Mapping[str, str]) -> list[int] | None:
     """The GPUs that a process takes, counted among those it sees; none named: all of them."""
     if "JAX_LOCAL_DEVICE_IDS" in variables:
         return None  # JAX reads it

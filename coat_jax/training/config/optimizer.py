@@ -41,18 +41,20 @@ class OptimizerConfig:
             "expanded" stores m and v in FP8 with dynamic range expansion, and "paper" also
             rounds them to nearest, as the COAT paper does.
         learning_rate: the highest learning rate, which the warmup ends at.
-        schedule: how the learning rate falls after the warmup: "cosine"; "linear"; "wsd" (warmup,
-            stable, decay), which stays the same until the last steps; "constant" never falls.
+        schedule: how the learning rate falls after the warmup: "cosine" or "linear"; "wsd" (warmup,
+            stable, decay) is constant until the last steps; "constant" never falls.
         warmup_steps: steps in which the learning rate rises linearly; a number with a decimal
             point is a share of the run: 100 is a hundred steps, 0.1 a tenth of them.
-        decay_steps: the last steps, in which "wsd" falls linearly; a number or a share, too.
+        decay_steps: the last steps of "wsd", in which the learning rate falls linearly; a number
+            of steps, or a share of the run.
         final_ratio: the learning rate of the last step, divided by learning_rate.
         b1: decay rate of the first moment.
         b2: decay rate of the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled from the gradient, multiplied by the learning rate.
+        eps: a number that is added to the root of the second moment.
+        weight_decay: the weight decay, decoupled from the gradient and multiplied by the learning
+            rate.
         decay_embedding: whether weight decay applies to the embedding, which may also be the head.
-        decay_vectors: whether it applies to biases and the scales of norms.
+        decay_vectors: whether weight decay applies to biases and to the scales of norms.
         clip_norm: the largest global norm of the gradients; None does not clip.
         round_stochastically: whether BF16 parameters are rounded stochastically, so that small
             updates are not lost. FP32 parameters need no rounding.
@@ -60,8 +62,8 @@ class OptimizerConfig:
             optimizer's state; round_stochastically then rounds the last of the 24.
         release_gradients: whether the backward pass updates each layer as soon as it has its
             gradients, and frees them. They are then clipped by the norm of the step before.
-        offload: whether the large arrays of the optimizer's state are in the memory of the host,
-            from where a part at a time is moved to the device.
+        offload: whether the large arrays of the optimizer's state are in the memory of the host.
+            Each step moves them to the device and back, a part at a time.
     """
 
     name: OptimizerName = "fp8_adamw"

@@ -14,9 +14,10 @@ class MeshConfig:
     """How devices share the work. One of the three may be -1: it takes all devices left over.
 
     Attributes:
-        data: shards of the batch, on devices that hold all parameters.
-        fsdp: shards of the batch and of the parameters, which are gathered when they are needed.
-        tensor: shards of the layers' hidden widths.
+        data: how many devices share the batch, each with all parameters.
+        fsdp: how many devices share the batch and the parameters, which are gathered when they are
+            needed.
+        tensor: how many devices share the hidden widths of layers.
     """
 
     data: Devices = 1
@@ -42,8 +43,8 @@ class EvaluationConfig:
     """When the loss on held-out data is measured.
 
     Attributes:
-        every: steps between evaluations, and one at the end; 0 for none at all.
-        batches: how many held-out batches, always the same ones; all of them if there are fewer.
+        every: steps between evaluations; the last step is always followed by one. 0 for none.
+        batches: how many held-out batches are used, always the same ones; all if there are fewer.
     """
 
     every: CountOrZero = 200
@@ -58,9 +59,9 @@ class CheckpointConfig:
     """When the run is saved, and which checkpoints stay on disk.
 
     Attributes:
-        every: steps between checkpoints, and one at the end; 0 for none at all.
-        keep: how many of the newest checkpoints stay.
-        keep_best: how many of those with the lowest held-out loss stay as well.
+        every: steps between checkpoints; the last step is always saved. 0 for none.
+        keep: how many of the newest checkpoints are kept.
+        keep_best: how many of those with the lowest held-out loss are kept as well.
     """
 
     every: CountOrZero = 1000

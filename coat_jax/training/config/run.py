@@ -44,8 +44,8 @@ class TrainConfig:
     Attributes:
         model: what is trained.
         data: what it is trained on.
-        optimizer: how it is trained; an optax transformation, or a function of the learning rate's
-            schedule that makes one, is short for OptimizerConfig(transformation=...).
+        optimizer: how it is trained. In a config file, an optax transformation, or a function from
+            the learning rate's schedule to one, may stand for OptimizerConfig(transformation=...).
         mesh: how devices share the work.
         evaluation: when the loss on held-out data is measured.
         checkpoint: when the run is saved.
@@ -56,23 +56,24 @@ class TrainConfig:
             the first steps. Those in BF16 recompute each layer in the backward pass, so they need
             less memory than the steps after them, but more time. With `remat="layer_fp8"` they save
             the layers' inputs in FP8, as the steps after them do.
-        global_batch_size: sequences of a step, over all devices.
-        sequence_length: tokens of a sequence.
-        gradient_accumulation_steps: microbatches of a step. They are computed one after the other,
-            so that activations of only one are in memory; gradients are then summed in FP32.
-        seed: of the initial parameters, the order of the data, and rounding.
-        z_loss: weight of the squared log-sum-exp of the logits, which keeps them from drifting.
+        global_batch_size: the sequences of a step, over all devices.
+        sequence_length: the tokens of a sequence.
+        gradient_accumulation_steps: the microbatches of a step. They are computed one after the
+            other, so that activations of only one are in memory; gradients are then summed in FP32.
+        seed: the seed of the initial parameters, the order of the data, and rounding.
+        z_loss: the weight of the squared log-sum-exp of the logits, a part of the loss which keeps
+            logits from drifting.
         max_skipped_steps: how many steps in a row may be skipped, because their loss or gradients
             are not finite, before the run ends with code 4.
         out: the folder of the run: checkpoints, metrics, its config.
-        resume: whether to continue a run that is in the folder. If not, that run is moved out of
-            the way.
-        init_from: a folder of Hugging Face or of another run, whose parameters this run begins
-            with.
+        resume: whether to continue a run that is in the folder. If not, the folder of that run is
+            renamed.
+        init_from: the folder of a Hugging Face model or of another run, with whose parameters this
+            run begins.
         log_every: steps between records of the metrics.
-        metrics: more numbers of each step to log, by name: functions of a `step.FinishedStep`,
-            with its parameters, gradients and moments; only in a config file.
-        writers: where metrics go besides metrics.jsonl: "tensorboard", "wandb".
+        metrics: more quantities to log, by name: functions of a `step.FinishedStep`, which has
+            parameters, gradients and moments; only in a config file.
+        writers: where metrics are written besides metrics.jsonl: "tensorboard", "wandb".
         cache: the folder of JAX's compilation cache; None for none.
     """
 

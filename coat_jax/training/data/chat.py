@@ -73,7 +73,7 @@ def read(paths: list[Path], tokenizer: AnyTokenizer, template: str) -> Documents
 
 
 class _Writer:
-    """Makes tokens of messages; what surrounds their contents is tokenized once."""
+    """Tokenizes messages; the template's text around their contents is tokenized once."""
 
     def __init__(self, tokenizer: AnyTokenizer, template: Template):
         self._tokenizer = tokenizer

@@ -19,15 +19,15 @@ class DataConfig:
     Attributes:
         train: paths of token files (.npy, .bin), or of text files and .jsonl; or "corpus", the
             source of Python's standard library as bytes.
-        held_out: likewise, for evaluation. Without any, the last part of the training data is
-            held out; of the corpus, every 20th file.
-        held_out_part: how large that last part is.
-        kind: "text" learns every token. "chat" reads .jsonl with {"messages": [{"role": ...,
-            "content": ...}]} and learns the assistant's answers only.
+        held_out: paths of data for evaluation. Without any, the end of the training data is held
+            out; of the corpus, every 20th file.
+        held_out_part: the share of the training data that is held out in this way.
+        kind: what is learned: "text" learns every token; "chat" reads .jsonl files with
+            {"messages": [{"role": ..., "content": ...}]} and learns only the assistant's answers.
         tokenizer: a tokenizer.json for text; None takes bytes as tokens.
-        dtype: of token files without a header, uint16 or uint32; None is uint16.
+        dtype: the dtype of token files without a header, uint16 or uint32; None is uint16.
         end_of_text: the token that ends a document; no token sees another document. None takes
-            that of the tokenizer, or what `coat tokenize` noted beside its files.
+            that of the tokenizer, or the one that `coat tokenize` wrote beside its files.
         template: how a message of a chat is written; {end} is the token `end_of_text`.
     """
 

@@ -18,23 +18,23 @@ from jaxtyping import UInt8
 
 from coat_jax.files import MissingFile
 
-HELD_OUT = 20  # one file in so many
+HELD_OUT = 20  # every n-th file is held out
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 class Corpus(NamedTuple):
-    """The bytes to train on and the bytes to evaluate on, which share no file."""
+    """The bytes to train on and those to evaluate on, from different files."""
 
     train: UInt8[np.ndarray, " N"]
     held_out: UInt8[np.ndarray, " M"]
 
     @property
     def digest(self) -> str:
-        """Names these bytes: two runs with the same digest read the same text."""
+        """A hash of these bytes: two runs with the same digest read the same text."""
         return hashlib.sha256(self.train.tobytes() + self.held_out.tobytes()).hexdigest()[:16]
 
 
-@functools.cache  # a run asks for one part, then for the other
+@functools.cache  # a run loads the training part first, and the held-out part later
 def load(limit: int | None = None, root: Path | None = None) -> Corpus:
     """Reads the corpus, the same for everyone who runs the same release of Python.
 

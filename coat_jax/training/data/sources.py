@@ -98,7 +98,7 @@ def _named(patterns: tuple[str, ...], split: Split) -> list[Path]:
 
 
 def _require_labels(rows: Rows, split: Split) -> None:
-    """Raises if nothing can be learned; where anything can, an early row shows it."""
+    """Raises if no row has a label; usually one of the first rows has."""
     if not any(np.any(rows[row].labels != IGNORED) for row in range(len(rows))):
         raise UserError(
             f"The {split} data has no token to predict: every label is masked. Is "

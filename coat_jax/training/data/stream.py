@@ -25,7 +25,7 @@ class Part(Protocol):
 
     @property
     def name(self) -> str:
-        """Where it comes from."""
+        """What errors call it, such as the path of its file."""
 
     def __len__(self) -> int: ...
 
@@ -83,7 +83,7 @@ class Stream:
         return np.concatenate(read, dtype=np.int32, casting="unsafe")
 
     def digest(self, part: range, *, vocab: int) -> str:
-        """Names these tokens: by all of them if they are few, else by many samples."""
+        """A hash of these tokens: of all of them if they are few, otherwise of many samples."""
         hashed = hashlib.sha256(str(len(part)).encode())
         for start in part[:: max(SAMPLE, len(part) // SAMPLES)]:
             hashed.update(self.read(start, min(start + SAMPLE, part.stop), vocab=vocab))

@@ -5,8 +5,8 @@
     .bin                 raw, as nanoGPT's data
     .bin with header     1024 bytes with the dtype and the number of tokens, as llm.c's data
 
-Raw files do not contain their dtype: the config must give it. `tokens.json` beside files is what
-`coat tokenize` recorded of them.
+Raw files do not contain their dtype: the config must give it. Beside its files, `coat tokenize`
+writes a `tokens.json` with their dtype and their vocabulary.
 """
 
 import dataclasses
@@ -111,7 +111,7 @@ def _notes(path: Path) -> dict[str, Any] | None:
 
 
 def _opened(path: Path, raw_dtype: np.dtype) -> TokenFile:
-    """Magic number, token count and dtype stand at the beginning, or nowhere."""
+    """A file whose header, if it has one, gives the number of tokens and their dtype."""
     size = path.stat().st_size
     with path_failures(path), path.open("rb") as file:
         start = file.read(12)

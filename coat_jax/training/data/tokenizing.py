@@ -3,7 +3,7 @@
     out/00000.npy, 00001.npy, ...    documents one after another, each ended by `end_of_text`
     out/tokens.json                  vocabulary, dtype, end_of_text, tokenizer, counts
 
-What is written depends on the text and the tokenizer alone, not on the number of cores. The
+The files depend on the text and the tokenizer alone, not on the number of cores. The
 folder appears under its name when it is complete.
 """
 

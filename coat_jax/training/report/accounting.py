@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class OutOfMemory(UserError):
-    """The device's memory is used up; the message says what to lower."""
+    """The device is out of memory; the message says what to lower."""
 
 
 class DeviceMemory(NamedTuple):

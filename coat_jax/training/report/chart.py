@@ -1,8 +1,8 @@
-"""The look of every chart here: `with matplotlib.rc_context(CHART): ...`."""
+"""The style of all charts: `with matplotlib.rc_context(CHART): ...`."""
 
 from typing import Any, NamedTuple
 
-INK, PALE, ACCENT = "#1f2933", "#b8c1cc", "#d9482b"  # text; the baseline; what is new
+INK, PALE, ACCENT = "#1f2933", "#b8c1cc", "#d9482b"  # text, the baseline, other runs
 LINES = (ACCENT, "#2b6cb0", "#2f855a", "#b7791f", "#7b4bb7", "#0f8b8d", "#c2417f", "#8a5a44")
 CHART: dict[Any, Any] = {
     "figure.dpi": 160,

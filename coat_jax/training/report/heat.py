@@ -32,7 +32,7 @@ IN_LAYER = re.compile(r"^(?:.*/)?layers/(\d+)/(.+)$")
 
 
 class Maps(NamedTuple):
-    """What is drawn; NaN where a tensor has no number.
+    """The numbers of both panels; NaN where a tensor has none.
 
     Attributes:
         tensors: names of the rows, first those of layers.

@@ -210,10 +210,10 @@ class Repaired(NamedTuple):
 
 
 def repair(path: Path, step: int) -> Repaired:
-    """Removes the records of later steps and what is not a record; keeps all others.
+    """Removes the records of later steps, and lines that are not records.
 
-    The file is replaced at once, and is whole at any moment. Where a process was killed within a
-    line, the next record may follow on the same line: that record is kept.
+    The file is replaced atomically. If a process was killed while it wrote a line, the next record
+    may follow on the same line: that record is kept.
     """
     repaired = path.with_suffix(".repaired")
     last = lost = 0

@@ -77,7 +77,7 @@ def _thinned(curve: Curve, every: int) -> Curve:
 
 
 def _numbers(values: Float[np.ndarray, " N"] | Sequence[float]) -> list[float | None]:
-    """Six digits are more than a screen shows; NaN is null."""
+    """Numbers for JSON, rounded to six digits, which suffice for a screen; null for NaN."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values]
 
 

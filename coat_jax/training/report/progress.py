@@ -1,13 +1,14 @@
 """The progress of a run, while it trains.
 
-On a terminal, two lines that stay at its foot:
+On a terminal, two lines that stay at the bottom:
 
      12% ━━━━━━━━━━━━━━━                        step 12,000/100,000  1.57B tokens  1:23:45 left
     loss 3.214  412k tokens/s  MFU 41.2%  61.3 GB  lr 0.00029
 
 Elsewhere, plain lines for a log: the first step, then every twentieth of the run or every minute,
 and the last. Held-out losses always have a line of their own. Fields that do not fit the width are
-left out, the least important first. Give processes other than the main one a quiet console.
+left out, the least important first. The loss is smoothed: a mean that weighs recent records most.
+Give processes other than the main one a quiet console.
 """
 
 import math
@@ -30,7 +31,7 @@ SECONDS_PER_LINE = 60.0  # in that of a long one
 
 
 class Progress:
-    """Shows where a run is; between `start` and `close`, or inside `with`.
+    """Shows the progress of a run between `start` and `close`, or within `with`.
 
     Args:
         console: where to; rich knows whether it is a terminal.
@@ -42,14 +43,15 @@ class Progress:
     def __init__(self, console: Console, *, steps: int, done: int, tokens_per_step: int) -> None:
         self._console, self._steps = console, steps
         self._step, self._tokens_per_step = done, tokens_per_step
-        self._loss, self._weight = 0.0, 0.0  # a mean that forgets, and what it is to be divided by
+        self._loss, self._weight = 0.0, 0.0  # an exponential mean, and the sum of its weights
         self._shown: dict[str, Any] = {}
-        self._clock: tuple[int, float] | None = None  # a step and when it was, after compiling
+        # The first step of this process and when it ended: what follows is extrapolated from there.
+        self._clock: tuple[int, float] | None = None
         self._line_step, self._line_time = -steps, -math.inf
         self._live: Live | None = None
 
     def start(self) -> None:
-        """Begins to show it."""
+        """Begins to show the progress."""
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(
                 get_renderable=self._view, console=self._console, refresh_per_second=4
@@ -131,7 +133,7 @@ class Progress:
         return f"{_duration(seconds)} left"
 
     def _state(self) -> list[str]:
-        """What the last records say, the most important first; empty where they say nothing."""
+        """Fields of the last records, the most important first; empty where a value is missing."""
         shown = self._shown
         return [
             f"loss {self._loss / self._weight:.3f}" if self._weight else "",

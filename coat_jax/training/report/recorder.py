@@ -19,7 +19,7 @@ from coat_jax.training.step import Report
 
 
 class Diverged(UserError):
-    """Steps change nothing any more."""
+    """Too many steps in a row had no finite loss and gradients."""
 
     exit_code = 4
 

@@ -56,7 +56,7 @@ MOMENTS = ("mu", "nu")
 
 
 class Limit(NamedTuple):
-    """From where a statistic deserves a warning, and what to say of it."""
+    """The value above which a statistic causes a warning, and the words of the warning."""
 
     least: float
     words: str
@@ -72,7 +72,7 @@ LIMITS = {  # by statistic, or by the last words of a name where that has its ow
 
 
 class Telemetry:
-    """Looks at a run where it is due.
+    """Measures a run at the steps that have a record.
 
     Args:
         config: the run.
@@ -90,7 +90,7 @@ class Telemetry:
     ) -> None:
         self._config = config
         self._stacked = ("layers",) if config.model.scan else ()
-        # Of another optimizer no direction is known that its moments should give.
+        # For other optimizers it is not known which direction their moments should give.
         is_adam = config.optimizer.transformation is None
         self._sampled = _sampled(state.moments, config.telemetry.leaves if is_adam else 0)
         self._storage = storage_of(config)
@@ -121,7 +121,7 @@ class Telemetry:
         return not self.empty and every > 0 and step % every == 0
 
     def begin(self, step: int, state: State, batch: Batch) -> None:
-        """Looks at a step that is about to be taken, if that is due; `state` is that before it."""
+        """Measures a step that is about to be taken from this state, if a record is due."""
         every, shadow = self._config.telemetry.every, self._config.telemetry.shadow
         in_bf16 = step <= self._config.steps_in_bf16  # by another program, without FP8 products
         if self._collect is None or in_bf16 or -step % every >= shadow:
@@ -147,13 +147,13 @@ class Telemetry:
         for name, of_tensor in (report(sums) | report_moments(of_moments)).items():
             for statistic, value in of_tensor._asdict().items():
                 found[f"{PREFIX}{name}/{statistic}"] = _rounded(value)
-        if self._followed == self._config.telemetry.shadow:  # it began in time
+        if self._followed == self._config.telemetry.shadow:  # the shadow began early enough
             for name, error in errors.items():
                 found[f"{PREFIX}{self._labelled(name)}/direction/error"] = _rounded(float(error))
         return found
 
     def warning(self, found: Mapping[str, float]) -> str | None:
-        """One line on the worst of what is off and was not before; None if nothing is."""
+        """One line about the worst new problem, and how many others there are; None without any."""
         off = {key: words for key in found if (words := _objection(key, found[key]))}
         new = [key for key in off if key not in self._warned]
         self._warned.update(new)
@@ -250,7 +250,7 @@ def _by_name(moments: Any) -> dict[str, list[Any]]:
 
 
 def _objection(key: str, value: float) -> str | None:
-    """What to say of a number that deserves a warning. One that is not finite always does."""
+    """The warning about a number, if it exceeds its limit or is not finite."""
     limit = _limit(key)
     if limit is None:
         return None

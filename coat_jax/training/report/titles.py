@@ -1,4 +1,4 @@
-"""What `coat plot` calls the statistics of telemetry. Imports nothing, for the command line."""
+"""Titles of telemetry's statistics in `coat plot`; it imports nothing, so that --help is fast."""
 
 TITLES = {
     "underflow": "Share of non-zero values that became zero",

@@ -45,7 +45,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run on Weights & Biases, found again by the name in FOLDER/wandb_id.
+    """A run on Weights & Biases, whose id there is in FOLDER/wandb_id.
 
     Its server removes nothing: it keeps the first record of a step, which a resumed run repeats.
     """

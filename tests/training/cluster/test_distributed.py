@@ -10,7 +10,7 @@ from processes import begin_all, free_port, line, lines, outputs
 
 from coat_jax.errors import UserError
 from coat_jax.training.cluster import distributed
-from coat_jax.training.cluster.distributed import Place, Stop, find_place
+from coat_jax.training.cluster.distributed import ProcessPlace, Stop, find_place
 
 JOINED = Path(__file__).with_name("joined.py")
 ADDRESS = "node1:1234"
@@ -43,14 +43,14 @@ def without(variables, *names):
     [
         ({}, None),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),  # no srun
-        (VARIABLES, Place("deactivate", ADDRESS, 4, 2, None)),
-        (MPIRUN, Place("ompi", None, 4, 3, 1)),
-        (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, Place("ompi", None, 4, 3, None)),
-        (SRUN, Place("slurm", None, 4, 3, 1)),
-        (SRUN | {"SLURM_STEP_NUM_NODES": "4"}, Place("slurm", None, 4, 3, None)),
-        (SRUN | MPIRUN, Place("ompi", None, 4, 3, 1)),  # mpirun starts its daemons with srun
-        (SRUN | VARIABLES, Place("deactivate", ADDRESS, 4, 2, None)),
-        (SRUN | {"JAX_COORDINATOR_ADDRESS": ADDRESS}, Place("slurm", ADDRESS, 4, 3, 1)),
+        (VARIABLES, ProcessPlace("deactivate", ADDRESS, 4, 2, None)),
+        (MPIRUN, ProcessPlace("ompi", None, 4, 3, 1)),
+        (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, ProcessPlace("ompi", None, 4, 3, None)),
+        (SRUN, ProcessPlace("slurm", None, 4, 3, 1)),
+        (SRUN | {"SLURM_STEP_NUM_NODES": "4"}, ProcessPlace("slurm", None, 4, 3, None)),
+        (SRUN | MPIRUN, ProcessPlace("ompi", None, 4, 3, 1)),  # mpirun starts its daemons with srun
+        (SRUN | VARIABLES, ProcessPlace("deactivate", ADDRESS, 4, 2, None)),
+        (SRUN | {"JAX_COORDINATOR_ADDRESS": ADDRESS}, ProcessPlace("slurm", ADDRESS, 4, 3, 1)),
     ],
 )
 def test_the_launcher_says_where_a_process_stands(variables, place):
@@ -79,11 +79,11 @@ def test_incomplete_and_contradicting_variables_are_refused(variables, message):
 @pytest.mark.parametrize(
     ("place", "variables", "devices"),
     [
-        (Place("slurm", None, 2, 1, None), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, []),
-        (Place("slurm", None, 8, 5, 1), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, [1]),
-        (Place("slurm", None, 8, 5, 1), {}, [1]),
-        (Place("slurm", None, 8, 5, 1), {"CUDA_VISIBLE_DEVICES": "0"}, []),
-        (Place("slurm", None, 8, 5, 1), {"JAX_LOCAL_DEVICE_IDS": "2,3"}, None),
+        (ProcessPlace("slurm", None, 2, 1, None), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, []),
+        (ProcessPlace("slurm", None, 8, 5, 1), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, [1]),
+        (ProcessPlace("slurm", None, 8, 5, 1), {}, [1]),
+        (ProcessPlace("slurm", None, 8, 5, 1), {"CUDA_VISIBLE_DEVICES": "0"}, []),
+        (ProcessPlace("slurm", None, 8, 5, 1), {"JAX_LOCAL_DEVICE_IDS": "2,3"}, None),
     ],
 )
 def test_processes_share_the_gpus_of_a_node(place, variables, devices):

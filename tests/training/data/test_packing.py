@@ -67,7 +67,7 @@ def test_labels_are_the_learned_tokens_one_place_ahead(lengths):
     assert sorted(found) == expected
 
 
-def test_documents_that_are_too_long_are_cut_and_counted():
+def test_documents_that_are_too_long_are_truncated_and_counted():
     packed = Packed(documents_of([11, 3, 20]), sequence=SEQUENCE, seed=0)
     assert packed.truncated == 2
     rows = {row.tokens[0]: row for row in rows_of(packed)}

@@ -73,7 +73,7 @@ def test_arrays_are_int32():
     assert {array.dtype for array in windows_of(range(9), 4, END)[1]} == {np.dtype(np.int32)}
 
 
-def test_other_data_or_another_cut_has_another_digest():
+def test_other_data_or_rows_of_another_length_have_another_digest():
     numbers = list(range(9))
     rows = [
         windows_of(numbers, 4),

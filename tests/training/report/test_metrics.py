@@ -69,7 +69,7 @@ def test_a_run_that_resumes_from_nothing_begins_again(tmp_path):
     assert len(lines(tmp_path)) == 2
 
 
-def test_a_cut_that_is_interrupted_leaves_the_old_file(tmp_path, monkeypatch):
+def test_a_repair_that_is_interrupted_leaves_the_old_file(tmp_path, monkeypatch):
     run(tmp_path, range(1, 8))
     before = lines(tmp_path)
 
