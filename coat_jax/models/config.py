@@ -8,8 +8,8 @@
     OLMo       layer   before                                       small ones
     OLMo 2     rms     after                 "all"
 
-All have rotary positions, gated MLPs with silu, and no other biases. Left out: dropout, mixtures
-of experts, layers that differ from each other.
+All have rotary positions, gated MLPs, with silu unless `activation` says otherwise, and no other
+biases. Left out: dropout, mixtures of experts, layers that differ from each other.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax.errors import UserError
-from coat_jax.limits import Count, Range, dtype_of, require_fields
+from coat_jax.limits import Count, Range, added, dtype_of, require_fields, shown
 from coat_jax.nn import MeshAxes
 from coat_jax.precision import COAT, Precision, precision_of
 
@@ -55,6 +55,7 @@ class Config:
         qkv_bias: whether queries, keys and values have biases.
         qk_norm: whether queries and keys have an RMSNorm: one for each "head", one for "all" heads
             together, or None.
+        activation: of the gated MLP, a name in `coat.ops.ACTIVATIONS`.
         rotary: how positions become angles of rotary embeddings.
         window: how many tokens a token sees, itself included; None for all before it.
         tied: whether the head has the weights of the embedding.
@@ -83,6 +84,7 @@ class Config:
     norms: Literal["before", "after"] = "before"
     qkv_bias: bool = False
     qk_norm: Literal["head", "all"] | None = None
+    activation: str = added(default="silu", before="silu")
     rotary: ops.Rotary = ops.Rotary()
     window: Count | None = None
     tied: bool = False
@@ -104,6 +106,11 @@ class Config:
         if self.head_dim % 2:
             raise UserError(
                 f"head_dim={self.head_dim} must be even: rotary embeddings rotate pairs of numbers."
+            )
+        if self.activation not in ops.ACTIVATIONS:
+            raise UserError(
+                f"activation={shown(self.activation)} must be one of {', '.join(ops.ACTIVATIONS)}. "
+                "Before a new one is used, it must be an entry of coat.ops.ACTIVATIONS."
             )
         # One spelling each, so that equal Configs compare equal.
         object.__setattr__(self, "precision", precision_of(self.precision))

@@ -159,6 +159,7 @@ def _layer(config: Config, key: Array) -> nn.TransformerBlock:
         config.width,
         config.ffn,
         norm=_norm(config) if before else None,
+        activation=config.activation,
         residual=before,
         **shared,
     )

@@ -201,7 +201,7 @@ def test_an_unknown_argument_in_a_config_suggests_the_closest_field(tmp_path, ca
         ("TrainConfig(learning_rate=1e-3)", "It is a field of OptimizerConfig"),
         ("TrainConfig(width=64)", "It is a field of Config"),
         ("TrainConfig(lr=1e-3)", r"Did you mean learning_rate\? It is a field of OptimizerConfig"),
-        ("models.Config(activation='silu')", "'activation'$"),
+        ("models.Config(accumulate=2)", "'accumulate'$"),
     ],
 )
 def test_an_unknown_argument_is_never_answered_with_a_field_that_the_config_lacks(

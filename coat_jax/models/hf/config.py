@@ -1,8 +1,8 @@
 """config.json of Hugging Face, to and from `Config`.
 
 A setting that a Config cannot express raises an error that names it: biases besides those of
-queries, keys and values, other activations, dropout, layers that differ, scalings of rotary
-positions other than linear and Llama 3.1's.
+queries, keys and values, activations that `ACTIVATIONS` lacks, dropout, layers that differ,
+scalings of rotary positions other than linear and Llama 3.1's.
 """
 
 from collections.abc import Mapping
@@ -48,9 +48,19 @@ SIZES = {
     "ffn": "intermediate_size",
     "context": "max_position_embeddings",
 }
+# Activations by their names in config.json; of several, the first is written.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
 # Where these have another value, the model is not one that a Config can describe.
 REQUIRED = {
-    "hidden_act": ("silu", "swish", None),
+    "hidden_act": (*ACTIVATIONS, None),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "attention_dropout": (0, None),
@@ -87,6 +97,7 @@ def from_json(data: Json) -> Config:
         "kv_heads": _optional(data, "kv_heads", "num_key_value_heads", heads),
         "head_dim": _optional(data, "head_dim", "head_dim", width // heads),
         "norm_eps": _optional(data, "norm_eps", "rms_norm_eps", 1e-6),
+        "activation": ACTIVATIONS[data.get("hidden_act") or "silu"],
         "rotary": _rotary(data),
         "window": _window(data, family, sizes["layers"]),
         "tied": _optional(data, "tied", "tie_word_embeddings", False),
@@ -256,12 +267,18 @@ def to_json(config: Config, dtype: Any) -> dict[str, Any]:
     """The config.json of a model whose weights are stored as `dtype`."""
     architecture = architecture_of(config)
     family = FAMILIES[architecture]
+    named = [theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation]
+    if not named:
+        raise UserError(
+            f"transformers cannot compute activation={shown(config.activation)}: a model to be "
+            f"exported has one of {', '.join(dict.fromkeys(ACTIVATIONS.values()))}."
+        )
     data: dict[str, Any] = {"architectures": [architecture], "model_type": family.model_type}
     data |= {theirs: getattr(config, ours) for ours, theirs in SIZES.items()}
     data |= {
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": named[0],
         "attention_bias": False,
         "attention_dropout": 0.0,
         "tie_word_embeddings": config.tied,

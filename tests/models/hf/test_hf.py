@@ -13,7 +13,7 @@ from model_cases import AXES, automatic_mesh, variant
 from safetensors.numpy import load_file, save_file
 from small_model import filled
 
-from coat_jax import models
+from coat_jax import models, ops
 from coat_jax.errors import UserError
 from coat_jax.models import hf
 from coat_jax.models.hf.config import FAMILIES, from_json, to_json
@@ -250,6 +250,24 @@ def test_values_that_cannot_be_meant_are_refused_by_their_names(changes, message
         from_json(config_json(**changes))
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [(None, "silu"), ("silu", "silu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("relu2", "relu2")],
+)
+def test_an_activation_is_read_and_written(theirs, ours):
+    config = from_json(config_json(hidden_act=theirs))
+    assert config.activation == ours
+    assert to_json(config, jnp.float32)["hidden_act"] == (theirs or "silu")
+
+
+def test_a_model_whose_activation_transformers_lacks_is_not_saved(tmp_path, monkeypatch):
+    monkeypatch.setitem(ops.ACTIVATIONS, "tanh", jnp.tanh)
+    model = filled(dataclasses.replace(LLAMA, activation="tanh"))
+    with pytest.raises(UserError, match=r"cannot compute activation='tanh': .* silu, gelu,"):
+        hf.save(tmp_path, model)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_both_readers_have_one_rule_for_the_precision(folder):
     assert hf.read_config(folder) == weights.model_config(folder)
     assert hf.load(folder).config.precision == BF16
@@ -260,7 +278,7 @@ def test_both_readers_have_one_rule_for_the_precision(folder):
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel'. There are LlamaForCausalLM"),
         ({"architectures": "absent"}, "the architecture 'none'"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu', which coat_jax does not support"),
+        ({"hidden_act": "mish"}, "hidden_act='mish', which coat_jax does not support"),
         ({"attention_bias": True}, "attention_bias=True"),
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),

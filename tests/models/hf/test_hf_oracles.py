@@ -1,7 +1,8 @@
 """Every family against transformers: logits, gradients, and files that both can read.
 
 The models are random and tiny, but all that a family does differently is in them: sizes of heads
-that do not follow from the width, windows shorter than the text, scaled rotary positions, ties.
+that do not follow from the width, windows shorter than the text, scaled rotary positions, ties,
+other activations.
 """
 
 import copy
@@ -48,10 +49,17 @@ LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
 FAMILIES = {
     "Llama": {"rms_norm_eps": 1e-3, "rope_parameters": LLAMA3},
-    "Mistral": {"head_dim": 16, "sliding_window": 9},
-    "Qwen2": {"tie_word_embeddings": True, "rope_parameters": LINEAR},
+    "Mistral": {"head_dim": 16, "sliding_window": 9, "hidden_act": "gelu"},
+    "Qwen2": {
+        "tie_word_embeddings": True,
+        "rope_parameters": LINEAR,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
     "Qwen3": {"head_dim": 16, "tie_word_embeddings": True, **WINDOW},
-    "Olmo": {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+    "Olmo": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        "hidden_act": "relu2",
+    },
     "Olmo2": {"rms_norm_eps": 1e-2},
 }
 
