@@ -31,9 +31,11 @@ OLMO_EPS = 1e-5  # written into transformers' code
 
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", {}, {}),
-    "MistralForCausalLM": Family("mistral", {}, {"sliding_window": 4096}),
-    "Qwen2ForCausalLM": Family("qwen2", {"qkv_bias": True}, {}),
-    "Qwen3ForCausalLM": Family("qwen3", {"qk_norm": "head"}, {"head_dim": 128}),
+    "MistralForCausalLM": Family("mistral", {}, {"sliding_window": 4096, "num_key_value_heads": 8}),
+    "Qwen2ForCausalLM": Family("qwen2", {"qkv_bias": True}, {"num_key_value_heads": 32}),
+    "Qwen3ForCausalLM": Family(
+        "qwen3", {"qk_norm": "head"}, {"head_dim": 128, "num_key_value_heads": 32}
+    ),
     "OlmoForCausalLM": Family("olmo", {"norm": "layer", "norm_eps": OLMO_EPS}, {}),
     "Olmo2ForCausalLM": Family(
         "olmo2", {"norms": "after", "qk_norm": "all"}, {"rms_norm_eps": 1e-5}
