@@ -297,6 +297,14 @@ def test_leaves_that_are_not_matrices_and_other_states_are_refused():
         tx.update({"w": jnp.zeros((3, 3))}, optax.EmptyState())
 
 
+@pytest.mark.parametrize("other", [coat.optax.fp8_adamw, optax.adamw, coat.optax.scale_by_fp8_muon])
+def test_the_state_of_another_optimizer_is_named(other):
+    params = {"w": jnp.ones((32, 32))}
+    state = (other() if other is coat.optax.scale_by_fp8_muon else other(1e-3)).init(params)
+    with pytest.raises(TypeError, match=r"must be a PartitionState, but is a .* another"):
+        coat.optax.fp8_muon(1e-3).update(params, state, params)
+
+
 def test_zeros_are_orthogonalized_to_zeros():
     """With any preconditioning, also where eps is zero in the dtype of the products."""
     zeros = [jnp.zeros((1, 4, 6))]
