@@ -77,6 +77,7 @@ def from_json(data: Json) -> Config:
                 f"config.json has {name}={shown(data[name])}, which coat_jax does not support: it "
                 f"can only be {' or '.join(repr(value) for value in allowed)}."
             )
+    lacks_key_heads = "num_key_value_heads" not in data
     data = {**family.defaults, **data}
     if missing := [name for name in SIZES.values() if name not in data]:
         raise UserError(f"config.json of {family.model_type} lacks {', '.join(missing)}.")
@@ -94,6 +95,11 @@ def from_json(data: Json) -> Config:
         "tied": _optional(data, "tied", "tie_word_embeddings", False),
         "precision": BF16,
     }
+    if lacks_key_heads and heads % fields["kv_heads"]:
+        raise UserError(
+            f"config.json lacks num_key_value_heads, which means {fields['kv_heads']} in "
+            f"{family.model_type}, and num_attention_heads={heads} is no multiple of that: add it."
+        )
     stored = {"param_dtype": _dtype(data), "dtype": _dtype(data)}
     return Config(**{**fields, **stored, **family.fixed})
 

@@ -167,6 +167,12 @@ def test_key_heads_that_config_json_leaves_out_are_those_of_transformers(family,
     assert (key_heads("absent"), key_heads(None)) == (heads, 64)
 
 
+def test_key_heads_that_config_json_leaves_out_must_fit_its_query_heads():
+    message = "lacks num_key_value_heads, which means 8 in mistral, and num_attention_heads=4 is no"
+    with pytest.raises(UserError, match=message):
+        from_json(config_json("MistralForCausalLM", num_key_value_heads="absent"))
+
+
 def test_a_window_is_used_where_config_json_says_so():
     def window(**changes):
         return from_json(config_json("Qwen3ForCausalLM", **changes)).window
