@@ -61,6 +61,7 @@ BROKEN = {
     "no object": lambda path: path.write_text("[1]"),
     "no text": lambda path: path.write_bytes(b"\xff\x00"),
     "deep": lambda path: path.write_text("[" * 100_000),
+    "unreadable": lambda path: (path.unlink(), path.symlink_to("/proc/self/mem")),  # EIO
     "edited": lambda path: path.write_text(path.read_text().replace('_size": 16', '_size": 32')),
 }
 
