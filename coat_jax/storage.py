@@ -72,7 +72,8 @@ class Storage:
             any `Minifloat`.
         other: FP8 format of the moments of other optimizers, which `compress` stores.
         group_size: neighbours along the last axis that share a scale and an exponent.
-        min_size: leaves with fewer elements stay in FP32.
+        min_size: leaves with fewer elements stay in FP32. With 0 every leaf is stored in 8 bits,
+            also one whose last axis is too narrow for that to save anything.
         stochastic: whether moments are rounded stochastically, as above. Rounded to nearest they
             freeze: at b2 = 0.999 one step's decay is less than half a code.
         seed: of the stochastic rounding.

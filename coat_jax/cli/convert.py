@@ -176,8 +176,8 @@ def _quantize(options: argparse.Namespace) -> str:
     tokens: list[int] = []
     if recipe.calibrated:
         config = weights.model_config(source)
-        tokens = tokens_of(options.calibrate, source, config, options.tokenizer)
-        tokens = tokens[: options.tokens or TOKENS]
+        most = options.tokens or TOKENS
+        tokens = tokens_of(options.calibrate, source, config, options.tokenizer, most=most)
         _require_enough(options.calibrate, tokens)
     with _progress() as progress:
         schemes = conversion.to_quantized(

@@ -202,10 +202,11 @@ def _tokens(
         raise UserError(f"--tokens {options.tokens} must be 2 or more: a token and the next one.")
     if config.context < 2:
         raise UserError(f"The model's context of {config.context} has no room for 2 tokens.")
-    tokens = tokens_of(options.text, expanded(options.where), config, options.tokenizer)
+    where, most = expanded(options.where), min(options.tokens, config.context)
+    tokens = tokens_of(options.text, where, config, options.tokenizer, most=most)
     if len(tokens) < 2:
         raise UserError(f"{options.text} has {counted(len(tokens), 'token')}: give 2 or more.")
-    return tokens[: min(options.tokens, config.context)]
+    return tokens
 
 
 # --- What is printed -------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coat_jax.errors import UserError
-from coat_jax.files import expanded, read_text, status
+from coat_jax.files import expanded, path_failures, require_regular, status
 from coat_jax.limits import require, shown
 from coat_jax.models.batches import require_known
 from coat_jax.tokenizers import AnyTokenizer, Bytes, Tokenizer
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from coat_jax.models import Config
 
 BYTES = "bytes"
+PIECE = 1 << 16  # characters that are read first; then as many again, until there are enough tokens
+UNCERTAIN = 64  # tokens at the end of what was read: more text could change them
 
 
 def data_of(folder: Path, config_json: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -58,9 +60,33 @@ def tokenizer_of(folder: Path, config: "Config", asked: str | None) -> AnyTokeni
     return Bytes()
 
 
-def tokens_of(text: Path, folder: Path, config: "Config", asked: str | None) -> list[int]:
-    """The tokens of a file by the tokenizer of a model; see `tokenizer_of`."""
-    content = read_text(expanded(text))
-    tokens = tokenizer_of(folder, config, asked).encode(content)
+def tokens_of(
+    text: Path, folder: Path, config: "Config", asked: str | None, *, most: int
+) -> list[int]:
+    """The first tokens of a file by the tokenizer of a model, `most` or fewer.
+
+    Args:
+        text: the file; what follows its first tokens is not read.
+        folder: see `tokenizer_of`.
+        config: likewise.
+        asked: likewise.
+        most: how many tokens are needed.
+    """
+    tokens = _first_tokens(expanded(text), tokenizer_of(folder, config, asked), most)
     require_known(f"{text} has", tokens, config.vocab)
     return tokens
+
+
+def _first_tokens(path: Path, tokenizer: AnyTokenizer, most: int) -> list[int]:
+    require_regular(path)
+    content = ""
+    with path_failures(path), path.open(encoding="utf-8", newline="") as file:
+        while True:
+            try:
+                more = file.read(len(content) or PIECE)
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path} is not text in UTF-8: {error.reason}.") from None
+            content += more
+            tokens = tokenizer.encode(content)
+            if not more or len(tokens) >= most + UNCERTAIN:
+                return tokens[:most]

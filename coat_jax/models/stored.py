@@ -23,6 +23,7 @@ from coat_jax.models.config import Config
 from coat_jax.models.creation import abstract
 from coat_jax.models.llama import Llama
 from coat_jax.nn import MeshAxes
+from coat_jax.printable import counted
 
 PIECE = 64 << 20  # bytes, about
 
@@ -61,6 +62,7 @@ def load(config: Config, stored: Parameters, *, mesh: Mesh | None = None) -> Lla
         stored: its parameters, which are read one after another.
         mesh: by default the one that is set, if any.
     """
+    _require_layers(config, stored)
     stored = arranged(stored, scan=config.scan)
     graph, state = abstract(config, mesh=mesh)
     return fill(graph, state, stored)
@@ -125,8 +127,23 @@ def _placed(stored: Stored, leaf: Any) -> jax.Array:
 
 def require_same(config: Config, stored: Parameters) -> None:
     """Raises unless these are the parameters of the model."""
+    _require_layers(config, stored)
     _, state = abstract(dataclasses.replace(config, axes=MeshAxes()))
     _require({path: leaf.shape for path, leaf in nnx.to_flat_state(state)}, stored)
+
+
+def _require_layers(config: Config, stored: Parameters) -> None:
+    """Raises where thousands of layers that are not there would be built, each by itself."""
+    if config.scan:
+        return
+    layers = {name: one for name, one in stored.items() if name[0] == "layers"}
+    numbers = {name[1] for name in layers if isinstance(name[1], int)}
+    there = len(numbers) or max((one.shape[0] for one in layers.values()), default=0)
+    if there != config.layers:
+        raise UserError(
+            f"This is another model than its config says: it has {counted(there, 'layer')}, and "
+            f"layers={config.layers:,}."
+        )
 
 
 def _require(needed: Mapping[Name, tuple[int, ...]], stored: Parameters) -> None:

@@ -181,7 +181,15 @@ def fp8_muon(
         chosen = iter(numbers_of_leaves(numbers, params))
         return jax.tree.map(lambda _: "adam" if next(chosen) is None else "muon", params)
 
-    return optax.partition({"muon": muon, "adam": adam}, labels)
+    parts = optax.partition({"muon": muon, "adam": adam}, labels)
+
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, Any]:
+        require_state_of(optax.transforms.PartitionState, state)
+        return parts.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(parts.init, update)
 
 
 def scale_by_fp8_muon(

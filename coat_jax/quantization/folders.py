@@ -29,7 +29,7 @@ from coat_jax.models.hf.config import from_json as model_from_json
 from coat_jax.models.hf.config import to_json as model_to_json
 from coat_jax.models.hf.files import CODES, FLOATS, NewTensors, Tensors
 from coat_jax.models.hf.names import file_order, source_of
-from coat_jax.models.hf.weights import require_names
+from coat_jax.models.hf.weights import require_layers, require_names
 from coat_jax.models.stored import Index, Name, Stored
 from coat_jax.nn.modular import ATTENTION_PROJECTIONS, MLP_PROJECTIONS
 from coat_jax.numerics import eight_bits
@@ -58,9 +58,11 @@ def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None 
     folder = expanded(folder)
     config_json = read_json(folder / hf.CONFIG)
     config = _config(config_json) if config is None else inference_config(config)
+    tensors = Tensors(folder, FLOATS | CODES)
+    require_layers(tensors, config)
     schemes = layout.from_json(config_json.get(layout.ENTRY), config)
     graph, state = abstract(config, schemes, mesh=mesh)
-    return stored.fill(graph, state, _read(folder, config, schemes, state))
+    return stored.fill(graph, state, _read(tensors, config, schemes, state))
 
 
 def save(
@@ -239,7 +241,7 @@ def _unpacked(packed: Int32[np.ndarray, "N P"], columns: int) -> Int8[np.ndarray
 
 
 def _read(
-    folder: Path, config: Config, schemes: Mapping[str, Scheme], state: Any
+    everything: Tensors, config: Config, schemes: Mapping[str, Scheme], state: Any
 ) -> dict[Name, Stored]:
     """The parameters in a folder, to be read in parts."""
     kind = jnp.dtype(config.param_dtype)
@@ -247,7 +249,6 @@ def _read(
         path: _tensors_of(path, tuple(leaf.shape), schemes, config, kind)
         for path, leaf in nnx.to_flat_state(state)
     }
-    everything = Tensors(folder, FLOATS | CODES)
     needed = {tensor.name for tensors in expected.values() for tensor in tensors}
     require_names(needed, everything, config)
     found = {}

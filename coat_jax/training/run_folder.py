@@ -60,7 +60,8 @@ class RunFolder:
                 before.close()
         saved = self._saved()
         changed = [] if saved is None else identity.changes(self._config, saved)
-        done = max(StepFolders(self.checkpoints).steps(), default=0)
+        newest = StepFolders(self.checkpoints).newest_record()
+        done = 0 if newest is None else newest["step"]
         if done > self._config.total_steps:
             raise UserError(
                 f"{self.path} holds a run that has taken {done:,} steps, and total_steps="

@@ -79,6 +79,15 @@ def test_it_is_what_the_library_makes(theirs, text, model, tmp_path, capsys):
     assert (tmp_path / "b" / "tokenizer_config.json").read_text() == '{"a": 1}'
 
 
+@pytest.mark.parametrize(("count", "context"), [(1000, 64), (7, 64), (5000, 4096), (0, 64)])
+def test_of_a_text_the_last_tokens_that_fill_no_row_are_left_out(count, context):
+    batches = list(conversion._batches(range(count), context))
+    length = min(count, context, conversion.LONGEST)
+    assert all(batch.shape[1] == length for batch in batches)
+    rows = [row for batch in batches for row in batch]
+    assert np.ravel(rows).tolist() == list(range(count - count % length if length else 0))
+
+
 def test_a_run_is_quantized_from_the_step_that_is_asked_for(model, tmp_path, text):
     """With the tokenizer in its folder; and the run was in FP8."""
     run, config = tmp_path / "run", dataclasses.replace(CONFIG, precision="coat")

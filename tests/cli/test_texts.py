@@ -56,3 +56,28 @@ def test_bytes_are_for_models_of_256_tokens_and_for_those_who_ask(tmp_path):
     assert isinstance(texts.tokenizer_of(folder, large, "bytes"), Bytes)
     with pytest.raises(UserError, match=r"no tokenizer\.json.*257 tokens.*--tokenizer FILE"):
         texts.tokenizer_of(folder, large, None)
+
+
+@pytest.mark.parametrize("asked", ["bytes", "words"])
+def test_the_first_tokens_are_those_of_the_whole_text(tmp_path, tokenizer, asked):
+    folder, text = folder_of(tmp_path, THEIRS), tmp_path / "text.txt"
+    text.write_text("yes no yes, no? é\r\n" * 9000, newline="")  # longer than what is read first
+    asked = str(tokenizer) if asked == "words" else asked
+    every = texts.tokenizer_of(folder, SMALL, asked).encode(text.read_bytes().decode())
+    for most in (1, 1000, 40_000, len(every) - 1, len(every), 10**9):
+        assert texts.tokens_of(text, folder, SMALL, asked, most=most) == every[:most]
+
+
+def test_what_follows_the_first_tokens_of_a_text_is_not_read(tmp_path):
+    folder, text = folder_of(tmp_path, THEIRS), tmp_path / "text.txt"
+    text.write_bytes(b"yes " * texts.PIECE + b"\xff")
+    assert texts.tokens_of(text, folder, SMALL, "bytes", most=3) == list(b"yes")
+
+
+def test_a_text_that_is_none_is_named(tmp_path):
+    folder, text = folder_of(tmp_path, THEIRS), tmp_path / "text.txt"
+    text.write_bytes(b"yes \xff")
+    with pytest.raises(UserError, match=r"text\.txt is not text in UTF-8: invalid start byte"):
+        texts.tokens_of(text, folder, SMALL, "bytes", most=3)
+    with pytest.raises(UserError, match="is a folder: name the file itself"):
+        texts.tokens_of(tmp_path, folder, SMALL, "bytes", most=3)

@@ -225,7 +225,8 @@ def one_step(
         (stepped,) = adam_step(
             [leaf], jnp.int32(count), hyper, settings, implementation=implementation
         )
-        return stepped.result, leaf._replace(mu=stepped.mu, nu=stepped.nu)
+        later = {"mu": stepped.mu, "nu": stepped.nu, "correction": stepped.correction}
+        return stepped.result, leaf._replace(**later)
 
     return (jax.jit(step) if implementation == "xla" else step)(leaf)
 
@@ -267,6 +268,24 @@ def check_rounded_parameters(implementation: str) -> None:
         assert np.mean((np.asarray(own, np.float32) > 1) == up) > 0.999
         of_moments = noise.uniform(noise.leaf_key(0, 1, 0), shape, run=ALL_FP8.group_size)
         assert abs(np.corrcoef(up.ravel(), np.ravel(of_moments))[0, 1]) < 6 / np.sqrt(up.size)
+
+
+def check_rounded_corrections(implementation: str) -> None:
+    """The last of 24 bits is rounded likewise: 1 + 0.3 units in that place here."""
+    shape, share = (32, 1024), 0.3
+    leaf = fresh_leaf(jnp.ones(shape, jnp.bfloat16), -jnp.ones(shape))
+    leaf = leaf._replace(correction=jnp.zeros(shape, jnp.int8))
+    hyper = Hyper(learning_rate=share * 2.0**-15, weight_decay=0.0)
+    settings = Settings(ALL_FP8, round_params=True)
+    result, leaf = one_step(implementation, leaf, 1, hyper, settings)
+    np.testing.assert_array_equal(np.asarray(result, np.float32), 1.0)
+    assert set(np.unique(leaf.correction)) == {0, 1}
+    up = np.asarray(leaf.correction) == 1
+    key, run = noise.leaf_key(0, 1, 0), ALL_FP8.group_size
+    own = np.asarray(noise.bits(noise.param_key(key), shape, run=run) >> 8)
+    assert np.mean((own + round(256 * share) >= 256) == up) > 0.999
+    of_moments = noise.uniform(key, shape, run=run)
+    assert abs(np.corrcoef(up.ravel(), np.ravel(of_moments))[0, 1]) < 6 / np.sqrt(up.size)
 
 
 def check_non_finite_gradients(implementation: str) -> None:

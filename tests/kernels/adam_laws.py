@@ -4,6 +4,7 @@ from adam_cases import (
     check_an_element_comes_to_rest,
     check_enormous_gradients,
     check_non_finite_gradients,
+    check_rounded_corrections,
     check_rounded_parameters,
 )
 from correction_cases import check_join, check_split
@@ -16,6 +17,9 @@ class StepLaws:
 
     def test_parameters_are_rounded_right_on_average_by_their_own_key(self) -> None:
         check_rounded_parameters(self.implementation)
+
+    def test_corrections_are_rounded_right_on_average_by_their_own_key(self) -> None:
+        check_rounded_corrections(self.implementation)
 
     def test_a_gradient_that_is_not_finite_makes_its_own_parameter_nan(self) -> None:
         check_non_finite_gradients(self.implementation)

@@ -204,3 +204,14 @@ def test_the_bound_of_nan_and_infinity_is_nan(bad, where):
 def test_no_rows_have_the_bound_zero():
     saved = [to_blocks(jnp.ones((0, 32)), size=SIZE)]
     assert activation.gradient_bounds(saved, jnp.ones(0), "gelu") == (0.0,)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_value_and_slope_are_at_most_their_bounds_and_the_steepest_nearly_reaches_its(name):
+    x = jnp.linspace(-6, 6, 4801)
+    value, slope = activation.activation_bounds(jnp.abs(x), name)
+    steepness = jnp.abs(jax.vmap(jax.grad(ACTIVATIONS[name]))(x))
+    assert np.all(jnp.abs(ACTIVATIONS[name](x)) <= value * (1 + 1e-6))
+    assert np.all(steepness <= slope * (1 + 1e-6))
+    if name == "gelu":
+        assert jnp.max(steepness) > 0.999 * jnp.max(slope)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from model_cases import variant
 from small_model import filled
 
+from coat_jax.errors import UserError
 from coat_jax.models import stored
 from coat_jax.models.stored import Stored
 
@@ -96,3 +97,12 @@ def test_parameters_of_another_model_are_named(changes, message):
     parameters = held(filled(variant()))
     with pytest.raises(ValueError, match=message):
         stored.load(dataclasses.replace(variant(), **changes), parameters)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_thousands_of_layers_that_are_not_there_are_refused_before_they_are_built(scan):
+    parameters = held(filled(variant(scan=scan)))
+    claimed = dataclasses.replace(variant(scan=False), layers=10_000)
+    for refuse in (stored.load, stored.require_same):
+        with pytest.raises(UserError, match=r"it has 2 layers, and layers=10,000"):
+            refuse(claimed, parameters)

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coat_jax.numerics import corrections
+from coat_jax.numerics import noise as random
 from coat_jax.optax import (
     CorrectedState,
     Storage,
@@ -21,6 +22,7 @@ from coat_jax.optax import (
     state_shardings,
     with_corrections,
 )
+from coat_jax.optax.corrections import init_corrections, split_params
 
 FP8 = Storage(min_size=512)
 RATE = 1e-3
@@ -325,3 +327,14 @@ REFUSED = [
 def test_states_and_parameters_that_do_not_fit_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call(parameters())
+
+
+def test_corrections_are_rounded_by_the_key_of_parameters_not_by_that_of_moments():
+    """The parameters become 1 + 0.3 units in the last of 24 bits."""
+    params = {"w": jnp.ones((32, 1024), jnp.bfloat16)}
+    state = CorrectedState((), init_corrections(params))
+    stepped = {"w": jnp.full((32, 1024), 1 + 0.3 * 2.0**-15)}
+    _, state = split_params(stepped, params, state, (), seed=3, step=7)
+    key = random.param_key(random.leaf_key(3, 7, random.leaf_ids(params)[0]))
+    own = np.asarray(random.bits(key, (32, 1024), run=128) >> 8)
+    np.testing.assert_array_equal(state.corrections["w"], own + round(0.3 * 256) >= 256)

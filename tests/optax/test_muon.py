@@ -113,6 +113,18 @@ def momentum(state, storage, name="w"):
     return storage.read(mu, storage.first) * state.columns[name]
 
 
+def test_the_seed_decides_how_the_momentum_is_rounded():
+    def codes(seed):
+        storage = coat.Storage(min_size=0, seed=seed)
+        tx = coat.optax.scale_by_fp8_muon(ns_steps=1, storage=storage)
+        gradient = {"w": normal(0, (32, 64))}
+        return tx.update(gradient, tx.init(gradient))[1].mu.codes["w"]
+
+    one, other, again = map(codes, (0, 1, 0))
+    assert 0.01 < np.mean(one != other) < 0.5
+    np.testing.assert_array_equal(one, again)
+
+
 def test_the_error_of_a_column_is_as_small_as_the_column():
     """Not as small as the largest of 128 columns, which share a scale."""
     storage = coat.Storage(min_size=0)
@@ -308,6 +320,14 @@ def test_matrices_of_other_numbers_than_real_floats_are_refused(dtype):
         params = {"w": jnp.zeros((32, 32))}
         with pytest.raises(TypeError, match=rf"\['w'\] .*{dtype.__name__}"):
             tx.update({"w": jnp.zeros((32, 32), dtype)}, tx.init(params), params)
+
+
+@pytest.mark.parametrize("other", [coat.optax.fp8_adamw, optax.adamw, coat.optax.scale_by_fp8_muon])
+def test_the_state_of_another_optimizer_is_named(other):
+    params = {"w": jnp.ones((32, 32))}
+    state = (other() if other is coat.optax.scale_by_fp8_muon else other(1e-3)).init(params)
+    with pytest.raises(TypeError, match=r"must be a PartitionState, but is a .* another"):
+        coat.optax.fp8_muon(1e-3).update(params, state, params)
 
 
 def test_zeros_are_orthogonalized_to_zeros():

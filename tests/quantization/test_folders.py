@@ -208,6 +208,14 @@ def test_tensors_that_are_not_what_config_json_says(tmp_path):
         q.load(tmp_path)
 
 
+def test_thousands_of_layers_that_are_not_there_are_refused_before_a_model_is_built(tmp_path):
+    q.save(tmp_path, quantized())
+    said = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(said | {"num_hidden_layers": 10_000}))
+    with pytest.raises(UserError, match=r"tensors of 2 layers, and .* a model of 10,000\."):
+        q.load(tmp_path)
+
+
 def test_only_quantized_models_are_saved_here(tmp_path):
     with pytest.raises(ValueError, match=r"hf\.save writes others"):
         q.save(tmp_path, filled(CONFIG))

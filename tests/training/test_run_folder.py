@@ -61,6 +61,7 @@ BROKEN = {
     "no object": lambda path: path.write_text("[1]"),
     "no text": lambda path: path.write_bytes(b"\xff\x00"),
     "deep": lambda path: path.write_text("[" * 100_000),
+    "unreadable": lambda path: (path.unlink(), path.symlink_to("/proc/self/mem")),  # EIO
     "edited": lambda path: path.write_text(path.read_text().replace('_size": 16', '_size": 32')),
 }
 
@@ -130,6 +131,13 @@ def test_fewer_steps_than_are_done_are_refused_before_anything_is_written(out, s
         claim(fewer)
     assert (out / "config.json").read_text() == before
     assert claim(small(out=str(out), total_steps=2)) == ["total_steps was 10, now 2"]
+
+
+def test_a_stray_folder_with_a_later_number_is_no_step_that_was_taken(out, saved):
+    stray = out / "checkpoints" / "99"
+    stray.mkdir()
+    (stray / "notes.txt").write_text("not a checkpoint")
+    assert claim(saved) == []
 
 
 def test_a_run_that_does_not_resume_moves_the_old_one_out_of_the_way(tmp_path, out):

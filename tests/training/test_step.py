@@ -11,6 +11,7 @@ from train_cases import ONE, SMALL, random_batches, small, stepper
 import coat_jax as coat
 from coat_jax import models
 from coat_jax.errors import UserError
+from coat_jax.training.step import clip_or_skip
 
 IN_FP32 = {"dtype": jnp.float32, "layers": 1}
 WIDE = IN_FP32 | {"ffn": 256}  # enough for moments in FP8
@@ -45,6 +46,15 @@ def test_a_report_tells_of_the_batch_and_the_schedule():
     assert first.learning_rate == pytest.approx(3e-3)  # after one step of warmup, at the peak
     assert second.learning_rate == pytest.approx(3e-3)
     assert 0.5 < first.gradient_norm < 100
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_a_step_changes_nothing_where_its_norm_or_its_loss_is_not_finite(clip_norm):
+    config = small(optimizer={"clip_norm": clip_norm})
+    for norm, loss in ((2.0, 1.0), (2.0, np.inf), (2.0, np.nan), (np.inf, 1.0), (np.nan, 1.0)):
+        scale, skip = clip_or_skip(config, jnp.float32(norm), jnp.float32(loss))
+        assert skip == (not np.isfinite(norm + loss))
+        assert scale == (1.0 if clip_norm is None else 0.25) or not np.isfinite(norm)
 
 
 @pytest.mark.parametrize("name", ["adamw", "fp8_adamw"])

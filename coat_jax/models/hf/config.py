@@ -31,9 +31,11 @@ OLMO_EPS = 1e-5  # written into transformers' code
 
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", {}, {}),
-    "MistralForCausalLM": Family("mistral", {}, {"sliding_window": 4096}),
-    "Qwen2ForCausalLM": Family("qwen2", {"qkv_bias": True}, {}),
-    "Qwen3ForCausalLM": Family("qwen3", {"qk_norm": "head"}, {"head_dim": 128}),
+    "MistralForCausalLM": Family("mistral", {}, {"sliding_window": 4096, "num_key_value_heads": 8}),
+    "Qwen2ForCausalLM": Family("qwen2", {"qkv_bias": True}, {"num_key_value_heads": 32}),
+    "Qwen3ForCausalLM": Family(
+        "qwen3", {"qk_norm": "head"}, {"head_dim": 128, "num_key_value_heads": 32}
+    ),
     "OlmoForCausalLM": Family("olmo", {"norm": "layer", "norm_eps": OLMO_EPS}, {}),
     "Olmo2ForCausalLM": Family(
         "olmo2", {"norms": "after", "qk_norm": "all"}, {"rms_norm_eps": 1e-5}
@@ -85,6 +87,7 @@ def from_json(data: Json) -> Config:
                 f"config.json has {name}={shown(data[name])}, which coat_jax does not support: it "
                 f"can only be {' or '.join(repr(value) for value in allowed)}."
             )
+    lacks_key_heads = "num_key_value_heads" not in data
     data = {**family.defaults, **data}
     if missing := [name for name in SIZES.values() if name not in data]:
         raise UserError(f"config.json of {family.model_type} lacks {', '.join(missing)}.")
@@ -103,6 +106,11 @@ def from_json(data: Json) -> Config:
         "tied": _optional(data, "tied", "tie_word_embeddings", False),
         "precision": BF16,
     }
+    if lacks_key_heads and heads % fields["kv_heads"]:
+        raise UserError(
+            f"config.json lacks num_key_value_heads, which means {fields['kv_heads']} in "
+            f"{family.model_type}, and num_attention_heads={heads} is no multiple of that: add it."
+        )
     stored = {"param_dtype": _dtype(data), "dtype": _dtype(data)}
     return Config(**{**fields, **stored, **family.fixed})
 

@@ -73,6 +73,12 @@ def split(source: Source, index: Index) -> tuple[slice, Index]:
     return (index[0], index[1:]) if source.stacked else (slice(None), index)
 
 
+def layer_of(tensor: str) -> str | None:
+    """The number of the layer that a tensor is in, as its name says it; None outside of layers."""
+    parts = tensor.split(".")
+    return parts[2] if parts[:2] == ["model", "layers"] and len(parts) > 3 else None
+
+
 def file_order(tensor: tuple[str, Any]) -> tuple[int, str]:
     """The embedding, the layers in order, the rest."""
     name, _ = tensor

@@ -25,10 +25,19 @@ from coat_jax.models.config import Config
 from coat_jax.models.creation import abstract
 from coat_jax.models.hf.config import Json, from_json, to_json
 from coat_jax.models.hf.files import NewTensors, Tensors
-from coat_jax.models.hf.names import EMBEDDING, HEAD, Source, file_order, source_of, split
+from coat_jax.models.hf.names import (
+    EMBEDDING,
+    HEAD,
+    Source,
+    file_order,
+    layer_of,
+    source_of,
+    split,
+)
 from coat_jax.models.llama import Llama
 from coat_jax.models.stored import Index, Name, Parameters, Stored
 from coat_jax.nn import MeshAxes
+from coat_jax.printable import counted
 
 CONFIG = "config.json"
 FILE_BYTES = 5 * 10**9
@@ -84,6 +93,7 @@ def read(folder: str | Path, config: Config) -> dict[Name, Stored]:
         config: what they are the parameters of.
     """
     tensors = Tensors(expanded(folder))
+    require_layers(tensors, config)
     _, state = abstract(dataclasses.replace(config, axes=MeshAxes()))
     sources = {path: source_of(path, leaf.shape, config) for path, leaf in nnx.to_flat_state(state)}
     require_names({name for source in sources.values() for name in source.names}, tensors, config)
@@ -169,6 +179,20 @@ def _on_devices(path: Name, value: jax.Array, config: Config) -> Stored:
     stacked = path[0] == "layers" and config.scan
     piece = stored.piece_of(value.shape, value.dtype.itemsize, stacked=stacked)
     return Stored(value.shape, value.dtype, piece, lambda index: np.asarray(value[index]))
+
+
+def require_layers(tensors: Tensors, config: Config) -> None:
+    """Raises unless the folder has as many layers as the model.
+
+    Called before a model is built, which takes long if the config claims thousands of layers.
+    """
+    numbers = map(layer_of, tensors.names())
+    there = len({number for number in numbers if number is not None})
+    if there != config.layers:
+        raise UserError(
+            f"{tensors.folder} has the tensors of {counted(there, 'layer')}, and its config.json "
+            f"or the Config describes a model of {config.layers:,}."
+        )
 
 
 def require_names(needed: set[str], tensors: Tensors, config: Config) -> None:

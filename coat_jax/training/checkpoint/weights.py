@@ -8,6 +8,7 @@ A checkpoint stores each array in chunks. One chunk at a time is in memory, so m
 than that. Files are checked before they are read: see `coat_jax.training.checkpoint.manifest`.
 """
 
+import contextlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -40,10 +41,12 @@ CORRECTIONS = ("moments", "corrections"), ("moments", "inner", "corrections")
 def read_json(folder: str | Path) -> dict[str, Any]:
     """The config.json in a folder with a model: a run's, or one of Hugging Face.
 
-    A run's that is missing or damaged is replaced by what its newest checkpoint says.
+    A run's that is missing, damaged or unreadable is replaced by what its newest checkpoint says.
     """
     path = expanded(folder) / CONFIG
-    config_json = parsed(path) if path.is_file() else None
+    config_json = None
+    with contextlib.suppress(OSError):
+        config_json = parsed(path) if path.is_file() else None
     if config_json is None:
         config_json = config_in_checkpoint(path.parent)
     if config_json is None and (path.is_file() or path.is_symlink()):

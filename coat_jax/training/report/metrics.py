@@ -128,6 +128,8 @@ class JSONLines:
         self.unwritten: list[dict[str, Any]] = []
         self._folder = folder
         with write_failures(folder, FILE):
+            if path.is_fifo():  # opening it would wait for a reader
+                raise UserError(f"{path} is a pipe, and records need a file: remove it.")
             if resume_step is None and path.exists() and path.stat().st_size:
                 raise UserError(
                     f"{path} has records of an earlier run: resume it, or choose another folder."

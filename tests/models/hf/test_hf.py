@@ -153,6 +153,26 @@ def test_missing_entries_have_transformers_defaults():
     assert from_json(config_json("Olmo2ForCausalLM", rms_norm_eps="absent")).norm_eps == 1e-5
 
 
+@pytest.mark.parametrize(
+    ("family", "heads"),
+    [("Llama", 64), ("Mistral", 8), ("Qwen2", 32), ("Qwen3", 32), ("Olmo", 64), ("Olmo2", 64)],
+)
+def test_key_heads_that_config_json_leaves_out_are_those_of_transformers(family, heads):
+    """Where it says null, there are as many as query heads."""
+
+    def key_heads(value):
+        changes = {"num_attention_heads": 64, "head_dim": 2, "num_key_value_heads": value}
+        return from_json(config_json(f"{family}ForCausalLM", **changes)).kv_heads
+
+    assert (key_heads("absent"), key_heads(None)) == (heads, 64)
+
+
+def test_key_heads_that_config_json_leaves_out_must_fit_its_query_heads():
+    message = "lacks num_key_value_heads, which means 8 in mistral, and num_attention_heads=4 is no"
+    with pytest.raises(UserError, match=message):
+        from_json(config_json("MistralForCausalLM", num_key_value_heads="absent"))
+
+
 def test_a_window_is_used_where_config_json_says_so():
     def window(**changes):
         return from_json(config_json("Qwen3ForCausalLM", **changes)).window
@@ -348,6 +368,14 @@ def test_tensors_that_do_not_fit_are_named(folder, changes, message):
     rewrite(folder, **changes)
     with pytest.raises(ValueError, match=message):
         hf.load(folder)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("layers", [1, 3, 10_000])
+def test_a_folder_of_fewer_or_more_layers_is_refused_before_a_model_is_built(folder, layers, scan):
+    config = dataclasses.replace(hf.read_config(folder), layers=layers, scan=scan)
+    with pytest.raises(UserError, match=rf"tensors of 2 layers, and .* a model of {layers:,}\."):
+        hf.load(folder, config)
 
 
 def test_tensors_that_say_nothing_new_are_passed_over(folder):

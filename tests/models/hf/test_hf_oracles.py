@@ -17,6 +17,7 @@ from flax import nnx
 from small_model import QUICK, SMALL, filled
 
 from coat_jax.models import hf
+from coat_jax.models.hf.config import from_json
 from coat_jax.models.hf.files import Tensors
 
 torch = pytest.importorskip("torch")
@@ -97,6 +98,21 @@ def pair(request, tmp_path_factory):
 
 
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, LENGTH))
+
+
+def test_what_config_json_leaves_out_is_as_in_transformers():
+    sizes = {**SIZES, "hidden_size": 192, "num_attention_heads": 96, "head_dim": 2}
+    del sizes["num_key_value_heads"]
+    for name in FAMILIES:
+        theirs = getattr(transformers, f"{name}Config")(**sizes)
+        ours = from_json({"architectures": [f"{name}ForCausalLM"], **sizes})
+        assert ours.kv_heads == theirs.num_key_value_heads
+        assert ours.tied == theirs.tie_word_embeddings
+        assert ours.rotary.theta == theirs.rope_parameters["rope_theta"]
+        if name != "Olmo":  # its norm has no setting
+            assert ours.norm_eps == theirs.rms_norm_eps
+        windows = name in ("Mistral", "Qwen2", "Qwen3")
+        assert ours.window == (theirs.sliding_window if windows else None)
 
 
 def their_logits(model):

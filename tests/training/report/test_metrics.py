@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import os
 import sys
 import types
 from contextlib import closing
@@ -108,6 +109,13 @@ def test_resuming_removes_damaged_lines_and_keeps_all_records(tmp_path, line):
     assert [json.loads(line)["step"] for line in lines(tmp_path)] == [1, 3, 4]
     assert len(notes) == 1
     assert "1 lines were not records" in notes[0]
+
+
+@pytest.mark.parametrize("resume_step", [None, 0, 3])
+def test_a_pipe_in_place_of_the_records_is_named_and_not_waited_for(tmp_path, resume_step):
+    os.mkfifo(tmp_path / metrics.FILE)
+    with pytest.raises(UserError, match=r"metrics\.jsonl is a pipe, and records need a file"):
+        Metrics(tmp_path, config={}, resume_step=resume_step)
 
 
 def test_a_torn_tail_is_repaired_and_later_records_stay(tmp_path):
