@@ -167,7 +167,7 @@ PAGE = Page(
             lambda: (*loss_study.range_of("coat_after_bf16"), *loss_study.range_of("coat")),
         ),
         Sentence(
-            "are in BF16 (`--bf16_steps`), COAT ends {:+.2f} % ± {:.2f} above BF16",
+            "(`--bf16_steps 0.25`), COAT ends {:+.2f} % ± {:.2f} above BF16, and about the same",
             lambda: loss_study.cost_in_all_versions("coat_after_bf16"),
         ),
         Sentence(
