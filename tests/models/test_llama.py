@@ -375,3 +375,12 @@ def test_every_norm_has_the_epsilon_of_the_config():
     # Of each of two layers: before attention and MLP, of queries and of keys; and the last one.
     assert len(norms) == 4 * SMALL.layers + 1
     assert {node.epsilon for node in norms} == {3e-4}
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_every_mlp_has_the_activation_of_the_config(scan):
+    graph, state = models.abstract(variant(activation="relu2", scan=scan))
+    model = nnx.merge(graph, state)
+    mlps = [node for _, node in nnx.iter_graph(model) if isinstance(node, nn.GatedMLP)]
+    assert len(mlps) == (1 if scan else SMALL.layers)
+    assert {mlp.activation for mlp in mlps} == {"relu2"}
