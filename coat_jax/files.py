@@ -58,6 +58,15 @@ def path_failures(path: Path) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def utf8_failures(path: Path) -> Iterator[None]:
+    """Turns the error of decoding what is not text in UTF-8 into one line."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not text in UTF-8: {error.reason}.") from None
+
+
 def status(path: Path) -> os.stat_result | None:
     """The status of what is at the path, with links followed; None if there is nothing."""
     if "\0" in str(path):
@@ -108,10 +117,8 @@ def read_bytes(path: Path, what: str = "file") -> bytes:
 
 def read_text(path: Path, what: str = "file") -> str:
     """The text of a file in UTF-8, with its line ends unchanged."""
-    try:
+    with utf8_failures(path):
         return read_bytes(path, what).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not text in UTF-8: {error.reason}.") from None
 
 
 def lines_of(text: str) -> list[str]:

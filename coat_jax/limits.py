@@ -208,7 +208,7 @@ def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
     if not isinstance(data, Mapping):
         raise UserError(f"{where} must be a JSON object, not {shown(data)}.")
     fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    data = _added_since(kind) | dict(data)
+    data = added_since(kind) | dict(data)
     for problem, names in (("lacks", fields - data.keys()), ("has", data.keys() - fields)):
         if names:
             raise UserError(
@@ -230,8 +230,9 @@ def added(*, default: Any, before: Any) -> Any:
     return dataclasses.field(default=default, metadata={BEFORE: before})
 
 
-def _added_since(kind: type[ConfigType]) -> dict[str, Any]:
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+def added_since(kind: Any) -> dict[str, Any]:
+    """The fields that older JSON of a config (or its class) may lack, and what was done then."""
+    fields = dataclasses.fields(kind)
     return {field.name: field.metadata[BEFORE] for field in fields if BEFORE in field.metadata}
 
 

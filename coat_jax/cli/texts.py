@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coat_jax.errors import UserError
-from coat_jax.files import expanded, path_failures, require_regular, status
+from coat_jax.files import expanded, path_failures, require_regular, status, utf8_failures
 from coat_jax.limits import require, shown
 from coat_jax.models.batches import require_known
 from coat_jax.tokenizers import AnyTokenizer, Bytes, Tokenizer
@@ -80,12 +80,13 @@ def tokens_of(
 def _first_tokens(path: Path, tokenizer: AnyTokenizer, most: int) -> list[int]:
     require_regular(path)
     content = ""
-    with path_failures(path), path.open(encoding="utf-8", newline="") as file:
+    with (
+        path_failures(path),
+        utf8_failures(path),
+        path.open(encoding="utf-8", newline="") as file,
+    ):
         while True:
-            try:
-                more = file.read(len(content) or PIECE)
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path} is not text in UTF-8: {error.reason}.") from None
+            more = file.read(len(content) or PIECE)
             content += more
             tokens = tokenizer.encode(content)
             if not more or len(tokens) >= most + UNCERTAIN:

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from coat_jax.errors import UserError
-from coat_jax.limits import BEFORE
+from coat_jax.limits import added_since
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config.optimizer import function_name, is_optimizer
@@ -111,9 +111,9 @@ def _is_fixed(name: str) -> bool:
 
 def _added_since(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The fields that configs of earlier versions lacked, with what these versions did."""
+    for name, before in added_since(config).items():
+        yield prefix + name, before
     for field in dataclasses.fields(config):
-        if BEFORE in field.metadata:
-            yield prefix + field.name, field.metadata[BEFORE]
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             yield from _added_since(value, f"{prefix}{field.name}.")

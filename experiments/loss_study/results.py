@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from coat_jax.limits import added_since
 from experiments import row_files
 from experiments.essence import ROOT, essence
 from experiments.loss_study.arm import Arm, Settings, Size, described, is_described
@@ -30,7 +31,7 @@ STUDY = ("arm", "duplicates", "moments", "muon", "operands", "rows", "run", "sum
 # Versions of the code that are one: of two seeds at size tiny, arms bf16, saved, coat and coat_lean
 # have the same losses to the last bit, on a CPU. Runs of the older ones count as the newest's.
 ALIKE = dict.fromkeys(["26e42a267c58", "c51e2fefd59a"], "68cd819d6469") | {
-    "b527525b170b": "5516f0bbc016"
+    "b527525b170b": "f96f7c82d1a3"
 }
 # The version of the code in which every precision had what is `stochastic_backward` today.
 STOCHASTIC_BACKWARD = "83eda50b8686"
@@ -62,10 +63,10 @@ def key_of(row: Row) -> str:
 def model_of(size: Size) -> str:
     """The model of a size, without what an arm decides."""
     model = dataclasses.asdict(size.model)
-    del model["precision"]
-    if model["activation"] == "silu":  # the only one, when the first runs were made
-        del model["activation"]
-    return digest({name: str(value) for name, value in model.items()})
+    # A field that the first runs did not have is left out where it says what they did.
+    before = added_since(size.model)
+    kept = (n for n in model if n != "precision" and (n not in before or model[n] != before[n]))
+    return digest({name: str(model[name]) for name in kept})
 
 
 @functools.cache
@@ -101,9 +102,8 @@ def _completed(row: Row) -> Row:
         if "stochastic_backward" not in precision:
             precision = precision | {"stochastic_backward": row["code"] == STOCHASTIC_BACKWARD}
         # An option that was tried, and is gone.
-        if not precision.get("center_inputs"):
-            precision = {key: precision[key] for key in precision if key != "center_inputs"}
-        definition[name] = precision
+        off = ("center_inputs", False)
+        definition[name] = dict(entry for entry in precision.items() if entry != off)
     return row | {"definition": definition}
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from coat_jax.errors import UserError
-from coat_jax.files import parse_json, path_failures
+from coat_jax.files import parse_json, path_failures, utf8_failures
 from coat_jax.limits import shown
 from coat_jax.training.data.paths import CHAT
 
@@ -65,11 +65,12 @@ def _of_lines(path: Path) -> Iterator[Piece]:
 
 
 def _of_text(path: Path) -> Iterator[Piece]:
-    with path_failures(path), path.open(encoding="utf-8", newline="\n") as file:
-        try:
-            yield from _document(file)
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not text in UTF-8: {error.reason}.") from None
+    with (
+        path_failures(path),
+        utf8_failures(path),
+        path.open(encoding="utf-8", newline="\n") as file,
+    ):
+        yield from _document(file)
 
 
 def _document(file: TextIO) -> Iterator[Piece]:
