@@ -54,20 +54,11 @@ def cost(arm: str) -> tuple[float, float]:
     return percent(effects(*STUDY).effects[arm])
 
 
-def cost_in_all_versions(arm: str) -> tuple[float, float]:
-    """As `cost`, of all runs of an arm, whichever version of the code trained them."""
-    return percent(statistics.compare(_of_all_versions(), _baselines()).effects[arm])
-
-
 def range_of(arm: str) -> tuple[float, float]:
     """The least and the most that one seed of an arm costs in training loss, in percent."""
-    by_seed = statistics.above(_of_all_versions(), _baselines())[arm]
+    by_seed = statistics.above(runs(*STUDY), _baselines())[arm]
     gaps = [100 * sum(of_seed) / len(of_seed) for of_seed in by_seed.values()]
     return min(gaps), max(gaps)
-
-
-def _of_all_versions() -> list[Row]:
-    return [row | {"arm": row["arm"].partition("@")[0]} for row in runs(*STUDY)]
 
 
 def seeds(arm: str) -> int:

@@ -41,7 +41,7 @@ PAGE = Page(
         ),
         Sentence(
             "of the run in BF16 (`--bf16_steps 0.25`): {:+.2f} % ± {:.2f} over eight seeds",
-            lambda: loss_study.cost_in_all_versions("coat_after_bf16"),
+            lambda: loss_study.cost("coat_after_bf16"),
         ),
         Sentence(
             "over three seeds, {:+.2f} % ± {:.2f} above BF16 in COAT",
