@@ -109,13 +109,13 @@ def _train_once(options: Figures, small: bool, compile_only: bool) -> tuple[floa
     from coat_jax.training.preparation import prepare
     from experiments.random_batch import random_batch
 
-    width, sequence = (64, 32) if small else (1024, 1024)
+    layers, width, sequence = (1, 64, 32) if small else (2, 1024, 1024)
     heads = {"heads": width // 64, "kv_heads": width // 64, "head_dim": 64}
     config = TrainConfig(
         model=models.Config(
             vocab=2048,
             width=width,
-            layers=2,
+            layers=layers,
             ffn=11 * width // 4,
             context=sequence,
             precision="coat",

@@ -17,6 +17,13 @@ from coat_jax.optax import FusedOptimizer, fused_fp8_adamw
 optimizer: FusedOptimizer = fused_fp8_adamw(1e-3)
 storage = coat.Storage(group_size="128")
 """
+CONFIG = """
+[mypy]
+follow_imports = silent
+ignore_missing_imports = True
+[mypy-jax.*]
+follow_imports = skip
+"""
 
 
 def test_the_package_is_marked_as_typed():
@@ -51,9 +58,10 @@ def test_mypy_sees_the_types_in_a_users_program(tmp_path):
     pytest.importorskip("mypy")
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    options = ["--follow-imports=silent", "--ignore-missing-imports", "--config-file="]
+    config = tmp_path / "mypy.ini"
+    config.write_text(CONFIG)
     result = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, str(program)],
+        [sys.executable, "-m", "mypy", f"--config-file={config}", str(program)],
         cwd=tmp_path,
         env={"MYPYPATH": str(PACKAGE.parent), "PATH": "", "HOME": str(tmp_path)},
         capture_output=True,

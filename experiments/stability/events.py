@@ -139,19 +139,23 @@ def running_median(values: Float[np.ndarray, " T"], width: int) -> Float[np.ndar
 
 def spikes_of(losses: Float[np.ndarray, " T"]) -> tuple[Spike, ...]:
     """The spikes of a run, in order."""
+    if len(losses) <= PAST:
+        return ()
+    past = np.lib.stride_tricks.sliding_window_view(losses, PAST)[:-1]
+    usual = np.median(past, axis=1)  # of the steps before PAST, PAST + 1, and so on
+    with np.errstate(invalid="ignore"):  # most of the past may be infinite
+        spread = OF_NORMAL * np.median(np.abs(past - usual[:, None]), axis=1)
+        heights = np.maximum(DEVIATIONS * spread, HEIGHT * (losses[0] - usual))
     spikes: list[Spike] = []
     step = PAST
     while step < len(losses):
-        past = losses[step - PAST : step]
-        usual = float(np.median(past))
-        if not np.isfinite(usual):
+        before, height = usual[step - PAST], heights[step - PAST]
+        if not np.isfinite(before):
             break
-        spread = OF_NORMAL * float(np.median(np.abs(past - usual)))
-        height = max(DEVIATIONS * spread, HEIGHT * (losses[0] - usual))
-        if losses[step] <= usual + max(height, 0.0):
+        if losses[step] <= before + height:
             step += 1
             continue
-        end = _end(losses, step, usual + height / 2)
+        end = _end(losses, step, before + height / 2)
         spikes.append(Spike(step, end))
         if end is None:
             break
