@@ -109,10 +109,15 @@ def _completed(row: Row) -> Row:
 
 def _named_today(row: Row) -> Row:
     """The row with the name that its arm has today; arms are renamed, their definitions stay."""
-    for name, arm in ARMS.items():
-        if is_described(arm, row["definition"]):
-            return row | {"arm": name}
-    return row
+    name = _name_of(json.dumps(row["definition"]))
+    return row if name is None else row | {"arm": name}
+
+
+@functools.cache  # many rows are of one arm
+def _name_of(definition: str) -> str | None:
+    """The name of the arm that is defined so, if there is one today."""
+    by = json.loads(definition)
+    return next((name for name, arm in ARMS.items() if is_described(arm, by)), None)
 
 
 def merge(into: Path, others: Iterable[Path]) -> list[Row]:
