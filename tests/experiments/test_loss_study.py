@@ -1,7 +1,9 @@
 """The loss study: what names a result, what is measured, and one run of it."""
 
 import dataclasses
+import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -242,14 +244,28 @@ def test_rows_are_kept_as_runs_end_and_time_is_kept(tmp_path: Path, monkeypatch)
     assert outcome.left == ["left"]
 
 
+@pytest.fixture(scope="module")
+def trained(
+    corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Size, str], results.Row]:
+    """The row of a whole run of an arm, which is trained once."""
+
+    @functools.cache
+    def row(size: Size, arm: str) -> results.Row:
+        found = one_run.run(job(size, arm, corpus, tmp_path_factory.mktemp(arm)), [])
+        assert found is not None
+        return found
+
+    return row
+
+
 def test_a_run_that_was_stopped_continues_as_if_it_had_not_been(
-    small: Size, corpus: Path, tmp_path: Path
+    small: Size, corpus: Path, tmp_path: Path, trained: Callable[[Size, str], results.Row]
 ):
-    whole = one_run.run(job(small, "bf16", corpus, tmp_path / "whole"), [])
+    whole = trained(small, "bf16")
     cut = job(small, "bf16", corpus, tmp_path / "cut")
     assert one_run.run(cut, After(2)) is None
     continued = one_run.run(cut, [])
-    assert whole is not None
     assert continued is not None
     assert continued["losses"] == whole["losses"]
     assert continued["held_out"] == whole["held_out"]
@@ -257,20 +273,20 @@ def test_a_run_that_was_stopped_continues_as_if_it_had_not_been(
     assert whole["held_out"]["own"] == whole["held_out"]["bf16"]
 
 
-def test_both_kinds_of_muon_train_alike(small: Size, corpus: Path, tmp_path: Path):
+def test_both_kinds_of_muon_train_alike(small: Size, trained: Callable[[Size, str], results.Row]):
     """Leaves of this size stay in FP32; products in BF16 change an update by a few percent."""
-    found = {
-        arm: one_run.run(job(small, arm, corpus, tmp_path / arm), [])
-        for arm in ("bf16", "muon", "fp8_muon")
-    }
-    losses = {arm: np.array(row["losses"]) for arm, row in found.items() if row is not None}
+    losses = {arm: np.array(trained(small, arm)["losses"]) for arm in ("bf16", "muon", "fp8_muon")}
     np.testing.assert_allclose(losses["fp8_muon"], losses["muon"], rtol=2e-3)
     assert np.max(np.abs(losses["muon"] - losses["bf16"])) > 0.01
 
 
 @pytest.mark.parametrize("arm", ["params_bf16_stochastic", "params_24_bits"])
 def test_parameters_in_bf16_begin_as_those_of_the_other_arms_rounded(
-    small: Size, corpus: Path, tmp_path: Path, arm: str
+    small: Size,
+    corpus: Path,
+    tmp_path: Path,
+    trained: Callable[[Size, str], results.Row],
+    arm: str,
 ):
     import jax
     import jax.numpy as jnp
@@ -286,11 +302,8 @@ def test_parameters_in_bf16_begin_as_those_of_the_other_arms_rounded(
     for ours, exact in zip(begins(arm), begins("bf16"), strict=True):
         assert ours.dtype == jnp.bfloat16
         np.testing.assert_array_equal(ours, exact.astype(jnp.bfloat16))
-    trained = one_run.run(job(small, arm, corpus, tmp_path / arm), [])
-    base = one_run.run(job(small, "bf16", corpus, tmp_path / "bf16"), [])
-    assert trained is not None
-    assert base is not None
-    np.testing.assert_allclose(trained["losses"], base["losses"], rtol=1e-3)
+    losses = [trained(small, name)["losses"] for name in (arm, "bf16")]
+    np.testing.assert_allclose(*losses, rtol=1e-3)
 
 
 def test_perturbed_parameters_differ_by_one_unit_in_the_last_place():
