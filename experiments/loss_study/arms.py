@@ -62,6 +62,7 @@ ARMS: dict[str, Arm] = {
     "saved_rounded_forward": Arm(precision=replace(coat.COAT_PAPER, fp8_linear=False)),
     # When the cost arises: one precision for the first quarter of the run, another one after it.
     "coat_after_bf16": replace(BOTH, start=coat.BF16),
+    "coat_after_short_bf16": replace(BOTH, start=coat.BF16, start_share=1 / 24),
     "coat_lean_after_bf16": replace(BOTH, precision=coat.COAT_LEAN, start=coat.BF16),
     "activations_after_bf16": replace(COAT_FP32, start=coat.BF16),
     "activations_after_bf16_tenth": replace(COAT_FP32, start=coat.BF16, start_share=0.1),
