@@ -106,12 +106,17 @@ def test_every_odd_multiple_of_two_to_the_minus_17_can_occur_and_nothing_else():
         assert abs(share - 0.5) < SIGMAS * 0.5 / np.sqrt(COUNT), f"bit {bit}"
 
 
+@pytest.fixture(scope="module")
+def many():
+    return np.asarray(uniform(leaf_key(0, 3, 1), (8192, 4096), run=RUN)).ravel()
+
+
 @pytest.mark.parametrize("log2_p", [-2, -6, -9, -12])
 @pytest.mark.parametrize("lag", [1, 2, 3])
-def test_lanes_are_independent_at_any_probability(log2_p, lag):
+def test_lanes_are_independent_at_any_probability(many, log2_p, lag):
     """Both of two lanes are under p as often as independent numbers are: p^2 of the time."""
-    p, shape = 2.0**log2_p, (8192, 4096)
-    u = np.asarray(uniform(leaf_key(0, 3, 1), shape, run=RUN)).ravel() < p
+    p = 2.0**log2_p
+    u = many < p
     pairs = u.size - lag
     joint = np.count_nonzero(u[:-lag] & u[lag:])
     assert abs(joint - pairs * p * p) < SIGMAS * np.sqrt(pairs * p * p) + 3

@@ -144,7 +144,7 @@ def test_the_bits_of_two_lanes_are_independent(lanes):
     bits = np.asarray(noise.of_places(jnp.arange(2**17, dtype=jnp.uint32), lanes))
     uniform = np.float32(bits >> 12) * 2.0**-20
     assert abs(uniform.mean() - 0.5) < 1e-3
-    correlation = np.corrcoef(uniform.T) - np.eye(lanes)
+    correlation = np.corrcoef(uniform.T, dtype=np.float32) - np.eye(lanes)
     assert np.abs(correlation).max() < 0.02
     p = 2.0**-5
     small = np.float32(uniform < p)
