@@ -49,7 +49,7 @@ class Way(NamedTuple):
 
 def ways() -> list[Way]:
     """Those whose loss has been measured, the slowest first; BF16 itself is among them."""
-    training, held_out = (effects(*STUDY, held_out=own).effects for own in (False, True))
+    training, held_out = (effects(*STUDY, held_out=held).effects for held in (None, "own"))
     bf16, exact = layer("coat_jax BF16"), Effect(0.0, 0.0, 0.0, 1.0, 1.0, 0)
     found = [Way("BF16", exact, exact, bf16["ms"], unit("BF16"))]
     for (precision, begins_in_bf16), arm in WAYS.items():

@@ -7,19 +7,22 @@ from experiments.figures.measured.files import FOLDER
 from experiments.loss_study import results, statistics
 from experiments.loss_study.statistics import Comparison, Effect, Row
 
-STUDY = "40M", 5e-4  # size and learning rate of the runs that the pages quote
-LARGER = "124M", 6e-4
+# Size of the model, learning rate and steps of the runs that the pages quote.
+STUDY = "40M", 5e-4, 400
+LONGER = "40M", 5e-4, 2400
+LARGER = "124M", 6e-4, 600
 
 
 @functools.cache
-def runs(size: str, learning_rate: float, *, muon: bool = False) -> list[Row]:
-    """Those of one size of model, one learning rate, and AdamW or Muon."""
+def runs(size: str, learning_rate: float, steps: int, *, muon: bool = False) -> list[Row]:
+    """Those of one size of model, one learning rate, one length, and AdamW or Muon."""
     rows = results.read([FOLDER / "loss_study.json"])
     (found,) = (
         group
         for group in results.conditions_of(rows).values()
         if group[0]["size"] == size
         and group[0]["settings"]["learning_rate"] == learning_rate
+        and group[0]["settings"]["steps"] == steps
         and not group[0]["definition"]["optimizer"]
         and results.trains_by_muon(group[0]) == muon
     )
@@ -28,14 +31,22 @@ def runs(size: str, learning_rate: float, *, muon: bool = False) -> list[Row]:
 
 @functools.cache
 def effects(
-    size: str, learning_rate: float, *, muon: bool = False, held_out: bool = False
+    size: str,
+    learning_rate: float,
+    steps: int,
+    *,
+    muon: bool = False,
+    held_out: str | None = None,
 ) -> Comparison:
-    """What each arm costs in loss, relative to the baselines."""
-    rows = runs(size, learning_rate, muon=muon)
+    """What each arm costs in training loss, relative to the baselines, or in held-out loss.
+
+    `held_out` is the precision of that evaluation: see `statistics.held_out`.
+    """
+    rows = runs(size, learning_rate, steps, muon=muon)
     baselines = results.baselines_of(rows)
-    if held_out:
-        return statistics.compare(rows, baselines, statistics.held_out("own"))
-    return statistics.compare(rows, baselines)
+    if held_out is None:
+        return statistics.compare(rows, baselines)
+    return statistics.compare(rows, baselines, statistics.held_out(held_out))
 
 
 def percent(effect: Effect) -> tuple[float, float]:
@@ -73,14 +84,16 @@ def extremes() -> tuple[float, float]:
     return -min(gaps), max(gaps)
 
 
-def cost_by(step: int) -> float:
-    """What COAT costs in the 20 steps before one, in percent."""
+def cost_by(step: int, arm: str = "coat", of: tuple[str, float, int] = STUDY) -> float:
+    """What an arm costs in the twentieth of its run that ends at a step, in percent."""
+    steps = of[-1] // 20
 
     def before(row: Row) -> float:
-        losses = row["losses"][step - 20 : step]
+        losses = row["losses"][step - steps : step]
         return float(sum(losses) / len(losses))
 
-    found = statistics.compare(runs(*STUDY), _baselines(), before).effects["coat"]
+    rows = runs(*of)
+    found = statistics.compare(rows, results.baselines_of(rows), before).effects[arm]
     return percent(found)[0]
 
 
@@ -129,6 +142,19 @@ def cost_of_evaluating_rounded() -> float:
     return 100 * sum(gaps) / len(gaps)
 
 
+def cost_of_longer_runs() -> tuple[float, ...]:
+    """What COAT costs in training loss, and in the held-out loss of its weights in BF16."""
+    found = (effects(*LONGER, held_out=held).effects["coat"] for held in (None, "bf16"))
+    return tuple(number for effect in found for number in percent(effect))
+
+
+def cost_of_forward(size: str, learning_rate: float, steps: int) -> float:
+    """How much the forward pass of COAT adds to the held-out loss of its weights, in percent."""
+    own, bf16 = statistics.held_out("own"), statistics.held_out("bf16")
+    trained = [row for row in runs(size, learning_rate, steps) if row["arm"] == "coat"]
+    return 100 * sum(math.log(own(row) / bf16(row)) for row in trained) / len(trained)
+
+
 def apart_with_muon() -> float:
     """The standard deviation between two baselines of one seed with Muon, in percent."""
     return 100 * math.sqrt(2) * effects(*STUDY, muon=True).noise.floor
@@ -136,7 +162,7 @@ def apart_with_muon() -> float:
 
 def cost_of_muon() -> tuple[float, ...]:
     """What `fp8_muon` costs in training and held-out loss, with half of each interval."""
-    found = (effects(*STUDY, muon=True, held_out=held).effects for held in (False, True))
+    found = (effects(*STUDY, muon=True, held_out=held).effects for held in (None, "own"))
     return tuple(number for one in found for number in percent(one["fp8_muon"]))
 
 
@@ -184,7 +210,7 @@ def larger_apart() -> tuple[float]:
     return (100 * max(abs(base[seed][0] - other[seed][0]) for seed in base),)
 
 
-def million_tokens(size: str, learning_rate: float) -> float:
+def million_tokens(size: str, learning_rate: float, steps: int) -> float:
     """How many each run reads, in millions."""
-    settings = runs(size, learning_rate)[0]["settings"]
+    settings = runs(size, learning_rate, steps)[0]["settings"]
     return settings["steps"] * settings["batch"] * settings["sequence"] / 1e6

@@ -4,7 +4,7 @@ from experiments import tradeoff
 from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured import loss_study
 from experiments.figures.measured.files import of
-from experiments.figures.measured.loss_study import LARGER, STUDY
+from experiments.figures.measured.loss_study import LARGER, LONGER, STUDY
 from experiments.figures.pages.reasons import PAPER, SETTING
 
 # Arms of loss_study, in words, by table.
@@ -53,19 +53,37 @@ WHEN = {
     "coat_after_bf16_nearest": "BF16 in the first quarter, all of COAT after it",
     "coat_lean_after_bf16_nearest": "BF16 in the first quarter, all of `COAT_LEAN` after it",
 }
+LONGER_RUNS = {
+    "coat": "all of COAT",
+    "coat_after_short_bf16": "BF16 in the first 100 steps, all of COAT after it",
+    "coat_before_short_bf16": "all of COAT, BF16 in the last 100 steps; 8-bit moments throughout",
+}
 MUON = {"fp8_muon": "8-bit states, BF16 products"}
 
 
 def table(arms: dict[str, str], *, muon: bool = False) -> list[list[str]]:
     """What arms cost in loss; those of today's code, or else of the latest that was measured."""
     training = loss_study.effects(*STUDY, muon=muon).effects
-    held_out = loss_study.effects(*STUDY, muon=muon, held_out=True).effects
+    held_out = loss_study.effects(*STUDY, muon=muon, held_out="own").effects
     rows = [["what changes", "arm", "seeds", "training loss, last 10 %", "held-out loss", "Holm p"]]
     for arm, words in arms.items():
         if arm in training:
             costs = (loss_study.cell(one) for one in (training[arm], held_out[arm]))
             holm = f"{training[arm].holm:.2g}"
             rows.append([words, f"`{arm}`", str(training[arm].seeds), *costs, holm])
+    return rows
+
+
+def longer_runs() -> list[list[str]]:
+    """What arms cost in loss over more tokens, evaluated as they were trained and in BF16."""
+    losses = [
+        loss_study.effects(*LONGER, held_out=forward).effects for forward in (None, "own", "bf16")
+    ]
+    columns = ["training loss, last 10 %", "held-out loss", "held-out loss, evaluated in BF16"]
+    rows = [["what changes", "arm", "seeds", *columns]]
+    for arm, words in LONGER_RUNS.items():
+        costs = (loss_study.cell(effects[arm]) for effects in losses)
+        rows.append([words, f"`{arm}`", str(losses[0][arm].seeds), *costs])
     return rows
 
 
@@ -193,6 +211,33 @@ PAGE = Page(
             "differ only in rounding end {:.3f} % apart (standard deviation). A mean over four "
             "seeds within {:.3f} % of zero",
             lambda: (loss_study.floor(), loss_study.band()),
+        ),
+        Table("loss_longer", longer_runs),
+        Sentence(
+            "leave COAT {:+.2f} % ± {:.2f} above BF16. Most of that is the FP8 forward pass and "
+            "not what training lost: the same weights, evaluated in BF16, are {:+.2f} % ± {:.2f} "
+            "above it in held-out loss.",
+            loss_study.cost_of_longer_runs,
+        ),
+        Sentence(
+            "The same model reads {:.1f} million tokens in {:,d} steps",
+            lambda: (loss_study.million_tokens(*LONGER), LONGER[-1]),
+        ),
+        Sentence(
+            "in FP8 instead of BF16 adds {:.2f} %. In the shorter runs, whose models have learnt "
+            "less, it added {:.2f} %",
+            lambda: tuple(loss_study.cost_of_forward(*runs) for runs in (LONGER, STUDY)),
+        ),
+        Sentence(
+            "It ends {:+.2f} % ± {:.2f} above BF16, and is {:+.2f} % above it after 600 steps.",
+            lambda: (
+                *loss_study.percent(loss_study.effects(*LONGER).effects["coat_after_short_bf16"]),
+                loss_study.cost_by(600, "coat_after_short_bf16", LONGER),
+            ),
+        ),
+        Sentence(
+            "between {:.1f} and {:.1f} million it grew by less",
+            lambda: (loss_study.million_tokens(*STUDY), loss_study.million_tokens(*LONGER)),
         ),
         Sentence(
             "At 124 million parameters, {:.1f} million tokens",

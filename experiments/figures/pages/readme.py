@@ -44,6 +44,15 @@ PAGE = Page(
             lambda: loss_study.cost("coat_after_bf16"),
         ),
         Sentence(
+            "After [{:.1f} million tokens](docs/loss.md#longer-runs)",
+            lambda: (loss_study.million_tokens(*loss_study.LONGER),),
+        ),
+        Sentence(
+            "COAT ends {:+.2f} % ± {:.2f} above BF16, over three seeds; the held-out loss of the "
+            "same weights, evaluated in BF16, is {:+.2f} % ± {:.2f} above it",
+            loss_study.cost_of_longer_runs,
+        ),
+        Sentence(
             "over three seeds, {:+.2f} % ± {:.2f} above BF16 in COAT",
             lambda: loss_study.larger("coat"),
         ),
