@@ -12,34 +12,36 @@ from experiments.loss_study.results import baselines_of, conditions_of, trains_b
 from experiments.loss_study.statistics import compare, gap, held_out
 from experiments.row_files import Row, digest
 
+TITLE = "Loss above BF16 with FP32 moments"
 SMOOTH = 0.05  # the share of a run that a point of the gap is the mean of
 SKIPPED = 0.1  # the share of a run at its start that is not drawn: the loss falls too fast
 
 
-def draw(rows: list[Row], folder: Path) -> list[Path]:
+def draw(rows: list[Row], folder: Path, name: str = "loss_study", title: str = TITLE) -> list[Path]:
     """Draws each of the conditions that has a baseline and an arm; returns the files.
 
-    Arms of earlier code are left out where the same arm was measured again.
+    Their names begin with `name`. Arms of earlier code are left out where the same arm was measured
+    again.
     """
     paths = []
     for conditions, found in conditions_of(rows).items():
         baselines = baselines_of(found)
         group = [row for row in found if row["arm"] in baselines or "@" not in row["arm"]]
         if baselines and {row["arm"] for row in group} - baselines:
-            path = folder / f"{_name(group[0])}.png"
-            _draw(conditions, group, baselines, path)
+            path = folder / f"{name}_{_conditions(group[0])}.png"
+            _draw(f"{title}\n{conditions}", group, baselines, path)
             paths.append(path)
     return paths
 
 
-def _name(row: Row) -> str:
-    """A name that no other conditions have."""
+def _conditions(row: Row) -> str:
+    """The end of a name, that no other conditions have."""
     which = digest([row["settings"], row["text"], row["definition"]["optimizer"]])
     optimizer = "_muon" if trains_by_muon(row) else ""
-    return f"loss_study_{row['size'].lower()}_{which[:4]}{optimizer}"
+    return f"{row['size'].lower()}_{which[:4]}{optimizer}"
 
 
-def _draw(conditions: str, rows: list[Row], baselines: set[str], path: Path) -> None:
+def _draw(title: str, rows: list[Row], baselines: set[str], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -53,7 +55,7 @@ def _draw(conditions: str, rows: list[Row], baselines: set[str], path: Path) -> 
         )
         _effects(left, rows, baselines, arms)
         _gaps(right, rows, baselines, arms)
-        figure.suptitle(f"Loss above BF16 with FP32 moments\n{conditions}", fontsize=11)
+        figure.suptitle(title, fontsize=11)
         figure.savefig(path)
         plt.close(figure)
 

@@ -13,8 +13,14 @@ from experiments.loss_study.statistics import Comparison, Effect, compare, held_
 from experiments.row_files import Row
 
 
-def show(rows: list[Row], folder: Path) -> None:
-    """Prints a table for each of the conditions, and draws the results into `folder`."""
+def show(rows: list[Row], folder: Path, **pictures: str) -> None:
+    """Prints a table for each of the conditions, and draws the results into `folder`.
+
+    Args:
+        rows: of all conditions.
+        folder: for the pictures.
+        pictures: their names and titles, see `plot.draw`.
+    """
     if not rows:
         print("There are no results yet. Name a --size to measure some.")
         return
@@ -30,7 +36,7 @@ def show(rows: list[Row], folder: Path) -> None:
         console.print(_table(conditions, group, baselines), highlight=False)
         console.print(_crossed(group, baselines), highlight=False)
     folder.mkdir(parents=True, exist_ok=True)
-    for path in plot.draw(rows, folder):
+    for path in plot.draw(rows, folder, **pictures):
         print(path)
 
 

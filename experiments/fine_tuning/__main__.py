@@ -1,0 +1,35 @@
+"""What FP8 costs a network that is tuned on other text than it was trained on.
+
+    python -m experiments.fine_tuning --size 40M --steps 1200 --batch 32 --seeds 0 1 2 --out DIR
+    python -m experiments.fine_tuning --plan --size 124M --seeds 0 1 2
+    python -m experiments.fine_tuning --merge FILE...    adds results to the committed file
+    python -m experiments.fine_tuning                    the table and picture of what is there
+
+A network is trained in BF16 as in `loss_study`, on source code and prose. It is then tuned on prose
+that it has not read, at a tenth of the learning rate, in BF16 and in FP8 (`ways`): all parameters,
+which are in BF16 and rounded stochastically. All ways start from the same parameters and read the
+same batches. What is measured is the loss above that of tuning in BF16.
+
+A run that has a row is not made again; one that was stopped continues if --work is still there.
+"""
+
+import argparse
+
+from experiments.fine_tuning.run import cost_of, row_of
+from experiments.fine_tuning.show import FILE, show
+from experiments.loss_study.command import add_arguments, carry_out
+
+MODULE = "experiments.fine_tuning.run"
+
+
+def main() -> None:
+    """Plans, measures, merges, or shows what was measured."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser, arms=["bf16"], work="fine_tuning")
+    carry_out(parser.parse_args(), FILE, show, module=MODULE, row_of=row_of, cost_of=cost_of)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""One run of `fine_tuning`, in a process of its own: trains, tunes in every way, and measures.
+
+    python -m experiments.fine_tuning.run JOB.json
+
+It trains as `loss_study.run` does, on any text. Then it tunes the same parameters in each of the
+ways, on the same rows of prose, and takes the held-out loss of prose in the way's own precision, in
+BF16 and in COAT_PAPER. Each way is written to measured.json in the run's folder, so that a run that
+was stopped continues where it was.
+"""
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Int32
+
+from coat_jax import Precision, models, writing
+from coat_jax.training.config import TrainConfig
+from coat_jax.training.preparation import Prepared, prepare
+from coat_jax.training.state import State
+from coat_jax.training.step import held_out_step
+from experiments import row_files
+from experiments.essence import essence
+from experiments.fine_tuning import prose, ways
+from experiments.fine_tuning.ways import WAYS
+from experiments.loss_study import arms, results
+from experiments.loss_study import text as texts
+from experiments.loss_study.arm import Arm, Settings, optimizer_of, train_config
+from experiments.loss_study.rows import placed_rows
+from experiments.loss_study.run import (
+    FORWARDS,
+    Job,
+    Trained,
+    mean_loss,
+    rounded,
+    say_progress,
+    train,
+    work,
+)
+from experiments.row_files import Row
+
+Found = dict[str, Any]
+
+
+def main() -> None:
+    """Trains, tunes, and writes the row unless it was stopped."""
+    work(run, __doc__)
+
+
+def row_of(*arguments: Any) -> Row:
+    """A row before it is measured: that of `loss_study`, and how it is tuned."""
+    row = results.row_of(*arguments)
+    row["definition"] |= {"tuned": ways.definitions() | {"code": row_files.digest(_code())}}
+    return row | {"key": results.key_of(row)}
+
+
+def cost_of(settings: Settings) -> float:
+    """A run, in tokens that are trained on: a forward pass takes a third of a step's time."""
+    steps = settings.steps + len(WAYS) * ways.STEPS
+    forwards = (1 + len(WAYS)) * (1 + len(FORWARDS))
+    return settings.sequence * (steps * settings.batch + forwards * settings.held_out / 3)
+
+
+def tuning(settings: Settings) -> Settings:
+    """The settings of tuning, by those of the training before."""
+    rate = ways.RATE * settings.learning_rate
+    return dataclasses.replace(settings, steps=ways.STEPS, learning_rate=rate)
+
+
+def run(job: Job, stopped: list[int]) -> Found | None:
+    """What was measured; None if somebody wrote to `stopped` before it was complete."""
+    settings, vocab = Settings(**job.settings), arms.SIZES[job.size].model.vocab
+    # Before anything is trained: the text may be too short.
+    rows = prose.rows_of(Path(job.text), vocab, settings, job.seed, steps=ways.STEPS)
+    trained = train(job, stopped, keep=True)
+    if trained is None:
+        return None
+    file = Path(job.folder) / "measured.json"
+    found: Found = json.loads(file.read_text()) if file.exists() else {}
+    tuner = _Tuner(trained, rows)
+    for number, (name, arm) in enumerate(WAYS.items(), start=1):
+        if name in found:
+            continue
+        if stopped:
+            return None
+        found[name] = tuner.tuned(arm)
+        writing.replace(file, json.dumps(found))
+        say_progress(file.parent, number, len(WAYS), found[name]["losses"][-1])
+    before = tuner.held_out(trained.state.params, trained.config)
+    return trained.row() | {"before": before, "tuned": {name: found[name] for name in WAYS}}
+
+
+class _Tuner:
+    """Tunes a trained network, and evaluates it on prose."""
+
+    def __init__(self, trained: Trained, rows: prose.Rows):
+        self._trained, self._rows = trained, rows
+        self._settings = tuning(trained.settings)
+        text, vocab = Path(trained.job.text), trained.config.model.vocab
+        self._tokens = {part: texts.load(text, part, vocab) for part in ("train", "held_out")}
+
+    def tuned(self, arm: Arm) -> Found:
+        """The losses of all steps in one of the ways, and the held-out loss after them."""
+        job, mesh, settings = self._trained.job, self._trained.mesh, self._settings
+        config = train_config(arm, arms.SIZES[job.size], settings, job.seed)
+        parts = config.gradient_accumulation_steps
+        losses = []
+        with jax.set_mesh(mesh):
+            prepared = prepare(config, mesh, optimizer=optimizer_of(arm, config))
+            program = prepared.lower().compile()
+            state = self._first_state(prepared)
+            for rows in self._rows.tune.reshape(settings.steps, settings.batch):
+                state, report = program(state, self._batch("train", rows, parts))
+                losses.append(report.loss)
+        return {
+            "losses": [rounded(float(loss)) for loss in losses],
+            "skipped": int(state.skipped),
+            "held_out": self.held_out(state.params, config),
+        }
+
+    def _first_state(self, prepared: Prepared) -> State:
+        """The trained parameters, rounded to the dtype that they are tuned in."""
+
+        def rounded_to(new: jax.Array, old: jax.Array) -> jax.Array:
+            # A copy, also where the dtype is the same: a step is given its state's memory.
+            return jax.device_put(old.astype(new.dtype, copy=True), new.sharding)
+
+        state = prepared.new_state()
+        params = jax.tree.map(rounded_to, state.params, self._trained.state.params)
+        return state._replace(params=params)
+
+    def held_out(self, params: nnx.State, config: TrainConfig) -> dict[str, list[float]]:
+        """The held-out loss of each batch of prose, under each precision of the forward pass."""
+        size = config.global_batch_size // self._settings.accumulation
+        rows = self._rows.held_out
+        batches = [self._batch("held_out", part, 1) for part in _divided(rows, size)]
+
+        def losses(precision: Precision) -> list[float]:
+            model = dataclasses.replace(config.model_on_mesh, precision=precision)
+            with jax.set_mesh(self._trained.mesh):
+                graph, _ = models.abstract(model, mesh=self._trained.mesh)
+                step = jax.jit(partial(held_out_step, graph))
+                return [mean_loss(step(params, batch)) for batch in batches]
+
+        forwards = {"own": config.model.precision, **FORWARDS}
+        measured = {precision: losses(precision) for precision in set(forwards.values())}
+        return {name: measured[precision] for name, precision in forwards.items()}
+
+    def _batch(self, part: str, rows: Int32[np.ndarray, " B"], parts: int) -> Any:
+        sequence, mesh = self._settings.sequence, self._trained.mesh
+        return placed_rows(self._tokens[part], rows, sequence, parts, mesh)
+
+
+def _divided(rows: Int32[np.ndarray, " N"], size: int) -> Int32[np.ndarray, "N//B B"]:
+    """Whole batches of some rows; of fewer than one batch, a smaller one."""
+    size = min(size, len(rows))
+    return rows[: len(rows) // size * size].reshape(-1, size)
+
+
+def _code() -> list[str]:
+    """The code that decides a result besides that of the loss study, without comments."""
+    return [essence(Path(file).read_text("utf-8")) for file in (__file__, str(prose.__file__))]
+
+
+if __name__ == "__main__":
+    main()

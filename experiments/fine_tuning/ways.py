@@ -1,0 +1,32 @@
+"""How a network that was trained in BF16 is tuned.
+
+Parameters are in BF16 and rounded stochastically in all ways. What differs is the precision of the
+products, what layers save, and how moments are stored.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import coat_jax as coat
+from coat_jax.storage import Storage
+from experiments.loss_study.arm import Arm, described
+
+BASE = Arm(params="bf16_stochastic", baseline=True)
+MOMENTS = replace(BASE, moments=Storage(), baseline=False)
+WAYS: dict[str, Arm] = {
+    "bf16": BASE,
+    "bf16_microbatches": replace(BASE, microbatches=2),
+    "moments": MOMENTS,
+    "products": replace(BASE, precision=coat.FP8_LINEAR, baseline=False),
+    "coat": replace(MOMENTS, precision=coat.COAT),
+    "coat_lean": replace(MOMENTS, precision=coat.COAT_LEAN),
+    "coat_paper": replace(MOMENTS, precision=coat.COAT_PAPER),
+}
+STEPS = 300
+RATE = 0.1  # of the highest learning rate of the training before
+
+
+def definitions() -> dict[str, Any]:
+    """Every way as JSON, with what all have in common."""
+    ways = {name: described(arm) for name, arm in WAYS.items()}
+    return {"ways": ways, "steps": STEPS, "rate": RATE}
