@@ -53,15 +53,15 @@ PAGE = Page(
             loss_study.cost_of_longer_runs,
         ),
         Sentence(
-            "over three seeds, {:+.2f} % ± {:.2f} above BF16 in COAT",
+            "A model of 124 million parameters ends {:+.2f} % ± {:.2f} above it",
             lambda: loss_study.larger("coat"),
         ),
         Sentence(
-            "differ only in rounding may end {:.2f} % apart",
+            "there rounding alone may make {:.2f} %",
             loss_study.larger_apart,
         ),
         Sentence(
-            "two of the small model end {:.3f} % apart",
+            "Two BF16 runs that differ only in rounding end {:.3f} % apart",
             lambda: (loss_study.floor(),),
         ),
         Sentence("compute capability {:.1f} or newer", lambda: (CAPABILITY,)),
