@@ -5,7 +5,6 @@ has no backend of JAX, and none of its threads.
 """
 
 import atexit
-import gc
 import multiprocessing
 import os
 import runpy
@@ -67,7 +66,6 @@ class Fork(CONTEXT.Process):
         for number, end in enumerate(self.ends, start=1):
             os.dup2(end.fileno(), number)
             end.close()
-        gc.freeze()  # what was imported is looked through in none of the forks
         first, *sys.argv = self.arguments
         try:
             if first == "-m":
