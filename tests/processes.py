@@ -43,8 +43,8 @@ def begin(arguments, **variables):
     )
 
 
-def begin_all(arguments, count, **variables):
-    """`count` processes that know of each other by JAX's variables."""
+def begin_all(arguments, count, *, begin=begin, **variables):
+    """`count` processes that know of each other by JAX's variables; `begin` starts one."""
     address = f"127.0.0.1:{free_port()}"
     return [
         begin(

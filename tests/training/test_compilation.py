@@ -2,18 +2,16 @@
 
 import hashlib
 import os
-import subprocess
-import sys
 import zlib
-from pathlib import Path
 
 import jax
 import pytest
+from forks import Fork
+from processes import outputs
 
 from coat_jax.errors import UserError
 from coat_jax.training import compilation
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys, jax, jax.numpy as jnp
 from coat_jax.training.compilation import use_cache
@@ -27,22 +25,18 @@ print("hits" if "cache_hits" in events else "misses")
 """
 
 
-def run(folder):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip()
-
-
 def test_a_second_process_finds_the_program_even_after_an_entry_was_truncated(tmp_path):
-    assert [run(tmp_path), run(tmp_path)] == ["misses", "hits"]
-    for entry in tmp_path.glob("*-cache"):
+    program, folder = tmp_path / "program.py", tmp_path / "cache"
+    program.write_text(PROGRAM)
+
+    def run():
+        (said,) = outputs([Fork([program, folder])])
+        return said.strip()
+
+    assert [run(), run()] == ["misses", "hits"]
+    for entry in folder.glob("*-cache"):
         entry.write_bytes(entry.read_bytes()[:-5])
-    assert [run(tmp_path), run(tmp_path)] == ["misses", "hits"]
+    assert [run(), run()] == ["misses", "hits"]
 
 
 @pytest.fixture

@@ -1,20 +1,19 @@
 """A run that was killed, stopped or moved goes on as if nothing had happened.
 
 The runs are processes of their own: `coat train`, with what tiny_run.py says, on a page of docs.
-Each takes seconds to start, so one run goes through all that may disturb it.
+Each takes seconds to trace its step, so one run goes through all that may disturb it.
 """
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import quick
+from forks import Fork
 from processes import SECONDS
 
 HERE = Path(__file__).parent
@@ -32,30 +31,25 @@ def folder(tmp_path_factory):
 
 def start(folder, name, *overrides, devices=1, signals=""):
     """A run in folder/name, with JAX's cache shared among all. For `signals` see the config."""
-    variables = os.environ | {
-        "SIGNALS": signals,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{quick.FLAGS} --xla_force_host_platform_device_count={devices}",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONPATH": str(HERE.parent.parent),
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }
-    command = [sys.executable, "-m", "coat_jax", "train", str(CONFIG), "--out", str(folder / name)]
-    command += ["--cache", str(folder / "cache"), "--train", str(folder / "tokens.npy")]
-    command += overrides
-    return subprocess.Popen(
-        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    command = ["-m", "coat_jax", "train", CONFIG, "--out", folder / name]
+    command += ["--cache", folder / "cache", "--train", folder / "tokens.npy", *overrides]
+    flags = f"{quick.FLAGS} --xla_force_host_platform_device_count={devices}"
+    return Fork(command, SIGNALS=signals, XLA_FLAGS=flags)
 
 
 def finish(process):
     """The exit code and what it printed."""
-    text, _ = process.communicate(timeout=SECONDS)
-    return process.returncode, text
+    said = process.communicate(timeout=SECONDS)
+    return process.returncode, "".join(said)
 
 
 def run(folder, name, *overrides, **options):
     return finish(start(folder, name, *overrides, **options))
+
+
+def is_stopped(process):
+    status = Path(f"/proc/{process.pid}/status")
+    return status.exists() and "T (stopped)" in status.read_text()
 
 
 def records(folder, name):
@@ -99,7 +93,9 @@ def test_a_run_that_is_disturbed_comes_to_the_same_losses(folder, undisturbed):
     SIGTERM and SIGHUP, which a closed terminal sends, let it save.
     """
     first = start(folder, "disturbed", signals=f"1:{signal.SIGSTOP} 3:{signal.SIGKILL}")
-    assert os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1]), finish(first)[1]
+    while not is_stopped(first):
+        assert first.returncode is None, finish(first)[1]
+        time.sleep(0.05)
     code, text = run(folder, "disturbed")
     assert code == 2, text
     assert f"disturbed is in use by process {first.pid} on " in text
@@ -120,7 +116,8 @@ def test_a_run_that_is_disturbed_comes_to_the_same_losses(folder, undisturbed):
     said = iter(process.stdout.readline, f"Resumes after step {saved} of {STEPS}.\n")
     assert all(line for line in said)  # which ends at that line, before the output does
     process.stdout.close()
-    assert process.wait(timeout=SECONDS) == 0
+    with process.stderr:
+        assert process.wait(timeout=SECONDS) == 0, process.stderr.read()
     assert losses(folder, "disturbed") == undisturbed
 
 

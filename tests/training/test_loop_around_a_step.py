@@ -83,6 +83,7 @@ def step(monkeypatch):
 def config(tmp_path):
     return small(
         model={"layers": 1},
+        optimizer={"name": "adamw"},
         out=str(tmp_path / "run"),
         total_steps=STEPS,
         checkpoint=CheckpointConfig(every=2, keep=9),

@@ -3,18 +3,18 @@
 This file is also the program that the two run.
 """
 
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import quick
+from forks import Fork
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import ROOT, SECONDS, free_port
+from processes import SECONDS, free_port
 
 from coat_jax import writing
 from coat_jax.errors import UserError
@@ -80,18 +80,10 @@ def main(address, process, folder):
 
 def test_two_processes_act_as_one(tmp_path):
     address = f"localhost:{free_port()}"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-    }
     processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, address, str(process), tmp_path / "checkpoints"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
+        Fork(
+            [__file__, address, process, tmp_path / "checkpoints"],
+            XLA_FLAGS=f"{quick.FLAGS} --xla_force_host_platform_device_count=2",
         )
         for process in (0, 1)
     ]

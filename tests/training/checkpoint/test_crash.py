@@ -7,7 +7,6 @@ of a state being its step, and prints a step when its checkpoint is complete.
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processes import ROOT, SECONDS
+from forks import Fork
+from processes import SECONDS
 
 from coat_jax.training.checkpoint import Checkpoints, manifest
 from coat_jax.writing import DiskFull
@@ -105,13 +105,7 @@ def save_until_full(folder):
 
 
 def start(folder, moment="", calls=0):
-    return subprocess.Popen(
-        [sys.executable, __file__, folder, moment, str(calls)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-    )
+    return Fork([__file__, folder, moment, calls])
 
 
 def completed_by(process):
@@ -136,7 +130,6 @@ def test_a_process_may_be_killed_at_any_moment(tmp_path):
     before = 0
     for delay in (0.0, 0.004, 0.01, 0.03):
         process = start(tmp_path / "checkpoints")
-        assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(4)]
         time.sleep(delay)
         process.kill()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from forks import Fork
 from processes import begin_all, free_port, line, lines, outputs
 
 from coat_jax.errors import UserError
@@ -166,7 +167,7 @@ def test_a_stop_can_be_requested_without_a_signal():
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_to_one_process_stops_all_at_the_same_step(number):
-    processes = begin_all([JOINED], 2)
+    processes = begin_all([JOINED], 2, begin=Fork)
     joined = [line(process, "joined") for process in processes]
     assert joined == ["joined 0 of 2, sum 3", "joined 1 of 2, sum 3"]
     processes[1].send_signal(number)

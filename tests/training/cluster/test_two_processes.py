@@ -5,7 +5,8 @@ import time
 
 import pytest
 import quick
-from processes import ROOT, begin, begin_all, outputs
+from forks import Fork
+from processes import begin_all, outputs
 
 CONFIG = """
 from train_cases import small
@@ -14,7 +15,6 @@ def config():
     return small(model=dict(layers=1), total_steps={steps}, cache={cache!r})
 """
 STEPS = 8
-PATHS = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'training'}"
 
 
 @pytest.fixture
@@ -42,15 +42,12 @@ def wait_for(path, seconds=600):
 def test_two_processes_stop_resume_and_train_what_one_does(tmp_path, command):
     """The same two devices, so the same program: not a bit of a loss differs.
 
-    Takes half a minute of a processor: five processes import, trace and compile.
+    Takes a quarter of a minute of a processor: five processes trace and compile.
     """
     one, two = tmp_path / "one", tmp_path / "two"
-    alone = begin(
-        command(one),
-        PYTHONPATH=PATHS,
-        XLA_FLAGS=f"{quick.FLAGS} --xla_force_host_platform_device_count=2",
-    )
-    together = begin_all(command(two), 2, PYTHONPATH=PATHS)
+    devices = f"{quick.FLAGS} --xla_force_host_platform_device_count=2"
+    alone = Fork(command(one), XLA_FLAGS=devices)
+    together = begin_all(command(two), 2, begin=Fork)
     wait_for(two / "config.json")
     together[1].terminate()
     outputs(together, code=143)
@@ -59,7 +56,7 @@ def test_two_processes_stop_resume_and_train_what_one_does(tmp_path, command):
     checkpoints = [path.name for path in (two / "checkpoints").iterdir()]
     assert checkpoints == [str(len(stopped))]
 
-    outputs(begin_all(command(two), 2, PYTHONPATH=PATHS))
+    outputs(begin_all(command(two), 2, begin=Fork))
     outputs([alone])
     assert losses(two) == losses(one)
     assert len(losses(two)) == STEPS

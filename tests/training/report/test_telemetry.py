@@ -320,10 +320,13 @@ def test_a_run_records_it_resumes_and_trains_as_without_it(tmp_path, monkeypatch
     monkeypatch.setattr(programs, "_compile", lambda *arguments, **options: of_step.program)
     monkeypatch.setattr(preparation, "new_state", lambda *arguments: of_step.state())
 
+    tokens = tmp_path / "tokens.npy"  # without documents: rows are not packed
+    np.save(tokens, np.random.default_rng(0).integers(0, 256, 10_000, np.uint16))
+
     def config(name, every, writers=()):
         return small(
             model=WIDE,
-            data=DataConfig(),  # text without documents: its rows are not packed
+            data=DataConfig(train=(str(tokens),)),
             telemetry=TelemetryConfig(every=every),
             checkpoint=CheckpointConfig(every=4),
             total_steps=8,
