@@ -10,12 +10,18 @@ from coat_jax.quantization import Scheme, schemes_of
 from experiments.quantized_generation import CASES, arguments, model_of
 
 
+@pytest.fixture(scope="module")
+def wide():
+    """The bytes of the model in BF16."""
+    return nbytes(model_of("llama_tiny", "bf16", 16))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_models_have_the_scheme_of_their_case(case):
+def test_models_have_the_scheme_of_their_case(case, wide):
     """And compute numbers, from as many bytes: of the projections half as many as in BF16."""
     model = model_of("llama_tiny", case, 16)
     format, _, activations = case.partition(":")
-    size, wide = nbytes(model), nbytes(model_of("llama_tiny", "bf16", 16))
+    size = nbytes(model)
     if format == "bf16":
         assert size == wide
     else:

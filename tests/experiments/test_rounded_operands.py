@@ -1,5 +1,7 @@
 """Single operands of products that are rounded to FP8 in a run in BF16."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,13 +22,23 @@ X, W, DY = (
 
 def layer(precision=coat.BF16):
     """y, and the gradients of x and w."""
-    y, pull = jax.vjp(lambda x, w: ops.linear(x, w, precision=precision), X, W)
-    return y, *pull(DY)
+
+    @jax.jit
+    def run(x, w, dy):
+        y, pull = jax.vjp(lambda x, w: ops.linear(x, w, precision=precision), x, w)
+        return y, *pull(dy)
+
+    return run(X, W, DY)
+
+
+@partial(jax.jit, static_argnums=1)
+def codes_and_scale(x, dtype):
+    scale = gemm.tensor_scale(gemm.largest_magnitude(x), dtype)
+    return cast_reference(x, scale, dtype, "straight")[0], scale
 
 
 def in_fp8(x, dtype):
-    scale = gemm.tensor_scale(gemm.largest_magnitude(x), dtype)
-    codes, _ = cast_reference(x, scale, dtype, "straight")
+    codes, scale = codes_and_scale(x, dtype)
     return np.float64(codes) * np.float64(scale)
 
 
