@@ -13,6 +13,7 @@ import coat_jax as coat
 from coat_jax.errors import UserError
 from experiments.fine_tuning import prose, run, show, ways
 from experiments.loss_study import arms
+from experiments.loss_study import run as study
 from experiments.loss_study import text as texts
 from experiments.loss_study.arm import Settings, Size
 from experiments.loss_study.rows import row_order
@@ -142,6 +143,8 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(small: Size, corpus: Path, 
     whole = run.run(one, [])
     assert whole is not None
     assert list(whole["tuned"]) == ["bf16", "coat"]
+    # The training before is the loss study's, and all rows of this held-out text are prose.
+    assert whole["before"] == study.run(one._replace(folder=str(tmp_path)), [])["held_out"]
     before = np.mean(whole["before"]["bf16"])
     for tuned in whole["tuned"].values():
         assert len(tuned["losses"]) == 2
