@@ -51,9 +51,11 @@ clean:  ## remove the environment, caches, and out/ with its runs
 	rm -rf $(VENV) out build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find coat_jax experiments tests -name __pycache__ -prune -exec rm -rf {} +
 
-# Installs one set of extras; again only when what it depends on changes.
+# Installs one set of extras; again only when what it depends on changes. Python compiles modules
+# when they are first imported: most of the large libraries' never are.
 $(VENV)/%.stamp: pyproject.toml constraints.txt | $(python)
-	$(python) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	$(python) -m pip install --quiet --no-compile --disable-pip-version-check \
+	  -c constraints.txt -e '.[$*]'
 	@touch $@
 
 $(python):
