@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.fine_tuning.run import tuning
 from experiments.loss_study import table
 from experiments.loss_study.arm import Settings
 from experiments.row_files import Row, digest
@@ -33,7 +32,7 @@ def ways_of(row: Row) -> list[Row]:
     of_run = row["definition"]["tuned"]
     before = Settings(**row["settings"])
     settings = dataclasses.replace(
-        tuning(before),
+        before,
         steps=of_run["steps"],
         learning_rate=of_run["rate"] * before.learning_rate,
     )

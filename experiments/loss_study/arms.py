@@ -60,11 +60,10 @@ ARMS: dict[str, Arm] = {
     "coat_rounded_forward": replace(BOTH, precision=coat.COAT_PAPER),
     "activations_rounded_forward": replace(COAT_FP32, precision=coat.COAT_PAPER),
     "saved_rounded_forward": Arm(precision=replace(coat.COAT_PAPER, fp8_linear=False)),
-    # When the cost arises: one precision for the first quarter of the run, another one after it.
+    # When the cost arises: one precision for the first part of the run, another one after it.
     "coat_after_bf16": replace(BOTH, start=coat.BF16),
     "coat_after_short_bf16": replace(BOTH, start=coat.BF16, start_share=1 / 24),
     "coat_before_short_bf16": replace(MOMENTS, start=coat.COAT, start_share=23 / 24),
-    "coat_lean_before_short_bf16": replace(MOMENTS, start=coat.COAT_LEAN, start_share=23 / 24),
     "coat_lean_after_bf16": replace(BOTH, precision=coat.COAT_LEAN, start=coat.BF16),
     "activations_after_bf16": replace(COAT_FP32, start=coat.BF16),
     "activations_after_bf16_tenth": replace(COAT_FP32, start=coat.BF16, start_share=0.1),
