@@ -37,7 +37,7 @@ from experiments.loss_study import arms, results
 from experiments.loss_study import text as texts
 from experiments.loss_study.arm import Settings, train_config
 from experiments.loss_study.rows import held_out_batches, placed_rows, row_order
-from experiments.loss_study.run import Job, Trained, held_out, mean_loss, say_progress, train, work
+from experiments.loss_study.run import Job, Trained, mean_loss, say_progress, train, work
 from experiments.row_files import Row
 
 CALIBRATED_AT_ONCE = 16  # rows
@@ -92,7 +92,7 @@ def run(job: Job, stopped: list[int]) -> Losses | None:
 
 def _measurements(after: "_After") -> Iterator[tuple[str, Callable[[], Losses]]]:
     """Each by its name; nothing is computed before it is called."""
-    yield "held out", lambda: held_out(after.trained)
+    yield "held out", after.trained.held_out
     for name in RECIPES:
         yield name, lambda name=name: after.quantized(after.model, name)
     for name, precision in FURTHER.items():

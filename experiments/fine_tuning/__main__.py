@@ -1,6 +1,7 @@
 """What FP8 costs a network that is tuned on other text than it was trained on.
 
     python -m experiments.fine_tuning --size 40M --steps 1200 --batch 32 --seeds 0 1 2 --out DIR
+    python -m experiments.fine_tuning --size 40M --steps 1200 --batch 32 --seeds 3 4 5 --parts
     python -m experiments.fine_tuning --plan --size 124M --seeds 0 1 2
     python -m experiments.fine_tuning --merge FILE...    adds results to the committed file
     python -m experiments.fine_tuning                    the table and picture of what is there
@@ -10,16 +11,17 @@ that it has not read, at a tenth of the learning rate, in BF16 and in FP8 (`ways
 which are in BF16 and rounded stochastically. All ways start from the same parameters and read the
 same batches. What is measured is the loss above that of tuning in BF16.
 
+With --parts, single operands of the products are rounded instead: which of them costs what, and in
+which layers.
+
 A run that has a row is not made again; one that was stopped continues if --work is still there.
 """
 
 import argparse
 
-from experiments.fine_tuning.run import cost_of, row_of
+from experiments.fine_tuning import parts, run
 from experiments.fine_tuning.show import FILE, show
 from experiments.loss_study.command import add_arguments, carry_out
-
-MODULE = "experiments.fine_tuning.run"
 
 
 def main() -> None:
@@ -28,7 +30,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_arguments(parser, arms=["bf16"], work="fine_tuning")
-    carry_out(parser.parse_args(), FILE, show, module=MODULE, row_of=row_of, cost_of=cost_of)
+    parser.add_argument("--parts", action="store_true", help="tune with single operands rounded")
+    options = parser.parse_args()
+    kind = parts if options.parts else run
+    module = f"experiments.fine_tuning.{'parts' if options.parts else 'run'}"
+    carry_out(options, FILE, show, module=module, row_of=kind.row_of, cost_of=kind.cost_of)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ was stopped continues where it was.
 
 import dataclasses
 import json
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int32
 
-from coat_jax import Precision, models, writing
+from coat_jax import writing
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.preparation import Prepared, prepare
 from coat_jax.training.state import State
-from coat_jax.training.step import held_out_step
 from experiments import row_files
 from experiments.essence import essence
 from experiments.fine_tuning import prose, ways
 from experiments.fine_tuning.ways import WAYS
-from experiments.loss_study import arms, results
+from experiments.loss_study import arms, operands, results, sums
 from experiments.loss_study import text as texts
 from experiments.loss_study.arm import Arm, Settings, optimizer_of, train_config
 from experiments.loss_study.rows import placed_rows
@@ -36,7 +35,7 @@ from experiments.loss_study.run import (
     FORWARDS,
     Job,
     Trained,
-    mean_loss,
+    held_out,
     rounded,
     say_progress,
     train,
@@ -52,17 +51,23 @@ def main() -> None:
     work(run, __doc__)
 
 
-def row_of(*arguments: Any) -> Row:
+def row_of(*arguments: Any, of: Mapping[str, Arm] = WAYS) -> Row:
     """A row before it is measured: that of `loss_study`, and how it is tuned."""
     row = results.row_of(*arguments)
-    row["definition"] |= {"tuned": ways.definitions() | {"code": row_files.digest(_code())}}
+    row["definition"] |= {"tuned": ways.definitions(of) | {"code": row_files.digest(_code())}}
     return row | {"key": results.key_of(row)}
 
 
-def cost_of(settings: Settings) -> float:
-    """A run, in tokens that are trained on: a forward pass takes a third of a step's time."""
-    steps = settings.steps + len(WAYS) * ways.STEPS
-    forwards = (1 + len(WAYS)) * (1 + len(FORWARDS))
+def cost_of(settings: Settings, *, of: Mapping[str, Arm] = WAYS, more: int = 0) -> float:
+    """A run, in tokens that are trained on: a forward pass takes a third of a step's time.
+
+    Args:
+        settings: of the training before.
+        of: the ways to tune.
+        more: evaluations besides those of each way.
+    """
+    steps = settings.steps + len(of) * ways.STEPS
+    forwards = (1 + len(of)) * (1 + len(FORWARDS)) + more
     return settings.sequence * (steps * settings.batch + forwards * settings.held_out / 3)
 
 
@@ -74,54 +79,78 @@ def tuning(settings: Settings) -> Settings:
 
 def run(job: Job, stopped: list[int]) -> Found | None:
     """What was measured; None if somebody wrote to `stopped` before it was complete."""
+    tuner = tuned(job, stopped, WAYS)
+    return None if tuner is None else tuner.row()
+
+
+def tuned(job: Job, stopped: list[int], of: Mapping[str, Arm]) -> "Tuner | None":
+    """A trained network after it was tuned in each way; None if it was stopped before."""
     settings, vocab = Settings(**job.settings), arms.SIZES[job.size].model.vocab
     # Before anything is trained: the text may be too short.
     rows = prose.rows_of(Path(job.text), vocab, settings, job.seed, steps=ways.STEPS)
     trained = train(job, stopped, keep=True)
     if trained is None:
         return None
-    file = Path(job.folder) / "measured.json"
-    found: Found = json.loads(file.read_text()) if file.exists() else {}
-    tuner = _Tuner(trained, rows)
-    for number, (name, arm) in enumerate(WAYS.items(), start=1):
-        if name in found:
+    tuner = Tuner(trained, rows)
+    for number, (name, arm) in enumerate(of.items(), start=1):
+        if name in tuner.found:
             continue
         if stopped:
             return None
-        found[name] = tuner.tuned(arm)
-        writing.replace(file, json.dumps(found))
-        say_progress(file.parent, number, len(WAYS), found[name]["losses"][-1])
-    before = tuner.held_out(trained.state.params, trained.config)
-    return trained.row() | {"before": before, "tuned": {name: found[name] for name in WAYS}}
+        loss = tuner.tune(name, arm)
+        say_progress(Path(job.folder), number, len(of), loss)
+    return tuner
 
 
-class _Tuner:
-    """Tunes a trained network, and evaluates it on prose."""
+class Tuner:
+    """Tunes a trained network, and evaluates it on prose.
+
+    Attributes:
+        trained: the network.
+        found: what was measured of each way.
+        held_out: batches of prose that is held out.
+    """
 
     def __init__(self, trained: Trained, rows: prose.Rows):
-        self._trained, self._rows = trained, rows
+        self.trained, self._rows = trained, rows
         self._settings = tuning(trained.settings)
         text, vocab = Path(trained.job.text), trained.config.model.vocab
         self._tokens = {part: texts.load(text, part, vocab) for part in ("train", "held_out")}
+        self._file = Path(trained.job.folder) / "measured.json"
+        self.found: Found = json.loads(self._file.read_text()) if self._file.exists() else {}
+        size = self._settings.batch // self._settings.accumulation
+        self.held_out = [self._batch("held_out", part, 1) for part in _divided(rows.held_out, size)]
 
-    def tuned(self, arm: Arm) -> Found:
-        """The losses of all steps in one of the ways, and the held-out loss after them."""
-        job, mesh, settings = self._trained.job, self._trained.mesh, self._settings
+    def row(self) -> Found:
+        """What a row says of the network, before it was tuned and after."""
+        before = self._evaluated(self.trained.state.params, self.trained.config)
+        return self.trained.row() | {"before": before, "tuned": self.found}
+
+    def tune(self, name: str, arm: Arm) -> float:
+        """Tunes in one of the ways, and finds the losses of its steps and its held-out loss.
+
+        Returns:
+            The loss of the last step.
+        """
+        job, mesh, settings = self.trained.job, self.trained.mesh, self._settings
         config = train_config(arm, arms.SIZES[job.size], settings, job.seed)
         parts = config.gradient_accumulation_steps
         losses = []
         with jax.set_mesh(mesh):
             prepared = prepare(config, mesh, optimizer=optimizer_of(arm, config))
-            program = prepared.lower().compile()
+            with operands.rounding(arm.rounded), sums.accurate(arm.accurate):
+                program = prepared.lower().compile()
             state = self._first_state(prepared)
             for rows in self._rows.tune.reshape(settings.steps, settings.batch):
                 state, report = program(state, self._batch("train", rows, parts))
                 losses.append(report.loss)
-        return {
+        self.found[name] = {
             "losses": [rounded(float(loss)) for loss in losses],
             "skipped": int(state.skipped),
-            "held_out": self.held_out(state.params, config),
+            "held_out": self._evaluated(state.params, config),
         }
+        writing.replace(self._file, json.dumps(self.found))
+        return rounded(float(losses[-1]))
 
     def _first_state(self, prepared: Prepared) -> State:
         """The trained parameters, rounded to the dtype that they are tuned in."""
@@ -131,28 +160,14 @@ class _Tuner:
             return jax.device_put(old.astype(new.dtype, copy=True), new.sharding)
 
         state = prepared.new_state()
-        params = jax.tree.map(rounded_to, state.params, self._trained.state.params)
+        params = jax.tree.map(rounded_to, state.params, self.trained.state.params)
         return state._replace(params=params)
 
-    def held_out(self, params: nnx.State, config: TrainConfig) -> dict[str, list[float]]:
-        """The held-out loss of each batch of prose, under each precision of the forward pass."""
-        size = config.global_batch_size // self._settings.accumulation
-        rows = self._rows.held_out
-        batches = [self._batch("held_out", part, 1) for part in _divided(rows, size)]
-
-        def losses(precision: Precision) -> list[float]:
-            model = dataclasses.replace(config.model_on_mesh, precision=precision)
-            with jax.set_mesh(self._trained.mesh):
-                graph, _ = models.abstract(model, mesh=self._trained.mesh)
-                step = jax.jit(partial(held_out_step, graph))
-                return [mean_loss(step(params, batch)) for batch in batches]
-
-        forwards = {"own": config.model.precision, **FORWARDS}
-        measured = {precision: losses(precision) for precision in set(forwards.values())}
-        return {name: measured[precision] for name, precision in forwards.items()}
+    def _evaluated(self, params: nnx.State, config: TrainConfig) -> dict[str, list[float]]:
+        return held_out(params, config, self.trained.mesh, self.held_out)
 
     def _batch(self, part: str, rows: Int32[np.ndarray, " B"], parts: int) -> Any:
-        sequence, mesh = self._settings.sequence, self._trained.mesh
+        sequence, mesh = self._settings.sequence, self.trained.mesh
         return placed_rows(self._tokens[part], rows, sequence, parts, mesh)
 
 

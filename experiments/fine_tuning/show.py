@@ -1,15 +1,23 @@
 """Tables and pictures of `fine_tuning`: those of the loss study, of runs that only tune."""
 
 import dataclasses
+import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
+from experiments.fine_tuning import parts
 from experiments.loss_study import table
 from experiments.loss_study.arm import Settings
+from experiments.loss_study.statistics import quantile
 from experiments.row_files import Row, digest
 
 FILE = "fine_tuning.json"
+# Versions of the code that tunes, of which the losses of `ways.WAYS` are the same to the last bit.
+ALIKE = {"cc56ecc367d3": "82c5328337fd"}
 
 
 def show(rows: list[Row], folder: Path) -> None:
@@ -18,6 +26,54 @@ def show(rows: list[Row], folder: Path) -> None:
         print(f"Tuning in BF16 lowers the held-out loss of prose by {100 * gain(rows):.2f} %.")
     runs = [of_way for row in rows for of_way in ways_of(row)]
     table.show(runs, folder, name="fine_tuning", title="Tuned on other text: loss above BF16")
+    if any("forward" in row for row in rows):
+        Console(width=140).print(_forwards(rows), highlight=False)
+
+
+def _forwards(rows: list[Row]) -> Table:
+    """What a forward pass costs that rounds some operands, before the network is tuned."""
+    found = {name: forward(rows, name) for name in parts.OPERANDS}
+    seeds = sum("forward" in row for row in rows)
+    shown = Table(title=f"Before tuning, held out, with operands rounded: {seeds} seeds")
+    shown.add_column("in the products of")
+    for name in found:
+        shown.add_column(f"{name} rounded", justify="right")
+    for place in parts.PLACES:
+        costs = (found[name][place] for name in parts.OPERANDS)
+        shown.add_row(
+            place, *(f"{table.percent(cost.mean)} ± {100 * cost.half:.3f}" for cost in costs)
+        )
+    return shown
+
+
+class Cost(NamedTuple):
+    """By how much more loss a network has, relative to it.
+
+    Attributes:
+        mean: over seeds.
+        half: half the width of its 95 % interval.
+    """
+
+    mean: float
+    half: float
+
+    def __str__(self) -> str:
+        return f"{table.percent(self.mean)} ± {100 * self.half:.3f}"
+
+
+def forward(rows: list[Row], name: str) -> dict[str, Cost]:
+    """What it costs to round an operand in the products of each place."""
+    rows = [row for row in rows if "forward" in row]
+
+    def cost(place: str) -> Cost:
+        losses = [
+            (np.mean(row["forward"][name][place]), np.mean(row["before"]["bf16"])) for row in rows
+        ]
+        gaps = [float(np.log(rounded) - np.log(exact)) for rounded, exact in losses]
+        error = np.std(gaps, ddof=1) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
+        return Cost(float(np.mean(gaps)), float(quantile(len(gaps) - 1) * error))
+
+    return {place: cost(place) for place in parts.PLACES}
 
 
 def gain(rows: list[Row]) -> float:
@@ -30,7 +86,7 @@ def gain(rows: list[Row]) -> float:
 def ways_of(row: Row) -> list[Row]:
     """A row for each way of tuning, as the loss study would have of a run."""
     of_run = row["definition"]["tuned"]
-    before = Settings(**row["settings"])
+    code, before = of_run["code"], Settings(**row["settings"])
     settings = dataclasses.replace(
         before,
         steps=of_run["steps"],
@@ -42,7 +98,7 @@ def ways_of(row: Row) -> list[Row]:
             "arm": name,
             "definition": of_run["ways"][name],
             # After another training, or on other rows, runs cannot be compared.
-            "text": digest([row["text"], row["settings"], of_run["code"]]),
+            "text": digest([row["text"], row["settings"], ALIKE.get(code, code)]),
             "settings": dataclasses.asdict(settings),
             "losses": tuned["losses"],
             "held_out": tuned["held_out"],

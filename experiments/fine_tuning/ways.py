@@ -1,9 +1,11 @@
 """How a network that was trained in BF16 is tuned.
 
 Parameters are in BF16 and rounded stochastically in all ways. What differs is the precision of the
-products, what layers save, and how moments are stored.
+products, what layers save, and how moments are stored; or, for `--parts`, which operands of the
+products are rounded to FP8.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +24,17 @@ WAYS: dict[str, Arm] = {
     "coat_lean": replace(MOMENTS, precision=coat.COAT_LEAN),
     "coat_paper": replace(MOMENTS, precision=coat.COAT_PAPER),
 }
+PARTS: dict[str, Arm] = {
+    "bf16": BASE,
+    "inputs_rounded": replace(BASE, rounded=("inputs",), baseline=False),
+    "weights_rounded": replace(BASE, rounded=("weights",), baseline=False),
+    "backward_rounded": replace(BASE, rounded=("recomputed", "gradients"), baseline=False),
+}
 STEPS = 300
 RATE = 0.1  # of the highest learning rate of the training before
 
 
-def definitions() -> dict[str, Any]:
-    """Every way as JSON, with what all have in common."""
-    ways = {name: described(arm) for name, arm in WAYS.items()}
-    return {"ways": ways, "steps": STEPS, "rate": RATE}
+def definitions(ways: Mapping[str, Arm]) -> dict[str, Any]:
+    """Each of these ways as JSON, with what all have in common."""
+    described_ways = {name: described(arm) for name, arm in ways.items()}
+    return {"ways": described_ways, "steps": STEPS, "rate": RATE}

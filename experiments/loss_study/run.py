@@ -21,19 +21,21 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from coat_jax import BF16, COAT_PAPER, Precision, models, writing
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import MeshConfig, TrainConfig
+from coat_jax.training.data import Batch
 from coat_jax.training.preparation import Prepared, prepare
 from coat_jax.training.state import State
 from coat_jax.training.step import HeldOut, held_out_step
@@ -108,6 +110,12 @@ class Trained(NamedTuple):
             "parents": row_files.parents(),
         }
 
+    def held_out(self) -> dict[str, list[float]]:
+        """The held-out loss of each batch, under each precision of the forward pass."""
+        text, vocab = Path(self.job.text), self.config.model.vocab
+        batches = held_out_batches(text, vocab, self.settings, self.mesh)
+        return held_out(self.state.params, self.config, self.mesh, batches)
+
 
 Run = Callable[[Job, list[int]], dict[str, Any] | None]
 
@@ -142,7 +150,7 @@ def run(job: Job, stopped: list[int]) -> dict[str, Any] | None:
     trained = train(job, stopped)
     if trained is None:
         return None
-    return trained.row() | {"held_out": held_out(trained)}
+    return trained.row() | {"held_out": trained.held_out()}
 
 
 def train(job: Job, stopped: list[int], *, keep: bool = False) -> Trained | None:
@@ -287,21 +295,30 @@ class _Losses:
         self._losses.append(float(self._started.pop(0)))
 
 
-def held_out(trained: Trained) -> dict[str, list[float]]:
-    """The held-out loss of each batch, under each precision of the forward pass."""
-    config, mesh = trained.config, trained.mesh
-    text = Path(trained.job.text)
-    batches = held_out_batches(text, config.model.vocab, trained.settings, mesh)
-
-    def losses(precision: Any) -> list[float]:
-        model = dataclasses.replace(config.model_on_mesh, precision=precision)
-        with jax.set_mesh(mesh):
-            step = jax.jit(partial(held_out_step, models.abstract(model, mesh=mesh)[0]))
-            return [mean_loss(step(trained.state.params, batch)) for batch in batches]
-
+def held_out(
+    params: nnx.State, config: TrainConfig, mesh: Mesh, batches: Sequence[Batch]
+) -> dict[str, list[float]]:
+    """The loss of each batch, under the config's own precision of the forward pass and others."""
     forwards = {"own": config.model.precision, **FORWARDS}
-    measured = {precision: losses(precision) for precision in set(forwards.values())}
+    measured = {
+        precision: losses_in(precision, params, config, mesh, batches)
+        for precision in set(forwards.values())
+    }
     return {name: measured[precision] for name, precision in forwards.items()}
+
+
+def losses_in(
+    precision: Precision,
+    params: nnx.State,
+    config: TrainConfig,
+    mesh: Mesh,
+    batches: Sequence[Batch],
+) -> list[float]:
+    """The loss of each batch, with a forward pass in this precision."""
+    model = dataclasses.replace(config.model_on_mesh, precision=precision)
+    with jax.set_mesh(mesh):
+        step = jax.jit(partial(held_out_step, models.abstract(model, mesh=mesh)[0]))
+        return [mean_loss(step(params, batch)) for batch in batches]
 
 
 def mean_loss(found: HeldOut) -> float:

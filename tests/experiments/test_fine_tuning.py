@@ -3,16 +3,19 @@
 import dataclasses
 import json
 import math
+from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_study import After, job
 
-import coat_jax as coat
 from coat_jax.errors import UserError
-from experiments.fine_tuning import prose, run, show, ways
-from experiments.loss_study import arms
+from coat_jax.kernels import gemm
+from experiments.fine_tuning import parts, prose, run, show, ways
+from experiments.loss_study import arms, operands
 from experiments.loss_study import run as study
 from experiments.loss_study import text as texts
 from experiments.loss_study.arm import Settings, Size
@@ -115,10 +118,41 @@ def test_runs_after_another_training_are_not_compared(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.count(f"{ways.STEPS} steps of 8 x 64") == 2
 
 
+def test_operands_have_a_table_of_their_own(capsys: pytest.CaptureFixture, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    show.show(ROWS, tmp_path)
+    assert "rounded" not in capsys.readouterr().out
+
+    def of_seed(seed: int) -> dict:
+        losses = {
+            place: [math.exp(0.05 + cost * (1 + seed)) * (2.0 + 0.1 * seed)]
+            for place, cost in zip(parts.PLACES, (0.001, 0.0, 0.0005, -0.001), strict=True)
+        }
+        return ROWS[seed] | {"forward": {"inputs": losses, "weights": losses}}
+
+    show.show([ROWS[0], of_seed(1), of_seed(2)], tmp_path)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "2 seeds" in printed
+    # 0.2 and 0.3 % more: Student's quantile of one degree of freedom times 0.05 %.
+    assert "│ all │ +0.250 % ± 0.635 │ +0.250 % ± 0.635 │" in printed
+    assert "│ attention │ +0.000 % ± 0.000 │" in printed
+    assert "│ down │ -0.250 % ± 0.635 │" in printed
+
+
 def test_ways_are_part_of_a_result_s_key(monkeypatch: pytest.MonkeyPatch):
     before = row(0)["key"]
     monkeypatch.setattr(ways, "RATE", 0.2)
     assert row(0)["key"] != before
+
+
+def test_parts_have_keys_and_costs_of_their_own():
+    size = arms.SIZES["tiny"]
+    of_run = "bf16", arms.ARMS["bf16"], "tiny", size, 0, size.settings, "a text"
+    assert parts.row_of(*of_run)["key"] != run.row_of(*of_run)["key"]
+    longer = dataclasses.replace(size.settings, steps=size.settings.steps + 1)
+    for kind in (run, parts):
+        more = kind.cost_of(longer) - kind.cost_of(size.settings)
+        assert more == size.settings.batch * size.settings.sequence
 
 
 # --- Running ---------------------------------------------------------------------------------
@@ -128,7 +162,6 @@ def test_ways_are_part_of_a_result_s_key(monkeypatch: pytest.MonkeyPatch):
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ways and two steps."""
     monkeypatch.setattr(run, "WAYS", {name: ways.WAYS[name] for name in ("bf16", "coat")})
-    monkeypatch.setattr(run, "FORWARDS", {"bf16": coat.BF16})
     monkeypatch.setattr(ways, "STEPS", 2)
 
 
@@ -171,3 +204,54 @@ def test_a_text_that_is_too_short_is_refused_before_training(
     monkeypatch.setattr(ways, "STEPS", 100_000)
     with pytest.raises(UserError, match=r"Tuning needs 400,000 rows of prose, and of the [\d,]+"):
         run.run(job(small, "bf16", corpus, tmp_path / "run"), [])
+
+
+@pytest.mark.usefixtures("few")
+def test_parts_round_single_operands(
+    small: Size, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    kept = {name: ways.PARTS[name] for name in ("bf16", "weights_rounded")}
+    monkeypatch.setattr(parts, "PARTS", kept)
+    monkeypatch.setattr(parts, "OPERANDS", ("weights",))
+    one = job(small, "bf16", corpus, tmp_path / "run")
+    assert parts.run(one, After(2 + 2 + 2)) is None  # after both ways and two evaluations
+    whole = parts.run(one, [])
+    assert whole is not None
+    in_bf16, rounded = whole["tuned"].values()
+    assert rounded["losses"] != in_bf16["losses"]
+    assert rounded["losses"] == pytest.approx(in_bf16["losses"], rel=0.01)
+    assert rounded["held_out"]["own"] == rounded["held_out"]["bf16"]
+
+    before = whole["before"]["bf16"]
+    of_weights = whole["forward"]["weights"]
+    assert list(of_weights) == list(parts.PLACES)
+    for losses in of_weights.values():
+        assert losses != before
+        assert losses == pytest.approx(before, rel=0.01)
+    assert len({tuple(losses) for losses in of_weights.values()}) == len(parts.PLACES)
+
+
+def test_an_operand_is_rounded_in_the_chosen_products_alone():
+    width, ffn = 8, 24
+    shapes = {"attention": (width, width), "gate and up": (width, ffn), "down": (ffn, width)}
+    x = {k: jax.random.normal(jax.random.key(k), (3, k), jnp.bfloat16) for k in (width, ffn)}
+    w = {s: jax.random.normal(jax.random.key(1), s, jnp.bfloat16) for s in shapes.values()}
+
+    def products() -> dict[str, list[float]]:
+        sides = {place: (x[shape[0]], w[shape]) for place, shape in shapes.items()}
+        return {
+            place: gemm.product(
+                gemm.Operand(left, None, None), gemm.Operand(right, None, None), jnp.float32
+            ).tolist()
+            for place, (left, right) in sides.items()
+        }
+
+    exact = products()
+    with operands.rounding(["inputs"]):
+        rounded = products()
+    for place, chosen in parts.PLACES.items():
+        with parts.rounding("inputs", partial(chosen, ffn=ffn)):
+            found = products()
+        for other in shapes:
+            assert found[other] == (rounded if place in ("all", other) else exact)[other]
+    assert products() == exact
