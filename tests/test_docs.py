@@ -224,14 +224,14 @@ def stop_after_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def options_of_commands() -> set[str]:
-    """Of all commands, of launchers and of the loss study, whose page names its options."""
+    """Of all commands, of launchers and of the studies of the loss, whose page names options."""
     found = {"--ntasks-per-node", "--beside-one"}
     for name in cli.COMMANDS:
         parser = argparse.ArgumentParser()
         importlib.import_module(f"coat_jax.cli.{name}").add_arguments(parser)
         found |= {option for action in parser._actions for option in action.option_strings}
-    for file in ("__main__", "command"):
-        study = (ROOT / f"experiments/loss_study/{file}.py").read_text()
+    for file in ("loss_study/__main__", "loss_study/command", "fine_tuning/__main__"):
+        study = (ROOT / f"experiments/{file}.py").read_text()
         found |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', study))
     return found | {"--print-config", "--debug"}
 

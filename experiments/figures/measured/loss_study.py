@@ -49,15 +49,15 @@ def effects(
     return statistics.compare(rows, baselines, statistics.held_out(held_out))
 
 
-def percent(effect: Effect) -> tuple[float, float]:
+def percent(effect: Effect, digits: int = 2) -> tuple[float, float]:
     """Its mean, never -0.00, and half of its interval, in percent."""
-    return round(100 * effect.mean, 2) + 0.0, 100 * effect.half
+    return round(100 * effect.mean, digits) + 0.0, 100 * effect.half
 
 
-def cell(effect: Effect) -> str:
+def cell(effect: Effect, digits: int = 2) -> str:
     """An effect as the tables show it."""
-    mean, half = percent(effect)
-    return f"{mean:+.2f} % ± {half:.2f}"
+    mean, half = percent(effect, digits)
+    return f"{mean:+.{digits}f} % ± {half:.{digits}f}"
 
 
 def cost(arm: str) -> tuple[float, float]:

@@ -2,10 +2,11 @@
 
 from experiments import tradeoff
 from experiments.figures.compare import Given, Page, Sentence, Table
-from experiments.figures.measured import loss_study
+from experiments.figures.measured import fine_tuning, loss_study
 from experiments.figures.measured.files import of
 from experiments.figures.measured.loss_study import LARGER, LONGER, STUDY
 from experiments.figures.pages.reasons import PAPER, SETTING
+from experiments.fine_tuning import parts, show
 
 # Arms of loss_study, in words, by table.
 PARTS = {
@@ -58,6 +59,16 @@ LONGER_RUNS = {
     "coat_after_short_bf16": "BF16 in the first 100 steps, all of COAT after it",
     "coat_before_short_bf16": "all of COAT, BF16 in the last 100 steps; 8-bit moments throughout",
 }
+TUNED = {
+    "moments": "8-bit moments",
+    "products": "FP8 products (`FP8_LINEAR`)",
+    "coat": "all of COAT",
+    "coat_lean": "all of `COAT_LEAN`",
+    "coat_paper": "all of `COAT_PAPER`",
+    "inputs_rounded": "inputs of forward products rounded",
+    "weights_rounded": "weights rounded, in the forward and the backward pass",
+    "backward_rounded": "inputs and gradients rounded, in the backward pass",
+}
 MUON = {"fp8_muon": "8-bit states, BF16 products"}
 
 
@@ -85,6 +96,28 @@ def longer_runs() -> list[list[str]]:
         costs = (loss_study.cell(effects[arm]) for effects in losses)
         rows.append([words, f"`{arm}`", str(losses[0][arm].seeds), *costs])
     return rows
+
+
+def tuned() -> list[list[str]]:
+    """What each way of tuning costs in loss, evaluated as it was tuned and in BF16."""
+    losses = [fine_tuning.effects(held_out).effects for held_out in (None, "own", "bf16")]
+    columns = ["training loss, last 10 %", "held-out loss", "held-out loss, evaluated in BF16"]
+    rows = [["what changes", "way", "seeds", *columns]]
+    for way, words in TUNED.items():
+        costs = [loss_study.cell(effects[way], digits=3) for effects in losses]
+        if "_rounded" in way:
+            costs[1] = ""  # rounded while tuned alone, so evaluated in BF16 only
+        rows.append([words, f"`{way}`", str(losses[0][way].seeds), *costs])
+    return rows
+
+
+def forward() -> list[list[str]]:
+    """What it costs to round operands of some products, of a network that is not tuned for it."""
+    costs = {name: show.forward(fine_tuning.runs(), name) for name in parts.OPERANDS}
+    rows = [["products", *(f"{name} rounded" for name in costs)]]
+    return rows + [
+        [place, *(str(of_place[place]) for of_place in costs.values())] for place in parts.PLACES
+    ]
 
 
 def rounding() -> list[list[str]]:
@@ -238,6 +271,34 @@ PAGE = Page(
         Sentence(
             "between {:.1f} and {:.1f} million it grew by less",
             lambda: (loss_study.million_tokens(*STUDY), loss_study.million_tokens(*LONGER)),
+        ),
+        Table("fine_tuning", tuned),
+        Table("fine_tuning_forward", forward),
+        Sentence(
+            "shows it most clearly: COAT costs {:+.3f} % ± {:.3f}, all of it in the forward "
+            "products, and the weights that it leaves, evaluated in BF16, are {:+.3f} % ± {:.3f} "
+            "above BF16.",
+            lambda: (*fine_tuning.cost("coat"), *fine_tuning.cost("coat", "bf16")),
+        ),
+        Sentence(
+            "The same model is trained in BF16 on {:.1f} million tokens.",
+            lambda: fine_tuning.million_tokens()[:1],
+        ),
+        Sentence(
+            "are tuned on {:.1f} million tokens of prose",
+            lambda: fine_tuning.million_tokens()[1:],
+        ),
+        Sentence(
+            "Tuning in BF16 lowers the held-out loss of prose by {:.2f} %",
+            lambda: (fine_tuning.gain(),),
+        ),
+        Sentence(
+            "differ only in rounding end {:.4f} % apart. The table has losses",
+            lambda: (fine_tuning.floor(),),
+        ),
+        Sentence(
+            "**Rounded weights** leave {:+.3f} % behind",
+            lambda: fine_tuning.cost("weights_rounded", "bf16")[:1],
         ),
         Sentence(
             "At 124 million parameters, {:.1f} million tokens",

@@ -1,0 +1,55 @@
+"""What FP8 costs a network that is tuned on other text: fine_tuning."""
+
+import functools
+import math
+
+from experiments.figures.measured.files import FOLDER
+from experiments.figures.measured.loss_study import percent
+from experiments.fine_tuning import show
+from experiments.loss_study import results, statistics
+from experiments.loss_study.statistics import Comparison, Row
+
+
+@functools.cache
+def runs() -> list[Row]:
+    """All of them."""
+    return results.read([FOLDER / show.FILE])
+
+
+@functools.cache
+def effects(held_out: str | None = None) -> Comparison:
+    """What each way costs in training loss, relative to tuning in BF16, or in held-out loss.
+
+    `held_out` is the precision of that evaluation: see `statistics.held_out`.
+    """
+    tuned = [row for run in runs() for row in show.ways_of(run)]
+    baselines = results.baselines_of(tuned)
+    if held_out is None:
+        return statistics.compare(tuned, baselines)
+    return statistics.compare(tuned, baselines, statistics.held_out(held_out))
+
+
+def cost(way: str, held_out: str | None = None) -> tuple[float, float]:
+    """What a way costs, and half of its interval, in percent."""
+    return percent(effects(held_out).effects[way], digits=3)
+
+
+def floor() -> float:
+    """The standard deviation between two baselines of one seed, in percent."""
+    return 100 * math.sqrt(2) * effects().noise.floor
+
+
+def gain() -> float:
+    """By how much tuning in BF16 lowers the held-out loss, in percent."""
+    return 100 * show.gain(runs())
+
+
+def million_tokens() -> tuple[float, float]:
+    """How many a run reads before it is tuned and while it is, in millions."""
+    run = runs()[0]
+    tuned = show.ways_of(run)[0]
+    before, while_tuned = (
+        row["settings"]["steps"] * row["settings"]["batch"] * row["settings"]["sequence"] / 1e6
+        for row in (run, tuned)
+    )
+    return before, while_tuned
