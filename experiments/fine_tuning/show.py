@@ -1,9 +1,7 @@
 """Tables and pictures of `fine_tuning`: those of the loss study, of runs that only tune."""
 
 import dataclasses
-import math
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -12,7 +10,7 @@ from rich.table import Table
 from experiments.fine_tuning import parts
 from experiments.loss_study import table
 from experiments.loss_study.arm import Settings
-from experiments.loss_study.statistics import quantile
+from experiments.loss_study.statistics import Cost, cost_of
 from experiments.row_files import Row, digest
 
 FILE = "fine_tuning.json"
@@ -39,26 +37,8 @@ def _forwards(rows: list[Row]) -> Table:
     for name in found:
         shown.add_column(f"{name} rounded", justify="right")
     for place in parts.PLACES:
-        costs = (found[name][place] for name in parts.OPERANDS)
-        shown.add_row(
-            place, *(f"{table.percent(cost.mean)} ± {100 * cost.half:.3f}" for cost in costs)
-        )
+        shown.add_row(place, *(str(found[name][place]) for name in parts.OPERANDS))
     return shown
-
-
-class Cost(NamedTuple):
-    """By how much more loss a network has, relative to it.
-
-    Attributes:
-        mean: over seeds.
-        half: half the width of its 95 % interval.
-    """
-
-    mean: float
-    half: float
-
-    def __str__(self) -> str:
-        return f"{table.percent(self.mean)} ± {100 * self.half:.3f}"
 
 
 def forward(rows: list[Row], name: str) -> dict[str, Cost]:
@@ -66,12 +46,9 @@ def forward(rows: list[Row], name: str) -> dict[str, Cost]:
     rows = [row for row in rows if "forward" in row]
 
     def cost(place: str) -> Cost:
-        losses = [
-            (np.mean(row["forward"][name][place]), np.mean(row["before"]["bf16"])) for row in rows
-        ]
-        gaps = [float(np.log(rounded) - np.log(exact)) for rounded, exact in losses]
-        error = np.std(gaps, ddof=1) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
-        return Cost(float(np.mean(gaps)), float(quantile(len(gaps) - 1) * error))
+        rounded = [np.mean(row["forward"][name][place]) for row in rows]
+        exact = [np.mean(row["before"]["bf16"]) for row in rows]
+        return cost_of((np.log(rounded) - np.log(exact)).tolist())
 
     return {place: cost(place) for place in parts.PLACES}
 

@@ -48,6 +48,22 @@ class Effect(NamedTuple):
     seeds: int
 
 
+class Cost(NamedTuple):
+    """By how much more loss a network has when it is evaluated in another way, relative to it.
+
+    Attributes:
+        mean: over seeds.
+        half: half the width of its interval; NaN for a single seed.
+    """
+
+    mean: float
+    half: float
+
+    def __str__(self) -> str:
+        half = "?" if math.isnan(self.half) else f"{100 * self.half:.3f}"
+        return f"{100 * self.mean:+.3f} % ± {half}"
+
+
 class Noise(NamedTuple):
     """Differences that mean nothing.
 
@@ -143,6 +159,12 @@ def compare(
         for (arm, effect), p in zip(effects.items(), corrected, strict=True)
     }
     return Comparison(effects, noise, of_seed)
+
+
+def cost_of(gaps: list[float]) -> Cost:
+    """The cost of an evaluation by the difference of each seed, without the noise of training."""
+    error = np.std(gaps, ddof=1) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
+    return Cost(float(np.mean(gaps)), quantile(len(gaps) - 1) * float(error))
 
 
 def _effect(

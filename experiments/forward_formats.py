@@ -1,0 +1,156 @@
+"""What other 8-bit formats of the forward products' operands would cost in loss.
+
+    python -m experiments.forward_formats                nine minutes on two CPU cores
+    python -m experiments.forward_formats --steps 20 --seeds 0
+
+A small Llama learns from real text in FP32. Then its held-out loss is taken with the inputs or the
+weights of all layers' products, or both, rounded to a format; products and sums are in FP32. An
+operand has one scale, as in COAT, or one for each row that is multiplied: each token of the inputs,
+each column of a weight.
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from coat_jax import models
+from coat_jax.kernels import gemm
+from coat_jax.numerics.quantizer import Quantizer
+from coat_jax.training.data.corpus import Corpus
+from experiments import corpus, records
+from experiments.command import parser_of
+from experiments.loss_study.statistics import Cost, cost_of
+from experiments.moments.followed import WEIGHT_DECAY, schedule
+from experiments.saved_rounding import BATCH, MODEL
+
+FORMATS = {
+    "E4M3, one scale": Quantizer("E4M3"),
+    "E4M3, a scale for each row": Quantizer("E4M3", over="channel", axis=0),
+    "INT8, one scale": Quantizer("INT8"),
+    "INT8, a scale for each row": Quantizer("INT8", over="channel", axis=0),
+}
+ROUNDED = {"inputs": {"inputs"}, "weights": {"weights"}, "both": {"inputs", "weights"}}
+HELD_OUT = 64  # batches
+
+Figures = dict[str, Any]
+
+
+def main() -> None:
+    """Measures, prints the table and writes the figures."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--steps", type=int, default=600, help="of training")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the models")
+    options = parser.parse_args()
+    text = corpus.load()
+    found = [measure(text, options.steps, seed) for seed in options.seeds]
+    figures = {"model": "Llama over bytes: width 128, 4 layers, FP32", "steps": options.steps}
+    figures |= {"seeds": found}
+    records.write(options.out / "forward_formats.json", figures)
+    show(figures)
+
+
+def measure(text: Corpus, steps: int, seed: int) -> Figures:
+    """The held-out loss of a trained model, exact and by format and rounded operands."""
+    graph, params = trained(text, steps, seed)
+    batches = corpus.batches(text.held_out, BATCH, MODEL.context, seed)
+    held_out = [*itertools.islice(batches, HELD_OUT)]
+
+    def loss() -> float:
+        of_batch = jax.jit(lambda tokens: _loss(graph, params, tokens))
+        return float(np.mean([of_batch(tokens) for tokens in held_out]))
+
+    found: Figures = {"seed": seed, "exact": loss()}
+    for name, quantizer in track(FORMATS.items(), description=f"evaluating seed {seed}"):
+        found[name] = {}
+        for operands, rounded in ROUNDED.items():
+            with rounding(rounded, quantizer):
+                found[name][operands] = loss()
+    return found
+
+
+def trained(text: Corpus, steps: int, seed: int) -> tuple[Any, Any]:
+    """A model after its training: its graph and its parameters."""
+    graph, params = nnx.split(models.create(MODEL, seed=seed))
+    optimizer = optax.adamw(schedule(steps), b2=0.95, weight_decay=WEIGHT_DECAY)
+
+    @jax.jit
+    def step(params: Any, state: Any, tokens: Array) -> Any:
+        grads = jax.grad(_loss, argnums=1)(graph, params, tokens)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    batches = corpus.batches(text.train, BATCH, MODEL.context, seed)
+    for _ in track(range(steps), description=f"training seed {seed}"):
+        params, state = step(params, state, next(batches))
+    return graph, params
+
+
+def _loss(graph: Any, params: Any, tokens: Array) -> Float[Array, ""]:
+    return nnx.merge(graph, params).loss(tokens[:, :-1], tokens[:, 1:])
+
+
+@contextlib.contextmanager
+def rounding(operands: Collection[str], quantizer: Quantizer) -> Iterator[None]:
+    """Layers that are traced meanwhile round these operands of their forward products."""
+    exact = gemm.product
+
+    def product(x: gemm.Operand, w: gemm.Operand, dtype: Any) -> Any:
+        if "inputs" in operands:
+            x = x._replace(values=_rounded(x.values, quantizer))
+        if "weights" in operands:
+            assert w.values is not None
+            w = w._replace(values=_rounded(w.values.T, quantizer).T)
+        return exact(x, w, dtype)
+
+    gemm.product = product
+    jax.clear_caches()  # of layers that were traced before
+    try:
+        yield
+    finally:
+        gemm.product = exact
+        jax.clear_caches()
+
+
+def _rounded(x: Any, quantizer: Quantizer) -> Array:
+    """An array whose rows, along the last axis, are rounded together or each by itself."""
+    return quantizer(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+
+
+def cost(figures: Figures, name: str, operands: str) -> Cost:
+    """What it costs to round some operands to a format."""
+    return cost_of([math.log(one[name][operands] / one["exact"]) for one in figures["seeds"]])
+
+
+def table(figures: Figures) -> list[list[str]]:
+    """The costs by format, with a header."""
+    rows = [["format", *(f"{operands} rounded" for operands in ROUNDED)]]
+    for name in FORMATS:
+        rows.append([name, *(str(cost(figures, name, operands)) for operands in ROUNDED)])
+    return rows
+
+
+def show(figures: Figures) -> None:
+    """Prints the costs."""
+    (_, *columns), *rows = table(figures)
+    shown = Table("", title=f"Held-out loss above exact products, {len(figures['seeds'])} seeds")
+    for column in columns:
+        shown.add_column(column, justify="right")
+    for row in rows:
+        shown.add_row(*row)
+    Console(width=120).print(shown)
+
+
+if __name__ == "__main__":
+    main()

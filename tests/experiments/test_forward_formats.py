@@ -1,0 +1,53 @@
+"""Operands of forward products that are rounded to other formats, and what that costs."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax.kernels import gemm
+from experiments import forward_formats
+from experiments.forward_formats import FORMATS, ROUNDED, rounding
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(2, 3, 8)).astype(np.float32)
+W = RANDOM.normal(size=(8, 5)).astype(np.float32)
+
+
+def product() -> np.ndarray:
+    x, w = (gemm.Operand(jnp.asarray(side), None, None) for side in (X, W))
+    return np.asarray(gemm.product(x, w, jnp.float32))
+
+
+def in_int8(x: np.ndarray, axis: int | None) -> np.ndarray:
+    scale = np.max(np.abs(x), axis=axis, keepdims=True) / 127
+    return np.round(x / scale) * scale
+
+
+@pytest.mark.parametrize("operands", ROUNDED.values(), ids=ROUNDED)
+@pytest.mark.parametrize(
+    ("name", "of_tokens", "of_columns"),
+    [("INT8, one scale", None, None), ("INT8, a scale for each row", -1, 0)],
+)
+def test_operands_are_rounded_as_the_format_says(name, of_tokens, of_columns, operands):
+    exact = product()
+    x = in_int8(X, of_tokens) if "inputs" in operands else X
+    w = in_int8(W, of_columns) if "weights" in operands else W
+    with rounding(operands, FORMATS[name]):
+        found = product()
+    np.testing.assert_allclose(found, x @ w, atol=1e-5)
+    assert np.max(np.abs(found - exact)) > 1e-3
+    np.testing.assert_array_equal(product(), exact)
+
+
+def test_costs_are_relative_and_have_an_interval_over_seeds():
+    of_seeds = [
+        {"exact": 2.0} | {name: dict.fromkeys(ROUNDED, 2.0 * math.exp(gap)) for name in FORMATS}
+        for gap in (0.001, 0.003)
+    ]
+    rows = forward_formats.table({"seeds": of_seeds})
+    assert [len(row) for row in rows] == [1 + len(ROUNDED)] * (1 + len(FORMATS))
+    assert rows[1][1:] == ["+0.200 % ± 1.271"] * 3  # Student's quantile of 12.7, times 0.1 %
+    rows = forward_formats.table({"seeds": of_seeds[:1]})
+    assert rows[1][1:] == ["+0.100 % ± ?"] * 3
