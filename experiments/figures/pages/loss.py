@@ -1,12 +1,13 @@
 """The figures of docs/loss.md."""
 
-from experiments import tradeoff
+from experiments import forward_formats, tradeoff
 from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured import fine_tuning, loss_study
 from experiments.figures.measured.files import of
 from experiments.figures.measured.loss_study import LARGER, LONGER, STUDY
 from experiments.figures.pages.reasons import PAPER, SETTING
 from experiments.fine_tuning import parts, show
+from experiments.forward_formats import cost
 
 # Arms of loss_study, in words, by table.
 PARTS = {
@@ -118,6 +119,13 @@ def forward() -> list[list[str]]:
     return rows + [
         [place, *(str(of_place[place]) for of_place in costs.values())] for place in parts.PLACES
     ]
+
+
+def forward_costs() -> tuple[float, ...]:
+    """What the finest of the formats costs, and COAT's, each with half of its interval."""
+    formats = "INT8, a scale for each row", "E4M3, one scale"
+    costs = (cost(of("forward_formats"), name, "both") for name in formats)
+    return tuple(100 * number for one in costs for number in one)
 
 
 def rounding() -> list[list[str]]:
@@ -274,6 +282,13 @@ PAGE = Page(
         ),
         Table("fine_tuning", tuned),
         Table("fine_tuning_forward", forward),
+        Table("forward_formats", lambda: forward_formats.table(of("forward_formats"))),
+        Given("On a Llama of 0.9 million parameters", SETTING),
+        Sentence(
+            "With a scale for each row, INT8 costs {:+.3f} % ± {:.3f}, where FP8 with one scale "
+            "costs {:+.3f} % ± {:.3f}.",
+            forward_costs,
+        ),
         Sentence(
             "shows it most clearly: COAT costs {:+.3f} % ± {:.3f}, all of it in the forward "
             "products, and the weights that it leaves, evaluated in BF16, are {:+.3f} % ± {:.3f} "
