@@ -71,7 +71,7 @@ def test_scan_remat_and_eight_devices_do_not_change_the_result(precision, ways, 
 
 def test_remat_in_fp8_changes_gradients_by_rounding_alone():
     """COAT rounds what enters its norms anyway: only the stream beside attention is new."""
-    for precision in ("bf16", "coat"):
+    for precision in (coat.BF16, coat.COAT):
         wanted, got = (answer_of(precision=precision, remat=r) for r in (None, "layer_fp8"))
         assert got.loss == wanted.loss
         for name, gradient in wanted.gradients.items():
@@ -94,8 +94,8 @@ def test_precision_says_how_remat_in_fp8_rounds(precision):
 
 def test_fp8_gives_nearly_the_loss_and_gradients_of_bf16():
     """A gradient is turned by 12 degrees at most, that of COAT_LEAN's first keys."""
-    bf16 = answer_of()
-    for precision in ("fp8_linear", "coat", "coat_lean"):
+    bf16 = answer_of(precision=coat.BF16)
+    for precision in (coat.FP8_LINEAR, coat.COAT, coat.COAT_LEAN):
         fp8 = answer_of(precision=precision)
         assert fp8.loss != bf16.loss
         np.testing.assert_allclose(fp8.loss, bf16.loss, rtol=0.01)
@@ -104,16 +104,21 @@ def test_fp8_gives_nearly_the_loss_and_gradients_of_bf16():
                 assert cosine(fp8.gradients[name], gradient) > 0.97, (precision, name)
 
 
+@functools.cache
+def created(config, mesh):
+    return models.create(config, seed=3, mesh=mesh)
+
+
 def test_values_depend_on_the_seed_alone():
     """Neither on scan nor on the mesh, on which each device makes its own shards."""
     mesh = automatic_mesh(2, 2, 2)
-    cut = models.create(variant(**AXES), seed=3, mesh=mesh)
+    cut = created(variant(**AXES), mesh)
     whole = models.Llama(variant(scan=False), rngs=nnx.Rngs(jax.random.key(3)))
     values = by_name(nnx.state(whole))
     for name, value in by_name(nnx.state(cut)).items():
         # XLA may fuse the last multiplication, which then rounds once.
         np.testing.assert_allclose(value, values[name], rtol=2**-22, err_msg=name)
-    apart = models.create(variant(scan=False, **AXES), seed=3, mesh=mesh)
+    apart = created(variant(scan=False, **AXES), mesh)
     for name, value in by_name(nnx.state(apart)).items():
         np.testing.assert_allclose(value, values[name], rtol=2**-22, err_msg=name)
     assert apart.layers[1].mlp.gate[...].sharding.spec == P("fsdp", "tensor")
@@ -135,12 +140,11 @@ def test_parameters_in_bf16_are_those_in_fp32_rounded(scan, sizes):
     mesh = sizes and automatic_mesh(*sizes)
     config = variant(scan=scan, **(AXES if mesh else {}))
     in_bf16 = dataclasses.replace(config, param_dtype=jnp.bfloat16)
-    exact = jax.tree.leaves(nnx.state(models.create(config, seed=3, mesh=mesh)))
-    rounded = jax.tree.leaves(nnx.state(models.create(in_bf16, seed=3, mesh=mesh)))
+    exact, rounded = (jax.tree.leaves(nnx.state(created(c, mesh))) for c in (config, in_bf16))
     for ours, wanted in zip(rounded, exact, strict=True):
         assert ours.dtype == jnp.bfloat16
         assert ours.sharding == wanted.sharding
-        np.testing.assert_array_equal(ours, wanted.astype(jnp.bfloat16))
+        np.testing.assert_array_equal(ours, np.asarray(wanted).astype(jnp.bfloat16))
 
 
 # --- What tokens see -------------------------------------------------------------------------

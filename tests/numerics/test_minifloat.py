@@ -199,7 +199,8 @@ def test_rounding_is_monotone_and_odd(fmt, seed):
 def test_the_formats_of_training_are_two_of_these(dtype):
     """The package's own rounding to FP8 is the one of these formats."""
     fmt = minifloat(format_of(dtype).name)
-    x = jax.random.normal(jax.random.key(0), (4096,)) * jnp.exp2(jnp.linspace(-20, 10, 4096))
+    x = np.random.default_rng(0).standard_normal(4096) * np.exp2(np.linspace(-20, 10, 4096))
+    x = x.astype(np.float32)
     np.testing.assert_array_equal(fmt.round(x), nearest(x, dtype))
     own = format_of(dtype)
     assert (fmt.max, fmt.tiny, fmt.min_exponent) == (own.max, own.tiny, own.min_exponent)
@@ -208,12 +209,12 @@ def test_the_formats_of_training_are_two_of_these(dtype):
 @named
 def test_infinity_saturates_and_nan_stays(name):
     fmt = minifloat(name)
-    rounded = fmt.round(jnp.array([jnp.inf, 1e38, jnp.nan]))
+    rounded = np.asarray(fmt.round(np.resize(np.float32([np.inf, 1e38, np.nan]), COUNT)))
     assert rounded[0] == fmt.max
-    assert rounded[1] == min(fmt.max, float(fmt.round(jnp.float32(1e38))))
-    assert jnp.isnan(rounded[2])
+    assert rounded[1] == min(fmt.max, float(fmt.round(np.full(COUNT, np.float32(1e38)))[0]))
+    assert np.isnan(rounded[2])
     if np.isnan(fmt.values).any():
-        assert np.isnan(fmt.decode(fmt.encode(jnp.array([jnp.nan]))))
+        assert np.isnan(fmt.decode(fmt.encode(np.full(COUNT, np.float32(np.nan))))).all()
 
 
 def test_the_gradient_is_that_of_a_cast():

@@ -118,7 +118,7 @@ def test_the_seed_decides_how_the_momentum_is_rounded():
         storage = coat.Storage(min_size=0, seed=seed)
         tx = coat.optax.scale_by_fp8_muon(ns_steps=1, storage=storage)
         gradient = {"w": normal(0, (32, 64))}
-        return tx.update(gradient, tx.init(gradient))[1].mu.codes["w"]
+        return jax.jit(tx.update)(gradient, tx.init(gradient))[1].mu.codes["w"]
 
     one, other, again = map(codes, (0, 1, 0))
     assert 0.01 < np.mean(one != other) < 0.5
@@ -198,7 +198,7 @@ def test_dimension_numbers_may_be_a_prefix_and_name_several_axes():
     assert matrix.stack(x).shape == (3, 7, 5)
     np.testing.assert_array_equal(matrix.unstack(matrix.stack(x)), x)
     tx = coat.optax.fp8_muon(0.02, muon_weight_dimension_numbers=numbers)
-    updates, _ = tx.update(params, tx.init(params), params)
+    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
 
 
@@ -206,10 +206,12 @@ OF_SMALL_GROUPS = coat.optax.fp8_muon(0.02, storage=coat.Storage(min_size=0, gro
 
 
 def two_steps(params, grads, state):
-    for _ in range(2):
+    def step(_, carry):
+        params, state = carry
         updates, state = OF_SMALL_GROUPS.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    return params, state
+        return optax.apply_updates(params, updates), state
+
+    return jax.lax.fori_loop(0, 2, step, (params, state))
 
 
 @pytest.fixture(scope="module")
@@ -298,8 +300,8 @@ def test_its_numbers_can_be_injected():
     make = optax.inject_hyperparams(coat.optax.fp8_muon, static_args=("ns_steps", "ns_dtype"))
     params = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
     injected, plain = make(optax.constant_schedule(0.02)), coat.optax.fp8_muon(0.02)
-    updates, _ = injected.update(params, injected.init(params), params)
-    wanted, _ = plain.update(params, plain.init(params), params)
+    updates, _ = jax.jit(injected.update)(params, injected.init(params), params)
+    wanted, _ = jax.jit(plain.update)(params, plain.init(params), params)
     jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=1e-5), updates, wanted)
 
 
