@@ -28,7 +28,7 @@ from coat_jax.numerics import (
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.numerics.qtensor import QTensor
-from coat_jax.precision import BF16, COAT, COAT_LEAN, COAT_PAPER, FP8_LINEAR, Precision
+from coat_jax.precision import BF16, COAT, COAT_INT8, COAT_LEAN, COAT_PAPER, FP8_LINEAR, Precision
 from coat_jax.storage import Storage
 
 __version__ = "0.1.0.dev0"
@@ -50,6 +50,7 @@ def __dir__() -> list[str]:
 __all__ = [
     "BF16",
     "COAT",
+    "COAT_INT8",
     "COAT_LEAN",
     "COAT_PAPER",
     "E4M3",

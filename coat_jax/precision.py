@@ -5,9 +5,11 @@
     FP8_LINEAR    FP8              unchanged                      unchanged
     COAT          FP8              FP8 in blocks of 16            unchanged
     COAT_LEAN     FP8              FP8 in blocks of 16            FP8 in blocks of 16
+    COAT_INT8     INT8 and FP8     FP8 in blocks of 16            unchanged
     COAT_PAPER    FP8              FP8 in blocks of 16            unchanged
 
-"Unchanged" is the dtype of the arrays: BF16, if a model computes in BF16. COAT_PAPER is COAT as the
+"Unchanged" is the dtype of the arrays: BF16, if a model computes in BF16. COAT_INT8 is COAT with
+forward products in INT8, which lose less, at a little more time. COAT_PAPER is COAT as the
 paper describes it: its forward pass continues with the rounded values that it saves, where COAT
 continues with the exact ones; and it saves them rounded to nearest, not stochastically. An ablation
 is a `dataclasses.replace` of one field.
@@ -48,6 +50,10 @@ class Precision:
         stochastic: whether values that are saved for the backward pass alone are rounded
             stochastically, up or down at random and right on average, instead of to nearest.
             Values that the forward pass computes with, too, are always rounded to nearest.
+        int8_forward: whether the forward pass multiplies in INT8, with one scale for each token of
+            an input and each column of a weight. Its products then have a fraction of the error of
+            FP8, unless single columns of an input are more than some 30 times as large as the
+            others. The backward pass and what is saved are as without it.
         stochastic_backward: whether the backward pass also rounds the operands of its products
             stochastically: gradients, and inputs that it recomputes. It takes longer, and no
             effect on the loss has been found. Weights are always rounded to nearest.
@@ -61,6 +67,7 @@ class Precision:
     exact_forward: bool = True
     stochastic: bool = added(default=True, before=False)
     stochastic_backward: bool = added(default=False, before=False)
+    int8_forward: bool = added(default=False, before=False)
 
     def __post_init__(self) -> None:
         require_fields(self)
@@ -70,6 +77,12 @@ class Precision:
             raise UserError(
                 "forward and backward cannot both be E5M2, which GPUs do not multiply with itself. "
                 "Use E4M3 for one of them."
+            )
+        if self.int8_forward and not (self.fp8_linear and self.exact_forward):
+            field = "exact_forward" if self.fp8_linear else "fp8_linear"
+            raise UserError(
+                f"int8_forward=True needs {field}=True: it takes the place of the FP8 products of "
+                "the forward pass, and computes with values that are not rounded before."
             )
 
     @property
@@ -115,6 +128,7 @@ BF16 = Precision(fp8_linear=False, block=None)
 FP8_LINEAR = Precision(block=None)
 COAT = Precision()
 COAT_LEAN = Precision(attention_block=16)
+COAT_INT8 = Precision(int8_forward=True)
 COAT_PAPER = Precision(
     fp8_linear=True,
     forward=E4M3,
@@ -130,6 +144,7 @@ PRESETS = {
     "fp8_linear": FP8_LINEAR,
     "coat": COAT,
     "coat_lean": COAT_LEAN,
+    "coat_int8": COAT_INT8,
     "coat_paper": COAT_PAPER,
 }
 

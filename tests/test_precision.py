@@ -16,6 +16,7 @@ TABLE = {
     "fp8_linear": (coat.FP8_LINEAR, True, None, None, True, True),
     "coat": (coat.COAT, True, 16, None, True, True),
     "coat_lean": (coat.COAT_LEAN, True, 16, 16, True, True),
+    "coat_int8": (coat.COAT_INT8, True, 16, None, True, True, False, True),
     "coat_paper": (coat.COAT_PAPER, True, 16, None, False, False),
 }
 
@@ -88,6 +89,12 @@ def test_other_blocks_are_refused(name, size):
 def test_the_forward_pass_is_exact_or_not(value):
     with pytest.raises(UserError, match=f"exact_forward={value!r} must be True or False"):
         Precision(exact_forward=value)
+
+
+@pytest.mark.parametrize("name", ["fp8_linear", "exact_forward"])
+def test_forward_products_in_int8_need_other_fields(name):
+    with pytest.raises(UserError, match=f"int8_forward=True needs {name}=True"):
+        Precision(int8_forward=True, **{name: False})
 
 
 @pytest.mark.parametrize("name", ["fp8", "", "coat-lean", None, 8, E4M3])

@@ -28,7 +28,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("where", type=Path, metavar="WHERE", help="the folder of a model")
     add("--tokenizer", metavar="FILE", help='a tokenizer.json, or "bytes"')
-    add("--precision", help="bf16, fp8_linear, coat, coat_lean or coat_paper")
+    add("--precision", help="bf16, fp8_linear, coat, coat_lean, coat_int8 or coat_paper")
     add("--step", type=int, help="step of a run's checkpoint; by default the newest intact one")
 
 

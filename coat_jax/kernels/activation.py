@@ -12,7 +12,7 @@ two passes forward:
     activation_forward          hidden -> blocks, maxima of |a|
     activation_cast             blocks -> a as one FP8 tensor
     activation_forward_exact    hidden -> blocks, maxima of |a|, a with many scales
-    activation_rescale          a, maxima -> a as one FP8 tensor
+    activation_rescale          a, maxima -> a as one FP8 tensor, or as rows of INT8
     activation_backward         blocks, da -> the gradients of hidden in FP8, in both layouts;
                                 a as one FP8 tensor, transposed
 
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.kernels import dispatch
+from coat_jax.kernels import dispatch, int8
 from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import as_3d, run_sharded
 from coat_jax.numerics.blocks import Blocks, block_numbers, power_of_two
@@ -144,55 +144,66 @@ def activation_forward(
 
 
 def activation_forward_exact(
-    hidden: Sequence[Float[Array, "*rows F"]],
+    hidden: Sequence[Float[Array, "*rows F"]] | Sequence[int8.Product],
     act: Activation,
     dtype: DTypeLike,
     size: int,
     *,
     stochastic: bool = False,
+    in_int8: bool = False,
 ) -> tuple[tuple[Blocks, ...], Array, Float[Array, "B S M"]]:
     """Blocks of `hidden`; the activation's codes [B, S, F]; the maxima of its magnitudes.
 
-    The codes have one scale for each maximum, a power of two that follows from it. A maximum is
+    The codes have one scale for each maximum, which follows from it: in FP8 a power of two, and
+    with `in_int8` what puts it on 127. A maximum is
     over the activations of hidden and of its blocks: the backward pass recomputes the latter, with
-    the scale of the forward pass. The blocks are rounded as in `activation_forward`.
+    the scale of the forward pass. The blocks are rounded as in `activation_forward`. Products in
+    INT8 are scaled here.
     """
     from coat_jax.kernels.triton.activation import activation_forward_exact_tile
 
     blocks, (codes, maxima) = _forward(
-        activation_forward_exact_tile, hidden, act, dtype, size, "exact", stochastic
+        activation_forward_exact_tile, hidden, act, dtype, size, "exact", stochastic, in_int8
     )
     return blocks, codes, maxima
 
 
 def _forward(
     kernel: Any,
-    hidden: Sequence[Float[Array, "*rows F"]],
+    hidden: Sequence[Float[Array, "*rows F"]] | Sequence[int8.Product],
     act: Activation,
     dtype: DTypeLike,
     size: int,
     pass_: Literal["forward", "exact"],
     stochastic: bool,
+    in_int8: bool = False,
 ) -> tuple[tuple[Blocks, ...], list[Array]]:
     """Blocks of `hidden`, and the kernel's other results: codes if "exact", then maxima."""
-    hidden = [as_3d(h) for h in hidden]
-    count = len(hidden)
+    products = [h for h in hidden if isinstance(h, int8.Product)]
+    values = [as_3d(h.sums if isinstance(h, int8.Product) else h) for h in hidden]
+    scales = [products[0].row_scale, *(p.column_scale for p in products)] if products else []
+    count, scale_count = len(values), len(scales)
     per_maximum = max(size, COLUMNS_PER_MAXIMUM)
     exact = pass_ == "exact"
-    numbers = block_numbers(hidden[0].shape, size) if stochastic else ()
+    numbers = block_numbers(values[0].shape, size) if stochastic else ()
 
     def run(*arrays: Array) -> list[Array]:
-        hidden, numbers = arrays[:count], arrays[count:] or arrays[:1] * 2
+        hidden, rest = arrays[:count], arrays[count:]
+        scales, numbers = rest[:scale_count], rest[scale_count:] or arrays[:1] * 2
+        # Row scales, and column scales of the first and the last.
+        scaling = (scales[0], scales[1], scales[-1]) if scales else arrays[:1] * 3
         *rows, columns = hidden[0].shape
         codes = jax.ShapeDtypeStruct(hidden[0].shape, dtype)
+        of_result = jax.ShapeDtypeStruct(codes.shape, jnp.int8 if in_int8 else dtype)
         exponents = jax.ShapeDtypeStruct((*rows, -(-columns // size)), jnp.uint8)
         maxima = jax.ShapeDtypeStruct((*rows, -(-columns // per_maximum)), jnp.float32)
         return launch(
             kernel,
             hidden[0],
             hidden[-1],
+            *(scaling if exact else ()),
             *numbers,
-            outputs=[codes, exponents, codes, exponents, *[codes] * exact, maxima],
+            outputs=[codes, exponents, codes, exponents, *[of_result] * exact, maxima],
             **_tiles(rows, columns, size, pass_),
             PER_MAXIMUM=per_maximum,
             NAME=act,
@@ -204,8 +215,9 @@ def _forward(
 
     blocked = ["b s f", f"b s f/{size}"]
     results = [*blocked, *blocked, *["b s f"] * exact, f"b s f/{per_maximum}"]
-    operands = ["b s f"] * count + ["b s", f"f/{size}"] * stochastic
-    written = run_sharded(run, [*hidden, *numbers], operands, results)
+    operands = ["b s f"] * count + (["b s"] + ["f"] * len(products)) * bool(products)
+    operands += ["b s", f"f/{size}"] * stochastic
+    written = run_sharded(run, [*values, *scales, *numbers], operands, results)
     blocks = (Blocks(*written[:2]), Blocks(*written[2:4]))
     return blocks[:count], list(written[4:])
 
@@ -239,31 +251,36 @@ def activation_cast(
 def activation_rescale(
     codes: Float[Array, "B S F"],
     maxima: Float[Array, "B S M"],
-    scale: Float[Array, ""],
+    scale: Float[Array, ""] | Float[Array, "B S"],
     size: int,
 ) -> Array:
     """The codes with one `scale`, in place of the scales that follow from the maxima.
 
-    All scales are powers of two, so a code changes only where it becomes subnormal.
+    In FP8 all scales are powers of two, so a code changes only where it becomes subnormal. INT8
+    codes are rounded a second time, to the scales of rows whose largest magnitudes are `scale`.
     """
     from coat_jax.kernels.triton.activation import activation_rescale_tile
+    from coat_jax.kernels.triton.int8 import int8_rescale_tile
 
     per_maximum = max(size, COLUMNS_PER_MAXIMUM)
+    in_int8 = codes.dtype == jnp.int8
 
     def run(codes: Array, maxima: Array, scale: Array) -> list[Array]:
         *rows, columns = codes.shape
+        formats: dict[str, Any] = {}
+        if not in_int8:
+            formats = {"F8": format_of(codes.dtype), "FAST": not dispatch.interpreting()}
         return launch(
-            activation_rescale_tile,
+            int8_rescale_tile if in_int8 else activation_rescale_tile,
             codes,
             maxima,
             scale,
             outputs=[jax.ShapeDtypeStruct(codes.shape, codes.dtype)],
             **_tiles(rows, columns, per_maximum, "cast"),
-            F8=format_of(codes.dtype),
-            FAST=not dispatch.interpreting(),
+            **formats,
         )
 
-    axes = ["b s f", f"b s f/{per_maximum}", ""]
+    axes = ["b s f", f"b s f/{per_maximum}", "b s" if in_int8 else ""]
     (result,) = run_sharded(run, [codes, maxima, scale], axes, ["b s f"])
     return result
 

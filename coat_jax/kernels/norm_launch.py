@@ -1,6 +1,6 @@
 """Launches the kernels of norms, which go from FP8 to FP8.
 
-    norm_forward    x -> blocks, statistics, norm(x) as one FP8 tensor
+    norm_forward    x -> blocks, statistics, norm(x) as one FP8 tensor, or as rows of INT8
     norm_cast       blocks, statistics -> norm(x) as one FP8 tensor, transposed
     norm_backward   blocks, statistics, gradient of norm(x) -> gradients of x, scale and shift
 
@@ -40,13 +40,15 @@ def norm_forward(
     *,
     exact: bool = False,
     stochastic: bool = False,
-) -> tuple[Blocks, Stats, Array]:
+    in_int8: bool = False,
+) -> tuple[Blocks, Stats, Array, Float[Array, "B S"] | None]:
     """Blocks of `x`, with rows [B, S]; its statistics; and norm(x) / scale as FP8 codes.
 
     Statistics and norm are of the values that the blocks decode to, or of `x` itself if `exact`.
-    The blocks are rounded to nearest, or like `to_blocks(stochastic=True)`.
+    The blocks are rounded to nearest, or like `to_blocks(stochastic=True)`. With `in_int8` the
+    codes are those of `int8.rows`, whose largest magnitudes are the last result.
     """
-    from coat_jax.kernels.triton.norm import norm_forward_row
+    from coat_jax.kernels.triton.norm import norm_forward_row, norm_forward_row_int8
 
     x = as_3d(x)
     require_width(x.shape[-1])
@@ -58,13 +60,14 @@ def norm_forward(
         codes = jax.ShapeDtypeStruct(x.shape, dtype)
         numbers = jax.ShapeDtypeStruct((*rows, 1), jnp.float32)
         exponents = jax.ShapeDtypeStruct((*rows, -(-columns // size)), jnp.uint8)
+        normalized = jax.ShapeDtypeStruct(x.shape, jnp.int8) if in_int8 else codes
         return launch(
-            norm_forward_row,
+            norm_forward_row_int8 if in_int8 else norm_forward_row,
             x,
             first_numbers,
             tensor_scale,
             *_parameters(norm, parameters, x),
-            outputs=[codes, exponents, numbers, numbers, codes],
+            outputs=[codes, exponents, numbers, numbers, normalized, *[numbers] * in_int8],
             programs=math.prod(rows),
             warps=min(_warps(columns), 8),
             COLUMNS=columns,
@@ -76,6 +79,7 @@ def norm_forward(
             EPS=norm.eps,
             EXACT=exact,
             STOCHASTIC=stochastic,
+            IN_INT8=in_int8,
             F8=format_of(dtype),
             FAST=not dispatch.interpreting(),
         )
@@ -83,13 +87,14 @@ def norm_forward(
     given = _given(norm)
     numbers = [block_numbers(x.shape, size).first] if stochastic else []
     row, number = "b s !d", "b s !one"
-    codes, exponents, inverse, mean, normalized = run_sharded(
+    codes, exponents, inverse, mean, normalized, *largest = run_sharded(
         run,
         [x, scale, *numbers, *given],
         [row, "", *["b s"] * len(numbers), *["!d"] * len(given)],
-        [row, f"b s !d/{size}", number, number, row],
+        [row, f"b s !d/{size}", number, number, row, *[number] * in_int8],
     )
-    return Blocks(codes, exponents), Stats(mean if layer else None, inverse), normalized
+    stats = Stats(mean if layer else None, inverse)
+    return Blocks(codes, exponents), stats, normalized, largest[0][..., 0] if in_int8 else None
 
 
 def norm_cast(

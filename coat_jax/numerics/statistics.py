@@ -14,6 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from coat_jax.numerics import eight_bits
 from coat_jax.numerics.blocks import Blocks, from_blocks, power_of_two
 from coat_jax.numerics.formats import format_of, saturating_cast
 from coat_jax.numerics.qtensor import split_groups
@@ -68,6 +69,17 @@ def of_tensor(
     return _stacked(x, codes, codes * scale, jnp.abs(x) > limit, limit, amax, scale, dtype)
 
 
+def of_int8(x: Float[Array, "*rows D"]) -> Float[Array, "9"]:
+    """The sums of a tensor each row of which is rounded to INT8; it has no subnormal codes."""
+    x = jnp.atleast_1d(x).astype(jnp.float32)
+    amax = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0.0)
+    scale = eight_bits.scale_of(amax, "int8")
+    codes = eight_bits.encode(x, scale, "int8").astype(jnp.float32)
+    unit = jnp.max(scale, initial=0.0)
+    # Where a row is not finite, neither are its scale and its sums.
+    return _stacked(x, codes, codes * scale, jnp.abs(x) > jnp.inf, amax, amax, unit, jnp.int8)
+
+
 def of_blocks(
     x: Float[Array, "*rows D"], blocks: Blocks, *, size: int, dtype: DTypeLike | None = None
 ) -> Float[Array, "9"]:
@@ -116,7 +128,7 @@ def _stacked(
     All take one pass over the tensor, as none depends on another.
     """
     nonzero = x != 0
-    smallest_normal = 2.0 ** format_of(dtype).min_exponent
+    smallest_normal = 0.0 if dtype == jnp.int8 else 2.0 ** format_of(dtype).min_exponent
     used = ~(amax == 0)  # also where it is NaN, which makes the sums NaN
     binades = jnp.log2(jnp.where(used, limit, 1.0)) - jnp.log2(jnp.where(used, amax, 1.0))
     sums = Sums(

@@ -42,8 +42,9 @@ from coat_jax.ops.saved.attention import (
 from coat_jax.ops.saved.projection import (
     Mode,
     Scales,
-    as_operand,
+    as_input,
     bias_gradients,
+    fp8_scale,
     gradient_operand,
     input_gradient,
     mode_of,
@@ -268,12 +269,13 @@ def _attention_linear_forward(
     output, saved = save_attention(settings, q, k, v, segments)
     exact = settings.precision.exact_forward
     o = output if exact else restore(saved.output, q.dtype, settings.precision.attention_block)
-    n = as_operand(join_heads(o), q.dtype, mode)
+    n = as_input(join_heads(o), q.dtype, mode)
+    scale = fp8_scale(n, mode)
     (y,), scales = project(n, (weight,), (bias,), q.dtype, mode)
     seen = recording.attention(probe, (q, k, v), output, saved, settings)
-    seen = recording.operand(seen, "out/input", lambda: join_heads(o), n.scale, mode.format)
+    seen = recording.operand(seen, "out/input", lambda: join_heads(o), scale, mode)
     seen = recording.weights(seen, (weight,), scales, mode)
-    return y, (saved, n.scale, segments, weight, scales, bias, seen)
+    return y, (saved, scale, segments, weight, scales, bias, seen)
 
 
 def _attention_linear_backward(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from coat_jax.errors import UserError
 from coat_jax.kernels import gemm
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
@@ -107,6 +108,11 @@ def adapted_linear(
             f"{weight.codes.shape[1]}."
         )
     mode = mode_of(precision, implementation)
+    if mode.int8_forward:
+        raise UserError(
+            "A frozen weight is in FP8, and adapted_linear multiplies its codes: it cannot compute "
+            "in INT8. Use a precision without int8_forward, such as coat.COAT."
+        )
     if mode.format != weight.codes.dtype:
         raise ValueError(
             f"The weight is frozen as {weight.codes.dtype.name}, but this precision multiplies "

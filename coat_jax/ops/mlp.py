@@ -42,6 +42,8 @@ from coat_jax.ops.saved.projection import (
     bounded_input_gradient,
     input_gradient,
     mode_of,
+    multiply,
+    outputs_of,
     project,
     weight_gradients,
 )
@@ -203,8 +205,10 @@ def _forward(
 ) -> tuple[Array, _Saved]:
     act, residual, mode, _ = settings
     saved, n = save_norm(x, norm, mode)
-    before, scales = project(n, weights, biases, x.dtype, mode)
-    hidden, a = save_activation(before, act, mode)
+    products, scales = multiply(n, weights, x.dtype, mode)
+    before = outputs_of(products, biases, x.dtype)
+    unscaled = products if all(bias is None for bias in biases) else ()
+    hidden, a = save_activation(before, act, mode, unscaled=unscaled)
     (y,), down_scale = project(a, (down,), (down_bias,), x.dtype, mode)
     scales += down_scale
     seen = recording.norm(probe, x, saved, norm, mode)

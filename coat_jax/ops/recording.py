@@ -72,9 +72,22 @@ def operand(
     tensor: str,
     values: Callable[[], Float[Array, "*rows K"]],
     scale: Float[Array, ""] | None,
+    mode: Mode,
+) -> OptionalProbe:
+    """An input and the operand of forward products; its values are computed if they are needed."""
+    if seen is not None and mode.int8_forward:
+        return seen.with_sums(tensor, lambda: statistics.of_int8(values()))
+    return _operand(seen, tensor, values, scale, mode.format)
+
+
+def _operand(
+    seen: OptionalProbe,
+    tensor: str,
+    values: Callable[[], Float[Array, "*rows K"]],
+    scale: Float[Array, ""] | None,
     dtype: DTypeLike | None,
 ) -> OptionalProbe:
-    """A tensor and the operand that is made of it; its values are computed if they are needed."""
+    """A tensor and its FP8 codes with one scale."""
     if seen is None or scale is None or dtype is None:
         return seen
     return seen.with_sums(tensor, lambda: statistics.of_tensor(values(), scale, dtype))
@@ -96,7 +109,7 @@ def norm(
         return n if layer is None or result.stats is None else normalize(n, result.stats, layer)
 
     seen = saved(seen, "saved", x, result.x, precision.block, precision.forward)
-    return operand(seen, "input", values, result.scale, mode.format)
+    return operand(seen, "input", values, result.scale, mode)
 
 
 def activation(
@@ -119,7 +132,7 @@ def activation(
         inputs = hidden if precision.exact_forward else result.hidden
         return activate([restore(h, jnp.float32, precision.block) for h in inputs], act)
 
-    return operand(seen, tensor, values, result.scale, mode.format)
+    return operand(seen, tensor, values, result.scale, mode)
 
 
 def attention(
@@ -149,6 +162,11 @@ def weights(
     seen: OptionalProbe, values: Sequence[Float[Array, "K N"]], scales: Scales, mode: Mode
 ) -> OptionalProbe:
     """The weights, in the order of their names."""
+    if seen is not None and mode.int8_forward:
+        for name, value in zip(seen.weights, values, strict=False):
+            of_columns = partial(statistics.of_int8, value.T)
+            seen = seen.with_sums(of_weight(name, "weight"), of_columns)
+        return seen
     return _of_weights(seen, "weight", lambda i: values[i], scales, mode.format)
 
 
@@ -178,5 +196,5 @@ def _of_weights(
 ) -> OptionalProbe:
     names = () if seen is None else seen.weights[first:]
     for i, (name, scale) in enumerate(zip(names, scales, strict=False)):
-        seen = operand(seen, of_weight(name, tensor), partial(values, i), scale, dtype)
+        seen = _operand(seen, of_weight(name, tensor), partial(values, i), scale, dtype)
     return seen

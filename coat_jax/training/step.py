@@ -23,8 +23,8 @@ from coat_jax.errors import UserError
 from coat_jax.optax import FusedOptimizer, global_norm, step_by_stages
 from coat_jax.optax.clipping import clip_scale
 from coat_jax.training.cluster.batches import abstract_batch
-from coat_jax.training.cluster.communication import compiler_options
 from coat_jax.training.cluster.mesh import everywhere
+from coat_jax.training.compiler_options import compiler_options
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Batch
 from coat_jax.training.release import Released, scale_of_stage, stages_of
@@ -98,7 +98,7 @@ def lower_step(
         step,
         donate_argnums=0,
         out_shardings=shardings,
-        compiler_options=compiler_options(mesh, offload=config.optimizer.offload),
+        compiler_options=compiler_options(config, mesh),
     )
     with jax.set_mesh(mesh):
         return jitted.lower(state, abstract_batch(config, mesh, packed=packed))

@@ -2,6 +2,7 @@
 
     python -m experiments.fine_tuning --size 40M --steps 1200 --batch 32 --seeds 0 1 2 --out DIR
     python -m experiments.fine_tuning --size 40M --steps 1200 --batch 32 --seeds 3 4 5 --parts
+    python -m experiments.fine_tuning --size 40M --steps 1200 --batch 32 --seeds 0 1 2 --int8
     python -m experiments.fine_tuning --plan --size 124M --seeds 0 1 2
     python -m experiments.fine_tuning --merge FILE...    adds results to the committed file
     python -m experiments.fine_tuning                    the table and picture of what is there
@@ -12,14 +13,15 @@ which are in BF16 and rounded stochastically. All ways start from the same param
 same batches. What is measured is the loss above that of tuning in BF16.
 
 With --parts, single operands of the products are rounded instead: which of them costs what, and in
-which layers.
+which layers. With --int8, COAT is compared with COAT_INT8.
 
 A run that has a row is not made again; one that was stopped continues if --work is still there.
 """
 
 import argparse
+from types import ModuleType
 
-from experiments.fine_tuning import parts, run
+from experiments.fine_tuning import int8, parts, run
 from experiments.fine_tuning.show import FILE, show
 from experiments.loss_study.command import add_arguments, carry_out
 
@@ -31,10 +33,12 @@ def main() -> None:
     )
     add_arguments(parser, arms=["bf16"], work="fine_tuning")
     parser.add_argument("--parts", action="store_true", help="tune with single operands rounded")
+    parser.add_argument("--int8", action="store_true", help="tune with INT8 forward products")
     options = parser.parse_args()
-    kind = parts if options.parts else run
-    module = f"experiments.fine_tuning.{'parts' if options.parts else 'run'}"
-    carry_out(options, FILE, show, module=module, row_of=kind.row_of, cost_of=kind.cost_of)
+    if options.parts and options.int8:
+        parser.error("--parts and --int8 are two studies: choose one.")
+    kind: ModuleType = parts if options.parts else int8 if options.int8 else run
+    carry_out(options, FILE, show, module=kind.__name__, row_of=kind.row_of, cost_of=kind.cost_of)
 
 
 if __name__ == "__main__":

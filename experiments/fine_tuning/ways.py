@@ -2,7 +2,7 @@
 
 Parameters are in BF16 and rounded stochastically in all ways. What differs is the precision of the
 products, what layers save, and how moments are stored; or, for `--parts`, which operands of the
-products are rounded to FP8.
+products are rounded to FP8; or, for `--int8`, whether the forward products are in INT8.
 """
 
 from collections.abc import Mapping
@@ -29,6 +29,11 @@ PARTS: dict[str, Arm] = {
     "inputs_rounded": replace(BASE, rounded=("inputs",), baseline=False),
     "weights_rounded": replace(BASE, rounded=("weights",), baseline=False),
     "backward_rounded": replace(BASE, rounded=("recomputed", "gradients"), baseline=False),
+}
+INT8: dict[str, Arm] = {
+    "bf16": BASE,
+    "coat": WAYS["coat"],
+    "coat_int8": replace(MOMENTS, precision=coat.COAT_INT8),
 }
 STEPS = 300
 RATE = 0.1  # of the highest learning rate of the training before

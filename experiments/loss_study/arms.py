@@ -47,6 +47,7 @@ ARMS: dict[str, Arm] = {
     # COAT and its halves.
     "coat": BOTH,
     "coat_lean": replace(BOTH, precision=coat.COAT_LEAN),
+    "coat_int8": replace(BOTH, precision=coat.COAT_INT8),
     "moments": MOMENTS,
     "activations": COAT_FP32,
     "coat_expanded": replace(BOTH, moments=EXPANDED),
@@ -65,6 +66,7 @@ ARMS: dict[str, Arm] = {
     "coat_after_short_bf16": replace(BOTH, start=coat.BF16, start_share=1 / 24),
     "coat_before_short_bf16": replace(MOMENTS, start=coat.COAT, start_share=23 / 24),
     "coat_lean_after_bf16": replace(BOTH, precision=coat.COAT_LEAN, start=coat.BF16),
+    "coat_int8_after_bf16": replace(BOTH, precision=coat.COAT_INT8, start=coat.BF16),
     "activations_after_bf16": replace(COAT_FP32, start=coat.BF16),
     "activations_after_bf16_tenth": replace(COAT_FP32, start=coat.BF16, start_share=0.1),
     # As in fine-tuning, most has been learnt before.

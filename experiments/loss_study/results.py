@@ -102,6 +102,7 @@ def _completed(row: Row) -> Row:
             precision = precision | {"stochastic": not saves}
         if "stochastic_backward" not in precision:
             precision = precision | {"stochastic_backward": row["code"] == STOCHASTIC_BACKWARD}
+        precision = {"int8_forward": False} | precision
         # An option that was tried, and is gone.
         off = ("center_inputs", False)
         definition[name] = dict(entry for entry in precision.items() if entry != off)

@@ -17,6 +17,7 @@ PRESETS = {
     "FP8_LINEAR": coat.FP8_LINEAR,
     "COAT": coat.COAT,
     "COAT_LEAN": coat.COAT_LEAN,
+    "COAT_INT8": coat.COAT_INT8,
     "COAT_PAPER": coat.COAT_PAPER,
 }
 

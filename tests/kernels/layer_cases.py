@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from coat_jax import E4M3, E5M2
-from coat_jax.kernels import activation, gemm, norm, norm_launch, rotary
+from coat_jax.kernels import activation, gemm, int8, norm, norm_launch, rotary
 from coat_jax.kernels.cast import cast, cast_reference, cast_with_lengths, lengths_reference
 from coat_jax.numerics.blocks import from_blocks, to_blocks
 from coat_jax.numerics.formats import format_of
@@ -43,6 +43,7 @@ class NormCase(NamedTuple):
     size: int = 16
     exact: bool = False  # the forward pass takes x itself
     stochastic: bool = False
+    in_int8: bool = False  # the norm itself
 
 
 NORMS = [
@@ -54,6 +55,8 @@ NORMS = [
     NormCase("layer", shift=True, exact=True),
     NormCase(exact=True, stochastic=True),
     NormCase("layer", shift=True, size=64, exact=True, stochastic=True),
+    NormCase(exact=True, stochastic=True, in_int8=True),
+    NormCase("layer", shift=True, exact=True, in_int8=True),
 ]
 ROUNDINGS = pytest.mark.parametrize("stochastic", [False, True], ids=["to nearest", "stochastic"])
 STREAMS = pytest.mark.parametrize("stream", [None, "gradients", "inputs"], ids=str)
@@ -76,6 +79,30 @@ def assert_codes(got, want):
     step = np.maximum(np.abs(want) * 2.0**-fmt.mantissa_bits, fmt.tiny)
     np.testing.assert_array_less(np.abs(got - want), 1.001 * step)
     assert np.mean(got != want) <= SLACK
+
+
+def assert_rows(got, want):
+    """The same rows of INT8 but for a few neighbours."""
+    np.testing.assert_allclose(got.largest, want.largest, rtol=1e-5)
+    assert_codes_of_int8(got.codes, want.codes)
+
+
+def assert_codes_of_int8(got, want):
+    """The same INT8 codes but for a few neighbours."""
+    assert got.dtype == want.dtype == jnp.int8
+    off = np.abs(np.int32(got) - np.int32(want))
+    assert off.shape == want.shape
+    assert np.max(off, initial=0) <= 1
+    assert np.mean(off) <= SLACK
+
+
+def check_int8_columns(shape):
+    w = numbers(0, shape[-2:])
+    w = w.at[:, 3].set(0).at[1, 5].set(jnp.inf).at[2, 7].set(jnp.nan)
+    got, want = int8.columns(w, "triton"), int8.columns(w)
+    assert np.flatnonzero(~np.isfinite(got.largest)).tolist() == [5, 7]
+    assert not np.any(got.codes[3])
+    assert_rows(got, want)
 
 
 def check_cast(shape, dtype, stream):
@@ -123,8 +150,9 @@ def check_norm(shape, case: NormCase):
     rounding = ROUNDING * (1 + case.stochastic)
     limit = norm.bound_of_norm(of, columns, rounding if case.exact else 0.0)
     scale = gemm.tensor_scale(limit, E4M3)
-    blocks, stats, straight = norm_launch.norm_forward(
-        x, of, scale, E4M3, size, exact=case.exact, stochastic=case.stochastic
+    rounding = {"stochastic": case.stochastic, "in_int8": case.in_int8}
+    blocks, stats, straight, largest = norm_launch.norm_forward(
+        x, of, scale, E4M3, size, exact=case.exact, **rounding
     )
     exact = to_blocks(x, size=size, stochastic=case.stochastic)
     for got, want in zip(blocks, exact, strict=True):
@@ -139,7 +167,11 @@ def check_norm(shape, case: NormCase):
     transposed = norm_launch.norm_cast(blocks, stats, of, scale, size, stream=stream)
     n, again = (norm.normalize(rows, expected, of) for rows in (seen, values))
     assert max(jnp.max(jnp.abs(n)), jnp.max(jnp.abs(again))) <= limit
-    assert_codes(straight, cast_reference(n, scale, E4M3, "straight")[0])
+    if case.in_int8:
+        assert_rows(int8.Rows(straight, largest), int8.rows(n))
+    else:
+        assert largest is None
+        assert_codes(straight, cast_reference(n, scale, E4M3, "straight")[0])
     assert_codes(transposed, cast_reference(again, scale, E4M3, "transposed", stream=stream)[1])
 
     dn = numbers(4, shape).astype(jnp.float32)
@@ -183,6 +215,37 @@ def check_exact_activation(shape, name, count, size=16, *, stochastic=False):
     off = np.abs(np.float64(got) - want)
     assert np.max(off, where=subnormal, initial=0) <= format_of(E4M3).tiny
     assert_codes(np.where(subnormal, 0, got), np.where(subnormal, 0, want).astype(E4M3))
+
+
+def check_exact_activation_in_int8(shape, name, count, size=16):
+    """Codes are rounded twice: with the scale of 32 columns, then with that of the row."""
+    rng, columns = np.random.default_rng(1), shape[-1]
+    row_scale = jnp.asarray(rng.uniform(1e-4, 1e-3, shape[:-1]), jnp.float32)
+    products = [
+        int8.Product(
+            jnp.asarray(rng.integers(-(10**4), 10**4, shape), jnp.int32),
+            row_scale,
+            jnp.asarray(rng.uniform(0.1, 1, columns), jnp.float32),
+        )
+        for _ in range(count)
+    ]
+    hidden = [product.scaled(jnp.float32) for product in products]
+    how = {"stochastic": True}
+    want, _, _ = activation.activation_forward_exact(hidden, name, E4M3, size, **how)
+    kept, codes, maxima = activation.activation_forward_exact(
+        products, name, E4M3, size, in_int8=True, **how
+    )
+    for_values = activation.activation_forward_exact(hidden, name, E4M3, size, in_int8=True, **how)
+    assert_codes_of_int8(codes, for_values[1])
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+    largest = jnp.max(maxima, axis=-1)
+    rows = int8.Rows(activation.activation_rescale(codes, maxima, largest, size), largest)
+    a = np.float64(activation.activate(hidden, name))
+    assert np.all(np.max(np.abs(a), axis=-1) <= 1.00001 * np.float64(largest))
+    off = np.abs(np.float64(rows.decoded()) - a) / np.float64(rows.scale)[..., None]
+    assert np.max(off) < 1.001  # half a step of each scale
+    assert np.sqrt(np.mean(off**2)) < 1.3 * 12**-0.5
 
 
 def check_activation(shape, name, count, size=16, *, stochastic=False):

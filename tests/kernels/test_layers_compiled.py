@@ -98,6 +98,19 @@ def test_every_product_of_a_layer_is_in_fp8(precision, implementation):
     assert program.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
 
 
+def test_forward_products_are_in_int8_and_backward_products_in_fp8():
+    """Seven weights, one product forward and two backward; none is transposed or cast by XLA."""
+    program = compile_layer(hopper_mesh((4,), ("x",)), coat.COAT_INT8, "triton", ALONE)
+    assert fp8_products(program) == 14
+    assert other_products(program) == 7
+    of_int8 = r'\(s32\[[\d,]+\]\S* .*custom_call_target="__cublas\$lt\$matmul"'
+    assert len(re.findall(of_int8, program)) == 7
+    made_by_xla = re.findall(r"%\S+ = s8\[\d\S* (?:transpose|copy)\(", program)
+    assert made_by_xla == []
+    # The kernel of the activation reads the sums of gate and up themselves.
+    assert xla_reads(program, rf"\[{B},{S},{F}\]") == []
+
+
 def test_sums_of_products_are_taken_in_by_the_products():
     """Two residual sums forward; backward one for gate and up, two for query, key and value."""
     program = compile_layer(hopper_mesh((4,), ("x",)), coat.COAT, "triton", ALONE)
@@ -155,7 +168,9 @@ def test_xla_does_not_remove_the_rounding_of_values_that_a_layer_continues_with(
     assert "round-nearest-even" in program
 
 
-@pytest.mark.parametrize("precision", [coat.COAT, ROUNDED], ids=["coat", "rounded forward"])
+@pytest.mark.parametrize(
+    "precision", [coat.COAT, ROUNDED, coat.COAT_INT8], ids=["coat", "rounded forward", "int8"]
+)
 @pytest.mark.parametrize("name", activation.ACTIVATIONS)
 def test_every_activation_compiles(name, precision):
     """With a gate and without one, forward and backward: Triton's interpreter checks no types."""

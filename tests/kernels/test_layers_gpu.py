@@ -16,6 +16,8 @@ from layer_cases import (
     check_activation,
     check_cast,
     check_exact_activation,
+    check_exact_activation_in_int8,
+    check_int8_columns,
     check_norm,
     check_rotary,
 )
@@ -62,3 +64,14 @@ def test_activation(shape, name, count, stochastic):
 @pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
 def test_exact_activation(shape, name, count, stochastic):
     check_exact_activation(shape, name, count, stochastic=stochastic)
+
+
+@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
+@pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
+def test_exact_activation_in_int8(shape, name, count):
+    check_exact_activation_in_int8(shape, name, count)
+
+
+@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
+def test_int8_columns(shape):
+    check_int8_columns(shape)

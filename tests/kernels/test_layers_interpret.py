@@ -16,6 +16,8 @@ from layer_cases import (
     check_activation,
     check_cast,
     check_exact_activation,
+    check_exact_activation_in_int8,
+    check_int8_columns,
     check_norm,
     check_rotary,
 )
@@ -60,6 +62,16 @@ def test_exact_activation(name, count, stochastic):
     check_exact_activation(SMALL[1], name, count, stochastic=stochastic)
 
 
+@pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
+def test_exact_activation_in_int8(name, count):
+    check_exact_activation_in_int8(SMALL[1], name, count)
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_int8_columns(shape):
+    check_int8_columns(shape)
+
+
 def test_a_kernel_refuses_an_unknown_activation():
     """Rather than computing another one."""
     x = jnp.ones((1, 4, 32), jnp.bfloat16)
@@ -79,9 +91,8 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
-def test_a_layer_of_kernels_is_the_layer_of_references(precision):
-    """But for codes on an edge, where statistics differ in FP32's last place."""
+def layers(precision, *implementations):
+    """Outputs and gradients of some MLPs and projections, one per implementation."""
     width, hidden = 64, 160
     scale = 1 + numbers(width, scale=0.1)
     weights = [numbers(width, hidden, scale=width**-0.5) for _ in range(2)]
@@ -95,15 +106,36 @@ def test_a_layer_of_kernels_is_the_layer_of_references(precision):
         turned = {"head_dim": 32, "rotary": ops.Rotary()}
         return ops.norm_qkv(x, ops.Norm(scale), (*weights, weights[0]), **turned, **how)
 
-    results = []
-    for implementation in ("xla", "triton"):
+    for implementation in implementations:
         outputs, pull = jax.vjp(
             lambda *args, i=implementation: layer(i, *args),
             numbers(2, 24, width), scale, weights, down, bias,
         )  # fmt: skip
-        results.append((outputs, pull(type(outputs)(jnp.sin(y) for y in outputs))))
-    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        yield jax.tree.leaves((outputs, pull(tuple(numbers(*y.shape) for y in outputs))))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+def test_a_layer_of_kernels_is_the_layer_of_references(precision):
+    """But for codes on an edge, where statistics differ in FP32's last place."""
+    for a, b in zip(*layers(precision, "xla", "triton"), strict=True):
         assert jnp.linalg.norm(a - b) <= 1e-3 * jnp.linalg.norm(b)
+
+
+def test_a_layer_of_kernels_is_as_accurate_as_references_in_int8():
+    """Its kernels round an activation twice, first with a scale for 32 columns.
+
+    The second rounding adds less than the first one's variance, and only to `down`'s input.
+    """
+    (exact,) = layers(coat.BF16, None)
+    references, kernels = layers(coat.COAT_INT8, "xla", "triton")
+    (fp8,) = layers(coat.COAT, "xla")
+    outputs = 4
+    for i, want in enumerate(exact):
+        of_kernels, of_references, of_fp8 = (
+            jnp.linalg.norm(each[i] - want) for each in (kernels, references, fp8)
+        )
+        assert of_kernels <= 1.2 * of_references
+        assert i >= outputs or of_kernels <= 0.5 * of_fp8
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["rounded", "exact"])

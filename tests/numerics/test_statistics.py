@@ -136,3 +136,14 @@ def test_counts_are_right_beyond_what_fp32_counts():
     found = Sums(*of_tensor(x, jnp.float32(1), E4M3).tolist())
     assert found.nonzero == pytest.approx(x.size, rel=1e-6)
     assert statistics.of_sums(np.asarray(found)).error == 0.0
+
+
+def test_rows_of_int8_have_an_error_of_a_uniform_step():
+    """Numbers under half a step of their row underflow; nothing saturates or is subnormal."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, (8, 4096)) * 10.0 ** np.arange(-4, 4)[:, None]
+    found = statistics.of_sums(statistics.of_int8(jnp.asarray(x, jnp.float32)))
+    # The deviation of uniform numbers is 1 / sqrt(3).
+    assert found.error == pytest.approx(3**0.5 / 127 / 12**0.5, rel=0.02)
+    assert found.underflow == pytest.approx(0.5 / 127, rel=0.2)
+    assert found.subnormal == found.saturated == found.headroom == 0

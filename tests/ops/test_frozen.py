@@ -93,3 +93,11 @@ def test_a_precision_that_does_not_fit_the_codes(arrays):
         ops.adapted_linear(arrays["x"], ops.freeze(arrays["w"]), adapter, precision=coat.BF16)
     with pytest.raises(ValueError, match="should be"):
         ops.adapted_linear(arrays["x"], ops.freeze(arrays["w"]), adapter, jnp.ones(3))
+
+
+def test_int8_forward_is_refused(arrays):
+    """The codes of a frozen weight are in FP8, also if that precision froze them."""
+    frozen = ops.freeze(arrays["w"], precision=coat.COAT_INT8)
+    adapter = arrays["a"], arrays["c"]
+    with pytest.raises(ValueError, match=r"cannot compute in INT8. Use .* such as coat.COAT"):
+        ops.adapted_linear(arrays["x"], frozen, adapter, precision=coat.COAT_INT8)

@@ -15,6 +15,7 @@ from coat_jax.kernels.triton.blocks import (
     power_of_two,
 )
 from coat_jax.kernels.triton.formats import round_to_fp8
+from coat_jax.kernels.triton.int8 import int8_scale, round_to_int8
 from coat_jax.kernels.triton.tiles import (
     block_offsets,
     load_blocks,
@@ -70,6 +71,18 @@ def store_maxima(
     v = tl.reshape(magnitude_bits(v), [TILE_ROWS, TILE_COLUMNS // PER_MAXIMUM, PER_MAXIMUM])
     offsets, mask = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, PER_MAXIMUM)
     tl.store(maxima + offsets, tl.max(v, axis=2).to(tl.float32, bitcast=True), mask=mask)
+
+
+@triton.jit
+def load_hidden(
+    x, row_scale, column_scale, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Loads a tile of values, or of sums in INT32 times the scales of their rows and columns."""
+    v = load_tile(x, row, column, ROWS, COLUMNS)
+    if x.dtype.element_ty == tl.int32:
+        v = v * tl.load(row_scale + row, mask=row < ROWS, other=0.0)[:, None]
+        v = v * tl.load(column_scale + column, mask=column < COLUMNS, other=0.0)[None, :]
+    return v
 
 
 @triton.jit
@@ -183,17 +196,19 @@ def activation_backward_ungated_tile(
 
 @triton.jit
 def activation_forward_exact_tile(
-    gate, up, first, within, gate_codes, gate_exponents, up_codes, up_exponents, out, maxima,
+    gate, up, row_scale, gate_scale, up_scale, first, within,
+    gate_codes, gate_exponents, up_codes, up_exponents, out, maxima,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     SIZE: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, F8: tl.constexpr,
     PER_MAXIMUM: tl.constexpr, STOCHASTIC: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Stores gate and up in blocks, the activation of their exact values, and its maxima.
 
-    Maxima are of both activations, of the exact values and of what the blocks decode to.
+    Maxima are of both activations, of the exact values and of what the blocks decode to. Gate and
+    up may be products in INT8 that are yet to be scaled; else the scales are not read.
     """
     row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    v = load_tile(gate, row, column, ROWS, COLUMNS)
+    v = load_hidden(gate, row_scale, gate_scale, row, column, ROWS, COLUMNS)
     a, _ = activation(v, NAME, FAST)
     v = store_blocks(
         v, gate_codes, gate_exponents, row, column, first, within,
@@ -201,7 +216,7 @@ def activation_forward_exact_tile(
     )  # fmt: skip
     a_rounded, _ = activation(v, NAME, FAST)
     if GATED:
-        v = load_tile(up, row, column, ROWS, COLUMNS)
+        v = load_hidden(up, row_scale, up_scale, row, column, ROWS, COLUMNS)
         a *= v
         a_rounded *= store_blocks(
             v, up_codes, up_exponents, row, column, first, within,
@@ -213,8 +228,12 @@ def activation_forward_exact_tile(
     offsets, mask = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, PER_MAXIMUM)
     tl.store(maxima + offsets, largest.to(tl.float32, bitcast=True), mask=mask)
     a = tl.reshape(a, [TILE_ROWS, TILE_COLUMNS // PER_MAXIMUM, PER_MAXIMUM])
-    a *= inverse_power(fitting_exponent(largest, F8))[:, :, None]
-    q = round_to_fp8(tl.reshape(a, [TILE_ROWS, TILE_COLUMNS]), F8, FAST)
+    if out.dtype.element_ty == tl.int8:
+        a = round_to_int8(a, int8_scale(largest.to(tl.float32, bitcast=True))[:, :, None])
+        q = tl.reshape(a, [TILE_ROWS, TILE_COLUMNS])
+    else:
+        a *= inverse_power(fitting_exponent(largest, F8))[:, :, None]
+        q = round_to_fp8(tl.reshape(a, [TILE_ROWS, TILE_COLUMNS]), F8, FAST)
     store_tile(q.to(out.dtype.element_ty), out, row, column, ROWS, COLUMNS)
 
 

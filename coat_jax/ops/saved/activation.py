@@ -1,6 +1,6 @@
 """The activation between two linear layers: what it saves, and how the backward pass recomputes it.
 
-    forward     hidden -> saved hidden (blocks), scale -> a = act(saved hidden) in FP8, straight
+    forward     hidden -> saved hidden (blocks), scale -> a = act(saved hidden) in FP8 or INT8
     backward    saved hidden, scale, da -> a in FP8, transposed; the gradients of hidden in FP8
 
 Hidden is (gate, up) or (up,). With `Precision.exact_forward` the forward pass computes a from the
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from coat_jax.kernels import gemm
+from coat_jax.kernels import gemm, int8
 from coat_jax.kernels.activation import (
     Activation,
     activate,
@@ -30,7 +30,7 @@ from coat_jax.kernels.activation import (
 from coat_jax.kernels.gemm import Operand
 from coat_jax.numerics.blocks import Blocks
 from coat_jax.ops.saved.array import SavedArray, restore, save_hidden
-from coat_jax.ops.saved.projection import Mode, gradient_operand, recompute_input
+from coat_jax.ops.saved.projection import Input, Mode, Products, gradient_operand, recompute_input
 
 
 class SavedActivation(NamedTuple):
@@ -41,16 +41,38 @@ class SavedActivation(NamedTuple):
 
 
 def save_activation(
-    hidden: Sequence[Float[Array, "B S F"]], act: Activation, mode: Mode
-) -> tuple[SavedActivation, Operand]:
-    """Returns what is saved of `hidden`, and its activation a as the operand of a product."""
+    hidden: Sequence[Float[Array, "B S F"]],
+    act: Activation,
+    mode: Mode,
+    *,
+    unscaled: Products = (),
+) -> tuple[SavedActivation, Input]:
+    """Returns what is saved of `hidden`, and its activation a as the input of a product.
+
+    Args:
+        hidden: (gate, up) or (up,).
+        act: the activation.
+        mode: how to compute.
+        unscaled: the products that `hidden` is, if it is without biases: a kernel then scales
+            those in INT8 itself, which saves a pass over them.
+    """
     precision, dtype = mode.precision, hidden[0].dtype
     size, stochastic = _fused_block(act, mode), precision.saves_stochastically
     if size is not None and precision.exact_forward:
+        products = [p for p in unscaled if isinstance(p, int8.Product)]
         blocks, codes, maxima = activation_forward_exact(
-            hidden, act, precision.forward, size, stochastic=stochastic
+            products or hidden,
+            act,
+            precision.forward,
+            size,
+            stochastic=stochastic,
+            in_int8=mode.int8_forward,
         )
         scale = gemm.tensor_scale(jnp.max(maxima, initial=0.0), precision.forward)
+        if mode.int8_forward:
+            of_rows = jnp.max(maxima, axis=-1, initial=0.0)
+            rescaled = int8.Rows(activation_rescale(codes, maxima, of_rows, size), of_rows)
+            return SavedActivation(blocks, scale), rescaled
         codes = activation_rescale(codes, maxima, scale, size)
         return SavedActivation(blocks, scale), Operand(codes, None, scale)
     if size is not None:
@@ -64,15 +86,15 @@ def save_activation(
     a = activate(values, act)
     if mode.format is None:
         return SavedActivation(saved, None), Operand(a.astype(dtype), None, None)
-    if precision.block is None or not precision.exact_forward:
-        operand = gemm.operand(a, mode.format, "straight", mode.implementation)
-        return SavedActivation(saved, operand.scale), operand
-    # The scale must also fit the activation that the backward pass recomputes.
-    again = activate(_values(saved, mode), act)
-    largest = gemm.largest_magnitude(jnp.maximum(jnp.abs(a), jnp.abs(again)))
-    scale = gemm.tensor_scale(largest, mode.format)
-    operand = gemm.scaled(a, scale, mode.format, "straight", mode.implementation)
-    return SavedActivation(saved, scale), operand
+    magnitudes = jnp.abs(a)
+    if precision.block is not None and precision.exact_forward:
+        # The scale must also fit the activation that the backward pass recomputes.
+        magnitudes = jnp.maximum(magnitudes, jnp.abs(activate(_values(saved, mode), act)))
+    scale = gemm.tensor_scale(gemm.largest_magnitude(magnitudes), mode.format)
+    if mode.int8_forward:
+        return SavedActivation(saved, scale), int8.rows(a)
+    n = gemm.scaled(a, scale, mode.format, "straight", mode.implementation)
+    return SavedActivation(saved, scale), n
 
 
 def activation_gradients(

@@ -1,6 +1,6 @@
 """The norm before a linear layer: what it saves, and how the backward pass recomputes it.
 
-    forward     x -> saved x (blocks), statistics, scale -> n = norm(saved x) in FP8, straight
+    forward     x -> saved x (blocks), statistics, scale -> n = norm(saved x) in FP8 or INT8
     backward    saved x, statistics, scale -> n in FP8, transposed;  dn -> dx
 
 Without a norm, n is the saved x. With `Precision.exact_forward` the forward pass normalizes x
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.kernels import gemm
+from coat_jax.kernels import gemm, int8
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import (
     Norm,
@@ -28,7 +28,7 @@ from coat_jax.kernels.norm_launch import norm_backward, norm_cast, norm_forward
 from coat_jax.numerics.blocks import Blocks
 from coat_jax.numerics.formats import format_of
 from coat_jax.ops.saved.array import SavedArray, restore, save_input
-from coat_jax.ops.saved.projection import Mode, recompute_input
+from coat_jax.ops.saved.projection import Input, Mode, fp8_scale, recompute_input
 from coat_jax.precision import Precision
 
 
@@ -40,15 +40,15 @@ class SavedNorm(NamedTuple):
     scale: Float[Array, ""] | None  # of n in FP8; None if n is not rounded
 
 
-def save_norm(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[SavedNorm, Operand]:
-    """Returns what is saved of `x`, and norm(x) as the operand of a product."""
+def save_norm(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[SavedNorm, Input]:
+    """Returns what is saved of `x`, and norm(x) as the input of products."""
     precision = mode.precision
     scale = None
     if norm is not None and mode.format is not None:
-        largest = bound_of_norm(norm, x.shape[-1], _rounding(precision))
-        scale = gemm.tensor_scale(largest, mode.format)
+        bound = bound_of_norm(norm, x.shape[-1], _rounding(precision))
+        scale = gemm.tensor_scale(bound, mode.format)
         if mode.fused_block is not None:
-            blocks, of_rows, codes = norm_forward(
+            blocks, of_rows, codes, largest = norm_forward(
                 x,
                 norm,
                 scale,
@@ -56,14 +56,21 @@ def save_norm(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[
                 mode.fused_block,
                 exact=precision.exact_forward,
                 stochastic=precision.saves_stochastically,
+                in_int8=mode.int8_forward,
             )
-            return SavedNorm(blocks, of_rows, scale), Operand(codes, None, scale)
+            saved_norm = SavedNorm(blocks, of_rows, scale)
+            if largest is None:
+                return saved_norm, Operand(codes, None, scale)
+            return saved_norm, int8.Rows(codes, largest)
     (saved, n), stats = save_input(x, precision), None
     if norm is not None:
         stats = statistics(n, norm)
         n = normalize(n, stats, norm)
     if mode.format is None:
         return SavedNorm(saved, stats, None), Operand(n.astype(x.dtype), None, None)
+    if mode.int8_forward:
+        rows = int8.rows(n)
+        return SavedNorm(saved, stats, fp8_scale(rows, mode) if scale is None else scale), rows
     if scale is None:
         operand = gemm.operand(n, mode.format, "straight", mode.implementation)
     else:

@@ -6,7 +6,8 @@
 In FP8 the input is rounded to E4M3 once for all weights, and each gradient to E5M2. The backward
 pass requantizes the weights with the scales of the forward pass, since saving their codes would
 cost a byte a parameter. It also rounds an input again that it recomputes from what was saved. Where
-`Precision.stochastic_backward` is set, it rounds this input and the gradients stochastically.
+`Precision.stochastic_backward` is set, it rounds this input and the gradients stochastically. With
+`Precision.int8_forward` only y is computed from INT8 codes: the backward pass is the same.
 """
 
 import functools
@@ -18,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.errors import UserError
-from coat_jax.kernels import dispatch, gemm
+from coat_jax.kernels import dispatch, gemm, int8
 from coat_jax.kernels.cast import Layout
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
@@ -30,6 +31,8 @@ Weights = tuple[Float[Array, "K N"], ...]
 Biases = tuple[Float[Array, " N"] | None, ...]
 Outputs = tuple[Float[Array, "*rows N"], ...]
 Scales = tuple[Float[Array, ""] | None, ...]
+Input = Operand | int8.Rows  # of forward products
+Products = tuple[Float[Array, "*rows N"] | int8.Product, ...]
 
 
 class Mode(NamedTuple):
@@ -47,6 +50,11 @@ class Mode(NamedTuple):
     def gradient_format(self) -> DTypeLike | None:
         """The FP8 format of gradients; None if they are not rounded."""
         return self.precision.backward if self.precision.fp8_linear else None
+
+    @property
+    def int8_forward(self) -> bool:
+        """Whether forward products are of INT8 codes."""
+        return self.precision.int8_forward
 
     def stream(self, operands: Stream) -> Stream | None:
         """The random bits for operands of the backward pass; None if it rounds to nearest."""
@@ -99,10 +107,23 @@ def as_operand(
     return gemm.operand(x, mode.format, layout, mode.implementation)
 
 
+def as_input(x: Float[Array, "*rows K"], dtype: DTypeLike, mode: Mode) -> Input:
+    """An input of forward products, in FP8, in INT8, or in `dtype`."""
+    return int8.rows(x) if mode.int8_forward else as_operand(x, dtype, mode)
+
+
+def fp8_scale(n: Input, mode: Mode) -> Float[Array, ""] | None:
+    """The scale with which the backward pass rounds an input, or a weight, to FP8."""
+    if isinstance(n, Operand):
+        return n.scale
+    assert mode.format is not None, "int8_forward needs fp8_linear"
+    return gemm.tensor_scale(jnp.max(n.largest, initial=0.0), mode.format)
+
+
 def recompute_weight(
     weight: Float[Array, "K N"], scale: Float[Array, ""] | None, dtype: DTypeLike, mode: Mode
 ) -> Operand:
-    """The operand that `as_operand` made in the forward pass, with the scale saved there."""
+    """A weight as the operand of the backward pass, with the scale that the forward pass saved."""
     if scale is None or mode.format is None:
         return Operand(weight.astype(dtype), None, None)
     return gemm.scaled(weight, scale, mode.format, "straight", mode.implementation)
@@ -125,16 +146,36 @@ def gradient_operand(dy: Float[Array, "*rows N"], mode: Mode) -> Operand:
 
 
 def project(
-    n: Operand, weights: Weights, biases: Biases, dtype: DTypeLike, mode: Mode
+    n: Input, weights: Weights, biases: Biases, dtype: DTypeLike, mode: Mode
 ) -> tuple[Outputs, Scales]:
     """Returns the outputs of all layers in `dtype`, and the weights' scales, which are saved."""
-    outputs, scales = [], []
-    for weight, bias in zip(weights, biases, strict=True):
-        w = as_operand(weight, dtype, mode, "transposed")
-        y = gemm.product(n, w, dtype)
+    products, scales = multiply(n, weights, dtype, mode)
+    return outputs_of(products, biases, dtype), scales
+
+
+def multiply(n: Input, weights: Weights, dtype: DTypeLike, mode: Mode) -> tuple[Products, Scales]:
+    """Returns the products of all layers, those in INT8 unscaled, and the weights' scales."""
+    products: list[Array | int8.Product] = []
+    scales = []
+    for weight in weights:
+        if isinstance(n, int8.Rows):
+            columns = int8.columns(weight, mode.implementation)
+            products.append(int8.product(n, columns))
+            scales.append(fp8_scale(columns, mode))
+        else:
+            w = as_operand(weight, dtype, mode, "transposed")
+            products.append(gemm.product(n, w, dtype))
+            scales.append(w.scale)
+    return tuple(products), tuple(scales)
+
+
+def outputs_of(products: Products, biases: Biases, dtype: DTypeLike) -> Outputs:
+    """The outputs of layers, from their products."""
+    outputs = []
+    for product, bias in zip(products, biases, strict=True):
+        y = product.scaled(dtype) if isinstance(product, int8.Product) else product
         outputs.append(y if bias is None else y + jnp.broadcast_to(bias.astype(dtype), y.shape))
-        scales.append(w.scale)
-    return tuple(outputs), tuple(scales)
+    return tuple(outputs)
 
 
 def input_gradient(

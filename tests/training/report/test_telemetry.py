@@ -28,6 +28,7 @@ from coat_jax.training.report.telemetry import Telemetry
 IN_FP32 = {"precision": "coat", "dtype": jnp.float32, "layers": 1}
 # Wide enough for moments in FP8.
 WIDE = IN_FP32 | {"ffn": 256}
+IN_INT8 = IN_FP32 | {"precision": "coat_int8"}
 EVERY_STEP = TelemetryConfig(every=1)
 EVERY_FOURTH = TelemetryConfig(every=4, shadow=1)
 
@@ -289,6 +290,16 @@ def test_bad_statistics_are_warned_of_in_words(any_telemetry, key, value, said):
 )
 def test_good_statistics_are_not_warned_of(any_telemetry, key, value):
     assert any_telemetry.warning({key: value}) is None
+
+
+def test_operands_in_int8_have_a_limit_of_their_own():
+    """Small values of a row become zero with no larger an error than others."""
+    telemetry = telemetry_of(small(model=IN_INT8, telemetry=EVERY_STEP))
+    assert telemetry.warning({"fp8/a/input/underflow": 0.6, "fp8/a/weight/error": 0.02}) is None
+    said = "a/input: its relative error in INT8 is 5%, where FP8 has 3 %."
+    assert telemetry.warning({"fp8/a/input/error": 0.05}) == said
+    said = "a/gradient: 60% of its values became zero."
+    assert telemetry.warning({"fp8/a/gradient/underflow": 0.6}) == said
 
 
 # --- A run -----------------------------------------------------------------------------------

@@ -1,0 +1,141 @@
+"""Products of INT8 codes, where every row of an operand has a scale of its own.
+
+    x[t, k] ~ codes[t, k] scale[t]        scale[t] = max |x[t]| / 127
+
+    y[t, n] = (sum over k of x codes[t, k] w codes[n, k]) x scale[t] w scale[n]
+
+One scale for a whole tensor could not serve both operands of such a product: the scale of a row
+can be taken out of the sum, so that each token of an input and each column of a weight has one.
+Against the largest elements of its row INT8 is more precise than FP8 (steps of max / 127, where
+E4M3 has steps of 1/8 to 1/16 of each number); elements far below them are rounded to few codes, or
+to zero. The sum is exact, in INT32: it does not depend on the order, and so not on the mesh.
+
+If a row has a NaN or an infinity, so have all results of that row, and only these.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int8, Int32
+
+from coat_jax.kernels import gemm
+from coat_jax.kernels.dispatch import Implementation
+from coat_jax.kernels.launch import launch, tile_count
+from coat_jax.kernels.sharding import run_sharded
+from coat_jax.numerics import eight_bits
+
+TILE_ROWS, TILE_COLUMNS, WARPS = 128, 64, 4
+# Of a tile that finds the maxima of its columns: one warp, so that each thread has whole columns.
+MAXIMUM_ROWS, MAXIMUM_COLUMNS, MAXIMUM_WARPS = 32, 256, 1
+
+
+class Rows(NamedTuple):
+    """An operand in INT8: codes, and the largest magnitude of each row, which sets its scale."""
+
+    codes: Int8[Array, "*rows K"]
+    largest: Float[Array, "*rows"]  # NaN for a row that is not finite
+
+    @property
+    def scale(self) -> Float[Array, "*rows"]:
+        """What the codes of each row are multiplied by."""
+        return eight_bits.scale_of(self.largest, "int8")
+
+    def decoded(self) -> Float[Array, "*rows K"]:
+        """What the codes stand for, in FP32."""
+        return self.codes.astype(jnp.float32) * self.scale[..., None]
+
+
+def rows(x: Float[Array, "*rows K"]) -> Rows:
+    """Rounds each row of an input to INT8."""
+    largest = _largest(x, axis=-1)
+    return Rows(_encoded(x, largest[..., None]), largest)
+
+
+def columns(w: Float[Array, "K N"], implementation: Implementation = "xla") -> Rows:
+    """Rounds each column of a weight to INT8: the rows [N, K] of its transpose."""
+    if implementation == "xla":
+        largest = _largest(w, axis=0)
+        return Rows(_encoded(w, largest).T, largest)
+    largest = _largest(_maxima_kernel(w), axis=0)
+    return Rows(_columns_kernel(w, largest), largest)
+
+
+class Product(NamedTuple):
+    """A product before it is scaled, for kernels that scale it where they read it."""
+
+    sums: Int32[Array, "*rows N"]
+    row_scale: Float[Array, "*rows"]
+    column_scale: Float[Array, " N"]
+
+    def scaled(self, dtype: DTypeLike) -> Float[Array, "*rows N"]:
+        """The product itself."""
+        sums = self.sums.astype(jnp.float32)
+        return (sums * self.row_scale[..., None] * self.column_scale).astype(dtype)
+
+
+def product(x: Rows, w: Rows) -> Product:
+    """x w, for the rows of x and the columns of w."""
+    return Product(gemm.product_of_codes(x.codes, w.codes, jnp.float32), x.scale, w.scale)
+
+
+def _largest(x: Float[Array, "A B"], axis: int) -> Float[Array, " A|B"]:
+    """The largest magnitudes along an axis, in FP32; NaN where not all are finite.
+
+    It compares their bits, as integers: there NaN is the largest, where XLA's maximum of numbers
+    may lose it on CPUs.
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
+    largest = lax.bitcast_convert_type(jnp.max(bits, axis=axis, initial=0), jnp.float32)
+    return jnp.where(jnp.isfinite(largest), largest, jnp.nan)
+
+
+def _encoded(x: Array, largest: Array) -> Int8[Array, "..."]:
+    return eight_bits.encode(x, eight_bits.scale_of(largest, "int8"), "int8")
+
+
+def _maxima_kernel(w: Float[Array, "K N"]) -> Float[Array, "M N"]:
+    """The largest magnitudes of each column in groups of rows: XLA takes several times as long."""
+    from coat_jax.kernels.triton.int8 import column_maxima_tile
+
+    def run(w: Array) -> list[Array]:
+        count, width = w.shape
+        return launch(
+            column_maxima_tile,
+            w,
+            outputs=[jax.ShapeDtypeStruct((-(-count // MAXIMUM_ROWS), width), jnp.float32)],
+            programs=tile_count(count, width, MAXIMUM_ROWS, MAXIMUM_COLUMNS),
+            warps=MAXIMUM_WARPS,
+            ROWS=count,
+            COLUMNS=width,
+            TILE_ROWS=MAXIMUM_ROWS,
+            TILE_COLUMNS=MAXIMUM_COLUMNS,
+        )
+
+    (maxima,) = run_sharded(run, [w], ["k n"], [f"k/{MAXIMUM_ROWS} n"])
+    return maxima
+
+
+def _columns_kernel(w: Float[Array, "K N"], largest: Float[Array, " N"]) -> Int8[Array, "N K"]:
+    """The codes of a weight's columns, transposed in the pass that rounds them."""
+    from coat_jax.kernels.triton.int8 import int8_columns_tile
+
+    def run(w: Array, largest: Array) -> list[Array]:
+        count, width = w.shape
+        return launch(
+            int8_columns_tile,
+            w,
+            largest,
+            outputs=[jax.ShapeDtypeStruct((width, count), jnp.int8)],
+            programs=tile_count(count, width, TILE_ROWS, TILE_COLUMNS),
+            warps=WARPS,
+            ROWS=count,
+            COLUMNS=width,
+            TILE_ROWS=TILE_ROWS,
+            TILE_COLUMNS=TILE_COLUMNS,
+        )
+
+    (codes,) = run_sharded(run, [w, largest], ["k n", "n"], ["n k"])
+    return codes

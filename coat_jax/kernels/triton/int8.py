@@ -1,0 +1,94 @@
+"""Rounding to INT8, with a scale from the largest magnitude: the counterpart of `kernels.int8`.
+
+It multiplies by a reciprocal where `numerics.eight_bits` divides: a number that is halfway between
+two codes may become either of them.
+"""
+
+import triton
+import triton.language as tl
+
+from coat_jax.kernels.triton.blocks import magnitude_bits
+from coat_jax.kernels.triton.tiles import (
+    block_offsets,
+    first_column,
+    first_row,
+    load_tile,
+    store_tile,
+    store_transposed,
+    tile_indices,
+)
+
+
+@triton.jit
+def finite_or_nan(largest):
+    """A largest magnitude; NaN if it is infinite."""
+    return tl.where(largest < float("inf"), largest, float("nan"))
+
+
+@triton.jit
+def int8_scale(largest):
+    """`eight_bits.scale_of`: what codes are multiplied by."""
+    scale = largest / 127.0
+    # Not a maximum, which would lose a NaN.
+    scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
+    return tl.where(largest == 0.0, 1.0, scale)
+
+
+@triton.jit
+def round_to_int8(x, scale):
+    """The INT8 codes of x / scale."""
+    return to_int8(x * (1.0 / scale))
+
+
+@triton.jit
+def to_int8(y):
+    """The INT8 codes of numbers that are scaled already."""
+    y = (y + 12582912.0) - 12582912.0  # rounds to a whole number, ties to even
+    y = tl.minimum(tl.maximum(y, -128.0), 127.0)
+    finite_or_infinite = y == y  # noqa: PLR0124
+    return tl.where(finite_or_infinite, y, 0.0).to(tl.int8)
+
+
+@triton.jit
+def column_maxima_tile(
+    x, maxima,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitude of each column of a tile; of the bits of them, so that NaN is one."""
+    tile_row = first_row(COLUMNS, TILE_ROWS, TILE_COLUMNS) // TILE_ROWS
+    row = tile_row * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = first_column(COLUMNS, TILE_COLUMNS) + tl.arange(0, TILE_COLUMNS)
+    largest = tl.max(magnitude_bits(load_tile(x, row, column, ROWS, COLUMNS)), axis=0)
+    offsets = tile_row.to(tl.int64) * COLUMNS + column
+    tl.store(maxima + offsets, largest.to(tl.float32, bitcast=True), mask=column < COLUMNS)
+
+
+@triton.jit
+def int8_columns_tile(
+    x, largest, out,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile of an array, each column with its scale, as transposed codes."""
+    row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    v = load_tile(x, row, column, ROWS, COLUMNS)
+    scale = int8_scale(tl.load(largest + column, mask=column < COLUMNS, other=0.0))
+    codes = round_to_int8(v, scale[None, :])
+    store_transposed(codes, out, row, column, ROWS, COLUMNS, TILE_ROWS, TILE_COLUMNS)
+
+
+@triton.jit
+def int8_rescale_tile(
+    codes, maxima, largest, out,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """Codes with a scale per row and SIZE columns become codes with one scale per row."""
+    row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    q = load_tile(codes, row, column, ROWS, COLUMNS)
+    offsets, mask = block_offsets(row, ROWS, COLUMNS, TILE_COLUMNS, SIZE)
+    before = int8_scale(tl.load(maxima + offsets, mask=mask, other=0.0))
+    after = int8_scale(tl.load(largest + row, mask=row < ROWS, other=0.0))
+    factor = before / after[:, None]
+    q = tl.reshape(q, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE]) * factor[:, :, None]
+    q = to_int8(tl.reshape(q, [TILE_ROWS, TILE_COLUMNS]))
+    store_tile(q, out, row, column, ROWS, COLUMNS)

@@ -1,0 +1,105 @@
+"""Products in INT8, against FP64 NumPy; each law holds for any rows, whatever their sizes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from coat_jax.kernels import int8
+
+RNG = np.random.default_rng(0)
+# Rows of very different sizes, down to where FP32 has few bits left.
+SIZES = np.float32(2.0) ** np.array([0, 10, -10, 60, -60, -110])
+X = jnp.asarray(RNG.standard_normal((6, 96)) * SIZES[:, None], jnp.float32)
+W = jnp.asarray(RNG.standard_normal((96, 40)), jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return int8.rows(X)
+
+
+def test_a_code_is_the_nearest_of_its_row(rows):
+    x, scale = np.float64(X), np.float64(rows.scale)[:, None]
+    assert rows.codes.dtype == jnp.int8
+    np.testing.assert_allclose(scale[:, 0], np.max(np.abs(x), axis=1) / 127, rtol=1e-6)
+    assert np.max(np.abs(np.float64(rows.codes) * scale - x) / scale) <= 0.5001
+
+
+def test_the_largest_element_of_a_row_has_the_largest_code(rows):
+    at = np.argmax(np.abs(X), axis=1)
+    assert np.all(np.abs(np.int32(rows.codes)[range(len(at)), at]) == 127)
+    np.testing.assert_allclose(rows.largest, np.max(np.abs(X), axis=1), rtol=0)
+
+
+def test_a_row_does_not_depend_on_the_others(rows):
+    for i in range(len(X)):
+        np.testing.assert_array_equal(int8.rows(X[i : i + 1]).codes[0], rows.codes[i])
+
+
+def test_columns_are_the_rows_of_the_transpose():
+    for got, want in zip(int8.columns(W), int8.rows(W.T), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_a_product_is_that_of_the_codes(rows):
+    columns = int8.columns(W)
+    x, w = (np.float64(each.codes) for each in (rows, columns))
+    scales = np.outer(np.float64(rows.scale), np.float64(columns.scale))
+    got = int8.product(rows, columns).scaled(jnp.float32)
+    # Sums are exact; each scale and each of two multiplications is rounded to FP32 once.
+    np.testing.assert_allclose(got, x @ w.T * scales, rtol=4 * 2.0**-24)
+
+
+def test_a_product_has_the_error_of_two_roundings():
+    """Each operand is off by up to half a step, which is uniform: 1 / sqrt(12) steps."""
+    x = jnp.asarray(RNG.standard_normal((64, 1024)), jnp.float32)
+    w = jnp.asarray(RNG.standard_normal((1024, 64)), jnp.float32)
+    got = int8.product(int8.rows(x), int8.columns(w)).scaled(jnp.float32)
+    want = np.float64(x) @ np.float64(w)
+    step = np.mean(np.max(np.abs(x), axis=1)) / 127
+    expected = np.sqrt(2 / 12) * step
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    assert 0.9 * expected < error < 1.1 * expected
+
+
+def test_zero_stays_zero():
+    x = X.at[1].set(0).at[2, 5].set(0)
+    rows = int8.rows(x)
+    assert not np.any(rows.codes[1])
+    assert rows.codes[2, 5] == 0
+    y = int8.product(rows, int8.columns(W)).scaled(jnp.float32)
+    assert not np.any(y[1])
+    assert np.all(np.isfinite(y))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_only_the_row_of_a_number_that_is_not_finite_is_lost(bad):
+    y = int8.product(int8.rows(X.at[2, 7].set(bad)), int8.columns(W)).scaled(jnp.bfloat16)
+    finite = np.isfinite(np.float32(y))
+    assert not finite[2].any()
+    assert finite[[0, 1, 3, 4, 5]].all()
+    of_columns = int8.product(int8.rows(X), int8.columns(W.at[3, 9].set(bad))).scaled(jnp.float32)
+    finite = np.isfinite(of_columns)
+    assert not finite[:, 9].any()
+    assert np.delete(finite, 9, axis=1).all()
+
+
+def test_a_row_without_elements_has_an_empty_sum():
+    y = int8.product(int8.rows(X[:, :0]), int8.columns(W[:0])).scaled(jnp.float32)
+    np.testing.assert_array_equal(y, np.zeros((6, 40)))
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=["rows", "columns"])
+def test_results_do_not_depend_on_the_mesh(spec):
+    """To the last bit: a sum of integers has no order."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    run = jax.jit(lambda x, w: int8.product(int8.rows(x), int8.columns(w)).scaled(jnp.float32))
+    x = jnp.tile(X, (2, 1))
+    sharded = run(
+        jax.device_put(x, NamedSharding(mesh, spec)),
+        jax.device_put(W, NamedSharding(mesh, P(spec[-1] if len(spec) > 1 else None))),
+    )
+    np.testing.assert_array_equal(sharded, run(x, W))
