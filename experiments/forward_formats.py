@@ -1,6 +1,6 @@
 """What other 8-bit formats of the forward products' operands would cost in loss.
 
-    python -m experiments.forward_formats                nine minutes on two CPU cores
+    python -m experiments.forward_formats                fifteen minutes on two CPU cores
     python -m experiments.forward_formats --steps 20 --seeds 0
 
 A small Llama learns from real text in FP32. Then its held-out loss is taken with the inputs or the
@@ -41,6 +41,8 @@ FORMATS = {
     "INT8, a scale for each row": Quantizer("INT8", over="channel", axis=0),
 }
 ROUNDED = {"inputs": {"inputs"}, "weights": {"weights"}, "both": {"inputs", "weights"}}
+OUTLIERS = (10, 30, 100)  # factors
+APART = 64  # columns from one outlier to the next
 HELD_OUT = 64  # batches
 
 Figures = dict[str, Any]
@@ -76,7 +78,15 @@ def measure(text: Corpus, steps: int, seed: int) -> Figures:
         for operands, rounded in ROUNDED.items():
             with rounding(rounded, quantizer):
                 found[name][operands] = loss()
+        for factor in OUTLIERS:
+            with rounding(ROUNDED["both"], quantizer, outliers=factor):
+                found[name][_with(factor)] = loss()
     return found
+
+
+def _with(factor: float) -> str:
+    """How results name both operands, with outliers."""
+    return f"outliers of {factor:g}"
 
 
 def trained(text: Corpus, steps: int, seed: int) -> tuple[Any, Any]:
@@ -102,17 +112,30 @@ def _loss(graph: Any, params: Any, tokens: Array) -> Float[Array, ""]:
 
 
 @contextlib.contextmanager
-def rounding(operands: Collection[str], quantizer: Quantizer) -> Iterator[None]:
-    """Layers that are traced meanwhile round these operands of their forward products."""
+def rounding(
+    operands: Collection[str], quantizer: Quantizer, *, outliers: float = 1.0
+) -> Iterator[None]:
+    """Layers that are traced meanwhile round these operands of their forward products.
+
+    Args:
+        operands: "inputs", "weights".
+        quantizer: how.
+        outliers: the factor of those that are planted before.
+    """
     exact = gemm.product
 
     def product(x: gemm.Operand, w: gemm.Operand, dtype: Any) -> Any:
+        assert x.values is not None
+        assert w.values is not None
+        inputs, weights = x.values, w.values
+        if outliers != 1:
+            inputs = inputs.at[..., ::APART].multiply(outliers)
+            weights = weights.at[::APART].divide(outliers)
         if "inputs" in operands:
-            x = x._replace(values=_rounded(x.values, quantizer))
+            inputs = _rounded(inputs, quantizer)
         if "weights" in operands:
-            assert w.values is not None
-            w = w._replace(values=_rounded(w.values.T, quantizer).T)
-        return exact(x, w, dtype)
+            weights = _rounded(weights.T, quantizer).T
+        return exact(x._replace(values=inputs), w._replace(values=weights), dtype)
 
     gemm.product = product
     jax.clear_caches()  # of layers that were traced before
@@ -141,10 +164,25 @@ def table(figures: Figures) -> list[list[str]]:
     return rows
 
 
+def outlier_table(figures: Figures) -> list[list[str]]:
+    """The costs with both operands rounded, by format and size of the outliers, with a header."""
+    rows = [["format", "none", *(f"{factor:g} times as large" for factor in OUTLIERS)]]
+    for name in FORMATS:
+        columns = "both", *map(_with, OUTLIERS)
+        rows.append([name, *(str(cost(figures, name, column)) for column in columns)])
+    return rows
+
+
 def show(figures: Figures) -> None:
     """Prints the costs."""
-    (_, *columns), *rows = table(figures)
-    shown = Table("", title=f"Held-out loss above exact products, {len(figures['seeds'])} seeds")
+    seeds = f"{len(figures['seeds'])} seeds"
+    _print(table(figures), f"Held-out loss above exact products, {seeds}")
+    _print(outlier_table(figures), f"With outliers, both operands rounded, {seeds}")
+
+
+def _print(rows: list[list[str]], title: str) -> None:
+    (_, *columns), *rows = rows
+    shown = Table("", title=title)
     for column in columns:
         shown.add_column(column, justify="right")
     for row in rows:

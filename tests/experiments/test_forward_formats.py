@@ -8,7 +8,7 @@ import pytest
 
 from coat_jax.kernels import gemm
 from experiments import forward_formats
-from experiments.forward_formats import FORMATS, ROUNDED, rounding
+from experiments.forward_formats import FORMATS, OUTLIERS, ROUNDED, rounding
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(2, 3, 8)).astype(np.float32)
@@ -41,13 +41,29 @@ def test_operands_are_rounded_as_the_format_says(name, of_tokens, of_columns, op
     np.testing.assert_array_equal(product(), exact)
 
 
+def test_outliers_change_a_product_by_its_rounding_only():
+    exact = product()
+    with rounding((), FORMATS["INT8, a scale for each row"], outliers=100):
+        np.testing.assert_allclose(product(), exact, rtol=1e-5, atol=1e-6)
+
+    def error(name: str, outliers: float) -> float:
+        with rounding(ROUNDED["both"], FORMATS[name], outliers=outliers):
+            return float(np.linalg.norm(product() - exact))
+
+    for name, least, most in (("INT8, a scale for each row", 5, 200), ("E4M3, one scale", 0, 3)):
+        assert least < error(name, 100) / error(name, 1) < most
+
+
 def test_costs_are_relative_and_have_an_interval_over_seeds():
+    columns = [*ROUNDED, *(f"outliers of {factor}" for factor in OUTLIERS)]
     of_seeds = [
-        {"exact": 2.0} | {name: dict.fromkeys(ROUNDED, 2.0 * math.exp(gap)) for name in FORMATS}
+        {"exact": 2.0} | {name: dict.fromkeys(columns, 2.0 * math.exp(gap)) for name in FORMATS}
         for gap in (0.001, 0.003)
     ]
     rows = forward_formats.table({"seeds": of_seeds})
     assert [len(row) for row in rows] == [1 + len(ROUNDED)] * (1 + len(FORMATS))
     assert rows[1][1:] == ["+0.200 % ± 1.271"] * 3  # Student's quantile of 12.7, times 0.1 %
+    rows = forward_formats.outlier_table({"seeds": of_seeds})
+    assert [len(row) for row in rows] == [2 + len(OUTLIERS)] * (1 + len(FORMATS))
     rows = forward_formats.table({"seeds": of_seeds[:1]})
     assert rows[1][1:] == ["+0.100 % ± ?"] * 3
