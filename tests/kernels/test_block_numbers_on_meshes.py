@@ -59,7 +59,7 @@ def expected(shape):
 @specs
 def test_numbers_of_hidden_activations(spec, monkeypatch):
     def given(inputs, constants):
-        _, _, first, within = inputs
+        *_, first, within = inputs
         return first[..., None] + within
 
     monkeypatch.setattr(activation, "launch", returning(given))
@@ -79,7 +79,7 @@ def test_numbers_of_the_input_of_a_norm(spec, monkeypatch):
         return first[..., None] + jnp.arange(constants["COLUMNS"] // SIZE, dtype=jnp.uint32)
 
     monkeypatch.setattr(norm_launch, "launch", returning(given))
-    replace_module(monkeypatch, "norm", norm_forward_row=None)
+    replace_module(monkeypatch, "norm", norm_forward_row=None, norm_forward_row_int8=None)
     x, one = sharded((4, 8, 512), spec), jnp.float32(1)
     run = jax.jit(
         lambda x: norm_launch.norm_forward(

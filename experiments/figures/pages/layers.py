@@ -11,7 +11,8 @@ PRESETS = {  # a row of the table of presets, and what measured it
     "FP8_LINEAR` | FP8 | as they come | q, k, v, o": "FP8_LINEAR",
     "COAT` | FP8 | FP8 in blocks of 16 | q, k, v, o": "COAT",
     "COAT_LEAN` | FP8 | FP8 in blocks of 16 | q, k, v, o in FP8": "COAT_LEAN",
-    "COAT_PAPER` | FP8 | FP8 in blocks of 16 | q, k, v, o": "COAT",  # saves what COAT saves
+    "COAT_INT8` | INT8 forward, FP8 backward | FP8 in blocks of 16 | q, k, v, o": "COAT",  # saves what COAT saves
+    "COAT_PAPER` | FP8 | FP8 in blocks of 16 | q, k, v, o": "COAT",  # likewise
 }
 
 PAGE = Page(
