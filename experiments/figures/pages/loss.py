@@ -283,6 +283,10 @@ PAGE = Page(
         Table("fine_tuning", tuned),
         Table("fine_tuning_forward", forward),
         Table("forward_formats", lambda: forward_formats.table(of("forward_formats"))),
+        Table(
+            "forward_format_outliers",
+            lambda: forward_formats.outlier_table(of("forward_formats")),
+        ),
         Given("On a Llama of 0.9 million parameters", SETTING),
         Sentence(
             "With a scale for each row, INT8 costs {:+.3f} % ± {:.3f}, where FP8 with one scale "
