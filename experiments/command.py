@@ -4,6 +4,7 @@ Does not import JAX, which would take the memory of GPUs that workers need.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
@@ -16,10 +17,21 @@ def parser_of(docstring: str | None, *, draws: bool = False) -> argparse.Argumen
         docstring: of the experiment, which --help shows as it is.
         draws: whether it also takes --draw, for a picture of results that are there.
     """
-    parser = argparse.ArgumentParser(
-        description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser_of(docstring)
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     if draws:
         parser.add_argument("--draw", action="store_true", help="only show the results of before")
     return parser
+
+
+def bare_parser_of(docstring: str | None) -> argparse.ArgumentParser:
+    """A parser without options, which names its program as it was called."""
+    return argparse.ArgumentParser(
+        prog=_called(), description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def _called() -> str | None:
+    """`python -m module`, if it was called so; else None, for argparse's own choice."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"python -m {spec.name.removesuffix('.__main__')}" if spec else None

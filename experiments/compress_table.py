@@ -9,7 +9,6 @@ for one step, whose updates must be the same bit for bit. Results: results/compr
 and the table in docs/compressed_optax.md.
 """
 
-import argparse
 import concurrent.futures
 import logging
 import math
@@ -26,7 +25,7 @@ import optax
 
 import coat_jax as coat
 from experiments import records
-from experiments.command import RESULTS
+from experiments.command import RESULTS, bare_parser_of
 from experiments.compress_cases import (
     EXCLUDED,
     LINKS,
@@ -220,9 +219,7 @@ def measure() -> dict[str, Any]:
 
 def main() -> None:
     """Measures, and writes the results; `experiments.figures --write` writes the table."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    bare_parser_of(__doc__).parse_args()
     logging.getLogger("absl").setLevel(logging.ERROR)  # optax.lookahead warns at each init
     records.write(FILE, measure(), of_all_code=True)
 

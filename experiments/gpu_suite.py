@@ -78,17 +78,18 @@ def run_tests(devices: int) -> Figures:
     # A plugin that would be installed beside it warns of xdist, and warnings are errors here.
     command += ["-p", "no:cacheprovider", "-p", "no:benchmark"]
     if _installed("xdist"):
-        command += ["-n", str(min(8, os.cpu_count() or 1))]
+        command += ["-n", str(min(12, os.cpu_count() or 1))]
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     begin = time.perf_counter()
     print("$", " ".join(["python", *command[1:]]), flush=True)
-    done = subprocess.run(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=False
-    )
-    print(done.stdout, flush=True)
+    summary = ""
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as pytest:
+        for line in pytest.stdout or ():
+            print(line, end="", flush=True)
+            summary = line.strip("= \n") or summary
     return {
-        "exit_code": done.returncode,
-        "summary": done.stdout.strip().splitlines()[-1].strip("= "),
+        "exit_code": pytest.returncode,
+        "summary": summary,
         "seconds": time.perf_counter() - begin,
     }
 

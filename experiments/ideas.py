@@ -14,7 +14,6 @@ The group has 128 neighbours of a matrix in a small Llama after 64 steps: of all
 layers the one with the median spread.
 """
 
-import argparse
 import math
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from jaxtyping import Float
 
 import coat_jax as coat
 from experiments import records
-from experiments.command import RESULTS
+from experiments.command import RESULTS, bare_parser_of
 from experiments.moments import recording
 from experiments.stacks import Sizes
 from experiments.stacks.in_jax import attention, attention_input, forward_saving, mlp
@@ -327,9 +326,7 @@ def _draw_errors(plt: Any) -> Any:
 
 def main() -> None:
     """Measures, writes the results and draws."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser_of(__doc__)
     parser.add_argument("--draw", action="store_true", help="draw the results that are there")
     options = parser.parse_args()
     path = RESULTS / "ideas.json"

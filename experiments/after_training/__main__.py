@@ -13,10 +13,9 @@ of the same parameters in BF16, by seed, and whether it differs between ways of 
 A run that has a row is not made again; one that was stopped continues if --work is still there.
 """
 
-import argparse
-
 from experiments.after_training.run import cost_of, row_of
 from experiments.after_training.show import FILE, show
+from experiments.command import bare_parser_of
 from experiments.loss_study.command import add_arguments, carry_out
 
 MODULE = "experiments.after_training.run"
@@ -24,9 +23,7 @@ MODULE = "experiments.after_training.run"
 
 def main() -> None:
     """Plans, measures, merges, or shows what was measured."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser_of(__doc__)
     add_arguments(parser, arms=["bf16", "products", "coat"], work="after_training")
     carry_out(parser.parse_args(), FILE, show, module=MODULE, row_of=row_of, cost_of=cost_of)
 

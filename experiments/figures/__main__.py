@@ -1,18 +1,16 @@
 """Compares every page with the declared figures; `--write` corrects the pages."""
 
-import argparse
 import sys
 
 from experiments import figures
+from experiments.command import bare_parser_of
 from experiments.figures.compare import ROOT, compare
 from experiments.figures.pages import all_pages
 
 
 def main() -> None:
     """Prints what is wrong, and ends with 1 if anything is and stays so."""
-    parser = argparse.ArgumentParser(
-        description=figures.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser_of(figures.__doc__)
     parser.add_argument("--write", action="store_true", help="correct the pages")
     options = parser.parse_args()
     errors = []

@@ -18,9 +18,9 @@ which layers. With --int8, COAT is compared with COAT_INT8.
 A run that has a row is not made again; one that was stopped continues if --work is still there.
 """
 
-import argparse
 from types import ModuleType
 
+from experiments.command import bare_parser_of
 from experiments.fine_tuning import int8, parts, run
 from experiments.fine_tuning.show import FILE, show
 from experiments.loss_study.command import add_arguments, carry_out
@@ -28,9 +28,7 @@ from experiments.loss_study.command import add_arguments, carry_out
 
 def main() -> None:
     """Plans, measures, merges, or shows what was measured."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser_of(__doc__)
     add_arguments(parser, arms=["bf16"], work="fine_tuning")
     parser.add_argument("--parts", action="store_true", help="tune with single operands rounded")
     parser.add_argument("--int8", action="store_true", help="tune with INT8 forward products")

@@ -13,8 +13,7 @@ show how large a difference means nothing. What has a row in the results is not 
 The text is what is on the machine, each document once, and no run reads any of it twice.
 """
 
-import argparse
-
+from experiments.command import bare_parser_of
 from experiments.loss_study import results
 from experiments.loss_study.arm import differences
 from experiments.loss_study.arms import ARMS
@@ -24,9 +23,7 @@ from experiments.loss_study.table import show
 
 def main() -> None:
     """Plans, measures, merges, or shows what was measured."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser_of(__doc__)
     parser.add_argument("--list-arms", action="store_true", help="print the arms")
     add_arguments(parser, arms=["bf16", "bf16_ulp", "coat"], work="loss_study")
     options = parser.parse_args()

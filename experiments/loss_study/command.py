@@ -28,8 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, arms: Sequence[str], work:
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="add these results")
     parser.add_argument("--plan", action="store_true", help="only print what would run")
     parser.add_argument("--size", choices=SIZES, help="of the model")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(arms))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    chosen = f"what to train; default: {' '.join(arms)}"
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, metavar="ARM", default=list(arms), help=chosen
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of each arm")
     parser.add_argument("--steps", type=int, help="of a run; default: as the size says")
     parser.add_argument("--batch", type=int, help="sequences of a step; likewise")
     parser.add_argument("--sequence", type=int, help="tokens of a sequence; likewise")

@@ -3,7 +3,6 @@
 python -m experiments.optimizer_error_picture experiments/results/optimizer_error.json
 """
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from experiments import records
+from experiments.command import bare_parser_of
 from experiments.moments.errors import BOTTOMS, FORMATS, GRANULARITIES, GROUP_SIZES
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
@@ -232,9 +232,7 @@ PANELS = (
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser_of(__doc__)
     parser.add_argument("figures", type=Path, help="the JSON file; the picture goes beside it")
     source = parser.parse_args().figures
     draw(records.read(source), source.with_suffix(".png"))

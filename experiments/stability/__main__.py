@@ -18,7 +18,7 @@ from pathlib import Path
 
 from coat_jax import models
 from coat_jax.errors import UserError
-from experiments.command import RESULTS
+from experiments.command import RESULTS, bare_parser_of
 from experiments.stability import results
 from experiments.stability.arm import Settings, differences
 from experiments.stability.arms import ARMS, BASELINE, SIZES
@@ -94,9 +94,7 @@ def _show(rows: list[results.Row], folder: Path, options: argparse.Namespace) ->
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = bare_parser_of(__doc__)
     parser.add_argument("--list", action="store_true", help="print arms and sizes")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="add these results")
     parser.add_argument("--plan", action="store_true", help="only print what would run")

@@ -6,13 +6,13 @@ from experiments.figures.measured.package import CAPABILITY
 from experiments.figures.pages.reasons import ARITHMETIC
 from experiments.stacks import Sizes
 
-PRESETS = {  # a row of the table of presets, and what measured it
+PRESETS = {  # a row of the table of presets, and a preset measured that saves the same
     "BF16` | as they come | as they come | q, k, v, o": "BF16",
     "FP8_LINEAR` | FP8 | as they come | q, k, v, o": "FP8_LINEAR",
     "COAT` | FP8 | FP8 in blocks of 16 | q, k, v, o": "COAT",
     "COAT_LEAN` | FP8 | FP8 in blocks of 16 | q, k, v, o in FP8": "COAT_LEAN",
-    "COAT_INT8` | INT8 forward, FP8 backward | FP8 in blocks of 16 | q, k, v, o": "COAT",  # saves what COAT saves
-    "COAT_PAPER` | FP8 | FP8 in blocks of 16 | q, k, v, o": "COAT",  # likewise
+    "COAT_INT8` | INT8 forward, FP8 backward | FP8 in blocks of 16 | q, k, v, o": "COAT",
+    "COAT_PAPER` | FP8 | FP8 in blocks of 16 | q, k, v, o": "COAT",
 }
 
 PAGE = Page(
