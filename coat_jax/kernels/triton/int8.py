@@ -43,10 +43,9 @@ def round_to_int8(x, scale):
 @triton.jit
 def to_int8(y):
     """The INT8 codes of numbers that are scaled already."""
+    y = tl.where(y == y, y, 0.0)  # noqa: PLR0124  NaN, before a GPU's maximum turns it into -128
     y = (y + 12582912.0) - 12582912.0  # rounds to a whole number, ties to even
-    y = tl.minimum(tl.maximum(y, -128.0), 127.0)
-    finite_or_infinite = y == y  # noqa: PLR0124
-    return tl.where(finite_or_infinite, y, 0.0).to(tl.int8)
+    return tl.minimum(tl.maximum(y, -128.0), 127.0).to(tl.int8)
 
 
 @triton.jit
