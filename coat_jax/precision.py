@@ -9,10 +9,10 @@
     COAT_PAPER    FP8              FP8 in blocks of 16            unchanged
 
 "Unchanged" is the dtype of the arrays: BF16, if a model computes in BF16. COAT_INT8 is COAT with
-forward products in INT8, which lose less, at a little more time. COAT_PAPER is COAT as the
-paper describes it: its forward pass continues with the rounded values that it saves, where COAT
-continues with the exact ones; and it saves them rounded to nearest, not stochastically. An ablation
-is a `dataclasses.replace` of one field.
+forward products in INT8, whose error is smaller where an input has no outliers. COAT_PAPER is COAT
+as the paper describes it: its forward pass continues with the rounded values that it saves, where
+COAT continues with the exact ones; and it saves them rounded to nearest, not stochastically. An
+ablation is a `dataclasses.replace` of one field.
 
 A format may also be a `Minifloat`, or its name, as in `forward="E3M4"`: then XLA simulates it, on
 any device, and memory and time are not those of FP8.
@@ -52,8 +52,8 @@ class Precision:
             Values that the forward pass computes with, too, are always rounded to nearest.
         int8_forward: whether the forward pass multiplies in INT8, with one scale for each token of
             an input and each column of a weight. Its products then have a fraction of the error of
-            FP8, unless single columns of an input are more than some 30 times as large as the
-            others. The backward pass and what is saved are as without it.
+            FP8, unless some columns of an input are more than ten times as large as the others. The
+            backward pass and what is saved are as without it.
         stochastic_backward: whether the backward pass also rounds the operands of its products
             stochastically: gradients, and inputs that it recomputes. It takes longer, and no
             effect on the loss has been found. Weights are always rounded to nearest.

@@ -155,10 +155,9 @@ def activation_forward_exact(
     """Blocks of `hidden`; the activation's codes [B, S, F]; the maxima of its magnitudes.
 
     The codes have one scale for each maximum, which follows from it: in FP8 a power of two, and
-    with `in_int8` what puts it on 127. A maximum is
-    over the activations of hidden and of its blocks: the backward pass recomputes the latter, with
-    the scale of the forward pass. The blocks are rounded as in `activation_forward`. Products in
-    INT8 are scaled here.
+    with `in_int8` the one that makes it 127. A maximum is over the activations of hidden and of its
+    blocks: the backward pass recomputes the latter, with the scale of the forward pass. The blocks
+    are rounded as in `activation_forward`. Products in INT8 are scaled here.
     """
     from coat_jax.kernels.triton.activation import activation_forward_exact_tile
 

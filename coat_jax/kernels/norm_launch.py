@@ -46,7 +46,8 @@ def norm_forward(
 
     Statistics and norm are of the values that the blocks decode to, or of `x` itself if `exact`.
     The blocks are rounded to nearest, or like `to_blocks(stochastic=True)`. With `in_int8` the
-    codes are those of `int8.rows`, whose largest magnitudes are the last result.
+    codes are those of `int8.rows`, whose largest magnitudes are the last result; `scale` is not
+    used.
     """
     from coat_jax.kernels.triton.norm import norm_forward_row, norm_forward_row_int8
 
@@ -65,7 +66,7 @@ def norm_forward(
             norm_forward_row_int8 if in_int8 else norm_forward_row,
             x,
             first_numbers,
-            tensor_scale,
+            *([] if in_int8 else [tensor_scale]),
             *_parameters(norm, parameters, x),
             outputs=[codes, exponents, numbers, numbers, normalized, *[numbers] * in_int8],
             programs=math.prod(rows),
@@ -79,7 +80,6 @@ def norm_forward(
             EPS=norm.eps,
             EXACT=exact,
             STOCHASTIC=stochastic,
-            IN_INT8=in_int8,
             F8=format_of(dtype),
             FAST=not dispatch.interpreting(),
         )

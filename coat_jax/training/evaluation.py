@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from coat_jax.errors import UserError
 from coat_jax.training.cluster.batches import open_data, place
+from coat_jax.training.compiler_options import compiler_options
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.step import held_out_step
 
@@ -27,7 +28,9 @@ class Evaluation:
                 f"The first evaluation.batches={self._batches} held-out batches have no token to "
                 "predict. Raise it, or name other files in data.held_out."
             )
-        self._step = jax.jit(partial(held_out_step, graph))
+        self._step = jax.jit(
+            partial(held_out_step, graph), compiler_options=compiler_options(config, mesh)
+        )
 
     def loss(self, params: Any) -> float:
         """The mean over all labels of the held-out batches."""

@@ -74,6 +74,19 @@ def test_llama2_7b_fits_80_gb_at_two_sequences_a_gpu_and_moves_fp8():
         assert math.prod(shape) <= 64 * 2 * 4096, (dtype, shape)  # scales of norms, all layers
 
 
+def test_weights_of_int8_products_are_gathered_in_int8_and_again_in_fp8():
+    """For the forward and the backward pass; between them the largest element of each column."""
+    how = {"batch": 8, "sequence": 2048, "layers": 2, "precision": "coat_int8"}
+    program, _, _ = compiled("llama2_7b:one_gpu", (1, 4, 1), **how)
+    gathered = moved(program, "all-gather")
+    matrices = {(4096, 4096), (4096, 11008)}
+    for dtype in ("s8", "f8e4m3fn"):
+        assert matrices <= {shape[-2:] for d, shape in gathered if d == dtype}
+    for dtype, shape in gathered:
+        if dtype not in ("s8", "f8e4m3fn", "s32"):
+            assert 32000 in shape or len(shape) == 1, (dtype, shape)
+
+
 def test_the_head_is_gathered_and_its_gradient_reduced_once_and_in_16_bits():
     """Not in each chunk of the loss; without accumulation, whose sums are in FP32."""
     program, _, _ = compiled("llama2_7b", (1, 4, 1), batch=8, sequence=2048, layers=2)
@@ -201,7 +214,7 @@ def test_telemetry_runs_the_kernels_of_the_step_in_no_more_memory(monkeypatch):
     )
     step, _, state = compile_step(config, (4, 1, 1))
     mesh = hopper_mesh((4, 1, 1), NAMES)
-    monkeypatch.setattr(telemetry, "compiler_options", lambda mesh: OPTIONS)
+    monkeypatch.setattr(telemetry, "compiler_options", lambda config, mesh: OPTIONS)
     _, _, _, graph, state = prepare(config, mesh)
     watching = telemetry.Telemetry(config, graph, state, mesh, packed=False)
     program = watching._collect

@@ -21,21 +21,54 @@ from coat_jax.kernels.triton.tiles import load_blocks, round_tile, store_transpo
 
 
 @triton.jit
-def norm_forward_row_int8(
+def norm_forward_row(
     x, first_numbers, tensor_scale, scale, shift, codes, exponents, inverse, mean, normalized,
-    largest,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, LAYER: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, IN_INT8: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
+    STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """One row: its blocks, its statistics, and its norm as INT8 or FP8 codes."""
+    """One row: its blocks, its statistics, and its norm as FP8 codes."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
+    v = save_and_normalize(
+        x, first_numbers, scale, shift, codes, exponents, inverse, mean, row, column,
+        COLUMNS, WIDTH, SIZE, LAYER, HAS_SCALE, HAS_SHIFT, EPS, EXACT, STOCHASTIC, F8, FAST,
+    )  # fmt: skip
+    q = round_to_fp8(v * (1.0 / tl.load(tensor_scale)), F8, FAST).to(normalized.dtype.element_ty)
+    tl.store(normalized + row * COLUMNS + column, q, mask=column < COLUMNS)
+
+
+@triton.jit
+def norm_forward_row_int8(
+    x, first_numbers, scale, shift, codes, exponents, inverse, mean, normalized, largest,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, LAYER: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr,
+    STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """One row: its blocks, its statistics, and its norm as INT8 codes with their largest value."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    v = save_and_normalize(
+        x, first_numbers, scale, shift, codes, exponents, inverse, mean, row, column,
+        COLUMNS, WIDTH, SIZE, LAYER, HAS_SCALE, HAS_SHIFT, EPS, EXACT, STOCHASTIC, F8, FAST,
+    )  # fmt: skip
+    top = finite_or_nan(tl.max(magnitude_bits(v), axis=0).to(tl.float32, bitcast=True))
+    tl.store(largest + row, top)
+    q = round_to_int8(v, int8_scale(top))
+    tl.store(normalized + row * COLUMNS + column, q, mask=column < COLUMNS)
+
+
+@triton.jit
+def save_and_normalize(
+    x, first_numbers, scale, shift, codes, exponents, inverse, mean, row, column,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, LAYER: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr,
+    STOCHASTIC: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Stores a row's blocks and statistics, for the backward pass; returns its norm."""
     mask = column < COLUMNS
     block = tl.arange(0, WIDTH // SIZE)
     blocks: tl.constexpr = (COLUMNS + SIZE - 1) // SIZE
-
-    # Saved for the backward pass.
     v = tl.load(x + row * COLUMNS + column, mask=mask, other=0.0).to(tl.float32)
     v = tl.reshape(v, [WIDTH // SIZE, SIZE])
     e = fitting_exponent(tl.max(magnitude_bits(v), axis=1), F8)
@@ -60,30 +93,7 @@ def norm_forward_row_int8(
         v = v * tl.load(scale + column, mask=mask, other=0.0).to(tl.float32)
     if HAS_SHIFT:
         v = v + tl.load(shift + column, mask=mask, other=0.0).to(tl.float32)
-    if IN_INT8:
-        top = tl.max(magnitude_bits(v), axis=0).to(tl.float32, bitcast=True)
-        top = finite_or_nan(top)
-        tl.store(largest + row, top)
-        q8 = round_to_int8(v, int8_scale(top))
-    else:
-        q8 = round_to_fp8(v * (1.0 / tl.load(tensor_scale)), F8, FAST)
-    tl.store(normalized + row * COLUMNS + column, q8.to(normalized.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def norm_forward_row(
-    x, first_numbers, tensor_scale, scale, shift, codes, exponents, inverse, mean, normalized,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, LAYER: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr,
-    STOCHASTIC: tl.constexpr, IN_INT8: tl.constexpr, F8: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """The same in FP8, which needs no largest magnitude."""
-    norm_forward_row_int8(
-        x, first_numbers, tensor_scale, scale, shift, codes, exponents, inverse, mean, normalized,
-        inverse,
-        COLUMNS, WIDTH, SIZE, LAYER, HAS_SCALE, HAS_SHIFT, EPS, EXACT, STOCHASTIC, IN_INT8, F8,
-        FAST,
-    )  # fmt: skip
+    return v
 
 
 @triton.jit

@@ -296,7 +296,7 @@ def test_operands_in_int8_have_a_limit_of_their_own():
     """Small values of a row become zero with no larger an error than others."""
     telemetry = telemetry_of(small(model=IN_INT8, telemetry=EVERY_STEP))
     assert telemetry.warning({"fp8/a/input/underflow": 0.6, "fp8/a/weight/error": 0.02}) is None
-    said = "a/input: its relative error in INT8 is 5%, where FP8 has 3 %."
+    said = "a/input: its relative error in INT8 is 5%, where FP8 has 3%."
     assert telemetry.warning({"fp8/a/input/error": 0.05}) == said
     said = "a/gradient: 60% of its values became zero."
     assert telemetry.warning({"fp8/a/gradient/underflow": 0.6}) == said
