@@ -123,6 +123,9 @@ ARMS: dict[str, Arm] = {
     # Of the states, only those of AdamW are large enough for 8 bits: of embedding and head.
     "fp8_muon_embedding": Arm(moments=Muon(Storage(min_size=1 << 20))),
     "fp8_muon_coat": Arm(precision=coat.COAT, moments=Muon(Storage())),
+    # COAT's products and saved activations alone, where runs differ little by chance.
+    "muon_coat": Arm(precision=coat.COAT, moments=Muon()),
+    "muon_coat_int8": Arm(precision=coat.COAT_INT8, moments=Muon()),
 }
 # What is saved is rounded to nearest, not stochastically.
 ARMS |= {
