@@ -31,8 +31,7 @@ PARTS: dict[str, Arm] = {
     "backward_rounded": replace(BASE, rounded=("recomputed", "gradients"), baseline=False),
 }
 INT8: dict[str, Arm] = {
-    "bf16": BASE,
-    "coat": WAYS["coat"],
+    **{name: WAYS[name] for name in ("bf16", "bf16_microbatches", "coat")},
     "coat_int8": replace(MOMENTS, precision=coat.COAT_INT8),
 }
 STEPS = 300
