@@ -21,6 +21,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, Int32
 
+from coat_jax.errors import UserError
 from coat_jax.kernels import gemm
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.launch import launch, tile_count
@@ -42,10 +43,6 @@ class Rows(NamedTuple):
     def scale(self) -> Float[Array, "*rows"]:
         """What the codes of each row are multiplied by."""
         return eight_bits.scale_of(self.largest, "int8")
-
-    def decoded(self) -> Float[Array, "*rows K"]:
-        """What the codes stand for, in FP32."""
-        return self.codes.astype(jnp.float32) * self.scale[..., None]
 
 
 def rows(x: Float[Array, "*rows K"]) -> Rows:
@@ -73,11 +70,22 @@ class Product(NamedTuple):
     def scaled(self, dtype: DTypeLike) -> Float[Array, "*rows N"]:
         """The product itself."""
         sums = self.sums.astype(jnp.float32)
-        return (sums * self.row_scale[..., None] * self.column_scale).astype(dtype)
+        rows, columns = self.row_scale[..., None], self.column_scale
+        # The smaller scale first: the other way an ordinary result may overflow in between. A scale
+        # that is NaN is one of the two.
+        smaller = jnp.where(rows < columns, rows, columns)
+        larger = jnp.where(rows < columns, columns, rows)
+        return (sums * smaller * larger).astype(dtype)
 
 
 def product(x: Rows, w: Rows) -> Product:
     """x w, for the rows of x and the columns of w."""
+    count = x.codes.shape[-1]
+    if count > gemm.MOST_INT8_COLUMNS:
+        raise UserError(
+            f"int8_forward adds up at most {gemm.MOST_INT8_COLUMNS:,} products in INT32, and this "
+            f"layer has {count:,} inputs. Use a precision without it here, such as coat.COAT."
+        )
     return Product(gemm.product_of_codes(x.codes, w.codes, jnp.float32), x.scale, w.scale)
 
 

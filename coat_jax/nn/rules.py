@@ -40,7 +40,8 @@ def decide(model: nnx.Module, precision: Precision, rules: Rules) -> Plan:
         setting = precision if rule is None else settings[rule]
         if not isinstance(setting, Precision):
             roles = _required_roles(path, module, setting, rule, known)
-            plan.append(Decision(path, type(module).__name__, precision, "", rule, roles))
+            kind, becomes = type(module).__name__, _products(precision)
+            plan.append(Decision(path, kind, precision, "", rule, roles, becomes=becomes))
             replaced = path
         elif has_own_parameters(module):
             plan.append(_decide(path, module, setting, rule))
@@ -76,6 +77,7 @@ def _decide(path: str, module: nnx.Module, precision: Precision, rule: str | Non
     reason, becomes = "", "FP8"
     source = "its precision" if rule is None else f"its precision, by the rule {rule!r},"
     if isinstance(module, LINEAR):
+        becomes = _products(precision)
         reason = why_not_linear(module) if precision.fp8_linear else f"{source} is not FP8"
     elif isinstance(module, NORMS):
         reason = why_not_norm(module) if precision.block else f"{source} leaves norms unchanged"
@@ -89,6 +91,11 @@ def _decide(path: str, module: nnx.Module, precision: Precision, rule: str | Non
         reason = "there is no FP8 version of this kind of module"
     chosen = None if reason else precision
     return Decision(path, kind, chosen, reason, rule, becomes=becomes)
+
+
+def _products(precision: Precision) -> str:
+    """The formats of a layer's products."""
+    return "INT8 and FP8" if precision.int8_forward else "FP8"
 
 
 def _require_agreement(decision: Decision, first: Decision) -> None:

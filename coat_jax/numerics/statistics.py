@@ -46,9 +46,10 @@ class Statistics(NamedTuple):
         saturated: the share of the non-zero values beyond the largest code.
         headroom: log2 of the largest value that the scale allows over the largest value of the
             tensor; for blocks the mean over blocks. NaN for a tensor of zeros.
-        error: root mean square of (decoded - value), relative to that of the values. 0 for a tensor
-            of zeros. NaN for a tensor with a NaN or an infinity, and for one whose scale is so
-            large that all codes and all squares become zero.
+        error: root mean square of (decoded - value), relative to that of the values; with INT8, as
+            `of_int8` weighs them. 0 for a tensor of zeros. NaN for a tensor with a NaN or an
+            infinity, and for one whose scale is so large that all codes and all squares become
+            zero.
     """
 
     underflow: float
@@ -69,15 +70,34 @@ def of_tensor(
     return _stacked(x, codes, codes * scale, jnp.abs(x) > limit, limit, amax, scale, dtype)
 
 
-def of_int8(x: Float[Array, "*rows D"]) -> Float[Array, "9"]:
-    """The sums of a tensor each row of which is rounded to INT8; it has no subnormal codes."""
+def of_int8(x: Float[Array, "*rows D"], weights: Float[Array, " D"]) -> Float[Array, "9"]:
+    """The sums of a tensor each row of which is rounded to INT8; it has no subnormal codes.
+
+    Columns count by their `weights`. If these are the squares of what the columns are multiplied
+    by, the error is that of the product: it is large where a few large columns, which have small
+    factors, leave few codes to the others.
+    """
     x = jnp.atleast_1d(x).astype(jnp.float32)
     amax = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0.0)
     scale = eight_bits.scale_of(amax, "int8")
     codes = eight_bits.encode(x, scale, "int8").astype(jnp.float32)
     unit = jnp.max(scale, initial=0.0)
     # Where a row is not finite, neither are its scale and its sums.
-    return _stacked(x, codes, codes * scale, jnp.abs(x) > jnp.inf, amax, amax, unit, jnp.int8)
+    beyond = jnp.abs(x) > jnp.inf
+    return _stacked(x, codes, codes * scale, beyond, amax, amax, unit, jnp.int8, weights)
+
+
+def column_squares(*tensors: Float[Array, "*rows D"]) -> Float[Array, " D"]:
+    """The sum of squares of each column of all tensors, in units of the largest element's square.
+
+    All are 1 if the tensors are zero, or not finite.
+    """
+    parts = [jnp.abs(jnp.atleast_1d(x).astype(jnp.float32)) for x in tensors]
+    largest = jnp.max(jnp.stack([jnp.max(part, initial=0.0) for part in parts]))
+    usable = (largest > 0) & jnp.isfinite(largest)
+    unit = jnp.where(usable, largest, 1.0)
+    sums = [jnp.sum(jnp.square(part / unit).reshape(-1, part.shape[-1]), axis=0) for part in parts]
+    return jnp.where(usable, sum(sums), 1.0)
 
 
 def of_blocks(
@@ -122,6 +142,7 @@ def _stacked(
     amax: Float[Array, "..."],
     unit: Float[Array, ""],
     dtype: DTypeLike,
+    weights: Float[Array, " D"] | float = 1.0,
 ) -> Float[Array, "9"]:
     """`Sums` as one array, from codes in FP32 and from the limits and maxima of all scales.
 
@@ -140,8 +161,8 @@ def _stacked(
         scales=_count(jnp.atleast_1d(used)),
         headroom=jnp.sum(binades),
         # Squares of gradients would underflow. A power of two divides exactly.
-        squares=jnp.sum(jnp.square(x / unit)),
-        squared_errors=jnp.sum(jnp.square((decoded - x) / unit)),
+        squares=jnp.sum(weights * jnp.square(x / unit)),
+        squared_errors=jnp.sum(weights * jnp.square((decoded - x) / unit)),
     )
     return jnp.stack(sums)
 

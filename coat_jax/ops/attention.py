@@ -273,8 +273,9 @@ def _attention_linear_forward(
     scale = fp8_scale(n, mode)
     (y,), scales = project(n, (weight,), (bias,), q.dtype, mode)
     seen = recording.attention(probe, (q, k, v), output, saved, settings)
-    seen = recording.operand(seen, "out/input", lambda: join_heads(o), scale, mode)
-    seen = recording.weights(seen, (weight,), scales, mode)
+    seen = recording.products(
+        seen, "out/input", lambda: join_heads(o), scale, (weight,), scales, mode
+    )
     return y, (saved, scale, segments, weight, scales, bias, seen)
 
 

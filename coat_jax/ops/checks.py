@@ -45,7 +45,8 @@ def require_automatic_sharding(name: str, *arrays: Array) -> None:
             raise UserError(
                 f"{name} got an array that is sharded over explicit axes of the mesh: "
                 f"{', '.join(axes)}. Let XLA shard its products: make the mesh with axis_types="
-                "(jax.sharding.AxisType.Auto,) * number_of_axes, or call it inside jax.shard_map."
+                "(jax.sharding.AxisType.Auto,) * number_of_axes, or call it inside "
+                "jax.shard_map(..., check_vma=False)."
             )
 
 

@@ -59,10 +59,19 @@ def freeze(weight: Float[Array, "K N"], *, precision: Precision | str = COAT) ->
             f"freeze rounds a weight to the FP8 of a precision with fp8_linear, and "
             f"{mode.precision} has none. Use coat.FP8_LINEAR or coat.COAT."
         )
+    _require_fp8_products("freeze", mode)
     rounded = gemm.operand(weight, mode.format)
     assert rounded.values is not None
     assert rounded.scale is not None
     return Frozen(rounded.values, rounded.scale)
+
+
+def _require_fp8_products(name: str, mode: Mode) -> None:
+    if mode.int8_forward:
+        raise UserError(
+            f"{name} is for weights whose FP8 codes are multiplied, and int8_forward multiplies in "
+            "INT8. Use a precision without it, such as coat.COAT."
+        )
 
 
 def adapted_linear(
@@ -81,7 +90,7 @@ def adapted_linear(
         weight: w, from `freeze`.
         adapter: a and c; both train.
         bias: b, or None.
-        precision: a `coat.Precision` with fp8_linear, or its name.
+        precision: a `coat.Precision` with fp8_linear and without int8_forward, or its name.
         implementation: "xla", "triton", or None for what suits the device.
     """
     require_columns("adapted_linear", x)
@@ -108,11 +117,7 @@ def adapted_linear(
             f"{weight.codes.shape[1]}."
         )
     mode = mode_of(precision, implementation)
-    if mode.int8_forward:
-        raise UserError(
-            "A frozen weight is in FP8, and adapted_linear multiplies its codes: it cannot compute "
-            "in INT8. Use a precision without int8_forward, such as coat.COAT."
-        )
+    _require_fp8_products("adapted_linear", mode)
     if mode.format != weight.codes.dtype:
         raise ValueError(
             f"The weight is frozen as {weight.codes.dtype.name}, but this precision multiplies "

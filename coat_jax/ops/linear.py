@@ -1,6 +1,6 @@
 """Linear layers, with or without the norm before them.
 
-    linear        y_i = x w_i + b_i                saves x as one FP8 tensor, or in INT8
+    linear        y_i = x w_i + b_i                saves x as one FP8 tensor
     norm_linear   y_i = norm(x) w_i + b_i          saves x in FP8 blocks; the norm is recomputed
 
 Several weights share one input, which is saved once: query, key and value, or gate and up. In
@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from coat_jax.kernels import int8
 from coat_jax.kernels.dispatch import Implementation
+from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.sharding import as_3d
 from coat_jax.ops import recording
@@ -29,7 +29,6 @@ from coat_jax.ops.checks import (
 from coat_jax.ops.saved.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
 from coat_jax.ops.saved.projection import (
     Biases,
-    Input,
     Mode,
     Outputs,
     Scales,
@@ -37,12 +36,11 @@ from coat_jax.ops.saved.projection import (
     as_input,
     as_layers,
     bias_gradients,
-    fp8_scale,
     gradient_operand,
     input_gradient,
     mode_of,
     project,
-    recompute_input,
+    saved_input,
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision
@@ -132,14 +130,14 @@ def _linear_forward(
 ) -> Any:
     n = as_input(x, x.dtype, mode)
     outputs, scales = project(n, weights, biases, x.dtype, mode)
-    seen = recording.operand(probe, "input", lambda: x, fp8_scale(n, mode), mode)
-    seen = recording.weights(seen, weights, scales, mode)
-    return batched_alike(*outputs), (n, weights, scales, biases, seen)
+    saved = saved_input(x, n, mode)
+    seen = recording.products(probe, "input", lambda: x, saved.scale, weights, scales, mode)
+    return batched_alike(*outputs), (saved, weights, scales, biases, seen)
 
 
 def _linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any:
     def backward(
-        n: Input,
+        n: Operand,
         weights: Weights,
         scales: Scales,
         biases: Biases,
@@ -147,8 +145,6 @@ def _linear_backward(mode: Mode, residuals: Any, gradients: Outputs) -> Any:
         gradients: Outputs,
     ) -> Any:
         dtype = gradients[0].dtype
-        if isinstance(n, int8.Rows):
-            n = recompute_input(n.decoded(), fp8_scale(n, mode), dtype, mode)
         g = [gradient_operand(dy, mode) for dy in gradients]
         dx = input_gradient(weights, scales, g, dtype, mode)
         seen = recording.gradients(seen, lambda: gradients, g, mode)
@@ -176,8 +172,7 @@ def _norm_linear_forward(
 ) -> Any:
     saved, n = save_norm(x, norm, mode)
     outputs, scales = project(n, weights, biases, x.dtype, mode)
-    seen = recording.norm(probe, x, saved, norm, mode)
-    seen = recording.weights(seen, weights, scales, mode)
+    seen = recording.norm(probe, x, saved, norm, weights, scales, mode)
     return batched_alike(*outputs), (saved, norm, weights, scales, biases, seen)
 
 

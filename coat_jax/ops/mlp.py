@@ -209,11 +209,10 @@ def _forward(
     before = outputs_of(products, biases, x.dtype)
     unscaled = products if all(bias is None for bias in biases) else ()
     hidden, a = save_activation(before, act, mode, unscaled=unscaled)
-    (y,), down_scale = project(a, (down,), (down_bias,), x.dtype, mode)
-    scales += down_scale
-    seen = recording.norm(probe, x, saved, norm, mode)
-    seen = recording.weights(seen, (*weights, down), scales, mode)
-    seen = recording.activation(seen, "down/input", before, hidden, act, mode)
+    (y,), (down_scale,) = project(a, (down,), (down_bias,), x.dtype, mode)
+    seen = recording.norm(probe, x, saved, norm, weights, scales, mode)
+    seen = recording.activation(seen, before, hidden, act, down, down_scale, mode)
+    scales += (down_scale,)
     everything = _Saved(saved, hidden, norm, weights, biases, down, down_bias, scales, seen)
     return x + y if residual else y, everything
 

@@ -152,8 +152,7 @@ def _forward(
             rotary_forward(y, *angles) if is_rotated else y
             for y, is_rotated in zip(heads, ROTATED, strict=True)
         ]
-    seen = recording.norm(probe, x, saved, norm, mode)
-    seen = recording.weights(seen, weights, scales, mode)
+    seen = recording.norm(probe, x, saved, norm, weights, scales, mode)
     return batched_alike(x, *heads), (saved, norm, weights, scales, biases, positions, seen)
 
 

@@ -1,6 +1,6 @@
 """Records for telemetry what an op rounds to FP8: its tensors, and their rounded values.
 
-    seen = recording.norm(probe, x, saved, norm, mode)
+    seen = recording.norm(probe, x, saved, norm, weights, scales, mode)
 
 Each function takes a probe, or None without telemetry, and returns it with the sums of its tensors.
 The values are computed here with `jnp`, whatever kernel rounds them, since a fused kernel does not
@@ -24,7 +24,7 @@ from coat_jax.ops.saved.activation import SavedActivation
 from coat_jax.ops.saved.array import SavedArray, restore
 from coat_jax.ops.saved.attention import AttentionSettings, SavedAttention
 from coat_jax.ops.saved.norm import SavedNorm
-from coat_jax.ops.saved.projection import Mode, Scales
+from coat_jax.ops.saved.projection import Mode, Scales, Weights
 from coat_jax.precision import Precision
 from coat_jax.watching import OptionalProbe, of_weight
 
@@ -67,17 +67,43 @@ def saved(
     return seen.with_sums(tensor, lambda: statistics.of_blocks(x, blocks, size=size, dtype=dtype))
 
 
-def operand(
+def products(
     seen: OptionalProbe,
     tensor: str,
     values: Callable[[], Float[Array, "*rows K"]],
     scale: Float[Array, ""] | None,
+    weights: Weights,
+    scales: Scales,
     mode: Mode,
+    *,
+    first: int = 0,
 ) -> OptionalProbe:
-    """An input and the operand of forward products; its values are computed if they are needed."""
-    if seen is not None and mode.int8_forward:
-        return seen.with_sums(tensor, lambda: statistics.of_int8(values()))
-    return _operand(seen, tensor, values, scale, mode.format)
+    """The operands of forward products.
+
+    Args:
+        seen: the probe.
+        tensor: the name of the input.
+        values: those of the input, which are computed if they are needed.
+        scale: of the input.
+        weights: what it is multiplied by, in the order of their names, from the `first` on.
+        scales: theirs.
+        mode: how products are computed.
+        first: the place of these weights among those of the op.
+    """
+    if seen is None or not mode.int8_forward:
+        seen = _operand(seen, tensor, values, scale, mode.format)
+        return _of_weights(seen, "weight", lambda i: weights[i], scales, mode.format, first=first)
+
+    def of_input() -> Array:
+        return statistics.of_int8(values(), statistics.column_squares(*(w.T for w in weights)))
+
+    def of_columns(weight: Array) -> Array:
+        return statistics.of_int8(weight.T, statistics.column_squares(values()))
+
+    seen = seen.with_sums(tensor, of_input)
+    for name, weight in zip(seen.weights[first:], weights, strict=False):
+        seen = seen.with_sums(of_weight(name, "weight"), partial(of_columns, weight))
+    return seen
 
 
 def _operand(
@@ -98,9 +124,11 @@ def norm(
     x: Float[Array, "*rows D"],
     result: SavedNorm,
     layer: Norm | None,
+    weights: Weights,
+    scales: Scales,
     mode: Mode,
 ) -> OptionalProbe:
-    """What is saved of a norm's input, and the norm as products take it."""
+    """What is saved of a norm's input, and the operands of the products that take the norm."""
     precision = mode.precision
 
     def values() -> Array:
@@ -109,18 +137,19 @@ def norm(
         return n if layer is None or result.stats is None else normalize(n, result.stats, layer)
 
     seen = saved(seen, "saved", x, result.x, precision.block, precision.forward)
-    return operand(seen, "input", values, result.scale, mode)
+    return products(seen, "input", values, result.scale, weights, scales, mode)
 
 
 def activation(
     seen: OptionalProbe,
-    tensor: str,
     hidden: Sequence[Float[Array, "*rows F"]],
     result: SavedActivation,
     act: Activation,
+    down: Float[Array, "F D"],
+    scale: Float[Array, ""] | None,
     mode: Mode,
 ) -> OptionalProbe:
-    """What is saved of an activation's inputs, and the activation as `tensor`."""
+    """What is saved of an activation's inputs, and the operands of the product that takes it."""
     if seen is None:
         return None
     precision = mode.precision
@@ -132,7 +161,9 @@ def activation(
         inputs = hidden if precision.exact_forward else result.hidden
         return activate([restore(h, jnp.float32, precision.block) for h in inputs], act)
 
-    return operand(seen, tensor, values, result.scale, mode)
+    return products(
+        seen, "down/input", values, result.scale, (down,), (scale,), mode, first=len(hidden)
+    )
 
 
 def attention(
@@ -156,18 +187,6 @@ def attention_blocks(precision: Precision) -> tuple[str, ...]:
     if precision.attention_block is None:
         return ()
     return ("query/saved", "key/saved", "value/saved", "out/saved")
-
-
-def weights(
-    seen: OptionalProbe, values: Sequence[Float[Array, "K N"]], scales: Scales, mode: Mode
-) -> OptionalProbe:
-    """The weights, in the order of their names."""
-    if seen is not None and mode.int8_forward:
-        for name, value in zip(seen.weights, values, strict=False):
-            of_columns = partial(statistics.of_int8, value.T)
-            seen = seen.with_sums(of_weight(name, "weight"), of_columns)
-        return seen
-    return _of_weights(seen, "weight", lambda i: values[i], scales, mode.format)
 
 
 def gradients(

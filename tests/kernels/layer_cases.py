@@ -243,7 +243,7 @@ def check_exact_activation_in_int8(shape, name, count, size=16):
     rows = int8.Rows(activation.activation_rescale(codes, maxima, largest, size), largest)
     a = np.float64(activation.activate(hidden, name))
     assert np.all(np.max(np.abs(a), axis=-1) <= 1.00001 * np.float64(largest))
-    off = np.abs(np.float64(rows.decoded()) - a) / np.float64(rows.scale)[..., None]
+    off = np.abs(np.float64(rows.codes) - a / np.float64(rows.scale)[..., None])
     assert np.max(off) < 1.001  # half a step of each scale
     assert np.sqrt(np.mean(off**2)) < 1.3 * 12**-0.5
 

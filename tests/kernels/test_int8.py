@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from coat_jax.errors import UserError
 from coat_jax.kernels import int8
 
 RNG = np.random.default_rng(0)
@@ -63,6 +64,20 @@ def test_a_product_has_the_error_of_two_roundings():
     expected = np.sqrt(2 / 12) * step
     error = np.linalg.norm(got - want) / np.linalg.norm(want)
     assert 0.9 * expected < error < 1.1 * expected
+
+
+@pytest.mark.parametrize(("of_x", "of_w"), [(1e37, 1e-6), (1e-6, 1e37), (1e-37, 1e30)])
+def test_a_product_of_ordinary_size_is_right_whatever_the_sizes_of_its_operands(of_x, of_w):
+    x, w = jnp.abs(X[:1]) * of_x, jnp.abs(W) * of_w
+    got = int8.product(int8.rows(x), int8.columns(w)).scaled(jnp.float32)
+    np.testing.assert_allclose(got, np.float64(x) @ np.float64(w), rtol=0.02)
+
+
+def test_a_sum_that_may_exceed_int32_is_refused():
+    codes = jax.ShapeDtypeStruct((1, 131_072), jnp.int8)
+    operand = int8.Rows(codes, jax.ShapeDtypeStruct((1,), jnp.float32))
+    with pytest.raises(UserError, match=r"at most 131,071 .* has 131,072 inputs. Use .* coat.COAT"):
+        jax.eval_shape(int8.product, operand, operand)
 
 
 def test_zero_stays_zero():

@@ -108,6 +108,12 @@ def test_the_first_rule_that_matches_wins(net):
     assert plan["norm"] == coat.COAT
 
 
+def test_the_plan_names_the_formats_of_products(net):
+    plan = {d.path: d.becomes for d in nn.plan_conversion(net, coat.COAT_INT8)}
+    assert plan["layers.0"] == plan["attention.query"] == "INT8 and FP8"
+    assert plan["norm"] == "FP8"
+
+
 def test_a_rule_that_matches_nothing_is_refused_with_what_is_near(net):
     with pytest.raises(ValueError, match=r"No module matches the rule 'layer\.0'.*layers\.0"):
         nn.convert(net, rules={"layer.0": "bf16"})

@@ -7,6 +7,7 @@ import pytest
 
 import coat_jax as coat
 from coat_jax import ops
+from coat_jax.errors import UserError
 
 K, N, R = 64, 48, 16
 
@@ -96,8 +97,10 @@ def test_a_precision_that_does_not_fit_the_codes(arrays):
 
 
 def test_int8_forward_is_refused(arrays):
-    """The codes of a frozen weight are in FP8, also if that precision froze them."""
-    frozen = ops.freeze(arrays["w"], precision=coat.COAT_INT8)
-    adapter = arrays["a"], arrays["c"]
-    with pytest.raises(ValueError, match=r"cannot compute in INT8. Use .* such as coat.COAT"):
+    """Before a model is frozen, and where one is called that was frozen otherwise."""
+    said = r"FP8 codes are multiplied, and int8_forward .* Use .* such as coat.COAT"
+    with pytest.raises(UserError, match=f"freeze is .* {said}"):
+        ops.freeze(arrays["w"], precision=coat.COAT_INT8)
+    frozen, adapter = ops.freeze(arrays["w"]), (arrays["a"], arrays["c"])
+    with pytest.raises(UserError, match=f"adapted_linear is .* {said}"):
         ops.adapted_linear(arrays["x"], frozen, adapter, precision=coat.COAT_INT8)

@@ -1,5 +1,6 @@
 """What cannot work is refused with what arrived and what is required."""
 
+import dataclasses
 import re
 
 import jax
@@ -398,12 +399,16 @@ ONCE = {
 }
 
 
+LEAN_INT8 = dataclasses.replace(coat.COAT_LEAN, int8_forward=True)
+
+
+@pytest.mark.parametrize("precision", [coat.COAT_LEAN, LEAN_INT8], ids=["fp8", "int8"])
 @pytest.mark.parametrize("name", ONCE)
-def test_second_derivatives_of_fp8_are_refused(name):
+def test_second_derivatives_of_fp8_are_refused(name, precision):
     """Forward over reverse, and reverse over reverse, in any direction of any kind of program."""
 
     def loss(x):
-        return jnp.sum(ONCE[name](x, coat.COAT_LEAN) ** 2)
+        return jnp.sum(ONCE[name](x, precision) ** 2)
 
     def length(x):
         return jnp.sum(jax.grad(loss)(x) ** 2)

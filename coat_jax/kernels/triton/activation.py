@@ -80,8 +80,10 @@ def load_hidden(
     """Loads a tile of values, or of sums in INT32 times the scales of their rows and columns."""
     v = load_tile(x, row, column, ROWS, COLUMNS)
     if x.dtype.element_ty == tl.int32:
-        v = v * tl.load(row_scale + row, mask=row < ROWS, other=0.0)[:, None]
-        v = v * tl.load(column_scale + column, mask=column < COLUMNS, other=0.0)[None, :]
+        rows = tl.load(row_scale + row, mask=row < ROWS, other=0.0)[:, None]
+        columns = tl.load(column_scale + column, mask=column < COLUMNS, other=0.0)[None, :]
+        # As `int8.Product.scaled`: the smaller scale first.
+        v = v * tl.where(rows < columns, rows, columns) * tl.where(rows < columns, columns, rows)
     return v
 
 

@@ -112,6 +112,16 @@ def as_input(x: Float[Array, "*rows K"], dtype: DTypeLike, mode: Mode) -> Input:
     return int8.rows(x) if mode.int8_forward else as_operand(x, dtype, mode)
 
 
+def saved_input(x: Float[Array, "*rows K"], n: Input, mode: Mode) -> Operand:
+    """What is saved of an input by itself: `n`, or in place of INT8 what a product in FP8 takes."""
+    if isinstance(n, Operand):
+        return n
+    scale = fp8_scale(n, mode)
+    assert scale is not None
+    assert mode.format is not None
+    return gemm.scaled(x, scale, mode.format, "straight", mode.implementation)
+
+
 def fp8_scale(n: Input, mode: Mode) -> Float[Array, ""] | None:
     """The scale with which the backward pass rounds an input, or a weight, to FP8."""
     if isinstance(n, Operand):

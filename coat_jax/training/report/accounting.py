@@ -10,6 +10,7 @@ weights, gradients of activations, the logits of a chunk.
 """
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +22,7 @@ from flax import nnx
 from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.optax import host_memory
-from coat_jax.precision import COAT_LEAN
+from coat_jax.precision import COAT_LEAN, precision_of
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.state import State
 
@@ -132,12 +133,14 @@ def table(memory: DeviceMemory) -> "Table":
 def advice(config: TrainConfig, *, batch_parts: int) -> str:
     """What to lower, the cheapest first, for the command line."""
     remedies = []
+    int8 = precision_of(config.model.precision).int8_forward
     if config.optimizer.name != "fp8_adamw":
         remedies.append("--optimizer.name fp8_adamw")
     if config.model.param_dtype == jnp.float32:
         remedies.append("--param_dtype bfloat16")
-    if config.model.precision != COAT_LEAN:
-        remedies.append("--precision coat_lean")
+    if config.model.precision != dataclasses.replace(COAT_LEAN, int8_forward=int8):
+        lean = "--model.precision.attention_block 16" if int8 else "--precision coat_lean"
+        remedies.append(lean)
     if config.microbatch > batch_parts:
         parts = 2 * config.gradient_accumulation_steps
         remedies.append(

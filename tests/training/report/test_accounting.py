@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 from train_cases import SMALL, small, stepper
 
+import coat_jax as coat
 from coat_jax import models
 from coat_jax.training.cluster.mesh import batch_parts
 from coat_jax.training.report import accounting
@@ -107,6 +108,13 @@ def test_the_table_has_a_unit_that_fits():
     assert "limit" not in small_one
     assert "host" not in text + small_one
     assert "14.00" in printed(large._replace(optimizer=0, on_host=large.optimizer))
+
+
+def test_advice_keeps_int8_products():
+    remedy = "--model.precision.attention_block 16"
+    assert remedy in advice(small(model={"precision": "coat_int8"}), batch_parts=2)
+    lean = dataclasses.replace(coat.COAT_LEAN, int8_forward=True)
+    assert "precision" not in advice(small(model={"precision": lean}), batch_parts=2)
 
 
 def test_advice_names_what_can_still_be_lowered():

@@ -1,0 +1,62 @@
+"""With `int8_forward` only the products of the forward pass change."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quick import OPTIONS
+
+import coat_jax as coat
+from coat_jax import ops, telemetry
+
+ROWS, WIDTH = 24, 64
+X = jax.random.normal(jax.random.key(0), (2, ROWS, WIDTH)).at[:, :, 3].mul(100)
+W = [jax.random.normal(jax.random.key(i), (WIDTH, WIDTH)) / 8 for i in range(1, 4)]
+NORM = ops.Norm(jnp.linspace(0.5, 2, WIDTH))
+HEADS = X.reshape(2, ROWS, 2, 32)
+OPS = {
+    "linear": lambda x, w, p: ops.linear(x, w, precision=p),
+    "norm_linear": lambda x, w, p: ops.norm_linear(x, NORM, w, precision=p),
+    "norm_qkv": lambda x, w, p: ops.norm_qkv(x, NORM, w, head_dim=32, precision=p),
+    "attention_linear": lambda x, w, p: ops.attention_linear(
+        *[x.reshape(HEADS.shape)] * 3, w[0], precision=p
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_backward_pass_is_that_of_coat(name):
+    """To the last bit, given the gradient of the output, also with an outlier in the input."""
+
+    def pulled(precision):
+        def run(x, w):
+            y, pull = jax.vjp(lambda x, w: OPS[name](x, w, precision), x, w)
+            return y, pull(jax.tree.map(jnp.cos, jax.tree.map(jnp.zeros_like, y)))
+
+        return jax.jit(run, compiler_options=OPTIONS)(X, tuple(W))
+
+    (y_int8, of_int8), (y_fp8, of_fp8) = pulled(coat.COAT_INT8), pulled(coat.COAT)
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (y_int8, y_fp8)), strict=True))
+    for got, want in zip(*map(jax.tree.leaves, (of_int8, of_fp8)), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(("factor", "warned"), [(1, False), (3, False), (10, True), (1000, True)])
+def test_telemetry_sees_where_outliers_spoil_the_product(factor, warned):
+    """One column of 64 is larger, and its weights as much smaller, so that all count alike.
+
+    The two errors that telemetry reports, of input and weight, add up to that of the product.
+    """
+    x = jax.random.normal(jax.random.key(0), (64, 1024)).at[:, ::64].mul(factor)
+    w = (jax.random.normal(jax.random.key(1), (1024, 128)) / 32).at[::64].divide(factor)
+
+    def loss(w):
+        with telemetry.named("layer"):
+            return jnp.sum(ops.linear(x, w, precision=coat.COAT_INT8))
+
+    found = telemetry.measure(loss, w)
+    errors = [found[f"layer/{name}"].error for name in ("input", "weight")]
+    exact = np.float64(x) @ np.float64(w)
+    off = ops.linear(x, w, precision=coat.COAT_INT8) - exact
+    assert np.hypot(*errors) == pytest.approx(np.linalg.norm(off) / np.linalg.norm(exact), rel=0.1)
+    assert (max(errors) > 0.04) == warned
