@@ -20,8 +20,9 @@ ALIKE = {"cc56ecc367d3": "82c5328337fd"}
 
 def show(rows: list[Row], folder: Path) -> None:
     """Prints what each way of tuning costs, and draws it into `folder`."""
-    if rows:
-        print(f"Tuning in BF16 lowers the held-out loss of prose by {100 * gain(rows):.2f} %.")
+    for size in dict.fromkeys(row["size"] for row in rows):
+        gained = 100 * gain([row for row in rows if row["size"] == size])
+        print(f"{size}: tuning in BF16 lowers the held-out loss of prose by {gained:.2f} %.")
     runs = [of_way for row in rows for of_way in ways_of(row)]
     table.show(runs, folder, name="fine_tuning", title="Tuned on other text: loss above BF16")
     if any("forward" in row for row in rows):

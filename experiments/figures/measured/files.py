@@ -17,12 +17,16 @@ def record(name: str) -> dict[str, Any]:
 
 
 def parents(name: str) -> dict[str, Any]:
-    """What made a results file. A file that accumulates runs has the parents of its newest run."""
+    """What made a results file.
+
+    A file that accumulates runs has the parents of its newest run, and the devices of all.
+    """
     contents = record(name)
     if "runs" not in contents:
         return contents["parents"]
     newest = max((run["parents"] for run in contents["runs"]), key=lambda made: made["date"])
-    hardware = {"device": newest["device"], "devices": 1}
+    devices = dict.fromkeys(run["parents"]["device"] for run in contents["runs"])
+    hardware = {"device": ", ".join(devices), "devices": 1}
     return {**newest, "script": f"experiments/{name}.py", "hardware": hardware}
 
 

@@ -9,34 +9,36 @@ from experiments.fine_tuning import show
 from experiments.loss_study import results, statistics
 from experiments.loss_study.statistics import Comparison, Row
 
-
-@functools.cache
-def runs() -> list[Row]:
-    """All of them."""
-    return results.read([FOLDER / show.FILE])
+MODEL, SMALL_MODEL = "40M", "tiny"  # sizes: of most runs, and of those that a CPU trained
 
 
 @functools.cache
-def effects(held_out: str | None = None) -> Comparison:
+def runs(size: str = MODEL) -> list[Row]:
+    """All runs of a size."""
+    return [row for row in results.read([FOLDER / show.FILE]) if row["size"] == size]
+
+
+@functools.cache
+def effects(held_out: str | None = None, size: str = MODEL) -> Comparison:
     """What each way costs in training loss, relative to tuning in BF16, or in held-out loss.
 
     `held_out` is the precision of that evaluation: see `statistics.held_out`.
     """
-    tuned = [row for run in runs() for row in show.ways_of(run)]
+    tuned = [row for run in runs(size) for row in show.ways_of(run)]
     baselines = results.baselines_of(tuned)
     if held_out is None:
         return statistics.compare(tuned, baselines)
     return statistics.compare(tuned, baselines, statistics.held_out(held_out))
 
 
-def cost(way: str, held_out: str | None = None) -> tuple[float, float]:
+def cost(way: str, held_out: str | None = None, size: str = MODEL) -> tuple[float, float]:
     """What a way costs, and half of its interval, in percent."""
-    return percent(effects(held_out).effects[way], digits=3)
+    return percent(effects(held_out, size).effects[way], digits=3)
 
 
-def floor() -> float:
+def floor(size: str = MODEL) -> float:
     """The standard deviation between two baselines of one seed, in percent."""
-    return 100 * math.sqrt(2) * effects().noise.floor
+    return 100 * math.sqrt(2) * effects(size=size).noise.floor
 
 
 def gain() -> float:
@@ -44,9 +46,9 @@ def gain() -> float:
     return 100 * show.gain(runs())
 
 
-def million_tokens() -> tuple[float, float]:
+def million_tokens(size: str = MODEL) -> tuple[float, float]:
     """How many a run reads before it is tuned and while it is, in millions."""
-    run = runs()[0]
+    run = runs(size)[0]
     tuned = show.ways_of(run)[0]
     before, while_tuned = (
         row["settings"]["steps"] * row["settings"]["batch"] * row["settings"]["sequence"] / 1e6

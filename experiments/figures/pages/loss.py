@@ -70,6 +70,7 @@ TUNED = {
     "weights_rounded": "weights rounded, in the forward and the backward pass",
     "backward_rounded": "inputs and gradients rounded, in the backward pass",
 }
+TUNED_IN_INT8 = {"coat": "all of COAT", "coat_int8": "all of `COAT_INT8`"}
 MUON = {"fp8_muon": "8-bit states, BF16 products"}
 
 
@@ -99,12 +100,12 @@ def longer_runs() -> list[list[str]]:
     return rows
 
 
-def tuned() -> list[list[str]]:
-    """What each way of tuning costs in loss, evaluated as it was tuned and in BF16."""
-    losses = [fine_tuning.effects(held_out).effects for held_out in (None, "own", "bf16")]
+def tuned(ways: dict[str, str], size: str = fine_tuning.MODEL) -> list[list[str]]:
+    """What ways of tuning cost in loss, evaluated as they were tuned and in BF16."""
+    losses = [fine_tuning.effects(forward, size).effects for forward in (None, "own", "bf16")]
     columns = ["training loss, last 10 %", "held-out loss", "held-out loss, evaluated in BF16"]
     rows = [["what changes", "way", "seeds", *columns]]
-    for way, words in TUNED.items():
+    for way, words in ways.items():
         costs = [loss_study.cell(effects[way], digits=3) for effects in losses]
         if "_rounded" in way:
             costs[1] = ""  # rounded while tuned alone, so evaluated in BF16 only
@@ -280,12 +281,30 @@ PAGE = Page(
             "between {:.1f} and {:.1f} million it grew by less",
             lambda: (loss_study.million_tokens(*STUDY), loss_study.million_tokens(*LONGER)),
         ),
-        Table("fine_tuning", tuned),
+        Table("fine_tuning", lambda: tuned(TUNED)),
         Table("fine_tuning_forward", forward),
         Table("forward_formats", lambda: forward_formats.table(of("forward_formats"))),
         Table(
             "forward_format_outliers",
             lambda: forward_formats.outlier_table(of("forward_formats")),
+        ),
+        Table("fine_tuning_int8", lambda: tuned(TUNED_IN_INT8, fine_tuning.SMALL_MODEL)),
+        Sentence(
+            "is trained in BF16 on {:.1f} million bytes of text and tuned on {:.1f} million of "
+            "prose",
+            lambda: fine_tuning.million_tokens(fine_tuning.SMALL_MODEL),
+        ),
+        Sentence(
+            "BF16 runs of a seed that differ only in rounding end {:.3f} % apart",
+            lambda: (fine_tuning.floor(fine_tuning.SMALL_MODEL),),
+        ),
+        Sentence(
+            "(`COAT_INT8`) costs {:+.3f} % ± {:.3f} [in a small model's",
+            lambda: fine_tuning.cost("coat_int8", size=fine_tuning.SMALL_MODEL),
+        ),
+        Sentence(
+            "in-the-forward-pass), where COAT costs {:+.3f} % ± {:.3f}.",
+            lambda: fine_tuning.cost("coat", size=fine_tuning.SMALL_MODEL),
         ),
         Given("On a Llama of 0.9 million parameters", SETTING),
         Sentence(
