@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 import coat_jax as coat
 from coat_jax import ops
+from coat_jax.training.compiler_options import TRITON_GEMM
 from experiments.stacks import Measured, Sizes, Stack, measure
 
 PRESETS = {
@@ -32,11 +33,12 @@ def jax_cases(sizes: Sizes, depths: list[int]) -> Iterator[tuple[str, Measured]]
 
 
 def prepare(sizes: Sizes, depth: int, precision: coat.Precision) -> Stack:
-    """A stack with its programs."""
+    """A stack with its programs, compiled as the trainer does."""
     layers, x = create(sizes, depth, jax.random.key(0))
     dy = jnp.roll(x, 1, axis=1)
-    forward = jax.jit(partial(stack, sizes, precision)).lower(layers, x).compile()
-    both = jax.jit(partial(step, sizes, precision)).lower(layers, x, dy).compile()
+    options = {TRITON_GEMM: False} if precision.int8_forward else None
+    forward = jax.jit(partial(stack, sizes, precision)).lower(layers, x).compile(options)
+    both = jax.jit(partial(step, sizes, precision)).lower(layers, x, dy).compile(options)
     results: list[Any] = [None]
 
     def run(program: Any, *arguments: Any) -> None:
