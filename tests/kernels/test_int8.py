@@ -92,7 +92,9 @@ def test_zero_stays_zero():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_only_the_row_of_a_number_that_is_not_finite_is_lost(bad):
-    y = int8.product(int8.rows(X.at[2, 7].set(bad)), int8.columns(W)).scaled(jnp.bfloat16)
+    rows = int8.rows(X.at[2, 7].set(bad))
+    assert np.flatnonzero(np.isnan(rows.largest)).tolist() == [2]
+    y = int8.product(rows, int8.columns(W)).scaled(jnp.bfloat16)
     finite = np.isfinite(np.float32(y))
     assert not finite[2].any()
     assert finite[[0, 1, 3, 4, 5]].all()

@@ -11,6 +11,7 @@ from train_cases import small, stepper
 
 from coat_jax import models
 from coat_jax.errors import UserError
+from coat_jax.training import evaluation
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import EvaluationConfig, MeshConfig
 from coat_jax.training.data import DataConfig, load
@@ -40,9 +41,9 @@ def loss_on(sizes, graph, params, config=CONFIG):
         MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor]
     )
     with jax.set_mesh(mesh):
-        evaluation = Evaluation(config, graph, mesh)
+        of_run = Evaluation(config, graph, mesh)
         placed = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
-        first, again = (evaluation.loss(placed) for _ in range(2))
+        first, again = (of_run.loss(placed) for _ in range(2))
     assert first == again
     return first
 
@@ -53,6 +54,13 @@ def test_it_is_the_mean_over_the_labels_of_the_first_batches(graph, params):
     model = nnx.merge(graph, params)
     wanted = model.loss(batch.tokens, batch.labels)
     np.testing.assert_allclose(loss_on((1, 1, 1), graph, params), wanted, rtol=1e-6)
+
+
+def test_it_is_compiled_with_the_options_of_the_run(graph, params, monkeypatch):
+    unknown = {"xla_no_such_option": True}
+    monkeypatch.setattr(evaluation, "compiler_options", lambda config, mesh: unknown)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        loss_on((1, 1, 1), graph, params)
 
 
 def test_it_does_not_depend_on_seed_or_mesh(graph, params):
