@@ -69,11 +69,11 @@ def carry_out(
     if options.size is None:
         show(results.read([committed, out / file]), out)
         return
-    call = _call(options, committed, out / file, **more)
-    if options.plan:
-        plan(call)
-        return
     try:
+        call = _call(options, committed, out / file, **more)
+        if options.plan:
+            plan(call)
+            return
         failed = measure(call)
     except UserError as error:
         sys.exit(f"error: {error}")
@@ -85,12 +85,18 @@ def _call(options: argparse.Namespace, known: Path, out: Path, **more: Any) -> C
     size = SIZES[options.size]
     given = {field.name: getattr(options, field.name, None) for field in fields(Settings)}
     changes = {name: value for name, value in given.items() if value is not None}
+    settings = replace(size.settings, **changes)
+    if settings.sequence > size.model.context:
+        raise UserError(
+            f"--sequence {settings.sequence} is longer than the context of size {options.size}, "
+            f"{size.model.context} tokens. Lower it, or choose a larger size."
+        )
     return Call(
         arms={name: ARMS[name] for name in options.arms},
         size_name=options.size,
         size=size,
         seeds=options.seeds,
-        settings=replace(size.settings, **changes),
+        settings=settings,
         work=options.work,
         known=known,
         out=out,
