@@ -29,6 +29,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from coat_jax.errors import UserError
 from coat_jax.kernels import dispatch
 from coat_jax.kernels.cast import (
     Layout,
@@ -163,9 +164,10 @@ def product_of_codes(x: Array, w: Array, dtype: DTypeLike) -> Array:
         one = jnp.ones((), jnp.float32)
         return product_transposed(Operand(x, None, one), Operand(w, None, one), dtype)
     if x.shape[-1] > MOST_INT8_COLUMNS:
-        raise ValueError(
+        raise UserError(
             f"A sum of {x.shape[-1]} products of INT8 codes may exceed INT32: "
-            f"{MOST_INT8_COLUMNS} is the most."
+            f"{MOST_INT8_COLUMNS} is the most. Use FP8 for a layer with so many inputs: a "
+            "precision without int8_forward, such as coat.COAT, or weights quantized to FP8."
         )
     dimensions = (((x.ndim - 1,), (1,)), ((), ()))
     return lax.dot_general(x, w, dimensions, preferred_element_type=jnp.int32)

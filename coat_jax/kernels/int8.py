@@ -21,7 +21,6 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, Int32
 
-from coat_jax.errors import UserError
 from coat_jax.kernels import gemm
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.launch import launch, tile_count
@@ -80,12 +79,6 @@ class Product(NamedTuple):
 
 def product(x: Rows, w: Rows) -> Product:
     """x w, for the rows of x and the columns of w."""
-    count = x.codes.shape[-1]
-    if count > gemm.MOST_INT8_COLUMNS:
-        raise UserError(
-            f"int8_forward adds up at most {gemm.MOST_INT8_COLUMNS:,} products in INT32, and this "
-            f"layer has {count:,} inputs. Use a precision without it here, such as coat.COAT."
-        )
     return Product(gemm.product_of_codes(x.codes, w.codes, jnp.float32), x.scale, w.scale)
 
 
