@@ -173,6 +173,18 @@ def product_of_codes(x: Array, w: Array, dtype: DTypeLike) -> Array:
     return lax.dot_general(x, w, dimensions, preferred_element_type=jnp.int32)
 
 
+def scale_sums(
+    sums: Array, row_scale: Float[Array, "*rows"], column_scale: Float[Array, " N"]
+) -> Float[Array, "*rows N"]:
+    """Sums of codes times the scales of their rows and columns, in FP32."""
+    rows = row_scale[..., None]
+    # The smaller scale first: the other way an ordinary result may overflow in between. A scale
+    # that is NaN is one of the two.
+    smaller = jnp.where(rows < column_scale, rows, column_scale)
+    larger = jnp.where(rows < column_scale, column_scale, rows)
+    return sums.astype(jnp.float32) * smaller * larger
+
+
 Side = tuple[Array, tuple[int, ...]]  # an array, and the axes that are summed over
 
 

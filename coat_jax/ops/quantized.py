@@ -110,11 +110,11 @@ def quantized_linear(
     wide = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
     if activations == "none":
         codes = weight.codes.astype(x.dtype)
-        y = jnp.matmul(x, codes.T, preferred_element_type=wide).astype(jnp.float32)
+        y = jnp.matmul(x, codes.T, preferred_element_type=wide).astype(jnp.float32) * weight.scale
     else:
         rounded, row_scale = _rounded(x, weight.input_scale, name)
-        y = gemm.product_of_codes(rounded, weight.codes, wide).astype(jnp.float32) * row_scale
-    y = y * weight.scale
+        sums = gemm.product_of_codes(rounded, weight.codes, wide)
+        y = gemm.scale_sums(sums, row_scale[..., 0], weight.scale)
     return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.fine_tuning import parts
-from experiments.loss_study import table
+from experiments.loss_study import results, table
 from experiments.loss_study.arm import Settings
 from experiments.loss_study.statistics import Cost, cost_of
 from experiments.row_files import Row, digest
@@ -74,7 +74,8 @@ def ways_of(row: Row) -> list[Row]:
         row
         | {
             "arm": name,
-            "definition": of_run["ways"][name],
+            "network": row["key"],
+            "definition": results.completed(of_run["ways"][name], row["code"]),
             # After another training, or on other rows, runs cannot be compared.
             "text": digest([row["text"], row["settings"], ALIKE.get(code, code)]),
             "settings": dataclasses.asdict(settings),

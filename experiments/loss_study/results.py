@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ STUDY = ("arm", "duplicates", "moments", "muon", "operands", "rows", "run", "sum
 # Versions of the code that are one: of two seeds at size tiny, arms bf16, saved, coat and coat_lean
 # have the same losses to the last bit, on a CPU. Runs of the older ones count as the newest's.
 ALIKE = dict.fromkeys(["26e42a267c58", "c51e2fefd59a"], "68cd819d6469") | dict.fromkeys(
-    ["b527525b170b", "f96f7c82d1a3", "84e44c584418", "4e983c634bd8"], "62e41be4734e"
+    ["b527525b170b", "f96f7c82d1a3", "84e44c584418", "4e983c634bd8", "62e41be4734e"], "f61f83d250ce"
 )
 # The version of the code in which every precision had what is `stochastic_backward` today.
 STOCHASTIC_BACKWARD = "83eda50b8686"
@@ -81,7 +81,11 @@ def code_digest() -> str:
 
 def read(paths: Iterable[Path]) -> list[Row]:
     """The rows of some files, each key once, in the order of `_place`."""
-    return sorted((_named_today(_completed(row)) for row in row_files.read(paths)), key=_place)
+    rows = (
+        row | {"definition": completed(row["definition"], row["code"])}
+        for row in row_files.read(paths)
+    )
+    return sorted(map(_named_today, rows), key=_place)
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
@@ -89,23 +93,26 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     row_files.write(path, sorted(rows, key=_place))
 
 
-def _completed(row: Row) -> Row:
-    """The row with fields that did not exist then: all that was saved was rounded to nearest."""
-    definition = {"shaken": 0, "rounded": [], "accurate": []} | row["definition"]
+def completed(definition: Mapping[str, Any], code: str) -> dict[str, Any]:
+    """What defines an arm, with fields that did not exist in the version `code` of the code.
+
+    All that was saved was rounded to nearest then.
+    """
+    whole: dict[str, Any] = {"shaken": 0, "rounded": [], "accurate": [], **definition}
     for name in ("precision", "start"):
-        precision = definition.get(name)
+        precision = whole.get(name)
         if not isinstance(precision, dict):
             continue
         if "stochastic" not in precision:
             saves = precision["block"] is not None or precision["attention_block"] is not None
             precision = precision | {"stochastic": not saves}
         if "stochastic_backward" not in precision:
-            precision = precision | {"stochastic_backward": row["code"] == STOCHASTIC_BACKWARD}
+            precision = precision | {"stochastic_backward": code == STOCHASTIC_BACKWARD}
         precision = {"int8_forward": False} | precision
         # An option that was tried, and is gone.
         off = ("center_inputs", False)
-        definition[name] = dict(entry for entry in precision.items() if entry != off)
-    return row | {"definition": definition}
+        whole[name] = dict(entry for entry in precision.items() if entry != off)
+    return whole
 
 
 def _named_today(row: Row) -> Row:

@@ -1,8 +1,9 @@
 """From runs to statements: how much more loss each arm has than the baselines, and how surely.
 
 Within a seed all arms share initial parameters and batches. So what is compared is the log of the
-loss, run against run: the difference between an arm and the baselines of the same seed. Baselines
-are several runs of each seed that differ by rounding only. The mean of the differences over seeds
+loss, run against run: the difference between an arm and the baselines of the same seed, or of the
+same start where a seed has several (`start_of`). Baselines are several runs of each seed that
+differ by rounding only. The mean of the differences over seeds
 is the effect of the arm, and their spread gives its interval. Each arm has its own spread: that
 of some is ten times that of others, so they are not pooled. By chance the runs of a few seeds may
 lie closer together than runs do that differ by rounding only. So an interval is never narrower than
@@ -92,7 +93,15 @@ class Comparison(NamedTuple):
 
     effects: dict[str, Effect]
     noise: Noise
-    baselines: float  # for each seed, on average
+    baselines: float  # for each start, on average
+
+
+def start_of(row: Row) -> tuple[int, str | None]:
+    """What runs begin from that can be compared: their seed, and a trained network if one is named.
+
+    Two networks that were trained from one seed may differ by more than what is measured.
+    """
+    return row["seed"], row.get("network")
 
 
 def final(row: Row) -> float:
@@ -109,23 +118,24 @@ def held_out(forward: str) -> Callable[[Row], float]:
 def above(
     rows: list[Row], baselines: Iterable[str], loss: Callable[[Row], float] = final
 ) -> dict[str, dict[int, list[float]]]:
-    """The log of each run's loss above the mean of its seed's baselines, by arm and seed.
+    """The log of each run's loss above the mean of its start's baselines, by arm and seed.
 
     Args:
-        rows: runs under equal conditions, baselines among them; seeds without one are left out.
+        rows: runs under equal conditions, baselines among them; starts without one are left out.
         baselines: arms that differ by rounding only.
         loss: of a run.
     """
     reference = set(baselines)
-    base: dict[int, list[float]] = defaultdict(list)
+    base: dict[Any, list[float]] = defaultdict(list)
     for row in rows:
         if row["arm"] in reference:
-            base[row["seed"]].append(math.log(loss(row)))
+            base[start_of(row)].append(math.log(loss(row)))
     gaps: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        seed = row["seed"]
-        if seed in base:
-            gaps[row["arm"]][seed].append(math.log(loss(row)) - float(np.mean(base[seed])))
+        of_start = base.get(start_of(row))
+        if of_start:
+            gap = math.log(loss(row)) - float(np.mean(of_start))
+            gaps[row["arm"]][row["seed"]].append(gap)
     return gaps
 
 
@@ -140,15 +150,15 @@ def compare(
     gaps = above(rows, reference, loss)
     of_baselines = [gaps[arm] for arm in gaps.keys() & reference]
     rest = [gap for by_seed in of_baselines for runs in by_seed.values() for gap in runs]
-    seeds = {seed for by_seed in of_baselines for seed in by_seed}
-    freedom = len(rest) - len(seeds)
+    starts = {start_of(row) for row in rows if row["arm"] in reference}
+    freedom = len(rest) - len(starts)
     noise = Noise(math.sqrt(sum(np.square(rest)) / freedom) if freedom else math.nan, freedom)
-    of_seed = len(rest) / max(len(seeds), 1)
+    of_start = len(rest) / max(len(starts), 1)
     effects = {
         arm: _effect(
             np.array([np.mean(runs) for runs in gaps[arm].values()]),
             noise,
-            of_seed,
+            of_start,
             _within(rows, arm, reference) if loss is final else math.nan,
         )
         for arm in sorted(gaps.keys() - reference)
@@ -158,7 +168,7 @@ def compare(
         arm: effect._replace(holm=p)
         for (arm, effect), p in zip(effects.items(), corrected, strict=True)
     }
-    return Comparison(effects, noise, of_seed)
+    return Comparison(effects, noise, of_start)
 
 
 def cost_of(gaps: list[float]) -> Cost:
@@ -186,13 +196,13 @@ def _effect(
 def gap(rows: list[Row], arm: str, baselines: Iterable[str]) -> Float[np.ndarray, " T"]:
     """The log of an arm's training loss above the baselines' at each step, mean over seeds.
 
-    For a baseline it is that against the other baselines of its seed.
+    For a baseline it is that against the other baselines of its start.
     """
     reference = set(baselines) - {arm}
     curves = []
     for row in rows:
         if row["arm"] == arm:
-            base = _curves(rows, reference, row["seed"])
+            base = _curves(rows, reference, row)
             if base:
                 curves.append(np.log(row["losses"]) - np.mean(base, axis=0))
     return np.mean(curves, axis=0) if curves else np.zeros(0)
@@ -216,15 +226,17 @@ def holm(ps: list[float]) -> list[float]:
     return corrected
 
 
-def _curves(rows: list[Row], arms: set[str], seed: int) -> list[Float[np.ndarray, " T"]]:
-    return [np.log(r["losses"]) for r in rows if r["arm"] in arms and r["seed"] == seed]
+def _curves(rows: list[Row], arms: set[str], of: Row) -> list[Float[np.ndarray, " T"]]:
+    """The losses of these arms from the start of a run."""
+    start = start_of(of)
+    return [np.log(r["losses"]) for r in rows if r["arm"] in arms and start_of(r) == start]
 
 
 def _within(rows: list[Row], arm: str, reference: set[str]) -> float:
     """The block error of the final loss, of a mean over the arm's runs."""
     squares = []
     for row in rows:
-        if row["arm"] == arm and (curves := _curves(rows, reference, row["seed"])):
+        if row["arm"] == arm and (curves := _curves(rows, reference, row)):
             base = np.mean(curves, axis=0)
             last = max(round(FINAL * len(base)), 1)
             squares.append(block_error((np.log(row["losses"]) - base)[-last:]) ** 2)

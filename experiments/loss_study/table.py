@@ -9,7 +9,7 @@ from rich.table import Table
 
 from experiments.loss_study import plot
 from experiments.loss_study.results import baselines_of, conditions_of
-from experiments.loss_study.statistics import Comparison, Effect, compare, held_out
+from experiments.loss_study.statistics import Comparison, Effect, compare, held_out, start_of
 from experiments.row_files import Row
 
 
@@ -102,7 +102,7 @@ def _crossed(rows: list[Row], baselines: set[str]) -> Table:
         base = [
             held_out("bf16")(other)
             for other in rows
-            if other["arm"] in baselines and other["seed"] == row["seed"]
+            if other["arm"] in baselines and start_of(other) == start_of(row)
         ]
         for forward in ("bf16", "coat", "own") if base else ():
             above = math.log(held_out(forward)(row)) - sum(map(math.log, base)) / len(base)

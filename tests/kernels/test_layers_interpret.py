@@ -18,6 +18,7 @@ from layer_cases import (
     check_exact_activation,
     check_exact_activation_in_int8,
     check_int8_columns,
+    check_int8_rows,
     check_norm,
     check_rotary,
 )
@@ -70,6 +71,11 @@ def test_exact_activation_in_int8(name, count):
 @pytest.mark.parametrize("shape", SMALL, ids=str)
 def test_int8_columns(shape):
     check_int8_columns(shape)
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_int8_rows(shape):
+    check_int8_rows(shape)
 
 
 def test_a_kernel_refuses_an_unknown_activation():

@@ -1,7 +1,8 @@
 """Rounding to INT8, with a scale from the largest magnitude: the counterpart of `kernels.int8`.
 
 It multiplies by a reciprocal where `numerics.eight_bits` divides: a number that is halfway between
-two codes may become either of them.
+two codes may become either of them. Nothing saturates, because the largest magnitude has a code. If
+that is NaN the codes mean nothing, and the scale is NaN.
 """
 
 import triton
@@ -42,10 +43,10 @@ def round_to_int8(x, scale):
 
 @triton.jit
 def to_int8(y):
-    """The INT8 codes of numbers that are scaled already."""
-    y = tl.where(y == y, y, 0.0)  # noqa: PLR0124  NaN, before a GPU's maximum turns it into -128
-    y = (y + 12582912.0) - 12582912.0  # rounds to a whole number, ties to even
-    return tl.minimum(tl.maximum(y, -128.0), 127.0).to(tl.int8)
+    """The INT8 codes of numbers up to 127 that are scaled already; of NaN some code."""
+    # At 1.5 * 2^23 the last bit of FP32 counts 1: the sum is rounded to a whole number, ties to
+    # even, and its last 8 bits are that number's.
+    return (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
@@ -60,6 +61,18 @@ def column_maxima_tile(
     largest = tl.max(magnitude_bits(load_tile(x, row, column, ROWS, COLUMNS)), axis=0)
     offsets = tile_row.to(tl.int64) * COLUMNS + column
     tl.store(maxima + offsets, largest.to(tl.float32, bitcast=True), mask=column < COLUMNS)
+
+
+@triton.jit
+def int8_rows_tile(
+    x, largest, out,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile of an array, each row with its scale, as codes."""
+    row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
+    v = load_tile(x, row, column, ROWS, COLUMNS)
+    scale = int8_scale(tl.load(largest + row, mask=row < ROWS, other=0.0))
+    store_tile(round_to_int8(v, scale[:, None]), out, row, column, ROWS, COLUMNS)
 
 
 @triton.jit

@@ -109,7 +109,7 @@ def as_operand(
 
 def as_input(x: Float[Array, "*rows K"], dtype: DTypeLike, mode: Mode) -> Input:
     """An input of forward products, in FP8, in INT8, or in `dtype`."""
-    return int8.rows(x) if mode.int8_forward else as_operand(x, dtype, mode)
+    return int8.rows(x, mode.implementation) if mode.int8_forward else as_operand(x, dtype, mode)
 
 
 def saved_input(x: Float[Array, "*rows K"], n: Input, mode: Mode) -> Operand:

@@ -9,7 +9,7 @@ from experiments.fine_tuning import show
 from experiments.loss_study import results, statistics
 from experiments.loss_study.statistics import Comparison, Row
 
-MODEL, SMALL_MODEL = "40M", "tiny"  # sizes: of most runs, and of those that a CPU trained
+MODEL = "40M"  # the size of the runs that the pages quote
 
 
 @functools.cache

@@ -160,6 +160,11 @@ def apart_with_muon() -> float:
     return 100 * math.sqrt(2) * effects(*STUDY, muon=True).noise.floor
 
 
+def cost_with_muon(arm: str) -> tuple[float, float]:
+    """What an arm costs in training loss above Muon's baselines, in percent."""
+    return percent(effects(*STUDY, muon=True).effects[arm])
+
+
 def cost_of_muon() -> tuple[float, ...]:
     """What `fp8_muon` costs in training and held-out loss, with half of each interval."""
     found = (effects(*STUDY, muon=True, held_out=held).effects for held in (None, "own"))

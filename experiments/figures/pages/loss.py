@@ -1,5 +1,7 @@
 """The figures of docs/loss.md."""
 
+import itertools
+
 from experiments import forward_formats, tradeoff
 from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured import fine_tuning, loss_study
@@ -8,6 +10,7 @@ from experiments.figures.measured.loss_study import LARGER, LONGER, STUDY
 from experiments.figures.pages.reasons import PAPER, SETTING
 from experiments.fine_tuning import parts, show
 from experiments.forward_formats import cost
+from experiments.loss_study.statistics import Comparison
 
 # Arms of loss_study, in words, by table.
 PARTS = {
@@ -25,6 +28,7 @@ PARTS = {
     "coat_after_bf16": "BF16 in the first quarter, all of COAT after it",
     "coat_lean": "all of `COAT_LEAN`",
     "coat_lean_after_bf16": "BF16 in the first quarter, all of `COAT_LEAN` after it",
+    "coat_int8": "all of `COAT_INT8`: forward products in INT8",
 }
 PARAMS = {
     "params_24_bits": "BF16, with corrections of 8 bits",
@@ -63,6 +67,7 @@ LONGER_RUNS = {
 TUNED = {
     "moments": "8-bit moments",
     "products": "FP8 products (`FP8_LINEAR`)",
+    "coat_int8": "all of `COAT_INT8`",
     "coat": "all of COAT",
     "coat_lean": "all of `COAT_LEAN`",
     "coat_paper": "all of `COAT_PAPER`",
@@ -70,8 +75,11 @@ TUNED = {
     "weights_rounded": "weights rounded, in the forward and the backward pass",
     "backward_rounded": "inputs and gradients rounded, in the backward pass",
 }
-TUNED_IN_INT8 = {"coat": "all of COAT", "coat_int8": "all of `COAT_INT8`"}
-MUON = {"fp8_muon": "8-bit states, BF16 products"}
+MUON = {
+    "fp8_muon": "8-bit states, BF16 products of the optimizer",
+    "muon_coat_int8": "layers in `COAT_INT8`, states in FP32",
+    "muon_coat": "layers in COAT, states in FP32",
+}
 
 
 def table(arms: dict[str, str], *, muon: bool = False) -> list[list[str]]:
@@ -110,6 +118,42 @@ def tuned(ways: dict[str, str], size: str = fine_tuning.MODEL) -> list[list[str]
         if "_rounded" in way:
             costs[1] = ""  # rounded while tuned alone, so evaluated in BF16 only
         rows.append([words, f"`{way}`", str(losses[0][way].seeds), *costs])
+    return rows
+
+
+def int8_forward() -> list[list[str]]:
+    """What COAT and COAT_INT8 cost in loss: from scratch with two optimizers, and in tuning."""
+
+    def costs(comparison: Comparison, *arms: str, digits: int) -> list[str]:
+        return [loss_study.cell(comparison.effects[arm], digits) for arm in arms]
+
+    def of_studies(held: str | None) -> list[list[str]]:
+        adamw, muon = (
+            loss_study.effects(*STUDY, muon=muon, held_out=held) for muon in (False, True)
+        )
+        return [
+            costs(adamw, "coat", "coat_int8", digits=2),
+            costs(muon, "muon_coat", "muon_coat_int8", digits=2),
+            costs(fine_tuning.effects(held), "coat", "coat_int8", digits=3),
+        ]
+
+    kinds = [
+        ("from scratch with AdamW", loss_study.floor(), loss_study.effects(*STUDY), "coat_int8"),
+        (
+            "from scratch with Muon",
+            loss_study.apart_with_muon(),
+            loss_study.effects(*STUDY, muon=True),
+            "muon_coat_int8",
+        ),
+        ("fine-tuning with AdamW", fine_tuning.floor(), fine_tuning.effects(), "coat_int8"),
+    ]
+    columns = ["COAT", "`COAT_INT8`", "COAT, held out", "`COAT_INT8`, held out"]
+    rows = [["training", "seeds", "apart by rounding", *columns]]
+    for (words, apart, found, arm), *cells in zip(
+        kinds, of_studies(None), of_studies("own"), strict=True
+    ):
+        seeds = str(found.effects[arm].seeds)
+        rows.append([words, seeds, f"{apart:.1g} %", *itertools.chain(*cells)])
     return rows
 
 
@@ -288,23 +332,22 @@ PAGE = Page(
             "forward_format_outliers",
             lambda: forward_formats.outlier_table(of("forward_formats")),
         ),
-        Table("fine_tuning_int8", lambda: tuned(TUNED_IN_INT8, fine_tuning.SMALL_MODEL)),
+        Table("int8_forward", int8_forward),
         Sentence(
-            "is trained in BF16 on {:.1f} million bytes of text and tuned on {:.1f} million of "
-            "prose",
-            lambda: fine_tuning.million_tokens(fine_tuning.SMALL_MODEL),
+            "ends {:+.2f} % ± {:.2f} above BF16, held out {:+.2f} % ± {:.2f}; with Muon, where "
+            "chance plays no part, {:+.2f} % ± {:.2f}, where COAT ends {:+.2f} % ± {:.2f}",
+            lambda: (
+                *loss_study.cost("coat_int8"),
+                *loss_study.percent(
+                    loss_study.effects(*STUDY, held_out="own").effects["coat_int8"]
+                ),
+                *loss_study.cost_with_muon("muon_coat_int8"),
+                *loss_study.cost_with_muon("muon_coat"),
+            ),
         ),
         Sentence(
-            "BF16 runs of a seed that differ only in rounding end {:.3f} % apart",
-            lambda: (fine_tuning.floor(fine_tuning.SMALL_MODEL),),
-        ),
-        Sentence(
-            "(`COAT_INT8`) costs {:+.3f} % ± {:.3f} [in a small model's",
-            lambda: fine_tuning.cost("coat_int8", size=fine_tuning.SMALL_MODEL),
-        ),
-        Sentence(
-            "in-the-forward-pass), where COAT costs {:+.3f} % ± {:.3f}.",
-            lambda: fine_tuning.cost("coat", size=fine_tuning.SMALL_MODEL),
+            "what is said above, and `COAT_INT8` {:+.3f} % ± {:.3f}.",
+            lambda: fine_tuning.cost("coat_int8"),
         ),
         Given("On a Llama of 0.9 million parameters", SETTING),
         Sentence(
