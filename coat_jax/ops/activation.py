@@ -68,7 +68,8 @@ def _forward(
 ) -> Any:
     saved, values = save_hidden(hidden, precision)
     for name, x, blocks in zip(NAMES, hidden, saved, strict=False):
-        seen = recording.saved(seen, f"{name}/saved", x, blocks, precision.block)
+        tensor = f"{name}/saved"
+        seen = recording.saved(seen, tensor, x, blocks, precision.block, precision.forward)
     return activate_reference(values, act).astype(hidden[0].dtype), (saved, seen)
 
 

@@ -312,3 +312,11 @@ def test_gradients_are_those_without_probes():
     x, w = jnp.ones((4, 32)), jnp.linspace(-1, 1, 32 * 32).reshape(32, 32)
     _, grads = jax.jit(partial(sums_and_gradients, layer_loss))(w, x)
     np.testing.assert_array_equal(grads, jax.jit(jax.grad(layer_loss))(w, x))
+
+
+def test_an_activation_in_a_simulated_format_is_seen():
+    precision = coat.Precision(forward="E3M2", backward="E4M1")
+    found = telemetry.measure(
+        lambda x: jnp.sum(ops.activate(x, precision=precision)), jnp.ones((4, 32))
+    )
+    assert {name.rpartition("/")[2] for name in found} == {"saved"}
