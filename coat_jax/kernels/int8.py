@@ -14,7 +14,7 @@ If a row has a NaN or an infinity, so have all results of that row, and only the
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,19 +99,7 @@ def _rows_kernel(x: Float[Array, "*rows K"], largest: Float[Array, "*rows"]) -> 
     from coat_jax.kernels.triton.int8 import int8_rows_tile
 
     def run(x: Array, largest: Array) -> list[Array]:
-        *shape, width = x.shape
-        return launch(
-            int8_rows_tile,
-            x,
-            largest,
-            outputs=[jax.ShapeDtypeStruct(x.shape, jnp.int8)],
-            programs=tile_count(math.prod(shape), width, TILE_ROWS, TILE_COLUMNS),
-            warps=WARPS,
-            ROWS=math.prod(shape),
-            COLUMNS=width,
-            TILE_ROWS=TILE_ROWS,
-            TILE_COLUMNS=TILE_COLUMNS,
-        )
+        return _launch_rounding(int8_rows_tile, x, largest, x.shape)
 
     as_blocks = as_3d(x)
     arrays = [as_blocks, largest.reshape(as_blocks.shape[:-1])]
@@ -146,19 +134,27 @@ def _columns_kernel(w: Float[Array, "K N"], largest: Float[Array, " N"]) -> Int8
     from coat_jax.kernels.triton.int8 import int8_columns_tile
 
     def run(w: Array, largest: Array) -> list[Array]:
-        count, width = w.shape
-        return launch(
-            int8_columns_tile,
-            w,
-            largest,
-            outputs=[jax.ShapeDtypeStruct((width, count), jnp.int8)],
-            programs=tile_count(count, width, TILE_ROWS, TILE_COLUMNS),
-            warps=WARPS,
-            ROWS=count,
-            COLUMNS=width,
-            TILE_ROWS=TILE_ROWS,
-            TILE_COLUMNS=TILE_COLUMNS,
-        )
+        return _launch_rounding(int8_columns_tile, w, largest, w.shape[::-1])
 
     (codes,) = run_sharded(run, [w, largest], ["k n", "n"], ["n k"])
     return codes
+
+
+def _launch_rounding(
+    kernel: Any, x: Array, largest: Array, shape: tuple[int, ...]
+) -> list[Int8[Array, "..."]]:
+    """Runs one of the kernels that round tiles; its codes have this shape."""
+    *rows, width = x.shape
+    count = math.prod(rows)
+    return launch(
+        kernel,
+        x,
+        largest,
+        outputs=[jax.ShapeDtypeStruct(shape, jnp.int8)],
+        programs=tile_count(count, width, TILE_ROWS, TILE_COLUMNS),
+        warps=WARPS,
+        ROWS=count,
+        COLUMNS=width,
+        TILE_ROWS=TILE_ROWS,
+        TILE_COLUMNS=TILE_COLUMNS,
+    )

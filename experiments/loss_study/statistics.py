@@ -3,11 +3,11 @@
 Within a seed all arms share initial parameters and batches. So what is compared is the log of the
 loss, run against run: the difference between an arm and the baselines of the same seed, or of the
 same start where a seed has several (`start_of`). Baselines are several runs of each seed that
-differ by rounding only. The mean of the differences over seeds
-is the effect of the arm, and their spread gives its interval. Each arm has its own spread: that
-of some is ten times that of others, so they are not pooled. By chance the runs of a few seeds may
-lie closer together than runs do that differ by rounding only. So an interval is never narrower than
-the noise floor makes it, which comes from the baselines alone.
+differ by rounding only. The mean of the differences over seeds is the effect of the arm, and their
+spread gives its interval. Each arm has its own spread: that of some is ten times that of others, so
+they are not pooled. By chance the runs of a few seeds may lie closer together than runs do that
+differ by rounding only. So an interval is never narrower than the noise floor makes it, which comes
+from the baselines alone.
 
 Beside it stands the standard error over blocks of steps within a run: it is smaller than the
 difference to another run of the same arm, and says only how well two runs differ.

@@ -123,3 +123,16 @@ def test_gap_of_an_arm_is_its_effect_and_of_a_baseline_about_nothing():
     assert coat.shape == (STEPS,)
     assert coat.mean() == pytest.approx(3e-3, abs=4 * NOISE)
     assert abs(gap(rows, "ulp", ["base", "ulp"]).mean()) < 4 * NOISE
+
+
+def test_runs_are_compared_with_those_of_the_same_network():
+    """Networks of one seed lie far apart; what was done to each of them is found all the same."""
+    random = np.random.default_rng(3)
+    rows = []
+    for network in ("a", "b"):
+        rows += [row | {"network": network} for row in synthetic(EFFECTS, seeds=3, random=random)]
+    result = compare(rows, ["base", "ulp"])
+    assert result.effects["coat"].seeds == 3
+    assert abs(result.effects["coat"].mean - EFFECTS["coat"]) < 2 * NOISE
+    assert result.noise.floor < 2 * NOISE
+    assert result.noise.floor_freedom == 6  # of two baselines of six networks

@@ -111,6 +111,15 @@ def test_a_row_does_not_depend_on_the_others(format, activations):
 
 
 @FORMATS
+@pytest.mark.parametrize("of_x", [1e35, 1e-35])
+def test_a_result_of_ordinary_size_is_right_whatever_the_sizes_of_input_and_weight(format, of_x):
+    x, w, _ = arrays()
+    x, w = jnp.abs(x) * of_x, jnp.abs(w) / of_x
+    got = ops.quantized_linear(x, ops.quantize_weight(w, format), activations="dynamic")
+    np.testing.assert_allclose(got, np.float64(x) @ np.float64(w), rtol=0.05)
+
+
+@FORMATS
 @MODES
 @pytest.mark.parametrize("lost", [jnp.nan, jnp.inf])
 def test_nan_and_infinity_become_finite_only_where_they_saturate(format, activations, lost):

@@ -9,7 +9,7 @@ from experiments.fine_tuning import show
 from experiments.loss_study import results, statistics
 from experiments.loss_study.statistics import Comparison, Row
 
-MODEL = "40M"  # the size of the runs that the pages quote
+MODEL, SMALL_MODEL = "40M", "tiny"  # sizes: of most runs, and of those that a CPU trained
 
 
 @functools.cache
@@ -36,9 +36,9 @@ def cost(way: str, held_out: str | None = None, size: str = MODEL) -> tuple[floa
     return percent(effects(held_out, size).effects[way], digits=3)
 
 
-def floor(size: str = MODEL) -> float:
+def floor() -> float:
     """The standard deviation between two baselines of one seed, in percent."""
-    return 100 * math.sqrt(2) * effects(size=size).noise.floor
+    return 100 * math.sqrt(2) * effects().noise.floor
 
 
 def gain() -> float:
@@ -46,9 +46,9 @@ def gain() -> float:
     return 100 * show.gain(runs())
 
 
-def million_tokens(size: str = MODEL) -> tuple[float, float]:
+def million_tokens() -> tuple[float, float]:
     """How many a run reads before it is tuned and while it is, in millions."""
-    run = runs(size)[0]
+    run = runs()[0]
     tuned = show.ways_of(run)[0]
     before, while_tuned = (
         row["settings"]["steps"] * row["settings"]["batch"] * row["settings"]["sequence"] / 1e6

@@ -60,9 +60,9 @@ def cell(effect: Effect, digits: int = 2) -> str:
     return f"{mean:+.{digits}f} % ± {half:.{digits}f}"
 
 
-def cost(arm: str) -> tuple[float, float]:
-    """What an arm costs in training loss, and half of its interval, in percent."""
-    return percent(effects(*STUDY).effects[arm])
+def cost(arm: str, *, muon: bool = False, held_out: str | None = None) -> tuple[float, float]:
+    """What an arm costs in training or held-out loss, and half of its interval, in percent."""
+    return percent(effects(*STUDY, muon=muon, held_out=held_out).effects[arm])
 
 
 def range_of(arm: str) -> tuple[float, float]:
@@ -128,9 +128,9 @@ def band() -> float:
     return 100 * comparison.noise.band(4, comparison.baselines)
 
 
-def cost_above(other: str, arm: str) -> tuple[float, float, float]:
+def cost_above(other: str, arm: str, *, muon: bool = False) -> tuple[float, float, float]:
     """By how much an arm ends above another one, half of the interval, and over how many seeds."""
-    effect = statistics.compare(runs(*STUDY), [other]).effects[arm]
+    effect = statistics.compare(runs(*STUDY, muon=muon), [other]).effects[arm]
     return *percent(effect), effect.seeds
 
 
@@ -160,15 +160,10 @@ def apart_with_muon() -> float:
     return 100 * math.sqrt(2) * effects(*STUDY, muon=True).noise.floor
 
 
-def cost_with_muon(arm: str) -> tuple[float, float]:
-    """What an arm costs in training loss above Muon's baselines, in percent."""
-    return percent(effects(*STUDY, muon=True).effects[arm])
-
-
 def cost_of_muon() -> tuple[float, ...]:
     """What `fp8_muon` costs in training and held-out loss, with half of each interval."""
-    found = (effects(*STUDY, muon=True, held_out=held).effects for held in (None, "own"))
-    return tuple(number for one in found for number in percent(one["fp8_muon"]))
+    found = (cost("fp8_muon", muon=True, held_out=held) for held in (None, "own"))
+    return tuple(number for one in found for number in one)
 
 
 def cost_of_muon_before() -> tuple[float, float]:

@@ -334,20 +334,31 @@ PAGE = Page(
         ),
         Table("int8_forward", int8_forward),
         Sentence(
-            "ends {:+.2f} % ± {:.2f} above BF16, held out {:+.2f} % ± {:.2f}; with Muon, where "
-            "chance plays no part, {:+.2f} % ± {:.2f}, where COAT ends {:+.2f} % ± {:.2f}",
+            "ends {:+.2f} % ± {:.2f} above BF16, held out {:+.2f} % ± {:.2f}. With Muon, where "
+            "chance plays no part, it ends {:+.2f} % ± {:.2f} above it, where COAT ends "
+            "{:+.2f} % ± {:.2f}. In fine-tuning it costs {:+.3f} % ± {:.3f}.",
             lambda: (
                 *loss_study.cost("coat_int8"),
-                *loss_study.percent(
-                    loss_study.effects(*STUDY, held_out="own").effects["coat_int8"]
-                ),
-                *loss_study.cost_with_muon("muon_coat_int8"),
-                *loss_study.cost_with_muon("muon_coat"),
+                *loss_study.cost("coat_int8", held_out="own"),
+                *loss_study.cost("muon_coat_int8", muon=True),
+                *loss_study.cost("muon_coat", muon=True),
+                *fine_tuning.cost("coat_int8"),
             ),
         ),
         Sentence(
-            "what is said above, and `COAT_INT8` {:+.3f} % ± {:.3f}.",
-            lambda: fine_tuning.cost("coat_int8"),
+            "`COAT_INT8` ends {:+.2f} % ± {:.2f} beside COAT with Muon, and {:+.2f} % ± {:.2f} "
+            "with AdamW",
+            lambda: (
+                *loss_study.cost_above("muon_coat", "muon_coat_int8", muon=True)[:2],
+                *loss_study.cost_above("coat", "coat_int8")[:2],
+            ),
+        ),
+        Sentence(
+            "shows the same: COAT costs it {:+.3f} % ± {:.3f}, and `COAT_INT8` {:+.3f} % ± {:.3f}.",
+            lambda: (
+                *fine_tuning.cost("coat", size=fine_tuning.SMALL_MODEL),
+                *fine_tuning.cost("coat_int8", size=fine_tuning.SMALL_MODEL),
+            ),
         ),
         Given("On a Llama of 0.9 million parameters", SETTING),
         Sentence(

@@ -57,8 +57,8 @@ PAGE = Page(
             lambda: fine_tuning.cost("coat"),
         ),
         Sentence(
-            "with INT8 products in the forward pass, {:+.3f} % ± {:.3f}. From scratch that ends "
-            "{:+.2f} % ± {:.2f} above BF16 over eight seeds.",
+            "with INT8 products in the forward pass, {:+.3f} % ± {:.3f}. Trained from scratch, "
+            "`COAT_INT8` ends {:+.2f} % ± {:.2f} above BF16 over eight seeds.",
             lambda: (*fine_tuning.cost("coat_int8"), *loss_study.cost("coat_int8")),
         ),
         Sentence(
