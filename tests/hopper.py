@@ -1,6 +1,5 @@
 """Reads what was compiled for an H100 on a machine that has none."""
 
-import ast
 import re
 import subprocess
 import zlib
@@ -9,6 +8,7 @@ from typing import Any
 
 from experiments.hopper import hopper_mesh
 
+ESCAPE = re.compile(rb"\\(\\|[0-9A-F]{2})")  # of a byte in a program's text
 COLLECTIVE = re.compile(
     r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )
@@ -30,7 +30,7 @@ def collectives(compiled: Any) -> list[str]:
 
 def kernel_calls(compiled: Any) -> int:
     """How many Triton kernels a program launches."""
-    return compiled.as_text().count('custom_call_target="triton_kernel_call"')
+    return compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"')
 
 
 def copies(compiled: Any) -> int:
@@ -41,15 +41,15 @@ def copies(compiled: Any) -> int:
 def kernels(compiled: Any) -> list[str]:
     """The PTX of the Triton kernels in a program."""
     found = []
-    for packed in re.findall(r'backend_config="((?:[^"\\]|\\.)*)"', compiled.as_text()):
-        try:
-            call = zlib.decompress(ast.literal_eval(f'b"{packed}"'))
-        except zlib.error:
-            continue
-        ptx = re.search(rb"\.version[\t\n\r\x20-\x7e]*\}", call)
-        if ptx is not None:
-            found.append(ptx.group().decode())
+    for escaped in re.findall(r'\bopaque = "([^"]*)"', compiled.as_text()):
+        call = zlib.decompress(ESCAPE.sub(_unescaped, escaped.encode()))
+        (ptx,) = re.findall(rb"\.version[\t\n\r\x20-\x7e]*\}", call)
+        found.append(ptx.decode())
     return found
+
+
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    return b"\\" if match[1] == b"\\" else bytes.fromhex(match[1].decode())
 
 
 def spilled_bytes(ptx: str, folder: Path) -> int:

@@ -16,7 +16,7 @@ import importlib.metadata
 import inspect
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from jax.interpreters import mlir
 
 from coat_jax.errors import UserError
 
-TARGET = "triton_kernel_call"  # jax-triton registers it
+# Of JAX's two calls that launch Triton kernels, the one that a CUDA graph can contain. jax-triton
+# 0.3 asks for the other, and so every kernel would end a graph.
+TARGET = "triton_kernel_call_ffi"
 
 triton_kernel = Primitive("triton_kernel")
 triton_kernel.multiple_results = True
@@ -44,22 +46,26 @@ def _run(*arrays: jax.Array, **call: Any) -> Any:
 
 
 def _lower(context: Any, *operands: Any, **call: Any) -> Any:
-    """The custom call, from its file or else from jax-triton."""
-    path = _path(context.avals_in, call)
-    if path is not None and (known := read(path)) is not None:
-        import jax_triton  # noqa: F401  # registers the target
+    """The custom call, with the compiled kernel from its file or else from jax-triton."""
+    import jax_triton  # noqa: F401  # registers the target
 
-        aliases = dict(call["aliases"])
-        configuration: Any = known  # bytes, though the signature says text
-        lower: Callable[..., Any] = jax.ffi.ffi_lowering(
-            TARGET, api_version=2, backend_config=configuration, operand_output_aliases=aliases
-        )
-        return lower(context, *operands)
-    compiled = mlir.lower_fun(functools.partial(_through_jax_triton, **call), multiple_results=True)
-    results = compiled(context, *operands)
-    if path is not None:
-        write(path, results[0].owner.attributes["backend_config"].value_bytes)
-    return results
+    path = _path(context.avals_in, call)
+    compiled = None if path is None else read(path)
+    if compiled is None:
+        compiled = _compile(context, operands, call)
+        if path is not None:
+            write(path, compiled)
+    lower = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=dict(call["aliases"]))
+    return lower(context, *operands, name=call["kernel"].__name__, opaque=compiled)
+
+
+def _compile(context: Any, operands: Sequence[Any], call: dict[str, Any]) -> bytes:
+    """The configuration of jax-triton's custom call: the compiled kernel and its launch."""
+    lower = mlir.lower_fun(functools.partial(_through_jax_triton, **call), multiple_results=True)
+    made = lower(context, *operands)[0].owner
+    configuration: bytes = made.attributes["backend_config"].value_bytes
+    made.erase()
+    return configuration
 
 
 mlir.register_lowering(triton_kernel, _lower, platform="cuda")
