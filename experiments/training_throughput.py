@@ -10,6 +10,7 @@ are in BF16 and rounded stochastically, layers are unrolled, sequences have 2048
     python -m experiments.training_throughput                     the cases of the table
     python -m experiments.training_throughput COAT:8 BF16:8       others, PRECISION:BATCH
     python -m experiments.training_throughput COAT:16 COAT:16:offloaded:released
+    python -m experiments.training_throughput BF16:4 COAT:4 --model llama_124m --sequence 1024
     python -m experiments.training_throughput COAT:2 --model tiny --sequence 64     anywhere
 
     released      gradients are freed in the backward pass
@@ -84,7 +85,7 @@ def arguments() -> argparse.ArgumentParser:
         metavar="PRECISION:BATCH[:OPTION]",
         help=f"sequences on each GPU, and {' or '.join(OPTIONS)}",
     )
-    parser.add_argument("--model", default=MODEL, help="a name in coat.models.PRESETS")
+    parser.add_argument("--model", default=MODEL, help="of coat.models or of a config")
     parser.add_argument("--layers", type=int, help="only the first ones of the model")
     parser.add_argument("--sequence", type=int, default=SEQUENCE, help="tokens of a sequence")
     parser.add_argument("--remat", help="what layers recompute: layer or layer_fp8")
@@ -168,11 +169,15 @@ def measure(options: argparse.Namespace) -> Case:
     from coat_jax import models
     from coat_jax.training.cluster.mesh import batch_parts, make_mesh
     from coat_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
+    from coat_jax.training.config_files import load_config
     from coat_jax.training.preparation import prepare
     from coat_jax.training.report import accounting, speed
     from experiments.random_batch import random_batch
 
-    model = models.config_of(options.model)
+    if options.model.lower() in models.PRESETS:
+        model = models.config_of(options.model)
+    else:
+        model = load_config(options.model).model
     model = dataclasses.replace(
         model, layers=options.layers or model.layers, remat=options.remat or model.remat
     )
