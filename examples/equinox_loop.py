@@ -85,7 +85,7 @@ def train(
 
     with jax.set_mesh(mesh):
         model = Model(width, layers, "coat" if fp8 else "bf16", jax.random.key(0))
-        # Every array over its first axis, if that divides; a norm's scale on every device.
+        # Matrices are sharded over their first axis; jit copies vectors to every device.
         sharded = jax.NamedSharding(mesh, jax.P("fsdp"))
         model = jax.tree.map(lambda w: jax.device_put(w, sharded) if w.ndim > 1 else w, model)
         state = tx.init(eqx.filter(model, eqx.is_array))

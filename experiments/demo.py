@@ -1,7 +1,7 @@
 """`make demo`: one tiny Llama, trained in BF16 and in COAT, generates text with both.
 
     llama_tiny:bf16    BF16 layers, AdamW with FP32 moments
-    llama_tiny         FP8 layers and saved activations, AdamW with FP8 moments
+    llama_tiny         FP8 layers and saved activations, AdamW with 8-bit moments
 
 Both start from the same parameters and see the same bytes of Python's own source in the same
 order. Prints a table and what each writes, and draws their losses. On a CPU products in FP8 are

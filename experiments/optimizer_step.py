@@ -1,6 +1,6 @@
 """How long one optimizer step takes, and what memory it needs beyond parameters and state.
 
-Claim: AdamW with FP8 moments, in one pass and in place, is faster than AdamW with FP32
+Claim: AdamW with 8-bit moments, in one pass and in place, is faster than AdamW with FP32
 moments, because it moves fewer bytes; and it allocates nothing.
 
     python -m experiments.optimizer_step                 on a GPU: 2^28 parameters and Llama-2-7B

@@ -9,7 +9,7 @@ Parameters are FP32; the arithmetic is in `Config.dtype`, but for norms, rotatio
 loss, which are in FP32. Left out: grouped queries, dropout, a cache for generation.
 
 At the default sizes every matrix has 16384 elements or more and a last axis of 128 or more, so
-that FP8 optimizers store its moments in FP8; only the norms' weights stay in FP32.
+that 8-bit optimizers store its moments in 8 bits; only the norms' weights stay in FP32.
 """
 
 import dataclasses

@@ -1,11 +1,11 @@
 """How fast the trainer trains all parameters of Llama-2-7B, and what memory of a GPU it takes.
 
-Claim (the paper's table 7): FP8 moments and FP8 activations leave room for larger batches, and
+Claim (the paper's table 7): 8-bit moments and FP8 activations leave room for larger batches, and
 train faster. The script times the trainer's own compiled step: gradients are clipped, parameters
 are in BF16 and rounded stochastically, layers are unrolled, sequences have 2048 tokens.
 
     BF16, FP8_LINEAR     optax's AdamW, moments in FP32
-    COAT, COAT_LEAN      the fused step, moments in FP8
+    COAT, COAT_LEAN      the fused step, moments in 8 bits
 
     python -m experiments.training_throughput                     the cases of the table
     python -m experiments.training_throughput COAT:8 BF16:8       others, PRECISION:BATCH

@@ -1,9 +1,9 @@
 """The architecture, held in place: imports only go downwards, and `import coat_jax` is light.
 
-LAYERS is the list in docs/architecture.md, lowest first; INSIDE has the same for the folders whose
-parts have an order of their own. A part may import parts of the lines above its own; those that
-share a line do not know each other. Inside any other folder anything goes but a cycle. Imports
-count wherever they stand, also inside functions and under TYPE_CHECKING.
+LAYERS is the table in docs/architecture.md, from its last row to its first; INSIDE has the same for
+the folders whose parts have an order of their own. A part may import parts of the lines above its
+own; those that share a line do not know each other. Inside any other folder anything goes but a
+cycle. Imports count wherever they stand, also inside functions and under TYPE_CHECKING.
 """
 
 import ast

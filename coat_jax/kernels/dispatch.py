@@ -40,8 +40,8 @@ def choose_fp8(implementation: Implementation | None) -> Implementation:
     if implementation is None and not multiplies_fp8():
         raise UserError(
             f"This GPU has compute capability {(gpu_capability() or 0) / 10:.1f}; products in FP8 "
-            'need 8.9 (Ada) or newer. Use implementation="xla", which computes the same in FP32, '
-            "slowly, or precision=coat.BF16."
+            "need 8.9 (Ada) or newer. Use precision=coat.BF16; or, in functions of coat.ops that "
+            'take it, implementation="xla", which computes the same in FP32, slowly.'
         )
     return choose(implementation)
 

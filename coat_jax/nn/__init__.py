@@ -1,6 +1,7 @@
 """Flax NNX modules whose products and saved activations are FP8.
 
-    Linear, RMSNorm, LayerNorm, Embed    drop-ins for Flax's own
+    Linear, RMSNorm, LayerNorm           like Flax's, with fewer arguments and a `coat.Precision`
+    Embed                                a drop-in for Flax's, with more accurate gradients
     Attention, GatedMLP, MLP             each includes its norm, so that the input is saved once
     TransformerBlock                     the layer of a decoder
     convert, plan_conversion             replaces the layers of any NNX model, and says which

@@ -16,8 +16,9 @@ Probabilities are met to 2^-17, half the distance of two values of the noise.
 of several groups of parameters (`optax.partition`) see trees with other leaves left out.
 `distinguish` gives the copies of one array under `vmap` and `shard_map` keys of their own.
 
-Values that are saved for a backward pass, and operands of its products, are rounded with
-`of_places`, which takes no key: they are new at every step anyway.
+Activations that are saved for a backward pass, and operands of its products, are rounded with
+`of_places`, which takes no key: an element has the same random bits at every step. Its rounding
+error changes from step to step only because its value does.
 """
 
 import zlib

@@ -13,7 +13,9 @@
     recompute                        saves only a function's input, in FP8
     DotGeneral, Einsum               drop-ins for `lax.dot_general` and `jnp.einsum`
 
-Each takes a `coat.Precision`, and works inside any framework, any `jit` and any mesh.
+Linear layers, MLPs, attention, norms and activations take a `coat.Precision`. All work on
+arrays, so any framework can call them, under `jit` and on meshes whose axes are of type `Auto`.
+Inside `jax.shard_map` they need `check_vma=False`.
 """
 
 from coat_jax.kernels.activation import ACTIVATIONS

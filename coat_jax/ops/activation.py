@@ -40,7 +40,7 @@ def activate(
         gate: the input of the activation, of any leading shape.
         up: multiplies the activation; of the same shape and dtype.
         activation: see `coat_jax.kernels.activation`.
-        precision: only its `block` and `exact_forward` matter here.
+        precision: only its `block`, `forward`, `exact_forward` and `stochastic` matter here.
     """
     require_activation(activation)
     hidden = (gate,) if up is None else (gate, up)

@@ -81,7 +81,8 @@ def attention(
         window: how many tokens it sees, itself included; None for all. Needs causal.
         segments: the number of each token's document; attention stays within a document.
         scale: of the scores, 1 / sqrt(H) by default.
-        precision: only its `attention_block` matters here.
+        precision: only its `attention_block` matters here, and what says how that is rounded:
+            `forward`, and for the saved output `exact_forward` and `stochastic`.
         backend: "cudnn" or "xla"; None chooses cuDNN on a GPU for 16-bit arrays.
     """
     settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)

@@ -28,7 +28,7 @@ def norm(
     Args:
         x: the input, of any leading shape.
         norm: its parameters, and how it is computed.
-        precision: only its `block` and `exact_forward` matter here.
+        precision: only its `block`, `forward`, `exact_forward` and `stochastic` matter here.
     """
     require_columns("norm", x)
     require_norm("norm", x.shape[-1], norm)

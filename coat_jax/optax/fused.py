@@ -105,7 +105,9 @@ def fused_fp8_adamw(
 ) -> FusedOptimizer:
     """AdamW with both moments stored in 8 bits, as one in-place step.
 
-    The arguments are those of `fp8_adamw`, and the state is that of its first transformation.
+    The arguments are those of `fp8_adamw`, without `mu_dtype` and with `round_params` and
+    `correct_params`. From `weight_decay` on they are passed by name. The state is that of the first
+    transformation in `fp8_adamw`, or with `correct_params` a `CorrectedState` around it.
 
     Args:
         learning_rate: a number or a schedule.

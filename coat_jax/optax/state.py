@@ -1,4 +1,4 @@
-"""The state of FP8 Adam: its initial value, its checks, and one step of it.
+"""The state of Adam with 8-bit moments: its initial value, its checks, and one step of it.
 
 For each parameter two moments, each stored in three arrays: the codes, and per group of
 neighbours the largest magnitude `amax` and the exponent `k16`. `coat_jax.storage.Storage` says
@@ -153,7 +153,7 @@ def step_tree(
 
 
 def require_state(state: Any, storage: Storage) -> None:
-    """Raises unless `state` is one of FP8 Adam, stored as `storage` says."""
+    """Raises unless `state` is one of 8-bit Adam, stored as `storage` says."""
     advice = advice_on(state)
     links = () if isinstance(state, CorrectedState) or not isinstance(state, tuple) else state
     if any(isinstance(link, ScaleByFP8AdamState) for link in links):

@@ -113,8 +113,8 @@ def stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]]
 def _split(path: Any, within: Any) -> tuple[str, tuple[str, ...]]:
     """The moment's name, and the parameter's path.
 
-    FP8 Adam has its moments as fields, `mu` and `nu`, whose arrays are trees of parameters. In the
-    codes of `compress` the fields of the wrapped state lead to the parameters.
+    8-bit Adam has its moments as fields, `mu` and `nu`, whose arrays are trees of parameters. In
+    the codes of `compress` the fields of the wrapped state lead to the parameters.
     """
     fields = [
         place

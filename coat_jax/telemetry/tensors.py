@@ -5,7 +5,8 @@
 
 A separate program computes the loss and its gradients and returns a few sums for each tensor; run
 it on a batch every n-th step. The training program does not change. Everything that
-`coat_jax.ops` rounds is seen, whatever framework calls it.
+`coat_jax.ops` rounds is seen, whatever framework calls it, except in `adapted_linear`,
+`quantized_linear` and functions within `recompute`.
 """
 
 from collections.abc import Callable, Mapping

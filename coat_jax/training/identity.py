@@ -99,7 +99,7 @@ def changes(config: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
 
 
 def _are_stored_otherwise(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether the moments of FP8 AdamW are in other formats than those that were saved."""
+    """Whether the moments of `fp8_adamw` are in other formats than those that were saved."""
     alike = before[MOMENTS] in IN_FP8 and now[MOMENTS] in IN_FP8
     in_8_bits = now[NAME] == "fp8_adamw" and now[TRANSFORMATION] is None
     return in_8_bits and not alike

@@ -229,7 +229,7 @@ PAGE = Page(
         ),
         Sentence(
             "{:.0f} BF16 runs whose initial parameters were changed at random by 1 % end "
-            "{:+.2f} % above them on average, and none more than {:.2f} % away",
+            "{:+.2f} % above the undisturbed ones on average, and at most {:.2f} % away",
             loss_study.shaken,
         ),
         Sentence(
@@ -294,8 +294,8 @@ PAGE = Page(
             lambda: (loss_study.cost_of_evaluating_rounded(),),
         ),
         Sentence(
-            "differ only in rounding end {:.3f} % apart (standard deviation). A mean over four "
-            "seeds within {:.3f} % of zero",
+            "differ only in rounding end {:.3f} % apart (standard deviation). This is the noise "
+            "floor: a mean over four seeds that is within {:.3f} % of zero",
             lambda: (loss_study.floor(), loss_study.band()),
         ),
         Table("loss_longer", longer_runs),

@@ -53,7 +53,8 @@ PAGE = Page(
             loss_study.cost_of_longer_runs,
         ),
         Sentence(
-            "where it makes next to nothing, COAT ends {:+.3f} % ± {:.3f} above BF16, and",
+            "where rounding alone hardly changes the loss, COAT ends {:+.3f} % ± {:.3f} above "
+            "BF16, and",
             lambda: fine_tuning.cost("coat"),
         ),
         Sentence(
@@ -66,7 +67,7 @@ PAGE = Page(
             lambda: loss_study.larger("coat"),
         ),
         Sentence(
-            "there rounding alone may make {:.2f} %",
+            "there rounding alone may set two BF16 runs {:.2f} % apart",
             loss_study.larger_apart,
         ),
         Sentence(
