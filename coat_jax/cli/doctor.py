@@ -125,14 +125,14 @@ def kernels(driver: str | None) -> tuple[dict[str, str], list[Problem]]:
     if capability is None:
         return {"runs": "xla", "why": "there is no GPU; kernels in Triton run on GPUs"}, []
     if not dispatch.multiplies_fp8():
-        why = f"the GPU has compute capability {capability / 10}; FP8 needs 8.9 (Ada) or newer"
+        why = f"the GPU has {dispatch.described(capability)}; FP8 needs 8.9 (Ada) or newer"
         fix = "Train with --precision bf16, or on an Ada, Hopper or Blackwell GPU."
         return {"runs": "xla", "why": why}, [Problem(f"FP8 layers do not run: {why}.", fix, True)]
     if not dispatch.triton_installed():
         why = "jax-triton and triton are not installed"
         fix = f"pip install 'coat_jax[{_extra(driver)}]'"
         return {"runs": "xla", "why": why}, [Problem(f"XLA replaces kernels: {why}.", fix, False)]
-    return {"runs": "triton", "why": f"the GPU has compute capability {capability / 10}"}, []
+    return {"runs": "triton", "why": f"the GPU has {dispatch.described(capability)}"}, []
 
 
 def cache() -> tuple[dict[str, Any], list[Problem]]:

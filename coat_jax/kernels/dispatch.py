@@ -39,7 +39,7 @@ def choose_fp8(implementation: Implementation | None) -> Implementation:
     """`choose` for FP8 products: raises on a GPU without them, unless `implementation` is "xla"."""
     if implementation is None and not multiplies_fp8():
         raise UserError(
-            f"This GPU has compute capability {(gpu_capability() or 0) / 10:.1f}; products in FP8 "
+            f"This GPU has {described(gpu_capability() or 0)}; products in FP8 "
             "need 8.9 (Ada) or newer. Use precision=coat.BF16; or, in functions of coat.ops that "
             'take it, implementation="xla", which computes the same in FP32, slowly.'
         )
@@ -65,11 +65,16 @@ def interpreting() -> bool:
 
 @functools.cache
 def gpu_capability() -> int | None:
-    """The first GPU's compute capability, as in 90 for 9.0; None without a GPU."""
+    """The first GPU's compute capability, as in 90 for 9.0; 0 for AMD's; None without a GPU."""
     if jax.default_backend() != "gpu":
         return None
-    major, minor = jax.local_devices()[0].compute_capability.split(".")
-    return 10 * int(major) + int(minor)
+    major, _, minor = jax.local_devices()[0].compute_capability.partition(".")
+    return 10 * int(major) + int(minor) if major.isdecimal() else 0
+
+
+def described(capability: int) -> str:
+    """What a GPU has, in words."""
+    return f"compute capability {capability / 10:.1f}" if capability else "no compute capability"
 
 
 def target_capability() -> int:
@@ -86,6 +91,6 @@ def _require_triton() -> None:
     capability = gpu_capability()
     if capability is not None and capability < FIRST_WITH_FP8:
         raise RuntimeError(
-            f"This GPU has compute capability {capability / 10:.1f}; FP8 kernels need 8.9 (Ada) or "
-            'newer. Use implementation="xla".'
+            f"This GPU has {described(capability)}; FP8 kernels need 8.9 (Ada) or newer. "
+            'Use implementation="xla".'
         )

@@ -1,5 +1,7 @@
 """Which implementation runs on which GPU."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -39,6 +41,25 @@ def test_a_gpu_before_ada_computes_through_xla_and_refuses_fp8(gpu, capability):
     with pytest.raises(UserError, match=named):
         dispatch.choose_fp8(None)
     assert dispatch.choose_fp8("xla") == "xla"
+
+
+@pytest.mark.parametrize(
+    ("reported", "capability", "words"),
+    [("9.0", 90, "compute capability 9.0"), ("gfx942", 0, "no compute capability")],
+)
+def test_what_a_gpu_reports_is_understood(monkeypatch, reported, capability, words):
+    device = types.SimpleNamespace(compute_capability=reported)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert dispatch.gpu_capability.__wrapped__() == capability
+    assert dispatch.described(capability) == words
+
+
+def test_a_gpu_of_another_maker_refuses_fp8(gpu):
+    gpu(0)
+    assert dispatch.choose(None) == "xla"
+    with pytest.raises(UserError, match=r"no compute capability; products in FP8 need 8\.9"):
+        dispatch.choose_fp8(None)
 
 
 def test_without_a_gpu_everything_runs_through_xla(gpu):
