@@ -30,8 +30,17 @@ STEP = ("batches", "optimizer", "preparation", "schedule", "state", "step")
 STUDY = ("arm", "duplicates", "moments", "muon", "operands", "rows", "run", "sums", "text")
 # Versions of the code that are one: of two seeds at size tiny, arms bf16, saved, coat and coat_lean
 # have the same losses to the last bit, on a CPU. Runs of the older ones count as the newest's.
-ALIKE = dict.fromkeys(["26e42a267c58", "c51e2fefd59a"], "68cd819d6469") | dict.fromkeys(
-    ["b527525b170b", "f96f7c82d1a3", "84e44c584418", "4e983c634bd8", "62e41be4734e"], "74688ba67a0b"
+ALIKE = dict.fromkeys(["26e42a267c58", "c51e2fefd59a"], "68cd819d6469")
+ALIKE |= dict.fromkeys(
+    [
+        "b527525b170b",
+        "f96f7c82d1a3",
+        "84e44c584418",
+        "4e983c634bd8",
+        "62e41be4734e",
+        "74688ba67a0b",
+    ],
+    "dbe08430395e",
 )
 # The version of the code in which every precision had what is `stochastic_backward` today.
 STOCHASTIC_BACKWARD = "83eda50b8686"

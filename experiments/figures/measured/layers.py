@@ -1,4 +1,4 @@
-"""What a layer takes: layer_speed, activation_memory and granularity."""
+"""What a layer takes: layer_speed, gpu_suite, activation_memory and granularity."""
 
 from typing import Any
 
@@ -10,6 +10,12 @@ TENSORWISE = "torchao float8 tensorwise, compiled"
 def layer(name: str) -> dict[str, Any]:
     """A case of layer_speed."""
     return case("layer_speed", layer=name)
+
+
+def ratio_to_coat(precision: str) -> float:
+    """The time of gpu_suite's layers in this precision, over their time in COAT."""
+    ms = of("gpu_suite")["stacks"]["ms"]
+    return float(ms[precision] / ms["COAT"])
 
 
 def unit(name: str, kind: str = "units") -> float:

@@ -6,6 +6,7 @@ from experiments import forward_formats, tradeoff
 from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured import fine_tuning, loss_study
 from experiments.figures.measured.files import of
+from experiments.figures.measured.layers import ratio_to_coat
 from experiments.figures.measured.loss_study import LARGER, LONGER, STUDY
 from experiments.figures.pages.reasons import PAPER, SETTING
 from experiments.fine_tuning import parts, show
@@ -189,6 +190,11 @@ def rounding() -> list[list[str]]:
         errors = (f"{100 * one['error'][how][error]:.1f} %" for how, error in columns)
         rows.append([str(one["step"]), f"{100 * sum(shares) / len(shares):.0f} %", *errors])
     return rows
+
+
+def longer_in_int8() -> tuple[float]:
+    """By how many percent a layer takes longer in COAT_INT8 than in COAT."""
+    return (100 * (ratio_to_coat("COAT_INT8") - 1),)
 
 
 PAGE = Page(
@@ -423,6 +429,11 @@ PAGE = Page(
             loss_study.cost_of_muon_before,
         ),
         Table("loss_study_muon", lambda: table(MUON, muon=True)),
+        Sentence(
+            "a layer of Llama-2-7B takes {:.1f} % longer in `COAT_INT8` than in COAT",
+            longer_in_int8,
+        ),
+        Sentence("and a layer takes {:.1f} % longer", longer_in_int8),
         Table("tradeoff", lambda: tradeoff.table(tradeoff.ways())),
         Given("The paper reports +0.55 % for OLMo-7B after 250 billion tokens", PAPER),
         Given("The last 8 MB", SETTING),
