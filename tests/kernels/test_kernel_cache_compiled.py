@@ -55,6 +55,12 @@ def test_the_second_time_nothing_is_compiled(folder, monkeypatch):
         lowered(dtype=coat.E5M2)
 
 
+def test_a_kernel_is_launched_by_the_call_that_a_cuda_graph_can_contain():
+    program = lowered()
+    assert program.count("@triton_kernel_call_ffi(") == 1
+    assert "@triton_kernel_call(" not in program
+
+
 @pytest.mark.parametrize("length", [0, 31, 40, -1])
 def test_a_truncated_file_is_written_again(folder, length):
     program = lowered()
