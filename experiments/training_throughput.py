@@ -101,7 +101,7 @@ def results_path(options: argparse.Namespace) -> Path:
 
     gpus = jax.device_count()
     differences = {
-        options.model: options.model != MODEL,
+        options.model.replace("/", "_"): options.model != MODEL,
         f"{options.layers}_layers": options.layers is not None,
         f"sequence_{options.sequence}": options.sequence != SEQUENCE,
         f"{gpus}_gpus": gpus > 1,

@@ -6,8 +6,10 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from coat_jax.kernels.kernel_cache import TARGET
 from experiments.hopper import hopper_mesh
 
+KERNEL_CALL = f'custom_call_target="{TARGET}"'
 ESCAPE = re.compile(rb"\\(\\|[0-9A-F]{2})")  # of a byte in a program's text
 COLLECTIVE = re.compile(
     r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
@@ -30,7 +32,7 @@ def collectives(compiled: Any) -> list[str]:
 
 def kernel_calls(compiled: Any) -> int:
     """How many Triton kernels a program launches."""
-    return compiled.as_text().count('custom_call_target="triton_kernel_call_ffi"')
+    return compiled.as_text().count(KERNEL_CALL)
 
 
 def copies(compiled: Any) -> int:
@@ -76,7 +78,7 @@ def timeline(compiled: Any) -> list[str]:
         if way := re.search(r' call-(start|done)\(.*_xla_stream_annotation="(1|2)"', line):
             sign = "+" if way[1] == "start" else "-"
             found.append(sign + ("to device" if way[2] == "1" else "to host"))
-        elif "triton_kernel_call" in line and " custom-call(" in line:
+        elif KERNEL_CALL in line and " custom-call(" in line:
             found.append("kernel")
         elif re.search(r'custom_call_target="__cublas\$', line):
             found.append("product")

@@ -23,6 +23,7 @@ def test_the_runs_of_the_table_write_its_file(monkeypatch):
     [
         (["--remat", "layer_fp8"], "remat_layer_fp8"),
         (["--model", "tiny", "--sequence", "64"], "tiny_sequence_64"),
+        (["--model", "configs/own.py"], "configs_own.py"),
         (["--layers", "2"], "2_layers"),
     ],
 )

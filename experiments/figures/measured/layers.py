@@ -18,6 +18,11 @@ def ratio_to_coat(precision: str) -> float:
     return float(ms[precision] / ms["COAT"])
 
 
+def longer_in_int8() -> tuple[float]:
+    """By how many percent gpu_suite's layers take longer in COAT_INT8 than in COAT."""
+    return (100 * (ratio_to_coat("COAT_INT8") - 1),)
+
+
 def unit(name: str, kind: str = "units") -> float:
     """What a whole layer saves, in U."""
     return of("activation_memory")[kind][name]["the layer"]

@@ -6,7 +6,7 @@ from experiments import forward_formats, tradeoff
 from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured import fine_tuning, loss_study
 from experiments.figures.measured.files import of
-from experiments.figures.measured.layers import ratio_to_coat
+from experiments.figures.measured.layers import longer_in_int8
 from experiments.figures.measured.loss_study import LARGER, LONGER, STUDY
 from experiments.figures.pages.reasons import PAPER, SETTING
 from experiments.fine_tuning import parts, show
@@ -190,11 +190,6 @@ def rounding() -> list[list[str]]:
         errors = (f"{100 * one['error'][how][error]:.1f} %" for how, error in columns)
         rows.append([str(one["step"]), f"{100 * sum(shares) / len(shares):.0f} %", *errors])
     return rows
-
-
-def longer_in_int8() -> tuple[float]:
-    """By how many percent a layer takes longer in COAT_INT8 than in COAT."""
-    return (100 * (ratio_to_coat("COAT_INT8") - 1),)
 
 
 PAGE = Page(
