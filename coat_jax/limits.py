@@ -3,7 +3,7 @@
     @dataclasses.dataclass(frozen=True)
     class Run:
         steps: Count                                          a whole number, 1 or more
-        rate: Annotated[float, Range(above=0, most=10)]       a number: neither NaN nor infinite
+        rate: Annotated[float, Between(above=0, most=10)]       a number: neither NaN nor infinite
 
         def __post_init__(self) -> None:
             require_fields(self)
@@ -31,7 +31,7 @@ ConfigType = TypeVar("ConfigType")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Range:
+class Between:
     """The numbers from `least` (or above `above`) to `most` (or below `below`)."""
 
     least: float | None = None
@@ -72,9 +72,9 @@ class Among:
 
 
 INT32_MAX = 2**31 - 1  # tokens, their positions and counters of steps are int32
-Count = Annotated[int, Range(least=1, most=INT32_MAX)]
-CountOrZero = Annotated[int, Range(least=0, most=INT32_MAX)]
-Share = Annotated[float, Range(least=0, most=1)]
+Count = Annotated[int, Between(least=1, most=INT32_MAX)]
+CountOrZero = Annotated[int, Between(least=0, most=INT32_MAX)]
+Share = Annotated[float, Between(least=0, most=1)]
 
 
 # --- Checking --------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def require(name: str, value: Any, annotation: Any, default: Any = None) -> None
     Args:
         name: what the error calls the value.
         value: the value.
-        annotation: a type, which may have a `Range`.
+        annotation: a type, which may have a `Between`.
         default: the default value, which the error names if it is a number.
     """
     if not _fits(value, annotation):

@@ -42,7 +42,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, UInt32
 
-from coat_jax.limits import Among, Range, require_fields
+from coat_jax.limits import Among, Between, require_fields
 from coat_jax.numerics import expansion, integers, logarithms, noise
 from coat_jax.numerics.expansion import Expanded, Rounding
 from coat_jax.numerics.formats import E4M3, E5M2, format_of, named_format
@@ -58,7 +58,7 @@ MIN_DECAY = 0.75
 DIVISIBLE_BY = 8  # devices along one axis, for placeholders
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 GroupSize = Annotated[int, Among(GROUP_SIZES)]
-ZeroOrMore = Annotated[int, Range(least=0)]
+ZeroOrMore = Annotated[int, Between(least=0)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,14 +6,18 @@
 A small Llama learns from real text in FP32. Then its held-out loss is taken with the inputs or the
 weights of all layers' products, or both, rounded to a format; products and sums are in FP32. An
 operand has one scale, as in COAT, or one for each row that is multiplied: each token of the inputs,
-each column of a weight.
+each column of a weight. The model may have been balanced before (`coat_jax.quantization.balance`).
+
+Outliers are planted in the parameters: the scales of norms, and the columns of value and up, have
+every 64th element multiplied by a factor, and the rows of the weights after them are divided by it.
+Without rounding the model computes the same.
 """
 
 import contextlib
 import itertools
 import math
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,7 +28,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from coat_jax import models
+from coat_jax import models, quantization
 from coat_jax.kernels import gemm
 from coat_jax.numerics.quantizer import Quantizer
 from coat_jax.training.data.corpus import Corpus
@@ -34,16 +38,32 @@ from experiments.loss_study.statistics import Cost, cost_of
 from experiments.moments.followed import WEIGHT_DECAY, schedule
 from experiments.saved_rounding import BATCH, MODEL
 
+
+class Way(NamedTuple):
+    """How operands are rounded, and whether the model was balanced before."""
+
+    quantizer: Quantizer
+    balanced: bool = False
+
+
 FORMATS = {
-    "E4M3, one scale": Quantizer("E4M3"),
-    "E4M3, a scale for each row": Quantizer("E4M3", over="channel", axis=0),
-    "INT8, one scale": Quantizer("INT8"),
-    "INT8, a scale for each row": Quantizer("INT8", over="channel", axis=0),
+    "E4M3, one scale": Way(Quantizer("E4M3")),
+    "E4M3, a scale for each row": Way(Quantizer("E4M3", over="channel", axis=0)),
+    "INT8, one scale": Way(Quantizer("INT8")),
+    "INT8, a scale for each row": Way(Quantizer("INT8", over="channel", axis=0)),
+    "INT8, a scale for each row, balanced": Way(Quantizer("INT8", over="channel", axis=0), True),
 }
 ROUNDED = {"inputs": {"inputs"}, "weights": {"weights"}, "both": {"inputs", "weights"}}
 OUTLIERS = (10, 30, 100)  # factors
 APART = 64  # columns from one outlier to the next
 HELD_OUT = 64  # batches
+SEEN = 16  # batches of the training text, for balancing
+# By the path in a layer: what makes outliers, and what multiplies them.
+BEFORE = {"attention.norm.scale", "attention.value", "mlp.norm.scale", "mlp.up"}
+AFTER = {
+    *("attention.query", "attention.key", "attention.value", "attention.out"),
+    *("mlp.gate", "mlp.up", "mlp.down"),
+}
 
 Figures = dict[str, Any]
 
@@ -67,20 +87,26 @@ def measure(text: Corpus, steps: int, seed: int) -> Figures:
     graph, params = trained(text, steps, seed)
     batches = corpus.batches(text.held_out, BATCH, MODEL.context, seed)
     held_out = [*itertools.islice(batches, HELD_OUT)]
+    batches = corpus.batches(text.train, BATCH, MODEL.context, seed)
+    seen = [tokens[:, :-1] for tokens in itertools.islice(batches, SEEN)]
 
-    def loss() -> float:
+    def loss(params: Any) -> float:
         of_batch = jax.jit(lambda tokens: _loss(graph, params, tokens))
         return float(np.mean([of_batch(tokens) for tokens in held_out]))
 
-    found: Figures = {"seed": seed, "exact": loss()}
-    for name, quantizer in track(FORMATS.items(), description=f"evaluating seed {seed}"):
-        found[name] = {}
-        for operands, rounded in ROUNDED.items():
-            with rounding(rounded, quantizer):
-                found[name][operands] = loss()
-        for factor in OUTLIERS:
-            with rounding(ROUNDED["both"], quantizer, outliers=factor):
-                found[name][_with(factor)] = loss()
+    def balanced(params: Any) -> Any:
+        return nnx.state(quantization.balance(nnx.merge(graph, params), seen))
+
+    found: Figures = {"seed": seed, "exact": loss(params)} | {name: {} for name in FORMATS}
+    for factor in track((1, *OUTLIERS), description=f"evaluating seed {seed}"):
+        planted = with_outliers(params, factor)
+        known = {False: planted, True: balanced(planted)}
+        for name, way in FORMATS.items():
+            for operands, rounded in ROUNDED.items():
+                if factor == 1 or operands == "both":
+                    with rounding(rounded, way.quantizer):
+                        column = operands if factor == 1 else _with(factor)
+                        found[name][column] = loss(known[way.balanced])
     return found
 
 
@@ -107,30 +133,32 @@ def trained(text: Corpus, steps: int, seed: int) -> tuple[Any, Any]:
     return graph, params
 
 
+def with_outliers(params: Any, factor: float) -> Any:
+    """Parameters that compute the same, with columns of all inputs that are `factor` as large."""
+    flat = dict(nnx.to_flat_state(params))
+    for path, leaf in flat.items():
+        part, value = ".".join(map(str, path[2:])), leaf[...]
+        if part in BEFORE:
+            value = value.at[..., ::APART].multiply(factor)
+        if part in AFTER:
+            value = value.at[::APART].divide(factor)
+        flat[path] = leaf.replace(value)
+    return nnx.from_flat_state(flat)
+
+
 def _loss(graph: Any, params: Any, tokens: Array) -> Float[Array, ""]:
     return nnx.merge(graph, params).loss(tokens[:, :-1], tokens[:, 1:])
 
 
 @contextlib.contextmanager
-def rounding(
-    operands: Collection[str], quantizer: Quantizer, *, outliers: float = 1.0
-) -> Iterator[None]:
-    """Layers that are traced meanwhile round these operands of their forward products.
-
-    Args:
-        operands: "inputs", "weights".
-        quantizer: how.
-        outliers: the factor of those that are planted before.
-    """
+def rounding(operands: Collection[str], quantizer: Quantizer) -> Iterator[None]:
+    """Layers that are traced meanwhile round these operands: "inputs", "weights"."""
     exact = gemm.product
 
     def product(x: gemm.Operand, w: gemm.Operand, dtype: Any) -> Any:
         assert x.values is not None
         assert w.values is not None
         inputs, weights = x.values, w.values
-        if outliers != 1:
-            inputs = inputs.at[..., ::APART].multiply(outliers)
-            weights = weights.at[::APART].divide(outliers)
         if "inputs" in operands:
             inputs = _rounded(inputs, quantizer)
         if "weights" in operands:
@@ -156,10 +184,15 @@ def cost(figures: Figures, name: str, operands: str) -> Cost:
     return cost_of([math.log(one[name][operands] / one["exact"]) for one in figures["seeds"]])
 
 
+def _measured(figures: Figures) -> list[str]:
+    """The formats that were measured."""
+    return [name for name in FORMATS if name in figures["seeds"][0]]
+
+
 def table(figures: Figures) -> list[list[str]]:
     """The costs by format, with a header."""
     rows = [["format", *(f"{operands} rounded" for operands in ROUNDED)]]
-    for name in FORMATS:
+    for name in _measured(figures):
         rows.append([name, *(str(cost(figures, name, operands)) for operands in ROUNDED)])
     return rows
 
@@ -167,7 +200,7 @@ def table(figures: Figures) -> list[list[str]]:
 def outlier_table(figures: Figures) -> list[list[str]]:
     """The costs with both operands rounded, by format and size of the outliers, with a header."""
     rows = [["format", "none", *(f"{factor:g} times as large" for factor in OUTLIERS)]]
-    for name in FORMATS:
+    for name in _measured(figures):
         columns = "both", *map(_with, OUTLIERS)
         rows.append([name, *(str(cost(figures, name, column)) for column in columns)])
     return rows

@@ -53,6 +53,13 @@ PLAN = (
     ),
     Measurement("layer_speed", "layer_speed", 1, 300, 180, ("torch", "torchao")),
     Measurement("training_throughput", "training_throughput", 1, 560, 120),
+    Measurement(
+        "training_throughput_llama_124m_sequence_1024",
+        "training_throughput --model llama_124m --sequence 1024 BF16:4 COAT:4 BF16:32 COAT:32",
+        1,
+        120,
+        30,
+    ),
     Measurement("muon_step", "muon_step", 1, 240, 90, ("torch",)),
     Measurement("examples_memory", "examples_memory", 1, 240, 60),
     Measurement("quantized_generation", "quantized_generation", 1, 900, 150),

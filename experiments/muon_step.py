@@ -200,7 +200,7 @@ def lower(name: str, shapes: Shapes, mesh: Any) -> tuple[Any, Any, Any]:
     from jax.sharding import PartitionSpec as P
 
     from coat_jax.optax import FusedOptimizer, state_shardings
-    from coat_jax.training.cluster.communication import compiler_options
+    from coat_jax.training.cluster.communication import communication_options
 
     optimizer = FusedOptimizer(*optimizer_of(name))
     by_rows = NamedSharding(mesh, P(mesh.axis_names))
@@ -218,7 +218,7 @@ def lower(name: str, shapes: Shapes, mesh: Any) -> tuple[Any, Any, Any]:
         optimizer.step,
         donate_argnums=(0, 2),
         out_shardings=(by_rows, shardings),
-        compiler_options=compiler_options(mesh),
+        compiler_options=communication_options(mesh),
     )
     with jax.set_mesh(mesh):
         return jitted.lower(params, params, state), params, state

@@ -36,6 +36,7 @@ from experiments.workers import count_gpus, only
 
 LOG = "log.txt"
 POLL = 0.2  # seconds
+COLUMN = 48  # width of the names of results
 
 
 def main() -> int:
@@ -60,12 +61,12 @@ def main() -> int:
             begun = measured_cases.valid(cases_file(measurement, options.out))
             kept = f"; cases finished: {len(begun)}" if begun else ""
             needs = f"{measurement.gpus} GPU  {measurement.seconds:4} s"
-            print(f"{measurement.result:40}{needs}  {state}{kept}")
+            print(f"{measurement.result:{COLUMN}}{needs}  {state}{kept}")
         return 0
     due = []
     for measurement in plan:
         if why := why_not(measurement, options.gpus, options.out):
-            print(f"{measurement.result:40}{why}")
+            print(f"{measurement.result:{COLUMN}}{why}")
         else:
             due.append(measurement)
     deadline = None if options.minutes is None else time.monotonic() + 60 * options.minutes
@@ -132,13 +133,13 @@ def run(
                     break
                 waiting.remove(chosen)
                 if (lock := _lock(_unfinished(chosen, out))) is None:
-                    yield f"{chosen.result:40}is being measured by another process", False
+                    yield f"{chosen.result:{COLUMN}}is being measured by another process", False
                     continue
                 taken, free = free[: chosen.gpus], free[chosen.gpus :]
                 with _uninterrupted():  # so that each process that began is in `running`
                     running.append(_start(chosen, taken, out, lock))
                 on = ", ".join(map(str, taken))
-                yield f"{chosen.result:40}started on GPU {on}", True
+                yield f"{chosen.result:{COLUMN}}started on GPU {on}", True
             time.sleep(POLL)
             late = deadline is not None and time.monotonic() > deadline
             for one in [one for one in running if late or one.process.poll() is not None]:
@@ -152,7 +153,7 @@ def run(
                 if _first_that_fits([measurement], takes, left) is not None:
                     continue
                 waiting.remove(measurement)
-                yield f"{measurement.result:40}not started: too little time is left", False
+                yield f"{measurement.result:{COLUMN}}not started: too little time is left", False
     finally:
         for one in running:
             _stop(one.process)
@@ -243,18 +244,18 @@ def _ended(one: _Running, late: bool, out: Path) -> tuple[str, bool]:
         _stop(one.process)
         finished = len(measured_cases.valid(cases_file(one.measurement, out)))
         kept = f"; cases finished: {finished}" if one.measurement.case else ""
-        return f"{name:40}stopped after {seconds:.0f} s: no time is left{kept}", False
+        return f"{name:{COLUMN}}stopped after {seconds:.0f} s: no time is left{kept}", False
     if one.process.returncode:
         lines = (folder / LOG).read_text(errors="replace").strip().splitlines()
         why = lines[-1] if lines else f"exit code {one.process.returncode}"
-        return f"{name:40}failed after {seconds:.0f} s ({folder / LOG}): {why}", False
+        return f"{name:{COLUMN}}failed after {seconds:.0f} s ({folder / LOG}): {why}", False
     if not (folder / f"{name}.json").exists():
-        return f"{name:40}wrote no {name}.json ({folder / LOG})", False
+        return f"{name:{COLUMN}}wrote no {name}.json ({folder / LOG})", False
     (folder / LOG).unlink()
     for file in folder.iterdir():
         file.replace(out / file.name)
     folder.rmdir()
-    return f"{name:40}measured in {seconds:.0f} s", True
+    return f"{name:{COLUMN}}measured in {seconds:.0f} s", True
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_jax.errors import UserError
-from coat_jax.limits import Count, Range, from_json, require_fields
+from coat_jax.limits import Between, Count, from_json, require_fields
 
 
 @dataclasses.dataclass(frozen=True)
 class Inner:
-    share: Annotated[float, Range(least=0, below=1)] = 0.5
+    share: Annotated[float, Between(least=0, below=1)] = 0.5
 
     def __post_init__(self) -> None:
         require_fields(self)

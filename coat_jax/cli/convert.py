@@ -11,10 +11,16 @@ output channel. Activations stay as they are (--activations none), or are rounde
 each token (dynamic), or with one scale for a layer, which --calibrate finds on a text (static). One
 parameter of one layer is in memory at a time; during calibration, the whole model.
 
+--balance reads a text, and moves outliers of linear layers' inputs into the weights: columns that
+are much larger than the others, to which INT8 then leaves few codes. The model in TO computes the
+same as that in FROM, in BF16 and FP32 to the last bit. Use it with --to int8, and before a model is
+trained in coat_int8. The whole model is in memory while it reads the text.
+
   coat convert Llama-3.1-8B llama8b
   coat convert out/llama_124m export --dtype bfloat16
   coat convert Llama-3.1-8B llama8b-int8 --to int8
   coat convert out/llama_124m small --to mixed --activations static --calibrate sample.txt
+  coat convert Llama-3.1-8B llama8b --balance sample.txt
 """
 
 import argparse
@@ -46,7 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--tokenizer",
         metavar="FILE",
-        help='a tokenizer.json for TO; by default the one in FROM; or "bytes", for --calibrate',
+        help='a tokenizer.json for TO; by default the one in FROM; or "bytes", to read a text with',
+    )
+    add("--balance", type=Path, metavar="FILE", help="a text on which the model is balanced")
+    add(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help=f"how many tokens of --balance and --calibrate are read (default: {TOKENS:,})",
     )
     add("--step", type=int, help="step of a run's checkpoint; by default the newest intact one")
     quantized = parser.add_argument_group("8 bits")
@@ -86,12 +99,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a text on which ranges of activations are found",
     )
-    add(
-        "--tokens",
-        type=int,
-        metavar="N",
-        help=f"how many tokens of that text (default: {TOKENS:,})",
-    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -110,21 +117,54 @@ def run(options: argparse.Namespace) -> int:
             f"--tokenizer is for a folder without a tokenizer.json, and {source} has one: leave it "
             "out."
         )
-    if options.tokenizer == BYTES and options.calibrate is None:
+    no_text = options.calibrate is None and options.balance is None
+    if options.tokenizer == BYTES and no_text:
         raise UserError(
-            f"--tokenizer {BYTES} is for --calibrate. No file says that tokens are bytes, so there "
-            "is none to copy: leave it out."
+            f"--tokenizer {BYTES} is for --calibrate and --balance. No file says that tokens are "
+            "bytes, so there is none to copy: leave it out."
         )
+    if options.tokens is not None:
+        if no_text:
+            raise UserError(
+                "--tokens says how much of a text is read: add --calibrate or --balance."
+            )
+        if options.tokens < 1:
+            raise UserError(f"--tokens {options.tokens} must be 1 or more.")
     if options.to is not None:
         what = _quantize(options)
     else:
-        for name in ("fit", "activations", "activation_fit", "percentile", "leave", *CALIBRATION):
+        for name in QUANTIZING:
             if getattr(options, name) is not None:
                 option = "--" + name.replace("_", "-")
                 raise UserError(f"{option} says how to quantize: add --to int8, fp8 or mixed.")
         what = _convert(options, of_run=of_run)
     print(printable(f"{expanded(options.out)} is {what}."))  # rich would fail if nobody reads it
     return 0
+
+
+# --- Texts -----------------------------------------------------------------------------------
+
+
+def _tokens(options: argparse.Namespace, name: str) -> list[int]:
+    """The first tokens of the text of --calibrate or --balance; none without it."""
+    from coat_jax.cli.texts import tokens_of
+    from coat_jax.training.checkpoint import weights
+
+    text, source = getattr(options, name), expanded(options.source)
+    if text is None:
+        return []
+    config, most = weights.model_config(source), options.tokens or TOKENS
+    tokens = tokens_of(text, source, config, options.tokenizer, most=most)
+    if not tokens:
+        raise UserError(f"The text of --{name}, {text}, has no tokens: name a longer one.")
+    return tokens
+
+
+def _tokenizer_file(options: argparse.Namespace) -> str | None:
+    """The tokenizer.json to copy, if --tokenizer names one."""
+    from coat_jax.cli.texts import BYTES
+
+    return None if options.tokenizer == BYTES else options.tokenizer
 
 
 # --- Between Hugging Face and runs -----------------------------------------------------------
@@ -135,10 +175,16 @@ def _convert(options: argparse.Namespace, *, of_run: bool) -> str:
     from coat_jax.training.checkpoint import conversion
 
     source, out = expanded(options.source), expanded(options.out)
+    balance_on, tokenizer = _tokens(options, "balance"), _tokenizer_file(options)
     with _progress() as progress:
         if not of_run:
             conversion.to_run(
-                source, out, dtype=options.dtype, tokenizer=options.tokenizer, progress=progress
+                source,
+                out,
+                dtype=options.dtype,
+                balance_on=balance_on,
+                tokenizer=tokenizer,
+                progress=progress,
             )
             return "the folder of a run"
         conversion.to_hugging_face(
@@ -146,7 +192,8 @@ def _convert(options: argparse.Namespace, *, of_run: bool) -> str:
             out,
             step=options.step,
             dtype=options.dtype,
-            tokenizer=options.tokenizer,
+            balance_on=balance_on,
+            tokenizer=tokenizer,
             progress=progress,
             note=note,
         )
@@ -163,48 +210,38 @@ def _progress() -> Iterator["Progress"]:
 
 # --- 8 bits ----------------------------------------------------------------------------------
 
-CALIBRATION = ("calibrate", "tokens")
+QUANTIZING = ("fit", "activations", "activation_fit", "percentile", "leave", "calibrate")
 
 
 def _quantize(options: argparse.Namespace) -> str:
     """Quantizes, and returns a description of the result."""
-    from coat_jax.cli.texts import BYTES, tokens_of
     from coat_jax.training.checkpoint import conversion, weights
 
     source, recipe = expanded(options.source), _recipe(options)
     weights.require_not_quantized(source, "Quantization")
-    tokens: list[int] = []
-    if recipe.calibrated:
-        config = weights.model_config(source)
-        most = options.tokens or TOKENS
-        tokens = tokens_of(options.calibrate, source, config, options.tokenizer, most=most)
-        _require_enough(options.calibrate, tokens)
+    tokens = _tokens(options, "calibrate")
+    if 0 < len(tokens) < FEW:
+        note(
+            f"The ranges of activations are those of {counted(len(tokens), 'token')} only, and "
+            f"what exceeds them is clipped: calibrate on {FEW:,} or more, better on {TOKENS:,}."
+        )
+    balance_on = _tokens(options, "balance")
     with _progress() as progress:
         schemes = conversion.to_quantized(
             source,
             options.out,
             recipe,
             tokens=tokens,
+            balance_on=balance_on,
             step=options.step,
             dtype=options.dtype,
-            tokenizer=None if options.tokenizer == BYTES else options.tokenizer,
+            tokenizer=_tokenizer_file(options),
             progress=progress,
             note=note,
         )
     formats = [scheme.format for scheme in schemes.values()]
     listed = ", ".join(f"{formats.count(f)} in {f.upper()}" for f in sorted(set(formats)))
     return f"a quantized model: of its linear layers {listed}"
-
-
-def _require_enough(text: Path, tokens: list[int]) -> None:
-    """Raises if there are no tokens, and prints a note if there are few."""
-    if not tokens:
-        raise UserError(f"The calibration text {text} has no tokens: name a longer one.")
-    if len(tokens) < FEW:
-        note(
-            f"The ranges of activations are those of {counted(len(tokens), 'token')} only, and "
-            f"what exceeds them is clipped: calibrate on {FEW:,} or more, better on {TOKENS:,}."
-        )
 
 
 def _recipe(options: argparse.Namespace) -> "Recipe":
@@ -216,12 +253,11 @@ def _recipe(options: argparse.Namespace) -> "Recipe":
     recipe = Recipe(format=options.to, leave=tuple(options.leave or ()), **given)
     what = f"--to {recipe.format} with --activations {recipe.activations}"
     if not recipe.calibrated:
-        for name in CALIBRATION:
-            if getattr(options, name) is not None:
-                raise UserError(
-                    f"--{name} is for --activations static, or for --to mixed with rounded "
-                    f"activations; {what} needs no text."
-                )
+        if options.calibrate is not None:
+            raise UserError(
+                "--calibrate is for --activations static, or for --to mixed with rounded "
+                f"activations; {what} needs no text."
+            )
     elif options.calibrate is None:
         raise UserError(f"{what} needs a text to see activations on: name it, --calibrate FILE.")
     if options.activation_fit is not None and recipe.activations != "static":
@@ -234,6 +270,4 @@ def _recipe(options: argparse.Namespace) -> "Recipe":
             "--percentile is for --fit percentile or --activation-fit percentile: add one of "
             "these, or leave it out."
         )
-    if options.tokens is not None and options.tokens < 1:
-        raise UserError(f"--tokens {options.tokens} must be 1 or more.")
     return recipe

@@ -60,7 +60,7 @@ class Leaf(NamedTuple):
     correction: Int8[Array, "..."] | None = None  # of a BF16 parameter
 
 
-class Stepped(NamedTuple):
+class LeafResult(NamedTuple):
     """The results for one leaf: the new parameter, or the direction; and the new moments."""
 
     result: Float[Array, "..."]
@@ -85,7 +85,7 @@ def adam_reference(
     settings: Settings,
     leaf_id: int,
     decayed: bool = True,
-) -> Stepped:
+) -> LeafResult:
     """Steps one leaf, which is `leaf_id` in `noise.leaf_ids` of its tree."""
     storage = settings.storage
     m, v = storage.read_moments(leaf.mu, leaf.nu)
@@ -121,11 +121,11 @@ def adam_reference(
         result = result.astype(leaf.param.dtype)
 
     moments = storage.write_moments(m, v, key, hyper.b1, hyper.b2)
-    stepped = Stepped(result, *moments, correction)
+    stepped = LeafResult(result, *moments, correction)
     if hyper.skip is False:
         return stepped
     old = result if leaf.param is None else leaf.param
-    before = Stepped(old, leaf.mu, leaf.nu, leaf.correction)
+    before = LeafResult(old, leaf.mu, leaf.nu, leaf.correction)
     return jax.tree.map(lambda old, new: jnp.where(hyper.skip, old, new), before, stepped)
 
 

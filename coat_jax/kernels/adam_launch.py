@@ -19,8 +19,8 @@ from coat_jax.kernels.adam import (
     NUMBER,
     Hyper,
     Leaf,
+    LeafResult,
     Settings,
-    Stepped,
     adam_reference,
     numbers_of_step,
 )
@@ -45,7 +45,7 @@ def adam_step(
     ids: Sequence[int] | None = None,
     decayed: Sequence[bool] | None = None,
     implementation: dispatch.Implementation | None = None,
-) -> list[Stepped]:
+) -> list[LeafResult]:
     """Steps every leaf.
 
     Args:
@@ -59,7 +59,7 @@ def adam_step(
     """
     ids = range(len(leaves)) if ids is None else ids
     decayed = [True] * len(leaves) if decayed is None else decayed
-    stepped: dict[int, Stepped] = {}
+    stepped: dict[int, LeafResult] = {}
     waiting: list[int] = []
     chosen = dispatch.choose(implementation)
     if settings.storage.simulated:
@@ -156,7 +156,7 @@ def _step_together(
     first: Rounding,
     eps_root: bool,
     may_skip: bool,
-) -> list[Stepped]:
+) -> list[LeafResult]:
     """Steps one leaf, or BUCKET of them, in one launch; `table` has (index, decayed) of each."""
     storage = settings.storage
     resolution = storage.resolution_of_second()
@@ -211,7 +211,7 @@ def _step_together(
     stepped = run_sharded_leaves(
         on_shards, [numbers, keys, table], arrays, group_size=storage.group_size
     )
-    return [Stepped(r[0], Expanded(*r[1:4]), Expanded(*r[4:7]), *r[7:]) for r in stepped]
+    return [LeafResult(r[0], Expanded(*r[1:4]), Expanded(*r[4:7]), *r[7:]) for r in stepped]
 
 
 def _kernel(*, corrected: bool, alone: bool) -> Any:

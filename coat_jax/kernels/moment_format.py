@@ -7,7 +7,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from coat_jax.numerics import logarithms
-from coat_jax.numerics.expansion import Fit, Rounding, fit_of
+from coat_jax.numerics.expansion import ExponentFit, Rounding, fit_of
 from coat_jax.numerics.formats import Format, format_of
 from coat_jax.storage import DIRECTION, LOGARITHM
 
@@ -16,7 +16,7 @@ class MomentFormat(NamedTuple):
     """How a moment is stored, for the kernel."""
 
     fp8: Format | None  # None where codes are integers
-    fit: Fit
+    fit: ExponentFit
     rounding: Rounding
     noise_base: int  # the bits of the float under which random bits are put
     smallest_second: float  # the smallest v that a group can store, for a largest of 1

@@ -22,17 +22,17 @@ from jax.typing import DTypeLike
 
 from coat_jax import ops
 from coat_jax.errors import UserError
-from coat_jax.limits import Count, Range, added, dtype_of, require_fields, shown
+from coat_jax.limits import Between, Count, added, dtype_of, require_fields, shown
 from coat_jax.nn import MeshAxes
 from coat_jax.precision import COAT, Precision, precision_of
 
 # Far above any model, and small enough that the bytes of any array of it are a 64-bit number.
-Layers = Annotated[int, Range(least=1, most=10_000)]
-Heads = Annotated[int, Range(least=1, most=1 << 14)]
-Width = Annotated[int, Range(least=1, most=1 << 20)]
-Vocab = Annotated[int, Range(least=1, most=1 << 24)]
-Context = Annotated[int, Range(least=1, most=1 << 24)]
-Epsilon = Annotated[float, Range(least=1e-30, most=1)]
+Layers = Annotated[int, Between(least=1, most=10_000)]
+Heads = Annotated[int, Between(least=1, most=1 << 14)]
+Width = Annotated[int, Between(least=1, most=1 << 20)]
+Vocab = Annotated[int, Between(least=1, most=1 << 24)]
+Context = Annotated[int, Between(least=1, most=1 << 24)]
+Epsilon = Annotated[float, Between(least=1e-30, most=1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

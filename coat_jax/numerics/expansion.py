@@ -62,7 +62,7 @@ HEADROOM = 2  # binades under the smallest element, where rounding is stochastic
 TOLERANCE = 1 / 64
 
 
-class Fit(NamedTuple):
+class ExponentFit(NamedTuple):
     """How k is chosen."""
 
     log2_range: float  # the binades that a group is spread over
@@ -75,12 +75,12 @@ class Fit(NamedTuple):
         return 2.0 ** (-self.log2_range * STEPS / self.min_steps)
 
 
-def fit_of(dtype: DTypeLike, rounding: Rounding) -> Fit:
+def fit_of(dtype: DTypeLike, rounding: Rounding) -> ExponentFit:
     """The choice of k for a format and a rounding; see above."""
     log2_range = format_of(dtype).log2_range
     if rounding == "stochastic":
-        return Fit(log2_range - HEADROOM, STEPS // 2)
-    return Fit(log2_range, STEPS)
+        return ExponentFit(log2_range - HEADROOM, STEPS // 2)
+    return ExponentFit(log2_range, STEPS)
 
 
 def resolution(dtype: DTypeLike, rounding: Rounding) -> float:
@@ -217,7 +217,7 @@ def _stored(codes: Array, group: _Group, shape: tuple[int, ...], group_size: int
 
 
 def exponent_sixteenths(
-    amax: Float[Array, "..."], smallest: Float[Array, "..."], fit: Fit
+    amax: Float[Array, "..."], smallest: Float[Array, "..."], fit: ExponentFit
 ) -> UInt8[Array, "..."]:
     """16 k per group, rounded down so that the smallest element still fits."""
     log2_spread = jnp.log2(smallest) - jnp.log2(jnp.maximum(amax, SMALLEST))

@@ -24,7 +24,7 @@ becomes the largest FP32.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from coat_jax.numerics.expansion import SMALLEST, STEPS, Expanded, Fit, exponent_sixteenths
+from coat_jax.numerics.expansion import SMALLEST, STEPS, Expanded, ExponentFit, exponent_sixteenths
 from coat_jax.numerics.programs import one_program
 from coat_jax.numerics.qtensor import (
     group_max,
@@ -39,7 +39,7 @@ LARGEST_CODE = 255
 MIN_STEPS = 7  # codes to a binade, at least
 # Without the tolerance of `expansion`: with it an element just below the smallest code would be
 # rounded up to that code, so that a slowly decaying element would not decay.
-FIT = Fit((LARGEST_CODE - 1) / STEPS, MIN_STEPS, tolerance=0.0)
+FIT = ExponentFit((LARGEST_CODE - 1) / STEPS, MIN_STEPS, tolerance=0.0)
 LOG2 = 0.6931471805599453  # the natural logarithm of 2
 
 

@@ -42,21 +42,26 @@ class Inputs(NamedTuple):
 
     Attributes:
         counts: of elements, by bins of their magnitude.
-        largest: magnitude.
+        columns: the largest magnitude of each.
         squares: the sum over all elements.
         row_errors: the sum of squared errors of dynamic rounding, in each of CANDIDATES.
     """
 
     counts: Int[np.ndarray, " bins"]
-    largest: float
+    columns: Float[np.ndarray, " K"]
     squares: float
     row_errors: Float[np.ndarray, "2"]
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of all."""
+        return float(self.columns.max())
 
     def __add__(self, other: "Inputs") -> "Inputs":  # type: ignore[override]
         """The statistics of both texts together."""
         return Inputs(
             self.counts + other.counts,
-            max(self.largest, other.largest),
+            np.maximum(self.columns, other.columns),
             self.squares + other.squares,
             self.row_errors + other.row_errors,
         )
@@ -195,20 +200,21 @@ def _counted(x: Float[Array, "*rows K"]) -> Any:
     magnitudes = jnp.abs(wide)
     bins = lax.bitcast_convert_type(magnitudes, jnp.int32) >> SHIFT
     counts = jnp.zeros(BINS, jnp.int32).at[bins.ravel()].add(1)
-    largest = jnp.max(magnitudes)
+    columns = jnp.max(magnitudes, axis=tuple(range(x.ndim - 1)))
+    largest = jnp.max(columns)
     unit = jnp.where(largest > 0, largest, 1.0)  # FP32 may not hold the squares themselves
     errors = []
     for name in CANDIDATES:
         error = eight_bits.rounded(x, row_scales(x, name), name) - wide
         errors.append(jnp.sum(jnp.square(error / unit)))
-    return counts, largest, jnp.sum(jnp.square(wide / unit)), jnp.stack(errors)
+    return counts, columns, jnp.sum(jnp.square(wide / unit)), jnp.stack(errors)
 
 
 def statistics(counted: Any) -> Inputs:
     """What `_counted` returned, on the host and in FP64."""
-    counts, largest, squares, errors = (np.asarray(one) for one in counted)
-    unit = np.square(largest.astype(np.float64))
-    return Inputs(counts.astype(np.int64), float(largest), float(unit * squares), unit * errors)
+    counts, columns, squares, errors = (np.asarray(one) for one in counted)
+    unit = np.square(columns.max().astype(np.float64))
+    return Inputs(counts.astype(np.int64), columns, float(unit * squares), unit * errors)
 
 
 @partial(jax.jit, static_argnums=0)

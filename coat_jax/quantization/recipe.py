@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Annotated, Literal, NamedTuple
 
 from coat_jax.errors import UserError
-from coat_jax.limits import Range, require_fields
+from coat_jax.limits import Between, require_fields
 from coat_jax.numerics.eight_bits import EightBits
 from coat_jax.numerics.quantizer import Fit
 from coat_jax.ops.quantized import Activations
@@ -39,7 +39,7 @@ class Recipe:
     fit: Fit = "mse"
     activations: Activations = "dynamic"
     activation_fit: Fit = "mse"
-    percentile: Annotated[float, Range(above=50, most=100)] = 99.9
+    percentile: Annotated[float, Between(above=50, most=100)] = 99.9
     leave: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ import os
 from jax.sharding import Mesh
 
 from coat_jax.precision import precision_of
-from coat_jax.training.cluster import communication
+from coat_jax.training.cluster.communication import communication_options
 from coat_jax.training.config import TrainConfig
 
 TRITON_GEMM = "xla_gpu_enable_triton_gemm"
@@ -17,7 +17,7 @@ TRITON_GEMM = "xla_gpu_enable_triton_gemm"
 
 def compiler_options(config: TrainConfig, mesh: Mesh) -> dict[str, bool | int]:
     """The options for the programs of a run; what XLA_FLAGS already sets is left as it is there."""
-    options = communication.compiler_options(mesh, offload=config.optimizer.offload)
+    options = communication_options(mesh, offload=config.optimizer.offload)
     on_gpus = mesh.devices.flat[0].platform in ("gpu", "cuda")
     given = f"--{TRITON_GEMM}=" in os.environ.get("XLA_FLAGS", "")
     if precision_of(config.model.precision).int8_forward and on_gpus and not given:

@@ -79,6 +79,27 @@ def test_it_is_what_the_library_makes(theirs, text, model, tmp_path, capsys):
     assert (tmp_path / "b" / "tokenizer_config.json").read_text() == '{"a": 1}'
 
 
+def test_a_model_may_be_balanced_before(theirs, text, model, tmp_path):
+    """And its ranges are those that it has then. Without 8 bits, too, and back again."""
+    rows = np.frombuffer(TEXT.encode(), np.uint8)[: len(TEXT) // 64 * 64].reshape(-1, 64)
+    balanced = q.balance(model, [rows.astype(np.int32)])
+    static = ["--to", "int8", "--activations", "static", "--calibrate", text, "--balance", text]
+    assert convert(theirs, tmp_path / "a", *static) == 0
+    recipe = q.Recipe(activations="static")
+    ranges = q.calibrate(balanced, [rows.astype(np.int32)], recipe)
+    assert_same(tmp_path / "a", q.quantize(balanced, recipe, ranges))
+
+    assert convert(theirs, tmp_path / "run", "--balance", text) == 0
+    assert convert(tmp_path / "run", tmp_path / "again", "--balance", text) == 0
+    twice = q.balance(balanced, [rows.astype(np.int32)])
+    for folder, expected in (("run", balanced), ("again", twice)):
+        loaded = weights.load(tmp_path / folder, CONFIG)
+        for ours, wanted in zip(
+            *(jax.tree.leaves(nnx.state(m)) for m in (loaded, expected)), strict=True
+        ):
+            np.testing.assert_array_equal(ours, wanted)
+
+
 @pytest.mark.parametrize(("count", "context"), [(1000, 64), (7, 64), (5000, 4096), (0, 64)])
 def test_of_a_text_the_last_tokens_that_fill_no_row_are_left_out(count, context):
     batches = list(conversion._batches(range(count), context))
@@ -179,7 +200,8 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_work(
 
     monkeypatch.setattr(q, "calibrate", calibrate)
     static = ["--to", "int8", "--activations", "static", "--calibrate", text]
-    assert "text.txt" in refused(capsys, "convert", theirs, text / "out", *static)
+    for options in (static, ["--to", "int8", "--balance", text], ["--balance", text]):
+        assert "text.txt" in refused(capsys, "convert", theirs, text / "out", *options)
 
 
 def test_training_does_not_begin_from_it(theirs, tmp_path):
@@ -200,14 +222,19 @@ def test_training_does_not_begin_from_it(theirs, tmp_path):
         (["--leave", "*.down"], "--leave says how to quantize"),
         (["--calibrate", "TEXT"], "--calibrate says how to quantize"),
         (["--to", "int8", "--calibrate", "TEXT"], "--calibrate is for --activations static"),
-        (["--to", "int8", "--tokens", "9"], "--tokens is for --activations static"),
+        (["--to", "int8", "--tokens", "9"], "add --calibrate or --balance"),
+        (["--balance", "EMPTY"], "The text of --balance, EMPTY, has no tokens"),
+        (["--balance", "TEXT", "--tokens", "0"], "--tokens 0 must be 1 or more"),
         (
             ["--to", "mixed", "--activations", "none", "--calibrate", "TEXT"],
             "--to mixed with --activations none needs no text",
         ),
         (["--to", "int8", "--activations", "static"], "needs a text to see activations on"),
         (["--to", "mixed"], "needs a text to see activations on"),
-        (["--to", "mixed", "--calibrate", "EMPTY"], "The calibration text EMPTY has no tokens"),
+        (
+            ["--to", "mixed", "--calibrate", "EMPTY"],
+            "The text of --calibrate, EMPTY, has no tokens",
+        ),
         (["--to", "mixed", "--calibrate", "nowhere.txt"], "There is no file nowhere.txt"),
         (["--to", "mixed", "--calibrate", "TEXT", "--tokens", "0"], "--tokens 0 must be 1 or more"),
         (["--to", "int8", "--percentile", "20"], "percentile=20.0"),

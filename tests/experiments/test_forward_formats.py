@@ -1,14 +1,21 @@
 """Operands of forward products that are rounded to other formats, and what that costs."""
 
+import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from small_model import filled
 
+from coat_jax import quantization
 from coat_jax.kernels import gemm
+from coat_jax.quantization import Recipe
 from experiments import forward_formats
-from experiments.forward_formats import FORMATS, OUTLIERS, ROUNDED, rounding
+from experiments.forward_formats import APART, FORMATS, OUTLIERS, ROUNDED, rounding, with_outliers
+from experiments.saved_rounding import MODEL
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(2, 3, 8)).astype(np.float32)
@@ -34,24 +41,41 @@ def test_operands_are_rounded_as_the_format_says(name, of_tokens, of_columns, op
     exact = product()
     x = in_int8(X, of_tokens) if "inputs" in operands else X
     w = in_int8(W, of_columns) if "weights" in operands else W
-    with rounding(operands, FORMATS[name]):
+    with rounding(operands, FORMATS[name].quantizer):
         found = product()
     np.testing.assert_allclose(found, x @ w, atol=1e-5)
     assert np.max(np.abs(found - exact)) > 1e-3
     np.testing.assert_array_equal(product(), exact)
 
 
-def test_outliers_change_a_product_by_its_rounding_only():
-    exact = product()
-    with rounding((), FORMATS["INT8, a scale for each row"], outliers=100):
-        np.testing.assert_allclose(product(), exact, rtol=1e-5, atol=1e-6)
+def test_outliers_are_in_all_inputs_and_balancing_takes_them_out():
+    """The model computes the same with them; in INT8 it is as good as without, when balanced."""
+    config = dataclasses.replace(MODEL, layers=1, context=16)
+    graph, params = nnx.split(filled(config))
+    tokens = RANDOM.integers(0, config.vocab, (2, 4, config.context))
+    planted = with_outliers(params, 100)
+    balanced = quantization.balance(nnx.merge(graph, planted), tokens)
 
-    def error(name: str, outliers: float) -> float:
-        with rounding(ROUNDED["both"], FORMATS[name], outliers=outliers):
-            return float(np.linalg.norm(product() - exact))
+    def logits(params, way=None):
+        model = nnx.merge(graph, params)
+        if way is None:
+            return np.asarray(jax.jit(model)(tokens[0]))
+        with rounding(ROUNDED["both"], FORMATS[way].quantizer):
+            return np.asarray(jax.jit(model)(tokens[0]))
 
-    for name, least, most in (("INT8, a scale for each row", 5, 200), ("E4M3, one scale", 0, 3)):
-        assert least < error(name, 100) / error(name, 1) < most
+    exact = logits(params)
+    np.testing.assert_allclose(logits(planted), exact, rtol=1e-3, atol=1e-4)
+    ranges = quantization.calibrate(nnx.merge(graph, planted), tokens[:1], Recipe())
+    for inputs in ranges.values():
+        assert inputs.columns[::APART].min() > 10 * np.median(inputs.columns)
+
+    def error(params, way):
+        return np.linalg.norm(logits(params, way) - exact)
+
+    without = error(params, "INT8, a scale for each row")
+    assert error(planted, "INT8, a scale for each row") > 5 * without
+    assert error(planted, "E4M3, one scale") < 2 * error(params, "E4M3, one scale")
+    assert error(nnx.state(balanced), "INT8, a scale for each row, balanced") < 1.2 * without
 
 
 def test_costs_are_relative_and_have_an_interval_over_seeds():

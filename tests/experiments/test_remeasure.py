@@ -16,7 +16,7 @@ import small_repository
 from experiments import measured_code, measurements, remeasure
 from experiments.essence import ROOT
 from experiments.measurements import PLAN, Measurement, outdated
-from experiments.remeasure import run, why_not
+from experiments.remeasure import COLUMN, run, why_not
 from experiments.workers import only
 
 WORKER = """
@@ -125,7 +125,7 @@ def test_what_another_call_measures_is_left_to_it(measure, tmp_path):
     lines, results = measure(("a", 1, 0.1), ("b", 1, 0.1))
     os.close(lock)
     assert [line for line, ok in lines if not ok] == [
-        f"{'a':40}is being measured by another process"
+        f"{'a':{COLUMN}}is being measured by another process"
     ]
     assert list(results) == ["b"]
     _, results = measure(("a", 1, 0.1))
@@ -283,7 +283,7 @@ def test_a_measurement_that_cannot_end_in_time_is_not_started(measure):
     lines, results = measure(("slow", 1, 60.0), ("fast", 1, 0.1), deadline=time.monotonic() + 20)
     assert list(results) == ["fast"]
     assert [line for line, ok in lines if not ok] == [
-        f"{'slow':40}not started: too little time is left"
+        f"{'slow':{COLUMN}}not started: too little time is left"
     ]
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coat_jax.kernels.adam import Hyper, Leaf, Settings, Stepped, largest_direction
+from coat_jax.kernels.adam import Hyper, Leaf, LeafResult, Settings, largest_direction
 from coat_jax.kernels.adam_launch import BUCKET, adam_step
 from coat_jax.kernels.dispatch import interpreting
 from coat_jax.numerics import corrections, noise
@@ -365,7 +365,7 @@ def _compare_results(expected: jax.Array, got: jax.Array, rtol: float) -> None:
     )
 
 
-def _compare_corrected(expected: Stepped, got: Stepped, rtol: float) -> None:
+def _compare_corrected(expected: LeafResult, got: LeafResult, rtol: float) -> None:
     """To rtol as in FP32, and where rounding turned over to one place of 24 bits."""
     joined, wanted = (
         np.asarray(corrections.join(s.result, s.correction), np.float64) for s in (got, expected)

@@ -6,7 +6,8 @@
 
 The first two hold one piece of one parameter in memory at a time. Each is the inverse of the other,
 bit for bit. The third holds one parameter of one layer, or the model while it is calibrated. All
-copy the tokenizer's files, too (`companions`). The new folder appears when it is complete.
+can balance the model on a text, which they hold in memory for that. All copy the tokenizer's files,
+too (`companions`). The new folder appears when it is complete.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from coat_jax import quantization, tokenizers
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, parse_json, read_json
 from coat_jax.limits import CountOrZero, require
-from coat_jax.models import hf, stored
+from coat_jax.models import Config, hf, stored
 from coat_jax.nn import MeshAxes
 from coat_jax.quantization import Recipe
 from coat_jax.training.checkpoint import weights
@@ -49,6 +50,7 @@ def to_run(
     out: str | Path,
     *,
     dtype: DTypeLike | None = None,
+    balance_on: Sequence[int] = (),
     tokenizer: str | Path | None = None,
     progress: Progress = lambda size, total: None,
 ) -> None:
@@ -58,6 +60,7 @@ def to_run(
         source: with config.json and safetensors files.
         out: the folder to make.
         dtype: of the parameters; that of the tensors by default.
+        balance_on: the tokens of a text to balance the model on; see `quantization.balance`.
         tokenizer: a tokenizer.json to put beside them; by default the one in the folder.
         progress: see `Progress`.
     """
@@ -72,6 +75,7 @@ def to_run(
     parameters = {name: stored.cast(one, kind) for name, one in parameters.items()}
     total = _total(parameters)
     with _new(out).appearing() as folder, write_failures(out.parent, "The model", total):
+        parameters = _balanced(config, parameters, balance_on)
         weights.write(folder, config, parameters, progress=_counted(progress, total))
         if GENERATION not in companions:
             special = _special(read_json(source / hf.CONFIG))
@@ -85,6 +89,7 @@ def to_hugging_face(
     *,
     step: int | None = None,
     dtype: DTypeLike | None = None,
+    balance_on: Sequence[int] = (),
     tokenizer: str | Path | None = None,
     file_bytes: int = hf.FILE_BYTES,
     progress: Progress = lambda size, total: None,
@@ -98,6 +103,7 @@ def to_hugging_face(
         step: of the checkpoint; by default the newest intact one.
         dtype: of the tensors; that of the parameters by default. In FP32 parameters with
             corrections have all their 24 bits.
+        balance_on: see `to_run`.
         tokenizer: a tokenizer.json to put beside them; by default the one in the run's folder.
         file_bytes: how large a file may become.
         progress: see `Progress`.
@@ -112,6 +118,7 @@ def to_hugging_face(
     extra = _special_in(companions, source)
     total = _total(parameters)
     with _new(out).appearing() as folder, write_failures(out.parent, "The model", total):
+        parameters = _balanced(config, parameters, balance_on)
         hf.write(
             folder,
             config,
@@ -130,6 +137,7 @@ def to_quantized(
     recipe: Recipe,
     *,
     tokens: Sequence[int] = (),
+    balance_on: Sequence[int] = (),
     step: int | None = None,
     dtype: DTypeLike | None = None,
     tokenizer: str | Path | None = None,
@@ -143,6 +151,7 @@ def to_quantized(
         out: the folder to make.
         recipe: how the model's projections are quantized.
         tokens: a text to calibrate on, where the recipe needs one.
+        balance_on: see `to_run`.
         step: of a run's checkpoint; by default the newest intact one.
         dtype: of what is not quantized; by default that in which the model computes.
         tokenizer: a tokenizer.json to put beside them; by default the one in the folder.
@@ -161,12 +170,10 @@ def to_quantized(
         extra = _special_in(companions, source)
     else:
         companions, extra = _companions(source, tokenizer), _special(config_json)
-    config = dataclasses.replace(
-        quantization.inference_config(weights.model_config(source)), axes=MeshAxes(), batch_axes=()
-    )
+    config = _on_one_device(weights.model_config(source))
     parameters = weights.parameters_of(source, config, step=step, note=note)
     with _new(out).appearing() as folder:
-        ranges = None
+        parameters, ranges = _balanced(config, parameters, balance_on), None
         if recipe.calibrated:
             model = stored.load(config, parameters)
             ranges = quantization.calibrate(model, _batches(tokens, config.context), recipe)
@@ -185,6 +192,25 @@ def to_quantized(
             )
             write_companions(companions, folder)
     return schemes
+
+
+def _on_one_device(config: Config) -> Config:
+    """The config of the model while it is calibrated."""
+    config = quantization.inference_config(config)
+    return dataclasses.replace(config, axes=MeshAxes(), batch_axes=())
+
+
+def _balanced(
+    config: Config, parameters: dict[stored.Name, stored.Stored], tokens: Sequence[int]
+) -> dict[stored.Name, stored.Stored]:
+    """The parameters of a model that is balanced on a text; as they are without one."""
+    if not tokens:
+        return parameters
+    config, apart = _on_one_device(config), stored.arranged(parameters, scan=False)
+    model = stored.load(config, apart)
+    ranges = quantization.calibrate(model, _batches(tokens, config.context), Recipe())
+    factors = quantization.find_factors(config, lambda name: apart[name].whole(), ranges)
+    return quantization.balance_stored(parameters, factors)
 
 
 def _batches(tokens: Sequence[int], context: int) -> Iterator[np.ndarray]:

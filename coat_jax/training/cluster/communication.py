@@ -21,7 +21,7 @@ OPTIONS: dict[str, bool | int] = {
 WITH_COPIES: dict[str, bool | int] = {"xla_gpu_experimental_parallel_async_compute_limit": 1000}
 
 
-def compiler_options(mesh: Mesh, *, offload: bool = False) -> dict[str, bool | int]:
+def communication_options(mesh: Mesh, *, offload: bool = False) -> dict[str, bool | int]:
     """The options for a mesh of several GPUs; none for one device, or for other devices.
 
     Args:

@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
 import optax
 
 from coat_jax.errors import UserError
-from coat_jax.limits import CountOrZero, Range, Share, require_fields, shown
+from coat_jax.limits import Between, CountOrZero, Share, require_fields, shown
 
 OptimizerName = Literal["fp8_adamw", "adamw"]
 Moments = Literal["directions", "expanded", "paper"]
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
-Decay = Annotated[float, Range(least=0, below=1)]
+Decay = Annotated[float, Between(least=0, below=1)]
 StepsOrShare = CountOrZero | Share  # 100 is a hundred steps, 0.1 a tenth of the run
 # One of optax, or a function that makes one from the learning rate's schedule.
 Transformation: TypeAlias = optax.GradientTransformation | Callable[[optax.Schedule], Any]
@@ -69,18 +69,18 @@ class OptimizerConfig:
     name: OptimizerName = "fp8_adamw"
     transformation: Transformation | None = None
     moments: Moments = "directions"
-    learning_rate: Annotated[float, Range(above=0, most=10)] = 3e-4
+    learning_rate: Annotated[float, Between(above=0, most=10)] = 3e-4
     schedule: Schedule = "cosine"
     warmup_steps: StepsOrShare = 0.01
     decay_steps: StepsOrShare = 0.2
     final_ratio: Share = 0.1
     b1: Decay = 0.9
     b2: Decay = 0.95
-    eps: Annotated[float, Range(least=1e-30, most=1)] = 1e-8
-    weight_decay: Annotated[float, Range(least=0, most=100)] = 0.1
+    eps: Annotated[float, Between(least=1e-30, most=1)] = 1e-8
+    weight_decay: Annotated[float, Between(least=0, most=100)] = 0.1
     decay_embedding: bool = True
     decay_vectors: bool = False
-    clip_norm: Annotated[float, Range(least=1e-30, most=1e30)] | None = 1.0
+    clip_norm: Annotated[float, Between(least=1e-30, most=1e30)] | None = 1.0
     round_stochastically: bool = True
     correct_params: bool = False
     release_gradients: bool = False

@@ -4,9 +4,9 @@ import dataclasses
 from typing import Annotated
 
 from coat_jax.errors import UserError
-from coat_jax.limits import INT32_MAX, Count, CountOrZero, Range, require_fields
+from coat_jax.limits import INT32_MAX, Between, Count, CountOrZero, require_fields
 
-Devices = Annotated[int, Range(least=-1, most=INT32_MAX)]
+Devices = Annotated[int, Between(least=-1, most=INT32_MAX)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
-from coat_jax.limits import CountOrZero, Range, require_fields
+from coat_jax.limits import Between, CountOrZero, require_fields
 
 Kind = Literal["text", "chat"]
 TokenDtype = Literal["uint16", "uint32"]
@@ -33,7 +33,7 @@ class DataConfig:
 
     train: tuple[str, ...] = ("corpus",)
     held_out: tuple[str, ...] = ()
-    held_out_part: Annotated[float, Range(above=0, below=1)] = 0.01
+    held_out_part: Annotated[float, Between(above=0, below=1)] = 0.01
     kind: Kind = "text"
     tokenizer: str | None = None
     dtype: TokenDtype | None = None

@@ -11,6 +11,9 @@ from experiments.loss_study.statistics import Comparison, Effect, Row
 STUDY = "40M", 5e-4, 400
 LONGER = "40M", 5e-4, 2400
 LARGER = "124M", 6e-4, 600
+# Of the table of the larger model with Muon.
+LOSSES = statistics.final, statistics.held_out("own")
+MUON_COLUMNS = "COAT", "`COAT_INT8`", "COAT, held out", "`COAT_INT8`, held out"
 
 
 @functools.cache
@@ -208,6 +211,29 @@ def larger_apart() -> tuple[float]:
     gaps = statistics.above(rows, baselines)
     base, other = (gaps[arm] for arm in sorted(baselines))
     return (100 * max(abs(base[seed][0] - other[seed][0]) for seed in base),)
+
+
+def larger_with_muon() -> list[list[str]]:
+    """What each seed of the larger model says alone, where it is trained with Muon."""
+    rows = runs(*LARGER, muon=True)
+    baselines = results.baselines_of(rows)
+    gaps = [statistics.above(rows, baselines, loss) for loss in LOSSES]
+    table = [["seed", "between two BF16 runs", *MUON_COLUMNS]]
+    for seed in sorted(gaps[0]["muon"]):
+        base, other = (100 * gaps[0][arm][seed][0] for arm in sorted(baselines))
+        costs = [
+            f"{100 * of_loss[arm][seed][0]:+.2f} %"
+            for of_loss in gaps
+            for arm in ("muon_coat", "muon_coat_int8")
+        ]
+        table.append([str(seed), f"{abs(base - other):.3f} %", *costs])
+    return table
+
+
+def larger_means_with_muon() -> tuple[float, ...]:
+    """What COAT and COAT_INT8 cost the larger model with Muon in training loss, mean of seeds."""
+    found = effects(*LARGER, muon=True).effects
+    return tuple(percent(found[arm])[0] for arm in ("muon_coat", "muon_coat_int8"))
 
 
 def million_tokens(size: str, learning_rate: float, steps: int) -> float:

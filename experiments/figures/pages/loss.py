@@ -411,6 +411,11 @@ PAGE = Page(
             lambda: loss_study.larger("coat_after_bf16_nearest"),
         ),
         Sentence("may end {:.2f} % apart by rounding alone", loss_study.larger_apart),
+        Table("loss_study_124m_muon", loss_study.larger_with_muon),
+        Sentence(
+            "COAT ends {:+.2f} % above BF16 there, and `COAT_INT8` {:+.2f} %, mean of two seeds.",
+            loss_study.larger_means_with_muon,
+        ),
         Sentence(
             "no chaotic start: two baselines that differ only in rounding end {:.4f} % apart",
             lambda: (loss_study.apart_with_muon(),),

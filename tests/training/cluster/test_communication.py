@@ -5,20 +5,20 @@ import jax.numpy as jnp
 import pytest
 from hopper import can_compile_for_hopper, hopper_mesh
 
-from coat_jax.training.cluster.communication import OPTIONS, compiler_options
+from coat_jax.training.cluster.communication import OPTIONS, communication_options
 
 needs_plugin = pytest.mark.skipif(not can_compile_for_hopper(), reason="needs XLA's CUDA plugin")
 
 
 def test_other_devices_have_none():
-    assert compiler_options(jax.make_mesh((2,), ("x",))) == {}
+    assert communication_options(jax.make_mesh((2,), ("x",))) == {}
 
 
 @pytest.mark.compiled
 @needs_plugin
 @pytest.mark.parametrize(("gpus", "options"), [(1, {}), (4, OPTIONS)])
 def test_several_gpus_have_all(gpus, options):
-    assert compiler_options(hopper_mesh((gpus,), ("x",))) == options
+    assert communication_options(hopper_mesh((gpus,), ("x",))) == options
 
 
 @pytest.mark.compiled
@@ -26,7 +26,7 @@ def test_several_gpus_have_all(gpus, options):
 def test_options_in_xla_flags_are_left_alone(monkeypatch):
     name = "xla_gpu_all_gather_combine_threshold_bytes"
     monkeypatch.setenv("XLA_FLAGS", f"--other=1 --{name}=1000")
-    assert compiler_options(hopper_mesh((4,), ("x",))).keys() == OPTIONS.keys() - {name}
+    assert communication_options(hopper_mesh((4,), ("x",))).keys() == OPTIONS.keys() - {name}
 
 
 @pytest.mark.compiled

@@ -96,6 +96,12 @@ FIGURES: list[Figure] = [
         "on four {:,.0f}, {:.3f} of it.",
         lambda: beside_one(2) + beside_one(4),
     ),
+    Table("training_throughput_llama_124m", throughput.small_rows),
+    Sentence(
+        "At a batch of 4, COAT is {:.2f} times as fast as BF16 in {:.2f} times less memory, at a "
+        "batch of 32 {:.2f} times in {:.2f} times less.",
+        lambda: throughput.small(4) + throughput.small(32),
+    ),
     Table("communication", communication),
     Sentence(
         "each of the two GPUs has {:.3f} of the speed of one alone; with XLA's defaults it has "

@@ -1,0 +1,131 @@
+"""Laws of balancing: the model stays the same, and its inputs have no outliers any more."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from small_model import QUICK, SMALL, filled
+
+from coat_jax import quantization as q
+from coat_jax.errors import UserError
+from coat_jax.models import stored
+from coat_jax.nn import MeshAxes
+from coat_jax.quantization.balance import MOST, _balancing
+
+CONFIG = dataclasses.replace(SMALL, layers=2, qkv_bias=True, dtype=jnp.float32)
+TOKENS = np.random.default_rng(0).integers(0, SMALL.vocab, (2, 2, 16))
+
+
+def logits(model):
+    graph, state = nnx.split(model)
+    compiled = jax.jit(lambda state: nnx.merge(graph, state)(TOKENS[0])).lower(state)
+    return np.asarray(compiled.compile(compiler_options=QUICK)(state))
+
+
+def arrays(model):
+    return {path: leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "unchanged"),
+    [
+        ({}, {"key_bias", "query_bias", "embed", "head"}),
+        ({"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}, set()),
+        ({"norms": "after"}, {"query", "gate", "attention_norm", "mlp_norm"}),
+        ({"norm": "layer", "qkv_bias": False}, {"query", "gate"}),
+    ],
+    ids=["float32", "bfloat16", "norms after", "norms without scale"],
+)
+def test_it_computes_the_same_numbers(changes, unchanged, scan):
+    model = filled(dataclasses.replace(CONFIG, scan=scan, layers=1 + scan, **changes))
+    balanced = q.balance(model, TOKENS)
+    np.testing.assert_array_equal(logits(balanced), logits(model))
+    before, after = arrays(model), arrays(balanced)
+    changed = {p for p, x in before.items() if not (np.asarray(x) == np.asarray(after[p])).all()}
+    assert changed
+    names = {str(name) for path in changed for name in path}
+    assert {"value", "out", "up", "down"} <= names
+    assert not names & unchanged
+    assert all(after[path].dtype == x.dtype for path, x in before.items())
+
+
+def test_columns_are_as_large_as_the_rows_that_multiply_them():
+    """Beside the others: to a factor of 2, since factors are powers of two."""
+    config = dataclasses.replace(CONFIG, scan=False, kv_heads=CONFIG.heads)
+    model = filled(config)
+    rng = np.random.default_rng(1)
+    for block in model.layers:
+        for norm in (block.attention.norm, block.mlp.norm):
+            norm.scale[...] *= np.exp(2 * rng.standard_normal(config.width)).astype(np.float32)
+        for weight in (block.attention.value, block.mlp.up):
+            weight[...] *= np.exp(2 * rng.standard_normal(weight.shape[1])).astype(np.float32)
+
+    def spread(model):
+        ranges, found = q.calibrate(model, TOKENS, q.Recipe()), []
+        for i, block in enumerate(model.layers):
+            for part, names in (
+                ("attention", ("query", "key", "value")),
+                ("attention", ("out",)),
+                ("mlp", ("gate", "up")),
+                ("mlp", ("down",)),
+            ):
+                weights = [np.abs(getattr(getattr(block, part), name)[...]) for name in names]
+                rows = np.max([weight.max(axis=1) for weight in weights], axis=0)
+                ratios = ranges[f"layers.{i}.{part}.{names[0]}"].columns / rows
+                found.append(ratios / np.median(ratios))
+        return max(max(ratio.max(), 1 / ratio.min()) for ratio in found)
+
+    assert spread(model) > 50
+    assert spread(q.balance(model, TOKENS)) < 4.1  # the median is off by 2, too
+
+
+def test_factors_are_powers_of_two_in_a_range():
+    columns = np.array([1.0, 1.0, 1.0, 1.0, 100.0, 1e30, 0.0, 1.0, 1.0], np.float32)
+    rows = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 1e-30, 1.0, 0.0, 2.0**-4], np.float32)
+    expected = [1, 1, 1, 1, 8, 2**MOST, 1, 1, 4]
+    np.testing.assert_array_equal(_balancing(columns, rows), expected)
+    np.testing.assert_array_equal(_balancing(columns * 2, rows / 2), expected)
+    np.testing.assert_array_equal(_balancing(0 * columns, rows), np.ones(9))
+
+
+def test_it_does_not_depend_on_the_mesh():
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    config = dataclasses.replace(CONFIG, axes=MeshAxes("fsdp", "tensor"))
+    with jax.set_mesh(mesh):
+        model = filled(config, mesh=mesh)
+        balanced = q.balance(model, TOKENS)
+    alone = arrays(q.balance(filled(CONFIG), TOKENS))
+    for path, x in arrays(balanced).items():
+        np.testing.assert_array_equal(x, alone[path])
+        assert x.sharding.is_equivalent_to(arrays(model)[path].sharding, x.ndim), path
+
+
+def test_parameters_that_are_read_in_parts_are_balanced_alike():
+    model = filled(CONFIG)
+    values = {path: np.asarray(x) for path, x in arrays(model).items()}
+
+    def read(name):
+        layers, layer, *rest = name
+        return values[layers, *rest][layer]
+
+    factors = q.find_factors(CONFIG, read, q.calibrate(model, TOKENS, q.Recipe()))
+    parameters = {
+        path: stored.Stored(x.shape, x.dtype, tuple(-(-n // 2) for n in x.shape), x.__getitem__)
+        for path, x in values.items()
+    }
+    parts = q.balance_stored(parameters, factors)
+    for path, x in arrays(q.balance(model, TOKENS)).items():
+        for index in stored.pieces(parts[path]):
+            np.testing.assert_array_equal(parts[path].read(index), np.asarray(x)[index])
+
+
+def test_what_cannot_be_balanced_is_refused():
+    model = filled(dataclasses.replace(CONFIG, layers=1))
+    with pytest.raises(UserError, match="calibration text is empty"):
+        q.balance(model, [])
+    with pytest.raises(UserError, match="already quantized"):
+        q.balance(q.quantize(model, q.Recipe()), TOKENS)
