@@ -39,9 +39,9 @@ def choose_fp8(implementation: Implementation | None) -> Implementation:
     """`choose` for FP8 products: raises on a GPU without them, unless `implementation` is "xla"."""
     if implementation is None and not multiplies_fp8():
         raise UserError(
-            f"This GPU has {described(gpu_capability() or 0)}; products in FP8 "
-            "need 8.9 (Ada) or newer. Use precision=coat.BF16; or, in functions of coat.ops that "
-            'take it, implementation="xla", which computes the same in FP32, slowly.'
+            f"This GPU has {described(gpu_capability() or 0)}; products in FP8 need 8.9 (Ada) or "
+            "newer. Use precision=coat.BF16; or, in functions of coat.ops that take it, "
+            'implementation="xla", which computes the same in FP32, slowly.'
         )
     return choose(implementation)
 

@@ -28,9 +28,17 @@ from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import as_3d, run_sharded
 from coat_jax.numerics import eight_bits
 
-TILE_ROWS, TILE_COLUMNS, WARPS = 128, 64, 4  # of a tile that is rounded
-# Of a tile that finds the maxima of its columns: one warp, so that each thread has whole columns.
-MAXIMUM_ROWS, MAXIMUM_COLUMNS, MAXIMUM_WARPS = 32, 256, 1
+
+class Tile(NamedTuple):
+    """The part of an array that one program of a kernel reads."""
+
+    rows: int
+    columns: int
+    warps: int  # of the program
+
+
+ROUNDED = Tile(128, 64, 4)  # one that is rounded
+OF_MAXIMA = Tile(32, 256, 1)  # of one warp, so that each thread finds maxima of whole columns
 
 
 class Rows(NamedTuple):
@@ -99,7 +107,7 @@ def _rows_kernel(x: Float[Array, "*rows K"], largest: Float[Array, "*rows"]) -> 
     from coat_jax.kernels.triton.int8 import int8_rows_tile
 
     def run(x: Array, largest: Array) -> list[Array]:
-        return _launch_rounding(int8_rows_tile, x, largest, x.shape)
+        return _launch(int8_rows_tile, x, largest, out=jax.ShapeDtypeStruct(x.shape, jnp.int8))
 
     as_blocks = as_3d(x)
     arrays = [as_blocks, largest.reshape(as_blocks.shape[:-1])]
@@ -113,19 +121,10 @@ def _maxima_kernel(w: Float[Array, "K N"]) -> Float[Array, "M N"]:
 
     def run(w: Array) -> list[Array]:
         count, width = w.shape
-        return launch(
-            column_maxima_tile,
-            w,
-            outputs=[jax.ShapeDtypeStruct((-(-count // MAXIMUM_ROWS), width), jnp.float32)],
-            programs=tile_count(count, width, MAXIMUM_ROWS, MAXIMUM_COLUMNS),
-            warps=MAXIMUM_WARPS,
-            ROWS=count,
-            COLUMNS=width,
-            TILE_ROWS=MAXIMUM_ROWS,
-            TILE_COLUMNS=MAXIMUM_COLUMNS,
-        )
+        maxima = jax.ShapeDtypeStruct((-(-count // OF_MAXIMA.rows), width), jnp.float32)
+        return _launch(column_maxima_tile, w, out=maxima, tile=OF_MAXIMA)
 
-    (maxima,) = run_sharded(run, [w], ["k n"], [f"k/{MAXIMUM_ROWS} n"])
+    (maxima,) = run_sharded(run, [w], ["k n"], [f"k/{OF_MAXIMA.rows} n"])
     return maxima
 
 
@@ -134,27 +133,28 @@ def _columns_kernel(w: Float[Array, "K N"], largest: Float[Array, " N"]) -> Int8
     from coat_jax.kernels.triton.int8 import int8_columns_tile
 
     def run(w: Array, largest: Array) -> list[Array]:
-        return _launch_rounding(int8_columns_tile, w, largest, w.shape[::-1])
+        codes = jax.ShapeDtypeStruct(w.shape[::-1], jnp.int8)
+        return _launch(int8_columns_tile, w, largest, out=codes)
 
     (codes,) = run_sharded(run, [w, largest], ["k n", "n"], ["n k"])
     return codes
 
 
-def _launch_rounding(
-    kernel: Any, x: Array, largest: Array, shape: tuple[int, ...]
-) -> list[Int8[Array, "..."]]:
-    """Runs one of the kernels that round tiles; its codes have this shape."""
+def _launch(
+    kernel: Any, x: Array, *others: Array, out: jax.ShapeDtypeStruct, tile: Tile = ROUNDED
+) -> list[Array]:
+    """Runs a kernel on the tiles of x; it has one result, of the shape and dtype of `out`."""
     *rows, width = x.shape
     count = math.prod(rows)
     return launch(
         kernel,
         x,
-        largest,
-        outputs=[jax.ShapeDtypeStruct(shape, jnp.int8)],
-        programs=tile_count(count, width, TILE_ROWS, TILE_COLUMNS),
-        warps=WARPS,
+        *others,
+        outputs=[out],
+        programs=tile_count(count, width, tile.rows, tile.columns),
+        warps=tile.warps,
         ROWS=count,
         COLUMNS=width,
-        TILE_ROWS=TILE_ROWS,
-        TILE_COLUMNS=TILE_COLUMNS,
+        TILE_ROWS=tile.rows,
+        TILE_COLUMNS=tile.columns,
     )
