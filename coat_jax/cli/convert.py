@@ -11,10 +11,11 @@ output channel. Activations stay as they are (--activations none), or are rounde
 each token (dynamic), or with one scale for a layer, which --calibrate finds on a text (static). One
 parameter of one layer is in memory at a time; during calibration, the whole model.
 
---balance reads a text, and moves outliers of linear layers' inputs into the weights: columns that
-are much larger than the others, to which INT8 then leaves few codes. The model in TO computes the
-same as that in FROM, in BF16 and FP32 to the last bit. Use it with --to int8, and before a model is
-trained in coat_int8. The whole model is in memory while it reads the text.
+--balance reads a text, and moves part of the outliers in the inputs of linear layers into their
+weights: columns that are much larger than the others, to which INT8 then leaves few codes. The
+model in TO computes the same as that in FROM, in BF16 and FP32 to the last bit. Use it with --to
+int8, and before a model is trained in coat_int8. While the text is read, the whole model is in
+memory.
 
   coat convert Llama-3.1-8B llama8b
   coat convert out/llama_124m export --dtype bfloat16
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 TOKENS = 65_536
-FEW = 512  # tokens of a calibration text
+FEW = 512  # tokens of a text that is noted to be short
+UNSEEN = {"calibrate": "is clipped", "balance": "may remain or become an outlier"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,18 +50,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", type=Path, metavar="FROM", help="a folder with a model")
     add("out", type=Path, metavar="TO", help="the folder to make")
-    add("--dtype", choices=DTYPES, help="dtype of the parameters in TO; by default that in FROM")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="dtype of the parameters in TO; by default that in FROM, or with --to that in which "
+        "the model computes",
+    )
     add(
         "--tokenizer",
         metavar="FILE",
-        help='a tokenizer.json for TO; by default the one in FROM; or "bytes", to read a text with',
+        help="a tokenizer.json, which is copied to TO and reads the texts; by default that in "
+        'FROM; or "bytes", if each token is a byte',
     )
     add("--balance", type=Path, metavar="FILE", help="a text on which the model is balanced")
     add(
         "--tokens",
         type=int,
         metavar="N",
-        help=f"how many tokens of --balance and --calibrate are read (default: {TOKENS:,})",
+        help=f"how many of each text are read (default: {TOKENS:,})",
     )
     add("--step", type=int, help="step of a run's checkpoint; by default the newest intact one")
     quantized = parser.add_argument_group("8 bits")
@@ -91,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--leave",
         action="append",
         metavar="GLOB",
-        help="layers to leave as they are, such as '*.down'; may be repeated",
+        help="layers that are not rounded, such as '*.down'; may be repeated",
     )
     add(
         "--calibrate",
@@ -157,6 +165,11 @@ def _tokens(options: argparse.Namespace, name: str) -> list[int]:
     tokens = tokens_of(text, source, config, options.tokenizer, most=most)
     if not tokens:
         raise UserError(f"The text of --{name}, {text}, has no tokens: name a longer one.")
+    if len(tokens) < FEW:
+        note(
+            f"--{name} sees {counted(len(tokens), 'token')} only, and what is larger on other "
+            f"texts {UNSEEN[name]}: name a text of {FEW:,} or more, better of {TOKENS:,}."
+        )
     return tokens
 
 
@@ -219,13 +232,7 @@ def _quantize(options: argparse.Namespace) -> str:
 
     source, recipe = expanded(options.source), _recipe(options)
     weights.require_not_quantized(source, "Quantization")
-    tokens = _tokens(options, "calibrate")
-    if 0 < len(tokens) < FEW:
-        note(
-            f"The ranges of activations are those of {counted(len(tokens), 'token')} only, and "
-            f"what exceeds them is clipped: calibrate on {FEW:,} or more, better on {TOKENS:,}."
-        )
-    balance_on = _tokens(options, "balance")
+    tokens, balance_on = _tokens(options, "calibrate"), _tokens(options, "balance")
     with _progress() as progress:
         schemes = conversion.to_quantized(
             source,
@@ -260,6 +267,11 @@ def _recipe(options: argparse.Namespace) -> "Recipe":
             )
     elif options.calibrate is None:
         raise UserError(f"{what} needs a text to see activations on: name it, --calibrate FILE.")
+    if options.balance is not None and (recipe.format == "fp8" or recipe.activations == "none"):
+        raise UserError(
+            f"--balance is for activations in INT8, and {what} has none: leave it out. FP8 does "
+            "not suffer from outliers."
+        )
     if options.activation_fit is not None and recipe.activations != "static":
         raise UserError(
             f"--activation-fit is for --activations static, and {what} finds no range for them: "

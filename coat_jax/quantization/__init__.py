@@ -2,7 +2,7 @@
 
     Recipe            which format, how ranges are found, how activations are rounded
     calibrate         the ranges of activations, from some text
-    balance           a model that computes the same, without outliers in its activations
+    balance           a model that computes the same, with smaller outliers in its activations
     quantize          a model in memory, by a recipe
     load, save        folders in compressed-tensors' layout, which vLLM and transformers read
     save_quantized    quantizes a model that is in files, one parameter at a time
@@ -13,7 +13,7 @@
 `projections` says what is quantized; `nn.modular` and `nn.quantized` have the layers.
 """
 
-from coat_jax.quantization.balance import balance, balance_stored, find_factors
+from coat_jax.quantization.balancing import balance
 from coat_jax.quantization.calibration import Inputs, Ranges, calibrate
 from coat_jax.quantization.folders import load, read_config, save
 from coat_jax.quantization.projections import inference_config, is_quantized
@@ -28,9 +28,7 @@ __all__ = [
     "Scheme",
     "abstract",
     "balance",
-    "balance_stored",
     "calibrate",
-    "find_factors",
     "inference_config",
     "is_quantized",
     "load",

@@ -9,7 +9,7 @@ squared error are computed from it, as if the elements of a bin, whose ends diff
 were spread evenly. The largest element is exact.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -83,9 +83,22 @@ def calibrate(
     """
     require_recipe(recipe)
     recipe.require_matches(paths_of(model.config))
+    found = observe(model, token_batches, recipe.leaves)
+    for path, inputs in found.items():
+        require_finite(path, inputs)
+        _require_range(path, inputs)
+    return found
+
+
+def observe(
+    model: Llama,
+    token_batches: Iterable[Int[ArrayLike, "B S"]],
+    leaves: Callable[[str], bool] = lambda path: False,
+) -> dict[str, Inputs]:
+    """The same for all projections but those of which `leaves` is true, whatever their ranges."""
     observed = modular(
         unstacked(model),
-        lambda path, kernel, bias: (Dense if recipe.leaves(path) else _Observed)(kernel, bias),
+        lambda path, kernel, bias: (Dense if leaves(path) else _Observed)(kernel, bias),
     )
     blocks = [nnx.split(block) for block in observed.layers]
     found: dict[str, Inputs] = {}
@@ -99,8 +112,6 @@ def calibrate(
                 found[path] = found[path] + inputs if path in found else inputs
     if not found:
         raise UserError("The calibration text is empty: it has no batch of tokens.")
-    for path, inputs in found.items():
-        _require_range(path, inputs)
     return found
 
 
@@ -250,13 +261,17 @@ def _require_tokens(tokens: np.ndarray, config: Config) -> None:
         )
 
 
-def _require_range(path: str, inputs: Inputs) -> None:
-    """Raises unless there is a range that a scale can be made from."""
+def require_finite(path: str, inputs: Inputs) -> None:
+    """Raises if a projection has seen a NaN or an infinity."""
     if inputs.counts[FIRST_NOT_FINITE:].any() or not np.isfinite(inputs.squares):
         raise UserError(
             f"The inputs of {path} are not finite on the calibration text: the model's parameters "
             "are damaged, or its numbers exceed its dtype."
         )
+
+
+def _require_range(path: str, inputs: Inputs) -> None:
+    """Raises unless there is a range that a scale can be made from."""
     if inputs.largest < eight_bits.SMALLEST_SCALE:
         raise UserError(
             f"The inputs of {path} are all zero on the calibration text: their range is empty. "

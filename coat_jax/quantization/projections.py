@@ -37,6 +37,12 @@ def paths_of(config: Config) -> list[str]:
     return [path for group in groups_of(config) for path in group]
 
 
+def name_of(path: str) -> Name:
+    """A path as the name of the parameter, in a model whose layers are not stacked."""
+    layers, layer, *rest = path.split(".")
+    return (layers, int(layer), *rest)
+
+
 def groups_of(config: Config) -> list[tuple[str, ...]]:
     """The paths of all projections, those of one input together."""
     return [
@@ -52,7 +58,10 @@ def inference_config(config: Config) -> Config:
 
 
 def unstacked(model: Llama) -> Llama:
-    """The model with its layers in a list, computing in full precision; arrays are shared."""
+    """The model with its layers in a list, and nothing in FP8.
+
+    Arrays are shared; those of stacked layers are copied.
+    """
     require_quantizable(model)
     config = inference_config(model.config)
     have = dict(nnx.to_flat_state(nnx.state(model)))
@@ -79,9 +88,11 @@ def modular(plain: Llama, make: Make) -> Llama:
 def require_quantizable(model: Llama) -> None:
     """Raises unless the model is one that can be quantized."""
     if not isinstance(model, Llama):
-        raise TypeError(f"quantize takes a coat.models.Llama, not {type(model).__name__}.")
+        raise TypeError(
+            f"coat.quantization is for a coat.models.Llama, not for {type(model).__name__}."
+        )
     if is_quantized(model):
-        raise UserError("This model is already quantized. Quantize the one that it was made from.")
+        raise UserError("This model is already quantized. Use the one that it was made from.")
 
 
 def is_quantized(model: Llama) -> bool:

@@ -27,7 +27,9 @@ WeightAt = Callable[[str], Float[Array, "K N"]]  # by a projection's path
 
 
 def quantize(model: Llama, recipe: Recipe, ranges: Ranges | None = None) -> Llama:
-    """A model whose projections are in 8 bits; all other arrays are shared with `model`.
+    """A model whose projections are in 8 bits.
+
+    Its other arrays are those of `model`; of stacked layers they are copies.
 
     It generates, and computes logits and losses; it does not train.
 

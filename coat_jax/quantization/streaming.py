@@ -19,7 +19,7 @@ from coat_jax.models import Config, hf, stored
 from coat_jax.models.stored import Name, Parameters
 from coat_jax.quantization import folders
 from coat_jax.quantization.calibration import Ranges
-from coat_jax.quantization.projections import inference_config
+from coat_jax.quantization.projections import inference_config, name_of
 from coat_jax.quantization.quantize import abstract, choose_schemes, round_weight
 from coat_jax.quantization.recipe import Recipe, Scheme
 
@@ -59,7 +59,7 @@ def save_quantized(
     in_kind = {name: stored.cast(one, kind) for name, one in parameters.items()}
 
     def weight_at(path: str) -> Array:
-        return jnp.asarray(in_kind[_name(path)].whole())
+        return jnp.asarray(in_kind[name_of(path)].whole())
 
     schemes = choose_schemes(config, recipe, ranges, weight_at)
     _, state = abstract(config, schemes)
@@ -106,9 +106,3 @@ def _counted(
     for path, value in values:
         yield path, value
         progress(left.pop(folders.plain_name(path), 0))
-
-
-def _name(path: str) -> Name:
-    """A projection's path as the name of its weight."""
-    layers, layer, *rest = path.split(".")
-    return (layers, int(layer), *rest)

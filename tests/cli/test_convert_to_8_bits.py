@@ -223,6 +223,9 @@ def test_training_does_not_begin_from_it(theirs, tmp_path):
         (["--calibrate", "TEXT"], "--calibrate says how to quantize"),
         (["--to", "int8", "--calibrate", "TEXT"], "--calibrate is for --activations static"),
         (["--to", "int8", "--tokens", "9"], "add --calibrate or --balance"),
+        (["--to", "fp8", "--balance", "TEXT"], "--balance is for activations in INT8"),
+        (["--to", "int8", "--activations", "none", "--balance", "TEXT"], "none has none"),
+        (["--balance", "TEXT", "--dtype", "float16"], "in float16 cannot be balanced"),
         (["--balance", "EMPTY"], "The text of --balance, EMPTY, has no tokens"),
         (["--balance", "TEXT", "--tokens", "0"], "--tokens 0 must be 1 or more"),
         (
@@ -278,10 +281,12 @@ def test_a_folder_without_a_tokenizer_may_be_given_one(model, text, tmp_path, ca
     assert "tokenizer.json, and" in said
 
 
-@pytest.mark.parametrize(("tokens", "said"), [(1, "those of 1 token only"), (600, "")])
-def test_ranges_of_few_tokens_are_noted(tokens, said, theirs, text, tmp_path, capsys):
-    few = ["--calibrate", text, "--tokens", tokens]
-    assert convert(theirs, tmp_path / "out", "--to", "mixed", *few) == 0
+@pytest.mark.parametrize("option", ["--calibrate", "--balance"])
+@pytest.mark.parametrize(("tokens", "said"), [(1, "sees 1 token only"), (600, "")])
+def test_few_tokens_are_noted(tokens, said, option, theirs, text, tmp_path, capsys):
+    few = [option, text, "--tokens", tokens]
+    to = ["--to", "mixed"] if option == "--calibrate" else []
+    assert convert(theirs, tmp_path / "out", *to, *few) == 0
     err = capsys.readouterr().err
     assert said in err if said else "only" not in err
 

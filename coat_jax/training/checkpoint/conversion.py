@@ -27,6 +27,8 @@ from coat_jax.limits import CountOrZero, require
 from coat_jax.models import Config, hf, stored
 from coat_jax.nn import MeshAxes
 from coat_jax.quantization import Recipe
+from coat_jax.quantization.balancing import balance_stored, find_factors
+from coat_jax.quantization.calibration import observe
 from coat_jax.training.checkpoint import weights
 from coat_jax.training.checkpoint.companions import (
     GENERATION,
@@ -74,13 +76,14 @@ def to_run(
     config = dataclasses.replace(config, param_dtype=kind, dtype=kind)
     parameters = {name: stored.cast(one, kind) for name, one in parameters.items()}
     total = _total(parameters)
-    with _new(out).appearing() as folder, write_failures(out.parent, "The model", total):
+    if GENERATION not in companions:
+        special = _special(read_json(source / hf.CONFIG))
+        companions[GENERATION] = (json.dumps(special, indent=2) + "\n").encode()
+    with _new(out).appearing() as folder:
         parameters = _balanced(config, parameters, balance_on)
-        weights.write(folder, config, parameters, progress=_counted(progress, total))
-        if GENERATION not in companions:
-            special = _special(read_json(source / hf.CONFIG))
-            companions[GENERATION] = (json.dumps(special, indent=2) + "\n").encode()
-        write_companions(companions, folder)
+        with write_failures(out.parent, "The model", total):
+            weights.write(folder, config, parameters, progress=_counted(progress, total))
+            write_companions(companions, folder)
 
 
 def to_hugging_face(
@@ -117,18 +120,19 @@ def to_hugging_face(
     parameters = weights.read(source, step, note=note, corrected=in_fp32)
     extra = _special_in(companions, source)
     total = _total(parameters)
-    with _new(out).appearing() as folder, write_failures(out.parent, "The model", total):
+    with _new(out).appearing() as folder:
         parameters = _balanced(config, parameters, balance_on)
-        hf.write(
-            folder,
-            config,
-            parameters,
-            dtype=dtype,
-            extra=extra,
-            file_bytes=file_bytes,
-            progress=_counted(progress, total),
-        )
-        write_companions(companions, folder)
+        with write_failures(out.parent, "The model", total):
+            hf.write(
+                folder,
+                config,
+                parameters,
+                dtype=dtype,
+                extra=extra,
+                file_bytes=file_bytes,
+                progress=_counted(progress, total),
+            )
+            write_companions(companions, folder)
 
 
 def to_quantized(
@@ -208,9 +212,10 @@ def _balanced(
         return parameters
     config, apart = _on_one_device(config), stored.arranged(parameters, scan=False)
     model = stored.load(config, apart)
-    ranges = quantization.calibrate(model, _batches(tokens, config.context), Recipe())
-    factors = quantization.find_factors(config, lambda name: apart[name].whole(), ranges)
-    return quantization.balance_stored(parameters, factors)
+    ranges = observe(model, _batches(tokens, config.context))
+    del model
+    factors = find_factors(config, lambda name: apart[name].whole(), ranges)
+    return balance_stored(parameters, factors)
 
 
 def _batches(tokens: Sequence[int], context: int) -> Iterator[np.ndarray]:

@@ -1,10 +1,11 @@
-"""Balancing: a model that computes the same, without outliers in the inputs of its projections.
+"""Balancing: a model that computes the same, with outliers shared between inputs and weights.
 
     x[t, k] w[k, n] = (x[t, k] / s[k]) (s[k] w[k, n])        s[k]^2 ~ max |x[:, k]| / max |w[k]|
 
 An outlier is a column of an input that is much larger than the others. INT8 gives all columns of a
 token one scale, so an outlier leaves few codes to the others. Balanced, a column of x is as large,
-beside the other columns, as its row of w is beside the other rows.
+beside the other columns, as its row of w is beside the other rows: what was an outlier by 100 in x
+alone is one by 10 in x and in w, and one whose weights were 100 times smaller is none any more.
 
 s becomes part of the parameters, so it costs nothing. What divides x stands before the projection:
 
@@ -27,16 +28,20 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
+from coat_jax.errors import UserError
 from coat_jax.models import Config, Llama, stored
 from coat_jax.models.stored import Index, Name, Parameters, Stored
-from coat_jax.quantization.calibration import Ranges, calibrate
-from coat_jax.quantization.projections import SHARING
-from coat_jax.quantization.recipe import Recipe
+from coat_jax.quantization.calibration import Ranges, observe, require_finite
+from coat_jax.quantization.projections import SHARING, name_of, require_quantizable
 
-MOST = 12  # s is from 2^-MOST to 2^MOST
+# The exponents of s. A column that is quiet on the text grows to 4 times its size at most: on
+# another text it may be as large as the others.
+LEAST_EXPONENT, MOST_EXPONENT = -2, 12
 PROJECTIONS = [part for sharing in SHARING for part in sharing]
-# The norms before projections, which are those of attention and of the MLP that share an input.
-NORMS = {f"{sharing[0].split('.')[0]}.norm.scale": sharing for sharing in SHARING[::2]}
+NORMS = {
+    "attention.norm.scale": ("attention.query", "attention.key", "attention.value"),
+    "mlp.norm.scale": ("mlp.gate", "mlp.up"),
+}
 
 
 class Factors(NamedTuple):
@@ -54,12 +59,14 @@ class Factors(NamedTuple):
 def balance(model: Llama, token_batches: Iterable[Int[ArrayLike, "B S"]]) -> Llama:
     """A model whose projections are balanced, and which computes the same.
 
-    Arrays that balancing does not change are shared with `model`.
+    Arrays that balancing does not change are shared with `model`; the others take as much memory
+    again, until `model` is deleted. It runs in one process.
 
     Args:
-        model: not quantized, of any precision.
+        model: not quantized, of any precision, its parameters in FP32 or BF16.
         token_batches: of a text, on which the inputs are seen; see `calibrate`.
     """
+    require_quantizable(model)
     graph, state = nnx.split(model)
     flat = dict(nnx.to_flat_state(state))
     config = model.config
@@ -70,7 +77,7 @@ def balance(model: Llama, token_batches: Iterable[Int[ArrayLike, "B S"]]) -> Lla
         layers, layer, *rest = name
         return np.asarray(flat[layers, *rest][...][layer])
 
-    factors = find_factors(config, read, calibrate(model, token_batches, Recipe()))
+    factors = find_factors(config, read, observe(model, token_batches))
     if config.scan:
         factors = _stacked(factors)
     for name, of_parameter in factors.items():
@@ -101,20 +108,24 @@ def find_factors(
 
     Args:
         config: of the model.
-        read: reads the weight of this name.
-        ranges: of the inputs of all projections, from `calibrate`.
+        read: reads the weight of such a name.
+        ranges: of the inputs of all projections, from `observe`.
     """
+    if np.dtype(config.param_dtype) == np.float16:
+        raise UserError(
+            "Parameters in float16 cannot be balanced: multiplied by powers of two, some would "
+            "leave its range. Use bfloat16 or float32; coat convert casts with --dtype."
+        )
     found: dict[Name, Factors] = {}
     for i in range(config.layers):
-        weights = {part: read(_name(i, part)) for part in PROJECTIONS}
-        inputs = {part: ranges[f"layers.{i}.{part}"].columns for part in PROJECTIONS}
+        paths = {part: f"layers.{i}.{part}" for part in PROJECTIONS}
+        for path in paths.values():
+            require_finite(path, ranges[path])
+        weights = {part: read(name_of(path)) for part, path in paths.items()}
+        inputs = {part: ranges[path].columns for part, path in paths.items()}
         of_layer = _factors_of_layer(config, weights, inputs)
-        found |= {_name(i, part): factors for part, factors in of_layer.items()}
+        found |= {name_of(f"layers.{i}.{part}"): factors for part, factors in of_layer.items()}
     return found
-
-
-def _name(layer: int, part: str) -> Name:
-    return ("layers", layer, *part.split("."))
 
 
 def _factors_of_layer(
@@ -125,7 +136,7 @@ def _factors_of_layer(
     """What the parameters of a layer are multiplied by; `inputs` are the largest, by column."""
     found = {part: Factors() for part in PROJECTIONS}
 
-    def of_rows(part: str) -> Float[np.ndarray, " K"]:
+    def row_maxima(part: str) -> Float[np.ndarray, " K"]:
         """The largest magnitude in each row of a weight, when its columns have been scaled."""
         scaled = _scaled(weights[part], found[part])
         largest: np.ndarray = np.abs(scaled.astype(np.float32)).max(axis=1)
@@ -133,38 +144,38 @@ def _factors_of_layer(
 
     # The values of one head are averaged by several heads of queries.
     by_head = config.kv_heads, config.heads // config.kv_heads, config.head_dim
-    magnitudes = inputs["attention.out"], of_rows("attention.out")
-    s = _balancing(*(each.reshape(by_head).max(axis=1) for each in magnitudes))
+    magnitudes = inputs["attention.out"], row_maxima("attention.out")
+    s = _factors_of_columns(*(each.reshape(by_head).max(axis=1) for each in magnitudes))
     found["attention.out"] = Factors(rows=np.repeat(s, by_head[1], axis=0).ravel())
     found["attention.value"] = Factors(columns=1 / s.ravel())
     if config.qkv_bias:
         found["attention.value_bias"] = Factors(columns=1 / s.ravel())
 
-    s = _balancing(inputs["mlp.down"], of_rows("mlp.down"))
+    s = _factors_of_columns(inputs["mlp.down"], row_maxima("mlp.down"))
     found["mlp.down"] = Factors(rows=s)
     found["mlp.up"] = Factors(columns=1 / s)
 
     if config.norms == "before" and config.norm == "rms":
         for norm, parts in NORMS.items():
-            s = _balancing(inputs[parts[0]], np.max([*map(of_rows, parts)], axis=0))
+            s = _factors_of_columns(inputs[parts[0]], np.max([*map(row_maxima, parts)], axis=0))
             found[norm] = Factors(columns=1 / s)
             found |= {part: found[part]._replace(rows=s) for part in parts}
     return {part: factors for part, factors in found.items() if any(f is not None for f in factors)}
 
 
-def _balancing(
+def _factors_of_columns(
     columns: Float[np.ndarray, "*K"], rows: Float[np.ndarray, "*K"]
 ) -> Float[np.ndarray, "*K"]:
     """s, from the largest magnitude in each column of an input and in its row of the weight.
 
-    The median of s is 1, and so is s where one of the two magnitudes is zero.
+    It is 1 for a typical column, and for one that is zero or multiplied by zeros.
     """
     used = (columns > 0) & (rows > 0)
     powers = np.zeros(columns.shape, np.float32)
     if used.any():
         powers[used] = (np.log2(columns[used]) - np.log2(rows[used])) / 2
         powers[used] -= np.median(powers[used])
-    return np.exp2(np.clip(np.rint(powers), -MOST, MOST))
+    return np.exp2(np.clip(np.rint(powers), LEAST_EXPONENT, MOST_EXPONENT))
 
 
 def _scaled(values: Any, factors: Factors) -> Any:
