@@ -53,7 +53,7 @@ class Precision:
         int8_forward: whether the forward pass multiplies in INT8, with one scale for each token of
             an input and each column of a weight. Its products then have a fraction of the error of
             FP8, unless some columns of an input are more than ten times as large as the others
-            (`coat.quantization.balance` takes such outliers out of a model). The backward pass and
+            (`coat.quantization.balance` makes such outliers smaller). The backward pass and
             what is saved are as without it.
         stochastic_backward: whether the backward pass also rounds the operands of its products
             stochastically: gradients, and inputs that it recomputes. It takes longer, and no

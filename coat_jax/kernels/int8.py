@@ -4,8 +4,8 @@
 
     y[t, n] = (sum over k of x codes[t, k] w codes[n, k]) x scale[t] w scale[n]
 
-One scale for a whole tensor could not serve both operands of such a product: the scale of a row
-can be taken out of the sum, so that each token of an input and each column of a weight has one.
+The sum is over k, so any scale that does not depend on k can be taken out of it: each token of an
+input has one, and each column of a weight.
 Against the largest elements of its row INT8 is more precise than FP8 (steps of max / 127, where
 E4M3 has steps of 1/8 to 1/16 of each number); elements far below them are rounded to few codes, or
 to zero. The sum is exact, in INT32: it does not depend on the order, and so not on the mesh.
@@ -37,8 +37,8 @@ class Tile(NamedTuple):
     warps: int  # of the program
 
 
-ROUNDED = Tile(128, 64, 4)  # one that is rounded
-OF_MAXIMA = Tile(32, 256, 1)  # of one warp, so that each thread finds maxima of whole columns
+ROUNDING_TILE = Tile(128, 64, 4)
+MAXIMA_TILE = Tile(32, 256, 1)  # of one warp, so that each thread finds maxima of whole columns
 
 
 class Rows(NamedTuple):
@@ -87,7 +87,7 @@ def product(x: Rows, w: Rows) -> Product:
     return Product(gemm.product_of_codes(x.codes, w.codes, jnp.float32), x.scale, w.scale)
 
 
-def _largest(x: Float[Array, "A B"], axis: int) -> Float[Array, " A|B"]:
+def _largest(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
     """The largest magnitudes along an axis, in FP32; NaN where not all are finite.
 
     It compares their bits, as integers: there NaN is the largest, where XLA's maximum of numbers
@@ -103,7 +103,10 @@ def _encoded(x: Array, largest: Array) -> Int8[Array, "..."]:
 
 
 def _rows_kernel(x: Float[Array, "*rows K"], largest: Float[Array, "*rows"]) -> Array:
-    """The codes of an input's rows: XLA, which divides, takes twice as long."""
+    """The codes of an input's rows, in half the time that XLA takes.
+
+    It multiplies by the reciprocal of a scale where XLA divides, so ties may be rounded otherwise.
+    """
     from coat_jax.kernels.triton.int8 import int8_rows_tile
 
     def run(x: Array, largest: Array) -> list[Array]:
@@ -121,10 +124,10 @@ def _maxima_kernel(w: Float[Array, "K N"]) -> Float[Array, "M N"]:
 
     def run(w: Array) -> list[Array]:
         count, width = w.shape
-        maxima = jax.ShapeDtypeStruct((-(-count // OF_MAXIMA.rows), width), jnp.float32)
-        return _launch(column_maxima_tile, w, out=maxima, tile=OF_MAXIMA)
+        maxima = jax.ShapeDtypeStruct((-(-count // MAXIMA_TILE.rows), width), jnp.float32)
+        return _launch(column_maxima_tile, w, out=maxima, tile=MAXIMA_TILE)
 
-    (maxima,) = run_sharded(run, [w], ["k n"], [f"k/{OF_MAXIMA.rows} n"])
+    (maxima,) = run_sharded(run, [w], ["k n"], [f"k/{MAXIMA_TILE.rows} n"])
     return maxima
 
 
@@ -141,7 +144,7 @@ def _columns_kernel(w: Float[Array, "K N"], largest: Float[Array, " N"]) -> Int8
 
 
 def _launch(
-    kernel: Any, x: Array, *others: Array, out: jax.ShapeDtypeStruct, tile: Tile = ROUNDED
+    kernel: Any, x: Array, *others: Array, out: jax.ShapeDtypeStruct, tile: Tile = ROUNDING_TILE
 ) -> list[Array]:
     """Runs a kernel on the tiles of x; it has one result, of the shape and dtype of `out`."""
     *rows, width = x.shape

@@ -64,7 +64,13 @@ PAGES = [
     Page(
         "docs/quantization.md",
         [
+            Given("by default 65,536", SETTING),
             Given("the first 65,536 tokens", SETTING),
+            Given("100 times as large as the others, with weights like theirs", ARITHMETIC),
+            Given("becomes 10 times as large", ARITHMETIC),
+            Given("its weights are 100 times smaller", ARITHMETIC),
+            Given("changes 8 times as much", ARITHMETIC),
+            Given("change 8 times less", ARITHMETIC),
             Given("the largest element of a token on 127.5", SETTING),
         ],
     ),

@@ -252,7 +252,7 @@ PAGE = Page(
             lambda: loss_study.cost_above("coat", "coat_centered")[:2],
         ),
         Sentence(
-            "runs of different seeds end between {:.1f} % below BF16 and {:.1f} % above it",
+            "single runs of all arms end between {:.1f} % below BF16 and {:.1f} % above it",
             loss_study.extremes,
         ),
         Sentence(
@@ -336,8 +336,8 @@ PAGE = Page(
         Table("int8_forward", int8_forward),
         Sentence(
             "ends {:+.2f} % ± {:.2f} above BF16, held out {:+.2f} % ± {:.2f}. With Muon, where "
-            "chance plays no part, it ends {:+.2f} % ± {:.2f} above it, where COAT ends "
-            "{:+.2f} % ± {:.2f}. In fine-tuning it costs {:+.3f} % ± {:.3f}.",
+            "rounding alone changes hardly anything, it ends {:+.2f} % ± {:.2f} above it, where "
+            "COAT ends {:+.2f} % ± {:.2f}. In fine-tuning it costs {:+.3f} % ± {:.3f}.",
             lambda: (
                 *loss_study.cost("coat_int8"),
                 *loss_study.cost("coat_int8", held_out="own"),

@@ -1,9 +1,10 @@
 """The figures of README.md."""
 
 from experiments.figures.compare import Page, Sentence, Table
-from experiments.figures.measured import fine_tuning, loss_study, throughput
-from experiments.figures.measured.layers import unit
+from experiments.figures.measured import loss_study, throughput
+from experiments.figures.measured.layers import longer_in_int8, unit
 from experiments.figures.measured.package import CAPABILITY, MOMENTS
+from experiments.figures.pages.loss import int8_forward
 
 PAGE = Page(
     "README.md",
@@ -52,16 +53,8 @@ PAGE = Page(
             "same weights, evaluated in BF16, is {:+.2f} % ± {:.2f} above it",
             loss_study.cost_of_longer_runs,
         ),
-        Sentence(
-            "where rounding alone hardly changes the loss, COAT ends {:+.3f} % ± {:.3f} above "
-            "BF16, and",
-            lambda: fine_tuning.cost("coat"),
-        ),
-        Sentence(
-            "with INT8 products in the forward pass, {:+.3f} % ± {:.3f}. Trained from scratch, "
-            "`COAT_INT8` ends {:+.2f} % ± {:.2f} above BF16 over eight seeds.",
-            lambda: (*fine_tuning.cost("coat_int8"), *loss_study.cost("coat_int8")),
-        ),
+        Sentence("costs less, and a layer takes {:.1f} % longer", longer_in_int8),
+        Table("readme_int8", lambda: [row[:5] for row in int8_forward()]),
         Sentence(
             "A model of 124 million parameters ends {:+.2f} % ± {:.2f} above BF16",
             lambda: loss_study.larger("coat"),
@@ -69,11 +62,6 @@ PAGE = Page(
         Sentence(
             "there rounding alone may set two BF16 runs {:.2f} % apart",
             loss_study.larger_apart,
-        ),
-        Sentence(
-            "a model of 124 million parameters ends {:+.2f} % above BF16 in COAT and {:+.2f} % in "
-            "`COAT_INT8`, mean of two seeds.",
-            loss_study.larger_means_with_muon,
         ),
         Sentence(
             "Two BF16 runs that differ only in rounding end {:.3f} % apart",
