@@ -25,11 +25,15 @@ DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 STEPS = 50
 
 
-@pytest.fixture
-def params():
+def start():
     rng = np.random.default_rng(0)
     shapes = {"matrix": (8, 256), "ragged": (3, 200), "scalar": ()}
-    return {name: jnp.float32(0.1 * rng.standard_normal(shape)) for name, shape in shapes.items()}
+    return {name: np.float32(0.1 * rng.standard_normal(shape)) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def params():
+    return start()
 
 
 def gradients(params, steps=STEPS):
@@ -55,6 +59,12 @@ def walk(tx, params, steps=STEPS):
         return jax.lax.scan(body, (params, tx.init(params)), grads)[0]
 
     return jax.jit(run)(params, gradients(params, steps))
+
+
+@pytest.fixture(scope="module")
+def end_of_adamw():
+    """Where ten steps of optax.adamw(1e-2) lead."""
+    return walk(optax.adamw(1e-2), start(), 10)[0]
 
 
 def relative_distances(got, wanted, start):
@@ -150,17 +160,16 @@ def test_the_maths_alone_is_optax_scale_by_adam(params, nesterov):
 
 @pytest.mark.parametrize("first", [DIRECTION, E4M3, E5M2])
 @pytest.mark.parametrize("second", [LOGARITHM, E4M3, E5M2])
-def test_each_moment_has_the_format_asked_for(params, first, second):
+def test_each_moment_has_the_format_asked_for(params, end_of_adamw, first, second):
     tx = fp8_adamw(1e-2, storage=Storage(first=first, second=second, min_size=0))
     end, state = walk(tx, params, 10)
     for leaf in jax.tree.leaves(state[0].mu.codes):
         assert leaf.dtype == first
     for leaf in jax.tree.leaves(state[0].nu.codes):
         assert leaf.dtype == second
-    theirs, _ = walk(optax.adamw(1e-2), params, 10)
     # An FP8 code is off by 2^-4 / sqrt(3) / k, root mean square: 8 % / k of a step with what the
     # first moment remembers. E5M2 has one bit less, but nearly twice the range and so twice the k.
-    assert max(relative_distances(end, theirs, params)) < 0.08
+    assert max(relative_distances(end, end_of_adamw, params)) < 0.08
 
 
 def test_default_storage_holds_large_leaves_in_8_bits_and_small_ones_in_fp32():
@@ -252,10 +261,10 @@ def test_zero_gradients_leave_moments_and_parameters_at_rest(params):
     del params["ragged"]
     tx = fp8_adamw(1e-2, weight_decay=0.0, storage=FP8)
     update = jax.jit(tx.update)
-    grads = jax.tree.map(jnp.zeros_like, params)
+    grads = jax.tree.map(np.zeros_like, params)
     updates, state = update(grads, tx.init(params), params)
     updates, state = update(grads, state, params)
-    assert all(not np.any(u) for u in jax.tree.leaves(updates))
+    assert not any(np.any(np.asarray(u)) for u in jax.tree.leaves(updates))
     for codes in jax.tree.leaves((state[0].mu.codes, state[0].nu.codes)):
         assert not np.any(np.float32(codes))
 
@@ -265,4 +274,4 @@ def test_two_runs_are_equal_bit_for_bit_and_the_seed_matters(params):
     first, again = (walk(fp8_adamw(1e-2, storage=FP8), params, 5) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     other, _ = walk(fp8_adamw(1e-2, storage=Storage(min_size=0, seed=1)), params, 5)
-    assert jnp.any(other["matrix"] != first[0]["matrix"])
+    assert np.any(np.asarray(other["matrix"]) != np.asarray(first[0]["matrix"]))

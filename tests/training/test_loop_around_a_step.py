@@ -1,6 +1,7 @@
 """What the loop does around a step, with a step that only counts: nothing is compiled."""
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -17,7 +18,7 @@ import pytest
 from rich.console import Console
 from train_cases import ONE, mesh_of, small
 
-from coat_jax import writing
+from coat_jax import models, writing
 from coat_jax.errors import UserError
 from coat_jax.training import loop, preparation, programs
 from coat_jax.training.checkpoint import Checkpoints
@@ -53,8 +54,11 @@ class Counting:
         return state._replace(step=state.step + 1, skipped=skipped), report
 
 
-@pytest.fixture
-def step(monkeypatch):
+abstract_once = functools.cache(models.abstract)
+
+
+def count_steps(monkeypatch):
+    """Lets runs count their steps and do nothing else; their model is traced once for all."""
     counting = Counting()
 
     def zeros(config, optimizer, mesh):
@@ -72,6 +76,7 @@ def step(monkeypatch):
         def loss(self, params):
             return next(self.losses)
 
+    monkeypatch.setattr(models, "abstract", abstract_once)
     monkeypatch.setattr(programs, "_compile", lambda *arguments, **options: counting)
     monkeypatch.setattr(preparation, "new_state", zeros)
     monkeypatch.setattr(loop, "Evaluation", HeldOut)
@@ -80,15 +85,24 @@ def step(monkeypatch):
 
 
 @pytest.fixture
-def config(tmp_path):
+def step(monkeypatch):
+    return count_steps(monkeypatch)
+
+
+def config_of(folder):
     return small(
         model={"layers": 1},
         optimizer={"name": "adamw"},
-        out=str(tmp_path / "run"),
+        out=str(folder),
         total_steps=STEPS,
         checkpoint=CheckpointConfig(every=2, keep=9),
         mesh=MeshConfig(),
     )
+
+
+@pytest.fixture
+def config(tmp_path):
+    return config_of(tmp_path / "run")
 
 
 def train(config):
@@ -311,6 +325,17 @@ def test_records_are_on_the_disk_before_the_checkpoint_that_follows_them(step, c
     assert order == [("sync", 4), ("save", 4), ("sync", 8), ("save", 8)]
 
 
+@pytest.fixture(scope="module")
+def run_of_step_4(tmp_path_factory):
+    """A run with the records of all steps, whose newest checkpoint is of step 4."""
+    folder = tmp_path_factory.mktemp("step_4") / "run"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        count_steps(monkeypatch)
+        train(replace(config_of(folder), checkpoint=CheckpointConfig(every=4)))
+    shutil.rmtree(folder / "checkpoints" / "8")
+    return folder
+
+
 @pytest.mark.parametrize(
     ("left", "lost"),
     [
@@ -322,10 +347,9 @@ def test_records_are_on_the_disk_before_the_checkpoint_that_follows_them(step, c
         (0, "steps 1 to 4"),
     ],
 )
-def test_records_that_were_lost_are_noted(step, config, left, lost):
-    """The newest checkpoint is of step 4: the records before it do not come again."""
-    train(replace(config, checkpoint=CheckpointConfig(every=4)))
-    shutil.rmtree(Path(config.out) / "checkpoints" / "8")
+def test_records_that_were_lost_are_noted(step, config, run_of_step_4, left, lost):
+    """Those before the newest checkpoint do not come again."""
+    shutil.copytree(run_of_step_4, config.out)
     path = Path(config.out) / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:left]))

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,14 +51,29 @@ def small(model: dict[str, Any] | None = None, optimizer: dict[str, Any] | None 
     )
 
 
-class Stepper(NamedTuple):
-    """A compiled step, and how to begin."""
+class Stepper:
+    """A step, compiled when it is first asked for, and how to begin."""
 
-    config: TrainConfig
-    mesh: jax.sharding.Mesh
-    program: Any
-    init: Any  # parameters -> moments
-    abstract: State
+    def __init__(self, config: TrainConfig, mesh: jax.sharding.Mesh):
+        self.config = config
+        self.mesh = mesh
+        self.prepared = prepare(config, mesh)
+        self.abstract = self.prepared.abstract
+
+    @functools.cached_property
+    def program(self) -> Any:
+        return self.prepared.lower().compile()
+
+    @functools.cached_property
+    def init(self) -> Any:
+        """From parameters to moments."""
+        with jax.set_mesh(self.mesh):
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract.moments)
+            return jax.jit(
+                self.prepared.optimizer.init,
+                out_shardings=shardings,
+                compiler_options=quick.OPTIONS,
+            )
 
     def state(self, seed: int = 0) -> State:
         """A state with random parameters. `new_state` takes longer: it compiles them."""
@@ -95,19 +110,16 @@ def mesh_of(sizes: tuple[int, int, int]) -> jax.sharding.Mesh:
     return make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), devices)
 
 
-@functools.cache
 def stepper(config: TrainConfig, sizes: tuple[int, int, int] = ONE) -> Stepper:
     """The config's step on a mesh of these sizes."""
+    return _stepper(config, sizes)
+
+
+@functools.cache  # for which `sizes` left out would be other arguments than ONE
+def _stepper(config: TrainConfig, sizes: tuple[int, int, int]) -> Stepper:
     mesh = mesh_of(sizes)
     require_fitting(config, mesh)
-    prepared = prepare(config, mesh)
-    compiled = prepared.lower().compile()
-    with jax.set_mesh(mesh):
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, prepared.abstract.moments)
-        init = jax.jit(
-            prepared.optimizer.init, out_shardings=shardings, compiler_options=quick.OPTIONS
-        )
-    return Stepper(config, mesh, compiled, init, prepared.abstract)
+    return Stepper(config, mesh)
 
 
 def random_batches(number: int, config: TrainConfig = SMALL, seed: int = 0) -> list[Batch]:
