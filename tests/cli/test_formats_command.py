@@ -265,7 +265,6 @@ def test_a_picture_that_fails_at_the_end_does_not_take_the_table_away(
 def test_a_model_whose_context_has_no_next_token_is_refused(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("a text")
-    short = models.create(dataclasses.replace(CONFIG, context=1))
-    hf.save(tmp_path / "short", short)
+    hf.save(tmp_path / "short", filled(dataclasses.replace(CONFIG, context=1)))
     assert cli.main(["formats", str(tmp_path / "short"), *FEW, "--text", str(text)]) == 2
     assert "context of 1 has no room for 2 tokens" in capsys.readouterr().err
