@@ -77,10 +77,11 @@ def gated_mlp(
         implementation: "xla", "triton", or None for what suits the device.
 
     Example:
-        >>> import coat_jax as coat, jax.numpy as jnp
+        >>> import coat_jax as coat, jax, jax.numpy as jnp
         >>> x, norm = jnp.ones((2, 8, 64)), coat.ops.Norm(jnp.ones(64))
         >>> gate = up = jnp.ones((64, 176)) / 64
-        >>> coat.ops.gated_mlp(x, norm, gate, up, jnp.ones((176, 64)) / 176).shape
+        >>> down = jnp.ones((176, 64)) / 176
+        >>> jax.jit(coat.ops.gated_mlp)(x, norm, gate, up, down).shape
         (2, 8, 64)
     """
     for weight in (gate, up):

@@ -43,7 +43,7 @@ def recompute(
         >>> import coat_jax as coat, jax, jax.numpy as jnp
         >>> layer = coat.ops.recompute(lambda x, w: jax.nn.gelu(x @ w) @ w.T)
         >>> loss = lambda w, x: jnp.mean(layer(x, w) ** 2)
-        >>> gradient = jax.grad(loss)(jnp.ones((64, 256)), jnp.ones((8, 64)))
+        >>> gradient = jax.jit(jax.grad(loss))(jnp.ones((64, 256)), jnp.ones((8, 64)))
         >>> gradient.shape
         (64, 256)
     """

@@ -83,14 +83,15 @@ def step_by_stages(
             gradients to a number.
 
     Example:
-        >>> import coat_jax as coat, jax.numpy as jnp
+        >>> import coat_jax as coat, jax, jax.numpy as jnp
         >>> params = {"first": jnp.ones((4, 8)), "second": jnp.ones(8)}
-        >>> stages = [
+        >>> stages = (
         ...     coat.optax.Stage(lambda p: p["first"], lambda w, _: jnp.ones((2, 4)) @ w),
         ...     coat.optax.Stage(lambda p: p["second"], lambda w, x: jnp.mean(jnp.square(x @ w))),
-        ... ]
+        ... )
         >>> optimizer = coat.optax.fused_fp8_adamw(1e-2)
-        >>> stepped = coat.optax.step_by_stages(optimizer, stages, params, optimizer.init(params))
+        >>> step = jax.jit(coat.optax.step_by_stages, static_argnums=(0, 1))
+        >>> stepped = step(optimizer, stages, params, optimizer.init(params))
         >>> print(stepped.loss)
         1024.0
     """

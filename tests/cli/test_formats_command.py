@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 import json
 
 import jax
@@ -59,8 +60,9 @@ def test_the_numbers_are_the_quantizers(theirs, capsys):
         row = rows[tensor]
         assert row["shape"] == list(x.shape)
         for name in ("INT8", "E4M3"):
-            values = jax.jit(Quantizer(name, "channel", axis=axis))(x)
-            assert row["bits"][name] == pytest.approx(float(sqnr_bits(x, values)), rel=1e-4)
+            quantizer = Quantizer(name, "channel", axis=axis)
+            bits = jax.jit(lambda x, quantizer=quantizer: sqnr_bits(x, quantizer(x)))(x)
+            assert row["bits"][name] == pytest.approx(float(bits), rel=1e-4)
         assert row["best"] == "INT8"  # of normal numbers
 
 
@@ -137,8 +139,8 @@ def test_a_text_is_read_with_the_tokenizer_that_the_run_was_trained_with(
 
 
 def test_values_of_the_format_are_right_to_all_bits():
-    ones = best_formats._bits(Quantizer("INT8"), jnp.full((4, 4), 1.5))
-    zeros = best_formats._bits(Quantizer("INT8"), jnp.zeros((4, 4)))
+    bits = jax.jit(functools.partial(best_formats._bits, Quantizer("INT8")))
+    ones, zeros = bits(np.full((4, 4), 1.5, np.float32)), bits(np.zeros((4, 4), np.float32))
     assert min(float(ones), best_formats.EXACT) == min(float(zeros), best_formats.EXACT) == 24
 
 
@@ -265,7 +267,6 @@ def test_a_picture_that_fails_at_the_end_does_not_take_the_table_away(
 def test_a_model_whose_context_has_no_next_token_is_refused(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("a text")
-    short = models.create(dataclasses.replace(CONFIG, context=1))
-    hf.save(tmp_path / "short", short)
+    hf.save(tmp_path / "short", filled(dataclasses.replace(CONFIG, context=1)))
     assert cli.main(["formats", str(tmp_path / "short"), *FEW, "--text", str(text)]) == 2
     assert "context of 1 has no room for 2 tokens" in capsys.readouterr().err

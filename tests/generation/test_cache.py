@@ -1,9 +1,12 @@
 """Token by token, from a cache, a model says what it says in training."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from generation_cases import (
     FAMILIES,
     LENGTHS,
@@ -27,6 +30,19 @@ FP8 = {
 }
 
 
+SLOTS = 40
+
+
+@functools.cache
+def one_by_one(config):
+    return logits_one_by_one(filled(config), slots=SLOTS)
+
+
+@functools.cache
+def at_once(config):
+    return logits_at_once(filled(config))
+
+
 def relative(got, wanted):
     """The largest difference of each token's logits, relative to the largest of them."""
     return np.abs(got - wanted).max(axis=-1) / np.abs(wanted).max(axis=-1)
@@ -35,19 +51,19 @@ def relative(got, wanted):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_training_forward(family):
     """In FP32, up to the order of sums: some dozen of them in a row, each off by 2^-24 or so."""
-    model = filled(variant(family, scan=family != "olmo2"))
-    got, _ = logits_one_by_one(model)
-    assert relative(got, logits_at_once(model)).max() < 1e-5
+    config = variant(family, scan=family != "olmo2")
+    got, _ = one_by_one(config)
+    assert relative(got, at_once(config)).max() < 1e-5
 
 
 @pytest.mark.parametrize("family", ["qwen3", "olmo", "olmo2"])
 def test_in_bf16_too(family):
     """A sum in another order may fall on the other side of a rounding of 2^-9; most do not."""
     scan = family == "olmo"
-    model = filled(variant(family, scan=scan, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16))
-    got, cache = logits_one_by_one(model)
+    config = variant(family, scan=scan, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    got, cache = one_by_one(config)
     assert cache.past.keys.dtype == jnp.bfloat16
-    off = relative(got, logits_at_once(model))
+    off = relative(got, at_once(config))
     assert off.max() < 2**-6
     assert np.median(off) == 0
 
@@ -60,46 +76,50 @@ def test_in_fp8_too(family, precision):
     which now and then turn one code into its neighbour: an eighth of one member in a sum over
     at least 64. A dozen of those in one token, in independent directions, stay below 1 / 16.
     """
-    model = filled(variant(family, dtype=jnp.bfloat16, precision=precision))
-    got, _ = logits_one_by_one(model)
-    off = relative(got, logits_at_once(model))
+    config = variant(family, dtype=jnp.bfloat16, precision=precision)
+    got, _ = one_by_one(config)
+    off = relative(got, at_once(config))
     assert off.max() < 1 / 16
     assert np.median(off) == 0
 
 
 def test_the_precision_decides_what_is_generated():
     """The logits in FP8 are not those in BF16: the bounds above are tighter than this."""
-    low = filled(variant(dtype=jnp.bfloat16, precision="coat"))
-    got, _ = logits_one_by_one(low)
-    off = relative(got, logits_at_once(filled(variant(dtype=jnp.bfloat16))))
+    got, _ = one_by_one(variant(dtype=jnp.bfloat16, precision="coat"))
+    off = relative(got, at_once(variant(dtype=jnp.bfloat16)))
     assert np.median(off) > 2**-6
 
 
 def test_slots_before_a_text_do_not_change_its_logits():
     """Tokens in the slots before a text, and slots that are not filled, are not seen."""
-    model = filled(variant("mistral"))
+    graph, state = nnx.split(filled(variant("mistral")))
     tokens = np.random.default_rng(0).integers(0, 256, (2, 20))
     tokens[1, 8:] = tokens[0, 8:]
-    starts = jnp.array([8, 8])
-    logits, cache = prefill(model, jnp.asarray(tokens), starts, 24)
+    starts = np.array([8, 8])
+
+    @jax.jit
+    def filled_up(state, tokens, starts):
+        return prefill(nnx.merge(graph, state), tokens, starts, 24)
+
+    logits, cache = filled_up(state, tokens, starts)
     np.testing.assert_allclose(logits[0], logits[1], rtol=1e-6)
     np.testing.assert_array_equal(cache.lengths, [12, 12])
 
 
 def test_a_cache_has_one_place_per_layer_text_slot_and_key_head():
     config = variant("qwen3")
-    _, cache = logits_one_by_one(filled(config), slots=40)
-    shape = (config.layers, len(LENGTHS), 40, config.kv_heads, config.head_dim)
+    _, cache = one_by_one(config)
+    shape = (config.layers, len(LENGTHS), SLOTS, config.kv_heads, config.head_dim)
     assert cache.past.keys.shape == cache.past.values.shape == shape
     assert int(cache.filled) == max(LENGTHS) + NEW
-    np.testing.assert_array_equal(cache.past.keys[:, :, int(cache.filled) :], 0)
+    np.testing.assert_array_equal(np.asarray(cache.past.keys)[:, :, int(cache.filled) :], 0)
 
 
 @pytest.mark.parametrize("sizes", [(3, 1, 2), (1, 2, 4)])
 def test_on_a_mesh_the_logits_are_the_same(sizes):
     """Tensor parallelism over 2 devices cuts the 2 key heads; over 4 it cannot."""
     config = variant("qwen3", axes=nn.MeshAxes("fsdp", "tensor"), batch_axes=("data",))
-    wanted, _ = logits_one_by_one(filled(variant("qwen3")))
+    wanted, _ = one_by_one(variant("qwen3"))
     devices = jax.devices()[: int(np.prod(sizes))]
     mesh = jax.make_mesh(
         sizes,
@@ -108,7 +128,7 @@ def test_on_a_mesh_the_logits_are_the_same(sizes):
         axis_types=(jax.sharding.AxisType.Auto,) * 3,
     )
     with jax.set_mesh(mesh):
-        got, cache = logits_one_by_one(filled(config, mesh=mesh))
+        got, cache = logits_one_by_one(filled(config, mesh=mesh), slots=SLOTS)
     assert relative(got, wanted).max() < 1e-5
     part = cache.past.keys.addressable_shards[0].data.size / cache.past.keys.size
     assert part == (1 / 6 if sizes[2] == 2 else 1)

@@ -118,10 +118,15 @@ def hostile_noise(seed, shape):
     return np.float32(np.where(extreme < 0.2, 0, np.where(extreme > 0.8, LAST_NOISE, u)))
 
 
+def encoded(x, case, seed=0, *, never_zero=False):
+    """x encoded as the case asks, by one program for divisors and others."""
+    u = hostile_noise(seed, x.shape) if case.stochastic else None
+    return encode(x, case.dtype, group_size=case.group_size, noise=u, never_zero=never_zero)
+
+
 def round_trip(x, case, seed=0):
     """x encoded as the case asks, and decoded again, in NumPy."""
-    u = hostile_noise(seed, x.shape) if case.stochastic else None
-    e = encode(x, case.dtype, group_size=case.group_size, noise=u)
+    e = encoded(x, case, seed)
     y = np.asarray(decode(e, group_size=case.group_size))
     codes = np.asarray(e.codes).astype(np.float32)
     return Expanded(codes, np.asarray(e.amax), np.asarray(e.k16)), y

@@ -1,5 +1,7 @@
 """Laws of dynamic range expansion: of the codes, of the values, and of rounding at random."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from expansion_cases import (
     decode,
     encode,
     encode_dithered,
+    encoded,
     everywhere,
     exact_image,
     formats,
@@ -65,8 +68,7 @@ def test_only_what_is_below_the_smallest_code_becomes_zero(case, regimes, seed):
 @given(regimes=regimes, seed=seeds)
 def test_a_divisor_never_becomes_zero(case, regimes, seed):
     x = hostile(regimes, seed, case.shape, case.group_size)
-    u = hostile_noise(seed, x.shape) if case.stochastic else None
-    e = encode(x, case.dtype, group_size=case.group_size, noise=u, never_zero=True)
+    e = encoded(x, case, seed, never_zero=True)
     codes = np.asarray(e.codes).astype(np.float32)
     np.testing.assert_array_equal(np.sign(codes), np.sign(x))
     usual, _ = round_trip(x, case, seed)
@@ -268,6 +270,19 @@ def test_round_trips_settle_at_the_third(dtype):
     np.testing.assert_array_equal(many, few, err_msg=f"spread {spread[group]} binades")
 
 
+@functools.cache
+def drawn(rounding, dtype, shape, count):
+    """The program that rounds an array at random with each of `count` keys, and decodes it."""
+
+    def samples(x, step):
+        u = noise.uniform(noise.leaf_key(0, step, 0), shape, run=128)
+        e = rounding(x, dtype, noise=u)
+        return expansion.decode(e), e.k16, e.codes.astype(jnp.float32)
+
+    program = jax.jit(jax.vmap(samples, (None, 0)))
+    return lambda x: map(np.asarray, program(x, np.arange(count)))
+
+
 @formats
 @pytest.mark.parametrize("spread", [0.5, 3.0, 10.0, 40.0, 60.0])
 def test_stochastic_rounding_is_right_on_average(dtype, spread):
@@ -278,18 +293,13 @@ def test_stochastic_rounding_is_right_on_average(dtype, spread):
     place[:, :2] = 0, 1
     x = np.float32(np.exp2(-spread * place))
 
-    def samples(step):
-        u = noise.uniform(noise.leaf_key(0, step, 0), shape, run=128)
-        e = expansion.encode(jnp.asarray(x), dtype, noise=u)
-        return expansion.decode(e), e.k16
-
-    many, k16 = jax.jit(jax.vmap(samples))(np.arange(count))
+    many, k16, _ = drawn(expansion.encode, dtype, shape, count)(x)
     case = Case(shape, 128, dtype, True)
-    stored = Expanded(None, x.max(-1, keepdims=True), np.asarray(k16[0]))
+    stored = Expanded(None, x.max(-1, keepdims=True), k16[0])
     image, k, fmt = exact_image(x, stored, case)
     low, high = (round_exactly(image, dtype, place) for place in ("down", "up"))
     gap = high ** (1 / k) - low ** (1 / k)
-    drift = np.asarray(many, np.float64).mean(0) / x * image ** (1 / k) - image ** (1 / k)
+    drift = many.astype(np.float64).mean(0) / x * image ** (1 / k) - image ** (1 / k)
     # `formats.stochastic_cast` is right to 0.4 % at worst, where the code is n = 1 in units
     # of its last place, and better with n^2; below that exactly, but for the noise's resolution.
     code, normal = np.searchsorted(positive_values(dtype), low), 2**fmt.mantissa_bits
@@ -313,12 +323,7 @@ def test_dithered_rounding_is_right_on_average_below_the_normal_codes(dtype, spr
     place[:, :2] = 0, 1
     x = np.float32(np.exp2(-spread * place) * rng.choice([-1, 1], shape))
 
-    def samples(step):
-        u = noise.uniform(noise.leaf_key(0, step, 0), shape, run=128)
-        e = expansion.encode_dithered(jnp.asarray(x), dtype, u)
-        return expansion.decode(e), e.k16, e.codes.astype(jnp.float32)
-
-    many, k16, codes = (np.asarray(a) for a in jax.jit(jax.vmap(samples))(np.arange(count)))
+    many, k16, codes = drawn(expansion.encode_dithered, dtype, shape, count)(x)
     stored = Expanded(None, np.abs(x).max(-1, keepdims=True), k16[0])
     image, k, fmt = exact_image(x, stored, Case(shape, 128, dtype, False))
     low, high = (round_exactly(image, dtype, place) for place in ("down", "up"))
