@@ -6,7 +6,9 @@ rounded.
 
 import contextlib
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,30 +29,38 @@ def create(config: Config, *, seed: int = 0, mesh: Mesh | None = None) -> Llama:
         mesh: with automatic axes; by default the one that is set, if any.
     """
     mesh = _checked_mesh(config, mesh)
-    graph, state = abstract(config, mesh=mesh)
-    # Layers are made stacked, by a program as long as one layer, and unstacked afterwards.
+    graph, _ = abstract(config, mesh=mesh)
+    with _mesh_set(mesh):
+        values = _initializer(config, mesh)(jax.random.key(seed))
+    return nnx.merge(graph, values)
+
+
+@functools.lru_cache(maxsize=32)
+def _initializer(config: Config, mesh: Mesh | None) -> Callable[[jax.Array], Any]:
+    """Makes the parameters of a model from a key, in programs that all models of a config share.
+
+    Layers are made stacked, by a program as long as one layer, and unstacked afterwards.
+    """
     stacked = dataclasses.replace(config, scan=True)
 
     def initialize(key: jax.Array) -> Any:
         return nnx.state(Llama(stacked, rngs=nnx.Rngs(key)))
 
-    with _mesh_set(mesh):
-        shardings = None
-        if mesh is not None:
-            shardings = nnx.get_named_sharding(abstract(stacked, mesh=mesh)[1], mesh)
-        values = jax.jit(initialize, out_shardings=shardings)(jax.random.key(seed))
-        if not config.scan:
-            values = _unstacked(values, state)
-    return nnx.merge(graph, values)
+    shardings = None
+    if mesh is not None:
+        shardings = nnx.get_named_sharding(abstract(stacked, mesh=mesh)[1], mesh)
+    made = jax.jit(initialize, out_shardings=shardings)
+    return made if config.scan else _unstacking(made, abstract(config, mesh=mesh)[1])
 
 
-def _unstacked(stacked: Any, state: Any) -> Any:
-    """`state`, which has a list of layers, with the values of the same layers stacked."""
+def _unstacking(made: Callable[[jax.Array], Any], state: Any) -> Callable[[jax.Array], Any]:
+    """Returns in place of a state with stacked layers one like `state`, with a list of layers."""
     flat = dict(nnx.to_flat_state(state))
     shardings = None
     if None not in (leaf.sharding for leaf in flat.values()):
         shardings = {path: leaf.sharding for path, leaf in flat.items()}
 
+    @functools.partial(jax.jit, out_shardings=shardings)
     def unstack(arrays: dict[Any, jax.Array]) -> dict[Any, jax.Array]:
         unstacked: dict[Any, jax.Array] = {}
         for path, array in arrays.items():
@@ -60,9 +70,13 @@ def _unstacked(stacked: Any, state: Any) -> Any:
                 unstacked[path] = array
         return unstacked
 
-    arrays = {path: leaf[...] for path, leaf in nnx.to_flat_state(stacked)}
-    unstacked = jax.jit(unstack, out_shardings=shardings)(arrays)
-    return nnx.from_flat_state({path: leaf.replace(unstacked[path]) for path, leaf in flat.items()})
+    def initialize(key: jax.Array) -> Any:
+        values = unstack({path: leaf[...] for path, leaf in nnx.to_flat_state(made(key))})
+        return nnx.from_flat_state(
+            {path: leaf.replace(values[path]) for path, leaf in flat.items()}
+        )
+
+    return initialize
 
 
 def abstract(config: Config, *, mesh: Mesh | None = None) -> tuple[Any, Any]:
