@@ -10,7 +10,8 @@ each column of a weight. The model may have been balanced before (`coat_jax.quan
 
 Outliers are planted in the parameters: the scales of norms, and the columns of value and up, have
 every 64th element multiplied by a factor, and the rows of the weights after them are divided by it.
-Without rounding the model computes the same.
+Without rounding the model computes the same. Balancing undoes just this; outliers whose weights are
+as large as others become smaller only.
 """
 
 import contextlib
@@ -184,15 +185,10 @@ def cost(figures: Figures, name: str, operands: str) -> Cost:
     return cost_of([math.log(one[name][operands] / one["exact"]) for one in figures["seeds"]])
 
 
-def _measured(figures: Figures) -> list[str]:
-    """The formats that were measured."""
-    return [name for name in FORMATS if name in figures["seeds"][0]]
-
-
 def table(figures: Figures) -> list[list[str]]:
     """The costs by format, with a header."""
     rows = [["format", *(f"{operands} rounded" for operands in ROUNDED)]]
-    for name in _measured(figures):
+    for name in FORMATS:
         rows.append([name, *(str(cost(figures, name, operands)) for operands in ROUNDED)])
     return rows
 
@@ -200,7 +196,7 @@ def table(figures: Figures) -> list[list[str]]:
 def outlier_table(figures: Figures) -> list[list[str]]:
     """The costs with both operands rounded, by format and size of the outliers, with a header."""
     rows = [["format", "none", *(f"{factor:g} times as large" for factor in OUTLIERS)]]
-    for name in _measured(figures):
+    for name in FORMATS:
         columns = "both", *map(_with, OUTLIERS)
         rows.append([name, *(str(cost(figures, name, column)) for column in columns)])
     return rows

@@ -10,7 +10,7 @@ from experiments.figures.measured.layers import longer_in_int8
 from experiments.figures.measured.loss_study import LARGER, LONGER, STUDY
 from experiments.figures.pages.reasons import PAPER, SETTING
 from experiments.fine_tuning import parts, show
-from experiments.forward_formats import cost
+from experiments.forward_formats import OUTLIERS, cost
 from experiments.loss_study.statistics import Comparison
 
 # Arms of loss_study, in words, by table.
@@ -174,6 +174,13 @@ def forward_costs() -> tuple[float, ...]:
     return tuple(100 * number for one in costs for number in one)
 
 
+def balanced_cost() -> tuple[float, ...]:
+    """What INT8 costs a balanced model that had the largest outliers, and half of the interval."""
+    column = f"outliers of {max(OUTLIERS)}"
+    found = cost(of("forward_formats"), "INT8, a scale for each row, balanced", column)
+    return 100 * found.mean, 100 * found.half
+
+
 def rounding() -> list[list[str]]:
     """How far gradients are from exact by rounding, over one batch and over many."""
     figures = of("saved_rounding")
@@ -332,6 +339,10 @@ PAGE = Page(
         Table(
             "forward_format_outliers",
             lambda: forward_formats.outlier_table(of("forward_formats")),
+        ),
+        Sentence(
+            "INT8 then costs {:+.3f} % ± {:.3f} where they are 100 times as large",
+            balanced_cost,
         ),
         Table("int8_forward", int8_forward),
         Sentence(
