@@ -1,8 +1,7 @@
 """Converts a model in a process of its own: `converting.py FOLDER there_and_back` or `to_int8`.
 
-Prints by how many bytes the process grew at most, after a model with one such layer was converted
-first, by the same programs. Pieces are of 1 MiB instead of 64, so that the model need not be large
-either.
+Prints by how many bytes the process grew at most, after a tiny model was converted first. Pieces
+are of 1 MiB instead of 64, so that the model need not be large either.
 """
 
 import resource
@@ -31,9 +30,9 @@ def peak():
 
 
 if __name__ == "__main__":
-    first, all_layers = (Path(sys.argv[1]) / name for name in ("first", "all"))
+    tiny, large = (Path(sys.argv[1]) / name for name in ("tiny", "large"))
     convert = {"there_and_back": there_and_back, "to_int8": to_int8}[sys.argv[2]]
-    convert(first)
+    convert(tiny)
     before = peak()
-    convert(all_layers)
+    convert(large)
     print(peak() - before)

@@ -29,11 +29,6 @@ def corrected(name="fp8_adamw", **optimizer):
     return small(model=BF16, optimizer=SLOW | {"name": name, "correct_params": True} | optimizer)
 
 
-@jax.jit
-def in_24_bits(state):
-    return corrected_params(state.params, state.moments)
-
-
 def flat(tree):
     return np.concatenate(
         [np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)]
@@ -49,10 +44,10 @@ def test_parameters_move_as_those_in_fp32_do(name):
     wide = stepper(small(model=in_fp32, optimizer=SLOW | {"name": name}))
     first = run.state()
     begin = flat(first.params)
-    same = jax.tree.map(lambda p: np.asarray(p, np.float32), first.params)
+    same = jax.tree.map(lambda p: p.astype(jnp.float32), first.params)
     exact, _ = wide.run(batches, wide.state()._replace(params=same))
     after, _ = run.run(batches, first)
-    moved = flat(in_24_bits(after)) - begin
+    moved = flat(corrected_params(after.params, after.moments)) - begin
     wanted = flat(exact.params) - begin
     assert np.corrcoef(moved, wanted)[0, 1] > 0.97
     assert np.mean(flat(after.params) == begin) > 0.5
@@ -107,7 +102,7 @@ def test_a_checkpoint_restores_corrections_and_refuses_a_state_without(saved_run
 
 def test_a_model_is_loaded_in_bf16_or_with_all_24_bits(saved_run):
     folder, state = saved_run
-    in_full = in_24_bits(state)
+    in_full = corrected_params(state.params, state.moments)
     for dtype, wanted in ((jnp.bfloat16, state.params), (jnp.float32, in_full)):
         config = dataclasses.replace(weights.model_config(folder), param_dtype=dtype)
         model = weights.load(folder, config)
@@ -123,7 +118,7 @@ def test_an_export_has_bf16_values_or_all_24_bits(saved_run, tmp_path, dtype):
     conversion.to_hugging_face(folder, tmp_path / "out", dtype=dtype)
     wanted = state.params
     if dtype == "float32":
-        wanted = in_24_bits(state)
+        wanted = corrected_params(state.params, state.moments)
     like = dataclasses.replace(weights.model_config(folder), param_dtype=dtype or "bfloat16")
     exported = nnx.state(hf.load(tmp_path / "out", like))
     for a, b in zip(jax.tree.leaves(exported), jax.tree.leaves(wanted), strict=True):
@@ -133,7 +128,7 @@ def test_an_export_has_bf16_values_or_all_24_bits(saved_run, tmp_path, dtype):
 def test_an_export_has_all_24_bits_of_a_run_that_releases_gradients(tmp_path):
     config = small(
         model=BF16 | {"scan": False},
-        optimizer=SLOW | {"name": "adamw", "correct_params": True, "release_gradients": True},
+        optimizer=SLOW | {"correct_params": True, "release_gradients": True},
     )
     state, _ = stepper(config).run(random_batches(2))
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
@@ -141,7 +136,7 @@ def test_an_export_has_all_24_bits_of_a_run_that_releases_gradients(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(to_json(config)))
     wide = dataclasses.replace(weights.model_config(tmp_path), param_dtype=jnp.float32)
     read = nnx.state(weights.load(tmp_path, wide))
-    wanted = in_24_bits(state)
+    wanted = corrected_params(state.params, state.moments)
     for a, b in zip(jax.tree.leaves(read), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -183,7 +178,9 @@ def test_a_checkpoint_that_is_removed_while_it_is_read_is_an_error(saved_run, tm
     parameters = weights.read(tmp_path / "run", corrected=True)
     embed = parameters[("embed",)]
     whole = (slice(None),) * len(embed.shape)
-    np.testing.assert_array_equal(embed.read(whole), in_24_bits(state)["embed"])
+    np.testing.assert_array_equal(
+        embed.read(whole), corrected_params(state.params, state.moments)["embed"]
+    )
     checkpoint = tmp_path / "run" / "checkpoints" / "2"
     checkpoint.rename(checkpoint.with_suffix(".deleted"))
     with pytest.raises(UserError, match="checkpoints/2 was removed while it was read"):

@@ -20,8 +20,7 @@ def training(precision: str, batch: int, *options: str, gpus: int = 1) -> dict[s
 
 def seven_billion() -> tuple[float, float]:
     """How many times as fast, in how many times less memory, COAT trains on one GPU."""
-    coat, bf16 = training("COAT", 10), training("BF16", 10)
-    return ratio("tokens_per_second", coat, bf16), ratio("peak", bf16, coat)
+    return _beside_bf16(training("COAT", 10), training("BF16", 10))
 
 
 def slower(*options: str) -> float:
@@ -49,20 +48,26 @@ def all_rows() -> list[list[str]]:
 
 def plain_rows() -> list[list[str]]:
     """Those that keep everything on the GPU."""
-    rows = _rows([c for c in of("training_throughput")["cases"] if not _options_of(c)])
-    return [[*row[:2], *row[3:]] for row in rows]
+    return _plain_rows([c for c in of("training_throughput")["cases"] if not _options_of(c)])
 
 
 def small_rows() -> list[list[str]]:
     """Those of a model of 124 million parameters."""
-    rows = _rows(of(SMALL_MODEL)["cases"])
-    return [[*row[:2], *row[3:]] for row in rows]
+    return _plain_rows(of(SMALL_MODEL)["cases"])
 
 
 def small(batch: int) -> tuple[float, float]:
     """How many times as fast, in how many times less memory, COAT trains the small model."""
-    coat, bf16 = (case(SMALL_MODEL, precision=p, batch=batch) for p in ("COAT", "BF16"))
+    return _beside_bf16(*(case(SMALL_MODEL, precision=p, batch=batch) for p in ("COAT", "BF16")))
+
+
+def _beside_bf16(coat: dict[str, Any], bf16: dict[str, Any]) -> tuple[float, float]:
     return ratio("tokens_per_second", coat, bf16), ratio("peak", bf16, coat)
+
+
+def _plain_rows(cases: list[dict[str, Any]]) -> list[list[str]]:
+    """Without the column of options."""
+    return [[*row[:2], *row[3:]] for row in _rows(cases)]
 
 
 def _rows(cases: list[dict[str, Any]]) -> list[list[str]]:
