@@ -424,8 +424,9 @@ PAGE = Page(
         Sentence("may end {:.2f} % apart by rounding alone", loss_study.larger_apart),
         Table("loss_study_124m_muon", loss_study.larger_with_muon),
         Sentence(
-            "COAT ends {:+.2f} % above BF16 there, and `COAT_INT8` {:+.2f} %, mean of two seeds.",
-            loss_study.larger_means_with_muon,
+            "COAT ends {:+.2f} % ± {:.2f} above BF16 there, and `COAT_INT8` {:+.2f} % ± {:.2f}; "
+            "held out {:+.2f} % ± {:.2f} and {:+.2f} % ± {:.2f}.",
+            lambda: loss_study.larger_costs_with_muon() + loss_study.larger_costs_with_muon("own"),
         ),
         Sentence(
             "no chaotic start: two baselines that differ only in rounding end {:.4f} % apart",
