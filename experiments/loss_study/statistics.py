@@ -76,6 +76,11 @@ class Noise(NamedTuple):
     floor: float
     floor_freedom: int
 
+    @property
+    def apart(self) -> float:
+        """The standard deviation of the difference between two baselines of a seed."""
+        return math.sqrt(2) * self.floor
+
     def error(self, seeds: int, baselines: float) -> float:
         """The standard error of a mean difference over `seeds`, of runs that differ by rounding."""
         if self.floor_freedom == 0 or seeds == 0:

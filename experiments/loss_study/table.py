@@ -81,8 +81,8 @@ def _caption(training: Comparison, held: Comparison) -> str:
     ]
     if noise.floor_freedom:
         lines.append(
-            f"Noise floor: baselines of one seed differ by {_width(math.sqrt(2) * noise.floor)} "
-            f"(held out {_width(math.sqrt(2) * held.noise.floor)}), standard deviation of two "
+            f"Noise floor: baselines of one seed differ by {_width(noise.apart)} "
+            f"(held out {_width(held.noise.apart)}), standard deviation of two "
             f"runs, {noise.floor_freedom} degrees of freedom. Rounding alone explains a mean over "
             f"{seeds} seeds within ± {_width(noise.band(seeds, training.baselines))} (held out "
             f"± {_width(held.noise.band(seeds, held.baselines))})."

@@ -1,7 +1,6 @@
 """What FP8 costs a network that is tuned on other text: fine_tuning."""
 
 import functools
-import math
 
 from experiments.figures.measured.files import FOLDER
 from experiments.figures.measured.loss_study import percent
@@ -38,7 +37,7 @@ def cost(way: str, held_out: str | None = None, size: str = MODEL) -> tuple[floa
 
 def floor() -> float:
     """The standard deviation between two baselines of one seed, in percent."""
-    return 100 * math.sqrt(2) * effects().noise.floor
+    return 100 * effects().noise.apart
 
 
 def gain() -> float:

@@ -11,9 +11,7 @@ from experiments.loss_study.statistics import Comparison, Effect, Row
 STUDY = "40M", 5e-4, 400
 LONGER = "40M", 5e-4, 2400
 LARGER = "124M", 6e-4, 600
-# Of the table of the larger model with Muon.
-LOSSES = statistics.final, statistics.held_out("own")
-MUON_COLUMNS = "COAT", "`COAT_INT8`", "COAT, held out", "`COAT_INT8`, held out"
+LARGEST = "350M", 3e-4, 300
 
 
 @functools.cache
@@ -58,9 +56,10 @@ def percent(effect: Effect, digits: int = 2) -> tuple[float, float]:
 
 
 def cell(effect: Effect, digits: int = 2) -> str:
-    """An effect as the tables show it."""
+    """An effect as the tables show it; that of a single seed has no interval."""
     mean, half = percent(effect, digits)
-    return f"{mean:+.{digits}f} % ± {half:.{digits}f}"
+    interval = "" if math.isnan(half) else f" ± {half:.{digits}f}"
+    return f"{mean:+.{digits}f} %{interval}"
 
 
 def cost(arm: str, *, muon: bool = False, held_out: str | None = None) -> tuple[float, float]:
@@ -122,7 +121,7 @@ def _baselines() -> set[str]:
 
 def floor() -> float:
     """The standard deviation between two baselines of one seed, in percent."""
-    return 100 * math.sqrt(2) * effects(*STUDY).noise.floor
+    return 100 * effects(*STUDY).noise.apart
 
 
 def band() -> float:
@@ -156,11 +155,6 @@ def cost_of_forward(size: str, learning_rate: float, steps: int) -> float:
     own, bf16 = statistics.held_out("own"), statistics.held_out("bf16")
     trained = [row for row in runs(size, learning_rate, steps) if row["arm"] == "coat"]
     return 100 * sum(math.log(own(row) / bf16(row)) for row in trained) / len(trained)
-
-
-def apart_with_muon() -> float:
-    """The standard deviation between two baselines of one seed with Muon, in percent."""
-    return 100 * math.sqrt(2) * effects(*STUDY, muon=True).noise.floor
 
 
 def cost_of_muon() -> tuple[float, ...]:
@@ -213,34 +207,13 @@ def larger_apart() -> tuple[float]:
     return (100 * max(abs(base[seed][0] - other[seed][0]) for seed in base),)
 
 
-def larger_with_muon() -> list[list[str]]:
-    """What each seed of the larger model says alone, where it is trained with Muon."""
-    rows = runs(*LARGER, muon=True)
-    baselines = results.baselines_of(rows)
-    gaps = [statistics.above(rows, baselines, loss) for loss in LOSSES]
-    table = [["seed", "between two BF16 runs", *MUON_COLUMNS]]
-    for seed in sorted(gaps[0]["muon"]):
-        base, other = (100 * gaps[0][arm][seed][0] for arm in sorted(baselines))
-        costs = [
-            f"{100 * of_loss[arm][seed][0]:+.2f} %"
-            for of_loss in gaps
-            for arm in ("muon_coat", "muon_coat_int8")
-        ]
-        table.append([str(seed), f"{abs(base - other):.3f} %", *costs])
-    return table
+def saved_by_int8(size: str, learning_rate: float, steps: int) -> tuple[float, float]:
+    """By how much COAT_INT8 ends below COAT with Muon, and half of the interval, in percent."""
+    rows = runs(size, learning_rate, steps, muon=True)
+    return percent(statistics.compare(rows, ["muon_coat_int8"]).effects["muon_coat"])
 
 
-def larger_costs_with_muon(held_out: str | None = None) -> tuple[float, ...]:
-    """What COAT and COAT_INT8 cost the larger model with Muon, each with half of its interval.
-
-    Args:
-        held_out: as of `effects`.
-    """
-    found = effects(*LARGER, muon=True, held_out=held_out).effects
-    return percent(found["muon_coat"]) + percent(found["muon_coat_int8"])
-
-
-def million_tokens(size: str, learning_rate: float, steps: int) -> float:
+def million_tokens(size: str, learning_rate: float, steps: int, *, muon: bool = False) -> float:
     """How many each run reads, in millions."""
-    settings = runs(size, learning_rate, steps)[0]["settings"]
+    settings = runs(size, learning_rate, steps, muon=muon)[0]["settings"]
     return settings["steps"] * settings["batch"] * settings["sequence"] / 1e6

@@ -1,17 +1,16 @@
 """The figures of docs/loss.md."""
 
-import itertools
+from functools import partial
 
 from experiments import forward_formats, tradeoff
 from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured import fine_tuning, loss_study
 from experiments.figures.measured.files import of
 from experiments.figures.measured.layers import longer_in_int8
-from experiments.figures.measured.loss_study import LARGER, LONGER, STUDY
+from experiments.figures.measured.loss_study import LARGER, LARGEST, LONGER, STUDY
 from experiments.figures.pages.reasons import PAPER, SETTING
 from experiments.fine_tuning import parts, show
 from experiments.forward_formats import OUTLIERS, cost
-from experiments.loss_study.statistics import Comparison
 
 # Arms of loss_study, in words, by table.
 PARTS = {
@@ -124,37 +123,29 @@ def tuned(ways: dict[str, str], size: str = fine_tuning.MODEL) -> list[list[str]
 
 def int8_forward() -> list[list[str]]:
     """What COAT and COAT_INT8 cost in loss: from scratch with two optimizers, and in tuning."""
-
-    def costs(comparison: Comparison, *arms: str, digits: int) -> list[str]:
-        return [loss_study.cell(comparison.effects[arm], digits) for arm in arms]
-
-    def of_studies(held: str | None) -> list[list[str]]:
-        adamw, muon = (
-            loss_study.effects(*STUDY, muon=muon, held_out=held) for muon in (False, True)
-        )
-        return [
-            costs(adamw, "coat", "coat_int8", digits=2),
-            costs(muon, "muon_coat", "muon_coat_int8", digits=2),
-            costs(fine_tuning.effects(held), "coat", "coat_int8", digits=3),
-        ]
-
-    kinds = [
-        ("from scratch with AdamW", loss_study.floor(), loss_study.effects(*STUDY), "coat_int8"),
-        (
-            "from scratch with Muon",
-            loss_study.apart_with_muon(),
-            loss_study.effects(*STUDY, muon=True),
-            "muon_coat_int8",
+    adamw, muon = ("coat", "coat_int8"), ("muon_coat", "muon_coat_int8")
+    studies = [
+        ("from scratch with AdamW", "40 M", adamw, partial(loss_study.effects, *STUDY)),
+        *(
+            (
+                "from scratch with Muon",
+                parameters,
+                muon,
+                partial(loss_study.effects, *study, muon=True),
+            )
+            for parameters, study in (("40 M", STUDY), ("124 M", LARGER), ("360 M", LARGEST))
         ),
-        ("fine-tuning with AdamW", fine_tuning.floor(), fine_tuning.effects(), "coat_int8"),
+        ("fine-tuning with AdamW", "40 M", adamw, fine_tuning.effects),
     ]
     columns = ["COAT", "`COAT_INT8`", "COAT, held out", "`COAT_INT8`, held out"]
-    rows = [["training", "seeds", "apart by rounding", *columns]]
-    for (words, apart, found, arm), *cells in zip(
-        kinds, of_studies(None), of_studies("own"), strict=True
-    ):
-        seeds = str(found.effects[arm].seeds)
-        rows.append([words, seeds, f"{apart:.1g} %", *itertools.chain(*cells)])
+    rows = [["training", "parameters", "seeds", "apart by rounding", *columns]]
+    for training, parameters, arms, effects in studies:
+        comparisons = effects(held_out=None), effects(held_out="own")
+        digits = 3 if effects is fine_tuning.effects else 2
+        seeds = str(comparisons[0].effects[arms[0]].seeds)
+        apart = f"{100 * comparisons[0].noise.apart:.1g} %"
+        costs = (loss_study.cell(one.effects[arm], digits) for one in comparisons for arm in arms)
+        rows.append([training, parameters, seeds, apart, *costs])
     return rows
 
 
@@ -348,7 +339,8 @@ PAGE = Page(
         Sentence(
             "ends {:+.2f} % ± {:.2f} above BF16, held out {:+.2f} % ± {:.2f}. With Muon, where "
             "rounding alone changes hardly anything, it ends {:+.2f} % ± {:.2f} above it, where "
-            "COAT ends {:+.2f} % ± {:.2f}. In fine-tuning it costs {:+.3f} % ± {:.3f}.",
+            "COAT ends {:+.2f} % ± {:.2f}, and the two are as far apart in larger models. In "
+            "fine-tuning it costs {:+.3f} % ± {:.3f}.",
             lambda: (
                 *loss_study.cost("coat_int8"),
                 *loss_study.cost("coat_int8", held_out="own"),
@@ -358,11 +350,11 @@ PAGE = Page(
             ),
         ),
         Sentence(
-            "`COAT_INT8` ends {:+.2f} % ± {:.2f} beside COAT with Muon, and {:+.2f} % ± {:.2f} "
-            "with AdamW",
+            "AdamW, `COAT_INT8` ends {:+.2f} % ± {:.2f} beside COAT in the same seeds, which may "
+            "be chance, and with Muon {:+.2f} % ± {:.2f}.",
             lambda: (
-                *loss_study.cost_above("muon_coat", "muon_coat_int8", muon=True)[:2],
                 *loss_study.cost_above("coat", "coat_int8")[:2],
+                *loss_study.cost_above("muon_coat", "muon_coat_int8", muon=True)[:2],
             ),
         ),
         Sentence(
@@ -422,15 +414,23 @@ PAGE = Page(
             lambda: loss_study.larger("coat_after_bf16_nearest"),
         ),
         Sentence("may end {:.2f} % apart by rounding alone", loss_study.larger_apart),
-        Table("loss_study_124m_muon", loss_study.larger_with_muon),
         Sentence(
-            "COAT ends {:+.2f} % ± {:.2f} above BF16 there, and `COAT_INT8` {:+.2f} % ± {:.2f}; "
-            "held out {:+.2f} % ± {:.2f} and {:+.2f} % ± {:.2f}.",
-            lambda: loss_study.larger_costs_with_muon() + loss_study.larger_costs_with_muon("own"),
+            "costs {:.2f} % ± {:.2f} less than COAT at 124 million parameters, and {:.2f} % less",
+            lambda: (
+                *loss_study.saved_by_int8(*LARGER),
+                loss_study.saved_by_int8(*LARGEST)[0],
+            ),
+        ),
+        Sentence(
+            "of 124 million {:.1f} million tokens, and a model of 360 million parameters {:.1f} "
+            "million",
+            lambda: tuple(
+                loss_study.million_tokens(*runs, muon=True) for runs in (LARGER, LARGEST)
+            ),
         ),
         Sentence(
             "no chaotic start: two baselines that differ only in rounding end {:.4f} % apart",
-            lambda: (loss_study.apart_with_muon(),),
+            lambda: (100 * loss_study.effects(*STUDY, muon=True).noise.apart,),
         ),
         Sentence(
             "`fp8_muon` cost {:+.2f} % ± {:.2f} in training loss, and {:+.2f} % ± {:.2f} held out",
