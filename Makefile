@@ -2,10 +2,12 @@
 #
 #   make test PYTHON=python3.12 VENV=.venv312      another Python, in an environment of its own
 #   make test TESTS=tests/optax                    some of the tests
+#   make test CASES=                               all cases of the tests that take long, too
 #   make gpu CUDA=cuda12                           another release of CUDA
 
 PYTHON ?= python3
 CUDA ?= cuda13
+CASES ?= --one-case=of-costly
 VENV ?= .venv
 python := $(VENV)/bin/python
 pytest := $(python) -m pytest -n 2 --dist worksteal
@@ -22,7 +24,7 @@ demo: $(VENV)/demo.stamp  ## train a tiny Llama in BF16 and in COAT: minutes, on
 
 test: $(VENV)/test.stamp  ## run the tests that need neither a GPU nor its compilers
 	JAX_PLATFORMS=cpu $(pytest) --durations=20 \
-	  -m "not gpu and not compiled and not interpret and not oracle and not examples" $(TESTS)
+	  -m "not gpu and not compiled and not interpret and not oracle and not examples" $(CASES) $(TESTS)
 
 lint: $(VENV)/dev.stamp  ## check style and format
 	$(python) -m ruff check

@@ -13,6 +13,7 @@ The same annotations check values in other files (`require`), and build a config
 """
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -120,6 +121,7 @@ def dtype_of(name: str, value: Any) -> np.dtype:
         raise UserError(f"{name}={shown(value)} is not a dtype. Write one as 'bfloat16'.") from None
 
 
+@functools.cache
 def annotations(kind: type[Any]) -> dict[str, Any]:
     """The annotation of each field, with its range."""
     return typing.get_type_hints(kind, include_extras=True)

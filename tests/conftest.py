@@ -82,8 +82,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--one-case",
-        action="store_true",
-        help="of a test with parameters only the last case runs: lists begin with the plainest",
+        choices=("of-costly", "of-all"),
+        help="of a test with parameters only the last case runs: of those that are marked costly, "
+        "or of all. Lists begin with the plainest case",
     )
 
 
@@ -120,10 +121,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # of the cases that -m and -k have chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--one-case"):
+    which = config.getoption("--one-case")
+    if which is not None:
         last = {item.nodeid.partition("[")[0]: item for item in items}
-        config.hook.pytest_deselected(items=list(set(items) - set(last.values())))
-        items[:] = last.values()
+        others = {
+            item
+            for item in set(items) - set(last.values())
+            if which == "of-all" or item.get_closest_marker("costly")
+        }
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
 
 
 class NoSkips:

@@ -67,6 +67,7 @@ def balance(model: Llama, token_batches: Iterable[Int[ArrayLike, "B S"]]) -> Lla
         token_batches: of a text, on which the inputs are seen; see `calibrate`.
     """
     require_quantizable(model)
+    require_balanceable(model.config)
     graph, state = nnx.split(model)
     flat = dict(nnx.to_flat_state(state))
     config = model.config
@@ -101,6 +102,15 @@ def balance_stored(parameters: Parameters, factors: Mapping[Name, Factors]) -> d
     return dict(stored.arranged(apart, scan=scan))
 
 
+def require_balanceable(config: Config) -> None:
+    """Raises if powers of two may carry the parameters of a model out of their dtype's range."""
+    if np.dtype(config.param_dtype) == np.float16:
+        raise UserError(
+            "Parameters in float16 cannot be balanced: multiplied by powers of two, some would "
+            "leave its range. Use bfloat16 or float32; coat convert casts with --dtype."
+        )
+
+
 def find_factors(
     config: Config, read: Callable[[Name], np.ndarray], ranges: Ranges
 ) -> dict[Name, Factors]:
@@ -111,11 +121,6 @@ def find_factors(
         read: reads the weight of such a name.
         ranges: of the inputs of all projections, from `observe`.
     """
-    if np.dtype(config.param_dtype) == np.float16:
-        raise UserError(
-            "Parameters in float16 cannot be balanced: multiplied by powers of two, some would "
-            "leave its range. Use bfloat16 or float32; coat convert casts with --dtype."
-        )
     found: dict[Name, Factors] = {}
     for i in range(config.layers):
         paths = {part: f"layers.{i}.{part}" for part in PROJECTIONS}

@@ -201,12 +201,12 @@ class _Observed(Dense):
 
     def __call__(self, x: Float[Array, "*rows K"]) -> Float[Array, "*rows N"]:
         """Applies the layer to the last axis."""
-        self.seen.set_value(_counted(x))
+        self.seen.set_value(statistics(x))
         return super().__call__(x)
 
 
-def _counted(x: Float[Array, "*rows K"]) -> Any:
-    """The fields of Inputs; sums of squares are in units of the largest magnitude's."""
+def statistics(x: Float[Array, "*rows K"]) -> Any:
+    """The fields of Inputs on a device, sums of squares in units of the largest magnitude's."""
     wide = x.astype(jnp.float32)
     magnitudes = jnp.abs(wide)
     bins = lax.bitcast_convert_type(magnitudes, jnp.int32) >> SHIFT
@@ -221,9 +221,9 @@ def _counted(x: Float[Array, "*rows K"]) -> Any:
     return counts, columns, jnp.sum(jnp.square(wide / unit)), jnp.stack(errors)
 
 
-def statistics(counted: Any) -> Inputs:
-    """What `_counted` returned, on the host and in FP64."""
-    counts, columns, squares, errors = (np.asarray(one) for one in counted)
+def on_host(found: Any) -> Inputs:
+    """What `statistics` found, in FP64."""
+    counts, columns, squares, errors = (np.asarray(one) for one in found)
     unit = np.square(columns.max().astype(np.float64))
     return Inputs(counts.astype(np.int64), columns, float(unit * squares), unit * errors)
 
@@ -240,7 +240,7 @@ def _by_path(seen: Any, layer: int) -> dict[str, Inputs]:
     found = {}
     for path, leaf in nnx.to_flat_state(seen):
         name = ".".join(("layers", str(layer), *map(str, path[:-1])))
-        found[name] = statistics(leaf.get_value())
+        found[name] = on_host(leaf.get_value())
     return found
 
 

@@ -66,7 +66,7 @@ def save_quantized(
     shapes = {path: tuple(leaf.shape) for path, leaf in nnx.to_flat_state(state)}
     values = _values(in_kind, list(shapes), schemes, recipe, ranges)
     sizes = {name: stored.size_of(one) for name, one in parameters.items()}
-    values = _counted(values, sizes, progress)
+    values = _reporting(values, sizes, progress)
     folders.write(
         folder, config, schemes, shapes, values, dtype=dtype, extra=extra, file_bytes=file_bytes
     )
@@ -96,7 +96,7 @@ def _values(
             yield path, np.asarray(getattr(rounded, str(path[-1])))
 
 
-def _counted(
+def _reporting(
     values: Iterator[tuple[Name, np.ndarray]],
     sizes: Mapping[Name, int],
     progress: Callable[[int], object],

@@ -79,6 +79,7 @@ def convert(*arguments):
 # --- There and back --------------------------------------------------------------------------
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_comes_back_bit_for_bit(family, tmp_path, monkeypatch):
     """In pieces that are smaller than the tensors, and do not divide them; and transformers, where

@@ -132,6 +132,7 @@ def test_a_run_is_quantized_from_the_step_that_is_asked_for(model, tmp_path, tex
     assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("activations", ["none", "dynamic"])
 def test_coat_generate_runs_it(activations, theirs, tmp_path, capsys):
     out = tmp_path / "out"

@@ -59,6 +59,7 @@ def test_in_fp8_what_shares_a_batch_changes_little():
     assert differences.mean() < 0.2 * errors.mean()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_a_quantized_model_is_scored_like_any_other(form):
     model = quantize(MODEL, Recipe(format=form))

@@ -32,6 +32,7 @@ def in_int8(x: np.ndarray, axis: int | None) -> np.ndarray:
     return np.round(x / scale) * scale
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("operands", ROUNDED.values(), ids=ROUNDED)
 @pytest.mark.parametrize(
     ("name", "of_tokens", "of_columns"),

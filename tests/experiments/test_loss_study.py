@@ -280,6 +280,7 @@ def test_both_kinds_of_muon_train_alike(small: Size, trained: Callable[[Size, st
     assert np.max(np.abs(losses["muon"] - losses["bf16"])) > 0.01
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("arm", ["params_bf16_stochastic", "params_24_bits"])
 def test_parameters_in_bf16_begin_as_those_of_the_other_arms_rounded(
     small: Size,

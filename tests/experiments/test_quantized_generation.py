@@ -16,6 +16,7 @@ def wide():
     return nbytes(model_of("llama_tiny", "bf16", 16))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("case", CASES)
 def test_models_have_the_scheme_of_their_case(case, wide):
     """And compute numbers, from as many bytes: of the projections half as many as in BF16."""

@@ -88,6 +88,7 @@ def alone(arm):
     return run
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("precision", "least"),
     # In BF16 only the order of sums differs. In FP8 a sum that crosses the border between two codes
@@ -111,6 +112,7 @@ def test_a_run_among_others_is_the_run_alone(precision, least):
     assert np.all(grid.skipped == 0)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ARMS)
 def test_every_arm_can_be_traced(name):
     program = train.program_of(ARMS[name], SIZE, SETTINGS)

@@ -48,6 +48,7 @@ def relative(got, wanted):
     return np.abs(got - wanted).max(axis=-1) / np.abs(wanted).max(axis=-1)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_the_training_forward(family):
     """In FP32, up to the order of sums: some dozen of them in a row, each off by 2^-24 or so."""
@@ -56,6 +57,7 @@ def test_logits_are_those_of_the_training_forward(family):
     assert relative(got, at_once(config)).max() < 1e-5
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("family", ["qwen3", "olmo", "olmo2"])
 def test_in_bf16_too(family):
     """A sum in another order may fall on the other side of a rounding of 2^-9; most do not."""
@@ -68,6 +70,7 @@ def test_in_bf16_too(family):
     assert np.median(off) == 0
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("family", "precision"), FP8.items())
 def test_in_fp8_too(family, precision):
     """The scale of a product's input is that of fewer rows here, so it may be a smaller power of

@@ -93,6 +93,7 @@ def test_no_product_exceeds_its_bound(outliers, seed, factor):
     assert jnp.all(jnp.max(jnp.abs(da.astype(jnp.float32)), axis=-1) <= bound)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("name", "count"), CASES)
 @pytest.mark.parametrize("outliers", OUTLIERS)
 @given(seed=seeds, factor=factors)

@@ -47,6 +47,7 @@ def computed(config, mesh):
         return answer(trained(config, mesh), TOKENS)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("precision", "ways", "tolerance"),
     [
@@ -78,6 +79,7 @@ def test_remat_in_fp8_changes_gradients_by_rounding_alone():
             assert cosine(got.gradients[name], gradient) > 0.99, (precision, name)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("precision", [coat.BF16, coat.COAT_PAPER], ids=["bf16", "coat_paper"])
 def test_precision_says_how_remat_in_fp8_rounds(precision):
     """Nothing else here is rounded as `stochastic` says: nothing at all, or to nearest."""
@@ -143,6 +145,7 @@ def test_values_depend_on_the_seed_alone():
         assert value.addressable_shards[0].data.size == value.size // 4
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("sizes", [None, (2, 2, 2)])
 @pytest.mark.parametrize("scan", [True, False])
 def test_parameters_in_bf16_are_those_in_fp32_rounded(scan, sizes):
@@ -205,6 +208,7 @@ def bytes_kept(config):
     return total - sum(math.prod(p.shape) * p.dtype.itemsize for p in jax.tree.leaves(state))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "coat"])
 @pytest.mark.parametrize(("remat", "bytes_each"), [("layer", 2), ("layer_fp8", 17 / 16)])

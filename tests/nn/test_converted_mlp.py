@@ -62,6 +62,7 @@ def randomized(model):
 X = jax.random.normal(jax.random.key(0), (3, 5, D))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("act", [nnx.silu, nnx.gelu, jax.nn.relu])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("hidden", [F, D], ids=["wide", "square"])

@@ -104,6 +104,7 @@ def test_queries_and_keys_are_normed_per_head_or_all_together(columns):
     np.testing.assert_allclose(layer(X), y, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("precision", ["fp8_linear", "coat", "coat_lean"])
 def test_a_block_in_fp8_is_near_the_block_in_full_precision(precision):
     """Rounding moves each product by some percent; gradients keep their direction."""

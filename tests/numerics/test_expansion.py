@@ -40,6 +40,7 @@ from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.formats import format_of
 
 
+@pytest.mark.costly
 @everywhere
 @given(regimes=regimes, seed=seeds)
 def test_zero_stays_zero(case, regimes, seed):
@@ -341,6 +342,7 @@ def test_dithered_rounding_is_right_on_average_below_the_normal_codes(dtype, spr
     assert np.all(np.abs(codes) <= round_exactly(widened[1] * slack, dtype, "nearest"))
 
 
+@pytest.mark.costly
 @formats
 @given(regimes=regimes, seed=seeds)
 def test_dithered_rounding_keeps_zero_and_the_largest_and_is_finite(dtype, regimes, seed):

@@ -82,6 +82,7 @@ def test_groups_are_those_of_qtensor_and_blocks_those_of_blocks(dtype):
     np.testing.assert_array_equal(values_of(Quantizer(name, "block", size=32), x), stored)
 
 
+@pytest.mark.costly
 @formats
 @overs
 def test_zeros_stay_zero(name, over):

@@ -157,6 +157,7 @@ def errors(name, kind, *, fp8_linear):
     return [distance(gradients, want) for gradients in found]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("fp8_linear", [False, True], ids=["saved in FP8", "products too"])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("name", ["normal", "heavy tails", "outlier channels", "outlier tokens"])

@@ -43,6 +43,7 @@ def test_the_backward_pass_is_that_of_coat(name):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("factor", "warned"), [(1, False), (3, False), (10, True), (1000, True)])
 def test_telemetry_sees_where_outliers_spoil_the_product(factor, warned):
     """One column of 64 is larger, and its weights as much smaller, so that all count alike.

@@ -70,6 +70,7 @@ def assert_same(got, want):
     assert np.all(distance(got, want) < SAME), distance(got, want)
 
 
+@pytest.mark.costly
 @presets
 def test_the_same_call_gives_the_same_bits(name):
     assert_equal(compiled(name)(PARAMS, X, DY), expected(name))
@@ -145,6 +146,7 @@ def rows_of_13(x, norm, w, down):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("lead", "flat"), [((2, 3), (6,)), ((), (1,))], ids=str)
 def test_leading_axes_are_rows(lead, flat):
     args = some_norm("layer", 13), weight(1, 13, 29), weight(2, 29, 13)

@@ -73,6 +73,7 @@ def test_without_angles_nothing_is_rotated():
     same_gradients(fused(*how), composed(*how), X, NORM, WEIGHTS, BIASES)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("backward", [coat.E5M2, coat.E4M3], ids=["E5M2", "E4M3"])
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "bf16"])
 def test_it_is_norm_linear_and_rotate_in_fp8(name, backward):

@@ -97,6 +97,7 @@ def test_an_output_in_blocks_moves_gradients_by_its_rounding(cudnn):
 LENGTHS = [(5, 5), (5, 6), (5, 9), (4, 6), (6, 5), (9, 5)]  # the last two with queries to spare
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("how", "s", "t"),
     [

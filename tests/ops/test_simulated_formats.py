@@ -47,6 +47,7 @@ def linear(precision):
     return jax.jit(partial(ops.linear, precision=precision))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", FP8_PRESETS)
 def test_a_model_computes_as_in_the_fp8_dtypes(name):
     preset = FP8_PRESETS[name]

@@ -52,6 +52,7 @@ def loss_and_gradients(name):
     return loss, jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mapped", [(1,), (2,), (0,), (1, 2)], ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_are_those_of_a_loop(name, mapped):

@@ -158,6 +158,7 @@ def test_the_maths_alone_is_optax_scale_by_adam(params, nesterov):
     assert max(relative_distances(end, wanted, params)) < 3e-5
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("first", [DIRECTION, E4M3, E5M2])
 @pytest.mark.parametrize("second", [LOGARITHM, E4M3, E5M2])
 def test_each_moment_has_the_format_asked_for(params, end_of_adamw, first, second):

@@ -98,6 +98,7 @@ TABLE = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", TABLE)
 def test_a_compressed_transformation_trains_as_before_in_less_memory(name):
     """The loss is no more than 6 % higher; it may be lower, as noise has it."""

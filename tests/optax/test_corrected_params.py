@@ -73,6 +73,7 @@ def place(x):
     return np.exp2(np.floor(np.log2(np.abs(x))) - 15)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_step_is_that_of_fp32_parameters_rounded_to_24_bits(make):
     """Bit for bit but where FP32 itself is rounded otherwise: XLA may fuse p + u into u's sum."""

@@ -68,6 +68,7 @@ CASES = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("arguments", CASES.values(), ids=CASES)
 def test_it_is_the_chain_bit_for_bit(arguments):
     arguments = {"learning_rate": 1e-2, "storage": FP8, **arguments}

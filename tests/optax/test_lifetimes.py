@@ -108,6 +108,7 @@ SLOW_AND_FAST = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.costly
 @SLOW_AND_FAST
 @pytest.mark.parametrize("gradient", [dies, comes_rarely])
 def test_an_element_without_gradient_comes_to_rest(gradient, b1, b2, first):

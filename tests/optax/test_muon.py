@@ -59,6 +59,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", SETTINGS)
 def test_with_fp32_storage_it_is_optax_muon(name):
     params, settings = tree(7), SETTINGS[name]
@@ -225,6 +226,7 @@ def alone():
     return params, grads, jax.jit(two_steps)(params, grads, OF_SMALL_GROUPS.init(params))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mesh_shape", [(8, 1), (2, 4)])
 def test_updates_do_not_depend_on_the_mesh(alone, mesh_shape):
     params, grads, wanted = alone

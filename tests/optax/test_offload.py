@@ -45,6 +45,7 @@ def assert_equal(got, wanted):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_numbers_are_the_same_bit_for_bit(name, dtype):
@@ -97,6 +98,7 @@ STAGES = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("jits", [False, True])
 def test_stages_are_moved_one_by_one(jits):
     results = []

@@ -67,6 +67,7 @@ def test_extra_arguments_are_accepted_and_nothing_recompiles(name):
     run("test_optimizers_accept_extra_args", name, wrap=False)
 
 
+@pytest.mark.costly
 @every_optimizer
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.__name__[7:])
 def test_thirty_thousand_steps_converge(name, target):
@@ -90,6 +91,7 @@ def test_gradients_can_be_accumulated(name, dtype):
     run("test_gradient_accumulation", name, dtype=dtype)
 
 
+@pytest.mark.costly
 @every_optimizer
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
 def test_shapes_and_dtypes_of_the_state_are_stable(name, dtype):

@@ -60,6 +60,7 @@ def assert_equal(got, wanted):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_is_the_step_that_has_all_gradients(name):
     optimizer = OPTIMIZERS[name]()

@@ -61,6 +61,7 @@ def relative_second_moment(gradients, start, storage):
     return np.float64(v[:, 1:] / exact[:, 1:])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("second", [LOGARITHM, E4M3, E5M2])
 @pytest.mark.parametrize(
     ("gradients", "start"),

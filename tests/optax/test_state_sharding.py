@@ -126,6 +126,7 @@ on_meshes = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.costly
 @on_meshes
 def test_no_mesh_changes_the_results_or_makes_a_step_communicate(which, shape, kind):
     got, wanted = walk(which, shape, kind), walk(which)

@@ -139,6 +139,7 @@ def relative_distance(got, wanted):
     return np.linalg.norm(got - wanted) / np.linalg.norm(wanted - start)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("b2", [0.95, 0.999])
 def test_it_takes_optax_adamws_path_to_optax_adamws_loss(b2):
     ends = train_beside_optax(b2, initial_parameters(), sequences())

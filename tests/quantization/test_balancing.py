@@ -37,6 +37,7 @@ def arrays(model):
     return {path: leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize(
     ("changes", "unchanged"),
@@ -153,8 +154,10 @@ def test_what_cannot_be_balanced_is_refused():
     with pytest.raises(TypeError, match="Llama, not for RMSNorm"):
         q.balance(nn.RMSNorm(4), TOKENS)
     config = dataclasses.replace(CONFIG, layers=1)
+    unread = iter(TOKENS)
     with pytest.raises(UserError, match="in float16 cannot be balanced"):
-        q.balance(filled(dataclasses.replace(config, param_dtype=jnp.float16)), TOKENS)
+        q.balance(filled(dataclasses.replace(config, param_dtype=jnp.float16)), unread)
+    assert len(list(unread)) == len(TOKENS)
     model = filled(config)
     damaged = filled(dataclasses.replace(config, scan=False))
     damaged.layers[0].mlp.norm.scale[...] = jnp.full(CONFIG.width, jnp.nan)

@@ -51,6 +51,7 @@ def mixed():
     return small
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("activations", ACTIVATION_MODES)
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_models_come_back_bit_for_bit(format, activations, tmp_path):
@@ -138,6 +139,7 @@ def test_it_takes_the_bytes_that_it_says(tmp_path):
     assert file.stat().st_size == 8 + header + expected
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("activations", ["none", "static"])
 def test_a_model_is_loaded_onto_a_mesh(activations, tmp_path):
     """Each device has its part of the codes, and the text is the same."""

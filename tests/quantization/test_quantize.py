@@ -42,6 +42,7 @@ def quantized(model, **recipe):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_modules_compute_what_the_model_does(family, scan):
@@ -53,6 +54,7 @@ def test_modules_compute_what_the_model_does(family, scan):
     np.testing.assert_allclose(same(tokens), exact, atol=1e-4 * float(abs(exact).max()))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("activations", ACTIVATION_MODES)
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_logits_are_near_those_of_the_model(format, activations):

@@ -69,6 +69,7 @@ def in_layers(names, layers):
     return {f"layers/{i}/{name}" for i in range(layers) for name in names}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("precision", "layers", "of_layer", "others"),
     [
@@ -122,12 +123,14 @@ def test_scanned_layers_have_statistics_of_their_own(unrolled):
     assert found["layers/0/mlp/gate/weight"] != found["layers/1/mlp/gate/weight"]
 
 
+@pytest.mark.costly
 @scanned_or_one_layer
 def test_layers_that_are_computed_again_are_seen_once(unrolled, scan, layers):
     found = measured(model_of(remat="layer", scan=scan, layers=layers))
     assert_alike(found, unrolled[layers])
 
 
+@pytest.mark.costly
 @scanned_or_one_layer
 def test_layers_that_save_their_input_alone_are_seen_in_the_backward_pass(unrolled, scan, layers):
     """Whose values differ, since layers begin with a rounded input, which they save as it is."""

@@ -35,6 +35,7 @@ def flat(tree):
     )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["adamw", "fp8_adamw"])
 def test_parameters_move_as_those_in_fp32_do(name):
     """By updates that BF16 alone would lose. Gradients in BF16 make the small difference."""

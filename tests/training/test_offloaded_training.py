@@ -41,6 +41,7 @@ def assert_close(got, wanted, rtol=1e-4):
         assert np.mean(~np.isclose(np.float32(a), np.float32(b), rtol=rtol, atol=1e-6)) < 0.01
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("sizes", "releases"),
     [(ONE, False), (ONE, True), ((1, 2, 2), False), ((1, 4, 1), True)],

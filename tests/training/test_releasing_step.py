@@ -23,6 +23,7 @@ def run(release, *, sizes=ONE, model=None, **optimizer):
     return stepper(config, sizes).run(random_batches(4))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["adamw", "fp8_adamw"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_without_clipping_the_losses_are_those_of_the_step_that_has_all_gradients(name, tied):
@@ -64,6 +65,7 @@ def test_an_unknown_norm_gives_each_stage_an_equal_share(norm_before):
     np.testing.assert_allclose(scales, [0.25, 1.0])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)], ids=str)
 def test_it_trains_alike_on_any_mesh(sizes):
     _, alone = run(True)

@@ -57,6 +57,7 @@ def test_a_step_changes_nothing_where_its_norm_or_its_loss_is_not_finite(clip_no
         assert scale == (1.0 if clip_norm is None else 0.25) or not np.isfinite(norm)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["adamw", "fp8_adamw"])
 def test_a_batch_in_parts_is_the_batch(name):
     """Also where the parts have different numbers of labels, and one of them none."""
@@ -166,6 +167,7 @@ def test_a_metric_of_the_config_is_measured_in_the_step():
 TOLERANCES = {"bf16": (1e-6, 1e-4), "coat": (2e-4, 2e-3)}
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("precision", "sizes"),
     [

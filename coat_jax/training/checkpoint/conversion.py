@@ -27,7 +27,7 @@ from coat_jax.limits import CountOrZero, require
 from coat_jax.models import Config, hf, stored
 from coat_jax.nn import MeshAxes
 from coat_jax.quantization import Recipe
-from coat_jax.quantization.balancing import balance_stored, find_factors
+from coat_jax.quantization.balancing import balance_stored, find_factors, require_balanceable
 from coat_jax.quantization.calibration import observe
 from coat_jax.training.checkpoint import weights
 from coat_jax.training.checkpoint.companions import (
@@ -82,7 +82,7 @@ def to_run(
     with _new(out).appearing() as folder:
         parameters = _balanced(config, parameters, balance_on)
         with write_failures(out.parent, "The model", total):
-            weights.write(folder, config, parameters, progress=_counted(progress, total))
+            weights.write(folder, config, parameters, progress=_summed(progress, total))
             write_companions(companions, folder)
 
 
@@ -130,7 +130,7 @@ def to_hugging_face(
                 dtype=dtype,
                 extra=extra,
                 file_bytes=file_bytes,
-                progress=_counted(progress, total),
+                progress=_summed(progress, total),
             )
             write_companions(companions, folder)
 
@@ -192,7 +192,7 @@ def to_quantized(
                 ranges,
                 dtype=dtype,
                 extra=extra,
-                progress=_counted(progress, total),
+                progress=_summed(progress, total),
             )
             write_companions(companions, folder)
     return schemes
@@ -210,6 +210,7 @@ def _balanced(
     """The parameters of a model that is balanced on a text; as they are without one."""
     if not tokens:
         return parameters
+    require_balanceable(config)
     config, apart = _on_one_device(config), stored.arranged(parameters, scan=False)
     model = stored.load(config, apart)
     ranges = observe(model, _batches(tokens, config.context))
@@ -281,7 +282,7 @@ def _total(parameters: stored.Parameters) -> int:
     return sum(map(stored.size_of, parameters.values()))
 
 
-def _counted(progress: Progress, total: int) -> Callable[[int], None]:
+def _summed(progress: Progress, total: int) -> Callable[[int], None]:
     """A function that adds up sizes, and reports each sum to `progress`."""
     done = 0
 

@@ -110,6 +110,7 @@ def test_numbers_depend_neither_on_parts_nor_on_the_mesh():
         )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("scan", [False, True])
 def test_each_layer_has_numbers(scan):
     found, _ = recorded(small(model=WIDE | {"layers": 2, "scan": scan}, telemetry=EVERY_STEP))
@@ -180,6 +181,7 @@ def test_steps_between_are_not_looked_at():
     assert [number for number in range(1, 10) if watching.is_due(number)] == [4, 8]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("precision", ["coat", "bf16"])
 def test_the_program_of_a_step_is_the_same_with_telemetry(precision, monkeypatch):
     """The telemetry is traced, which might change a cached trace; compiling it could not."""
