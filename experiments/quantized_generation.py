@@ -12,18 +12,22 @@ memory depends on their values. Measured are
     decode     then one token of each text at a time, always the likeliest
 
 by the median of several calls. "parameters" are the bytes of all arrays of the model; "temporary"
-is what XLA's program allocates besides them and the cache. Each case has a process of its own.
+is what XLA's program allocates besides them and the cache. Each case has a process and a GPU of its
+own; on several GPUs as many cases run at a time.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 from experiments.command import parser_of
-from experiments.workers import outcome, run_worker
+from experiments.workers import count_gpus, only, outcome, run_worker
 
 CASES = ("bf16", "int8", "int8:static", "int8:none", "fp8", "fp8:static", "fp8:none")
 MODELS = ("llama2_7b", "llama_124m")
@@ -42,12 +46,11 @@ def main() -> None:
     from experiments import records
 
     cases: list[Case] = []
-    for model in options.models:
-        for case in options.cases:
-            cases.append(_in_a_process(model, case, options))
-            print(_line(cases[-1]), flush=True)
-            figures = {"prompt": options.prompt, "new": options.new, "cases": cases}
-            records.write(options.out / "quantized_generation.json", figures)
+    for case in _run_all(options):
+        cases.append(case)
+        print(_line(case), flush=True)
+        figures = {"prompt": options.prompt, "new": options.new, "cases": cases}
+        records.write(options.out / "quantized_generation.json", figures)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -63,10 +66,29 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def _in_a_process(model: str, case: str, options: argparse.Namespace) -> Case:
+def _run_all(options: argparse.Namespace) -> Iterator[Case]:
+    """All cases of all models in their order, each on the first GPU that is idle."""
+    gpus, idle = count_gpus(), SimpleQueue[dict[str, str]]()
+    for variables in [only([gpu]) for gpu in range(gpus)] or [{}]:
+        idle.put(variables)
+
+    def run(work: tuple[str, str]) -> Case:
+        variables = idle.get()
+        try:
+            return _in_a_process(*work, options, variables)
+        finally:
+            idle.put(variables)
+
+    with ThreadPoolExecutor(max(1, gpus)) as pool:
+        yield from pool.map(run, itertools.product(options.models, options.cases))
+
+
+def _in_a_process(
+    model: str, case: str, options: argparse.Namespace, variables: dict[str, str]
+) -> Case:
     given = ["--models", model, "--prompt", str(options.prompt), "--new", str(options.new)]
     given += ["--batches", *map(str, options.batches)]
-    ended = run_worker("experiments.quantized_generation", case, *given, "--worker")
+    ended = run_worker("experiments.quantized_generation", case, *given, "--worker", **variables)
     return {"model": model, "case": case, **outcome(ended)}
 
 

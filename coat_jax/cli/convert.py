@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--dtype",
         choices=DTYPES,
-        help="dtype of the parameters in TO; by default that in FROM, or with --to that in which "
-        "the model computes",
+        help="dtype of the parameters in TO; by default as in FROM, or with --to the dtype that "
+        "the model computes in",
     )
     add(
         "--tokenizer",
@@ -93,7 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--percentile",
         type=float,
         metavar="P",
-        help="for --fit percentile and --activation-fit percentile (default: 99.9)",
+        help="which percentile of the magnitudes ends the range, for --fit percentile and "
+        "--activation-fit percentile (default: 99.9)",
     )
     add(
         "--leave",
@@ -248,7 +249,7 @@ def _quantize(options: argparse.Namespace) -> str:
         )
     formats = [scheme.format for scheme in schemes.values()]
     listed = ", ".join(f"{formats.count(f)} in {f.upper()}" for f in sorted(set(formats)))
-    return f"a quantized model: of its linear layers {listed}"
+    return f"a quantized model; linear layers: {listed}"
 
 
 def _recipe(options: argparse.Namespace) -> "Recipe":

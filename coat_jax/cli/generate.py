@@ -1,16 +1,18 @@
 """Continue texts with a trained model: `coat generate WHERE --prompt TEXT`.
 
 WHERE is the folder of a run, whose newest intact checkpoint is read, or of a Hugging Face model.
-A text appears while it is generated; several prompts are continued one after another.
+Prompts run in batches (--batch). The first text of a batch is printed while it is generated, the
+others when the batch is finished.
 
   coat generate out/llama_tiny --prompt 'def main('
   coat generate Llama-3.1-8B --prompt 'Once upon a time' --temperature 0
   coat generate out/chat --prompts questions.txt --stop '<|im_end|>' --batch 16
 
-The tokenizer is the tokenizer.json in WHERE, else the one that the run was trained with, else
-tokens are bytes. The model of a run computes in the precision that it was trained in, a Hugging
-Face model in the dtype of its weights, and a quantized one in 8 bits. A text ends at the token that
-ends a document, or at one of --stop.
+The tokenizer is the tokenizer.json in WHERE, or else the one that the run was trained with. Without
+either, a model with a vocabulary of 256 tokens reads bytes, and any other needs --tokenizer. The
+model of a run computes in the precision that it was trained in, a Hugging Face model in the dtype
+of its weights, and a quantized one in 8 bits. A text ends at the token that ends a document, or at
+one of --stop.
 """
 
 import argparse

@@ -26,14 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--over",
         choices=("steps", "tokens", "time"),
         default="steps",
-        help="what the runs are compared over (default: %(default)s)",
+        help="the x axis (default: %(default)s)",
     )
     parser.add_argument(
         "--smooth",
         type=int,
         metavar="N",
-        help="records whose mean a point is, 1 for all of them (default: a fiftieth of "
-        "the shortest run)",
+        help="each point is the mean of N records; 1 does not smooth (default: a fiftieth of the "
+        "shortest run, at least 10)",
     )
     parser.add_argument(
         "--out",

@@ -83,7 +83,7 @@ def calibrate(
     """
     require_recipe(recipe)
     recipe.require_matches(paths_of(model.config))
-    found = observe(model, token_batches, recipe.leaves)
+    found = observe(model, token_batches, recipe.is_left)
     for path, inputs in found.items():
         require_finite(path, inputs)
         _require_range(path, inputs)
@@ -93,12 +93,12 @@ def calibrate(
 def observe(
     model: Llama,
     token_batches: Iterable[Int[ArrayLike, "B S"]],
-    leaves: Callable[[str], bool] = lambda path: False,
+    is_left: Callable[[str], bool] = lambda path: False,
 ) -> dict[str, Inputs]:
-    """The same for all projections but those of which `leaves` is true, whatever their ranges."""
+    """The same for all projections but those of which `is_left` is true, whatever their ranges."""
     observed = modular(
         unstacked(model),
-        lambda path, kernel, bias: (Dense if leaves(path) else _Observed)(kernel, bias),
+        lambda path, kernel, bias: (Dense if is_left(path) else _Observed)(kernel, bias),
     )
     blocks = [nnx.split(block) for block in observed.layers]
     found: dict[str, Inputs] = {}

@@ -126,7 +126,7 @@ def choose_schemes(
     known = _checked(ranges, recipe, paths_of(config))
     schemes: dict[str, Scheme] = {}
     for group in groups_of(config):
-        paths = [path for path in group if not recipe.leaves(path)]
+        paths = [path for path in group if not recipe.is_left(path)]
         if paths:
             format = _format(paths, recipe, known, weight_at)
             schemes |= {path: Scheme(format, recipe.activations) for path in paths}
@@ -206,7 +206,7 @@ def _checked(ranges: Ranges | None, recipe: Recipe, paths: Sequence[str]) -> Ran
                 "ranges: leave them out, or choose static activations."
             )
         return {}
-    needed = [path for path in paths if not recipe.leaves(path)]
+    needed = [path for path in paths if not recipe.is_left(path)]
     missing = needed if ranges is None else [path for path in needed if path not in ranges]
     if missing:
         raise UserError(

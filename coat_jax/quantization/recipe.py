@@ -51,7 +51,7 @@ class Recipe:
         mixed = self.format == "mixed" and self.activations != "none"
         return self.activations == "static" or mixed
 
-    def leaves(self, path: str) -> bool:
+    def is_left(self, path: str) -> bool:
         """Whether the projection at this path stays as it is."""
         return any(fnmatch.fnmatchcase(path, glob) for glob in self.leave)
 
@@ -65,7 +65,7 @@ class Recipe:
                     f"leave={glob!r} matches no projection. It is a glob of whole paths, as in "
                     f"{', '.join(near)}."
                 )
-        if all(map(self.leaves, known)):
+        if all(map(self.is_left, known)):
             raise UserError(f"leave={self.leave!r} matches every projection: nothing is quantized.")
 
 

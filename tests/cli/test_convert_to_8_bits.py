@@ -60,7 +60,7 @@ def assert_same(folder, expected):
 def test_it_is_what_the_library_makes(theirs, text, model, tmp_path, capsys):
     """By default dynamic; with a text static, whose tokens are bytes here, in rows of 64."""
     assert convert(theirs, tmp_path / "a", "--to", "int8") == 0
-    assert "quantized model: of its linear layers 7 in INT8." in capsys.readouterr().out
+    assert "quantized model; linear layers: 7 in INT8." in capsys.readouterr().out
     assert_same(tmp_path / "a", q.quantize(model, q.Recipe()))
     static = ["--activations", "static", "--activation-fit", "max", "--calibrate", text]
     rest = ["--fit", "percentile", "--percentile", "99", "--tokens", "640", "--leave", "*.down"]

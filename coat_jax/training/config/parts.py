@@ -79,8 +79,8 @@ class TelemetryConfig:
     Attributes:
         every: steps between records; 0 for none, at no cost. A record takes a second forward
             and backward pass, and some passes over each tensor.
-        leaves: for how many parameters the direction that the stored moments give is compared
-            with that of FP32 moments.
+        leaves: for how many parameter arrays `direction/error` is computed: the direction
+            m / sqrt(v) of the stored moments, compared with that of FP32 moments.
         shadow: for how many steps before a record those FP32 moments follow the gradients. They
             begin with what is stored, so 1 shows the error of one step. Each step takes a second
             forward and backward pass.

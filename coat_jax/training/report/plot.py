@@ -46,7 +46,8 @@ def draw(
         paths: folders of runs.
         out: a file that ends in .png.
         over: "steps", "tokens" or "time".
-        smooth: records whose mean a point is; by default a fiftieth of the shortest run's.
+        smooth: how many records a point is the mean of; by default a fiftieth of those of the
+            shortest run, at least 10.
         names: what to call the runs instead of their folders.
 
     Raises:

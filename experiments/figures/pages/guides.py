@@ -85,7 +85,7 @@ PAGES = [
         "docs/training.md",
         [
             Given("Llamas of 0.9, 124 and 360 million parameters", SETTING),
-            Given("100 % would be", ARITHMETIC),
+            Given("It would be 100 % if", ARITHMETIC),
             Given("2.1 bytes a parameter instead of 8", ARITHMETIC),
             Sentence(
                 "a step of Llama-2-7B takes {:.1f} % longer this way than with the moments on the "

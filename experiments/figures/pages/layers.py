@@ -7,8 +7,8 @@ from experiments.figures.pages.reasons import ARITHMETIC
 from experiments.stacks import Sizes
 
 PRESETS = {  # a row of the table of presets, and a preset measured that saves the same
-    "BF16` | as they come | as they come | q, k, v, o": "BF16",
-    "FP8_LINEAR` | FP8 | as they come | q, k, v, o": "FP8_LINEAR",
+    "BF16` | unchanged | unchanged | q, k, v, o": "BF16",
+    "FP8_LINEAR` | FP8 | unchanged | q, k, v, o": "FP8_LINEAR",
     "COAT` | FP8 | FP8 in blocks of 16 | q, k, v, o": "COAT",
     "COAT_LEAN` | FP8 | FP8 in blocks of 16 | q, k, v, o in FP8": "COAT_LEAN",
     "COAT_INT8` | INT8 forward, FP8 backward | FP8 in blocks of 16 | q, k, v, o": "COAT",

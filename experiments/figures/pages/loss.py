@@ -194,11 +194,15 @@ PAGE = Page(
     "docs/loss.md",
     [
         Sentence(
-            "A Llama of 40 million parameters reads {:.1f} million tokens of source code and "
-            "documentation, once",
+            "A Llama of 40 million parameters was trained on {:.1f} million tokens of source code "
+            "and documentation",
             lambda: (loss_study.million_tokens(*STUDY),),
         ),
         Given("with 95 % intervals", SETTING),
+        Sentence(
+            "8-bit momentum of [`fp8_muon`](#muon) costs {:+.2f} % ± {:.2f}.",
+            lambda: loss_study.cost("fp8_muon", muon=True),
+        ),
         Table("loss_parts", lambda: table(PARTS)),
         Table("loss_params", lambda: table(PARAMS)),
         Table("loss_nearest", lambda: table(NEAREST)),
@@ -237,7 +241,7 @@ PAGE = Page(
             lambda: (*map(loss_study.cost_by, (30, 80, 100)), loss_study.cost("coat")[0]),
         ),
         Sentence(
-            "in the same seeds ({:+.2f} % ± {:.2f} beside COAT)",
+            "in the same seeds ({:+.2f} % ± {:.2f} relative to COAT)",
             lambda: loss_study.cost_above("coat", "coat_stochastic_backward")[:2],
         ),
         Sentence(
@@ -246,7 +250,7 @@ PAGE = Page(
             lambda: (*loss_study.cost("inputs_rounded"), *loss_study.cost("weights_rounded")),
         ),
         Sentence(
-            "COAT ended where it ends without, {:+.2f} % ± {:.2f} beside it in the same seeds",
+            "the loss was that of COAT: it differed by {:+.2f} % ± {:.2f} in the same seeds",
             lambda: loss_study.cost_above("coat", "coat_centered")[:2],
         ),
         Sentence(
@@ -258,8 +262,9 @@ PAGE = Page(
             lambda: loss_study.cost("coat_exact_sums"),
         ),
         Sentence(
-            "COAT ends {:+.2f} % ± {:.2f} beside COAT in the same seeds; if all that COAT rounds "
-            "is rounded, but multiplied in BF16 and summed in FP32, {:+.2f} % ± {:.2f}",
+            "the loss differs from COAT's by {:+.2f} % ± {:.2f} in the same seeds; if all that "
+            "COAT rounds is rounded, but multiplied in BF16 and summed in FP32, by {:+.2f} % "
+            "± {:.2f}",
             lambda: (
                 *loss_study.cost_above("coat", "coat_accurate_gradients")[:2],
                 *loss_study.cost_above("coat", "coat_exact_sums")[:2],
@@ -280,8 +285,8 @@ PAGE = Page(
             ),
         ),
         Sentence(
-            "COAT to nearest then ends {:+.2f} % ± {:.2f} beside COAT to nearest from the first "
-            "step on",
+            "the loss of COAT, rounded to nearest, then differs by {:+.2f} % ± {:.2f} from that of "
+            "FP8 from the first step on",
             lambda: loss_study.cost_above("coat_nearest", "coat_after_bf16_nearest")[:2],
         ),
         Sentence(
@@ -350,8 +355,8 @@ PAGE = Page(
             ),
         ),
         Sentence(
-            "AdamW, `COAT_INT8` ends {:+.2f} % ± {:.2f} beside COAT in the same seeds, which may "
-            "be chance, and with Muon {:+.2f} % ± {:.2f}.",
+            "differs from that of COAT in the same seeds by {:+.2f} % ± {:.2f} with AdamW, which "
+            "may be chance, and by {:+.2f} % ± {:.2f} with Muon.",
             lambda: (
                 *loss_study.cost_above("coat", "coat_int8")[:2],
                 *loss_study.cost_above("muon_coat", "muon_coat_int8", muon=True)[:2],

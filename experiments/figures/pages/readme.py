@@ -24,11 +24,15 @@ PAGE = Page(
             throughput.seven_billion,
         ),
         Table("training_throughput", throughput.plain_rows),
-        Given("and 95 % intervals over seeds", SETTING),
+        Given("with 95 % intervals over seeds", SETTING),
         Table("readme_int8", lambda: [row[:6] for row in int8_forward()]),
         Sentence("8-bit moments alone cost {:+.2f} % ± {:.2f}", lambda: loss_study.cost("moments")),
         Sentence(
             "activations saved in FP8 alone {:+.2f} % ± {:.2f}", lambda: loss_study.cost("saved")
+        ),
+        Sentence(
+            "8-bit momentum of `fp8_muon` costs [{:+.2f} % ± {:.2f}](docs/loss.md#muon)",
+            lambda: loss_study.cost("fp8_muon", muon=True),
         ),
         Sentence("a layer takes {:.1f} % longer", longer_in_int8),
         Sentence("compute capability {:.1f} or newer", lambda: (CAPABILITY,)),
