@@ -23,6 +23,38 @@ def examples_memory() -> list[list[str]]:
     return rows
 
 
+QUANTIZED = {
+    "bf16": "BF16",
+    "int8": "INT8",
+    "int8:none": "INT8, weights alone",
+    "fp8": "FP8",
+}
+
+
+def quantized_generation() -> list[list[str]]:
+    """What Llama-2-7B takes in 8 bits, and how many times as fast as in BF16 it generates."""
+
+    def rates(name: str) -> list[float]:
+        batches = case("quantized_generation", model="llama2_7b", case=name)["batches"]
+        parts = ("prefill", "decode")
+        return [batch[f"{part}_tokens_per_second"] for part in parts for batch in batches]
+
+    texts = ("1 text", "16 texts")
+    columns = [f"{part}, {many}" for part in ("prompts", "generating") for many in texts]
+    rows = [["", "parameters, GB", *columns]]
+    for name, words in QUANTIZED.items():
+        size = case("quantized_generation", model="llama2_7b", case=name)["parameters"]
+        faster = [ours / bf16 for ours, bf16 in zip(rates(name), rates("bf16"), strict=True)]
+        rows.append([words, f"{size / GB:.1f}", *(f"{times:.2f}" for times in faster)])
+    return rows
+
+
+def cache_of_a_text() -> float:
+    """GB that the keys and values of a text of Llama-2-7B take while it is generated."""
+    (alone, _) = case("quantized_generation", model="llama2_7b", case="bf16")["batches"]
+    return alone["cache"] / GB
+
+
 PAGES = [
     Page(
         "docs/clusters.md",
@@ -72,6 +104,12 @@ PAGES = [
             Given("changes 8 times as much", ARITHMETIC),
             Given("change 8 times less", ARITHMETIC),
             Given("the largest element of a token on 127.5", SETTING),
+            Table("quantized_generation", quantized_generation),
+            Given("prompts of 1024 tokens and", SETTING),
+            Sentence(
+                "stays in BF16, {:.2f} GB for each text of this length",
+                lambda: (cache_of_a_text(),),
+            ),
         ],
     ),
     Page(
