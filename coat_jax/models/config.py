@@ -107,6 +107,8 @@ class Config:
             raise UserError(
                 f"head_dim={self.head_dim} must be even: rotary embeddings rotate pairs of numbers."
             )
+        if len(set(self.batch_axes)) < len(self.batch_axes):
+            raise UserError(f"batch_axes={self.batch_axes!r} must name each axis of the mesh once.")
         if self.activation not in ops.ACTIVATIONS:
             raise UserError(
                 f"activation={shown(self.activation)} must be one of {', '.join(ops.ACTIVATIONS)}. "

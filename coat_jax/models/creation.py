@@ -117,6 +117,18 @@ def parameters_count(config: Config) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
+def mesh_that_is_set() -> Mesh:
+    """The mesh of `jax.set_mesh`, an empty one without it."""
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:
+        raise UserError(
+            "Models are not made inside jit, nnx.jit or eval_shape: coat.models.create compiles by "
+            "itself. Call it outside. For shapes alone, coat.models.abstract(config) returns a "
+            "graph and a state without numbers."
+        ) from None
+
+
 def _mesh_set(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
@@ -129,7 +141,7 @@ def _checked_mesh(config: Config, mesh: Mesh | None) -> Mesh | None:
             "names: coat.models.config_of('llama2_7b')."
         )
     if mesh is None:
-        mesh = jax.sharding.get_mesh()
+        mesh = mesh_that_is_set()
     if mesh.empty:
         if any(dataclasses.astuple(config.axes)):
             raise UserError(

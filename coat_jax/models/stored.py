@@ -92,7 +92,8 @@ def arranged(stored: Parameters, *, scan: bool) -> Parameters:
         }
         return outside | unstacked
     together: dict[Name, list[Stored]] = {}
-    for name, one in layers.items():
+    # A checkpoint may list layer 10 before layer 2.
+    for name, one in sorted(layers.items(), key=lambda item: item[0][1]):
         together.setdefault(("layers", *name[2:]), []).append(one)
     return outside | {name: _stack_of(ones) for name, ones in together.items()}
 

@@ -252,6 +252,11 @@ def _require_tokens(tokens: np.ndarray, config: Config) -> None:
         )
     if tokens.size == 0:
         raise UserError(f"The calibration text is empty: a batch has the shape {tokens.shape}.")
+    if tokens.shape[1] > config.context:
+        raise UserError(
+            f"The calibration text has rows of {tokens.shape[1]} tokens, and the model has "
+            f"context={config.context}. Divide it into shorter rows."
+        )
     least, most = int(tokens.min()), int(tokens.max())
     if least < 0 or most >= config.vocab:
         outside = least if least < 0 else most

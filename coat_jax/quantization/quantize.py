@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from coat_jax import models, ops
 from coat_jax.errors import UserError
 from coat_jax.models import Config, Llama
+from coat_jax.models.creation import mesh_that_is_set
 from coat_jax.nn.modular import Dense
 from coat_jax.nn.quantized import QuantizedLinear
 from coat_jax.numerics import eight_bits
@@ -76,7 +77,7 @@ def abstract(
         schemes: of the projections that are quantized.
         mesh: see `coat.models.abstract`.
     """
-    mesh = jax.sharding.get_mesh() if mesh is None else mesh
+    mesh = mesh_that_is_set() if mesh is None else mesh
 
     def make(path: str, kernel: nnx.Param, bias: nnx.Param | None) -> nnx.Module:
         if path not in schemes:
@@ -141,6 +142,12 @@ def round_weight(
     ranges: Ranges | None,
 ) -> ops.Quantized:
     """The codes and scales of a projection's weight, and the scale of its input if it is static."""
+    if ranges and ranges[path].columns.size != weight.shape[0]:
+        raise UserError(
+            f"The ranges of {path} are of an input with {ranges[path].columns.size} columns, and "
+            f"its weight has {weight.shape[0]} inputs: pass what calibrate() returns for this "
+            "model."
+        )
     codes, scale = _rounded(weight, scheme.format, recipe.fit, recipe.percentile)
     _require_finite(path, scale)
     of_input = None

@@ -28,6 +28,7 @@ from small_model import QUICK, filled
 
 import coat_jax as coat
 from coat_jax import models, nn, ops
+from coat_jax.errors import UserError
 
 TOKENS = batches(1)[0]
 MATRICES = ("query", "key", "value", "out", "gate", "up", "down", "embed", "head")
@@ -284,6 +285,7 @@ def test_presets_have_the_published_numbers_that_parameters_do_not_show(
     ("changes", "message"),
     [
         ({"heads": 3}, "heads=3 must be a multiple of kv_heads=2"),
+        ({"batch_axes": ("data", "data")}, "must name each axis of the mesh once"),
         ({"head_dim": 15}, "head_dim=15 must be even"),
         ({"layers": 0}, "layers=0 must be a whole number from 1 to 10,000"),
         ({"width": 64.0}, "width=64.0 must be a whole number"),
@@ -359,6 +361,15 @@ def test_a_mesh_that_does_not_fit_is_refused(changes, names, message):
     mesh = automatic_mesh(2, 2, 2, names=names or ("data", "fsdp", "tensor"))
     with pytest.raises(ValueError, match=message):
         models.create(variant(**AXES, **changes), mesh=mesh)
+
+
+def test_a_model_is_not_created_in_a_program():
+    def made():
+        return nnx.state(models.create(SMALL))
+
+    for program in (jax.jit(made), nnx.jit(made), lambda: nnx.eval_shape(made)):
+        with pytest.raises(UserError, match=r"create compiles by itself\. .*abstract\(config\)"):
+            program()
 
 
 def test_a_mesh_must_be_there_and_automatic():

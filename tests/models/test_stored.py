@@ -66,6 +66,15 @@ def test_layers_may_be_stacked_here_and_not_there(scan):
     assert_same(stored.load(there, held(model)), filled(there))
 
 
+def test_layers_are_stacked_in_their_order_however_they_are_listed():
+    """As a checkpoint lists them: layer 10 before layer 2."""
+    there, here = variant(scan=False, layers=11), variant(scan=True, layers=11)
+    parameters = held(filled(there))
+    as_text = {name: parameters[name] for name in sorted(parameters, key=lambda n: [*map(str, n)])}
+    assert list(as_text) != list(parameters)
+    assert_same(stored.load(here, as_text), stored.load(here, parameters))
+
+
 @pytest.mark.parametrize("scan", [True, False])
 def test_rearranged_parameters_are_read_in_pieces(scan):
     parameters = held(filled(variant(scan=scan, layers=3)))

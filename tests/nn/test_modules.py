@@ -9,6 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import coat_jax as coat
 from coat_jax import nn, ops
+from coat_jax.errors import UserError
 
 WIDTH, HEADS = 32, 4
 X = jnp.float32(np.random.default_rng(0).standard_normal((2, 12, WIDTH)))
@@ -198,6 +199,13 @@ def test_activations_and_norms_are_known_when_an_mlp_is_made(kind):
 def test_settings_of_attention_are_checked_when_it_is_made(settings, error, message):
     with pytest.raises(error, match=message):
         nn.Attention(WIDTH, **{"heads": HEADS, "rngs": nnx.Rngs(0), **settings})
+
+
+def test_axes_of_a_mesh_are_two_names():
+    with pytest.raises(UserError, match="fsdp=3 must be text or None"):
+        nn.MeshAxes(fsdp=3)
+    with pytest.raises(UserError, match="fsdp='d' and tensor='d' must be different axes"):
+        nn.MeshAxes("d", "d")
 
 
 def test_wrong_sizes_are_refused_when_a_module_is_made():

@@ -111,6 +111,7 @@ def test_projections_that_are_left_are_not_observed():
         ([np.full((1, 4), SMALL.vocab)], "token 256, outside"),
         ([np.full((1, 4), -1)], "token -1, outside"),
         ([np.full((1, 4), 1 << 40)], "token 1099511627776, outside"),
+        ([np.zeros((1, SMALL.context + 1), np.int32)], r"65 tokens, .* context=64. Divide"),
     ],
 )
 def test_texts_that_are_no_use(batches, named):

@@ -210,6 +210,9 @@ def test_ranges_are_given_where_they_are_needed_and_only_there():
         q.quantize(model, recipe, {k: v for k, v in ranges.items() if k != "layers.1.mlp.down"})
     with pytest.raises(UserError, match="needs no ranges"):
         q.quantize(model, q.Recipe(), ranges)
+    wider = model_of(ffn=2 * SMALL.ffn)
+    with pytest.raises(UserError, match=r"ranges of layers\.0\.mlp\.down are of an input with"):
+        q.quantize(wider, recipe, ranges)
 
 
 def test_a_weight_that_is_not_finite_is_named():

@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from small_model import SMALL, filled
 from train_cases import small
 
 from coat_jax import models
-from coat_jax.training.checkpoint import conversion
+from coat_jax.models import stored
+from coat_jax.training.checkpoint import conversion, weights
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import MeshConfig
 from coat_jax.training.preparation import prepare
@@ -71,6 +74,23 @@ def test_a_run_begins_where_another_run_ended(folder, tmp_path):
     ]
     for a, b in zip(*map(jax.tree.leaves, states), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_layers_one_by_one_may_be_stacked_in_the_next_run(tmp_path):
+    """Eleven of them: in a checkpoint the names of layers are sorted as text."""
+    model = filled(dataclasses.replace(SMALL, layers=11, scan=False))
+    arrays = {
+        path: stored.Stored(leaf.shape, leaf.dtype, leaf.shape, np.asarray(leaf[...]).__getitem__)
+        for path, leaf in nnx.to_flat_state(nnx.state(model))
+    }
+    weights.write(tmp_path, model.config, arrays)
+    layers = [name[1] for name in weights.read(tmp_path) if name[-1] == "down"]
+    assert layers == list(range(11))
+    stacked = weights.load(tmp_path, dataclasses.replace(model.config, scan=True))
+    for i in range(11):
+        np.testing.assert_array_equal(
+            stacked.layers.mlp.down[...][i], model.layers[i].mlp.down[...]
+        )
 
 
 @pytest.mark.parametrize(

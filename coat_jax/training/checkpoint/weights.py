@@ -290,12 +290,14 @@ def _require_present(path: Path) -> None:
 
 
 def _flat(tree: Mapping[str, Any], above: Name = ()) -> dict[Name, Any]:
-    """Arrays by their parameters' names; layers of a list are numbered."""
+    """Arrays by their parameters' names; layers of a list are numbered, and in this order."""
     if VALUE in tree and not isinstance(tree[VALUE], Mapping):
         return {above: tree[VALUE]}
     flat: dict[Name, Any] = {}
-    for key, below in tree.items():
-        flat |= _flat(below, (*above, int(key) if key.isdecimal() else key))
+    keys: dict[str | int, Any] = {int(k) if k.isdecimal() else k: tree[k] for k in tree}
+    numbers = sorted(key for key in keys if isinstance(key, int))  # orbax sorts them as text
+    for key in [*(key for key in keys if key not in numbers), *numbers]:
+        flat |= _flat(keys[key], (*above, key))
     return flat
 
 
