@@ -13,7 +13,6 @@ The same annotations check values in other files (`require`), and build a config
 """
 
 import dataclasses
-import functools
 import types
 import typing
 from collections.abc import Mapping
@@ -90,13 +89,14 @@ def require_fields(config: Any, prefix: str = "") -> None:
         config: the dataclass, frozen or not.
         prefix: precedes the names of fields in errors, as in "optimizer.".
     """
+    allowed = annotations(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, np.bool_ | np.integer | np.floating):
             value = value.item()
             object.__setattr__(config, field.name, value)
         default = None if field.default is dataclasses.MISSING else field.default
-        require(prefix + field.name, value, annotations(type(config))[field.name], default)
+        require(prefix + field.name, value, allowed[field.name], default)
 
 
 def require(name: str, value: Any, annotation: Any, default: Any = None) -> None:
@@ -121,7 +121,6 @@ def dtype_of(name: str, value: Any) -> np.dtype:
         raise UserError(f"{name}={shown(value)} is not a dtype. Write one as 'bfloat16'.") from None
 
 
-@functools.cache
 def annotations(kind: type[Any]) -> dict[str, Any]:
     """The annotation of each field, with its range."""
     return typing.get_type_hints(kind, include_extras=True)
@@ -217,9 +216,9 @@ def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
                 f"{where} {problem} {', '.join(sorted(names)[:5])}: it is damaged, or was written "
                 "by another version of coat_jax."
             )
+    allowed = annotations(kind)
     values = {
-        name: _from_json(value, annotations(kind)[name], f"{where}.{name}")
-        for name, value in data.items()
+        name: _from_json(value, allowed[name], f"{where}.{name}") for name, value in data.items()
     }
     try:
         return kind(**values)
