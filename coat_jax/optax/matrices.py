@@ -22,19 +22,26 @@ from coat_jax.limits import shown
 DimensionNumbers = Any | Callable[[optax.Params], Any]
 
 VOCABULARY = re.compile(r"(\b|_)(un)?embed|(\b|_)vocab|\bw[tp]e\b|head\b", re.IGNORECASE)
+# What is a vector in one layer, and has two axes where layers are stacked.
+VECTOR = re.compile(r"(\b|_)(scales?|bias(es)?)\b|norm(s|_?\d+)?\b", re.IGNORECASE)
 
 
 def hidden_matrices(params: optax.Params) -> Any:
     """The matrices of a network's hidden layers, as `muon_weight_dimension_numbers`.
 
-    These are the leaves with two axes or more, neither of the last two of size 1, but not
-    embeddings and heads: leaves on whose path a word begins with "embed", "unembed" or "vocab",
-    ends with "head", or is "wte" or "wpe". Axes before the last two are a stack of matrices.
+    These are the leaves with two axes or more, neither of the last two of size 1. Axes before the
+    last two are a stack of matrices. Left out are, by the words on their path:
+
+    - embeddings and heads: a word begins with "embed", "unembed" or "vocab", ends with "head", or
+      is "wte" or "wpe";
+    - vectors, which have two axes where layers are stacked: a name ends with the word "scale" or
+      "bias", or with "norm", also in the plural, and "norm" also with a number.
     """
 
     def numbers(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
         shape = jnp.shape(leaf)
-        if len(shape) < 2 or min(shape[-2:]) < 2 or VOCABULARY.search(jax.tree_util.keystr(path)):
+        name = jax.tree_util.keystr(path)
+        if len(shape) < 2 or min(shape[-2:]) < 2 or VOCABULARY.search(name) or VECTOR.search(name):
             return None
         return MuonDimensionNumbers(len(shape) - 2, len(shape) - 1)
 

@@ -13,7 +13,8 @@ so that the error of a small column is small, too:
 The state of a matrix takes 1.04 bytes per parameter instead of 4. The arguments have the names, the
 defaults and the order of those of `optax.contrib.muon`. Only the default choice of leaves differs.
 `optax.contrib.muon` updates all leaves with two axes, also embeddings and the head. Here
-`hidden_matrices` leaves these to AdamW, and includes matrices that are stacked by layer.
+`hidden_matrices` leaves these to AdamW, and includes matrices that are stacked by layer. With
+`adaptive`, optax sums over all matrices of a leaf, and here each has a sum of its own.
 """
 
 import math
@@ -216,7 +217,8 @@ def scale_by_fp8_muon(
         eps: added to norms.
         mu_dtype: must be None; keeps the argument order of optax.
         nesterov: whether to use Nesterov momentum.
-        adaptive: whether to multiply each update by its inner product with the momentum.
+        adaptive: whether to multiply the update of each matrix by its inner product with the
+            momentum.
         preconditioning: how singular values are made at most 1 before the first step: "frobenius",
             "aol" or "schatten".
         weight_dimension_numbers: which axes of each leaf form a matrix. Every leaf must have one;
@@ -277,7 +279,10 @@ def scale_by_fp8_muon(
         )
         directions = [matrix.unstack(u) for u, matrix in zip(stacks, matrices, strict=True)]
         if adaptive:
-            directions = [jnp.vdot(m, u) * u for m, u in zip(corrected, directions, strict=True)]
+            directions = [
+                _times_dual_norm(u.astype(jnp.float32), m, matrix)
+                for u, m, matrix in zip(directions, corrected, matrices, strict=True)
+            ]
         results = [u.astype(g.dtype) for u, g in zip(directions, gradients, strict=True)]
         state = ScaleByFP8MuonState(
             count,
@@ -299,6 +304,16 @@ def _magnitude_of_columns(
     length = math.prod(m.shape[axis] for axis in matrix.column)
     means = jnp.sum(magnitudes / max(length, 1), axis=matrix.column, keepdims=True)
     return jnp.maximum(means, SMALLEST)
+
+
+def _times_dual_norm(
+    u: Float[Array, "..."], m: Float[Array, "..."], matrix: Matrix
+) -> Float[Array, "..."]:
+    """Each direction times its inner product with the momentum, about the sum of singular values.
+
+    See https://arxiv.org/abs/2409.20325.
+    """
+    return u * jnp.sum(m * u, axis=(*matrix.inputs, *matrix.outputs), keepdims=True)
 
 
 def _bias_corrected(

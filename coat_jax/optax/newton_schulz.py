@@ -77,7 +77,10 @@ def orthogonalize(
         done = _on_one_device_each(run, jnp.concatenate(slices))
         for part, result in zip(parts, jnp.split(done, ends[:-1]), strict=True):
             results[part.stack].append(result)
-    return [jnp.concatenate(parts) for parts in results]
+    return [
+        jnp.concatenate(parts) if parts else stack.astype(dtype)  # a stack of no matrices
+        for stack, parts in zip(stacks, results, strict=True)
+    ]
 
 
 def _require_whole_matrices(stacks: Sequence[Float[Array, "B M N"]]) -> None:

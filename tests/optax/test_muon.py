@@ -1,5 +1,8 @@
 """Muon with an 8-bit momentum: it is optax's but for the storage, and independent of the mesh."""
 
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +12,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 from optax.contrib import muon as optax_muon
+from small_model import SMALL
 
 import coat_jax as coat
+from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.optax.matrices import matrices_of
 from coat_jax.optax.newton_schulz import orthogonalize
@@ -34,12 +39,18 @@ def distance(a, b):
     return np.linalg.norm((a - b).ravel()) / np.linalg.norm(b.ravel())
 
 
-def steps_of(tx, params, count=4):
+def apart(tree):
+    """The tree with the matrices of its stack as separate leaves."""
+    return {**tree, "square": list(tree["square"])}
+
+
+def steps_of(tx, params, count=4, view=lambda tree: tree):
     """The updates of several steps, whose gradients have a mean as those of training do."""
+    params = view(params)
 
     @jax.jit
     def step(state, noise, mean):
-        grads = jax.tree.map(lambda a, b: a + 0.5 * b, noise, mean)
+        grads = view(jax.tree.map(lambda a, b: a + 0.5 * b, noise, mean))
         return tx.update(grads, state, params)
 
     state, updates, mean = tx.init(params), [], tree(99)
@@ -62,13 +73,28 @@ SETTINGS = {
 @pytest.mark.costly
 @pytest.mark.parametrize("name", SETTINGS)
 def test_with_fp32_storage_it_is_optax_muon(name):
+    """With each matrix a leaf: where it is adaptive, optax sums over all matrices of a leaf."""
     params, settings = tree(7), SETTINGS[name]
-    numbers = coat.optax.hidden_matrices(params)
+    numbers = coat.optax.hidden_matrices(apart(params))
     exact = optax_muon(0.02, muon_weight_dimension_numbers=numbers, **settings)
     ours = coat.optax.fp8_muon(0.02, ns_dtype=jnp.float32, storage=IN_FP32, **settings)
-    for got, want in zip(steps_of(ours, params)[0], steps_of(exact, params)[0], strict=True):
+    wanted = steps_of(exact, params, view=apart)[0]
+    for got, want in zip(steps_of(ours, params)[0], wanted, strict=True):
         for leaf in params:
-            assert distance(got[leaf], want[leaf]) < 2e-5, leaf
+            assert distance(got[leaf], np.asarray(want[leaf])) < 2e-5, leaf
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_stack_is_updated_as_its_matrices_are_by_themselves(adaptive):
+    """To 2^-8, one rounding of the BF16 products, which XLA may order in another way."""
+    tx = coat.optax.scale_by_fp8_muon(adaptive=adaptive, storage=IN_FP32)
+    scales = jnp.array([1.0, 100.0])[:, None, None]
+    stack = normal(0, (2, 16, 24)) * scales
+    matrices = {"a": stack[0], "b": stack[1]}
+    together, _ = tx.update({"w": stack}, tx.init({"w": stack}))
+    alone, _ = tx.update(matrices, tx.init(matrices))
+    for got, name in zip(together["w"], alone, strict=True):
+        np.testing.assert_allclose(got, alone[name], rtol=2**-8, atol=2**-8 * abs(got).max())
 
 
 def test_eight_bits_turn_an_update_by_little():
@@ -182,6 +208,33 @@ def test_vocabulary_vectors_and_the_rest_go_to_adam():
     assert isinstance(state.inner_states["muon"].inner_state[0], coat.optax.ScaleByFP8MuonState)
     followed = state.inner_states["adam"].inner_state[0].mu.codes
     assert [len(jax.tree.leaves(followed[name])) for name in params] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("changes", [{}, {"norms": "after", "qk_norm": "all"}], ids=str)
+def test_the_layers_of_a_model_have_the_same_matrices_stacked_or_not(changes):
+    chosen = {}
+    for scan in (False, True):
+        config = dataclasses.replace(SMALL, scan=scan, qkv_bias=True, **changes)
+        _, params = models.abstract(config)
+        numbers = coat.optax.hidden_matrices(params)
+        taken = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(numbers)}
+        chosen[scan] = {re.sub(r"\[\d\]", "", name) for name in taken}
+    names = {"query", "key", "value", "out", "gate", "up", "down"}
+    assert {name.split("'")[-2] for name in chosen[True]} == names
+    assert chosen[True] == chosen[False]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_vector"),
+    [
+        *[(name, True) for name in ("scale", "query_bias", "biases", "rms_scales")],
+        *[(name, True) for name in ("norm", "norm1", "norm_2", "input_layernorm", "LayerNorm_0")],
+        *[(name, False) for name in ("upscale", "scaled", "multi_scale_mix", "normal", "w")],
+    ],
+)
+def test_stacked_vectors_are_recognized_by_their_names(name, is_vector):
+    numbers = coat.optax.hidden_matrices({"layers": {name: {"weight": jnp.zeros((4, 32))}}})
+    assert (numbers["layers"][name]["weight"] is None) == is_vector
 
 
 def test_dimension_numbers_may_be_a_prefix_and_name_several_axes():
@@ -355,6 +408,16 @@ def test_zeros_are_orthogonalized_to_zeros():
 
     for (u,) in all_ways():
         assert not jnp.any(u)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_stack_without_matrices_is_updated(adaptive):
+    params = {"none": jnp.ones((0, 16, 32)), "w": jnp.ones((16, 32))}
+    tx = coat.optax.scale_by_fp8_muon(adaptive=adaptive)
+    updates, state = tx.update(params, tx.init(params))
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+    assert {u.dtype for u in jax.tree.leaves(updates)} == {np.dtype("float32")}
+    assert state.mu.codes["none"].shape == (0, 16, 32)
 
 
 def test_matrices_that_are_sharded_explicitly_are_refused():
