@@ -33,6 +33,7 @@ from coat_jax.optax.checks import (
     require_transformation,
 )
 from coat_jax.optax.derivatives import refuse_derivatives
+from coat_jax.optax.host_memory import on_device
 from coat_jax.optax.metadata import fit_metadata
 from coat_jax.optax.selection import select_moments, without_names
 from coat_jax.optax.sharding import full
@@ -142,7 +143,8 @@ def decompress(state: Any, storage: Storage | None = None) -> Any:
     `optax.contrib.schedule_free_eval_params` or `optax.tree.get(decompress(state), "mu")`.
 
     Args:
-        state: of `compress`, or of a chain or wrapper around it.
+        state: of `compress`, or of a chain or wrapper around it. What is in host memory is copied
+            to the device.
         storage: what was given to `compress`.
     """
     require_settings(storage=storage)
@@ -151,7 +153,7 @@ def decompress(state: Any, storage: Storage | None = None) -> Any:
     def plain(node: Any) -> Any:
         if not isinstance(node, CompressedState):
             return node
-        leaves = [_read(e, storage) for e in _stored_leaves(node, storage)]
+        leaves = [_read(e, storage) for e in on_device(_stored_leaves(node, storage))]
         return jax.tree.unflatten(jax.tree.structure(node.codes), leaves)
 
     return jax.tree.map(plain, state, is_leaf=lambda node: isinstance(node, CompressedState))

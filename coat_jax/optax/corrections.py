@@ -26,6 +26,7 @@ from coat_jax.optax.checks import (
     require_state_of,
     require_transformation,
 )
+from coat_jax.optax.host_memory import on_device
 from coat_jax.optax.metadata import fit_metadata
 from coat_jax.optax.sharding import full
 from coat_jax.storage import placeholder_shape
@@ -98,7 +99,8 @@ def corrected_params(params: optax.Params, state: Any) -> optax.Params:
 
     Args:
         params: the parameters.
-        state: of the optimizer, or of a chain or wrapper with the optimizer in it.
+        state: of the optimizer, or of a chain or wrapper with the optimizer in it. What is in host
+            memory is copied to the device.
     """
     nodes = jax.tree.leaves(state, is_leaf=_is_corrected_state)
     states = [node for node in nodes if _is_corrected_state(node)]
@@ -108,7 +110,7 @@ def corrected_params(params: optax.Params, state: Any) -> optax.Params:
             "with correct_params=True have one, and so has with_corrections."
         )
     require_corrections(params, states[0])
-    return join_params(params, states[0])
+    return join_params(params, states[0]._replace(corrections=on_device(states[0].corrections)))
 
 
 def is_corrected(param: Any) -> bool:

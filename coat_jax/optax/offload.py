@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from coat_jax.errors import UserError
 from coat_jax.kernels.adam import Number
 from coat_jax.optax.checks import require_same_shapes
 from coat_jax.optax.following import followed_params
@@ -54,6 +55,7 @@ def in_host_memory(optimizer: FusedOptimizer) -> FusedOptimizer:
     require_step("in_host_memory", optimizer)
 
     def init(params: optax.Params) -> Any:
+        _refuse_lookahead(params)
         state = optimizer.init(params)
         leaves, structure = jax.tree.flatten(state)
         placed = [
@@ -74,6 +76,7 @@ def in_host_memory(optimizer: FusedOptimizer) -> FusedOptimizer:
         arguments = {"grad_scale": grad_scale, "skip": skip, **extra_args}
         if not any(map(is_on_host, jax.tree.leaves(state))):
             return optimizer.step(params, grads, state, **arguments)
+        _refuse_lookahead(params)
         require_same_shapes("gradients", grads, params)
         gradients = jax.tree.leaves(grads)
         parts = Parts(params, state)
@@ -86,6 +89,15 @@ def in_host_memory(optimizer: FusedOptimizer) -> FusedOptimizer:
         return parts.whole()
 
     return FusedOptimizer(init, step)
+
+
+def _refuse_lookahead(params: optax.Params) -> None:
+    if isinstance(params, optax.LookaheadParams):
+        raise UserError(
+            "in_host_memory got optax.LookaheadParams, and steps each parameter by itself: "
+            "optax.lookahead needs the fast and the slow copy of it at once. Keep its state on the "
+            "device: use in_place(optax.lookahead(..)) without in_host_memory."
+        )
 
 
 def _is_large(leaf: Any, param: Any) -> bool:

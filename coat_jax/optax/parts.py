@@ -22,6 +22,7 @@ import optax
 from jax import lax
 from jaxtyping import Array
 
+from coat_jax.errors import UserError
 from coat_jax.optax.following import followed_params
 from coat_jax.optax.host_memory import is_on_host, to_device, to_host
 
@@ -42,8 +43,20 @@ class Parts:
         self._masked = _is_masked(state)
         self._before = list(self._state)
         self._on_host = [is_on_host(leaf) for leaf in self._state]
+        self._require_followers_on_host(state)
         self._leaving: list[int] = []  # leaves of the part before, on their way to the host
         self._stepped: list[Array] | None = None  # the same, on the device
+
+    def _require_followers_on_host(self, state: Any) -> None:
+        """Raises if an array that follows no parameter, which all parts need, is in host memory."""
+        leaves = jax.tree.leaves_with_path(state)
+        for (path, leaf), on_host, param in zip(leaves, self._on_host, self._follows, strict=True):
+            if on_host and param is None:
+                raise UserError(
+                    f"state{jax.tree_util.keystr(path)} of shape {leaf.shape} is in host memory, "
+                    "where only arrays as large as their parameters may be. Make the state with "
+                    "init(params) of in_host_memory(optimizer), which places each array."
+                )
 
     def on_host(self) -> list[list[int]]:
         """For each parameter, the sizes in bytes of the arrays in host memory that follow it."""

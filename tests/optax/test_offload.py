@@ -164,6 +164,54 @@ def test_a_checkpoint_is_written_from_copies():
     assert copies.mu.amax["a"] is state.mu.amax["a"]
 
 
+@pytest.mark.parametrize("jits", [False, True])
+def test_corrected_params_are_read_from_host_memory(jits):
+    optimizers = OPTIMIZERS["corrected"](), in_host_memory(OPTIMIZERS["corrected"]())
+    read = coat.optax.corrected_params
+    found = []
+    for optimizer in optimizers:
+        params, state = optimizer.step(
+            tree(0, jnp.bfloat16), tree(1), optimizer.init(tree(0, jnp.bfloat16))
+        )
+        found.append((jax.jit(read) if jits else read)(params, state))
+    assert kinds(state).corrections["a"] == "pinned_host"
+    assert set(jax.tree.leaves(kinds(found[1]))) == {"device"}
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("jits", [False, True])
+def test_compressed_moments_are_read_from_host_memory(jits):
+    """Also those that are not compressed, such as the second ones here."""
+    tx = coat.optax.compress(optax.adam(1e-2), where=lambda path, _: ".mu" in path)
+    read = coat.optax.decompress
+    found = []
+    for optimizer in (coat.optax.in_place(tx), in_host_memory(coat.optax.in_place(tx))):
+        _, state = optimizer.step(tree(0), tree(1), optimizer.init(tree(0)))
+        found.append((jax.jit(read) if jits else read)(state))
+    hosted = kinds(state).inner.codes[0]
+    assert hosted.mu["a"] == hosted.nu["a"] == "pinned_host"
+    assert set(jax.tree.leaves(kinds(found[1]))) == {"device"}
+    assert_equal(*found)
+
+
+def test_a_state_that_is_wholly_in_host_memory_is_refused():
+    plain, hosted = OPTIMIZERS["fused"](), in_host_memory(OPTIMIZERS["fused"]())
+    params = tree(0)
+    state = jax.device_put(plain.init(params), jax.memory.Space.Host)
+    with pytest.raises(UserError, match=r"state\.count of shape \(\) is in host .*init\(params\)"):
+        hosted.step(params, tree(1), state)
+    with pytest.raises(UserError, match=r"state\.count of shape \(\) is in host .*init\(params\)"):
+        coat.optax.step_by_stages(hosted, STAGES, params, state)
+
+
+def test_two_copies_of_the_parameters_are_refused():
+    """Whatever their size: `in_place` takes them, and a small state would be on the device."""
+    lookahead = optax.lookahead(optax.sgd(1e-2), sync_period=5, slow_step_size=0.5)
+    optimizer = in_host_memory(coat.optax.in_place(lookahead))
+    with pytest.raises(UserError, match=r"LookaheadParams.*without in_host_memory"):
+        optimizer.init(optax.LookaheadParams.init_synced({"w": jnp.ones(3)}))
+
+
 def test_an_optimizer_without_a_step_is_refused():
     with pytest.raises(UserError, match=r"step of its own.*in_place\(\.\.\)"):
         in_host_memory(coat.optax.fp8_adamw(1e-3))
