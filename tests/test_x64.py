@@ -3,10 +3,18 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import coat_jax as coat
-from coat_jax.optax import Stage, fused_fp8_adamw, global_norm, global_norm_scale, step_by_stages
+from coat_jax.optax import (
+    Stage,
+    fused_fp8_adamw,
+    global_norm,
+    global_norm_scale,
+    in_place,
+    step_by_stages,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +65,18 @@ def test_bf16_parameters_follow_a_schedule_in_fp64(how):
         ]
 
     jax.tree.map(np.testing.assert_array_equal, *after(params))
+
+
+def test_a_factor_in_fp64_scales_gradients_in_place():
+    params = {"w": parameters()["w"]}
+    optimizer = in_place(optax.adam(1e-2))
+    state = optimizer.init(params)
+    after = [
+        optimizer.step(params, params, state, grad_scale=scale)
+        for scale in (jnp.float64(2**-10), jnp.float32(2**-10))
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *after)
+    assert {leaf.dtype for leaf in jax.tree.leaves(after[0][0])} == {np.dtype("float32")}
 
 
 @pytest.mark.parametrize("over", ["group", "block"])

@@ -18,6 +18,7 @@ from jaxtyping import Array, Int32
 from coat_jax.kernels.adam import Number
 from coat_jax.optax.arguments import require_flag, require_scalar, require_seed, require_settings
 from coat_jax.optax.checks import (
+    dtype_of,
     require_same_shapes,
     require_state_of,
     require_transformation,
@@ -103,7 +104,10 @@ def in_place(
         require_scalar("grad_scale", grad_scale)
         require_flag("skip", skip)
         require_same_shapes("gradients", grads, optimized(params))
-        scaled = jax.tree.map(lambda g: g * grad_scale, in_fp32(grads))
+        scaled = jax.tree.map(
+            lambda g: jnp.asarray(g * grad_scale, dtype_of(g)),  # a factor may be in FP64
+            in_fp32(grads),
+        )
         wide = join_params(params, state) if correct_params else params
         updates, inner = inner_tx.update(scaled, before.inner, in_fp32(wide), **extra_args)
         _require_unchanged(before.inner, inner)
