@@ -70,10 +70,9 @@ def moment_sums(state: Any, stacked: Collection[str] = ()) -> dict[str, Float[Ar
     """
     sums = {}
     for path, moment, stored in stored_leaves(state):
-        first, *rest = path
-        by_layer = first in stacked
-        name = "/".join([first, "*", *rest] if by_layer else path)
-        sums[f"{name}/{moment}" if moment else name] = _sums(stored, 1 if by_layer else 0)
+        by_layer = bool(path) and path[0] in stacked
+        name = "/".join([path[0], "*", *path[1:]] if by_layer else path)
+        sums["/".join(filter(None, (name, moment)))] = _sums(stored, 1 if by_layer else 0)
     return sums
 
 

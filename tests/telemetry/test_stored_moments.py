@@ -68,6 +68,19 @@ def test_stored_moments_are_found_in_any_state(tx, names):
     assert set(found) == names
 
 
+@pytest.mark.parametrize(
+    ("tx", "names"),
+    [
+        (coat.optax.fp8_adamw(1e-3), {"mu", "nu"}),
+        (coat.optax.compress(optax.lion(1e-3)), {"mu"}),
+    ],
+)
+def test_the_moments_of_a_single_array_have_their_own_names(tx, names):
+    state = tx.init(jnp.ones((256, 128)))
+    assert set(telemetry.moments(state)) == names
+    assert set(moment_sums(state, ("w",))) == names
+
+
 def shadow(m, v):
     return Shadow(jnp.asarray(m, jnp.float32), jnp.asarray(v, jnp.float32))
 
