@@ -145,16 +145,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _lines(file: Path | None) -> Iterator[str]:
-    """The prompts in a file."""
+    """The prompts in a file, one on each line that is not blank."""
     if file is None:
         return
     text = read_text(expanded(file))
-    if not text:
+    if not text.strip():
         raise UserError(f"{file} is empty: it should have a prompt on each line.")
     for number, line in enumerate(lines_of(text), 1):
+        if not line.strip():
+            continue
         if file.suffix.lower() != ".jsonl":
             yield line
-        elif line.strip():
+        else:
             record = parse_json(line, f"{file}:{number}")
             prompt = record.get("prompt") if isinstance(record, dict) else record
             if not isinstance(prompt, str):

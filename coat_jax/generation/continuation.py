@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from coat_jax.errors import UserError
 from coat_jax.generation.cache import Cache, decode, prefill
 from coat_jax.generation.sampling import Sampling, choose
+from coat_jax.limits import Count, require
 from coat_jax.models import Config, Llama
 from coat_jax.models.batches import NOT_NUMBERS, padded_length, padded_rows, require_known
 from coat_jax.printable import counted
@@ -57,7 +58,7 @@ def stream(
             the prompts beside it.
     """
     require_prompts(model.config, prompts, max_tokens=max_tokens, stops=stops)
-    return _stream(model, prompts, max_tokens, sampling, stops, first)
+    return _stream(model, prompts, int(max_tokens), sampling, stops, first)
 
 
 def generate(model: Llama, prompts: Prompts, **settings: Any) -> list[list[int]]:
@@ -159,12 +160,14 @@ def _continue(
 def _chosen(
     sampling: Sampling, stops: Int[Array, " E"], logits: Float[Array, "B V"], session: _Session
 ) -> tuple[Int[Array, " B"], _Session]:
-    """The next token of each text, NOTHING where it has ended."""
+    """The next token of each text, NOTHING where it has ended, NOT_A_NUMBER for broken logits."""
     tokens = choose(logits, sampling, session.numbers, session.cache.lengths)
-    ended = (session.remaining <= 0) | jnp.isin(tokens, stops)
+    over = session.remaining <= 0
+    # The token that is chosen of NaN, often 0, may be a stop token, and would end the text.
+    broken = ~over & ~jnp.isfinite(logits).all(axis=-1)
+    ended = over | (~broken & jnp.isin(tokens, stops))
     remaining = jnp.where(ended, 0, session.remaining - 1)
-    new = jnp.where(jnp.isfinite(logits).all(axis=-1), tokens, NOT_A_NUMBER)
-    new = jnp.where(ended, NOTHING, new)
+    new = jnp.where(broken, NOT_A_NUMBER, jnp.where(ended, NOTHING, tokens))
     return new, session._replace(tokens=tokens, remaining=remaining)
 
 
@@ -182,8 +185,9 @@ def require_prompts(
             "A prompt is a list of tokens, not text. Encode it: generation.Bytes().encode(text) or "
             "generation.Tokenizer(file).encode(text)."
         )
-    if max_tokens < 1:
-        raise UserError(f"max_tokens={max_tokens} must be 1 or more.")
+    require(
+        "max_tokens", max_tokens.item() if isinstance(max_tokens, np.integer) else max_tokens, Count
+    )
     for number, prompt in enumerate(prompts, 1):
         name = "The prompt" if len(prompts) == 1 else f"Prompt {number}"
         if not len(prompt):

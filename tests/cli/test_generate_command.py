@@ -152,6 +152,17 @@ def test_only_newlines_divide_prompts(run, tmp_path, capsys):
         assert second.startswith("c\x85")
 
 
+def test_blank_lines_are_no_prompts(run, tmp_path, capsys):
+    for name, lines in (
+        ("p.txt", ["", "a", " \t", "", "b", ""]),
+        ("p.jsonl", ["", '"a"', " ", '"b"']),
+    ):
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        assert coat(run, "--prompts", tmp_path / name, *GREEDY) == 0
+        first, second = continued(filled(CONFIG, seed=1), "a", "b")
+        assert capsys.readouterr().out == f"a{first}\n---\nb{second}\n"
+
+
 def test_several_devices_say_the_same(run, capsys):
     (text,) = continued(filled(CONFIG, seed=1), "def ")
     assert coat(run, "--prompt", "def ", "--devices", 2, *GREEDY) == 0
@@ -257,7 +268,7 @@ def test_texts_end_with_a_stop_token(run, capsys):
         (["--prompt", ""], "The prompt is empty"),
         (["--prompt", "a", "--prompt", ""], "Prompt 2 is empty"),
         (["--prompt", "x" * 64], "64 tokens, and the model's context=64"),
-        (["--prompt", "a", "--max-tokens", "0"], "max_tokens=0 must be 1 or more"),
+        (["--prompt", "a", "--max-tokens", "0"], "max_tokens=0 must be a whole number from 1"),
         (["--prompt", "a", "--max-tokens", "many"], "invalid int value: 'many'"),
         (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be a number from 0"),
         (["--prompt", "a", "--top-p", "0"], "top_p=0.0 must be a number above 0"),
@@ -291,9 +302,10 @@ def test_bad_input_ends_in_one_line_and_code_2(arguments, named, run, capsys):
 
 
 def test_a_file_without_a_prompt_is_named(run, tmp_path, capsys):
-    (tmp_path / "none.txt").touch()
-    assert coat(run, "--prompts", tmp_path / "none.txt") == 2
-    assert "none.txt is empty: it should have a prompt on each line." in capsys.readouterr().err
+    for content in ("", "\n", " \r\n\n"):
+        (tmp_path / "none.txt").write_bytes(content.encode())
+        assert coat(run, "--prompt", "a", "--prompts", tmp_path / "none.txt") == 2
+        assert "none.txt is empty: it should have a prompt on each line." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,20 @@ def test_logits_that_are_not_numbers_are_an_error(lost):
         generate(model, PROMPTS, max_tokens=3)
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling()], ids=["greedy", "random"])
+def test_logits_that_are_not_numbers_do_not_end_a_text(sampling):
+    """Whatever token is chosen of them, it is no stop token."""
+    model = filled(dataclasses.replace(MODEL.config, layers=1))
+    model.norm.scale[...] = model.norm.scale[...].at[0].set(jnp.nan)
+    with pytest.raises(ValueError, match="logits are not numbers"):
+        generate(model, PROMPTS, max_tokens=3, sampling=sampling, stops=range(256))
+
+
+def test_numbers_of_numpy_count_tokens():
+    wanted = generate(MODEL, PROMPTS, max_tokens=3, sampling=GREEDY)
+    assert generate(MODEL, PROMPTS, max_tokens=np.uint8(3), sampling=GREEDY) == wanted
+
+
 def test_prompts_may_be_arrays():
     settings = {"max_tokens": 3, "sampling": GREEDY}
     wanted = generate(MODEL, [[1, 2], [3, 4]], **settings)
@@ -147,7 +161,11 @@ def test_text_is_to_be_encoded_first(prompts):
         ([[1] * 64], {}, "The prompt has 64 tokens, and the model's context=64 must"),
         ([[1, 256]], {}, "The prompt has token 256, outside the model's vocabulary of 256"),
         ([[-1]], {}, "token -1, outside"),
-        ([[1]], {"max_tokens": 0}, "max_tokens=0 must be 1 or more"),
+        ([[1]], {"max_tokens": 0}, "max_tokens=0 must be a whole number from 1 to 2,147,483,647"),
+        ([[1]], {"max_tokens": np.int64(-1)}, "max_tokens=-1 must be a whole number"),
+        ([[1]], {"max_tokens": 2.5}, "max_tokens=2.5 must be a whole number"),
+        ([[1]], {"max_tokens": True}, "max_tokens=True must be a whole number"),
+        ([[1]], {"max_tokens": "3"}, "max_tokens='3' must be a whole number"),
         ([[1]], {"stops": [300]}, "stops has token 300, outside"),
     ],
 )
