@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import textwrap
@@ -34,6 +35,8 @@ OF_TRAINER = {
     "tokenizers": "tokenizers",
 }
 FIRST_CUDA_13_DRIVER = 580
+VERSION = re.compile(r"\d+(\.\d+)+")
+PATIENCE = 30  # seconds for nvidia-smi, which may hang where the driver does
 
 
 class Problem(NamedTuple):
@@ -108,13 +111,19 @@ def versions() -> dict[str, str]:
 
 
 def nvidia_driver() -> str | None:
-    """The version of NVIDIA's driver; None without one."""
+    """The version of NVIDIA's driver; None without one, or if nvidia-smi does not tell it."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
     asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return answer.stdout.split()[0] if answer.returncode == 0 and answer.stdout.strip() else None
+    try:
+        answer = subprocess.run(
+            asked, capture_output=True, text=True, errors="replace", check=False, timeout=PATIENCE
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    first = answer.stdout.strip().partition("\n")[0].strip()  # one line for each GPU
+    return first if answer.returncode == 0 and VERSION.fullmatch(first) else None
 
 
 def kernels(driver: str | None) -> tuple[dict[str, str], list[Problem]]:

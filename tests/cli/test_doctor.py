@@ -103,6 +103,50 @@ def test_a_platform_that_does_not_start_is_named(examined, monkeypatch):
 
 
 @pytest.fixture
+def answering(monkeypatch, tmp_path):
+    """Puts another nvidia-smi in the place of the machine's."""
+
+    def put(content):
+        program = tmp_path / "nvidia-smi"
+        program.write_text(content)
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("answer", "version"),
+    [
+        ("580.65.06\n580.65.06\n", "580.65.06"),
+        ("535.161\n", "535.161"),
+        ("No devices were found\n", None),
+        ("[N/A]\n", None),
+        ("580\n", None),
+        ("\\377\n", None),
+        ("\n", None),
+        ("", None),
+    ],
+)
+def test_a_driver_is_one_with_a_version_number(answering, answer, version):
+    answering(f"#!/bin/sh\nprintf '{answer}'\n")
+    assert doctor.nvidia_driver() == version
+
+
+def test_a_driver_whose_program_fails_is_none(answering):
+    answering("#!/bin/sh\necho 580.65.06\nexit 9\n")
+    assert doctor.nvidia_driver() is None
+    answering("\0")  # no program
+    assert doctor.nvidia_driver() is None
+
+
+def test_a_program_that_hangs_is_not_waited_for(answering, monkeypatch):
+    monkeypatch.setattr(doctor, "PATIENCE", 0.2)
+    answering("#!/bin/sh\nexec sleep 60\n")
+    assert doctor.nvidia_driver() is None
+
+
+@pytest.fixture
 def cache():
     """Tells JAX which compilation cache to use, as JAX_COMPILATION_CACHE_DIR does."""
     before = jax.config.values["jax_compilation_cache_dir"]
