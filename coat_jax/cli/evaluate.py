@@ -25,6 +25,7 @@ import argparse
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ from coat_jax.training.data.paths import files_of
 if TYPE_CHECKING:
     from coat_jax.evaluation import Accuracies, Accuracy, Question, Score
     from coat_jax.models import Config, Llama
+    from coat_jax.quantization import Scheme
 
 AXIS = "fsdp"
 
@@ -100,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
     scores = dict(zip(texts, of_texts, strict=True))
     accuracies = dict(zip(tasks, of_tasks, strict=True))
     if options.json:
-        print(json.dumps(_as_json(options.where, folder, window, scores, accuracies), indent=2))
+        print(json.dumps(_as_json(options.where, model, window, scores, accuracies), indent=2))
         return 0
     if scores:
         print(printable(_table_of_texts(scores)))
@@ -228,15 +230,12 @@ def _shown(accuracy: "Accuracy") -> str:
 
 def _as_json(
     where: Path,
-    folder: ModelFolder,
+    model: "Llama",
     window: int,
     scores: Mapping[Path, "Score"],
     accuracies: Mapping[Path, "Accuracies"],
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "model": str(where),
-        "precision": _precision_as_json(folder.config),
-    }
+    found: dict[str, Any] = {"model": str(where), **_precision_as_json(model)}
     if scores:
         found["window"] = window
         found["texts"] = [
@@ -263,13 +262,42 @@ def _as_json(
     return found
 
 
-def _precision_as_json(config: "Config") -> Any:
-    """The name of a preset, or what a precision consists of."""
+def _precision_as_json(model: "Llama") -> dict[str, Any]:
+    """The name of a preset, or what a precision consists of; of a quantized model its formats."""
+    from coat_jax import quantization
     from coat_jax.precision import PRESETS
     from coat_jax.training import identity
 
-    name = next((name for name, preset in PRESETS.items() if preset == config.precision), None)
-    return name or identity.to_json(config.precision)
+    schemes = quantization.schemes_of(model) if quantization.is_quantized(model) else {}
+    if schemes:
+        formats = {scheme.format for scheme in schemes.values()}
+        precision = "mixed" if len(formats) > 1 else formats.pop()
+        return {"precision": precision, "linear_layers": _linear_layers(model.config, schemes)}
+    ours = model.config.precision
+    name = next((name for name, preset in PRESETS.items() if preset == ours), None)
+    return {"precision": name or identity.to_json(ours)}
+
+
+def _linear_layers(config: "Config", schemes: Mapping[str, "Scheme"]) -> list[dict[str, Any]]:
+    """How many layers have each format and each way to round inputs; last, those left as they are.
+
+    Args:
+        config: of the model.
+        schemes: of its quantized projections.
+    """
+    import jax.numpy as jnp
+
+    from coat_jax.quantization.projections import paths_of
+
+    kinds: list[tuple[str, str, int]] = [
+        (*scheme, count) for scheme, count in sorted(Counter(schemes.values()).items())
+    ]
+    if left := len(paths_of(config)) - len(schemes):
+        kinds.append((jnp.dtype(config.dtype).name, "none", left))
+    return [
+        {"format": format, "activations": activations, "count": count}
+        for format, activations, count in kinds
+    ]
 
 
 def _accuracy_as_json(accuracy: "Accuracy") -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -11,6 +12,7 @@ from small_model import SMALL, filled
 from coat_jax import evaluation, quantization
 from coat_jax.cli import evaluate, main
 from coat_jax.models import hf
+from coat_jax.quantization import projections
 from coat_jax.tokenizers import Bytes
 from coat_jax.training import identity
 from coat_jax.training.checkpoint import Checkpoints
@@ -151,6 +153,41 @@ def test_a_quantized_model_is_evaluated_as_it_is(text, tmp_path, capsys):
     assert said["nats_per_token"] != pytest.approx(score(filled(IN_BF16)).per_token, rel=1e-6)
     assert coat(tmp_path / "small", "--text", text, "--precision", "bf16") == 2
     assert "already quantized, which decides its precision" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "precision", "layers"),
+    [
+        ({"format": "fp8"}, "fp8", [("fp8", "dynamic", 7)]),
+        (
+            {"format": "int8", "activations": "none", "leave": ("*.down",)},
+            "int8",
+            [("int8", "none", 6), ("float32", "none", 1)],
+        ),
+    ],
+)
+def test_json_says_how_a_model_is_quantized(recipe, precision, layers, text, tmp_path, capsys):
+    small = quantization.quantize(filled(IN_BF16), quantization.Recipe(**recipe))
+    quantization.save(tmp_path / "small", small)
+    said = found(capsys, tmp_path / "small", "--text", text)
+    assert said["precision"] == precision
+    assert [tuple(each.values()) for each in said["linear_layers"]] == layers
+    assert all(list(each) == ["format", "activations", "count"] for each in said["linear_layers"])
+
+
+def test_json_says_that_formats_are_mixed(tmp_path):
+    schemes = dict.fromkeys(projections.paths_of(IN_BF16), quantization.Scheme("int8", "static"))
+    schemes["layers.0.mlp.down"] = quantization.Scheme("fp8", "static")
+    config = quantization.inference_config(IN_BF16)
+    graph, state = quantization.abstract(config, schemes)
+    model = nnx.merge(graph, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), state))
+    assert evaluate._precision_as_json(model) == {
+        "precision": "mixed",
+        "linear_layers": [
+            {"format": "fp8", "activations": "static", "count": 1},
+            {"format": "int8", "activations": "static", "count": 6},
+        ],
+    }
 
 
 def test_the_tables_have_a_line_for_each_file(run, text, tasks, tmp_path, capsys):
