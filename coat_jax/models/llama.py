@@ -16,12 +16,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from coat_jax import nn, ops, watching
+from coat_jax.errors import UserError
 from coat_jax.models.config import Config
 from coat_jax.nn.norm import AnyNorm
 from coat_jax.nn.parameters import value_of, weight
@@ -274,6 +276,12 @@ def shard_batch(x: Float[Array, "B ..."], axes: tuple[str, ...]) -> Float[Array,
 def _require_tokens(
     config: Config, tokens: Array, positions: Array | None, segments: Array | None
 ) -> None:
+    given = {"tokens": tokens, "positions": positions, "segments": segments}
+    for name, array in given.items():
+        if array is not None and not hasattr(array, "dtype"):
+            raise TypeError(
+                f"{name} are an array, not {type(array).__name__}: pass jnp.asarray({name})."
+            )
     if tokens.ndim != 2:
         raise ValueError(
             f"tokens are [batch, sequence], not of shape {tokens.shape}."
@@ -286,15 +294,29 @@ def _require_tokens(
         )
     whole = tokens.shape
     allowed = {"tokens": [whole], "positions": [whole, whole[1:]], "segments": [whole]}
-    given = {"tokens": tokens, "positions": positions, "segments": segments}
     for name, array in given.items():
         if array is None:
             continue
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"{name} are whole numbers, not {array.dtype.name}.")
+        if name != "tokens":  # which `ops.embedding` checks
+            _require_kept(name, array)
         if array.shape not in allowed[name]:
             shapes = " or ".join(map(str, allowed[name]))
             raise ValueError(
                 f"{name} of shape {array.shape} came with tokens of shape {tokens.shape}: they "
                 f"should be {shapes}."
             )
+
+
+def _require_kept(name: str, array: Array) -> None:
+    """Raises if JAX would change numbers of an array of NumPy as it casts them to 32 bits."""
+    kind = jax.dtypes.canonicalize_dtype(array.dtype)
+    if not isinstance(array, np.ndarray) or kind == array.dtype:
+        return
+    limits = np.iinfo(kind)
+    if (outside := array[(array < limits.min) | (array > limits.max)]).size:
+        raise UserError(
+            f"{name} include {outside[0]}, and JAX casts {array.dtype.name} to {kind.name}, which "
+            f"ends at {limits.max}. Use smaller numbers, or set jax_enable_x64."
+        )

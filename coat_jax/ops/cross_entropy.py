@@ -30,6 +30,7 @@ from coat_jax.ops.checks import (
     require_columns,
     require_layers,
 )
+from coat_jax.ops.embedding import in_int32
 
 IGNORED = -100
 
@@ -78,16 +79,9 @@ def cross_entropy(
         raise ValueError(f"z_loss={z_loss} must be at least 0, and finite.")
     chunk = max(min(chunk, hidden.shape[-2]), 1)
     settings = _LossSettings(chunk, float(z_loss), float(label_smoothing))
-    labels = labels_in_int32(jnp.asarray(labels))
+    labels = in_int32(labels)
     total = _sum_of_losses(settings, hidden, weight, labels)
     return total / jnp.maximum(jnp.sum(labels >= 0), 1).astype(total.dtype)
-
-
-def labels_in_int32(labels: Int[Array, "*B S"]) -> Int[Array, "*B S"]:
-    """Labels in a dtype that can hold -100 and any V; larger numbers become the largest one."""
-    own, limits = jnp.iinfo(labels.dtype), jnp.iinfo(jnp.int32)
-    inside = jnp.clip(labels, max(own.min, limits.min), min(own.max, limits.max))
-    return inside.astype(jnp.int32)
 
 
 class _LossSettings(NamedTuple):

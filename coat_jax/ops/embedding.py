@@ -26,7 +26,20 @@ def embedding(table: Float[Array, "V D"], tokens: Int[Array, "..."]) -> Float[Ar
     require_array("embedding", tokens)
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"tokens are whole numbers, not {tokens.dtype.name}.")
-    return _embedding(jnp.asarray(table), tokens)
+    return _embedding(jnp.asarray(table), in_int32(tokens))
+
+
+def in_int32(tokens: Int[Array, "..."]) -> Int[Array, "..."]:
+    """Tokens in a dtype that can hold -100 and any V; larger numbers become the largest one.
+
+    JAX would cut arrays of NumPy in 64 bits to 32, and make token 1 of 2^32 + 1.
+    """
+    if tokens.dtype == jnp.int32:
+        return jnp.asarray(tokens)
+    own, limits = np.iinfo(tokens.dtype), np.iinfo(np.int32)
+    clip = np.clip if isinstance(tokens, np.ndarray | np.generic) else jnp.clip
+    inside = clip(tokens, max(own.min, limits.min), min(own.max, limits.max))
+    return jnp.asarray(inside.astype(np.int32))
 
 
 def _rows(table: Array, tokens: Array) -> Array:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from coat_jax.ops.checks import require_array, require_columns
-from coat_jax.ops.cross_entropy import labels_in_int32
+from coat_jax.ops.embedding import in_int32
 
 EPSILON = 5e-4
 
@@ -46,7 +46,7 @@ def sharpness(
         raise ValueError(f"epsilon={epsilon!r} must be above 0, and finite.")
     x = logits.astype(jnp.float32)
     change = epsilon * (jnp.abs(x) + 1)
-    labels = labels_in_int32(jnp.asarray(labels))
+    labels = in_int32(labels)
     is_label = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == labels[..., None]
     log_p = jax.nn.log_softmax(x)
     of_label = jnp.sum(jnp.where(is_label, change, 0.0), axis=-1, keepdims=True)

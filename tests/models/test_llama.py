@@ -193,6 +193,16 @@ def test_a_token_outside_the_vocabulary_gives_nan():
     np.testing.assert_array_equal(np.isnan(logits).any(axis=(1, 2)), [True, True, False])
 
 
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_a_token_that_32_bits_do_not_hold_gives_nan(dtype, x64):
+    """JAX would make token 1 of 2^32 + 1."""
+    model = filled(variant(layers=1))
+    with jax.enable_x64(x64):
+        logits = model(np.array([[2**32 + 1, 2], [1, 2]], dtype))
+    np.testing.assert_array_equal(jnp.isnan(logits).any(axis=(1, 2)), [True, False])
+
+
 # --- What is kept ----------------------------------------------------------------------------
 
 
@@ -346,6 +356,32 @@ def test_a_model_refuses(args, error, message):
     tokens, *rest = args
     with pytest.raises(error, match=message):
         shapes_of(SMALL, tokens, *rest)
+
+
+def test_positions_and_segments_that_32_bits_do_not_hold_are_refused():
+    model = nnx.merge(*models.abstract(SMALL))
+    tokens, large = jnp.array([[1, 2]]), np.array([[0, 2**32 + 1]])
+    for args, name in (((tokens, large), "positions"), ((tokens, None, large), "segments")):
+        with pytest.raises(
+            UserError, match=f"{name} include 4294967297, and JAX casts int64 to int32"
+        ):
+            model(*args)
+
+
+@pytest.mark.parametrize(
+    ("args", "name"),
+    [
+        (([[1, 2]],), "tokens"),
+        ((jnp.array([[1, 2]]), [0, 1]), "positions"),
+        ((jnp.array([[1, 2]]), None, [[0, 0]]), "segments"),
+    ],
+)
+def test_lists_are_no_tokens(args, name):
+    model = nnx.merge(*models.abstract(SMALL))
+    with pytest.raises(
+        TypeError, match=rf"{name} are an array, not .*: pass jnp.asarray\({name}\)"
+    ):
+        model(*args)
 
 
 @pytest.mark.parametrize(

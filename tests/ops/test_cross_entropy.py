@@ -221,3 +221,13 @@ def test_labels_may_have_any_integer_dtype():
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
     too_large = jnp.full((2, 7), 2**32 - 100, jnp.uint32)
     assert jnp.isnan(ops.cross_entropy(hidden, w, too_large))
+
+
+def test_a_label_that_32_bits_do_not_hold_is_beyond_the_vocabulary():
+    """JAX would make label 1 of 2^32 + 1."""
+    hidden, labels = draw(1, (B, S, D)), np.zeros((B, S), np.int64)
+    labels[1, 2] = -100
+    assert jnp.isfinite(ops.cross_entropy(hidden, W, labels))
+    labels[1, 2] = 2**32 + 1
+    assert jnp.isnan(ops.cross_entropy(hidden, W, labels))
+    assert jnp.isnan(ops.sharpness(draw(1, (B, S, V)), labels)[1, 2])

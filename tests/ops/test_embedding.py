@@ -101,6 +101,17 @@ def test_second_derivatives():
     np.testing.assert_allclose(jax.hessian(loss)(weight).reshape(8, 8), np.diag(wanted))
 
 
+@pytest.mark.parametrize("x64", [False, True])
+def test_a_token_that_32_bits_do_not_hold_has_no_row(x64):
+    """JAX would make token 1 of 2^32 + 1."""
+    with jax.enable_x64(x64):
+        for tokens in (np.array([2**32 + 1, 3]), np.array([-(2**32) + 1, 3])):
+            rows = ops.embedding(table(jnp.float32), tokens)
+            np.testing.assert_array_equal(jnp.isnan(rows).all(axis=1), [True, False])
+        rows = ops.embedding(table(jnp.float32), np.array([2**63 + 1, 3], np.uint64))
+        np.testing.assert_array_equal(jnp.isnan(rows).all(axis=1), [True, False])
+
+
 def test_a_table_of_numpy_is_an_array():
     table = np.ones((V, D), np.float32)
     assert ops.embedding(table, np.array([3])).shape == (1, D)
