@@ -74,6 +74,7 @@ class Among:
 INT32_MAX = 2**31 - 1  # tokens, their positions and counters of steps are int32
 Count = Annotated[int, Between(least=1, most=INT32_MAX)]
 CountOrZero = Annotated[int, Between(least=0, most=INT32_MAX)]
+Seed = Annotated[int, Between(least=0, most=2**32 - 1)]  # JAX cuts larger ones to 32 bits
 Share = Annotated[float, Between(least=0, most=1)]
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from coat_jax.limits import Between, CountOrZero, require_fields
+from coat_jax.limits import Between, CountOrZero, Seed, require_fields
 
 TINY = 1e-37  # about the smallest number that XLA does not flush to 0
 
@@ -34,7 +34,7 @@ class Sampling:
     temperature: Annotated[float, Between(least=0, most=1e30)] = 0.8
     top_k: CountOrZero = 0
     top_p: Annotated[float, Between(above=0, most=1)] = 1.0
-    seed: Annotated[int, Between(least=0, most=2**32 - 1)] = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         require_fields(self)

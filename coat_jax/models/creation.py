@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from coat_jax.errors import UserError
+from coat_jax.limits import Seed, require
 from coat_jax.models.config import Config
 from coat_jax.models.llama import Llama
 
@@ -25,10 +27,12 @@ def create(config: Config, *, seed: int = 0, mesh: Mesh | None = None) -> Llama:
 
     Args:
         config: the model.
-        seed: of the values.
+        seed: of the values, from 0 to 2^32 - 1.
         mesh: with automatic axes; by default the one that is set, if any.
     """
     mesh = _checked_mesh(config, mesh)
+    seed = seed.item() if isinstance(seed, np.integer) else seed
+    require("seed", seed, Seed)
     graph, _ = abstract(config, mesh=mesh)
     with _mesh_set(mesh):
         values = _initializer(config, mesh)(jax.random.key(seed))

@@ -325,6 +325,18 @@ def test_a_model_is_made_from_a_config():
         models.create("tiny")
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**64, 1.5, True, "0", None])
+def test_a_seed_is_one_that_jax_tells_from_others(seed):
+    with pytest.raises(UserError, match=r"seed=.* must be a whole number from 0 to 4,294,967,295"):
+        models.create(variant(), seed=seed)
+
+
+def test_seeds_of_numpy_are_those_of_python():
+    config = variant(layers=1)
+    one, other = (models.create(config, seed=kind(2**32 - 1)) for kind in (int, np.uint32))
+    np.testing.assert_array_equal(one.embed[...], other.embed[...])
+
+
 def test_a_model_of_no_name_is_refused():
     with pytest.raises(ValueError, match=r"no model 'llama2_8b'\. Use one of tiny, llama2_7b"):
         models.config_of("llama2_8b")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
-from coat_jax.limits import INT32_MAX, Between, Count, require_fields, shown
+from coat_jax.limits import INT32_MAX, Between, Count, Seed, require_fields, shown
 from coat_jax.nn import MeshAxes
 from coat_jax.precision import BF16, precision_of
 from coat_jax.training import compilation
@@ -89,7 +89,7 @@ class TrainConfig:
     global_batch_size: Count
     sequence_length: Count
     gradient_accumulation_steps: Count = 1
-    seed: Annotated[int, Between(least=0, most=2**32 - 1)] = 0
+    seed: Seed = 0
     z_loss: Annotated[float, Between(least=0, most=1)] = 0.0
     max_skipped_steps: Count = 100
     out: str = "out/run"
