@@ -29,7 +29,8 @@ ASIDE = ("cli", "evaluation", "generation", "quantization", "training")
 STEP = ("batches", "optimizer", "preparation", "schedule", "state", "step")
 STUDY = ("arm", "duplicates", "moments", "muon", "operands", "rows", "run", "sums", "text")
 # Versions of the code that are one: of two seeds at size tiny, arms bf16, saved, coat and coat_lean
-# have the same losses to the last bit, on a CPU. Runs of the older ones count as the newest's.
+# have the same losses to the last bit, on a CPU; of the newest ones also coat_int8, muon and
+# fp8_muon. Runs of the older ones count as the newest's.
 ALIKE = dict.fromkeys(["26e42a267c58", "c51e2fefd59a"], "68cd819d6469")
 ALIKE |= dict.fromkeys(
     [
@@ -40,8 +41,9 @@ ALIKE |= dict.fromkeys(
         "62e41be4734e",
         "74688ba67a0b",
         "dbe08430395e",
+        "96155505574d",
     ],
-    "96155505574d",
+    "a886b5704773",
 )
 # The version of the code in which every precision had what is `stochastic_backward` today.
 STOCHASTIC_BACKWARD = "83eda50b8686"
