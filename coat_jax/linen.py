@@ -4,7 +4,8 @@
 
     dense = nn.Dense(4096, use_bias=False, dot_general_cls=coat.linen.dot_general_cls())
 
-DenseGeneral and attention take the same argument.
+DenseGeneral takes the same argument; attention takes it as `qkv_dot_general_cls` and
+`out_dot_general_cls`.
 """
 
 import functools
@@ -15,7 +16,7 @@ from coat_jax.precision import COAT, Precision, precision_of
 
 
 def dot_general_cls(precision: Precision | str = COAT) -> Callable[[], DotGeneral]:
-    """The `dot_general_cls` argument of Linen's Dense, DenseGeneral and attention.
+    """The `dot_general_cls` argument of Linen's Dense and DenseGeneral; see above for attention.
 
     Args:
         precision: a `coat.Precision`, or its name.

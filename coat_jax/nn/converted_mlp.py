@@ -5,7 +5,8 @@
 
 A module's attributes do not say which layer is the gate, what the activation is, or whether x is
 added. So `roles_of` computes every possibility in FP32 from random parameters and inputs, and takes
-the one that agrees with the module. If none does, it raises an error.
+the one that agrees with the module. If none does, it raises an error. Inputs are small and large,
+so that a module which clamps its numbers agrees with none.
 """
 
 import dataclasses
@@ -30,6 +31,7 @@ Kind = type[GatedMLP] | type[MLP]
 # The largest relative error. gelu and its approximation by tanh differ by less, so the best
 # possibility is taken, not the first.
 AGREEMENT = 1e-3
+SIZES = 1.0, 30.0  # of the inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +96,11 @@ def roles_of(module: nnx.Module, kind: Kind) -> Roles:
         raise ValueError("its layers are several in one, as nnx.vmap makes them")
     if kind is GatedMLP and any(layers[path].bias is not None for path in linears):
         raise ValueError("its layers have biases")
+    if any(isinstance(m, nnx.Dropout) and m.rate > 0 for *_, m in children(module)):
+        raise ValueError("it has Dropout, which the op does not compute")
+    variables = nnx.split(module, nnx.Param, nnx.RngState, ...)[3]
+    if names := [".".join(map(str, path)) for path, _ in nnx.to_flat_state(variables)]:
+        raise ValueError(f"it has {names[0]}, a variable that the op does not see")
     with jax.ensure_compile_time_eval(), jax.default_matmul_precision("highest"):
         return _by_trial(_in_fp32(module), norms, linears)
 
@@ -115,14 +122,18 @@ def _by_trial(module: Any, norms: list[str], linears: list[str]) -> Roles:
     candidates = list(_candidates(shapes, norms[0] if norms else None))
     if not candidates:
         raise ValueError(f"the shapes of its layers are {sorted(shapes.values())}")
-    x, want = _example(module, {shapes[roles.up][0] for roles in candidates})
-    errors = {
-        roles: float(jnp.linalg.norm(_composed(layers, roles, x) - want))
-        for roles in candidates
-        if shapes[roles.up][0] == x.shape[-1]
-    }
+    examples = _examples(module, {shapes[roles.up][0] for roles in candidates})
+    width = examples[0][0].shape[-1]
+
+    def error(roles: Roles) -> float:
+        return max(
+            float(jnp.linalg.norm(_composed(layers, roles, x) - y) / jnp.linalg.norm(y))
+            for x, y in examples
+        )
+
+    errors = {roles: error(roles) for roles in candidates if shapes[roles.up][0] == width}
     best = min(errors, key=errors.__getitem__)
-    if not errors[best] < AGREEMENT * float(jnp.linalg.norm(want)):
+    if not errors[best] < AGREEMENT:
         raise ValueError("it computes something else from its layers")
     return best
 
@@ -136,19 +147,19 @@ def _composed(layers: dict[str, Any], roles: Roles, x: Array) -> Array:
     return x + y if roles.residual else y
 
 
-def _example(module: Any, widths: set[int]) -> tuple[Array, Array]:
-    """A random input of one of these widths, and what `module` returns for it."""
+def _examples(module: Any, widths: set[int]) -> list[tuple[Array, Array]]:
+    """Random inputs of one of these widths, and what `module` returns for each."""
     failure: Exception | None = None
     for width in sorted(widths):
         x = jax.random.normal(jax.random.key(0), (1, 4, width))
         try:
-            y = module(x)
+            results = [(size * x, module(size * x)) for size in SIZES]
         except Exception as error:
             failure = error
             continue
-        if not isinstance(y, jax.Array) or y.shape != x.shape:
+        if any(not isinstance(y, jax.Array) or y.shape != x.shape for x, y in results):
             raise ValueError("its result is not an array of the shape of its input")
-        return x, y
+        return results
     raise ValueError(f"it cannot be called with one array: {failure}") from failure
 
 

@@ -23,7 +23,10 @@ DimensionNumbers = Any | Callable[[optax.Params], Any]
 
 VOCABULARY = re.compile(r"(\b|_)(un)?embed|(\b|_)vocab|\bw[tp]e\b|head\b", re.IGNORECASE)
 # What is a vector in one layer, and has two axes where layers are stacked.
-VECTOR = re.compile(r"(\b|_)(scales?|bias(es)?)\b|norm(s|_?\d+)?\b", re.IGNORECASE)
+VECTOR = re.compile(
+    r"(\b|_)(scales?|bias(es)?|gammas?|betas?)\b|(\b|_)bias_|norm(s|_?\d+)?\b|\bln(_?(\d+|f))?\b",
+    re.IGNORECASE,
+)
 
 
 def hidden_matrices(params: optax.Params) -> Any:
@@ -34,8 +37,9 @@ def hidden_matrices(params: optax.Params) -> Any:
 
     - embeddings and heads: a word begins with "embed", "unembed" or "vocab", ends with "head", or
       is "wte" or "wpe";
-    - vectors, which have two axes where layers are stacked: a name ends with the word "scale" or
-      "bias", or with "norm", also in the plural, and "norm" also with a number.
+    - vectors, which have two axes where layers are stacked: a name ends with the word "scale",
+      "bias", "gamma" or "beta", or with "norm", also in the plural, and "norm" also with a number;
+      begins with "bias_"; or is "ln", "ln_1", "ln_f" and the like.
     """
 
     def numbers(path: Any, leaf: Any) -> MuonDimensionNumbers | None:

@@ -10,6 +10,7 @@ from flax import linen, nnx
 
 import coat_jax as coat
 from coat_jax import nn, ops
+from coat_jax.errors import UserError
 
 TOKENS = jnp.arange(10).reshape(2, 5)
 
@@ -196,6 +197,14 @@ def test_layers_are_found_wherever_they_are(place):
     assert not computes_in_fp8(model)
     norm = nn.convert(Holder(place, nnx.RMSNorm(32, rngs=nnx.Rngs(0))))
     assert norm(jnp.ones((4, 32))).shape == (4, 32)
+
+
+def test_layers_in_a_tuple_are_listed_and_refused_with_a_remedy():
+    model = nnx.Module()
+    model.layers = nnx.data((linear(), linear()))
+    assert [d.path for d in nn.plan_conversion(model)] == ["layers.0", "layers.1"]
+    with pytest.raises(UserError, match=r"A Linear stands in a tuple.*nnx\.List"):
+        nn.convert(model)
 
 
 def test_a_model_may_be_one_layer():

@@ -113,6 +113,37 @@ class Clipped(Gated):
         return jnp.clip(super().__call__(x), -0.1, 0.1)
 
 
+class Clamped(nnx.Module):
+    """Only large inputs show it."""
+
+    def __init__(self, rngs):
+        self.w1, self.w2, self.w3 = (
+            nnx.Linear(*shape, use_bias=False, rngs=rngs) for shape in ((D, F), (F, D), (D, F))
+        )
+
+    def __call__(self, x):
+        return self.w2(jnp.clip(nnx.silu(self.w1(x)) * self.w3(x), -50, 50))
+
+
+class Dropped(Gated):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.eval()  # in which it does nothing
+
+    def __call__(self, x):
+        return self.dropout(super().__call__(x))
+
+
+class Multiplied(Gated):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.factor = nnx.Variable(jnp.float32(1))
+
+    def __call__(self, x):
+        return self.factor[...] * super().__call__(x)
+
+
 class Ungated(Gated):
     def __call__(self, x, mask):
         return super().__call__(x) * mask
@@ -122,11 +153,14 @@ class Ungated(Gated):
     ("module", "why"),
     [
         (Clipped(nnx.Rngs(0)), "it computes something else from its layers"),
+        (Clamped(nnx.Rngs(0)), "it computes something else from its layers"),
+        (Dropped(nnx.Rngs(0)), "it has Dropout"),
+        (Multiplied(nnx.Rngs(0)), "it has factor, a variable that the op does not see"),
         (Ungated(nnx.Rngs(0)), "it cannot be called with one array"),
         (Gated(nnx.Rngs(0), dot_general=ops.DotGeneral()), "does not consist of 3 nnx.Linear"),
         (nnx.Linear(D, D, rngs=nnx.Rngs(0)), "does not consist of 3 nnx.Linear"),
     ],
-    ids=["clipped", "two inputs", "FP8 already", "a layer"],
+    ids=["clipped", "clamped", "dropout", "a variable", "two inputs", "FP8 already", "a layer"],
 )
 def test_a_module_that_is_not_such_an_mlp_is_refused_with_the_reason(module, why):
     with pytest.raises(ValueError, match=rf"computes what coat\.nn\.GatedMLP does, but .*{why}"):

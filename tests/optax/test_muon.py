@@ -228,8 +228,12 @@ def test_the_layers_of_a_model_have_the_same_matrices_stacked_or_not(changes):
     ("name", "is_vector"),
     [
         *[(name, True) for name in ("scale", "query_bias", "biases", "rms_scales")],
+        *[(name, True) for name in ("gamma", "ln_1", "ln_f", "ln", "bias_hh")],
         *[(name, True) for name in ("norm", "norm1", "norm_2", "input_layernorm", "LayerNorm_0")],
-        *[(name, False) for name in ("upscale", "scaled", "multi_scale_mix", "normal", "w")],
+        *[
+            (name, False)
+            for name in ("upscale", "scaled", "multi_scale_mix", "normal", "w", "kiln_1")
+        ],
     ],
 )
 def test_stacked_vectors_are_recognized_by_their_names(name, is_vector):
