@@ -53,6 +53,7 @@ class RunFolder:
         """
         self._take()
         if not self._config.resume and self._holds_a_run():
+            self._require_nothing_is_read_from_it()
             self.path.rename(_free_name(self.path))
             before = self._lock
             self._take()
@@ -69,6 +70,15 @@ class RunFolder:
                 "begin anew with --resume false, which moves that run out of the way."
             )
         return changed
+
+    def _require_nothing_is_read_from_it(self) -> None:
+        """Raises if the run begins from the folder that would be moved out of its way."""
+        source = self._config.init_from
+        if source is not None and expanded(source).resolve().is_relative_to(self.path.resolve()):
+            raise UserError(
+                f"init_from={source} is in the folder {self.path}, which --resume false would move "
+                "out of the way: choose another folder with --out."
+            )
 
     def write_config(self, *, end_of_text: int | None = None) -> None:
         """Writes config.json, and generation_config.json unless there is one."""

@@ -9,13 +9,14 @@ constant    constant
 """
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from coat_jax.training.config import OptimizerConfig
 
 
 def learning_rate(
-    config: OptimizerConfig, total_steps: int, count: Int[Array, ""]
+    config: OptimizerConfig, total_steps: int, count: Int[ArrayLike, ""]
 ) -> Float[Array, ""]:
     """The rate of the update that follows `count` others.
 
@@ -24,7 +25,7 @@ def learning_rate(
         total_steps: of the run.
         count: from 0 to total_steps - 1.
     """
-    done = count.astype(jnp.float32)
+    done = jnp.asarray(count, jnp.float32)
     rising, at_end = config.phases(total_steps)
     stable = total_steps - at_end if config.schedule == "wsd" else rising
     # The share of the way down; one step after the last it would be 1.

@@ -49,7 +49,7 @@ def loss_on(sizes, graph, params, config=CONFIG):
 
 
 def test_it_is_the_mean_over_the_labels_of_the_first_batches(graph, params):
-    data = {"batch": 24, "sequence": 32, "vocab": 256, "epochs": 1}
+    data = {"batch": 3 * CONFIG.global_batch_size, "sequence": 32, "vocab": 256, "epochs": 1}
     batch = next(load(CONFIG.data, split="held_out", **data))  # as one batch of three
     model = nnx.merge(graph, params)
     wanted = model.loss(batch.tokens, batch.labels)
@@ -61,6 +61,16 @@ def test_it_is_compiled_with_the_options_of_the_run(graph, params, monkeypatch):
     monkeypatch.setattr(evaluation, "compiler_options", lambda config, mesh: unknown)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         loss_on((1, 1, 1), graph, params)
+
+
+def test_it_does_not_depend_on_the_number_of_microbatches(graph, params):
+    one, two, four = (
+        loss_on(
+            (1, 1, 1), graph, params, dataclasses.replace(CONFIG, gradient_accumulation_steps=parts)
+        )
+        for parts in (1, 2, 4)
+    )
+    np.testing.assert_allclose([one, four], two, rtol=1e-6)
 
 
 def test_it_does_not_depend_on_seed_or_mesh(graph, params):

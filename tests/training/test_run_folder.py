@@ -140,6 +140,18 @@ def test_a_stray_folder_with_a_later_number_is_no_step_that_was_taken(out, saved
     assert claim(saved) == []
 
 
+def test_a_run_does_not_move_the_folder_that_it_begins_from(out):
+    first = RunFolder(small(out=str(out)), print)
+    first.claim()
+    first.write_config()
+    first.release()
+    again = RunFolder(small(out=str(out), init_from=str(out), resume=False), print)
+    with pytest.raises(UserError, match=r"init_from=.* is in the folder .* choose another"):
+        again.claim()
+    again.release()
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+
+
 def test_a_run_that_does_not_resume_moves_the_old_one_out_of_the_way(tmp_path, out):
     old, new = (small(out=str(out), resume=False, seed=seed) for seed in (0, 1))
     for config in (old, new, new):

@@ -27,6 +27,13 @@ def test_it_rises_in_a_straight_line_to_the_peak_and_never_again(name):
     assert np.all(np.diff(got[10:]) <= 0)
 
 
+def test_the_number_of_an_update_may_be_pythons():
+    config = OptimizerConfig(warmup_steps=10)
+    assert float(learning_rate(config, STEPS, 4)) == float(
+        learning_rate(config, STEPS, jnp.int32(4))
+    )
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_whole_number_counts_steps_and_another_is_a_share(name):
     np.testing.assert_array_equal(

@@ -24,7 +24,7 @@ def open_data(config: TrainConfig, mesh: Mesh, split: Split) -> Loader:
     return load(
         config.data,
         split=split,
-        batch=config.global_batch_size if split == "train" else config.microbatch,
+        batch=config.global_batch_size,
         sequence=config.sequence_length,
         vocab=config.model.vocab,
         seed=config.seed if split == "train" else 0,

@@ -47,7 +47,8 @@ class OptimizerConfig:
             point is a share of the run: 100 is a hundred steps, 0.1 a tenth of them.
         decay_steps: the last steps of "wsd", in which the learning rate falls linearly; a number
             of steps, or a share of the run.
-        final_ratio: the learning rate of the last step, divided by learning_rate.
+        final_ratio: the learning rate to which the schedule falls, divided by learning_rate. It
+            would be that of the step after the last one.
         b1: decay rate of the first moment.
         b2: decay rate of the second moment.
         eps: a number that is added to the root of the second moment.

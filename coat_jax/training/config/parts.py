@@ -44,7 +44,8 @@ class EvaluationConfig:
 
     Attributes:
         every: steps between evaluations; the last step is always followed by one. 0 for none.
-        batches: how many held-out batches are used, always the same ones; all if there are fewer.
+        batches: how many held-out batches of global_batch_size rows are used, always the same
+            ones; all if there are fewer.
     """
 
     every: CountOrZero = 200
