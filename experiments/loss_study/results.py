@@ -42,8 +42,9 @@ ALIKE |= dict.fromkeys(
         "74688ba67a0b",
         "dbe08430395e",
         "96155505574d",
+        "a886b5704773",
     ],
-    "a886b5704773",
+    "080d48cf1676",
 )
 # The version of the code in which every precision had what is `stochastic_backward` today.
 STOCHASTIC_BACKWARD = "83eda50b8686"
