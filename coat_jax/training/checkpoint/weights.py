@@ -294,10 +294,9 @@ def _flat(tree: Mapping[str, Any], above: Name = ()) -> dict[Name, Any]:
     if VALUE in tree and not isinstance(tree[VALUE], Mapping):
         return {above: tree[VALUE]}
     flat: dict[Name, Any] = {}
-    keys: dict[str | int, Any] = {int(k) if k.isdecimal() else k: tree[k] for k in tree}
-    numbers = sorted(key for key in keys if isinstance(key, int))  # orbax sorts them as text
-    for key in [*(key for key in keys if key not in numbers), *numbers]:
-        flat |= _flat(keys[key], (*above, key))
+    # Orbax sorts numbers as text.
+    for key in sorted(tree, key=lambda key: int(key) if key.isdecimal() else -1):
+        flat |= _flat(tree[key], (*above, int(key) if key.isdecimal() else key))
     return flat
 
 
