@@ -49,6 +49,9 @@ FP8 = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
 # products, Hopper's tensor cores drop up to 2^-13 of the sum so far: 2^-6 for 4096 products. The
 # result in BF16 adds 2^-9.
 SUM_ROUNDING = 1 + 2.0**-5
+# A product of so few rows takes the time in which its weight is read, but twice that as an FP8 GEMM
+# of cuBLASLt. In BF16 XLA converts the codes of the weight as it reads them.
+FEW_ROWS = 64
 MOST_INT8_COLUMNS = (2**31 - 1) // 128**2
 
 
@@ -159,10 +162,11 @@ def product_of_codes(x: Array, w: Array, dtype: DTypeLike) -> Array:
     """x w^T of 8-bit codes [..., K] and [N, K], whose scales multiply the result afterwards.
 
     INT8 codes give an exact result in INT32; FP8 codes that of `product_transposed`, in `dtype`.
+    Codes of x are of values that were FP8 before the cast, as `formats.nearest` gives them: of any
+    others XLA may drop the cast here, and with it the rounding.
     """
     if x.dtype != jnp.int8:
-        one = jnp.ones((), jnp.float32)
-        return product_transposed(Operand(x, None, one), Operand(w, None, one), dtype)
+        return _product_of_fp8_codes(x, w, dtype)
     if x.shape[-1] > MOST_INT8_COLUMNS:
         raise UserError(
             f"A sum of {x.shape[-1]} products of INT8 codes may exceed INT32: "
@@ -171,6 +175,22 @@ def product_of_codes(x: Array, w: Array, dtype: DTypeLike) -> Array:
         )
     dimensions = (((x.ndim - 1,), (1,)), ((), ()))
     return lax.dot_general(x, w, dimensions, preferred_element_type=jnp.int32)
+
+
+def _product_of_fp8_codes(x: Array, w: Array, dtype: DTypeLike) -> Array:
+    one = jnp.ones((), jnp.float32)
+
+    def multiplied(x: Array, w: Array) -> Array:
+        return product_transposed(Operand(x, None, one), Operand(w, None, one), dtype)
+
+    def in_bf16(x: Array, w: Array) -> Array:
+        # Without the barrier XLA would find the codes, and make an FP8 GEMM of them.
+        values = lax.optimization_barrier(x.astype(jnp.bfloat16))
+        return multiplied(values, w.astype(jnp.bfloat16))
+
+    if 1 < math.prod(x.shape[:-1]) <= FEW_ROWS:
+        return lax.platform_dependent(x, w, cuda=in_bf16, default=multiplied)
+    return multiplied(x, w)
 
 
 def scale_sums(

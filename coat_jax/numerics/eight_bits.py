@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.numerics.formats import E4M3, nearest, saturating_cast
+from coat_jax.numerics.formats import E4M3, nearest
 from coat_jax.numerics.quantizer import Fit, Quantizer
 
 EightBits = Literal["int8", "fp8"]
@@ -38,7 +38,8 @@ def encode(x: Float[Array, "..."], scale: Float[Array, "..."], name: EightBits) 
     """The codes of `x`, given scales that broadcast with it. INT8 has no NaN, and makes it 0."""
     scaled = x.astype(jnp.float32) / scale
     if name == "fp8":
-        return saturating_cast(scaled, E4M3)
+        # XLA leaves out a cast to FP8 where another cast follows: these values are rounded already.
+        return nearest(scaled, E4M3).astype(E4M3)
     whole = jnp.clip(jnp.round(scaled), -128, 127)
     return jnp.where(jnp.isnan(whole), 0, whole).astype(jnp.int8)
 
@@ -48,7 +49,6 @@ def rounded(
 ) -> Float[Array, "..."]:
     """What the codes of `x` stand for, in FP32."""
     if name == "fp8":
-        # On GPUs XLA leaves out a cast to FP8 and back, and with it the rounding.
         return nearest(x.astype(jnp.float32) / scale, E4M3) * scale
     return encode(x, scale, name).astype(jnp.float32) * scale
 

@@ -12,6 +12,7 @@ pytest.importorskip("jax_triton")
 from hopper import can_compile_for_hopper
 
 from coat_jax import ops
+from coat_jax.kernels.gemm import FEW_ROWS
 from coat_jax.numerics import eight_bits
 from coat_jax.numerics.eight_bits import DTYPES
 from experiments.hopper import OPTIONS, compile_for, hopper_mesh, there
@@ -49,11 +50,14 @@ def entry(compiled):
 
 
 @pytest.mark.parametrize("activations", ["static", "dynamic"])
-@pytest.mark.parametrize("rows", [2048, 8, 7])
+@pytest.mark.parametrize("rows", [2048, 71, 7])
 def test_codes_are_multiplied_as_they_are(rows, activations):
     """INT8 in INT32 and FP8 in FP8, for a prompt and for a batch of single tokens. A few rows are
-    filled up to what cuBLASLt takes: 4 for INT8, 16 for FP8. No weight is transposed or cast."""
+    filled up to what cuBLASLt takes: to a multiple of 4 for INT8, of 16 for FP8, which is not for
+    fewer. No weight is transposed or cast."""
     for format, product, least in (("int8", OF_INT8, 4), ("fp8", OF_FP8, 16)):
+        if format == "fp8" and rows <= FEW_ROWS:
+            continue
         text = entry(program(rows, format, activations))
         found = [int(count) for count in product.findall(text)]
         assert found == [-(-rows // least) * least]
@@ -70,6 +74,19 @@ def test_one_token_reads_codes_without_a_gemm(format):
         compiled = program(1, format, activations)
         assert "__cublas" not in compiled.as_text()
         assert compiled.memory_analysis().temp_size_in_bytes < K * N / 8
+
+
+def test_fp8_codes_of_a_few_tokens_are_multiplied_in_bf16():
+    text = program(FEW_ROWS, "fp8", "dynamic").as_text()
+    assert "matmul$f8" not in text
+    assert f"bf16[{N},{K}]" in text
+
+
+@pytest.mark.parametrize("rows", [1, FEW_ROWS])
+def test_inputs_are_rounded_where_their_codes_are_cast_on(rows):
+    """XLA leaves out a cast to FP8 that another cast follows."""
+    for activations in ("static", "dynamic"):
+        assert "round-nearest-even" in program(rows, "fp8", activations).as_text()
 
 
 def test_weights_alone_are_cast_for_the_product():
