@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from coat_jax import ops
 from coat_jax.ops.checks import require_array
+from coat_jax.ops.embedding import in_int32
 
 
 class Embed(nnx.Embed):
@@ -24,7 +25,7 @@ class Embed(nnx.Embed):
         require_array("Embed", inputs)
         if not jnp.issubdtype(inputs.dtype, jnp.integer):
             raise ValueError(f"Embed takes whole numbers, not {inputs.dtype.name}.")
-        rows = ops.embedding(self.embedding[...], self._from_start(inputs))
+        rows = ops.embedding(self.embedding[...], self._from_start(in_int32(inputs)))
         (rows,) = self.promote_dtype((rows,), dtype=self.dtype, inexact=False)
         return rows
 

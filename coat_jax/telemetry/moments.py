@@ -58,7 +58,11 @@ def moments(state: Any) -> dict[str, MomentStatistics]:
         w/mu MomentStatistics(zero=0.0, floor=0.0, k=1.0)
         w/nu MomentStatistics(zero=0.0, floor=0.0, k=15.9375)
     """
-    return report_moments(jax.device_get(jax.jit(moment_sums)(state)))
+
+    def sums(state: Any) -> dict[str, Array]:
+        return moment_sums(jax.device_put(state, jax.memory.Space.Device))  # from host memory
+
+    return report_moments(jax.device_get(jax.jit(sums)(state)))
 
 
 def moment_sums(state: Any, stacked: Collection[str] = ()) -> dict[str, Float[Array, "..."]]:

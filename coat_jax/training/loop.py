@@ -81,14 +81,15 @@ def train(config: TrainConfig, console: "Console | None" = None) -> Outcome:
 def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
     """Prepares everything, beginning with what may be refused, and takes the steps."""
     say = partial(_say, console)
-    require_same_model(config)
+    folder = RunFolder(config, note=say)
+    if folder.begins():
+        require_same_model(config)
     on_first(lambda: require_installed(config.writers))
     data = open_data(config, mesh, "train")
     prepared = prepare(config, mesh)
     evaluation = Evaluation(config, prepared.graph, mesh) if config.evaluation.every else None
     with contextlib.ExitStack() as stack:
         stack.callback(data.close)
-        folder = RunFolder(config, note=say)
         stack.callback(folder.release)
         for change in on_first(folder.claim):
             say(f"Continues with a changed config: {change}.")

@@ -42,6 +42,10 @@ class RunFolder:
         self._config, self._note = config, note
         self._lock: TextIO | None = None
 
+    def begins(self) -> bool:
+        """Whether there is no checkpoint that the run would resume from."""
+        return not self._config.resume or StepFolders(self.checkpoints).newest_record() is None
+
     def claim(self) -> list[str]:
         """Makes the folder this run's; returns what of its earlier config is changed.
 

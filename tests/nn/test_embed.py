@@ -51,6 +51,12 @@ def test_a_single_row_is_that_of_flax():
     np.testing.assert_array_equal(grads["embedding"][...][0], np.full(D, 1000.0))
 
 
+def test_a_number_that_32_bits_do_not_hold_has_no_row():
+    """JAX would make 1 of 2^32 + 1."""
+    rows = both()[0](np.array([2**32 + 1, -(2**32) + 1, 3, -1]))
+    np.testing.assert_array_equal(jnp.isnan(rows).all(axis=1), [True, True, False, False])
+
+
 def test_numbers_must_be_whole():
     with pytest.raises(ValueError, match="whole numbers, not float32"):
         both()[0](jnp.zeros(2))

@@ -73,6 +73,15 @@ def test_large_arrays_stay_in_host_memory_and_small_ones_on_the_device():
     assert set(jax.tree.leaves(kinds(params))) == {"device"}
 
 
+def test_moments_in_host_memory_have_the_same_statistics():
+    states = [
+        optimizer.init(tree(0))
+        for optimizer in (OPTIMIZERS["fused"](), in_host_memory(OPTIMIZERS["fused"]()))
+    ]
+    found, hosted = map(coat.telemetry.moments, states)
+    assert hosted == found != {}
+
+
 def test_a_compiled_step_rounds_alike():
     """Codes are equal bit for bit; other numbers to the contraction of a * b + c."""
     plain, hosted = OPTIMIZERS["fused"](), in_host_memory(OPTIMIZERS["fused"]())

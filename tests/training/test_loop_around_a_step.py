@@ -236,6 +236,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(step, config):
     assert [record["loss"] for record in records(config)] == [r["loss"] for r in undisturbed]
 
 
+def test_a_run_resumes_without_the_folder_that_it_began_from(step, config, tmp_path):
+    source = tmp_path / "source"
+    models.hf.save(source, models.create(config.model, seed=1))
+    config = replace(config, init_from=str(source))
+    train(replace(config, total_steps=2))
+    shutil.rmtree(source)
+    assert train(config)[0].step == STEPS
+    with pytest.raises(UserError, match="source"):
+        train(replace(config, out=str(tmp_path / "another")))
+
+
 def test_a_complete_run_says_so(step, config):
     assert "The run is complete" not in train(config)[1]
     assert "The run is complete. To train it further, raise --total_steps." in train(config)[1]

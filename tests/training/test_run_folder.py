@@ -1,5 +1,6 @@
 """A folder holds one run: which one is known while any copy of its config is left."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -150,6 +151,12 @@ def test_a_run_does_not_move_the_folder_that_it_begins_from(out):
         again.claim()
     again.release()
     assert [path.name for path in out.parent.iterdir()] == [out.name]
+
+
+def test_a_run_begins_unless_it_resumes_from_a_checkpoint(out, saved):
+    assert not RunFolder(saved, print).begins()
+    assert RunFolder(dataclasses.replace(saved, resume=False), print).begins()
+    assert RunFolder(dataclasses.replace(saved, out=str(out / "elsewhere")), print).begins()
 
 
 def test_a_run_that_does_not_resume_moves_the_old_one_out_of_the_way(tmp_path, out):

@@ -71,9 +71,9 @@ LIMITS = {  # by statistic, or by the last words of a name where that has its ow
     "error": Limit(0.2, "its relative error is {value:.0%}"),
 }
 # Of the operands of forward products in INT8. Small values become zero with the same error as
-# others; with an error above this, FP8 would be as good.
+# others; with an error above this, FP8 would be more accurate.
 IN_INT8 = ("input", "weight")
-INT8_ERROR = Limit(0.04, "its relative error in INT8 is {value:.0%}, where FP8 has 3%")
+INT8_ERROR = Limit(0.03, "its relative error in INT8 is {value:.0%}, where FP8 has 3%")
 
 
 class Telemetry:
