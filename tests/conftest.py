@@ -88,15 +88,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# Marks of suites of their own. A module with such tests has the word in it.
+SUITES = ("compiled", "examples", "gpu", "interpret", "oracle")
 # The libraries of modules whose tests are all marked, by the end of their names.
 NEEDED = {"interpret": "triton", "oracles": "torch"}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Without its library a module is left out; with `--no-skips` it is imported, and fails.
+    """Leaves out modules that cannot have a test of the suite that is asked for.
 
-    None of them has a test for a GPU.
+    Without its library a module is left out, too; with `--no-skips` it is imported, and fails. None
+    of these modules has a test for a GPU.
     """
+    if collection_path.name.startswith("test_"):
+        suite = config.getoption("markexpr").partition(" ")[0]
+        if suite in SUITES and suite not in collection_path.read_text("utf-8"):
+            return True
     library = NEEDED.get(collection_path.stem.rpartition("_")[2])
     if library is not None and asks_for_gpu(config):
         return True
