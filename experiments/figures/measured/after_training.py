@@ -1,0 +1,67 @@
+"""What quantization costs a network after training: after_training."""
+
+import functools
+
+from experiments.after_training import changes, show
+from experiments.after_training.changes import What
+from experiments.figures.measured.files import FOLDER
+from experiments.figures.measured.loss_study import cell, percent
+from experiments.loss_study import results
+from experiments.loss_study.statistics import Effect
+from experiments.row_files import Row
+
+MODEL = "40M"
+FORMATS = {"int8": "INT8", "fp8": "FP8"}
+TRAINED = {"bf16": "BF16", "coat": "COAT"}
+FITS = {"max": "largest magnitude", "percentile": "99.9 % of magnitudes", "mse": "least error"}
+ACTIVATIONS = {"none": "in BF16", "dynamic": "a scale for each token", "static": "one scale"}
+
+
+@functools.cache
+def runs() -> list[Row]:
+    """All runs of the model."""
+    return [row for row in results.read([FOLDER / show.FILE]) if row["size"] == MODEL]
+
+
+@functools.cache
+def costs() -> dict[str, dict[What, Effect]]:
+    """The cost of each thing that was measured, by the arm that was trained."""
+    return changes.costs(runs())
+
+
+@functools.cache
+def excesses() -> dict[str, dict[What, Effect]]:
+    """By how much these costs exceed those of networks that were trained in BF16."""
+    return changes.excesses(runs())
+
+
+def cost(recipe: str, arm: str = "bf16", further: str = "") -> tuple[float, float]:
+    """What a recipe costs in held-out loss, and half of its interval, in percent."""
+    return percent(costs()[arm][What(recipe, further)], digits=3)
+
+
+def excess(recipe: str, arm: str = "coat") -> tuple[float, float]:
+    """By how much that exceeds the cost of a network that was trained in BF16."""
+    return percent(excesses()[arm][What(recipe)], digits=3)
+
+
+def least_p() -> float:
+    """Of all excesses, corrected for their number."""
+    return min(effect.holm for of_arm in excesses().values() for effect in of_arm.values())
+
+
+def by_recipe() -> list[list[str]]:
+    """The cost of every recipe, by how the network was trained."""
+    columns = [
+        (form, arm, f"{name}, trained in {how}")
+        for form, name in FORMATS.items()
+        for arm, how in TRAINED.items()
+    ]
+    rows = [["activations", "ranges", *(title for _, _, title in columns)]]
+    for mode, in_words in ACTIVATIONS.items():
+        for fit, of_range in FITS.items():
+            cells = [
+                cell(costs()[arm][What(f"{form} {fit} {mode}")], 3) for form, arm, _ in columns
+            ]
+            rows.append([in_words, of_range, *cells])
+    return rows
