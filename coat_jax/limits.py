@@ -92,16 +92,15 @@ def require_fields(config: Any, prefix: str = "") -> None:
     """
     allowed = annotations(type(config))
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, np.bool_ | np.integer | np.floating):
-            value = value.item()
-            object.__setattr__(config, field.name, value)
+        given = getattr(config, field.name)
         default = None if field.default is dataclasses.MISSING else field.default
-        require(prefix + field.name, value, allowed[field.name], default)
+        value = require(prefix + field.name, given, allowed[field.name], default)
+        if value is not given:
+            object.__setattr__(config, field.name, value)
 
 
-def require(name: str, value: Any, annotation: Any, default: Any = None) -> None:
-    """Raises UserError unless an annotation allows a value.
+def require(name: str, value: Any, annotation: Any, default: Any = None) -> Any:
+    """Returns a value, NumPy's numbers as Python's; raises UserError if it is not allowed.
 
     Args:
         name: what the error calls the value.
@@ -109,9 +108,12 @@ def require(name: str, value: Any, annotation: Any, default: Any = None) -> None
         annotation: a type, which may have a `Between`.
         default: the default value, which the error names if it is a number.
     """
+    if isinstance(value, np.bool_ | np.integer | np.floating):
+        value = value.item()
     if not _fits(value, annotation):
         proposed = f" The default is {default!r}." if isinstance(default, int | float) else ""
         raise UserError(f"{name}={shown(value)} must be {described(annotation)}.{proposed}")
+    return value
 
 
 def dtype_of(name: str, value: Any) -> np.dtype:

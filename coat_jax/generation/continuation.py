@@ -185,9 +185,7 @@ def require_prompts(
             "A prompt is a list of tokens, not text. Encode it: generation.Bytes().encode(text) or "
             "generation.Tokenizer(file).encode(text)."
         )
-    require(
-        "max_tokens", max_tokens.item() if isinstance(max_tokens, np.integer) else max_tokens, Count
-    )
+    require("max_tokens", max_tokens, Count)
     for number, prompt in enumerate(prompts, 1):
         name = "The prompt" if len(prompts) == 1 else f"Prompt {number}"
         if not len(prompt):

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
@@ -31,8 +30,7 @@ def create(config: Config, *, seed: int = 0, mesh: Mesh | None = None) -> Llama:
         mesh: with automatic axes; by default the one that is set, if any.
     """
     mesh = _checked_mesh(config, mesh)
-    seed = seed.item() if isinstance(seed, np.integer) else seed
-    require("seed", seed, Seed)
+    seed = require("seed", seed, Seed)
     graph, _ = abstract(config, mesh=mesh)
     with _mesh_set(mesh):
         values = _initializer(config, mesh)(jax.random.key(seed))
