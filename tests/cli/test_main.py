@@ -146,6 +146,7 @@ sys.exit(cli.main(["plot", "x"]))
 """
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "program", [PRINTING.format(stream="stdout"), PRINTING.format(stream="stderr")]
 )
@@ -205,6 +206,7 @@ open(sys.argv[1], "w").write("whole")
 """
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("outputs", ["closed pipes", "full", "closed"])
 def test_training_continues_when_its_output_cannot_be_written(tmp_path, outputs):
     """Also when Python exits, which flushes what is left."""

@@ -113,6 +113,7 @@ def test_channels_do_not_see_each_other(name):
     np.testing.assert_allclose(across, np.transpose(whole), rtol=1e-6)
 
 
+@pytest.mark.costly
 @formats
 @pytest.mark.parametrize("over", ["tensor", "channel", "group"])
 def test_the_search_is_never_worse_than_the_maximum(name, over):

@@ -25,6 +25,7 @@ OPS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", OPS)
 def test_the_backward_pass_is_that_of_coat(name):
     """To the last bit, given the gradient of the output, also with an outlier in the input."""

@@ -32,6 +32,7 @@ NORMS = tuple(
 )
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "precision",
     [coat.BF16, coat.COAT_PAPER, dataclasses.replace(coat.COAT_PAPER, block=32)],

@@ -60,6 +60,7 @@ def composed(rotary, positions, precision):
     return f
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("at", POSITIONS)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_it_is_norm_linear_and_rotate(kind, at):

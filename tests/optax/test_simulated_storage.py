@@ -33,6 +33,7 @@ def trained(tx, steps=6):
     return np.asarray(params["w"]), state
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("stochastic", [True, False])
 @pytest.mark.parametrize(("first", "second"), [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
 def test_adam_steps_as_in_the_fp8_dtypes(first, second, stochastic):
