@@ -45,7 +45,7 @@ from jaxtyping import Array, Bool, Float, UInt32
 from coat_jax.limits import Among, Between, require_fields
 from coat_jax.numerics import expansion, integers, logarithms, noise
 from coat_jax.numerics.expansion import Expanded, Rounding
-from coat_jax.numerics.formats import E4M3, E5M2, format_of, named_format
+from coat_jax.numerics.formats import E4M3, E5M2, SMALLEST_NORMAL, format_of, named_format
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.numerics.qtensor import join_groups, scales_shape, split_groups
 
@@ -202,7 +202,7 @@ class Storage:
 
     def _root(self, v: Float[Array, "..."], nu: Expanded) -> Float[Array, "..."]:
         """sqrt(v), with at least the smallest number that the groups of `nu` can hold."""
-        smallest = jnp.maximum(self.smallest_second(nu), expansion.SMALLEST)
+        smallest = jnp.maximum(self.smallest_second(nu), SMALLEST_NORMAL)
         return jnp.sqrt(jnp.maximum(v, smallest))
 
     def _write_second(self, v: Float[Array, "..."], for_v: Float[Array, "..."] | None) -> Expanded:
@@ -226,10 +226,11 @@ class Storage:
         return mu
 
     def rounding_of_first(self, b1: float | Array) -> Rounding:
-        """How a first moment is rounded that decays by b1; for directions see above.
+        """How a first moment that decays by b1 is rounded; for directions see `stochastic_below`.
 
-        A b1 that is computed in the program counts as a slow one here. Through XLA its value
-        decides when the program runs; the Triton kernel rounds stochastically, right for any b1.
+        A b1 that the program computes is taken for a slow one: stochastic rounding, which the
+        Triton kernel then does, is right for any b1. XLA's path chooses by its value when the
+        program runs.
         """
         if not self.stochastic:
             return "nearest"
@@ -279,7 +280,7 @@ def placeholder_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def stochastic_below(b1: float | Array, b2: float | Array) -> Float[Array, ""]:
     """Codes of a direction below this magnitude are rounded stochastically; see above."""
-    root = jnp.sqrt(jnp.maximum(jnp.asarray(b2, jnp.float32), expansion.SMALLEST))
+    root = jnp.sqrt(jnp.maximum(jnp.asarray(b2, jnp.float32), SMALLEST_NORMAL))
     lost = 1 - b1 / root
     return jnp.where(lost > 0, MIN_DECAY / jnp.maximum(lost, 1e-6), jnp.inf)
 

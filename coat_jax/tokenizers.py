@@ -191,7 +191,7 @@ def parsed(content: bytes, where: str) -> Any:
 
     Args:
         content: of the file.
-        where: it comes from, for the error.
+        where: what errors call the file.
     """
     import tokenizers
 

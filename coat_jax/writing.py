@@ -18,7 +18,7 @@ from coat_jax.errors import UserError
 
 # No space, over quota, over the largest file allowed.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-UNFINISHED = ".unfinished"  # the suffix of a file that is being written
+UNFINISHED = ".unfinished"  # the suffix of a file or folder that is being written
 METADATA = 1 << 20  # bytes that a checkpoint takes at most beside its arrays
 
 
@@ -104,18 +104,16 @@ class NewFolder(NamedTuple):
 
     Attributes:
         out: its path.
-        suffix: what its name ends with until it is complete.
         command: the command that writes it, for the error.
     """
 
     out: Path
-    suffix: str
     command: str
 
     @property
     def unfinished(self) -> Path:
         """Its path until it is complete."""
-        return self.out.with_name(self.out.name + self.suffix)
+        return self.out.with_name(self.out.name + UNFINISHED)
 
     def require_new(self) -> None:
         """Raises if the folder exists, complete or not."""

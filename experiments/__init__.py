@@ -24,7 +24,7 @@ The other modules are what these are made of:
     measurements          what needs GPUs, and whether it is up to date
     corpus, random_batch  what is learnt; small_llama: what learns
     stacks, moments       the layers and the ways to store a moment that are compared
-    hopper                GPUs that need not be there
+    hopper                compiles for H100s without having them
 
 They import the package; the package never imports them.
 """

@@ -2,10 +2,10 @@
 
     python -m experiments.config_memory      anywhere with XLA's CUDA plugin: nothing is computed
 
-The trainer's step is compiled for H100s that need not be there, with the config's own batch: a
-microbatch of it, its gradients accumulated where it is cut into several. The peak is XLA's account
-of the program, as `coat train` prints it before the first step. Layers run in a loop: unrolled, as
-some configs have them, they take as much or less.
+The trainer's step is compiled ahead of time for H100s, with the config's own batch, or one
+microbatch of it, with gradients accumulated, if it is divided into several. The peak is XLA's
+account of the program, as `coat train` prints it before the first step. Layers run in a loop:
+unrolled, as some configs have them, they take as much or less.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """How many bits of a number are right in each 8-bit format, by the distribution of the numbers.
 
-Claim: integers suit uniform data; the heavier the tails, the more exponent bits are worth theirs.
+Claim: integers suit uniform data; the heavier the tails, the more exponent bits pay off.
 
     python -m experiments.format_sqnr                two minutes on two CPU cores
     python -m experiments.format_sqnr --samples 14   smoke test: tensors of 2^14 numbers

@@ -58,7 +58,7 @@ def programs_share_contexts() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def programs_are_given_back() -> Iterator[None]:
-    """Those of other modules, where there are many: with all of them a worker grows to 5 GB.
+    """Frees compiled programs after a module if memory is above MEMORY; else workers reach 5 GB.
 
     It takes two seconds, and many are compiled once more: a tenth of the suite, done at each 2 GB.
     """

@@ -9,7 +9,7 @@ from coat_jax.writing import NewFolder
 
 @pytest.fixture
 def new(tmp_path):
-    return NewFolder(tmp_path / "out", ".unfinished", "a test")
+    return NewFolder(tmp_path / "out", "a test")
 
 
 def test_all_is_on_the_disk_before_a_folder_has_its_name(new, monkeypatch):

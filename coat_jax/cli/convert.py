@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 TOKENS = 65_536
 FEW = 512  # tokens of a text that is noted to be short
-UNSEEN = {"calibrate": "is clipped", "balance": "may remain or become an outlier"}
+UNSEEN = {"calibrate": "are clipped", "balance": "may remain or become outliers"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -168,8 +168,9 @@ def _tokens(options: argparse.Namespace, name: str) -> list[int]:
         raise UserError(f"The text of --{name}, {text}, has no tokens: name a longer one.")
     if len(tokens) < FEW:
         note(
-            f"--{name} sees {counted(len(tokens), 'token')} only, and what is larger on other "
-            f"texts {UNSEEN[name]}: name a text of {FEW:,} or more, better of {TOKENS:,}."
+            f"--{name} sees {counted(len(tokens), 'token')} only. Activations that are larger on "
+            f"other texts {UNSEEN[name]}: name a text of at least {FEW:,} tokens, better "
+            f"{TOKENS:,}."
         )
     return tokens
 

@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"The model's context={context} is too short for a window: it takes 2.")
     if options.text and not 2 <= window <= context:
         raise UserError(f"--window {window} must be from 2 to the model's context={context}.")
-    begin = folder.text.encode("")[:1] or folder.stops[:1]
+    begin = folder.tokenizer.encode("")[:1] or folder.stops[:1]
     texts = {file: _text(file, folder, begin) for file in files_of(tuple(options.text))}
     tasks = {file: _questions(file, folder, begin) for file in files_of(tuple(options.tasks))}
     with on_devices(options.devices, AXIS):
@@ -130,7 +130,7 @@ def _text(file: Path, folder: ModelFolder, begin: Sequence[int]) -> tuple[list[i
     from coat_jax.models.batches import require_known
 
     text = read_text(file)
-    own = folder.text.encode_documents([text])[0].tolist()
+    own = folder.tokenizer.encode_documents([text])[0].tolist()
     tokens = [*begin, *own]
     if not text:
         raise UserError(f"{file} is empty.")
@@ -146,7 +146,7 @@ def _text(file: Path, folder: ModelFolder, begin: Sequence[int]) -> tuple[list[i
 def _questions(file: Path, folder: ModelFolder, begin: Sequence[int]) -> list["Question"]:
     from coat_jax import evaluation
 
-    questions = evaluation.read(file, folder.text, begin, folder.config)
+    questions = evaluation.read(file, folder.tokenizer, begin, folder.config)
     if shortened := sum(question.left_out > 0 for question in questions):
         note(
             f"{file}: {shortened} of {counted(len(questions), 'question')} lose their beginning, "

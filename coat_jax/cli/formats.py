@@ -229,13 +229,13 @@ def _table_of(title: str, rows: Sequence["Row"]) -> str:
     lines = [[title, *formats, "best"]]
     lines += [[row.tensor, *(f"{row.bits[f]:.2f}" for f in formats), row.best] for row in rows]
     best = [row.best for row in rows]
-    counted = ", ".join(f"{f} for {best.count(f)}" for f in formats if f in best)
+    wins = ", ".join(f"{f} for {best.count(f)}" for f in formats if f in best)
     means = ", ".join(f"{f} {sum(r.bits[f] for r in rows) / len(rows):.2f}" for f in formats)
     return "\n".join(
         [
             table(lines, words=(0, len(formats) + 1)),
             "",
-            f"best: {counted} of {len(rows)}; mean bits: {means}",
+            f"best: {wins} of {len(rows)}; mean bits: {means}",
             "",
         ]
     )

@@ -120,11 +120,11 @@ def run(options: argparse.Namespace) -> int:
         )
     axes = MeshAxes(tensor=TENSOR if options.devices > 1 else None)
     model_folder = ModelFolder(options, axes=axes)
-    text = model_folder.text
-    prompts = [text.encode(one) for one in texts]
+    tokenizer = model_folder.tokenizer
+    prompts = [tokenizer.encode(text) for text in texts]
     settings: dict[str, Any] = {
         "max_tokens": options.max_tokens,
-        "stops": [*model_folder.stops, *map(text.token, options.stop)],
+        "stops": [*model_folder.stops, *map(tokenizer.token, options.stop)],
     }
     generation.require_prompts(model_folder.config, prompts, **settings)
     with on_devices(options.devices, TENSOR):
@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
             chunks = generation.stream(
                 model, prompts[batch], sampling=sampling, first=first, **settings
             )
-            _print(text, texts[batch], prompts[batch], speed.timed(chunks), more=first > 0)
+            _print(tokenizer, texts[batch], prompts[batch], speed.timed(chunks), more=first > 0)
     _say("\n")
     print(speed, file=sys.stderr)
     return 0
@@ -168,7 +168,7 @@ def _lines(file: Path | None) -> Iterator[str]:
 
 
 def _print(
-    text: "AnyTokenizer",
+    tokenizer: "AnyTokenizer",
     texts: Sequence[str],
     prompts: Sequence[Sequence[int]],
     chunks: Iterator[list[list[int]]],
@@ -176,7 +176,7 @@ def _print(
     more: bool,
 ) -> None:
     """Prints the first text while it is generated, and the others when their batch is complete."""
-    readers = [text.reader(prompt) for prompt in prompts]
+    readers = [tokenizer.reader(prompt) for prompt in prompts]
     others = list(texts[1:])
     _say((BETWEEN if more else "") + texts[0])
     for chunk in chunks:

@@ -37,7 +37,7 @@ class ModelFolder:
 
     Attributes:
         config: of the model, with the precision and the sharding that the options ask for.
-        text: the tokenizer.
+        tokenizer: of the model.
         stops: tokens that end a text.
     """
 
@@ -72,7 +72,7 @@ class ModelFolder:
         self.config: Config = dataclasses.replace(
             config, precision=precision, axes=axes or MeshAxes(), batch_axes=batch_axes
         )
-        self.text = texts.tokenizer_of(self._where, config, options.tokenizer)
+        self.tokenizer = texts.tokenizer_of(self._where, config, options.tokenizer)
         self.stops = self._stops(
             config_json, texts.data_of(self._where, config_json).get("end_of_text")
         )
@@ -89,7 +89,7 @@ class ModelFolder:
         settings = read_json(file) if status(file) else {}
         ends = settings.get("eos_token_id", config_json.get("eos_token_id"))
         if ends is None:
-            ends = self.text.end_of_text if of_run is None else of_run
+            ends = self.tokenizer.end_of_text if of_run is None else of_run
         ends = ends if isinstance(ends, list) else [ends]
         for end in ends:
             require(f"{self._where}: eos_token_id", end, CountOrZero | None)

@@ -2,8 +2,8 @@
 
     {"question": "The capital of France is", "choices": ["London", "Paris"], "answer": 1}
 
-is a line of a file of questions; "context" is the same as "question". The text of a choice follows
-the question's after a space, unless there is one. A choice scores
+is a line of a file of questions; "context" is the same as "question". A space is put between
+question and choice unless white space is there. A choice scores
 
     sum         log p(its tokens | the question)
     per byte    the same, divided by the bytes of its text, so that long choices are not worse off
@@ -68,12 +68,14 @@ class Accuracy(NamedTuple):
 # --- Reading ---------------------------------------------------------------------------------
 
 
-def read(path: Path, text: AnyTokenizer, begin: Sequence[int], config: Config) -> list[Question]:
+def read(
+    path: Path, tokenizer: AnyTokenizer, begin: Sequence[int], config: Config
+) -> list[Question]:
     """The questions of a file, each on a line.
 
     Args:
         path: of the file.
-        text: makes tokens of it; special tokens count as such.
+        tokenizer: reads the questions; special tokens in them count as such.
         begin: tokens that come before every question.
         config: of the model. A question that is too long for it loses its beginning.
     """
@@ -82,9 +84,9 @@ def read(path: Path, text: AnyTokenizer, begin: Sequence[int], config: Config) -
         if line.strip():
             where = f"{path}:{number}"
             question, choices, answer = _fields(where, parse_json(line, where))
-            alone = [*begin, *text.encode_markers(question).tolist()]
+            alone = [*begin, *tokenizer.encode_markers(question).tolist()]
             both = [
-                [*begin, *text.encode_markers(_joined(question, choice)).tolist()]
+                [*begin, *tokenizer.encode_markers(_joined(question, choice)).tolist()]
                 for choice in choices
             ]
             passages, left_out = _passages(where, alone, both, config)

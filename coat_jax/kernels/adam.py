@@ -30,7 +30,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int8
 
 from coat_jax.numerics import corrections, noise
-from coat_jax.numerics.expansion import SMALLEST, Expanded
+from coat_jax.numerics.expansion import Expanded
+from coat_jax.numerics.formats import SMALLEST_NORMAL
 from coat_jax.storage import Storage, stochastic_below
 
 Number = float | Array
@@ -86,7 +87,7 @@ def adam_reference(
     leaf_id: int,
     decayed: bool = True,
 ) -> LeafResult:
-    """Steps one leaf, which is `leaf_id` in `noise.leaf_ids` of its tree."""
+    """Steps one leaf; `leaf_id`, from `noise.leaf_ids`, seeds its rounding."""
     storage = settings.storage
     m, v = storage.read_moments(leaf.mu, leaf.nu)
     m, v, direction = adam_update(
@@ -163,7 +164,7 @@ def adam_update(
         m_hat = b1 * m / bias(b1, count + 1) + (1 - b1) * grad / debias1
     m_hat = jnp.where(infinite, jnp.nan, m_hat)
     v_hat = jnp.maximum(v, b2 * smallest_v) / debias2
-    direction = m_hat / (jnp.sqrt(v_hat + hyper.eps_root) + jnp.maximum(hyper.eps, SMALLEST))
+    direction = m_hat / (jnp.sqrt(v_hat + hyper.eps_root) + jnp.maximum(hyper.eps, SMALLEST_NORMAL))
     bound = largest_direction(count, b1, b2, nesterov=nesterov)
     return m, v, jnp.clip(direction, -bound, bound)
 
@@ -252,7 +253,7 @@ def numbers_of_step(
         log2_b2=jnp.log2(b2),
         grad_to_root_v=jnp.sqrt(1.0 - b2) * grad_scale,
         rsqrt_debias2=jax.lax.rsqrt(debias2),
-        eps=jnp.maximum(eps, SMALLEST),
+        eps=jnp.maximum(eps, SMALLEST_NORMAL),
         eps_root=eps_root * debias2,
         m_to_step=sign * from_m,
         grad_to_step=sign * from_grad,

@@ -10,7 +10,7 @@ Against the largest elements of its row INT8 is more precise than FP8 (steps of 
 E4M3 has steps of 1/8 to 1/16 of each number); elements far below them are rounded to few codes, or
 to zero. The sum is exact, in INT32: it does not depend on the order, and so not on the mesh.
 
-If a row has a NaN or an infinity, so have all results of that row, and only these.
+If a row has a NaN or an infinity, all results of that row are NaN, and only these.
 """
 
 import math
@@ -53,7 +53,7 @@ class Rows(NamedTuple):
         return eight_bits.scale_of(self.largest, "int8")
 
 
-def rows(x: Float[Array, "*rows K"], implementation: Implementation = "xla") -> Rows:
+def round_rows(x: Float[Array, "*rows K"], implementation: Implementation = "xla") -> Rows:
     """Rounds each row of an input to INT8."""
     largest = _largest(x, axis=-1)
     if implementation == "xla":
@@ -61,7 +61,7 @@ def rows(x: Float[Array, "*rows K"], implementation: Implementation = "xla") -> 
     return Rows(_rows_kernel(x, largest), largest)
 
 
-def columns(w: Float[Array, "K N"], implementation: Implementation = "xla") -> Rows:
+def round_columns(w: Float[Array, "K N"], implementation: Implementation = "xla") -> Rows:
     """Rounds each column of a weight to INT8: the rows [N, K] of its transpose."""
     if implementation == "xla":
         largest = _largest(w, axis=0)

@@ -13,7 +13,6 @@ A file that is damaged or cannot be read is written anew.
 import functools
 import hashlib
 import importlib.metadata
-import inspect
 import os
 import tempfile
 from collections.abc import Sequence
@@ -97,8 +96,6 @@ def _through_jax_triton(
 ) -> Any:
     import jax_triton
 
-    # jax-triton 0.4 renamed the parameter.
-    modern = "out_type" in inspect.signature(jax_triton.triton_call).parameters
     return jax_triton.triton_call(
         *arrays,
         kernel=kernel,
@@ -107,7 +104,7 @@ def _through_jax_triton(
         num_stages=1,
         compute_capability=capability,
         input_output_aliases=dict(aliases),
-        **{"out_type" if modern else "out_shape": list(outputs)},
+        out_shape=list(outputs),
         **dict(constants),
     )
 

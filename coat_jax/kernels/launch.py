@@ -42,9 +42,9 @@ def launch(
     """
     aliases = aliases or {}
     if programs == 0:  # arrays without elements, for which GPUs launch nothing
-        of_input = {output: operand for operand, output in aliases.items()}
+        aliased_input = {output: operand for operand, output in aliases.items()}
         return [
-            inputs[of_input[i]] if i in of_input else jnp.zeros(o.shape, o.dtype)
+            inputs[aliased_input[i]] if i in aliased_input else jnp.zeros(o.shape, o.dtype)
             for i, o in enumerate(outputs)
         ]
     if dispatch.interpreting():
@@ -75,12 +75,14 @@ def _interpret(
     constants: Mapping[str, Any],
 ) -> list[jax.Array]:
     """Runs a kernel in Triton's interpreter on one CPU device."""
-    of_output = {output: operand for operand, output in aliases.items()}
+    aliased_input = {output: operand for operand, output in aliases.items()}
 
     def run(*arrays: np.ndarray) -> list[np.ndarray]:
         pointers = [_to_torch(a) for a in arrays]
         results = [
-            pointers[of_output[i]] if i in of_output else _to_torch(np.empty(o.shape, o.dtype))
+            pointers[aliased_input[i]]
+            if i in aliased_input
+            else _to_torch(np.empty(o.shape, o.dtype))
             for i, o in enumerate(outputs)
         ]
         with _ONE_AT_A_TIME:

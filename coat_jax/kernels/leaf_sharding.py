@@ -194,7 +194,7 @@ def _clean_spec(mesh: Any, sharding: Any, shape: Shape, group_size: int) -> Part
     whole_groups = not shape or shape[-1] % group_size == 0
 
     def fits(axis: int) -> bool:
-        parts = math.prod(mesh.shape[name] for name in mesh_axes.names(spec[axis]))
+        parts = mesh_axes.shards(spec[axis], mesh)
         return sizes[axis] % parts == 0 and (axis < len(shape) - 1 or whole_groups)
 
     return PartitionSpec(*(spec[axis] if fits(axis) else None for axis in range(len(shape))))
@@ -203,7 +203,7 @@ def _clean_spec(mesh: Any, sharding: Any, shape: Shape, group_size: int) -> Part
 def _shard(mesh: Any, spec: PartitionSpec, shape: Shape, group_size: int) -> LeafShard:
     """This device's shard; called inside the partitioned program."""
     whole = scales_shape(shape, group_size)
-    parts = [math.prod(mesh.shape[name] for name in mesh_axes.names(entry)) for entry in spec]
+    parts = [mesh_axes.shards(entry, mesh) for entry in spec]
     local = tuple(size // n for size, n in zip(whole, parts, strict=True))
     start: Any = 0
     for axis, entry in enumerate(spec):

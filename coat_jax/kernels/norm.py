@@ -22,7 +22,7 @@ KINDS = ("rms", "layer")
 
 
 class Stats(NamedTuple):
-    """Per row: the mean (None for "rms"), and the reciprocal of the deviation."""
+    """Per row: the mean and 1 / standard deviation; for "rms", None and 1 / root mean square."""
 
     mean: Float[Array, "*rows 1"] | None
     inverse: Float[Array, "*rows 1"]
@@ -105,7 +105,7 @@ def bound_of_norm(norm: Norm, columns: int, rounding: float = 0.0) -> Float[Arra
     Args:
         norm: the norm.
         columns: of a row.
-        rounding: by how much x may exceed, relatively, the values that the statistics are of.
+        rounding: the largest relative error of x, if the statistics are of unrounded values.
     """
     largest = (1 + rounding) * jnp.sqrt(jnp.float32(columns))
     if norm.scale is not None:

@@ -46,8 +46,8 @@ def norm_forward(
 
     Statistics and norm are of the values that the blocks decode to, or of `x` itself if `exact`.
     The blocks are rounded to nearest, or like `to_blocks(stochastic=True)`. With `in_int8` the
-    codes are those of `int8.rows`, whose largest magnitudes are the last result; `scale` is not
-    used.
+    codes are those of `int8.round_rows`, whose largest magnitudes are the last result; `scale` is
+    not used.
     """
     from coat_jax.kernels.triton.norm import norm_forward_row, norm_forward_row_int8
 

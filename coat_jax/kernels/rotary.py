@@ -52,7 +52,7 @@ def rotary_backward(
 
 
 def split_heads(y: Float[Array, "*B S NH"], head_dim: int) -> Float[Array, "*B S N H"]:
-    """Columns as heads. (JAX finds no size of -1 for an array without elements.)"""
+    """Columns as heads. (JAX cannot infer a size given as -1 in an array without elements.)"""
     return y.reshape(*y.shape[:-1], y.shape[-1] // head_dim, head_dim)
 
 
@@ -62,7 +62,7 @@ def join_heads(y: Float[Array, "*B S N H"]) -> Float[Array, "*B S NH"]:
 
 
 def _for_batch(x: Array, ndim: int) -> Array:
-    """`x` with as many axes, the first of size 1: what is the same for all of a batch."""
+    """`x` with leading axes of size 1, `ndim` axes in all, so that it broadcasts over a batch."""
     return jnp.expand_dims(x, tuple(range(ndim - x.ndim)))
 
 

@@ -108,7 +108,7 @@ class _NamedAxes:
                 names = mesh_axes.names(entry)
                 if name in sharded or name in self.whole or not names or used & set(names):
                     continue
-                parts = math.prod(mesh.shape[n] for n in names)
+                parts = mesh_axes.shards(entry, mesh)
                 if self.sizes[name] % (parts * self.blocks[name]) == 0:
                     sharded[name] = entry
                     used |= set(names)

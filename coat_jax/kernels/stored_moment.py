@@ -8,10 +8,10 @@ In a group that is nowhere negative no number is rounded to zero, since an optim
 it. `numerics.expansion` has the equations. `amax` has the dtype of x, in which it is exact.
 
 The references are the specification. XLA runs them in several passes over memory: the largest and
-smallest of a group must be known before its codes. The Triton kernels (`triton.stored_moment`) take
-one each. They read 1 byte and write 4 per FP32 element, and read 5 and write 1, in place. Results
-differ by the rounding of approximate logarithms and powers: a code may differ by one where the
-exact value is near the middle between two codes.
+smallest of a group must be known before its codes. The Triton kernels (`triton.stored_moment`) need
+one pass each. Per FP32 element, reading reads 1 byte and writes 4; rewriting, in place, reads 5 and
+writes 1. Results differ by the rounding of approximate logarithms and powers: a code may differ by
+one where the exact value is near the middle between two codes.
 
 The kernels have no rules for `vmap` and for derivatives. There the references run.
 """

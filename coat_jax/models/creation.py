@@ -56,7 +56,7 @@ def _initializer(config: Config, mesh: Mesh | None) -> Callable[[jax.Array], Any
 
 
 def _unstacking(made: Callable[[jax.Array], Any], state: Any) -> Callable[[jax.Array], Any]:
-    """Returns in place of a state with stacked layers one like `state`, with a list of layers."""
+    """Wraps `made`: the layers of its result are unstacked into a list, as in `state`."""
     flat = dict(nnx.to_flat_state(state))
     shardings = None
     if None not in (leaf.sharding for leaf in flat.values()):

@@ -179,8 +179,8 @@ def in_dtype(values: np.ndarray, dtype: np.dtype, name: str = "A parameter") -> 
 
     Args:
         values: what to cast.
-        dtype: to which.
-        name: of what it is, for the error.
+        dtype: what to cast them to.
+        name: what errors call the values.
     """
     if values.dtype == dtype:
         return values

@@ -40,6 +40,17 @@ class Attention(nnx.Module):
     Heads are sharded along the mesh's axis `tensor`. If the heads of queries or of keys cannot be
     divided equally among the devices, every device computes all of them.
 
+    Args:
+        width: columns of the input and of the output.
+        heads: of the queries.
+        kv_heads: of the keys and of the values; by default as many as of the queries.
+        head_dim: columns of a head; by default width / heads.
+        qkv_bias: whether queries, keys and values have biases, which are zero at first.
+        out_bias: whether the output projection has one.
+        axes: the mesh axes over which the parameters are sharded.
+        param_dtype: their dtype.
+        rngs: where their random numbers come from.
+
     Attributes:
         query, key, value: weights [width, heads * head_dim], for keys and values [width, kv_heads *
             head_dim].

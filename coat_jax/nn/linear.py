@@ -14,6 +14,17 @@ from coat_jax.precision import COAT, Precision, precision_of
 class Linear(nnx.Module):
     """y = x kernel + bias, with forward, backward and residual in FP8.
 
+    Args:
+        in_features: columns of the input.
+        out_features: columns of the output.
+        use_bias: whether there is a bias, which is zero at first.
+        precision: see `coat.Precision`.
+        sharding: the mesh axes of the kernel's two axes, as in ("fsdp", "tensor"); the bias is
+            sharded like the columns of the kernel. Empty: nothing is sharded.
+        kernel_init: draws the kernel.
+        param_dtype: the dtype of the parameters.
+        rngs: where the kernel's random numbers come from.
+
     Attributes:
         kernel: [inputs, outputs].
         bias: [outputs], or None.

@@ -15,6 +15,13 @@ from coat_jax.precision import COAT, Precision, precision_of
 class GatedMLP(nnx.Module):
     """x + (act(norm(x) gate) * (norm(x) up)) down.
 
+    Args:
+        width: columns of the input and of the output.
+        hidden: columns between them.
+        axes: the mesh axes over which the parameters are sharded.
+        param_dtype: their dtype.
+        rngs: where their random numbers come from.
+
     Attributes:
         norm: a `coat.nn` norm before the MLP, or None.
         gate, up: weights [width, hidden].
@@ -63,6 +70,14 @@ class GatedMLP(nnx.Module):
 
 class MLP(nnx.Module):
     """x + act(norm(x) up + up_bias) down + down_bias.
+
+    Args:
+        width: columns of the input and of the output.
+        hidden: columns between them.
+        use_bias: whether there are biases, which are zero at first.
+        axes: the mesh axes over which the parameters are sharded.
+        param_dtype: their dtype.
+        rngs: where their random numbers come from.
 
     Attributes:
         norm: a `coat.nn` norm before the MLP, or None.

@@ -17,9 +17,16 @@ from coat_jax.precision import COAT, Precision, precision_of
 
 
 class RMSNorm(nnx.Module):
-    """y = x / sqrt(mean(x^2) + epsilon) * scale, in FP32 inside."""
+    """y = x / sqrt(mean(x^2) + epsilon) * scale, in FP32 inside.
 
-    dtype: DTypeLike | None = None  # of the result
+    Attributes:
+        scale: [num_features], or None.
+        epsilon: added to the mean square.
+        precision: how the input is saved.
+        dtype: of the result; None for that of the input.
+    """
+
+    dtype: DTypeLike | None = None
 
     def __init__(
         self,
@@ -48,9 +55,17 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """y = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias, in FP32 inside."""
+    """y = (x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias, in FP32 inside.
 
-    dtype: DTypeLike | None = None  # of the result
+    Attributes:
+        scale: [num_features], or None.
+        bias: [num_features], or None.
+        epsilon: added to the variance.
+        precision: how the input is saved.
+        dtype: of the result; None for that of the input.
+    """
+
+    dtype: DTypeLike | None = None
 
     def __init__(
         self,

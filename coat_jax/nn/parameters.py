@@ -2,7 +2,8 @@
 
 A weight that widens, [D, F], is sharded along (fsdp, tensor); one that narrows, [F, D], along
 (tensor, fsdp). So tensor parallelism shards the hidden width, and fully sharded data parallelism
-the model's width, which is gathered when a layer needs it. Vectors are replicated.
+the model's width, which is gathered when a layer needs it. The bias of a weight that widens is
+sharded along tensor; other vectors are replicated.
 """
 
 import dataclasses

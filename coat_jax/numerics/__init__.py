@@ -15,4 +15,5 @@ minifloat       small floats of any shape, simulated
 integer_format  integers of any width, simulated
 quantizer       any of these formats with scales of any kind
 mesh_axes       the axes over which an array is sharded
+programs        a function as one compiled program, also outside of `jit`
 """

@@ -111,7 +111,7 @@ def fitting_exponent(amax: Float[Array, "..."], dtype: DTypeLike) -> Int32[Array
     return jnp.where(jnp.isfinite(amax), exponent, NOT_FINITE)
 
 
-def power_of_two(exponent: Float[Array, "..."]) -> Float[Array, "..."]:
+def power_of_two(exponent: Int32[Array, "..."] | UInt8[Array, "..."]) -> Float[Array, "..."]:
     """2^(exponent - 127) in FP32, of an exponent in 1 .. 254; 255 gives infinity."""
     return jax.lax.bitcast_convert_type(exponent.astype(jnp.int32) << 23, jnp.float32)
 

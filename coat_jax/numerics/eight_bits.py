@@ -62,7 +62,10 @@ def scale_of(largest: Float[Array, "..."], name: EightBits) -> Float[Array, "...
 def channel_scales(
     weight: Float[Array, "K N"], name: EightBits, fit: Fit, percentile: float
 ) -> Float[Array, " N"]:
-    """A scale for each output channel of a weight, NaN where it has one; see `Quantizer`."""
+    """A scale for each output channel of a weight; NaN for one with a NaN or an infinity.
+
+    Outside of `jit`, `Quantizer` may raise an error for it instead.
+    """
     own: Any = SIMULATED[name]
     quantizer = Quantizer(own, over="channel", fit=fit, percentile=percentile)
     scale = scale_of(quantizer.range_of(weight).high, name)

@@ -34,6 +34,7 @@ from jaxtyping import Array, Bool, Float, UInt8
 
 from coat_jax.numerics.formats import (
     E4M3,
+    SMALLEST_NORMAL,
     Format,
     dithered_cast,
     format_of,
@@ -52,7 +53,6 @@ from coat_jax.numerics.qtensor import (
 Rounding = Literal["nearest", "dithered", "stochastic"]
 
 GROUP_SIZE = 128
-SMALLEST = 2.0**-126  # of the normal FP32 numbers
 STEPS = 16  # k is stored in sixteenths
 MAX_STEPS = 255
 HEADROOM = 2  # binades under the smallest element, where rounding is stochastic
@@ -129,7 +129,7 @@ def encode(
     rounding: Rounding = "nearest" if noise is None else "stochastic"
     group = _expand(x, dtype, group_size, rounding)
     image = group.image
-    nonzero = jnp.abs(group.values) >= SMALLEST
+    nonzero = jnp.abs(group.values) >= SMALLEST_NORMAL
     image = jnp.where(never_zero & nonzero, jnp.maximum(image, group.fmt.tiny), image)
     image = jnp.copysign(image, group.values)
     if noise is None:
@@ -196,13 +196,13 @@ def _expand(
     fmt = format_of(dtype)
     grouped = split_groups(x.astype(jnp.float32), group_size)
     magnitude = jnp.abs(grouped)
-    magnitude = jnp.where(magnitude < SMALLEST, 0.0, magnitude)
+    magnitude = jnp.where(magnitude < SMALLEST_NORMAL, 0.0, magnitude)
     amax = group_max(magnitude)
     smallest = jnp.min(jnp.where(magnitude > 0, magnitude, jnp.inf), axis=-1, initial=jnp.inf)
     smallest = jnp.where(amax > 0, smallest, 0.0)
     k16 = exponent_sixteenths(amax, smallest, fit_of(dtype, rounding))
     k = k16[..., None].astype(jnp.float32) / STEPS
-    log2_ratio = jnp.log2(magnitude) - jnp.log2(jnp.maximum(amax, SMALLEST))[..., None]
+    log2_ratio = jnp.log2(magnitude) - jnp.log2(jnp.maximum(amax, SMALLEST_NORMAL))[..., None]
     # Zero exactly for the largest: the difference of two rounded logarithms could round it down.
     largest = (magnitude >= amax[..., None]) & (magnitude > 0)
     log2_ratio = jnp.where(largest, 0.0, log2_ratio)
@@ -220,6 +220,6 @@ def exponent_sixteenths(
     amax: Float[Array, "..."], smallest: Float[Array, "..."], fit: ExponentFit
 ) -> UInt8[Array, "..."]:
     """16 k per group, rounded down so that the smallest element still fits."""
-    log2_spread = jnp.log2(smallest) - jnp.log2(jnp.maximum(amax, SMALLEST))
+    log2_spread = jnp.log2(smallest) - jnp.log2(jnp.maximum(amax, SMALLEST_NORMAL))
     steps = STEPS * fit.log2_range / jnp.maximum(-log2_spread, 1e-6)
     return jnp.clip(jnp.floor(steps + fit.tolerance), fit.min_steps, MAX_STEPS).astype(jnp.uint8)

@@ -24,7 +24,8 @@ becomes the largest FP32.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from coat_jax.numerics.expansion import SMALLEST, STEPS, Expanded, ExponentFit, exponent_sixteenths
+from coat_jax.numerics.expansion import STEPS, Expanded, ExponentFit, exponent_sixteenths
+from coat_jax.numerics.formats import SMALLEST_NORMAL
 from coat_jax.numerics.programs import one_program
 from coat_jax.numerics.qtensor import (
     group_max,
@@ -53,9 +54,9 @@ def encode(
     """Rounds `x` to the nearest code, or with `noise` (uniform in (0, 1)) stochastically."""
     require_float("x", x.dtype)
     values = split_groups(x.astype(jnp.float32), group_size)
-    values = jnp.where(values >= SMALLEST, values, 0.0)
+    values = jnp.where(values >= SMALLEST_NORMAL, values, 0.0)
     amax = group_max(values)
-    log2_amax = jnp.log2(jnp.maximum(amax, SMALLEST))[..., None]
+    log2_amax = jnp.log2(jnp.maximum(amax, SMALLEST_NORMAL))[..., None]
     log2_below = log2_amax - jnp.log2(values)  # inf for zero
     # Zero exactly for the largest: the difference of two rounded logarithms could round it down.
     log2_below = jnp.where(values >= amax[..., None], 0.0, log2_below)
@@ -67,7 +68,7 @@ def encode(
 
     # Numbers below the smallest code become that code or zero. Besides rounding errors of `steps`,
     # only groups at the least k have such numbers.
-    smallest = jnp.where(steps > MIN_STEPS, SMALLEST, amax[..., None] * FIT.resolution)
+    smallest = jnp.where(steps > MIN_STEPS, SMALLEST_NORMAL, amax[..., None] * FIT.resolution)
     if noise is None:
         codes = jnp.floor(exact + 0.5)
         least = (values >= smallest / 2).astype(jnp.float32)

@@ -20,7 +20,7 @@ def shards(entry: Any, mesh: Any) -> int:
 
 
 def automatic_mesh() -> AbstractMesh | None:
-    """The mesh over whose devices XLA shards what is being traced; None if there are no others.
+    """The mesh over which XLA shards what is being traced; None with fewer than two devices.
 
     None, too, inside `jax.shard_map` and under explicit sharding, where the user decides.
     """

@@ -187,7 +187,7 @@ def element_numbers(
 
 
 def run_numbers(shape: tuple[int, ...]) -> UInt32[Array, "*shape"]:
-    """The place of each run in an array of so many, row-major, modulo 2^32."""
+    """The row-major index of each run in an array of this shape, modulo 2^32."""
     number = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
         number = number * np.uint32(size % 2**32) + jax.lax.broadcasted_iota(

@@ -1,7 +1,7 @@
 """A function as one program, also where it is called outside of `jit`.
 
-There, each operation of a function is a program of its own, which is compiled at its first call:
-rounding an array to blocks would compile thirty. Inside a program nothing changes.
+Outside, each operation of a function is a program of its own, compiled at its first call: rounding
+an array to blocks would compile thirty. Inside a program nothing changes.
 """
 
 import inspect
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 def one_program(
     *arrays: str,
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Makes one program of a function, for each value of its arguments but `arrays`."""
+    """Compiles a function as one program; all arguments except `arrays` are static."""
 
     def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         static = [name for name in inspect.signature(function).parameters if name not in arrays]

@@ -104,7 +104,11 @@ class Quantizer:
         return self.quantize(x, found, noise)
 
     def range_of(self, x: Float[Array, "*shape"]) -> Range:
-        """The range that fits `x`, of shape [scales]; NaN where `x` is not finite."""
+        """The range that fits `x`, of shape [scales].
+
+        A range that is not finite is an error, except under `jit`, where it is returned. XLA's
+        maximum on CPUs may lose a NaN, and "percentile" may leave out an infinity.
+        """
         rows, known = self._rows(x)
         magnitudes = jnp.where(known, jnp.abs(rows), 0.0)
         if self._one_sided():

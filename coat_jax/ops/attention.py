@@ -4,8 +4,8 @@
     y = o w + b
 
     attention_block    attention saves                             attention_linear adds
-    None               q, k, v, o in their own dtype               nothing: o again
-    16, 32, ..         q, k, v, o in FP8 blocks                    nothing: o again
+    None               q, k, v, o in their own dtype               nothing: o is its input
+    16, 32, ..         q, k, v, o in FP8 blocks                    nothing: o is its input
 
 and, with cuDNN, the log-sum-exp of each row.
 """
@@ -81,8 +81,8 @@ def attention(
         window: how many tokens it sees, itself included; None for all. Needs causal.
         segments: the number of each token's document; attention stays within a document.
         scale: of the scores, 1 / sqrt(H) by default.
-        precision: only its `attention_block` matters here, and what says how that is rounded:
-            `forward`, and for the saved output `exact_forward` and `stochastic`.
+        precision: only `attention_block` and its format `forward` matter here; for the saved output
+            also `exact_forward` and `stochastic`.
         backend: "cudnn" or "xla"; None chooses cuDNN on a GPU for 16-bit arrays.
     """
     settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)

@@ -4,7 +4,7 @@
 XLA finds that the backward pass recomputes values of the forward pass, and keeps these in memory
 instead of the smaller residuals.
 
-**Its gradients have one batch.** Under vmap, JAX leaves an output as it is that does not depend on
+**Its gradients have one batch.** Under vmap, JAX does not batch an output that does not depend on
 what is mapped over. It sums the gradient of this output over the batch, and passes the sum to the
 backward pass of each element, whose results it sums again. So if one output has a batch, all do.
 
@@ -58,7 +58,7 @@ def run_backward(
 
 @jax.custom_jvp
 def batched_alike(*outputs: Array) -> tuple[Array, ...]:
-    """The outputs of a forward pass as they are; under vmap all have the batch that one has."""
+    """Returns the outputs of a forward pass; under vmap, if one is batched, all are."""
     return _batched_alike(*outputs)
 
 

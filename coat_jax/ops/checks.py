@@ -38,7 +38,7 @@ def require_layers(
 
 
 def require_automatic_sharding(name: str, *arrays: Array) -> None:
-    """Raises if an array is sharded over explicit axes: products would have to say how, too."""
+    """Raises if an array is sharded over explicit axes: products would need an out_sharding."""
     for array in arrays:
         spec = getattr(jax.typeof(array).sharding, "spec", ())
         if axes := [axis for entry in spec for axis in mesh_axes.names(entry)]:

@@ -5,8 +5,8 @@
                                            + s (lse - mean of the logits)  +  z lse^2
 
 The sequence is split into chunks; each chunk's logits are FP32 and are recomputed in the
-backward pass. It saves h, w and one log-sum-exp per token. The products are in the dtype of h,
-summed in FP32, and not in FP8, from which the head would suffer most of all layers.
+backward pass. It saves h, w and one log-sum-exp per token. Products are in the dtype of h, and
+summed in FP32. They are not in FP8, which would harm the head more than any other layer.
 
 On a mesh nothing but scalars is communicated within the loop over chunks: w is gathered before
 it, and each device sums the gradient of w over its own rows, to be reduced after it.

@@ -66,6 +66,12 @@ def freeze(weight: Float[Array, "K N"], *, precision: Precision | str = COAT) ->
     return Frozen(rounded.values, rounded.scale)
 
 
+def _described(dtype: DTypeLike | None) -> str:
+    if dtype is None:
+        return "without FP8"
+    return f"in {dtype.name if isinstance(dtype, Minifloat) else jnp.dtype(dtype).name}"
+
+
 def _require_fp8_products(name: str, mode: Mode) -> None:
     if mode.int8_forward:
         raise UserError(
@@ -107,7 +113,7 @@ def adapted_linear(
     if weight.codes.ndim != 2 or weight.codes.shape[0] != x.shape[-1]:
         raise ValueError(
             f"adapted_linear got an input with {x.shape[-1]} columns and a frozen weight of shape "
-            f"{weight.codes.shape}: it is [{x.shape[-1]}, N]."
+            f"{weight.codes.shape}: it should be [{x.shape[-1]}, N]."
         )
     require_layers("adapted_linear", x.shape[-1], (a,), (None,))
     require_layers("adapted_linear's adapter", a.shape[-1], (c,), (bias,))
@@ -121,8 +127,7 @@ def adapted_linear(
     if mode.format != weight.codes.dtype:
         raise ValueError(
             f"The weight is frozen as {weight.codes.dtype.name}, but this precision multiplies "
-            f"{mode.precision.forward if mode.format else 'without FP8'}. Freeze it with the "
-            "precision of the product."
+            f"{_described(mode.format)}. Freeze it with the precision of the product."
         )
     y, h = _products(mode, as_3d(x), weight, a)
     y = y + (h @ c.astype(x.dtype))

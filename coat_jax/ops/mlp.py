@@ -218,30 +218,32 @@ def _forward(
     return x + y if residual else y, everything
 
 
-def _backward(settings: _MLPSettings, saved: _Saved, gradient: Array) -> Any:
+def _backward(settings: _MLPSettings, residuals: _Saved, gradient: Array) -> Any:
     act, residual, mode, name = settings
 
-    def backward(k: _Saved, dy: Array) -> Any:
+    def backward(saved: _Saved, dy: Array) -> Any:
         dtype = dy.dtype
-        g, da, da_bound = bounded_input_gradient(k.down, k.scales[-1], dy, mode)
-        a, d_hidden = activation_gradients(k.hidden, da, da_bound, act, mode)
-        (d_down,) = weight_gradients(a, (k.down,), (g,))
-        (d_down_bias,) = bias_gradients((k.down_bias,), (dy,))
+        g, da, da_bound = bounded_input_gradient(saved.down, saved.scales[-1], dy, mode)
+        a, d_hidden = activation_gradients(saved.hidden, da, da_bound, act, mode)
+        (d_down,) = weight_gradients(a, (saved.down,), (g,))
+        (d_down_bias,) = bias_gradients((saved.down_bias,), (dy,))
 
-        dn = input_gradient(k.weights, k.scales[:-1], d_hidden, dtype, mode)
-        n = recompute_norm(k.x, k.norm, mode, dtype)
-        d_weights = weight_gradients(n, k.weights, d_hidden)
-        d_biases = k.biases
-        if any(bias is not None for bias in k.biases):
-            d_biases = bias_gradients(k.biases, gradient_values(k.hidden, da, act, mode))
-        dx, d_norm = norm_gradient(k.x, k.norm, dn, dy if residual else None, mode)
+        dn = input_gradient(saved.weights, saved.scales[:-1], d_hidden, dtype, mode)
+        n = recompute_norm(saved.x, saved.norm, mode, dtype)
+        d_weights = weight_gradients(n, saved.weights, d_hidden)
+        d_biases = saved.biases
+        if any(bias is not None for bias in saved.biases):
+            d_biases = bias_gradients(saved.biases, gradient_values(saved.hidden, da, act, mode))
+        dx, d_norm = norm_gradient(saved.x, saved.norm, dn, dy if residual else None, mode)
         seen = recording.gradients(
-            k.seen, lambda: gradient_values(k.hidden, da, act, mode), d_hidden, mode
+            saved.seen, lambda: gradient_values(saved.hidden, da, act, mode), d_hidden, mode
         )
         seen = recording.gradients(seen, lambda: (dy,), (g,), mode, first=len(d_hidden))
         return dx, d_norm, d_weights, d_biases, d_down, d_down_bias, seen
 
-    return run_backward(backward, (saved,), gradient, name=name, rounds=rounds_rows(mode.precision))
+    return run_backward(
+        backward, (residuals,), gradient, name=name, rounds=rounds_rows(mode.precision)
+    )
 
 
 _mlp.defvjp(_forward, _backward)

@@ -97,15 +97,15 @@ def norm_qkv(
             f"norm_qkv takes three weights to whole heads of {head_dim=}, not "
             f"{[w.shape for w in ws]}."
         )
-    angles = None
-    if rotary is not None:
+    if rotary is None:
+        positions = None
+    else:
         require_rotary(rotary)
         positions = jnp.arange(x.shape[1]) if positions is None else positions
         require_positions(positions, x.shape[:2])
-        angles = positions
     settings = _QKVSettings(head_dim, rotary, mode_of(precision, implementation))
     probe = recording.probe_of_layers("norm_qkv", settings.mode, NAMES, blocks=("saved",))
-    return _norm_qkv(settings, x, norm, ws, bs, angles, probe)
+    return _norm_qkv(settings, x, norm, ws, bs, positions, probe)
 
 
 class _QKVSettings(NamedTuple):
@@ -176,18 +176,14 @@ def _backward(settings: _QKVSettings, residuals: Any, gradients: tuple[Array, ..
         g = [_operand(dy, a, mode) for dy, a in zip(heads, back, strict=True)]
         dn = input_gradient(weights, scales, g, residual.dtype, mode)
         dx, d_norm = norm_gradient(saved, norm, dn, residual, mode)
+
+        def unrotated() -> list[Array]:
+            return [join_heads(_rotated_back(dy, a)) for dy, a in zip(heads, back, strict=True)]
+
         d_biases = biases
         if any(bias is not None for bias in biases):
-            d_biases = bias_gradients(
-                biases,
-                [join_heads(_rotated_back(dy, a)) for dy, a in zip(heads, back, strict=True)],
-            )
-        seen = recording.gradients(
-            seen,
-            lambda: [join_heads(_rotated_back(dy, a)) for dy, a in zip(heads, back, strict=True)],
-            g,
-            mode,
-        )
+            d_biases = bias_gradients(biases, unrotated())
+        seen = recording.gradients(seen, unrotated, g, mode)
         return dx, d_norm, weight_gradients(n, weights, g), d_biases, None, seen
 
     rounds = rounds_rows(mode.precision)

@@ -180,7 +180,7 @@ def _require_shapes(x: Array, weight: Quantized, bias: Array | None) -> None:
     if weight.codes.ndim != 2 or weight.codes.shape[1] != x.shape[-1]:
         raise ValueError(
             f"quantized_linear got an input with {x.shape[-1]} columns and codes of shape "
-            f"{weight.codes.shape}: they are [outputs, {x.shape[-1]}]."
+            f"{weight.codes.shape}: they should be [outputs, {x.shape[-1]}]."
         )
     if weight.scale.shape != weight.codes.shape[:1]:
         raise ValueError(

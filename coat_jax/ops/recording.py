@@ -83,10 +83,10 @@ def products(
     Args:
         seen: the probe.
         tensor: the name of the input.
-        values: those of the input, which are computed if they are needed.
+        values: a function that returns the input; called only if something is recorded.
         scale: of the input.
         weights: what it is multiplied by, in the order of their names, from the `first` on.
-        scales: theirs.
+        scales: of the weights.
         mode: how products are computed.
         first: the place of these weights among those of the op.
     """

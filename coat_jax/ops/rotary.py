@@ -96,7 +96,7 @@ def rotate(
     Args:
         x: queries or keys.
         positions: of each token, of shape [S] or [*B, S].
-        rotary: the angles.
+        rotary: how a position becomes angles.
     """
     require_real("rotate", x)
     if x.ndim < 3:

@@ -35,7 +35,7 @@ def require_real_float(where: str, leaf: Any) -> None:
     dtype = jnp.result_type(leaf)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
-            f"{where} is complex ({dtype.name}), which FP8 moments cannot follow. Wrap the "
+            f"{where} is complex ({dtype.name}), which 8-bit moments cannot hold. Wrap the "
             "optimizer in optax.contrib.split_real_and_imaginary."
         )
     if not jnp.issubdtype(dtype, jnp.floating):

@@ -1,6 +1,6 @@
 """Derivatives through optimizer steps, as in meta-learning: one step has them, several have not.
 
-The derivative of an array in FP8 is in FP8 too: JAX would round it and let it overflow silently.
+JAX would silently round the derivative of FP8 codes to FP8, and take that of integer codes as zero.
 The updates of a step depend on its gradients through FP32 only, so differentiating one step
 is exact. Differentiating what a second step reads from the state raises an error.
 """
@@ -24,8 +24,8 @@ def _constant(stored: Expanded) -> Expanded:
 @_constant.defjvp
 def _refuse(primals: tuple[Expanded], tangents: tuple[Expanded]) -> tuple[Expanded, Expanded]:
     raise NotImplementedError(
-        "Moments stored in FP8 cannot be differentiated, which happens when a derivative is taken "
-        "through more than one step or with respect to the state. Use the uncompressed optax "
+        "Moments stored in 8 bits cannot be differentiated, which happens when a derivative is "
+        "taken through more than one step or with respect to the state. Use the uncompressed optax "
         "optimizer there, or storage=coat_jax.Storage(min_size=10**12), which stores all moments "
         "in FP32; for derivatives through the last step alone, apply jax.lax.stop_gradient to "
         "the state."

@@ -108,7 +108,7 @@ def fp8_muon(
         ns_coeffs: see `scale_by_fp8_muon`.
         ns_steps: likewise.
         beta: decay rate of Muon's momentum.
-        eps: Muon adds it to norms, and Adam to the root of the second moment.
+        eps: for Muon, see `scale_by_fp8_muon`; Adam adds it to the root of the second moment.
         weight_decay: of Muon's matrices; decoupled, multiplied by the learning rate.
         weight_decay_mask: a tree of booleans, or a function from parameters to one, that selects
             the matrices that decay.
@@ -214,7 +214,7 @@ def scale_by_fp8_muon(
             for each; or "standard" or "dion".
         ns_steps: the number of steps, if `ns_coeffs` has only three numbers.
         beta: decay rate of the momentum.
-        eps: added to norms.
+        eps: added to norms; with "aol" and "schatten", a lower bound of them.
         mu_dtype: must be None; keeps the argument order of optax.
         nesterov: whether to use Nesterov momentum.
         adaptive: whether to multiply the update of each matrix by its inner product with the

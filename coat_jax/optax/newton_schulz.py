@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.errors import UserError
 from coat_jax.numerics import mesh_axes
-from coat_jax.numerics.expansion import SMALLEST
+from coat_jax.numerics.formats import SMALLEST_NORMAL
 from coat_jax.numerics.mesh_axes import automatic_mesh
 
 Coefficients = tuple[float, float, float] | tuple[tuple[float, float, float], ...]
@@ -61,13 +61,13 @@ def orthogonalize(
         stacks: arrays of matrices. Stacks may differ in all axes.
         coefficients: a, b, c of each step; or one a, b, c, which all steps use.
         steps: the number of steps, if there is only one a, b, c.
-        eps: added to norms.
+        eps: added to norms; with "aol" and "schatten", a lower bound of them.
         preconditioning: how singular values are made at most 1 before the steps.
         dtype: the dtype of the products' operands.
     """
     require_preconditioning(preconditioning)
     _require_whole_matrices(stacks)
-    eps = jnp.maximum(jnp.asarray(eps, jnp.float32), SMALLEST)  # zeros are divided by it
+    eps = jnp.maximum(jnp.asarray(eps, jnp.float32), SMALLEST_NORMAL)  # zeros are divided by it
     rows = np.broadcast_to(coefficients, (steps, 3)) if coefficients.ndim == 1 else coefficients
     run = partial(_map, partial(_orthogonalize, rows.tolist(), eps, preconditioning))
     results: list[list[Array]] = [[] for _ in stacks]
@@ -84,7 +84,7 @@ def orthogonalize(
 
 
 def _require_whole_matrices(stacks: Sequence[Float[Array, "B M N"]]) -> None:
-    """Raises if a matrix is sharded over explicit axes: its products would have to say how, too."""
+    """Raises if a matrix is sharded over explicit axes: products would need an out_sharding."""
     for stack in stacks:
         spec = getattr(jax.typeof(stack).sharding, "spec", ())
         if axes := [axis for entry in spec[1:] for axis in mesh_axes.names(entry)]:

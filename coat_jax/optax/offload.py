@@ -80,7 +80,7 @@ def in_host_memory(optimizer: FusedOptimizer) -> FusedOptimizer:
         require_same_shapes("gradients", grads, params)
         gradients = jax.tree.leaves(grads)
         parts = Parts(params, state)
-        for part in _divided(parts.on_host()):
+        for part in _divided(parts.sizes_on_host()):
             of_state, of_part = parts.state(part, [gradients[i] for i in part])
             updated = optimizer.step(
                 parts.params(part), parts.like_params(part, of_part), of_state, **arguments

@@ -37,7 +37,7 @@ class Parts:
 
     def __init__(self, params: optax.Params, state: Any):
         self._params, self._structure = jax.tree.flatten(params)
-        self._state, self._of_state = jax.tree.flatten(state)
+        self._state, self._state_structure = jax.tree.flatten(state)
         numbered = jax.tree.unflatten(self._structure, range(len(self._params)))
         self._follows = followed_params(state, numbered)
         self._masked = _is_masked(state)
@@ -58,7 +58,7 @@ class Parts:
                     "init(params) of in_host_memory(optimizer), which places each array."
                 )
 
-    def on_host(self) -> list[list[int]]:
+    def sizes_on_host(self) -> list[list[int]]:
         """For each parameter, the sizes in bytes of the arrays in host memory that follow it."""
         sizes: list[list[int]] = [[] for _ in self._params]
         for leaf, on_host, param in zip(self._before, self._on_host, self._follows, strict=True):
@@ -104,7 +104,7 @@ class Parts:
             gradients, arrived, left = lax.optimization_barrier((gradients, arrived, left))
             for i, leaf in zip([*arriving, *self._leaving], [*arrived, *left], strict=True):
                 (leaves if i in arriving else self._state)[i] = leaf
-        return jax.tree.unflatten(self._of_state, leaves), gradients
+        return jax.tree.unflatten(self._state_structure, leaves), gradients
 
     def update(
         self,
@@ -151,7 +151,7 @@ class Parts:
         """All parameters and the whole state."""
         return (
             jax.tree.unflatten(self._structure, self._params),
-            jax.tree.unflatten(self._of_state, self._state),
+            jax.tree.unflatten(self._state_structure, self._state),
         )
 
 

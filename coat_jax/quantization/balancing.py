@@ -89,7 +89,7 @@ def balance(model: Llama, token_batches: Iterable[Int[ArrayLike, "B S"]]) -> Lla
 
 
 def balance_stored(parameters: Parameters, factors: Mapping[Name, Factors]) -> dict[Name, Stored]:
-    """The same for parameters that are read in parts: each part is scaled when it is read.
+    """`balance`, for parameters that are read in parts: each part is scaled when it is read.
 
     Args:
         parameters: of a model, its layers stacked or not.

@@ -95,7 +95,7 @@ def observe(
     token_batches: Iterable[Int[ArrayLike, "B S"]],
     is_left: Callable[[str], bool] = lambda path: False,
 ) -> dict[str, Inputs]:
-    """The same for all projections but those of which `is_left` is true, whatever their ranges."""
+    """Statistics of the inputs of all projections that are not `is_left`; no range is checked."""
     observed = modular(
         unstacked(model),
         lambda path, kernel, bias: (Dense if is_left(path) else _Observed)(kernel, bias),

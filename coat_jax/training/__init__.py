@@ -15,5 +15,6 @@ checkpoint/               states and weights on disk
 report/                   what a run reports: metrics, progress, memory, telemetry, plots
 evaluation, identity      held-out loss; whether a run may continue with another config
 run_folder, run_lock      which run a folder belongs to, and which process holds it
+compiler_options          XLA's options for the programs of a run
 compilation               programs that were compiled before
 """

@@ -224,12 +224,12 @@ def _say(console: "Console", text: str) -> None:
 def _compile_telemetry(
     prepared: Prepared, say: Callable[[str], None], *, packed: bool
 ) -> Telemetry | None:
-    """The telemetry of a run; None where nothing of it is in FP8."""
+    """The telemetry of a run; None if nothing of it is in 8 bits."""
     begin = time.perf_counter()
     config, mesh, _, graph, abstract = prepared
     telemetry = Telemetry(config, graph, abstract, mesh, packed=packed)
     if telemetry.empty:
-        say("Nothing of this run is in FP8: there is no telemetry.")
+        say("Nothing of this run is in 8 bits: there is no telemetry.")
         return None
     say(f"Compiled the telemetry in {time.perf_counter() - begin:.1f} s.")
     return telemetry

@@ -96,7 +96,7 @@ def stages_of(graph: Any, params: Any, part: Any, z_loss: float) -> list[Stage]:
 
 
 def _sharded(params: Any) -> Any:
-    """`params` sharded as they are: their gradients, at once reduced to shards, are so as well."""
+    """`params`, constrained to their sharding, so that gradients are reduced to shards at once."""
     if jax.sharding.get_abstract_mesh().empty:
         return params
     return lax.with_sharding_constraint(params, nnx.get_partition_spec(params))

@@ -217,7 +217,7 @@ def test_the_precision_is_that_of_the_run_unless_told(run, theirs):
 
 def test_the_tokenizer_is_found(theirs, tmp_path):
     def text(*arguments):
-        return ModelFolder(options(*arguments)).text
+        return ModelFolder(options(*arguments)).tokenizer
 
     assert text(theirs).encode("no") == list(b"no")
     run, other = tmp_path / "run", tmp_path / "other"

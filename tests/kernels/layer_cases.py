@@ -105,7 +105,7 @@ def assert_codes_of_int8(got, want):
 def check_int8_columns(shape):
     w = numbers(0, shape[-2:])
     w = w.at[:, 3].set(0).at[1, 5].set(jnp.inf).at[2, 7].set(jnp.nan)
-    got, want = int8.columns(w, "triton"), int8.columns(w)
+    got, want = int8.round_columns(w, "triton"), int8.round_columns(w)
     assert not np.any(got.codes[3])
     assert_rows(got, want, lost=[5, 7])
 
@@ -113,7 +113,7 @@ def check_int8_columns(shape):
 def check_int8_rows(shape):
     x = numbers(0, shape)
     x = x.at[0, 2, 1].set(jnp.inf).at[0, 3, 7].set(jnp.nan)
-    got, want = int8.rows(x, "triton"), int8.rows(x)
+    got, want = int8.round_rows(x, "triton"), int8.round_rows(x)
     assert not np.any(got.codes[0, 0])  # a row of zeros
     assert_rows(got, want, lost=[2, 3])
 
@@ -181,7 +181,7 @@ def check_norm(shape, case: NormCase):
     n, again = (norm.normalize(rows, expected, of) for rows in (seen, values))
     assert max(jnp.max(jnp.abs(n)), jnp.max(jnp.abs(again))) <= limit
     if case.in_int8:
-        assert_rows(int8.Rows(straight, largest), int8.rows(n))
+        assert_rows(int8.Rows(straight, largest), int8.round_rows(n))
     else:
         assert largest is None
         assert_codes(straight, cast_reference(n, scale, E4M3, "straight")[0])

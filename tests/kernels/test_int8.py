@@ -19,7 +19,7 @@ W = jnp.asarray(RNG.standard_normal((96, 40)), jnp.float32)
 
 @pytest.fixture(scope="module")
 def rows():
-    return int8.rows(X)
+    return int8.round_rows(X)
 
 
 def test_a_code_is_the_nearest_of_its_row(rows):
@@ -37,16 +37,16 @@ def test_the_largest_element_of_a_row_has_the_largest_code(rows):
 
 def test_a_row_does_not_depend_on_the_others(rows):
     for i in range(len(X)):
-        np.testing.assert_array_equal(int8.rows(X[i : i + 1]).codes[0], rows.codes[i])
+        np.testing.assert_array_equal(int8.round_rows(X[i : i + 1]).codes[0], rows.codes[i])
 
 
 def test_columns_are_the_rows_of_the_transpose():
-    for got, want in zip(int8.columns(W), int8.rows(W.T), strict=True):
+    for got, want in zip(int8.round_columns(W), int8.round_rows(W.T), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
 def test_a_product_is_that_of_the_codes(rows):
-    columns = int8.columns(W)
+    columns = int8.round_columns(W)
     x, w = (np.float64(each.codes) for each in (rows, columns))
     scales = np.outer(np.float64(rows.scale), np.float64(columns.scale))
     got = int8.product(rows, columns).scaled(jnp.float32)
@@ -58,7 +58,7 @@ def test_a_product_has_the_error_of_two_roundings():
     """Each operand is off by up to half a step, which is uniform: 1 / sqrt(12) steps."""
     x = jnp.asarray(RNG.standard_normal((64, 1024)), jnp.float32)
     w = jnp.asarray(RNG.standard_normal((1024, 64)), jnp.float32)
-    got = int8.product(int8.rows(x), int8.columns(w)).scaled(jnp.float32)
+    got = int8.product(int8.round_rows(x), int8.round_columns(w)).scaled(jnp.float32)
     want = np.float64(x) @ np.float64(w)
     step = np.mean(np.max(np.abs(x), axis=1)) / 127
     expected = np.sqrt(2 / 12) * step
@@ -69,7 +69,7 @@ def test_a_product_has_the_error_of_two_roundings():
 @pytest.mark.parametrize(("of_x", "of_w"), [(1e37, 1e-6), (1e-6, 1e37), (1e-37, 1e30)])
 def test_a_product_of_ordinary_size_is_right_whatever_the_sizes_of_its_operands(of_x, of_w):
     x, w = jnp.abs(X[:1]) * of_x, jnp.abs(W) * of_w
-    got = int8.product(int8.rows(x), int8.columns(w)).scaled(jnp.float32)
+    got = int8.product(int8.round_rows(x), int8.round_columns(w)).scaled(jnp.float32)
     np.testing.assert_allclose(got, np.float64(x) @ np.float64(w), rtol=0.02)
 
 
@@ -83,30 +83,31 @@ def test_a_sum_that_may_exceed_int32_is_refused():
 
 def test_zero_stays_zero():
     x = X.at[1].set(0).at[2, 5].set(0)
-    rows = int8.rows(x)
+    rows = int8.round_rows(x)
     assert not np.any(rows.codes[1])
     assert rows.codes[2, 5] == 0
-    y = int8.product(rows, int8.columns(W)).scaled(jnp.float32)
+    y = int8.product(rows, int8.round_columns(W)).scaled(jnp.float32)
     assert not np.any(y[1])
     assert np.all(np.isfinite(y))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_only_the_row_of_a_number_that_is_not_finite_is_lost(bad):
-    rows = int8.rows(X.at[2, 7].set(bad))
+    rows = int8.round_rows(X.at[2, 7].set(bad))
     assert np.flatnonzero(np.isnan(rows.largest)).tolist() == [2]
-    y = int8.product(rows, int8.columns(W)).scaled(jnp.bfloat16)
+    y = int8.product(rows, int8.round_columns(W)).scaled(jnp.bfloat16)
     finite = np.isfinite(np.float32(y))
     assert not finite[2].any()
     assert finite[[0, 1, 3, 4, 5]].all()
-    of_columns = int8.product(int8.rows(X), int8.columns(W.at[3, 9].set(bad))).scaled(jnp.float32)
+    columns = int8.round_columns(W.at[3, 9].set(bad))
+    of_columns = int8.product(int8.round_rows(X), columns).scaled(jnp.float32)
     finite = np.isfinite(of_columns)
     assert not finite[:, 9].any()
     assert np.delete(finite, 9, axis=1).all()
 
 
 def test_a_row_without_elements_has_an_empty_sum():
-    y = int8.product(int8.rows(X[:, :0]), int8.columns(W[:0])).scaled(jnp.float32)
+    y = int8.product(int8.round_rows(X[:, :0]), int8.round_columns(W[:0])).scaled(jnp.float32)
     np.testing.assert_array_equal(y, np.zeros((6, 40)))
 
 
@@ -114,7 +115,9 @@ def test_a_row_without_elements_has_an_empty_sum():
 def test_results_do_not_depend_on_the_mesh(spec):
     """To the last bit: a sum of integers has no order."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    run = jax.jit(lambda x, w: int8.product(int8.rows(x), int8.columns(w)).scaled(jnp.float32))
+    run = jax.jit(
+        lambda x, w: int8.product(int8.round_rows(x), int8.round_columns(w)).scaled(jnp.float32)
+    )
     x = jnp.tile(X, (2, 1))
     sharded = run(
         jax.device_put(x, NamedSharding(mesh, spec)),

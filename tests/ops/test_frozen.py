@@ -88,10 +88,23 @@ def test_only_a_matrix_in_fp8_can_be_frozen(precision, shape):
         ops.freeze(jnp.ones(shape), precision=precision)
 
 
-def test_a_precision_that_does_not_fit_the_codes(arrays):
+@pytest.mark.parametrize(
+    ("precision", "multiplies"),
+    [
+        (coat.BF16, "without FP8"),
+        (coat.Precision(forward=coat.E5M2, backward=coat.E4M3), "in float8_e5m2"),
+        (coat.Precision(forward="E3M4"), "in E3M4"),
+    ],
+)
+def test_a_precision_that_does_not_fit_the_codes(precision, multiplies, arrays):
     adapter = arrays["a"], arrays["c"]
-    with pytest.raises(ValueError, match="Freeze it with the precision"):
-        ops.adapted_linear(arrays["x"], ops.freeze(arrays["w"]), adapter, precision=coat.BF16)
+    said = rf"float8_e4m3fn, but this precision multiplies {multiplies}\. Freeze it with the "
+    with pytest.raises(ValueError, match=said):
+        ops.adapted_linear(arrays["x"], ops.freeze(arrays["w"]), adapter, precision=precision)
+
+
+def test_a_bias_that_does_not_fit_the_codes(arrays):
+    adapter = arrays["a"], arrays["c"]
     with pytest.raises(ValueError, match="should be"):
         ops.adapted_linear(arrays["x"], ops.freeze(arrays["w"]), adapter, jnp.ones(3))
 

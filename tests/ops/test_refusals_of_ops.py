@@ -181,7 +181,7 @@ VALUES = {
     ),
     "adapted_linear: frozen weight": (
         lambda: ops.adapted_linear(X, ops.freeze(W[:12]), (W[:, :4], jnp.ones((4, 29)))),
-        r"13 columns and a frozen weight of shape \(12, 29\): it is \[13, N\]",
+        r"13 columns and a frozen weight of shape \(12, 29\): it should be \[13, N\]",
     ),
     "rotate: rank": (
         lambda: ops.rotate(HEADS[0, 0], jnp.arange(4), ops.Rotary()),

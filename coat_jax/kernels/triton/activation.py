@@ -1,7 +1,7 @@
 """Activations from FP8 to FP8: a = act(gate) up, or a = act(gate) where there is no up.
 
-Without a gate the pointers to up are those to gate, and are not read; nor are, where nothing is
-rounded stochastically, those to the numbers of blocks.
+Without up, its pointers are those to gate and are not read. The pointers to the numbers of blocks
+are read only if something is rounded stochastically.
 """
 
 import triton

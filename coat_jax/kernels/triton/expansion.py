@@ -4,7 +4,7 @@ A block is [B, G]: B groups of G elements, of which a thread holds about 16 neig
 bound by issued instructions almost as much as by memory. So whatever depends on the group alone is
 computed once per group, and decoding adds the logarithms of amax and of the decay inside the power.
 
-FORMAT is an `moment_format.MomentFormat`.
+FORMAT is a `moment_format.MomentFormat`.
 """
 
 import triton

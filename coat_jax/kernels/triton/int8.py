@@ -54,7 +54,7 @@ def column_maxima_tile(
     x, maxima,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitude of each column of a tile; of the bits of them, so that NaN is one."""
+    """The largest magnitude of each column of a tile, compared as bits, so that NaN is largest."""
     tile_row = first_row(COLUMNS, TILE_ROWS, TILE_COLUMNS) // TILE_ROWS
     row = tile_row * TILE_ROWS + tl.arange(0, TILE_ROWS)
     column = first_column(COLUMNS, TILE_COLUMNS) + tl.arange(0, TILE_COLUMNS)

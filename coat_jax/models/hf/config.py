@@ -1,7 +1,7 @@
 """config.json of Hugging Face, to and from `Config`.
 
 A setting that a Config cannot express raises an error that names it: biases besides those of
-queries, keys and values, activations that `ACTIVATIONS` lacks, dropout, layers that differ,
+queries, keys and values, activations that `ACTIVATION_NAMES` lacks, dropout, layers that differ,
 scalings of rotary positions other than linear and Llama 3.1's.
 """
 
@@ -51,7 +51,7 @@ SIZES = {
     "context": "max_position_embeddings",
 }
 # Activations by their names in config.json; of several, the first is written.
-ACTIVATIONS = {
+ACTIVATION_NAMES = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -62,7 +62,7 @@ ACTIVATIONS = {
 }
 # Where these have another value, the model is not one that a Config can describe.
 REQUIRED = {
-    "hidden_act": (*ACTIVATIONS, None),
+    "hidden_act": (*ACTIVATION_NAMES, None),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "attention_dropout": (0, None),
@@ -100,7 +100,7 @@ def from_json(data: Json) -> Config:
         "kv_heads": _optional(data, "kv_heads", "num_key_value_heads", heads),
         "head_dim": _optional(data, "head_dim", "head_dim", width // heads),
         "norm_eps": _optional(data, "norm_eps", "rms_norm_eps", 1e-6),
-        "activation": ACTIVATIONS[data.get("hidden_act") or "silu"],
+        "activation": ACTIVATION_NAMES[data.get("hidden_act") or "silu"],
         "rotary": _rotary(data),
         "window": _window(data, family, sizes["layers"]),
         "tied": _optional(data, "tied", "tie_word_embeddings", False),
@@ -275,11 +275,11 @@ def to_json(config: Config, dtype: Any) -> dict[str, Any]:
     """The config.json of a model whose weights are stored as `dtype`."""
     architecture = architecture_of(config)
     family = FAMILIES[architecture]
-    named = [theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation]
+    named = [theirs for theirs, ours in ACTIVATION_NAMES.items() if ours == config.activation]
     if not named:
         raise UserError(
             f"transformers cannot compute activation={shown(config.activation)}: a model to be "
-            f"exported has one of {', '.join(dict.fromkeys(ACTIVATIONS.values()))}."
+            f"exported has one of {', '.join(dict.fromkeys(ACTIVATION_NAMES.values()))}."
         )
     data: dict[str, Any] = {"architectures": [architecture], "model_type": family.model_type}
     data |= {theirs: getattr(config, ours) for ours, theirs in SIZES.items()}

@@ -92,7 +92,7 @@ def save_activation(
         magnitudes = jnp.maximum(magnitudes, jnp.abs(activate(_values(saved, mode), act)))
     scale = gemm.tensor_scale(gemm.largest_magnitude(magnitudes), mode.format)
     if mode.int8_forward:
-        return SavedActivation(saved, scale), int8.rows(a)
+        return SavedActivation(saved, scale), int8.round_rows(a)
     n = gemm.scaled(a, scale, mode.format, "straight", mode.implementation)
     return SavedActivation(saved, scale), n
 
@@ -119,11 +119,11 @@ def activation_gradients(
         blocks, dtype = _blocks(hidden), mode.precision.backward
         scales = [gemm.tensor_scale(m, dtype) for m in _magnitudes(saved, da, da_bound, act, mode)]
         stochastic = mode.precision.stochastic_backward
-        again, codes = activation_backward(
+        recomputed, codes = activation_backward(
             blocks, da, act, scale, scales, size, dtype, stochastic=stochastic
         )
         gradients = [Operand(*pair, s) for pair, s in zip(codes, scales, strict=True)]
-        return Operand(None, again, scale), gradients
+        return Operand(None, recomputed, scale), gradients
     a = activate(_values(hidden, mode), act)
     values = gradient_values(saved, da, act, mode)
     if mode.format is None:

@@ -44,11 +44,12 @@ def save_norm(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[
     """Returns what is saved of `x`, and norm(x) as the input of products."""
     precision = mode.precision
     scale = None
+    stats: Stats | None = None
     if norm is not None and mode.format is not None:
         bound = bound_of_norm(norm, x.shape[-1], _rounding(precision))
         scale = gemm.tensor_scale(bound, mode.format)
         if mode.fused_block is not None:
-            blocks, of_rows, codes, largest = norm_forward(
+            blocks, stats, codes, largest = norm_forward(
                 x,
                 norm,
                 scale,
@@ -58,18 +59,18 @@ def save_norm(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[
                 stochastic=precision.saves_stochastically,
                 in_int8=mode.int8_forward,
             )
-            saved_norm = SavedNorm(blocks, of_rows, scale)
+            saved_norm = SavedNorm(blocks, stats, scale)
             if largest is None:
                 return saved_norm, Operand(codes, None, scale)
             return saved_norm, int8.Rows(codes, largest)
-    (saved, n), stats = save_input(x, precision), None
+    saved, n = save_input(x, precision)
     if norm is not None:
         stats = statistics(n, norm)
         n = normalize(n, stats, norm)
     if mode.format is None:
         return SavedNorm(saved, stats, None), Operand(n.astype(x.dtype), None, None)
     if mode.int8_forward:
-        rows = int8.rows(n)
+        rows = int8.round_rows(n)
         return SavedNorm(saved, stats, fp8_scale(rows, mode) if scale is None else scale), rows
     if scale is None:
         operand = gemm.operand(n, mode.format, "straight", mode.implementation)

@@ -109,7 +109,9 @@ def as_operand(
 
 def as_input(x: Float[Array, "*rows K"], dtype: DTypeLike, mode: Mode) -> Input:
     """An input of forward products, in FP8, in INT8, or in `dtype`."""
-    return int8.rows(x, mode.implementation) if mode.int8_forward else as_operand(x, dtype, mode)
+    if mode.int8_forward:
+        return int8.round_rows(x, mode.implementation)
+    return as_operand(x, dtype, mode)
 
 
 def saved_input(x: Float[Array, "*rows K"], n: Input, mode: Mode) -> Operand:
@@ -169,7 +171,7 @@ def multiply(n: Input, weights: Weights, dtype: DTypeLike, mode: Mode) -> tuple[
     scales = []
     for weight in weights:
         if isinstance(n, int8.Rows):
-            columns = int8.columns(weight, mode.implementation)
+            columns = int8.round_columns(weight, mode.implementation)
             products.append(int8.product(n, columns))
             scales.append(fp8_scale(columns, mode))
         else:

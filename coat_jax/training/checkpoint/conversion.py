@@ -39,7 +39,7 @@ from coat_jax.training.checkpoint.companions import (
     tokenizer_of_run,
     write_companions,
 )
-from coat_jax.writing import UNFINISHED, NewFolder, write_failures
+from coat_jax.writing import NewFolder, write_failures
 
 ROWS, LONGEST = 8, 512  # of a batch of calibration tokens
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -295,4 +295,4 @@ def _summed(progress: Progress, total: int) -> Callable[[int], None]:
 
 
 def _new(out: Path) -> NewFolder:
-    return NewFolder(out, UNFINISHED, "coat convert")
+    return NewFolder(out, "coat convert")

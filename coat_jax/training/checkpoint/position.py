@@ -1,6 +1,7 @@
 """The position of a run: what a checkpoint stores besides the state, for the process that resumes.
 
-{"data": {"data": .., "seed": 0, "rows": 640}, "seconds": 51.2, "unwritten": [], "config": ..}
+{"data": {"data": .., "seed": 0, "rows": 640}, "seconds": 51.2, "recorded": 20,
+ "unwritten": [], "config": ..}
 """
 
 from collections.abc import Mapping, Sequence

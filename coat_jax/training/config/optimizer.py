@@ -44,11 +44,11 @@ class OptimizerConfig:
         schedule: how the learning rate falls after the warmup: "cosine" or "linear"; "wsd" (warmup,
             stable, decay) is constant until the last steps; "constant" never falls.
         warmup_steps: steps in which the learning rate rises linearly; a number with a decimal
-            point is a share of the run: 100 is a hundred steps, 0.1 a tenth of them.
+            point is a share of the run: 100 is a hundred steps, 0.1 a tenth of the run.
         decay_steps: the last steps of "wsd", in which the learning rate falls linearly; a number
             of steps, or a share of the run.
-        final_ratio: the learning rate to which the schedule falls, divided by learning_rate. It
-            would be that of the step after the last one.
+        final_ratio: the learning rate at the end of the schedule, divided by learning_rate; the
+            step after the last one would have it.
         b1: decay rate of the first moment.
         b2: decay rate of the second moment.
         eps: a number that is added to the root of the second moment.

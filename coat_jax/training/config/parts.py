@@ -75,7 +75,7 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """What is recorded of the tensors that are rounded to FP8, and of the moments stored in it.
+    """What is recorded of tensors rounded to FP8, and of moments stored in 8 bits.
 
     Attributes:
         every: steps between records; 0 for none, at no cost. A record takes a second forward

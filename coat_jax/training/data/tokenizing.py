@@ -85,7 +85,7 @@ def write(
         progress: called after each batch that was written.
         shard: tokens in a file; it ends with a document, so it may have more.
     """
-    new = NewFolder(out, ".partial", "coat tokenize")
+    new = NewFolder(out, "coat tokenize")
     new.require_new()
     with new.appearing() as folder:
         notes = {

@@ -6,6 +6,7 @@ metrics, writers    records in metrics.jsonl, TensorBoard, Weights & Biases
 progress            the lines on a terminal
 speed               arithmetic per token, and the share of the device's peak FLOP/s
 telemetry           what FP8 does to tensors, by a second program now and then
+best_formats        which small format suits each tensor of a model: `coat formats`
 runs                records read back from metrics.jsonl
 plot, page, heat    their pictures; chart, titles: the look and the words of these
 """

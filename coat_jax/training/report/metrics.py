@@ -43,8 +43,8 @@ class Metrics:
         folder: the run's folder; it must exist.
         writers: more of them by name: "tensorboard", "wandb".
         config: the run's configuration, for the writers that show it.
-        resume_step: the step of the checkpoint that the run resumes from, 0 to begin again; None
-            for a new run, whose folder must have no records.
+        resume_step: the step of the checkpoint that the run resumes from. Records of later steps
+            are removed; 0, for a run from the beginning, removes all.
         recorded: the step of the last record that was in metrics.jsonl when it was saved.
         unwritten: records that the checkpoint has, because the run before could not write them.
         note: called with a line about damage that was repaired.
@@ -56,7 +56,7 @@ class Metrics:
         *,
         writers: Sequence[str] = (),
         config: Mapping[str, Any],
-        resume_step: int | None = None,
+        resume_step: int = 0,
         recorded: int = 0,
         unwritten: Sequence[Mapping[str, Any]] = (),
         note: Callable[[str], object] = warnings.warn,
@@ -118,7 +118,7 @@ class JSONLines:
     def __init__(
         self,
         folder: Path,
-        resume_step: int | None,
+        resume_step: int,
         recorded: int,
         note: Callable[[str], object],
     ):
@@ -130,11 +130,7 @@ class JSONLines:
         with write_failures(folder, FILE):
             if path.is_fifo():  # opening it would wait for a reader
                 raise UserError(f"{path} is a pipe, and records need a file: remove it.")
-            if resume_step is None and path.exists() and path.stat().st_size:
-                raise UserError(
-                    f"{path} has records of an earlier run: resume it, or choose another folder."
-                )
-            if resume_step is not None and path.is_file():
+            if path.is_file():
                 self.recorded, lost = repair(path, resume_step)
                 if lost:
                     note(f"{path} was damaged: {lost:,} lines were not records, and were removed.")

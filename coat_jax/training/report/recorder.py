@@ -69,7 +69,7 @@ class Recorder:
         return time.perf_counter() - self._began
 
     def take(self, step: int, report: Report) -> None:
-        """Keeps this step's report, and records the one before."""
+        """Records the report held back, and holds back this one if its step is to be logged."""
         self.flush()
         if step % self._config.log_every == 0 or step == self._config.total_steps:
             self._waiting = step, report

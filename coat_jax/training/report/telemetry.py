@@ -87,7 +87,7 @@ class Telemetry:
         packed: whether a row of a batch is several texts.
 
     Attributes:
-        empty: whether the run has nothing in FP8.
+        empty: whether the run has nothing in 8 bits.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ def _rows(x: Array) -> Float[Array, "*rows D"]:
 
 
 def _sampled(moments: Any, count: int) -> tuple[str, ...]:
-    """Some parameters whose moments are in FP8, from the first to the last."""
+    """Some parameters whose moments are in 8 bits, from the first to the last."""
     names = [name for name, pair in _by_name(moments).items() if len(pair) == len(MOMENTS)]
     if len(names) <= count:
         return tuple(names)
@@ -252,7 +252,7 @@ def _sampled(moments: Any, count: int) -> tuple[str, ...]:
 
 
 def _by_name(moments: Any) -> dict[str, list[Any]]:
-    """Both stored moments of each parameter that has them in FP8."""
+    """Both stored moments of each parameter that has them in 8 bits."""
     found: dict[str, list[Any]] = {}
     for path, moment, stored in stored_leaves(moments):
         if moment in MOMENTS:

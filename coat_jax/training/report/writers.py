@@ -15,7 +15,7 @@ Record = Mapping[str, float | int | str]
 class Writer(Protocol):
     """Where records go."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int) -> None:
         """Opens it; its records of steps after `resume_step` no longer count."""
 
     def write(self, record: Record) -> None:
@@ -28,10 +28,11 @@ class Writer(Protocol):
 class TensorBoard:
     """Event files in FOLDER/tensorboard."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int) -> None:
         package = _package_of("tensorboard")
-        purge = None if resume_step is None else resume_step + 1
-        self._summary = package.SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+        self._summary = package.SummaryWriter(
+            str(folder / "tensorboard"), purge_step=resume_step + 1
+        )
 
     def write(self, record: Record) -> None:
         """Adds a point to the curve of each number."""
@@ -50,12 +51,10 @@ class WandB:
     Its server removes nothing: it keeps the first record of a step, which a resumed run repeats.
     """
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int | None) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int) -> None:
         package = _package_of("wandb")
         note = folder / "wandb_id"
-        known = (
-            note.read_text("utf-8").strip() if resume_step is not None and note.is_file() else None
-        )
+        known = note.read_text("utf-8").strip() if note.is_file() else None
         self._run = package.init(
             dir=str(folder), name=folder.name, config=dict(config), id=known, resume="allow"
         )

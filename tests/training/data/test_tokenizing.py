@@ -112,7 +112,7 @@ def test_nothing_is_overwritten(paths, tmp_path):
     write(paths, tmp_path / "out", Bytes())
     with pytest.raises(UserError, match="out exists already"):
         write(paths, tmp_path / "out", Bytes())
-    (tmp_path / "new.partial").mkdir()
+    (tmp_path / "new.unfinished").mkdir()
     with pytest.raises(UserError, match="another `coat tokenize` is writing it"):
         write(paths, tmp_path / "new", Bytes())
 
