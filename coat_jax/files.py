@@ -146,6 +146,11 @@ def parse_json(text: str | bytes, where: str) -> Any:
         # A lone surrogate, such as \ud800, is half of a pair. It cannot be encoded or printed.
         if (b"\\u" if isinstance(text, bytes) else "\\u") in text:  # type: ignore[operator]
             json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where} has {error.object[error.start]!r}, half of a surrogate pair, which no text "
+            "can have: remove it, or replace it by \\ufffd."
+        ) from None
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {error}.") from None
     except RecursionError:

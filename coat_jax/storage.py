@@ -19,7 +19,9 @@ The directions of a group are of similar size, while the moments themselves span
 error of v also scales the m that is read, so it leaves the direction unchanged. Large codes of a
 direction are rounded to nearest, with half the error, small ones stochastically: without a gradient
 m / sqrt(v) decays by b1 / sqrt(b2) per step. For a small code that is less than half the distance
-to the next, and rounded to nearest the momentum would never decay.
+to the next, and rounded to nearest the momentum would never decay. If b1 is above 0.95, all codes
+are rounded stochastically. While gradients hardly change, a step moves m by (1 - b1) of its
+distance to their mean, and rounded to nearest a code would stop far from it.
 
 Where v is below the smallest number that its group can hold, m is divided by the root of that
 number instead of sqrt(v) when it is stored, and multiplied by it when it is read.
@@ -55,6 +57,7 @@ MIN_COLUMNS = 16
 # Rounding to nearest undoes a decay of up to half a unit in the last place, so a code must lose
 # this many units per step to be rounded to nearest.
 MIN_DECAY = 0.75
+MIN_CHANGE = 0.049  # the least 1 - b1 with which large codes of a direction are rounded to nearest
 DIVISIBLE_BY = 8  # devices along one axis, for placeholders
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 GroupSize = Annotated[int, Among(GROUP_SIZES)]
@@ -282,7 +285,8 @@ def stochastic_below(b1: float | Array, b2: float | Array) -> Float[Array, ""]:
     """Codes of a direction below this magnitude are rounded stochastically; see above."""
     root = jnp.sqrt(jnp.maximum(jnp.asarray(b2, jnp.float32), SMALLEST_NORMAL))
     lost = 1 - b1 / root
-    return jnp.where(lost > 0, MIN_DECAY / jnp.maximum(lost, 1e-6), jnp.inf)
+    to_nearest = (lost > 0) & (1 - b1 >= MIN_CHANGE)
+    return jnp.where(to_nearest, MIN_DECAY / jnp.maximum(lost, 1e-6), jnp.inf)
 
 
 def _format(field: str, dtype: DTypeLike | Minifloat, own: DTypeLike | None) -> Any:

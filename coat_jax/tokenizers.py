@@ -1,10 +1,13 @@
 """Between text and tokens: a tokenizer.json of the `tokenizers` library, or bytes without one.
 
     encode              one text, as a prompt of a model
-    encode_documents    many texts to train on: nothing is put in front of them, and a special token
-                        that a text spells out is ordinary text, which cannot end a document
+    encode_documents    many texts to train on: no token is put in front of them, and a special
+                        token that a text spells out is ordinary text, which cannot end a document
     encode_markers      the text of a chat template, in which special tokens are meant as such
     reader              tokens to text, piece by piece
+
+Tokenizers in the manner of SentencePiece put a space in front of each text. A part of a document
+that follows another part gets none, so that all parts together are the document.
 
 New tokens of a model become text as they arrive. A character may take several tokens, and the text
 of a token may depend on the one before it (a space that only stands between words), so a `Reader`
@@ -15,6 +18,8 @@ import codecs
 import contextlib
 import functools
 import hashlib
+import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +33,9 @@ from coat_jax.limits import INT32_MAX
 
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Stands for any text before a part of a document: no text has this character, and so no tokenizer
+# joins it to the character that follows.
+TEXT = "\ue000"
 CONTEXT_TOKENS = 8  # at the end of a prompt; the text of a new token depends on fewer
 
 
@@ -39,11 +47,13 @@ class Bytes:
         end_of_text: the token that ends a document.
         digest: identifies the tokenizer.
         dtype: the smallest that holds the tokens.
+        end_marker: see `Tokenizer`.
     """
 
     vocab = 256
     digest = "bytes"
     dtype = np.dtype(np.uint16)
+    end_marker = TEXT
 
     def __init__(self, end_of_text: int = 0):
         _require_known(end_of_text, self.vocab)
@@ -53,12 +63,19 @@ class Bytes:
         """The tokens of a prompt. Bytes that a terminal could not decode stay as they were."""
         return list(_bytes_of(text))
 
-    def encode_documents(self, texts: Sequence[str]) -> list[UInt[np.ndarray, " N"]]:
-        """The tokens of each text."""
+    def encode_documents(
+        self, texts: Sequence[str], continued: Sequence[bool] = ()
+    ) -> list[UInt[np.ndarray, " N"]]:
+        """The tokens of each text; see `Tokenizer`."""
+        if self.end_of_text == 0 and any("\0" in text for text in texts):
+            raise UserError(
+                "A text has the character NUL, which ends documents whose tokens are bytes: "
+                "remove it, or set end_of_text to 255, which no text has."
+            )
         return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
 
-    def encode_markers(self, text: str) -> UInt[np.ndarray, " N"]:
-        """The tokens of a text of a template."""
+    def encode_markers(self, text: str, *, after: str = "") -> UInt[np.ndarray, " N"]:
+        """The tokens of a text of a template; see `Tokenizer`."""
         return self.encode_documents([text])[0]
 
     def token(self, text: str) -> int:
@@ -83,48 +100,102 @@ class Tokenizer:
         dtype: the smallest that holds the tokens.
     """
 
-    def __init__(self, path: str | Path, *, begin: bool = True, end_of_text: int | None = None):
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        begin: bool = True,
+        end_of_text: int | None = None,
+        template: str = "",
+    ):
         """Reads the file.
 
         Args:
             path: of the file.
             begin: whether a prompt begins with the token that the file names, such as <s>, if any.
             end_of_text: by default the first of ENDS_OF_TEXT that the tokenizer knows.
+            template: of chats. Tokens that it spells out are special: no document can have them.
         """
         self._path, self._begin = path, begin
         self._tokenizer, self._content = read(path)
         self.vocab = max(self._tokenizer.get_vocab().values()) + 1
-        self.digest = hashlib.sha256(self._content).hexdigest()[:16]
+        self.digest = _digest(self._content)
         self.dtype = np.dtype(np.uint16 if self.vocab <= 1 << 16 else np.uint32)
         if end_of_text is None:
             end_of_text = known_end_of_text(self._tokenizer)
         else:
             _require_known(end_of_text, self.vocab)
         self.end_of_text = end_of_text
+        self._template = template
+
+    @functools.cached_property
+    def end_marker(self) -> str:
+        """The spelling of end_of_text; `TEXT` if it is no token that a template can spell out."""
+        spelling = self._tokenizer.id_to_token(self.end_of_text)
+        found = self._tokenizer.encode(spelling, add_special_tokens=False).ids
+        return spelling if found == [self.end_of_text] else TEXT
 
     @functools.cached_property
     def _without_special_tokens(self) -> Any:
-        tokenizer = parsed(self._content, str(self._path))
+        content = json.loads(self._content)
+        for token in content.get("added_tokens") or ():
+            if token["id"] == self.end_of_text or token["content"] in self._template:
+                token["special"] = True
+        tokenizer = parsed(json.dumps(content).encode(), str(self._path))
         tokenizer.encode_special_tokens = True  # encodes their spelling as ordinary text
         return tokenizer
+
+    @functools.cached_property
+    def _puts_a_space_first(self) -> bool:
+        """Whether a text gets a space in front of it, as in SentencePiece."""
+        text = "x"
+        if (normalizer := self._tokenizer.normalizer) is not None:
+            text = normalizer.normalize_str(text)
+        if (pre_tokenizer := self._tokenizer.pre_tokenizer) is not None:
+            text = "".join(part for part, _ in pre_tokenizer.pre_tokenize_str(text))
+        return text != "x"
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt."""
         return self._encode(text, add_special_tokens=self._begin)
 
-    def encode_documents(self, texts: Sequence[str]) -> list[UInt[np.ndarray, " N"]]:
-        """The tokens of each text, on all cores of this machine."""
-        with library_failures(f"{self._path} cannot tokenize the data"):
-            found = self._without_special_tokens.encode_batch_fast(
-                list(texts), add_special_tokens=False
-            )
-        return [np.array(encoding.ids, self.dtype) for encoding in found]
+    def encode_documents(
+        self, texts: Sequence[str], continued: Sequence[bool] = ()
+    ) -> list[UInt[np.ndarray, " N"]]:
+        """The tokens of each text, on all cores of this machine.
 
-    def encode_markers(self, text: str) -> UInt[np.ndarray, " N"]:
-        """The tokens of a text of a template, in which special tokens are meant as such."""
+        Args:
+            texts: documents, or parts of documents.
+            continued: of each text, whether another part precedes it; by default of none.
+        """
+        before = [
+            TEXT if follows and self._puts_a_space_first else ""
+            for follows, _ in itertools.zip_longest(continued, texts, fillvalue=False)
+        ]
+        tokenizer = self._without_special_tokens
+        with library_failures(f"{self._path} cannot tokenize the data"):
+            found = tokenizer.encode_batch_fast(
+                [first + text for first, text in zip(before, texts, strict=True)],
+                add_special_tokens=False,
+            )
+            tokens = [
+                _following(tokenizer, first, text, encoding.ids)
+                for first, text, encoding in zip(before, texts, found, strict=True)
+            ]
+        return [np.array(of_text, self.dtype) for of_text in tokens]
+
+    def encode_markers(self, text: str, *, after: str = "") -> UInt[np.ndarray, " N"]:
+        """The tokens of a text of a template, in which special tokens are meant as such.
+
+        Args:
+            text: from the template.
+            after: what precedes it: `TEXT`, `end_marker`, or nothing.
+        """
+        before = after if self._puts_a_space_first else ""
         with library_failures(f"{self._path} cannot tokenize {text!r}"):
-            found = self._tokenizer.encode(text, add_special_tokens=False)
-        return np.array(found.ids, self.dtype)
+            both = self._tokenizer.encode(before + text, add_special_tokens=False)
+            tokens = _following(self._tokenizer, before, text, both.ids)
+        return np.array(tokens, self.dtype)
 
     def token(self, text: str) -> int:
         """The token that is written like this; raises if there is none."""
@@ -150,16 +221,29 @@ class Tokenizer:
 AnyTokenizer = Bytes | Tokenizer
 
 
-def document_tokenizer(path: str | Path | None, end_of_text: int | None = None) -> AnyTokenizer:
+def _following(tokenizer: Any, before: str, text: str, both: list[int]) -> list[int]:
+    """The tokens of `text` alone among those of `before` and `text` together."""
+    if not before:
+        return both
+    first = tokenizer.encode(before, add_special_tokens=False).ids
+    if both[: len(first)] == first:
+        return both[len(first) :]
+    return list(tokenizer.encode(text, add_special_tokens=False).ids)  # a token of both joins them
+
+
+def document_tokenizer(
+    path: str | Path | None, end_of_text: int | None = None, *, template: str = ""
+) -> AnyTokenizer:
     """The tokenizer of documents, which must know what ends them.
 
     Args:
         path: of a tokenizer.json; None for bytes.
         end_of_text: the token that ends a document; by default the tokenizer's own.
+        template: of chats; see `Tokenizer`.
     """
     if path is None:
         return Bytes() if end_of_text is None else Bytes(end_of_text)
-    tokenizer = Tokenizer(path, end_of_text=end_of_text)
+    tokenizer = Tokenizer(path, end_of_text=end_of_text, template=template)
     if tokenizer.end_of_text is None:
         raise UserError(
             f"{path} has none of {', '.join(ENDS_OF_TEXT)}: set end_of_text to the number of "
@@ -177,6 +261,15 @@ def _require_known(end_of_text: int, vocab: int) -> None:
 
 
 # --- The library's files ----------------------------------------------------------------------
+
+
+def digest_of(path: str | Path | None) -> str:
+    """The `digest` of the tokenizer in a file; None is bytes."""
+    return Bytes.digest if path is None else _digest(read_bytes(expanded(path), "tokenizer file"))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def read(path: str | Path) -> tuple[Any, bytes]:

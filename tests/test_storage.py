@@ -285,7 +285,24 @@ def test_every_code_of_a_direction_that_is_rounded_to_nearest_decays(b1, b2):
     assert np.any(stays) == (below > 1)
 
 
-@pytest.mark.parametrize(("b1", "b2"), [(0.99, 0.95), (0.9, 0.0), (1.0, 0.999)])
+@pytest.mark.parametrize("b", [0.96, 0.98, 0.99])
+def test_a_slow_moment_comes_to_where_equal_gradients_keep_it(b):
+    """Rounded to nearest it would stay 1 / (2 (1 - b)) codes away: a tenth of its size and more."""
+    storage = Storage(min_size=0)
+    target = np.full((64, 128), 0.8, np.float32)
+    target[:, 0] = 1.0  # the largest of each group
+
+    def step(mu, number):
+        m = b * storage.read(mu) + (1 - b) * target
+        mu = storage.write_momentum(m, noise.leaf_key(0, number, 0), b)
+        return mu, storage.read(mu).mean()
+
+    start = storage.write_momentum(0.5 * target, noise.leaf_key(0, 0, 1), b)
+    _, means = jax.lax.scan(step, start, jnp.arange(800))
+    np.testing.assert_allclose(np.mean(means[-200:]), target.mean(), rtol=0.01)
+
+
+@pytest.mark.parametrize(("b1", "b2"), [(0.99, 0.95), (0.9, 0.0), (1.0, 0.999), (0.98, 0.99)])
 def test_a_direction_that_does_not_decay_is_rounded_stochastically(b1, b2):
     assert np.isinf(stochastic_below(b1, b2))
     assert np.isinf(jax.jit(stochastic_below)(b1, b2))

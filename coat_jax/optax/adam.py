@@ -16,7 +16,7 @@ import optax
 
 from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax.optax.arguments import require_hyper, require_settings
+from coat_jax.optax.arguments import require_hyper, require_lasting, require_settings
 from coat_jax.optax.masks import Mask, checked_mask, require_mask
 from coat_jax.optax.state import ScaleByFP8AdamState, init_state, step_tree
 from coat_jax.storage import Storage
@@ -50,6 +50,7 @@ def scale_by_fp8_adam(
     require_settings(
         storage=storage, implementation=implementation, mu_dtype=mu_dtype, nesterov=nesterov
     )
+    require_lasting(hyper, storage)
     settings = Settings(storage or Storage(), nesterov)
 
     def init(params: optax.Params) -> ScaleByFP8AdamState:

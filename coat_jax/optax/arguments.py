@@ -13,7 +13,7 @@ import numpy as np
 from coat_jax.kernels.adam import Hyper
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.limits import shown
-from coat_jax.storage import Storage
+from coat_jax.storage import DIRECTION, Storage
 
 RANGES = {
     "learning_rate": (0.0, float("inf")),
@@ -33,6 +33,17 @@ def require_hyper(hyper: Hyper) -> None:
     """Raises unless each hyperparameter is a number, and in its range if its value is known."""
     for name in RANGES.keys() & set(hyper._fields):
         require_number_or_schedule(name, getattr(hyper, name))
+
+
+def require_lasting(hyper: Hyper, storage: Storage | None) -> None:
+    """Raises if a first moment relative to sqrt(v) cannot be stored, v being a single g^2."""
+    alone = _known(hyper.b2) == 0 and _known(hyper.b1) != 0
+    if alone and (storage or Storage()).first == DIRECTION:
+        raise ValueError(
+            f"b2={hyper.b2!r} with b1={hyper.b1!r}: the first moment is stored relative to the "
+            "root of the second, which is then that of one gradient, and may be near zero. Use "
+            "storage=coat_jax.Storage(first=coat_jax.E4M3), or a larger b2."
+        )
 
 
 def require_number_or_schedule(name: str, value: Any) -> None:

@@ -27,6 +27,7 @@ from coat_jax.optax.arguments import (
     is_function,
     require_flag,
     require_hyper,
+    require_lasting,
     require_scalar,
     require_settings,
 )
@@ -146,6 +147,7 @@ def fused_fp8_adamw(
         round_params=round_params,
         correct_params=correct_params,
     )
+    require_lasting(hyper, storage)
     require_mask("mask", mask)
     settings = Settings(storage or Storage(), nesterov, round_params)
 

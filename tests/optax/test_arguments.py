@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from coat_jax.errors import UserError
+from coat_jax.numerics.formats import E4M3
 from coat_jax.optax import (
     Storage,
     apply_updates,
@@ -54,6 +55,16 @@ def test_a_dtype_for_the_first_moment_is_refused():
 NUMBERS = ("learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay")
 NO_NUMBERS = [None, "1e-3", True, jnp.bfloat16, 1j, jnp.ones(3), np.ones((1,)), jnp.array(True)]
 MAKERS = (fp8_adamw, fused_fp8_adamw, scale_by_fp8_adam)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_direction_needs_a_second_moment_that_lasts(make):
+    """Without, sqrt(v) is |g|, and m over it has no bound."""
+    given = {"learning_rate": 1e-3} if "learning_rate" in inspect.signature(make).parameters else {}
+    with pytest.raises(ValueError, match=r"b2=0.0 with b1=0.9: .*Storage\(first="):
+        make(**given, b1=0.9, b2=0.0)
+    make(**given, b1=0.0, b2=0.0)
+    make(**given, b1=0.9, b2=0.0, storage=Storage(first=E4M3))
 
 
 @pytest.mark.parametrize("make", MAKERS)

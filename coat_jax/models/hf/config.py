@@ -175,8 +175,9 @@ def _rotary(data: Json) -> Rotary:
     if kind == "linear":
         return Rotary(float(theta), _scaling_factor(rope, "factor"))
     if kind == "llama3":
-        context = rope.get("original_max_position_embeddings", data["max_position_embeddings"])
-        _require(Llama3Scaling, "original_context", "original_max_position_embeddings", context)
+        name = "original_max_position_embeddings"  # transformers reads it outside of rope first
+        context = data.get(name) or rope.get(name, data["max_position_embeddings"])
+        _require(Llama3Scaling, "original_context", name, context)
         scaling = Llama3Scaling(
             factor=_scaling_factor(rope, "factor"),
             low_freq_factor=_scaling_factor(rope, "low_freq_factor"),

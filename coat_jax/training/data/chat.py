@@ -19,7 +19,7 @@ import numpy as np
 
 from coat_jax.errors import UserError
 from coat_jax.limits import shown
-from coat_jax.tokenizers import AnyTokenizer
+from coat_jax.tokenizers import TEXT, AnyTokenizer
 from coat_jax.training.data.packing import Documents
 from coat_jax.training.data.paths import listed
 from coat_jax.training.data.text_files import records
@@ -48,6 +48,11 @@ class Template(NamedTuple):
 
 def template_of(text: str) -> Template:
     """Reads a template; raises unless it has {role}, {content} and {end}, once, in this order."""
+    if "\\n" in text:
+        raise UserError(
+            f"data.template={text!r} has a backslash and an n where a new line must be meant. In a "
+            "shell, $'{role}\\n{content}{end}\\n' has new lines."
+        )
     before, role, rest = text.partition("{role}")
     after_role, content, rest = rest.partition("{content}")
     after_content, end, after = rest.partition("{end}")
@@ -77,22 +82,31 @@ class _Writer:
 
     def __init__(self, tokenizer: AnyTokenizer, template: Template):
         self._tokenizer = tokenizer
+        after_message = TEXT if template.after_end else tokenizer.end_marker
+        # By role, and whether it is that of the first message.
         self._heads = {
-            role: tokenizer.encode_markers(template.before_role + role + template.after_role)
+            (role, first): tokenizer.encode_markers(
+                template.before_role + role + template.after_role,
+                after="" if first else after_message,
+            )
             for role in ROLES
+            for first in (True, False)
         }
         end = np.array([tokenizer.end_of_text], tokenizer.dtype)
-        self._end = np.concatenate([tokenizer.encode_markers(template.after_content), end])
-        self._tail = tokenizer.encode_markers(template.after_end)
+        before_end = tokenizer.encode_markers(template.after_content, after=TEXT)
+        self._end = np.concatenate([before_end, end])
+        self._tail = tokenizer.encode_markers(template.after_end, after=tokenizer.end_marker)
 
     def write(self, conversations: list[list[Message]]) -> tuple[np.ndarray, ...]:
         """Tokens, whether each is learned, and the length of each conversation."""
         messages = [message for conversation in conversations for message in conversation]
-        contents = self._tokenizer.encode_documents([message.content for message in messages])
+        first = [place == 0 for conversation in conversations for place in range(len(conversation))]
+        texts = [message.content for message in messages]
+        contents = self._tokenizer.encode_documents(texts, [True] * len(texts))
         parts, learned = [], []
-        for message, content in zip(messages, contents, strict=True):
+        for message, begins, content in zip(messages, first, contents, strict=True):
             counts = message.role == LEARNED
-            parts += [self._heads[message.role], content, self._end, self._tail]
+            parts += [self._heads[message.role, begins], content, self._end, self._tail]
             learned += [False, counts, counts, False]
         lengths = np.array([len(part) for part in parts])
         firsts = np.cumsum([0] + [4 * len(conversation) for conversation in conversations])[:-1]

@@ -7,7 +7,7 @@ import numpy as np
 
 from coat_jax.errors import UserError
 from coat_jax.limits import shown
-from coat_jax.tokenizers import AnyTokenizer, document_tokenizer
+from coat_jax.tokenizers import AnyTokenizer, digest_of, document_tokenizer
 from coat_jax.training.data import chat, corpus
 from coat_jax.training.data.config import DataConfig
 from coat_jax.training.data.loader import Loader
@@ -60,6 +60,7 @@ def load(
 
 def _rows(config: DataConfig, split: Split, sequence: int, vocab: int, seed: int) -> Rows:
     _require_apart(config)
+    _require_one_tokenizer(config)
     own = split == "held_out" and config.held_out
     patterns = config.held_out if own else config.train
     if config.kind == "chat":
@@ -86,6 +87,52 @@ def _require_apart(config: DataConfig) -> None:
     held_out = {identity(path) for path in _named(config.held_out, "held_out")}
     if both := [path for own, path in train.items() if own in held_out]:
         raise UserError(f"{min(both)} is named in data.train and in data.held_out: name others.")
+
+
+def _require_one_tokenizer(config: DataConfig) -> None:
+    """Raises if `data.tokenizer`, the training data and the held-out data differ in the tokenizer.
+
+    Token files that `coat tokenize` did not make do not say what made them.
+    """
+    made = {
+        split: (_are_token_files(patterns), _digest(config, patterns))
+        for split in SPLITS
+        if (patterns := getattr(config, split))
+    }
+    if len(made) < len(SPLITS):
+        return
+    (train_in_tokens, train), (held_in_tokens, held_out) = made["train"], made["held_out"]
+    if train and held_out and train != held_out:
+        raise UserError(
+            f"data.train has tokens of one tokenizer ({train}), and data.held_out of another "
+            f"({held_out}). Use the same for both; data.tokenizer names that of text files."
+        )
+    if train_in_tokens != held_in_tokens and config.tokenizer is None and None in (train, held_out):
+        raise UserError(
+            "One of data.train and data.held_out has token files and the other has text, which "
+            "is read as bytes: name the tokenizer of the token files with data.tokenizer."
+        )
+
+
+def _digest(config: DataConfig, patterns: tuple[str, ...]) -> str | None:
+    """What identifies the tokenizer of some data; None if it is not known."""
+    if CORPUS in patterns:
+        return digest_of(None)
+    if not _are_token_files(patterns):
+        return digest_of(config.tokenizer)
+    paths = files_of(patterns)
+    notes = sidecar_of(paths)
+    made = None if notes is None else str(notes["tokenizer"])
+    if made and config.tokenizer is not None and digest_of(config.tokenizer) != made:
+        raise UserError(
+            f"data.tokenizer={config.tokenizer} is not the tokenizer that made the files in "
+            f"{paths[0].parent}: leave it out, or name the one that did."
+        )
+    return made
+
+
+def _are_token_files(patterns: tuple[str, ...]) -> bool:
+    return CORPUS not in patterns and are_tokens(files_of(patterns))
 
 
 def _named(patterns: tuple[str, ...], split: Split) -> list[Path]:
@@ -128,7 +175,7 @@ def _chat_rows(
     config: DataConfig, split: Split, paths: list[Path], sequence: int, vocab: int, seed: int
 ) -> Packed:
     require_small(paths, chat.IN_MEMORY, "Divide the conversations among several runs.")
-    tokenizer = _tokenizer(config, vocab)
+    tokenizer = _tokenizer(config, vocab, template=config.template)
     documents = chat.read(paths, tokenizer, config.template)
     if not config.held_out:
         count = len(documents.ends)
@@ -139,8 +186,8 @@ def _chat_rows(
     return Packed(documents, sequence=sequence, seed=seed, end_of_text=tokenizer.end_of_text)
 
 
-def _tokenizer(config: DataConfig, vocab: int) -> AnyTokenizer:
-    tokenizer = document_tokenizer(config.tokenizer, config.end_of_text)
+def _tokenizer(config: DataConfig, vocab: int, *, template: str = "") -> AnyTokenizer:
+    tokenizer = document_tokenizer(config.tokenizer, config.end_of_text, template=template)
     _require_vocab(config.tokenizer or "Text as bytes", tokenizer.vocab, vocab)
     return tokenizer
 
@@ -159,7 +206,24 @@ def _share(
     """The split's part of a stream: what is held out is its end, from a new document on."""
     boundary = len(stream) - round(held_out * len(stream))
     if end_of_text is not None and boundary < len(stream):
-        searched = stream.read(boundary, min(boundary + SEARCHED, len(stream)), vocab=vocab)
-        ends = np.flatnonzero(searched[:-1] == end_of_text)
-        boundary += int(ends[0]) + 1 if len(ends) else 0
+        boundary = _document_at(stream, boundary, end_of_text, vocab)
     return range(boundary) if split == "train" else range(boundary, len(stream))
+
+
+def _document_at(stream: Stream, place: int, end_of_text: int, vocab: int) -> int:
+    """Where the first document after a place begins; if there is none, the one at the place.
+
+    That one is cut at the place if more than a tenth of all tokens would follow its beginning.
+    """
+    searched = stream.read(place, min(place + SEARCHED, len(stream)), vocab=vocab)
+    ends = np.flatnonzero(searched[:-1] == end_of_text)
+    if len(ends):
+        return place + int(ends[0]) + 1
+    stop, first = place, len(stream) - len(stream) // 10
+    while stop > first:
+        start = max(stop - SEARCHED, first)
+        ends = np.flatnonzero(stream.read(start, stop, vocab=vocab) == end_of_text)
+        if len(ends):
+            return start + int(ends[-1]) + 1
+        stop = start
+    return place

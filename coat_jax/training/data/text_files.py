@@ -21,7 +21,8 @@ class Piece(NamedTuple):
     """Some text of a document."""
 
     text: str
-    last: bool  # whether the document ends here
+    first: bool  # whether the document begins here
+    last: bool  # whether it ends here
     size: int  # in bytes, of what was read for it
 
 
@@ -74,11 +75,11 @@ def _of_text(path: Path) -> Iterator[Piece]:
 
 
 def _document(file: TextIO) -> Iterator[Piece]:
-    text = _some(file)
+    text, first = _some(file), True
     while text:
         following = _some(file)
-        yield Piece(text, not following, len(text.encode()))
-        text = following
+        yield Piece(text, first, not following, len(text.encode()))
+        text, first = following, False
 
 
 def _some(file: TextIO) -> str:

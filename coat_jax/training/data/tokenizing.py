@@ -44,7 +44,8 @@ def encoded(paths: list[Path], tokenizer: AnyTokenizer) -> Iterator[Encoded]:
     """The tokens of all documents, in order."""
 
     def encode(batch: list[Piece]) -> Encoded:
-        found = tokenizer.encode_documents([piece.text for piece in batch])
+        texts, continued = [piece.text for piece in batch], [not piece.first for piece in batch]
+        found = tokenizer.encode_documents(texts, continued)
         end = np.array([tokenizer.end_of_text], tokenizer.dtype)
         ends = [end if piece.last else end[:0] for piece in batch]
         return Encoded(

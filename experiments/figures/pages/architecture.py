@@ -14,6 +14,7 @@ PAGE = Page(
             lambda: (GROUP_SIZE, MOMENTS),
         ),
         Given("At b2 = 0.999 a step", SETTING),
+        Given("b1 above 0.95", SETTING),
         Given("b1 above 0.916", ARITHMETIC),
         Given("7.3 learning rates for b1 = 0.9 and b2 = 0.999, 1.2 for b2 = 0.95", ARITHMETIC),
         Given("under 16,384 elements", SETTING),

@@ -4,7 +4,7 @@ from experiments.figures.compare import Given, Page, Sentence
 from experiments.figures.measured.package import MOMENTS
 from experiments.figures.measured.throughput import slower
 from experiments.figures.pages.compressed_optax import WORSE, largest_change, times_the_loss
-from experiments.figures.pages.reasons import PUBLISHED
+from experiments.figures.pages.reasons import ARITHMETIC, PUBLISHED, SETTING
 
 PAGE = Page(
     "docs/optimizers.md",
@@ -18,6 +18,9 @@ PAGE = Page(
             lambda: (MOMENTS / 2,),
         ),
         Given("learning rates are near 0.02", PUBLISHED),
+        Given("With b1 of 0.95 and below", SETTING),
+        Given("by up to 5 codes of 127 with b1 = 0.9", ARITHMETIC),
+        Given("by 10 with the beta of `fp8_muon`, 0.95", ARITHMETIC),
         Sentence(
             "On one H200 a step of Llama-2-7B takes {:.1f} % longer this way, with gradients "
             "released, and {:.0f} % longer without",

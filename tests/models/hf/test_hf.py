@@ -270,6 +270,14 @@ def test_values_that_cannot_be_meant_are_refused_by_their_names(changes, message
         from_json(config_json(**changes))
 
 
+def test_the_original_context_is_read_where_transformers_reads_it():
+    """Beside rope_scaling first."""
+    name = "original_max_position_embeddings"
+    for inside in ({}, {name: 32}):
+        config = from_json(config_json(rope_scaling=ROPE | inside, **{name: 16}))
+        assert config.rotary.scaling.original_context == 16
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [(None, "silu"), ("silu", "silu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("relu2", "relu2")],

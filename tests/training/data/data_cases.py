@@ -60,3 +60,34 @@ def write_tokenizer(path, vocab=300, special=("<|endoftext|>",)):
     tokenizer.train_from_iterator(["the thing that they thought then"] * 3, trainer)
     tokenizer.save(str(path))
     return path
+
+
+def write_spaced_tokenizer(path, kind):
+    """One that puts a space in front of a text, in the manner of Llama 2 ("prepend") or later."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    if kind == "prepend":
+        spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        tokenizer.normalizer = normalizers.Sequence(spaces)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=310,
+        special_tokens=["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the thing that they thought then [user]"] * 3, trainer)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.save(str(path))
+    return path
+
+
+SPACED = ("prepend", "first", "always")

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-from data_cases import write_lines, write_tokenizer
+from data_cases import SPACED, write_lines, write_spaced_tokenizer, write_tokenizer
 
+from coat_jax.errors import UserError
 from coat_jax.tokenizers import Bytes, Tokenizer
 from coat_jax.training.data import DataConfig, chat, load
 from coat_jax.training.data.chat import read, template_of
@@ -54,6 +55,32 @@ def test_a_template_may_use_the_tokenizer_s_own_markers(tmp_path):
     # Once per message each, although the user spells one out.
     assert documents.tokens.tolist().count(1) == 2
     assert documents.tokens.tolist().count(2) == 2
+
+
+@pytest.mark.parametrize("kind", SPACED)
+@pytest.mark.parametrize("template", ["[{role}] {content}{end}", "<{role}>\n{content} {end}\n"])
+def test_a_tokenizer_that_puts_a_space_first_sees_the_text_of_the_template(
+    kind, template, tmp_path
+):
+    """But where it starts anew after {end}, as it does in a prompt with this token."""
+    import tokenizers
+
+    file = write_spaced_tokenizer(tmp_path / "t.json", kind)
+    path = write_lines(tmp_path / "a.jsonl", [HELLO])
+    found = read([path], Tokenizer(file), template).tokens.tolist()
+    library = tokenizers.Tokenizer.from_file(str(file))
+    text = "".join(
+        template.format(role=message["role"], content=message["content"], end="</s>")
+        for message in HELLO["messages"]
+    )
+    expected = library.encode(text, add_special_tokens=False).ids
+    both = (library.decode(ids, skip_special_tokens=False) for ids in (found, expected))
+    assert len(set(both)) == 1
+
+
+def test_a_backslash_in_a_template_is_refused():
+    with pytest.raises(UserError, match=r"a backslash and an n where a new line must be meant"):
+        template_of(r"<{role}>\n{content}{end}")
 
 
 def test_conversations_are_shared_between_the_splits(tmp_path):

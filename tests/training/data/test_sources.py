@@ -76,14 +76,30 @@ def test_held_out_tokens_are_the_last_and_are_not_trained_on(tmp_path_factory, s
         )
         cut = size - round(part * size)
         if end_of_text is not None:
-            ends = np.flatnonzero(tokens[cut:-1] == END)
-            cut += ends[0] + 1 if len(ends) else 0
+            begins = np.flatnonzero(tokens[:-1] == END) + 1
+            later, last = begins[begins > cut], begins[-1:]
+            if len(later):
+                cut = later[0]
+            elif len(last) and last[0] > size - size // 10:
+                cut = last[0]
         train = opened(config)
         assert train.tokens == cut
         assert tokens_of(train) == set(tokens[: cut - 1].tolist())
         if size - cut > 8:
             held_out = opened(config, "held_out")
             assert tokens_of(held_out) == set(tokens[cut:-1].tolist())
+
+
+def test_a_last_document_is_held_out_whole_unless_it_is_long(tmp_path):
+    """The loss of its end would be of a text whose beginning was trained on."""
+    for length, held_out in ((30, 30), (60, 10)):
+        path = tmp_path / f"{length}.npy"
+        tokens = np.arange(1, 401, dtype=np.uint16)
+        tokens[-length - 1] = END
+        np.save(path, tokens)
+        config = DataConfig(train=(str(path),), held_out_part=0.025, end_of_text=END)
+        assert opened(config).tokens == 400 - held_out
+        assert tokens_of(opened(config, "held_out")) == set(range(401 - held_out, 400))
 
 
 def test_held_out_paths_leave_the_training_data_whole(tmp_path):
@@ -221,6 +237,47 @@ def test_files_are_read_in_the_order_of_their_names(tmp_path):
     config = DataConfig(train=(str(tmp_path / "**" / "*.txt"),), held_out_part=0.05)
     batch = next(opened(config, sequence=13, vocab=256))
     assert bytes(batch.tokens[0].tolist()) == b"aaaa\0bbbb\0ccc"
+
+
+@pytest.fixture
+def two_tokenizers(tmp_path):
+    """Token files and a text, each by two tokenizers: the folder, and the tokenizers' files."""
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "the thing that they thought"}] * 40)
+    (tmp_path / "held.txt").write_text("another thing that they thought " * 9)
+    files = [str(write_tokenizer(tmp_path / f"{vocab}.json", vocab=vocab)) for vocab in (280, 270)]
+    for name, file in zip(("one", "other"), files, strict=True):
+        write([path], tmp_path / name, Tokenizer(file))
+        write([path], tmp_path / f"{name}_held", Tokenizer(file))
+    np.save(tmp_path / "raw.npy", np.arange(200, dtype=np.uint16))
+    return tmp_path, *files
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "named", "message"),
+    [
+        ("one/*.npy", "other_held/*.npy", False, "data.train has tokens of one tokenizer"),
+        ("one/*.npy", "held.txt", False, r"data.train has tokens .* \(bytes\)"),
+        ("raw.npy", "held.txt", False, "name the tokenizer of the token files"),
+        ("other/*.npy", "held.txt", True, "is not the tokenizer that made the files in"),
+        ("other/*.npy", None, True, "is not the tokenizer that made the files in"),
+        ("one/*.npy", "one_held/*.npy", False, None),
+        ("one/*.npy", "held.txt", True, None),
+        ("raw.npy", "held.txt", True, None),
+    ],
+)
+def test_all_data_have_one_tokenizer(train, held_out, named, message, two_tokenizers):
+    folder, tokenizer, _ = two_tokenizers
+    config = DataConfig(
+        train=(str(folder / train),),
+        held_out=(str(folder / held_out),) if held_out else (),
+        tokenizer=tokenizer if named else None,
+    )
+    for split in ("train", "held_out"):
+        if message is None:
+            assert opened(config, split).tokens
+        else:
+            with pytest.raises(UserError, match=message):
+                opened(config, split)
 
 
 def test_text_and_its_token_files_are_the_same_rows(tmp_path):

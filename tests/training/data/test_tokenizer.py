@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from data_cases import write_tokenizer
+from data_cases import SPACED, write_spaced_tokenizer, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +12,7 @@ from coat_jax.errors import UserError
 from coat_jax.tokenizers import Bytes, Tokenizer, document_tokenizer
 
 
-@given(st.lists(st.text(alphabet="aé漢😀\n\0"), max_size=4))
+@given(st.lists(st.text(alphabet="aé漢😀\n\x7f"), max_size=4))
 def test_bytes_are_utf8(texts):
     assert [bytes(one.tolist()).decode() for one in Bytes().encode_documents(texts)] == texts
 
@@ -34,6 +34,42 @@ def test_a_special_token_that_is_spelled_out_is_ordinary_text(tmp_path):
     (spelled,) = encoder.encode_documents(["<|endoftext|>"])
     assert encoder.end_of_text not in spelled
     assert encoder.encode_markers("<|endoftext|>").tolist() == [encoder.end_of_text]
+
+
+def test_a_token_that_was_added_cannot_be_spelled_out_either(tmp_path):
+    """Only if it ends documents, or stands in the template: others may be ordinary words."""
+    import tokenizers
+
+    path = write_tokenizer(tmp_path / "tokenizer.json", special=("<pad>",))
+    library = tokenizers.Tokenizer.from_file(str(path))
+    library.add_tokens(["<|endoftext|>", "<|user|>", "<|tool|>"])
+    library.save(str(path))
+    encoder = Tokenizer(path, template="<|user|>{content}{end}")
+    (spelled,) = encoder.encode_documents(["<|endoftext|><|user|><|tool|>"])
+    ids = [library.token_to_id(word) for word in ("<|endoftext|>", "<|user|>", "<|tool|>")]
+    assert [word in spelled for word in ids] == [False, False, True]
+    assert encoder.encode_markers("<|endoftext|><|user|>").tolist() == ids[:2]
+
+
+@pytest.mark.parametrize("kind", SPACED)
+def test_only_the_first_part_of_a_document_gets_a_space_in_front(kind, tmp_path):
+    import tokenizers
+
+    path = write_spaced_tokenizer(tmp_path / "tokenizer.json", kind)
+    parts = ["they thought", "then", " the thing", "\n- that", "", "ê漢"]
+    continued = [part > 0 for part in range(len(parts))]
+    found = Tokenizer(path).encode_documents(parts, continued)
+    library = tokenizers.Tokenizer.from_file(str(path))
+    tokens = np.concatenate(found).tolist()
+    assert library.decode(tokens, skip_special_tokens=False) == "".join(parts)
+    assert found[0].tolist() == library.encode(parts[0]).ids
+    assert found[4].size == 0
+
+
+def test_bytes_refuse_the_character_that_ends_documents():
+    with pytest.raises(UserError, match=r"NUL, which ends documents.* set end_of_text to 255"):
+        Bytes().encode_documents(["fine", "a\0b"])
+    assert Bytes(255).encode_documents(["a\0b"])[0].tolist() == [97, 0, 98]
 
 
 def test_truncation_in_the_file_is_not_obeyed(tmp_path):
