@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 from flax import nnx
 
 from coat_jax.errors import UserError
@@ -13,18 +14,13 @@ def children(
 ) -> Iterator[tuple[Any, str | int, str, nnx.Module]]:
     """Yields (owner, key, path, module) for every module within a module.
 
-    The owner is the module, list, tuple or dict that holds it, and the key its name or index there.
+    The owner is the module or container that holds it, and the key its name or index there.
+    Containers are lists, tuples, dicts, each `nnx.Pytree`, and every other class that is a node of
+    JAX's trees, such as a `flax.struct.dataclass`.
     """
-    items: list[tuple[str | int, Any]]
-    if isinstance(module, nnx.List | list | tuple):
-        items = list(enumerate(module))
-    elif isinstance(module, dict):
-        items = list(module.items())
-    else:
-        items = list(vars(module).items())
     above |= {id(module)}
-    for key, value in items:
-        if not isinstance(value, nnx.Module | list | tuple | dict) or id(value) in above:
+    for key, value in _items(module):
+        if id(value) in above:
             continue
         below = f"{path}.{key}" if path else str(key)
         if isinstance(value, nnx.Module) and not isinstance(value, nnx.List | nnx.Dict):
@@ -34,15 +30,32 @@ def children(
 
 def replace(owner: Any, key: str | int, module: nnx.Module) -> None:
     """Puts a module in the place of another one, whose owner and key `children` returned."""
-    if isinstance(owner, tuple):
+    takes_others = isinstance(owner, nnx.Pytree | list | dict)
+    if not takes_others:
+        kind, new = type(owner).__name__, "List" if isinstance(owner, tuple) else "Module"
         raise UserError(
-            f"A {type(owner[int(key)]).__name__} stands in a tuple, in which no module can be "
-            "replaced: make the tuple an nnx.List."
+            f"A {type(dict(_items(owner))[key]).__name__} stands in a {kind}, in which no module "
+            f"can be replaced: make the {kind} an nnx.{new}."
         )
-    if isinstance(owner, nnx.Module) and isinstance(key, str):
+    if isinstance(owner, nnx.Pytree) and isinstance(key, str):
         setattr(owner, key, module)
     else:
         owner[key] = module
+
+
+def _items(node: Any) -> list[tuple[str | int, Any]]:
+    """What a module or container holds, with names or indices; nothing for other values."""
+    if isinstance(node, nnx.List | list | tuple):
+        return list(enumerate(node))
+    if isinstance(node, dict):
+        return list(node.items())
+    if isinstance(node, nnx.Pytree):
+        return list(vars(node).items())
+    if isinstance(node, nnx.Variable):
+        return []
+    one_level = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda inner: inner is not node)
+    held = [(path[0], value) for path, value in one_level[0] if path]
+    return [(jax.tree_util.keystr((key,), simple=True), value) for key, value in held]
 
 
 def require_module(name: str, module: Any) -> None:

@@ -21,7 +21,14 @@ from jaxtyping import Array, Float
 
 from coat_jax import ops
 from coat_jax.nn.children import children, has_own_parameters
-from coat_jax.nn.convertible import NORMS, as_norm, why_not_linear, why_not_norm
+from coat_jax.nn.convertible import (
+    NORMS,
+    as_norm,
+    copy_attributes,
+    has_own_promotion,
+    why_not_linear,
+    why_not_norm,
+)
 from coat_jax.nn.mlp import MLP, GatedMLP
 from coat_jax.nn.norm import LayerNorm, RMSNorm
 from coat_jax.nn.parameters import value_of
@@ -50,9 +57,7 @@ class ConvertedMLP(nnx.Module):
     """A module that has the attributes of the one that it replaces, but computes a single op."""
 
     def __init__(self, module: nnx.Module, roles: Roles, precision: Precision):
-        for name, value in vars(module).items():
-            if not name.startswith("_pytree__"):  # what Flax adds
-                setattr(self, name, value)
+        copy_attributes(module, self)
         self.roles = roles
         self.precision = precision
 
@@ -108,11 +113,12 @@ def roles_of(module: nnx.Module, kind: Kind) -> Roles:
 def _is_norm(layer: nnx.Module) -> bool:
     if isinstance(layer, NORMS):
         return not why_not_norm(layer)
-    return isinstance(layer, RMSNorm | LayerNorm)
+    return type(layer) in (RMSNorm, LayerNorm)
 
 
 def _is_linear(layer: nnx.Module) -> bool:
-    return type(layer) is nnx.Linear and not why_not_linear(layer)
+    plain = type(layer) is nnx.Linear and not has_own_promotion(layer)
+    return plain and not why_not_linear(layer)
 
 
 def _by_trial(module: Any, norms: list[str], linears: list[str]) -> Roles:

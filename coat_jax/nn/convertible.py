@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn import dtypes
 
 from coat_jax.nn.embed import Embed
 from coat_jax.nn.norm import LayerNorm, RMSNorm
@@ -25,9 +26,11 @@ def why_not_linear(module: Any) -> str:
 
 def why_not_norm(module: Any) -> str:
     """Why one of NORMS stays as it is; empty if `as_norm` can replace it."""
-    kind = nnx.RMSNorm if isinstance(module, nnx.RMSNorm) else nnx.LayerNorm
-    if type(module).__call__ is not kind.__call__:
+    if type(module) not in NORMS:
+        kind = nnx.RMSNorm if isinstance(module, nnx.RMSNorm) else nnx.LayerNorm
         return f"it is not nnx.{kind.__name__} itself, and may compute something else"
+    if has_own_promotion(module):
+        return "it has a promote_dtype of its own"
     last = all(axes in (-1, (-1,)) for axes in (module.reduction_axes, module.feature_axes))
     if not last or module.axis_name is not None:
         return "it normalizes other axes than the last"
@@ -45,35 +48,34 @@ def why_not_embed(module: nnx.Embed) -> str:
     return ""
 
 
+def has_own_promotion(module: Any) -> bool:
+    """Whether a layer of Flax promotes dtypes with another function than Flax's."""
+    return module.promote_dtype is not dtypes.promote_dtype
+
+
 def as_embed(module: nnx.Embed) -> Embed:
-    """The embedding of coat.nn with the parameter of Flax's."""
-
-    def make() -> Embed:
-        return Embed(
-            module.num_embeddings,
-            module.features,
-            dtype=module.dtype,
-            param_dtype=module.param_dtype,
-            promote_dtype=module.promote_dtype,
-            rngs=nnx.Rngs(0),
-        )
-
-    new = nnx.eval_shape(make)
-    new.embedding = module.embedding
+    """The embedding of coat.nn with the attributes of Flax's."""
+    new = nnx.eval_shape(lambda: Embed(module.num_embeddings, module.features, rngs=nnx.Rngs(0)))
+    copy_attributes(module, new)
     return new
 
 
 def as_norm(module: Any) -> RMSNorm | LayerNorm:
-    """The norm of coat.nn with the parameters of one of Flax's; a norm of coat.nn is returned."""
+    """The norm of coat.nn with the attributes of one of Flax's; a norm of coat.nn is returned."""
     if isinstance(module, RMSNorm | LayerNorm):
         return module
     kind = RMSNorm if isinstance(module, nnx.RMSNorm) else LayerNorm
-    new = nnx.eval_shape(lambda: kind(module.num_features, epsilon=module.epsilon))
-    new.dtype = module.dtype
-    new.scale = nnx.data(module.scale)
-    if isinstance(new, LayerNorm):
-        new.bias = nnx.data(module.bias)
+    new = nnx.eval_shape(lambda: kind(module.num_features))
+    copy_attributes(module, new)
     return new
+
+
+def copy_attributes(module: nnx.Module, new: nnx.Module) -> None:
+    """Gives `new` the attributes of `module`; what Flax traverses there, it traverses here."""
+    for name, value in vars(module).items():
+        if not name.startswith("_pytree__"):  # what Flax adds
+            is_data = module._pytree__nodes.get(name, False)
+            setattr(new, name, nnx.data(value) if is_data else value)
 
 
 def _why_not_einsum(module: nnx.Einsum) -> str:

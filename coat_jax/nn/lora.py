@@ -37,10 +37,10 @@ class LoRALinear(nnx.Module):
 
     def __init__(self, layer: nnx.LoRALinear, *, precision: Precision | str = COAT):
         """Rounds the weight of `layer`; all other arrays are shared with it."""
-        if type(layer).__call__ is not nnx.LoRALinear.__call__:
+        if type(layer) is not nnx.LoRALinear:
             raise ValueError(
-                f"{type(layer).__name__} is a subclass of nnx.LoRALinear that computes something "
-                "else, which would be lost. Call coat.ops.adapted_linear in it."
+                f"{type(layer).__name__} is a subclass of nnx.LoRALinear. What it adds would be "
+                "lost. Call coat.ops.adapted_linear in it."
             )
         weight = ops.freeze(layer.kernel[...], precision=precision)
         metadata = layer.kernel.get_metadata()

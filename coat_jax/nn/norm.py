@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax import ops
+from coat_jax.errors import UserError
 from coat_jax.nn.parameters import value_of, vector
 from coat_jax.precision import COAT, Precision, precision_of
 
@@ -39,6 +40,7 @@ class RMSNorm(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ):
         del rngs  # nothing random
+        self.num_features = num_features
         scale = vector(num_features, fill=1.0, dtype=param_dtype)
         self.scale = nnx.data(scale if use_scale else None)
         self.epsilon = epsilon
@@ -48,8 +50,9 @@ class RMSNorm(nnx.Module):
         """The norm as an argument of `coat.ops`, which compute it together with what follows."""
         return ops.Norm(value_of(self.scale), None, "rms", self.epsilon)
 
-    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        """Normalizes the last axis."""
+    def __call__(self, x: Float[Array, "*rows D"], mask: None = None) -> Float[Array, "*rows D"]:
+        """Normalizes the last axis. Flax's norms take a mask; here it must be None."""
+        _require_no_mask(mask)
         y = ops.norm(x, self.spec(), precision=self.precision)
         return y if self.dtype is None else y.astype(self.dtype)
 
@@ -79,6 +82,7 @@ class LayerNorm(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ):
         del rngs  # nothing random
+        self.num_features = num_features
         scale = vector(num_features, fill=1.0, dtype=param_dtype)
         bias = vector(num_features, fill=0.0, dtype=param_dtype)
         self.scale = nnx.data(scale if use_scale else None)
@@ -90,10 +94,20 @@ class LayerNorm(nnx.Module):
         """The norm as an argument of `coat.ops`, which compute it together with what follows."""
         return ops.Norm(value_of(self.scale), value_of(self.bias), "layer", self.epsilon)
 
-    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        """Normalizes the last axis."""
+    def __call__(self, x: Float[Array, "*rows D"], mask: None = None) -> Float[Array, "*rows D"]:
+        """Normalizes the last axis. Flax's norms take a mask; here it must be None."""
+        _require_no_mask(mask)
         y = ops.norm(x, self.spec(), precision=self.precision)
         return y if self.dtype is None else y.astype(self.dtype)
+
+
+def _require_no_mask(mask: Any) -> None:
+    if mask is not None:
+        raise UserError(
+            "Norms of coat.nn take no mask: their statistics are those of all elements of the last "
+            "axis. Use Flax's norm. A rule of coat.nn.convert keeps it, as in "
+            '{"*.norm": "bf16"}.'
+        )
 
 
 AnyNorm = RMSNorm | LayerNorm

@@ -1,7 +1,9 @@
 """Conversion keeps parameters, follows rules, and says what it leaves alone."""
 
 import logging
+from typing import Any, NamedTuple
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -207,6 +209,61 @@ def test_layers_in_a_tuple_are_listed_and_refused_with_a_remedy():
         nn.convert(model)
 
 
+class Box(nnx.Pytree):
+    def __init__(self, layer):
+        self.layer = layer
+
+
+@flax.struct.dataclass
+class Record:
+    layer: Any
+
+
+class Pair(NamedTuple):
+    layer: Any
+    other: int
+
+
+CONTAINERS = {
+    "nnx.Pytree": Box,
+    "nnx.Dict": lambda layer: nnx.Dict(layer=layer),
+    "nnx.List": lambda layer: nnx.List([layer]),
+    "list": lambda layer: [layer],
+    "tuple": lambda layer: (layer,),
+    "NamedTuple": lambda layer: Pair(layer, 1),
+    "dict": lambda layer: {"layer": layer},
+    "FrozenDict": lambda layer: flax.core.FrozenDict(layer=layer),
+    "flax.struct.dataclass": Record,
+    "a list in an nnx.Pytree": lambda layer: Box(nnx.data([Record(layer)])),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_the_plan_has_every_module_that_flax_reaches(name):
+    model = nnx.Module()
+    model.held = nnx.data(CONTAINERS[name](linear()))
+    kinds = {type(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
+    assert nnx.Linear in kinds
+    assert [d.kind for d in nn.plan_conversion(model)] == ["Linear"]
+
+
+def test_layers_in_an_nnx_pytree_are_converted():
+    model = nnx.Module()
+    model.box, model.norm = Box(linear()), Box(nnx.RMSNorm(32, rngs=nnx.Rngs(0)))
+    new = nn.convert(model)
+    assert computes_in_fp8(new.box.layer)
+    assert isinstance(new.norm.layer, nn.RMSNorm)
+    assert not computes_in_fp8(model.box.layer)
+
+
+def test_layers_in_a_dataclass_are_refused_with_a_remedy():
+    model = nnx.Module()
+    model.record = nnx.data(Record(linear()))
+    with pytest.raises(UserError, match=r"A Linear stands in a Record.*nnx\.Module"):
+        nn.convert(model)
+    assert nn.convert(model, rules={"record.layer": "bf16"}).record.layer is not None
+
+
 def test_a_model_may_be_one_layer():
     assert computes_in_fp8(nn.convert(linear()))
     assert isinstance(nn.convert(nnx.RMSNorm(32, rngs=nnx.Rngs(0))), nn.RMSNorm)
@@ -219,20 +276,75 @@ def test_a_model_may_be_one_layer():
     assert not computes_in_fp8(nn.convert(linear(), rules={"*": "bf16"}))
 
 
-def test_a_norm_with_arithmetic_of_its_own_is_left_alone():
+def test_a_subclass_of_a_norm_is_left_alone():
     class Doubled(nnx.RMSNorm):
         def __call__(self, x):
             return 2 * super().__call__(x)
 
-    class Renamed(nnx.RMSNorm):
-        pass
+    class Heated(nnx.RMSNorm):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.temperature = nnx.Param(jnp.float32(2))
+
+        def heated(self, x):
+            return self.temperature[...] * self(x)
 
     x = jnp.ones((4, 32))
-    doubled, renamed = (nnx.Sequential(kind(32, rngs=nnx.Rngs(0))) for kind in (Doubled, Renamed))
+    doubled, heated = (nnx.Sequential(kind(32, rngs=nnx.Rngs(0))) for kind in (Doubled, Heated))
     np.testing.assert_array_equal(nn.convert(doubled)(x), doubled(x))
-    (decision,) = nn.plan_conversion(doubled)
-    assert decision.reason == "it is not nnx.RMSNorm itself, and may compute something else"
-    assert isinstance(nn.convert(renamed).layers[0], nn.RMSNorm)
+    for model in (doubled, heated):
+        (decision,) = nn.plan_conversion(model)
+        assert decision.reason == "it is not nnx.RMSNorm itself, and may compute something else"
+    new = nn.convert(heated)
+    np.testing.assert_array_equal(new.layers[0].heated(x), heated.layers[0].heated(x))
+    assert parameters(new).keys() == parameters(heated).keys()
+
+
+def test_a_subclass_of_a_linear_layer_keeps_what_it_adds():
+    class Heated(nnx.Linear):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.temperature = nnx.Param(jnp.float32(2))
+
+        def heated(self, x):
+            return self.temperature[...] * self(x)
+
+    model = nnx.Sequential(Heated(32, 32, rngs=nnx.Rngs(0)))
+    new = nn.convert(model)
+    assert computes_in_fp8(new.layers[0].heated)
+    assert parameters(new).keys() == parameters(model).keys()
+
+
+@pytest.mark.parametrize("kind", [nnx.RMSNorm, nnx.LayerNorm])
+def test_a_norm_that_promotes_dtypes_in_its_own_way_is_left_alone(kind):
+    def promoted(arrays, *, dtype):
+        return tuple(None if array is None else array.astype(jnp.float32) for array in arrays)
+
+    model = nnx.Sequential(kind(32, promote_dtype=promoted, rngs=nnx.Rngs(0)))
+    (decision,) = nn.plan_conversion(model)
+    assert decision.reason == "it has a promote_dtype of its own"
+    assert type(nn.convert(model).layers[0]) is kind
+
+
+@pytest.mark.parametrize("kind", [nnx.RMSNorm, nnx.LayerNorm])
+def test_a_converted_norm_keeps_the_interface_and_the_attributes_of_flax(kind):
+    norm = kind(32, rngs=nnx.Rngs(0))
+    norm.temperature = nnx.Param(jnp.float32(2))
+    norm.more = nnx.data([nnx.Param(jnp.float32(3))])
+    new = nn.convert(nnx.Sequential(norm)).layers[0]
+    assert vars(norm).keys() - vars(new).keys() == set()
+    assert new.num_features == 32
+    assert parameters(new).keys() == parameters(norm).keys()
+    x = jnp.ones((4, 32))
+    np.testing.assert_array_equal(new(x, mask=None), new(x))
+
+
+def test_a_converted_embedding_keeps_the_attributes_of_flax():
+    table = nnx.Embed(8, 16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    table.temperature = nnx.Param(jnp.float32(2))
+    new = nn.convert(table)
+    assert vars(table).keys() == vars(new).keys()
+    assert parameters(new).keys() == parameters(table).keys()
 
 
 @pytest.mark.parametrize("kind", [nnx.RMSNorm, nnx.LayerNorm])

@@ -72,6 +72,19 @@ def test_in_full_precision_it_computes_what_the_module_does(act, residual, hidde
     np.testing.assert_allclose(nnx.jit(converted)(X), nnx.jit(model)(X), rtol=1e-4, atol=1e-4)
 
 
+def test_layers_in_a_list_that_is_data_are_converted_too():
+    class Listed(nnx.Module):
+        def __init__(self, rngs):
+            self.steps = nnx.data([nnx.Linear(D, F, rngs=rngs), nnx.Linear(F, D, rngs=rngs)])
+
+        def __call__(self, x):
+            return self.steps[1](nnx.relu(self.steps[0](x)))
+
+    model = randomized(Model(Listed(nnx.Rngs(0))))
+    converted = nn.convert(model, "bf16", rules={"layers.*": nn.MLP})
+    np.testing.assert_allclose(converted(X), model(X), rtol=1e-4, atol=1e-4)
+
+
 def test_biases_and_layers_in_a_sequence_are_converted_too():
     model = randomized(Model(Plain(nnx.Rngs(0))))
     converted = nn.convert(model, "bf16", rules={"*.steps": nn.MLP})
@@ -144,6 +157,21 @@ class Multiplied(Gated):
         return self.factor[...] * super().__call__(x)
 
 
+class DoublingNorm(nn.RMSNorm):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class Normed(Gated):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.norm = DoublingNorm(D, precision="bf16")
+
+
+def rounded(arrays, *, dtype):
+    return tuple(None if array is None else jnp.round(array) for array in arrays)
+
+
 class Ungated(Gated):
     def __call__(self, x, mask):
         return super().__call__(x) * mask
@@ -159,8 +187,20 @@ class Ungated(Gated):
         (Ungated(nnx.Rngs(0)), "it cannot be called with one array"),
         (Gated(nnx.Rngs(0), dot_general=ops.DotGeneral()), "does not consist of 3 nnx.Linear"),
         (nnx.Linear(D, D, rngs=nnx.Rngs(0)), "does not consist of 3 nnx.Linear"),
+        (Normed(nnx.Rngs(0)), "does not consist of 3 nnx.Linear and at most one norm"),
+        (Gated(nnx.Rngs(0), promote_dtype=rounded), "does not consist of 3 nnx.Linear"),
     ],
-    ids=["clipped", "clamped", "dropout", "a variable", "two inputs", "FP8 already", "a layer"],
+    ids=[
+        "clipped",
+        "clamped",
+        "dropout",
+        "a variable",
+        "two inputs",
+        "FP8 already",
+        "a layer",
+        "a norm's subclass",
+        "its own promotion",
+    ],
 )
 def test_a_module_that_is_not_such_an_mlp_is_refused_with_the_reason(module, why):
     with pytest.raises(ValueError, match=rf"computes what coat\.nn\.GatedMLP does, but .*{why}"):

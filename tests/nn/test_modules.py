@@ -170,6 +170,15 @@ def test_the_epsilon_of_a_norm_is_used():
         assert jnp.max(jnp.abs(norm(tiny))) < 0.01
 
 
+@pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm])
+def test_norms_take_the_arguments_of_flax_but_no_mask(kind):
+    norm, x = kind(WIDTH), jnp.ones((2, WIDTH))
+    assert norm.num_features == WIDTH
+    np.testing.assert_array_equal(norm(x, mask=None), norm(x))
+    with pytest.raises(UserError, match=r"no mask.*Use Flax's norm.*\{\"\*\.norm\": \"bf16\"\}"):
+        norm(x, mask=jnp.ones((2, WIDTH), bool))
+
+
 @pytest.mark.parametrize("norm", [None, nn.RMSNorm(WIDTH)])
 def test_attention_needs_a_batch(norm):
     attention = nn.Attention(WIDTH, HEADS, norm=norm, rngs=nnx.Rngs(0))
