@@ -10,6 +10,7 @@ the direction of FP32 moments that begin with the stored ones and receive the sa
 Both directions are corrected for bias, and clipped to the largest that exact moments can give.
 """
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from coat_jax.errors import UserError
 from coat_jax.kernels.adam import bias, largest_direction
 from coat_jax.numerics.expansion import STEPS, Expanded
 from coat_jax.numerics.formats import format_of
@@ -45,8 +47,11 @@ class MomentStatistics(NamedTuple):
 def moments(state: Any) -> dict[str, MomentStatistics]:
     """Statistics of each moment in 8 bits in the state of an optimizer, by parameter and moment.
 
+    Moments of the same name are numbered: w/trace, w/trace_1.
+
     Args:
-        state: of `fp8_adamw`, `fused_fp8_adamw` or `compress`, also within chains.
+        state: of `fp8_adamw`, `fused_fp8_adamw` or `compress`, also within chains. Of an
+            `nnx.Optimizer`, pass `optimizer.opt_state`.
 
     Example:
         >>> import coat_jax as coat, jax.numpy as jnp
@@ -72,12 +77,19 @@ def moment_sums(state: Any, stacked: Collection[str] = ()) -> dict[str, Float[Ar
         state: see `moments`.
         stacked: names of parameters, or of trees of them, with a first axis over layers.
     """
-    sums = {}
+    sums: dict[str, Array] = {}
     for path, moment, stored in stored_leaves(state):
         by_layer = bool(path) and path[0] in stacked
         name = "/".join([path[0], "*", *path[1:]] if by_layer else path)
-        sums["/".join(filter(None, (name, moment)))] = _sums(stored, 1 if by_layer else 0)
+        full = "/".join(filter(None, (name, moment)))
+        sums[_free(full, sums)] = _sums(stored, 1 if by_layer else 0)
     return sums
+
+
+def _free(name: str, taken: Collection[str]) -> str:
+    """The name itself, or with the first number that makes it differ from those taken."""
+    numbered = (f"{name}_{number}" for number in itertools.count(1))
+    return next(free for free in itertools.chain([name], numbered) if free not in taken)
 
 
 def report_moments(
@@ -99,6 +111,7 @@ def stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]]
     """
 
     def holds(node: Any) -> bool:
+        _require_fields(node)
         return all(hasattr(node, field) for field in FIELDS)
 
     for path, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=holds)[0]:
@@ -111,6 +124,15 @@ def stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]]
             if jnp.dtype(codes.dtype).itemsize == 1:
                 moment, parameter = _split(path, within)
                 yield parameter, moment, Expanded(codes, amax, k16)
+
+
+def _require_fields(node: Any) -> None:
+    """Raises for stored leaves in a dict: fields cannot be told from parameters there."""
+    if isinstance(node, Mapping) and all(field in node for field in FIELDS):
+        raise UserError(
+            f"The state has {', '.join(FIELDS)} as keys of a dict, as nnx.state(optimizer) makes "
+            "it. Pass the state as the optimizer made it: optimizer.opt_state of an nnx.Optimizer."
+        )
 
 
 def _split(path: Any, within: Any) -> tuple[str, tuple[str, ...]]:

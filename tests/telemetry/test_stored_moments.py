@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import coat_jax as coat
 from coat_jax import E4M3, Storage, telemetry
+from coat_jax.errors import UserError
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.optax.state import ScaleByFP8AdamState
 from coat_jax.telemetry.moments import (
@@ -79,6 +81,26 @@ def test_the_moments_of_a_single_array_have_their_own_names(tx, names):
     state = tx.init(jnp.ones((256, 128)))
     assert set(telemetry.moments(state)) == names
     assert set(moment_sums(state, ("w",))) == names
+
+
+def test_moments_of_the_same_name_are_numbered():
+    """In the order of the chain; here only the first one is not zero."""
+    chain = optax.chain(optax.trace(0.9), optax.scale(0.0), optax.trace(0.99))
+    tx, params = coat.optax.compress(chain), {"w": jnp.ones((256, 128))}
+    _, state = tx.update(params, tx.init(params), params)
+    found = telemetry.moments(state)
+    assert {name: of.zero for name, of in found.items()} == {"w/trace": 0.0, "w/trace_1": 1.0}
+
+
+@pytest.mark.parametrize(
+    "tx", [coat.optax.fp8_adamw(1e-3), coat.optax.compress(optax.lion(1e-3))], ids=["adamw", "lion"]
+)
+def test_the_state_of_an_nnx_optimizer_is_its_opt_state(tx):
+    model = nnx.Linear(256, 128, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    assert "kernel/mu" in telemetry.moments(optimizer.opt_state)
+    with pytest.raises(UserError, match=r"codes, amax, k16 as keys.*optimizer\.opt_state"):
+        telemetry.moments(nnx.state(optimizer))
 
 
 def shadow(m, v):
