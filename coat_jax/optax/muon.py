@@ -56,6 +56,7 @@ from coat_jax.optax.newton_schulz import (
     Preconditioning,
     coefficients_of,
     orthogonalize,
+    require_ns_dtype,
     require_preconditioning,
 )
 from coat_jax.optax.sharding import full
@@ -229,6 +230,7 @@ def scale_by_fp8_muon(
     """
     coefficients = coefficients_of(ns_coeffs, ns_steps)
     require_preconditioning(preconditioning)
+    require_ns_dtype(ns_dtype)
     require_number("beta", beta)
     require_number("eps", eps)
     require_settings(storage=storage, mu_dtype=mu_dtype, nesterov=nesterov, adaptive=adaptive)

@@ -15,7 +15,7 @@ stack can be communicated while another is multiplied.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.errors import UserError
+from coat_jax.limits import shown
 from coat_jax.numerics import mesh_axes
 from coat_jax.numerics.formats import SMALLEST_NORMAL
 from coat_jax.numerics.mesh_axes import automatic_mesh
@@ -143,6 +144,17 @@ def coefficients_of(given: Coefficients | str, steps: int) -> np.ndarray:
             "step."
         )
     return numbers
+
+
+def require_ns_dtype(dtype: Any) -> None:
+    """Raises unless the argument `ns_dtype` is a dtype of floats."""
+    if isinstance(dtype, np.generic | np.ndarray | jax.Array) or not jnp.issubdtype(
+        dtype, jnp.floating
+    ):
+        raise ValueError(
+            f"ns_dtype={shown(dtype)} must be a dtype of floats. (optax.inject_hyperparams makes "
+            'an array of it: pass it static_args=("ns_steps", "ns_dtype").)'
+        )
 
 
 def require_preconditioning(name: str) -> None:

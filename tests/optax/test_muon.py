@@ -329,6 +329,8 @@ def test_in_a_group_of_equal_shapes_each_leaf_gets_its_own_matrix_back():
         ({"nesterov": 1}, TypeError, "nesterov"),
         ({"consistent_rms": -1.0}, ValueError, "consistent_rms"),
         ({"ns_steps": jnp.array(5)}, ValueError, r"static_args=\(.ns_steps., .ns_dtype.\)"),
+        ({"ns_dtype": jnp.bfloat16(0)}, ValueError, r"static_args=\(.ns_steps., .ns_dtype.\)"),
+        ({"ns_dtype": jnp.int8}, ValueError, r"ns_dtype=.*int8.* must be a dtype of floats"),
         ({"learning_rate": None, "adam_learning_rate": 1e-3}, TypeError, "learning_rate=None"),
         ({"weight_decay": -0.1}, ValueError, "weight_decay=-0.1"),
         ({"weight_decay_mask": "w"}, TypeError, "mask='w' must be True or False"),
@@ -362,6 +364,13 @@ def test_its_numbers_can_be_injected():
     updates, _ = jax.jit(injected.update)(params, injected.init(params), params)
     wanted, _ = jax.jit(plain.update)(params, plain.init(params), params)
     jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=1e-5), updates, wanted)
+
+
+def test_injecting_the_dtype_of_the_products_is_refused_with_a_remedy():
+    make = optax.inject_hyperparams(coat.optax.fp8_muon, static_args=("ns_steps",))
+    params = {"w": jnp.ones((8, 8))}
+    with pytest.raises(ValueError, match=r"static_args=\(.ns_steps., .ns_dtype.\)"):
+        make(0.02).init(params)
 
 
 def test_leaves_that_are_not_matrices_and_other_states_are_refused():
