@@ -43,8 +43,10 @@ ALIKE |= dict.fromkeys(
         "dbe08430395e",
         "96155505574d",
         "a886b5704773",
+        "080d48cf1676",
+        "9c31ea7db368",
     ],
-    "080d48cf1676",
+    "27681d5c5b65",
 )
 # The version of the code in which every precision had what is `stochastic_backward` today.
 STOCHASTIC_BACKWARD = "83eda50b8686"
