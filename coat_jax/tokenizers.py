@@ -33,9 +33,9 @@ from coat_jax.limits import INT32_MAX
 
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# Stands for any text before a part of a document: no text has this character, and so no tokenizer
-# joins it to the character that follows.
-TEXT = "\ue000"
+# Stands for whatever precedes a part of a document. No text has this character, so no tokenizer
+# joins it to what follows.
+OTHER_TEXT = "\ue000"
 CONTEXT_TOKENS = 8  # at the end of a prompt; the text of a new token depends on fewer
 
 
@@ -53,7 +53,7 @@ class Bytes:
     vocab = 256
     digest = "bytes"
     dtype = np.dtype(np.uint16)
-    end_marker = TEXT
+    end_marker = OTHER_TEXT
 
     def __init__(self, end_of_text: int = 0):
         _require_known(end_of_text, self.vocab)
@@ -130,10 +130,10 @@ class Tokenizer:
 
     @functools.cached_property
     def end_marker(self) -> str:
-        """The spelling of end_of_text; `TEXT` if it is no token that a template can spell out."""
-        spelling = self._tokenizer.id_to_token(self.end_of_text)
+        """The spelling of end_of_text, or `OTHER_TEXT` if a template cannot spell it out."""
+        spelling = self._tokenizer.id_to_token(self.end_of_text) or ""
         found = self._tokenizer.encode(spelling, add_special_tokens=False).ids
-        return spelling if found == [self.end_of_text] else TEXT
+        return spelling if found == [self.end_of_text] else OTHER_TEXT
 
     @functools.cached_property
     def _without_special_tokens(self) -> Any:
@@ -169,7 +169,7 @@ class Tokenizer:
             continued: of each text, whether another part precedes it; by default of none.
         """
         before = [
-            TEXT if follows and self._puts_a_space_first else ""
+            OTHER_TEXT if follows and self._puts_a_space_first else ""
             for follows, _ in itertools.zip_longest(continued, texts, fillvalue=False)
         ]
         tokenizer = self._without_special_tokens
@@ -189,7 +189,7 @@ class Tokenizer:
 
         Args:
             text: from the template.
-            after: what precedes it: `TEXT`, `end_marker`, or nothing.
+            after: what precedes it: `OTHER_TEXT`, `end_marker`, or nothing.
         """
         before = after if self._puts_a_space_first else ""
         with library_failures(f"{self._path} cannot tokenize {text!r}"):

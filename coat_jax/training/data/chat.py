@@ -19,7 +19,7 @@ import numpy as np
 
 from coat_jax.errors import UserError
 from coat_jax.limits import shown
-from coat_jax.tokenizers import TEXT, AnyTokenizer
+from coat_jax.tokenizers import OTHER_TEXT, AnyTokenizer
 from coat_jax.training.data.packing import Documents
 from coat_jax.training.data.paths import listed
 from coat_jax.training.data.text_files import records
@@ -82,7 +82,7 @@ class _Writer:
 
     def __init__(self, tokenizer: AnyTokenizer, template: Template):
         self._tokenizer = tokenizer
-        after_message = TEXT if template.after_end else tokenizer.end_marker
+        after_message = OTHER_TEXT if template.after_end else tokenizer.end_marker
         # By role, and whether it is that of the first message.
         self._heads = {
             (role, first): tokenizer.encode_markers(
@@ -93,7 +93,7 @@ class _Writer:
             for first in (True, False)
         }
         end = np.array([tokenizer.end_of_text], tokenizer.dtype)
-        before_end = tokenizer.encode_markers(template.after_content, after=TEXT)
+        before_end = tokenizer.encode_markers(template.after_content, after=OTHER_TEXT)
         self._end = np.concatenate([before_end, end])
         self._tail = tokenizer.encode_markers(template.after_end, after=tokenizer.end_marker)
 
