@@ -114,7 +114,8 @@ class Tokenizer:
             path: of the file.
             begin: whether a prompt begins with the token that the file names, such as <s>, if any.
             end_of_text: by default the first of ENDS_OF_TEXT that the tokenizer knows.
-            template: of chats. Tokens that it spells out are special: no document can have them.
+            template: what the template of chats spells out. Tokens of several characters in it are
+                special: no document can have them.
         """
         self._path, self._begin = path, begin
         self._tokenizer, self._content = read(path)
@@ -139,21 +140,28 @@ class Tokenizer:
     def _without_special_tokens(self) -> Any:
         content = json.loads(self._content)
         for token in content.get("added_tokens") or ():
-            if token["id"] == self.end_of_text or token["content"] in self._template:
-                token["special"] = True
+            word = token["content"].strip()
+            is_marker = len(word) > 1 and word in self._template
+            token["special"] |= is_marker or token["id"] == self.end_of_text
         tokenizer = parsed(json.dumps(content).encode(), str(self._path))
         tokenizer.encode_special_tokens = True  # encodes their spelling as ordinary text
         return tokenizer
 
     @functools.cached_property
     def _puts_a_space_first(self) -> bool:
-        """Whether a text gets a space in front of it, as in SentencePiece."""
-        text = "x"
+        """Whether a text gets a space in front of it, as in SentencePiece.
+
+        If white space is dropped, that space is all that tells two words apart: then it stays.
+        """
+        return self._prepared("x") not in ("x", self._prepared("x\n"))
+
+    def _prepared(self, text: str) -> str:
+        """A text as it is divided into tokens."""
         if (normalizer := self._tokenizer.normalizer) is not None:
             text = normalizer.normalize_str(text)
         if (pre_tokenizer := self._tokenizer.pre_tokenizer) is not None:
             text = "".join(part for part, _ in pre_tokenizer.pre_tokenize_str(text))
-        return text != "x"
+        return text
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt."""
@@ -223,12 +231,19 @@ AnyTokenizer = Bytes | Tokenizer
 
 def _following(tokenizer: Any, before: str, text: str, both: list[int]) -> list[int]:
     """The tokens of `text` alone among those of `before` and `text` together."""
+
+    def tokens_of(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
     if not before:
         return both
-    first = tokenizer.encode(before, add_special_tokens=False).ids
-    if both[: len(first)] == first:
-        return both[len(first) :]
-    return list(tokenizer.encode(text, add_special_tokens=False).ids)  # a token of both joins them
+    first = tokens_of(before)
+    if both[: len(first)] != first:
+        return tokens_of(text)  # a token of both joins them
+    # Some tokenizers do not know OTHER_TEXT, and have one token for several unknown characters.
+    adds_none = tokens_of(before + text[:1]) == first
+    shares_last = adds_none and tokens_of(text[:1])[-1:] == first[-1:]
+    return both[len(first) - shares_last :]
 
 
 def document_tokenizer(

@@ -72,7 +72,8 @@ def convert(
             continue
         if id(module) not in done:
             done[id(module)] = _converted(module, chosen[path])
-        replace(owner, key, done[id(module)])
+        if done[id(module)] is not module:
+            replace(owner, key, done[id(module)])
     if "" in chosen:
         copy = _converted(copy, chosen[""])
     for decision in plan:

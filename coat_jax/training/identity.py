@@ -16,9 +16,10 @@ from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config.optimizer import function_name, is_optimizer
 
-# Fields whose names begin with one of FIXED must stay the same, except those in FREE.
+# Fields whose names begin with one of FIXED must stay the same, except those in FREE. With another
+# tokenizer the data are others, unless they are tokens already; then training does not read it.
 FIXED = ("model.", "data.", "optimizer.name", "global_batch_size", "sequence_length", "seed")
-FREE = ("model.precision", "model.remat", "model.dtype")
+FREE = ("model.precision", "model.remat", "model.dtype", "data.tokenizer")
 UNIMPORTANT = ("out", "resume", "cache", "metrics")
 # Names that fields had in the configs of earlier versions. Values that were shares of the run are
 # still read as shares, because they are not integers.

@@ -203,9 +203,9 @@ def test_layers_are_found_wherever_they_are(place):
 
 def test_layers_in_a_tuple_are_listed_and_refused_with_a_remedy():
     model = nnx.Module()
-    model.layers = nnx.data((linear(), linear()))
+    model.layers = nnx.data((linear(), nnx.RMSNorm(32, rngs=nnx.Rngs(0))))
     assert [d.path for d in nn.plan_conversion(model)] == ["layers.0", "layers.1"]
-    with pytest.raises(UserError, match=r"A Linear stands in a tuple.*nnx\.List"):
+    with pytest.raises(UserError, match=r"A RMSNorm stands in a tuple.*nnx\.List"):
         nn.convert(model)
 
 
@@ -258,10 +258,20 @@ def test_layers_in_an_nnx_pytree_are_converted():
 
 def test_layers_in_a_dataclass_are_refused_with_a_remedy():
     model = nnx.Module()
-    model.record = nnx.data(Record(linear()))
-    with pytest.raises(UserError, match=r"A Linear stands in a Record.*nnx\.Module"):
+    model.record = nnx.data(Record(nnx.RMSNorm(32, rngs=nnx.Rngs(0))))
+    with pytest.raises(UserError, match=r"A RMSNorm stands in a Record.*nnx\.Module"):
         nn.convert(model)
     assert nn.convert(model, rules={"record.layer": "bf16"}).record.layer is not None
+
+
+@pytest.mark.parametrize("hold", [lambda layer: (layer,), Record])
+def test_a_linear_layer_is_converted_where_it_stands(hold):
+    model = nnx.Module()
+    model.held = nnx.data(hold(linear()))
+    (layer,) = jax.tree.leaves(
+        nn.convert(model).held, is_leaf=lambda node: isinstance(node, nnx.Linear)
+    )
+    assert computes_in_fp8(layer)
 
 
 def test_a_model_may_be_one_layer():

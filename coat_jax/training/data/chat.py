@@ -64,6 +64,13 @@ def template_of(text: str) -> Template:
     return Template(before, after_role, after_content, after)
 
 
+def spelled(text: str) -> str:
+    """All that a template spells out around messages of every role."""
+    template = template_of(text)
+    heads = [template.before_role + role + template.after_role for role in ROLES]
+    return OTHER_TEXT.join([*heads, template.after_content, template.after_end])
+
+
 def read(paths: list[Path], tokenizer: AnyTokenizer, template: str) -> Documents:
     """The conversations of these files as tokens, each message as the template says."""
     writer = _Writer(tokenizer, template_of(template))

@@ -122,8 +122,10 @@ def _digest(config: DataConfig, patterns: tuple[str, ...]) -> str | None:
         return digest_of(config.tokenizer)
     paths = files_of(patterns)
     notes = sidecar_of(paths)
-    made = None if notes is None else str(notes["tokenizer"])
-    if made and config.tokenizer is not None and digest_of(config.tokenizer) != made:
+    if notes is None:
+        return None if config.tokenizer is None else digest_of(config.tokenizer)
+    made = str(notes["tokenizer"])
+    if config.tokenizer is not None and digest_of(config.tokenizer) != made:
         raise UserError(
             f"data.tokenizer={config.tokenizer} is not the tokenizer that made the files in "
             f"{paths[0].parent}: leave it out, or name the one that did."
@@ -175,7 +177,7 @@ def _chat_rows(
     config: DataConfig, split: Split, paths: list[Path], sequence: int, vocab: int, seed: int
 ) -> Packed:
     require_small(paths, chat.IN_MEMORY, "Divide the conversations among several runs.")
-    tokenizer = _tokenizer(config, vocab, template=config.template)
+    tokenizer = _tokenizer(config, vocab, template=chat.spelled(config.template))
     documents = chat.read(paths, tokenizer, config.template)
     if not config.held_out:
         count = len(documents.ends)

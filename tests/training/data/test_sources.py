@@ -255,21 +255,22 @@ def two_tokenizers(tmp_path):
 @pytest.mark.parametrize(
     ("train", "held_out", "named", "message"),
     [
-        ("one/*.npy", "other_held/*.npy", False, "data.train has tokens of one tokenizer"),
-        ("one/*.npy", "held.txt", False, r"data.train has tokens .* \(bytes\)"),
-        ("raw.npy", "held.txt", False, "name the tokenizer of the token files"),
-        ("other/*.npy", "held.txt", True, "is not the tokenizer that made the files in"),
-        ("other/*.npy", None, True, "is not the tokenizer that made the files in"),
-        ("one/*.npy", "one_held/*.npy", False, None),
-        ("one/*.npy", "held.txt", True, None),
-        ("raw.npy", "held.txt", True, None),
+        ("one/*.npy", ("other_held/*.npy",), False, "data.train has tokens of one tokenizer"),
+        ("one/*.npy", ("held.txt",), False, r"data.train has tokens .* \(bytes\)"),
+        ("raw.npy", ("held.txt",), False, "name the tokenizer of the token files"),
+        ("other/*.npy", ("held.txt",), True, "is not the tokenizer that made the files in"),
+        ("other/*.npy", (), True, "is not the tokenizer that made the files in"),
+        ("raw.npy", ("corpus",), True, "data.train has tokens of one tokenizer"),
+        ("one/*.npy", ("one_held/*.npy",), False, None),
+        ("one/*.npy", ("held.txt",), True, None),
+        ("raw.npy", ("held.txt",), True, None),
     ],
 )
 def test_all_data_have_one_tokenizer(train, held_out, named, message, two_tokenizers):
     folder, tokenizer, _ = two_tokenizers
     config = DataConfig(
-        train=(str(folder / train),),
-        held_out=(str(folder / held_out),) if held_out else (),
+        train=(f"{folder}/{train}",),
+        held_out=tuple(f"{folder}/{name}" if "." in name else name for name in held_out),
         tokenizer=tokenizer if named else None,
     )
     for split in ("train", "held_out"):

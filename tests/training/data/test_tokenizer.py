@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import Bytes, Tokenizer, document_tokenizer
+from coat_jax.training.data import chat
 
 
 @given(st.lists(st.text(alphabet="aé漢😀\n\x7f"), max_size=4))
@@ -37,18 +38,20 @@ def test_a_special_token_that_is_spelled_out_is_ordinary_text(tmp_path):
 
 
 def test_a_token_that_was_added_cannot_be_spelled_out_either(tmp_path):
-    """Only if it ends documents, or stands in the template: others may be ordinary words."""
+    """Only if it ends documents, or is a marker of the template: others may be ordinary words."""
     import tokenizers
 
     path = write_tokenizer(tmp_path / "tokenizer.json", special=("<pad>",))
     library = tokenizers.Tokenizer.from_file(str(path))
-    library.add_tokens(["<|endoftext|>", "<|user|>", "<|tool|>"])
+    library.add_tokens(["<|endoftext|>", "<|user|>", "<|tool|>", "<", "{"])
     library.save(str(path))
-    encoder = Tokenizer(path, template="<|user|>{content}{end}")
-    (spelled,) = encoder.encode_documents(["<|endoftext|><|user|><|tool|>"])
+    encoder = Tokenizer(path, template=chat.spelled("<|{role}|>\n{content}{end}\n"))
+    (found,) = encoder.encode_documents(["<|endoftext|><|user|><|tool|>"])
     ids = [library.token_to_id(word) for word in ("<|endoftext|>", "<|user|>", "<|tool|>")]
-    assert [word in spelled for word in ids] == [False, False, True]
+    assert [word in found for word in ids] == [False, False, True]
     assert encoder.encode_markers("<|endoftext|><|user|>").tolist() == ids[:2]
+    (found,) = encoder.encode_documents(["<{"])
+    assert found.tolist() == [library.token_to_id("<"), library.token_to_id("{")]
 
 
 @pytest.mark.parametrize("kind", SPACED)
@@ -64,6 +67,46 @@ def test_only_the_first_part_of_a_document_gets_a_space_in_front(kind, tmp_path)
     assert library.decode(tokens, skip_special_tokens=False) == "".join(parts)
     assert found[0].tolist() == library.encode(parts[0]).ids
     assert found[4].size == 0
+
+
+def unigram(path, letters, *splits):
+    """A tokenizer of single letters, in words, which joins unknown characters."""
+    import tokenizers
+
+    pieces = [("<unk>", 0.0), *((letter, -3.0) for letter in letters)]
+    library = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(list(splits))
+    library.add_special_tokens(["</s>"])
+    library.save(str(path))
+    return library
+
+
+def test_the_space_in_front_stays_where_white_space_is_dropped(tmp_path):
+    """It is all that tells the last word of one part from the first word of the next."""
+    from tokenizers import pre_tokenizers
+
+    path = tmp_path / "tokenizer.json"
+    splits = pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()
+    library = unigram(path, "▁abcdef", *splits)
+    found = Tokenizer(path).encode_documents(["ab cd\n", "ef"], [False, True])
+    whole = library.encode("ab cd\nef", add_special_tokens=False).ids
+    assert np.concatenate(found).tolist() == whole
+    assert [library.id_to_token(token) for token in found[1]] == ["▁", "e", "f"]
+
+
+def test_unknown_characters_at_the_beginning_of_a_part_are_not_lost(tmp_path):
+    from tokenizers import pre_tokenizers
+
+    path = tmp_path / "tokenizer.json"
+    library = unigram(path, "▁ab", pre_tokenizers.Metaspace())
+    for text, expected in (
+        ("漢", ["<unk>"]),
+        ("漢ab", ["<unk>", "a", "b"]),
+        ("ab", ["a", "b"]),
+        ("", []),
+    ):
+        (found,) = Tokenizer(path).encode_documents([text], [True])
+        assert [library.id_to_token(token) for token in found] == expected
 
 
 def test_bytes_refuse_the_character_that_ends_documents():
