@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from coat_jax.training.cluster.mesh import batch_sharding, share_of_process
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Batch, Loader, load
-from coat_jax.training.data.sources import Split
+from coat_jax.training.data.splits import Split
 
 
 def open_data(config: TrainConfig, mesh: Mesh, split: Split) -> Loader:

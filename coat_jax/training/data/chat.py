@@ -45,6 +45,10 @@ class Template(NamedTuple):
     after_content: str
     after_end: str
 
+    def head(self, role: str) -> str:
+        """What stands before the content of a message."""
+        return self.before_role + role + self.after_role
+
 
 def template_of(text: str) -> Template:
     """Reads a template; raises unless it has {role}, {content} and {end}, once, in this order."""
@@ -67,7 +71,7 @@ def template_of(text: str) -> Template:
 def spelled(text: str) -> str:
     """All that a template spells out around messages of every role."""
     template = template_of(text)
-    heads = [template.before_role + role + template.after_role for role in ROLES]
+    heads = [template.head(role) for role in ROLES]
     return OTHER_TEXT.join([*heads, template.after_content, template.after_end])
 
 
@@ -93,8 +97,7 @@ class _Writer:
         # By role, and whether it is that of the first message.
         self._heads = {
             (role, first): tokenizer.encode_markers(
-                template.before_role + role + template.after_role,
-                after="" if first else after_message,
+                template.head(role), after="" if first else after_message
             )
             for role in ROLES
             for first in (True, False)

@@ -239,48 +239,6 @@ def test_files_are_read_in_the_order_of_their_names(tmp_path):
     assert bytes(batch.tokens[0].tolist()) == b"aaaa\0bbbb\0ccc"
 
 
-@pytest.fixture
-def two_tokenizers(tmp_path):
-    """Token files and a text, each by two tokenizers: the folder, and the tokenizers' files."""
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "the thing that they thought"}] * 40)
-    (tmp_path / "held.txt").write_text("another thing that they thought " * 9)
-    files = [str(write_tokenizer(tmp_path / f"{vocab}.json", vocab=vocab)) for vocab in (280, 270)]
-    for name, file in zip(("one", "other"), files, strict=True):
-        write([path], tmp_path / name, Tokenizer(file))
-        write([path], tmp_path / f"{name}_held", Tokenizer(file))
-    np.save(tmp_path / "raw.npy", np.arange(200, dtype=np.uint16))
-    return tmp_path, *files
-
-
-@pytest.mark.parametrize(
-    ("train", "held_out", "named", "message"),
-    [
-        ("one/*.npy", ("other_held/*.npy",), False, "data.train has tokens of one tokenizer"),
-        ("one/*.npy", ("held.txt",), False, r"data.train has tokens .* \(bytes\)"),
-        ("raw.npy", ("held.txt",), False, "name the tokenizer of the token files"),
-        ("other/*.npy", ("held.txt",), True, "is not the tokenizer that made the files in"),
-        ("other/*.npy", (), True, "is not the tokenizer that made the files in"),
-        ("raw.npy", ("corpus",), True, "data.train has tokens of one tokenizer"),
-        ("one/*.npy", ("one_held/*.npy",), False, None),
-        ("one/*.npy", ("held.txt",), True, None),
-        ("raw.npy", ("held.txt",), True, None),
-    ],
-)
-def test_all_data_have_one_tokenizer(train, held_out, named, message, two_tokenizers):
-    folder, tokenizer, _ = two_tokenizers
-    config = DataConfig(
-        train=(f"{folder}/{train}",),
-        held_out=tuple(f"{folder}/{name}" if "." in name else name for name in held_out),
-        tokenizer=tokenizer if named else None,
-    )
-    for split in ("train", "held_out"):
-        if message is None:
-            assert opened(config, split).tokens
-        else:
-            with pytest.raises(UserError, match=message):
-                opened(config, split)
-
-
 def test_text_and_its_token_files_are_the_same_rows(tmp_path):
     texts = [{"text": f"the thing number {number}"} for number in range(40)]
     path = write_lines(tmp_path / "a.jsonl", texts)

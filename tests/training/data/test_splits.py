@@ -1,0 +1,59 @@
+"""Laws of splits: training and held-out data are made by one tokenizer.
+
+That no file is in both stands in test_sources.py, with the ways in which files are named.
+"""
+
+import numpy as np
+import pytest
+from data_cases import write_lines, write_tokenizer
+
+from coat_jax.errors import UserError
+from coat_jax.tokenizers import Tokenizer
+from coat_jax.training.data import DataConfig, load
+from coat_jax.training.data.tokenizing import write
+
+
+def opened(config, split):
+    return load(config, split=split, batch=1, sequence=8, vocab=1000, epochs=1)
+
+
+@pytest.fixture
+def two_tokenizers(tmp_path):
+    """Token files and a text, each by two tokenizers: the folder, and the tokenizers' files."""
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "the thing that they thought"}] * 40)
+    (tmp_path / "held.txt").write_text("another thing that they thought " * 9)
+    files = [str(write_tokenizer(tmp_path / f"{vocab}.json", vocab=vocab)) for vocab in (280, 270)]
+    for name, file in zip(("one", "other"), files, strict=True):
+        write([path], tmp_path / name, Tokenizer(file))
+        write([path], tmp_path / f"{name}_held", Tokenizer(file))
+    np.save(tmp_path / "raw.npy", np.arange(200, dtype=np.uint16))
+    return tmp_path, *files
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "named", "message"),
+    [
+        ("one/*.npy", ("other_held/*.npy",), False, "data.train has tokens of one tokenizer"),
+        ("one/*.npy", ("held.txt",), False, r"data.train has tokens .* \(bytes\)"),
+        ("raw.npy", ("held.txt",), False, "name the tokenizer of the token files"),
+        ("other/*.npy", ("held.txt",), True, "is not the tokenizer that made the files in"),
+        ("other/*.npy", (), True, "is not the tokenizer that made the files in"),
+        ("raw.npy", ("corpus",), True, "data.train has tokens of one tokenizer"),
+        ("one/*.npy", ("one_held/*.npy",), False, None),
+        ("one/*.npy", ("held.txt",), True, None),
+        ("raw.npy", ("held.txt",), True, None),
+    ],
+)
+def test_all_data_have_one_tokenizer(train, held_out, named, message, two_tokenizers):
+    folder, tokenizer, _ = two_tokenizers
+    config = DataConfig(
+        train=(f"{folder}/{train}",),
+        held_out=tuple(f"{folder}/{name}" if "." in name else name for name in held_out),
+        tokenizer=tokenizer if named else None,
+    )
+    for split in ("train", "held_out"):
+        if message is None:
+            assert opened(config, split).tokens
+        else:
+            with pytest.raises(UserError, match=message):
+                opened(config, split)
