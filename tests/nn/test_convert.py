@@ -286,12 +286,10 @@ def test_a_model_may_be_one_layer():
     assert not computes_in_fp8(nn.convert(linear(), rules={"*": "bf16"}))
 
 
-def test_a_subclass_of_a_norm_is_left_alone():
-    class Doubled(nnx.RMSNorm):
-        def __call__(self, x):
-            return 2 * super().__call__(x)
+def with_temperature(kind):
+    """A subclass with a parameter and a method of its own."""
 
-    class Heated(nnx.RMSNorm):
+    class Heated(kind):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.temperature = nnx.Param(jnp.float32(2))
@@ -299,8 +297,17 @@ def test_a_subclass_of_a_norm_is_left_alone():
         def heated(self, x):
             return self.temperature[...] * self(x)
 
+    return Heated
+
+
+def test_a_subclass_of_a_norm_is_left_alone():
+    class Doubled(nnx.RMSNorm):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
     x = jnp.ones((4, 32))
-    doubled, heated = (nnx.Sequential(kind(32, rngs=nnx.Rngs(0))) for kind in (Doubled, Heated))
+    kinds = Doubled, with_temperature(nnx.RMSNorm)
+    doubled, heated = (nnx.Sequential(kind(32, rngs=nnx.Rngs(0))) for kind in kinds)
     np.testing.assert_array_equal(nn.convert(doubled)(x), doubled(x))
     for model in (doubled, heated):
         (decision,) = nn.plan_conversion(model)
@@ -311,15 +318,7 @@ def test_a_subclass_of_a_norm_is_left_alone():
 
 
 def test_a_subclass_of_a_linear_layer_keeps_what_it_adds():
-    class Heated(nnx.Linear):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.temperature = nnx.Param(jnp.float32(2))
-
-        def heated(self, x):
-            return self.temperature[...] * self(x)
-
-    model = nnx.Sequential(Heated(32, 32, rngs=nnx.Rngs(0)))
+    model = nnx.Sequential(with_temperature(nnx.Linear)(32, 32, rngs=nnx.Rngs(0)))
     new = nn.convert(model)
     assert computes_in_fp8(new.layers[0].heated)
     assert parameters(new).keys() == parameters(model).keys()

@@ -1,7 +1,7 @@
 """Training and held-out data: no file in both, and one tokenizer for both."""
 
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import digest_of
@@ -29,47 +29,52 @@ def require_one_tokenizer(config: DataConfig) -> None:
 
     Token files that `coat tokenize` did not make do not say what made them.
     """
-    made = {
-        split: (_are_token_files(patterns), _digest(config, patterns))
-        for split in SPLITS
-        if (patterns := getattr(config, split))
-    }
+    made = [_made(config, patterns) for split in SPLITS if (patterns := getattr(config, split))]
     if len(made) < len(SPLITS):
         return
-    (train_in_tokens, train), (held_in_tokens, held_out) = made["train"], made["held_out"]
-    if train and held_out and train != held_out:
+    train, held_out = made
+    if train.digest and held_out.digest and train.digest != held_out.digest:
         raise UserError(
-            f"data.train has tokens of one tokenizer ({train}), and data.held_out of another "
-            f"({held_out}). Use the same for both; data.tokenizer names that of text files."
+            f"data.train has tokens of one tokenizer ({train.digest}), and data.held_out of "
+            f"another ({held_out.digest}). Use the same for both; data.tokenizer names that of "
+            "text files."
         )
-    if train_in_tokens != held_in_tokens and config.tokenizer is None and None in (train, held_out):
+    unknown = config.tokenizer is None and None in (train.digest, held_out.digest)
+    if unknown and train.in_tokens != held_out.in_tokens:
         raise UserError(
             "One of data.train and data.held_out has token files and the other has text, which "
             "is read as bytes: name the tokenizer of the token files with data.tokenizer."
         )
 
 
-def _digest(config: DataConfig, patterns: tuple[str, ...]) -> str | None:
-    """What identifies the tokenizer of some data; None if it is not known."""
+class _Made(NamedTuple):
+    """How the tokens of a split are made.
+
+    Attributes:
+        in_tokens: whether they are in files of tokens already.
+        digest: identifies the tokenizer; None if it is not known.
+    """
+
+    in_tokens: bool
+    digest: str | None
+
+
+def _made(config: DataConfig, patterns: tuple[str, ...]) -> _Made:
     if CORPUS in patterns:
-        return digest_of(None)
-    if not _are_token_files(patterns):
-        return digest_of(config.tokenizer)
+        return _Made(False, digest_of(None))
     paths = files_of(patterns)
+    if not are_tokens(paths):
+        return _Made(False, digest_of(config.tokenizer))
+    named = None if config.tokenizer is None else digest_of(config.tokenizer)
     notes = sidecar_of(paths)
     if notes is None:
-        return None if config.tokenizer is None else digest_of(config.tokenizer)
-    made = str(notes["tokenizer"])
-    if config.tokenizer is not None and digest_of(config.tokenizer) != made:
+        return _Made(True, named)
+    if named not in (None, notes["tokenizer"]):
         raise UserError(
             f"data.tokenizer={config.tokenizer} is not the tokenizer that made the files in "
             f"{paths[0].parent}: leave it out, or name the one that did."
         )
-    return made
-
-
-def _are_token_files(patterns: tuple[str, ...]) -> bool:
-    return CORPUS not in patterns and are_tokens(files_of(patterns))
+    return _Made(True, notes["tokenizer"])
 
 
 def _named(patterns: tuple[str, ...], split: Split) -> list[Path]:
