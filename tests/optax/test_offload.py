@@ -1,5 +1,7 @@
 """An optimizer whose state is in host memory gives the numbers of one whose state is not."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import coat_jax as coat
 from coat_jax.errors import UserError
 from coat_jax.optax import Stage, host_memory, in_host_memory, offload
+from coat_jax.telemetry.moments import moment_sums
 
 OPTIMIZERS = {
     "fused": lambda: coat.optax.fused_fp8_adamw(1e-2, weight_decay=0.1),
@@ -73,13 +76,23 @@ def test_large_arrays_stay_in_host_memory_and_small_ones_on_the_device():
     assert set(jax.tree.leaves(kinds(params))) == {"device"}
 
 
-def test_moments_in_host_memory_have_the_same_statistics():
+def test_moments_in_host_memory_have_the_same_statistics(monkeypatch):
+    """They are copied to the device first: not all devices compute with host memory."""
+    spaces = set()
+
+    def sums(state):
+        spaces.update(jax.typeof(leaf).memory_space for leaf in jax.tree.leaves(state))
+        return moment_sums(state)
+
+    # The module; in the package its name is that of the function.
+    monkeypatch.setattr(sys.modules[moment_sums.__module__], "moment_sums", sums)
     states = [
         optimizer.init(tree(0))
         for optimizer in (OPTIMIZERS["fused"](), in_host_memory(OPTIMIZERS["fused"]()))
     ]
     found, hosted = map(coat.telemetry.moments, states)
     assert hosted == found != {}
+    assert spaces == {jax.memory.Space.Device}
 
 
 def test_a_compiled_step_rounds_alike():
