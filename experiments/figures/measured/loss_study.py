@@ -213,6 +213,16 @@ def saved_by_int8(size: str, learning_rate: float, steps: int) -> tuple[float, f
     return percent(statistics.compare(rows, ["muon_coat_int8"]).effects["muon_coat"])
 
 
+def larger_with_muon() -> tuple[float, ...]:
+    """What COAT and COAT_INT8 cost the larger model with Muon, in percent, and over how many seeds.
+
+    Each cost has half of its interval after it.
+    """
+    found = effects(*LARGER, muon=True).effects
+    costs = (percent(found[arm]) for arm in ("muon_coat", "muon_coat_int8"))
+    return *(figure for cost in costs for figure in cost), found["muon_coat"].seeds
+
+
 def million_tokens(size: str, learning_rate: float, steps: int, *, muon: bool = False) -> float:
     """How many each run reads, in millions."""
     settings = runs(size, learning_rate, steps, muon=muon)[0]["settings"]

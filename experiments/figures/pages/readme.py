@@ -4,7 +4,6 @@ from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured import loss_study, throughput
 from experiments.figures.measured.layers import longer_in_int8, unit
 from experiments.figures.measured.package import CAPABILITY, MOMENTS
-from experiments.figures.pages.loss import int8_forward
 from experiments.figures.pages.reasons import SETTING
 
 PAGE = Page(
@@ -24,15 +23,25 @@ PAGE = Page(
             throughput.seven_billion,
         ),
         Table("training_throughput", throughput.plain_rows),
-        Given("with 95 % intervals over seeds", SETTING),
-        Table("readme_int8", lambda: [row[:6] for row in int8_forward()]),
+        Given("of 40 million parameters", SETTING),
+        Sentence(
+            "ends {:+.2f} % ± {:.2f} above BF16 with FP32 moments in COAT",
+            lambda: loss_study.cost("coat"),
+        ),
+        Sentence(
+            "{:+.2f} % ± {:.2f} above it in `COAT_INT8`", lambda: loss_study.cost("coat_int8")
+        ),
+        Given("(95 % intervals over", SETTING),
+        Sentence("intervals over {:.0f} seeds)", lambda: (loss_study.seeds("coat_int8"),)),
+        Sentence("differ only in rounding end {:.3f} % apart", lambda: (loss_study.floor(),)),
+        Given("124 million parameters", SETTING),
+        Sentence(
+            "the two end {:+.2f} % ± {:.2f} and {:+.2f} % ± {:.2f} above BF16, over {:.0f} seeds",
+            loss_study.larger_with_muon,
+        ),
         Sentence("8-bit moments alone cost {:+.2f} % ± {:.2f}", lambda: loss_study.cost("moments")),
         Sentence(
             "activations saved in FP8 alone {:+.2f} % ± {:.2f}", lambda: loss_study.cost("saved")
-        ),
-        Sentence(
-            "8-bit momentum of `fp8_muon` costs [{:+.2f} % ± {:.2f}](docs/loss.md#muon)",
-            lambda: loss_study.cost("fp8_muon", muon=True),
         ),
         Sentence("a layer takes {:.1f} % longer", longer_in_int8),
         Sentence("compute capability {:.1f} or newer", lambda: (CAPABILITY,)),
