@@ -4,9 +4,8 @@
 
 Measures nothing. Losses above BF16's are those of loss_study, with its 40M model; times of a layer
 are those of layer_speed, and what it saves for its backward pass that of activation_memory, both
-at Llama-2-7B's sizes. For COAT_INT8, which layer_speed has not measured yet, it is COAT's time
-times the ratio of the two in gpu_suite. A run that begins in BF16 recomputes each layer in these
-steps, so it needs no more memory, and the forward pass takes place twice.
+at Llama-2-7B's sizes. A run that begins in BF16 recomputes each layer in these steps, so it needs
+no more memory, and the forward pass takes place twice.
 """
 
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 from experiments import records
 from experiments.command import parser_of
-from experiments.figures.measured.layers import layer, ratio_to_coat, unit
+from experiments.figures.measured.layers import layer, unit
 from experiments.figures.measured.loss_study import STUDY, cell, effects
 from experiments.loss_study.statistics import Effect
 
@@ -57,7 +56,7 @@ def ways() -> list[Way]:
     for (precision, begins_in_bf16), arm in WAYS.items():
         if arm not in training:
             continue
-        ms, name = _milliseconds(precision), precision
+        ms, name = layer(f"coat_jax {precision}")["ms"], precision
         if begins_in_bf16:
             recomputing = bf16["ms"] + bf16["forward_ms"]
             ms = BF16_SHARE * recomputing + (1 - BF16_SHARE) * ms
@@ -66,13 +65,6 @@ def ways() -> list[Way]:
         saved = unit("COAT" if precision in ("COAT_PAPER", "COAT_INT8") else precision)
         found.append(Way(name, training[arm], held_out[arm], ms, saved))
     return sorted(found, key=lambda way: -way.ms)
-
-
-def _milliseconds(precision: str) -> float:
-    """Of a layer, forward and backward."""
-    if precision == "COAT_INT8":
-        return float(layer("coat_jax COAT")["ms"] * ratio_to_coat(precision))
-    return float(layer(f"coat_jax {precision}")["ms"])
 
 
 def table(found: list[Way]) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""What a layer takes: layer_speed, gpu_suite, activation_memory and granularity."""
+"""What a layer takes: layer_speed, activation_memory and granularity."""
 
 from typing import Any
 
@@ -12,15 +12,9 @@ def layer(name: str) -> dict[str, Any]:
     return case("layer_speed", layer=name)
 
 
-def ratio_to_coat(precision: str) -> float:
-    """The time of gpu_suite's layers in this precision, over their time in COAT."""
-    ms = of("gpu_suite")["stacks"]["ms"]
-    return float(ms[precision] / ms["COAT"])
-
-
 def longer_in_int8() -> tuple[float]:
-    """By how many percent gpu_suite's layers take longer in COAT_INT8 than in COAT."""
-    return (100 * (ratio_to_coat("COAT_INT8") - 1),)
+    """By how many percent a layer takes longer in COAT_INT8 than in COAT."""
+    return (100 * (layer("coat_jax COAT_INT8")["ms"] / layer("coat_jax COAT")["ms"] - 1),)
 
 
 def unit(name: str, kind: str = "units") -> float:
