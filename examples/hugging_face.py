@@ -34,7 +34,7 @@ def make_checkpoint(folder: Path, width: int, layers: int) -> None:
         hidden_size=width,
         intermediate_size=3 * width,
         num_hidden_layers=layers,
-        num_attention_heads=4,
+        num_attention_heads=width // 32,
         max_position_embeddings=512,
     )
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
@@ -42,13 +42,14 @@ def make_checkpoint(folder: Path, width: int, layers: int) -> None:
 
 def their_loss(model: transformers.PreTrainedModel, tokens: np.ndarray) -> torch.Tensor:
     """The mean cross-entropy of each token after the first."""
-    ids = torch.from_numpy(tokens).long()
+    ids = torch.from_numpy(tokens).long().to(model.device)
     return model(input_ids=ids, labels=ids).loss
 
 
 def train_theirs(folder: Path, data: Iterable[np.ndarray]) -> check.Run:
-    """transformers and torch, in FP32."""
+    """transformers and torch, in FP32, on a GPU if torch finds one."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     losses = []
     for tokens in data:
@@ -60,7 +61,7 @@ def train_theirs(folder: Path, data: Iterable[np.ndarray]) -> check.Run:
     moments = [
         state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
     ]
-    return check.Run(losses, None, [jnp.asarray(moment.numpy()) for moment in moments])
+    return check.Run(losses, None, [jnp.asarray(moment.cpu().numpy()) for moment in moments])
 
 
 def train_ours(folder: Path, tuned: Path, data: Iterable[np.ndarray]) -> check.Run:

@@ -68,7 +68,7 @@ def get_optimizer(
 
 
 def run(folder: Path, settings: dict[str, Any]) -> check.Run:
-    """One run of MaxText on all devices."""
+    """One run of MaxText on all devices; it writes metrics.jsonl into the folder."""
     metrics = folder / "metrics.jsonl"
     written = {
         "base_output_directory": folder,
@@ -87,16 +87,18 @@ def run(folder: Path, settings: dict[str, Any]) -> check.Run:
     return check.Run(losses, state["model"], state["optimizer"], program)
 
 
-def train(fp8: bool, **settings: Any) -> check.Run:
+def train(fp8: bool, folder: Path | None = None, **settings: Any) -> check.Run:
     """Trains on all devices; with `fp8`, with both replacements."""
-    with tempfile.TemporaryDirectory() as name:
-        if not fp8:
-            return run(Path(name), {**SETTINGS, **settings})
-        with (
-            mock.patch.object(optimizers, "get_optimizer", get_optimizer),
-            mock.patch.object(quantizations, "NvidaFp8Provider", FP8Provider),
-        ):
-            return run(Path(name), {**SETTINGS, **IN_FP8, **settings})
+    if folder is None:
+        with tempfile.TemporaryDirectory() as name:
+            return train(fp8, Path(name), **settings)
+    if not fp8:
+        return run(folder, {**SETTINGS, **settings})
+    with (
+        mock.patch.object(optimizers, "get_optimizer", get_optimizer),
+        mock.patch.object(quantizations, "NvidaFp8Provider", FP8Provider),
+    ):
+        return run(folder, {**SETTINGS, **IN_FP8, **settings})
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ lists them). A provider as in `examples.qwix_provider` reaches the einsums, too.
 """
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -104,10 +105,11 @@ def train(
         trainer = PeftTrainer(model, tx, TrainingConfig(eval_every_n_steps=1000))
         trainer = trainer.with_gen_model_input_fn(model_inputs)
         trainer.with_training_hooks(losses)
-        inputs = list(training_inputs(check.batches() if data is None else data))
-        trainer.train(inputs)
+        inputs = training_inputs(check.batches() if data is None else data)
+        first = next(inputs)
+        trainer.train(itertools.chain([first], inputs))
         step = nnx.jit(trainer.create_train_step_fn())
-        program = step.lower(model, trainer.optimizer, inputs[0]).as_text()
+        program = step.lower(model, trainer.optimizer, first).as_text()
     params = nnx.state(model, nnx.LoRAParam if lora else nnx.Param)
     return check.Run(losses.values, params, nnx.state(trainer.optimizer), program)
 

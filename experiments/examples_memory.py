@@ -4,11 +4,14 @@ Claim: at the same model and batch an example takes less memory with coat_jax th
 
     python -m experiments.examples_memory                        on a GPU
     python -m experiments.examples_memory --width 128 --steps 4  smoke test, anywhere
+    python -m experiments.examples_memory --only flax_nnx tunix_trainer
 
 Each example runs twice, without coat_jax and with it, in a process of its own, so that peaks do not
-add up. "state" is what the optimizer holds; "peak" is the device's own count. A step's time is the
-median over steps, each of which waits for its loss. Models have FP32 parameters and compute in
-FP32, as the examples do; a model that computes in BF16 gains less.
+add up. One that fails, for instance because its package is not installed, is left out with a line
+that says why. "state" is what the optimizer holds; "peak" is the allocator's own count, torch's
+where torch trains. A step's time is the median over steps, each of which waits for its loss; that
+of MaxText is what it logs. Models have FP32 parameters and compute in FP32, as the examples do; a
+model that computes in BF16 gains less. The one of transformers has BF16 parameters with coat_jax.
 """
 
 import argparse
@@ -16,14 +19,16 @@ import importlib
 import json
 import os
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from experiments.command import parser_of
-from experiments.workers import reason, run_worker
+from experiments.workers import outcome, run_worker
 
-EXAMPLES = ("flax_nnx", "flax_linen", "flax_lora")  # they need Flax and optax only
 SIZES = ("width", "layers", "batch", "length")
 WARM = 3  # steps that compile, or follow them
 
@@ -36,59 +41,152 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help=f"more than {WARM}")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
+    parser.add_argument("--only", nargs="+", choices=EXAMPLES, default=list(EXAMPLES))
     parser.add_argument("--one", nargs=2, metavar=("EXAMPLE", "FP8"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.steps <= WARM:
         parser.error(f"--steps must be more than {WARM}, the steps that are not timed")
     os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")
     if args.one:
-        print(json.dumps(measure(args.one[0], args.one[1] == "1", args)))
+        name, fp8 = args.one
+        print(json.dumps(EXAMPLES[name](fp8 == "1", args)))
         return
     from experiments import records
 
     sizes = {name: getattr(args, name) for name in SIZES}
     cases: list[dict[str, Any]] = []
-    for name in EXAMPLES:
+    missing: list[str] = []
+    for name in args.only:
         for fp8 in (False, True):
-            cases.append({"example": name, "coat_jax": fp8, **in_a_process(name, fp8, args)})
+            found = in_a_process(name, fp8, args)
+            if why := found.get("failed"):
+                print(f"{name}: {why}", flush=True)
+                missing += [name]
+                break
+            cases.append({"example": name, "coat_jax": fp8, **found})
             print(" ".join(f"{value!s:>12}" for value in cases[-1].values()), flush=True)
             records.write(args.out / "examples_memory.json", {"sizes": sizes, "cases": cases})
+    if missing:
+        raise SystemExit(f"Not measured: {'; '.join(missing)}.")
 
 
 def in_a_process(name: str, fp8: bool, args: argparse.Namespace) -> dict[str, Any]:
-    """What `measure` returns, from a process of its own."""
+    """What an example's function returns, from a process of its own; or "failed", and why."""
     given = [f"--{option}={getattr(args, option)}" for option in (*SIZES, "steps")]
-    ended = run_worker("experiments.examples_memory", *given, "--one", name, str(int(fp8)))
-    if not ended.results:
-        raise SystemExit(f"{name}: {reason(ended.stderr)}")
-    return ended.results[-1]
+    variables = {}
+    if name == "hugging_face" and not fp8:
+        variables["JAX_PLATFORMS"] = "cpu"  # JAX would take the GPU's memory from torch
+    return outcome(
+        run_worker("experiments.examples_memory", *given, "--one", name, str(int(fp8)), **variables)
+    )
 
 
-def measure(name: str, fp8: bool, args: argparse.Namespace) -> dict[str, Any]:
-    """Trains one example and returns its bytes and time."""
-    example = importlib.import_module(f"examples.{name}")
+class Clock:
+    """Batches for an example, and when it asked for each."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from examples import check
+
+        self.data = list(check.batches(args.steps, args.batch, args.length))
+        self.times: list[float] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for tokens in self.data:
+            self.times.append(time.perf_counter())
+            yield tokens
+        self.times.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> list[float]:
+        """What each step took."""
+        return [end - begin for begin, end in zip(self.times[:-1], self.times[1:], strict=True)]
+
+
+def jax_example(
+    module: str, fp8: bool, args: argparse.Namespace, **settings: Any
+) -> dict[str, Any]:
+    """Trains an example whose `train` takes batches, a width and layers."""
+    clock = Clock(args)
+    train = importlib.import_module(f"examples.{module}").train
+    run = train(fp8, iter(clock), width=args.width, layers=args.layers, **settings)
+    return figures(run, clock.seconds, jax_peak())
+
+
+def maxtext(fp8: bool, args: argparse.Namespace) -> dict[str, Any]:
+    """Trains MaxText's own model on its own data."""
     import jax
 
+    from examples import maxtext_train
+
+    heads = args.width // 32
+    with tempfile.TemporaryDirectory() as name:
+        run = maxtext_train.train(
+            fp8,
+            Path(name),
+            hardware=jax.default_backend(),
+            steps=args.steps,
+            per_device_batch_size=args.batch,
+            max_target_length=args.length,
+            base_num_decoder_layers=args.layers,
+            base_emb_dim=args.width,
+            base_mlp_dim=4 * args.width,
+            base_num_query_heads=heads,
+            base_num_kv_heads=heads,
+        )
+        lines = map(json.loads, (Path(name) / "metrics.jsonl").read_text().splitlines())
+        seconds = [line[key] for line in lines if (key := "perf/step_time_seconds") in line]
+    return figures(run, seconds, jax_peak())
+
+
+def hugging_face(fp8: bool, args: argparse.Namespace) -> dict[str, Any]:
+    """Tunes a checkpoint of transformers, without coat_jax in torch."""
+    import torch
+
+    from examples import hugging_face as example
+
+    clock = Clock(args)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "downloaded"
+        example.make_checkpoint(folder, args.width, args.layers)
+        if fp8:
+            run = example.train_ours(folder, Path(name) / "tuned", clock)
+            return figures(run, clock.seconds, jax_peak())
+        torch.set_float32_matmul_precision("high")  # TF32, as XLA multiplies
+        run = example.train_theirs(folder, clock)
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+        return figures(run, clock.seconds, peak)
+
+
+def jax_peak() -> int | None:
+    """The most that JAX had of the device; None if it does not tell."""
+    import jax
+
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def figures(run: Any, seconds: list[float], peak: int | None) -> dict[str, Any]:
+    """The bytes and the time of a run."""
     from examples import check
 
-    began: list[float] = []
-
-    def timed() -> Iterator[Any]:
-        data = list(check.batches(args.steps, args.batch, args.length))
-        for tokens in data:
-            began.append(time.perf_counter())
-            yield tokens
-        began.append(time.perf_counter())
-
-    run = example.train(fp8, timed(), width=args.width, layers=args.layers)
-    seconds = [end - start for start, end in zip(began[WARM:-1], began[WARM + 1 :], strict=True)]
-    memory = jax.local_devices()[0].memory_stats() or {}
     return {
         "loss": round(run.losses[-1], 4),
-        "ms": round(1000 * statistics.median(seconds), 2),
+        "ms": round(1000 * statistics.median(seconds[WARM:]), 2),
         "state_bytes": check.bytes_of(run.state),
-        "peak_bytes": memory.get("peak_bytes_in_use"),
+        "peak_bytes": peak,
     }
+
+
+EXAMPLES: Mapping[str, Callable[[bool, argparse.Namespace], dict[str, Any]]] = {
+    "flax_nnx": partial(jax_example, "flax_nnx"),
+    "flax_linen": partial(jax_example, "flax_linen"),
+    "flax_lora": partial(jax_example, "flax_lora"),
+    "qwix_provider": partial(jax_example, "qwix_provider"),
+    "equinox_loop": partial(jax_example, "equinox_loop"),
+    "tunix_trainer": partial(jax_example, "tunix_trainer"),
+    "tunix_trainer, LoRA": partial(jax_example, "tunix_trainer", lora=True),
+    "maxtext_train": maxtext,
+    "hugging_face": hugging_face,
+}
 
 
 if __name__ == "__main__":
