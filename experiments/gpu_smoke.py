@@ -152,7 +152,7 @@ def llama2_7b(small: bool, compile_only: bool) -> None:
     import jax
 
     from coat_jax.training.cluster.mesh import make_mesh
-    from coat_jax.training.compilation import use_cache
+    from coat_jax.training.compilation_cache import use_cache
     from coat_jax.training.config_files import load_config
     from coat_jax.training.preparation import prepare
 

@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
     from coat_jax.training.checkpoint import weights
 
     source = expanded(options.source)
-    of_run = weights.is_run(weights.read_json(source))
+    of_run = weights.is_run(weights.read_config_json(source))
     if options.step is not None and not of_run:
         raise UserError(
             f"--step chooses among the checkpoints of a run, and {source} is a Hugging Face folder."

@@ -28,12 +28,7 @@ BROKEN = 1
 WIDTH = 96
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "safetensors")
 OF_GPUS = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "triton")
-OF_TRAINER = {
-    "grain": "grain",
-    "matplotlib": "matplotlib",
-    "rich": "rich",
-    "tokenizers": "tokenizers",
-}
+OF_TRAINER = ("grain", "matplotlib", "rich", "tokenizers")
 FIRST_CUDA_13_DRIVER = 580
 VERSION = re.compile(r"\d+(\.\d+)+")
 PATIENCE = 30  # seconds for nvidia-smi, which may hang where the driver does
@@ -56,11 +51,6 @@ class Problem(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
     parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def run_without_arguments() -> int:
-    """Prints the findings as text."""
-    return run(argparse.Namespace(json=False))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -148,13 +138,13 @@ def cache() -> tuple[dict[str, Any], list[Problem]]:
     """JAX's compilation cache: where it is, how much it holds, and how much room there is."""
     import jax
 
-    from coat_jax.training import compilation
+    from coat_jax.training import compilation_cache
 
     named = jax.config.values["jax_compilation_cache_dir"]
-    if named and compilation.is_url(named):
+    if named and compilation_cache.is_url(named):
         return {"folder": named, "entries": None, "bytes": None, "free_bytes": None}, []
-    folder = Path(named) if named else expanded(compilation.FOLDER)
-    if problem := compilation.why_unusable(folder):
+    folder = Path(named) if named else expanded(compilation_cache.FOLDER)
+    if problem := compilation_cache.why_unusable(folder):
         what = (
             f"The compilation cache {folder} cannot be used: {problem}. Every start compiles anew."
         )
@@ -164,7 +154,7 @@ def cache() -> tuple[dict[str, Any], list[Problem]]:
         found = {"folder": str(folder), "entries": 0, "bytes": 0, "free_bytes": 0}
         return found, [Problem(what, fix, fatal=False)]
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
-    entries = compilation.entries(folder)
+    entries = compilation_cache.entries(folder)
     found = {
         "folder": str(folder),
         "entries": len(entries),
@@ -178,7 +168,7 @@ def cache() -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _missing_packages() -> list[Problem]:
-    missing = [name for name, module in OF_TRAINER.items() if not importlib.util.find_spec(module)]
+    missing = [name for name in OF_TRAINER if not importlib.util.find_spec(name)]
     if not missing:
         return []
     what = f"The trainer needs {', '.join(missing)}: not installed."

@@ -266,7 +266,7 @@ def _precision_as_json(model: "Llama") -> dict[str, Any]:
     """The name of a preset, or what a precision consists of; of a quantized model its formats."""
     from coat_jax import quantization
     from coat_jax.precision import PRESETS
-    from coat_jax.training import identity
+    from coat_jax.training import resume_rules
 
     schemes = quantization.schemes_of(model) if quantization.is_quantized(model) else {}
     if schemes:
@@ -275,7 +275,7 @@ def _precision_as_json(model: "Llama") -> dict[str, Any]:
         return {"precision": precision, "linear_layers": _linear_layers(model.config, schemes)}
     ours = model.config.precision
     name = next((name for name, preset in PRESETS.items() if preset == ours), None)
-    return {"precision": name or identity.to_json(ours)}
+    return {"precision": name or resume_rules.to_json(ours)}
 
 
 def _linear_layers(config: "Config", schemes: Mapping[str, "Scheme"]) -> list[dict[str, Any]]:

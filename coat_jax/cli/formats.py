@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=SAMPLE,
         metavar="N",
-        help="elements of a matrix to read, in whole channels or rows; 0 for all "
+        help="elements of a matrix to round, in whole channels or rows; 0 for all "
         "(default: %(default)s)",
     )
     add("--text", type=Path, metavar="FILE", help="a text, to measure activations and gradients on")
@@ -158,7 +158,7 @@ def _quantizers(options: argparse.Namespace) -> list["Quantizer"]:
     from coat_jax.numerics.quantizer import Quantizer
 
     if options.sample < 0:
-        raise UserError(f"--sample {options.sample} must be 0, which reads all elements, or more.")
+        raise UserError(f"--sample {options.sample} must be 0, for all elements, or more.")
     if options.size < 1:
         raise UserError(f"--size {options.size} must be 1 or more.")
     scales = {name: getattr(options, name) for name in ("over", "fit", "size", "percentile")}

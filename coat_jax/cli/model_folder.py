@@ -61,7 +61,7 @@ class ModelFolder:
         from coat_jax.training.checkpoint import weights
 
         self._where, self._step = expanded(options.where), options.step
-        config_json = weights.read_json(self._where)
+        config_json = weights.read_config_json(self._where)
         config = weights.model_config(self._where)
         if options.precision and weights.is_quantized(config_json):
             raise UserError(

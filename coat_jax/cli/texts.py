@@ -47,7 +47,7 @@ def tokenizer_of(folder: Path, config: "Config", asked: str | None) -> AnyTokeni
     own = folder / "tokenizer.json"
     if asked is None and status(own):
         return Tokenizer(own)
-    config_json = weights.read_json(folder)
+    config_json = weights.read_config_json(folder)
     other = asked or data_of(folder, config_json).get("tokenizer")
     if other is not None:
         # Training puts nothing in front of a text.

@@ -11,7 +11,7 @@ to see the values it has.
   coat train llama_tiny                          COAT
   coat train llama_tiny:bf16 --out out/bf16      the same in BF16, with optax's AdamW
   coat train llama_tiny --total_steps 30 --learning_rate 1e-3
-  coat train llama_tiny --print-config           the whole config, as Python
+  coat train llama_tiny --print-config           the config as Python, without defaults
 
 The same command continues a run that was stopped. A run also continues when nobody reads its output
 any more.

@@ -19,6 +19,7 @@ from coat_jax.errors import UserError
 from coat_jax.limits import Seed, require
 from coat_jax.models.config import Config
 from coat_jax.models.llama import Llama
+from coat_jax.nn import MeshAxes
 
 
 def create(config: Config, *, seed: int = 0, mesh: Mesh | None = None) -> Llama:
@@ -114,13 +115,17 @@ def _abstract_model(config: Config) -> Llama:
 
 def parameters_count(config: Config) -> int:
     """How many numbers a model learns."""
-    whole = dataclasses.replace(config, scan=True, axes=type(config.axes)())
+    whole = dataclasses.replace(config, scan=True, axes=MeshAxes())
     model = nnx.eval_shape(lambda: Llama(whole, rngs=nnx.Rngs(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
 def mesh_that_is_set() -> Mesh:
-    """The mesh of `jax.set_mesh`, an empty one without it."""
+    """The mesh of `jax.set_mesh`; an empty one without it.
+
+    Raises:
+        UserError: inside jit, where no model can be made.
+    """
     try:
         return jax.sharding.get_mesh()
     except ValueError:

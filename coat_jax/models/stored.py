@@ -185,16 +185,16 @@ def in_dtype(values: np.ndarray, dtype: np.dtype, name: str = "A parameter") -> 
     if values.dtype == dtype:
         return values
     with np.errstate(over="ignore"):
-        cast = values.astype(dtype)
+        converted = values.astype(dtype)
     most = jnp.finfo(dtype)
     if most.maxexp < jnp.finfo(values.dtype).maxexp:
-        lost = np.isinf(cast) & np.isfinite(values)
+        lost = np.isinf(converted) & np.isfinite(values)
         if lost.any():
             raise UserError(
                 f"{name} has the number {float(values[lost][0]):g}, and {dtype.name} ends at "
                 f"{float(most.max):g}: choose another dtype, such as bfloat16."
             )
-    return cast
+    return converted
 
 
 def size_of(stored: Stored) -> int:

@@ -13,8 +13,8 @@ loop                      the run: config -> mesh -> data -> state -> steps
 cluster/                  many devices and processes as one
 checkpoint/               states and weights on disk
 report/                   what a run reports: metrics, progress, memory, telemetry, plots
-evaluation, identity      held-out loss; whether a run may continue with another config
+held_out, resume_rules    held-out loss; whether a run may continue with another config
 run_folder, run_lock      which run a folder belongs to, and which process holds it
 compiler_options          XLA's options for the programs of a run
-compilation               programs that were compiled before
+compilation_cache         programs that an earlier start has compiled
 """

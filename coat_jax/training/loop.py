@@ -15,17 +15,17 @@ import jax
 from jax.sharding import Mesh
 
 from coat_jax.printable import printable
-from coat_jax.training import identity
+from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.checkpoint.position import Position, position_of, to_json
 from coat_jax.training.cluster.agreement import on_first
 from coat_jax.training.cluster.batches import open_data, place
-from coat_jax.training.cluster.distributed import Stop
 from coat_jax.training.cluster.mesh import batch_parts, make_mesh, require_fitting
-from coat_jax.training.compilation import use_cache
+from coat_jax.training.cluster.stop import Stop
+from coat_jax.training.compilation_cache import use_cache
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Loader
-from coat_jax.training.evaluation import Evaluation
+from coat_jax.training.held_out import Evaluation
 from coat_jax.training.preparation import Prepared, prepare
 from coat_jax.training.programs import Programs
 from coat_jax.training.report import accounting
@@ -46,8 +46,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         step: the last one taken.
-        loss: the last one recorded.
-        held_out_loss: the last one measured; None without evaluation.
+        loss: the last one that this call recorded; NaN if it took no step.
+        held_out_loss: the last one that this call measured; None if it measured none.
         stopped: whether a signal ended it before the last step.
     """
 
@@ -102,7 +102,7 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
         on_first(lambda: folder.write_config(end_of_text=data.end_of_text))
         programs = Programs(prepared, console, packed=data.packed, done=saved or 0)
         telemetry = None
-        if config.telemetry.every:
+        if config.telemetry.every and (saved or 0) < config.total_steps:
             telemetry = _compile_telemetry(prepared, say, packed=data.packed)
         position = Position()
         if saved is None:
@@ -118,7 +118,7 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
         metrics = Metrics(
             folder.path,
             writers=config.writers,
-            config=identity.to_json(config),
+            config=resume_rules.to_json(config),
             resume_step=position.step,
             recorded=position.recorded,
             unwritten=position.unwritten,
@@ -180,7 +180,7 @@ def _take_steps(run: Components, step: int, state: State) -> Outcome:
         batch = place(
             next(run.data),
             run.mesh,
-            parts=config.gradient_accumulation_steps,
+            microbatches=config.gradient_accumulation_steps,
             packed=run.data.packed,
         )
         if telemetry is not None:

@@ -26,8 +26,10 @@ class Programs:
             done: how many steps the run has taken before.
         """
         self._first = prepared.config.steps_in_bf16
-        self._program = _compile(prepared, console, "the step", packed=packed)
+        self._program: Any = None
         self._start: Any = None
+        if done < prepared.config.total_steps:
+            self._program = _compile(prepared, console, "the step", packed=packed)
         if done < self._first:
             start = prepare(prepared.config.at_start, prepared.mesh, optimizer=prepared.optimizer)
             what = f"the first {self._first:,} steps, in BF16,"

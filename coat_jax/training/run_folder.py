@@ -6,8 +6,9 @@
     metrics.jsonl             a record per step
     checkpoints/              states, with the position in the data and the config
 
-A run resumes only with the config that it began with, except for the fields that `identity` lets
-change. That config is read from the newest checkpoint, whose checksums show whether it is intact.
+A run resumes only with the config that it began with, except for the fields that `resume_rules`
+lets change. That config is read from the newest checkpoint, whose checksums show whether it is
+intact.
 """
 
 import json
@@ -18,7 +19,7 @@ from typing import Any, TextIO
 from coat_jax import writing
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, is_folder, status
-from coat_jax.training import identity
+from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint.companions import GENERATION
 from coat_jax.training.checkpoint.step_folders import StepFolders
 from coat_jax.training.checkpoint.weights import CHECKPOINTS, CONFIG, config_in_checkpoint, parsed
@@ -64,7 +65,7 @@ class RunFolder:
             if before is not None:
                 before.close()
         saved = self._saved()
-        changed = [] if saved is None else identity.changes(self._config, saved)
+        changed = [] if saved is None else resume_rules.changes(self._config, saved)
         newest = StepFolders(self.checkpoints).newest_record()
         done = 0 if newest is None else newest["step"]
         if done > self._config.total_steps:
@@ -86,7 +87,7 @@ class RunFolder:
 
     def write_config(self, *, end_of_text: int | None = None) -> None:
         """Writes config.json, and generation_config.json unless there is one."""
-        self._write(CONFIG, identity.to_json(self._config))
+        self._write(CONFIG, resume_rules.to_json(self._config))
         if end_of_text is not None and not (self.path / GENERATION).exists():
             self._write(GENERATION, {"eos_token_id": end_of_text})
 

@@ -28,8 +28,11 @@ OF_THE_RUN |= {"axes", "batch_axes"}
 class State(NamedTuple):
     """A training state.
 
-    step counts all steps, skipped those among them that changed nothing; params is the state of
-    the NNX model, and moments that of the optimizer, each leaf sharded as its parameter is.
+    Attributes:
+        step: how many steps were taken, skipped ones included.
+        params: the state of the NNX model.
+        moments: the optimizer's state; each leaf is sharded as its parameter is.
+        skipped: how many of the steps changed nothing.
     """
 
     step: Int32[Array, ""]

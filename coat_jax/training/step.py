@@ -117,7 +117,7 @@ def train_step(
         batch: arrays [accumulation, rows, sequence].
     """
     labels = jnp.sum(batch.labels >= 0)
-    share_of_loss = partial(loss_of_part, config, graph, labels)
+    share_of_loss = partial(microbatch_loss, config, graph, labels)
     loss, grads = _summed(jax.value_and_grad(share_of_loss), state.params, batch)
     norm = global_norm(grads)
     scale, skip = clip_or_skip(config, norm, loss)
@@ -171,12 +171,20 @@ def _measured(config: TrainConfig, step: FinishedStep) -> dict[str, Array]:
     return found
 
 
-def loss_of_part(
-    config: TrainConfig, graph: Any, labels: Array, params: Any, part: Batch
+def microbatch_loss(
+    config: TrainConfig, graph: Any, label_count: Array, params: Any, microbatch: Batch
 ) -> Float[Array, ""]:
-    """The share of a microbatch in the loss of a batch with `labels` labels."""
-    share = jnp.sum(part.labels >= 0) / jnp.maximum(labels, 1)
-    return share * _loss(graph, params, part, config.z_loss)
+    """A microbatch's loss, weighted by its share of the batch's labels; these add up to the mean.
+
+    Args:
+        config: the run.
+        graph: of the model.
+        label_count: how many labels the whole batch has.
+        params: of the model.
+        microbatch: arrays [rows, sequence].
+    """
+    share = jnp.sum(microbatch.labels >= 0) / jnp.maximum(label_count, 1)
+    return share * _loss(graph, params, microbatch, config.z_loss)
 
 
 def held_out_step(graph: Any, params: Any, batch: Batch) -> HeldOut:

@@ -221,9 +221,9 @@ def write_tokenizer(path, *words):
 
 
 def json_of(config):
-    from coat_jax.training import identity
+    from coat_jax.training import resume_rules
 
-    return identity.to_json(config)
+    return resume_rules.to_json(config)
 
 
 # --- In little memory ------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from small_model import SMALL, filled
 from coat_jax import quantization as q
 from coat_jax.cli import main
 from coat_jax.models import hf, stored
-from coat_jax.training import identity
+from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import Checkpoints, conversion, weights
 from coat_jax.training.state import State, require_same_model
 
@@ -117,7 +117,9 @@ def test_a_run_is_quantized_from_the_step_that_is_asked_for(model, tmp_path, tex
         for step, one in enumerate(steps, 1):
             count = jnp.int32(step)
             checkpoints.save(step, State(count, nnx.state(one), {}, count), {}, wait=True)
-    (run / "config.json").write_text(json.dumps({"model": identity.to_json(config), "data": {}}))
+    (run / "config.json").write_text(
+        json.dumps({"model": resume_rules.to_json(config), "data": {}})
+    )
     vocabulary = {"The": 0, "[unk]": 1}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[unk]"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

@@ -14,7 +14,7 @@ from coat_jax.cli import evaluate, main
 from coat_jax.models import hf
 from coat_jax.quantization import projections
 from coat_jax.tokenizers import Bytes
-from coat_jax.training import identity
+from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.state import State
 
@@ -36,7 +36,7 @@ def run(tmp_path_factory):
         for step, model in enumerate((filled(CONFIG, seed=1), MODEL), 1):
             count, params = jnp.int32(step), nnx.state(model)
             checkpoints.save(step, State(count, params, {"m": params}, count), {}, wait=True)
-    said = {"model": identity.to_json(CONFIG), "data": {}}
+    said = {"model": resume_rules.to_json(CONFIG), "data": {}}
     (folder / "config.json").write_text(json.dumps(said))
     return folder
 

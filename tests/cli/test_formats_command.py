@@ -7,6 +7,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import matplotlib
 import numpy as np
 import pytest
 from small_model import filled
@@ -94,8 +95,11 @@ def test_a_sample_has_whole_channels(theirs):
 
 def test_a_picture_and_its_numbers(theirs, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    out = tmp_path / "formats.png"
+    out, backend = tmp_path / "formats.png", matplotlib.get_backend()
+    matplotlib.use("svg")
     printed = asked(capsys, theirs, *FEW, "--sample", 1, "--out", out)
+    assert matplotlib.get_backend() == "svg"
+    matplotlib.use(backend)
     assert printed.endswith(f"{out}\n{out.with_suffix('.json')}\n")
     assert out.stat().st_size > 10_000
     assert len(json.loads(out.with_suffix(".json").read_text())["weights"]) == MATRICES
@@ -195,7 +199,7 @@ def test_layers_are_drawn_together():
         (["{model}", "--percentile", "20"], "percentile=20.0 must be above 50"),
         (
             ["{model}", "--sample", "-1"],
-            "--sample -1 must be 0, which reads all",
+            "--sample -1 must be 0, for all elements",
         ),
         (["{model}", "--step", "3"], "There is no step 3 in"),
         (["{model}", "--out", "formats.svg"], "formats.svg does not end in .png."),

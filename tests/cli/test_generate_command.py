@@ -14,7 +14,7 @@ from coat_jax.cli import evaluate, formats, generate, main
 from coat_jax.cli.model_folder import ModelFolder
 from coat_jax.models import hf
 from coat_jax.precision import BF16, COAT, FP8_LINEAR
-from coat_jax.training import identity
+from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.state import State
 
@@ -67,7 +67,7 @@ def save_run(folder, *of_steps, data=None):
         for step, model in enumerate(of_steps, 1):
             count, params = jnp.int32(step), nnx.state(model)
             checkpoints.save(step, State(count, params, {"m": params}, count), {}, wait=True)
-    said = {"model": identity.to_json(of_steps[0].config), "data": data or {}}
+    said = {"model": resume_rules.to_json(of_steps[0].config), "data": data or {}}
     (folder / "config.json").write_text(json.dumps(said))
 
 

@@ -25,7 +25,7 @@ from coat_jax.numerics import blocks
 from coat_jax.numerics.minifloat import minifloat
 from coat_jax.numerics.quantizer import Quantizer
 from coat_jax.telemetry.tensors import report, sums_and_gradients
-from coat_jax.training import identity
+from coat_jax.training import resume_rules
 
 ONE_LAYER = dataclasses.replace(SMALL, layers=1, scan=False)
 TOKENS = jnp.arange(4 * 32).reshape(4, 32) * 7 % 256
@@ -124,7 +124,7 @@ def test_telemetry_sees_simulated_formats():
 def test_a_config_is_written_with_the_names_of_its_formats():
     precision = coat.Precision(forward="E3M4", backward="E5M2:none")
     config = dataclasses.replace(SMALL, precision=precision)
-    written = identity.to_json(config)
+    written = resume_rules.to_json(config)
     assert written["precision"]["forward"] == "E3M4"
     assert from_json(Config, written, "config").precision == precision
 

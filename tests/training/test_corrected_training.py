@@ -18,8 +18,8 @@ from coat_jax.optax import corrected_params
 from coat_jax.training.checkpoint import Checkpoints, conversion, weights
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.identity import changes, to_json
 from coat_jax.training.preparation import prepare
+from coat_jax.training.resume_rules import changes, to_json
 
 BF16 = {"param_dtype": jnp.bfloat16, "layers": 1, "ffn": 256}
 SLOW = {"learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}

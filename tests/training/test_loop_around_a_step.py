@@ -247,9 +247,12 @@ def test_a_run_resumes_without_the_folder_that_it_began_from(step, config, tmp_p
         train(replace(config, out=str(tmp_path / "another")))
 
 
-def test_a_complete_run_says_so(step, config):
+def test_a_complete_run_says_so_and_compiles_nothing(step, config, monkeypatch):
     assert "The run is complete" not in train(config)[1]
+    compiled = []
+    monkeypatch.setattr(programs, "_compile", lambda *arguments, **_: compiled.append(arguments))
     assert "The run is complete. To train it further, raise --total_steps." in train(config)[1]
+    assert compiled == []
 
 
 def test_checkpoints_left_by_a_killed_run_are_pruned_at_the_next_start(step, config):

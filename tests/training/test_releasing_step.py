@@ -9,9 +9,9 @@ from train_cases import ONE, random_batches, small, stepper
 import coat_jax as coat
 from coat_jax.errors import UserError
 from coat_jax.training.config import TelemetryConfig
-from coat_jax.training.identity import changes as changes_of
-from coat_jax.training.identity import to_json
 from coat_jax.training.release import scale_of_stage
+from coat_jax.training.resume_rules import changes as changes_of
+from coat_jax.training.resume_rules import to_json
 
 UNROLLED = {"scan": False, "dtype": jnp.float32}
 

@@ -10,9 +10,9 @@ import pytest
 from train_cases import small
 
 from coat_jax.errors import UserError
-from coat_jax.training import identity
+from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import manifest
-from coat_jax.training.checkpoint.weights import model_config, read_json
+from coat_jax.training.checkpoint.weights import model_config, read_config_json
 from coat_jax.training.run_folder import RunFolder
 from coat_jax.writing import NotWritten
 
@@ -34,7 +34,7 @@ def write_checkpoint(out, step, config):
     folder = Path(out) / "checkpoints" / str(step)
     (folder / "state").mkdir(parents=True)
     (folder / "state" / "arrays").write_text("numbers")
-    record = {"step": step, "loss": None, "extra": {"config": identity.to_json(config)}}
+    record = {"step": step, "loss": None, "extra": {"config": resume_rules.to_json(config)}}
     (folder / "record.json").write_text(json.dumps(record))
     manifest.write(folder)
     return folder
@@ -73,7 +73,7 @@ def test_a_config_that_is_broken_is_known_from_the_checkpoint(out, saved, harm):
     with pytest.raises(UserError, match="holds another run: global_batch_size was 16, now 32"):
         claim(small(out=str(out), global_batch_size=32))
     assert claim(saved) == []
-    assert json.loads((out / "config.json").read_text()) == identity.to_json(saved)
+    assert json.loads((out / "config.json").read_text()) == resume_rules.to_json(saved)
 
 
 @pytest.mark.parametrize("harm", BROKEN.values(), ids=BROKEN)
@@ -107,10 +107,10 @@ def test_a_folder_that_is_no_run_is_named(out, saved):
     shutil.rmtree(out / "checkpoints")
     (out / "config.json").write_text('{"model"')
     with pytest.raises(UserError, match="is not JSON: Expecting"):
-        read_json(out)
+        read_config_json(out)
     (out / "config.json").unlink()
     with pytest.raises(UserError, match=r"neither the folder .* no config\.json in it"):
-        read_json(out)
+        read_config_json(out)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])

@@ -90,7 +90,8 @@ class Stepper:
             return State(step, params, self.init(params), skipped)
 
     def place(self, batch: Batch) -> Any:
-        return place(batch, self.mesh, parts=self.config.gradient_accumulation_steps, packed=False)
+        microbatches = self.config.gradient_accumulation_steps
+        return place(batch, self.mesh, microbatches=microbatches, packed=False)
 
     def run(self, batches, state: State | None = None) -> tuple[State, list]:
         """The last state, and the reports as numbers; `state` is donated."""

@@ -34,7 +34,7 @@ IN_LAYER: dict[Name, str] = {
     ("mlp", "down"): "mlp.down_proj.weight",
     ("mlp_norm", "scale"): "post_feedforward_layernorm.weight",
 }
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, EMBEDDING = OUTSIDE[("head",)], OUTSIDE[("embed",)]
 
 
 class Source(NamedTuple):

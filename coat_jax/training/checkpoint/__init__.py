@@ -5,7 +5,8 @@ step_folders    one folder for each step, complete or absent
 manifest        checksums that reveal damage
 position        what a checkpoint stores besides the state
 weights         the parameters without the rest of the state
-conversion      to and from Hugging Face folders; companions: the small files beside weights
+conversion      to and from Hugging Face folders, and to 8 bits
+companions      the small files beside weights: tokenizer, generation settings
 streamed        writes arrays with orbax, piece by piece, that do not fit in memory
 """
 

@@ -6,8 +6,8 @@
 
 The first two hold one piece of one parameter in memory at a time. Each is the inverse of the other,
 bit for bit. The third holds one parameter of one layer, or the model while it is calibrated. All
-can balance the model on a text, which they hold in memory for that. All copy the tokenizer's files,
-too (`companions`). The new folder appears when it is complete.
+can balance the model on a text; while they do, the whole model is in memory. All copy the
+tokenizer's files, too (`companions`). The new folder appears when it is complete.
 """
 
 import dataclasses
@@ -168,7 +168,7 @@ def to_quantized(
     source, out = expanded(source), expanded(out)
     _new(out).require_new()
     weights.require_not_quantized(source, "Quantization")
-    config_json = weights.read_json(source)
+    config_json = weights.read_config_json(source)
     if weights.is_run(config_json):
         companions = _companions_of_run(source, tokenizer, note)
         extra = _special_in(companions, source)
@@ -240,7 +240,7 @@ def _companions_of_run(
     source: Path, tokenizer: str | Path | None, note: Callable[[str], object]
 ) -> Companions:
     """The files to put beside the weights of a run."""
-    config_json, companions = weights.read_json(source), _companions(source, tokenizer)
+    config_json, companions = weights.read_config_json(source), _companions(source, tokenizer)
     if TOKENIZER not in companions:
         companions |= tokenizer_of_run(config_json, source, note)
     if GENERATION not in companions:

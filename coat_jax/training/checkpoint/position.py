@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from coat_jax.errors import UserError
-from coat_jax.training import identity
+from coat_jax.training import resume_rules
 from coat_jax.training.config import TrainConfig
 
 
@@ -38,7 +38,7 @@ def to_json(position: Position, config: TrainConfig) -> dict[str, Any]:
         "seconds": position.seconds,
         "recorded": position.recorded,
         "unwritten": [dict(record) for record in position.unwritten],
-        "config": identity.to_json(config),
+        "config": resume_rules.to_json(config),
     }
 
 

@@ -4,8 +4,8 @@
     read      the parameters in a checkpoint, in pieces; with their corrections, if they have some
     write     a folder like a run's, with one checkpoint that holds parameters only
 
-A checkpoint stores each array in chunks. One chunk at a time is in memory, so models may be larger
-than that. Files are checked before they are read: see `coat_jax.training.checkpoint.manifest`.
+A checkpoint stores each array in chunks. One chunk at a time is in memory, so a model may be larger
+than memory. Files are checked before they are read: see `coat_jax.training.checkpoint.manifest`.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from coat_jax.models import Config, Llama, hf, stored
 from coat_jax.models.stored import Index, Name, Parameters, Stored
 from coat_jax.numerics.corrections import join
 from coat_jax.quantization.layout import ENTRY
-from coat_jax.training import identity
+from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint.checkpoints import STATE
 from coat_jax.training.checkpoint.step_folders import RECORD, StepFolders
 from coat_jax.training.checkpoint.streamed import save_streamed
@@ -38,7 +38,7 @@ PARAMETERS, VALUE = "params", "value"  # the first and last parts of the arrays'
 CORRECTIONS = ("moments", "corrections"), ("moments", "inner", "corrections")
 
 
-def read_json(folder: str | Path) -> dict[str, Any]:
+def read_config_json(folder: str | Path) -> dict[str, Any]:
     """The config.json in a folder with a model: a run's, or one of Hugging Face.
 
     A run's that is missing, damaged or unreadable is replaced by what its newest checkpoint says.
@@ -97,7 +97,7 @@ def require_not_quantized(folder: str | Path, purpose: str) -> None:
         folder: of a run, or one of Hugging Face.
         purpose: what the model is for, as in "Training".
     """
-    if is_quantized(read_json(folder)):
+    if is_quantized(read_config_json(folder)):
         raise UserError(
             f"{folder} is already quantized. {purpose} needs the original parameters: name the "
             "folder of the model that it was made from."
@@ -107,7 +107,7 @@ def require_not_quantized(folder: str | Path, purpose: str) -> None:
 def model_config(folder: str | Path) -> Config:
     """The model in a folder; one of Hugging Face computes as it is stored, not in FP8."""
     folder = expanded(folder)
-    config_json = read_json(folder)
+    config_json = read_config_json(folder)
     if is_run(config_json):
         return limits.from_json(Config, config_json["model"], f"{Path(folder) / CONFIG}: model")
     if is_quantized(config_json):
@@ -137,7 +137,7 @@ def load(
     """
     folder = expanded(folder)
     config = model_config(folder) if config is None else config
-    if is_quantized(read_json(folder)):
+    if is_quantized(read_config_json(folder)):
         _require_no_step(folder, step)
         return quantization.load(folder, config, mesh=mesh)
     return stored.load(config, parameters_of(folder, config, step=step, note=note), mesh=mesh)
@@ -159,7 +159,7 @@ def parameters_of(
         note: see `load`.
     """
     folder = expanded(folder)
-    if is_run(read_json(folder)):
+    if is_run(read_config_json(folder)):
         in_fp32 = jnp.dtype(config.param_dtype) == jnp.float32
         return read(folder, step, note=note, corrected=in_fp32)
     _require_no_step(folder, step)
@@ -238,7 +238,7 @@ def write(
     size = sum(map(stored.size_of, parameters.values()))
     what = "The model"
     folders = StepFolders(folder / CHECKPOINTS)
-    saved = {"model": identity.to_json(config)}
+    saved = {"model": resume_rules.to_json(config)}
     with write_failures(folder, what, size):
         folders.clear()
         require_space(folder, what, size)

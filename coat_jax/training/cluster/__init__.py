@@ -1,6 +1,7 @@
 """Many devices and processes as one.
 
-distributed      processes find each other, and stop at the same step
+distributed      processes find each other
+stop             signals after which all processes stop, at the same step
 agreement        the first process decides, the others follow
 mesh             devices as axes data, fsdp and tensor, and the sharding of arrays over them
 batches          from each process's rows to one array over the mesh

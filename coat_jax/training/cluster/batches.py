@@ -34,11 +34,11 @@ def open_data(config: TrainConfig, mesh: Mesh, split: Split) -> Loader:
     )
 
 
-def place(batch: Batch, mesh: Mesh, *, parts: int, packed: bool) -> Any:
-    """A batch on the mesh, in `parts` microbatches."""
+def place(batch: Batch, mesh: Mesh, *, microbatches: int, packed: bool) -> Any:
+    """A batch on the mesh, divided into microbatches."""
 
     def placed(array: np.ndarray) -> jax.Array:
-        rows = array.reshape(parts, -1, array.shape[-1])
+        rows = array.reshape(microbatches, -1, array.shape[-1])
         return jax.make_array_from_process_local_data(batch_sharding(mesh), rows)
 
     tokens, labels, positions, segments = batch

@@ -1,9 +1,6 @@
-"""Several processes, one run: they find each other, and they stop at the same step.
+"""Several processes, one run: how they find each other.
 
-    start()                          before JAX's first look at its devices
-    with Stop() as stop:             the current step finishes before the run stops
-        ... one step, on every process ...
-        if stop.requested(): save, and leave
+    start()      before JAX's first look at its devices
 
 The launcher's environment variables give a process its rank; without them it runs alone.
 
@@ -16,30 +13,25 @@ this. Losing a process ends the others, within JAX's 100 seconds: start the run 
 """
 
 import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Mapping
-from types import FrameType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import jax
-from jax.experimental import multihost_utils
 
 from coat_jax.errors import UserError
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 COUNT, INDEX = "JAX_PROCESS_COUNT", "JAX_PROCESS_ID"
-# SLURM's --signal may send either of the first two; a terminal that is closed sends SIGHUP.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class ProcessPlace(NamedTuple):
     """Where a process stands in a run.
 
     Attributes:
-        launcher: how JAX calls what launched it; "deactivate" where the variables say it all.
+        launcher: JAX's name for the launcher; "deactivate" if the variables above say everything.
         coordinator: HOST:PORT of process 0; None where JAX can ask the launcher.
         processes: how many there are.
         process: which one this is.
@@ -129,50 +121,6 @@ def find_place(variables: Mapping[str, str]) -> ProcessPlace | None:
     if coordinator and not coordinator.rpartition(":")[2].isdecimal():
         raise UserError(f"{ADDRESS}={coordinator!r} has no port: write HOST:PORT.")
     return place
-
-
-class Stop:
-    """Notices SIGTERM, SIGUSR1 and SIGHUP, and lets all processes stop at the same step.
-
-    A run of one process remembers the signal. A run of several leaves it to JAX's preemption
-    service, which receives SIGTERM on any process and agrees in the background, within seconds, on
-    a step that no process has passed. Neither slows steps down. Ignored signals stay ignored:
-    `nohup` ignores SIGHUP.
-    """
-
-    def __init__(self) -> None:
-        self._several = jax.process_count() > 1
-        self._asked = False
-        self._calls = 0
-
-    def __enter__(self) -> Self:
-        # Python must not take SIGTERM from the preemption service.
-        caught = [number for number in SIGNALS if not self._several or number != signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-            caught.remove(signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._on_signal) for number in caught}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def requested(self) -> bool:
-        """Whether to stop after this step. Every process must ask, once in every step."""
-        if self._several:
-            self._calls += 1
-            self._asked |= multihost_utils.reached_preemption_sync_point(self._calls)
-        return self._asked
-
-    def request(self) -> None:
-        """Asks for it, on any process, as a signal does."""
-        if self._several:
-            os.kill(os.getpid(), signal.SIGTERM)
-        else:
-            self._asked = True
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.request()
 
 
 def _position(variables: Mapping[str, str], count: str, index: str) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from coat_jax.files import expanded
 from coat_jax.limits import INT32_MAX, Between, Count, Seed, require_fields, shown
 from coat_jax.nn import MeshAxes
 from coat_jax.precision import BF16, precision_of
-from coat_jax.training import compilation
+from coat_jax.training import compilation_cache
 from coat_jax.training.config.optimizer import (
     OptimizerConfig,
     StepsOrShare,
@@ -52,10 +52,10 @@ class TrainConfig:
         telemetry: what is recorded of tensors in FP8.
         total_steps: how many times the parameters are updated.
         bf16_steps: how many of the first steps are in BF16; a number with a decimal point is a
-            share of the run. With random initial parameters, rounding costs most of its loss in
-            the first steps. Those in BF16 recompute each layer in the backward pass, so they need
-            less memory than the steps after them, but more time. With `remat="layer_fp8"` they save
-            the layers' inputs in FP8, as the steps after them do.
+            share of the run. In a run from random parameters, rounding costs most in the first
+            steps. Those in BF16 recompute each layer in the backward pass, so they need less memory
+            than the steps after them, but more time. With `remat="layer_fp8"` they save the layers'
+            inputs in FP8, as the steps after them do.
         global_batch_size: the sequences of a step, over all devices.
         sequence_length: the tokens of a sequence.
         gradient_accumulation_steps: the microbatches of a step. They are computed one after the
@@ -98,7 +98,7 @@ class TrainConfig:
     log_every: Count = 1
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict, hash=False)
     writers: tuple[Writer, ...] = ()
-    cache: str | None = compilation.FOLDER
+    cache: str | None = compilation_cache.FOLDER
 
     def __post_init__(self) -> None:
         given: Any = self.optimizer

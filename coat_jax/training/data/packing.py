@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int, Int64, UInt
 
-from coat_jax.training.data.rows import IGNORED, Batch, digest_of, padded
+from coat_jax.training.data.rows import IGNORED, Batch, padded, short_hash
 
 
 class Documents(NamedTuple):
@@ -24,7 +24,7 @@ class Documents(NamedTuple):
     @property
     def digest(self) -> str:
         """Names these documents."""
-        return digest_of(*(hashlib.sha256(array.data).hexdigest() for array in self))
+        return short_hash(*(hashlib.sha256(array.data).hexdigest() for array in self))
 
     def part(self, numbers: range) -> "Documents":
         """The documents of a range of indices."""
@@ -72,7 +72,7 @@ class Packed:
         self.truncated = int(np.sum(lengths > sequence))
         self._documents, self._starts = documents, documents.ends - lengths
         self._plan = plan(lengths, sequence, seed)
-        self.digest = digest_of(documents.digest, self._plan, sequence)
+        self.digest = short_hash(documents.digest, self._plan, sequence)
 
     def __len__(self) -> int:
         return len(self._plan)

@@ -82,7 +82,7 @@ class Windows:
         self.packed = end_of_text is not None
         self.truncated = 0
         samples = stream.digest(part, vocab=vocab)
-        self.digest = digest_of(samples, part.start, end_of_text, sequence)
+        self.digest = short_hash(samples, part.start, end_of_text, sequence)
         self._stream, self._part = stream, part
         self.end_of_text, self._vocab = end_of_text, vocab
 
@@ -96,9 +96,9 @@ class Windows:
         return padded(documents_of(tokens, self.end_of_text), self.sequence)
 
 
-def digest_of(*what: object) -> str:
-    """A short name for these values."""
-    return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+def short_hash(*values: object) -> str:
+    """A name of 16 hexadecimal digits for these values."""
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
 def documents_of(tokens: Int32[np.ndarray, " S+1"], end_of_text: int | None) -> Batch:

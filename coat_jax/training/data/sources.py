@@ -88,7 +88,7 @@ def _require_labels(rows: Rows, split: Split) -> None:
     if not any(np.any(rows[row].labels != IGNORED) for row in range(len(rows))):
         raise UserError(
             f"The {split} data has no token to predict: every label is masked. Is "
-            "data.end_of_text the right token? Is each answer of a chat beyond `sequence`?"
+            "data.end_of_text the right token? Is each answer of a chat beyond sequence_length?"
         )
 
 

@@ -2,7 +2,7 @@
 
 Nothing is loaded before it is read. Every token that is read is compared with the vocabulary:
 that costs microseconds a row, where a scan of all data beforehand could take hours. The
-samples of the digest are compared when the data is opened, so that most wrong files fail at once.
+digest reads samples when the data is opened, so most wrong files fail at once.
 """
 
 import bisect

@@ -143,11 +143,12 @@ def advice(config: TrainConfig, *, batch_parts: int) -> str:
         remedies.append(lean)
     if config.microbatch > batch_parts:
         parts = 2 * config.gradient_accumulation_steps
-        remedies.append(
-            f"--gradient_accumulation_steps {parts}"
-            if config.global_batch_size % (parts * batch_parts) == 0
-            else "--gradient_accumulation_steps"
-        )
+        if not config.optimizer.release_gradients:  # which needs one microbatch
+            remedies.append(
+                f"--gradient_accumulation_steps {parts}"
+                if config.global_batch_size % (parts * batch_parts) == 0
+                else "--gradient_accumulation_steps"
+            )
         remedies.append(f"a --global_batch_size under {config.global_batch_size}")
     if config.model.remat != "layer_fp8":
         remedies.append("--remat layer_fp8")

@@ -29,7 +29,7 @@ from coat_jax.numerics.integer_format import IntegerFormat
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.numerics.quantizer import AnyFormat, Quantizer, sqnr_bits
 from coat_jax.precision import Precision
-from coat_jax.training.report.chart import CHART, LINES
+from coat_jax.training.report.chart import LINES, styled_figure
 
 EXACT = 24.0  # the significant bits of FP32
 EMBEDDING: Name = ("embed",)
@@ -56,8 +56,8 @@ def weights(
     Args:
         parameters: the parameters of the model.
         quantizers: one for each format, with the same other settings.
-        sample: about how many elements of a matrix are read, in whole channels or rows at even
-            distances; 0 for all.
+        sample: about how many elements of a matrix are rounded, in whole channels or rows at even
+            distances; 0 for all. The whole matrix is read.
     """
     run = jax.jit(_bits, static_argnums=0)
     for name, one in arranged(parameters, scan=False).items():
@@ -111,11 +111,6 @@ def in_training(
 
 def draw(tables: Mapping[str, Sequence[Row]], out: Path) -> None:
     """Writes a picture: one panel per kind of tensor, one line per format over the layers."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     panels: dict[str, list[Row]] = {}
     for rows in tables.values():
         for row in rows:
@@ -123,10 +118,8 @@ def draw(tables: Mapping[str, Sequence[Row]], out: Path) -> None:
     formats = list(next(iter(panels.values()))[0].bits)
     columns = min(4, len(panels))
     lines = -(-len(panels) // columns)
-    with plt.rc_context(CHART), path_failures(out):
-        figure, axes = plt.subplots(
-            lines, columns, figsize=(3.2 * columns, 2.3 * lines), sharey=True, squeeze=False
-        )
+    with styled_figure((3.2 * columns, 2.3 * lines)) as figure, path_failures(out):
+        axes = figure.subplots(lines, columns, sharey=True, squeeze=False)
         for panel in axes.flat[len(panels) :]:
             panel.set_axis_off()
         for panel, (kind, rows) in zip(axes.flat, panels.items(), strict=False):
@@ -139,7 +132,6 @@ def draw(tables: Mapping[str, Sequence[Row]], out: Path) -> None:
             panel.set_ylabel("bits that are right", fontsize=8)
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper")
         figure.savefig(out)
-        plt.close(figure)
 
 
 def kind_of(tensor: str) -> str:

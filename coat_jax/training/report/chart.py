@@ -1,6 +1,14 @@
-"""The style of all charts: `with matplotlib.rc_context(CHART): ...`."""
+"""The style of all charts: `with styled_figure((9, 6)) as figure: ...`."""
 
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from coat_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 INK, PALE, ACCENT = "#1f2933", "#b8c1cc", "#d9482b"  # text, the baseline, other runs
 LINES = (ACCENT, "#2b6cb0", "#2f855a", "#b7791f", "#7b4bb7", "#0f8b8d", "#c2417f", "#8a5a44")
@@ -30,6 +38,28 @@ CHART: dict[Any, Any] = {
     "ytick.major.size": 0,
     "legend.frameon": False,
 }
+
+
+@contextlib.contextmanager
+def styled_figure(
+    size: tuple[float, float], style: Mapping[Any, Any] = MappingProxyType({})
+) -> Iterator["Figure"]:
+    """An empty figure in the style of all charts, without pyplot: no window, no global backend.
+
+    Args:
+        size: its width and height, in inches.
+        style: settings of matplotlib that replace those of CHART.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("Plots need matplotlib: pip install 'coat_jax[train]'.") from error
+    with mpl.rc_context({**CHART, **style}):
+        figure = Figure(figsize=size)
+        FigureCanvasAgg(figure)
+        yield figure
 
 
 class Look(NamedTuple):

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from coat_jax.errors import UserError
 from coat_jax.files import path_failures
 from coat_jax.training.report import runs
-from coat_jax.training.report.chart import CHART
+from coat_jax.training.report.chart import styled_figure
 from coat_jax.training.report.runs import RecordedRun
 from coat_jax.training.report.telemetry import PREFIX
 from coat_jax.training.report.titles import TITLES
@@ -106,19 +106,11 @@ def maps_of(run: RecordedRun, statistic: str) -> Maps:
 
 
 def _picture(run: RecordedRun, maps: Maps, out: Path, statistic: str) -> None:
-    try:
-        import matplotlib as mpl
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("Plots need matplotlib: pip install 'coat_jax[train]'.") from error
-
     rows, count = maps.layers.shape
     colours = _colours(maps, statistic)
     widths = [1 + count, 1 + len(maps.steps)] if rows else [1]
-    with mpl.rc_context({**CHART, "axes.grid": False, "font.size": 8}):
-        figure = Figure(figsize=(12, 2 + 0.2 * len(maps.tensors)))
-        FigureCanvasAgg(figure)
+    size = (12, 2 + 0.2 * len(maps.tensors))
+    with styled_figure(size, {"axes.grid": False, "font.size": 8}) as figure:
         ratios = [min(max(width / sum(widths), 0.3), 0.7) for width in widths]
         panels = figure.subplots(1, len(widths), squeeze=False, width_ratios=ratios)[0]
         if rows:

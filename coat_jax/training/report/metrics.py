@@ -233,7 +233,7 @@ def repair(path: Path, step: int) -> Repaired:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """The record of a line; None if it is none."""
+    """The record in a line; None if the line is not a record."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -18,7 +18,7 @@ from coat_jax.errors import UserError
 from coat_jax.files import path_failures
 from coat_jax.printable import printable
 from coat_jax.training.report import page, runs
-from coat_jax.training.report.chart import CHART, Look, looks_of
+from coat_jax.training.report.chart import Look, looks_of, styled_figure
 from coat_jax.training.report.runs import RecordedRun
 
 if TYPE_CHECKING:
@@ -74,20 +74,11 @@ def draw(
 def _picture(
     loaded: Sequence[RecordedRun], looks: Sequence[Look], out: Path, *, over: str, smooth: int
 ) -> None:
-    try:
-        import matplotlib as mpl
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("Plots need matplotlib: pip install 'coat_jax[train]'.") from error
-
     divisor, unit = _unit(loaded, over)
     longest = max(run.axis(over).values[-1] for run in loaded) / divisor
     small = runs.small_panels(loaded)
     rows = _rows(list(small))
-    with mpl.rc_context(CHART):
-        figure = Figure(figsize=(9, 3.2 + 1.6 * len(rows)))
-        FigureCanvasAgg(figure)
+    with styled_figure((9, 3.2 + 1.6 * len(rows))) as figure:
         heights = (3.2, *[1.0] * (len(rows) - 1))
         panels = figure.subplot_mosaic(rows, height_ratios=heights, empty_sentinel=None)
         for axes in panels.values():

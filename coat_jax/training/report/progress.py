@@ -73,11 +73,11 @@ class Progress:
             self.note(_held_out(record))
         elif self._live is None and self._is_due(now):
             self._line_step, self._line_time = self._step, now
-            self._print(self._line())
+            self.note(self._line())
 
     def note(self, text: str) -> None:
         """Prints a line that stays, above the others."""
-        self._print(text)
+        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leaves the last state on the screen."""
@@ -91,9 +91,6 @@ class Progress:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _print(self, text: str) -> None:
-        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def _is_due(self, now: float) -> bool:
         return (

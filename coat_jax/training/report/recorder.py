@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from coat_jax.errors import UserError
+from coat_jax.printable import counted
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.report import speed
 from coat_jax.training.report.metrics import Metrics
@@ -56,6 +57,7 @@ class Recorder:
         self._device = mesh.local_devices[0]
         self._devices = mesh.size
         self._work = speed.work_per_token(config.model, config.sequence_length)
+        self._work_in_bf16 = speed.work_per_token(config.at_start.model, config.sequence_length)
         self._peak_flops = speed.peak_flops_of(self._device.device_kind)
         self._waiting: tuple[int, Report] | None = None
         self._began = time.perf_counter() - seconds
@@ -100,7 +102,8 @@ class Recorder:
             **metrics,
         }
         if self._peak_flops is not None:
-            record["mfu"] = speed.utilization(self._work, self._peak_flops, pace, self._devices)
+            work = self._work_in_bf16 if step <= self._config.steps_in_bf16 else self._work
+            record["mfu"] = speed.utilization(work, self._peak_flops, pace, self._devices)
         stats = self._device.memory_stats() or {}
         if "peak_bytes_in_use" in stats:
             record["memory"] = stats["peak_bytes_in_use"]
@@ -139,8 +142,8 @@ class Recorder:
         self._in_row = self._in_row + step - step_before if all_of_them else 0
         if skipped > skipped_before and not (continues and all_of_them):
             self._progress.note(
-                f"step {step:,}: its gradients are not finite. It changed nothing; {skipped:,} "
-                "steps so far."
+                f"step {step:,}: since the last record {counted(skipped - skipped_before, 'step')} "
+                f"had no finite loss and gradients, and changed nothing; {skipped:,} so far."
             )
         nothing_learned = skipped == step == self._config.total_steps
         if self._in_row >= self._config.max_skipped_steps or nothing_learned:

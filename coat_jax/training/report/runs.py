@@ -68,7 +68,7 @@ class RecordedRun(NamedTuple):
         return float(np.mean(self.columns["loss"].values[-smooth:]))
 
     def held_out_loss(self) -> float | None:
-        """The last one, if there is any."""
+        """The last held-out loss; None if none was recorded."""
         column = self.columns.get("held_out_loss")
         return None if column is None else float(column.values[-1])
 

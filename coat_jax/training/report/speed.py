@@ -42,8 +42,7 @@ PEAKS = {
     "H100 NVL": PeakFlops(835e12, 1671e12),
     "H100": PeakFlops(989e12, 1979e12),
     "H200 NVL": PeakFlops(835e12, 1671e12),
-    "H200": PeakFlops(989e12, 1979e12),
-    "GH200": PeakFlops(989e12, 1979e12),
+    "H200": PeakFlops(989e12, 1979e12),  # and GH200, whose name contains it
     "B200": PeakFlops(2250e12, 4500e12),
     "L40S": PeakFlops(362e12, 733e12),
     "L40": PeakFlops(181e12, 362e12),

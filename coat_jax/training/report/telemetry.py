@@ -48,7 +48,7 @@ from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Batch
 from coat_jax.training.optimizer import storage_of
 from coat_jax.training.state import State
-from coat_jax.training.step import Report, clip_or_skip, loss_of_part
+from coat_jax.training.step import Report, clip_or_skip, microbatch_loss
 
 PREFIX = "fp8/"
 ROWS = 256  # of a parameter whose direction is compared
@@ -179,7 +179,7 @@ class Telemetry:
         return LIMITS.get("/".join(words[-2:])) or LIMITS.get(words[-1])
 
     def _labelled(self, name: str) -> str:
-        """A parameter's name; of layers in one array with the number of that which is sampled."""
+        """A parameter's name; for stacked layers, with the number of the layer that is sampled."""
         first, _, rest = name.partition("/")
         middle = self._config.model.layers // 2  # see `some_rows`
         return f"{first}/{middle}/{rest}" if first in self._stacked else name
@@ -203,7 +203,7 @@ def _collect(
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """The sums of each tensor, and rows of some gradients, of a batch in its microbatches."""
     labels = jnp.sum(batch.labels >= 0)
-    loss = partial(loss_of_part, config, graph, labels)
+    loss = partial(microbatch_loss, config, graph, labels)
 
     def one(part: Batch) -> tuple[dict[str, Array], dict[str, Array]]:
         sums, grads = sums_and_gradients(loss, params, part)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
 from coat_jax.training.cluster import distributed
+from coat_jax.training.cluster.stop import Stop
 
 MOST = 3_000  # steps, should nobody ask: a minute
 STOPPED = 143
@@ -20,7 +21,7 @@ def say(text):
 
 
 distributed.start(timeout=600)
-with distributed.Stop() as stop:
+with Stop() as stop:
     total = multihost_utils.process_allgather(jnp.array(jax.process_index() + 1)).sum()
     say(f"joined {jax.process_index()} of {jax.process_count()}, sum {total}")
     step = 1

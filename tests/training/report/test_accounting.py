@@ -117,6 +117,12 @@ def test_advice_keeps_int8_products():
     assert "precision" not in advice(small(model={"precision": lean}), batch_parts=2)
 
 
+def test_advice_divides_no_batch_whose_gradients_are_released():
+    released = small(model={"scan": False}, optimizer={"release_gradients": True})
+    assert "accumulation" not in advice(released, batch_parts=2)
+    assert "--global_batch_size under 16" in advice(released, batch_parts=2)
+
+
 def test_advice_names_what_can_still_be_lowered():
     wasteful = advice(small(optimizer={"name": "adamw"}), batch_parts=2)
     for remedy in (

@@ -117,6 +117,10 @@ def take(records, skipped, first=1):
 def test_the_first_of_several_skipped_steps_is_reported(kept):
     take(recorder(kept), (0, 1, 1, 2, 3, 4, 4))
     assert [note[:7] for note in kept.notes] == ["step 2:", "step 4:"]
+    assert kept.notes[0] == (
+        "step 2: since the last record 1 step had no finite loss and gradients, and changed "
+        "nothing; 1 so far."
+    )
     take(recorder(kept, step=4, skipped=2), [2], first=5)
     assert len(kept.notes) == 2
 
@@ -171,3 +175,17 @@ def test_a_known_device_has_its_share_of_the_peak(kept, clock, monkeypatch):
     records.flush()
     work = recorders.speed.work_per_token(small().model, 32).total
     assert kept.records[0]["mfu"] == pytest.approx(16 * 32 * work / 1e12 / 2)
+
+
+def test_a_step_in_bf16_is_measured_against_the_peak_of_16_bits(kept, clock, monkeypatch):
+    peak = recorders.speed.PeakFlops(1e12, 4e12)
+    monkeypatch.setattr(recorders.speed, "peak_flops_of", lambda kind: peak)
+    records = recorder(kept, model={"precision": "coat"}, bf16_steps=1, total_steps=4)
+    for step in (1, 2):
+        records.take(step, report())
+        clock[0] += 1.0
+    records.flush()
+    work = recorders.speed.work_per_token(small(model={"precision": "bf16"}).model, 32).total
+    in_bf16, in_fp8 = (record["mfu"] for record in kept.records)
+    assert in_bf16 == pytest.approx(16 * 32 * work / 1e12 / 2)
+    assert in_fp8 < 0.9 * in_bf16

@@ -12,7 +12,7 @@ from train_cases import SMALL, small
 from coat_jax import limits, models
 from coat_jax.errors import UserError
 from coat_jax.ops import Llama3Scaling, Rotary
-from coat_jax.training.identity import RENAMED, changes, to_json
+from coat_jax.training.resume_rules import RENAMED, changes, to_json
 
 
 def saved(config):

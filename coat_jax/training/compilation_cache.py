@@ -7,6 +7,7 @@ folder is checked here. An entry that cannot be read is deleted: JAX writes entr
 that was only partly written when a process was killed would be read, refused and never replaced.
 """
 
+import contextlib
 import os
 import re
 import warnings
@@ -100,11 +101,10 @@ def delete_unreadable(folder: Path) -> list[Path]:
     stamp.touch()
     deleted = []
     for path in entries(folder):
-        if path.stat().st_mtime_ns < since:
-            continue
-        if not is_whole(path.read_bytes()):
-            path.unlink(missing_ok=True)
-            deleted.append(path)
+        with contextlib.suppress(FileNotFoundError):  # another process of the run deletes it, too
+            if path.stat().st_mtime_ns >= since and not is_whole(path.read_bytes()):
+                path.unlink()
+                deleted.append(path)
     return deleted
 
 

@@ -11,11 +11,11 @@ from train_cases import small, stepper
 
 from coat_jax import models
 from coat_jax.errors import UserError
-from coat_jax.training import evaluation
+from coat_jax.training import held_out
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import EvaluationConfig, MeshConfig
 from coat_jax.training.data import DataConfig, load
-from coat_jax.training.evaluation import Evaluation
+from coat_jax.training.held_out import Evaluation
 
 CONFIG = small(
     model={"layers": 1, "dtype": "float32"},
@@ -58,7 +58,7 @@ def test_it_is_the_mean_over_the_labels_of_the_first_batches(graph, params):
 
 def test_it_is_compiled_with_the_options_of_the_run(graph, params, monkeypatch):
     unknown = {"xla_no_such_option": True}
-    monkeypatch.setattr(evaluation, "compiler_options", lambda config, mesh: unknown)
+    monkeypatch.setattr(held_out, "compiler_options", lambda config, mesh: unknown)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         loss_on((1, 1, 1), graph, params)
 

@@ -30,7 +30,7 @@ class Evaluation:
         self._data = open_data(config, mesh, "held_out")
         self._beginning = self._data.state()
         self._batches = config.evaluation.batches
-        self._parts = config.gradient_accumulation_steps
+        self._accumulation = config.gradient_accumulation_steps
         if not self._data.has_labels(self._batches):
             raise UserError(
                 f"The first evaluation.batches={self._batches} held-out batches have no token to "
@@ -45,7 +45,7 @@ class Evaluation:
         self._data.restore(self._beginning)
         losses, labels = [], []
         for part in self._microbatches():
-            placed = place(part, self._mesh, parts=1, packed=self._data.packed)
+            placed = place(part, self._mesh, microbatches=1, packed=self._data.packed)
             result = self._step(params, placed)
             losses.append(result.loss)
             labels.append(result.labels)
@@ -54,5 +54,7 @@ class Evaluation:
 
     def _microbatches(self) -> Iterator[Batch]:
         for batch in itertools.islice(self._data, self._batches):
-            for arrays in zip(*(np.split(array, self._parts) for array in batch), strict=True):
+            for arrays in zip(
+                *(np.split(array, self._accumulation) for array in batch), strict=True
+            ):
                 yield Batch(*arrays)

@@ -10,11 +10,11 @@ from forks import Fork
 from processes import outputs
 
 from coat_jax.errors import UserError
-from coat_jax.training import compilation
+from coat_jax.training import compilation_cache
 
 PROGRAM = """
 import sys, jax, jax.numpy as jnp
-from coat_jax.training.compilation import use_cache
+from coat_jax.training.compilation_cache import use_cache
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 use_cache(sys.argv[1])
@@ -52,19 +52,19 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch, no_ca
     (tmp_path / "file").touch()
     for folder, problem in (("file", "it is not a folder"), ("file/x", ".*/file is not a folder")):
         with pytest.raises(UserError, match=f"{folder} cannot be used: {problem}.*--cache none"):
-            compilation.use_cache(str(tmp_path / folder))
+            compilation_cache.use_cache(str(tmp_path / folder))
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     with pytest.raises(UserError, match="is not writable"):
-        compilation.use_cache(str(tmp_path / "new"))
+        compilation_cache.use_cache(str(tmp_path / "new"))
     assert jax.config.values["jax_compilation_cache_dir"] is None
 
 
 def test_a_run_goes_on_without_the_default_folder(tmp_path, monkeypatch, no_cache):
     """Nobody chose it, so a home that cannot be written must not end a run."""
     (tmp_path / "file").touch()
-    monkeypatch.setattr(compilation, "FOLDER", str(tmp_path / "file" / "xla"))
+    monkeypatch.setattr(compilation_cache, "FOLDER", str(tmp_path / "file" / "xla"))
     notes = []
-    compilation.use_cache(compilation.FOLDER, note=notes.append)
+    compilation_cache.use_cache(compilation_cache.FOLDER, note=notes.append)
     assert len(notes) == 1
     assert "Every start compiles anew" in notes[0]
     assert jax.config.values["jax_compilation_cache_dir"] is None
@@ -73,8 +73,8 @@ def test_a_run_goes_on_without_the_default_folder(tmp_path, monkeypatch, no_cach
 def test_a_folder_that_jax_was_given_before_is_used_and_named(tmp_path, no_cache):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     notes = []
-    for folder in (compilation.FOLDER, str(tmp_path), "other"):
-        compilation.use_cache(folder, note=notes.append)
+    for folder in (compilation_cache.FOLDER, str(tmp_path), "other"):
+        compilation_cache.use_cache(folder, note=notes.append)
     assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path)
     assert [text.partition(":")[0] for text in notes] == [
         f"The compilation cache is {tmp_path}, not other"
@@ -82,7 +82,7 @@ def test_a_folder_that_jax_was_given_before_is_used_and_named(tmp_path, no_cache
 
 
 def test_a_url_is_passed_to_jax_as_it_is(no_cache):
-    compilation.use_cache("gs://bucket/cache")
+    compilation_cache.use_cache("gs://bucket/cache")
     assert jax.config.values["jax_compilation_cache_dir"] == "gs://bucket/cache"
 
 
@@ -90,7 +90,7 @@ def test_an_empty_setting_of_jax_names_no_folder(tmp_path, monkeypatch, no_cache
     """The current folder, which it would name as a path, must not be searched for entries."""
     monkeypatch.chdir(tmp_path)
     jax.config.update("jax_compilation_cache_dir", "")
-    compilation.use_cache(str(tmp_path / "cache"))
+    compilation_cache.use_cache(str(tmp_path / "cache"))
     assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "cache")
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
@@ -99,7 +99,7 @@ def test_a_folder_of_jax_that_cannot_be_used_is_named(tmp_path, no_cache):
     (tmp_path / "file").touch()
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "file"))
     notes = []
-    compilation.use_cache(compilation.FOLDER, note=notes.append)
+    compilation_cache.use_cache(compilation_cache.FOLDER, note=notes.append)
     assert [note.partition("cannot be used: ")[2] for note in notes] == [
         "it is not a folder. Every start compiles anew."
     ]
@@ -114,8 +114,15 @@ def test_an_entry_that_ends_too_early_is_deleted(tmp_path, length):
     right.write_bytes(whole)
     for path in others:
         path.write_bytes(b"not JAX's")
-    assert compilation.delete_unreadable(tmp_path) == [cut]
-    assert set(tmp_path.iterdir()) == {tmp_path / compilation.CHECKED, right, *others}
+    assert compilation_cache.delete_unreadable(tmp_path) == [cut]
+    assert set(tmp_path.iterdir()) == {tmp_path / compilation_cache.CHECKED, right, *others}
+
+
+def test_an_entry_that_another_process_deletes_first_is_passed_over(tmp_path, monkeypatch):
+    left, gone = entry(tmp_path, "left"), entry(tmp_path, "gone")
+    left.touch()
+    monkeypatch.setattr(compilation_cache, "entries", lambda folder: iter([gone, left]))
+    assert compilation_cache.delete_unreadable(tmp_path) == [left]
 
 
 def entry(folder, name):
@@ -127,16 +134,16 @@ def test_an_entry_is_read_by_one_start_only(tmp_path):
     """A cache of gigabytes must not be decompressed at every start."""
     old, new = entry(tmp_path, "old"), entry(tmp_path, "new")
     old.write_bytes(zlib.compress(b"a program"))
-    assert compilation.delete_unreadable(tmp_path) == []
+    assert compilation_cache.delete_unreadable(tmp_path) == []
     old.write_bytes(b"")
     new.write_bytes(b"")
-    checked = (tmp_path / compilation.CHECKED).stat().st_mtime_ns
+    checked = (tmp_path / compilation_cache.CHECKED).stat().st_mtime_ns
     os.utime(old, ns=(checked - 1, checked - 1))
-    assert compilation.delete_unreadable(tmp_path) == [new]
+    assert compilation_cache.delete_unreadable(tmp_path) == [new]
 
 
 def test_entries_in_zstandard_are_checked_too():
     zstandard = pytest.importorskip("zstandard")
     whole = zstandard.compress(b"a program" * 100)
-    assert compilation.is_whole(whole)
-    assert not compilation.is_whole(whole[:-1])
+    assert compilation_cache.is_whole(whole)
+    assert not compilation_cache.is_whole(whole[:-1])
