@@ -35,7 +35,7 @@ def make_checkpoint(folder: Path, width: int, layers: int) -> None:
         intermediate_size=3 * width,
         num_hidden_layers=layers,
         num_attention_heads=width // 32,
-        max_position_embeddings=512,
+        max_position_embeddings=2048,
     )
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 

@@ -4,7 +4,7 @@ Claim: at the same model and batch an example takes less memory with coat_jax th
 
     python -m experiments.examples_memory                        on a GPU
     python -m experiments.examples_memory --width 128 --steps 4  smoke test, anywhere
-    python -m experiments.examples_memory --only flax_nnx tunix_trainer
+    python -m experiments.examples_memory --large                MaxText and transformers
 
 Each example runs twice, without coat_jax and with it, in a process of its own, so that peaks do not
 add up. One that fails, for instance because its package is not installed, is left out with a line
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help=f"more than {WARM}")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
-    parser.add_argument("--only", nargs="+", choices=EXAMPLES, default=list(EXAMPLES))
+    parser.add_argument("--large", action="store_true", help="those whose packages are large")
     parser.add_argument("--one", nargs=2, metavar=("EXAMPLE", "FP8"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.steps <= WARM:
@@ -56,7 +56,8 @@ def main() -> None:
     sizes = {name: getattr(args, name) for name in SIZES}
     cases: list[dict[str, Any]] = []
     missing: list[str] = []
-    for name in args.only:
+    path = args.out / f"examples_memory{'_large' * args.large}.json"
+    for name in (name for name in EXAMPLES if (name in LARGE) == args.large):
         for fp8 in (False, True):
             found = in_a_process(name, fp8, args)
             if why := found.get("failed"):
@@ -65,7 +66,7 @@ def main() -> None:
                 break
             cases.append({"example": name, "coat_jax": fp8, **found})
             print(" ".join(f"{value!s:>12}" for value in cases[-1].values()), flush=True)
-            records.write(args.out / "examples_memory.json", {"sizes": sizes, "cases": cases})
+            records.write(path, {"sizes": sizes, "cases": cases})
     if missing:
         raise SystemExit(f"Not measured: {'; '.join(missing)}.")
 
@@ -187,6 +188,7 @@ EXAMPLES: Mapping[str, Callable[[bool, argparse.Namespace], dict[str, Any]]] = {
     "maxtext_train": maxtext,
     "hugging_face": hugging_face,
 }
+LARGE = ("maxtext_train", "hugging_face")
 
 
 if __name__ == "__main__":
