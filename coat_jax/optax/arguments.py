@@ -35,14 +35,23 @@ def require_hyper(hyper: Hyper) -> None:
         require_number_or_schedule(name, getattr(hyper, name))
 
 
+MOST_LASTING = 1.3  # b1^2 / b2, above which single first moments are far larger than sqrt(v)
+
+
 def require_lasting(hyper: Hyper, storage: Storage | None) -> None:
-    """Raises if a first moment relative to sqrt(v) cannot be stored, v being a single g^2."""
-    alone = _known(hyper.b2) == 0 and _known(hyper.b1) != 0
-    if alone and (storage or Storage()).first == DIRECTION:
+    """Raises if first moments last so much longer than v that m / sqrt(v) cannot be stored.
+
+    Without a gradient it grows by b1 / sqrt(b2) per step.
+    """
+    b1, b2 = _known(hyper.b1), _known(hyper.b2)
+    if b1 is None or b2 is None or (storage or Storage()).first != DIRECTION:
+        return
+    if b1**2 > MOST_LASTING * b2:
         raise ValueError(
             f"b2={hyper.b2!r} with b1={hyper.b1!r}: the first moment is stored relative to the "
-            "root of the second, which is then that of one gradient, and may be near zero. Use "
-            "storage=coat_jax.Storage(first=coat_jax.E4M3), or a larger b2."
+            f"root of the second, which decays faster: b2 must be at least b1^2 / {MOST_LASTING}, "
+            f"{b1**2 / MOST_LASTING:.3g}. Use storage=coat_jax.Storage(first=coat_jax.E4M3), or a "
+            "larger b2."
         )
 
 

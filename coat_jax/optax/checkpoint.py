@@ -47,20 +47,22 @@ def restore_state(path: str | Path, like: Any) -> Any:
     Args:
         path: a directory that `save_state` wrote.
         like: the state expected: arrays, or `jax.ShapeDtypeStruct`s, as `jax.eval_shape(tx.init,
-            params)` gives them, with shardings where the state is to be sharded. Random keys are
-            restored with the implementation that they have here.
+            params)` gives them, with shardings where the state is to be sharded. (`eval_shape`
+            forgets where `in_host_memory` keeps a state: give `init(params)` itself there.) Random
+            keys are restored with the implementation that they have here.
     """
     import orbax.checkpoint as ocp
 
-    require_stored_like(path, like)
-    arrays = jax.tree.map(_to_array, like)
+    arrays = _asked_for(like, require_stored_like(path, like))
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(expanded(path).absolute(), arrays)
     return jax.tree.map(_from_array, like, restored)
 
 
-def require_stored_like(path: str | Path, like: Any) -> None:
-    """Raises unless the state at `path` has the leaves, shapes and dtypes of `like`.
+def require_stored_like(path: str | Path, like: Any) -> Any:
+    """Returns what is stored at `path` as shapes and dtypes; raises unless `like` has the same.
+
+    A Python number may be stored in any dtype of its kind: a step under jit makes it an array.
 
     Raises:
         FileNotFoundError: if there is none.
@@ -76,7 +78,23 @@ def require_stored_like(path: str | Path, like: Any) -> None:
         stored = checkpointer.metadata(path).item_metadata
     if stored is None:
         raise ValueError(f"{path} is no complete checkpoint: it has no metadata.")
-    _require_same(path, stored.tree, jax.tree.map(_to_array, like))
+    _require_same(path, stored.tree, _asked_for(like, stored.tree))
+    return stored.tree
+
+
+def _asked_for(like: Any, stored: Any) -> Any:
+    """The arrays that orbax is asked for: those of `like`, numbers in the dtype they are stored."""
+    found = _described(stored)
+
+    def asked_for(path: Any, leaf: Any) -> Any:
+        _, dtype = found.get("/".join(_keys(path)), ((), None))
+        if dtype is None or not _is_number(leaf) or isinstance(leaf, np.generic):
+            return _to_array(leaf)
+        kinds = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating}
+        kind = kinds.get(type(leaf), jnp.complexfloating)
+        return np.zeros((), dtype) if jnp.issubdtype(dtype, kind) else _to_array(leaf)
+
+    return jax.tree.map_with_path(asked_for, like)
 
 
 def _require_storable(state: Any) -> None:
@@ -84,8 +102,15 @@ def _require_storable(state: Any) -> None:
         raise ValueError("The state has no arrays: there is nothing to save or restore.")
     if jax.tree_util.all_leaves([state]):
         raise ValueError("The state is a single leaf, which orbax does not take: put it in a dict.")
+    stored_as: dict[str, str] = {}
     for path, leaf in jax.tree.leaves_with_path(state):
         where = jax.tree_util.keystr(path)
+        other = stored_as.setdefault(".".join(_keys(path)), where)
+        if other != where:
+            raise ValueError(
+                f"{other} and {where} would be stored as one array, {'.'.join(_keys(path))!r}: "
+                "orbax joins keys with dots. Rename one of them."
+            )
         kind = getattr(getattr(leaf, "dtype", None), "kind", "O")
         if kind in "OSUmM" and not _is_number(leaf) and not _is_key(leaf):
             raise TypeError(
@@ -155,8 +180,12 @@ def _require_same(path: Path, stored: Any, like: Any) -> None:
 
 def _described(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     """Path -> shape and dtype. Orbax stores named tuples as dicts, hence the plain path."""
-    described = {}
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        keys = [str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path]
-        described["/".join(keys)] = (tuple(leaf.shape), jnp.dtype(leaf.dtype).name)
-    return described
+    return {
+        "/".join(_keys(path)): (tuple(leaf.shape), jnp.dtype(leaf.dtype).name)
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def _keys(path: Any) -> list[str]:
+    """The keys of a path, as orbax names them."""
+    return [str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path]

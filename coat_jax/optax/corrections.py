@@ -23,6 +23,7 @@ from coat_jax.numerics.expansion import GROUP_SIZE
 from coat_jax.optax.checks import (
     dtype_of,
     require_real_floats,
+    require_same_shapes,
     require_state_of,
     require_transformation,
 )
@@ -82,6 +83,7 @@ def with_corrections(tx: optax.GradientTransformation) -> optax.GradientTransfor
                 "with_corrections needs the parameters: call tx.update(updates, state, params)."
             )
         require_corrections(params, state)
+        require_same_shapes("updates", updates, params)
         wide = join_params(params, state)
         updates, after = inner.update(in_fp32(updates), state.inner, wide, **extra_args)
         new, state = split_params(optax.apply_updates(wide, updates), params, state, after)
@@ -196,10 +198,13 @@ def require_corrections(params: optax.Params, state: Any) -> None:
     require_state_of(CorrectedState, state)
     named = jax.tree.leaves_with_path(params)
     found = jax.tree.leaves(state.corrections)
-    if len(named) != len(found):
+    expected: Any = jax.tree.structure(params)
+    made_for: Any = jax.tree.structure(state.corrections)
+    if expected != made_for:
         raise ValueError(
-            f"There are {len(named)} parameters, but the state has corrections of {len(found)}. "
-            "Make it with init(params) from these parameters."
+            f"There are {len(named)} parameters, but the state has corrections of {len(found)}, "
+            f"or of others.\n  parameters:  {expected}\n  corrections: {made_for}\n"
+            "Make the state with init(params) from these parameters."
         )
     for (path, p), c in zip(named, found, strict=True):
         if (c.shape, c.dtype) != (_shape(p), corrections.DTYPE):

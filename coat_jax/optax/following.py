@@ -9,20 +9,35 @@ Optimizers build their moments by mapping over the parameters, also where `optax
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 
 def followed_params(state: Any, params: optax.Params) -> list[Any]:
     """For each leaf of `state` the parameter that it follows, or None."""
-    by_path = dict(jax.tree.leaves_with_path(optimized(params)))
-    return [_longest_ending(path, by_path) for path, _ in jax.tree.leaves_with_path(state)]
+    leaves = jax.tree.leaves(optimized(params))
+    return [None if i is None else leaves[i] for i in followed_indices(state, params)]
+
+
+def followed_indices(state: Any, params: optax.Params) -> list[int | None]:
+    """For each leaf of `state` the index of the parameter that it follows, or None.
+
+    A number follows no array: the path of a counter may end like that of a parameter.
+    """
+    named = jax.tree.leaves_with_path(optimized(params))
+    by_path = {path: index for index, (path, _) in enumerate(named)}
+
+    def followed(path: tuple[Any, ...], leaf: Any) -> int | None:
+        """The parameter whose path is the longest ending of `path`."""
+        endings = (path[start:] for start in range(len(path) + 1))
+        index = next((by_path[ending] for ending in endings if ending in by_path), None)
+        if index is not None and jnp.ndim(leaf) == 0 and jnp.ndim(named[index][1]) > 0:
+            return None
+        return index
+
+    return [followed(path, leaf) for path, leaf in jax.tree.leaves_with_path(state)]
 
 
 def optimized(params: optax.Params) -> optax.Params:
     """The parameters that have gradients: with optax.lookahead, the fast copy."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
-
-
-def _longest_ending(path: tuple[Any, ...], by_path: dict[tuple[Any, ...], Any]) -> Any:
-    endings = (path[start:] for start in range(len(path) + 1))
-    return next((by_path[ending] for ending in endings if ending in by_path), None)

@@ -163,6 +163,8 @@ def fused_fp8_adamw(
         grad_scale: Number = 1.0,
         skip: bool | Array = False,
     ) -> tuple[optax.Params, Any]:
+        if params is None:
+            raise ValueError("The step needs the parameters: call step(params, grads, state).")
         if correct_params:
             require_corrections(params, state)
         adam = state.inner if correct_params else state

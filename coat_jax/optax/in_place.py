@@ -19,6 +19,7 @@ from coat_jax.kernels.adam import Number
 from coat_jax.optax.arguments import require_flag, require_scalar, require_seed, require_settings
 from coat_jax.optax.checks import (
     dtype_of,
+    require_real_floats,
     require_same_shapes,
     require_state_of,
     require_transformation,
@@ -80,6 +81,7 @@ def in_place(
     inner_tx = optax.with_extra_args_support(require_transformation("in_place", tx))
 
     def init(params: optax.Params) -> InPlaceState | CorrectedState:
+        require_real_floats(params)
         # The first state of some transformations has Python numbers, which a step makes arrays.
         state = jax.tree.map(
             lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf),
@@ -104,6 +106,7 @@ def in_place(
         require_scalar("grad_scale", grad_scale)
         require_flag("skip", skip)
         require_same_shapes("gradients", grads, optimized(params))
+        require_real_floats(grads)
         scaled = jax.tree.map(
             lambda g: jnp.asarray(g * grad_scale, dtype_of(g)),  # a factor may be in FP64
             in_fp32(grads),

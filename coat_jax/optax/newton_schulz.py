@@ -147,13 +147,18 @@ def coefficients_of(given: Coefficients | str, steps: int) -> np.ndarray:
 
 
 def require_ns_dtype(dtype: Any) -> None:
-    """Raises unless the argument `ns_dtype` is a dtype of floats."""
+    """Raises unless the argument `ns_dtype` is a dtype of floats with FP32's range."""
     if isinstance(dtype, np.generic | np.ndarray | jax.Array) or not jnp.issubdtype(
         dtype, jnp.floating
     ):
         raise ValueError(
             f"ns_dtype={shown(dtype)} must be a dtype of floats. (optax.inject_hyperparams makes "
             'an array of it: pass it static_args=("ns_steps", "ns_dtype").)'
+        )
+    if jnp.finfo(dtype).maxexp < jnp.finfo(jnp.bfloat16).maxexp:
+        raise ValueError(
+            f"ns_dtype={jnp.dtype(dtype).name} has a smaller range than gradients: small ones "
+            "would become zero, and large ones infinite. Use bfloat16 or float32."
         )
 
 

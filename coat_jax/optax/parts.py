@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array
 
 from coat_jax.errors import UserError
-from coat_jax.optax.following import followed_params
+from coat_jax.optax.following import followed_indices
 from coat_jax.optax.host_memory import is_on_host, to_device, to_host
 
 
@@ -38,8 +38,7 @@ class Parts:
     def __init__(self, params: optax.Params, state: Any):
         self._params, self._structure = jax.tree.flatten(params)
         self._state, self._state_structure = jax.tree.flatten(state)
-        numbered = jax.tree.unflatten(self._structure, range(len(self._params)))
-        self._follows = followed_params(state, numbered)
+        self._follows = followed_indices(state, params)
         self._masked = _is_masked(state)
         self._before = list(self._state)
         self._on_host = [is_on_host(leaf) for leaf in self._state]
@@ -62,7 +61,7 @@ class Parts:
         """For each parameter, the sizes in bytes of the arrays in host memory that follow it."""
         sizes: list[list[int]] = [[] for _ in self._params]
         for leaf, on_host, param in zip(self._before, self._on_host, self._follows, strict=True):
-            if on_host:
+            if on_host and param is not None:
                 sizes[param].append(leaf.nbytes)
         return sizes
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import GROUP_SIZE
 from coat_jax.optax.arguments import require_seed
-from coat_jax.optax.checks import dtype_of, require_same_shapes
+from coat_jax.optax.checks import dtype_of, require_same_shapes, require_state_of
 
 
 class StochasticRoundState(NamedTuple):
@@ -49,6 +49,7 @@ def stochastic_round_updates(seed: int = 0) -> optax.GradientTransformation:
                 "stochastic_round_updates needs the parameters that it rounds for: call "
                 "tx.update(updates, state, params)."
             )
+        require_state_of(StochasticRoundState, state)
         count = optax.safe_increment(state.count)
         new = apply_updates(params, updates, step=count, seed=seed)
 

@@ -111,7 +111,7 @@ def stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]]
     """
 
     def holds(node: Any) -> bool:
-        _require_fields(node)
+        _refuse_dict(node)
         return all(hasattr(node, field) for field in FIELDS)
 
     for path, node in jax.tree_util.tree_flatten_with_path(state, is_leaf=holds)[0]:
@@ -126,7 +126,7 @@ def stored_leaves(state: Any) -> Iterator[tuple[tuple[str, ...], str, Expanded]]
                 yield parameter, moment, Expanded(codes, amax, k16)
 
 
-def _require_fields(node: Any) -> None:
+def _refuse_dict(node: Any) -> None:
     """Raises for stored leaves in a dict: fields cannot be told from parameters there."""
     if isinstance(node, Mapping) and all(field in node for field in FIELDS):
         raise UserError(

@@ -310,6 +310,18 @@ REFUSED = [
         "There are 3 parameters, but the state has corrections of 1",
     ),
     (
+        lambda p: corrected_params(dict(zip("abc", p.values(), strict=True)), fused().init(p)),
+        ValueError,
+        "corrections of 3, or of others",
+    ),
+    (
+        lambda p: with_corrections(optax.sgd(1.0)).update(
+            {**p, "matrix": jnp.ones((2, 16, 256))}, with_corrections(optax.sgd(1.0)).init(p), p
+        ),
+        ValueError,
+        r"updates\['matrix'\] has shape \(2, 16, 256\)",
+    ),
+    (
         lambda p: corrected_params(p, plain().init(p)),
         ValueError,
         "The state contains 0 CorrectedStates",

@@ -10,7 +10,15 @@ import numpy as np
 import optax
 import pytest
 
-from coat_jax.optax import Storage, compress, fp8_adamw, fused_fp8_adamw
+from coat_jax.optax import (
+    Storage,
+    apply_updates,
+    compress,
+    fp8_adamw,
+    fused_fp8_adamw,
+    in_place,
+    stochastic_round_updates,
+)
 
 PARAMS = {"w": jnp.float32(np.random.default_rng(0).standard_normal((4, 256)))}
 GRADS = jnp.float32(np.random.default_rng(1).standard_normal((4, 256)))
@@ -81,3 +89,29 @@ def test_the_fused_step_refuses_too():
 
     with pytest.raises(NotImplementedError, match=r"8 bits cannot be differentiated"):
         jax.jit(jax.grad(loss))(GRADS)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda tx, p, g: optax.apply_updates(
+            p,
+            optax.chain(tx, stochastic_round_updates()).update(
+                g, optax.chain(tx, stochastic_round_updates()).init(p), p
+            )[0],
+        ),
+        lambda tx, p, g: in_place(tx, round_params=True).step(
+            p, g, in_place(tx, round_params=True).init(p)
+        )[0],
+        lambda tx, p, g: apply_updates(p, tx.update(g, tx.init(p), p)[0], step=1),
+    ],
+    ids=["chain", "in_place", "apply_updates"],
+)
+def test_stochastic_rounding_has_the_derivative_of_a_cast(step):
+    params = {"w": jnp.ones((4, 256), jnp.bfloat16)}
+    grads = {"w": jnp.full((4, 256), 0.5, jnp.bfloat16)}
+
+    def after(rate):
+        return jnp.sum(jnp.float32(step(optax.sgd(rate), params, grads)["w"]))
+
+    np.testing.assert_allclose(jax.grad(after)(0.1), -0.5 * 4 * 256, rtol=1e-2)

@@ -139,6 +139,18 @@ def changes(after):
         ),
         (lambda: step_once(changes({})), ValueError, "changed the structure of its state"),
         (
+            lambda: in_place(optax.sgd(1.0)).init({"w": jnp.arange(3)}),
+            TypeError,
+            r"\['w'\] has dtype int32; only floats are optimized",
+        ),
+        (
+            lambda: in_place(optax.sgd(1.0)).step(
+                tree(0), jax.tree.map(jnp.int32, tree(1)), in_place(optax.sgd(1.0)).init(tree(0))
+            ),
+            TypeError,
+            "has dtype int32",
+        ),
+        (
             lambda: in_place(fused_fp8_adamw(1e-3)),
             TypeError,
             "what in_place was given instead of in_place",

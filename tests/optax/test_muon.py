@@ -330,6 +330,8 @@ def test_in_a_group_of_equal_shapes_each_leaf_gets_its_own_matrix_back():
         ({"consistent_rms": -1.0}, ValueError, "consistent_rms"),
         ({"ns_steps": jnp.array(5)}, ValueError, r"static_args=\(.ns_steps., .ns_dtype.\)"),
         ({"ns_dtype": jnp.bfloat16(0)}, ValueError, r"static_args=\(.ns_steps., .ns_dtype.\)"),
+        ({"ns_dtype": jnp.float16}, ValueError, "ns_dtype=float16 has a smaller range"),
+        ({"ns_dtype": coat.E5M2}, ValueError, "ns_dtype=float8_e5m2 has a smaller range"),
         ({"ns_dtype": jnp.int8}, ValueError, r"ns_dtype=.*int8.* must be a dtype of floats"),
         ({"learning_rate": None, "adam_learning_rate": 1e-3}, TypeError, "learning_rate=None"),
         ({"weight_decay": -0.1}, ValueError, "weight_decay=-0.1"),

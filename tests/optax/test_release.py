@@ -1,5 +1,7 @@
 """A step that frees gradients in its backward pass is the step that computes all of them first."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -175,6 +177,26 @@ def test_an_optimizer_that_knows_parameters_by_labels_is_refused():
     optimizer = coat.optax.in_place(coat.optax.fp8_muon(1e-2))
     with pytest.raises(ValueError, match=r"masked states, as optax\.partition"):
         step_by_stages(optimizer, STAGES, params, optimizer.init(params))
+
+
+class Counts(NamedTuple):
+    w: jax.Array
+    count: jax.Array
+
+
+def test_a_parameter_may_have_the_name_of_a_counter():
+    """The path of the optimizer's own counter ends like that of the parameter."""
+    params = Counts(*(0.1 * parameters()["table"] for _ in range(2)))
+    stages = [
+        Stage(lambda p: p.w, lambda w, _: X @ w),
+        Stage(lambda p: p.count, lambda w, x: jnp.mean((x @ w - 1) ** 2)),
+    ]
+    optimizer = coat.optax.in_place(optax.adam(1e-2))
+    got = step_by_stages(optimizer, stages, params, optimizer.init(params))
+    grads = jax.grad(lambda p: jnp.mean((X @ p.w @ p.count - 1) ** 2))(params)
+    wanted, _ = optimizer.step(params, grads, optimizer.init(params))
+    for a, b in zip(got.params, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 def test_a_stage_may_select_a_leaf_twice():

@@ -199,6 +199,11 @@ def test_random_keys_and_numbers_are_restored_as_what_they_were(tmp_path):
         ({"a": len}, TypeError, r"\['a'\] is a builtin_function"),
         ({"a": 2**70}, ValueError, r"\['a'\] is .* does not fit in 64 bits"),
         ({"a": jnp.zeros((0, 3))}, ValueError, r"\['a'\] has shape \(0, 3\)"),
+        (
+            {"a.b": jnp.zeros(3), "a": {"b": jnp.ones(3)}},
+            ValueError,
+            r"\['a'\]\['b'\] and \['a.b'\] would be stored as one array, 'a.b'",
+        ),
         ({}, ValueError, r"no arrays"),
         (jnp.ones(3), ValueError, r"single leaf"),
     ],
@@ -207,3 +212,16 @@ def test_a_state_that_could_not_be_restored_is_not_saved(state, error, message, 
     with pytest.raises(error, match=message):
         save_state(tmp_path / "state", state)
     assert not (tmp_path / "state").exists()
+
+
+def test_a_number_that_a_jitted_step_made_an_array_comes_back_as_a_number(tmp_path):
+    """As Flax's TrainState has it: its step is a Python number at first."""
+    fresh = {"step": 0, "share": 0.5, "w": jnp.ones(3)}
+    trained = jax.jit(lambda s: {**s, "step": s["step"] + 1})(fresh)
+    assert isinstance(trained["step"], jax.Array)
+    save_state(tmp_path / "state", trained)
+    got = restore_state(tmp_path / "state", fresh)
+    assert (got["step"], got["share"]) == (1, 0.5)
+    assert isinstance(got["step"], int)
+    with pytest.raises(ValueError, match="step is stored as int32"):
+        restore_state(tmp_path / "state", {**fresh, "step": 0.0})

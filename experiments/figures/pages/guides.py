@@ -5,10 +5,19 @@ from experiments.figures.measured.files import GB, case
 from experiments.figures.measured.throughput import slower
 from experiments.figures.pages.reasons import ARITHMETIC, SETTING, TESTED
 
-EXAMPLES = {
-    "flax_nnx": "Flax NNX, AdamW",
-    "flax_linen": "Flax Linen, AdamW",
-    "flax_lora": "Flax NNX with LoRA, base weights in FP8",
+EXAMPLES = {  # by results file and name
+    ("examples_memory", "flax_nnx"): "Flax NNX",
+    ("examples_memory", "flax_linen"): "Flax Linen",
+    ("examples_memory", "flax_lora"): "Flax NNX with LoRA, base weights in FP8",
+    ("examples_memory", "qwix_provider"): "Qwix",
+    ("examples_memory", "equinox_loop"): "Equinox, MLPs alone",
+    ("examples_memory", "tunix_trainer"): "Tunix",
+    ("examples_memory", "tunix_trainer, LoRA"): "Tunix with LoRA",
+    ("examples_memory_large", "maxtext_train"): "MaxText",
+    (
+        "examples_memory_large",
+        "hugging_face",
+    ): "transformers in torch; with coat_jax, parameters in BF16",
 }
 
 
@@ -16,8 +25,8 @@ def examples_memory() -> list[list[str]]:
     """Every example without coat_jax and with it."""
     columns = ("peak, GB", "optimizer state, GB", "ms a step")
     rows = [["", *(cell for column in columns for cell in (column, "with coat_jax"))]]
-    for name, words in EXAMPLES.items():
-        both = [case("examples_memory", example=name, coat_jax=ours) for ours in (False, True)]
+    for (file, name), words in EXAMPLES.items():
+        both = [case(file, example=name, coat_jax=ours) for ours in (False, True)]
         cells = [f"{c[kind] / GB:.2f}" for kind in ("peak_bytes", "state_bytes") for c in both]
         rows.append([words, *cells, *(f"{c['ms']:.1f}" for c in both)])
     return rows
