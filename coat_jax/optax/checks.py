@@ -74,11 +74,15 @@ def described(optimizer: Any) -> str:
 def require_state_of(kind: type, state: Any, advice: str = "Make it with init(params).") -> None:
     """Raises unless the state is of this kind."""
     if not isinstance(state, kind):
-        article = "an" if kind.__name__.startswith(tuple("AEIO")) else "a"
         raise TypeError(
-            f"The state must be {article} {kind.__name__}, but is a {type(state).__name__}, which "
+            f"The state must be {_with_article(kind)}, but is {_with_article(type(state))}, which "
             f"another optimizer made. {advice}"
         )
+
+
+def _with_article(kind: type) -> str:
+    article = "an" if kind.__name__.startswith(tuple("AEIO")) else "a"
+    return f"{article} {kind.__name__}"
 
 
 def require_same_shapes(name: str, tree: Any, codes: Any) -> None:
