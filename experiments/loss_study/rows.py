@@ -33,7 +33,7 @@ def placed_rows(
     at = rows[:, None].astype(np.int64) * sequence + np.arange(sequence + 1)
     whole = tokens[at].astype(np.int32)
     plain: Any = Batch(whole[:, :-1], whole[:, 1:], None, None)  # type: ignore[arg-type]
-    placed: Batch = place(plain, mesh, parts=parts, packed=False)
+    placed: Batch = place(plain, mesh, microbatches=parts, packed=False)
     return placed
 
 
