@@ -19,13 +19,22 @@ from experiments.command import bare_parser_of
 from experiments.loss_study.command import add_arguments, carry_out
 
 MODULE = "experiments.after_training.run"
+COMPILING = 150.0  # seconds of a run: a program for each recipe, and three that train
 
 
 def main() -> None:
     """Plans, measures, merges, or shows what was measured."""
     parser = bare_parser_of(__doc__)
     add_arguments(parser, arms=["bf16", "products", "coat"], work="after_training")
-    carry_out(parser.parse_args(), FILE, show, module=MODULE, row_of=row_of, cost_of=cost_of)
+    carry_out(
+        parser.parse_args(),
+        FILE,
+        show,
+        module=MODULE,
+        row_of=row_of,
+        cost_of=cost_of,
+        compiling=COMPILING,
+    )
 
 
 if __name__ == "__main__":

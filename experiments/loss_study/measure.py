@@ -37,6 +37,7 @@ class Call(NamedTuple):
         module: of the processes that make runs.
         row_of: names a run before it is made.
         cost_of: a run, in tokens that are trained on; for estimates.
+        compiling: seconds in which a run compiles programs after its first step; likewise.
     """
 
     arms: Mapping[str, Arm]
@@ -54,6 +55,7 @@ class Call(NamedTuple):
     module: str = queue.RUN
     row_of: Callable[..., Row] = results.row_of
     cost_of: Callable[[Settings], float] = operator.attrgetter("tokens")
+    compiling: float = 0.0
 
 
 def measure(call: Call) -> dict[str, str]:
@@ -123,7 +125,8 @@ def plan(call: Call) -> None:
     else:  # machines that are installed alike have the same text
         text = rows[-1]["text"] if rows else ""
     work = missing(call, text)
-    settings, of_run = call.settings, call.cost_of(call.settings) / call.size.tokens_per_second
+    settings = call.settings
+    of_run = call.cost_of(settings) / call.size.tokens_per_second + call.compiling
     print(
         f"{call.size_name}: {models.parameters_count(call.size.model) / 1e6:.1f} M parameters, "
         f"{settings.steps} steps of {settings.batch} x {settings.sequence} tokens = "
