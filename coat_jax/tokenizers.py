@@ -112,7 +112,7 @@ class Tokenizer:
 
         Args:
             path: of the file.
-            begin: whether a prompt begins with the token that the file names, such as <s>, if any.
+            begin: whether a prompt begins with `beginning`.
             end_of_text: by default the first of ENDS_OF_TEXT that the tokenizer knows.
             template: what the template of chats spells out. Tokens of several characters in it are
                 special: no document can have them.
@@ -163,9 +163,15 @@ class Tokenizer:
             text = "".join(part for part, _ in pre_tokenizer.pre_tokenize_str(text))
         return text
 
+    @functools.cached_property
+    def beginning(self) -> list[int]:
+        """The tokens that the file puts in front of a text, such as <s>."""
+        return beginning_of(self._tokenizer, str(self._path))
+
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt."""
-        return self._encode(text, add_special_tokens=self._begin)
+        """The tokens of a prompt. It is not begun twice if the text spells that out itself."""
+        own = self._encode(text)
+        return after(self.beginning, own) if self._begin else own
 
     def encode_documents(
         self, texts: Sequence[str], continued: Sequence[bool] = ()
@@ -210,7 +216,7 @@ class Tokenizer:
         token = self._tokenizer.token_to_id(_clean(text))
         if token is not None:
             return int(token)
-        tokens = self._encode(text, add_special_tokens=False)
+        tokens = self._encode(text)
         if len(tokens) != 1:
             raise UserError(f"{text!r} is not a token of the tokenizer, which makes it {tokens}.")
         return int(tokens[0])
@@ -219,14 +225,21 @@ class Tokenizer:
         """Reads the tokens that follow a prompt. Special tokens are left out."""
         return _TokensReader(self._tokenizer.decode, prompt)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         with library_failures(f"{self._path} cannot tokenize this text"):
-            return list(
-                self._tokenizer.encode(_clean(text), add_special_tokens=add_special_tokens).ids
-            )
+            return list(self._tokenizer.encode(_clean(text), add_special_tokens=False).ids)
 
 
 AnyTokenizer = Bytes | Tokenizer
+
+
+def after(begin: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """Tokens after those that begin a text, unless they begin with these already.
+
+    The templates of chats of Llama 3 and Mistral spell out <|begin_of_text|> and <s>.
+    """
+    begun = list(tokens[: len(begin)]) == list(begin)
+    return [*tokens] if begun else [*begin, *tokens]
 
 
 def _following(tokenizer: Any, before: str, text: str, both: list[int]) -> list[int]:
@@ -319,6 +332,24 @@ def known_end_of_text(tokenizer: Any) -> int | None:
     """The first of ENDS_OF_TEXT that a tokenizer of the library has; None if it has none."""
     known = map(tokenizer.token_to_id, ENDS_OF_TEXT)
     return next((int(token) for token in known if token is not None), None)
+
+
+def beginning_of(tokenizer: Any, where: str) -> list[int]:
+    """The tokens that a tokenizer of the library puts in front of a text.
+
+    What it puts behind one, such as </s>, would end a prompt before a model continues it.
+
+    Args:
+        tokenizer: from `parsed`.
+        where: what errors call its file.
+    """
+    for text in ("a", *tokenizer.get_vocab()):
+        with library_failures(f"{where} cannot tokenize {text!r}"):
+            found = tokenizer.encode(text)
+        added = found.special_tokens_mask  # 0 for special tokens that the text spells out
+        if 0 in added:
+            return list(found.ids[: added.index(0)])
+    return []  # no text has tokens
 
 
 @contextlib.contextmanager

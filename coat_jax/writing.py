@@ -116,7 +116,9 @@ class NewFolder(NamedTuple):
         return self.out.with_name(self.out.name + UNFINISHED)
 
     def require_new(self) -> None:
-        """Raises if the folder exists, complete or not."""
+        """Raises if the folder exists, complete or not, or if its path ends without a name."""
+        if self.out.name in ("", ".", ".."):
+            raise UserError(f"{self.out} does not end in the name of a new folder: add one.")
         if self.out.exists() or self.out.is_symlink():
             raise UserError(f"{self.out} exists already: choose another folder, or remove it.")
         if self.unfinished.exists():

@@ -140,6 +140,33 @@ def test_a_text_begins_with_what_the_file_says_or_not(path):
     assert Tokenizer(path, begin=False).encode("the")[0] != 0
 
 
+@pytest.mark.parametrize(
+    ("single", "begin"),
+    [("<s> $A", [0]), ("$A </s>", []), ("<s> $A </s>", [0]), ("<s> <unk> $A </s> </s>", [0, 2])],
+)
+def test_a_prompt_gets_what_comes_first_and_not_what_would_end_it(single, begin, tmp_path):
+    special = [("<s>", 0), ("</s>", 1), ("<unk>", 2)]
+    made = byte_level()
+    made.post_processor = tokenizers.processors.TemplateProcessing(single, special_tokens=special)
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    the = Tokenizer(tmp_path / "tokenizer.json", begin=False).encode("the")
+    assert tokenizer.beginning == begin
+    assert tokenizer.encode("") == begin
+    assert tokenizer.encode("the") == [*begin, *the]
+    assert tokenizer.encode("the</s>") == [*begin, *the, 1]
+    assert tokenizer.encode("</s>") == [*begin, 1]
+
+
+def test_a_prompt_that_spells_its_beginning_out_is_not_begun_twice(tmp_path):
+    """As the templates of chats do, of Llama 3 and Mistral."""
+    byte_fallback().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.encode("<s>the") == tokenizer.encode("the")
+    assert tokenizer.encode("<s>").count(0) == 1
+    assert tokenizer.encode("the<s>").count(0) == 2
+
+
 def test_special_tokens_are_not_said(path):
     tokenizer = Tokenizer(path)
     end = tokenizer.token("</s>")

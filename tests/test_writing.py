@@ -1,9 +1,11 @@
 """Laws of folders that appear when they are complete."""
 
 import os
+from pathlib import Path
 
 import pytest
 
+from coat_jax.errors import UserError
 from coat_jax.writing import NewFolder
 
 
@@ -41,3 +43,9 @@ def test_a_folder_that_is_not_finished_never_has_its_name(new):
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert not list(new.out.parent.iterdir())
+
+
+@pytest.mark.parametrize("path", ["nowhere/..", ".", "/"])
+def test_a_path_without_a_name_is_no_new_folder(path, tmp_path):
+    with pytest.raises(UserError, match="does not end in the name of a new folder"):
+        NewFolder(tmp_path / path if path == "nowhere/.." else Path(path), "a test").require_new()

@@ -9,9 +9,10 @@ WHERE is the folder of a run, whose newest intact checkpoint is read, or of a Hu
 For each --text the table shows the loss in nats per token, the perplexity (its exponential), and
 bits per byte, which compare models with different tokenizers. A text is read in windows of the
 model's context (or --window) that overlap by half: each token is scored once, with at least half a
-window of text before it, or all that precedes it. The token that begins a text is put before each
-one, or else the token that ends a text; if the tokenizer has neither, the first token is not
-scored. A file counts once, even if several names or patterns lead to it.
+window of text before it, or all that precedes it. Before each text stands the token that ends one,
+as in training, or for a model that was trained elsewhere the one with which its tokenizer begins a
+text, if any; without either, the first token is not scored. A file counts once, even if several
+names or patterns lead to it.
 
 A file of --tasks has a question on each line, where "context" may replace "question":
 

@@ -21,6 +21,7 @@ all linear layers. Their scales are powers of two, one per tensor, from its larg
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,8 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 from coat_jax.cli.output import note, on_terminal, table
 from coat_jax.errors import UserError
-from coat_jax.files import expanded, is_folder, path_failures
+from coat_jax.files import expanded, is_folder, is_regular, path_failures
 from coat_jax.printable import counted, printable
+from coat_jax.writing import replace
 
 if TYPE_CHECKING:
     from coat_jax.models import Config
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 FORMATS = ("INT8", "E2M5", "E3M4", "E4M3", "E5M2")
 SAMPLE = 1 << 20
+SIZE, PERCENTILE, TOKENS = 128, 99.9, 512  # where the options do not say otherwise
+RESULT = {"model", "settings", "weights"}  # keys of what --out writes
 TITLES = {"weights": "weights", "in_training": "in training"}  # of the tables, by their JSON keys
 
 
@@ -62,9 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--size",
         type=int,
-        default=128,
         metavar="N",
-        help="size of a group or block (default: %(default)s)",
+        help=f"size of a group or block (default: {SIZE})",
     )
     add(
         "--fit",
@@ -75,9 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--percentile",
         type=float,
-        default=99.9,
         metavar="P",
-        help="for --fit percentile (default: %(default)s)",
+        help=f"for --fit percentile (default: {PERCENTILE})",
     )
     add(
         "--sample",
@@ -91,9 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--tokens",
         type=int,
-        default=512,
         metavar="N",
-        help="tokens of the text to read (default: %(default)s)",
+        help=f"tokens of the text to read (default: {TOKENS})",
     )
     add("--tokenizer", metavar="FILE", help='a tokenizer.json, or "bytes", for --text')
     add("--step", type=int, help="step of a run's checkpoint; by default the newest intact one")
@@ -106,6 +107,7 @@ def run(options: argparse.Namespace) -> int:
     from coat_jax.training.checkpoint import weights
     from coat_jax.training.report import best_formats
 
+    _settle(options)
     quantizers = _quantizers(options)
     out = None if options.out is None else expanded(options.out)
     if out is not None:
@@ -129,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
         if out is not None:
             best_formats.draw(tables, out)
             with path_failures(out):
-                out.with_suffix(".json").write_text(text + "\n")
+                replace(out.with_suffix(".json"), text + "\n")
     finally:  # print the table even if the picture cannot be written
         if not options.json:
             text = "\n".join(_table_of(TITLES[key], rows) for key, rows in tables.items())
@@ -148,9 +150,41 @@ def _require_place(out: Path) -> None:
             raise UserError(f"{path} is a folder: choose another name for --out.")
     if not is_folder(out.parent):
         raise UserError(f"There is no folder {out.parent}, where --out is to be written: make it.")
+    numbers = out.with_suffix(".json")
+    if os.path.lexists(numbers) and not _is_result(numbers):
+        raise UserError(
+            f"{numbers} is there, and is no earlier result of `coat formats`: choose another name "
+            "for --out, whose numbers go into a .json beside it."
+        )
+
+
+def _is_result(path: Path) -> bool:
+    """Whether a file is what an earlier command wrote, and may be replaced."""
+    from coat_jax.training.checkpoint import weights
+
+    if not is_regular(path):
+        return False
+    with path_failures(path):
+        found = weights.parsed(path)
+    return found is not None and found.keys() >= RESULT
 
 
 # --- What is measured ------------------------------------------------------------------------
+
+
+def _settle(options: argparse.Namespace) -> None:
+    """Gives options their defaults; raises for one that has no effect with the others."""
+    effects = (
+        ("size", SIZE, options.over in ("group", "block"), "--over group or --over block"),
+        ("percentile", PERCENTILE, options.fit == "percentile", "--fit percentile"),
+        ("tokens", TOKENS, options.text is not None, "--text FILE"),
+        ("tokenizer", None, options.text is not None, "--text FILE"),
+    )
+    for name, default, has_effect, needed in effects:
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+        elif not has_effect:
+            raise UserError(f"--{name} is for {needed}: add that, or leave it out.")
 
 
 def _quantizers(options: argparse.Namespace) -> list["Quantizer"]:

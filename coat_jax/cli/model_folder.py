@@ -87,7 +87,9 @@ class ModelFolder:
         """The tokens that end a text: from generation_config.json, config.json or the tokenizer."""
         file = self._where / "generation_config.json"
         settings = read_json(file) if status(file) else {}
-        ends = settings.get("eos_token_id", config_json.get("eos_token_id"))
+        ends = settings.get("eos_token_id")
+        if ends is None:
+            ends = config_json.get("eos_token_id")
         if ends is None:
             ends = self.tokenizer.end_of_text if of_run is None else of_run
         ends = ends if isinstance(ends, list) else [ends]

@@ -44,14 +44,12 @@ def tokenizer_of(folder: Path, config: "Config", asked: str | None) -> AnyTokeni
     """
     if asked == BYTES:
         return Bytes()
-    own = folder / "tokenizer.json"
-    if asked is None and status(own):
-        return Tokenizer(own)
-    config_json = weights.read_config_json(folder)
-    other = asked or data_of(folder, config_json).get("tokenizer")
-    if other is not None:
-        # Training puts nothing in front of a text.
-        return Tokenizer(other, begin=not weights.is_run(config_json))
+    config_json, own = weights.read_config_json(folder), folder / "tokenizer.json"
+    file = asked or (own if status(own) else data_of(folder, config_json).get("tokenizer"))
+    if file is not None:
+        # Our training puts nothing in front of a text. A run that was converted has no data.
+        trained_here = weights.is_run(config_json) and "data" in config_json
+        return Tokenizer(file, begin=not trained_here)
     if config.vocab != Bytes.vocab:
         raise UserError(
             f"{folder} has no tokenizer.json, and its model knows {config.vocab:,} tokens. Name "

@@ -24,7 +24,7 @@ from coat_jax.files import lines_of, parse_json, read_text
 from coat_jax.limits import shown
 from coat_jax.models import Config, Llama
 from coat_jax.models.batches import require_known
-from coat_jax.tokenizers import AnyTokenizer
+from coat_jax.tokenizers import AnyTokenizer, after
 
 QUANTILE = 1.959964  # of the normal distribution, for 95 %
 
@@ -76,7 +76,7 @@ def read(
     Args:
         path: of the file.
         tokenizer: reads the questions; special tokens in them count as such.
-        begin: tokens that come before every question.
+        begin: tokens that come before every question that does not spell them out itself.
         config: of the model. A question that is too long for it loses its beginning.
     """
     questions = []
@@ -84,11 +84,10 @@ def read(
         if line.strip():
             where = f"{path}:{number}"
             question, choices, answer = _fields(where, parse_json(line, where))
-            alone = [*begin, *tokenizer.encode_markers(question).tolist()]
-            both = [
-                [*begin, *tokenizer.encode_markers(_joined(question, choice)).tolist()]
-                for choice in choices
-            ]
+            alone, *both = (
+                after(begin, tokenizer.encode_markers(text).tolist())
+                for text in (question, *(_joined(question, choice) for choice in choices))
+            )
             passages, left_out = _passages(where, alone, both, config)
             sizes = tuple(len(choice.encode()) for choice in choices)
             questions.append(Question(passages, sizes, answer, left_out))

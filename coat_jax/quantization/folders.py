@@ -76,7 +76,7 @@ def save(
     """Writes a quantized model: config.json and safetensors.
 
     Args:
-        folder: without a model in it; made if it is not there.
+        folder: without a model or a run in it; made if it is not there.
         model: from `quantize`.
         dtype: of what is not quantized; by default that in which the model computes.
         extra: entries of config.json that a Config does not have, such as eos_token_id.

@@ -1,6 +1,8 @@
 """compressed-tensors' layout: what `quantization_config` in config.json says of each projection.
 
-    config_groups   groups of modules with one scheme: their names, or "Linear" for all of them
+    config_groups   groups of modules with one scheme: their names, patterns of names (re:..), or
+                    "Linear" for all of them; of several that fit, a name comes first, then a
+                    pattern, whatever their order
         weights             8 bits, a scale per channel; "int" or "float", which is E4M3
         input_activations   none; a scale per tensor; or one per token, "dynamic"
     ignore          modules that are not quantized
@@ -12,9 +14,8 @@
 INT8 weights whose inputs are not rounded are packed: that is the only way in which vLLM reads them.
 """
 
-import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from coat_jax.errors import UserError
 from coat_jax.limits import shown
@@ -22,6 +23,7 @@ from coat_jax.models import Config
 from coat_jax.models.hf.names import HEAD, IN_LAYER
 from coat_jax.numerics.eight_bits import EightBits
 from coat_jax.ops.quantized import Activations
+from coat_jax.quantization import patterns
 from coat_jax.quantization.projections import paths_of
 from coat_jax.quantization.recipe import Scheme
 
@@ -92,20 +94,23 @@ def from_json(data: Any, config: Config) -> dict[str, Scheme]:
     groups, ignore = data.get("config_groups"), data.get("ignore") or []
     if not isinstance(groups, Mapping) or not isinstance(ignore, list):
         raise UserError(f"config.json: {ENTRY} has no config_groups that coat_jax can read.")
+    ignored = [_target(text) for text in ignore]
     targets = [
-        (target, name, group)
+        (_target(text), name)
         for name, group in groups.items()
-        for target in (_entry(name, group, "targets", list))
+        for text in _entry(name, group, "targets", list)
     ]
+    _require_few_ways([*ignored, *(target for target, _ in targets)])
     schemes: dict[str, Scheme] = {}
     for path in paths_of(config):
         module = module_of(path)
-        if any(_matches(module, target) for target in ignore):
+        if any(target.names(module) for target in ignored):
             continue
-        for target, name, group in targets:
-            if _matches(module, target):
-                schemes[path] = _scheme(name, group)
-                break
+        if found := [(target.rank, name) for target, name in targets if target.names(module)]:
+            first = min(rank for rank, _ in found)
+            schemes[path] = _one_scheme(
+                module, {name: groups[name] for rank, name in found if rank == first}
+            )
     return schemes
 
 
@@ -126,15 +131,58 @@ def _entry(name: str, group: Any, entry: str, kind: type) -> Any:
     return value
 
 
-def _matches(module: str, target: Any) -> bool:
-    """Whether a projection is one that a target names: by name, pattern or class."""
-    text = str(target)
-    if text.startswith("re:"):
-        try:
-            return re.match(text[3:], module) is not None
-        except re.error as error:
-            raise UserError(f"config.json: {ENTRY} has the pattern {text!r}: {error}.") from None
-    return text in (LINEAR, module)
+class _Target(NamedTuple):
+    """What names modules.
+
+    Attributes:
+        text: as it is in the file.
+        rank: 0 for a name, 1 for a pattern, 2 for a class; the lowest one that fits counts.
+        names: whether it names a module.
+        ways: how many ways there are to match a name, at most.
+    """
+
+    text: str
+    rank: int
+    names: Callable[[str], bool]
+    ways: int = 0
+
+
+def _target(value: Any) -> _Target:
+    text = str(value)
+    if text == LINEAR:
+        return _Target(text, 2, lambda module: True)
+    if not text.startswith("re:"):
+        return _Target(text, 0, lambda module: module == text)
+    try:
+        pattern, ways = patterns.compiled(text.removeprefix("re:"))
+    except ValueError as error:
+        raise UserError(
+            f"config.json: {ENTRY} has the pattern {shown(text)}, which is not matched: {error}. "
+            "Write a simpler one, or the names themselves."
+        ) from None
+    return _Target(text, 1, lambda module: pattern.match(module) is not None, ways)
+
+
+def _require_few_ways(targets: Sequence[_Target]) -> None:
+    """Raises if matching all patterns could take very long."""
+    if sum(target.ways for target in targets) > patterns.MOST_WAYS:
+        worst = max(targets, key=lambda target: target.ways)
+        raise UserError(
+            f"config.json: {ENTRY} has patterns that could match a name in more than "
+            f"{patterns.MOST_WAYS:,} ways, {shown(worst.text)} in most of them. Write one with "
+            "fewer quantifiers, or the names themselves."
+        )
+
+
+def _one_scheme(module: str, groups: Mapping[str, Any]) -> Scheme:
+    """The scheme of a module, on which the groups that name it agree."""
+    schemes = {name: _scheme(name, group) for name, group in groups.items()}
+    if len(set(schemes.values())) > 1:
+        raise UserError(
+            f"config.json: {ENTRY} has {' and '.join(schemes)} for {module}, and they quantize it "
+            "differently: leave it in one of them."
+        )
+    return next(iter(schemes.values()))
 
 
 def _scheme(name: str, group: Mapping[str, Any]) -> Scheme:

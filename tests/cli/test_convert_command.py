@@ -129,6 +129,28 @@ def test_a_model_converted_there_and_back_is_the_same(theirs, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"theirs", "ours", "again"}
 
 
+@pytest.mark.parametrize(
+    ("generation", "end"),
+    [
+        ({"temperature": 0.6}, [7, 8]),
+        ({"eos_token_id": None, "temperature": 0.6}, [7, 8]),
+        ({"eos_token_id": 9, "temperature": 0.6}, 9),
+    ],
+)
+def test_special_tokens_come_back_from_whatever_file_has_them(generation, end, theirs, tmp_path):
+    (theirs / "generation_config.json").write_text(json.dumps(generation))
+    change(theirs, bos_token_id=1, pad_token_id=2)
+    assert convert(theirs, tmp_path / "ours") == 0
+    assert convert(tmp_path / "ours", tmp_path / "again") == 0
+    expected = {"bos_token_id": 1, "pad_token_id": 2, "eos_token_id": end}
+    config, generation = (
+        json.loads((tmp_path / "again" / name).read_text())
+        for name in ("config.json", "generation_config.json")
+    )
+    assert generation == {**expected, "temperature": 0.6}
+    assert expected.items() <= config.items()
+
+
 def test_parameters_may_be_cast(theirs, tmp_path):
     assert convert(theirs, tmp_path / "ours", "--dtype", "float32") == 0
     model = weights.load(tmp_path / "ours")
@@ -198,6 +220,28 @@ def test_an_export_of_a_run_on_tokens_knows_where_a_text_ends(tmp_path, capsys):
     assert copied == (tmp_path / "words.json").read_bytes()
 
 
+def test_a_tokenizer_that_begins_texts_otherwise_than_training_is_noted(tmp_path, capsys):
+    run = tmp_path / "run"
+    with Checkpoints(run / "checkpoints", keep=1) as checkpoints:
+        count = jnp.int32(1)
+        state = State(count, nnx.state(filled(variant())), {}, count)
+        checkpoints.save(1, state, {}, wait=True)
+    trained_here = {"model": json_of(variant()), "data": {}}
+    for number, (saved, single, noted) in enumerate(
+        [
+            (trained_here, "no $A", "puts no in front of each text, and training put nothing"),
+            (trained_here, "$A no", None),
+            ({"model": json_of(variant())}, "no $A", None),
+        ]
+    ):
+        (run / "config.json").write_text(json.dumps(saved))
+        write_tokenizer(run / "tokenizer.json", "no", single=single)
+        for to in ([], ["--to", "int8"]):
+            assert convert(run, tmp_path / f"out{number}{''.join(to)}", *to) == 0
+            said = capsys.readouterr().err
+            assert (noted in said and said.count("\n") == 1) if noted else not said
+
+
 @pytest.mark.parametrize(
     ("data", "words", "end"),
     [({"end_of_text": 2}, ["</s>"], 2), ({}, ["no", "</s>"], 2), ({}, [], None)],
@@ -215,9 +259,14 @@ def test_the_end_of_a_text_comes_from_the_config_or_the_tokenizer(tmp_path, data
     assert json.loads((tmp_path / "out" / "config.json").read_text()).get("eos_token_id") == end
 
 
-def write_tokenizer(path, *words):
+def write_tokenizer(path, *words, single=None):
     vocab = {word: number for number, word in enumerate(("yes", *words))}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="yes")).save(str(path))
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="yes"))
+    if single:
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single, special_tokens=list(vocab.items())
+        )
+    made.save(str(path))
 
 
 def json_of(config):
@@ -365,6 +414,7 @@ def test_nothing_is_overwritten(theirs, tmp_path, capsys):
     assert_refused(capsys, tmp_path, theirs, out, named="another `coat convert` is writing it")
     out.symlink_to("nowhere")
     assert_refused(capsys, tmp_path, theirs, out, named=f"{out} exists already")
+    assert_refused(capsys, tmp_path, theirs, tmp_path / "no" / "..", named="does not end in the")
 
 
 @pytest.mark.parametrize("to", [[], ["--to", "int8"], ["back"]])

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,12 @@ import pytest
 from small_model import filled
 
 from coat_jax import cli, models
+from coat_jax.cli import formats
 from coat_jax.models import hf, stored
 from coat_jax.numerics.quantizer import Quantizer, sqnr_bits
 from coat_jax.training.checkpoint import weights
 from coat_jax.training.report import best_formats
+from coat_jax.writing import replace
 
 CONFIG = models.Config(
     vocab=256,
@@ -103,6 +106,30 @@ def test_a_picture_and_its_numbers(theirs, tmp_path, capsys):
     assert printed.endswith(f"{out}\n{out.with_suffix('.json')}\n")
     assert out.stat().st_size > 10_000
     assert len(json.loads(out.with_suffix(".json").read_text())["weights"]) == MATRICES
+
+
+def test_only_an_earlier_result_is_replaced(theirs, tmp_path, capsys, monkeypatch):
+    """A picture config.png in the folder of a model has its numbers where config.json is."""
+    folder = tmp_path / "model"
+    shutil.copytree(theirs, folder)
+    before = (folder / "config.json").read_bytes()
+    out = ["--sample", 1, "--out", folder / "config.png"]
+    assert cli.main(["formats", *map(str, [folder, *FEW, *out])]) == 2
+    assert "config.json is there, and is no earlier result" in capsys.readouterr().err
+    assert (folder / "config.json").read_bytes() == before
+    for content in ("[1]", "{", '{"model": 1, "settings": 2}'):
+        (tmp_path / "other.json").write_text(content)
+        refused = [theirs, *FEW, "--sample", 1, "--out", tmp_path / "other.png"]
+        assert cli.main(["formats", *map(str, refused)]) == 2
+        assert (tmp_path / "other.json").read_text() == content
+    capsys.readouterr()
+    earlier = {"model": "", "settings": {}, "weights": []}
+    (tmp_path / "other.json").write_text(json.dumps(earlier))
+    replaced = []
+    monkeypatch.setattr(formats, "replace", lambda *file: replaced.append(file) or replace(*file))
+    asked(capsys, theirs, *FEW, "--sample", 1, "--out", tmp_path / "other.png")
+    assert len(json.loads((tmp_path / "other.json").read_text())["weights"]) == MATRICES
+    assert [path for path, _ in replaced] == [tmp_path / "other.json"]
 
 
 def test_a_text_shows_the_error_of_each_tensor_in_training(theirs, tmp_path, capsys):
@@ -195,8 +222,15 @@ def test_layers_are_drawn_together():
         (["{model}", "--formats", "INT8", "int8"], "names a format twice"),
         (["{model}", "--formats", "E4M3", "E4M3:nan"], "names a format twice"),
         (["{model}/config.json"], "nor one of Hugging Face: it is a file."),
-        (["{model}", "--size", "0"], "--size 0 must be 1 or more."),
-        (["{model}", "--percentile", "20"], "percentile=20.0 must be above 50"),
+        (["{model}", "--over", "group", "--size", "0"], "--size 0 must be 1 or more."),
+        (["{model}", "--over", "tensor", "--size", "9"], "--size is for --over group or"),
+        (
+            ["{model}", "--fit", "percentile", "--percentile", "20"],
+            "percentile=20.0 must be above 50",
+        ),
+        (["{model}", "--percentile", "99"], "--percentile is for --fit percentile: add that"),
+        (["{model}", "--tokens", "5"], "--tokens is for --text FILE: add that, or leave it out"),
+        (["{model}", "--tokenizer", "bytes"], "--tokenizer is for --text FILE: add that"),
         (
             ["{model}", "--sample", "-1"],
             "--sample -1 must be 0, for all elements",

@@ -247,6 +247,8 @@ def test_the_tokens_that_end_a_text_are_found(theirs, tmp_path):
     assert stops(folder("c", tokenizer=tokenizer, end_of_text=None)) == [0]
     hf.save(tmp_path / "d", MODEL, extra={"eos_token_id": 9})
     assert stops(tmp_path / "d") == [9]
+    (tmp_path / "d" / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert stops(tmp_path / "d") == [9]
     (tmp_path / "d" / "generation_config.json").write_text('{"eos_token_id": [4, 5, 999]}')
     assert stops(tmp_path / "d") == [4, 5]
 

@@ -39,6 +39,15 @@ def test_texts_of_a_run_begin_as_its_training_did_with_nothing_in_front(tmp_path
     run = folder_of(tmp_path, {"model": {}, "data": {"tokenizer": str(tokenizer)}})
     assert texts.tokenizer_of(run, SMALL, None).encode("yes no") == [0, 1]
     assert texts.tokenizer_of(run, SMALL, str(tokenizer)).encode("yes no") == [0, 1]
+    tokenizer.rename(run / "tokenizer.json")
+    assert texts.tokenizer_of(run, SMALL, None).encode("yes no") == [0, 1]
+
+
+def test_texts_of_a_run_that_was_converted_begin_as_its_tokenizer_says(tmp_path, tokenizer):
+    run = folder_of(tmp_path, {"model": {}})
+    assert texts.tokenizer_of(run, SMALL, str(tokenizer)).encode("yes no") == [2, 0, 1]
+    tokenizer.rename(run / "tokenizer.json")
+    assert texts.tokenizer_of(run, SMALL, None).encode("yes no") == [2, 0, 1]
 
 
 def test_texts_of_other_models_begin_as_their_tokenizer_says(tmp_path, tokenizer):

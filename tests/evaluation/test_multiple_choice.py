@@ -147,6 +147,24 @@ def test_a_file_without_questions_is_refused(tmp_path):
         questions(tmp_path)
 
 
+def test_a_question_that_spells_its_beginning_out_is_not_begun_twice(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {"[unk]": 0, "<s>": 1, "yes": 2, "no": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[unk]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    lines = [
+        {"question": text, "choices": ["yes", "no"], "answer": 0}
+        for text in ("no", "<s> no", "", "<s>")
+    ]
+    text = Tokenizer(tmp_path / "tokenizer.json")
+    found = questions(tmp_path, *lines, text=text, begin=[1])
+    begun = (Passage([1, 3, 2], 2), Passage([1, 3, 3], 2))
+    alone = (Passage([1, 2], 1), Passage([1, 3], 1))
+    assert [question.choices for question in found] == [begun, begun, alone, alone]
+
+
 def test_a_choice_needs_something_before_it(tmp_path):
     line = LINE | {"question": ""}
     assert len(questions(tmp_path, line)) == 1

@@ -11,10 +11,11 @@ import pytest
 from flax import nnx
 from train_cases import SMALL, random_batches, small, stepper
 
-from coat_jax import telemetry
+from coat_jax import quantization, telemetry
 from coat_jax.errors import UserError
 from coat_jax.models import PRESETS, hf
 from coat_jax.optax import corrected_params
+from coat_jax.quantization import Recipe
 from coat_jax.training.checkpoint import Checkpoints, conversion, weights
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import TrainConfig
@@ -111,6 +112,19 @@ def test_a_model_is_loaded_in_bf16_or_with_all_24_bits(saved_run):
             assert a.dtype == dtype
             np.testing.assert_array_equal(a, b)
     assert np.any(flat(in_full) != flat(state.params))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_model_in_8_bits_is_made_of_all_24_bits_in_fp32(saved_run, tmp_path, dtype):
+    folder, state = saved_run
+    conversion.to_quantized(folder, tmp_path / "out", Recipe(format="int8"), dtype=dtype)
+    wanted = state.params
+    if dtype == "float32":
+        wanted = corrected_params(state.params, state.moments)
+    like = dataclasses.replace(weights.model_config(folder), param_dtype=dtype)
+    small = quantization.load(tmp_path / "out", like)
+    np.testing.assert_array_equal(small.embed[...], wanted["embed"][...])
+    assert small.embed[...].dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])

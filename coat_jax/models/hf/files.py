@@ -146,12 +146,11 @@ class NewTensors:
         """Makes the files.
 
         Args:
-            folder: without a model in it.
+            folder: without a model or a run in it.
             tensors: shape and dtype of each, by name, in the order of the files.
             file_bytes: how large a file may become; a larger tensor has one for itself.
         """
-        if found := sorted(path.name for path in folder.glob("*.safetensors*")):
-            raise UserError(f"{folder} holds a model already: {found[0]}. Name another one.")
+        _require_no_model(folder)
         self._tensors = dict(tensors)
         sizes = {name: _size(*spec) for name, spec in tensors.items()}
         groups = _distribute(sizes, file_bytes)
@@ -203,6 +202,14 @@ class NewTensors:
             for number, row in enumerate(values, first):
                 file.seek(offset + (number * columns + left) * size)
                 file.write(row.view(np.uint8).data)
+
+
+def _require_no_model(folder: Path) -> None:
+    """Raises if the folder holds a model or a run, whose config.json would be replaced."""
+    found = sorted(path.name for path in folder.glob("*.safetensors*"))
+    found += [name for name in ("config.json", "checkpoints") if os.path.lexists(folder / name)]
+    if found:
+        raise UserError(f"{folder} holds a model already: {found[0]}. Name another one.")
 
 
 def _distribute(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:

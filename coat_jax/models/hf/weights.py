@@ -72,7 +72,7 @@ def save(
     """Writes config.json and the weights, for transformers and for `load`.
 
     Args:
-        folder: without a model in it; made if it is not there.
+        folder: without a model or a run in it; made if it is not there.
         model: the model.
         dtype: of the weights in the files; that of the parameters by default.
         extra: entries of config.json that a Config does not have, such as eos_token_id.

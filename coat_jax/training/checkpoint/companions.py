@@ -73,6 +73,22 @@ def generation_of_run(config_json: Mapping[str, Any], companions: Companions) ->
     return {GENERATION: (json.dumps({"eos_token_id": end}, indent=2) + "\n").encode()}
 
 
+def note_beginning(
+    config_json: Mapping[str, Any], companions: Companions, note: Callable[[str], object]
+) -> None:
+    """Notes tokens that a run's tokenizer puts in front of a text, where training put nothing."""
+    if "data" not in config_json or TOKENIZER not in companions:
+        return  # a run without data was converted: it was trained elsewhere
+    tokenizer = tokenizers.parsed(companions[TOKENIZER], TOKENIZER)
+    if begin := tokenizers.beginning_of(tokenizer, TOKENIZER):
+        spelled = " ".join(tokenizer.id_to_token(token) or str(token) for token in begin)
+        note(
+            f"The tokenizer puts {spelled} in front of each text, and training put nothing there. "
+            "For texts that begin as in training, take it out of the post_processor in "
+            "tokenizer.json."
+        )
+
+
 def _trained_on_tokens(patterns: Any) -> bool:
     """Whether the data that a run's config names is tokens already."""
     first = patterns[0] if isinstance(patterns, list | tuple) and patterns else None

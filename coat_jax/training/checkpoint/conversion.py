@@ -35,6 +35,7 @@ from coat_jax.training.checkpoint.companions import (
     TOKENIZER,
     Companions,
     generation_of_run,
+    note_beginning,
     read_companions,
     tokenizer_of_run,
     write_companions,
@@ -76,9 +77,7 @@ def to_run(
     config = dataclasses.replace(config, param_dtype=kind, dtype=kind)
     parameters = {name: stored.cast(one, kind) for name, one in parameters.items()}
     total = _total(parameters)
-    if GENERATION not in companions:
-        special = _special(read_json(source / hf.CONFIG))
-        companions[GENERATION] = (json.dumps(special, indent=2) + "\n").encode()
+    companions = _with_special(companions, source, read_json(source / hf.CONFIG))
     with _new(out).appearing() as folder:
         parameters = _balanced(config, parameters, balance_on)
         with write_failures(out.parent, "The model", total):
@@ -110,14 +109,14 @@ def to_hugging_face(
         tokenizer: a tokenizer.json to put beside them; by default the one in the run's folder.
         file_bytes: how large a file may become.
         progress: see `Progress`.
-        note: called with a line about each checkpoint that is skipped, and a missing tokenizer.
+        note: called with a line about each checkpoint that is skipped, a missing tokenizer, and one
+            that begins texts otherwise than training did.
     """
     source, out = expanded(source), expanded(out)
     _new(out).require_new()
     config = weights.model_config(source)
     companions = _companions_of_run(source, tokenizer, note)
-    in_fp32 = dtype is not None and jnp.dtype(dtype) == jnp.float32
-    parameters = weights.read(source, step, note=note, corrected=in_fp32)
+    parameters = weights.read(source, step, note=note, corrected=_is_fp32(dtype))
     extra = _special_in(companions, source)
     total = _total(parameters)
     with _new(out).appearing() as folder:
@@ -157,7 +156,8 @@ def to_quantized(
         tokens: a text to calibrate on, where the recipe needs one.
         balance_on: see `to_run`.
         step: of a run's checkpoint; by default the newest intact one.
-        dtype: of what is not quantized; by default that in which the model computes.
+        dtype: of what is not quantized; by default that in which the model computes. In FP32
+            parameters with corrections have all their 24 bits, those that are quantized too.
         tokenizer: a tokenizer.json to put beside them; by default the one in the folder.
         progress: see `Progress`.
         note: see `to_hugging_face`.
@@ -175,6 +175,8 @@ def to_quantized(
     else:
         companions, extra = _companions(source, tokenizer), _special(config_json)
     config = _on_one_device(weights.model_config(source))
+    if _is_fp32(dtype):
+        config = dataclasses.replace(config, param_dtype=jnp.float32)
     parameters = weights.parameters_of(source, config, step=step, note=note)
     with _new(out).appearing() as folder:
         parameters, ranges = _balanced(config, parameters, balance_on), None
@@ -245,6 +247,7 @@ def _companions_of_run(
         companions |= tokenizer_of_run(config_json, source, note)
     if GENERATION not in companions:
         companions |= generation_of_run(config_json, companions)
+    note_beginning(config_json, companions, note)
     return companions
 
 
@@ -262,6 +265,11 @@ def _dtype(parameters: stored.Parameters, asked: DTypeLike | None) -> Any:
     return found.pop()
 
 
+def _is_fp32(asked: DTypeLike | None) -> bool:
+    """Whether parameters are asked for in FP32, so that corrections of theirs count."""
+    return asked is not None and jnp.dtype(asked) == jnp.float32
+
+
 def _special(config_json: dict[str, Any]) -> dict[str, Any]:
     """Which tokens begin, end and fill up a text."""
     special = {name: config_json[name] for name in SPECIAL if config_json.get(name) is not None}
@@ -271,11 +279,28 @@ def _special(config_json: dict[str, Any]) -> dict[str, Any]:
     return special
 
 
+def _with_special(companions: Companions, source: Path, config_json: dict[str, Any]) -> Companions:
+    """The companions of a run, whose generation_config.json has all special tokens.
+
+    Its config.json has none. In a Hugging Face folder they may be in either file.
+    """
+    own = _generation_in(companions, source)
+    missing = {k: v for k, v in _special(config_json).items() if own.get(k) is None}
+    if GENERATION in companions and not missing:
+        return companions
+    return companions | {GENERATION: (json.dumps({**own, **missing}, indent=2) + "\n").encode()}
+
+
 def _special_in(companions: Companions, source: Path) -> dict[str, Any]:
     """Likewise, as generation_config.json says."""
-    if GENERATION not in companions:
-        return {}
-    return _special(parse_json(companions[GENERATION], str(source / GENERATION)))
+    return _special(_generation_in(companions, source))
+
+
+def _generation_in(companions: Companions, source: Path) -> dict[str, Any]:
+    """What generation_config.json says; nothing without it."""
+    content = companions.get(GENERATION)
+    found: dict[str, Any] = {} if content is None else parse_json(content, str(source / GENERATION))
+    return found
 
 
 def _total(parameters: stored.Parameters) -> int:

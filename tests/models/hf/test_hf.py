@@ -433,6 +433,16 @@ def test_an_index_that_is_wrong_is_refused(folder):
         hf.load(folder)
 
 
+@pytest.mark.parametrize("there", ["config.json", "checkpoints"])
+def test_a_model_is_not_written_into_the_folder_of_a_run(there, folder, tmp_path):
+    model, run = hf.load(folder), tmp_path / "run"
+    run.mkdir()
+    (run / there).write_text("{}")
+    with pytest.raises(UserError, match=f"run holds a model already: {there}. Name another one"):
+        hf.save(run, model)
+    assert [(path.name, path.read_text()) for path in run.iterdir()] == [(there, "{}")]
+
+
 def test_a_model_is_not_written_over_another(folder):
     with pytest.raises(UserError, match=r"holds a model already: model\.safetensors"):
         hf.save(folder, filled(LLAMA))

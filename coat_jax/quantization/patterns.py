@@ -1,0 +1,66 @@
+"""Regular expressions in the files of others, compiled if matching a name with them soon ends.
+
+Python's `re` tries one way to match after another, and a short pattern may have more of them than
+can ever be tried: `(a+)+b`, or `a?` many times. Nothing interrupts it, so a limit on time would not
+help, and one on length would allow these. So the ways are counted before, from the pattern's text.
+"""
+
+import math
+import re
+
+NAME = 48  # characters; the names of projections are shorter
+MOST_WAYS = 4_000_000  # to match a name by all patterns of a file: tried in a fraction of a second
+TOKEN = re.compile(
+    r"""
+      \\.
+    | \[\^?\]?(?:[^\]\\]|\\.)*\]
+    | (?P<open>\((?:\?(?:[:=!]|<[=!]|P<\w+>)|(?!\?)))
+    | (?P<branch>\|)
+    | (?P<close>\))
+    | (?P<quantifier>(?:[*+?]|\{\d*,?\d*\})[?+]?)
+    | (?P<unread>\()
+    | .
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def compiled(pattern: str) -> tuple[re.Pattern[str], int]:
+    """A pattern, and in how many ways at most it can match a name; ValueError if it is not read.
+
+    A quantifier chooses where its part of a name ends, and these places follow one another, so that
+    q quantifiers have NAME + q over q choices. A group chooses one of its branches. None of this
+    bounds a group that is repeated and has a choice in it, or a part that is repeated very often.
+    """
+    try:
+        found = re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    quantifiers, choices, branches = 0, 0, 1
+    opened = [(0, 1)]  # of the pattern and each open group: choices before it, and its branches
+    closed_with_choice = False  # whether a group with a choice in it ends just here
+    for token in TOKEN.finditer(pattern):
+        kind, text = token.lastgroup, token.group()
+        repeated, closed_with_choice = closed_with_choice, False
+        if kind == "unread":
+            start = pattern[token.start() :][:4]
+            raise ValueError(f"{start!r} begins a kind of group that is not read")
+        if kind == "open":
+            opened.append((choices, 1))
+        elif kind == "branch":
+            before, own = opened.pop()
+            opened.append((before, own + 1))
+            choices += 1
+        elif kind == "close":
+            before, own = opened.pop()
+            branches *= own
+            closed_with_choice = choices > before
+        elif kind == "quantifier":
+            if repeated and not text.startswith("?"):
+                raise ValueError("a group that is repeated has a quantifier or a | in it")
+            if any(int(number) > NAME for number in re.findall(r"\d+", text)):
+                raise ValueError(f"{text} is more than {NAME} times")
+            quantifiers += 1
+            choices += 1
+    branches *= opened[0][1]
+    return found, math.comb(NAME + quantifiers, quantifiers) * branches
