@@ -171,7 +171,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt. It is not begun twice if the text spells that out itself."""
         own = self._encode(text)
-        return after(self.beginning, own) if self._begin else own
+        return begun_with(self.beginning, own) if self._begin else own
 
     def encode_documents(
         self, texts: Sequence[str], continued: Sequence[bool] = ()
@@ -233,8 +233,8 @@ class Tokenizer:
 AnyTokenizer = Bytes | Tokenizer
 
 
-def after(begin: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """Tokens after those that begin a text, unless they begin with these already.
+def begun_with(begin: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """The tokens of a text after those that begin one, unless it begins with these already.
 
     The templates of chats of Llama 3 and Mistral spell out <|begin_of_text|> and <s>.
     """

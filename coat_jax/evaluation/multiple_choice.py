@@ -24,7 +24,7 @@ from coat_jax.files import lines_of, parse_json, read_text
 from coat_jax.limits import shown
 from coat_jax.models import Config, Llama
 from coat_jax.models.batches import require_known
-from coat_jax.tokenizers import AnyTokenizer, after
+from coat_jax.tokenizers import AnyTokenizer, begun_with
 
 QUANTILE = 1.959964  # of the normal distribution, for 95 %
 
@@ -85,7 +85,7 @@ def read(
             where = f"{path}:{number}"
             question, choices, answer = _fields(where, parse_json(line, where))
             alone, *both = (
-                after(begin, tokenizer.encode_markers(text).tolist())
+                begun_with(begin, tokenizer.encode_markers(text).tolist())
                 for text in (question, *(_joined(question, choice) for choice in choices))
             )
             passages, left_out = _passages(where, alone, both, config)
