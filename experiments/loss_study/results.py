@@ -46,8 +46,10 @@ ALIKE |= dict.fromkeys(
         "080d48cf1676",
         "9c31ea7db368",
         "27681d5c5b65",
+        "1da934aa5344",
+        "9225742fee02",
     ],
-    "1da934aa5344",
+    "5daa94711bf6",
 )
 # The version of the code in which every precision had what is `stochastic_backward` today.
 STOCHASTIC_BACKWARD = "83eda50b8686"
