@@ -10,23 +10,22 @@ from experiments.loss_study import results
 from experiments.loss_study.statistics import Effect
 from experiments.row_files import Row
 
-MODEL = "40M"
+MODEL, LARGER = "40M", "124M"
 FORMATS = {"int8": "INT8", "fp8": "FP8"}
 TRAINED = {"bf16": "BF16", "coat": "COAT"}
 FITS = {"max": "largest magnitude", "percentile": "99.9 % of magnitudes", "mse": "least error"}
 ACTIVATIONS = {"none": "in BF16", "dynamic": "a scale for each token", "static": "one scale"}
 
 
-@functools.cache
-def runs() -> list[Row]:
-    """All runs of the model."""
-    return [row for row in results.read([FOLDER / show.FILE]) if row["size"] == MODEL]
+def runs(size: str = MODEL) -> list[Row]:
+    """All runs of a model."""
+    return [row for row in results.read([FOLDER / show.FILE]) if row["size"] == size]
 
 
 @functools.cache
-def costs() -> dict[str, dict[What, Effect]]:
+def costs(size: str = MODEL) -> dict[str, dict[What, Effect]]:
     """The cost of each thing that was measured, by the arm that was trained."""
-    return changes.costs(runs())
+    return changes.costs(runs(size))
 
 
 @functools.cache
@@ -35,9 +34,11 @@ def excesses() -> dict[str, dict[What, Effect]]:
     return changes.excesses(runs())
 
 
-def cost(recipe: str, arm: str = "bf16", further: str = "") -> tuple[float, float]:
+def cost(
+    recipe: str, arm: str = "bf16", further: str = "", size: str = MODEL
+) -> tuple[float, float]:
     """What a recipe costs in held-out loss, and half of its interval, in percent."""
-    return percent(costs()[arm][What(recipe, further)], digits=3)
+    return percent(costs(size)[arm][What(recipe, further)], digits=3)
 
 
 def excess(recipe: str, arm: str = "coat") -> tuple[float, float]:

@@ -67,6 +67,16 @@ PAGE = Page(
             "magnitude, and {:+.3f} % if one number in a thousand is clipped",
             lambda: tuple(after_training.cost(recipe)[0] for recipe in ONE_SCALE),
         ),
+        Given("124 million parameters, of one seed", SETTING),
+        Sentence(
+            "loses {:+.3f} % in INT8 and {:+.3f} % in FP8 after training in BF16, and {:+.3f} % "
+            "and {:+.3f} % after training in COAT",
+            lambda: tuple(
+                after_training.cost(recipe, arm, size=after_training.LARGER)[0]
+                for arm in after_training.TRAINED
+                for recipe in PER_TOKEN.values()
+            ),
+        ),
         Given("After 40 more steps at a tenth of the learning rate", SETTING),
         Sentence(
             "the network in INT8 loses {:+.3f} % ± {:.3f}; after as many in BF16 it loses "
