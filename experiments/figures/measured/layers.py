@@ -1,4 +1,4 @@
-"""What a layer takes: layer_speed, activation_memory and granularity."""
+"""What a layer takes: layer_speed, gpu_suite, activation_memory and granularity."""
 
 from typing import Any
 
@@ -15,6 +15,18 @@ def layer(name: str) -> dict[str, Any]:
 def longer_in_int8() -> tuple[float]:
     """By how many percent a layer takes longer in COAT_INT8 than in COAT."""
     return (100 * (layer("coat_jax COAT_INT8")["ms"] / layer("coat_jax COAT")["ms"] - 1),)
+
+
+def longer_in_suite() -> tuple[float]:
+    """The same of the four layers of gpu_suite."""
+    ms = of("gpu_suite")["stacks"]["ms"]
+    return (100 * (ms["COAT_INT8"] / ms["COAT"] - 1),)
+
+
+def range_in_int8() -> tuple[float, float]:
+    """The least and the most of the two."""
+    both = (*longer_in_suite(), *longer_in_int8())
+    return min(both), max(both)
 
 
 def unit(name: str, kind: str = "units") -> float:

@@ -1,7 +1,7 @@
 """The figures of docs/layers.md."""
 
 from experiments.figures.compare import Given, Page, Sentence
-from experiments.figures.measured.layers import longer_in_int8, unit
+from experiments.figures.measured.layers import range_in_int8, unit
 from experiments.figures.measured.package import CAPABILITY
 from experiments.figures.pages.reasons import ARITHMETIC
 from experiments.stacks import Sizes
@@ -32,7 +32,7 @@ PAGE = Page(
         ),
         Given("saves the input of each layer only (1 U)", ARITHMETIC),
         Sentence("saves it in FP8 ({:.2f} U)", lambda: ((1 + 1 / 16) / 2,)),
-        Sentence("A layer takes [{:.1f} % longer", longer_in_int8),
+        Sentence("A layer takes [{:.1f} to {:.1f} % longer", range_in_int8),
         Given("as soon as it is 256 times larger than what is added", ARITHMETIC),
         Sentence("before Ada (compute capability {:.1f})", lambda: (CAPABILITY,)),
     ],

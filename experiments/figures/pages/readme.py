@@ -2,7 +2,7 @@
 
 from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured import loss_study, throughput
-from experiments.figures.measured.layers import longer_in_int8, unit
+from experiments.figures.measured.layers import range_in_int8, unit
 from experiments.figures.measured.package import CAPABILITY, MOMENTS
 from experiments.figures.pages.reasons import SETTING
 
@@ -44,7 +44,7 @@ PAGE = Page(
         Sentence(
             "activations saved in FP8 alone {:+.2f} % ± {:.2f}", lambda: loss_study.cost("saved")
         ),
-        Sentence("a layer takes {:.1f} % longer", longer_in_int8),
+        Sentence("a layer takes {:.1f} to {:.1f} % longer", range_in_int8),
         Sentence("compute capability {:.1f} or newer", lambda: (CAPABILITY,)),
     ],
 )
