@@ -158,6 +158,16 @@ def test_a_prompt_gets_what_comes_first_and_not_what_would_end_it(single, begin,
     assert tokenizer.encode("</s>") == [*begin, 1]
 
 
+def test_a_vocabulary_of_words_without_one_for_unknown_words_reads_prompts(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    words = library.Tokenizer(library.models.WordLevel({"foo": 0, "bar": 1}))
+    words.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "words.json"))
+    tokenizer = Tokenizer(tmp_path / "words.json")
+    assert tokenizer.beginning == []
+    assert list(tokenizer.encode("foo bar")) == [0, 1]
+
+
 def test_a_prompt_that_spells_its_beginning_out_is_not_begun_twice(tmp_path):
     """As the templates of chats do, of Llama 3 and Mistral."""
     byte_fallback().save(str(tmp_path / "tokenizer.json"))

@@ -143,6 +143,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _require_place(out: Path) -> None:
     """Raises, before the work begins, if the picture and its numbers cannot be written there."""
+    from coat_jax.training.report.chart import styled_figure
+
     if out.suffix.lower() != ".png":
         raise UserError(f"{out} does not end in .png.")
     for path in (out, out.with_suffix(".json")):
@@ -156,6 +158,8 @@ def _require_place(out: Path) -> None:
             f"{numbers} is there, and is no earlier result of `coat formats`: choose another name "
             "for --out, whose numbers go into a .json beside it."
         )
+    with styled_figure((1, 1)):
+        pass  # it needs matplotlib
 
 
 def _is_result(path: Path) -> bool:

@@ -62,7 +62,7 @@ def restore_state(path: str | Path, like: Any) -> Any:
 def require_stored_like(path: str | Path, like: Any) -> Any:
     """Returns what is stored at `path` as shapes and dtypes; raises unless `like` has the same.
 
-    A Python number may be stored in any dtype of its kind: a step under jit makes it an array.
+    A Python number in `like` may be stored in any dtype of its kind: jit makes an array of it.
 
     Raises:
         FileNotFoundError: if there is none.

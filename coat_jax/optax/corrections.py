@@ -27,6 +27,7 @@ from coat_jax.optax.checks import (
     require_state_of,
     require_transformation,
 )
+from coat_jax.optax.following import optimized
 from coat_jax.optax.host_memory import on_device
 from coat_jax.optax.metadata import fit_metadata
 from coat_jax.optax.sharding import full
@@ -83,7 +84,7 @@ def with_corrections(tx: optax.GradientTransformation) -> optax.GradientTransfor
                 "with_corrections needs the parameters: call tx.update(updates, state, params)."
             )
         require_corrections(params, state)
-        require_same_shapes("updates", updates, params)
+        require_same_shapes("updates", updates, optimized(params))
         wide = join_params(params, state)
         updates, after = inner.update(in_fp32(updates), state.inner, wide, **extra_args)
         new, state = split_params(optax.apply_updates(wide, updates), params, state, after)

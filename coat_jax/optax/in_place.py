@@ -19,7 +19,7 @@ from coat_jax.kernels.adam import Number
 from coat_jax.optax.arguments import require_flag, require_scalar, require_seed, require_settings
 from coat_jax.optax.checks import (
     dtype_of,
-    require_real_floats,
+    require_real_float,
     require_same_shapes,
     require_state_of,
     require_transformation,
@@ -81,12 +81,12 @@ def in_place(
     inner_tx = optax.with_extra_args_support(require_transformation("in_place", tx))
 
     def init(params: optax.Params) -> InPlaceState | CorrectedState:
-        require_real_floats(params)
         # The first state of some transformations has Python numbers, which a step makes arrays.
         state = jax.tree.map(
             lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf),
             inner_tx.init(in_fp32(params)),
         )
+        _require_steppable(params, state)
         state = InPlaceState(jnp.zeros([], jnp.int32), state)
         return CorrectedState(state, init_corrections(params)) if correct_params else state
 
@@ -106,7 +106,7 @@ def in_place(
         require_scalar("grad_scale", grad_scale)
         require_flag("skip", skip)
         require_same_shapes("gradients", grads, optimized(params))
-        require_real_floats(grads)
+        _require_steppable(grads, before.inner)
         scaled = jax.tree.map(
             lambda g: jnp.asarray(g * grad_scale, dtype_of(g)),  # a factor may be in FP64
             in_fp32(grads),
@@ -130,6 +130,23 @@ def in_place(
         return _select(skip, (params, state), after)
 
     return FusedOptimizer(init, step)
+
+
+def _require_steppable(tree: Any, state: Any) -> None:
+    """Raises for parameters or gradients that the transformation with this state cannot step.
+
+    Complex ones are stepped as they are. Integers are left to a transformation that masks some.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=_is_masked)
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        dtype = dtype_of(leaf)
+        masked = jnp.issubdtype(dtype, jnp.integer) and any(map(_is_masked, nodes))
+        if not masked and not jnp.issubdtype(dtype, jnp.complexfloating):
+            require_real_float(jax.tree_util.keystr(path) or "the parameter", leaf)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
 def _select(skip: bool | Array, before: Any, after: Any) -> Any:

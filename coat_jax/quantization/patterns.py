@@ -12,7 +12,8 @@ NAME = 48  # characters; the names of projections are shorter
 MOST_WAYS = 4_000_000  # to match a name by all patterns of a file: tried in a fraction of a second
 TOKEN = re.compile(
     r"""
-      \\.
+      \A\(\?[aiLmsu]+\)
+    | \\.
     | \[\^?\]?(?:[^\]\\]|\\.)*\]
     | (?P<open>\((?:\?(?:[:=!]|<[=!]|P<\w+>)|(?!\?)))
     | (?P<branch>\|)
@@ -60,6 +61,8 @@ def compiled(pattern: str) -> tuple[re.Pattern[str], int]:
                 raise ValueError("a group that is repeated has a quantifier or a | in it")
             if any(int(number) > NAME for number in re.findall(r"\d+", text)):
                 raise ValueError(f"{text} is more than {NAME} times")
+            if re.fullmatch(r"\{\d+\}", text):
+                continue  # an exact number of times is no choice
             quantifiers += 1
             choices += 1
     branches *= opened[0][1]

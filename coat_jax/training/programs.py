@@ -28,7 +28,7 @@ class Programs:
         self._first = prepared.config.steps_in_bf16
         self._program: Any = None
         self._start: Any = None
-        if done < prepared.config.total_steps:
+        if max(done, self._first) < prepared.config.total_steps:
             self._program = _compile(prepared, console, "the step", packed=packed)
         if done < self._first:
             start = prepare(prepared.config.at_start, prepared.mesh, optimizer=prepared.optimizer)

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import json
+import sys
 import shutil
 
 import jax
@@ -308,3 +309,13 @@ def test_a_model_whose_context_has_no_next_token_is_refused(tmp_path, capsys):
     hf.save(tmp_path / "short", filled(dataclasses.replace(CONFIG, context=1)))
     assert cli.main(["formats", str(tmp_path / "short"), *FEW, "--text", str(text)]) == 2
     assert "context of 1 has no room for 2 tokens" in capsys.readouterr().err
+
+
+def test_a_missing_matplotlib_is_named_before_the_work_begins(
+    theirs, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["formats", str(theirs), *FEW, "--out", str(tmp_path / "out.png")]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "need matplotlib" in said.err

@@ -351,3 +351,14 @@ def test_corrections_are_rounded_by_the_key_of_parameters_not_by_that_of_moments
     key = random.param_key(random.leaf_key(3, 7, random.leaf_ids(params)[0]))
     own = np.asarray(random.bits(key, (32, 1024), run=128) >> 8)
     np.testing.assert_array_equal(state.corrections["w"], own + round(0.3 * 256) >= 256)
+
+
+def test_the_fast_parameters_of_a_lookahead_are_corrected():
+    params = optax.LookaheadParams.init_synced({"w": jnp.ones((16, 256), jnp.bfloat16)})
+    tx = with_corrections(optax.lookahead(optax.sgd(2.0**-12), 5, 0.5))
+    state = tx.init(params)
+    for _ in range(4):
+        updates, state = tx.update({"w": jnp.ones((16, 256), jnp.bfloat16)}, state, params)
+        params = optax.apply_updates(params, updates)
+    corrected = corrected_params(params, state)
+    np.testing.assert_array_equal(corrected.fast["w"], 1 - 4 * 2.0**-12)

@@ -162,6 +162,26 @@ def test_states_and_transformations_that_do_not_fit_are_refused(call, error, mes
         call()
 
 
+def test_complex_parameters_are_stepped_as_by_the_transformation():
+    params, grads = {"w": jnp.ones(4, jnp.complex64)}, {"w": jnp.full(4, 1 + 1j, jnp.complex64)}
+    for tx in (optax.adam(1e-2), optax.contrib.split_real_and_imaginary(optax.adam(1e-2))):
+        optimizer = in_place(tx)
+        got, _ = optimizer.step(params, grads, optimizer.init(params))
+        updates, _ = tx.update(grads, tx.init(params), params)
+        np.testing.assert_allclose(got["w"], optax.apply_updates(params, updates)["w"], rtol=1e-6)
+
+
+def test_integers_are_left_to_a_transformation_that_masks_them():
+    params = {"w": jnp.ones(4), "table": jnp.arange(4)}
+    labels = {"w": "train", "table": "keep"}
+    tx = optax.partition({"train": optax.adam(1e-2), "keep": optax.set_to_zero()}, labels)
+    optimizer = in_place(tx)
+    grads = {"w": jnp.ones(4), "table": jnp.zeros(4, jnp.int32)}
+    got, _ = optimizer.step(params, grads, optimizer.init(params))
+    np.testing.assert_array_equal(got["table"], params["table"])
+    np.testing.assert_allclose(got["w"], 0.99, rtol=1e-6)
+
+
 def step_once(tx):
     optimizer = in_place(tx)
     return optimizer.step(tree(0), tree(1), optimizer.init(tree(0)))

@@ -50,6 +50,8 @@ def test_a_run_without_a_start_or_past_it_compiles_one_program(compiled):
     assert [config.model.precision for config in compiled] == [coat.COAT, coat.COAT]
     programs_of(CONFIG, done=1)
     assert len(compiled) == 4
+    programs_of(dataclasses.replace(CONFIG, bf16_steps=CONFIG.total_steps))
+    assert [config.model.precision for config in compiled[4:]] == [coat.BF16]
 
 
 def test_the_state_goes_from_one_program_to_the_other():
