@@ -48,8 +48,9 @@ ALIKE |= dict.fromkeys(
         "27681d5c5b65",
         "1da934aa5344",
         "9225742fee02",
+        "5daa94711bf6",
     ],
-    "5daa94711bf6",
+    "57d47e05521c",
 )
 # The version of the code in which every precision had what is `stochastic_backward` today.
 STOCHASTIC_BACKWARD = "83eda50b8686"

@@ -4,8 +4,8 @@ import dataclasses
 import errno
 import functools
 import json
-import sys
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
