@@ -4,25 +4,20 @@
     encode_documents    many texts to train on: no token is put in front of them, and a special
                         token that a text spells out is ordinary text, which cannot end a document
     encode_markers      the text of a chat template, in which special tokens are meant as such
-    reader              tokens to text, piece by piece
+    reader              tokens to text, piece by piece: `token_readers`
 
 Tokenizers in the manner of SentencePiece put a space in front of each text. A part of a document
 that follows another part gets none, so that all parts together are the document.
-
-New tokens of a model become text as they arrive. A character may take several tokens, and the text
-of a token may depend on the one before it (a space that only stands between words), so a `Reader`
-returns a piece once its characters are complete. All pieces together are the text of all tokens.
 """
 
-import codecs
 import contextlib
 import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt
@@ -30,13 +25,12 @@ from jaxtyping import UInt
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, read_bytes
 from coat_jax.limits import INT32_MAX
+from coat_jax.token_readers import BytesReader, Reader, TokensReader
 
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Stands for whatever precedes a part of a document. No text has this character, so no tokenizer
 # joins it to what follows.
 OTHER_TEXT = "\ue000"
-CONTEXT_TOKENS = 8  # at the end of a prompt; the text of a new token depends on fewer
 
 
 class Bytes:
@@ -85,9 +79,9 @@ class Bytes:
             raise UserError(f"{text!r} is not a token: tokens are bytes, and it has {len(tokens)}.")
         return tokens[0]
 
-    def reader(self, prompt: Sequence[int]) -> "Reader":
+    def reader(self, prompt: Sequence[int]) -> Reader:
         """Reads the tokens that follow a prompt."""
-        return _BytesReader()
+        return BytesReader()
 
 
 class Tokenizer:
@@ -221,9 +215,9 @@ class Tokenizer:
             raise UserError(f"{text!r} is not a token of the tokenizer, which makes it {tokens}.")
         return int(tokens[0])
 
-    def reader(self, prompt: Sequence[int]) -> "Reader":
+    def reader(self, prompt: Sequence[int]) -> Reader:
         """Reads the tokens that follow a prompt. Special tokens are left out."""
-        return _TokensReader(self._tokenizer.decode, prompt)
+        return TokensReader(self._tokenizer.decode, prompt)
 
     def _encode(self, text: str) -> list[int]:
         with library_failures(f"{self._path} cannot tokenize this text"):
@@ -364,59 +358,6 @@ def library_failures(what: str) -> Iterator[None]:
         raise
     except BaseException as error:  # a panic of the library is not an Exception
         raise UserError(f"{what}: {error}.") from None
-
-
-# --- Tokens to text ---------------------------------------------------------------------------
-
-
-class Reader(Protocol):
-    """Turns tokens into text, piece by piece."""
-
-    def read(self, tokens: Sequence[int]) -> str:
-        """The text that is certain after these tokens, and was not returned before."""
-
-    def end(self) -> str:
-        """The rest, when no token follows."""
-
-
-class _BytesReader:
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def read(self, tokens: Sequence[int]) -> str:
-        # A model may have more tokens than there are bytes. 0xFF occurs in no text in UTF-8.
-        return self._decoder.decode(bytes(min(token, 0xFF) for token in tokens))
-
-    def end(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-
-class _TokensReader:
-    """Compares the texts of the last tokens with and without the new ones."""
-
-    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int]):
-        self._decode = decode
-        self._tokens = list(prompt[-CONTEXT_TOKENS:])
-        self._returned = len(self._tokens)  # the tokens whose text was returned
-
-    def read(self, tokens: Sequence[int]) -> str:
-        return "".join(map(self._read, tokens))
-
-    def _read(self, token: int) -> str:
-        self._tokens.append(token)
-        # A character whose bytes are not complete is decoded as REPLACEMENT.
-        return self._new_text(self._decode(self._tokens), unless=REPLACEMENT)
-
-    def end(self) -> str:
-        return self._new_text(self._decode(self._tokens))
-
-    def _new_text(self, text: str, *, unless: str | None = None) -> str:
-        before = self._decode(self._tokens[: self._returned])
-        if len(text) <= len(before) or (unless is not None and text.endswith(unless)):
-            return ""
-        self._tokens = self._tokens[self._returned :]
-        self._returned = len(self._tokens)
-        return text[len(before) :]
 
 
 def _bytes_of(text: str) -> bytes:

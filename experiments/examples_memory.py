@@ -57,7 +57,7 @@ def main() -> None:
     cases: list[dict[str, Any]] = []
     missing: list[str] = []
     path = args.out / f"examples_memory{'_large' * args.large}.json"
-    for name in (name for name in EXAMPLES if (name in LARGE) == args.large):
+    for name in [name for name in EXAMPLES if (name in LARGE) == args.large]:
         for fp8 in (False, True):
             found = in_a_process(name, fp8, args)
             if why := found.get("failed"):

@@ -20,7 +20,7 @@ import coat_jax
 PACKAGE = Path(coat_jax.__file__).parent
 LAYERS = [
     ("errors", "numerics", "printable"),
-    ("files", "limits", "writing"),
+    ("files", "limits", "token_readers", "writing"),
     ("precision", "storage", "tokenizers"),
     ("watching",),
     ("kernels",),

@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _require_place(out: Path) -> None:
     """Raises, before the work begins, if the picture and its numbers cannot be written there."""
-    from coat_jax.training.report.chart import styled_figure
+    from coat_jax.training.report.chart import require_matplotlib
 
     if out.suffix.lower() != ".png":
         raise UserError(f"{out} does not end in .png.")
@@ -158,8 +158,7 @@ def _require_place(out: Path) -> None:
             f"{numbers} is there, and is no earlier result of `coat formats`: choose another name "
             "for --out, whose numbers go into a .json beside it."
         )
-    with styled_figure((1, 1)):
-        pass  # it needs matplotlib
+    require_matplotlib()
 
 
 def _is_result(path: Path) -> bool:

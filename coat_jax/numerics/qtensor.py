@@ -109,11 +109,10 @@ def _require_whole_groups(x: Array, group_size: int) -> None:
     entry = sharding.spec[-1]
     parts = mesh_axes.shards(entry, sharding.mesh)
     if x.shape[-1] % (parts * group_size):
-        size = x.shape[-1] // parts
-        smaller = f", or choose a group_size that divides {size}" if size % 16 == 0 else ""
         raise ValueError(
             f"The last axis, {x.shape[-1]}, is sharded over {entry!r} into {parts} parts, which "
-            f"do not hold whole groups of {group_size}. Shard another axis{smaller}."
+            f"do not hold whole groups of {group_size}. Shard another axis, or choose a "
+            f"group_size that divides {x.shape[-1] // parts}."
         )
 
 

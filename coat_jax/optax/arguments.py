@@ -26,6 +26,7 @@ RANGES = {
     "consistent_rms": (0.0, float("inf")),
     "max_norm": (1e-30, float("inf")),  # 0 would make every gradient zero
 }
+MOST_LASTING = 1.3  # b1^2 / b2, above which single first moments are far larger than sqrt(v)
 MAY_BE_SCHEDULES = ("learning_rate", "weight_decay")
 
 
@@ -33,9 +34,6 @@ def require_hyper(hyper: Hyper) -> None:
     """Raises unless each hyperparameter is a number, and in its range if its value is known."""
     for name in RANGES.keys() & set(hyper._fields):
         require_number_or_schedule(name, getattr(hyper, name))
-
-
-MOST_LASTING = 1.3  # b1^2 / b2, above which single first moments are far larger than sqrt(v)
 
 
 def require_lasting(hyper: Hyper, storage: Storage | None) -> None:

@@ -53,14 +53,14 @@ def restore_state(path: str | Path, like: Any) -> Any:
     """
     import orbax.checkpoint as ocp
 
-    arrays = _asked_for(like, require_stored_like(path, like))
+    arrays = require_stored_like(path, like)
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(expanded(path).absolute(), arrays)
     return jax.tree.map(_from_array, like, restored)
 
 
 def require_stored_like(path: str | Path, like: Any) -> Any:
-    """Returns what is stored at `path` as shapes and dtypes; raises unless `like` has the same.
+    """Returns what orbax is asked for; raises unless `path` has the leaves and dtypes of `like`.
 
     A Python number in `like` may be stored in any dtype of its kind: jit makes an array of it.
 
@@ -78,8 +78,9 @@ def require_stored_like(path: str | Path, like: Any) -> Any:
         stored = checkpointer.metadata(path).item_metadata
     if stored is None:
         raise ValueError(f"{path} is no complete checkpoint: it has no metadata.")
-    _require_same(path, stored.tree, _asked_for(like, stored.tree))
-    return stored.tree
+    arrays = _asked_for(like, stored.tree)
+    _require_same(path, stored.tree, arrays)
+    return arrays
 
 
 def _asked_for(like: Any, stored: Any) -> Any:

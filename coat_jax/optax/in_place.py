@@ -35,6 +35,7 @@ from coat_jax.optax.corrections import (
 )
 from coat_jax.optax.following import optimized
 from coat_jax.optax.fused import FusedOptimizer
+from coat_jax.optax.masks import leaves_some_out
 from coat_jax.optax.rounding import apply_updates
 
 
@@ -137,16 +138,12 @@ def _require_steppable(tree: Any, state: Any) -> None:
 
     Complex ones are stepped as they are. Integers are left to a transformation that masks some.
     """
-    nodes = jax.tree.leaves(state, is_leaf=_is_masked)
+    stepped: tuple[Any, ...] = (jnp.complexfloating,)
+    if leaves_some_out(state):
+        stepped += (jnp.integer,)
     for path, leaf in jax.tree.leaves_with_path(tree):
-        dtype = dtype_of(leaf)
-        masked = jnp.issubdtype(dtype, jnp.integer) and any(map(_is_masked, nodes))
-        if not masked and not jnp.issubdtype(dtype, jnp.complexfloating):
+        if not any(jnp.issubdtype(dtype_of(leaf), kind) for kind in stepped):
             require_real_float(jax.tree_util.keystr(path) or "the parameter", leaf)
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
 
 
 def _select(skip: bool | Array, before: Any, after: Any) -> Any:

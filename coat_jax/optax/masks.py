@@ -68,7 +68,7 @@ def _difference(tree: Any, params: optax.Params) -> str:
     """Why a tree is not a prefix of the parameters."""
     flags = [path for path, _ in jax.tree.leaves_with_path(tree)]
     # In optax.partition, parameters that another optimizer updates are nodes without leaves.
-    leaves = [path for path, _ in jax.tree.leaves_with_path(params, is_leaf=_is_left_out)]
+    leaves = [path for path, _ in jax.tree.leaves_with_path(params, is_leaf=is_left_out)]
     for path in leaves:
         if not any(path[: len(flag)] == flag for flag in flags):
             return f"it says nothing of {keystr(path) or 'the parameter'}"
@@ -78,5 +78,11 @@ def _difference(tree: Any, params: optax.Params) -> str:
     return f"its structure is {jax.tree.structure(tree)}, theirs {jax.tree.structure(params)}"
 
 
-def _is_left_out(node: Any) -> bool:
+def is_left_out(node: Any) -> bool:
+    """Whether a node stands where optax.masked or optax.partition leaves a parameter out."""
     return isinstance(node, optax.MaskedNode)
+
+
+def leaves_some_out(state: Any) -> bool:
+    """Whether a state was made by a transformation that leaves parameters out."""
+    return any(map(is_left_out, jax.tree.leaves(state, is_leaf=is_left_out)))

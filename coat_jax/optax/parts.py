@@ -25,6 +25,7 @@ from jaxtyping import Array
 from coat_jax.errors import UserError
 from coat_jax.optax.following import followed_indices
 from coat_jax.optax.host_memory import is_on_host, to_device, to_host
+from coat_jax.optax.masks import leaves_some_out
 
 
 class Parts:
@@ -39,7 +40,7 @@ class Parts:
         self._params, self._structure = jax.tree.flatten(params)
         self._state, self._state_structure = jax.tree.flatten(state)
         self._follows = followed_indices(state, params)
-        self._masked = _is_masked(state)
+        self._masked = leaves_some_out(state)
         self._before = list(self._state)
         self._on_host = [is_on_host(leaf) for leaf in self._state]
         self._require_followers_on_host(state)
@@ -152,10 +153,3 @@ class Parts:
             jax.tree.unflatten(self._structure, self._params),
             jax.tree.unflatten(self._state_structure, self._state),
         )
-
-
-def _is_masked(state: Any) -> bool:
-    def is_masked(node: Any) -> bool:
-        return isinstance(node, optax.MaskedNode)
-
-    return any(map(is_masked, jax.tree.leaves(state, is_leaf=is_masked)))

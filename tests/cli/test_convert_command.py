@@ -201,11 +201,7 @@ def test_a_checkpoint_of_training_is_exported(scan, tmp_path):
 
 def test_an_export_of_a_run_on_tokens_knows_where_a_text_ends(tmp_path, capsys):
     """It says that it has no tokenizer, unless one is named."""
-    run = tmp_path / "run"
-    with Checkpoints(run / "checkpoints", keep=1) as checkpoints:
-        count = jnp.int32(1)
-        state = State(count, nnx.state(filled(variant())), {}, count)
-        checkpoints.save(1, state, {}, wait=True)
+    run = checkpoint_in(tmp_path / "run")
     saved = {"model": json_of(variant()), "data": {"train": ["tokens/*.npy"], "tokenizer": None}}
     (run / "config.json").write_text(json.dumps(saved))
     (run / "generation_config.json").write_text('{"eos_token_id": 3}')
@@ -221,11 +217,7 @@ def test_an_export_of_a_run_on_tokens_knows_where_a_text_ends(tmp_path, capsys):
 
 
 def test_a_tokenizer_that_begins_texts_otherwise_than_training_is_noted(tmp_path, capsys):
-    run = tmp_path / "run"
-    with Checkpoints(run / "checkpoints", keep=1) as checkpoints:
-        count = jnp.int32(1)
-        state = State(count, nnx.state(filled(variant())), {}, count)
-        checkpoints.save(1, state, {}, wait=True)
+    run = checkpoint_in(tmp_path / "run")
     trained_here = {"model": json_of(variant()), "data": {}}
     for number, (saved, single, noted) in enumerate(
         [
@@ -248,15 +240,20 @@ def test_a_tokenizer_that_begins_texts_otherwise_than_training_is_noted(tmp_path
 )
 def test_the_end_of_a_text_comes_from_the_config_or_the_tokenizer(tmp_path, data, words, end):
     """A run of an earlier version has no generation_config.json."""
-    run = tmp_path / "run"
-    with Checkpoints(run / "checkpoints", keep=1) as checkpoints:
-        count = jnp.int32(1)
-        state = State(count, nnx.state(filled(variant())), {}, count)
-        checkpoints.save(1, state, {}, wait=True)
+    run = checkpoint_in(tmp_path / "run")
     (run / "config.json").write_text(json.dumps({"model": json_of(variant()), "data": data}))
     write_tokenizer(run / "tokenizer.json", *words)
     assert convert(run, tmp_path / "out") == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text()).get("eos_token_id") == end
+
+
+def checkpoint_in(run):
+    """A run's folder with a checkpoint, and without a config."""
+    with Checkpoints(run / "checkpoints", keep=1) as checkpoints:
+        count = jnp.int32(1)
+        state = State(count, nnx.state(filled(variant())), {}, count)
+        checkpoints.save(1, state, {}, wait=True)
+    return run
 
 
 def write_tokenizer(path, *words, single=None):

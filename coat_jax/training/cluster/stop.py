@@ -1,8 +1,10 @@
 """Signals that end a run: every process stops after the same step.
 
-with Stop() as stop:             the current step finishes before the run stops
-    ... one step, on every process ...
-    if stop.requested(): save, and leave
+    with Stop() as stop:             the current step finishes before the run stops
+        ... one step, on every process ...
+        if stop.requested(): save, and leave
+
+Every process asks once in every step.
 """
 
 import os

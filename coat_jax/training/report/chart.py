@@ -50,16 +50,23 @@ def styled_figure(
         size: its width and height, in inches.
         style: settings of matplotlib that replace those of CHART.
     """
-    try:
-        import matplotlib as mpl
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("Plots need matplotlib: pip install 'coat_jax[train]'.") from error
+    require_matplotlib()
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     with mpl.rc_context({**CHART, **style}):
         figure = Figure(figsize=size)
         FigureCanvasAgg(figure)
         yield figure
+
+
+def require_matplotlib() -> None:
+    """Raises if matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UserError("Plots need matplotlib: pip install 'coat_jax[train]'.") from error
 
 
 class Look(NamedTuple):

@@ -2,7 +2,6 @@
 
 PAPER = "quoted from the COAT paper"
 OTHER_RUN = "measured by the authors in a run that wrote no results file here: the page says so"
-EARLIER = "of the results file of an earlier commit, which the page names"
 PUBLISHED = "quoted from the publication that the page names"
 SETTING = "a constant of the code, of another program, or of a published recipe"
 TESTED = "asserted by a test"

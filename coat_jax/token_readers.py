@@ -1,0 +1,74 @@
+"""Tokens to text, piece by piece.
+
+New tokens of a model become text as they arrive. A character may take several tokens, and the text
+of a token may depend on the one before it (a space that only stands between words), so a `Reader`
+returns a piece once its characters are complete. All pieces together are the text of all tokens.
+"""
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+CONTEXT_TOKENS = 8  # at the end of a prompt; the text of a new token depends on fewer
+
+
+class Reader(Protocol):
+    """Turns tokens into text, piece by piece."""
+
+    def read(self, tokens: Sequence[int]) -> str:
+        """The text that is certain after these tokens, and was not returned before."""
+
+    def end(self) -> str:
+        """The rest, when no token follows."""
+
+
+class BytesReader:
+    """The `Reader` of tokens that are bytes of UTF-8."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def read(self, tokens: Sequence[int]) -> str:
+        """See `Reader`."""
+        # A model may have more tokens than there are bytes. 0xFF occurs in no text in UTF-8.
+        return self._decoder.decode(bytes(min(token, 0xFF) for token in tokens))
+
+    def end(self) -> str:
+        """See `Reader`."""
+        return self._decoder.decode(b"", final=True)
+
+
+class TokensReader:
+    """The `Reader` of a tokenizer: compares the texts of the last tokens with and without new ones.
+
+    Args:
+        decode: tokens to text.
+        prompt: the tokens before.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int]):
+        self._decode = decode
+        self._tokens = list(prompt[-CONTEXT_TOKENS:])
+        self._returned = len(self._tokens)  # the tokens whose text was returned
+
+    def read(self, tokens: Sequence[int]) -> str:
+        """See `Reader`."""
+        return "".join(map(self._read, tokens))
+
+    def _read(self, token: int) -> str:
+        self._tokens.append(token)
+        # A character whose bytes are not complete is decoded as REPLACEMENT.
+        return self._new_text(self._decode(self._tokens), unless=REPLACEMENT)
+
+    def end(self) -> str:
+        """See `Reader`."""
+        return self._new_text(self._decode(self._tokens))
+
+    def _new_text(self, text: str, *, unless: str | None = None) -> str:
+        before = self._decode(self._tokens[: self._returned])
+        if len(text) <= len(before) or (unless is not None and text.endswith(unless)):
+            return ""
+        self._tokens = self._tokens[self._returned :]
+        self._returned = len(self._tokens)
+        return text[len(before) :]
