@@ -49,8 +49,9 @@ ALIKE |= dict.fromkeys(
         "1da934aa5344",
         "9225742fee02",
         "5daa94711bf6",
+        "57d47e05521c",
     ],
-    "57d47e05521c",
+    "1f81ec309039",
 )
 # The version of the code in which every precision had what is `stochastic_backward` today.
 STOCHASTIC_BACKWARD = "83eda50b8686"
