@@ -27,7 +27,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Int8
+from jaxtyping import Array, Float, Int, Int8, UInt32
 
 from coat_jax.numerics import corrections, noise
 from coat_jax.numerics.expansion import Expanded
@@ -84,10 +84,10 @@ def adam_reference(
     count: Int[Array, ""],
     hyper: Hyper,
     settings: Settings,
-    leaf_id: int,
+    key: UInt32[Array, ""],
     decayed: bool = True,
 ) -> LeafResult:
-    """Steps one leaf; `leaf_id`, from `noise.leaf_ids`, seeds its rounding."""
+    """Steps one leaf; `key` seeds its rounding."""
     storage = settings.storage
     m, v = storage.read_moments(leaf.mu, leaf.nu)
     m, v, direction = adam_update(
@@ -100,8 +100,6 @@ def adam_reference(
         smallest_v=storage.smallest_second(leaf.nu),
     )
 
-    key = noise.leaf_key(storage.seed, count, leaf_id)
-    key = noise.distinguish(key, *jax.tree.leaves(leaf))
     correction = None
     if leaf.param is None:
         result = direction.astype(leaf.grad.dtype)

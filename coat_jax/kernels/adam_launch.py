@@ -62,6 +62,7 @@ def adam_step(
     stepped: dict[int, LeafResult] = {}
     waiting: list[int] = []
     chosen = dispatch.choose(implementation)
+    reference = adam_reference if chosen == "xla" else _adam_reference_traced_once
     if settings.storage.simulated:
         if implementation == "triton":
             raise ValueError(
@@ -79,7 +80,9 @@ def adam_step(
             )
         # FP32 leaves are small: XLA fuses their steps, also with each other.
         if chosen == "xla" or in_fp32 or in_fp64 or leaf.grad.size == 0:
-            stepped[i] = adam_reference(leaf, count, hyper, settings, ids[i], decayed[i])
+            key = noise.leaf_key(settings.storage.seed, count, ids[i])
+            key = noise.distinguish(key, *jax.tree.leaves(leaf))
+            stepped[i] = reference(leaf, count, hyper, settings, key, decayed[i])
         else:
             waiting.append(i)
     if waiting:
@@ -108,6 +111,35 @@ def adam_step(
             )
             stepped.update(zip(bucket, results, strict=True))
     return [stepped[i] for i in range(len(leaves))]
+
+
+def _adam_reference_traced_once(
+    leaf: Leaf,
+    count: Int[Array, ""],
+    hyper: Hyper,
+    settings: Settings,
+    key: UInt32[Array, ""],
+    decayed: bool,
+) -> LeafResult:
+    """`adam_reference`, traced and lowered once for all leaves of a shape, as norms have."""
+    numbers = hyper._asdict().items()
+    constants = tuple((k, v) for k, v in numbers if isinstance(v, int | float))
+    arrays = {k: v for k, v in numbers if not isinstance(v, int | float)}
+    return _jitted_reference(leaf, count, arrays, constants, settings, key, decayed)
+
+
+@functools.partial(jax.jit, static_argnames=("constants", "settings", "decayed"))
+def _jitted_reference(
+    leaf: Leaf,
+    count: Int[Array, ""],
+    arrays: dict[str, Array],
+    constants: tuple[tuple[str, Any], ...],
+    settings: Settings,
+    key: UInt32[Array, ""],
+    decayed: bool,
+) -> LeafResult:
+    """Each hyperparameter is one of the arrays, or a constant of the program."""
+    return adam_reference(leaf, count, Hyper(**arrays, **dict(constants)), settings, key, decayed)
 
 
 def _keys(

@@ -10,12 +10,14 @@ launch is stored in a file beside JAX's entries, in `triton/` of `jax_compilatio
 A file that is damaged or cannot be read is written anew.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
 import os
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +63,28 @@ def _lower(context: Any, *operands: Any, **call: Any) -> Any:
 def _compile(context: Any, operands: Sequence[Any], call: dict[str, Any]) -> bytes:
     """The configuration of jax-triton's custom call: the compiled kernel and its launch."""
     lower = mlir.lower_fun(functools.partial(_through_jax_triton, **call), multiple_results=True)
-    made = lower(context, *operands)[0].owner
+    with _torch_not_imported():
+        made = lower(context, *operands)[0].owner
     configuration: bytes = made.attributes["backend_config"].value_bytes
     made.erase()
     return configuration
+
+
+@contextlib.contextmanager
+def _torch_not_imported() -> Iterator[None]:
+    """Keeps Triton from importing torch, where it is installed: that takes seconds.
+
+    Triton asks once in a process what class torch's tensors have, and does without an answer. The
+    arguments here are never torch's.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]  # `import torch` is an ImportError
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 mlir.register_lowering(triton_kernel, _lower, platform="cuda")

@@ -19,6 +19,8 @@ from hopper import (
 )
 
 import coat_jax as coat
+from coat_jax.kernels import adam_launch
+from coat_jax.kernels.adam import adam_reference
 from experiments.hopper import compile_for, hopper_mesh
 
 pytestmark = [
@@ -92,6 +94,19 @@ def test_small_leaves_share_launches():
 def test_fp32_leaves_need_no_launch_of_the_kernel():
     compiled = compile_step(hopper_mesh((4,), ("x",)), [(4096,)] * 3, [P()] * 3)
     assert kernel_calls(compiled) == 0
+
+
+def test_fp32_leaves_of_a_shape_are_traced_once(monkeypatch):
+    traced = []
+
+    def reference(leaf, *arguments):
+        traced.append(leaf.grad.shape)
+        return adam_reference(leaf, *arguments)
+
+    monkeypatch.setattr(adam_launch, "adam_reference", reference)
+    mesh = hopper_mesh((4,), ("x",))
+    compile_step(mesh, [(4096,), (96,), (4096,), (4096,)], [P()] * 4, learning_rate=0.0123)
+    assert sorted(traced) == [(96,), (4096,)]
 
 
 def test_an_axis_sharded_inside_a_group_is_gathered_and_still_steps():

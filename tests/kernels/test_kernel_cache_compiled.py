@@ -1,5 +1,7 @@
 """A kernel that was compiled before is launched without compiling it again."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -53,6 +55,21 @@ def test_the_second_time_nothing_is_compiled(folder, monkeypatch):
         lowered(rows=512)
     with pytest.raises(AssertionError, match="compiled again"):
         lowered(dtype=coat.E5M2)
+
+
+def test_compiling_a_kernel_does_not_import_torch(monkeypatch):
+    """It takes seconds. Triton imports it, if it can, when it compiles the first kernel."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+
+    def import_torch(*arrays, **call):
+        import torch
+
+        return torch
+
+    monkeypatch.setattr("jax_triton.triton_call", import_torch)
+    with pytest.raises(ImportError, match="torch"):
+        lowered(rows=1024)
+    assert "torch" not in sys.modules
 
 
 def test_a_kernel_is_launched_by_the_call_that_a_cuda_graph_can_contain():
