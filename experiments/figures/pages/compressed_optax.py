@@ -47,8 +47,8 @@ PAGE = Page(
     "docs/compressed_optax.md",
     [
         Sentence(
-            "`cocob` ends at {:.1f} to {:.1f} times its loss and `madgrad` at {:.1f} to {:.1f} "
-            "times",
+            "the loss of `cocob` {:.1f} to {:.1f} times and that of `madgrad` {:.1f} to {:.1f} "
+            "times as large",
             lambda: (*times_the_loss(WORSE[0]), *times_the_loss(WORSE[1])),
         ),
         Sentence("All others end within {:.0f} % of their loss", lambda: (largest_change(),)),

@@ -136,8 +136,8 @@ PAGES = [
             Given("It would be 100 % if", ARITHMETIC),
             Given("2.1 bytes a parameter instead of 8", ARITHMETIC),
             Sentence(
-                "a step of Llama-2-7B takes {:.1f} % longer this way than with the moments on the "
-                "GPU; without released gradients it takes {:.0f} % longer",
+                "a step of Llama-2-7B takes {:.1f} % longer than with the moments on the GPU; "
+                "without released gradients it takes {:.0f} % longer",
                 lambda: (slower("offloaded", "released"), slower("offloaded")),
             ),
         ],

@@ -30,10 +30,10 @@ PAGE = Page(
             "whose hidden width is {:.2f} times the width",
             lambda: (Sizes().hidden / Sizes().width,),
         ),
-        Given("saves the input of each layer only (1 U)", ARITHMETIC),
-        Sentence("saves it in FP8 ({:.2f} U)", lambda: ((1 + 1 / 16) / 2,)),
+        Given("saves only the input of each layer (1 U)", ARITHMETIC),
+        Sentence("saves that input in FP8 ({:.2f} U)", lambda: ((1 + 1 / 16) / 2,)),
         Sentence("A layer takes [{:.1f} to {:.1f} % longer", range_in_int8),
         Given("as soon as it is 256 times larger than what is added", ARITHMETIC),
-        Sentence("before Ada (compute capability {:.1f})", lambda: (CAPABILITY,)),
+        Sentence("older than Ada (compute capability {:.1f})", lambda: (CAPABILITY,)),
     ],
 )

@@ -14,7 +14,7 @@ PAGE = Page(
             lambda: (*times_the_loss(*WORSE), largest_change()),
         ),
         Sentence(
-            "stores that momentum as 8-bit integers, {:.2f} bytes per parameter",
+            "stores the momentum as 8-bit integers, {:.2f} bytes per parameter",
             lambda: (MOMENTS / 2,),
         ),
         Given("learning rates are near 0.02", PUBLISHED),
@@ -22,8 +22,8 @@ PAGE = Page(
         Given("by up to 5 codes of 127 with b1 = 0.9", ARITHMETIC),
         Given("by 10 with the beta of `fp8_muon`, 0.95", ARITHMETIC),
         Sentence(
-            "On one H200 a step of Llama-2-7B takes {:.1f} % longer this way, with gradients "
-            "released, and {:.0f} % longer without",
+            "offloading makes a step of Llama-2-7B {:.1f} % longer if gradients are released, and "
+            "{:.0f} % longer if not",
             lambda: (slower("offloaded", "released"), slower("offloaded")),
         ),
     ],
