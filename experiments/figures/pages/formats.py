@@ -67,7 +67,7 @@ PAGE = Page(
             "magnitude, and {:+.3f} % if one number in a thousand is clipped",
             lambda: tuple(after_training.cost(recipe)[0] for recipe in ONE_SCALE),
         ),
-        Given("124 million parameters, of one seed", SETTING),
+        Given("124 million parameters, trained from one seed", SETTING),
         Sentence(
             "loses {:+.3f} % in INT8 and {:+.3f} % in FP8 after training in BF16, and {:+.3f} % "
             "and {:+.3f} % after training in COAT",
@@ -101,7 +101,8 @@ PAGE = Page(
             lambda: (bits("uniform", "INT8"), bits(OUTLIERS, "INT8")),
         ),
         Sentence(
-            "loses {:.1f} bits against the best range, with Laplace data {:.1f}",
+            "loses {:.1f} bits against the best range with normal data, and {:.1f} with Laplace "
+            "data",
             lambda: (lost_at_the_maximum("normal"), lost_at_the_maximum("Laplace")),
         ),
         Given("arXiv 2303.17951", PUBLISHED),

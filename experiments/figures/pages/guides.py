@@ -115,7 +115,7 @@ PAGES = [
             Given("the largest element of a token on 127.5", SETTING),
             Table("quantized_generation", quantized_generation),
             Given("prompts of 1024 tokens and", SETTING),
-            Given("Up to 64 tokens at a time,", SETTING),
+            Given("With up to 64 tokens at a time,", SETTING),
             Sentence(
                 "stays in BF16, {:.2f} GB for each text of this length",
                 lambda: (cache_of_a_text(),),

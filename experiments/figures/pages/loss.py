@@ -262,9 +262,9 @@ PAGE = Page(
             lambda: loss_study.cost("coat_exact_sums"),
         ),
         Sentence(
-            "the loss differs from COAT's by {:+.2f} % ± {:.2f} in the same seeds; if all that "
-            "COAT rounds is rounded, but multiplied in BF16 and summed in FP32, by {:+.2f} % "
-            "± {:.2f}",
+            "the loss differs from COAT's by {:+.2f} % ± {:.2f} in the same seeds; if the "
+            "operands are rounded as in COAT, but multiplied in BF16 and summed in FP32, by "
+            "{:+.2f} % ± {:.2f}",
             lambda: (
                 *loss_study.cost_above("coat", "coat_accurate_gradients")[:2],
                 *loss_study.cost_above("coat", "coat_exact_sums")[:2],
@@ -286,15 +286,17 @@ PAGE = Page(
         ),
         Sentence(
             "the loss of COAT, rounded to nearest, then differs by {:+.2f} % ± {:.2f} from that of "
-            "FP8 from the first step on",
+            "a run in FP8 from the first step on",
             lambda: loss_study.cost_above("coat_nearest", "coat_after_bf16_nearest")[:2],
         ),
         Sentence(
-            "a rounded one (`COAT_PAPER`) ends {:+.2f} % ± {:.2f} above it, over {:.0f} seeds",
+            "(`COAT_PAPER`) ends {:+.2f} % ± {:.2f} above training with an exact one, over {:.0f} "
+            "seeds",
             lambda: loss_study.cost_above("activations_nearest", "activations_rounded_forward"),
         ),
         Sentence(
-            "trained with the exact one have a held-out loss {:.2f} % higher if they are evaluated",
+            "trained with the exact forward pass have a held-out loss {:.2f} % higher if they are "
+            "evaluated",
             lambda: (loss_study.cost_of_evaluating_rounded(),),
         ),
         Sentence(
@@ -304,9 +306,9 @@ PAGE = Page(
         ),
         Table("loss_longer", longer_runs),
         Sentence(
-            "leave COAT {:+.2f} % ± {:.2f} above BF16. Most of that is the FP8 forward pass and "
-            "not what training lost: the same weights, evaluated in BF16, are {:+.2f} % ± {:.2f} "
-            "above it in held-out loss.",
+            "leave COAT {:+.2f} % ± {:.2f} above BF16. Most of this gap comes from the FP8 "
+            "forward pass, not from what training lost: evaluated in BF16, the same weights have a "
+            "held-out loss {:+.2f} % ± {:.2f} above that of BF16 training.",
             loss_study.cost_of_longer_runs,
         ),
         Sentence(
@@ -319,7 +321,8 @@ PAGE = Page(
             lambda: tuple(loss_study.cost_of_forward(*runs) for runs in (LONGER, STUDY)),
         ),
         Sentence(
-            "It ends {:+.2f} % ± {:.2f} above BF16, and is {:+.2f} % above it after 600 steps.",
+            "COAT then ends {:+.2f} % ± {:.2f} above BF16, and is {:+.2f} % above it after 600 "
+            "steps.",
             lambda: (
                 *loss_study.percent(loss_study.effects(*LONGER).effects["coat_after_short_bf16"]),
                 loss_study.cost_by(600, "coat_after_short_bf16", LONGER),
@@ -342,10 +345,10 @@ PAGE = Page(
         ),
         Table("int8_forward", int8_forward),
         Sentence(
-            "ends {:+.2f} % ± {:.2f} above BF16, held out {:+.2f} % ± {:.2f}. With Muon, where "
-            "rounding alone changes hardly anything, it ends {:+.2f} % ± {:.2f} above it, where "
-            "COAT ends {:+.2f} % ± {:.2f}, and the two are as far apart in larger models. In "
-            "fine-tuning it costs {:+.3f} % ± {:.3f}.",
+            "ends {:+.2f} % ± {:.2f} above BF16, and {:+.2f} % ± {:.2f} in held-out loss. With "
+            "Muon, where runs that differ only in rounding end almost alike, it ends {:+.2f} % "
+            "± {:.2f} above BF16 and COAT {:+.2f} % ± {:.2f}; larger models show about the same "
+            "gap. In fine-tuning it costs {:+.3f} % ± {:.3f}.",
             lambda: (
                 *loss_study.cost("coat_int8"),
                 *loss_study.cost("coat_int8", held_out="own"),
@@ -363,22 +366,23 @@ PAGE = Page(
             ),
         ),
         Sentence(
-            "shows the same: COAT costs it {:+.3f} % ± {:.3f}, and `COAT_INT8` {:+.3f} % ± {:.3f}.",
+            "shows the same order: COAT costs {:+.3f} % ± {:.3f}, and `COAT_INT8` {:+.3f} % ± "
+            "{:.3f}.",
             lambda: (
                 *fine_tuning.cost("coat", size=fine_tuning.SMALL_MODEL),
                 *fine_tuning.cost("coat_int8", size=fine_tuning.SMALL_MODEL),
             ),
         ),
-        Given("On a Llama of 0.9 million parameters", SETTING),
+        Given("For a Llama of 0.9 million parameters", SETTING),
         Sentence(
             "With a scale for each row, INT8 costs {:+.3f} % ± {:.3f}, where FP8 with one scale "
             "costs {:+.3f} % ± {:.3f}.",
             forward_costs,
         ),
         Sentence(
-            "shows it most clearly: COAT costs {:+.3f} % ± {:.3f}, all of it in the forward "
-            "products, and the weights that it leaves, evaluated in BF16, are {:+.3f} % ± {:.3f} "
-            "above BF16.",
+            "shows the cost most clearly: COAT costs {:+.3f} % ± {:.3f}, all of it in the forward "
+            "products. Evaluated in BF16, the weights that COAT has tuned are {:+.3f} % ± {:.3f} "
+            "above those tuned in BF16.",
             lambda: (*fine_tuning.cost("coat"), *fine_tuning.cost("coat", "bf16")),
         ),
         Sentence(
@@ -394,11 +398,11 @@ PAGE = Page(
             lambda: (fine_tuning.gain(),),
         ),
         Sentence(
-            "differ only in rounding end {:.4f} % apart. The table has losses",
+            "differ only in rounding end {:.4f} % apart. The table shows losses",
             lambda: (fine_tuning.floor(),),
         ),
         Sentence(
-            "**Rounded weights** leave {:+.3f} % behind",
+            "a model tuned with rounded weights is {:+.3f} % above one tuned without",
             lambda: fine_tuning.cost("weights_rounded", "bf16")[:1],
         ),
         Sentence(
@@ -411,11 +415,11 @@ PAGE = Page(
             lambda: loss_study.larger("coat"),
         ),
         Sentence(
-            "rounded to nearest it ended {:+.2f} % ± {:.2f} above",
+            "with rounding to nearest it ended {:+.2f} % ± {:.2f} above",
             lambda: loss_study.larger("coat_nearest"),
         ),
         Sentence(
-            "with the first quarter in BF16 {:+.2f} % ± {:.2f}.",
+            "and {:+.2f} % ± {:.2f} if the first quarter was in BF16 as well.",
             lambda: loss_study.larger("coat_after_bf16_nearest"),
         ),
         Sentence("may end {:.2f} % apart by rounding alone", loss_study.larger_apart),
@@ -427,8 +431,8 @@ PAGE = Page(
             ),
         ),
         Sentence(
-            "of 124 million {:.1f} million tokens, and a model of 360 million parameters {:.1f} "
-            "million",
+            "of 124 million reads {:.1f} million tokens, and a model of 360 million parameters "
+            "reads {:.1f} million",
             lambda: tuple(
                 loss_study.million_tokens(*runs, muon=True) for runs in (LARGER, LARGEST)
             ),

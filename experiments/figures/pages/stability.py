@@ -75,7 +75,7 @@ PAGE = Page(
         Given("with its 95 % interval", SETTING),
         Table("stability_losses_5m", losses_5m),
         Sentence(
-            "COAT ends {:+.2f} % ± {:.2f} above BF16, and E5M2 everywhere {:+.2f} % ± {:.2f}",
+            "COAT ends {:+.2f} % ± {:.2f} above BF16, and E5M2 for all operands {:+.2f} % ± {:.2f}",
             lambda: at_the_slowest("coat") + at_the_slowest("e5m2"),
         ),
         Sentence("median over {:.0f} % of its steps", lambda: percent(events.SMOOTH)),

@@ -102,7 +102,7 @@ def int8_and_ours(channels_larger: int) -> list[float]:
 
 
 FIGURES: list[Figure] = [
-    Given("At b2 = 0.999 it matters more", SETTING),
+    Given("At b2 = 0.999 the rounding matters more", SETTING),
     Table("accumulated_error", accumulated_error),
     Sentence(
         "the error {:.1f} times smaller than dynamic range expansion to FP8 with the same "
@@ -131,8 +131,8 @@ FIGURES: list[Figure] = [
         "0.999",
         lambda: [over_expanded(b2, "layers", "DE8 / DE8") for b2 in B2S],
     ),
-    Sentence("is found in {:.0f} us by reading the tensor", lambda: maximum_us("full pass")),
-    Sentence("and in {:.0f} us from maxima of groups", lambda: maximum_us("group maxima")),
+    Sentence("takes {:.0f} us by reading the tensor", lambda: maximum_us("full pass")),
+    Sentence("and {:.0f} us from the maxima of groups", lambda: maximum_us("group maxima")),
     Sentence(
         "make the error of a norm's input {:.0f} % smaller, and that of the recomputed activation "
         "{:.0f} %, for {:.0f} % more bytes.",

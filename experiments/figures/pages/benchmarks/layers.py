@@ -101,14 +101,14 @@ FIGURES: list[Figure] = [
     Table("layer_speed", layer_speed),
     Sentence(
         "COAT is {:.2f} times as fast as BF16, and {:.2f} times as fast as torchao's tensorwise "
-        "FP8, the fastest other one in this run.",
+        "FP8, the fastest other library in this run.",
         lambda: [ratio("ms", layer(way), layer(OURS)) for way in (WAYS["BF16"], TENSORWISE)],
     ),
     Sentence("A layer takes {:.1f} % longer in COAT_INT8 than in COAT", longer_in_int8),
     Given(
-        "TransformerEngine-JAX 2.19 was not in it: on the same layer, in another run on an H200, "
-        "it took 21.8 to 22.0 ms with current scaling and 21.3 to 22.0 ms with delayed scaling. "
-        "There COAT took 20.8 ms at commit cdcc93631",
+        "TransformerEngine-JAX 2.19 was not in this run: on the same layer, in another run on an "
+        "H200, it took 21.8 to 22.0 ms with current scaling and 21.3 to 22.0 ms with delayed "
+        "scaling. There COAT took 20.8 ms at commit cdcc93631",
         OTHER_RUN,
     ),
     Table("layer_table", layer_table),
@@ -130,7 +130,7 @@ FIGURES: list[Figure] = [
     ),
     Table("config_memory", config_memory),
     Sentence("four layers took {:.1f} % longer", longer_in_suite),
-    Given("The 10 tests of several GPUs", SETTING),
+    Given("The 10 tests that need several GPUs", SETTING),
     Sentence(
         "all {:.0f} tests passed, and every bound",
         lambda: (int(of("gpu_suite")["tests"]["summary"].split()[0]),),

@@ -106,7 +106,7 @@ FIGURES: list[Figure] = [
         ],
     ),
     Sentence(
-        "with FP32 gradients `fused_fp8_adamw` takes {:.2f} ms",
+        "With FP32 gradients `fused_fp8_adamw` takes {:.2f} ms",
         lambda: (step("coat fused_fp8_adamw", "float32", "float32")["ms"],),
     ),
     Given('"8.00 / 4.00" is the state', ARITHMETIC),

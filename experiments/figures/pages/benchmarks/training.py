@@ -78,7 +78,9 @@ FIGURES: list[Figure] = [
     Table("training_throughput", throughput.all_rows),
     Sentence(
         "With the moments in host memory, a step at a batch of 16 takes {:.1f} GB less of the GPU "
-        "and {:.0f} % longer. If gradients are released, too, it takes {:.1f} % longer",
+        "and {:.0f} % longer. If gradients are also "
+        "[released](optimizers.md#gradients-that-are-freed-in-the-backward-pass), it takes only "
+        "{:.1f} % longer",
         offloaded,
     ),
     Sentence(
@@ -92,14 +94,14 @@ FIGURES: list[Figure] = [
     ),
     Given("The paper reports 1.45 and 1.54 on H100s", PAPER),
     Sentence(
-        "On two GPUs COAT trains {:,.0f} tokens a second, {:.3f} of the speed of one GPU on each; "
-        "on four {:,.0f}, {:.3f} of it.",
+        "On two GPUs COAT trains {:,.0f} tokens a second, per GPU {:.3f} of the speed of one GPU "
+        "alone; on four it trains {:,.0f}, per GPU {:.3f} of it.",
         lambda: beside_one(2) + beside_one(4),
     ),
     Table("training_throughput_llama_124m", throughput.small_rows),
     Sentence(
         "At a batch of 4, COAT is {:.2f} times as fast as BF16 in {:.2f} times less memory, at a "
-        "batch of 32 {:.2f} times in {:.2f} times less.",
+        "batch of 32 it is {:.2f} times as fast in {:.2f} times less.",
         lambda: throughput.small(4) + throughput.small(32),
     ),
     Table("communication", communication),
@@ -118,7 +120,7 @@ FIGURES: list[Figure] = [
     ),
     Sentence("expose less, {:.1f} ms,", lambda: (exposed(PIPELINED),)),
     Sentence(
-        "One seed, {:.0f} steps of batch {:.0f} x {:.0f}: {:.0f} million tokens, {:.2f} epochs",
+        "one seed and {:.0f} steps of batch {:.0f} x {:.0f}: {:.0f} million tokens, {:.2f} epochs",
         length_of_curves,
     ),
     Table("training_curves", training_curves),
