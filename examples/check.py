@@ -3,7 +3,7 @@
 moments     with coat_jax every large parameter that trains has two 8-bit arrays of its shape in
             the optimizer's state, and no wider one
 products    the compiled step has FP8 arrays, if the example's layers were converted
-loss        after the last step both differ by at most 1 %, and have fallen
+loss        both have fallen, and differ by at most 1 % after the last step
 """
 
 import collections
@@ -26,8 +26,8 @@ class Run(NamedTuple):
 
     Attributes:
         losses: of all steps.
-        params: those that train.
-        state: of the optimizer.
+        params: the trained parameters.
+        state: the optimizer's state.
         program: the training step's text, as JAX traced or lowered it.
     """
 
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
 
 def batches(steps: int = STEPS, batch: int = BATCH, length: int = LENGTH) -> Iterator[np.ndarray]:
-    """Tokens [batch, length] that can be learnt: each follows from the one before, mostly."""
+    """Tokens [batch, length] that can be learnt: most follow from the one before."""
     rng = np.random.default_rng(0)
     successor = rng.permutation(VOCAB)
     for _ in range(steps):

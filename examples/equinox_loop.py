@@ -20,7 +20,7 @@ from examples import check
 
 
 class GatedMLP(eqx.Module):
-    """x + silu(norm(x) gate) * (norm(x) up) down, in FP8 or as it comes."""
+    """x + (silu(norm(x) gate) * (norm(x) up)) down, in the given precision."""
 
     scale: jax.Array
     gate: jax.Array
@@ -73,7 +73,7 @@ def loss_of(model: Model, tokens: jax.Array) -> jax.Array:
 def train(
     fp8: bool, data: Iterable[np.ndarray] | None = None, *, width: int = 128, layers: int = 1
 ) -> check.Run:
-    """Trains on all devices; with `fp8`, with both lines of coat_jax."""
+    """Trains on all devices; `fp8` adds the two lines of coat_jax."""
     mesh = check.mesh("fsdp")
     tx = coat.optax.fp8_adamw(3e-3) if fp8 else optax.adamw(3e-3)
 

@@ -73,7 +73,7 @@ def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
 def train(
     fp8: bool, data: Iterable[np.ndarray] | None = None, *, width: int = 128, layers: int = 1
 ) -> check.Run:
-    """Trains on all devices; with `fp8`, with both lines of coat_jax."""
+    """Trains on all devices; `fp8` adds the two lines of coat_jax."""
     mesh = check.mesh("fsdp")
     model = Model(width, layers, coat.linen.dot_general_cls("coat") if fp8 else None)
     tx = coat.optax.fp8_adamw(3e-3) if fp8 else optax.adamw(3e-3)

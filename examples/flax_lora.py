@@ -2,9 +2,9 @@
 
     python -m examples.flax_lora
 
-The model has Flax's own `nnx.LoRALinear`. `coat.nn.freeze` makes one byte a parameter of their
-weights, and leaves their adapters. Without coat_jax both are in FP32. Adapters of a rank below 16
-have too few columns for 8-bit moments: theirs stay in FP32, and are small.
+The model has Flax's own `nnx.LoRALinear`. `coat.nn.freeze` stores their weights in one byte a
+parameter, and leaves their adapters alone. Without coat_jax both are in FP32. Adapters of a rank
+below 16 have too few columns for 8-bit moments: their moments stay in FP32, and are small.
 """
 
 from collections.abc import Iterable
@@ -77,7 +77,7 @@ def train(
     layers: int = 1,
     rank: int = 128,
 ) -> check.Run:
-    """Trains on all devices; with `fp8`, with both lines of coat_jax."""
+    """Trains on all devices; `fp8` adds the two lines of coat_jax."""
     mesh = check.mesh("fsdp")
     with jax.set_mesh(mesh):
         model = Model(width, layers, rank, nnx.Rngs(0))

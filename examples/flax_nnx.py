@@ -71,7 +71,7 @@ def step(model: Model, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Array
 def train(
     fp8: bool, data: Iterable[np.ndarray] | None = None, *, width: int = 128, layers: int = 1
 ) -> check.Run:
-    """Trains on all devices; with `fp8`, with both lines of coat_jax."""
+    """Trains on all devices; `fp8` adds the two lines of coat_jax."""
     mesh = check.mesh("fsdp")
     with jax.set_mesh(mesh):
         model = Model(width, layers, nnx.Rngs(0))

@@ -1,10 +1,10 @@
-"""Hugging Face: a checkpoint in, tuned in FP8 with BF16 parameters, out, and back in transformers.
+"""Hugging Face: load a checkpoint, tune it in FP8, and load the result in transformers.
 
     python -m examples.hugging_face
 
 transformers trains the same checkpoint beside it, with FP32 parameters and torch's AdamW. coat_jax
-has 4.1 bytes a parameter instead of 12: BF16 parameters, rounded stochastically, and two moments in
-8 bits. Any folder of a supported family works in the place of the tiny one that is made here.
+takes 4.1 bytes a parameter instead of 12: BF16 parameters, rounded stochastically, and two moments
+in 8 bits. Any folder of a supported family works in the place of the tiny one that is made here.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ RATE = 1e-3
 
 
 def make_checkpoint(folder: Path, width: int, layers: int) -> None:
-    """What a download would be: a Llama in BF16, here with random weights."""
+    """Stands for a download: a Llama in BF16, here with random weights."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=check.VOCAB,

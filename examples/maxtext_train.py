@@ -4,7 +4,7 @@
 
 Two functions of MaxText are replaced before it starts: the one that makes the optimizer, and the
 class that multiplies in FP8 on NVIDIA GPUs, by the provider of `examples.qwix_provider`.
-`docs/maxtext.diff` has the same as a change of MaxText itself.
+`docs/maxtext.diff` makes the same change in MaxText itself.
 """
 
 import json

@@ -2,9 +2,9 @@
 
     python -m examples.qwix_provider
 
-Qwix intercepts `lax.dot_general` in a model and lets its rules say by module which products become
-others. Here they become `coat.ops.DotGeneral`: E4M3 forward and E5M2 backward, with one FP8 input
-saved for the backward pass. The model, from `examples.flax_nnx`, stays as it is.
+Qwix intercepts `lax.dot_general` in a model, and its rules say in which modules products are
+replaced. Here `coat.ops.DotGeneral` replaces them: E4M3 forward and E5M2 backward, with one FP8
+input saved for the backward pass. The model, from `examples.flax_nnx`, stays as it is.
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ class FP8Provider(qwix.QuantizationProvider):
         *,
         out_sharding: Any = None,
     ) -> jax.Array:
-        """What replaces `lax.dot_general`. A product with batch axes has no weight: attention."""
+        """Replaces `lax.dot_general`. A product with batch axes is attention, and has no weight."""
         rule, _ = self._get_current_rule_and_op_id("dot_general")
         has_batch_axes = any(dimension_numbers[1])
         fp8 = rule is not None and not has_batch_axes

@@ -91,7 +91,7 @@ def train(
     width: int = 128,
     layers: int = 1,
 ) -> check.Run:
-    """Trains on all devices; with `fp8`, with both lines of coat_jax."""
+    """Trains on all devices; `fp8` adds the two lines of coat_jax."""
     rate = 1e-2 if lora else 3e-3
     with check.mesh("fsdp", "tp"):  # not jax.set_mesh: Tunix looks for the mesh where this puts it
         model = llama(width, layers)

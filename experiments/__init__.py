@@ -1,4 +1,4 @@
-"""Programs that measure: each writes its figures, with where they came from, and its picture.
+"""Programs that measure: each writes its figures, their origin and a picture.
 
 Each is a module for `python -m`; its docstring says what it claims, on which hardware
 it runs, and how to try it anywhere. Results are in `results/`.

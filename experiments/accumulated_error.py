@@ -9,9 +9,9 @@
 stored moments, so that rounding errors accumulate as they do in training. All receive the
 gradients of one training: a small Llama on real text under `optax.adamw` (FP32, b2 = 0.95).
 
-Every element of every matrix counts, with Adam's own eps. The layers' matrices stand apart from
-embedding and head, whose rows belong to rare and common bytes. "Directions and logarithms" is what
-coat_jax stores by default, "dynamic range expansion" what the COAT paper does. Groups have 128
+Every element of every matrix counts, with Adam's own eps. The layers' matrices are reported apart
+from embedding and head, whose rows belong to rare and common bytes. "Directions and logarithms" is
+coat_jax's default storage, "dynamic range expansion" that of the COAT paper. Groups have 128
 elements everywhere; bitsandbytes itself has blocks of 256, and rounds to nearest. Every format is
 measured with v rounded to nearest and stochastically, to separate the effects of format and
 rounding.
@@ -76,7 +76,7 @@ def storages(b2: float) -> list[optax.GradientTransformation]:
 
 
 class CodedState(NamedTuple):
-    """Both moments as their coders leave them, in FP32."""
+    """Both moments after encoding and decoding, in FP32."""
 
     count: Array
     mu: Any
@@ -91,7 +91,7 @@ def scale_by_coded_adam(
     Args:
         b2: decay rate of the second moment.
         first: the coder of the first moment.
-        second: that of the second, which also takes a number in [0, 1) for every element.
+        second: the coder of the second, which also takes a number in [0, 1) for each element.
     """
     hyper = Hyper(b2=b2)
 

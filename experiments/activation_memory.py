@@ -105,7 +105,7 @@ def units_allocated(
 
 
 def torch_units() -> tuple[Units, Units, str | None]:
-    """As `measure`, of torch's ways; and why there are no more of them."""
+    """As `measure`, for torch's ways; and why there are no more of them."""
     on_gpu = jax.default_backend() == "gpu"
     sizes = SIZES if on_gpu else SIZES._replace(batch=1, sequence=512)
     request = json.dumps({"sizes": sizes._asdict(), "operators": OPERATORS})

@@ -20,7 +20,7 @@ def parser_of(docstring: str | None, *, draws: bool = False) -> argparse.Argumen
     parser = bare_parser_of(docstring)
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     if draws:
-        parser.add_argument("--draw", action="store_true", help="only show the results of before")
+        parser.add_argument("--draw", action="store_true", help="only show earlier results")
     return parser
 
 

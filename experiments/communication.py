@@ -1,15 +1,15 @@
 """What communication costs a step on several GPUs, and what XLA's options do about it.
 
 Each case compiles the trainer's own step for the first layers of Llama-2-7B, parameters and moments
-sharded over all GPUs, with options of XLA that only it has. A second process runs the same step on
-one GPU alone. A profile of one step tells what each GPU does at a time:
+sharded over all GPUs, with XLA options of its own. A second process runs the same step on one GPU
+alone. A profile of one step shows what each GPU does when:
 
     compute         at least one kernel runs that is not NCCL's
     communication   at least one of NCCL's kernels runs
     exposed         communication and no compute: what the step waits for
 
     python -m experiments.communication                    on a machine with several GPUs
-    python -m experiments.communication --draw             only draw the results of before
+    python -m experiments.communication --draw             only draw earlier results
 
 `compute` is more than one GPU needs alone: NCCL's kernels take some of the multiprocessors.
 """
@@ -79,7 +79,7 @@ def main() -> None:
     parser = parser_of(__doc__, draws=True)
     parser.add_argument("case", nargs="?", default="COAT:8", help="PRECISION:BATCH, on each GPU")
     parser.add_argument("--model", default="llama2_7b", help="a name in coat.models.PRESETS")
-    parser.add_argument("--layers", type=int, default=8, help="of the model")
+    parser.add_argument("--layers", type=int, default=8, help="how many of the model's layers")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -28,12 +28,12 @@ def small(params: Any) -> Any:
 
 
 def labels(params: Any) -> Any:
-    """The same as labels, for optax.partition."""
+    """`large` as labels, for optax.partition."""
     return jax.tree.map(lambda p: "matrix" if jnp.ndim(p) > 1 else "vector", params)
 
 
 def muon_dimensions(params: Any) -> Any:
-    """All parameters, of which optax.masked leaves the matrices, as matrices."""
+    """All parameters as matrices; optax.masked leaves those that are."""
     return jax.tree.map(lambda p: contrib.MuonDimensionNumbers(), params)
 
 
@@ -214,7 +214,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "coat_jax.optax.fp8_adamw": lambda: coat.optax.fp8_adamw(3e-3, storage=STORAGE),
     "coat_jax.optax.compress": lambda: coat.optax.compress(adam, storage=STORAGE),
 }
-# What is no transformation of updates by itself.
+# Not transformations of updates by themselves.
 EXCLUDED = {
     "measure_with_ema": "used in optax.monitor, whose state changes its structure in the first "
     "step, so that neither jax.lax.scan nor compress takes it",

@@ -4,8 +4,8 @@
 
 The trainer's step is compiled ahead of time for H100s, with the config's own batch, or one
 microbatch of it, with gradients accumulated, if it is divided into several. The peak is XLA's
-account of the program, as `coat train` prints it before the first step. Layers run in a loop:
-unrolled, as some configs have them, they take as much or less.
+account of the program, as `coat train` prints it before the first step. Layers run in a loop;
+unrolled layers, as in some configs, take as much or less.
 """
 
 import dataclasses

@@ -44,7 +44,7 @@ Losses are in nats per byte; a model that knows nothing has ln 256 = 5.55.
 
 
 class Outcome(NamedTuple):
-    """What the demo compares."""
+    """The results of a run that the demo compares."""
 
     name: str
     final_loss: float  # the mean of the last steps
@@ -71,7 +71,7 @@ def main() -> None:
         )
         train(config, console)
         outcomes.append(outcome(name, config))
-    console.rule("What came of it")
+    console.rule("Results")
     for one in outcomes:
         console.print(f"[bold]{one.name} writes[/bold]", highlight=False)
         console.print(PROMPT + one.text + "\n", markup=False, highlight=False)
@@ -125,7 +125,7 @@ def parse() -> argparse.Namespace:
 
 
 def outcome(name: str, config: TrainConfig) -> Outcome:
-    """What a run left behind."""
+    """The results of a run."""
     (run,) = runs.load([Path(config.out)], [name])
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):

@@ -1,7 +1,7 @@
 """What code does, without its words and layout: for hashes that change only where results may.
 
-Comments, docstrings, imports, layout and the shapes in jaxtyping's annotations do not count, and no
-version of Python gives another essence of the same code.
+Comments, docstrings, imports, layout and the shapes in jaxtyping's annotations do not count, and
+the essence of code is the same in every version of Python.
 """
 
 import ast

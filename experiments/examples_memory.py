@@ -9,9 +9,10 @@ Claim: at the same model and batch an example takes less memory with coat_jax th
 Each example runs twice, without coat_jax and with it, in a process of its own, so that peaks do not
 add up. One that fails, for instance because its package is not installed, is left out with a line
 that says why. "state" is what the optimizer holds; "peak" is the allocator's own count, torch's
-where torch trains. A step's time is the median over steps, each of which waits for its loss; that
-of MaxText is what it logs. Models have FP32 parameters and compute in FP32, as the examples do; a
-model that computes in BF16 gains less. The one of transformers has BF16 parameters with coat_jax.
+where torch trains. A step's time is the median over steps, each of which waits for its loss;
+MaxText's is what it logs. Models have FP32 parameters and compute in FP32, as the examples do; a
+model that computes in BF16 gains less. With coat_jax, the model of transformers has BF16
+parameters.
 """
 
 import argparse

@@ -10,10 +10,10 @@ Theory is an integral over the interval of numbers that each code stands for,
     error = sum over codes c of  integral (x - c)^2 p(x) dx,     bits = log2(x^2 / error) / 2
 
 by Gauss-Legendre quadrature, at the range with the least error. It is compared with
-`coat.quantizer` on random numbers, at the same range. Those are drawn evenly over binades and
-weighted by p(x): of plain samples of heavy tails, a few of the largest would decide the result.
-Beside these stand tensors of plain samples, at the range that the quantizer's search finds, and at
-that up to their maximum. One bit is 6.02 dB.
+`coat.quantizer` on random numbers, at the same range. These are drawn evenly over binades and
+weighted by p(x), because a few of the largest would decide the result of plain samples with heavy
+tails. The results also have tensors of plain samples, at the range that the quantizer's search
+finds and at that up to their maximum. One bit is 6.02 dB.
 
 The figures of van Baalen et al. (arXiv 2303.17951) for normal data are those of formats without
 NaN and infinity, here "E4M3:none" and so on.
@@ -84,7 +84,7 @@ def student(freedom: int) -> Distribution:
 
 
 def with_outliers(share: float, times: float) -> Distribution:
-    """Normal numbers, of which a share is so many times larger."""
+    """Normal numbers, of which a share is `times` times larger."""
     few, many = normal(times), normal()
     return Distribution(
         lambda x: share * few.density(x) + (1 - share) * many.density(x),

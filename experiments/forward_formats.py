@@ -3,15 +3,15 @@
     python -m experiments.forward_formats                fifteen minutes on two CPU cores
     python -m experiments.forward_formats --steps 20 --seeds 0
 
-A small Llama learns from real text in FP32. Then its held-out loss is taken with the inputs or the
-weights of all layers' products, or both, rounded to a format; products and sums are in FP32. An
+A small Llama learns from real text in FP32. Then its held-out loss is measured with the inputs or
+the weights of all layers' products, or both, rounded to a format; products and sums are in FP32. An
 operand has one scale, as in COAT, or one for each row that is multiplied: each token of the inputs,
 each column of a weight. The model may have been balanced before (`coat_jax.quantization.balance`).
 
 Outliers are planted in the parameters: the scales of norms, and the columns of value and up, have
 every 64th element multiplied by a factor, and the rows of the weights after them are divided by it.
 Without rounding the model computes the same. Balancing undoes just this; outliers whose weights are
-as large as others become smaller only.
+as large as others only become smaller.
 """
 
 import contextlib
@@ -153,7 +153,7 @@ def _loss(graph: Any, params: Any, tokens: Array) -> Float[Array, ""]:
 
 @contextlib.contextmanager
 def rounding(operands: Collection[str], quantizer: Quantizer) -> Iterator[None]:
-    """Layers that are traced meanwhile round these operands: "inputs", "weights"."""
+    """Layers traced in this context round these operands: "inputs", "weights"."""
     exact = gemm.product
 
     def product(x: gemm.Operand, w: gemm.Operand, dtype: Any) -> Any:

@@ -4,7 +4,7 @@
     python -m experiments.gpu_suite --no-tests   the benchmark alone
 
 The tests are those marked `gpu`, and `several_gpus` where there are several; one that is skipped
-fails. The benchmark measures, each in a process of its own and so as a user meets it:
+fails. The benchmark measures, each in a process of its own, as a user would:
 
     stacks      4 layers of Llama-2-7B, 8 x 2048 tokens, in each precision: forward and backward
     optimizer   one fused AdamW step over 2^28 parameters
@@ -75,7 +75,7 @@ def run_tests(devices: int) -> Figures:
     """Runs the tests marked gpu; the output is pytest's own."""
     chosen = "gpu" if devices > 1 else "gpu and not several_gpus"
     command = [sys.executable, "-m", "pytest", "-m", chosen]
-    # A plugin that would be installed beside it warns of xdist, and warnings are errors here.
+    # The benchmark plugin, where installed, warns of xdist, and warnings are errors here.
     command += ["-p", "no:cacheprovider", "-p", "no:benchmark"]
     if _installed("xdist"):
         command += ["-n", str(min(12, os.cpu_count() or 1))]

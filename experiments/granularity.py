@@ -6,11 +6,12 @@ hidden axis, and scales that tokens share hurt, above all at a norm's input.
     python -m experiments.granularity               four minutes on two CPU cores
     python -m experiments.granularity --steps 8     smoke test
 
-A small Llama learns real text. What the norms and MLPs of three layers take, and the gradients
-that come back to them, are recorded on held-out text. Errors, RMS over RMS against FP32, are of
-that and of what the backward pass computes from it. In large models a few channels are tens to
-hundreds of times larger than the rest, which is not so here: SYNTHETIC cases multiply the three
-largest by a factor, in every token or each sequence's first, and show the error of the others.
+A small Llama learns real text. The inputs of the norms and MLPs of three layers, and the gradients
+of their outputs, are recorded on held-out text. Errors are RMS over RMS, against FP32, of these
+inputs and of what the backward pass computes from them. In large models a few channels are tens to
+hundreds of times larger than the rest; here they are not. SYNTHETIC cases therefore multiply the
+three largest channels by a factor, in every token or in each sequence's first, and show the error
+of the other channels.
 """
 
 import time
@@ -42,7 +43,7 @@ CONFIG = Config(width=256, layers=5, heads=4, ffn=768)
 LAYERS = {"first": 0, "middle": 2, "last": 4}
 BATCH, RECORDED, SEQUENCE, RATE, SEED = 8, 16, 128, 1e-3, 0
 CHANNELS, FACTORS = 3, (1, 10, 100, 1000, 10000)
-PLACES = {"every token": 1, "each sequence's first token": SEQUENCE}  # one token in so many
+PLACES = {"every token": 1, "each sequence's first token": SEQUENCE}  # one of this many tokens
 
 Rows = Float[Array, "T D"]
 Stored = tuple[Rows, tuple[Array, ...]]  # the values it stands for, and the arrays it is
@@ -51,7 +52,7 @@ Keep = Callable[[Rows], Stored]
 
 
 class Site(NamedTuple):
-    """A non-linear layer: what it takes, and what its backward pass computes from that."""
+    """A non-linear layer: its inputs, and what its backward pass computes from them."""
 
     inputs: tuple[Rows, ...]
     backward: Callable[..., dict[str, Array]]
@@ -103,7 +104,7 @@ def record(steps: int) -> tuple[dict[str, Site], dict[str, Any]]:
 
 
 def _walk(model: Llama, probes: Any, tokens: Array) -> Any:
-    """The loss and what is taken; `probes` are zeros whose gradients are those of n, n and a."""
+    """The loss and the inputs; `probes` are zeros whose gradients are those of n, n and a."""
     x = model.embed(tokens[:, :-1])
     taken = []
     for layer, (first, second, third) in zip(model.layers, probes, strict=True):
@@ -140,7 +141,7 @@ def _power_of_two(x: Rows, size: int) -> Stored:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _stored(code: Coder, over: str | int, x: Rows) -> Stored:
-    """`x` with one scale per tensor, token, channel or so many neighbours."""
+    """`x` with one scale per tensor, token, channel or `over` neighbours."""
     if over == "channel":
         values, arrays = code(x.T, x.shape[0])
         return values.T, arrays
@@ -189,7 +190,7 @@ def measure(sites: dict[str, Site]) -> dict[str, Any]:
 
 
 def _outlier_errors(keep: Keep, norm: Site, factor: int, place: str) -> dict[str, float]:
-    """Errors of all but the largest channels, which are so many times larger."""
+    """Errors of all but the largest channels, which are multiplied by `factor`."""
     (x,) = norm.inputs
     largest = jnp.argsort(jnp.mean(x**2, axis=0))[-CHANNELS:]
     hit = jnp.zeros(x.shape, bool).at[:: PLACES[place], largest].set(True)

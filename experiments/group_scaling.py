@@ -8,10 +8,10 @@ kernel that makes the tensor also writes one maximum per group, and only those a
 
 Tensors are BF16; group maxima FP32, as many for each row as `activation_forward` writes: one per 32
 columns, and one per 128 when the recorded results were made. "silu(gate) up" is that kernel: alone,
-with the reduction of its maxima, and with a full pass over its result in BF16 instead, the writing
-of which is not counted. The bound is that of norms, |norm(x)| <= sqrt(D) max|scale|, which reads no
-tensor. Times are of the kernels alone, as the profiler sees them: calls this short are lost in the
-time that launching them takes.
+with the reduction of its maxima, or with a full pass over its BF16 result, whose writing is not
+counted. The bound is that of norms, |norm(x)| <= sqrt(D) max|scale|, which reads no tensor. Times
+are of the kernels alone, as the profiler sees them: calls this short are lost in the time that
+launching them takes.
 """
 
 import tempfile
@@ -92,7 +92,7 @@ def measure(rows: int, columns: int, kernels: bool) -> dict[str, float]:
         return times
     forward = jax.jit(lambda gate, up: activation_forward((gate, up), "silu", E4M3, BLOCK))
 
-    # Two programs each: in one, XLA might run what does not depend on the other beside it.
+    # Two programs each: in one, XLA might run independent parts side by side.
     def with_groups() -> Any:
         kept, maxima = forward(gate, up)
         return kept, reduce(maxima)

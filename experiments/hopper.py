@@ -63,14 +63,14 @@ def compile_step(
 
 
 class _NoDevice:
-    """Has no memory to ask about."""
+    """A device that reports no memory."""
 
     def memory_stats(self) -> None:
         return None
 
 
 class _OnHosts(NamedSharding):
-    """In the memory of hosts. A NamedSharding asks its devices for it, and these are not there."""
+    """A sharding in host memory. A NamedSharding would ask its devices, which do not exist."""
 
     @classmethod
     def like(cls, other: NamedSharding) -> Self:

@@ -32,7 +32,7 @@ Case = dict[str, Any]
 
 
 def transformations() -> dict[str, Callable[[], Any]]:
-    """What is measured, by name."""
+    """The measured transformations, by name."""
     import optax
 
     return {

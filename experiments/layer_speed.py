@@ -1,8 +1,8 @@
 """How long a Llama layer takes, forward and backward, and what it saves in between.
 
 Claim (the paper's tables 2 and 6): a layer that computes and saves FP8 is faster than one in BF16
-and saves less. Measured as the marginal cost of a layer: the difference between stacks of 4 and of
-8, divided by 4, so that what a stack does once (input, loss) cancels.
+and saves less. The marginal cost of a layer is measured: the difference between stacks of 4 and of
+8 layers, divided by 4, so that what a stack does once (input, loss) cancels.
 
     python -m experiments.layer_speed                     on a GPU: Llama-2-7B's layer, all peers
     python -m experiments.layer_speed --table             the paper's four sizes at batches of 4
@@ -40,10 +40,10 @@ PAPER = [
 def main() -> None:
     """Measures every framework in its own process, prints the table and writes the results."""
     parser = parser_of(__doc__, draws=True)
-    parser.add_argument("--width", type=int, default=4096, help="of the residual stream")
+    parser.add_argument("--width", type=int, default=4096, help="width of the residual stream")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=8, help="sequences")
-    parser.add_argument("--head", type=int, help="numbers of a head; 128 where the width allows")
+    parser.add_argument("--head", type=int, help="width of a head; 128 where the width allows")
     parser.add_argument("--depths", type=int, nargs=2, default=[4, 8], help="layers of the stacks")
     parser.add_argument("--only", nargs="*", help="frameworks: " + ", ".join(FRAMEWORKS))
     parser.add_argument("--table", action="store_true", help="the sizes of the paper's table")

@@ -13,7 +13,7 @@ PEERS = ("jax-triton", "triton", "torch", "torchao", "bitsandbytes")  # where th
 
 
 def described() -> dict[str, Any]:
-    """What must be the same for cases of two runs to stand in one file."""
+    """What must be the same for cases of two runs to share a file."""
     return {"devices": gpu_kinds() or [cpu()], "versions": versions()}
 
 

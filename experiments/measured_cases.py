@@ -3,8 +3,8 @@
     {"worker": {...}, "results": [...], "ran": {...}, "machine": {...}, "seconds": ...}
 
 is a line of the file that the environment variable `FILE` names, for each worker that succeeded. It
-counts if it was the same command, if everything that it ran is the same today, and if GPUs and
-packages are of the same kind, so that no results file mixes two of any. Without `FILE`, which
+counts if the command is the same, if everything that it ran is the same today, and if GPUs and
+packages are of the same kind, so that no results file mixes different ones. Without `FILE`, which
 `remeasure` sets, nothing is remembered.
 """
 
@@ -23,7 +23,7 @@ Case = dict[str, Any]
 
 
 class Worker(NamedTuple):
-    """What decides what a worker measures.
+    """The settings that decide what a worker measures.
 
     Attributes:
         command: its module and arguments.

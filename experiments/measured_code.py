@@ -1,16 +1,16 @@
 """Which code a measurement ran, and whether it is still the same.
 
-A measurement is of the modules of this repository that its processes imported, less the functions
-that did not run. So a change of the command line outdates no measurement of a kernel. What counts,
-by its essence, are statements at the top level, classes, functions that ran, and decorated ones:
+A measurement depends on the modules of this repository that its processes imported, less the
+functions that did not run: a change of the command line outdates no measurement of a kernel.
+Top-level statements, classes, functions that ran and decorated functions count, by their `essence`;
 Triton compiles a kernel from its source.
 
     noted()     {"coat_jax/optax/fused.py": "4f1d2c7b9e03 fused_fp8_adamw _leaves", ...}
 
-a hash for each file, and the functions that it is of. `changed` says which of the hashes are others
-today. Importing `experiments` begins to note what runs; a function is seen once, so that timings do
-not change. Before Python 3.12, which cannot tell, all functions of an imported module count, and
-files that are run without being imported, such as configs, do not.
+a hash for each file, and the functions that it covers. `changed` lists the files whose hash differs
+today. Importing `experiments` starts to note what runs; a function is noted once, so that timings
+do not change. Python before 3.12 cannot note this: there all functions of an imported module count,
+and files that are run without being imported, such as configs, do not.
 
 What writes results and starts processes (`APPARATUS`) does not count.
 """
@@ -95,7 +95,7 @@ def _within(filename: str) -> str | None:
 
 
 def ran() -> Ran:
-    """What ran in this process, and in those of which `add` told, up to now."""
+    """What ran until now, in this process and in those passed to `add`."""
     modules = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     imported = {file for module in modules if module and (file := _within(module))}
     found = {file: set(_ran.get(file, ())) for file in imported | _ran.keys()}

@@ -1,4 +1,4 @@
-"""What needs GPUs to be measured, and whether its results are those of today's code."""
+"""Measurements that need GPUs, and whether their results are those of today's code."""
 
 import json
 from pathlib import Path

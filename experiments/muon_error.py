@@ -10,9 +10,9 @@ of magnitude, and 8 bits add about the same error to all of them, so most of the
 be error. Each optimizer stores its own momentum, on the gradients of one training: a small Llama on
 real text, whose layers are trained by `optax.contrib.muon`.
 
-Matrices of a layer that read the residual stream stand apart from those that write to it. Columns
-are those of [inputs, outputs]: the columns of the first kind have their own features, such as those
-of a head, and differ more.
+Matrices of a layer that read the residual stream are reported apart from those that write to it.
+Columns are those of [inputs, outputs]: in the first kind they are features, such as those of a
+head, and differ more.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ Coder = Callable[[Array, Array], Array]  # of a momentum and a random number for
 
 
 def optimizers() -> dict[str, optax.GradientTransformation]:
-    """What is compared, by how the momentum is stored."""
+    """The compared optimizers, by how the momentum is stored."""
     return {
         OURS: scale_by_muon(storage=Storage(min_size=0)),
         "8-bit integers": coded(partial(as_integers, size=128)),

@@ -12,13 +12,13 @@ gradients are random BF16 matrices, one array for each weight of each layer.
     products            x x^T, A^2 and B x of every Newton-Schulz step in BF16, and nothing else;
                         every GPU multiplies its equal share of the matrices, without communication
     coat fp8_muon       in place, momentum in 8 bits
-    optax muon          jitted and donated; its momentum in BF16, and in FP32, has products likewise
+    optax muon          jitted and donated; products in the dtype of its momentum, BF16 or FP32
     torch Muon          torch.optim.Muon; on several GPUs on DTensors
 
 Each case runs in a process of its own. Times are medians over batches of steps, the devices drained
 before and after each. "extra" is what a step allocates on one GPU beyond parameters, gradients and
-state: XLA's temporary buffers, or the rise of torch's allocator. The peak is that of the fullest
-GPU's allocator with everything in it; without a GPU, what XLA planned.
+state: XLA's temporary buffers, or the rise of torch's allocator. The peak is the fullest GPU's
+allocator's, with everything in it; without a GPU, what XLA planned.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def matrices(model: str, layers: int) -> Shapes:
 
 
 def flops(shapes: Shapes) -> int:
-    """Of the products of one step."""
+    """FLOPs of the products of one step."""
     sides = [(min(shape), max(shape)) for shape in shapes]
     return ITERATIONS * sum(4 * m * m * n + 2 * m**3 for m, n in sides)
 

@@ -5,13 +5,13 @@
     python -m experiments.optimizer_error            ten minutes on two CPU cores of its own
     python -m experiments.optimizer_error --steps 16 --drift-steps 100    smoke test
 
-Claim: dynamic range expansion lowers it more than the paper's 1.63 times, against FP8 with one
-scale per group. Moments are recorded in a real training, coded and decoded once, and rounded to
-nearest; `accumulated_error` measures the error in training. The paper's absolute scale is not
-known, so only ratios can be compared with it; bias correction cancels within a step. Elements
-whose v becomes zero in some coder of a table are left out of it, since u' would be infinite; that
-favours the coders that lose them. The layers' matrices lose none and stand apart from embedding
-and head: in most groups of the head a rare byte's v is 1e-7 of a common one's.
+Claim: against FP8 with one scale per group, dynamic range expansion lowers the error by more than
+the paper's 1.63 times. Moments are recorded in a real training, coded and decoded once, and rounded
+to nearest; `accumulated_error` measures the error in training. The paper's absolute scale is not
+known, so only ratios can be compared with it; bias correction cancels within a step. Elements whose
+v becomes zero in some coder of a table are left out of it, since u' would be infinite; that favours
+the coders that lose them. The layers' matrices lose none and are reported apart from embedding and
+head: in most groups of the head a rare byte's v is 1e-7 of a common one's.
 """
 
 import time
@@ -49,9 +49,9 @@ console = Console()
 def main() -> None:
     """Trains, measures, prints the tables and writes figures and picture."""
     parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, default=240, help="of training, for each of two b2")
-    parser.add_argument("--drift-steps", type=int, default=5000, help="of simulating v")
-    parser.add_argument("--seed", type=int, default=0, help="of model, batches and rounding")
+    parser.add_argument("--steps", type=int, default=240, help="training steps, for each of two b2")
+    parser.add_argument("--drift-steps", type=int, default=5000, help="simulated steps of v")
+    parser.add_argument("--seed", type=int, default=0, help="seed of model, batches and rounding")
     options = parser.parse_args()
 
     started = time.perf_counter()
@@ -96,7 +96,7 @@ def analyse(recordings: dict[float, list[Recording]], drift_steps: int, seed: in
         figures["group size"] = errors.group_sizes([r.layers(1024) for r in recorded])
         for name, rules in (("exponent", errors.exponents), ("range", errors.ranges)):
             figures[name] = {"layers": rules(layers), "embedding and head": rules(tables)}
-    with console.status("rounding, dead and zero members"):
+    with console.status("rounding, decaying and zero elements"):
         figures["rounding"] = errors.rounding(layers, seed)
         figures["dead member"] = errors.dead_member(layers[-1:], seed)
         figures["zero member"] = errors.zero_member(layers[-1:], seed)
@@ -142,11 +142,11 @@ def print_tables(figures: Figures) -> None:
         print("k (5, 50, 95 %):", at["k"])
         print("plain over ours by step:", at["plain over ours by step"], "\n")
     _print_over("Multiples of k, and its floor", "ours", figures["exponent"])
-    _print_over("Code of a group's smallest member", "ours", figures["range"])
+    _print_over("Code of a group's smallest element", "ours", figures["range"])
     _print_over("Group size", "expanded 128", {"layers": figures["group size"]})
     _print_over("Rounding once, m / v", "nearest / nearest", {"layers": figures["rounding"]})
     _print_over("One zero per group: the others", "ours", {"layers": figures["zero member"]})
-    table = Table("gradients", title="One dead member per group: error of the others (its own)")
+    table = Table("gradients", title="One decaying element a group: error of others (its own)")
     for coder in figures["dead member"]["1"]["itself"]:
         table.add_column(coder)
     for scale, row in figures["dead member"].items():

@@ -6,8 +6,8 @@ moments, because it moves fewer bytes; and it allocates nothing.
     python -m experiments.optimizer_step                 on a GPU: 2^28 parameters and Llama-2-7B
     python -m experiments.optimizer_step --elements 20   smoke test, anywhere
 
-"24 bits" are BF16 parameters with corrections: beside optax.adamw with FP32 parameters they must be
-no slower, at 7.1 bytes a parameter with BF16 gradients.
+"24 bits" are BF16 parameters with corrections: they must be no slower than optax.adamw with FP32
+parameters, and take 7.1 bytes a parameter with BF16 gradients.
 
 Ours, optax, torch, torchao and bitsandbytes run in one go on one device, each framework in a
 process of its own so that none holds memory that another needs. A framework that is not

@@ -4,16 +4,16 @@
     python -m experiments.quantized_generation int8 bf16 --models llama_124m
     python -m experiments.quantized_generation --models llama_tiny --prompt 16 --new 8    anywhere
 
-A case is a format and how activations are rounded, as in int8:static; dynamic, where only a format
-is named. Models are configs that come with the package, their parameters random: neither time nor
-memory depends on their values. Measured are
+A case is a format and how activations are rounded, as in int8:static; the default is dynamic.
+Models are configs that come with the package, with random parameters: neither time nor memory
+depends on their values. The phases
 
     prefill    the prompts of a batch of texts, through to the logits of their last tokens
     decode     then one token of each text at a time, always the likeliest
 
-by the median of several calls. "parameters" are the bytes of all arrays of the model; "temporary"
-is what XLA's program allocates besides them and the cache. Each case has a process and a GPU of its
-own; on several GPUs as many cases run at a time.
+are timed by the median of several calls. "parameters" are the bytes of all arrays of the model;
+"temporary" is what XLA's program allocates besides them and the cache. Each case has a process and
+a GPU of its own; on several GPUs, cases run side by side.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """The parser of the command line."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("cases", nargs="*", default=CASES, metavar="FORMAT[:ACTIVATIONS]", help="what to measure")
@@ -167,7 +167,7 @@ def _filled(graph: Any, state: Any, width: int) -> Any:
 
 
 def _kind(path: tuple[Any, ...], leaf: Any) -> str:
-    """What a parameter is, as far as its values go."""
+    """The kind of a parameter, which decides how its values are drawn."""
     if path[-1] in ("codes", "input_scale", "scale"):
         return str(path[-1])
     return "norm" if leaf.ndim == 1 and path[-2] == "norm" else "weight"

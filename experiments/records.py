@@ -3,9 +3,9 @@
     {"figures": ...,
      "parents": {"script", "commit", "code", "ran", "dirty", "hardware", "versions", "date"}}
 
-`code` is a hash of all of `coat_jax/`; `ran` has those of what ran (see `measured_code`). They
-leave out names of hosts and users and absolute paths, because they are published. `CHART` is the
-look of the pictures beside them: `with matplotlib.rc_context(records.CHART): ...`.
+`code` is a hash of all of `coat_jax/`; `ran` has hashes of the code that ran (see `measured_code`).
+Parents leave out names of hosts and users and absolute paths, because they are published. `CHART`
+is the style of the pictures: `with matplotlib.rc_context(records.CHART): ...`.
 """
 
 import datetime
@@ -34,8 +34,8 @@ def write(path: str | Path, figures: dict[str, Any], *, of_all_code: bool = Fals
     Args:
         path: of the file.
         figures: what was measured.
-        of_all_code: whether they are of the whole package: of its tests, or of processes other
-            than workers, which do not report what they ran.
+        of_all_code: whether the figures are of the whole package: of its tests, or of processes
+            other than workers, which do not report what they ran.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,17 +1,17 @@
-"""Measures again whatever needs GPUs, so that all published figures are of the same code.
+"""Repeats measurements that need GPUs, so that all published figures are of today's code.
 
-    python -m experiments.remeasure                     what is not of today's code yet
+    python -m experiments.remeasure                     what is not of today's code
     python -m experiments.remeasure --list              what there is, and of which code it is
     python -m experiments.remeasure layer_speed --out /tmp/results
 
 Each measurement is an experiment with a process and GPUs of its own. Where there are enough GPUs,
 several run side by side; a machine with fewer than an experiment needs leaves it out. A results
-file names the code that it ran (see `measured_code`), and only a change of that outdates it.
+file names the code that it ran (see `measured_code`), and only a change of that code outdates it.
 
 A second call continues where the first one ended. What an experiment prints and writes is in
 OUT/unfinished/NAME until it succeeds, and the cases that it finished are in OUT/unfinished/cases:
 they are not measured again while code, packages and the kind of GPU are the same. The experiment
-holds a lock of that folder, so that no second call measures the same at the same time.
+locks that folder, so that no second call measures the same at the same time.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ COLUMN = 48  # width of the names of results
 def main() -> int:
     """Runs what is not of today's code yet; the exit code is 0 if nothing failed."""
     parser = parser_of(__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of results; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="results (default: all)")
     parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
     parser.add_argument("--gpus", type=int, default=count_gpus(), help="to use (%(default)s)")
     parser.add_argument("--minutes", type=float, help="stop what is not done by then")
@@ -125,7 +125,8 @@ def run(
     try:
         while waiting or running:
             left = math.inf if deadline is None else deadline - time.monotonic()
-            # One that needs many GPUs is not overtaken: it would wait until all others are done.
+            # Smaller measurements do not overtake one that needs many GPUs: it would wait to the
+            # end.
             while waiting and left > 0 and waiting[0].gpus <= len(free):
                 alike = [one for one in waiting if one.gpus == waiting[0].gpus]
                 chosen = _first_that_fits(alike, takes, left)
@@ -170,7 +171,7 @@ def _seconds(measurement: Measurement, out: Path) -> float:
 def _first_that_fits(
     waiting: Sequence[Measurement], takes: Mapping[Measurement, float], left: float
 ) -> Measurement | None:
-    """One that ends in the time that is left, or else one of which a case does."""
+    """A measurement that ends in the time left, or else one with a case that does."""
     ends = (one for one in waiting if takes[one] <= left)
     begins = (one for one in waiting if one.case is not None and one.case <= left)
     return next(ends, None) or next(begins, None)
@@ -227,7 +228,7 @@ def _unfinished(measurement: Measurement, out: Path) -> Path:
 
 
 def _forget(out: Path) -> None:
-    """Removes the cases of which all measurements are up to date."""
+    """Removes finished cases all of whose measurements are up to date."""
     needed = {cases_file(one, out) for one in PLAN if outdated(one, out)}
     for file in {cases_file(one, out) for one in PLAN} - needed:
         file.unlink(missing_ok=True)

@@ -3,16 +3,17 @@
     python -m experiments.saved_rounding                 four minutes on two CPU cores
     python -m experiments.saved_rounding --steps 20 --batches 4
 
-A small Llama learns from real text in FP32. Now and then the gradients of its layers' weights are
-computed for many batches, once as they are and once with saved activations in FP8, rounded to
+A small Llama learns from real text in FP32. At several steps the gradients of its layers' weights
+are computed for many batches, once as they are and once with saved activations in FP8, rounded to
 nearest or stochastically. Everything else is in FP32. For both ways the results have the error
 
     of a batch      |g' - g| / |mean g|            the root of the mean square over batches
     of the mean     |mean (g' - g)| / |mean g|     what is left of it after averaging
 
 An error that is independent from batch to batch shrinks with the root of their number when it is
-averaged, as it does over the steps of a training; what all batches have in common does not.
-"in common" is the share of the residual stream's squared length that is the same for all tokens.
+averaged, as it does over the steps of a training; an error that all batches have in common does
+not. "in common" is the share of the residual stream's squared length that is the same for all
+tokens.
 """
 
 import dataclasses
@@ -57,8 +58,8 @@ def main() -> None:
     """Measures, prints the table and writes figures and picture."""
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=400, help="of training")
-    parser.add_argument("--batches", type=int, default=32, help="whose gradients are averaged")
-    parser.add_argument("--seed", type=int, default=0, help="of model and batches")
+    parser.add_argument("--batches", type=int, default=32, help="batches to average gradients over")
+    parser.add_argument("--seed", type=int, default=0, help="seed of model and batches")
     options = parser.parse_args()
     figures = measure(options.steps, options.batches, options.seed)
     records.write(options.out / "saved_rounding.json", figures)

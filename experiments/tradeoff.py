@@ -2,10 +2,10 @@
 
     python -m experiments.tradeoff     prints the table and draws tradeoff.png
 
-Measures nothing. Losses above BF16's are those of loss_study, with its 40M model; times of a layer
-are those of layer_speed, and what it saves for its backward pass that of activation_memory, both
+This measures nothing. Losses above BF16's come from loss_study, with its 40M model; the time of a
+layer comes from layer_speed, and what it saves for its backward pass from activation_memory, both
 at Llama-2-7B's sizes. A run that begins in BF16 recomputes each layer in these steps, so it needs
-no more memory, and the forward pass takes place twice.
+no more memory, but runs the forward pass twice.
 """
 
 from pathlib import Path
@@ -49,7 +49,7 @@ class Way(NamedTuple):
 
 
 def ways() -> list[Way]:
-    """Those whose loss has been measured, the slowest first; BF16 itself is among them."""
+    """The ways whose loss has been measured, the slowest first; BF16 is among them."""
     training, held_out = (effects(*STUDY, held_out=held).effects for held in (None, "own"))
     bf16, exact = layer("coat_jax BF16"), Effect(0.0, 0.0, 0.0, 1.0, 1.0, 0)
     found = [Way("BF16", exact, exact, bf16["ms"], unit("BF16"))]

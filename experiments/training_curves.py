@@ -6,14 +6,14 @@ moments? There is one run of each, so chance is part of the answer. Both are
 
     python -m experiments.training_curves --folder /tmp/curves       on a GPU
     python -m experiments.training_curves --folder /tmp/curves --steps 20 --batch 2 --sequence 64
-                                                                     anywhere, for a look
+                                                                     smoke test, anywhere
 
-The text is what Python source and documentation this machine has: its library and installed
-packages, one copy of each file. A byte-level BPE of 50,257 tokens is learnt from a part of it. What
-is in the folder already is not made again: a run that was interrupted continues.
+The text is the Python source and documentation on this machine: its library and installed packages,
+one copy of each file. A byte-level BPE of 50,257 tokens is learnt from a part of it. What is in the
+folder already is not made again: a run that was interrupted continues.
 
 Both runs share the GPU, half its memory each, so their speed says nothing; see
-training_throughput.py. Held out is the last part of the text.
+training_throughput.py. The last part of the text is held out.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2250, help="of training")
     parser.add_argument("--batch", type=int, default=64, help="sequences of a step")
     parser.add_argument("--sequence", type=int, default=1024, help="tokens of a sequence")
-    parser.add_argument("--accumulation", type=int, default=2, help="parts of a batch")
+    parser.add_argument("--accumulation", type=int, default=2, help="microbatches of a batch")
     parser.add_argument("--text", type=int, default=600, help="megabytes of text at most")
     parser.add_argument("--seconds", type=int, help="stop, save, and leave the rest for later")
     options = parser.parse_args()
@@ -61,7 +61,7 @@ def main() -> None:
         options.folder.mkdir(parents=True, exist_ok=True)
         tokens = prepare(options.folder, options.text * 1_000_000)
         if train(options, tokens):
-            print("Stopped. The same command goes on.")
+            print("Stopped. Run the same command to continue.")
             return
         write(options, tokens)
     draw(options.out)
@@ -97,7 +97,7 @@ def _documents() -> Iterator[str]:
     roots |= {path for path in sys.path if path.endswith(("site-packages", "dist-packages"))}
     seen = set()
     paths = sorted({p for root in roots for p in Path(root).rglob("*") if p.suffix in SUFFIXES})
-    # Neighbours are alike: shuffled by name, so that what is held out is like the rest.
+    # Neighbours are alike: files are shuffled by name, so that held-out ones are like the rest.
     for path in sorted(paths, key=lambda p: hashlib.sha256(str(p).encode()).digest()):
         try:
             if not SMALLEST <= path.stat().st_size <= LARGEST:

@@ -17,10 +17,10 @@ are in BF16 and rounded stochastically, layers are unrolled, sequences have 2048
     offloaded     the optimizer's state is in the host's memory
 
 All GPUs that are seen train together, parameters and moments sharded over all of them; BATCH is the
-sequences on each. With --beside-one, the first GPU then trains each case alone, and the efficiency
-is the share of its speed that a GPU of several reaches. Every case runs in a process of its own,
-which may use 95 % of each GPU. The peak is that of the fullest GPU's allocator, and includes
-the whole training state; tokens are random. A case that does not fit says so.
+sequences on each. With --beside-one, the first GPU then trains each case alone; the efficiency is
+the speed of each of several GPUs over the speed of one alone. Every case runs in a process of its
+own, which may use 95 % of each GPU. The peak is that of the fullest GPU's allocator, and includes
+the whole training state; tokens are random. A case that does not fit is reported as such.
 
 Runs of another number of GPUs, or with other options than those of the table, write files of their
 own: training_throughput_4_gpus.json, training_throughput_remat_layer.json.
@@ -85,8 +85,8 @@ def arguments() -> argparse.ArgumentParser:
         metavar="PRECISION:BATCH[:OPTION]",
         help=f"sequences on each GPU, and {' or '.join(OPTIONS)}",
     )
-    parser.add_argument("--model", default=MODEL, help="of coat.models or of a config")
-    parser.add_argument("--layers", type=int, help="only the first ones of the model")
+    parser.add_argument("--model", default=MODEL, help="a name in coat.models.PRESETS, or a config")
+    parser.add_argument("--layers", type=int, help="only the first layers of the model")
     parser.add_argument("--sequence", type=int, default=SEQUENCE, help="tokens of a sequence")
     parser.add_argument("--remat", help="what layers recompute: layer or layer_fp8")
     parser.add_argument("--beside-one", action="store_true", help="compare with one GPU alone")

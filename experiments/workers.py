@@ -18,7 +18,7 @@ ERROR = re.compile(r"[\w.]*(?:Error|Exception|Exit|Interrupt)\b.*")
 
 
 class Ended(NamedTuple):
-    """What a worker left.
+    """The results of a worker.
 
     Attributes:
         results: the objects that it printed, one on each line.
@@ -40,7 +40,7 @@ def run_worker(module: str, *arguments: str, **variables: str | None) -> Ended:
     Args:
         module: of the worker.
         arguments: its command line.
-        variables: of its environment, besides those of this process; None: not set there.
+        variables: of its environment, besides those of this process; None unsets one.
     """
     worker = measured_cases.Worker.of([module, *arguments], variables)
     if (before := measured_cases.find(worker)) is not None:
@@ -66,7 +66,7 @@ def run_worker(module: str, *arguments: str, **variables: str | None) -> Ended:
 
 
 def outcome(ended: Ended) -> dict[str, Any]:
-    """What a worker of one measurement printed last; or, if nothing, as "failed" why."""
+    """The last object that a worker printed; without any, {"failed": why}."""
     if ended.results:
         return ended.results[-1]
     full = "RESOURCE_EXHAUSTED" in ended.stderr

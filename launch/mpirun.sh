@@ -20,7 +20,7 @@ hosts=$1
 shift
 
 first=$(awk '!/^#/ && NF { print $1; exit }' "$hosts")
-# Open MPI 5 no longer says where the first process is, so that it is said here.
+# Open MPI 5 no longer reports where the first process is, so the address is set here.
 address=$first:${JAX_COORDINATOR_PORT:-12355}
 
 # Open MPI shows processes a terminal, even where their output goes to a file.

@@ -5,7 +5,7 @@
 #
 # All must see this folder, under the same name, let you in without a password, and reach the first
 # one's port (JAX_COORDINATOR_PORT, 12355 by default). After the hosts comes what `coat train`
-# takes. A shell without a login seldom finds an environment: COAT=/shared/venv/bin/coat says where.
+# takes. A non-login shell seldom finds an environment: COAT=/shared/venv/bin/coat names it.
 #
 # To stop and save: Ctrl-C, or SIGTERM to this script. The process on the first host is told, and
 # tells the others.
@@ -21,10 +21,10 @@ shift
 
 printf -v folder %q "$PWD"
 printf -v command ' %q' "${COAT:-coat}" train "$@"
-note=.coat.$HOSTNAME.$$ # the number of the first process, on the first host
+note=.coat.$HOSTNAME.$$ # a file with the first process's PID, on the first host
 address=${hosts[0]}:${JAX_COORDINATOR_PORT:-12355}
 
-# Three variables are all that a process needs to find the others; `exec` keeps its number.
+# Three variables are all that a process needs to find the others; `exec` keeps its PID.
 begin() { # the number of a process
   ssh "${hosts[$1]}" "cd $folder && { test $1 != 0 || echo \$\$ >$note; } && exec env \
     JAX_COORDINATOR_ADDRESS=$address JAX_PROCESS_COUNT=${#hosts[@]} JAX_PROCESS_ID=$1 $command"

@@ -11,10 +11,10 @@ output channel. Activations stay as they are (--activations none), or are rounde
 each token (dynamic), or with one scale for a layer, which --calibrate finds on a text (static). One
 parameter of one layer is in memory at a time; during calibration, the whole model.
 
---balance reads a text, and moves part of the outliers in the inputs of linear layers into their
-weights: columns that are much larger than the others, to which INT8 then leaves few codes. The
-model in TO computes the same as that in FROM, in BF16 and FP32 to the last bit. Use it with --to
-int8, and before a model is trained in coat_int8. While the text is read, the whole model is in
+--balance reads a text and moves part of each outlier in the inputs of linear layers into their
+weights. Outliers are columns that are much larger than the others, which are left few INT8 codes.
+The model in TO computes the same as that in FROM, in BF16 and FP32 to the last bit. Use it with
+--to int8, and before a model is trained in coat_int8. While the text is read, the whole model is in
 memory.
 
   coat convert Llama-3.1-8B llama8b

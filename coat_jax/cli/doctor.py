@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine() -> tuple[dict[str, Any], list[Problem]]:
-    """What is there, and what is wrong with it."""
+    """The findings on this machine, and what is wrong."""
     problems = _missing_packages()
     driver = nvidia_driver()
     findings: dict[str, Any] = {"versions": versions(), "nvidia_driver": driver}
@@ -88,7 +88,7 @@ def examine() -> tuple[dict[str, Any], list[Problem]]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, this package and the packages that matter, as far as they are installed."""
+    """The versions of Python, this package and the packages that matter, where installed."""
     from coat_jax import __version__
 
     found = {"python": platform.python_version(), "coat_jax": __version__}
@@ -117,7 +117,7 @@ def nvidia_driver() -> str | None:
 
 
 def kernels(driver: str | None) -> tuple[dict[str, str], list[Problem]]:
-    """Which implementation runs here, why, and what would make it the other one."""
+    """Which implementation runs here and why, and how to get the other one."""
     from coat_jax.kernels import dispatch
 
     capability = dispatch.gpu_capability()
@@ -130,7 +130,7 @@ def kernels(driver: str | None) -> tuple[dict[str, str], list[Problem]]:
     if not dispatch.triton_installed():
         why = "jax-triton and triton are not installed"
         fix = f"pip install 'coat_jax[{_extra(driver)}]'"
-        return {"runs": "xla", "why": why}, [Problem(f"XLA replaces kernels: {why}.", fix, False)]
+        return {"runs": "xla", "why": why}, [Problem(f"XLA replaces Triton: {why}.", fix, False)]
     return {"runs": "triton", "why": f"the GPU has {dispatch.described(capability)}"}, []
 
 
@@ -194,7 +194,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _free_memory() -> int | None:
-    """What the machine has free; None where the system does not say."""
+    """The machine's free memory; None where the system does not report it."""
     names = os.sysconf_names if hasattr(os, "sysconf_names") else {}
     if "SC_AVPHYS_PAGES" not in names:
         return None

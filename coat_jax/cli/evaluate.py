@@ -7,11 +7,11 @@ WHERE is the folder of a run, whose newest intact checkpoint is read, or of a Hu
   coat evaluate out/llama_124m --text held_out.txt --precision bf16 --json
 
 For each --text the table shows the loss in nats per token, the perplexity (its exponential), and
-bits per byte, which compare models with different tokenizers. A text is read in windows of the
-model's context (or --window) that overlap by half: each token is scored once, with at least half a
-window of text before it, or all that precedes it. Before each text stands the token that ends one,
-as in training, or for a model that was trained elsewhere the one with which its tokenizer begins a
-text, if any; without either, the first token is not scored. A file counts once, even if several
+bits per byte, which are comparable between tokenizers. A text is read in windows of the model's
+context (or --window) that overlap by half: each token is scored once, with at least half a window
+of text before it, or all that precedes it. Each text is preceded by the token that ends a document,
+as in training; for a model that was trained elsewhere, by the token with which its tokenizer begins
+a text, if any. Without either, the first token is not scored. A file counts once, even if several
 names or patterns lead to it.
 
 A file of --tasks has a question on each line, where "context" may replace "question":
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     context = folder.config.context
     window = context if options.window is None else options.window
     if options.text and context < 2:
-        raise UserError(f"The model's context={context} is too short for a window: it takes 2.")
+        raise UserError(f"The model's context={context} is too short for a window, which takes 2.")
     if options.text and not 2 <= window <= context:
         raise UserError(f"--window {window} must be from 2 to the model's context={context}.")
     begin = folder.tokenizer.encode("")[:1] or folder.stops[:1]
@@ -150,8 +150,8 @@ def _questions(file: Path, folder: ModelFolder, begin: Sequence[int]) -> list["Q
     questions = evaluation.read(file, folder.tokenizer, begin, folder.config)
     if shortened := sum(question.left_out > 0 for question in questions):
         note(
-            f"{file}: {shortened} of {counted(len(questions), 'question')} lose their beginning, "
-            f"for the model's context={folder.config.context}."
+            f"{file}: {shortened} of {counted(len(questions), 'question')} lose their beginning "
+            f"to fit the model's context={folder.config.context}."
         )
     return questions
 

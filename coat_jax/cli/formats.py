@@ -10,8 +10,8 @@ mean square of the matrix divided by that of its rounding error. One more bit ha
   coat formats out/llama_124m --text sample.txt
 
 A format is INT2 to INT16 (INT8:asymmetric for data on one side of zero), or E and M with their
-numbers of bits: E4M3 and E5M2 are the formats of FP8, E2M1 is FP4. A tensor, an output channel, a
-group of neighbours or a block shares a scale; that of a block is a power of two. The range of a
+numbers of bits: E4M3 and E5M2 are the formats of FP8, E2M1 is FP4. A scale belongs to a tensor, an
+output channel, a group of neighbours or a block; a block's scale is a power of two. The range of a
 scale ends at the largest element (max), at a percentile of magnitudes (percentile), or where the
 squared error is least (mse).
 
@@ -155,7 +155,7 @@ def _require_place(out: Path) -> None:
     numbers = out.with_suffix(".json")
     if os.path.lexists(numbers) and not _is_result(numbers):
         raise UserError(
-            f"{numbers} is there, and is no earlier result of `coat formats`: choose another name "
+            f"{numbers} exists, and is no earlier result of `coat formats`: choose another name "
             "for --out, whose numbers go into a .json beside it."
         )
     require_matplotlib()

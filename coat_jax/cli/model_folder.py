@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares which model it is, and how it computes."""
+    """Declares the arguments that choose a model, its tokenizer and its precision."""
     add = parser.add_argument
     add("where", type=Path, metavar="WHERE", help="the folder of a model")
     add("--tokenizer", metavar="FILE", help='a tokenizer.json, or "bytes"')
@@ -100,7 +100,7 @@ class ModelFolder:
 
 @contextlib.contextmanager
 def on_devices(devices: int, axis: str) -> Iterator[None]:
-    """With a mesh of this many devices along one axis set, if it is more than one."""
+    """Sets a mesh of this many devices along one axis, if it is more than one."""
     import jax
 
     if not 1 <= devices <= jax.device_count():

@@ -1,4 +1,4 @@
-"""What commands print: notes on standard error, and output that nobody may read to its end.
+"""What commands print: notes on standard error, and output whose reader may close it early.
 
 When nobody reads the output any more, as after `coat train ... | head -1`, training continues
 (`lasting`): its results are in its folder, and hours of work must not end with a pager or a closed
@@ -111,7 +111,7 @@ class LastingStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """Of the stream behind it; rich chooses its characters by this."""
+        """The encoding of the stream behind it, by which rich chooses its characters."""
         return self._stream.encoding
 
 

@@ -66,8 +66,8 @@ def tokens_of(
     Args:
         text: the file; what follows its first tokens is not read.
         folder: see `tokenizer_of`.
-        config: likewise.
-        asked: likewise.
+        config: see `tokenizer_of`.
+        asked: see `tokenizer_of`.
         most: how many tokens are needed.
     """
     tokens = _first_tokens(expanded(text), tokenizer_of(folder, config, asked), most)

@@ -7,19 +7,19 @@
 
 Hyper-parameters of Touvron et al. 2023 (Llama 2, section 2.2): batches of 4 million tokens, AdamW
 with b2 = 0.95 and eps = 1e-5, 2000 steps of warmup, a cosine down to a tenth, over 2 trillion
-tokens. Unlike there, parameters are BF16, rounded stochastically. Weights, gradients and
+tokens. Unlike in that paper, parameters are BF16, rounded stochastically. Weights, gradients and
 moments take 10.1 bytes a parameter with COAT, of which 4 are the FP32 sum of the gradients of
 several microbatches; without accumulation they take 6.1.
 
 Parameters and moments are sharded over all GPUs. A microbatch is 8 sequences: 2 on each of 4 GPUs.
-It takes 35.9 GB of each in COAT and 54.7 in BF16 (XLA's account of the step,
+It takes 35.9 GB of each GPU in COAT and 54.7 in BF16 (XLA's account of the step,
 experiments/config_memory.py).
 
 The runs on one GPU correspond to the first row of table 7 of the COAT paper: full-parameter
-training on sequences of 2048 tokens. They measure throughput alone, so the built-in corpus will do.
-Choose --global_batch_size by the GPU's memory; the table that is printed first says what a batch
-takes. On an H200, COAT takes 72.7 GB at a batch of 10 and trains 22,529 tokens a second, BF16 131.8
-GB and 14,066 (experiments/training_throughput.py).
+training on sequences of 2048 tokens. They measure throughput alone, so the built-in corpus
+suffices. Choose --global_batch_size by the GPU's memory; the table that is printed first shows how
+much a batch takes. On an H200, COAT takes 72.7 GB at a batch of 10 and trains 22,529 tokens a
+second, BF16 131.8 GB and 14,066 (experiments/training_throughput.py).
 """
 
 import dataclasses

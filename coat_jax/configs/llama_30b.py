@@ -1,15 +1,15 @@
-"""The first LLaMA's 33 billion parameters.
+"""The first LLaMA, with 33 billion parameters.
 
     coat train llama_30b --train 'tokens/*.npy'          COAT
     coat train llama_30b:bf16 --train 'tokens/*.npy'     BF16, optax's AdamW
 
 Hyper-parameters of Touvron et al. 2023 (LLaMA, table 2 and section 2.3): batches of 4 million
 tokens, a learning rate of 1.5e-4, AdamW with b2 = 0.95, 2000 steps of warmup, a cosine down to a
-tenth, over 1.4 trillion tokens. Unlike there, parameters are BF16, rounded stochastically.
+tenth, over 1.4 trillion tokens. Unlike in that paper, parameters are BF16, rounded stochastically.
 
 Parameters and moments are sharded over all GPUs. A microbatch is 8 sequences: 2 on each of 4 GPUs.
-It takes 110.2 GB of each in COAT and 174.4 in BF16 (XLA's account of the step,
-experiments/config_memory.py): for H200s, and in COAT alone.
+It takes 110.2 GB of each GPU in COAT and 174.4 in BF16 (XLA's account of the step,
+experiments/config_memory.py): it needs H200s, and fits them in COAT alone.
 """
 
 import dataclasses

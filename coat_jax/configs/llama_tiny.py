@@ -1,7 +1,7 @@
 """Llama of 0.9 million parameters over bytes, on the source of Python's standard library.
 
-To see everything work on a laptop in minutes; not to be compared with anything. On a CPU, which
-has no products in FP8, FP8 saves memory and not time.
+This shows that everything works on a laptop in minutes; its losses are not for comparison. A CPU
+has no FP8 products, so FP8 saves memory on it, but no time.
 
     coat train llama_tiny            COAT: FP8 layers, moments in 8 bits
     coat train llama_tiny:bf16       BF16 layers, optax's AdamW with FP32 moments

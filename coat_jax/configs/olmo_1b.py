@@ -8,7 +8,7 @@ tokens, a learning rate of 4e-4, 2000 steps of warmup, a cosine down to a tenth,
 tokens.
 
 Token files in OLMo's layout are read as they are: give their paths with --train, and --end_of_text
-50279. Parameters are FP32, as there.
+50279. Parameters are FP32, as in OLMo.
 
 A microbatch of 16 sequences takes 39.9 GB of one GPU in COAT and 57.7 in BF16 (XLA's account of the
 step, experiments/config_memory.py).

@@ -97,7 +97,7 @@ def _require(model: Llama, name: str, passage: Passage) -> None:
     if not 1 <= passage.first < len(tokens):
         raise ValueError(
             f"{name} has {len(tokens)} tokens, of which those from {passage.first} on are scored: "
-            "that must be one at least, and one must come before it."
+            "at least one must be scored, and at least one must come before it."
         )
     if len(tokens) > context + 1:
         raise UserError(

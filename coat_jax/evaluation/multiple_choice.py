@@ -8,9 +8,9 @@ question and choice unless white space is there. A choice scores
     sum         log p(its tokens | the question)
     per byte    the same, divided by the bytes of its text, so that long choices are not worse off
 
-Its tokens are those by which the tokens of both texts together differ from the question's alone.
-In a tie the first choice is taken. Intervals of accuracies are Wilson's, at 95 %: they
-cover the chance in which questions a file has, and nothing else.
+A choice's tokens are those of both texts together, from the first one that differs from the
+question's tokens. In a tie the first choice is taken. Accuracies have 95 % Wilson intervals, which
+cover only the chance in which questions a file has.
 """
 
 import math
@@ -131,7 +131,7 @@ def _joined(question: str, choice: str) -> str:
 def _passages(
     where: str, alone: Sequence[int], both: Sequence[Sequence[int]], config: Config
 ) -> tuple[tuple[Passage, ...], int]:
-    """The question with each choice, as much of it as fits with the longest; what is left out."""
+    """The question, cut to fit with the longest choice, with each choice; how much is left out."""
     for number, tokens in enumerate(both):
         require_known(f"{where}: choice {number} has, with its question,", tokens, config.vocab)
     firsts = [_first_new(alone, tokens) for tokens in both]

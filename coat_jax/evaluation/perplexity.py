@@ -4,9 +4,9 @@
     window 1         [x_C/2 ........|.........]   scores the C/2 tokens that no window has scored
     window 2                   [............|.........]
 
-So every token but the first is scored once, with at least C/2 tokens before it, or else the whole
-text before it.
-Bits per byte compare models with different tokenizers: they share the text, not its tokens.
+Every token but the first is scored once, with at least C/2 tokens before it, or else the whole text
+before it. Bits per byte are comparable between tokenizers: models share a text's bytes, not its
+tokens.
 """
 
 import math

@@ -3,7 +3,7 @@
     stream, generate      prompts in, new tokens out, a few at a time or all at once
     Sampling              how the next token is chosen
     prefill, decode       the logits, from a cache of keys and values
-    Bytes, Tokenizer      between text and tokens; what a Reader gives is ready to be printed
+    Bytes, Tokenizer      convert text and tokens; a Reader returns text that can be printed
 
     for new in stream(model, [tokenizer.encode("Once")], max_tokens=100):
         ...

@@ -10,7 +10,7 @@
     recipe = Recipe(format="int8", activations="static")
     small = quantize(model, recipe, calibrate(model, batches, recipe))
 
-`projections` says what is quantized; `nn.modular` and `nn.quantized` have the layers.
+`projections` lists what is quantized; `nn.modular` and `nn.quantized` have the layers.
 """
 
 from coat_jax.quantization.balancing import balance

@@ -3,18 +3,19 @@
     x[t, k] w[k, n] = (x[t, k] / s[k]) (s[k] w[k, n])        s[k]^2 ~ max |x[:, k]| / max |w[k]|
 
 An outlier is a column of an input that is much larger than the others. INT8 gives all columns of a
-token one scale, so an outlier leaves few codes to the others. Balanced, a column of x is as large,
-beside the other columns, as its row of w is beside the other rows: what was an outlier by 100 in x
-alone is one by 10 in x and in w, and one whose weights were 100 times smaller is none any more.
+token one scale, so an outlier leaves few codes to the others. After balancing, a column of x is as
+large relative to the other columns as its row of w is relative to the other rows. A column that was
+100 times as large in x alone is 10 times as large in x and in w; one whose weights were 100 times
+smaller is no outlier any more.
 
-s becomes part of the parameters, so it costs nothing. What divides x stands before the projection:
+s becomes part of the parameters, so it costs nothing. The layer before the projection divides x:
 
     query, key, value      the scale of the norm
     gate, up               the scale of the norm
     out                    the columns of value: attention takes means of each column
     down                   the columns of up: the activation of gate is multiplied by them
 
-Where there is no such norm, its inputs stay as they are. Each s is a power of two, so balancing
+A projection without such a norm before it keeps its inputs. Each s is a power of two, so balancing
 rounds nothing: a model that computes in BF16 or FP32 still computes the same numbers.
 
 The method is that of SmoothQuant (Xiao et al., 2023), which divides by the scales of norms only.
@@ -34,8 +35,8 @@ from coat_jax.models.stored import Index, Name, Parameters, Stored
 from coat_jax.quantization.calibration import Ranges, observe, require_finite
 from coat_jax.quantization.projections import SHARING, name_of, require_quantizable
 
-# The exponents of s. A column that is quiet on the text grows to 4 times its size at most: on
-# another text it may be as large as the others.
+# Bounds of s, as exponents. A column that is small on the text grows to 4 times its size at most:
+# on another text it may be as large as the others.
 LEAST_EXPONENT, MOST_EXPONENT = -2, 12
 PROJECTIONS = [part for sharing in SHARING for part in sharing]
 NORMS = {
@@ -138,7 +139,7 @@ def _factors_of_layer(
     weights: Mapping[str, Float[np.ndarray, "K N"]],
     inputs: Mapping[str, Float[np.ndarray, " K"]],
 ) -> dict[str, Factors]:
-    """What the parameters of a layer are multiplied by; `inputs` are the largest, by column."""
+    """What a layer's parameters are multiplied by; `inputs` are the columns' largest magnitudes."""
     found = {part: Factors() for part in PROJECTIONS}
 
     def row_maxima(part: str) -> Float[np.ndarray, " K"]:
@@ -184,7 +185,7 @@ def _factors_of_columns(
 
 
 def _scaled(values: Any, factors: Factors) -> Any:
-    """A parameter, or that of all layers with their factors, multiplied by them."""
+    """A parameter of one layer, or of all layers stacked, multiplied by its factors."""
     rows, columns = (None if f is None else f.astype(values.dtype) for f in factors)
     if rows is not None:
         values = values * rows[..., None]

@@ -42,7 +42,7 @@ class Inputs(NamedTuple):
 
     Attributes:
         counts: of elements, by bins of their magnitude.
-        columns: the largest magnitude of each.
+        columns: the largest magnitude in each column.
         squares: the sum over all elements.
         row_errors: the sum of squared errors of dynamic rounding, in each of CANDIDATES.
     """

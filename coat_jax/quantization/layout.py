@@ -85,8 +85,8 @@ def from_json(data: Any, config: Config) -> dict[str, Scheme]:
     if not isinstance(data, Mapping) or data.get("quant_method") != METHOD:
         method = data.get("quant_method") if isinstance(data, Mapping) else data
         raise UserError(
-            f"config.json: quantization by {shown(method)} is not one that coat_jax reads, which "
-            f"is {METHOD}."
+            f"config.json: quantization by {shown(method)} is not supported: coat_jax reads "
+            f"{METHOD}."
         )
     for entry in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if data.get(entry):
@@ -132,7 +132,7 @@ def _entry(name: str, group: Any, entry: str, kind: type) -> Any:
 
 
 class _Target(NamedTuple):
-    """What names modules.
+    """A target of a group: what names modules.
 
     Attributes:
         text: as it is in the file.
@@ -200,9 +200,9 @@ def _scheme(name: str, group: Mapping[str, Any]) -> Scheme:
         if _says(inputs, _arguments(format, STRATEGIES[activations], dynamic=dynamic)):
             return Scheme(format, activations)
     raise UserError(
-        f"config.json: {ENTRY}.{name} quantizes otherwise than coat_jax: weights in 8 bits, "
-        "symmetric, with a scale per channel; inputs not, with one scale, or dynamically per "
-        "token; outputs not."
+        f"config.json: {ENTRY}.{name} is a scheme that coat_jax does not support. It supports "
+        "symmetric 8-bit weights with a scale per channel, inputs that are not quantized, have one "
+        "scale or a dynamic scale per token, and outputs that are not quantized."
     )
 
 

@@ -1,8 +1,9 @@
-"""Regular expressions in the files of others, compiled if matching a name with them soon ends.
+"""Compiles third parties' regular expressions, unless matching could take very long.
 
-Python's `re` tries one way to match after another, and a short pattern may have more of them than
-can ever be tried: `(a+)+b`, or `a?` many times. Nothing interrupts it, so a limit on time would not
-help, and one on length would allow these. So the ways are counted before, from the pattern's text.
+Python's `re` tries one way to match after another, and a short pattern may have more ways than can
+ever be tried: `(a+)+b`, or `a?` many times. Nothing interrupts a match, so a limit on time would
+not help, and a limit on length would allow these patterns. Therefore the ways are counted
+beforehand, from the pattern's text.
 """
 
 import math
@@ -27,11 +28,12 @@ TOKEN = re.compile(
 
 
 def compiled(pattern: str) -> tuple[re.Pattern[str], int]:
-    """A pattern, and in how many ways at most it can match a name; ValueError if it is not read.
+    """A pattern, and in how many ways at most it can match; ValueError if it is not supported.
 
     A quantifier chooses where its part of a name ends, and these places follow one another, so that
-    q quantifiers have NAME + q over q choices. A group chooses one of its branches. None of this
-    bounds a group that is repeated and has a choice in it, or a part that is repeated very often.
+    q quantifiers have NAME + q over q choices. A group chooses one of its branches. This does not
+    bound a group that is repeated and has a choice in it, or a part that is repeated very often:
+    both are refused.
     """
     try:
         found = re.compile(pattern)

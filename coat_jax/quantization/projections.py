@@ -20,7 +20,7 @@ from coat_jax.models.stored import Name
 from coat_jax.nn.modular import ModularAttention, ModularGatedMLP
 from coat_jax.precision import BF16
 
-# Projections of one input, which have one format: vLLM makes one product of each line.
+# Projections of one input have one format, because vLLM fuses each line into one product.
 SHARING = (
     ("attention.query", "attention.key", "attention.value"),
     ("attention.out",),

@@ -32,7 +32,7 @@ def quantize(model: Llama, recipe: Recipe, ranges: Ranges | None = None) -> Llam
 
     Its other arrays are those of `model`; of stacked layers they are copies.
 
-    It generates, and computes logits and losses; it does not train.
+    The result generates, and computes logits and losses; it cannot be trained.
 
     Args:
         model: any Llama, of any precision. Delete it to free the memory of its weights.

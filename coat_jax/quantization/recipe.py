@@ -30,8 +30,8 @@ class Recipe:
             "percentile" of its magnitudes, or the range with the least squared error ("mse").
         activations: "none" rounds weights only; "static" rounds each layer's input with one
             scale, from calibration; "dynamic" with one for each token, from its largest element.
-        activation_fit: as `fit`, of static activations.
-        percentile: how many of 100 magnitudes are in a range, for that fit.
+        activation_fit: as `fit`, for static activations.
+        percentile: the percentile of magnitudes at which a range ends, for that fit.
         leave: globs of projections that stay as they are: "layers.0.*", "*.down".
     """
 
@@ -47,7 +47,7 @@ class Recipe:
 
     @property
     def calibrated(self) -> bool:
-        """Whether it needs to see the inputs of layers."""
+        """Whether the recipe needs calibration, to see the inputs of layers."""
         mixed = self.format == "mixed" and self.activations != "none"
         return self.activations == "static" or mixed
 

@@ -71,7 +71,7 @@ def moments(state: Any) -> dict[str, MomentStatistics]:
 
 
 def moment_sums(state: Any, stacked: Collection[str] = ()) -> dict[str, Float[Array, "..."]]:
-    """What `report_moments` takes.
+    """The argument of `report_moments`.
 
     Args:
         state: see `moments`.

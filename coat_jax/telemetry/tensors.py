@@ -26,8 +26,8 @@ from coat_jax.watching import Scope, WatchedTensor, scope_set
 def measure(loss: Callable[..., Any], *args: Any) -> dict[str, Statistics]:
     """Statistics of each tensor that `loss(*args)` and its gradients round to FP8, by name.
 
-    It is compiled once for each function and shapes of arguments, so pass the same function object.
-    Tensors that the gradients do not need are left out, and so is all that is not FP8.
+    This compiles once for each function and shapes of arguments, so pass the same function. Tensors
+    that the gradients do not need are left out, and so is all that is not FP8.
 
     Args:
         loss: a function to a number, or to a tuple whose first element it is. It may use jit,
@@ -51,7 +51,7 @@ def measure(loss: Callable[..., Any], *args: Any) -> dict[str, Statistics]:
 def sums_and_gradients(
     loss: Callable[..., Any], params: Any, *args: Any
 ) -> tuple[dict[str, Array], Any]:
-    """What `report` takes, and the gradients of `params`: for a program of your own.
+    """The argument of `report`, and the gradients of `params`: for a program of your own.
 
     Sums of several batches may be added.
 

@@ -31,8 +31,8 @@ def use_cache(folder: str | None, note: Callable[[str], object] = warnings.warn)
     Args:
         folder: made if it is not there; None stores nothing. URLs such as gs://bucket/cache are
             passed to JAX as they are.
-        note: called with a line if the folder is not used: JAX is configured to use another one, or
-            the default folder cannot be written; nothing is stored then.
+        note: called with a line if the folder is not used, because JAX is configured to use another
+            one, or because the default folder cannot be written and nothing is stored.
 
     Raises:
         UserError: if any other folder cannot be written.
@@ -69,7 +69,7 @@ def is_url(folder: str) -> bool:
 
 
 def why_unusable(folder: Path) -> str | None:
-    """Why a folder, whether or not it is there, cannot be written to; None if nothing is found."""
+    """Why a folder, which need not exist yet, cannot be written to; None if it seems writable."""
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     called = "it" if there == folder else str(there)
     if not there.is_dir():
@@ -91,8 +91,8 @@ def _why_not_made(folder: Path) -> str | None:
 def delete_unreadable(folder: Path) -> list[Path]:
     """Deletes the entries that end too early, and returns them.
 
-    Entries that are older than the file `checked` were read by an earlier start. A folder in which
-    nothing may be deleted, or that is not on this machine, is left alone.
+    Entries that are older than the file `checked` were checked by an earlier start. A folder in
+    which nothing may be deleted, or that is not on this machine, is left alone.
     """
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         return []

@@ -1,7 +1,7 @@
 """XLA's options for the programs of a run: those for communication, and one for INT8.
 
-For each INT8 product XLA would compile and time dozens of its own Triton kernels, for seconds,
-before it takes cuBLAS's, which is as fast as the best of them.
+For each INT8 product, XLA would spend seconds compiling and timing dozens of its own Triton kernels
+before it takes cuBLAS's kernel, which is as fast as the best of them.
 """
 
 import os

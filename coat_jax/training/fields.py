@@ -26,7 +26,7 @@ from coat_jax.training.config.run import Metric
 SET_BY_MESH = {"model.axes", "model.batch_axes"}
 WIDTH = 88
 FUNCTIONS = (Transformation | None, Mapping[str, Metric])
-# In the place of the annotation of formats, which may also be the name of a simulated one.
+# Stands for the annotation of formats, which may also be given as names of simulated ones.
 SMALL_FLOAT = "a small float"
 # The names that other trainers and earlier versions of this one have for a field.
 KNOWN_AS = {
@@ -74,7 +74,7 @@ class Field:
 
 
 def fields(config: TrainConfig | None = None) -> list[Field]:
-    """All fields, those of an inner config after its own; with the values of `config` if given."""
+    """All fields, each nested config before its own fields; with values if `config` is given."""
     return list(_walk(TrainConfig, config, ""))
 
 

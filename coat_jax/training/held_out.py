@@ -1,7 +1,7 @@
 """The mean loss over held-out batches: the same ones each time, also after a resume.
 
 A batch has as many rows as in training, and is computed in as many microbatches. The loss is a mean
-over labels, so it does not depend on their number.
+over labels, so it does not depend on the number of microbatches.
 """
 
 import itertools

@@ -2,7 +2,7 @@
 
     config -> mesh -> data -> compiled step -> state, new or resumed -> steps
 
-Everything of a run is in its folder: see `run_folder`.
+All files of a run are in its folder: see `run_folder`.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         step: the last one taken.
-        loss: the last one that this call recorded; NaN if it took no step.
-        held_out_loss: the last one that this call measured; None if it measured none.
+        loss: the last loss that this call recorded; NaN if it took no step.
+        held_out_loss: the last held-out loss that this call measured; None if it measured none.
         stopped: whether a signal ended it before the last step.
     """
 
@@ -79,7 +79,7 @@ def train(config: TrainConfig, console: "Console | None" = None) -> Outcome:
 
 
 def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
-    """Prepares everything, beginning with what may be refused, and takes the steps."""
+    """Prepares the run, with the checks that may refuse it first, and takes the steps."""
     say = partial(_say, console)
     folder = RunFolder(config, note=say)
     if folder.begins():

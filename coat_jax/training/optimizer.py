@@ -3,9 +3,9 @@
     moments = optimizer.init(params)
     params, moments = optimizer.step(params, grads, moments, grad_scale=clip, skip=not finite)
 
-All update parameters and moments in place if these are donated, and change nothing if `skip` is
-true. With `release_gradients`, `init` returns a `release.Released`, and `step` takes and returns
-the optimizer's own state, which is its field `inner`.
+All optimizers update parameters and moments in place if these are donated, and change nothing if
+`skip` is true. With `release_gradients`, `init` returns a `release.Released`, and `step` takes and
+returns the optimizer's own state, which is its field `inner`.
 """
 
 import dataclasses
@@ -76,7 +76,7 @@ def require_no_extra_args(optimizer: FusedOptimizer, params: Any, moments: Any) 
     Args:
         optimizer: from `make_optimizer`, of a config with a transformation.
         params: arrays, or shapes and dtypes.
-        moments: likewise.
+        moments: arrays, or shapes and dtypes.
     """
     try:
         jax.eval_shape(optimizer.step, params, params, moments)

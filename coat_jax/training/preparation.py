@@ -1,4 +1,4 @@
-"""A run as far as it is known before anything is compiled or placed on a device.
+"""A run before anything is compiled or placed on a device.
 
 prepared = prepare(config, make_mesh(config.mesh))
 program = prepared.lower().compile()

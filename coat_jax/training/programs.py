@@ -1,4 +1,4 @@
-"""The compiled steps of a run: one in BF16 for its first steps, if any, and one for all others."""
+"""The compiled steps of a run: one for its first steps in BF16, if any, and one for the others."""
 
 import time
 from typing import TYPE_CHECKING, Any

@@ -33,7 +33,7 @@ class Released(NamedTuple):
 
 
 def with_gradient_norm(optimizer: FusedOptimizer) -> FusedOptimizer:
-    """`optimizer` with a `Released` state to begin from; its `step` takes the inner one."""
+    """`optimizer` whose `init` returns a `Released` state; its `step` takes the inner one."""
 
     def init(params: optax.Params) -> Released:
         return Released(jnp.full([], jnp.nan), optimizer.init(params))
@@ -49,8 +49,8 @@ def scale_of_stage(
 ) -> float | Float[Array, ""]:
     """The factor that clips the gradients of a stage.
 
-    Where the norm of the step before is not known (in the first step) or not finite, no stage
-    exceeds its equal share of `clip_norm`: together they do not exceed `clip_norm` then.
+    If the norm of the step before is not known (in the first step) or not finite, each stage is
+    clipped to an equal share of `clip_norm`, so that together they do not exceed `clip_norm`.
     """
     if clip_norm is None:
         return 1.0

@@ -16,8 +16,9 @@ from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config.optimizer import function_name, is_optimizer
 
-# Fields whose names begin with one of FIXED must stay the same, except those in FREE. With another
-# tokenizer the data are others, unless they are tokens already; then training does not read it.
+# Fields whose names begin with one of FIXED must stay the same, except those in FREE. Another
+# tokenizer means other data, unless the data is token files: then training does not read the
+# tokenizer.
 FIXED = ("model.", "data.", "optimizer.name", "global_batch_size", "sequence_length", "seed")
 FREE = ("model.precision", "model.remat", "model.dtype", "data.tokenizer")
 UNIMPORTANT = ("out", "resume", "cache", "metrics")
@@ -64,7 +65,7 @@ def changes(config: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
     """What differs from the config that was saved, one line each.
 
     Raises:
-        UserError: if the run cannot continue with that, naming it.
+        UserError: if the run cannot continue with a change, naming it.
     """
     before = {RENAMED.get(name, name): value for name, value in _flat(saved)}
     now = dict(_flat(to_json(config)))

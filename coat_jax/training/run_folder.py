@@ -48,7 +48,7 @@ class RunFolder:
         return not self._config.resume or StepFolders(self.checkpoints).newest_record() is None
 
     def claim(self) -> list[str]:
-        """Makes the folder this run's; returns what of its earlier config is changed.
+        """Claims the folder for this run; returns what has changed since its earlier config.
 
         Writes nothing yet: other checks may still refuse the run before `write_config`.
 
@@ -125,7 +125,7 @@ class RunFolder:
 
 
 def _free_name(folder: Path) -> Path:
-    """The folder's name with the first number behind it that is not taken."""
+    """The folder's name with the first free number appended."""
     folder = folder.absolute()
     number = 1
     while (moved := folder.with_name(f"{folder.name}.{number}")).exists():

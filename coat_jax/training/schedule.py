@@ -3,7 +3,7 @@
 It rises linearly for `warmup_steps`. What follows depends on the name of the schedule:
 
 cosine      half a cosine, down to `final_ratio` of the highest rate
-linear      a straight line, down to the same
+linear      a straight line, down to the same rate
 wsd         constant, with a linear decay in the last `decay_steps`
 constant    constant
 """
@@ -18,7 +18,7 @@ from coat_jax.training.config import OptimizerConfig
 def learning_rate(
     config: OptimizerConfig, total_steps: int, count: Int[ArrayLike, ""]
 ) -> Float[Array, ""]:
-    """The rate of the update that follows `count` others.
+    """The learning rate of the update after `count` others.
 
     Args:
         config: the highest rate, and the shape.

@@ -1,7 +1,7 @@
 """The state of a run between two steps: one tree of arrays, donated, saved and restored whole.
 
-It has no random number generator: the order of the data and all rounding are hashed
-from the config's seed and the step's number.
+It has no random number generator: the order of the data and all rounding follow from hashes of the
+config's seed and the step's number.
 """
 
 import dataclasses

@@ -3,8 +3,8 @@
     loss, gradients = sum over microbatches of their share of the labels * (mean loss, gradient)
     parameters      = the optimizer's, with gradients scaled to the norm `clip_norm`
 
-A batch is [accumulation, rows, sequence]. Its microbatches have the loss and gradients of one
-large batch, summed in FP32. A step whose gradients or loss are not finite changes nothing and
+A batch is [accumulation, rows, sequence]. The microbatches together have the loss and gradients of
+one large batch, summed in FP32. A step whose gradients or loss are not finite changes nothing and
 is counted. Parameters and moments are updated in place; a conditional would copy them.
 """
 
@@ -55,18 +55,18 @@ class FinishedStep(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a step reports: its loss is that before the update."""
+    """What a step reports; the loss is from before the update."""
 
     loss: Float[Array, ""]
     gradient_norm: Float[Array, ""]  # before clipping
     learning_rate: Float[Array, ""]
     labels: Int32[Array, ""]  # tokens that the loss is the mean of
     skipped: Int32[Array, ""]  # steps so far
-    metrics: Mapping[str, Array] = {}  # that the config adds
+    metrics: Mapping[str, Array] = {}  # added by the config
 
 
 class HeldOut(NamedTuple):
-    """A sum of losses over labels; those of several batches add up."""
+    """The sum of the losses over labels, and their number; both add up over batches."""
 
     loss: Float[Array, ""]
     labels: Int32[Array, ""]
@@ -150,7 +150,7 @@ def releasing_step(
 def clip_or_skip(
     config: TrainConfig, norm: Float[Array, ""], loss: Float[Array, ""]
 ) -> tuple[float | Float[Array, ""], Bool[Array, ""]]:
-    """The factor that clips gradients of this norm, and whether the step changes nothing."""
+    """The factor that clips gradients of this norm, and whether to skip the step."""
     max_norm = config.optimizer.clip_norm
     scale = 1.0 if max_norm is None else clip_scale(norm, max_norm)
     return scale, ~(jnp.isfinite(norm) & jnp.isfinite(loss))

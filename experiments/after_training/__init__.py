@@ -1,4 +1,4 @@
-"""What becomes of a trained network in INT8 and FP8: does training in FP8 prepare for it?
+"""What INT8 and FP8 cost a trained network, and whether training in FP8 lowers this cost.
 
-See `__main__.py`; `run` makes one run, `changes` says what follows from many.
+See `__main__.py`; `run` makes one run, `changes` evaluates many.
 """

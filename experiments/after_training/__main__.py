@@ -1,4 +1,4 @@
-"""What becomes of a trained network in INT8 and FP8: does training in FP8 prepare for it?
+"""What INT8 and FP8 cost a trained network, and whether training in FP8 lowers this cost.
 
     python -m experiments.after_training --size 40M --seeds 0 1 2 --out DIR
     python -m experiments.after_training --plan --size 124M --seeds 0 1 2
@@ -7,8 +7,8 @@
 
 Networks are arms of `loss_study`: trained in BF16, with FP8 products, and in COAT, from several
 seeds, on the same batches. Each is then quantized by every recipe of `recipes`, without training
-and after a few steps that anticipate the format. What is measured is the held-out loss above that
-of the same parameters in BF16, by seed, and whether it differs between ways of training.
+and after a few steps that anticipate the format. The result is the held-out loss above that of the
+same parameters in BF16, by seed, and whether it differs between ways of training.
 
 A run that has a row is not made again; one that was stopped continues if --work is still there.
 """

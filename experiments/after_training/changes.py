@@ -1,11 +1,11 @@
-"""From runs to statements: what quantization costs, and whether that depends on the training.
+"""What quantization costs, and whether the cost depends on the training.
 
     cost     log(loss quantized) - log(loss in BF16)      of the same parameters
     excess   the cost of a network - the cost of a baseline of the same seed
 
 Means over seeds have Student's intervals, as in the loss study; p-values are corrected for all that
-stand in a table. What was measured after further training is compared with the loss, in BF16, after
-as many steps in BF16: so the steps themselves are no part of the cost.
+stand in a table. A loss after further training is compared with the BF16 loss after as many steps
+in BF16, so that the steps themselves are no part of the cost.
 
 Effects are relative: 0.001 is 0.1 % more loss.
 """
@@ -46,7 +46,7 @@ def measured(rows: list[Row]) -> list[What]:
 
 
 def cost(row: Row, what: What) -> float:
-    """Of one run."""
+    """The cost in one run."""
     if not what.further:
         return _log(row["quantized"][what.recipe]) - _log(row["held_out"]["bf16"])
     further = row["further"]

@@ -39,12 +39,12 @@ def _anticipating(forward: Any) -> Precision:
     return Precision(forward=forward, backward="E8M7", block=None)
 
 
-# Precisions of further training: the first one anticipates nothing, and says what the steps do.
+# Precisions of further training: BF16 anticipates nothing, and shows what the steps do.
 FURTHER = {"bf16": BF16, "int8": _anticipating("E0M7"), "fp8": _anticipating(E4M3)}
 
 
 def described() -> dict[str, Any]:
-    """All of it as JSON."""
+    """Recipes and further training as JSON."""
     return {
         "recipes": {name: dataclasses.asdict(recipe) for name, recipe in RECIPES.items()},
         "after further training": AFTER_FURTHER,

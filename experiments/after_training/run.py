@@ -91,7 +91,7 @@ def run(job: Job, stopped: list[int]) -> Losses | None:
 
 
 def _measurements(after: "_After") -> Iterator[tuple[str, Callable[[], Losses]]]:
-    """Each by its name; nothing is computed before it is called."""
+    """The measurements by name; nothing is computed before one is called."""
     yield "held out", after.trained.held_out
     for name in RECIPES:
         yield name, lambda name=name: after.quantized(after.model, name)
@@ -143,7 +143,7 @@ class _After:
         return self._losses(quantize(model, recipe, ranges))
 
     def further(self, precision: Precision) -> Losses:
-        """Likewise after some more steps in this precision, by some recipes."""
+        """The held-out losses after some more steps in this precision, by some recipes."""
         model = self._model(self._trained_further(precision))
         found = {"bf16": self._losses(model)}
         return found | {name: self.quantized(model, name) for name in AFTER_FURTHER}
@@ -198,7 +198,7 @@ class _After:
 
 
 def _code() -> list[str]:
-    """The code that decides a result besides that of the loss study, without comments."""
+    """The code, besides the loss study's, that decides a result; without comments."""
     files = [Path(__file__), Path(recipes.__file__)]
     files += sorted(Path(quantization.__file__).parent.glob("*.py"))
     return [essence(file.read_text("utf-8")) for file in files]

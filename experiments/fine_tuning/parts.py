@@ -75,7 +75,7 @@ def run(job: Job, stopped: list[int]) -> Found | None:
 
 @contextlib.contextmanager
 def rounding(name: operands.Name, chosen: Callable[[int, int], bool]) -> Iterator[None]:
-    """Layers that are traced meanwhile round this operand of the chosen forward products.
+    """Layers that are traced in this context round this operand of the chosen forward products.
 
     Args:
         name: of the operand.

@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(text: Path, vocab: int, settings: Settings, seed: int, *, steps: int) -> Rows:
-    """The rows that a network is tuned on, none of which it was trained on, and evaluated on.
+    """The rows to tune on, none of which training has read, and those to evaluate on.
 
     Raises if the text has too few.
 
@@ -82,7 +82,7 @@ def words_of(text: Path, vocab: int) -> Bool[np.ndarray, " V"]:
 def shares_of_words(
     tokens: UInt16[np.ndarray, " N"], words: Bool[np.ndarray, " V"], sequence: int
 ) -> Float[np.ndarray, " R"]:
-    """Of each row's tokens, the share that are words."""
+    """The share of each row's tokens that are words."""
     rows = (len(tokens) - 1) // sequence
     shares: np.ndarray = words[tokens[: rows * sequence]].reshape(rows, sequence).mean(axis=1)
     return shares

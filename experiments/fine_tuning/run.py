@@ -178,7 +178,7 @@ def _divided(rows: Int32[np.ndarray, " N"], size: int) -> Int32[np.ndarray, "N//
 
 
 def _code() -> list[str]:
-    """The code that decides a result besides that of the loss study, without comments."""
+    """The code, besides the loss study's, that decides a result; without comments."""
     return [essence(Path(file).read_text("utf-8")) for file in (__file__, str(prose.__file__))]
 
 

@@ -30,7 +30,7 @@ def show(rows: list[Row], folder: Path) -> None:
 
 
 def _forwards(rows: list[Row]) -> Table:
-    """What a forward pass costs that rounds some operands, before the network is tuned."""
+    """The cost of rounding some operands in the forward pass, before the network is tuned."""
     found = {name: forward(rows, name) for name in parts.OPERANDS}
     seeds = sum("forward" in row for row in rows)
     shown = Table(title=f"Before tuning, held out, with operands rounded: {seeds} seeds")

@@ -8,7 +8,8 @@
 
 An arm is one change to BF16 training with FP32 moments; it is trained from several seeds, side by
 side with the others, on the same batches. Baselines differ from each other by rounding only and
-show how large a difference means nothing. What has a row in the results is not measured again.
+show how large a difference means nothing. A run that has a row in the results is not measured
+again.
 
 The text is what is on the machine, each document once, and no run reads any of it twice.
 """

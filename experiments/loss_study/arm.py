@@ -1,8 +1,8 @@
 """What a run of `loss_study` is made of: an arm, a model size, and the settings of the run.
 
-An arm says how to train: which precision, how the moments are stored, which settings of the
-optimizer differ. A size says what is trained, with sensible settings. Together they make the
-trainer's config and optimizer.
+An arm is a way to train: a precision, the storage of the moments, and the optimizer settings that
+differ. A size is a model with sensible settings. Together they make the trainer's config and
+optimizer.
 """
 
 import dataclasses
@@ -48,12 +48,12 @@ class Arm:
         rounded: the operands of products that are rounded to FP8 although the precision is BF16.
         accurate: the FP8 products that are summed in FP32.
         start: the precision of the first steps; None is that of all steps.
-        start_share: how much of the run these steps are.
+        start_share: the share of the run that these steps take.
         microbatches: how many times more microbatches a batch is divided into. More than one
             changes only the order in which gradients are summed.
         perturbed: whether each initial parameter moves by one unit in the last place.
-        shaken: which of several random changes of the initial parameters, by 1 % each, is made; 0
-            is none. Two such runs are as good as each other, and as far apart as chance makes them.
+        shaken: the number of the random change, by 1 %, of the initial parameters; 0 is none. Such
+            runs are equally good, and end as far apart as chance makes them.
         baseline: whether this arm differs from the default, or from that of its optimizer, by
             rounding only.
     """
@@ -74,7 +74,7 @@ class Arm:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a run can be told on the command line; runs are compared under equal settings.
+    """The command line's settings of a run; runs are compared under equal settings.
 
     Attributes:
         steps: of the run, a whole cosine.
@@ -110,7 +110,7 @@ class Size:
     Attributes:
         model: its vocabulary is learnt from the text; 256 stands for bytes.
         settings: unless the command line says otherwise.
-        tokens_per_second: of BF16 on one H200, over all processes on it; for estimates.
+        tokens_per_second: in BF16 on one H200, over all processes on it; for estimates.
     """
 
     model: models.Config
@@ -119,7 +119,7 @@ class Size:
 
 
 def precisions_of(arm: Arm, steps: int) -> dict[int, Precision]:
-    """The precision from each step on at which it changes, in order."""
+    """Precisions by the step from which each applies, in order."""
     first = round(arm.start_share * steps)
     if arm.start is None or first == 0:
         return {0: arm.precision}
@@ -174,7 +174,7 @@ def described(arm: Arm) -> dict[str, Any]:
 
 
 def is_described(arm: Arm, by: Mapping[str, Any]) -> bool:
-    """Whether a description, maybe of a time when an `Arm` had fewer fields, is this arm's."""
+    """Whether a description, perhaps from a version where `Arm` had fewer fields, is this arm's."""
     now, default = described(arm), described(Arm())
     return by == {name: now[name] for name in by if name in now} and all(
         now[name] == default[name] for name in now if name not in by
@@ -182,7 +182,7 @@ def is_described(arm: Arm, by: Mapping[str, Any]) -> bool:
 
 
 def differences(arm: Arm) -> str:
-    """What an arm changes, for people."""
+    """A description of what an arm changes."""
     default = Arm()
     changed = [
         f"{field.name}={_shown(getattr(arm, field.name))}"

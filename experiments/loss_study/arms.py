@@ -41,7 +41,7 @@ ARMS: dict[str, Arm] = {
     "bf16_ulp": replace(BASE, perturbed=True),
     "bf16_microbatches": replace(BASE, microbatches=2),
     "bf16_fused": replace(BASE, moments=Storage(min_size=NEVER)),
-    # As good as the baselines, but further apart: how far runs end apart by chance.
+    # As good as the baselines: they show how far apart runs end by chance.
     "bf16_shaken": replace(BASE, shaken=1, baseline=False),
     "bf16_shaken_again": replace(BASE, shaken=2, baseline=False),
     # COAT and its halves.
@@ -69,7 +69,7 @@ ARMS: dict[str, Arm] = {
     "coat_int8_after_bf16": replace(BOTH, precision=coat.COAT_INT8, start=coat.BF16),
     "activations_after_bf16": replace(COAT_FP32, start=coat.BF16),
     "activations_after_bf16_tenth": replace(COAT_FP32, start=coat.BF16, start_share=0.1),
-    # As in fine-tuning, most has been learnt before.
+    # As in fine-tuning, most has been learnt before FP8 begins.
     "coat_for_last_quarter": replace(BOTH, start=coat.BF16, start_share=0.75),
     "activations_after_products": replace(COAT_FP32, start=coat.FP8_LINEAR),
     "activations_after_saved": replace(COAT_FP32, start=WITHOUT_PRODUCTS),

@@ -18,7 +18,7 @@ from experiments.row_files import Row
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, arms: Sequence[str], work: str) -> None:
-    """Declares them.
+    """Declares the arguments.
 
     Args:
         parser: of the study.
@@ -27,19 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser, *, arms: Sequence[str], work:
     """
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="add these results")
     parser.add_argument("--plan", action="store_true", help="only print what would run")
-    parser.add_argument("--size", choices=SIZES, help="of the model")
+    parser.add_argument("--size", choices=SIZES, help="size of the model")
     chosen = f"what to train; default: {' '.join(arms)}"
     parser.add_argument(
         "--arms", nargs="+", choices=ARMS, metavar="ARM", default=list(arms), help=chosen
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="of each arm")
-    parser.add_argument("--steps", type=int, help="of a run; default: as the size says")
-    parser.add_argument("--batch", type=int, help="sequences of a step; likewise")
-    parser.add_argument("--sequence", type=int, help="tokens of a sequence; likewise")
-    parser.add_argument("--accumulation", type=int, help="microbatches of a batch; likewise")
-    parser.add_argument("--learning-rate", type=float, help="the highest; likewise")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="seeds of each arm")
+    parser.add_argument("--steps", type=int, help="steps of a run (default: see --size)")
+    parser.add_argument("--batch", type=int, help="sequences of a step (same default)")
+    parser.add_argument("--sequence", type=int, help="tokens of a sequence (same default)")
+    parser.add_argument("--accumulation", type=int, help="microbatches (same default)")
+    parser.add_argument("--learning-rate", type=float, help="highest (same default)")
     parser.add_argument("--side-by-side", type=int, default=4, help="runs on each GPU")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all of it")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the call")
     parser.add_argument("--text", type=int, default=300, help="megabytes of text at most")
     parser.add_argument("--text-from", type=Path, nargs="+", help="folders; default: the machine's")
     folder = Path(tempfile.gettempdir()) / work

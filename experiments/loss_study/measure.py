@@ -19,12 +19,12 @@ PREPARING, STARTING = 90, 45
 
 
 class Call(NamedTuple):
-    """What was asked for.
+    """The arguments of a call.
 
     Attributes:
         arms: by name.
         size_name: of the model.
-        size: likewise.
+        size: the model, and the settings to train it with.
         seeds: of each arm.
         settings: of each run.
         work: the folder for text, compiled programs and runs that were stopped.

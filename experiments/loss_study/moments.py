@@ -4,9 +4,9 @@
     u = m_hat / (sqrt(v_hat) + eps)       from the exact m and v of this step
     m, v <- first(m), second(v)           what the format leaves of them, saved in FP32
 
-coat_jax stores both moments alike, and none of its settings stores only one of them. Here a
-format is a function from FP32 to FP32, so that one moment can stay exact and a new code can be
-tried before it has a kernel. It saves no memory: it shows what a format costs in loss.
+coat_jax stores both moments in 8 bits, and no setting stores only one of them so. Here a format is
+a function from FP32 to FP32, so that one moment can stay exact and a new code can be tried before
+it has a kernel. It saves no memory: it shows what a format costs in loss.
 """
 
 import dataclasses
@@ -114,7 +114,7 @@ def scale_by_adam(
 
 
 def _stored(moment: Any, form: Format | None, count: Array, seed: int) -> Any:
-    """Every leaf of a moment after it went through `form`."""
+    """Every leaf of a moment, rounded by `form`."""
     if form is None:
         return moment
     leaves, structure = jax.tree.flatten(moment)
@@ -126,7 +126,7 @@ def _stored(moment: Any, form: Format | None, count: Array, seed: int) -> Any:
 
 
 def adamw(config: TrainConfig, formats: Separately) -> FusedOptimizer:
-    """The optimizer of a run, with the face of the trainer's. Parameters are FP32."""
+    """The optimizer of a run, with the interface of the trainer's. Parameters are FP32."""
     of_run = config.optimizer
     tx = optax.chain(
         scale_by_adam(of_run.b1, of_run.b2, of_run.eps, formats),

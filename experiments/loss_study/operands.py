@@ -5,7 +5,7 @@
     recomputed    x of a weight's gradient x^T dy
     gradients     dy of both products that have it
 
-COAT rounds all of them. An arm that rounds some says what these cost. Products are in BF16 and
+COAT rounds all of them. Arms that round only some measure what these cost. Products are in BF16 and
 their sums in FP32, so that nothing else of FP8 products takes part.
 """
 
@@ -32,7 +32,7 @@ PRODUCTS: dict[str, tuple[Name, Name]] = {
 
 @contextlib.contextmanager
 def rounding(names: Collection[Name]) -> Iterator[None]:
-    """Layers that are traced meanwhile round these operands."""
+    """Layers that are traced in this context round these operands."""
     if not names:
         yield
         return

@@ -35,7 +35,7 @@ def draw(rows: list[Row], folder: Path, name: str = "loss_study", title: str = T
 
 
 def _conditions(row: Row) -> str:
-    """The end of a name, that no other conditions have."""
+    """The end of a file name, unique to these conditions."""
     which = digest([row["settings"], row["text"], row["definition"]["optimizer"]])
     optimizer = "_muon" if trains_by_muon(row) else ""
     return f"{row['size'].lower()}_{which[:4]}{optimizer}"

@@ -1,9 +1,9 @@
 """Runs side by side: each in a process with its share of a GPU's memory, within a time limit.
 
 The parent holds no GPU. It starts runs in the order given, several on each GPU, and takes their
-rows as they end. Near the end of the time no run is started that would not end in it, and those
-that are under way are asked to stop: they save their state in their folder, which is used if the
-machine still has it at the next call.
+rows as they end. Near the time limit no run is started that would exceed it, and running ones are
+asked to stop: they save their state in their folders, and the next call continues from these if the
+machine still has them.
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ def run(
             free = _without(slots, [one.gpu for one in running])
             while waiting and free:
                 work = waiting[0]
-                # Where fewer run beside it, a run is faster. The first ones show how long it takes.
+                # A run is faster where fewer run beside it. The first ones show how long it takes.
                 share = (len(running) + 1) / len(slots)
                 if now + needed.get(work.job["size"], 0.0) * share > end:
                     outcome.left.extend(one.name for one in waiting)

@@ -1,7 +1,8 @@
 """The results of `loss_study`: one row for each run, in a file that grows and merges.
 
 A row is named by its key, a hash of everything that decides the result: the arm field by field,
-the size, the seed, the settings, the text, and the code. What has a row is not measured again.
+the size, the seed, the settings, the text, and the code. A run that has a row is not measured
+again.
 
 The code counts without comments, docstrings, imports and layout, wherever its files are, and only
 where it takes part: the layers of coat_jax below the trainer, the trainer's step, and the files of
@@ -28,9 +29,9 @@ FILE = "loss_study.json"
 ASIDE = ("cli", "evaluation", "generation", "quantization", "training")
 STEP = ("batches", "optimizer", "preparation", "schedule", "state", "step")
 STUDY = ("arm", "duplicates", "moments", "muon", "operands", "rows", "run", "sums", "text")
-# Versions of the code that are one: of two seeds at size tiny, arms bf16, saved, coat and coat_lean
-# have the same losses to the last bit, on a CPU; of the newest ones also coat_int8, muon and
-# fp8_muon. Runs of the older ones count as the newest's.
+# Versions of the code that train alike: for two seeds at size tiny on a CPU, arms bf16, saved, coat
+# and coat_lean have the same losses to the last bit; in the newest versions also coat_int8, muon
+# and fp8_muon. Runs of older versions count as runs of the newest.
 ALIKE = dict.fromkeys(["26e42a267c58", "c51e2fefd59a"], "68cd819d6469")
 ALIKE |= dict.fromkeys(
     [
@@ -53,7 +54,7 @@ ALIKE |= dict.fromkeys(
     ],
     "1f81ec309039",
 )
-# The version of the code in which every precision had what is `stochastic_backward` today.
+# The version of the code in which every precision did what `stochastic_backward` does today.
 STOCHASTIC_BACKWARD = "83eda50b8686"
 
 
@@ -75,7 +76,7 @@ def row_of(
 
 
 def key_of(row: Row) -> str:
-    """The hash of what decides a result. An arm's name does not."""
+    """The hash of what decides a result; an arm's name is not part of it."""
     fields = ("definition", "model", "seed", "settings", "text", "code")
     return digest({field: row[field] for field in fields})
 
@@ -83,7 +84,7 @@ def key_of(row: Row) -> str:
 def model_of(size: Size) -> str:
     """The model of a size, without what an arm decides."""
     model = dataclasses.asdict(size.model)
-    # A field that the first runs did not have is left out where it says what they did.
+    # A field that the first runs did not have is left out where its value is what they did.
     before = added_since(size.model)
     kept = (n for n in model if n != "precision" and (n not in before or model[n] != before[n]))
     return digest({name: str(model[name]) for name in kept})
@@ -116,7 +117,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 def completed(definition: Mapping[str, Any], code: str) -> dict[str, Any]:
     """What defines an arm, with fields that did not exist in the version `code` of the code.
 
-    All that was saved was rounded to nearest then.
+    All saved values were rounded to nearest then.
     """
     whole: dict[str, Any] = {"shaken": 0, "rounded": [], "accurate": [], **definition}
     for name in ("precision", "start"):
@@ -156,7 +157,7 @@ def merge(into: Path, others: Iterable[Path]) -> list[Row]:
 
 
 def conditions_of(rows: list[Row]) -> dict[str, list[Row]]:
-    """Runs that can be compared: the same model, settings, text, optimizer and settings of it.
+    """Runs that can be compared: the same model, settings, text, optimizer and optimizer settings.
 
     An arm that was measured with several versions of the code is several arms: the version of
     this checkout, or else the latest, keeps the name, and others are named by their code. Of

@@ -10,8 +10,8 @@ The job names arm, size, seed and settings, the folder of the text and the folde
 
 All arms of a seed start from the same parameters and read the same rows in the same order: a
 permutation of all rows, taken from the front, so that no token is read twice. At the end the
-held-out loss is taken with a forward pass in the arm's own precision, in BF16 and in COAT_PAPER.
-An arm that rounds single operands of products does so in training only.
+held-out loss is measured with the forward pass in the arm's own precision, in BF16 and in
+COAT_PAPER. Arms that round single operands of products do so in training only.
 """
 
 import argparse
@@ -59,7 +59,7 @@ STOPPED = 143  # the exit status of a run that was stopped, as after SIGTERM
 
 
 class Job(NamedTuple):
-    """What a run is told.
+    """The arguments of a run.
 
     Attributes:
         arm: a name in `arms.ARMS`.
@@ -102,7 +102,7 @@ class Trained(NamedTuple):
     seconds: dict[str, float]
 
     def row(self) -> dict[str, Any]:
-        """What every row says of a run."""
+        """The fields that every row has."""
         return {
             "losses": [rounded(loss) for loss in self.losses],
             "skipped": self.skipped,
@@ -322,12 +322,12 @@ def losses_in(
 
 
 def mean_loss(found: HeldOut) -> float:
-    """Of one batch, for a row."""
+    """The loss of one batch, for a row."""
     return rounded(float(found.loss) / int(found.labels))
 
 
 def rounded(value: float) -> float:
-    """To six digits."""
+    """A number, rounded to six digits."""
     return float(f"{value:.6g}")
 
 

@@ -1,16 +1,15 @@
-"""From runs to statements: how much more loss each arm has than the baselines, and how surely.
+"""How much more loss each arm has than the baselines, with intervals.
 
-Within a seed all arms share initial parameters and batches. So what is compared is the log of the
-loss, run against run: the difference between an arm and the baselines of the same seed, or of the
-same start where a seed has several (`start_of`). Baselines are several runs of each seed that
-differ by rounding only. The mean of the differences over seeds is the effect of the arm, and their
-spread gives its interval. Each arm has its own spread: that of some is ten times that of others, so
-they are not pooled. By chance the runs of a few seeds may lie closer together than runs do that
-differ by rounding only. So an interval is never narrower than the noise floor makes it, which comes
-from the baselines alone.
+Within a seed all arms share initial parameters and batches. The log of an arm's loss is therefore
+compared with that of the baselines of the same seed, or of the same start where a seed has several
+(`start_of`). Baselines are several runs of each seed that differ by rounding only. The mean of the
+differences over seeds is the effect of the arm, and their spread gives its interval. Spreads are
+not pooled, because some arms spread ten times as much as others. By chance, the runs of a few seeds
+may lie closer together than runs that differ by rounding only. An interval is therefore never
+narrower than the noise floor makes it, which comes from the baselines alone.
 
-Beside it stands the standard error over blocks of steps within a run: it is smaller than the
-difference to another run of the same arm, and says only how well two runs differ.
+The standard error over blocks of steps within a run is reported, too. It is smaller than the
+difference between two runs of one arm, and shows only how well two single runs are told apart.
 
 Effects are relative: 0.001 is 0.1 % more loss.
 """
@@ -50,7 +49,7 @@ class Effect(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """By how much more loss a network has when it is evaluated in another way, relative to it.
+    """The relative increase of a network's loss when it is evaluated in another way.
 
     Attributes:
         mean: over seeds.
@@ -102,7 +101,7 @@ class Comparison(NamedTuple):
 
 
 def start_of(row: Row) -> tuple[int, str | None]:
-    """What runs begin from that can be compared: their seed, and a trained network if one is named.
+    """What comparable runs begin from: their seed, and a trained network if one is named.
 
     Two networks that were trained from one seed may differ by more than what is measured.
     """
@@ -177,7 +176,7 @@ def compare(
 
 
 def cost_of(gaps: list[float]) -> Cost:
-    """The cost of an evaluation by the difference of each seed, without the noise of training."""
+    """The cost of an evaluation, from each seed's difference; training adds no noise to it."""
     error = np.std(gaps, ddof=1) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
     return Cost(float(np.mean(gaps)), quantile(len(gaps) - 1) * float(error))
 
@@ -201,7 +200,7 @@ def _effect(
 def gap(rows: list[Row], arm: str, baselines: Iterable[str]) -> Float[np.ndarray, " T"]:
     """The log of an arm's training loss above the baselines' at each step, mean over seeds.
 
-    For a baseline it is that against the other baselines of its start.
+    The gap of a baseline is to the other baselines of its start.
     """
     reference = set(baselines) - {arm}
     curves = []
@@ -249,7 +248,7 @@ def _within(rows: list[Row], arm: str, reference: set[str]) -> float:
 
 
 def quantile(freedom: int) -> float:
-    """Of Student's distribution, at the ends of an interval."""
+    """The quantile of Student's distribution at the ends of an interval."""
     from scipy import stats
 
     return float(stats.t.ppf((1 + LEVEL) / 2, freedom))

@@ -5,8 +5,8 @@
 
 coat_jax sums FP8 products as fast as Hopper can: in the accumulators of its tensor cores, which
 keep 14 bits. The sum of a weight's gradient has one term for each token of the batch, so this may
-cost something. An arm with accurate sums says what: cuBLASLt then adds partial sums up in FP32, as
-TransformerEngine and torchao ask for in their backward passes.
+raise the loss. Arms with accurate sums measure by how much: in them cuBLASLt adds partial sums up
+in FP32, as TransformerEngine and torchao request in their backward passes.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ ACCURATE = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32
 
 @contextlib.contextmanager
 def accurate(names: Collection[Name]) -> Iterator[None]:
-    """Layers that are traced meanwhile sum these products in FP32."""
+    """Layers that are traced in this context sum these products in FP32."""
     if not names:
         yield
         return

@@ -2,17 +2,17 @@
 
     files -> documents without near-duplicates -> training | held out -> tokens
 
-Documents are ordered by a hash of their content. One is dropped if most of it was seen in earlier
-ones (`duplicates`). Held out are the last documents, which therefore share little with
-all that is trained on.
+Documents are ordered by a hash of their content. A document is dropped if most of it was seen in
+earlier ones (`duplicates`). The last documents are held out, and therefore share little with the
+training text.
 
     folder/text.json                     counts, and a digest of both parts
     folder/{train,held_out}.jsonl        the documents
     folder/tokenizer_V.json              a byte-level BPE of V tokens, learnt from the text
     folder/{train,held_out}_V.npy        tokens, each document ended by token 0
 
-What is in the folder is not made again. Python's packages are the same on machines that were
-installed alike, and so is the digest; runs on different text are never compared.
+What is in the folder is not made again. Machines that were installed alike have the same packages,
+and the same digest; runs on different text are never compared.
 """
 
 import hashlib
@@ -115,7 +115,7 @@ def notes(folder: Path) -> dict[str, Any]:
 
 
 def require_rows(tokens: int, rows: int, sequence: int) -> None:
-    """Raises unless so many tokens hold so many different rows: no run reads any text twice."""
+    """Raises unless the tokens hold this many different rows: no run reads any text twice."""
     available = (tokens - 1) // sequence
     if rows > available:
         raise UserError(
@@ -197,7 +197,7 @@ def _hash(text: bytes) -> bytes:
 
 
 def _digest(documents: list[bytes]) -> str:
-    """Of the documents and of how they become tokens."""
+    """A hash of the documents and of how they become tokens."""
     state = hashlib.blake2b(f"{FOR_TOKENIZER} {END}".encode(), digest_size=6)
     for document in documents:
         state.update(_hash(document))
@@ -219,7 +219,7 @@ def _documents(path: Path) -> Iterator[str]:
 
 
 def _tokenize(folder: Path, vocab: int) -> None:
-    """Writes the tokens of both parts; those held out last, which says that all is there."""
+    """Writes the tokens of both parts; the held-out file comes last, and marks them complete."""
     encode = _bytes_of if vocab == BYTES else _learn(folder, vocab)
     for part in ("train", "held_out"):
         tokens = list(_encoded(_documents(folder / f"{part}.jsonl"), encode))

@@ -1,9 +1,9 @@
 """Every way of storing a moment in 8 bits that `optimizer_error` compares.
 
-A coder takes a matrix to what is left of it after encoding and decoding, in FP32. `plain`,
-`expanded` and `stochastic` are coat_jax itself. The others answer "what if", and the package
-has no such option: another rule for the exponent k (`with_exponent`), another data type under
-the scale or the expansion (`dynamic`, `dynamic_expanded`). All share the groups of coat_jax.
+A coder maps a matrix to its values after encoding and decoding, in FP32. `plain`, `expanded` and
+`stochastic` are coat_jax itself. The others answer "what if", and the package has no such option:
+another rule for the exponent k (`with_exponent`), another data type under the scale or the
+expansion (`dynamic`, `dynamic_expanded`). All share the groups of coat_jax.
 """
 
 import dataclasses
@@ -95,12 +95,12 @@ class Exponent:
         return jnp.clip(k, self.floor, self.ceiling)
 
 
-# k below 1 where one member is tiny, a smaller range, and a zero is a minimum of 1e-20.
+# k may be below 1 where one element is tiny, the range is smaller, and zeros count as 1e-20.
 AUTHORS = Exponent(floor=1 / 16, ceiling=math.inf, log2_range=math.log2(448 * 448 / 2), added=1e-20)
 
 
 def smallest_at(bottom: int) -> Exponent:
-    """The rule that places a group's smallest member at 2^-bottom; coat_jax's is 2^-9."""
+    """The rule that places a group's smallest element at 2^-bottom; coat_jax's is 2^-9."""
     return Exponent(log2_range=math.log2(format_of(E4M3).max) + bottom)
 
 

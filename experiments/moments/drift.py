@@ -7,7 +7,8 @@ to nearest, a coordinate cannot fall below its place within the group: it only m
 gradient is large enough to lift it. Where the whole group falls, v falls with it, because the
 group's maximum is stored in FP32. Rounded stochastically every coordinate falls on average, at
 the price of a random walk, whose steps are largest at FP8's smallest codes. coat_jax keeps clear
-of those (`expansion.HEADROOM`); "2^-9" does not: there the smallest code holds up what gets it.
+of those (`expansion.HEADROOM`); "2^-9" does not: there the smallest code holds up elements that
+reach it.
 """
 
 from typing import Any, NamedTuple

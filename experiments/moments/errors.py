@@ -2,10 +2,10 @@
 
     error = sum (u' - u)^2 / sum u^2,    u = m_hat / sqrt(v_hat),    u' the same of decoded m, v
 
-over all elements of all steps, but those whose v is zero or becomes zero in a coder of the same
-table: u' would be infinite. That favours the coders that lose them, plain FP8 above all.
-`Error.adam` is the same over every element with Adam's own u = m_hat / (sqrt(v_hat) + 1e-8),
-where the lost ones decide: an m that is left divided by 1e-8.
+over all elements of all steps, except those whose v is zero or becomes zero in a coder of the same
+table, where u' would be infinite. This favours the coders that lose them, plain FP8 above all.
+`Error.adam` is the same over every element with Adam's own u = m_hat / (sqrt(v_hat) + 1e-8), which
+the lost elements dominate: their m is divided by 1e-8.
 """
 
 import math
@@ -124,7 +124,7 @@ def exponents(moments: list[Moments]) -> Errors:
 
 
 def ranges(moments: list[Moments]) -> Errors:
-    """Which code the smallest member of a group is placed at: 2^-9 is E4M3's smallest, ours."""
+    """Which code the smallest element of a group is placed at: 2^-9 is E4M3's smallest, ours."""
     pairs = {}
     for bottom in BOTTOMS:
         coder = coders.with_exponent(coders.smallest_at(bottom))
@@ -142,9 +142,9 @@ def rounding(moments: list[Moments], seed: int) -> Errors:
 
 
 def dead_member(moments: list[Moments], seed: int) -> dict[str, dict[str, dict[str, float]]]:
-    """One member per group gets gradients smaller by a scale: its neighbours' errors and its own.
+    """Scales down one element's gradients per group: its neighbours' errors and its own.
 
-    Its own are Adam's, because plain FP8 often takes its v to zero.
+    Its own error is `Error.adam`, because plain FP8 often rounds its v to zero.
     """
     pairs = {
         "floor 1": (OURS,) * 2,
@@ -179,7 +179,7 @@ def zero_member(moments: list[Moments], seed: int) -> Errors:
 def _with_dead_members(
     moments: list[Moments], scale: float, seed: int
 ) -> tuple[list[Moments], list[Mask]]:
-    """Scales the gradients of one random member of each group, and says where those are."""
+    """Scales the gradients of one random element of each group, and returns where these are."""
     random = np.random.default_rng(seed)
     lanes = np.arange(coders.GROUP_SIZE)
     injected, where = [], []

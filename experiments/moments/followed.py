@@ -97,7 +97,7 @@ class Experiment(NamedTuple):
         """The command line: measures, writes figures and picture, and prints the table."""
         parser = parser_of(self.docstring)
         parser.add_argument("--steps", type=int, default=steps, help="of training")
-        parser.add_argument("--seed", type=int, default=0, help="of model and batches")
+        parser.add_argument("--seed", type=int, default=0, help="seed of model and batches")
         options = parser.parse_args()
         started = time.perf_counter()
         followed = self.measure(options.steps, options.seed)

@@ -1,6 +1,6 @@
 """The picture of `optimizer_error`, drawn from the figures in its JSON file.
 
-python -m experiments.optimizer_error_picture experiments/results/optimizer_error.json
+python -m experiments.moments.picture experiments/results/optimizer_error.json
 """
 
 from pathlib import Path

@@ -57,7 +57,7 @@ class Recording:
     def layers(self, columns: int = 256) -> Moments:
         """The matrices of all layers whose rows are a multiple of `columns` long.
 
-        Their rows are cut to `columns` and stacked: no group of up to so many neighbours then
+        Their rows are split into `columns` and stacked: no group of up to this many neighbours
         crosses a row, as in coat_jax.
         """
         inside = [name for name in self.m if "layers" in name]

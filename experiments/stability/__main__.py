@@ -6,7 +6,7 @@
     python -m experiments.stability --merge FILE...        adds results to the committed file
     python -m experiments.stability --draw                 tables and pictures of what is there
 
-All seeds and learning rates of a format are one program. What has a row in the results is not
+All seeds and learning rates of a format are one program. A run that has a row in the results is not
 measured again, so a call continues where the last one stopped. The text is the source of Python's
 standard library, as bytes. `--size tiny` runs on any CPU.
 """
@@ -99,7 +99,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="add these results")
     parser.add_argument("--plan", action="store_true", help="only print what would run")
     parser.add_argument("--draw", action="store_true", help="draw what is there, too")
-    parser.add_argument("--size", choices=SIZES, help="of the model")
+    parser.add_argument("--size", choices=SIZES, help="size of the model")
     parser.add_argument(
         "--formats", nargs="+", choices=ARMS, metavar="ARM", default=[BASELINE, "e8m3", "coat"],
         help="see --list (%(default)s)",
@@ -109,11 +109,11 @@ def _options() -> argparse.Namespace:
         "--learning-rates", type=_positive, nargs="+", metavar="RATE", help="default: the size's"
     )
     parser.add_argument(
-        "--together", type=_at_least_one, metavar="N", help="seeds in one program; likewise"
+        "--together", type=_at_least_one, metavar="N", help="seeds in one program (same default)"
     )
     for name, of in (("steps", "a run"), ("batch", "a step"), ("sequence", "a window")):
-        parser.add_argument(f"--{name}", type=_at_least_one, help=f"of {of}; likewise")
-    parser.add_argument("--minutes", type=_positive, default=9.0, help="for all of it")
+        parser.add_argument(f"--{name}", type=_at_least_one, help=f"{name} of {of} (same default)")
+    parser.add_argument("--minutes", type=_positive, default=9.0, help="time limit of the call")
     parser.add_argument("--out", type=Path, help="folder for the results")
     return parser.parse_args()
 

@@ -1,8 +1,8 @@
 """What a grid of `stability` is made of: an arm, a size of model, and settings.
 
 An arm is a way to train, without learning rate and seed. Every format runs through XLA, because
-Triton kernels have no rule for `vmap`: `in_xla` gives E4M3 and E5M2 another bias, which scales make
-up for, so that they are simulated as all other formats are. Their values are the same.
+Triton kernels have no rule for `vmap`: `in_xla` gives E4M3 and E5M2 another bias, which scales
+compensate, so that they are simulated like all other formats. Their values are the same.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ class Settings:
         warmup: share of the steps over which the learning rate rises; then half a cosine.
         clip_norm: of gradients.
         weight_decay: of matrices.
-        every: of so many steps one is drawn, and serves to foretell divergence.
+        every: one of so many steps is drawn, and used to predict divergence.
     """
 
     steps: int
@@ -120,7 +120,7 @@ def model_config(arm: Arm, size: Size) -> models.Config:
 
 
 def described(thing: Any) -> dict[str, Any]:
-    """A dataclass as JSON: every field with its value, so that a changed default is another one."""
+    """A dataclass as JSON: every field with its value, so that changed defaults show."""
     return dict(json.loads(json.dumps(_plain(thing))))
 
 
@@ -139,7 +139,7 @@ def _plain(value: Any) -> Any:
 
 
 def differences(arm: Arm) -> str:
-    """What an arm changes, for people."""
+    """A description of what an arm changes."""
     changed = [
         f"{field.name}={_shown(getattr(arm, field.name))}"
         for field in dataclasses.fields(arm)

@@ -1,7 +1,7 @@
 """What counts as diverged, stuck, spiked and recovered. Fixed before the runs.
 
     ceiling     the entropy of single bytes of the text: the loss of a model that knows only how
-                frequent each byte is, to which runs fall back that lose what they had learnt
+                frequent each byte is, and of runs that lose what they had learnt
     smooth      the loss, by a running median over 5 % of the steps
     error       the standard error of such a median, from the spread of the loss around it
     best        the least smooth loss of a run;  ceiling - best is what it had learnt
@@ -22,9 +22,9 @@
     recovered   a step, and the median of 5 from there, are back within half the spike's least
                 height of what was before. Until then, a spike is not over.
 
-A loss that is not finite counts as infinite. Medians, and standard deviations from median absolute
-deviations, since one outlier must not decide. Errors are needed because the least of many noisy
-medians is low by about three of them: without them, small batches look like divergence.
+A loss that is not finite counts as infinite. Medians are used, and standard deviations from median
+absolute deviations, so that no single outlier decides. Errors are needed because the least of many
+noisy medians is low by about three of them: without them, small batches look like divergence.
 
 Others: Wortsman et al. (arXiv 2309.14322) call no run diverged, and replace final losses above the
 first by the first, as `statistics.sensitivity` does. OLMo 2 (arXiv 2501.00656) counts as a spike

@@ -19,12 +19,12 @@ from experiments.stability.train import Signals, program_of, train
 
 
 class Call(NamedTuple):
-    """What was asked for.
+    """The arguments of a call.
 
     Attributes:
         arms: by name.
         size_name: of the model.
-        size: likewise.
+        size: the model, its settings and learning rates.
         settings: of each run.
         seeds: how many.
         known: a file of results that are not measured again.
@@ -56,7 +56,7 @@ class Work(NamedTuple):
 
 
 def measure(call: Call) -> None:
-    """Measures what is missing, as far as the time goes; writes rows as soon as they are there."""
+    """Measures what is missing within the time limit; writes rows as soon as they are measured."""
     end = time.monotonic() + call.seconds
     corpus = load()
     ceiling = entropy(corpus.train)

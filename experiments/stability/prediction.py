@@ -1,4 +1,4 @@
-"""Whether a signal foretells divergence: sharpness, gradient norm or loss.
+"""Whether a signal predicts divergence: sharpness, gradient norm or loss.
 
 Two questions, about runs of one arm and learning rate, some of which diverge:
 
@@ -7,8 +7,8 @@ Two questions, about runs of one arm and learning rate, some of which diverge:
     lead time   an alarm sounds when a signal is above its own recent past by a factor that 5 % of
                 the runs that train ever reach. How many steps before the divergence is that?
 
-The area compares a run with others, which need the same steps of the same arm and learning rate: it
-says what a signal knows. The alarm needs nothing but the run itself: it says what a user can do.
+The area compares a run with others of the same arm and learning rate at the same step: it measures
+how much a signal knows. The alarm needs only the run itself: it shows what a user can do.
 
 Each pair of a diverged run i and a trained run j is 1, 0, or 1/2 for a tie; the area is the mean
 over pairs, and its standard error is that of DeLong et al. (1988), from the means of rows and of

@@ -4,9 +4,9 @@
     curves                                    every n-th step of loss, gradient norm and sharpness
 
 A row is named by its key, a hash of everything that decides the result: the arm field by field, the
-model, learning rate, seeds, settings, the text and the code. What has a row is not measured again.
-Curves are the base64 of zlib of float16 [3, seeds, points], so that thousands of them fit a file
-of a megabyte: the error is at most 0.05 %, and numbers above 65504 become infinite.
+model, learning rate, seeds, settings, the text and the code. A run that has a row is not measured
+again. Curves are the base64 of zlib of float16 [3, seeds, points], so that thousands of them fit a
+file of a megabyte: the error is at most 0.05 %, and numbers above 65504 become infinite.
 """
 
 import base64
@@ -59,7 +59,7 @@ class Conditions(NamedTuple):
         settings: of the runs.
         ceiling: the loss without learning; see `events`.
         device: that they were made on; several are joined.
-        commits: likewise, shortened.
+        commits: that they were made at, shortened and joined.
         arms: samples by arm and learning rate.
     """
 
@@ -141,7 +141,7 @@ def measured(
 
 
 def _rounded(value: float) -> float | None:
-    """With few digits; None for infinity, which JSON does not have."""
+    """A number with few digits; None for infinity, which JSON does not have."""
     return float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None
 
 

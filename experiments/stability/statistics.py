@@ -1,4 +1,4 @@
-"""From outcomes to statements: how often runs fail, how sure that is, how much the rate matters.
+"""How often runs fail, how sure that is, and how much the learning rate matters.
 
     wilson       the interval of a share, from how many of how many
     fisher       the exact probability that two shares differ by chance as much as they do
@@ -30,7 +30,7 @@ class Rate(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the runs."""
+        """The share of the runs."""
         return self.count / self.runs
 
 
@@ -72,8 +72,8 @@ def band(final: Sequence[float]) -> Band:
 def sensitivity(final: Mapping[float, Sequence[float]], first: float) -> float:
     """The learning rate sensitivity of Wortsman et al. (arXiv 2309.14322), in nats.
 
-    The mean over learning rates of the median final loss, at most that of the first step, above
-    the least of these medians. The learning rates are evenly spaced in their logarithm.
+    The mean over learning rates of the median final loss, capped at that of the first step, less
+    the smallest of these medians. The learning rates are evenly spaced in their logarithm.
 
     Args:
         final: losses by learning rate.
@@ -95,7 +95,7 @@ def excess(own: Mapping[int, float], base: Mapping[int, float]) -> Mean | None:
 
     Args:
         own: losses by seed.
-        base: likewise, of the baseline.
+        base: losses of the baseline by seed.
 
     Returns:
         The mean log of their ratio. None with fewer than two seeds, or if a loss is infinite.

@@ -1,4 +1,4 @@
-"""What `stability` found, as numbers: how often each arm fails, and what foretells it."""
+"""What `stability` found, as numbers: how often each arm fails, and what predicts it."""
 
 import math
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ class Verdict(NamedTuple):
         failed: its runs that diverged or were stuck.
         by_rate: the same at each learning rate.
         spiked: its runs that had a spike.
-        recovered: those of them that came back from each; None if there are none.
+        recovered: those of them that recovered from every spike; None without any.
         p: of no difference to the baseline's failures, corrected for the number of arms; NaN for
             the baseline, and without one.
         sensitivity: to the learning rate, in nats.
@@ -73,7 +73,7 @@ def verdicts(found: Conditions) -> dict[str, Verdict]:
 
 
 def _p(found: Conditions, totals: dict[str, Rate], arm: str) -> float:
-    """Of the same failures as the baseline; NaN unless both have the same seeds and rates."""
+    """The p-value of equal failures; NaN unless arm and baseline have the same seeds and rates."""
     if arm == BASELINE or BASELINE not in found.arms:
         return math.nan
     own, base = ({rate: s.seeds for rate, s in found.arms[a].items()} for a in (arm, BASELINE))
@@ -158,7 +158,7 @@ def _count(rate: Rate | None) -> str:
 
 
 def all_samples(found: Conditions) -> list[Sample]:
-    """Of all arms and learning rates."""
+    """The samples of all arms and learning rates."""
     return [sample for arm in found.arms.values() for sample in arm.values()]
 
 

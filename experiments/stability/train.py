@@ -3,9 +3,9 @@
     run = (seed, learning rate)
     step of all runs = vmap(step)(states, seeds, learning rates)
 
-A seed decides the initial parameters and the batches: windows of the text that start anywhere. So
-arms and learning rates share both, seed by seed. The learning rate is a number of the program's
-input, so a grid is compiled once for each arm.
+A seed decides the initial parameters and the batches: windows of the text that start anywhere. Arms
+and learning rates therefore share both, seed by seed. The learning rate is an input of the program,
+so a grid is compiled once for each arm.
 
 A step is that of the trainer: gradients are clipped by their norm, AdamW decays matrices, and a
 step whose loss or gradients are not finite changes nothing. Loss, gradient norm (before clipping)
@@ -39,7 +39,7 @@ B1, B2, EPS = 0.9, 0.95, 1e-8
 
 
 class State(NamedTuple):
-    """Of one run, or of many along a first axis."""
+    """The state of one run, or of many along a first axis."""
 
     params: Any
     moments: Any
@@ -47,7 +47,7 @@ class State(NamedTuple):
 
 
 class Signals(NamedTuple):
-    """What a step reports, before its update: a number; [runs, steps] of a whole grid."""
+    """What a step reports, from before its update: numbers, or [runs, steps] for a whole grid."""
 
     loss: Float[Array, "..."]
     gradient_norm: Float[Array, "..."]

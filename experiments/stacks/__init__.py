@@ -38,7 +38,7 @@ class Stack(NamedTuple):
 
     step: Callable[[], None]
     forward: Callable[[], None]
-    wait: Callable[[], None]  # until the device has done what was asked
+    wait: Callable[[], None]  # until the device is idle
     peak: float  # bytes of a step
     saved: float  # bytes that the forward pass leaves for the backward pass
 
@@ -66,8 +66,8 @@ def medians_ms(
 ) -> dict[int, float]:
     """Milliseconds of one call of each: medians over batches, the device drained around each.
 
-    Each is what to run, and how to wait for it. They take turns: a GPU at its power limit changes
-    its clocks by the second, and what is compared must meet the same clocks.
+    Each call is a function to run and one that waits for it. The calls take turns: a GPU at its
+    power limit changes its clocks by the second, and compared calls must run at the same clocks.
     """
     times: dict[int, list[float]] = {key: [] for key in runs}
     for batch in range(-WARMUP, BATCHES):

@@ -97,9 +97,9 @@ def create(sizes: Sizes, depth: int, key: jax.Array) -> tuple[list[Weights], jax
 def step(
     sizes: Sizes, precision: coat.Precision, layers: list[Weights], x: jax.Array, dy: jax.Array
 ) -> Any:
-    """The stack, and the gradients of weights and input for an output's gradient that is given.
+    """The stack's output, and the gradients of weights and input for a given output gradient.
 
-    No loss: its reduction would be measured, too.
+    There is no loss, because its reduction would be measured, too.
     """
     y, pull = jax.vjp(partial(stack, sizes, precision), layers, x)
     return y, pull(dy)

@@ -2,11 +2,11 @@
 
     python -m experiments.stacks.saved_by_torch SIZES      a line of JSON for each way
 
-It is a process of `activation_memory`.
+`activation_memory` runs this in a process of its own.
 
-Counted are the tensors that autograd saves, each storage once, parameters left out. On a GPU the
-allocator says the same in its own words: what it holds after the forward pass beyond what it held
-before there was an input, less the output.
+The tensors that autograd saves are counted, each storage once, without parameters. On a GPU the
+allocator is asked as well: the memory after the forward pass, less that before the input existed,
+less the output.
 """
 
 import json
@@ -66,7 +66,7 @@ def _counted(run: Callable[[], Any], layer: Any) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = run()  # holds on to what is saved, so that no address is used twice
+        outputs = run()  # keeps what is saved alive, so that no address is used twice
     del outputs
     return sum(saved.values())
 

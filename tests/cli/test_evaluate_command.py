@@ -218,7 +218,7 @@ def test_questions_that_lose_their_beginning_are_counted(run, tasks, tmp_path, c
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, [*QUESTIONS, long])))
     assert coat(run, "--tasks", tmp_path / "c.jsonl") == 0
     said = capsys.readouterr().err
-    assert "c.jsonl: 1 of 3 questions lose their beginning, for the model's context=32" in said
+    assert "c.jsonl: 1 of 3 questions lose their beginning to fit the model's context=32" in said
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def test_only_an_earlier_result_is_replaced(theirs, tmp_path, capsys, monkeypatc
     before = (folder / "config.json").read_bytes()
     out = ["--sample", 1, "--out", folder / "config.png"]
     assert cli.main(["formats", *map(str, [folder, *FEW, *out])]) == 2
-    assert "config.json is there, and is no earlier result" in capsys.readouterr().err
+    assert "config.json exists, and is no earlier result" in capsys.readouterr().err
     assert (folder / "config.json").read_bytes() == before
     for content in ("[1]", "{", '{"model": 1, "settings": 2}'):
         (tmp_path / "other.json").write_text(content)

@@ -184,10 +184,10 @@ FOUR_BITS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group
         (lambda f: change(f, kv_cache_scheme={"num_bits": 8}), "a kv_cache_scheme"),
         (lambda f: change(f, ignore=["re:("]), "the pattern 're:\\('"),
         (lambda f: change_group(f, targets=None), "has targets=None"),
-        (lambda f: change_group(f, weights=FOUR_BITS), "quantizes otherwise"),
+        (lambda f: change_group(f, weights=FOUR_BITS), "that coat_jax does not support"),
         (lambda f: change_group(f, weights=None), "has weights=None"),
-        (lambda f: change_group(f, input_activations=FOUR_BITS), "quantizes otherwise"),
-        (lambda f: change_group(f, output_activations=FOUR_BITS), "quantizes otherwise.*outputs"),
+        (lambda f: change_group(f, input_activations=FOUR_BITS), "that coat_jax does not support"),
+        (lambda f: change_group(f, output_activations=FOUR_BITS), "does not support.*outputs"),
         (lambda f: change(f, ignore=[]), None),  # ours alone are linear: the head is a float
         (lambda f: change(f, ignore=["re:.*layers.1"]), "lacks tensors|unexpected tensors"),
     ],

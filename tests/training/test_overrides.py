@@ -230,7 +230,7 @@ def test_help_explains_every_field_with_its_value():
         if not field.group:
             assert f"\n  --{field.name} " in text
     assert (
-        "--optimizer.learning_rate 0.003    (a number)\n        the highest learning rate, which"
+        "--optimizer.learning_rate 0.003    (a number)\n        the highest learning rate, reached"
         in text
     )
     assert "--model.precision bf16    (bf16 or fp8_linear or coat or coat_lean or coat_" in text

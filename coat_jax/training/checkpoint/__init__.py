@@ -7,7 +7,7 @@ position        what a checkpoint stores besides the state
 weights         the parameters without the rest of the state
 conversion      to and from Hugging Face folders, and to 8 bits
 companions      the small files beside weights: tokenizer, generation settings
-streamed        writes arrays with orbax, piece by piece, that do not fit in memory
+streamed        writes arrays that do not fit in memory, piece by piece, with orbax
 """
 
 from coat_jax.training.checkpoint.checkpoints import Checkpoints

@@ -43,7 +43,7 @@ class Restored(NamedTuple):
     Attributes:
         step: of the checkpoint that was used.
         state: the arrays, with the structure and shardings that were asked for.
-        extra: what was saved beside them.
+        extra: what was saved beside the state.
     """
 
     step: int
@@ -107,7 +107,7 @@ class Checkpoints:
             wait: whether to return only when the checkpoint is complete.
 
         Raises:
-            DiskFull: if there is no room for the state, or there was none for the one before.
+            DiskFull: if there is no room for the state, or was none for the state before.
             UserError: if the folder holds checkpoints, and none of them was restored.
         """
         self.wait()
@@ -134,8 +134,8 @@ class Checkpoints:
                 those that are skipped.
 
         Raises:
-            DamagedCheckpoint: if the one asked for is damaged, or all are.
-            ValueError: if there is none, or it holds other arrays than `like`.
+            DamagedCheckpoint: if the requested checkpoint is damaged, or all are.
+            ValueError: if there is no checkpoint, or it holds other arrays than `like`.
         """
         self.wait()
         chosen, self._checked = self._checked, None
@@ -146,7 +146,7 @@ class Checkpoints:
         return Restored(chosen, state, self._folders.record(chosen)["extra"])
 
     def require_like(self, like: Any) -> int | None:
-        """The step to resume from, None without any; raises UserError if it is not like `like`.
+        """The step to resume from, None without any; raises UserError if it does not match `like`.
 
         Called before the step is compiled, so that a run is refused early. Every byte is checked;
         `restore` does not check it again.
@@ -160,7 +160,7 @@ class Checkpoints:
     def prune(self) -> None:
         """Removes what is not worth keeping, as `save` does.
 
-        A run that was killed between the two leaves one checkpoint too many.
+        A run that was killed between saving and removing leaves one checkpoint too many.
         """
         self.wait()
         if (newest := self._current) is not None:

@@ -1,7 +1,7 @@
 """The small files beside a model's weights: its tokenizer, and how text is generated with it.
 
-The folder may come from others, and the copies may be published: a file is copied only if its
-content fits its name, and only from inside the folder. A link that leads out of the folder is
+The folder may come from a third party, and the copies may be published: a file is copied only if
+its content fits its name, and only from inside the folder. A link that leads out of the folder is
 refused, except into `blobs`, where Hugging Face's cache has its files.
 """
 
@@ -31,7 +31,7 @@ Companions = dict[str, bytes]  # what is in them, by name
 
 
 def read_companions(folder: Path) -> Companions:
-    """What there is in a folder of these files; raises if one is something else."""
+    """Those of these files that a folder has; raises if one is not what its name says."""
     found = {}
     for name in (TOKENIZER, PIECES, *OBJECTS, *TEXTS):
         if status(folder / name):
@@ -63,7 +63,8 @@ def tokenizer_of_run(
 
 
 def generation_of_run(config_json: Mapping[str, Any], companions: Companions) -> Companions:
-    """Which token ends a text, by a run's config or tokenizer, if the run has not written it."""
+    """The token that ends a text, from a run's config or tokenizer, unless the run wrote it
+    itself."""
     data = config_json.get("data")
     end = data.get("end_of_text") if isinstance(data, Mapping) else None
     if end is None and TOKENIZER in companions:
@@ -154,7 +155,7 @@ def _is_sentencepiece(content: bytes) -> bool:
 
 
 def _varint(content: bytes, place: int) -> tuple[int, int]:
-    """The number that is written there, and the place after it."""
+    """The variable-length integer at a place, and the place after it."""
     value = shift = 0
     while True:
         byte = content[place]

@@ -1,11 +1,11 @@
-"""Models between Hugging Face's folders and ours, and from both to 8 bits.
+"""Converts models between Hugging Face folders and runs, and both to 8 bits.
 
     to_run              safetensors -> config.json, checkpoints/0, as of a run before its first step
     to_hugging_face     a checkpoint of a run -> config.json, safetensors
     to_quantized        either of them -> config.json, safetensors in compressed-tensors' layout
 
 The first two hold one piece of one parameter in memory at a time. Each is the inverse of the other,
-bit for bit. The third holds one parameter of one layer, or the model while it is calibrated. All
+bit for bit. The third holds one parameter of one layer, and the whole model during calibration. All
 can balance the model on a text; while they do, the whole model is in memory. All copy the
 tokenizer's files, too (`companions`). The new folder appears when it is complete.
 """
@@ -57,10 +57,10 @@ def to_run(
     tokenizer: str | Path | None = None,
     progress: Progress = lambda size, total: None,
 ) -> None:
-    """Writes the model of a Hugging Face folder like the checkpoint of a run.
+    """Writes the model of a Hugging Face folder as a run with one checkpoint.
 
     Args:
-        source: with config.json and safetensors files.
+        source: the folder, with config.json and safetensors files.
         out: the folder to make.
         dtype: of the parameters; that of the tensors by default.
         balance_on: the tokens of a text to balance the model on; see `quantization.balance`.
@@ -103,14 +103,14 @@ def to_hugging_face(
         source: the folder of the run.
         out: the folder to make.
         step: of the checkpoint; by default the newest intact one.
-        dtype: of the tensors; that of the parameters by default. In FP32 parameters with
+        dtype: of the tensors; that of the parameters by default. In FP32, parameters with
             corrections have all their 24 bits.
         balance_on: see `to_run`.
         tokenizer: a tokenizer.json to put beside them; by default the one in the run's folder.
         file_bytes: how large a file may become.
         progress: see `Progress`.
-        note: called with a line about each checkpoint that is skipped, a missing tokenizer, and one
-            that begins texts otherwise than training did.
+        note: called with a line about each checkpoint that is skipped, a missing tokenizer, and a
+            tokenizer that begins texts otherwise than training did.
     """
     source, out = expanded(source), expanded(out)
     _new(out).require_new()
@@ -156,8 +156,8 @@ def to_quantized(
         tokens: a text to calibrate on, where the recipe needs one.
         balance_on: see `to_run`.
         step: of a run's checkpoint; by default the newest intact one.
-        dtype: of what is not quantized; by default that in which the model computes. In FP32
-            parameters with corrections have all their 24 bits, those that are quantized too.
+        dtype: of what is not quantized; by default the model's compute dtype. In FP32, parameters
+            with corrections have all their 24 bits, quantized ones included.
         tokenizer: a tokenizer.json to put beside them; by default the one in the folder.
         progress: see `Progress`.
         note: see `to_hugging_face`.
@@ -266,12 +266,12 @@ def _dtype(parameters: stored.Parameters, asked: DTypeLike | None) -> Any:
 
 
 def _is_fp32(asked: DTypeLike | None) -> bool:
-    """Whether parameters are asked for in FP32, so that corrections of theirs count."""
+    """Whether parameters are requested in FP32, so that their corrections count."""
     return asked is not None and jnp.dtype(asked) == jnp.float32
 
 
 def _special(config_json: dict[str, Any]) -> dict[str, Any]:
-    """Which tokens begin, end and fill up a text."""
+    """Which tokens begin, end and pad a text."""
     special = {name: config_json[name] for name in SPECIAL if config_json.get(name) is not None}
     for name, tokens in special.items():
         for token in tokens if isinstance(tokens, list) else [tokens]:
@@ -280,9 +280,9 @@ def _special(config_json: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_special(companions: Companions, source: Path, config_json: dict[str, Any]) -> Companions:
-    """The companions of a run, whose generation_config.json has all special tokens.
+    """The companions of a run, with all special tokens in generation_config.json.
 
-    Its config.json has none. In a Hugging Face folder they may be in either file.
+    The config.json of a run has none; in a Hugging Face folder they may be in either file.
     """
     own = _generation_in(companions, source)
     missing = {k: v for k, v in _special(config_json).items() if own.get(k) is None}
@@ -292,12 +292,12 @@ def _with_special(companions: Companions, source: Path, config_json: dict[str, A
 
 
 def _special_in(companions: Companions, source: Path) -> dict[str, Any]:
-    """Likewise, as generation_config.json says."""
+    """The special tokens in generation_config.json."""
     return _special(_generation_in(companions, source))
 
 
 def _generation_in(companions: Companions, source: Path) -> dict[str, Any]:
-    """What generation_config.json says; nothing without it."""
+    """The content of generation_config.json; empty without one."""
     content = companions.get(GENERATION)
     found: dict[str, Any] = {} if content is None else parse_json(content, str(source / GENERATION))
     return found

@@ -1,4 +1,4 @@
-"""Checksums of the files in a folder, by which damage is found.
+"""Checksums of the files in a folder, which reveal damage.
 
     manifest.json    {"state/d/4f0c..": [1460207, 2774918362], ..}
 

@@ -162,7 +162,7 @@ def _holds_something(folder: Path) -> bool:
         return folder.is_dir() and any(folder.iterdir())
     except FileNotFoundError:  # removed by the run while this process looks
         return False
-    except OSError:  # it may: checking it says what is wrong
+    except OSError:  # it may hold something: checking it reports what is wrong
         return True
 
 

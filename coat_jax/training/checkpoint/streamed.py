@@ -1,4 +1,4 @@
-"""Writes arrays with orbax that are larger than memory, piece by piece.
+"""Writes arrays that are larger than memory with orbax, piece by piece.
 
 Orbax makes the folder, chooses the place of each array and writes the metadata; the handler here
 writes the arrays one at a time, piece by piece. The result is an ordinary checkpoint.
@@ -16,7 +16,7 @@ from coat_jax.models.stored import Stored
 
 
 class _Leaf:
-    """An array to be written, with what orbax asks of one."""
+    """An array to be written, with the attributes that orbax needs."""
 
     def __init__(self, source: Stored):
         self.source, self.shape, self.dtype = source, source.shape, source.dtype

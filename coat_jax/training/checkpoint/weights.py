@@ -34,14 +34,15 @@ from coat_jax.writing import require_space, write_failures
 
 CONFIG, CHECKPOINTS = "config.json", "checkpoints"
 PARAMETERS, VALUE = "params", "value"  # the first and last parts of the arrays' names
-# Where the state has them, see `CorrectedState`; below the second with released gradients.
+# Where a state has corrections, see `CorrectedState`; the second with released gradients.
 CORRECTIONS = ("moments", "corrections"), ("moments", "inner", "corrections")
 
 
 def read_config_json(folder: str | Path) -> dict[str, Any]:
     """The config.json in a folder with a model: a run's, or one of Hugging Face.
 
-    A run's that is missing, damaged or unreadable is replaced by what its newest checkpoint says.
+    If a run's config.json is missing, damaged or unreadable, its newest checkpoint gives the
+    config.
     """
     path = expanded(folder) / CONFIG
     config_json = None
@@ -74,7 +75,7 @@ def parsed(path: Path) -> dict[str, Any] | None:
 
 
 def config_in_checkpoint(folder: Path) -> dict[str, Any] | None:
-    """The config that the newest checkpoint of a run was saved with, if it says that."""
+    """The config that the newest checkpoint of a run was saved with, if it has one."""
     record = StepFolders(folder / CHECKPOINTS).newest_record()
     config = None if record is None else record["extra"].get("config")
     return config if isinstance(config, dict) else None
@@ -105,7 +106,7 @@ def require_not_quantized(folder: str | Path, purpose: str) -> None:
 
 
 def model_config(folder: str | Path) -> Config:
-    """The model in a folder; one of Hugging Face computes as it is stored, not in FP8."""
+    """The config of a folder's model; one of Hugging Face computes in its stored dtype, not FP8."""
     folder = expanded(folder)
     config_json = read_config_json(folder)
     if is_run(config_json):
@@ -127,10 +128,10 @@ def load(
 
     Args:
         folder: of a run, or one of Hugging Face.
-        config: of the model; by default what `model_config` says. A variant of that may
-            have other dtypes (parameters are cast), precision, axes, scan or remat. In FP32
-            parameters with corrections have all their 24 bits. Precision, scan and remat of
-            a quantized model are fixed.
+        config: of the model; by default what `model_config` says. A variant of it may have other
+            dtypes (parameters are cast), precision, axes, scan or remat. In FP32, parameters with
+            corrections have all their 24 bits. Precision, scan and remat of a quantized model are
+            fixed.
         step: of a run's checkpoint; by default the newest intact one.
         mesh: to load it onto; by default the one that is set, if any.
         note: called with a line about each checkpoint that is skipped.
@@ -230,7 +231,7 @@ def write(
     Args:
         folder: made if it is not there.
         config: of the model.
-        parameters: of it, stored as they come; one piece is in memory at a time.
+        parameters: of the model, stored one after the other; one piece is in memory at a time.
         progress: called with the number of bytes read since its last call.
     """
     stored.require_same(config, parameters)

@@ -2,7 +2,8 @@
 
     [rows of this process, S]  ->  [accumulation, rows of all, S], rows sharded along data and fsdp
 
-Positions and segments are left out if no row holds two documents, as attention is faster then.
+Positions and segments are left out if no row holds two documents, because attention is faster
+without them.
 """
 
 from typing import Any
@@ -47,7 +48,7 @@ def place(batch: Batch, mesh: Mesh, *, microbatches: int, packed: bool) -> Any:
 
 
 def abstract_batch(config: TrainConfig, mesh: Mesh, *, packed: bool) -> Any:
-    """What `place` makes, as shapes."""
+    """The shapes of what `place` returns."""
     shape = (config.gradient_accumulation_steps, config.microbatch, config.sequence_length)
     array: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
     return Batch(array, array, *((array, array) if packed else (None, None)))

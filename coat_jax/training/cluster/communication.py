@@ -2,7 +2,7 @@
 
     latency hiding scheduler    starts a collective as early, and waits for it as late, as it can
     combine thresholds          joins the collectives of neighbouring layers into larger ones
-    async compute limit         lets copies to and from host memory run beside these
+    async compute limit         lets copies to and from host memory run beside collectives
 
 An option that XLA_FLAGS already sets is left as it is there.
 """
@@ -26,7 +26,7 @@ def communication_options(mesh: Mesh, *, offload: bool = False) -> dict[str, boo
 
     Args:
         mesh: of the program.
-        offload: whether it moves an optimizer's state to host memory and back.
+        offload: whether the program moves an optimizer's state to host memory and back.
     """
     if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return {}

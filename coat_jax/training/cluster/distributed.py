@@ -1,6 +1,6 @@
 """Several processes, one run: how they find each other.
 
-    start()      before JAX's first look at its devices
+    start()      before JAX initializes its devices
 
 The launcher's environment variables give a process its rank; without them it runs alone.
 
@@ -35,7 +35,7 @@ class ProcessPlace(NamedTuple):
         coordinator: HOST:PORT of process 0; None where JAX can ask the launcher.
         processes: how many there are.
         process: which one this is.
-        rank_on_node: which of its node's; None where it is the only one.
+        rank_on_node: its rank among its node's processes; None if it is the only one.
     """
 
     launcher: str
@@ -59,9 +59,9 @@ def start(*, timeout: int = 300) -> None:
     if place is None or place.processes == 1:
         return
     where = f" at {place.coordinator}" if place.coordinator else ""
-    # JAX aborts a process whose companions do not come: this line is then the one that explains.
+    # JAX aborts a process if the others do not join: this line then explains why.
     print(
-        f"process {place.process} of {place.processes}: waits up to {timeout} s for all to meet"
+        f"process {place.process} of {place.processes}: waits up to {timeout} s for all to join"
         f"{where}",
         file=sys.stderr,
         flush=True,
@@ -141,7 +141,7 @@ def _number(variables: Mapping[str, str], name: str) -> int:
 
 
 def _local_devices(place: ProcessPlace, variables: Mapping[str, str]) -> list[int] | None:
-    """The GPUs that a process takes, counted among those it sees; none named: all of them."""
+    """The GPUs that a process takes, by index among those it sees; none listed means all."""
     if "JAX_LOCAL_DEVICE_IDS" in variables:
         return None  # JAX reads it
     sees_one = "," not in variables.get("CUDA_VISIBLE_DEVICES", ",")  # srun --gpus-per-task=1

@@ -69,12 +69,12 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def everywhere(mesh: Mesh) -> NamedSharding:
-    """The sharding of arrays that every device has whole."""
+    """The sharding of arrays that are replicated on all devices."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 class Share(NamedTuple):
-    """Which of a batch's rows a process loads: part `part` of `parts` equal ones."""
+    """The rows of a batch that a process loads: part `part` of `parts` equal parts."""
 
     part: int
     parts: int

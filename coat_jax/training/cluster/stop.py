@@ -4,7 +4,7 @@
         ... one step, on every process ...
         if stop.requested(): save, and leave
 
-Every process asks once in every step.
+Every process must call `requested` once in every step.
 """
 
 import os

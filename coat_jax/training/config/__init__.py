@@ -5,8 +5,8 @@
     )
     config = dataclasses.replace(config, seed=1)
 
-Everything is checked when it is made, before any work is lost; what depends on the machine is
-checked in `cluster.mesh`. `coat train --help` prints the sentences of the docstrings.
+A config is checked when it is constructed, before any work is lost; `cluster.mesh` checks what
+depends on the machine. `coat train --help` prints the sentences of the docstrings.
 """
 
 from coat_jax.training.config.optimizer import OptimizerConfig as OptimizerConfig

@@ -17,7 +17,7 @@ StepsOrShare = CountOrZero | Share  # 100 is a hundred steps, 0.1 a tenth of the
 # One of optax, or a function that makes one from the learning rate's schedule.
 Transformation: TypeAlias = optax.GradientTransformation | Callable[[optax.Schedule], Any]
 
-# The fields that only the optimizers with names have.
+# The fields that apply to the named optimizers only.
 OF_ADAMW: tuple[str, ...] = ("name", "moments", "b1", "b2", "eps", "weight_decay")
 OF_ADAMW += ("decay_embedding", "decay_vectors")
 
@@ -40,15 +40,15 @@ class OptimizerConfig:
         moments: the formats of "fp8_adamw": "directions" stores m / sqrt(v) and the logarithm of v;
             "expanded" stores m and v in FP8 with dynamic range expansion, and "paper" also
             rounds them to nearest, as the COAT paper does.
-        learning_rate: the highest learning rate, which the warmup ends at.
+        learning_rate: the highest learning rate, reached at the end of the warmup.
         schedule: how the learning rate falls after the warmup: "cosine" or "linear"; "wsd" (warmup,
             stable, decay) is constant until the last steps; "constant" never falls.
         warmup_steps: steps in which the learning rate rises linearly; a number with a decimal
             point is a share of the run: 100 is a hundred steps, 0.1 a tenth of the run.
         decay_steps: the last steps of "wsd", in which the learning rate falls linearly; a number
             of steps, or a share of the run.
-        final_ratio: the learning rate at the end of the schedule, divided by learning_rate; the
-            step after the last one would have it.
+        final_ratio: the learning rate at the end of the schedule, divided by learning_rate; one
+            more step after the last would have this rate.
         b1: decay rate of the first moment.
         b2: decay rate of the second moment.
         eps: a number that is added to the root of the second moment.
@@ -60,11 +60,11 @@ class OptimizerConfig:
         round_stochastically: whether BF16 parameters are rounded stochastically, so that small
             updates are not lost. FP32 parameters need no rounding.
         correct_params: whether BF16 parameters train as numbers of 24 bits, 8 of which are in the
-            optimizer's state; round_stochastically then rounds the last of the 24.
+            optimizer's state; round_stochastically then rounds to these 24 bits.
         release_gradients: whether the backward pass updates each layer as soon as it has its
             gradients, and frees them. They are then clipped by the norm of the step before.
-        offload: whether the large arrays of the optimizer's state are in the memory of the host.
-            Each step moves them to the device and back, a part at a time.
+        offload: whether the large arrays of the optimizer's state are in host memory. Each step
+            moves them to the device and back, a part at a time.
     """
 
     name: OptimizerName = "fp8_adamw"

@@ -75,16 +75,16 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TelemetryConfig:
-    """What is recorded of tensors rounded to FP8, and of moments stored in 8 bits.
+    """Which statistics of FP8 tensors and of 8-bit moments are recorded, and how often.
 
     Attributes:
         every: steps between records; 0 for none, at no cost. A record takes a second forward
             and backward pass, and some passes over each tensor.
-        leaves: for how many parameter arrays `direction/error` is computed: the direction
-            m / sqrt(v) of the stored moments, compared with that of FP32 moments.
-        shadow: for how many steps before a record those FP32 moments follow the gradients. They
-            begin with what is stored, so 1 shows the error of one step. Each step takes a second
-            forward and backward pass.
+        leaves: for how many parameter arrays `direction/error` is recorded: the error of the
+            direction m / sqrt(v) of the stored moments, relative to that of FP32 moments.
+        shadow: how many steps before a record the FP32 moments begin. They begin as copies of the
+            stored ones and get the same gradients, so 1 shows the error of one step. Each of these
+            steps takes a second forward and backward pass.
     """
 
     every: CountOrZero = 0

@@ -1,4 +1,4 @@
-"""A whole run."""
+"""The config of a whole run."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ BATCH_AXES = ("data", "fsdp")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A run.
+    """The config of a run.
 
     Attributes:
         model: what is trained.
@@ -53,13 +53,14 @@ class TrainConfig:
         total_steps: how many times the parameters are updated.
         bf16_steps: how many of the first steps are in BF16; a number with a decimal point is a
             share of the run. In a run from random parameters, rounding costs most in the first
-            steps. Those in BF16 recompute each layer in the backward pass, so they need less memory
-            than the steps after them, but more time. With `remat="layer_fp8"` they save the layers'
-            inputs in FP8, as the steps after them do.
-        global_batch_size: the sequences of a step, over all devices.
-        sequence_length: the tokens of a sequence.
-        gradient_accumulation_steps: the microbatches of a step. They are computed one after the
-            other, so that activations of only one are in memory; gradients are then summed in FP32.
+            steps. The BF16 steps recompute each layer in the backward pass, so they need less
+            memory than the steps after them, but more time. With `remat="layer_fp8"` they save the
+            layers' inputs in FP8, as the steps after them do.
+        global_batch_size: the number of sequences in a step, over all devices.
+        sequence_length: the number of tokens in a sequence.
+        gradient_accumulation_steps: the number of microbatches in a step. They are computed one
+            after the other, so that memory holds the activations of one; gradients are then summed
+            in FP32.
         seed: the seed of the initial parameters, the order of the data, and rounding.
         z_loss: the weight of the squared log-sum-exp of the logits, a part of the loss which keeps
             logits from drifting.
@@ -68,7 +69,7 @@ class TrainConfig:
         out: the folder of the run: checkpoints, metrics, its config.
         resume: whether to continue a run that is in the folder. If not, the folder of that run is
             renamed.
-        init_from: the folder of a Hugging Face model or of another run, with whose parameters this
+        init_from: the folder of a Hugging Face model or of another run, from whose parameters this
             run begins.
         log_every: steps between records of the metrics.
         metrics: more quantities to log, by name: functions of a `step.FinishedStep`, which has
@@ -203,7 +204,7 @@ class TrainConfig:
 
     @property
     def microbatch(self) -> int:
-        """Sequences that are computed at one time, over all devices."""
+        """Sequences in a microbatch, over all devices."""
         return self.global_batch_size // self.gradient_accumulation_steps
 
     @property
@@ -218,8 +219,8 @@ class TrainConfig:
 
     @property
     def at_start(self) -> "TrainConfig":
-        """The run as it is in the first steps, if `bf16_steps` says that there are any."""
-        # How the inputs of layers are rounded if they are saved in FP8 stays as it is.
+        """The config of the first steps in BF16, if `bf16_steps` asks for any."""
+        # If the inputs of layers are saved in FP8, their rounding does not change.
         stochastic = precision_of(self.model.precision).stochastic
         precision = dataclasses.replace(BF16, stochastic=stochastic)
         remat = self.model.remat or "layer"

@@ -46,7 +46,7 @@ class Template(NamedTuple):
     after_end: str
 
     def head(self, role: str) -> str:
-        """What stands before the content of a message."""
+        """The text before the content of a message."""
         return self.before_role + role + self.after_role
 
 
@@ -94,7 +94,7 @@ class _Writer:
     def __init__(self, tokenizer: AnyTokenizer, template: Template):
         self._tokenizer = tokenizer
         after_message = OTHER_TEXT if template.after_end else tokenizer.end_marker
-        # By role, and whether it is that of the first message.
+        # By role, and by whether the message is the first one.
         self._heads = {
             (role, first): tokenizer.encode_markers(
                 template.head(role), after="" if first else after_message

@@ -26,8 +26,8 @@ class DataConfig:
             {"messages": [{"role": ..., "content": ...}]} and learns only the assistant's answers.
         tokenizer: a tokenizer.json for text; None takes bytes as tokens.
         dtype: the dtype of token files without a header, uint16 or uint32; None is uint16.
-        end_of_text: the token that ends a document; no token sees another document. None takes
-            that of the tokenizer, or the one that `coat tokenize` wrote beside its files.
+        end_of_text: the token that ends a document; attention stays within a document. None takes
+            the tokenizer's, or the one that `coat tokenize` noted beside its files.
         template: how a message of a chat is written; {end} is the token `end_of_text`.
     """
 

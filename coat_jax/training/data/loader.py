@@ -24,11 +24,11 @@ class Loader:
     """An iterator over one process's parts of the batches.
 
     Attributes:
-        tokens: how many there are in an epoch.
-        rows: how many there are in an epoch.
-        batches: how many there are in all epochs; None without end.
-        packed: whether a row may hold several documents. Where it does not, positions and
-            segments say nothing that a model would not assume.
+        tokens: the number of tokens in an epoch.
+        rows: the number of rows in an epoch.
+        batches: the number of batches in all epochs; None without end.
+        packed: whether a row may hold several documents. If not, positions and segments are those
+            that a model assumes without them.
         digest: names the data and how it is split into rows.
         end_of_text: the token that ends a document, if one is known.
         description: of the data, for the terminal.
@@ -70,16 +70,16 @@ class Loader:
         return batch
 
     def has_labels(self, batches: int) -> bool:
-        """Whether anything is to be predicted in so many batches, the first ones."""
+        """Whether any token is to be predicted in the first `batches` batches."""
         rows = range(min(batches * self._batch, len(self._ordered)))
         return any(np.any(self._ordered[row].labels != IGNORED) for row in rows)
 
     def state(self) -> dict[str, Any]:
-        """Where the iterator stands, for JSON: the same in every process."""
+        """The position of the iterator, for JSON: the same in every process."""
         return {"data": self.digest, "seed": self._seed, "rows": self._next * self._batch}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to where a loader of the same data stood; raises if it is of other data."""
+        """Moves to where a loader of the same data stood; raises if the data differs."""
         for name, own in (("data", self.digest), ("seed", self._seed)):
             if state[name] != own:
                 raise UserError(
@@ -106,7 +106,7 @@ def _ordered(rows: Rows, batch: int, seed: int, epochs: int | None) -> Any:
     """The rows of all batches, by number."""
     import grain
 
-    # grain shuffles epoch e with seed + e: from neighbouring seeds it would give the same epochs.
+    # grain shuffles epoch e with seed + e: neighbouring seeds would share epochs.
     spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
     ordered = grain.MapDataset.source(rows).shuffle(spread).repeat(epochs)
     missing = -len(ordered) % batch

@@ -21,7 +21,7 @@ Identity = tuple[int, int]
 
 
 def files_of(patterns: tuple[str, ...]) -> list[Path]:
-    """The files that these paths and patterns name: in their order, a pattern's by name."""
+    """The files that these paths and patterns name, in this order; those of a pattern by name."""
     named: dict[Identity, Path] = {}
     for pattern in patterns:
         for path in _files(pattern):
@@ -30,7 +30,7 @@ def files_of(patterns: tuple[str, ...]) -> list[Path]:
 
 
 def are_tokens(paths: list[Path]) -> bool:
-    """Whether these are token files; raises where some are and some are not."""
+    """Whether these are token files; raises if only some are."""
     tokens = [path for path in paths if path.suffix.lower() in TOKENS]
     if tokens and len(tokens) < len(paths):
         other = next(path for path in paths if path.suffix.lower() not in TOKENS)
@@ -48,7 +48,7 @@ def listed(paths: list[Path]) -> str:
 
 
 def identity(path: Path) -> Identity:
-    """The same for all names of a file or folder, links among them."""
+    """An identity that all names of a file or folder share, links included."""
     found = path.stat()
     return found.st_dev, found.st_ino
 
@@ -95,10 +95,10 @@ def _below(
     """What matches the parts of a pattern in a folder.
 
     Args:
-        folder: to look in.
-        parts: of the pattern, those that are left.
-        above: the folders on the way here, this one among them.
-        searched: where ** was followed already, and with how many parts left.
+        folder: where to look.
+        parts: those parts of the pattern that are left.
+        above: the folders on the way to this one, and this one.
+        searched: the folders where ** was followed already, each with how many parts were left.
     """
     first, rest = parts[0], parts[1:]
     if first == ANY_FOLDERS:

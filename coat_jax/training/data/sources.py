@@ -120,7 +120,7 @@ def _chat_rows(
         count = len(documents.ends)
         boundary = count - max(round(config.held_out_part * count), 1)
         if boundary < 1:
-            raise UserError(f"{paths[0]}: one conversation cannot be shared with held-out data.")
+            raise UserError(f"{paths[0]}: one conversation cannot be split for held-out data.")
         documents = documents.part(range(boundary) if split == "train" else range(boundary, count))
     return Packed(documents, sequence=sequence, seed=seed, end_of_text=tokenizer.end_of_text)
 
@@ -142,7 +142,7 @@ def _require_vocab(what: str, needed: int, vocab: int) -> None:
 def _share(
     stream: Stream, split: Split, held_out: float, end_of_text: int | None, vocab: int
 ) -> range:
-    """The split's part of a stream: what is held out is its end, from a new document on."""
+    """The split's part of a stream; its end is held out, from the beginning of a document on."""
     boundary = len(stream) - round(held_out * len(stream))
     if end_of_text is not None and boundary < len(stream):
         boundary = _document_at(stream, boundary, end_of_text, vocab)
@@ -150,9 +150,9 @@ def _share(
 
 
 def _document_at(stream: Stream, place: int, end_of_text: int, vocab: int) -> int:
-    """Where the first document after a place begins; if there is none, the one at the place.
+    """Where the first document after a place begins, or else the document at the place.
 
-    That one is cut at the place if more than a tenth of all tokens would follow its beginning.
+    If more than a tenth of all tokens follow the beginning of the latter: the place itself.
     """
     searched = stream.read(place, min(place + SEARCHED, len(stream)), vocab=vocab)
     ends = np.flatnonzero(searched[:-1] == end_of_text)

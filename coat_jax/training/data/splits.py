@@ -21,7 +21,7 @@ def require_apart(config: DataConfig) -> None:
     train = {identity(path): path for path in _named(config.train, "train")}
     held_out = {identity(path) for path in _named(config.held_out, "held_out")}
     if both := [path for own, path in train.items() if own in held_out]:
-        raise UserError(f"{min(both)} is named in data.train and in data.held_out: name others.")
+        raise UserError(f"{min(both)} is named in data.train and in data.held_out: use it in one.")
 
 
 def require_one_tokenizer(config: DataConfig) -> None:
@@ -51,7 +51,7 @@ class _Made(NamedTuple):
     """How the tokens of a split are made.
 
     Attributes:
-        in_tokens: whether they are in files of tokens already.
+        in_tokens: whether they are read from token files.
         digest: identifies the tokenizer; None if it is not known.
     """
 

@@ -17,7 +17,7 @@ from jaxtyping import Int32, UInt
 
 from coat_jax.errors import UserError
 
-SAMPLES, SAMPLE = 256, 1 << 16  # how many pieces a digest reads, of how many tokens
+SAMPLES, SAMPLE = 256, 1 << 16  # a digest reads this many pieces, of this many tokens
 
 
 class Part(Protocol):
@@ -25,7 +25,7 @@ class Part(Protocol):
 
     @property
     def name(self) -> str:
-        """What errors call it, such as the path of its file."""
+        """Its name in errors, such as the path of its file."""
 
     def __len__(self) -> int: ...
 

@@ -1,7 +1,7 @@
 """Text and JSONL files, read in pieces so that a file need not fit in memory.
 
-A text file is one document; a line of a .jsonl, {"text": ...}, is one. A long text is tokenized in
-pieces of about a quarter of a megabyte, split at line ends.
+A text file is one document, and so is each line of a .jsonl, {"text": ...}. A long text is
+tokenized in pieces of about a quarter of a megabyte, split at line ends.
 """
 
 import io

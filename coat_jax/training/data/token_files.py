@@ -84,7 +84,7 @@ def open_files(paths: list[Path], *, dtype: str | None) -> list[TokenFile]:
 
 
 def sidecar_of(paths: list[Path]) -> dict[str, Any] | None:
-    """What `coat tokenize` noted beside these files, if it made them."""
+    """The content of `tokens.json` beside these files, if `coat tokenize` made them."""
     notes = {path: _notes(path) for path in sorted({path.parent / SIDECAR for path in paths})}
     first = next(iter(notes))
     for path, note in notes.items():
@@ -165,7 +165,7 @@ def _numpy_file(path: Path, size: int) -> TokenFile:
 
 
 def _numpy_header(path: Path) -> tuple[tuple[int, ...], np.dtype, int]:
-    """Shape and dtype as a header says, and where it ends."""
+    """The shape and dtype that a header states, and where the header ends."""
     with path.open("rb") as file:
         try:
             version = np.lib.format.read_magic(file)

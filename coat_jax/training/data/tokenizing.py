@@ -28,14 +28,14 @@ from coat_jax.writing import NewFolder
 IN_MEMORY = 256 << 20  # bytes of text; more would take minutes at the start of every run
 TOGETHER = 4 << 20  # characters that are tokenized at once
 AHEAD = 2  # batches that are tokenized while the one before is written
-SHARD = 1 << 27  # tokens in a file, and what is needed to end it with a document
+SHARD = 1 << 27  # tokens in a file, plus the rest of its last document
 
 
 class Encoded(NamedTuple):
     """The tokens of some pieces of text."""
 
     tokens: UInt[np.ndarray, " N"]
-    documents: int  # how many end among them
+    documents: int  # how many documents end among them
     ended: bool  # whether the last one does
     size: int  # in bytes, of the text
 

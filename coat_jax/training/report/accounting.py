@@ -39,11 +39,11 @@ class DeviceMemory(NamedTuple):
 
     Attributes:
         parameters: the device's shards.
-        gradients: likewise, with the FP32 sums of accumulation.
-        optimizer: the shards of the optimizer's state.
+        gradients: their shards, and those of their FP32 sums if they are accumulated.
+        optimizer: the shards of the optimizer's state on the device.
         activations: saved of one microbatch.
         peak: the most memory that the compiled step takes at any time, these included.
-        limit: what the device has; None where it does not say.
+        limit: the device's memory; None if the device does not report it.
         on_host: the shards of the optimizer's state in host memory.
     """
 
@@ -64,7 +64,7 @@ class DeviceMemory(NamedTuple):
 def account(
     config: TrainConfig, state: State, compiled: Any, *, batch_parts: int, device: jax.Device
 ) -> DeviceMemory:
-    """What a run needs.
+    """The memory that a run needs.
 
     Args:
         config: the run.

@@ -51,13 +51,13 @@ class Row(NamedTuple):
 def weights(
     parameters: Parameters, quantizers: Sequence[Quantizer], *, sample: int
 ) -> Iterator[Row]:
-    """The rows of a model's matrices, one after another.
+    """A `Row` for each matrix of a model, one after another.
 
     Args:
         parameters: the parameters of the model.
         quantizers: one for each format, with the same other settings.
-        sample: about how many elements of a matrix are rounded, in whole channels or rows at even
-            distances; 0 for all. The whole matrix is read.
+        sample: about how many elements of a matrix are rounded, in evenly spaced whole channels or
+            rows; 0 for all. The whole matrix is read.
     """
     run = jax.jit(_bits, static_argnums=0)
     for name, one in arranged(parameters, scan=False).items():
@@ -81,7 +81,7 @@ def in_training(
     formats: Sequence[AnyFormat],
     tokens: Sequence[int],
 ) -> list[Row]:
-    """The rows of the tensors that linear layers round on a text, forward and backward.
+    """A `Row` for each tensor that linear layers round on a text, forward and backward.
 
     Args:
         load: loads the model of a config.
@@ -146,7 +146,7 @@ def _bits(quantizer: Quantizer, x: Float[Array, "K N"]) -> Float[Array, ""]:
 
 
 def _sampled(one: Stored, quantizer: Quantizer, axis: int, sample: int) -> Float[np.ndarray, "K N"]:
-    """A matrix in FP32, or some whole channels or rows of it, whose scales are then the same."""
+    """A matrix in FP32, or some whole channels or rows of it: their scales stay the same."""
     x = one.whole().astype(np.float32)
     x = x.reshape(-1, x.shape[-1])
     along = axis if quantizer.over == "channel" else 0
@@ -158,8 +158,8 @@ def _sampled(one: Stored, quantizer: Quantizer, axis: int, sample: int) -> Float
 def _near_one(x: Float[np.ndarray, "K N"]) -> Float[np.ndarray, "K N"]:
     """`x` times a power of two, so that its largest magnitude is from 1/2 to 1.
 
-    That changes no number of bits, but near the ends of FP32's range a scale times a code would
-    become infinite or zero.
+    The number of right bits stays the same. Near the ends of FP32's range, a scale times a code
+    would otherwise become infinite or zero.
     """
     _, exponent = np.frexp(np.max(np.abs(x), initial=0.0))
     return np.ldexp(x, -exponent)
@@ -168,8 +168,8 @@ def _near_one(x: Float[np.ndarray, "K N"]) -> Float[np.ndarray, "K N"]:
 def _simulated(fmt: AnyFormat) -> Minifloat:
     """A format that XLA simulates in products.
 
-    E4M3 and E5M2 get another bias, for which scales make up. Their dtypes would be multiplied in
-    FP8, which no hardware does with E5M2 on both sides.
+    E4M3 and E5M2 get another bias, which scales compensate. Their own dtypes would be multiplied in
+    FP8, and no hardware multiplies E5M2 by E5M2.
     """
     if isinstance(fmt, IntegerFormat):
         return Minifloat(0, fmt.bits - 1)

@@ -1,7 +1,7 @@
 """A heat map of a statistic of a run's telemetry.
 
     left     the last record: a row for each tensor of a layer, a column for each layer
-    right    all records: the same rows, and those outside layers; the largest over layers
+    right    all records: the same rows, and tensors outside layers; the maximum over layers
 
 Shares are on a logarithmic scale. Zero has the palest colour; NaN and infinity are blank.
 """

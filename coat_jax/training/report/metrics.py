@@ -3,7 +3,7 @@
     {"step": 20, "tokens": 40960, "seconds": 8.1, "loss": 3.214, "learning_rate": 0.0003, ...}
 
 JSON has no NaN and no infinity: a loss that is not finite is written as null, which any JSON parser
-accepts. Every line is written at once, so that a killed run loses at most its last one.
+accepts. Every line is one write, so that a killed run loses at most its last line.
 
 A run that resumes from a checkpoint repeats the steps after it. Their old records are removed
 first, so that the file looks like that of an uninterrupted run.
@@ -196,7 +196,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class Repaired(NamedTuple):
-    """What is left of a file, and what is not.
+    """The last record of a repaired file, and how many lines were lost.
 
     Attributes:
         last: the step of the last record; 0 without any.

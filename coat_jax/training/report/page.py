@@ -2,7 +2,8 @@
 
 page.html beside this file is the page without data. The data go in as JSON that can neither end
 the script element that holds them nor be run; the page shows names as text, never as markup.
-Long runs are thinned: a point is the mean of as many records as it takes to have POINTS of them.
+Long runs are thinned: each point is the mean of so many records that a curve has at most POINTS
+points.
 """
 
 import json
@@ -33,7 +34,7 @@ PLACE = "{{data}}"
 def write(
     loaded: Sequence[RecordedRun], looks: Sequence[Look], out: Path, *, over: str, smooth: int
 ) -> None:
-    """Writes the page; `over` and `smooth` are where its controls begin."""
+    """Writes the page; `over` and `smooth` are the initial settings of its controls."""
     longest = max(len(run.columns["loss"].rows) for run in loaded)
     thin = -(-longest // POINTS)
     small = small_panels(loaded)
@@ -53,7 +54,7 @@ def write(
 def _run(
     run: RecordedRun, look: Look, keys: Sequence[str], thin: int, smooth: int
 ) -> dict[str, Any]:
-    """What the page draws of a run: for each curve its y, and its x on each axis there is."""
+    """What the page draws of a run: the y of each curve, and its x on each available axis."""
     axes = [over for over, key in AXES.items() if key in run.columns]
     curves: dict[str, Any] = {}
     for key in keys:
@@ -71,7 +72,7 @@ def _run(
 
 
 def _thinned(curve: Curve, every: int) -> Curve:
-    """The mean of every so many points, where the last of them stands."""
+    """The mean of every `every` points, placed at the last of them."""
     last = np.minimum(np.arange(every - 1, len(curve.x) + every - 1, every), len(curve.x) - 1)
     return Curve(curve.x[last], smoothed(curve.y, every)[last])
 

@@ -46,12 +46,12 @@ def draw(
         paths: folders of runs.
         out: a file that ends in .png.
         over: "steps", "tokens" or "time".
-        smooth: how many records a point is the mean of; by default a fiftieth of those of the
-            shortest run, at least 10.
+        smooth: how many records each point is the mean of; by default a fiftieth of the shortest
+            run's records, at least 10.
         names: what to call the runs instead of their folders.
 
     Raises:
-        UserError: if a path is not a run, or a run is damaged or empty, or does not say what the
+        UserError: if a path is not a run, or a run is damaged or empty, or does not record what the
             axis counts, or matplotlib is missing.
     """
     if over not in runs.AXES:

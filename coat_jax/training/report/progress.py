@@ -122,7 +122,7 @@ class Progress:
         return f"step {self._step:,}/{self._steps:,}"
 
     def _left(self) -> str:
-        """How long it still takes, by the steps since the first, which was compiled."""
+        """The time left, from the steps after this process's first one."""
         if self._clock is None or not self._clock[0] < self._step < self._steps:
             return ""
         step, begin = self._clock

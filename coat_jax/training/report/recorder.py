@@ -63,7 +63,7 @@ class Recorder:
         self._began = time.perf_counter() - seconds
         self._clock = (step, time.perf_counter())  # since when tokens_per_second is measured
         self._reported = (step, skipped)
-        self._in_row = 0  # steps that were skipped one after the other, up to that report
+        self._in_row = 0  # steps skipped one after the other, up to that report
 
     @property
     def seconds(self) -> float:
@@ -135,7 +135,7 @@ class Recorder:
         return {"step": step, "tokens": tokens, "seconds": self.seconds, **record}
 
     def _count_skipped(self, step: int, skipped: int) -> None:
-        """Counts skipped steps in a row: a series continues if all since the last report were."""
+        """Counts skipped steps in a row; a series continues if all since the last report were."""
         (step_before, skipped_before), self._reported = self._reported, (step, skipped)
         continues = self._in_row > 0
         all_of_them = skipped - skipped_before == step - step_before
@@ -151,5 +151,5 @@ class Recorder:
                 f"The last {self._in_row:,} steps, up to step {step:,}, changed nothing: their "
                 "losses or gradients are not finite. Lower --learning_rate "
                 f"({self._config.optimizer.learning_rate:g}), look at the data and at the records "
-                "before, or allow more of them with --max_skipped_steps."
+                "before, or allow more skipped steps with --max_skipped_steps."
             )

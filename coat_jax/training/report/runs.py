@@ -1,7 +1,7 @@
 """Runs, read back from their metrics.jsonl: names, curves, final losses.
 
-A curve is a key over steps, tokens or time. A record without tokens or seconds (an
-evaluation) has those of the record before. null is NaN: it leaves a gap.
+A curve is a key over steps, tokens or time. A record without tokens or seconds (an evaluation)
+takes those of the record before. null is NaN: it leaves a gap.
 """
 
 import math
@@ -45,7 +45,7 @@ class RecordedRun(NamedTuple):
     columns: dict[str, Column]
 
     def axis(self, over: str) -> Column:
-        """What an axis counts, as the run went.
+        """The values of an axis over the run.
 
         Raises:
             UserError: if the run did not write it.
@@ -98,7 +98,7 @@ def load(paths: Sequence[Path], names: Sequence[str] = ()) -> list[RecordedRun]:
 
 
 def small_panels(loaded: Sequence[RecordedRun]) -> dict[str, str]:
-    """What is drawn below the losses, with its title: also the config's own metrics, by name."""
+    """The keys drawn below the losses, with titles; the config's own metrics have their names."""
     keys = dict.fromkeys(key for run in loaded for key in run.columns)
     own = {key: key for key in keys if key not in LOGGED and "/" not in key}
     return {key: title for key, title in (SMALL | own).items() if key in keys}
@@ -109,7 +109,7 @@ def smoothed(y: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " N"]
     finite = np.isfinite(y)
     total = np.cumsum(np.where(finite, y, 0.0))
     count = np.cumsum(finite).astype(float)
-    # Differences of running sums: those `window` back are taken off.
+    # The sum of a window is the difference of two running sums.
     total[window:] -= total[:-window]
     count[window:] -= count[:-window]
     return np.divide(total, count, out=np.full(len(y), np.nan), where=count > 0)
@@ -139,7 +139,7 @@ def _columns(file: Path) -> dict[str, Column]:
 
 
 def _number(value: int | float) -> float:
-    """JSON's numbers have no largest one."""
+    """A number as a float; JSON's may be larger than any float."""
     try:
         return float(value)
     except OverflowError:

@@ -18,7 +18,7 @@ from coat_jax.precision import precision_of
 
 
 class Work(NamedTuple):
-    """Floating-point operations of a token, forward and backward."""
+    """Floating-point operations for a token, forward and backward."""
 
     fp8: float
     wide: float
@@ -36,7 +36,7 @@ class PeakFlops(NamedTuple):
     fp8: float
 
 
-# By what a device's name contains, the more special first. From NVIDIA's data sheets.
+# By what a device's name contains, the more specific names first. From NVIDIA's data sheets.
 PEAKS = {
     "H100 PCIe": PeakFlops(756e12, 1513e12),
     "H100 NVL": PeakFlops(835e12, 1671e12),
@@ -53,7 +53,7 @@ PEAKS = {
 
 
 def work_per_token(config: models.Config, sequence: int) -> Work:
-    """What a token of a sequence of this length takes on average."""
+    """The average work for a token of a sequence of this length."""
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     weights = config.width * (2 * queries + 2 * keys + 3 * config.ffn)
     seen = min(config.window or sequence, sequence)

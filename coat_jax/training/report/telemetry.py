@@ -1,17 +1,16 @@
 """What FP8 does to the numbers of a run, every n-th step: records, and warnings.
 
     step s is due     parameters, batch -> a second program -> sums of each tensor, some gradients
-                      the step itself, whose program is what it is without telemetry
+                      the step itself, by the same program as without telemetry
                       new moments -> their statistics, and the error of directions
 
 A record has a number for each tensor and statistic: {"fp8/layers/3/mlp/gate/gradient/underflow":
 0.0012, ..}. Nothing is carried from one record to the next.
 
-FP32 moments for a few rows of a few parameters begin with what is stored `shadow` steps before a
-record, and follow the gradients from there. With shadow=1 the error is that of one step; the
-FP32 moments contain the errors of all steps before. They are not saved: a run that resumes less
-than `shadow` steps before a record leaves these errors out of it, since they would be of fewer
-steps.
+For a few rows of a few parameters, FP32 moments are copied from the stored ones `shadow` steps
+before a record, and then get the same gradients. With shadow=1 the error is that of one step; the
+FP32 moments contain the errors of all earlier steps. They are not saved: if a run resumes less than
+`shadow` steps before a record, the record lacks these errors, which would cover fewer steps.
 """
 
 import math
@@ -70,8 +69,8 @@ LIMITS = {  # by statistic, or by the last words of a name where that has its ow
     "saturated": Limit(0.001, "{value:.1%} of its values are beyond the largest code"),
     "error": Limit(0.2, "its relative error is {value:.0%}"),
 }
-# Of the operands of forward products in INT8. Small values become zero with the same error as
-# others; with an error above this, FP8 would be more accurate.
+# The limit for operands of INT8 forward products. Values that become zero have no larger error than
+# others there; above this error, FP8 would be more accurate.
 IN_INT8 = ("input", "weight")
 INT8_ERROR = Limit(0.03, "its relative error in INT8 is {value:.0%}, where FP8 has 3%")
 

@@ -16,7 +16,7 @@ class Writer(Protocol):
     """Where records go."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int) -> None:
-        """Opens it; its records of steps after `resume_step` no longer count."""
+        """Opens the writer; its records of steps after `resume_step` no longer count."""
 
     def write(self, record: Record) -> None:
         """Writes one record."""
@@ -48,7 +48,7 @@ class TensorBoard:
 class WandB:
     """A run on Weights & Biases, whose id there is in FOLDER/wandb_id.
 
-    Its server removes nothing: it keeps the first record of a step, which a resumed run repeats.
+    Its server deletes nothing: if a resumed run repeats a step, the first record of it stays.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], resume_step: int) -> None:

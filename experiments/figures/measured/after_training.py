@@ -42,12 +42,12 @@ def cost(
 
 
 def excess(recipe: str, arm: str = "coat") -> tuple[float, float]:
-    """By how much that exceeds the cost of a network that was trained in BF16."""
+    """By how much a recipe's cost exceeds that for a network trained in BF16."""
     return percent(excesses()[arm][What(recipe)], digits=3)
 
 
 def least_p() -> float:
-    """Of all excesses, corrected for their number."""
+    """The least p-value of all excesses, corrected for their number."""
     return min(effect.holm for of_arm in excesses().values() for effect in of_arm.values())
 
 

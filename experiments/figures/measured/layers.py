@@ -18,13 +18,13 @@ def longer_in_int8() -> tuple[float]:
 
 
 def longer_in_suite() -> tuple[float]:
-    """The same of the four layers of gpu_suite."""
+    """The same for the four layers of gpu_suite."""
     ms = of("gpu_suite")["stacks"]["ms"]
     return (100 * (ms["COAT_INT8"] / ms["COAT"] - 1),)
 
 
 def range_in_int8() -> tuple[float, float]:
-    """The least and the most of the two."""
+    """The smaller and the larger of these two."""
     both = (*longer_in_suite(), *longer_in_int8())
     return min(both), max(both)
 

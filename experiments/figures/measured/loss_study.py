@@ -16,7 +16,7 @@ LARGEST = "350M", 3e-4, 300
 
 @functools.cache
 def runs(size: str, learning_rate: float, steps: int, *, muon: bool = False) -> list[Row]:
-    """Those of one size of model, one learning rate, one length, and AdamW or Muon."""
+    """The runs of one model size, learning rate and length, with AdamW or Muon."""
     rows = results.read([FOLDER / "loss_study.json"])
     (found,) = (
         group

@@ -47,12 +47,12 @@ def all_rows() -> list[list[str]]:
 
 
 def plain_rows() -> list[list[str]]:
-    """Those that keep everything on the GPU."""
+    """The cases that keep everything on the GPU."""
     return _plain_rows([c for c in of("training_throughput")["cases"] if not _options_of(c)])
 
 
 def small_rows() -> list[list[str]]:
-    """Those of a model of 124 million parameters."""
+    """The cases of a model of 124 million parameters."""
     return _plain_rows(of(SMALL_MODEL)["cases"])
 
 

@@ -1,4 +1,4 @@
-"""What the figures of each page are: a module for each page that has many, in the page's order."""
+"""The figures of each page: a module for each page that has many, in the page's order."""
 
 from experiments.figures.compare import Page, documents
 from experiments.figures.pages import (

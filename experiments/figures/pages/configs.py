@@ -9,7 +9,7 @@ from experiments.figures.pages.reasons import PUBLISHED
 
 
 def takes(name: str, pattern: str) -> Sentence:
-    """That says how many GB of a GPU a config takes in COAT and in BF16."""
+    """The sentence that says how many GB of a GPU a config takes in COAT and in BF16."""
     return Sentence(
         pattern,
         lambda: [of("config_memory")[name][variant]["peak"] / GB for variant in ("COAT", "BF16")],
@@ -17,7 +17,7 @@ def takes(name: str, pattern: str) -> Sentence:
 
 
 def bytes_a_parameter(*kinds: str) -> float:
-    """Of llama2_7b on each of its GPUs, by config_memory."""
+    """Bytes a parameter of llama2_7b on each of its GPUs, by config_memory."""
     memory = of("config_memory")["llama2_7b"]["COAT"]
     parameters = 1e6 * millions("llama2_7b") / memory["gpus"]
     return sum(memory[kind] for kind in kinds) / parameters
@@ -69,7 +69,7 @@ PAGES = [
     Page(
         "coat_jax/configs/llama2_7b.py",
         [
-            takes("llama2_7b", "takes {:.1f} GB of each in COAT and {:.1f} in BF16"),
+            takes("llama2_7b", "takes {:.1f} GB of each GPU in COAT and {:.1f} in BF16"),
             Sentence(
                 "take {:.1f} bytes a parameter with COAT, of which {:.0f} are the FP32 sum of the "
                 "gradients of several microbatches; without accumulation they take {:.1f}.",
@@ -86,12 +86,12 @@ PAGES = [
     ),
     Page(
         "coat_jax/configs/llama2_13b.py",
-        [takes("llama2_13b", "takes {:.1f} GB of each in COAT and {:.1f} in BF16")],
+        [takes("llama2_13b", "takes {:.1f} GB of each GPU in COAT and {:.1f} in BF16")],
     ),
     Page(
         "coat_jax/configs/llama_30b.py",
         [
-            takes("llama_30b", "takes {:.1f} GB of each in COAT and {:.1f} in BF16"),
+            takes("llama_30b", "takes {:.1f} GB of each GPU in COAT and {:.1f} in BF16"),
             Given("section 2.3", PUBLISHED),
             Given("b2 = 0.95", PUBLISHED),
             Given("1.4 trillion tokens", PUBLISHED),
