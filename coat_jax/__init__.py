@@ -33,7 +33,7 @@ from coat_jax.storage import Storage
 
 __version__ = "0.1.0.dev0"
 
-# Imported when they are first used: Flax takes its time.
+# Imported on first use, because importing Flax is slow.
 _WITH_FLAX = ("evaluation", "generation", "linen", "models", "nn", "quantization")
 
 

@@ -29,7 +29,7 @@ FIXABLE = {
 
 
 class MissingFile(UserError, FileNotFoundError):
-    """A file that a user names is not there."""
+    """A file that the user named does not exist."""
 
 
 def expanded(path: str | Path) -> Path:
@@ -46,7 +46,7 @@ def expanded(path: str | Path) -> Path:
 
 @contextlib.contextmanager
 def path_failures(path: Path) -> Iterator[None]:
-    """Turns what a user can fix (a missing folder, no permission) into one line."""
+    """Turns errors that a user can fix (a missing folder, no permission) into a UserError."""
     try:
         yield
     except OSError as error:
@@ -60,7 +60,7 @@ def path_failures(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def utf8_failures(path: Path) -> Iterator[None]:
-    """Turns the error of decoding what is not text in UTF-8 into one line."""
+    """Turns the error of decoding bytes that are not UTF-8 into a UserError."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -68,7 +68,7 @@ def utf8_failures(path: Path) -> Iterator[None]:
 
 
 def status(path: Path) -> os.stat_result | None:
-    """The status of what is at the path, with links followed; None if there is nothing."""
+    """The result of `os.stat`, which follows links; None if nothing is at the path."""
     if "\0" in str(path):
         return None  # no file has such a name
     with path_failures(path):
@@ -95,11 +95,11 @@ def require_regular(path: Path, what: str = "file") -> None:
 
     Args:
         path: the file.
-        what: what errors call it, as in "config file".
+        what: its name in errors, as in "config file".
     """
     found = status(path)
     if found is None and path.is_symlink():
-        raise MissingFile(f"{path} is a link to {path.readlink()}, where there is nothing.")
+        raise MissingFile(f"{path} is a link to {path.readlink()}, which does not exist.")
     if found is None:
         raise MissingFile(f"There is no {what} {path}.")
     if stat.S_ISDIR(found.st_mode):
@@ -139,7 +139,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
     Args:
         text: the JSON; bytes are in UTF-8.
-        where: what errors call its source, such as a path.
+        where: the name of its source in errors, such as a path.
     """
     try:
         value = json.loads(text)

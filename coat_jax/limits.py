@@ -1,4 +1,4 @@
-"""Checks the fields of a config, when it is made, by what their annotations allow.
+"""Checks the fields of a new config against their annotations.
 
     @dataclasses.dataclass(frozen=True)
     class Run:
@@ -9,7 +9,7 @@
             require_fields(self)
 
 The same annotations check values in other files (`require`), and build a config from JSON
-(`from_json`). Types are checked, too, because a config file is any Python.
+(`from_json`). Types are checked, too, because a config file may contain any Python.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 
 from coat_jax.errors import UserError
 
-BEFORE = "before"  # in a field's metadata: what configs without it mean
+BEFORE = "before"  # in a field's metadata: its value in older configs, which lack the field
 MAX_SHOWN = 60  # characters of a value in an error
 ConfigType = TypeVar("ConfigType")
 
@@ -40,7 +40,7 @@ class Between:
     below: float | None = None
 
     def holds(self, value: float) -> bool:
-        """Whether the number is one of them; NaN never is."""
+        """Whether the number is in the range; NaN never is."""
         return (
             (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
@@ -74,7 +74,7 @@ class Among:
 INT32_MAX = 2**31 - 1  # tokens, their positions and counters of steps are int32
 Count = Annotated[int, Between(least=1, most=INT32_MAX)]
 CountOrZero = Annotated[int, Between(least=0, most=INT32_MAX)]
-Seed = Annotated[int, Between(least=0, most=2**32 - 1)]  # JAX cuts larger ones to 32 bits
+Seed = Annotated[int, Between(least=0, most=2**32 - 1)]  # JAX truncates larger ones to 32 bits
 Share = Annotated[float, Between(least=0, most=1)]
 
 
@@ -84,7 +84,7 @@ Share = Annotated[float, Between(least=0, most=1)]
 def require_fields(config: Any, prefix: str = "") -> None:
     """Raises UserError unless each field of a dataclass has a value that its annotation allows.
 
-    NumPy's numbers become Python's, so that equal configs are written alike.
+    NumPy's numbers become Python's, so that equal configs are serialized identically.
 
     Args:
         config: the dataclass, frozen or not.
@@ -100,13 +100,13 @@ def require_fields(config: Any, prefix: str = "") -> None:
 
 
 def require(name: str, value: Any, annotation: Any, default: Any = None) -> Any:
-    """Returns a value, NumPy's numbers as Python's; raises UserError if it is not allowed.
+    """Returns a value, with NumPy's numbers as Python's; raises UserError if it is not allowed.
 
     Args:
-        name: what the error calls the value.
+        name: the name of the value in the error.
         value: the value.
         annotation: a type, which may have a `Between`.
-        default: the default value, which the error names if it is a number.
+        default: the default value, which the error mentions if it is a number.
     """
     if isinstance(value, np.bool_ | np.integer | np.floating):
         value = value.item()
@@ -117,10 +117,10 @@ def require(name: str, value: Any, annotation: Any, default: Any = None) -> Any:
 
 
 def dtype_of(name: str, value: Any) -> np.dtype:
-    """The dtype that a value stands for; raises UserError where it stands for none."""
+    """The dtype that a value stands for; raises UserError if it is not a dtype."""
     try:
         return jnp.dtype(value)
-    except Exception:  # NumPy parses text as Python, and fails in as many ways
+    except Exception:  # NumPy parses text as Python, which may raise anything
         raise UserError(f"{name}={shown(value)} is not a dtype. Write one as 'bfloat16'.") from None
 
 
@@ -130,7 +130,7 @@ def annotations(kind: type[Any]) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value for an error: its representation, shortened if it is long; of an array its type."""
+    """A value as errors show it: its `repr`, cut if long; for an array, its dtype and shape."""
     if isinstance(value, jax.Array | np.ndarray):
         return f"{value.dtype}{list(value.shape)}"
     if isinstance(value, type):
@@ -202,12 +202,12 @@ def _number(limit: float) -> str:
 
 
 def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
-    """Builds a config from JSON that has a value for every field, but for those `added` since.
+    """Builds a config from JSON, which must have every field except those that were `added` later.
 
     Args:
         kind: the dataclass of the config.
         data: the JSON object.
-        where: what errors call the source of the object.
+        where: the name of its source in errors.
     """
     if not isinstance(data, Mapping):
         raise UserError(f"{where} must be a JSON object, not {shown(data)}.")
@@ -230,12 +230,12 @@ def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
 
 
 def added(*, default: Any, before: Any) -> Any:
-    """A field of a config that older JSON lacks: its default, and what older versions did."""
+    """A config field that older JSON lacks: its default now, and its value in older versions."""
     return dataclasses.field(default=default, metadata={BEFORE: before})
 
 
 def added_since(kind: Any) -> dict[str, Any]:
-    """The fields that older JSON of a config (or its class) may lack, and what was done then."""
+    """The fields that older JSON of a config (or its class) may lack, with their values then."""
     fields = dataclasses.fields(kind)
     return {field.name: field.metadata[BEFORE] for field in fields if BEFORE in field.metadata}
 

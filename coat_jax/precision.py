@@ -10,9 +10,9 @@
 
 "Unchanged" is the dtype of the arrays: BF16, if a model computes in BF16. COAT_INT8 is COAT with
 forward products in INT8, whose error is smaller where an input has no outliers. COAT_PAPER is COAT
-as the paper describes it: its forward pass continues with the rounded values that it saves, where
-COAT continues with the exact ones; and it saves them rounded to nearest, not stochastically. An
-ablation is a `dataclasses.replace` of one field.
+as the paper describes it: its forward pass continues with the rounded values that it saves, while
+COAT continues with the exact ones; and it rounds saved values to nearest, not stochastically. For
+an ablation, change one field with `dataclasses.replace`.
 
 A format may also be a `Minifloat`, or its name, as in `forward="E3M4"`: then XLA simulates it, on
 any device, and memory and time are not those of FP8.
@@ -28,7 +28,7 @@ from coat_jax.limits import Among, added, dtype_of, require_fields, shown
 from coat_jax.numerics.formats import DTYPES, E4M3, E5M2, format_of, named_format
 from coat_jax.numerics.minifloat import MOST_EXPONENT_BITS, MOST_MANTISSA_BITS, Minifloat
 
-LEAST_MAX = 2.0**-16  # of a simulated format's largest value
+LEAST_MAX = 2.0**-16  # the largest value of a simulated format must be greater
 Block = Annotated[int, Among((16, 32, 64, 128))]
 
 
@@ -54,9 +54,9 @@ class Precision:
             an input and each column of a weight. Its products then have a fraction of the error of
             FP8, unless some columns of an input are more than ten times as large as the others
             (`coat.quantization.balance` makes such outliers smaller). The backward pass and
-            what is saved are as without it.
+            the saved values are the same as without it.
         stochastic_backward: whether the backward pass also rounds the operands of its products
-            stochastically: gradients, and inputs that it recomputes. It takes longer, and no
+            stochastically: gradients, and inputs that it recomputes. This takes longer, and no
             effect on the loss has been found. Weights are always rounded to nearest.
     """
 
@@ -76,14 +76,14 @@ class Precision:
             object.__setattr__(self, name, _format(name, getattr(self, name)))
         if self.forward == self.backward == E5M2:
             raise UserError(
-                "forward and backward cannot both be E5M2, which GPUs do not multiply with itself. "
+                "forward and backward cannot both be E5M2: GPUs cannot multiply E5M2 by E5M2. "
                 "Use E4M3 for one of them."
             )
         if self.int8_forward and not (self.fp8_linear and self.exact_forward):
             field = "exact_forward" if self.fp8_linear else "fp8_linear"
             raise UserError(
-                f"int8_forward=True needs {field}=True: it takes the place of the FP8 products of "
-                "the forward pass, and computes with values that are not rounded before."
+                f"int8_forward=True needs {field}=True: it replaces the FP8 products of the "
+                "forward pass, and its inputs must not have been rounded before."
             )
 
     @property

@@ -1,8 +1,8 @@
 """Text from elsewhere, made safe to print.
 
-A terminal obeys control characters: ESC and the C1 codes move the cursor, change its title, or
-answer as if the user had typed. Text that a model generated, or that stands in somebody else's
-files, may hold any of them. `printable` shows them as Python escapes instead, ESC as \\x1b.
+A terminal obeys control characters: ESC and the C1 codes can move the cursor, change the title, or
+make the terminal answer as if the user had typed. Text that a model generated, or from somebody
+else's files, may contain any of them. `printable` shows them as Python escapes: ESC as \\x1b.
 """
 
 # C0 without tab and newline, DEL, C1, and lone surrogates, which no encoding can print.
@@ -16,5 +16,5 @@ def printable(text: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number of things: "1 document", "2,000 documents"."""
+    """A number with its noun: "1 document", "2,000 documents"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

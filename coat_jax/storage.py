@@ -1,6 +1,6 @@
 """How an optimizer stores its moments: which leaves in 8 bits, and in which formats.
 
-The rule depends on a leaf's own shape alone, so that it is the same on every mesh:
+The rule depends only on a leaf's own shape, so that it is the same on every mesh:
 
     8 bits    leaves of at least `min_size` elements whose last axis has at least 16
     FP32      all others (norms, biases, narrow tables), where 8 bits would save next to nothing
@@ -17,14 +17,14 @@ Adam's two moments are stored together, as the two factors of its update:
 
 The directions of a group are of similar size, while the moments themselves span many binades. An
 error of v also scales the m that is read, so it leaves the direction unchanged. Large codes of a
-direction are rounded to nearest, with half the error, small ones stochastically: without a gradient
-m / sqrt(v) decays by b1 / sqrt(b2) per step. For a small code that is less than half the distance
-to the next, and rounded to nearest the momentum would never decay. If b1 is above 0.95, all codes
-are rounded stochastically. While gradients hardly change, a step moves m by (1 - b1) of its
-distance to their mean, and rounded to nearest a code would stop far from it.
+direction are rounded to nearest, which halves the error; small codes are rounded stochastically.
+Without a gradient, m / sqrt(v) decays by b1 / sqrt(b2) per step. A small code then moves by less
+than half the distance to the next one, so rounding to nearest would keep it from ever decaying. If
+b1 is above 0.95, all codes are rounded stochastically: while gradients hardly change, a step moves
+m by only (1 - b1) of its distance to their mean, and a code rounded to nearest would stop far away.
 
-Where v is below the smallest number that its group can hold, m is divided by the root of that
-number instead of sqrt(v) when it is stored, and multiplied by it when it is read.
+Where v is below the smallest number that its group can hold, m is stored divided by the root of
+that smallest number instead of sqrt(v), and multiplied by the same root when it is read.
 
 The formats of the COAT paper are FP8 with dynamic range expansion (`numerics.expansion`) for both
 moments: `PAPER`. With stochastic rounding, `Storage(first=E4M3, second=E4M3)`, the first moment is
@@ -58,7 +58,7 @@ MIN_COLUMNS = 16
 # this many units per step to be rounded to nearest.
 MIN_DECAY = 0.75
 MIN_CHANGE = 0.049  # the least 1 - b1 with which large codes of a direction are rounded to nearest
-DIVISIBLE_BY = 8  # devices along one axis, for placeholders
+DIVISIBLE_BY = 8  # the devices along one axis over which a placeholder can be sharded
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 GroupSize = Annotated[int, Among(GROUP_SIZES)]
 ZeroOrMore = Annotated[int, Between(least=0)]
@@ -76,7 +76,7 @@ class Storage:
         other: FP8 format of the moments of other optimizers, which `compress` stores.
         group_size: neighbours along the last axis that share a scale and an exponent.
         min_size: leaves with fewer elements stay in FP32. With 0 every leaf is stored in 8 bits,
-            also one whose last axis is too narrow for that to save anything.
+            even if its last axis is too narrow for that to save anything.
         stochastic: whether moments are rounded stochastically, as above. Rounded to nearest they
             freeze: at b2 = 0.999 one step's decay is less than half a code.
         seed: of the stochastic rounding.
@@ -114,12 +114,12 @@ class Storage:
         return placeholder_shape(scales)
 
     def read(self, stored: Expanded, dtype: DTypeLike | None = None) -> Float[Array, "..."]:
-        """The FP32 values of one leaf; of a first moment in `DIRECTION`, its directions.
+        """The FP32 values of one leaf; for a first moment in `DIRECTION`, its directions.
 
         Args:
             stored: the leaf.
-            dtype: its format, which is required if it is simulated: the dtype of simulated codes
-                does not identify it.
+            dtype: its format. Required if it is simulated, because the dtype of simulated codes
+                does not identify the format.
         """
         if stored.codes.dtype == jnp.float32:
             return stored.codes
@@ -149,9 +149,9 @@ class Storage:
         Args:
             values: the leaf.
             dtype: its FP8 format.
-            key: of `numerics.noise`: rounds stochastically, so that the decoded value is right
-                on average. Without a key, or with `stochastic=False`, rounds to nearest.
-            never_zero: see `expansion.encode`: for leaves that a transformation divides by.
+            key: a key of `numerics.noise`, for stochastic rounding, with which the decoded value
+                is right on average. Without a key, or with `stochastic=False`, rounds to nearest.
+            never_zero: for leaves that a transformation divides by; see `expansion.encode`.
         """
         if not self.quantizes(values.shape):
             return self._in_fp32(values)
@@ -190,7 +190,7 @@ class Storage:
     def write_momentum(
         self, m: Float[Array, "..."], key: UInt32[Array, ""], b: float | Array
     ) -> Expanded:
-        """Stores a first moment that has no second one beside it, and decays by `b` per step."""
+        """Stores a first moment without a second one; it decays by `b` per step."""
         if not self.quantizes(m.shape):
             return self._in_fp32(m)
         for_m = noise.uniform(key, m.shape, run=self.group_size) if self.stochastic else None
@@ -231,9 +231,8 @@ class Storage:
     def rounding_of_first(self, b1: float | Array) -> Rounding:
         """How a first moment that decays by b1 is rounded; for directions see `stochastic_below`.
 
-        A b1 that the program computes is taken for a slow one: stochastic rounding, which the
-        Triton kernel then does, is right for any b1. XLA's path chooses by its value when the
-        program runs.
+        A traced b1 counts as a slow decay: the Triton kernel then rounds stochastically, which is
+        right for any b1. The XLA path chooses by the value of b1 when the program runs.
         """
         if not self.stochastic:
             return "nearest"
@@ -244,7 +243,7 @@ class Storage:
     def _decays_fast(self, b1: float | Array) -> bool | Array:
         """Whether every normal code decays by itself when it is rounded to nearest.
 
-        The second code of a binade loses the smallest part of its distance to the next.
+        The second code of a binade loses the smallest share of its distance to the next one.
         """
         return (2 ** format_of(self.first).mantissa_bits + 1) * (1 - b1) >= MIN_DECAY
 
@@ -277,7 +276,7 @@ _CODERS = {jnp.dtype(DIRECTION): integers, jnp.dtype(LOGARITHM): logarithms}
 
 
 def placeholder_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an unused array that can be sharded like one of this shape, and is small."""
+    """The shape of a small, unused array that can be sharded like an array of this shape."""
     return tuple(math.gcd(size, DIVISIBLE_BY) if size else 0 for size in shape)
 
 
@@ -290,13 +289,13 @@ def stochastic_below(b1: float | Array, b2: float | Array) -> Float[Array, ""]:
 
 
 def _format(field: str, dtype: DTypeLike | Minifloat, own: DTypeLike | None) -> Any:
-    """The one of E4M3, E5M2 and `own` that equals `dtype`, or a `Minifloat`; raises for others."""
+    """Whichever of E4M3, E5M2 and `own` equals `dtype`, or a `Minifloat`; raises for others."""
     dtype = named_format(dtype)
     if isinstance(dtype, Minifloat):
         if own is None or dtype.container != jnp.bfloat16 or not dtype.zero:
             raise ValueError(
-                f"{field}={dtype.name!r} cannot be simulated: first and second can, in formats "
-                "that have a zero and up to 7 mantissa bits."
+                f"{field}={dtype.name!r} cannot be simulated: only first and second can, in "
+                "formats that have a zero and up to 7 mantissa bits."
             )
         if own == DIRECTION and not dtype.signed:
             raise ValueError(f"{field}={dtype.name!r} has no sign, and first moments have both.")
@@ -314,5 +313,5 @@ def _format(field: str, dtype: DTypeLike | Minifloat, own: DTypeLike | None) -> 
     )
 
 
-# The formats of the COAT paper, rounded as it rounds.
+# The formats and the rounding of the COAT paper.
 PAPER = Storage(first=E4M3, second=E4M3, stochastic=False)

@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-CONTEXT_TOKENS = 8  # at the end of a prompt; the text of a new token depends on fewer
+CONTEXT_TOKENS = 8  # the last of a prompt, to decode with; the text of a new token needs fewer
 
 
 class Reader(Protocol):
     """Turns tokens into text, piece by piece."""
 
     def read(self, tokens: Sequence[int]) -> str:
-        """The text that is certain after these tokens, and was not returned before."""
+        """Returns the text that these tokens complete and that was not returned before."""
 
     def end(self) -> str:
-        """The rest, when no token follows."""
+        """Returns the remaining text once no token follows."""
 
 
 class BytesReader:
@@ -44,7 +44,7 @@ class TokensReader:
 
     Args:
         decode: tokens to text.
-        prompt: the tokens before.
+        prompt: the tokens before those that are read.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int]):

@@ -1,13 +1,13 @@
-"""Between text and tokens: a tokenizer.json of the `tokenizers` library, or bytes without one.
+"""Text to tokens and back: with a tokenizer.json of the `tokenizers` library, or as bytes.
 
     encode              one text, as a prompt of a model
     encode_documents    many texts to train on: no token is put in front of them, and a special
                         token that a text spells out is ordinary text, which cannot end a document
-    encode_markers      the text of a chat template, in which special tokens are meant as such
+    encode_markers      the text of a chat template, in which special tokens count as special
     reader              tokens to text, piece by piece: `token_readers`
 
-Tokenizers in the manner of SentencePiece put a space in front of each text. A part of a document
-that follows another part gets none, so that all parts together are the document.
+Tokenizers like SentencePiece put a space in front of each text. A part of a document that follows
+another part gets none, so that the tokens of all parts together are those of the document.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ class Bytes:
         self.end_of_text = end_of_text
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt. Bytes that a terminal could not decode stay as they were."""
+        """The tokens of a prompt. Bytes that a terminal could not decode are kept unchanged."""
         return list(_bytes_of(text))
 
     def encode_documents(
@@ -73,7 +73,7 @@ class Bytes:
         return self.encode_documents([text])[0]
 
     def token(self, text: str) -> int:
-        """The token that is written like this; raises if there is none."""
+        """The token whose text is exactly `text`; raises if there is none."""
         tokens = self.encode(text)
         if len(tokens) != 1:
             raise UserError(f"{text!r} is not a token: tokens are bytes, and it has {len(tokens)}.")
@@ -108,8 +108,8 @@ class Tokenizer:
             path: of the file.
             begin: whether a prompt begins with `beginning`.
             end_of_text: by default the first of ENDS_OF_TEXT that the tokenizer knows.
-            template: what the template of chats spells out. Tokens of several characters in it are
-                special: no document can have them.
+            template: the text of the chat template. Tokens of several characters in it are
+                special: no document can contain them.
         """
         self._path, self._begin = path, begin
         self._tokenizer, self._content = read(path)
@@ -145,12 +145,12 @@ class Tokenizer:
     def _puts_a_space_first(self) -> bool:
         """Whether a text gets a space in front of it, as in SentencePiece.
 
-        If white space is dropped, that space is all that tells two words apart: then it stays.
+        If the tokenizer drops white space, only that space separates two words, so it stays.
         """
         return self._prepared("x") not in ("x", self._prepared("x\n"))
 
     def _prepared(self, text: str) -> str:
-        """A text as it is divided into tokens."""
+        """The text after normalization and pre-tokenization."""
         if (normalizer := self._tokenizer.normalizer) is not None:
             text = normalizer.normalize_str(text)
         if (pre_tokenizer := self._tokenizer.pre_tokenizer) is not None:
@@ -163,7 +163,7 @@ class Tokenizer:
         return beginning_of(self._tokenizer, str(self._path))
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt. It is not begun twice if the text spells that out itself."""
+        """The tokens of a prompt. `beginning` is not added if the text spells it out itself."""
         own = self._encode(text)
         return begun_with(self.beginning, own) if self._begin else own
 
@@ -174,7 +174,8 @@ class Tokenizer:
 
         Args:
             texts: documents, or parts of documents.
-            continued: of each text, whether another part precedes it; by default of none.
+            continued: for each text, whether another part of its document precedes it; by default,
+                none does.
         """
         before = [
             OTHER_TEXT if follows and self._puts_a_space_first else ""
@@ -193,7 +194,7 @@ class Tokenizer:
         return [np.array(of_text, self.dtype) for of_text in tokens]
 
     def encode_markers(self, text: str, *, after: str = "") -> UInt[np.ndarray, " N"]:
-        """The tokens of a text of a template, in which special tokens are meant as such.
+        """The tokens of a text of a template, in which special tokens count as special.
 
         Args:
             text: from the template.
@@ -206,13 +207,13 @@ class Tokenizer:
         return np.array(tokens, self.dtype)
 
     def token(self, text: str) -> int:
-        """The token that is written like this; raises if there is none."""
+        """The token whose text is exactly `text`; raises if there is none."""
         token = self._tokenizer.token_to_id(_clean(text))
         if token is not None:
             return int(token)
         tokens = self._encode(text)
         if len(tokens) != 1:
-            raise UserError(f"{text!r} is not a token of the tokenizer, which makes it {tokens}.")
+            raise UserError(f"{text!r} is not one token: the tokenizer encodes it as {tokens}.")
         return int(tokens[0])
 
     def reader(self, prompt: Sequence[int]) -> Reader:
@@ -228,16 +229,16 @@ AnyTokenizer = Bytes | Tokenizer
 
 
 def begun_with(begin: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """The tokens of a text after those that begin one, unless it begins with these already.
+    """`tokens` with `begin` in front, unless they begin with these already.
 
-    The templates of chats of Llama 3 and Mistral spell out <|begin_of_text|> and <s>.
+    The chat templates of Llama 3 and Mistral spell out <|begin_of_text|> and <s>.
     """
     begun = list(tokens[: len(begin)]) == list(begin)
     return [*tokens] if begun else [*begin, *tokens]
 
 
 def _following(tokenizer: Any, before: str, text: str, both: list[int]) -> list[int]:
-    """The tokens of `text` alone among those of `before` and `text` together."""
+    """Those tokens of `both`, the tokens of `before` + `text`, that belong to `text`."""
 
     def tokens_of(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -246,7 +247,7 @@ def _following(tokenizer: Any, before: str, text: str, both: list[int]) -> list[
         return both
     first = tokens_of(before)
     if both[: len(first)] != first:
-        return tokens_of(text)  # a token of both joins them
+        return tokens_of(text)  # one token spans the end of `before` and the start of `text`
     # Some tokenizers do not know OTHER_TEXT, and have one token for several unknown characters.
     adds_none = tokens_of(before + text[:1]) == first
     shares_last = adds_none and tokens_of(text[:1])[-1:] == first[-1:]
@@ -256,12 +257,12 @@ def _following(tokenizer: Any, before: str, text: str, both: list[int]) -> list[
 def document_tokenizer(
     path: str | Path | None, end_of_text: int | None = None, *, template: str = ""
 ) -> AnyTokenizer:
-    """The tokenizer of documents, which must know what ends them.
+    """A tokenizer for documents, which must have a token that ends them.
 
     Args:
         path: of a tokenizer.json; None for bytes.
         end_of_text: the token that ends a document; by default the tokenizer's own.
-        template: of chats; see `Tokenizer`.
+        template: the chat template; see `Tokenizer`.
     """
     if path is None:
         return Bytes() if end_of_text is None else Bytes(end_of_text)
@@ -306,7 +307,7 @@ def parsed(content: bytes, where: str) -> Any:
 
     Args:
         content: of the file.
-        where: what errors call the file.
+        where: the name of the file in errors.
     """
     import tokenizers
 
@@ -316,7 +317,7 @@ def parsed(content: bytes, where: str) -> Any:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
         highest = max(tokenizer.get_vocab().values(), default=-1)
     if not 0 <= highest < INT32_MAX:
-        raise UserError(f"{where} has no vocabulary that a model can have: make it anew.")
+        raise UserError(f"{where} has no vocabulary that a model can use: create it again.")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -331,11 +332,12 @@ def known_end_of_text(tokenizer: Any) -> int | None:
 def beginning_of(tokenizer: Any, where: str) -> list[int]:
     """The tokens that a tokenizer of the library puts in front of a text.
 
-    What it puts behind one, such as </s>, would end a prompt before a model continues it.
+    Tokens that it appends, such as </s>, are left out: they would end a prompt before a model
+    continues it.
 
     Args:
         tokenizer: from `parsed`.
-        where: what errors call its file.
+        where: the name of its file in errors.
     """
     for text in ("a", *tokenizer.get_vocab()):
         try:
@@ -351,7 +353,7 @@ def beginning_of(tokenizer: Any, where: str) -> list[int]:
 
 @contextlib.contextmanager
 def library_failures(what: str) -> Iterator[None]:
-    """Turns an error of the library, which has no class of its own, into one line."""
+    """Turns an error of the library, which has no exception class of its own, into a UserError."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, UserError):
@@ -361,7 +363,7 @@ def library_failures(what: str) -> Iterator[None]:
 
 
 def _bytes_of(text: str) -> bytes:
-    """The text in UTF-8. Bytes of a terminal that Python could not decode stay as they were."""
+    """The text in UTF-8. Bytes that Python could not decode on input are kept unchanged."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:

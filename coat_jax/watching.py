@@ -4,15 +4,15 @@
     d probe                what the op's backward pass returns for it: the statistics
 
 A probe is an argument of an op like any other, so its "gradient" passes through everything that
-gradients pass through: jit, scan over layers, recomputation, meshes of devices. It is summed where
-gradients are. The compiled program has no callbacks and no side effects.
+gradients pass through: jit, scan over layers, recomputation, meshes of devices. It is summed
+wherever gradients are. The compiled program has no callbacks and no side effects.
 
-`coat_jax.telemetry` makes the probes and sets the `Scope` in which ops look for theirs while they
-are traced. Without a scope the probe of an op is None, and its program is the same as without
+`coat_jax.telemetry` makes the probes and sets the `Scope` in which each op finds its probe while it
+is traced. Without a scope the probe of an op is None, and its program is the same as without
 telemetry.
 
 The scope is part of the keys of JAX's caches of traced functions, so a layer that was traced within
-a scope is not reused without one, nor the other way round.
+a scope is not reused without one, nor vice versa.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _current = jax.make_user_context(default_value=None)
 
 @jax.tree_util.register_pytree_node_class
 class Probe:
-    """An argument of an op: for each tensor zeros, or the sums that the op has recorded.
+    """An argument of an op: for each tensor, zeros or the sums that the op has recorded.
 
     Attributes:
         sums: by the tensor's name within the op.
@@ -106,7 +106,7 @@ class Scope:
         return Probe({t: probes[name] for t, name in names.items() if name in probes}, weights)
 
     def _free(self, op: str, tensors: Sequence[str]) -> str:
-        """A name that is not taken: the scope's own, one with the op's name, or a numbered one."""
+        """A free name: the scope's own, or else with the op's name added, or with a number."""
         full = f"{self._prefix}/{op}" if self._prefix else op
         base, number = self._prefix or op, 0
         while any(f"{base}/{tensor}" in self._taken for tensor in tensors):
@@ -145,7 +145,7 @@ class LayerProbes:
         self.probes, self._found, self._prefix, self._count = probes, found, prefix, count
 
     def scope(self) -> Scope:
-        """Where the ops of one layer look, each time it is traced."""
+        """A scope in which the ops of one layer find their probes, for one tracing of it."""
         return Scope(self._found, self.probes, self._prefix, self._count)
 
     def tree_flatten(self) -> tuple[Any, Any]:
@@ -187,7 +187,7 @@ def probe(
         op: its name, used where no scope has named it, or where two ops would share names.
         tensors: what it rounds to FP8.
         weights: names of its weights, unless the scope has others.
-        per_weight: what it rounds for each weight.
+        per_weight: what it rounds to FP8 for each weight.
     """
     scope: Scope | None = _current.value
     if scope is None or not (tensors or (weights and per_weight)):

@@ -1,8 +1,8 @@
 """Writes files and folders that appear when they are complete, with an error if the disk is full.
 
-`replace` and `NewFolder` write under another name first, and rename when all is written. A process
-that is killed leaves that name behind. `NewFolder` does not remove it, because another process may
-be writing there.
+`replace` and `NewFolder` write under a temporary name first, and rename when all is written. A
+process that is killed leaves the temporary file or folder behind. `NewFolder` does not remove it,
+because another process may be writing there.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from coat_jax.errors import UserError
 # No space, over quota, over the largest file allowed.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 UNFINISHED = ".unfinished"  # the suffix of a file or folder that is being written
-METADATA = 1 << 20  # bytes that a checkpoint takes at most beside its arrays
+METADATA = 1 << 20  # the most bytes that a checkpoint takes besides its arrays
 
 
 class NotWritten(UserError, OSError):
@@ -93,7 +93,7 @@ def flush(path: Path) -> None:
 
 
 def replace(path: Path, content: str | bytes) -> None:
-    """Replaces a file atomically: at any time it has all of its old content, or of the new one."""
+    """Replaces a file atomically: at any time it has all of its old or all of its new content."""
     unfinished = path.with_name(path.name + UNFINISHED)
     write_durably(unfinished, content)
     unfinished.replace(path)
@@ -133,7 +133,7 @@ class NewFolder(NamedTuple):
         self.unfinished.mkdir(parents=True)
         try:
             yield self.unfinished
-            # Else a power failure could leave the name without the content.
+            # Otherwise a power failure could leave the name without the content.
             for path in (*self.unfinished.rglob("*"), self.unfinished):
                 flush(path)
             self.unfinished.rename(self.out)

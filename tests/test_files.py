@@ -34,7 +34,7 @@ def test_only_regular_files_are_read(tmp_path):
         "self": "Too many levels of symbolic links",
         "binary": "is not text in UTF-8",
         "n" * 300: "File name too long",
-        "broken": "broken is a link to gone, where there is nothing",
+        "broken": "broken is a link to gone, which does not exist",
         "a\0b": "There is no config file",
     }.items():
         with pytest.raises(UserError, match=message):

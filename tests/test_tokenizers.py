@@ -188,7 +188,7 @@ def test_a_token_is_found_by_how_it_is_written(path):
     assert tokenizer.token("</s>") == 1
     assert tokenizer.token("a") == json.loads(path.read_text())["model"]["vocab"]["a"]
     with pytest.raises(
-        ValueError, match=r"'a b c' is not a token of the tokenizer, which makes it \["
+        ValueError, match=r"'a b c' is not one token: the tokenizer encodes it as \["
     ):
         tokenizer.token("a b c")
     assert Bytes().token("\n") == 10

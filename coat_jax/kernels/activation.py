@@ -6,8 +6,8 @@
 `activate` and `activate_backward` are the references, in FP32. `gradient_bounds` bounds the
 gradients without computing them, from the exponents of the saved blocks.
 
-The kernels go from FP8 to FP8. A tensor's scale must be known before its codes are written, hence
-two passes forward:
+The kernels go from FP8 to FP8. The scale of a tensor must be known before its codes are written, so
+a forward pass runs one of the first two pairs of kernels:
 
     activation_forward          hidden -> blocks, maxima of |a|
     activation_cast             blocks -> a as one FP8 tensor
@@ -16,9 +16,9 @@ two passes forward:
     activation_backward         blocks, da -> the gradients of hidden in FP8, in both layouts;
                                 a as one FP8 tensor, transposed
 
-The first pair computes a from what the blocks decode to, the second one from hidden itself. Maxima
-are over 32 columns of a row: few enough numbers to be reduced quickly, and narrow enough that a
-mesh can shard widths like 11008 = 32 x 344.
+The first pair computes a from the decoded blocks, the second pair from hidden itself. Each maximum
+is over 32 columns of a row: the maxima are few enough to be reduced quickly, and the columns narrow
+enough that a mesh can shard widths like 11008 = 32 x 344.
 """
 
 import math
@@ -51,7 +51,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 COLUMNS_PER_MAXIMUM = 32  # or a block, if that is wider
-# Per pass: rows and columns of a tile, warps of a program. The fastest of several on an H200.
+# Per pass: rows and columns of a tile, warps of a program. The fastest of several choices on H200.
 TILES = {
     "forward": (32, 128, 4),
     "exact": (16, 128, 4),
@@ -154,10 +154,10 @@ def activation_forward_exact(
 ) -> tuple[tuple[Blocks, ...], Array, Float[Array, "B S M"]]:
     """Blocks of `hidden`; the activation's codes [B, S, F]; the maxima of its magnitudes.
 
-    The codes have one scale for each maximum, which follows from it: in FP8 a power of two, and
-    with `in_int8` the one that makes it 127. A maximum is over the activations of hidden and of its
-    blocks: the backward pass recomputes the latter, with the scale of the forward pass. The blocks
-    are rounded as in `activation_forward`. Products in INT8 are scaled here.
+    Each maximum sets the scale of its codes: in FP8 a power of two, with `in_int8` the scale that
+    maps the maximum to 127. A maximum covers the activations of hidden and of its decoded blocks,
+    because the backward pass recomputes the latter with the scale of the forward pass. The blocks
+    are rounded as in `activation_forward`. Unscaled INT8 products in hidden are scaled here.
     """
     from coat_jax.kernels.triton.activation import activation_forward_exact_tile
 
@@ -253,10 +253,10 @@ def activation_rescale(
     scale: Float[Array, ""] | Float[Array, "B S"],
     size: int,
 ) -> Array:
-    """The codes with one `scale`, in place of the scales that follow from the maxima.
+    """The codes with one `scale`, in place of the scales that the maxima set.
 
     In FP8 all scales are powers of two, so a code changes only where it becomes subnormal. INT8
-    codes are rounded a second time, to the scales of rows whose largest magnitudes are `scale`.
+    codes are rounded a second time, to one scale per row; `scale` has the rows' largest magnitudes.
     """
     from coat_jax.kernels.triton.activation import activation_rescale_tile
     from coat_jax.kernels.triton.int8 import int8_rescale_tile

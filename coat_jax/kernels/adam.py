@@ -12,12 +12,12 @@ the step too small, not too large.
 
 BF16 parameters may have corrections (`numerics.corrections`): p is then a number of 24 bits.
 
-`adam_reference` is this in `jnp`, one leaf at a time: the specification, and what runs through XLA.
-The Triton kernel (`triton.adam`, launched by `adam_launch`) takes one pass over memory, in place:
-it moves 14.2 bytes per FP32 parameter with BF16 gradients. Without a parameter the result of a leaf
-is its direction d, for the next transformations of an optax chain. Results of kernel and reference
-differ by the rounding of approximate logarithms, powers and roots. A stored code may differ by one
-where the exact value is near the middle between two codes.
+`adam_reference` computes this in `jnp`, one leaf at a time: it is the specification, and runs where
+XLA is chosen. The Triton kernel (`triton.adam`, launched by `adam_launch`) takes one pass over
+memory, in place: it moves 14.2 bytes per FP32 parameter with BF16 gradients. Without a parameter it
+returns the direction d, for the next transformations of an optax chain. Results of kernel and
+reference differ by the rounding of approximate logarithms, powers and roots. A stored code may
+differ by one where the exact value is near the middle between two codes.
 """
 
 import dataclasses
@@ -129,7 +129,7 @@ def adam_reference(
 
 
 def _param_in_full(param: Float[Array, "..."], correction: Array | None) -> Float[Array, "..."]:
-    """A parameter in FP32, or in FP64 if it is: a step of zero must not change it."""
+    """A parameter in FP32; FP64 stays FP64, because a step of zero must not change it."""
     if correction is not None:
         return corrections.join(param, correction)
     return param.astype(np.promote_types(param.dtype, np.float32))
@@ -177,14 +177,14 @@ def largest_direction(
 
         m_hat^2 / v_hat <= (1 - b2^t) / (1 - b2)  sum of c_i^2 / b2^i
 
-    where c_i = c b1^i but for Nesterov's c_0. With r = b1^2 / b2 the sum is  c_0^2 + c^2 (s - 1),
-    s = (r^t - 1) / (r - 1). It tends to (1 - b1)^2 / (1 - r), and has no limit if r >= 1. At the
-    first step it is 1: the direction is the gradient's sign.
+    where c_i = c b1^i, except for Nesterov's c_0. With r = b1^2 / b2 the sum is
+    c_0^2 + c^2 (s - 1),  s = (r^t - 1) / (r - 1). It tends to (1 - b1)^2 / (1 - r), and has no
+    limit if r >= 1. At the first step it is 1: the direction is the gradient's sign.
     """
     t = count.astype(jnp.float32)
     debias1, debias2 = bias(b1, count), bias(b2, count)
     log_r = 2 * log_decay(b1) - log_decay(b2)
-    # No power of b1 = 0 is left after the first, also if b2 = 0. With b2 = 0 alone r is infinite.
+    # If b1 = 0, only the first power is left, even if b2 = 0. If only b2 = 0, r is infinite.
     log_r = jnp.where(jnp.asarray(b1) == 0, -jnp.inf, jnp.asarray(log_r, jnp.float32))
     many = jnp.where(log_r == 0, t, jnp.expm1(t * log_r) / jnp.expm1(log_r))
     powers = jnp.where(t == 1, 1.0, jnp.where(log_r == jnp.inf, jnp.inf, many))
@@ -258,7 +258,7 @@ def numbers_of_step(
         decay=lr * weight_decay,
         skip=skip,
         largest_gradient=LARGEST_GRADIENT / jnp.abs(grad_scale),
-        largest_step=jnp.where(jnp.isnan(bound), jnp.inf, bound),  # 0 inf at a learning rate of 0
+        largest_step=jnp.where(jnp.isnan(bound), jnp.inf, bound),  # 0 * inf at a learning rate of 0
         smallest_v=b2 * smallest_v,
         stochastic_below=stochastic_below(b1, b2),
     )

@@ -78,7 +78,7 @@ def adam_step(
                 "The Triton kernel steps parameters of up to 32 bits, and these are float64. Use "
                 'implementation=None or "xla".'
             )
-        # FP32 leaves are small: XLA fuses their steps, also with each other.
+        # FP32 leaves are small: XLA fuses their steps, even those of several leaves.
         if chosen == "xla" or in_fp32 or in_fp64 or leaf.grad.size == 0:
             key = noise.leaf_key(settings.storage.seed, count, ids[i])
             key = noise.distinguish(key, *jax.tree.leaves(leaf))

@@ -1,8 +1,8 @@
 """Which elements of an optimizer's leaves each program of a kernel works on.
 
-A program has one block of 1024 neighbouring elements, in whole groups. Where its block lies is
-computed from numbers in a table, with a row for each leaf of the launch: `LayoutField` has their
-order. `triton.block_layout` reads them.
+Each program works on one block of 1024 neighbouring elements, in whole groups. It computes the
+place of its block from a table with one row per leaf of the launch. `LayoutField` has the order of
+the numbers in a row, and `triton.block_layout` reads them.
 """
 
 import math
@@ -29,7 +29,7 @@ class LayoutField(NamedTuple):
     leaf: int = 4  # the index of its key
     decayed: int = 5  # whether weight decay applies: 0 or 1
     start: int = 6  # of `LeafShard`
-    jumps: int = 7  # likewise: MAX_JUMPS pairs
+    jumps: int = 7  # of `LeafShard`: MAX_JUMPS pairs
     width: int = 7 + 2 * MAX_JUMPS  # of a row
 
 

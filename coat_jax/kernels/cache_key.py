@@ -2,9 +2,9 @@
 
 Under a mesh of several devices a kernel is a `CustomSPMDPartitioning` call until XLA partitions the
 program. That call holds the address of a Python function, which differs in every process, so JAX's
-cache would never find the program again. Without the address, which the trainer tells JAX to leave
-out (`jax_remove_custom_partitioning_ptr_from_cache_key`), two programs that differ only in a kernel
-would share a key. Therefore the call stands in a function whose name holds a hash of the kernel.
+cache would never find the program again. The trainer therefore tells JAX to leave the address out
+of the key (`jax_remove_custom_partitioning_ptr_from_cache_key`). Two programs that differ only in a
+kernel would then share a key, so the call is in a function whose name contains the kernel's hash.
 """
 
 import functools

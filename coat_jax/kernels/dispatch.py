@@ -73,7 +73,7 @@ def gpu_capability() -> int | None:
 
 
 def described(capability: int) -> str:
-    """What a GPU has, in words."""
+    """A GPU's compute capability, in words."""
     return f"compute capability {capability / 10:.1f}" if capability else "no compute capability"
 
 

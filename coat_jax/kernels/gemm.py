@@ -4,20 +4,19 @@
     product_transposed  dx = dy w^T      dy [..., N] w [K, N]    E5M2 and E4M3
     outer_product       dw = x^T dy      x [..., K]  dy [..., N] E4M3 and E5M2
 
-An FP8 operand has one scale, found just in time: the least power of two with which its largest
-element fits the format, or a bound of that element where a bound is cheaper. Powers of two multiply
-exactly in any dtype, so the scale of a product is folded into the GEMM, also in BF16. Sums are in
-FP32. On NVIDIA GPUs each product is one FP8 GEMM of cuBLASLt, or a sum that XLA fuses where one
-side is a single row. Elsewhere operands are converted to FP32. Results differ only by the order of
-sums.
+An FP8 operand has one scale, computed just in time: the least power of two with which its largest
+element, or a bound of it where that is cheaper, fits the format. Powers of two multiply exactly in
+any dtype, so the scale of a product is folded into the GEMM, also in BF16. Sums are in FP32. On
+NVIDIA GPUs each product is one FP8 GEMM of cuBLASLt, or a sum that XLA fuses where one side is a
+single row. Elsewhere operands are converted to FP32. Results differ only by the order of sums.
 
 `product_of_codes` is a product of codes alone, for scales that are not one number per operand.
 
-Operands of a simulated format (`numerics.minifloat`) are values in BF16 or FP32, and products of
-them are exact but for the order of sums: in BF16 where both sides are, else in FP32.
+Operands of a simulated format (`numerics.minifloat`) are values in BF16 or FP32. Their products are
+computed in BF16 if both sides are BF16, else in FP32, and are exact except for the order of sums.
 
-If the largest element is NaN or infinite, the scale is NaN, and with it all results: they cannot
-pass for large numbers. If the scale comes from a bound, only the row of that element becomes NaN.
+If the largest element is NaN or infinite, the scale and all results are NaN: they cannot be taken
+for large numbers. If the scale comes from a bound, only the row of that element becomes NaN.
 """
 
 import math
@@ -49,8 +48,8 @@ FP8 = lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM
 # products, Hopper's tensor cores drop up to 2^-13 of the sum so far: 2^-6 for 4096 products. The
 # result in BF16 adds 2^-9.
 SUM_ROUNDING = 1 + 2.0**-5
-# A product of so few rows takes the time in which its weight is read, but twice that as an FP8 GEMM
-# of cuBLASLt. In BF16 XLA converts the codes of the weight as it reads them.
+# A product of at most this many rows could run in the time that reading its weight takes, but an
+# FP8 GEMM of cuBLASLt takes twice that. In BF16, XLA converts the weight's codes as it reads them.
 FEW_ROWS = 64
 MOST_INT8_COLUMNS = (2**31 - 1) // 128**2
 
@@ -106,7 +105,7 @@ def scaled(
     *,
     stream: Stream | None = None,
 ) -> Operand:
-    """Rounds `x` to FP8 with a known scale. "xla" ignores the layout: XLA transposes itself."""
+    """Rounds `x` to FP8 with a known scale. "xla" ignores the layout and lets XLA transpose."""
     if implementation == "xla":
         codes, _ = cast_reference(x, scale, dtype, "straight", stream=stream)
         return Operand(codes, None, scale)
@@ -162,8 +161,8 @@ def product_of_codes(x: Array, w: Array, dtype: DTypeLike) -> Array:
     """x w^T of 8-bit codes [..., K] and [N, K], whose scales multiply the result afterwards.
 
     INT8 codes give an exact result in INT32; FP8 codes that of `product_transposed`, in `dtype`.
-    Codes of x are of values that were FP8 before the cast, as `formats.nearest` gives them: of any
-    others XLA may drop the cast here, and with it the rounding.
+    FP8 codes of x must come from values that were rounded before the cast, as by `formats.nearest`.
+    Otherwise XLA may drop the cast here, and with it the rounding.
     """
     if x.dtype != jnp.int8:
         return _product_of_fp8_codes(x, w, dtype)
@@ -184,7 +183,7 @@ def _product_of_fp8_codes(x: Array, w: Array, dtype: DTypeLike) -> Array:
         return product_transposed(Operand(x, None, one), Operand(w, None, one), dtype)
 
     def in_bf16(x: Array, w: Array) -> Array:
-        # Without the barrier XLA would find the codes, and make an FP8 GEMM of them.
+        # Without the barrier XLA would see that the operands are FP8 codes, and use an FP8 GEMM.
         values = lax.optimization_barrier(x.astype(jnp.bfloat16))
         return multiplied(values, w.astype(jnp.bfloat16))
 
@@ -198,8 +197,8 @@ def scale_sums(
 ) -> Float[Array, "*rows N"]:
     """Sums of codes times the scales of their rows and columns, in FP32."""
     rows = row_scale[..., None]
-    # The smaller scale first: the other way an ordinary result may overflow in between. A scale
-    # that is NaN is one of the two.
+    # Multiply by the smaller scale first: in the other order an ordinary result may overflow in
+    # between. If a scale is NaN, it is still one of the two factors.
     smaller = jnp.where(rows < column_scale, rows, column_scale)
     larger = jnp.where(rows < column_scale, column_scale, rows)
     return sums.astype(jnp.float32) * smaller * larger
@@ -237,7 +236,7 @@ def _dot(
     narrow = min(_result_size(left_side), _result_size(right_side)) <= _most_shards()
 
     def in_fp8(a: Array, b: Array) -> Array:
-        # XLA has no FP8 algorithm for a vector: DEFAULT leaves it the choice, whatever
+        # XLA has no FP8 algorithm for a vector: DEFAULT lets XLA choose, whatever
         # jax_default_matmul_precision says.
         how = lax.Precision.DEFAULT if narrow else FP8
         return lax.dot_general(a, b, dimensions, precision=how, preferred_element_type=wide)

@@ -5,10 +5,10 @@
     y[t, n] = (sum over k of x codes[t, k] w codes[n, k]) x scale[t] w scale[n]
 
 The sum is over k, so any scale that does not depend on k can be taken out of it: each token of an
-input has one, and each column of a weight.
-Against the largest elements of its row INT8 is more precise than FP8 (steps of max / 127, where
-E4M3 has steps of 1/8 to 1/16 of each number); elements far below them are rounded to few codes, or
-to zero. The sum is exact, in INT32: it does not depend on the order, and so not on the mesh.
+input and each column of a weight has one.
+For the largest elements of a row, INT8 is more precise than FP8 (its steps are max / 127, those of
+E4M3 are 1/8 to 1/16 of each number); elements far below them are rounded to few codes, or to zero.
+The sum is exact in INT32, so it depends neither on the order of its terms nor on the mesh.
 
 If a row has a NaN or an infinity, all results of that row are NaN, and only these.
 """
@@ -90,8 +90,8 @@ def product(x: Rows, w: Rows) -> Product:
 def _largest(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
     """The largest magnitudes along an axis, in FP32; NaN where not all are finite.
 
-    It compares their bits, as integers: there NaN is the largest, where XLA's maximum of numbers
-    may lose it on CPUs.
+    Their bits are compared as integers, of which those of NaN are the largest. On CPUs, XLA's
+    maximum of floats may lose a NaN.
     """
     bits = lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
     largest = lax.bitcast_convert_type(jnp.max(bits, axis=axis, initial=0), jnp.float32)
@@ -105,7 +105,8 @@ def _encoded(x: Array, largest: Array) -> Int8[Array, "..."]:
 def _rows_kernel(x: Float[Array, "*rows K"], largest: Float[Array, "*rows"]) -> Array:
     """The codes of an input's rows, in half the time that XLA takes.
 
-    It multiplies by the reciprocal of a scale where XLA divides, so ties may be rounded otherwise.
+    The kernel multiplies by the reciprocal of a scale, and XLA divides: ties may be rounded
+    differently.
     """
     from coat_jax.kernels.triton.int8 import int8_rows_tile
 

@@ -1,4 +1,4 @@
-"""Compiles each Triton kernel once, and not again in every process.
+"""Caches compiled Triton kernels in files, so that not every process compiles them again.
 
 jax-triton compiles a kernel whenever a program that launches it is lowered, even where JAX's
 compilation cache has the program. That takes seconds for the kernels of a model. So the compiled
@@ -7,7 +7,7 @@ launch is stored in a file beside JAX's entries, in `triton/` of `jax_compilatio
     name    a hash of the kernel's source, its constants, the arrays, the GPU and all versions
     file    SHA-256 of the rest, and the custom call's configuration as jax-triton made it
 
-A file that is damaged or cannot be read is written anew.
+A file that is damaged or cannot be read is rewritten.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from jax.interpreters import mlir
 
 from coat_jax.errors import UserError
 
-# Of JAX's two calls that launch Triton kernels, the one that a CUDA graph can contain. jax-triton
-# 0.3 asks for the other, and so every kernel would end a graph.
+# JAX has two custom calls that launch Triton kernels. A CUDA graph can contain only this one.
+# jax-triton 0.3 uses the other one, with which every kernel would end a graph.
 TARGET = "triton_kernel_call_ffi"
 
 triton_kernel = Primitive("triton_kernel")
@@ -99,8 +99,8 @@ def _refuse(context: Any, *operands: Any, **call: Any) -> Any:
     )
 
 
-# All other platforms. Not until here is it known what a program is compiled for: without a GPU it
-# may be compiled for one, ahead of time.
+# For all other platforms. The platform is known only when a program is lowered: on a machine
+# without a GPU, it may be compiled for one ahead of time.
 mlir.register_lowering(triton_kernel, _refuse)
 
 

@@ -41,7 +41,7 @@ def launch(
         constants: the kernel's `tl.constexpr` parameters.
     """
     aliases = aliases or {}
-    if programs == 0:  # arrays without elements, for which GPUs launch nothing
+    if programs == 0:  # arrays without elements: GPUs cannot launch an empty grid
         aliased_input = {output: operand for operand, output in aliases.items()}
         return [
             inputs[aliased_input[i]] if i in aliased_input else jnp.zeros(o.shape, o.dtype)

@@ -63,7 +63,7 @@ def run_sharded_leaves(
             leaf or of the leaf's scales.
         shared: arrays that every device needs whole.
         leaves: per leaf, arrays of the leaf's shape and of its scales' shape. The first one has
-            the leaf's shape, and its sharding decides.
+            the leaf's shape, and its sharding is the leaf's.
         group_size: elements per scale.
     """
     sizes = [len(arrays) for arrays in leaves]
@@ -128,7 +128,7 @@ def run_sharded_leaves(
 def _typed(
     call: Callable, leaves: Sequence[Sequence[Array]], result_shapes: Sequence[Sequence[Shape]]
 ) -> Callable:
-    """`call`; on an explicit mesh with results that are typed as sharded like the leaf's arrays."""
+    """`call`; on an explicit mesh, the types of its results have the shardings of the leaves."""
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit not in mesh.axis_types:
         return call

@@ -50,7 +50,7 @@ class Norm:
             raise ValueError(f"kind={self.kind!r} must be one of {KINDS}.")
         if not 0 <= self.eps < math.inf:
             raise ValueError(f"eps={self.eps} must be at least 0, and finite.")
-        # JAX fills trees with placeholders, also in place of None: only arrays are checked.
+        # JAX fills trees with placeholders, even in place of None: only arrays are checked.
         if self.kind == "rms" and hasattr(self.shift, "shape"):
             raise ValueError('A norm of kind "rms" has no shift. Use kind="layer".')
 

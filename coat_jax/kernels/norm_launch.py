@@ -246,7 +246,7 @@ def _parameters(norm: Norm, given: Sequence[Array], other: Array) -> list[Array]
 
 
 def _width(columns: int, size: int) -> int:
-    """The next power of two: Triton's arrays need one."""
+    """The next power of two, because the sizes of Triton's arrays must be powers of two."""
     return max(1 << (columns - 1).bit_length(), size)
 
 

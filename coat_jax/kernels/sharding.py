@@ -98,7 +98,7 @@ class _NamedAxes:
         self.whole |= {name for name, size in self.sizes.items() if size % self.blocks[name]}
 
     def sharded(self, mesh: Any, shardings: Sequence[Any]) -> dict[str, Any]:
-        """The entry of a PartitionSpec for every axis that is sharded, from the operands'."""
+        """The PartitionSpec entry of every sharded axis, from the shardings of the operands."""
         sharded: dict[str, Any] = {}
         used: set[str] = set()
         for sharding, axes in zip(shardings, self.operands, strict=True):

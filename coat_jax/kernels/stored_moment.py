@@ -2,18 +2,18 @@
 
     read       x = decode(stored)      in the dtype in which the optimizer computes with it
     rewrite    stored = encode(x)      rounded stochastically; but a group keeps its codes if
-                                       x is what they stand for
+                                       they already decode to x
 
 In a group that is nowhere negative no number is rounded to zero, since an optimizer may divide by
 it. `numerics.expansion` has the equations. `amax` has the dtype of x, in which it is exact.
 
-The references are the specification. XLA runs them in several passes over memory: the largest and
-smallest of a group must be known before its codes. The Triton kernels (`triton.stored_moment`) need
-one pass each. Per FP32 element, reading reads 1 byte and writes 4; rewriting, in place, reads 5 and
-writes 1. Results differ by the rounding of approximate logarithms and powers: a code may differ by
-one where the exact value is near the middle between two codes.
+The references are the specification. XLA runs them in several passes over memory, because the
+largest and smallest of a group must be known before its codes. The Triton kernels
+(`triton.stored_moment`) need one pass each. Per FP32 element, `read` reads 1 byte and writes 4;
+`rewrite`, in place, reads 5 and writes 1. Results differ by the rounding of approximate logarithms
+and powers: a code may differ by one where the exact value is near the middle between two codes.
 
-The kernels have no rules for `vmap` and for derivatives. There the references run.
+The kernels have no rules for `vmap` and derivatives; the references run instead.
 """
 
 import functools
@@ -56,7 +56,7 @@ def read(
 def rewrite_reference(
     stored: Expanded, new: Float[Array, "..."], storage: Storage, key: UInt32[Array, ""]
 ) -> Expanded:
-    """The moment as it is stored when its values have become `new`."""
+    """The stored moment after its values have become `new`."""
     size = storage.group_size
     groups = split_groups(new, size)
     positive = jnp.all(groups >= 0, axis=-1, keepdims=True)

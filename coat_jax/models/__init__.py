@@ -1,8 +1,8 @@
 """Decoders of Llama's kind: Llama, Mistral, Qwen 2 and 3, OLMo 1 and 2.
 
-    Config, PRESETS, config_of     what a model is, and published ones by name
+    Config, PRESETS, config_of     the config of a model, and published ones by name
     Llama                          the NNX module
-    create, abstract               on a mesh, each device its own shards
+    create, abstract               a new model on a mesh, each device with its own shards
     parameters_count               how many parameters a config has
     hf                             weights from and to Hugging Face folders
 

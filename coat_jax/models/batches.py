@@ -1,4 +1,4 @@
-"""Texts of different lengths in batches of few shapes, since every new shape is another program.
+"""Pads texts of different lengths to few shapes, because each shape is a program to compile.
 
 Rows are padded to a power of two (or to the model's context): texts of 1 to 1024 tokens need
 seven programs at most, not a thousand.
@@ -48,6 +48,6 @@ def require_known(where: str, tokens: Sequence[int], vocab: int) -> None:
         )
     if (outside := given[(given < 0) | (given >= vocab)]).size:
         raise UserError(
-            f"{where} token {outside[0]}, outside the model's vocabulary of {vocab}. Is the "
-            "tokenizer that of this model?"
+            f"{where} token {outside[0]}, outside the model's vocabulary of {vocab}. Does the "
+            "tokenizer belong to this model?"
         )

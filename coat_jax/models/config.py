@@ -8,7 +8,7 @@
     OLMo       layer   before                                       small ones
     OLMo 2     rms     after                 "all"
 
-All have rotary positions, gated MLPs, with silu unless `activation` says otherwise, and no other
+All have rotary positions, gated MLPs (with silu unless `activation` says otherwise) and no other
 biases. Left out: dropout, mixtures of experts, layers that differ from each other.
 """
 
@@ -26,7 +26,7 @@ from coat_jax.limits import Between, Count, added, dtype_of, require_fields, sho
 from coat_jax.nn import MeshAxes
 from coat_jax.precision import COAT, Precision, precision_of
 
-# Far above any model, and small enough that the bytes of any array of it are a 64-bit number.
+# Far more than any model has, and few enough that the bytes of any array fit in 64 bits.
 Layers = Annotated[int, Between(least=1, most=10_000)]
 Heads = Annotated[int, Between(least=1, most=1 << 14)]
 Width = Annotated[int, Between(least=1, most=1 << 20)]
@@ -112,7 +112,7 @@ class Config:
         if self.activation not in ops.ACTIVATIONS:
             raise UserError(
                 f"activation={shown(self.activation)} must be one of {', '.join(ops.ACTIVATIONS)}. "
-                "Before a new one is used, it must be an entry of coat.ops.ACTIVATIONS."
+                "To use a new one, add it to coat.ops.ACTIVATIONS first."
             )
         # One spelling each, so that equal Configs compare equal.
         object.__setattr__(self, "precision", precision_of(self.precision))
@@ -125,7 +125,7 @@ def _wide(name: str, value: Any) -> np.dtype:
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise UserError(
             f"{name}={dtype.name} must be float32, bfloat16 or another "
-            "float of 16 bits or more. What is FP8 is for `precision` to say."
+            "float of 16 bits or more. Use `precision` to choose what is FP8."
         )
     if dtype.itemsize > 4 and jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise UserError(f"{name}={dtype.name} needs JAX_ENABLE_X64=1 in the environment.")

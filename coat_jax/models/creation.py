@@ -1,6 +1,6 @@
 """Creates models on a mesh, where each device makes its own shards; counts their parameters.
 
-Values depend on the seed alone: not on the mesh, nor on `scan`. In 16 bits they are those in FP32,
+Values depend only on the seed, not on the mesh or on `scan`. 16-bit values are the FP32 values,
 rounded.
 """
 
@@ -27,7 +27,7 @@ def create(config: Config, *, seed: int = 0, mesh: Mesh | None = None) -> Llama:
 
     Args:
         config: the model.
-        seed: of the values, from 0 to 2^32 - 1.
+        seed: the seed of the values, from 0 to 2^32 - 1.
         mesh: with automatic axes; by default the one that is set, if any.
     """
     mesh = _checked_mesh(config, mesh)

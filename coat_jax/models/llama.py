@@ -7,7 +7,7 @@
 Each layer decides what it saves for the backward pass; between layers x is in `dtype`. With `remat`
 x is all that is saved. Embedding and head compute in `dtype`, never in FP8.
 
-`coat_jax.generation` runs it token by token.
+`coat_jax.generation` runs the model token by token.
 """
 
 from collections.abc import Callable
@@ -39,8 +39,8 @@ class Llama(nnx.Module):
         embed: [V, D].
         layers: a list of them; with `config.scan` one, whose parameters have a first axis over
             layers.
-        norm: the last one.
-        head: [D, V], or None where it is the embedding.
+        norm: the norm before the head.
+        head: [D, V], or None if it is tied to the embedding.
     """
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
@@ -77,7 +77,7 @@ class Llama(nnx.Module):
         positions: Int[Array, "*B S"] | None = None,
         segments: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
-        """What the head is applied to; for the arguments see `__call__`."""
+        """The input of the head; for the arguments see `__call__`."""
         _require_tokens(self.config, tokens, positions, segments)
         x = self.embedded(tokens)
         return self.norm(_run_layers(self.config, self.layers, x, positions, segments))
@@ -88,7 +88,7 @@ class Llama(nnx.Module):
         return shard_batch(x.astype(self.config.dtype), self.config.batch_axes)
 
     def logits(self, hidden: Float[Array, "B S D"]) -> Float[Array, "B S V"]:
-        """The head of `hidden`, in FP32."""
+        """The head applied to `hidden`, in FP32."""
         head = self.head_weight().astype(hidden.dtype)
         return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
 
@@ -310,7 +310,7 @@ def _require_tokens(
 
 
 def _require_kept(name: str, array: Array) -> None:
-    """Raises if JAX would change numbers of an array of NumPy as it casts them to 32 bits."""
+    """Raises if JAX would change the numbers of a NumPy array by casting them to 32 bits."""
     kind = jax.dtypes.canonicalize_dtype(array.dtype)
     if not isinstance(array, np.ndarray) or kind == array.dtype:
         return

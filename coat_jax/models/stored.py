@@ -1,7 +1,7 @@
 """Parameters in files or on devices, which are read in parts: host memory never holds all of them.
 
-    load      onto a mesh, each device its own part
-    pieces    one after another, each small: what is converted is never in memory as a whole
+    load      loads a model onto a mesh, each device its own part
+    pieces    divides a parameter into small pieces: to convert it, only one is in memory at a time
 
 A parameter is named by its path in the model's state, as in ("layers", "mlp", "gate").
 """
@@ -58,7 +58,8 @@ def load(config: Config, stored: Parameters, *, mesh: Mesh | None = None) -> Lla
     """The model with these parameters, cast to its dtype.
 
     Args:
-        config: the model, whose parameters these are; its layers may be stacked otherwise.
+        config: the model whose parameters these are. `stored` may be stacked by layer even if the
+            model is not, and vice versa.
         stored: its parameters, which are read one after another.
         mesh: by default the one that is set, if any.
     """
@@ -69,7 +70,7 @@ def load(config: Config, stored: Parameters, *, mesh: Mesh | None = None) -> Lla
 
 
 def fill(graph: Any, state: Any, stored: Parameters) -> Llama:
-    """The model of this graph, with a state of shapes, dtypes and shardings, and its values."""
+    """The model of a graph and a state of shapes, dtypes and shardings, filled with values."""
     flat = dict(nnx.to_flat_state(state))
     _require({path: leaf.shape for path, leaf in flat.items()}, stored)
     for path, leaf in flat.items():
@@ -134,7 +135,7 @@ def require_same(config: Config, stored: Parameters) -> None:
 
 
 def _require_layers(config: Config, stored: Parameters) -> None:
-    """Raises where thousands of layers that are not there would be built, each by itself."""
+    """Raises for a wrong number of layers, before thousands of them are built one by one."""
     if config.scan:
         return
     layers = {name: one for name, one in stored.items() if name[0] == "layers"}
@@ -142,7 +143,7 @@ def _require_layers(config: Config, stored: Parameters) -> None:
     there = len(numbers) or max((one.shape[0] for one in layers.values()), default=0)
     if there != config.layers:
         raise UserError(
-            f"This is another model than its config says: it has {counted(there, 'layer')}, and "
+            f"This model does not match its config: it has {counted(there, 'layer')}, and "
             f"layers={config.layers:,}."
         )
 
@@ -156,7 +157,7 @@ def _require(needed: Mapping[Name, tuple[int, ...]], stored: Parameters) -> None
     ):
         if paths:
             names = ", ".join(sorted(".".join(map(str, path)) for path in paths)[:5])
-            raise UserError(f"This is another model than its config says: it {kind} {names}.")
+            raise UserError(f"This model does not match its config: it {kind} {names}.")
 
 
 def pieces(stored: Stored) -> Iterator[Index]:
@@ -180,7 +181,7 @@ def in_dtype(values: np.ndarray, dtype: np.dtype, name: str = "A parameter") -> 
     Args:
         values: what to cast.
         dtype: what to cast them to.
-        name: what errors call the values.
+        name: the name of the values in errors.
     """
     if values.dtype == dtype:
         return values

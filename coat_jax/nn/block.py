@@ -23,7 +23,7 @@ class TransformerBlock(nnx.Module):
         attention: the attention; with `residual=False` if `attention_norm` is given.
         mlp: the MLP; with `residual=False` if `mlp_norm` is given.
         attention_norm: of the result of attention, before it is added to x; or None.
-        mlp_norm: of the result of the MLP, likewise.
+        mlp_norm: of the result of the MLP, before it is added to x; or None.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TransformerBlock(nnx.Module):
                 there = "no" if norm is None else "a"
                 raise ValueError(
                     f"{type(part).__name__} has residual={part.residual}, and there is {there} "
-                    "norm after it: the sum stands after that norm."
+                    "norm after it: the residual sum comes after that norm."
                 )
         self.attention, self.mlp = attention, mlp
         self.attention_norm, self.mlp_norm = nnx.data(attention_norm), nnx.data(mlp_norm)

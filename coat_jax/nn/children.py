@@ -34,8 +34,8 @@ def replace(owner: Any, key: str | int, module: nnx.Module) -> None:
     if not takes_others:
         kind, new = type(owner).__name__, "List" if isinstance(owner, tuple) else "Module"
         raise UserError(
-            f"A {type(dict(_items(owner))[key]).__name__} stands in a {kind}, in which no module "
-            f"can be replaced: make the {kind} an nnx.{new}."
+            f"A {type(dict(_items(owner))[key]).__name__} is in a {kind}, in which no module can "
+            f"be replaced: make the {kind} an nnx.{new}."
         )
     if isinstance(owner, nnx.Pytree) and isinstance(key, str):
         setattr(owner, key, module)

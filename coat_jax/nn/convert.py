@@ -6,7 +6,7 @@
     an MLP that a rule names         becomes one op, which saves FP8 blocks
 
 Modules are named by their paths, as in "layers.3.attn.query". Rules map globs of whole paths to
-precisions, the first that matches wins. * stands for any text, dots included, and ? for one
+precisions; the first that matches wins. * stands for any text, dots included, and ? for one
 character. A rule for an MLP says which kind it is:
 
     coat.nn.convert(model, rules={"head": "bf16", "layers.*.mlp": coat.nn.GatedMLP})
@@ -14,8 +14,8 @@ character. A rule for an MLP says which kind it is:
 `plan_conversion` says what would become of each module, and why some are left alone. With inputs
 of the model, it also says how many bytes each one saves for its backward pass.
 
-What a model computes between its modules, as silu(gate(x)) * up(x), saves its inputs in their own
-dtype. The plan shows that, and names a rule that helps, if it knows one.
+What a model computes between its modules, such as silu(gate(x)) * up(x), saves its inputs in their
+own dtype. The plan shows this, and names a rule that helps, if it knows one.
 """
 
 import logging
@@ -47,8 +47,8 @@ def convert(
         model: any NNX model.
         precision: of all modules for which there is no rule, and of MLPs that a rule names.
         rules: globs of paths, and the precision of what they match; the first one wins.
-            coat.nn.GatedMLP or coat.nn.MLP instead of a precision makes one op of a module that
-            computes such an MLP.
+            coat.nn.GatedMLP or coat.nn.MLP instead of a precision turns a module that computes such
+            an MLP into one op.
 
     Example:
         >>> import coat_jax as coat

@@ -35,8 +35,8 @@ from coat_jax.nn.parameters import value_of
 from coat_jax.precision import Precision
 
 Kind = type[GatedMLP] | type[MLP]
-# The largest relative error. gelu and its approximation by tanh differ by less, so the best
-# possibility is taken, not the first.
+# The largest relative error at which two results agree. gelu and its approximation by tanh differ
+# by less, so the best possibility is taken, not the first.
 AGREEMENT = 1e-3
 SIZES = 1.0, 30.0  # of the inputs
 
@@ -98,7 +98,7 @@ def roles_of(module: nnx.Module, kind: Kind) -> Roles:
     if len(linears) != count or len(norms) > 1 or others or has_own_parameters(module):
         raise ValueError(f"it does not consist of {count} nnx.Linear and at most one norm")
     if any(layers[path].kernel.ndim != 2 for path in linears):
-        raise ValueError("its layers are several in one, as nnx.vmap makes them")
+        raise ValueError("its layers are stacked, as nnx.vmap makes them")
     if kind is GatedMLP and any(layers[path].bias is not None for path in linears):
         raise ValueError("its layers have biases")
     if any(isinstance(m, nnx.Dropout) and m.rate > 0 for *_, m in children(module)):

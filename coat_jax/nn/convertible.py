@@ -71,7 +71,7 @@ def as_norm(module: Any) -> RMSNorm | LayerNorm:
 
 
 def copy_attributes(module: nnx.Module, new: nnx.Module) -> None:
-    """Gives `new` the attributes of `module`; what Flax traverses there, it traverses here."""
+    """Gives `new` the attributes of `module`; Flax traverses the same ones in both."""
     for name, value in vars(module).items():
         if not name.startswith("_pytree__"):  # what Flax adds
             is_data = module._pytree__nodes.get(name, False)

@@ -30,7 +30,7 @@ class Embed(nnx.Embed):
         return rows
 
     def _from_start(self, inputs: Int[Array, "..."]) -> Int[Array, "..."]:
-        """The numbers counted from the first row. In a table of one row, all mean it."""
+        """The numbers counted from the first row. In a table of one row, all mean that row."""
         if self.num_embeddings == 1:
             return jnp.zeros_like(inputs)
         return jnp.where(inputs < 0, inputs + self.num_embeddings, inputs)

@@ -66,7 +66,7 @@ def weight(
 ) -> nnx.Param:
     """A parameter with random values, sharded over the mesh that is set.
 
-    They are drawn in FP32 and rounded: an initializer draws other numbers for each dtype.
+    They are drawn in FP32 and rounded, because an initializer draws other numbers for each dtype.
     """
     drawn_in = dtype if jnp.dtype(dtype).itemsize >= 4 else jnp.float32
     return _param(init(rngs.params(), shape, drawn_in).astype(dtype), sharding)

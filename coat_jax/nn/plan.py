@@ -5,7 +5,7 @@ from typing import NamedTuple
 from coat_jax.nn.converted_mlp import Roles
 from coat_jax.precision import Precision
 
-THE_MODEL = "(the model)"  # in the place of its path, which is empty
+THE_MODEL = "(the model)"  # shown instead of its path, which is empty
 
 
 class Decision(NamedTuple):

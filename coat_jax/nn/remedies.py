@@ -18,7 +18,7 @@ SavedBy = dict[str, Saved]
 
 
 def with_counts(plan: Plan, model: nnx.Module, before: SavedBy, after: SavedBy) -> Plan:
-    """The plan with the bytes that modules save, and with all modules that save any."""
+    """The plan with the bytes that each module saves, and with every module that saves any."""
     decided = {decision.path: decision for decision in plan}
     replaced = tuple(f"{decision.path}." for decision in plan if decision.roles is not None)
     result = Plan()
@@ -42,7 +42,7 @@ def with_remedies(
         plan: from `with_counts`.
         model: the model that the plan is for.
         after: what the modules save after the conversion.
-        best: a function from more paths that become MLPs to what the modules then save.
+        best: a function from paths that also become MLPs to what the modules then save.
     """
     modules = _modules(model)
     total = sum(saved.bytes for saved in after.values())

@@ -22,7 +22,7 @@ MLPS: dict[Kind, str] = {GatedMLP: "coat.nn.GatedMLP", MLP: "coat.nn.MLP"}
 
 
 def decide(model: nnx.Module, precision: Precision, rules: Rules) -> Plan:
-    """A decision for each module that has its own parameters, or that a rule makes an MLP."""
+    """A decision for each module with parameters of its own, or that a rule turns into an MLP."""
     if not isinstance(rules, Mapping):
         raise TypeError(f'Rules map globs to precisions, as in {{"head": "bf16"}}, not {rules!r}.')
     settings = {glob: _setting(value) for glob, value in rules.items()}
@@ -103,8 +103,8 @@ def _require_agreement(decision: Decision, first: Decision) -> None:
     if decision.precision != first.precision:
         by_rule = decision.rule or first.rule
         raise ValueError(
-            f"{decision.path} is the module {first.path} itself, and the rule {by_rule!r} is for "
-            "only one of them. Name both paths in the rules, with the same precision."
+            f"{decision.path} and {first.path} are the same module, and the rule {by_rule!r} is "
+            "for only one of them. Name both paths in the rules, with the same precision."
         )
 
 

@@ -71,7 +71,7 @@ def saved_by_module(module: nnx.Module, *inputs: Any) -> dict[str, Saved]:
 
 
 def _with_scopes(model: nnx.Module, paths: list[str]) -> Any:
-    """`model`, whose modules open a scope when they are called, named after their path's index."""
+    """`model`, whose modules open a scope when called; the index of their path is its name."""
     named: set[int] = set()
     for _, _, path, module in children(model):
         if id(module) not in named:  # a module with two paths is named after the first

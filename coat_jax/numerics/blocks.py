@@ -3,20 +3,21 @@
     x ~ codes * 2^(exponent - 127),    one exponent per block of neighbours on the last axis
 
 The exponent is the smallest with which the block's largest element still fits the format. It
-takes one byte: with blocks of 16, x takes 1.06 bytes an element. Largest and smallest normal code
-lie 2^14.8 apart in E4M3, and rounding the scale up costs one of these binades at most. An exact
-scale, of two to four bytes, would put the largest element on a code of its own and round only the
-others: a sixth less error in blocks of 16, none to speak of in long ones
-(`experiments/granularity.py`).
+takes one byte: with blocks of 16, x takes 1.06 bytes per element. The largest code of E4M3 is
+2^14.8 times the smallest normal one, and rounding the scale up costs at most one of these binades.
+An exact scale, of two to four bytes, would represent the largest element exactly and round only
+the others. That would reduce the error by a sixth in blocks of 16, and hardly at all in long
+blocks (`experiments/granularity.py`).
 
 Values are rounded to nearest, or stochastically: up or down at random, right on average. Rounding
 to nearest loses differences that are smaller than the distance of two codes. Early in training,
 when all tokens have nearly the same activations, those differences are what there is to learn.
-The random numbers depend on an element's place alone, so results do not depend on the mesh.
+The random numbers depend only on an element's place, so results do not depend on the mesh.
 
-Zero stays zero. Exponent 255 marks a block with a NaN or an infinity: none of it is finite.
-A short last block is allowed. Denormal FP32 counts as zero; what rounds up to 2^128 becomes
-infinite, as in a cast to BF16.
+Zero stays zero. Exponent 255 marks a block with a NaN or an infinity, and none of its values is
+finite. (On CPUs, XLA's maximum may lose a NaN; then only the NaN itself is not finite.) A short
+last block is allowed. FP32 denormals count as zero; values that round up to 2^128 become infinite,
+as in a cast to BF16.
 """
 
 from typing import NamedTuple
@@ -65,13 +66,13 @@ def to_blocks(
         dtype: the FP8 format.
         size: of a block.
         stochastic: rounds up or down at random, right on average, instead of to nearest.
-        antithetic: takes the complements of the random bits. Of two arrays that are multiplied, one
-            is rounded so: where one becomes larger the other rather becomes smaller, and much of
-            their product's error cancels. With the same bits it would add up.
+        antithetic: takes the complements of the random bits. Use it for one of two arrays that are
+            multiplied: where one is rounded up, the other is rather rounded down, and much of the
+            error of their product cancels. With the same bits the errors would add up.
     """
     require_float("x", x.dtype)
     grouped = split_groups(x.astype(jnp.float32), size)
-    # XLA's maximum passes NaN on.
+    # XLA's maximum propagates NaN, except on CPUs, where it may lose one.
     exponents = fitting_exponent(jnp.max(jnp.abs(grouped), axis=-1, initial=0.0), dtype)
     # Rounded before the cast, so that `from_blocks` in the same program gives rounded values.
     codes = grouped * _inverse_power(exponents)[..., None]
@@ -102,8 +103,8 @@ def from_blocks(blocks: Blocks, *, size: int) -> Float[Array, "*rows D"]:
 
 def fitting_exponent(amax: Float[Array, "..."], dtype: DTypeLike) -> Int32[Array, "..."]:
     """The least e >= 1 with amax <= 2^(e - 127) * the largest code; 255 if amax is not finite."""
-    # The largest codes of E4M3 and E5M2 are 1.75 times a power of two: adding what is missing
-    # from 1.75 to 2 carries into the exponent of FP32 exactly where the mantissa is above 1.75.
+    # The largest codes of E4M3 and E5M2 are 1.75 times a power of two: adding the difference of 2
+    # and 1.75 carries into the exponent of FP32 exactly where the mantissa is above 1.75.
     fmt = format_of(dtype)
     missing = int((2 - fmt.max / 2.0**fmt.top_exponent) * 2**23) - 1
     bits = jax.lax.bitcast_convert_type(amax, jnp.int32) + np.int32(missing)

@@ -15,7 +15,7 @@ below it are half as large:
 Ties between two BF16 numbers go to the one further from zero. (Ties to even would need 257
 corrections for every second BF16 number.) `join` is the inverse, bit for bit, except that a BF16
 zero is zero whatever its correction: magnitudes below 2^-134 become zero, and a parameter that is
-set to zero is zero. A BF16 number with a correction of zero is unchanged.
+set to zero stays zero. A BF16 number with a correction of zero is unchanged.
 """
 
 from typing import Any
@@ -58,7 +58,7 @@ def split(
     return value, correction
 
 
-# Like that of a cast: rounding has the derivative 1.
+# As for a cast, the derivative of the rounding is 1.
 @join.defjvp
 def _join_jvp(primals: Any, tangents: Any) -> Any:
     return join(*primals), tangents[0].astype(jnp.float32)

@@ -5,8 +5,8 @@
     "fp8"     float8_e4m3fn    -448 .. 448      steps that grow with the number
 
 `numerics.quantizer` simulates any format and finds the ranges of its scales; these are the codes
-themselves. Ties go to even. Values that are too large saturate. A scale puts the largest magnitude
-on 127 or 448.
+themselves. Ties go to even. Values that are too large saturate. A scale maps the largest magnitude
+to 127 or 448.
 """
 
 from typing import Any, Literal
@@ -22,7 +22,7 @@ EightBits = Literal["int8", "fp8"]
 
 DTYPES: dict[EightBits, Any] = {"int8": jnp.int8, "fp8": E4M3}
 LARGEST: dict[EightBits, float] = {"int8": 127.0, "fp8": 448.0}
-SMALLEST_SCALE = 2.0**-126  # XLA flushes smaller numbers to 0: no divisors
+SMALLEST_SCALE = 2.0**-126  # XLA flushes smaller numbers to 0, by which codes cannot be divided
 SIMULATED: dict[EightBits, str] = {"int8": "INT8", "fp8": "E4M3"}  # as `numerics.quantizer` says
 
 
@@ -31,14 +31,14 @@ def format_of_codes(dtype: DTypeLike) -> EightBits:
     for name, own in DTYPES.items():
         if jnp.dtype(dtype) == jnp.dtype(own):
             return name
-    raise ValueError(f"{jnp.dtype(dtype).name} is no dtype of 8-bit codes: int8 or float8_e4m3fn.")
+    raise ValueError(f"Codes of dtype {jnp.dtype(dtype).name} must be int8 or float8_e4m3fn.")
 
 
 def encode(x: Float[Array, "..."], scale: Float[Array, "..."], name: EightBits) -> Array:
-    """The codes of `x`, given scales that broadcast with it. INT8 has no NaN, and makes it 0."""
+    """The codes of `x`, given scales that broadcast with it. In INT8, NaN becomes 0."""
     scaled = x.astype(jnp.float32) / scale
     if name == "fp8":
-        # XLA leaves out a cast to FP8 where another cast follows: these values are rounded already.
+        # XLA drops a cast to FP8 that another cast follows, so the values are rounded before it.
         return nearest(scaled, E4M3).astype(E4M3)
     whole = jnp.clip(jnp.round(scaled), -128, 127)
     return jnp.where(jnp.isnan(whole), 0, whole).astype(jnp.int8)

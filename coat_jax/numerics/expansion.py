@@ -5,13 +5,13 @@
     k         log(range of FP8) / log(amax / min|x|)   in sixteenths
 
 The largest of a group of Adam moments is 1e1 to 1e3 times the smallest; E4M3 spans 2e5. Raised to
-the power k the group fills the format, and rounding errors shrink by k (equation 3 of COAT, arXiv
-2410.19313). Stored per group of 128: `amax` in FP32 and 16 k in one byte.
+the power k, the group fills the format, and rounding errors shrink by a factor of k (equation 3 of
+COAT, arXiv 2410.19313). Each group of 128 stores `amax` in FP32 and 16 k in one byte.
 
 Laws, for finite input of any shape:
     zero stays zero;
     the largest of a group is exact, so a constant group is exact;
-    nothing non-finite comes out;
+    no result is infinite or NaN;
     with noise, the decoded value is right on average. A value below the smallest code becomes
     that code or zero. If it always became that code, a moment could never decay to zero.
 Denormal magnitudes (under 2^-126) count as zero, since XLA and the GPU flush them. NaN stays NaN
@@ -19,8 +19,8 @@ and leaves the rest of its group unchanged; infinity becomes the largest FP32.
 
 There are three ways to round. Each has its own smallest k:
 
-    nearest      k >= 1, where it is plain scaled FP8: one tiny element would otherwise coarsen
-                 all others
+    nearest      k >= 1; k = 1 is plain scaled FP8. With a smaller k, one tiny element would
+                 coarsen all others
     dithered     k >= 1; to nearest, except that the smallest codes are rounded stochastically
     stochastic   k >= 1/2, and the smallest element is placed two binades above the smallest
                  code, so that rounding does not change it by more than a quarter
@@ -55,7 +55,7 @@ Rounding = Literal["nearest", "dithered", "stochastic"]
 GROUP_SIZE = 128
 STEPS = 16  # k is stored in sixteenths
 MAX_STEPS = 255
-HEADROOM = 2  # binades under the smallest element, where rounding is stochastic
+HEADROOM = 2  # binades left below the smallest element with stochastic rounding
 # Added before 16 k is rounded down. A group whose smallest element has the smallest code must get
 # the same k when it is requantized, although the logarithms are rounded. Otherwise k, and with it
 # the smallest element, would decrease a little at every step.
@@ -115,8 +115,8 @@ def encode(
         dtype: the FP8 format.
         group_size: neighbours along the last axis that share a scale and an exponent.
         noise: one number per element; see `coat_jax.numerics.noise.uniform`.
-        never_zero: whether non-zeros are rounded to the smallest code at least, for all groups or
-            for each. They are then too large on average. For divisors, where zero is worse.
+        never_zero: whether non-zeros become at least the smallest code; for all groups, or one
+            boolean for each. They are then too large on average. Use it for divisors.
 
     Example:
         >>> import coat_jax as coat, jax.numpy as jnp
@@ -150,11 +150,11 @@ def encode_dithered(
 ) -> Expanded:
     """Rounds `x` to nearest, but stochastically where codes are subnormal.
 
-    For numbers that decay by at least a tenth per step: their larger codes decay even when rounded
-    to nearest, and the smallest codes are right on average. The error is about half that of
+    Use it for numbers that decay by at least a tenth per step: their larger codes decay even when
+    rounded to nearest, and the smallest codes are right on average. The error is about half that of
     stochastic rounding. Between the smallest code and the next the mean of x is up to 1.4 % too
-    small, since rounding is unbiased in (|x| / amax)^k; below the smallest code, where k = 1, it
-    is exact.
+    small, since rounding is unbiased in (|x| / amax)^k; below the smallest code, where k = 1, the
+    mean is exact.
     """
     group = _expand(x, dtype, group_size, "dithered")
     image = jnp.copysign(group.image, group.values)
@@ -203,7 +203,7 @@ def _expand(
     k16 = exponent_sixteenths(amax, smallest, fit_of(dtype, rounding))
     k = k16[..., None].astype(jnp.float32) / STEPS
     log2_ratio = jnp.log2(magnitude) - jnp.log2(jnp.maximum(amax, SMALLEST_NORMAL))[..., None]
-    # Zero exactly for the largest: the difference of two rounded logarithms could round it down.
+    # Exactly zero for the largest: the difference of two rounded logarithms could round it down.
     largest = (magnitude >= amax[..., None]) & (magnitude > 0)
     log2_ratio = jnp.where(largest, 0.0, log2_ratio)
     return _Group(grouped, fmt.max * jnp.exp2(k * log2_ratio), amax, k, k16, fmt)

@@ -49,7 +49,7 @@ class Format(NamedTuple):
 
     @property
     def top_exponent(self) -> int:
-        """Of the top binade: E4M3 and E5M2 have 1.75 * 2^top_exponent as the largest value."""
+        """The exponent of the top binade: E4M3 and E5M2 end at 1.75 * 2^top_exponent."""
         return math.frexp(self.max)[1] - 1
 
 
@@ -63,7 +63,7 @@ def format_of(dtype: DTypeLike) -> Format:
     """Returns the limits of an FP8 dtype or a `Minifloat`; raises for any other dtype."""
     if isinstance(dtype, Minifloat):
         tiny = max(dtype.tiny, SMALLEST_NORMAL)
-        # The upper half of the integers counts as normal: the first bit of m is the leading one.
+        # If E = 0, the upper half of the integers counts as normal: the first bit of m leads.
         leading = dtype.exponent_bits == 0
         min_exponent, mantissa_bits = dtype.min_exponent - leading, dtype.mantissa_bits - leading
         return Format(dtype.name, dtype.full_scale, tiny, min_exponent, mantissa_bits)
@@ -88,7 +88,7 @@ def named_format(value: Any) -> Any:
 
 
 def codes_dtype(dtype: DTypeLike) -> DTypeLike:
-    """The dtype of an array of codes: the FP8 dtype itself, or what simulates a `Minifloat`."""
+    """The dtype of an array of codes: the FP8 dtype, or the one that simulates a `Minifloat`."""
     return dtype.container if isinstance(dtype, Minifloat) else dtype
 
 
@@ -104,17 +104,17 @@ def saturating_cast(x: Float[ArrayLike, "..."], dtype: DTypeLike) -> Float[Array
 def nearest(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
     """`saturating_cast` without the cast: FP32 values that are codes of `dtype`.
 
-    A cast of these changes nothing. On GPUs XLA leaves out a cast to FP8 and back within a program,
-    and with it the rounding, unless the values are rounded already. As with a cast, the derivative
-    is 1.
+    Casting them to `dtype` changes nothing. On GPUs, XLA drops a cast to FP8 and back within a
+    program, and with it the rounding, so values must be rounded before. As with a cast, the
+    derivative is 1.
     """
     fmt = format_of(dtype)
     x = jnp.clip(x.astype(jnp.float32), -fmt.max, fmt.max)
     if isinstance(dtype, Minifloat):
         return dtype.round(x)
     unit = _unit_in_last_place(x, fmt)
-    # The reciprocal of a power of two by its exponent: a division would be slow, and x * (1 / unit)
-    # is what XLA may turn back into one.
+    # The reciprocal of a power of two, from its exponent: a division would be slow, and XLA may
+    # turn x * (1 / unit) back into one.
     inverse = jax.lax.bitcast_convert_type(
         np.uint32(254 << 23) - jax.lax.bitcast_convert_type(unit, jnp.uint32), jnp.float32
     )
@@ -146,10 +146,10 @@ def stochastic_cast(
 
                 p(f) = ((1 + f/n)^a - 1) / ((1 + 1/n)^a - 1),    f = x - n
 
-            approximated here by  f + (1 - a) / (2 n + 1) f (1 - f), exact for a = 2. The mean of
-            x^a is then right to 4e-5 of it for n >= 4, and to 1.4e-3 for n = 1, the smallest
-            subnormal; its error changes sign along f. Below that, between zero and n = 1, the
-            right probability f^a is met for a = 1 and a = 2.
+            approximated here by  f + (1 - a) / (2 n + 1) f (1 - f), exact for a = 2. The relative
+            error of the mean of x^a is then up to 4e-5 for n >= 4 and 1.4e-3 for n = 1, the
+            smallest subnormal; it changes sign along f. Between zero and n = 1 the right
+            probability is f^a, and the approximation is exact for a = 1 and a = 2.
     """
     fmt = format_of(dtype)
     x = jnp.clip(jnp.asarray(x, jnp.float32), -fmt.max, fmt.max)
@@ -182,7 +182,7 @@ def round_at_random(
         bits: 32 random bits for each element.
     """
     if isinstance(dtype, Minifloat):
-        # Complemented, so that "noise < p" is a carry of p + bits.
+        # The complement makes "noise < p" the same as a carry of p + bits.
         noise = (~bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
         return stochastic_cast(x, dtype, noise).astype(jnp.float32)
     dropped = np.uint32(23 - format_of(dtype).mantissa_bits)

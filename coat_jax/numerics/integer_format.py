@@ -55,7 +55,7 @@ class IntegerFormat:
 
     @property
     def full_scale(self) -> float:
-        """The magnitude to which a scale brings the largest element."""
+        """The magnitude to which a scale maps the largest element."""
         return self.max
 
     @property

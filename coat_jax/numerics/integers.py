@@ -3,18 +3,18 @@
     encode    code = 127 x / amax,  rounded
     decode    x = amax code / 127
 
-For numbers of similar size, such as the directions of Adam's updates. Large codes may be rounded
-to nearest and small ones stochastically: a number that decays by a fixed share per step leaves a
-large code even when rounded to nearest, but would never leave a small one.
+Use them for numbers of similar size, such as the directions of Adam's updates. Large codes may be
+rounded to nearest and small ones stochastically: a number that decays by a fixed share per step
+leaves a large code even when rounded to nearest, but would never leave a small one.
 
 Laws, for finite input of any shape:
     zero stays zero;
     the largest of a group gets the code 127, so a constant group is exact to FP32;
-    nothing non-finite comes out;
+    no result is infinite or NaN;
     where rounding is stochastic, the decoded value is right on average.
 There is no code for NaN: it becomes -1 and leaves the rest of its group unchanged. Magnitudes above
-2^100 become 2^100, and a group whose largest is below 2^-100 becomes zeros: their scales would have
-no reciprocals.
+2^100 become 2^100, and a group whose largest is below 2^-100 becomes zeros, because the scales of
+such groups would have no reciprocals.
 """
 
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def encode(
     amax = group_max(jnp.abs(values))
     amax = jnp.where(amax < SMALLEST, 0.0, amax)
     largest = jnp.where(amax > 0, amax, jnp.inf)[..., None]
-    # The largest does not use the quotient, which could round to just under 1 and then down.
+    # The share of the largest is set to 1: its quotient could be just under 1, and be rounded down.
     share = jnp.where(jnp.abs(values) >= largest, jnp.sign(values), values / largest)
     exact = LARGEST_CODE * share
     codes = jnp.floor(exact + 0.5)

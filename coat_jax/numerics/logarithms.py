@@ -4,18 +4,18 @@
     decode    x = amax 2^(-(255 - code) / (16 k)),    zero for code 0
 
 This is dynamic range expansion (`numerics.expansion`) to another format: raised to the power k, a
-group is spread over the 15.9 binades of a code with 16 values to a binade and no sign. There are
-16 k codes to a binade of x, in a constant ratio. FP8 at the same k has 8, as
-half of its codes are negative, and loses some to subnormal numbers.
+group is spread over the 15.9 binades of a code that has 16 values per binade and no sign. There
+are 16 k codes per binade of x, with a constant ratio between neighbours. FP8 at the same k has
+8 k, because half of its codes are negative, and it loses some of these to subnormal numbers.
 
-Stored per group are `amax` in FP32 and 16 k in one byte, rounded down so that the smallest element
-of the group still has a code. Its minimum is 7; then what is more than 36 binades
-below `amax` is rounded to the smallest code or to zero.
+Each group stores `amax` in FP32 and 16 k in one byte. 16 k is rounded down so that the smallest
+element of the group still has a code, but is at least 7: values more than 36 binades below `amax`
+are rounded to the smallest code or to zero.
 
 Laws, for finite input of any shape:
     zero stays zero;
     the largest of a group is exact, so a constant group is exact;
-    nothing non-finite comes out;
+    no result is infinite or NaN;
     with noise, the decoded value is right on average.
 Denormal magnitudes count as zero, as in `expansion`; so do NaN and negative numbers. Infinity
 becomes the largest FP32.
@@ -37,7 +37,7 @@ from coat_jax.numerics.qtensor import (
 
 DTYPE = jnp.uint8
 LARGEST_CODE = 255
-MIN_STEPS = 7  # codes to a binade, at least
+MIN_STEPS = 7  # the fewest codes per binade
 # Without the tolerance of `expansion`: with it an element just below the smallest code would be
 # rounded up to that code, so that a slowly decaying element would not decay.
 FIT = ExponentFit((LARGEST_CODE - 1) / STEPS, MIN_STEPS, tolerance=0.0)
@@ -58,7 +58,7 @@ def encode(
     amax = group_max(values)
     log2_amax = jnp.log2(jnp.maximum(amax, SMALLEST_NORMAL))[..., None]
     log2_below = log2_amax - jnp.log2(values)  # inf for zero
-    # Zero exactly for the largest: the difference of two rounded logarithms could round it down.
+    # Exactly zero for the largest: the difference of two rounded logarithms could round it down.
     log2_below = jnp.where(values >= amax[..., None], 0.0, log2_below)
     log2_below = jnp.where(values > 0, log2_below, jnp.inf)
     least_value = jnp.min(jnp.where(values > 0, values, jnp.inf), axis=-1, initial=jnp.inf)
@@ -66,8 +66,8 @@ def encode(
     steps = k16[..., None].astype(jnp.float32)
     exact = LARGEST_CODE - steps * log2_below
 
-    # Numbers below the smallest code become that code or zero. Besides rounding errors of `steps`,
-    # only groups at the least k have such numbers.
+    # Numbers below the smallest code become that code or zero. Apart from rounding errors of
+    # `steps`, only groups at the smallest k have such numbers.
     smallest = jnp.where(steps > MIN_STEPS, SMALLEST_NORMAL, amax[..., None] * FIT.resolution)
     if noise is None:
         codes = jnp.floor(exact + 0.5)

@@ -22,7 +22,7 @@ def shards(entry: Any, mesh: Any) -> int:
 def automatic_mesh() -> AbstractMesh | None:
     """The mesh over which XLA shards what is being traced; None with fewer than two devices.
 
-    None, too, inside `jax.shard_map` and under explicit sharding, where the user decides.
+    Also None inside `jax.shard_map` and under explicit sharding, where the user decides.
     """
     mesh = jax.sharding.get_abstract_mesh()
     automatic = all(axis == AxisType.Auto for axis in mesh.axis_types)

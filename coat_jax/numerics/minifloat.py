@@ -9,7 +9,7 @@ in equal steps on both sides of zero. `Minifloat` lists the codes of a format an
 values. The results are in FP32, so any machine can simulate any format. `numerics.quantizer` adds
 scales.
 
-Rounding saturates: infinity becomes the largest value. NaN stays NaN, also in a format without one.
+Rounding saturates: infinity becomes the largest value. NaN stays NaN, even if the format has none.
 Magnitudes below 2^-126 count as zero, because XLA and GPUs flush them. Only formats with 8 exponent
 bits have values that small.
 """
@@ -133,7 +133,7 @@ class Minifloat:
 
     @property
     def full_scale(self) -> float:
-        """The magnitude to which a scale brings the largest element: `max`, but below 2^16.
+        """The magnitude to which a scale maps the largest element: `max`, but below 2^16.
 
         The limit keeps products of codes, and scales, within FP32, even if the format has the same
         range as FP32.

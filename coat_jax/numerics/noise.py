@@ -1,16 +1,16 @@
-"""Random numbers for stochastic rounding, computed from where they are used.
+"""Random numbers for stochastic rounding, each hashed from the place of its element.
 
     key    = mix(mix(seed + step * A) + leaf * A)      one per array and step
     run    = mix(key + run index * A)                  one per `run` neighbours of the last axis
     bits   = mix(run + (lane // 2) * A)                32 bits for two neighbours
     noise  = 16 of these for the even lane, the other 16 for the odd one
 
-A counter-based hash instead of a generator: an element's number depends only on the
-seed, the step, the array and its own place in the whole array. So the same training run
-rounds alike on any mesh, nothing is stored, and a kernel computes it in registers.
+This is a counter-based hash, not a stateful generator: an element's number depends only on the
+seed, the step, the array and its own place in the whole array. The same training run therefore
+rounds alike on any mesh, nothing is stored, and a kernel computes the numbers in registers.
 `mix` is Wellons' lowbias32, a bijection of 32 bits in which flipping any input bit flips
 each output bit with probability close to 1/2. Two lanes share no bit, so they are independent.
-Probabilities are met to 2^-17, half the distance of two values of the noise.
+Probabilities are accurate to 2^-17, half the distance of two values of the noise.
 
 `leaf` is a hash of the array's path in its tree (`leaf_ids`), not its position: optimizers
 of several groups of parameters (`optax.partition`) see trees with other leaves left out.
@@ -56,7 +56,7 @@ def leaf_ids(tree: Any) -> list[int]:
 
 
 def leaf_key(seed: int, step: ArrayLike, leaf: int) -> UInt32[Array, ""]:
-    """The key of one array, known by its number, at one step."""
+    """The key of the array with the number `leaf`, at one step."""
     return mix(_step_key(seed, step) + np.uint32(leaf * GOLDEN & 0xFFFF_FFFF))
 
 
@@ -74,8 +74,8 @@ def distinguish(key: UInt32[Array, ""], *arrays: Array) -> UInt32[Array, ""]:
     """A key that differs between the elements of a `vmap` and the shards of a `shard_map`.
 
     Only axes along which `arrays` differ count: where they are the same on all devices of an axis,
-    so is the key, and replicas stay equal. `shard_map(check_vma=False)` does not say what is the
-    same, so there all shards get one key; give each a seed of its own if they are to differ.
+    so is the key, and replicas stay equal. `shard_map(check_vma=False)` does not track what is the
+    same, so there all shards get one key; if they should differ, give each its own seed.
     """
     key = _of_shard(key, varying_axes(*arrays))
     # A random number has no gradient.
@@ -122,10 +122,10 @@ def uniform_pair(
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """`uniform` twice, from the same hashes: two independent numbers per element.
 
-    The second number of a lane is the first of its neighbour in the pair. That suits two arrays
-    whose elements are used together, as one parameter's moments are: their rounding errors are
-    independent. Those of the first array in one lane and of the second in the next are not, but
-    these never meet in one update.
+    The second number of a lane is the first of its neighbour in the pair. This suits two arrays
+    whose elements are used together, such as the two moments of a parameter: the rounding errors of
+    the two are independent. The error of the first array in one lane and that of the second array
+    in the neighbouring lane are not, but no update uses both.
     """
     own, other = _halves(key, shape, run=run)
     return _between_zero_and_one(own, shape), _between_zero_and_one(other, shape)
@@ -138,7 +138,7 @@ def bits(key: UInt32[Array, ""], shape: tuple[int, ...], *, run: int) -> UInt32[
 
 
 def _between_zero_and_one(bits: UInt32[Array, "..."], shape: tuple[int, ...]) -> Array:
-    # Complemented, so that "noise < p" is a carry of p + bits / 2^16, which is what kernels ask.
+    # The complement makes "noise < p" the same as a carry of p + bits / 2^16, as in the kernels.
     centered = (np.uint32(0xFFFF) - bits).astype(jnp.float32) + 0.5
     return (centered * 2.0**-16).reshape(shape)
 
@@ -207,8 +207,8 @@ def round_to_bfloat16(
 ) -> Float[Array, "..."]:
     """Rounds FP32 to a neighbouring BF16 value at random, right on average.
 
-    Adds 16 random bits below BF16's last and drops them. Infinity and NaN stay. Like that of a
-    cast, its derivative is 1.
+    Adds 16 random bits below BF16's last bit, then drops them. Infinity and NaN are unchanged. As
+    with a cast, the derivative is 1.
     """
     return _round_to_bfloat16(x, key, run)
 

@@ -1,7 +1,7 @@
-"""A function as one program, also where it is called outside of `jit`.
+"""Compiles a function as one program even when it is called outside of `jit`.
 
-Outside, each operation of a function is a program of its own, compiled at its first call: rounding
-an array to blocks would compile thirty. Inside a program nothing changes.
+Outside of `jit`, JAX compiles each operation of a function as a separate program: rounding an array
+to blocks would compile thirty. Inside `jit` nothing changes.
 """
 
 import inspect

@@ -47,7 +47,7 @@ def quantize(x: Float[Array, "*rows D"], dtype: DTypeLike = E4M3, *, group_size:
     x = x.astype(jnp.float32)
     grouped = split_groups(x, group_size)
     scale = group_max(jnp.abs(grouped)) / format_of(dtype).max
-    # A group of zeros has scale 0; any other divisor leaves its codes zero.
+    # A group of zeros has scale 0; with any other divisor its codes are zero, too.
     divisor = jnp.where(scale > 0, scale, 1.0)
     codes = saturating_cast(grouped / divisor[..., None], dtype)
     return QTensor(
@@ -90,7 +90,7 @@ def join_groups(x: Float[Array, "*rows G K"], shape: tuple[int, ...]) -> Float[A
 
 
 def group_max(magnitudes: Float[Array, "*rows G K"]) -> Float[Array, "*rows G"]:
-    """The largest magnitude per group, NaN left out, infinity saturated."""
+    """The largest magnitude per group, ignoring NaN; infinity becomes the largest FP32."""
     known = jnp.where(jnp.isnan(magnitudes), 0.0, magnitudes)
     return jnp.minimum(jnp.max(known, axis=-1, initial=0.0), FLOAT32_MAX)
 

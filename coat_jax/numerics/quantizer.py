@@ -63,7 +63,7 @@ class Quantizer:
     """How arrays are quantized.
 
     Attributes:
-        format: of the codes, or its name, as in "E4M3", "INT8" or "INT4:asymmetric".
+        format: the format of the codes, or its name, as in "E4M3", "INT8" or "INT4:asymmetric".
         over: which elements share a scale; see above.
         fit: how the range is computed; see above.
         size: elements of a group or block.
@@ -275,7 +275,7 @@ def sqnr_bits(x: Float[Array, "..."], values: Float[Array, "..."]) -> Float[Arra
 
 
 def _checked(covered: Range) -> Range:
-    """Raises if a range is empty or not finite, unless it is traced, and its values are unknown."""
+    """Raises if a range is empty or not finite, unless it is traced: its values are unknown."""
     ends = tuple(covered)
     if any(isinstance(end, jax.core.Tracer) for end in ends):
         return covered

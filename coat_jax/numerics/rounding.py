@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 def require_mode(mode: RoundingMode, noise: Array | None) -> None:
-    """Raises unless there is noise where a mode needs it, and none where it does not."""
+    """Raises if noise is missing for a mode that needs it, or given for one that does not."""
     if mode not in ROUNDING_MODES:
         raise ValueError(f"Rounding {mode!r} must be one of {', '.join(ROUNDING_MODES)}.")
     if (mode == "stochastic") != (noise is not None):

@@ -30,7 +30,7 @@ class Sums(NamedTuple):
     saturated: Float[Array, ""]
     scales: Float[Array, ""]  # those of tensors or blocks that are not zero
     headroom: Float[Array, ""]  # summed over scales
-    squares: Float[Array, ""]  # of the values, in units of the scale; of blocks, of the largest
+    squares: Float[Array, ""]  # of the values, in units of the scale (the largest, for blocks)
     squared_errors: Float[Array, ""]  # likewise
 
 
@@ -47,7 +47,7 @@ class Statistics(NamedTuple):
         headroom: log2 of the largest value that the scale allows over the largest value of the
             tensor; for blocks the mean over blocks. NaN for a tensor of zeros.
         error: root mean square of (decoded - value), relative to that of the values; with INT8, as
-            `of_int8` weighs them. 0 for a tensor of zeros. NaN for a tensor with a NaN or an
+            `of_int8` weights them. 0 for a tensor of zeros. NaN for a tensor with a NaN or an
             infinity, and for one whose scale is so large that all codes and all squares become
             zero.
     """
@@ -71,11 +71,11 @@ def of_tensor(
 
 
 def of_int8(x: Float[Array, "*rows D"], weights: Float[Array, " D"]) -> Float[Array, "9"]:
-    """The sums of a tensor each row of which is rounded to INT8; it has no subnormal codes.
+    """The sums of a tensor whose rows are rounded to INT8, which has no subnormal codes.
 
-    Columns count by their `weights`. If these are the squares of what the columns are multiplied
-    by, the error is that of the product: it is large where a few large columns, which have small
-    factors, leave few codes to the others.
+    Columns count with their `weights`. If these are the squares of the factors that multiply the
+    columns, the error is that of the product: it is large where a few large columns, which have
+    small factors, leave few codes to the others.
     """
     x = jnp.atleast_1d(x).astype(jnp.float32)
     amax = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0.0)
@@ -146,7 +146,7 @@ def _stacked(
 ) -> Float[Array, "9"]:
     """`Sums` as one array, from codes in FP32 and from the limits and maxima of all scales.
 
-    All take one pass over the tensor, as none depends on another.
+    All sums take one pass over the tensor, because none depends on another.
     """
     nonzero = x != 0
     smallest_normal = 0.0 if dtype == jnp.int8 else 2.0 ** format_of(dtype).min_exponent
@@ -168,5 +168,5 @@ def _stacked(
 
 
 def _count(true: Bool[Array, "*rows D"]) -> Float[Array, ""]:
-    """How many are true; a tensor over all devices may have more than an int32 counts."""
+    """How many are true, in FP32: a sharded tensor may have more elements than int32 can count."""
     return jnp.sum(jnp.sum(true, axis=-1, dtype=jnp.int32).astype(jnp.float32))

@@ -75,7 +75,7 @@ def attention(
     Args:
         q: queries of N heads.
         k: keys of K heads, where K divides N: each serves N / K query heads.
-        v: values, likewise.
+        v: values of K heads.
         causal: whether a token sees only itself and those before it. Queries and keys are both
             counted from the first token; for one new token, use `attention_to_past`.
         window: how many tokens it sees, itself included; None for all. Needs causal.
@@ -105,7 +105,7 @@ def attention_linear(
     backend: Backend | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B S D"]:
-    """`attention`, its heads joined, times `weight`; saves no more than attention by itself.
+    """`attention` with its heads joined, times `weight`; saves no more than `attention` does.
 
     Args:
         q: see `attention`.
@@ -119,7 +119,7 @@ def attention_linear(
         scale: see `attention`.
         precision: see `coat.Precision`.
         backend: see `attention`.
-        implementation: of the projection: "xla", "triton", or None for what suits the device.
+        implementation: of the projection: "xla", "triton", or None to choose by the device.
     """
     settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
     require_layers("attention_linear", q.shape[2] * q.shape[3], (weight,), (bias,))

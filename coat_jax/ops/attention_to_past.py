@@ -25,7 +25,7 @@ def attention_to_past(
     Args:
         q: queries of N heads.
         keys: of K heads, where K divides N: each serves N / K query heads.
-        values: likewise.
+        values: of K heads.
         visible: the slots that the token attends to; at least one in each sequence.
         scale: of the scores, 1 / sqrt(H) by default.
     """

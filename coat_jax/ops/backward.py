@@ -1,14 +1,16 @@
 """What the backward passes of all ops have in common.
 
-**It begins when the gradient arrives.** A barrier ties the residuals to the gradient. Without it
-XLA finds that the backward pass recomputes values of the forward pass, and keeps these in memory
-instead of the smaller residuals.
+**The backward pass begins when the gradient arrives.** A barrier ties the residuals to the
+gradient. Without it, XLA would see that the backward pass recomputes values of the forward pass,
+and keep these in memory instead of the smaller residuals.
 
-**Its gradients have one batch.** Under vmap, JAX does not batch an output that does not depend on
-what is mapped over. It sums the gradient of this output over the batch, and passes the sum to the
-backward pass of each element, whose results it sums again. So if one output has a batch, all do.
+**Under vmap, all outputs of an op have a batch, or none.** JAX does not batch an output that does
+not depend on what is mapped over. It sums the gradient of this output over the batch, and passes
+the sum to the backward pass of each element, whose results it sums again. So if one output has a
+batch, `batched_alike` gives one to all.
 
-**It cannot be differentiated.** Rounding has no second derivative, so asking for one is an error.
+**The backward pass cannot be differentiated.** Rounding has no second derivative, so asking for one
+is an error.
 """
 
 from collections.abc import Callable
@@ -38,9 +40,9 @@ def run_backward(
         residuals: what the forward pass saved.
         gradient: of the result.
         name: of the operation, for the error.
-        rounds: whether it rounds to FP8, so that it can be differentiated once only.
+        rounds: whether it rounds to FP8, so that it can be differentiated only once.
     """
-    # The gradient that is used does not pass the barrier, which would hide its sharding.
+    # The gradient that is used bypasses the barrier, which would hide its sharding.
     residuals, _ = lax.optimization_barrier((residuals, gradient))
     if not rounds:
         return backward(*residuals, gradient)

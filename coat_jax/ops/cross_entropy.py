@@ -5,11 +5,11 @@
                                            + s (lse - mean of the logits)  +  z lse^2
 
 The sequence is split into chunks; each chunk's logits are FP32 and are recomputed in the
-backward pass. It saves h, w and one log-sum-exp per token. Products are in the dtype of h, and
-summed in FP32. They are not in FP8, which would harm the head more than any other layer.
+backward pass. The forward pass saves h, w and one log-sum-exp per token. Products are in the dtype
+of h, and summed in FP32. They are not in FP8, which would harm the head more than any other layer.
 
-On a mesh nothing but scalars is communicated within the loop over chunks: w is gathered before
-it, and each device sums the gradient of w over its own rows, to be reduced after it.
+On a mesh only scalars are communicated within the loop over chunks: w is gathered before the loop.
+Each device sums the gradient of w over its own rows, and the sums are reduced after the loop.
 """
 
 import math
@@ -134,7 +134,7 @@ def _backward(settings: _LossSettings, residuals: Any, gradient: Array) -> Any:
     parts = _chunks(hidden, settings.chunk, -2, 0), _chunks(labels, settings.chunk, -1, IGNORED)
     dw = jnp.zeros((groups(hidden).shape[0], *weight.shape), jnp.float32)
     dw, dh = lax.scan(one, dw, (*parts, lse))
-    # In the weight's dtype, so that devices exchange no more than it has.
+    # In the weight's dtype, so that devices exchange no more bytes than the weight has.
     dw = lax.reduce(dw.astype(weight.dtype), jnp.zeros([], weight.dtype), lax.add, (0,))
     return _join(dh, hidden.shape), dw, None
 
@@ -150,10 +150,10 @@ def _gathered(w: Float[Array, "D V"]) -> Float[Array, "D V"]:
 
 
 def _groups_of_rows(hidden: Float[Array, "*B S D"]) -> Callable[[Array], Array]:
-    """Splits the first axis of a batch into groups, of which no two devices share one.
+    """Splits the first axis of a batch into groups, none of which two devices share.
 
-    Which devices hold which rows is not known while tracing, so there are as many groups as there
-    are devices, or as the batch can be split into.
+    Which devices hold which rows is not known while tracing, so the number of groups is the
+    greatest common divisor of the number of devices and the size of the first axis.
     """
     mesh = automatic_mesh()
     groups = math.gcd(mesh.size, hidden.shape[0]) if mesh and hidden.ndim > 2 else 1
@@ -170,7 +170,7 @@ def _logits(h: Float[Array, "*B C D"], w: Float[Array, "D V"]) -> Float[Array, "
 
 
 def _dot_in_fp32(a: Array, b: Array, summed: tuple[Sequence[int], Sequence[int]]) -> Array:
-    """A product of arrays as they come, with sums and result in FP32."""
+    """A product of arrays in their own dtypes, with sums and result in FP32."""
 
     def dot(a: Array, b: Array) -> Array:
         return lax.dot_general(a, b, (summed, ((), ())), preferred_element_type=jnp.float32)
@@ -178,7 +178,7 @@ def _dot_in_fp32(a: Array, b: Array, summed: tuple[Sequence[int], Sequence[int]]
     def dot_of_fp32(a: Array, b: Array) -> Array:
         return dot(a.astype(jnp.float32), b.astype(jnp.float32))
 
-    # XLA's CPU backend compiles products of BF16 in some layouts which it then cannot run.
+    # XLA's CPU backend compiles BF16 products in some layouts that it then cannot run.
     return lax.platform_dependent(a, b, cpu=dot_of_fp32, default=dot)
 
 

@@ -4,7 +4,7 @@
     nn.Dense(..., dot_general_cls=coat.linen.dot_general_cls())
 
 Any contraction of an input (left) with a weight (right) that has no batch axes is one linear
-layer: the weight is viewed as a matrix, contracted axes times the others.
+layer: the weight is viewed as a matrix of the contracted axes by the other axes.
 """
 
 import dataclasses
@@ -51,8 +51,8 @@ class DotGeneral:
         (left, right), (left_batch, right_batch) = dimension_numbers
         if left_batch or right_batch:
             raise ValueError(
-                "coat.ops.DotGeneral multiplies an input by a weight: there can be no batch axes, "
-                f"and {tuple(left_batch)}, {tuple(right_batch)} came. Leave this product as it is."
+                "coat.ops.DotGeneral multiplies an input by a weight without batch axes, and got "
+                f"{tuple(left_batch)}, {tuple(right_batch)}. Leave this product as it is."
             )
         if out_sharding is not None:
             raise ValueError(
@@ -118,7 +118,7 @@ class Einsum:
             raise ValueError(f'{equation!r} names no output: write one, as in "bsd,df->bsf".')
         of_x, _, of_w = inputs.partition(",")
         rest = x.ndim - len(of_x.replace("...", ""))
-        leading = "".join(chr(0x3B1 + i) for i in range(rest))  # letters that no one else uses
+        leading = "".join(chr(0x3B1 + i) for i in range(rest))  # letters that equations do not use
         of_x, output = (part.replace("...", leading) for part in (of_x, output))
         for letters, operand in ((of_x, x), (of_w, w)):
             if len(letters) != operand.ndim or len(set(letters)) != len(letters):
@@ -130,7 +130,7 @@ class Einsum:
         if set(of_x) & set(of_w) & set(output):
             raise ValueError(
                 f"{equation!r} has axes that input, weight and output share. coat.ops.Einsum "
-                "contracts all that input and weight have in common."
+                "contracts all axes that input and weight have in common."
             )
         left, right = ([names.index(c) for c in contracted] for names in (of_x, of_w))
         y = DotGeneral(self.precision)(

@@ -32,7 +32,7 @@ def embedding(table: Float[Array, "V D"], tokens: Int[Array, "..."]) -> Float[Ar
 def in_int32(tokens: Int[Array, "..."]) -> Int[Array, "..."]:
     """Tokens in a dtype that can hold -100 and any V; larger numbers become the largest one.
 
-    JAX would cut arrays of NumPy in 64 bits to 32, and make token 1 of 2^32 + 1.
+    JAX would truncate 64-bit NumPy arrays to 32 bits, and turn token 2^32 + 1 into token 1.
     """
     if tokens.dtype == jnp.int32:
         return jnp.asarray(tokens)

@@ -97,7 +97,7 @@ def adapted_linear(
         adapter: a and c; both train.
         bias: b, or None.
         precision: a `coat.Precision` with fp8_linear and without int8_forward, or its name.
-        implementation: "xla", "triton", or None for what suits the device.
+        implementation: "xla", "triton", or None to choose by the device.
     """
     require_columns("adapted_linear", x)
     x = jnp.asarray(x)  # NumPy's FP64 becomes FP32

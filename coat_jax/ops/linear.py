@@ -3,8 +3,8 @@
     linear        y_i = x w_i + b_i                saves x as one FP8 tensor
     norm_linear   y_i = norm(x) w_i + b_i          saves x in FP8 blocks; the norm is recomputed
 
-Several weights share one input, which is saved once: query, key and value, or gate and up. In
-full precision both save x itself.
+Several weights can share one input, which is saved once: query, key and value, or gate and up. In
+full precision both functions save x itself.
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def linear(
         weights: [K, N], or several.
         biases: [N], or one per weight, None where there is none.
         precision: see `coat.Precision`.
-        implementation: "xla", "triton", or None for what suits the device.
+        implementation: "xla", "triton", or None to choose by the device.
     """
     ws, bs = as_layers(weights, biases)
     require_columns("linear", x)
@@ -91,7 +91,7 @@ def norm_linear(
         weights: [K, N], or several.
         biases: [N], or one per weight, None where there is none.
         precision: see `coat.Precision`.
-        implementation: "xla", "triton", or None for what suits the device.
+        implementation: "xla", "triton", or None to choose by the device.
     """
     ws, bs = as_layers(weights, biases)
     require_columns("norm_linear", x)

@@ -74,7 +74,7 @@ def gated_mlp(
         activation: of the gate.
         residual: whether x is added to the result.
         precision: see `coat.Precision`.
-        implementation: "xla", "triton", or None for what suits the device.
+        implementation: "xla", "triton", or None to choose by the device.
 
     Example:
         >>> import coat_jax as coat, jax, jax.numpy as jnp
@@ -119,7 +119,7 @@ def mlp(
         activation: see `coat_jax.kernels.activation`.
         residual: whether x is added to the result.
         precision: see `coat.Precision`.
-        implementation: "xla", "triton", or None for what suits the device.
+        implementation: "xla", "triton", or None to choose by the device.
     """
     _require("mlp", x, norm, (up,), (up_bias,), down, down_bias, activation)
     settings = _MLPSettings(activation, residual, mode_of(precision, implementation), "mlp")

@@ -2,9 +2,9 @@
 
     q, k, v = norm(x) w_i + b_i        q and k rotated by position
 
-Saves x, as `norm_linear` does. x is also a result, for the residual sum: its gradient is then added
-where the gradient of the norm is computed, not in a pass of its own. Likewise the gradients of q
-and k are rotated back in the pass that rounds them for their products.
+Saves x, as `norm_linear` does. x is also returned, for the residual sum: the gradient of that sum
+is then added where the gradient of the norm is computed, not in a separate pass. Likewise the
+gradients of q and k are rotated back in the pass that rounds them for their products.
 """
 
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ def norm_qkv(
         rotary: how queries and keys are rotated; None if they are not.
         positions: of each token, [S] or [B, S]; 0 .. S - 1 by default.
         precision: see `coat.Precision`.
-        implementation: "xla", "triton", or None for what suits the device.
+        implementation: "xla", "triton", or None to choose by the device.
     """
     require_real("norm_qkv", x)
     if x.ndim != 3:

@@ -106,7 +106,7 @@ def quantized_linear(
     require_quantized("quantized_linear", weight, activations)
     name = eight_bits.format_of_codes(weight.codes.dtype)
     _require_shapes(x, weight, bias)
-    # FP16 cannot hold sums of codes. To BF16 they are rounded before they are scaled.
+    # FP16 cannot hold sums of codes. BF16 can: they are then rounded before they are scaled.
     wide = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
     if activations == "none":
         codes = weight.codes.astype(x.dtype)
@@ -171,8 +171,8 @@ def require_quantized(name: str, weight: Quantized, activations: Activations) ->
     if (activations == "static") != (weight.input_scale is not None):
         there = "has none" if weight.input_scale is None else "has one"
         raise ValueError(
-            f'activations="static" takes an input_scale, others do not; this is {activations!r}, '
-            f"and the weight {there}."
+            f'activations="static" needs a weight with an input_scale, other modes one without; '
+            f"activations={activations!r}, and the weight {there}."
         )
 
 

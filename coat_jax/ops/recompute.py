@@ -1,11 +1,11 @@
 """A function of the residual stream that saves only its input, in FP8 blocks.
 
     forward     y = f(x)               saves to_blocks(x): 1.06 bytes a value
-    backward    recomputes f at the decoded blocks, and its gradients there
+    backward    recomputes f at the decoded blocks, and computes its gradients there
 
-`jax.checkpoint` saves x itself, two bytes a value in BF16, and gives the gradients at x. The
-residual stream itself is not rounded: y is computed from x. Only the backward pass sees what is
-saved, so by default that is rounded stochastically (`numerics.blocks`).
+`jax.checkpoint` saves x itself, two bytes a value in BF16, and computes the gradients at x. The
+residual stream itself is not rounded: y is computed from x. Only the backward pass sees the saved
+blocks, so by default they are rounded stochastically (`numerics.blocks`).
 """
 
 from collections.abc import Callable

@@ -60,7 +60,7 @@ def saved(
     size: int | None,
     dtype: DTypeLike | None = None,
 ) -> OptionalProbe:
-    """A tensor and what is saved of it, in blocks of the format `dtype`, if that is simulated."""
+    """Records a tensor that is saved in blocks; `dtype` is their format, if simulated."""
     if seen is None or size is None or not isinstance(result, Blocks):
         return seen
     blocks = result
@@ -78,14 +78,14 @@ def products(
     *,
     first: int = 0,
 ) -> OptionalProbe:
-    """The operands of forward products.
+    """Records the operands of forward products.
 
     Args:
         seen: the probe.
         tensor: the name of the input.
         values: a function that returns the input; called only if something is recorded.
         scale: of the input.
-        weights: what it is multiplied by, in the order of their names, from the `first` on.
+        weights: the weights that multiply the input, in the order of their names, from `first` on.
         scales: of the weights.
         mode: how products are computed.
         first: the place of these weights among those of the op.
@@ -113,7 +113,7 @@ def _operand(
     scale: Float[Array, ""] | None,
     dtype: DTypeLike | None,
 ) -> OptionalProbe:
-    """A tensor and its FP8 codes with one scale."""
+    """Records a tensor that is rounded to FP8 with one scale."""
     if seen is None or scale is None or dtype is None:
         return seen
     return seen.with_sums(tensor, lambda: statistics.of_tensor(values(), scale, dtype))
@@ -128,7 +128,7 @@ def norm(
     scales: Scales,
     mode: Mode,
 ) -> OptionalProbe:
-    """What is saved of a norm's input, and the operands of the products that take the norm."""
+    """Records the saved input of a norm, and the operands of the products that take the norm."""
     precision = mode.precision
 
     def values() -> Array:
@@ -149,7 +149,7 @@ def activation(
     scale: Float[Array, ""] | None,
     mode: Mode,
 ) -> OptionalProbe:
-    """What is saved of an activation's inputs, and the operands of the product that takes it."""
+    """Records the saved inputs of an activation, and the operands of the product that takes it."""
     if seen is None:
         return None
     precision = mode.precision
@@ -173,7 +173,7 @@ def attention(
     result: SavedAttention,
     settings: AttentionSettings,
 ) -> OptionalProbe:
-    """What attention saves."""
+    """Records what attention saves."""
     size = settings.precision.attention_block
     names = attention_blocks(settings.precision)
     tensors, results = (*inputs, output), (*result.inputs, result.output)
@@ -197,7 +197,7 @@ def gradients(
     *,
     first: int = 0,
 ) -> OptionalProbe:
-    """The gradients of the weights' outputs, from the `first` of the weights on."""
+    """Records the gradients of the weights' outputs, from the `first` of the weights on."""
     scales = tuple(g.scale for g in operands)
     return _of_weights(
         seen, "gradient", lambda i: values()[i], scales, mode.gradient_format, first=first

@@ -1,11 +1,11 @@
-"""Sharpness: how much the loss of a token can grow if its logits change a little. In closed form.
+"""Sharpness: how much a token's loss can grow if its logits change a little, in closed form.
 
     phi = 100 (max f(x + z) - f(x)) / (1 + f(x)),    |z_i| <= epsilon (|x_i| + 1)
 
 f is the cross-entropy of the logits x with a label (Keskar et al., arXiv 1609.04836; for logits,
-Lee et al., arXiv 2405.18710). It falls with the label's logit and grows with every other one,
-whatever the rest is. So at its maximum the label's logit is as small as it may be, all others are
-as large as they may be, and no search is needed. With d = epsilon (|x| + 1):
+Lee et al., arXiv 2405.18710). f decreases in the label's logit and increases in every other one,
+whatever the rest is. So at its maximum the label's logit is as small as allowed, all others are
+as large as allowed, and no search is needed. With d = epsilon (|x| + 1):
 
     max f - f = log(1 + sum over i != label of  p_i (exp(d_i + d_label) - 1)),    p = softmax(x)
 

@@ -17,7 +17,7 @@
     fitting_group_size              the largest group size with which devices hold whole groups
     save_state, restore_state       checkpoints; a state in another format is refused
 
-Those that store moments in 8 bits take a `coat.Storage`, which holds the formats.
+The functions that store moments in 8 bits take a `coat.Storage`, which holds the formats.
 """
 
 from coat_jax.optax.adam import fp8_adamw, scale_by_fp8_adam

@@ -39,7 +39,7 @@ def require_hyper(hyper: Hyper) -> None:
 def require_lasting(hyper: Hyper, storage: Storage | None) -> None:
     """Raises if first moments last so much longer than v that m / sqrt(v) cannot be stored.
 
-    Without a gradient it grows by b1 / sqrt(b2) per step.
+    Without a gradient, m / sqrt(v) grows by a factor of b1 / sqrt(b2) per step.
     """
     b1, b2 = _known(hyper.b1), _known(hyper.b2)
     if b1 is None or b2 is None or (storage or Storage()).first != DIRECTION:
@@ -79,7 +79,7 @@ def require_scalar(name: str, value: Any) -> None:
 
 
 def require_flag(name: str, value: Any) -> None:
-    """Raises unless `value` is a boolean, of Python or in an array without axes."""
+    """Raises unless `value` is a Python boolean or a boolean array without axes."""
     if isinstance(value, bool):
         return
     if getattr(value, "shape", None) != () or value.dtype != bool:
@@ -95,7 +95,7 @@ def require_settings(
     mu_dtype: Any = None,
     **flags: Any,
 ) -> None:
-    """Raises unless these arguments, and `flags` that are booleans, have their types."""
+    """Raises unless these arguments have the right types and all `flags` are booleans."""
     if storage is not None and not isinstance(storage, Storage):
         raise TypeError(f"storage={shown(storage)} must be a coat_jax.Storage, or None.")
     if implementation not in (None, *get_args(Implementation)):
@@ -117,7 +117,7 @@ def require_seed(seed: Any) -> None:
 
 
 def is_function(value: Any) -> bool:
-    """Whether `value` can be a schedule; a dtype can be called, but is a class."""
+    """Whether `value` can be a schedule; a dtype is callable, too, but is a class."""
     return callable(value) and not isinstance(value, type)
 
 

@@ -8,7 +8,7 @@ restored state has the shardings of the expected one.
 Besides arrays, a state may have typed random keys, which are stored as integers, and Python
 numbers, which are stored as arrays without axes. Both are restored with their types.
 
-Orbax is imported in the functions that need it: that takes longer than importing coat_jax.
+Orbax is imported in the functions that need it, because that takes longer than importing coat_jax.
 """
 
 from pathlib import Path
@@ -49,7 +49,7 @@ def restore_state(path: str | Path, like: Any) -> Any:
         like: the state expected: arrays, or `jax.ShapeDtypeStruct`s, as `jax.eval_shape(tx.init,
             params)` gives them, with shardings where the state is to be sharded. (`eval_shape`
             forgets where `in_host_memory` keeps a state: give `init(params)` itself there.) Random
-            keys are restored with the implementation that they have here.
+            keys are restored with the implementation that they have in `like`.
     """
     import orbax.checkpoint as ocp
 
@@ -60,7 +60,7 @@ def restore_state(path: str | Path, like: Any) -> Any:
 
 
 def require_stored_like(path: str | Path, like: Any) -> Any:
-    """Returns what orbax is asked for; raises unless `path` has the leaves and dtypes of `like`.
+    """Returns the tree to ask orbax for; raises unless `path` has the leaves and dtypes of `like`.
 
     A Python number in `like` may be stored in any dtype of its kind: jit makes an array of it.
 
@@ -77,7 +77,7 @@ def require_stored_like(path: str | Path, like: Any) -> Any:
     with ocp.StandardCheckpointer() as checkpointer:
         stored = checkpointer.metadata(path).item_metadata
     if stored is None:
-        raise ValueError(f"{path} is no complete checkpoint: it has no metadata.")
+        raise ValueError(f"{path} is not a complete checkpoint: it has no metadata.")
     arrays = _asked_for(like, stored.tree)
     _require_same(path, stored.tree, arrays)
     return arrays

@@ -54,8 +54,8 @@ def require_transformation(name: str, tx: Any) -> optax.GradientTransformation:
     """Returns the argument of the function `name`; raises unless it is an optax transformation."""
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
         remedy = (
-            "It is a whole step by itself: use fp8_adamw instead of fused_fp8_adamw, and what "
-            "in_place was given instead of in_place."
+            "It is a whole step by itself: use fp8_adamw instead of fused_fp8_adamw, and tx "
+            "instead of in_place(tx)."
             if callable(getattr(tx, "step", None))
             else f"Call the function that makes one: {name}(optax.lion(1e-4))."
         )
@@ -67,7 +67,7 @@ def require_transformation(name: str, tx: Any) -> optax.GradientTransformation:
 
 
 def described(optimizer: Any) -> str:
-    """What an error calls a value in the place of an optimizer: by its class if it is one."""
+    """How errors describe a value passed as an optimizer: by its class if it is one."""
     return f"a {type(optimizer).__name__}" if hasattr(optimizer, "init") else shown(optimizer)
 
 
@@ -86,7 +86,7 @@ def _with_article(kind: type) -> str:
 
 
 def require_same_shapes(name: str, tree: Any, codes: Any) -> None:
-    """Raises unless `tree` has the structure and shapes of `codes`, the state's or parameters'."""
+    """Raises unless `tree` has the structure and shapes of `codes` (a state's, or parameters)."""
     expected: Any = jax.tree.structure(codes)
     got: Any = jax.tree.structure(tree)
     if expected != got:

@@ -44,9 +44,9 @@ class CompressedState(NamedTuple):
     """The state of the wrapped transformation, and what decodes its moments.
 
     `codes` is that state, with FP8 codes for its moments. `amax` (in the moment's own dtype, in
-    which it is exact) and `k16` have one number per group of a moment, and a few without meaning
-    for any other leaf. They are trees like `codes`, its named tuples and dicts being plain tuples:
-    `optax.tree.get(state, name)` finds each name once.
+    which it is exact) and `k16` have one number per group of a moment, and a few unused ones for
+    any other leaf. They are trees like `codes`, but with plain tuples instead of its named tuples
+    and dicts, so that `optax.tree.get(state, name)` finds each name once.
     """
 
     step: Int32[Array, ""]
@@ -139,7 +139,7 @@ def compress(
 def decompress(state: Any, storage: Storage | None = None) -> Any:
     """Returns `state` with each `CompressedState` in it replaced by the state it stands for.
 
-    For what reads the state of an optimizer, such as
+    Use it for code that reads the state of an optimizer, such as
     `optax.contrib.schedule_free_eval_params` or `optax.tree.get(decompress(state), "mu")`.
 
     Args:
@@ -175,7 +175,7 @@ def _compressed(leaf: Any, storage: Storage) -> Expanded:
 
 
 def _uncompressed(leaf: Any, storage: Storage) -> Expanded:
-    """A leaf that stays as it is, with scales that are not used, but can be sharded alike."""
+    """A leaf that stays as it is, with unused scales that can be sharded like it."""
     per_group = scales_shape(jnp.shape(leaf), storage.group_size)
     shape = placeholder_shape(per_group)
     return Expanded(leaf, full(leaf, shape, jnp.float32), full(leaf, shape, jnp.uint8))

@@ -1,4 +1,4 @@
-"""Derivatives through optimizer steps, as in meta-learning: one step has them, several have not.
+"""Derivatives through optimizer steps, as in meta-learning: through one step, not through several.
 
 JAX would silently round the derivative of FP8 codes to FP8, and take that of integer codes as zero.
 The updates of a step depend on its gradients through FP32 only, so differentiating one step

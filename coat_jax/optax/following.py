@@ -2,7 +2,7 @@
 
     params  ['layer']['w']          state  [0].mu['layer']['w']
 
-Optimizers build their moments by mapping over the parameters, also where `optax.masked` or
+Optimizers build their moments by mapping over the parameters, even where `optax.masked` or
 `optax.partition` leave some out, so the path of a moment ends with the path of its parameter.
 """
 
@@ -22,7 +22,7 @@ def followed_params(state: Any, params: optax.Params) -> list[Any]:
 def followed_indices(state: Any, params: optax.Params) -> list[int | None]:
     """For each leaf of `state` the index of the parameter that it follows, or None.
 
-    A number follows no array: the path of a counter may end like that of a parameter.
+    A scalar never follows an array, even if its path ends like a parameter's: it may be a counter.
     """
     named = jax.tree.leaves_with_path(optimized(params))
     by_path = {path: index for index, (path, _) in enumerate(named)}

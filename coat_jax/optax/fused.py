@@ -7,10 +7,10 @@ does in one pass over memory what  optax.chain(scale by grad_scale, fp8_adamw)  
 the step allocates no memory.
 
 Through XLA and with FP32 gradients, the results are those of the chain, bit for bit. With BF16
-gradients the chain also rounds what its transformations pass on to BF16; the fused step does not.
-The Triton kernel rounds its approximate roots and powers differently (2^-22). With
-`correct_params`, BF16 parameters are stepped as numbers of 24 bits, and the state has one more byte
-for each.
+gradients, the chain also rounds the updates between its transformations to BF16; the fused step
+does not. The roots and powers of the Triton kernel are approximate, with a relative error of 2^-22.
+With `correct_params`, BF16 parameters are stepped as numbers of 24 bits, and the state has one more
+byte for each.
 """
 
 from collections.abc import Callable
@@ -74,7 +74,7 @@ class FusedOptimizer(NamedTuple):
         advice = (
             "Its step(params, grads, state) is a whole step by itself, which clips by grad_scale. "
             "Where an optax transformation is required, as in optax.chain or nnx.Optimizer, use "
-            "fp8_adamw instead of fused_fp8_adamw, and what in_place was given instead of in_place."
+            "fp8_adamw instead of fused_fp8_adamw, and tx instead of in_place(tx)."
         )
         known = f"{type(self).__name__!r} object has no attribute {name!r}."
         raise AttributeError(f"{known} {advice}" if name == "update" else known)

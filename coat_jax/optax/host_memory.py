@@ -1,8 +1,9 @@
 """Arrays in the memory of the host, and copies of them that run beside the device's kernels.
 
 The memory of an array is part of its type, so it is known while a function is traced. Copies have
-streams of their own, one for each direction: XLA starts a copy as soon as its operands are there,
-and waits for it where it is used. Without these streams it would copy two arrays at a time at most.
+streams of their own, one for each direction: XLA starts a copy as soon as its operands are ready,
+and waits for it where its result is used. Without these streams, XLA would copy at most two arrays
+at a time.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from jaxtyping import Array
 
 from coat_jax.errors import UserError
 
-try:  # its name in JAX 0.10, where another function has the later name
+try:  # JAX 0.10 has it as compute_on2; its compute_on is another function
     from jax.experimental.compute_on import compute_on2 as compute_on
 except ImportError:
     from jax.experimental.compute_on import compute_on  # type: ignore[assignment]
@@ -92,7 +93,7 @@ def host_sharding(sharding: Sharding) -> Sharding:
     except ValueError as error:
         raise UserError(
             f"The devices cannot reach the memory of their host ({error}). Keep the optimizer's "
-            "state on them: leave out in_host_memory, in the trainer --optimizer.offload."
+            "state on them: leave out in_host_memory, or --optimizer.offload in the trainer."
         ) from error
 
 

@@ -82,7 +82,7 @@ def in_place(
     inner_tx = optax.with_extra_args_support(require_transformation("in_place", tx))
 
     def init(params: optax.Params) -> InPlaceState | CorrectedState:
-        # The first state of some transformations has Python numbers, which a step makes arrays.
+        # The first state of some transformations has Python numbers; a step turns them into arrays.
         state = jax.tree.map(
             lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf),
             inner_tx.init(in_fp32(params)),
@@ -136,7 +136,7 @@ def in_place(
 def _require_steppable(tree: Any, state: Any) -> None:
     """Raises for parameters or gradients that the transformation with this state cannot step.
 
-    Complex ones are stepped as they are. Integers are left to a transformation that masks some.
+    Complex arrays are stepped without a cast. Integers are allowed if the state masks some leaves.
     """
     stepped: tuple[Any, ...] = (jnp.complexfloating,)
     if leaves_some_out(state):

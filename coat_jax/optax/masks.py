@@ -1,4 +1,4 @@
-"""Masks: which parameters something applies to, as weight decay does.
+"""Masks: which parameters something applies to, such as weight decay.
 
 A mask is a tree of booleans, one for each parameter or for all of a subtree, or a function from
 parameters to one, as in optax.
@@ -19,7 +19,7 @@ Mask = Any | Callable[[optax.Params], Any]
 
 
 def require_mask(name: str, mask: Any) -> None:
-    """Raises unless every leaf of the argument `name` is a boolean, or it is a function."""
+    """Raises unless the argument `name` is a function, or a tree whose leaves are booleans."""
     if not is_mask_function(mask):
         _require_booleans(name, mask)
 
@@ -71,7 +71,7 @@ def _difference(tree: Any, params: optax.Params) -> str:
     leaves = [path for path, _ in jax.tree.leaves_with_path(params, is_leaf=is_left_out)]
     for path in leaves:
         if not any(path[: len(flag)] == flag for flag in flags):
-            return f"it says nothing of {keystr(path) or 'the parameter'}"
+            return f"it has no entry for {keystr(path) or 'the parameter'}"
     for flag in flags:
         if not any(path[: len(flag)] == flag for path in leaves):
             return f"there is no parameter {keystr(flag)}"

@@ -22,7 +22,7 @@ from coat_jax.limits import shown
 DimensionNumbers = Any | Callable[[optax.Params], Any]
 
 VOCABULARY = re.compile(r"(\b|_)(un)?embed|(\b|_)vocab|\bw[tp]e\b|head\b", re.IGNORECASE)
-# What is a vector in one layer, and has two axes where layers are stacked.
+# The names of vectors, which have two axes where layers are stacked.
 VECTOR = re.compile(
     r"(\b|_)(scales?|bias(es)?|gammas?|betas?)\b|(\b|_)bias_|norm(s|_?\d+)?\b|\bln(_?(\d+|f))?\b",
     re.IGNORECASE,
@@ -38,8 +38,8 @@ def hidden_matrices(params: optax.Params) -> Any:
     - embeddings and heads: a word begins with "embed", "unembed" or "vocab", ends with "head", or
       is "wte" or "wpe";
     - vectors, which have two axes where layers are stacked: a name ends with the word "scale",
-      "bias", "gamma" or "beta", or with "norm", also in the plural, and "norm" also with a number;
-      begins with "bias_"; or is "ln", "ln_1", "ln_f" and the like.
+      "bias", "gamma" or "beta", or with "norm" (all also in the plural, "norm" also with a number);
+      or it begins with "bias_"; or it is "ln", "ln_1", "ln_f" and the like.
     """
 
     def numbers(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
@@ -57,7 +57,7 @@ class Matrix(NamedTuple):
 
     Attributes:
         shape: of the leaf.
-        batch: its axes that count the matrices.
+        batch: its batch axes, which count the matrices.
         inputs: its axes that the layer sums over.
         outputs: its axes of the layer's output.
     """
@@ -134,7 +134,8 @@ def _matrix(name: str, shape: tuple[int, ...], dims: MuonDimensionNumbers) -> Ma
 def numbers_of_leaves(numbers: DimensionNumbers, tree: Any) -> list[MuonDimensionNumbers | None]:
     """The dimension numbers of each leaf, from a function, a tree, or a prefix of a tree.
 
-    `tree` may lack leaves that the numbers name: `optax.partition` leaves out those of others.
+    `tree` may lack leaves that the numbers name: `optax.partition` leaves out those of other
+    optimizers.
     """
 
     def is_entry(node: Any) -> bool:

@@ -4,8 +4,8 @@ Flax's modules can carry the names of mesh axes beside their arrays: `nnx.Variab
 `nn.Partitioned` and `nn.LogicallyPartitioned` as boxes. A state made from such parameters
 inherits the annotations, and trainers (`nnx.Optimizer`, MaxText) shard the state by them. Codes
 have their parameter's shape, so its annotation fits. Scales have one number per group of the
-last axis: a width of 128 has one, which no mesh axis divides. Here the annotation of scales
-loses the axes that do not fit.
+last axis: for a width of 128 only one, which cannot be sharded. `fit_metadata` removes the axes
+that do not fit from the annotations of scales.
 """
 
 import sys
@@ -15,18 +15,19 @@ import jax
 
 from coat_jax.numerics import mesh_axes
 
-# Of an nnx.Variable. `sharding_names`, an earlier name of `out_sharding` that MaxText's stacked
-# layers have as well, would overrule it where Flax copies the annotations to a state.
+# Metadata of an nnx.Variable. `sharding_names` is an earlier name of `out_sharding`. MaxText's
+# stacked layers have both, and where Flax copies annotations to a state, the earlier one would win.
 ANNOTATIONS = ("out_sharding", "optimizer_sharding", "sharding_names")
 
 
 def fit_metadata(tree: Any, params: Any) -> Any:
     """Returns `tree`, a state leaf for each parameter, with annotations that fit its shapes.
 
-    An axis as long as its parameter's keeps its name. Any other loses it in a box, whose names the
-    user maps to mesh axes later. In an nnx.Variable it keeps its name if the mesh of `jax.set_mesh`
-    has it and divides the axis. Other names are mapped to mesh axes later (MaxText), or the mesh is
-    not set yet: they stay if all devices together divide the axis, because then any mesh does.
+    An axis as long as its parameter's keeps its name. Any other axis loses its name in a box, whose
+    names the user maps to mesh axes later. In an nnx.Variable it keeps a name that the mesh of
+    `jax.set_mesh` has if the mesh axis divides it. A name that the mesh does not have is mapped to
+    mesh axes later (MaxText), or the mesh is not set yet: the axis then keeps it if the number of
+    all devices divides the axis, because then any mesh does.
     """
 
     def fit(box: Any, param: Any) -> Any:
@@ -56,7 +57,7 @@ def _is_box(node: Any) -> bool:
 
 
 def _flax_types(module: str, name: str) -> tuple[Any, ...]:
-    """A class of Flax, in a tuple; empty before the user imports Flax, which takes a second."""
+    """A tuple with a class of Flax; empty until the user imports Flax, which takes a second."""
     return (getattr(sys.modules[module], name),) if module in sys.modules else ()
 
 

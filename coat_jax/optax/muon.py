@@ -4,17 +4,17 @@
     u = orthogonalize(m_hat)                  `newton_schulz`; with Nesterov momentum by default
     w = w - lr (scale u + decay w)            scale depends on the shape of the matrix
 
-Orthogonalizing makes all singular values alike, and so amplifies the smallest, with whatever error
-they have. Hence each column of the momentum is divided by its mean magnitude before it is stored,
+Orthogonalizing makes all singular values alike, and so amplifies the smallest along with their
+error. Therefore each column of the momentum is divided by its mean magnitude before it is stored,
 so that the error of a small column is small, too:
 
     m = codes * amax / 127 * column           8-bit integers, one amax per 128 neighbours of a row
 
 The state of a matrix takes 1.04 bytes per parameter instead of 4. The arguments have the names, the
-defaults and the order of those of `optax.contrib.muon`. Only the default choice of leaves differs.
-`optax.contrib.muon` updates all leaves with two axes, also embeddings and the head. Here
+defaults and the order of those of `optax.contrib.muon`. Two things differ. By default,
+`optax.contrib.muon` updates all leaves with two axes, including embeddings and the head; here,
 `hidden_matrices` leaves these to AdamW, and includes matrices that are stacked by layer. With
-`adaptive`, optax sums over all matrices of a leaf, and here each has a sum of its own.
+`adaptive`, optax sums over all matrices of a leaf; here, each matrix has its own sum.
 """
 
 import math
@@ -70,7 +70,7 @@ class ScaleByFP8MuonState(NamedTuple):
     mu holds three trees: codes (8 bits, the shape of the parameter), amax (FP32) and k16 (uint8,
     not used), the latter two with one number per group along the last axis. `Storage` describes
     leaves in FP32. columns (FP32) has the number by which each column was divided before it was
-    stored, and the axes along a column have size 1 in it.
+    stored; its axes along a column have size 1.
     """
 
     count: Int32[Array, ""]  # type: ignore[assignment]
@@ -107,7 +107,7 @@ def fp8_muon(
     Args:
         learning_rate: a number or a schedule.
         ns_coeffs: see `scale_by_fp8_muon`.
-        ns_steps: likewise.
+        ns_steps: see `scale_by_fp8_muon`.
         beta: decay rate of Muon's momentum.
         eps: for Muon, see `scale_by_fp8_muon`; Adam adds it to the root of the second moment.
         weight_decay: of Muon's matrices; decoupled, multiplied by the learning rate.
@@ -116,7 +116,7 @@ def fp8_muon(
         mu_dtype: must be None; keeps the argument order of optax.
         nesterov: whether to use Nesterov momentum, also in Adam.
         adaptive: see `scale_by_fp8_muon`.
-        preconditioning: likewise.
+        preconditioning: see `scale_by_fp8_muon`.
         adam_b1: decay rate of Adam's first moment.
         adam_b2: decay rate of Adam's second moment.
         adam_eps_root: added inside Adam's root.
@@ -125,9 +125,9 @@ def fp8_muon(
         muon_weight_dimension_numbers: which leaves Muon updates, and which of their axes form a
             matrix; by default `hidden_matrices`. See `optax.contrib.MuonDimensionNumbers`. A leaf
             with None is updated by AdamW.
-        consistent_rms: scales updates by sqrt(max(fan_in, fan_out)) times this number, so that it
-            is their root mean square, whatever their shape. The usual 0.2 makes learning rates of
-            AdamW suitable. By default the factor is sqrt(max(1, fan_out / fan_in)).
+        consistent_rms: the root mean square of updates of any shape: they are scaled by
+            sqrt(max(fan_in, fan_out)) times this number. With the usual 0.2, learning rates of
+            AdamW are suitable. By default the factor is sqrt(max(1, fan_out / fan_in)).
         ns_dtype: see `scale_by_fp8_muon`.
         storage: formats, group size, rounding and which leaves stay in FP32.
         implementation: of Adam's step: None, "xla" or "triton".

@@ -68,7 +68,7 @@ def orthogonalize(
     """
     require_preconditioning(preconditioning)
     _require_whole_matrices(stacks)
-    eps = jnp.maximum(jnp.asarray(eps, jnp.float32), SMALLEST_NORMAL)  # zeros are divided by it
+    eps = jnp.maximum(jnp.asarray(eps, jnp.float32), SMALLEST_NORMAL)  # the divisor of zeros
     rows = np.broadcast_to(coefficients, (steps, 3)) if coefficients.ndim == 1 else coefficients
     run = partial(_map, partial(_orthogonalize, rows.tolist(), eps, preconditioning))
     results: list[list[Array]] = [[] for _ in stacks]

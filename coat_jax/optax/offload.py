@@ -1,8 +1,8 @@
 """An optimizer whose state is in the memory of the host, and is stepped on the device in parts.
 
-    state of a part -> device           beside the copy of the part before to the host
+    state of a part -> device           while the previous part is copied to the host
     params, state = optimizer.step(params, gradients, state)          of the part
-    state of the part -> host           beside the copy of the next part to the device
+    state of the part -> host           while the next part is copied to the device
 
 Only arrays as large as their parameters are moved: moments or their codes, and corrections. The
 scales of codes are small, and stay on the device. The device holds two parts at a time.
@@ -25,16 +25,16 @@ from coat_jax.optax.host_memory import is_on_host, place_on_host
 from coat_jax.optax.parts import Parts
 
 SMALL = 2**16  # bytes of an array that is not worth a copy
-PART = 2**27  # bytes of a part, at least: copies of many arrays start at once
+PART = 2**27  # the fewest bytes of a part: copies of many arrays start at once
 
 
 def in_host_memory(optimizer: FusedOptimizer) -> FusedOptimizer:
     """Keeps the large arrays of an optimizer's state in the memory of the host.
 
-    The numbers are those of `optimizer`. Its step moves a part of the state at a time to the
-    device, and back while it moves the next one. `step_by_stages` moves those of a stage while the
-    backward pass computes the gradients of the next. A state that is on the device, such as one of
-    `optimizer`, is stepped there.
+    The results are those of `optimizer`. The step copies one part of the state at a time to the
+    device, and copies it back while the next part arrives. `step_by_stages` copies the state of a
+    stage while the backward pass computes the gradients of the next stage. A state that is on the
+    device, such as one made by `optimizer`, is stepped there.
 
     Args:
         optimizer: from `fused_fp8_adamw` or `in_place`, one that updates each leaf by itself, as
@@ -94,9 +94,9 @@ def in_host_memory(optimizer: FusedOptimizer) -> FusedOptimizer:
 def _refuse_lookahead(params: optax.Params) -> None:
     if isinstance(params, optax.LookaheadParams):
         raise UserError(
-            "in_host_memory got optax.LookaheadParams, and steps each parameter by itself: "
-            "optax.lookahead needs the fast and the slow copy of it at once. Keep its state on the "
-            "device: use in_place(optax.lookahead(..)) without in_host_memory."
+            "in_host_memory steps each parameter by itself, and got optax.LookaheadParams: "
+            "optax.lookahead needs the fast and the slow copy of a parameter at once. Keep its "
+            "state on the device: use in_place(optax.lookahead(..)) without in_host_memory."
         )
 
 

@@ -5,12 +5,10 @@
                     parts.update(part, (params, state))
 
 A part is a list of parameter indices. Its parameters and the leaves of the state that follow them
-are trees of the whole structures, in which all other leaves are None. The optimizer must update
-each parameter by itself. State in host memory is moved to the device and back part by part:
-
-    part      i - 1      i        i + 1
-    before    leaves     stepped
-    after                leaves   arrives       at once, and beside what is computed until i + 1
+are passed as trees of the full structure, in which all other leaves are None. The optimizer must
+update each parameter by itself. State in host memory is copied to the device and back part by part.
+After the step of part i, its state is copied to the host and that of part i + 1 to the device, at
+the same time and beside whatever is computed next. Part i + 1 is stepped when both have arrived.
 """
 
 from collections.abc import Sequence
@@ -95,8 +93,8 @@ class Parts:
         if arriving:
             after: Any = self._stepped
             if after is None:
-                # All that is in host memory, too: XLA then knows these arrays from the first copy
-                # on, and begins each later one where the part before was stepped.
+                # Depends on everything in host memory, too: XLA then knows these arrays from the
+                # first copy on, and starts each later copy once the previous part was stepped.
                 hosted = [leaf for leaf in self._before if is_on_host(leaf)]
                 after = gradients, hosted
             arrived = to_device([leaves[i] for i in arriving], after)

@@ -7,7 +7,7 @@
 Only the gradients of one stage exist at a time. So nothing can depend on all of them before the
 first update: neither clipping by their norm nor whether to skip the step. Instead:
 
-    grad_scale     comes from the norm that the step before returned, or from the norm of a stage
+    grad_scale     comes from the norm that the previous step returned, or from the norm of a stage
     skip           applies to each stage by itself, if its gradients or the loss are not finite
 """
 
@@ -66,7 +66,7 @@ def step_by_stages(
     *,
     grad_scale: Number | Callable[[Float[Array, ""]], Number] = 1.0,
 ) -> Stepped:
-    """Computes a loss and its gradients, and updates each stage as soon as it has its gradients.
+    """Computes a loss and its gradients, and updates each stage once its gradients are computed.
 
     Donate `params` and `state`. A leaf that several stages use, such as a tied embedding, is
     updated when the backward pass reaches the first of these stages. A stage whose gradients are

@@ -1,8 +1,8 @@
 """Updates of BF16 parameters that are right on average, without FP32 master copies.
 
 BF16 has 8 bits of precision: an update smaller than 1/512 of its parameter is lost when their
-sum is rounded to nearest. Rounded up or down at random, with probabilities by distance, the
-sum is right on average. The random numbers are hashed from seed, step, leaf and index
+sum is rounded to nearest. Rounded up or down at random, with probabilities set by the distances,
+the sum is right on average. The random numbers are hashed from seed, step, leaf and index
 (`coat_jax.numerics.noise`): the same run gives the same parameters, on any mesh.
 """
 

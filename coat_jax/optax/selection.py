@@ -3,14 +3,14 @@
 A moment is a leaf that
     follows a parameter (its path ends with the parameter's),
     is a float in at least 16 bits, and large enough by the rule of `Storage`,
-    is not there for the user to read, like the gradient of a line search,
+    is not meant for the user to read, like the gradient of a line search,
     is not initialized with the parameter's values, or with anything computed from them,
     and is accepted by the user's `where`.
 
 Copies of parameters (of `optax.contrib.schedule_free`, `mechanize`, `prodigy`, `dog`) lose too
 much in 8 bits: an update is smaller than the distance between two codes. They are recognized in
-the program of `init` instead of by their values, so that neither parameters that
-begin at zero nor a traced `init` change the result.
+the jaxpr of `init`, not by their values, so that neither parameters that begin at zero nor a
+traced `init` change the result.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from coat_jax.optax.checks import dtype_of, is_fp8, require_real_float
 from coat_jax.optax.following import followed_params, optimized
 from coat_jax.storage import Storage
 
-# States that are subtracted from numbers nearly equal to them, by what the message calls them.
+# States that are subtracted from nearly equal numbers, with their descriptions for the error.
 REFUSED = {
     optax.ScaleByLBFGSState: "L-BFGS, which subtracts the last gradients and parameters from the "
     "present ones",

@@ -104,7 +104,7 @@ def full(param: Any, shape: tuple[int, ...], dtype: DTypeLike, value: int = 0) -
 
 
 def _visible_sharding(param: Any) -> Any:
-    """The sharding that a parameter was given on purpose; None under jit on automatic axes."""
+    """The sharding that the user gave a parameter; None under jit on automatic axes."""
     if isinstance(param, jax.core.Tracer):
         sharding = jax.typeof(param).sharding
         explicit = any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)

@@ -1,6 +1,6 @@
 """The state of Adam with 8-bit moments: its initial value, its checks, and one step of it.
 
-For each parameter two moments, each stored in three arrays: the codes, and per group of
+Each parameter has two moments, each stored in three arrays: the codes, and per group of
 neighbours the largest magnitude `amax` and the exponent `k16`. `coat_jax.storage.Storage` says
 which leaves are stored in 8 bits, and in which formats. `fp8_adamw` and `fused_fp8_adamw` have the
 same state.
@@ -107,7 +107,7 @@ def step_tree(
         implementation: see `dispatch`.
 
     Returns:
-        New parameters (directions without them), state and corrections.
+        New parameters (without `params`, directions), state and corrections.
     """
     require_state(state, settings.storage)
     require_real_floats(grads)

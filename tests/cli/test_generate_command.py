@@ -359,5 +359,5 @@ def test_a_tokenizer_must_be_that_of_the_model(tmp_path, capsys):
     assert "has token 3, outside the model's vocabulary of 3" in capsys.readouterr().err
     assert coat(tmp_path, "--prompt", "no", "--stop", "no yes") == 2
     assert (
-        "'no yes' is not a token of the tokenizer, which makes it [2, 1]" in capsys.readouterr().err
+        "'no yes' is not one token: the tokenizer encodes it as [2, 1]" in capsys.readouterr().err
     )

@@ -205,7 +205,7 @@ def test_layers_in_a_tuple_are_listed_and_refused_with_a_remedy():
     model = nnx.Module()
     model.layers = nnx.data((linear(), nnx.RMSNorm(32, rngs=nnx.Rngs(0))))
     assert [d.path for d in nn.plan_conversion(model)] == ["layers.0", "layers.1"]
-    with pytest.raises(UserError, match=r"A RMSNorm stands in a tuple.*nnx\.List"):
+    with pytest.raises(UserError, match=r"A RMSNorm is in a tuple.*nnx\.List"):
         nn.convert(model)
 
 
@@ -259,7 +259,7 @@ def test_layers_in_an_nnx_pytree_are_converted():
 def test_layers_in_a_dataclass_are_refused_with_a_remedy():
     model = nnx.Module()
     model.record = nnx.data(Record(nnx.RMSNorm(32, rngs=nnx.Rngs(0))))
-    with pytest.raises(UserError, match=r"A RMSNorm stands in a Record.*nnx\.Module"):
+    with pytest.raises(UserError, match=r"A RMSNorm is in a Record.*nnx\.Module"):
         nn.convert(model)
     assert nn.convert(model, rules={"record.layer": "bf16"}).record.layer is not None
 
@@ -447,7 +447,7 @@ def test_modules_that_change_themselves_are_counted():
 
 @pytest.mark.parametrize("path", ["layers.0", "layers.2"])
 def test_rules_cannot_decide_differently_on_one_module(net, path):
-    with pytest.raises(ValueError, match=r"layers\.2 is the module layers\.0 itself"):
+    with pytest.raises(ValueError, match=r"layers\.2 and layers\.0 are the same module"):
         nn.convert(net, rules={path: "bf16"})
     both = nn.convert(net, rules={"layers.[02]": "bf16"})
     assert both.layers[2].dot_general is jax.lax.dot_general

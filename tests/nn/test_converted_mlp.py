@@ -268,7 +268,7 @@ def test_layers_that_nnx_vmap_stacked_are_named_as_the_reason():
         return Gated(rngs)
 
     model = Model(stack(nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"its layers are several in one, as nnx\.vmap makes them"):
+    with pytest.raises(ValueError, match=r"its layers are stacked, as nnx\.vmap makes them"):
         nn.convert(model, rules={"layers.0": nn.GatedMLP})
 
 

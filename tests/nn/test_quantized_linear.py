@@ -28,7 +28,7 @@ def test_it_is_the_op(activations):
 def test_bad_arguments_are_refused_when_the_layer_is_made():
     with pytest.raises(ValueError, match="activations='some' must be one of none, static"):
         layer(activations="some")
-    with pytest.raises(ValueError, match="takes an input_scale"):
+    with pytest.raises(ValueError, match="needs a weight with an input_scale"):
         layer(activations="static")
     with pytest.raises(TypeError, match=r"QuantizedLinear takes a weight from coat\.ops\.quant"):
         nn.QuantizedLinear(jnp.ones((N, K)))

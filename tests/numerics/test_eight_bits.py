@@ -15,7 +15,7 @@ NAMES = pytest.mark.parametrize("name", eight_bits.DTYPES)
 @NAMES
 def test_the_format_of_codes_is_known_by_their_dtype(name):
     assert eight_bits.format_of_codes(eight_bits.DTYPES[name]) == name
-    with pytest.raises(ValueError, match="no dtype of 8-bit codes"):
+    with pytest.raises(ValueError, match="must be int8 or float8_e4m3fn"):
         eight_bits.format_of_codes(jnp.bfloat16)
 
 

@@ -65,7 +65,7 @@ def test_the_preferred_type_is_that_of_the_result():
 
 def test_only_linear_layers_are_accepted():
     x = numbers(2, 3, 8)
-    with pytest.raises(ValueError, match="no batch axes, and \\(0,\\), \\(0,\\) came"):
+    with pytest.raises(ValueError, match="without batch axes, and got \\(0,\\), \\(0,\\)"):
         EXACT(x, numbers(2, 8, 5), (((2,), (1,)), ((0,), (0,))))
     with pytest.raises(ValueError, match="takes no out_sharding"):
         EXACT(x, numbers(8, 5), (((2,), (0,)), ((), ())), out_sharding="x")

@@ -153,7 +153,7 @@ def changes(after):
         (
             lambda: in_place(fused_fp8_adamw(1e-3)),
             TypeError,
-            "what in_place was given instead of in_place",
+            r"tx instead of in_place\(tx\)",
         ),
     ],
 )

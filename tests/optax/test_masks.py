@@ -37,11 +37,11 @@ RUNS = {
 @pytest.mark.parametrize(
     ("mask", "said"),
     [
-        ({"layer": True}, r"it says nothing of \['head'\]"),
-        ({"layer": {"w": True, "bias": True}, "head": True}, r"it says nothing of \['layer'\]"),
+        ({"layer": True}, r"it has no entry for \['head'\]"),
+        ({"layer": {"w": True, "bias": True}, "head": True}, r"it has no entry for \['layer'\]"),
         ({"layer": True, "head": True, "tail": True}, r"there is no parameter \['tail'\]"),
-        ([True, False, True], r"it says nothing of \['(head|layer)'\]"),
-        ({"layer": None, "head": True}, r"it says nothing of \['layer'\]"),
+        ([True, False, True], r"it has no entry for \['(head|layer)'\]"),
+        ({"layer": None, "head": True}, r"it has no entry for \['layer'\]"),
         (nnx.State({"layer": True, "head": True}), "its structure is PyTreeDef"),
     ],
 )

@@ -102,7 +102,7 @@ def test_a_format_may_be_a_name_of_a_dtype_too():
         ({"first": "UE4M4"}, "'UE4M4' has no sign, and first moments have both"),
         ({"first": "E4M8"}, "up to 7 mantissa bits"),
         ({"second": "UE8M0"}, "that have a zero"),
-        ({"other": "E3M4"}, "other='E3M4' cannot be simulated: first and second can"),
+        ({"other": "E3M4"}, "other='E3M4' cannot be simulated: only first and second can"),
     ],
 )
 def test_formats_that_cannot_hold_moments_are_refused(settings, said):

@@ -143,8 +143,8 @@ def activation_backward_tile(
 ):  # fmt: skip
     """The gradients of gate and up in both layouts, and a recomputed in the transposed one."""
     row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
-    # Hides from Triton that columns are contiguous beyond 8: a thread then holds 8 neighbours, not
-    # 16, for which it lacks registers.
+    # Hides from Triton that more than 8 columns are contiguous: a thread then holds 8 neighbours;
+    # it does not have the registers for 16.
     column = column // 8 * 8 + column % 8
     d = load_tile(da, row, column, ROWS, COLUMNS)
     g = load_blocks(
@@ -206,8 +206,8 @@ def activation_forward_exact_tile(
 ):  # fmt: skip
     """Stores gate and up in blocks, the activation of their exact values, and its maxima.
 
-    Maxima are of both activations, of the exact values and of what the blocks decode to. Gate and
-    up may be products in INT8 that are yet to be scaled; else the scales are not read.
+    A maximum is over both the activations of the exact values and those of the decoded blocks. Gate
+    and up may be unscaled INT8 products; otherwise the scales are not read.
     """
     row, column = tile_indices(COLUMNS, TILE_ROWS, TILE_COLUMNS)
     v = load_hidden(gate, row_scale, gate_scale, row, column, ROWS, COLUMNS)

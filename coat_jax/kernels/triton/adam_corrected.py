@@ -3,8 +3,8 @@
 Each leaf has one more array, its corrections `c`. These are kernels of their own because Triton
 takes every array as a parameter: a step without corrections is compiled as if there were none.
 
-All results are written where the arrays were read: launches alias the outputs to them, so the
-outputs' own pointers, which come last, are not used. That spares 16 registers.
+All results are written where the arrays were read: launches alias the outputs to these arrays, so
+the outputs' own pointers, which come last, are not used. This saves 16 registers.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""FP32 arithmetic in approximate instructions.
+"""FP32 arithmetic with approximate instructions.
 
 With FAST, base-2 logarithm, power, root and reciprocal are one instruction each. Their relative
 error is 2^-22, and they flush denormals to zero. Triton's interpreter has no inline assembly: FAST

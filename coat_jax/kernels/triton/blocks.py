@@ -43,8 +43,8 @@ def round_blocks(
 ):
     """The codes of blocks [.., SIZE], as `round_to_fp8` returns them.
 
-    They are rounded to nearest where `number` is None. Otherwise it is the number of each block
-    (`numerics.blocks.BlockNumbers`), and they are rounded stochastically, if ANTITHETIC with the
+    If `number` is None, they are rounded to nearest. Otherwise `number` is the number of each block
+    (`numerics.blocks.BlockNumbers`), and they are rounded stochastically; if ANTITHETIC, with the
     complements of the random bits.
     """
     y = v * tl.expand_dims(inverse_power(exponent), -1)

@@ -42,7 +42,7 @@ def encode(magnitude, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def fit(magnitude, FORMAT: tl.constexpr, FAST: tl.constexpr):
-    """Per group: amax, its logarithm, and 16 k, rounded down but for a tolerance."""
+    """Per group: amax, its logarithm, and 16 k, rounded down after adding a tolerance."""
     SMALLEST: tl.constexpr = 1.1754943508222875e-38
     SMALLEST_BITS: tl.constexpr = 0x00800000
     amax = tl.minimum(tl.max(magnitude, axis=1), 3.4028234663852886e38)
@@ -63,8 +63,8 @@ def fit(magnitude, FORMAT: tl.constexpr, FAST: tl.constexpr):
 def expand(magnitude, log2_amax, k16, FORMAT: tl.constexpr, FAST: tl.constexpr):
     """max (magnitude / amax)^k, where max is the largest code.
 
-    The result is 3e-6 too large, relatively: an approximate power below the largest code could be
-    rounded down stochastically. Above it, the result saturates.
+    The result is made too large by a relative 3e-6. Otherwise the approximate power of the largest
+    element could be below the largest code, and be rounded down at random. Above, it saturates.
     """
     k = k16 * (1.0 / 16.0)
     log2_ratio = log2(magnitude, FAST) - log2_amax[:, None]

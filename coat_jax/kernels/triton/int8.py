@@ -2,7 +2,7 @@
 
 It multiplies by a reciprocal where `numerics.eight_bits` divides: a number that is halfway between
 two codes may become either of them. Nothing saturates, because the largest magnitude has a code. If
-that is NaN the codes mean nothing, and the scale is NaN.
+the largest magnitude is NaN, the scale is NaN and the codes are meaningless.
 """
 
 import triton
@@ -43,9 +43,9 @@ def round_to_int8(x, scale):
 
 @triton.jit
 def to_int8(y):
-    """The INT8 codes of numbers up to 127 that are scaled already; of NaN some code."""
-    # At 1.5 * 2^23 the last bit of FP32 counts 1: the sum is rounded to a whole number, ties to
-    # even, and its last 8 bits are that number's.
+    """The INT8 codes of numbers up to 127 that are scaled already; NaN becomes any code."""
+    # Near 1.5 * 2^23 the last bit of FP32 stands for 1: the sum is rounded to a whole number, ties
+    # to even, and has the last 8 bits of that number.
     return (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 

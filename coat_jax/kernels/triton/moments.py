@@ -3,8 +3,8 @@
 Blocks are [B, G], as in `expansion`. MU and NU are the `MomentFormat`s of the first and the second
 moment.
 
-Integer codes (`numerics.integers`, `numerics.logarithms`) are made by adding 1.5 * 2^23, rounding
-down: the code is then the last byte of the sum, and needs no conversion. Their noise is in
+Integer codes (`numerics.integers`, `numerics.logarithms`) are computed by adding 1.5 * 2^23 and
+rounding down: the code is then the last byte of the sum, and needs no conversion. Their noise is in
 [128, 129): 16 random bits under the bits of 128.
 """
 
@@ -113,7 +113,7 @@ def encode_logarithms(x, noise, FORMAT: tl.constexpr, FAST: tl.constexpr):
     codes = last_byte(floor_to_bits(rounded + noise, FAST))
     # A value below the smallest code becomes that code or zero. Apart from rounding errors this
     # occurs only at the smallest k.
-    LARGEST: tl.constexpr = 8.507059173023462e37  # 2^126, times which any normal number exceeds 1
+    LARGEST: tl.constexpr = 8.507059173023462e37  # 2^126: times this, any normal number is >= 1
     per_smallest = tl.where(
         k16 > FORMAT.fit.min_steps, LARGEST, reciprocal(amax * FORMAT.smallest_second, FAST)
     )

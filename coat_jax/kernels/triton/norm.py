@@ -1,7 +1,7 @@
 """Norms from FP8 to FP8.
 
 The forward and the backward pass hold whole rows, so that the statistics of a row take one pass.
-Where there is no scale, shift, mean, residual or noise, the pointer is that of another array and
+If a scale, shift, mean, residual or noise is absent, its pointer is that of another array and is
 not read.
 """
 
@@ -128,7 +128,7 @@ def norm_backward_rows(
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SUMS: tl.constexpr,
     RESIDUAL: tl.constexpr, LAYER: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of SUMS rows of x, and what these rows add to those of scale and shift."""
+    """The gradient of SUMS rows of x, and what they add to the gradients of scale and shift."""
     column = tl.arange(0, WIDTH)
     mask = column < COLUMNS
     sum_for_scale = tl.zeros([WIDTH], tl.float32)

@@ -1,7 +1,7 @@
 """A moment in expanded FP8, read and rewritten: counterpart of `coat_jax.kernels.stored_moment`.
 
-A program has one block of groups (`block_layout`). FORMAT is a `MomentFormat`; LARGEST is the
-largest number of the dtype of `amax`, which is that of the moment in an optimizer's step.
+A program has one block of groups (`block_layout`). FORMAT is a `MomentFormat`. LARGEST is the
+largest number of the dtype of `amax`, which is also the dtype of the moment in an optimizer's step.
 """
 
 import triton
@@ -58,7 +58,7 @@ def rewrite_moment(
     JUMPS: tl.constexpr, FIELD: tl.constexpr,
     LARGEST: tl.constexpr, FORMAT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Encodes one block of new values in place; what a group had is decoded again to compare."""
+    """Encodes one block in place; groups whose new values equal the decoded old ones stay."""
     group, group_mask, start, offsets, mask = place_block(
         tl.program_id(0), layout, GROUP, GROUPS_PER_BLOCK, WHOLE, FULL, FIELD
     )

@@ -97,8 +97,8 @@ def store_blocks(
 ):  # fmt: skip
     """Stores a tile in blocks. Returns the values that they decode to.
 
-    Where STOCHASTIC, `first` and `within` point to the numbers of blocks; else they are not read,
-    nor does it matter whether the rounding is ANTITHETIC.
+    If STOCHASTIC, `first` and `within` point to the numbers of blocks; otherwise they are not read,
+    and ANTITHETIC has no effect.
     """
     v = tl.reshape(v, [TILE_ROWS, TILE_COLUMNS // SIZE, SIZE])
     e = fitting_exponent(tl.max(magnitude_bits(v), axis=2), F8)

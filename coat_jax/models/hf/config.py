@@ -79,7 +79,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def from_json(data: Json) -> Config:
-    """The Config of a config.json, which computes as its weights are stored, not in FP8."""
+    """The Config of a config.json; it computes in the dtype of the stored weights, not in FP8."""
     family = _family(data)
     for name, allowed in REQUIRED.items():
         if data.get(name) not in allowed:
@@ -151,7 +151,7 @@ def _dtype(data: Json) -> Any:
 
 
 def _rotary(data: Json) -> Rotary:
-    """From rope_theta and rope_scaling, or from rope_parameters, which hold both since 2025."""
+    """From rope_theta and rope_scaling, or from rope_parameters, which since 2025 holds both."""
     rope: Json = data.get("rope_scaling") or data.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise UserError(
@@ -212,9 +212,9 @@ def _window(data: Json, family: Family, layers: int) -> int | None:
     if mistral and data.get("layer_types") is not None and windowed != (layers if window else 0):
         # transformers ignores the layers' types in this architecture, so one of the two is wrong.
         raise UserError(
-            f"config.json: layer_types gives a window to {windowed} of {layers} layers, and in "
-            f"Mistral sliding_window={window} is that of all. Remove layer_types, or name the "
-            "architecture that the model is of."
+            f"config.json: layer_types gives a window to {windowed} of {layers} layers, but in "
+            f"Mistral sliding_window={window} is that of all layers. Remove layer_types, or name "
+            "the architecture of the model."
         )
     if windowed not in (0, layers):
         raise UserError(
@@ -230,10 +230,10 @@ def _window(data: Json, family: Family, layers: int) -> int | None:
 
 
 def _layer_types(data: Json, window: int | None, layers: int, *, mistral: bool) -> list[str]:
-    """What attention each layer has."""
+    """The kind of attention of each layer."""
     kinds = data.get("layer_types")
     if kinds is None:
-        # In Qwen the first layers see everything, and these are how many.
+        # In Qwen this many of the first layers have full attention.
         first = 0 if mistral else data.get("max_window_layers", 28)
         require("config.json: max_window_layers", first, CountOrZero)
         if window is None:
@@ -294,7 +294,7 @@ def to_json(config: Config, dtype: Any) -> dict[str, Any]:
         "rope_theta": config.rotary.theta,
         "rope_scaling": _scaling(config.rotary),
         "torch_dtype": jnp.dtype(dtype).name,
-        # Which tokens begin and end a text only the tokenizer knows.
+        # Only the tokenizer knows which tokens begin and end a text.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,

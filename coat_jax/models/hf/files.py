@@ -4,10 +4,10 @@
     model.safetensors.index.json                  which tensor is in which file
     model-00001-of-00003.safetensors, ..
 
-A part of a tensor is read by itself, from a file that is mapped into memory for as long as that
-takes. Files are written with room for all tensors, which are then filled in, in any order: a file
-is a length, a header in JSON, and the tensors one behind the other. Pickled checkpoints (.bin, .pt)
-are not read: unpickling runs whatever they hold.
+Each read maps the file into memory, copies a part of a tensor, and closes the file. Files are
+created with room for all tensors, which are then filled in, in any order: a file is a length, a
+header in JSON, and the tensors one after another. Pickled checkpoints (.bin, .pt) are not read:
+unpickling runs whatever code they contain.
 """
 
 import contextlib
@@ -44,7 +44,8 @@ class Tensors:
 
         Args:
             folder: with safetensors files.
-            kinds: the dtypes that are read, FLOATS and perhaps CODES: their names there and here.
+            kinds: the dtypes that are read, by their names in the files, with NumPy's names:
+                FLOATS, with or without CODES.
         """
         self.folder = folder
         self._file_of, self._kinds = _index(folder), kinds
@@ -68,7 +69,7 @@ class Tensors:
         with self._slice(name) as tensor:
             if self._known(name, tensor) != CODES[FP8]:
                 return tensor[index]
-        # safetensors takes dtypes for NumPy's own, which has no FP8.
+        # safetensors supports only NumPy's own dtypes, which have no FP8.
         return np.array(_mapped(self.folder / self._file_of[name], name)[index])
 
     @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Reads and writes the weights of Hugging Face folders.
 
-While a model is loaded, one parameter at a time is in host memory (on a mesh each device's part of
+While a model is loaded, host memory holds one parameter at a time (on a mesh, each device's part of
 it); while it is saved, one piece of a parameter. `read` and `write` are for parameters that are not
 in memory: see `coat_jax.models.stored`. Tokenizers are left out.
 """
@@ -44,7 +44,7 @@ FILE_BYTES = 5 * 10**9
 
 
 def read_config(folder: str | Path) -> Config:
-    """The Config of a folder's config.json: it computes as the weights are stored, not in FP8."""
+    """The Config of a config.json; it computes in the dtype of the stored weights, not in FP8."""
     return from_json(read_json(expanded(folder) / CONFIG))
 
 
@@ -90,7 +90,7 @@ def read(folder: str | Path, config: Config) -> dict[Name, Stored]:
 
     Args:
         folder: with safetensors files.
-        config: what they are the parameters of.
+        config: the model that they belong to.
     """
     tensors = Tensors(expanded(folder))
     require_layers(tensors, config)

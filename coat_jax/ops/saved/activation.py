@@ -53,8 +53,8 @@ def save_activation(
         hidden: (gate, up) or (up,).
         act: the activation.
         mode: how to compute.
-        unscaled: the products that `hidden` is, if it is without biases: a kernel then scales
-            those in INT8 itself, which saves a pass over them.
+        unscaled: the products that `hidden` comes from, if it has no biases: a kernel then scales
+            INT8 products itself, which saves a pass over them.
     """
     precision, dtype = mode.precision, hidden[0].dtype
     size, stochastic = _fused_block(act, mode), precision.saves_stochastically

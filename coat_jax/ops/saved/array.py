@@ -1,8 +1,8 @@
 """How an op saves one array for its backward pass: in FP8 blocks, or unchanged.
 
 With `Precision.exact_forward` the forward pass continues with the original values. Otherwise both
-passes compute with the saved values. What only the backward pass sees is rounded stochastically if
-`Precision.stochastic` is set.
+passes compute with the saved values. Values that only the backward pass sees are rounded
+stochastically if `Precision.stochastic` is set.
 """
 
 from collections.abc import Sequence

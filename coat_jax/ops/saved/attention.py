@@ -76,7 +76,7 @@ def recompute_attention(
     segments: Int[Array, "B S"] | None,
     dtype: DTypeLike,
 ) -> tuple[Float[Array, "B S N H"], Pull]:
-    """The saved o, and the function from its gradient to those of q, k and v."""
+    """The saved o, and the function from its gradient to the gradients of q, k and v."""
     block = settings.precision.attention_block
     values = [restore(x, dtype, block) for x in saved.inputs]
     o = restore(saved.output, dtype, block)

@@ -5,7 +5,7 @@
 
 In FP8 the input is rounded to E4M3 once for all weights, and each gradient to E5M2. The backward
 pass requantizes the weights with the scales of the forward pass, since saving their codes would
-cost a byte a parameter. It also rounds an input again that it recomputes from what was saved. Where
+cost a byte a parameter. It also rounds each input that it recomputes from saved values. If
 `Precision.stochastic_backward` is set, it rounds this input and the gradients stochastically. With
 `Precision.int8_forward` only y is computed from INT8 codes: the backward pass is the same.
 """
@@ -115,7 +115,7 @@ def as_input(x: Float[Array, "*rows K"], dtype: DTypeLike, mode: Mode) -> Input:
 
 
 def saved_input(x: Float[Array, "*rows K"], n: Input, mode: Mode) -> Operand:
-    """What is saved of an input by itself: `n`, or in place of INT8 what a product in FP8 takes."""
+    """What is saved of an input by itself: `n`; if that is INT8, the input in FP8 instead."""
     if isinstance(n, Operand):
         return n
     scale = fp8_scale(n, mode)
