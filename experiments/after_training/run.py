@@ -41,6 +41,8 @@ from experiments.loss_study.run import Job, Trained, mean_loss, say_progress, tr
 from experiments.row_files import Row
 
 CALIBRATED_AT_ONCE = 16  # rows
+# Modules of coat_jax.quantization that read and write folders, which a run does not.
+FOLDERS = ("folders", "layout", "patterns", "streaming")
 Losses = dict[str, Any]
 
 _step = jax.jit(held_out_step, static_argnums=0)
@@ -200,7 +202,8 @@ class _After:
 def _code() -> list[str]:
     """The code, besides the loss study's, that decides a result; without comments."""
     files = [Path(__file__), Path(recipes.__file__)]
-    files += sorted(Path(quantization.__file__).parent.glob("*.py"))
+    package = Path(quantization.__file__).parent
+    files += sorted(file for file in package.glob("*.py") if file.stem not in FOLDERS)
     return [essence(file.read_text("utf-8")) for file in files]
 
 
