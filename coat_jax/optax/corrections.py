@@ -203,8 +203,8 @@ def require_corrections(params: optax.Params, state: Any) -> None:
     made_for: Any = jax.tree.structure(state.corrections)
     if expected != made_for:
         raise ValueError(
-            f"There are {len(named)} parameters, but the state has corrections of {len(found)}, or "
-            f"of other ones.\n  parameters:  {expected}\n  corrections: {made_for}\n"
+            f"There are {len(named)} parameters, but the state has corrections of {len(found)}, "
+            f"or of others.\n  parameters:  {expected}\n  corrections: {made_for}\n"
             "Make the state with init(params) from these parameters."
         )
     for (path, p), c in zip(named, found, strict=True):

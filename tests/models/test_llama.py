@@ -312,7 +312,7 @@ def test_presets_have_the_published_numbers_that_parameters_do_not_show(
         ({"param_dtype": jnp.int32}, "param_dtype=int32 must be float32"),
         ({"batch_axes": "data"}, "batch_axes='data' must be a tuple of texts"),
         ({"precision": "fp7"}, "There is no precision 'fp7'"),
-        ({"activation": "mish"}, r"activation='mish' must be one of silu, .* of coat.ops.ACTIV"),
+        ({"activation": "mish"}, r"activation='mish' must be one of silu, .* to coat.ops.ACTIV"),
     ],
 )
 def test_a_config_refuses(changes, message):

@@ -400,7 +400,7 @@ def test_files_that_are_not_there_are_named(folder, tmp_path):
         hf.load(tmp_path / "nowhere")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     (folder / "model.safetensors").symlink_to("blob")  # as of a hub's cache without its blobs
-    with pytest.raises(FileNotFoundError, match=r"model.safetensors is a link to blob, where"):
+    with pytest.raises(FileNotFoundError, match=r"model.safetensors is a link to blob, which"):
         hf.load(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"no model.safetensors .* 'pytorch_model.bin'"):
