@@ -116,6 +116,18 @@ def require_seed(seed: Any) -> None:
         raise TypeError(f"seed={shown(seed)} must be a whole number, zero or more.")
 
 
+def require_step_number(step: Any) -> None:
+    """Raises unless `step` is a whole number: a Python one, or a scalar of an integer dtype."""
+    whole = isinstance(step, int | np.integer | jax.Array | np.ndarray)
+    if (
+        not whole
+        or isinstance(step, bool)
+        or jnp.shape(step) != ()
+        or not jnp.issubdtype(jnp.result_type(step), jnp.integer)
+    ):
+        raise TypeError(f"step={shown(step)} must be a whole number: the count of the steps.")
+
+
 def is_function(value: Any) -> bool:
     """Whether `value` can be a schedule; a dtype is callable, too, but is a class."""
     return callable(value) and not isinstance(value, type)

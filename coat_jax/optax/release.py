@@ -21,6 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from coat_jax.kernels.adam import Number
+from coat_jax.limits import shown
 from coat_jax.optax.clipping import global_norm
 from coat_jax.optax.fused import FusedOptimizer, require_step
 from coat_jax.optax.parts import Parts
@@ -96,6 +97,7 @@ def step_by_stages(
         1024.0
     """
     require_step("step_by_stages", optimizer)
+    _require_stages(stages)
     used = _leaves_of_stages(stages, params)
     pullbacks, x = [], None
     for stage in stages:
@@ -134,6 +136,15 @@ def step_by_stages(
         squares, skipped = squares + jnp.square(norm), skipped | skip
         squares, dx = parts.update(ready, updated, skipped, before=(squares, dx))
     return Stepped(loss, jnp.sqrt(squares), *parts.whole(), skipped)
+
+
+def _require_stages(stages: Any) -> None:
+    if isinstance(stages, list | tuple) and all(isinstance(stage, Stage) for stage in stages):
+        return
+    raise TypeError(
+        f"stages={shown(stages)} must be a list or tuple of coat_jax.optax.Stage, from the model's "
+        "input to its loss."
+    )
 
 
 class _Place:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int32
 
 from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import GROUP_SIZE
-from coat_jax.optax.arguments import require_seed
+from coat_jax.optax.arguments import require_seed, require_step_number
 from coat_jax.optax.checks import dtype_of, require_same_shapes, require_state_of
 
 
@@ -75,6 +75,7 @@ def apply_updates(
         seed: seeds the random numbers.
     """
     require_seed(seed)
+    require_step_number(step)
     require_same_shapes("updates", updates, params)
     leaves, structure = jax.tree.flatten(params)
     pairs = [

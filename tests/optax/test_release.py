@@ -172,6 +172,15 @@ def test_an_optimizer_without_a_step_is_refused():
         step_by_stages(tx, STAGES, params, tx.init(params))
 
 
+@pytest.mark.parametrize(
+    "stages", [None, STAGES[0], [lambda params, x: x]], ids=["none", "one", "f"]
+)
+def test_what_is_no_list_of_stages_is_refused(stages):
+    optimizer, params = OPTIMIZERS["adamw"](), parameters()
+    with pytest.raises(TypeError, match=r"must be a list or tuple of coat_jax\.optax\.Stage"):
+        step_by_stages(optimizer, stages, params, optimizer.init(params))
+
+
 def test_an_optimizer_that_knows_parameters_by_labels_is_refused():
     params = parameters()
     optimizer = coat.optax.in_place(coat.optax.fp8_muon(1e-2))

@@ -158,3 +158,10 @@ def test_the_chain_and_the_fused_step_round_alike(weight_decay):
             np.testing.assert_allclose(ours, theirs, rtol=2**-7)
             rounded_apart += np.sum(ours != theirs)
     assert rounded_apart <= 8
+
+
+@pytest.mark.parametrize("step", [None, "3", True, 1.5, np.ones(3, np.int32)], ids=str)
+def test_a_step_that_is_no_whole_number_is_refused(step):
+    params = {"w": jnp.ones(8, jnp.bfloat16)}
+    with pytest.raises(TypeError, match=r"step=.* must be a whole number"):
+        apply_updates(params, params, step=step)
