@@ -56,7 +56,7 @@ def main() -> None:
 def row_of(*arguments: Any) -> Row:
     """A row before it is measured: that of `loss_study`, and what happens after training."""
     row = results.row_of(*arguments)
-    row["definition"] |= {"after training": row_files.digest([recipes.described(), _code()])}
+    row["definition"] |= {results.AFTER_TRAINING: row_files.digest([recipes.described(), _code()])}
     return row | {"key": results.key_of(row)}
 
 

@@ -122,6 +122,16 @@ def test_versions_of_the_code_that_train_alike_are_one_arm():
     assert names[0] == names[1] != names[2]
 
 
+def test_versions_of_the_code_after_training_that_measure_alike_are_one_arm():
+    versions = ["c8a43cb91722", results.ALIKE["c8a43cb91722"], "another"]
+    rows = [measured("coat", seed) for seed in range(3)]
+    for row, version in zip(rows, versions, strict=True):
+        row["definition"][results.AFTER_TRAINING] = version
+    (group,) = results.conditions_of(rows).values()
+    names = {row["seed"]: row["arm"] for row in group}
+    assert names[0] == names[1] != names[2]
+
+
 @pytest.mark.parametrize(
     ("name", "today"),
     [

@@ -29,9 +29,9 @@ def costs(size: str = MODEL) -> dict[str, dict[What, Effect]]:
 
 
 @functools.cache
-def excesses() -> dict[str, dict[What, Effect]]:
+def excesses(size: str = MODEL) -> dict[str, dict[What, Effect]]:
     """By how much these costs exceed those of networks that were trained in BF16."""
-    return changes.excesses(runs())
+    return changes.excesses(runs(size))
 
 
 def cost(
@@ -41,9 +41,9 @@ def cost(
     return percent(costs(size)[arm][What(recipe, further)], digits=3)
 
 
-def excess(recipe: str, arm: str = "coat") -> tuple[float, float]:
+def excess(recipe: str, arm: str = "coat", size: str = MODEL) -> tuple[float, float]:
     """By how much a recipe's cost exceeds that for a network trained in BF16."""
-    return percent(excesses()[arm][What(recipe)], digits=3)
+    return percent(excesses(size)[arm][What(recipe)], digits=3)
 
 
 def least_p() -> float:

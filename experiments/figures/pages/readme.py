@@ -33,7 +33,8 @@ PAGE = Page(
         Sentence("differ only in rounding end {:.3f} % apart", lambda: (loss_study.floor(),)),
         Given("124 million parameters", SETTING),
         Sentence(
-            "the difference is {:+.2f} % ± {:.2f}, or {:+.2f} % ± {:.2f} in `COAT_INT8`, over {:.0f} seeds",
+            "the difference is {:+.2f} % ± {:.2f}, or {:+.2f} % ± {:.2f} in `COAT_INT8`, over "
+            "{:.0f} seeds",
             loss_study.larger_with_muon,
         ),
         Sentence("8-bit moments alone cost {:+.2f} % ± {:.2f}", lambda: loss_study.cost("moments")),
