@@ -11,6 +11,7 @@ computed, and not given, such numbers are one in 10^5, and the seeds are fixed.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -55,18 +56,19 @@ def quick_jit(f):
     return jax.jit(f, compiler_options=OPTIONS)
 
 
+@functools.partial(jax.jit, static_argnums=0, compiler_options=OPTIONS)
+def value_and_pullback(f, dy, *args):
+    y, pull = jax.vjp(f, *args)
+    return y, pull(dy)
+
+
 def pulled(f, *args, dy=None):
     """What f gives, the gradients of all arguments for outputs' gradients dy, and dy, drawn."""
     if dy is None:
         leaves, tree = jax.tree.flatten(jax.eval_shape(f, *args))
         normal = np.random.default_rng(99).standard_normal
         dy = tree.unflatten([jax.device_put(normal(y.shape).astype(y.dtype)) for y in leaves])
-
-    def run(dy, *args):
-        y, pull = jax.vjp(f, *args)
-        return y, pull(dy)
-
-    return *quick_jit(run)(dy, *args), dy
+    return *value_and_pullback(f, dy, *args), dy
 
 
 def same_gradients(f, g, *args, tolerance=FP32):
@@ -120,6 +122,9 @@ def nearest(x, dtype):
     return np.rint(x / place) * place
 
 
+round_at_random = jax.jit(cast_reference, static_argnames=("dtype", "layout", "stream"))
+
+
 def rounded(x, dtype, stream=None):
     """What FP8 makes of a tensor with one scale, in FP64.
 
@@ -129,8 +134,8 @@ def rounded(x, dtype, stream=None):
     scale = least_power(np.max(np.abs(x), initial=0), dtype)
     if stream is None:
         return nearest(x / scale, dtype) * scale
-    x, at = jnp.float32(x), jnp.float32(scale)
-    codes, _ = cast_reference(x, at, dtype, "straight", stream=stream)
+    x, at = np.float32(x), np.float32(scale)
+    codes, _ = round_at_random(x, at, dtype, "straight", stream=stream)
     return np.float64(codes) * scale
 
 
