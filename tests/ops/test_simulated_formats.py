@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from ops_cases import FP8_PRESETS, assert_close, draw, pulled, weight
+from ops_cases import FP8_PRESETS, assert_close, draw, pulled, some_norm, weight
 from small_model import QUICK, SMALL, filled
 
 import coat_jax as coat
-from coat_jax import ops
+from coat_jax import ops, telemetry
 from coat_jax.errors import UserError
 from coat_jax.limits import from_json
 from coat_jax.models import Config
@@ -106,16 +106,15 @@ def test_models_of_several_seeds_run_together():
 
 
 def test_telemetry_sees_simulated_formats():
-    config = dataclasses.replace(
-        ONE_LAYER, precision=coat.Precision(forward="E2M1", backward="E3M2")
-    )
-    graph, params = nnx.split(filled(config))
+    precision = coat.Precision(forward="E2M1", backward="E3M2")
+    norm, weights = some_norm("rms", 32), (weight(2, 32, 48), weight(3, 32, 48), weight(4, 48, 32))
 
-    def loss(params, tokens):
-        return nnx.merge(graph, params).loss(tokens, tokens)
+    def loss(weights, x):
+        with telemetry.named("mlp"):
+            return jnp.sum(jnp.sin(ops.gated_mlp(x, norm, *weights, precision=precision)))
 
     program = jax.jit(partial(sums_and_gradients, loss), compiler_options=QUICK)
-    found = report(jax.device_get(program(params, TOKENS)[0]))
+    found = report(jax.device_get(program(weights, draw(1, (8, 32)))[0]))
     errors = [statistics.error for statistics in found.values()]
     assert errors
     assert all(0.01 < error < 0.9 for error in errors)
