@@ -25,14 +25,23 @@ def described(tree):
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
 
 
-@pytest.mark.parametrize("name", TRACED)
-@pytest.mark.parametrize("dtype", table.DTYPES.values(), ids=list(table.DTYPES))
-def test_a_step_traces_and_leaves_the_state_as_it_was(name, dtype):
-    """In structure, shapes and dtypes: it can be scanned, and be a branch of jax.lax.cond."""
+def assert_traces(name, dtype):
     state, after = table.trace(name, TRACED[name](), dtype)
     assert jax.tree.structure(after) == jax.tree.structure(state)
     assert described(after) == described(state)
     assert name not in table.STATELESS or table.compressed_leaves(state) == 0
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_step_traces_and_leaves_the_state_as_it_was(name):
+    """In structure, shapes and dtypes: it can be scanned, and be a branch of jax.lax.cond."""
+    assert_traces(name, jnp.bfloat16)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("name", TRACED)
+def test_so_it_does_with_parameters_in_fp32(name):
+    assert_traces(name, jnp.float32)
 
 
 def test_the_table_has_all_of_optax():

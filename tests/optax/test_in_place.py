@@ -53,6 +53,7 @@ def test_it_steps_as_the_transformation_does(make):
     assert_equal(state, InPlaceState(jnp.int32(3), of_tx))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("make", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_skipped_step_changes_no_bit(make, dtype):
@@ -65,6 +66,7 @@ def test_a_skipped_step_changes_no_bit(make, dtype):
     assert_equal(taken, optimizer.step(params, tree(2, dtype), state))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("make", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
 def test_parameters_and_state_are_donated(make):
     optimizer, params = in_place(make()), tree(0)

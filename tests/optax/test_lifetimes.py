@@ -125,6 +125,7 @@ def test_a_compressed_transformation_comes_to_rest_too(gradient):
     assert ours.mean() == pytest.approx(wanted.mean(), rel=0.1)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("gradient", [tiny, tiny_and_rare])
 @pytest.mark.parametrize("ratio", [1e-4, 1e-5, 1e-6, 1e-8, 1e-12, 1e-20, 1e-35])
 def test_a_tiny_gradient_never_goes_one_way(gradient, ratio):
@@ -136,6 +137,7 @@ def test_a_tiny_gradient_never_goes_one_way(gradient, ratio):
     assert abs(ours.mean()) <= 5 * bound / np.sqrt(len(ours))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("ratio", [1e-4, 1e-6, 1e-8, 1e-20])
 def test_compression_does_not_let_a_tiny_gradient_explode(ratio):
     ours, largest = walk(compressed(0.9, 0.999), tiny_and_rare(ratio))
@@ -143,6 +145,7 @@ def test_compression_does_not_let_a_tiny_gradient_explode(ratio):
     assert np.sqrt(np.mean(np.square(ours[:, PECULIAR]))) <= 60
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("size", [1e4, 1e12, 1e19, 1e25, 3e38])
 @pytest.mark.parametrize("b2", [0.95, 0.999])
 def test_an_enormous_gradient_moves_its_neighbours_no_faster(size, b2):
@@ -209,18 +212,20 @@ def test_no_codes_whatever_make_a_direction_exceed_the_bound(storage, count, eps
         assert np.all(np.isfinite(np.asarray(leaf, np.float32)))
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (3, 129), (2, 3, 40)], ids=str)
 @pytest.mark.parametrize("group_size", [16, 128])
-def test_nothing_non_finite_comes_out_of_finite_gradients(shape, group_size):
+def test_nothing_non_finite_comes_out_of_finite_gradients(group_size):
+    shapes = [(), (0,), (3, 0), (5,), (3, 129), (2, 3, 40)]
     storage = Storage(min_size=0, group_size=group_size)
     tx = scale_by_fp8_adam(0.9, 0.999, eps=0.0, storage=storage)
     rng = np.random.default_rng(0)
-    state, update = tx.init(jnp.zeros(shape)), jax.jit(tx.update)
+
+    def any_finite(shape):
+        any_float = np.asarray(rng.integers(0, 2**32, shape, dtype=np.uint32)).view(np.float32)
+        return np.where(np.isfinite(any_float), any_float, np.float32(3e38))
+
+    state, update = tx.init([jnp.zeros(shape) for shape in shapes]), jax.jit(tx.update)
     for _ in range(6):
-        bits = rng.integers(0, 2**32, shape, dtype=np.uint32)
-        any_float = np.asarray(bits).view(np.float32)
-        grads = np.where(np.isfinite(any_float), any_float, np.float32(3e38))
-        direction, state = update(jnp.asarray(grads), state)
+        direction, state = update([any_finite(shape) for shape in shapes], state)
         for leaf in jax.tree.leaves((direction, state)):
             assert np.all(np.isfinite(np.asarray(leaf, np.float32)))
 

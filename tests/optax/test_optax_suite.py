@@ -74,17 +74,20 @@ def test_thirty_thousand_steps_converge(name, target):
     run("test_optimizers", name, target=target, dtype="float32")
 
 
+@pytest.mark.costly
 @every_optimizer
 def test_hyperparameters_can_be_injected(name):
     run("test_optimizers_can_be_wrapped_in_inject_hyperparams", name)
 
 
+@pytest.mark.costly
 @every_optimizer
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_updates_have_the_parameters_dtype(name, dtype):
     run("test_preserve_dtype", name, dtype=dtype)
 
 
+@pytest.mark.costly
 @every_optimizer
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_gradients_can_be_accumulated(name, dtype):
@@ -98,6 +101,7 @@ def test_shapes_and_dtypes_of_the_state_are_stable(name, dtype):
     run("test_state_shape_dtype_shard_stability", name, dtype=dtype)
 
 
+@pytest.mark.costly
 @every_optimizer
 def test_learning_rate_may_be_a_schedule(name):
     run("test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such", name)
