@@ -63,9 +63,13 @@ OPTIMIZERS = {
 }
 
 
+@jax.jit
 def rounded(x):
     """FP32 numbers rounded to 24 bits."""
     return corrections.join(*corrections.split(x))
+
+
+read = jax.jit(corrected_params)  # operation by operation it is many programs
 
 
 def place(x):
@@ -82,16 +86,16 @@ def test_a_step_is_that_of_fp32_parameters_rounded_to_24_bits(make):
     params = parameters()
     state = init(params)
     for i in range(4):
-        before, grads = corrected_params(params, state), gradients(params, i)
+        before, grads = read(params, state), gradients(params, i)
         wanted, _ = step(before, grads, CorrectedState(state.inner, init(before).corrections))
         params, state = step(params, grads, state)
-        after = corrected_params(params, state)
+        after = read(params, state)
         for name in ("matrix", "vector"):
             assert params[name].dtype == jnp.bfloat16
             assert np.any(state.corrections[name])
             apart = np.asarray(after[name]) != np.asarray(rounded(wanted[name]))
             assert apart.mean() <= 0.01
-            difference = np.abs(np.asarray(after[name] - rounded(wanted[name]), np.float64))
+            difference = np.abs(np.float64(after[name]) - np.float64(rounded(wanted[name])))
             assert np.all(difference <= place(np.asarray(after[name], np.float64)))
         np.testing.assert_allclose(after["scale"], wanted["scale"], rtol=1e-6)
 
@@ -100,15 +104,15 @@ def distance_after(steps, **arguments):
     """Places between 24-bit parameters and FP32 ones after the same gradients."""
     optimizer = fused(**arguments)
     step = jax.jit(optimizer.step)
-    params = {"w": noise(0, (32, 256), jnp.bfloat16)}
-    params = {"w": jnp.where(jnp.abs(params["w"]) < 0.5, 1, params["w"])}
-    wide = {"w": params["w"].astype(jnp.float32)}
+    drawn = np.asarray(noise(0, (32, 256)))
+    params = {"w": jax.device_put(np.where(np.abs(drawn) < 0.5, 1, drawn).astype(jnp.bfloat16))}
+    wide = {"w": jax.device_put(np.asarray(params["w"], np.float32))}
     state, state_of_wide = optimizer.init(params), optimizer.init(wide)
     for i in range(steps):
         grads = {"w": noise(10 + i, (32, 256))}
         params, state = step(params, grads, state)
         wide, state_of_wide = step(wide, grads, state_of_wide)
-    got, wanted = (np.asarray(p["w"], np.float64) for p in (corrected_params(params, state), wide))
+    got, wanted = (np.asarray(p["w"], np.float64) for p in (read(params, state), wide))
     assert np.any(np.abs(np.asarray(params["w"], np.float64) - got) > 0)
     return np.sign(wanted) * (got - wanted) / place(wanted)
 
