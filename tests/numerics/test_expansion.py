@@ -51,6 +51,7 @@ def test_zero_stays_zero(case, regimes, seed):
     assert np.all(y[x == 0] == 0)
 
 
+@pytest.mark.costly
 @everywhere
 @given(regimes=regimes, seed=seeds)
 def test_only_what_is_below_the_smallest_code_becomes_zero(case, regimes, seed):
@@ -65,6 +66,7 @@ def test_only_what_is_below_the_smallest_code_becomes_zero(case, regimes, seed):
     assert np.all(np.sign(y[~zero]) * np.sign(x[~zero]) >= 0)
 
 
+@pytest.mark.costly
 @everywhere
 @given(regimes=regimes, seed=seeds)
 def test_a_divisor_never_becomes_zero(case, regimes, seed):
@@ -77,6 +79,7 @@ def test_a_divisor_never_becomes_zero(case, regimes, seed):
     np.testing.assert_array_equal(codes[above], usual.codes[above])
 
 
+@pytest.mark.costly
 @everywhere
 @given(regimes=regimes, seed=seeds)
 def test_the_largest_of_a_group_is_exact(case, regimes, seed):
@@ -90,6 +93,7 @@ def test_the_largest_of_a_group_is_exact(case, regimes, seed):
     assert all(np.all(found[..., places == place].any(-1)) for place in set(places))
 
 
+@pytest.mark.costly
 @everywhere
 @given(
     value=st.floats(SMALLEST, FLOAT32_MAX, width=32),
@@ -129,6 +133,7 @@ def test_nan_stays_in_its_own_place(case, regimes, seed):
     np.testing.assert_array_equal(y, np.where(lost, np.nan, y_without))
 
 
+@pytest.mark.costly
 @everywhere
 @given(regimes=regimes, seed=seeds)
 def test_infinity_is_the_largest_float32(case, regimes, seed):
@@ -158,6 +163,7 @@ def test_the_code_is_the_exact_image_rounded(case, regimes, seed):
     assert np.all(np.abs(e.codes) <= round_exactly(high, case.dtype, places[1]))
 
 
+@pytest.mark.costly
 @everywhere
 @given(regimes=regimes, seed=seeds)
 def test_the_error_is_that_of_the_code_shrunk_by_k(case, regimes, seed):

@@ -90,6 +90,7 @@ def test_zeros_stay_zero(name, over):
         np.testing.assert_array_equal(values, 0.0)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", SIGNED)
 @pytest.mark.parametrize("fit", FITS)
 def test_the_result_scales_with_the_input(name, fit):
@@ -100,6 +101,7 @@ def test_the_result_scales_with_the_input(name, fit):
         )
 
 
+@pytest.mark.costly
 @formats
 def test_channels_do_not_see_each_other(name):
     x = normal(8, 16)
@@ -163,6 +165,7 @@ def test_asymmetric_codes_follow_data_on_one_side():
     assert one > both + 0.9
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", SIGNED)
 def test_the_gradient_is_straight_through(name):
     x = normal(4, 32)
