@@ -40,7 +40,7 @@ def test_a_step_traces_and_leaves_the_state_as_it_was(name):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("name", TRACED)
-def test_so_it_does_with_parameters_in_fp32(name):
+def test_a_step_traces_with_fp32_parameters_too(name):
     assert_traces(name, jnp.float32)
 
 
