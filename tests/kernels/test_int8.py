@@ -1,5 +1,7 @@
 """Products in INT8, against FP64 NumPy; each law holds for any rows, whatever their sizes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,9 +19,17 @@ X = jnp.asarray(RNG.standard_normal((6, 96)) * SIZES[:, None], jnp.float32)
 W = jnp.asarray(RNG.standard_normal((96, 40)), jnp.float32)
 
 
+round_rows, round_columns = jax.jit(int8.round_rows), jax.jit(int8.round_columns)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def product(x, w, dtype=jnp.float32):
+    return int8.product(int8.round_rows(x), int8.round_columns(w)).scaled(dtype)
+
+
 @pytest.fixture(scope="module")
 def rows():
-    return int8.round_rows(X)
+    return round_rows(X)
 
 
 def test_a_code_is_the_nearest_of_its_row(rows):
@@ -36,17 +46,17 @@ def test_the_largest_element_of_a_row_has_the_largest_code(rows):
 
 
 def test_a_row_does_not_depend_on_the_others(rows):
-    for i in range(len(X)):
-        np.testing.assert_array_equal(int8.round_rows(X[i : i + 1]).codes[0], rows.codes[i])
+    for row, codes in zip(np.asarray(X), np.asarray(rows.codes), strict=True):
+        np.testing.assert_array_equal(round_rows(row[None]).codes, codes[None])
 
 
 def test_columns_are_the_rows_of_the_transpose():
-    for got, want in zip(int8.round_columns(W), int8.round_rows(W.T), strict=True):
+    for got, want in zip(round_columns(W), round_rows(np.transpose(W)), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
 def test_a_product_is_that_of_the_codes(rows):
-    columns = int8.round_columns(W)
+    columns = round_columns(W)
     x, w = (np.float64(each.codes) for each in (rows, columns))
     scales = np.outer(np.float64(rows.scale), np.float64(columns.scale))
     got = int8.product(rows, columns).scaled(jnp.float32)
@@ -56,9 +66,8 @@ def test_a_product_is_that_of_the_codes(rows):
 
 def test_a_product_has_the_error_of_two_roundings():
     """Each operand is off by up to half a step, which is uniform: 1 / sqrt(12) steps."""
-    x = jnp.asarray(RNG.standard_normal((64, 1024)), jnp.float32)
-    w = jnp.asarray(RNG.standard_normal((1024, 64)), jnp.float32)
-    got = int8.product(int8.round_rows(x), int8.round_columns(w)).scaled(jnp.float32)
+    x, w = RNG.standard_normal((64, 1024), np.float32), RNG.standard_normal((1024, 64), np.float32)
+    got = product(x, w)
     want = np.float64(x) @ np.float64(w)
     step = np.mean(np.max(np.abs(x), axis=1)) / 127
     expected = np.sqrt(2 / 12) * step
@@ -68,8 +77,8 @@ def test_a_product_has_the_error_of_two_roundings():
 
 @pytest.mark.parametrize(("of_x", "of_w"), [(1e37, 1e-6), (1e-6, 1e37), (1e-37, 1e30)])
 def test_a_product_of_ordinary_size_is_right_whatever_the_sizes_of_its_operands(of_x, of_w):
-    x, w = jnp.abs(X[:1]) * of_x, jnp.abs(W) * of_w
-    got = int8.product(int8.round_rows(x), int8.round_columns(w)).scaled(jnp.float32)
+    x, w = np.abs(X)[:1] * np.float32(of_x), np.abs(W) * np.float32(of_w)
+    got = product(x, w)
     np.testing.assert_allclose(got, np.float64(x) @ np.float64(w), rtol=0.02)
 
 
@@ -82,32 +91,31 @@ def test_a_sum_that_may_exceed_int32_is_refused():
 
 
 def test_zero_stays_zero():
-    x = X.at[1].set(0).at[2, 5].set(0)
-    rows = int8.round_rows(x)
-    assert not np.any(rows.codes[1])
-    assert rows.codes[2, 5] == 0
-    y = int8.product(rows, int8.round_columns(W)).scaled(jnp.float32)
+    x = np.array(X)
+    x[1] = x[2, 5] = 0
+    codes = np.asarray(round_rows(x).codes)
+    assert not np.any(codes[1])
+    assert codes[2, 5] == 0
+    y = product(x, W)
     assert not np.any(y[1])
     assert np.all(np.isfinite(y))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_only_the_row_of_a_number_that_is_not_finite_is_lost(bad):
-    rows = int8.round_rows(X.at[2, 7].set(bad))
-    assert np.flatnonzero(np.isnan(rows.largest)).tolist() == [2]
-    y = int8.product(rows, int8.round_columns(W)).scaled(jnp.bfloat16)
-    finite = np.isfinite(np.float32(y))
+    x, w = np.array(X), np.array(W)
+    x[2, 7] = w[3, 9] = bad
+    assert np.flatnonzero(np.isnan(round_rows(x).largest)).tolist() == [2]
+    finite = np.isfinite(np.float32(product(x, W, jnp.bfloat16)))
     assert not finite[2].any()
     assert finite[[0, 1, 3, 4, 5]].all()
-    columns = int8.round_columns(W.at[3, 9].set(bad))
-    of_columns = int8.product(int8.round_rows(X), columns).scaled(jnp.float32)
-    finite = np.isfinite(of_columns)
+    finite = np.isfinite(product(X, w))
     assert not finite[:, 9].any()
     assert np.delete(finite, 9, axis=1).all()
 
 
 def test_a_row_without_elements_has_an_empty_sum():
-    y = int8.product(int8.round_rows(X[:, :0]), int8.round_columns(W[:0])).scaled(jnp.float32)
+    y = product(np.asarray(X)[:, :0], np.asarray(W)[:0])
     np.testing.assert_array_equal(y, np.zeros((6, 40)))
 
 
@@ -115,12 +123,9 @@ def test_a_row_without_elements_has_an_empty_sum():
 def test_results_do_not_depend_on_the_mesh(spec):
     """To the last bit: a sum of integers has no order."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    run = jax.jit(
-        lambda x, w: int8.product(int8.round_rows(x), int8.round_columns(w)).scaled(jnp.float32)
-    )
-    x = jnp.tile(X, (2, 1))
-    sharded = run(
+    x = np.tile(X, (2, 1))
+    sharded = product(
         jax.device_put(x, NamedSharding(mesh, spec)),
         jax.device_put(W, NamedSharding(mesh, P(spec[-1] if len(spec) > 1 else None))),
     )
-    np.testing.assert_array_equal(sharded, run(x, W))
+    np.testing.assert_array_equal(sharded, product(x, W))

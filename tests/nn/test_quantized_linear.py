@@ -11,31 +11,35 @@ from coat_jax import nn, ops
 K, N = 64, 32
 
 
-def layer(**settings):
-    weight = ops.quantize_weight(jax.random.normal(jax.random.key(0), (K, N)), "fp8")
-    return nn.QuantizedLinear(weight, **settings), weight
+def quantized_weight():
+    return ops.quantize_weight(jax.random.normal(jax.random.key(0), (K, N)), "fp8")
+
+
+@pytest.fixture(scope="module")
+def weight():
+    return quantized_weight()
 
 
 @pytest.mark.parametrize("activations", ["none", "dynamic"])
-def test_it_is_the_op(activations):
+def test_it_is_the_op(weight, activations):
     bias = nnx.Param(jnp.arange(N, dtype=jnp.float32))
-    module, weight = layer(bias=bias, activations=activations)
+    module = nn.QuantizedLinear(weight, bias=bias, activations=activations)
     x = jax.random.normal(jax.random.key(1), (2, 3, K))
     expected = ops.quantized_linear(x, weight, bias[...], activations=activations)
     np.testing.assert_array_equal(module(x), expected)
 
 
-def test_bad_arguments_are_refused_when_the_layer_is_made():
+def test_bad_arguments_are_refused_when_the_layer_is_made(weight):
     with pytest.raises(ValueError, match="activations='some' must be one of none, static"):
-        layer(activations="some")
+        nn.QuantizedLinear(weight, activations="some")
     with pytest.raises(ValueError, match="needs a weight with an input_scale"):
-        layer(activations="static")
+        nn.QuantizedLinear(weight, activations="static")
     with pytest.raises(TypeError, match=r"QuantizedLinear takes a weight from coat\.ops\.quant"):
         nn.QuantizedLinear(jnp.ones((N, K)))
 
 
-def test_nothing_of_its_weight_is_a_parameter():
-    module, weight = layer()
+def test_nothing_of_its_weight_is_a_parameter(weight):
+    module = nn.QuantizedLinear(weight)
     assert not jax.tree.leaves(nnx.state(module, nnx.Param))
     assert module.nbytes == K * N + 4 * N
     scaled = nn.QuantizedLinear(weight._replace(input_scale=jnp.float32(1)), activations="static")
@@ -46,7 +50,7 @@ def test_codes_are_sharded_as_the_weight_was():
     """Its axes are those of the weight, inputs first; codes have outputs first."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
-        module, _ = layer(sharding=("x", "y"))
+        module = nn.QuantizedLinear(quantized_weight(), sharding=("x", "y"))
         of = nnx.get_named_sharding(nnx.state(module), mesh)
     assert of["codes"].get_value().spec == jax.P("y", "x")
     assert of["scale"].get_value().spec == jax.P("y")
