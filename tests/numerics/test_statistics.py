@@ -13,6 +13,8 @@ from coat_jax.numerics.statistics import NUMBERS, Sums, of_sums
 # One program each for a shape, as in training.
 of_tensor = jax.jit(statistics.of_tensor, static_argnums=2)
 of_blocks = jax.jit(statistics.of_blocks, static_argnames="size")
+of_int8 = jax.jit(statistics.of_int8)
+column_squares = jax.jit(statistics.column_squares)
 to_blocks = jax.jit(blocks.to_blocks, static_argnames="size")
 
 
@@ -142,7 +144,7 @@ def test_rows_of_int8_have_an_error_of_a_uniform_step():
     """Numbers under half a step of their row underflow; nothing saturates or is subnormal."""
     rng = np.random.default_rng(0)
     x = rng.uniform(-1, 1, (8, 4096)) * 10.0 ** np.arange(-4, 4)[:, None]
-    found = statistics.of_sums(statistics.of_int8(jnp.asarray(x, jnp.float32), jnp.ones(4096)))
+    found = of_sums(np.asarray(of_int8(np.float32(x), np.ones(4096, np.float32))))
     # The deviation of uniform numbers is 1 / sqrt(3).
     assert found.error == pytest.approx(3**0.5 / 127 / 12**0.5, rel=0.02)
     assert found.underflow == pytest.approx(0.5 / 127, rel=0.2)
@@ -155,8 +157,8 @@ def test_an_error_in_int8_is_that_of_the_product():
     x, w = rng.normal(size=(256, 512)), rng.normal(size=(512, 256))
     x[:, ::64] *= 100
     w[::64] /= 100
-    weights = statistics.column_squares(jnp.asarray(w.T, jnp.float32))
-    found = statistics.of_sums(statistics.of_int8(jnp.asarray(x, jnp.float32), weights))
+    weights = column_squares(np.float32(w.T))
+    found = of_sums(np.asarray(of_int8(np.float32(x), weights)))
     steps = np.max(np.abs(x), axis=1, keepdims=True) / 127
     error = (np.round(x / steps) * steps - x) @ w
     assert found.error == pytest.approx(np.linalg.norm(error) / np.linalg.norm(x @ w), rel=0.02)
@@ -165,11 +167,11 @@ def test_an_error_in_int8_is_that_of_the_product():
 
 @pytest.mark.parametrize("x", [np.zeros((3, 2)), [[np.inf, 1]], [[np.nan, 1]], np.zeros((0, 2))])
 def test_columns_without_usable_squares_count_alike(x):
-    np.testing.assert_array_equal(statistics.column_squares(jnp.asarray(x, jnp.float32)), [1, 1])
+    np.testing.assert_array_equal(column_squares(np.asarray(x, np.float32)), [1, 1])
 
 
 def test_squares_of_columns_neither_overflow_nor_underflow():
     for size in (1e-30, 1e30):
-        x = size * jnp.array([[1.0, 2.0], [2.0, 4.0]])
-        found = statistics.column_squares(x, 0.5 * x)
+        x = size * np.float32([[1, 2], [2, 4]])
+        found = column_squares(x, np.float32(0.5) * x)
         np.testing.assert_allclose(found, np.array([5, 20]) * 1.25 / 16, rtol=1e-5)

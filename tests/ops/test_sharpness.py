@@ -10,6 +10,7 @@ import pytest
 from coat_jax import ops
 
 V = 8
+sharpness = jax.jit(ops.sharpness, static_argnames="epsilon")
 
 
 def drawn(seed, *shape, scale=3.0):
@@ -36,7 +37,7 @@ def test_it_is_the_largest_over_all_corners(seed, epsilon):
     signs = np.array(list(itertools.product((-1, 1), repeat=V)))
     corners = x + signs * epsilon * (np.abs(x) + 1)
     expected = phi(x, label, loss(corners, label).max())
-    found = ops.sharpness(jnp.float32(x), jnp.asarray(label), epsilon=epsilon)
+    found = sharpness(np.float32(x), label, epsilon=epsilon)
     np.testing.assert_allclose(found, expected, rtol=2e-5)
 
 
@@ -48,22 +49,22 @@ def test_gradient_ascent_within_the_box_ends_there():
     z = np.zeros(V)
     for _ in range(300):
         z = np.clip(z + 5.0 * np.asarray(of(z)), -box, box)
-    found = ops.sharpness(jnp.float32(x), jnp.asarray(label), epsilon=epsilon)
+    found = sharpness(np.float32(x), label, epsilon=epsilon)
     np.testing.assert_allclose(found, phi(x, label, loss(x + z, label)), rtol=1e-3)
 
 
 def test_every_token_has_its_own():
     x, labels = drawn(1, 2, 5)
-    together = ops.sharpness(jnp.float32(x), jnp.asarray(labels))
+    together = sharpness(np.float32(x), labels)
     for place in np.ndindex(2, 5):
-        alone = ops.sharpness(jnp.float32(x[place]), jnp.asarray(labels[place]))
+        alone = sharpness(np.float32(x[place]), labels[place])
         np.testing.assert_allclose(together[place], alone, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_large_logits_and_certain_labels_are_fine(dtype):
     x = jnp.zeros((2, V), dtype).at[:, 0].set(300.0)
-    right, wrong = ops.sharpness(x, jnp.array([0, 1]), epsilon=1e-3)
+    right, wrong = sharpness(x, jnp.array([0, 1]), epsilon=1e-3)
     # Of a label that is certain nothing changes; of one that is not, both logits move.
     assert float(right) == pytest.approx(0, abs=1e-6)
     assert float(wrong) == pytest.approx(100 * 1e-3 * (301 + 1) / 301, rel=1e-3)
@@ -71,7 +72,7 @@ def test_large_logits_and_certain_labels_are_fine(dtype):
 
 def test_it_keeps_its_digits_where_the_change_is_small():
     x, label = drawn(3)
-    found = ops.sharpness(jnp.float32(x), jnp.asarray(label), epsilon=1e-6)
+    found = sharpness(np.float32(x), label, epsilon=1e-6)
     signs = np.where(np.arange(V) == label, -1, 1)
     corner = x + signs * 1e-6 * (np.abs(x) + 1)
     np.testing.assert_allclose(found, phi(x, label, loss(corner, label)), rtol=1e-4)
@@ -79,14 +80,14 @@ def test_it_keeps_its_digits_where_the_change_is_small():
 
 def test_it_has_a_gradient():
     x, labels = drawn(1, 4)
-    gradient = jax.grad(lambda x: ops.sharpness(x, jnp.asarray(labels)).mean())(jnp.float32(x))
+    gradient = jax.jit(jax.grad(lambda x: sharpness(x, labels).mean()))(np.float32(x))
     assert np.isfinite(gradient).all()
     assert np.abs(gradient).max() > 0
 
 
 def test_a_token_without_a_label_has_none():
     x, _ = drawn(1, 2)
-    found = ops.sharpness(jnp.float32(x), jnp.array([-100, 3]))
+    found = sharpness(jnp.float32(x), jnp.array([-100, 3]))
     assert np.isnan(found[0])
     assert np.isfinite(found[1])
 
