@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 import coat_jax as coat
 from coat_jax import E4M3, E5M2
 from coat_jax.numerics import blocks, noise
+from coat_jax.numerics.blocks import from_blocks
 from coat_jax.numerics.formats import format_of, named_format
 
-from_blocks = jax.jit(blocks.from_blocks, static_argnames="size")
 to_blocks = jax.jit(blocks.to_blocks, static_argnames=("dtype", "size", "stochastic", "antithetic"))
 FORMATS = [E4M3, E5M2, named_format("E3M4"), named_format("E2M1"), named_format("E0M7")]
 formats = pytest.mark.parametrize("dtype", FORMATS, ids=lambda f: format_of(f).name)
