@@ -1,6 +1,6 @@
 """Converts a model in a process of its own: `converting.py FOLDER there_and_back` or `to_int8`.
 
-Prints by how many bytes the process grew at most, after a tiny model was converted first. Pieces
+Prints by how many bytes the process grew at most, after a small model was converted first. Pieces
 are of 1 MiB instead of 64, so that the model need not be large either.
 """
 
