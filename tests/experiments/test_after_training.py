@@ -137,8 +137,19 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_that_was_stopped_goes_on_where_it_was(
     small: Size, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    whole = run.run(job(small, "products", corpus, tmp_path / "whole"), [])
+    one = job(small, "products", corpus, tmp_path / "run")
+    assert run.run(one, After(2)) is None  # while it trains
+    assert run.run(one, After(2 + 3)) is None  # after two more steps and three measurements
+    measured = json.loads((tmp_path / "run" / "measured.json").read_text())
+    assert list(measured) == ["held out", "int8 mse static", "int8 max dynamic"]
+    with monkeypatch.context() as without:
+        without.setattr(run._After, "quantized", None)  # only what is missing is measured
+        with pytest.raises(TypeError):
+            run.run(one, [])
+
+    whole = run.run(one, [])
     assert whole is not None
+    assert whole["held_out"] == measured["held out"]
     assert set(whole["quantized"]) == {"int8 mse static", "int8 max dynamic", "fp8 percentile none"}
     assert set(whole["further"]["int8"]) == {"bf16", "int8 mse static"}
     in_bf16 = np.mean(whole["held_out"]["bf16"])
@@ -148,16 +159,6 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(
     # Two steps at a tenth of the learning rate change the network, a little.
     assert np.mean(whole["further"]["int8"]["bf16"]) != in_bf16
     assert np.mean(whole["further"]["int8"]["bf16"]) == pytest.approx(in_bf16, rel=0.01)
-
-    cut = job(small, "products", corpus, tmp_path / "cut")
-    assert run.run(cut, After(2)) is None  # while it trains
-    assert run.run(cut, After(2 + 3)) is None  # after two more steps and three measurements
-    measured = json.loads((tmp_path / "cut" / "measured.json").read_text())
-    assert list(measured) == ["held out", "int8 mse static", "int8 max dynamic"]
-    monkeypatch.setattr(run._After, "quantized", None)  # only what is missing is measured
-    with pytest.raises(TypeError):
-        run.run(cut, [])
-    monkeypatch.undo()
 
 
 @pytest.mark.usefixtures("few")
