@@ -1,8 +1,11 @@
 """The study of networks that are tuned on other text: its rows of prose, and one run of it."""
 
 import dataclasses
+import functools
 import json
 import math
+import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -165,8 +168,25 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ways, "STEPS", 2)
 
 
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Size], Path]:
+    """The folder of a run of the loss study in BF16, which is trained once."""
+
+    @functools.cache
+    def folder(size: Size) -> Path:
+        one = job(size, "bf16", corpus, tmp_path_factory.mktemp("trained"))
+        found = study.train(one, [], keep=True)
+        assert found is not None
+        (Path(one.folder) / "held_out.json").write_text(json.dumps(found.held_out()))
+        return Path(one.folder)
+
+    return folder
+
+
 @pytest.mark.usefixtures("few")
-def test_a_run_that_was_stopped_goes_on_where_it_was(small: Size, corpus: Path, tmp_path: Path):
+def test_a_run_that_was_stopped_goes_on_where_it_was(
+    small: Size, corpus: Path, tmp_path: Path, trained: Callable[[Size], Path]
+):
     one = job(small, "bf16", corpus, tmp_path / "run")
     assert run.run(one, After(2)) is None  # while it trains
     assert run.run(one, After(2 + 1)) is None  # after two more steps and one way
@@ -177,7 +197,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(small: Size, corpus: Path, 
     assert whole is not None
     assert list(whole["tuned"]) == ["bf16", "coat"]
     # The training before is the loss study's, and all rows of this held-out text are prose.
-    assert whole["before"] == study.run(one._replace(folder=str(tmp_path)), [])["held_out"]
+    assert whole["before"] == json.loads((trained(small) / "held_out.json").read_text())
     before = np.mean(whole["before"]["bf16"])
     for tuned in whole["tuned"].values():
         assert len(tuned["losses"]) == 2
@@ -208,13 +228,18 @@ def test_a_text_that_is_too_short_is_refused_before_training(
 
 @pytest.mark.usefixtures("few")
 def test_parts_round_single_operands(
-    small: Size, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Size,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trained: Callable[[Size], Path],
 ):
     kept = {name: ways.PARTS[name] for name in ("bf16", "weights_rounded")}
     monkeypatch.setattr(parts, "PARTS", kept)
     monkeypatch.setattr(parts, "OPERANDS", ("weights",))
+    shutil.copytree(trained(small), tmp_path / "run")
     one = job(small, "bf16", corpus, tmp_path / "run")
-    assert parts.run(one, After(2 + 2 + 2)) is None  # after both ways and two evaluations
+    assert parts.run(one, After(2 + 2)) is None  # after both ways and two evaluations
     whole = parts.run(one, [])
     assert whole is not None
     in_bf16, rounded = whole["tuned"].values()
@@ -234,17 +259,22 @@ def test_parts_round_single_operands(
 def test_an_operand_is_rounded_in_the_chosen_products_alone():
     width, ffn = 8, 24
     shapes = {"attention": (width, width), "gate and up": (width, ffn), "down": (ffn, width)}
-    x = {k: jax.random.normal(jax.random.key(k), (3, k), jnp.bfloat16) for k in (width, ffn)}
-    w = {s: jax.random.normal(jax.random.key(1), s, jnp.bfloat16) for s in shapes.values()}
+    rng = np.random.default_rng(0)
+    sides = {
+        place: tuple(rng.standard_normal(s).astype(jnp.bfloat16) for s in ((3, shape[0]), shape))
+        for place, shape in shapes.items()
+    }
 
     def products() -> dict[str, list[float]]:
-        sides = {place: (x[shape[0]], w[shape]) for place, shape in shapes.items()}
-        return {
-            place: gemm.product(
-                gemm.Operand(left, None, None), gemm.Operand(right, None, None), jnp.float32
-            ).tolist()
-            for place, (left, right) in sides.items()
-        }
+        def of_all(sides):
+            return {
+                place: gemm.product(
+                    gemm.Operand(left, None, None), gemm.Operand(right, None, None), jnp.float32
+                )
+                for place, (left, right) in sides.items()
+            }
+
+        return jax.tree.map(np.ndarray.tolist, jax.device_get(jax.jit(of_all)(sides)))
 
     exact = products()
     with operands.rounding(["inputs"]):
