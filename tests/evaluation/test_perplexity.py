@@ -35,19 +35,22 @@ def test_every_token_but_the_first_is_scored_once_after_half_a_window(length, si
 def test_a_text_within_one_window_has_the_loss_of_training():
     text = np.random.default_rng(0).integers(0, 256, 33)
     (score,) = perplexity(MODEL, [text], [33])
-    loss = float(MODEL.loss(jnp.asarray(text[None, :-1]), jnp.asarray(text[None, 1:])))
+    loss = float(jax.jit(MODEL.loss)(text[None, :-1], text[None, 1:]))
     assert score.tokens == 32
     assert score.per_token == pytest.approx(loss, rel=1e-6)
 
 
 def test_a_long_text_is_scored_window_by_window():
     text = np.random.default_rng(0).integers(0, 256, 75)
-    log_p = jax.nn.log_softmax
-    first = log_p(MODEL(jnp.asarray(text[None, :32]))[0])[np.arange(32), text[1:33]]
-    second = log_p(MODEL(jnp.asarray(text[None, 16:48]))[0])[np.arange(32), text[17:49]]
-    third = log_p(MODEL(jnp.asarray(text[None, 32:64]))[0])[np.arange(32), text[33:65]]
-    last = log_p(MODEL(jnp.asarray(text[None, 48:74]))[0])[np.arange(26), text[49:75]]
-    nats = -sum(float(jnp.sum(part)) for part in (first, second[16:], third[16:], last[16:]))
+    log_softmax = jax.jit(lambda tokens: jax.nn.log_softmax(MODEL(tokens[None])[0]))
+
+    def log_p(begin, end):
+        following = text[begin + 1 : end + 1]
+        return np.asarray(log_softmax(text[begin:end]))[np.arange(end - begin), following]
+
+    first, second, third = log_p(0, 32), log_p(16, 48), log_p(32, 64)
+    last = log_p(48, 74)
+    nats = -sum(np.sum(part) for part in (first, second[16:], third[16:], last[16:]))
     (score,) = perplexity(MODEL, [text], [75], batch=3)
     assert score.tokens == 74
     assert score.nats == pytest.approx(nats, rel=1e-5)
