@@ -1,6 +1,7 @@
 """Folders of quantized models: there and back, their layout, and what is refused."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -25,6 +26,7 @@ CONFIG = dataclasses.replace(
 )
 
 
+@functools.cache
 def quantized(config=CONFIG, **recipe):
     model, recipe = filled(config), q.Recipe(**recipe)
     ranges = q.calibrate(model, TOKENS, recipe) if recipe.calibrated else None
@@ -40,6 +42,7 @@ def assert_same(one, other):
         assert same, path
 
 
+@functools.cache
 def mixed():
     """A model in which both formats occur: weights of some projections have outliers."""
     model = filled(dataclasses.replace(CONFIG, scan=False))
@@ -143,7 +146,7 @@ def test_it_takes_the_bytes_that_it_says(tmp_path):
 @pytest.mark.parametrize("activations", ["none", "static"])
 def test_a_model_is_loaded_onto_a_mesh(activations, tmp_path):
     """Each device has its part of the codes, and the text is the same."""
-    config = dataclasses.replace(CONFIG, dtype=jnp.float32, ffn=128)
+    config = dataclasses.replace(CONFIG, dtype=jnp.float32, ffn=128, layers=1)
     small = quantized(config, activations=activations)
     q.save(tmp_path, small)
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
