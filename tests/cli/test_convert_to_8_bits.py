@@ -155,8 +155,8 @@ def test_the_loader_of_all_folders_loads_it(theirs, tmp_path):
     loaded = weights.load(tmp_path / "out")
     assert q.is_quantized(loaded)
     assert weights.model_config(tmp_path / "out") == loaded.config
-    tokens = jnp.asarray([[1, 2, 3]])
-    np.testing.assert_array_equal(loaded(tokens), q.load(tmp_path / "out")(tokens))
+    assert nnx.graphdef(loaded) == nnx.graphdef(q.load(tmp_path / "out"))
+    assert_same(tmp_path / "out", loaded)
     with pytest.raises(ValueError, match="no step 3"):
         weights.load(tmp_path / "out", step=3)
 
