@@ -45,7 +45,7 @@ if "--worker" in sys.argv:
     from coat_jax import ran
     ran.ran()
     blocked = pathlib.Path("blocked")
-    time.sleep(60 if blocked.exists() and sys.argv[1] in blocked.read_text() else 0.3)
+    time.sleep(60 if blocked.exists() and sys.argv[1] in blocked.read_text() else 0.15)
     with open("measured", "a") as file:
         print(sys.argv[1], file=file)
     print(json.dumps({"case": sys.argv[1]}))
@@ -81,7 +81,7 @@ def measure(tmp_path, monkeypatch):
 
 
 def test_no_gpu_serves_two_at_a_time(measure):
-    wanted = [("a", 1, 2.0), ("b", 2, 0.3), ("c", 1, 0.3), ("d", 1, 0.3)]
+    wanted = [("a", 1, 1.0), ("b", 2, 0.1), ("c", 1, 0.1), ("d", 1, 0.1)]
     lines, results = measure(*wanted)
     assert all(ok for _, ok in lines)
     assert {name: len(result["gpus"]) for name, result in results.items()} == {
@@ -109,7 +109,7 @@ def test_a_failure_is_named_and_stops_nothing_else(measure, tmp_path):
 def test_a_measurement_past_the_deadline_is_stopped_without_a_result(measure):
     begin = time.monotonic()
     lines, results = measure(
-        ("slow", 2, 600.0), ("after", 2, 600.0), guess=1, deadline=time.monotonic() + 3.0
+        ("slow", 2, 600.0), ("after", 2, 600.0), guess=1, deadline=time.monotonic() + 2.0
     )
     assert time.monotonic() - begin < 300
     assert results == {}
@@ -207,7 +207,7 @@ class Call(NamedTuple):
 
 @pytest.fixture
 def long(measure, tmp_path):
-    """Runs a measurement of eight cases of 0.3 s, at most for given seconds."""
+    """Runs a measurement of eight cases of 0.15 s, at most for given seconds."""
 
     def measured(seconds=None):
         file = tmp_path / "measured"
@@ -222,7 +222,7 @@ def long(measure, tmp_path):
 
 
 def test_calls_that_are_too_short_converge(long, tmp_path):
-    call, seconds, finished = long(2.0), 2.0, 0  # less than the eight cases sleep
+    call, seconds, finished = long(1.0), 1.0, 0  # less than the eight cases sleep
     assert not call.succeeded
     while not call.succeeded:
         begun = len(call.begun) - (call.finished - finished)
@@ -237,7 +237,7 @@ def test_calls_that_are_too_short_converge(long, tmp_path):
 
 def test_a_change_between_two_calls_outdates_cases_that_ran_it(long, tmp_path):
     (tmp_path / "blocked").write_text("d")
-    seconds = 3.0
+    seconds = 1.5
     while not long(seconds).finished:
         seconds *= 2
     (tmp_path / "blocked").unlink()
