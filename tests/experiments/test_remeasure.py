@@ -64,6 +64,7 @@ def measure(tmp_path, monkeypatch):
     (tmp_path / "experiments" / "pretend.py").write_text(WORKER)
     (tmp_path / "experiments" / "of_cases.py").write_text(OF_CASES)
     monkeypatch.setattr(remeasure, "ROOT", tmp_path)
+    monkeypatch.setattr(remeasure, "POLL", 0.02)
     monkeypatch.setattr(measured_code, "ROOT", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
