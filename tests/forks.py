@@ -18,7 +18,7 @@ from processes import environment
 # JAX reads these when it is imported, so that they are the same for all programs.
 VARIABLES = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0, "TF_CPP_MIN_LOG_LEVEL": 3}
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["coat_jax.cli.train", "coat_jax.training.loop", "grain"])
+CONTEXT.set_forkserver_preload(["coat_jax.cli.train", "coat_jax.training.loop", "grain", "pytest"])
 
 
 class Fork(CONTEXT.Process):

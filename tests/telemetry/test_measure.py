@@ -14,7 +14,7 @@ from quick import OPTIONS
 from small_model import SMALL, filled
 
 import coat_jax as coat
-from coat_jax import ops, telemetry
+from coat_jax import models, ops, telemetry
 from coat_jax.kernels import gemm
 from coat_jax.telemetry.tensors import report, sums_and_gradients
 
@@ -45,8 +45,8 @@ def measured(config, mesh=None):
     model = filled(dataclasses.replace(config, scan=False), mesh=mesh)
     graph, params = nnx.split(model)
     if config.scan:
-        graph, _ = nnx.split(nnx.eval_shape(lambda: type(model)(config, rngs=nnx.Rngs(0))))
-        params = stacked(params)
+        graph, abstract = models.abstract(config, mesh=mesh)
+        params = stacked(params, like=abstract)
 
     def loss(params, tokens):
         return nnx.merge(graph, params).loss(tokens, tokens)
@@ -57,12 +57,13 @@ def measured(config, mesh=None):
     return report(jax.device_get(sums))
 
 
-def stacked(params):
-    """The parameters of an unrolled model as those of one that scans."""
+def stacked(params, like):
+    """The parameters of an unrolled model as those of one that scans, sharded as `like` is."""
     pure = nnx.to_pure_dict(params)
-    layers = pure["layers"]
-    pure["layers"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers.values())
-    return nnx.State(jax.tree.map(nnx.Param, pure))
+    pure["layers"] = jax.tree.map(lambda *leaves: np.stack(leaves), *pure["layers"].values())
+    pairs = zip(jax.tree.leaves(pure), jax.tree.leaves(like), strict=True)
+    placed = [jax.device_put(array, leaf.sharding) for array, leaf in pairs]
+    return jax.tree.unflatten(jax.tree.structure(like), placed)
 
 
 def in_layers(names, layers):
@@ -100,12 +101,6 @@ def test_all_that_a_precision_rounds_has_a_name(precision, layers, of_layer, oth
             assert statistics.headroom == statistics.subnormal == 0
 
 
-@pytest.fixture(scope="module")
-def unrolled():
-    """What is found of one layer, and of two."""
-    return {layers: measured(model_of(layers=layers)) for layers in (1, 2)}
-
-
 # A scan has two layers, so that one of them is not the first.
 scanned_or_one_layer = pytest.mark.parametrize(("scan", "layers"), [(False, 1), (True, 2)])
 
@@ -117,41 +112,39 @@ def assert_alike(found, wanted, *, besides=()):
         np.testing.assert_allclose(found[name], numbers, rtol=0.02, atol=2e-3, err_msg=name)
 
 
-def test_scanned_layers_have_statistics_of_their_own(unrolled):
+def test_scanned_layers_have_statistics_of_their_own():
     found = measured(model_of(scan=True))
-    assert_alike(found, unrolled[2])
+    assert_alike(found, measured(model_of()))
     assert found["layers/0/mlp/gate/weight"] != found["layers/1/mlp/gate/weight"]
 
 
 @pytest.mark.costly
 @scanned_or_one_layer
-def test_layers_that_are_computed_again_are_seen_once(unrolled, scan, layers):
+def test_layers_that_are_computed_again_are_seen_once(scan, layers):
     found = measured(model_of(remat="layer", scan=scan, layers=layers))
-    assert_alike(found, unrolled[layers])
+    assert_alike(found, measured(model_of(layers=layers)))
 
 
 @pytest.mark.costly
 @scanned_or_one_layer
-def test_layers_that_save_their_input_alone_are_seen_in_the_backward_pass(unrolled, scan, layers):
+def test_layers_that_save_their_input_alone_are_seen_in_the_backward_pass(scan, layers):
     """Whose values differ, since layers begin with a rounded input, which they save as it is."""
-    found, wanted = (
-        measured(model_of(remat="layer_fp8", scan=scan, layers=layers)),
-        unrolled[layers],
-    )
+    found = measured(model_of(remat="layer_fp8", scan=scan, layers=layers))
+    wanted = measured(model_of(layers=layers))
     assert set(found) == set(wanted) | {"recompute/saved"}
     for name in wanted:
         assert found[name].error == pytest.approx(wanted[name].error, rel=0.2, abs=0.04), name
 
 
-def test_statistics_do_not_depend_on_the_mesh(unrolled):
+def test_statistics_do_not_depend_on_the_mesh():
     """Each once, not once per device."""
     mesh = jax.make_mesh(
         (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
     )
     axes = {"axes": coat.nn.MeshAxes("fsdp", "tensor"), "batch_axes": ("data", "fsdp")}
     with jax.set_mesh(mesh):
-        found = measured(model_of(layers=1, **axes), mesh)
-    assert_alike(found, unrolled[1])
+        found = measured(model_of(scan=True, **axes), mesh)
+    assert_alike(found, measured(model_of()))
 
 
 def test_norms_after_layers_and_of_heads_have_names():

@@ -1,27 +1,20 @@
-"""A folder is one process's at a time, and nobody's when that has ended, however it ended."""
+"""A folder is one process's at a time, and nobody's when that has ended, however it ended.
+
+This file is also the program of another process, which holds the lock of a folder.
+"""
 
 import errno
 import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
+import time
 
 import pytest
+from forks import Fork
 
 from coat_jax.errors import UserError
 from coat_jax.training import run_lock
 from coat_jax.training.run_lock import FILE, lock
-
-ROOT = Path(__file__).parents[2]
-HOLDING = """
-import sys, time
-from pathlib import Path
-from coat_jax.training.run_lock import lock
-held = lock(Path(sys.argv[1]), print)
-print("held", flush=True)
-time.sleep(600)
-"""
 
 
 def silent(text):
@@ -31,9 +24,7 @@ def silent(text):
 @pytest.fixture
 def holder(tmp_path):
     """Another process that holds the lock."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDING, tmp_path], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
+    process = Fork([__file__, tmp_path])
     assert process.stdout.readline() == "held\n"
     yield process
     process.kill()
@@ -118,3 +109,9 @@ def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch):
     lock(tmp_path, notes.append).close()
     assert len(notes) == 1
     assert "has no locks" in notes[0]
+
+
+if __name__ == "__main__":
+    with lock(sys.argv[1], print):
+        print("held", flush=True)
+        time.sleep(600)

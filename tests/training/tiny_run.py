@@ -30,6 +30,7 @@ def config() -> TrainConfig:
             head_dim=16,
             ffn=128,
             context=64,
+            scan=False,
             param_dtype="bfloat16",
         ),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0.1),

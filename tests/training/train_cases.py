@@ -104,6 +104,12 @@ class Stepper:
         return state, reports
 
 
+def norm_of(tree: Any) -> float:
+    """The root of the sum of squares, computed on the host: nothing is compiled."""
+    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
+    return float(np.sqrt(sum(np.sum(leaf**2) for leaf in leaves)))
+
+
 def mesh_of(sizes: tuple[int, int, int]) -> jax.sharding.Mesh:
     """A mesh of these sizes over the first devices."""
     data, fsdp, tensor = sizes

@@ -25,11 +25,13 @@ SIZE = 1 << 16
 
 
 def state_of(step):
-    return {
-        "step": jnp.int32(step),
-        "w": jnp.full(SIZE, step, jnp.float32),
-        "codes": jnp.full(SIZE, step % 256, jnp.uint8),
-    }
+    return jax.device_put(  # jnp.full compiles a program, in each process
+        {
+            "step": np.int32(step),
+            "w": np.full(SIZE, step, np.float32),
+            "codes": np.full(SIZE, step % 256, np.uint8),
+        }
+    )
 
 
 def restore(checkpoints):

@@ -12,7 +12,7 @@ CONFIG = """
 from train_cases import small
 
 def config():
-    return small(model=dict(layers=1), total_steps={steps}, cache={cache!r})
+    return small(model=dict(layers=1, scan=False), total_steps={steps}, cache={cache!r})
 """
 STEPS = 8
 
