@@ -367,7 +367,7 @@ def test_records_that_were_lost_are_noted(step, config, run_of_step_4, left, los
     path = Path(config.out) / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:left]))
-    _, text = train(config)
+    _, text = train(replace(config, checkpoint=CheckpointConfig(every=4)))
     assert ("it has lost the records of" in text) == (lost is not None)
     assert (lost or "") in text
     expected = [*range(1, min(left, 4) + 1), *range(5, STEPS + 1)]

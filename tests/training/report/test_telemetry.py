@@ -30,7 +30,7 @@ IN_FP32 = {"precision": "coat", "dtype": jnp.float32, "layers": 1, "scan": False
 WIDE = IN_FP32 | {"ffn": 256}
 LINEAR = WIDE | {"precision": "fp8_linear"}  # which is compiled sooner, for laws of any FP8
 IN_BF16 = WIDE | {"precision": "bf16"}
-IN_INT8 = IN_FP32 | {"precision": "coat_int8"}
+IN_INT8 = LINEAR | {"precision": coat.Precision(block=None, int8_forward=True)}
 EVERY_STEP = TelemetryConfig(every=1)
 EVERY_FOURTH = TelemetryConfig(every=4, shadow=1)
 
