@@ -12,6 +12,11 @@ VENV ?= .venv
 python := $(VENV)/bin/python
 pytest := $(python) -m pytest -n 2 --dist worksteal
 
+# Tests start dozens of processes. Each takes twice as long to import JAX if Python may not keep the
+# bytecode, so it is kept beside the packages, even where the environment forbids to write it.
+export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/pycache
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test lint types docs oracles examples gpu clean

@@ -150,6 +150,28 @@ def cost_of_longer_runs() -> tuple[float, ...]:
     return tuple(number for effect in found for number in percent(effect))
 
 
+def cost_of_longer_runs_with_muon() -> tuple[float, ...]:
+    """What COAT and COAT_INT8 cost in the longer runs with Muon, in their one seed, in percent.
+
+    In training loss, in held-out loss, and in that of their weights evaluated in BF16; and how far
+    the two baselines end apart.
+    """
+    rows = runs(*LONGER, muon=True)
+    baselines = results.baselines_of(rows)
+    losses = [statistics.final, statistics.held_out("own"), statistics.held_out("bf16")]
+    gaps = [statistics.above(rows, baselines, loss) for loss in losses]
+    costs = (100 * of[arm][0][0] for of in gaps for arm in ("muon_coat", "muon_coat_int8"))
+    base, other = (gaps[0][arm][0][0] for arm in sorted(baselines))
+    return *costs, 100 * abs(base - other)
+
+
+def cost_of_muon_by_seed(size: str, learning_rate: float, steps: int) -> tuple[float, ...]:
+    """What `fp8_muon` costs in training loss with each seed, in percent, never -0.00."""
+    rows = runs(size, learning_rate, steps, muon=True)
+    by_seed = statistics.above(rows, results.baselines_of(rows))["fp8_muon"]
+    return tuple(round(100 * by_seed[seed][0], 2) + 0.0 for seed in sorted(by_seed))
+
+
 def cost_of_forward(size: str, learning_rate: float, steps: int) -> float:
     """How much the forward pass of COAT adds to the held-out loss of its weights, in percent."""
     own, bf16 = statistics.held_out("own"), statistics.held_out("bf16")

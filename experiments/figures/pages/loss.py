@@ -311,6 +311,25 @@ PAGE = Page(
             "held-out loss {:+.2f} % ± {:.2f} above that of BF16 training.",
             loss_study.cost_of_longer_runs,
         ),
+        Given("made with one seed so far", SETTING),
+        Sentence(
+            "COAT ends {:+.2f} % above BF16 and `COAT_INT8` {:+.2f} %; held out {:+.2f} % and "
+            "{:+.2f} %, and {:+.2f} % and {:+.2f} % if the weights are evaluated in BF16. Two BF16 "
+            "runs that differ only in rounding end {:.2f} % apart",
+            loss_study.cost_of_longer_runs_with_muon,
+        ),
+        Sentence(
+            "ends {:+.2f} % above `optax.contrib.muon` with this seed and {:+.2f} % above it with "
+            "another one",
+            lambda: loss_study.cost_of_muon_by_seed(*LONGER),
+        ),
+        Sentence(
+            "in the shorter runs it ended {:+.2f} % to {:+.2f} % above it with each of three seeds",
+            lambda: (
+                min(loss_study.cost_of_muon_by_seed(*STUDY)),
+                max(loss_study.cost_of_muon_by_seed(*STUDY)),
+            ),
+        ),
         Sentence(
             "The same model reads {:.1f} million tokens in {:,d} steps",
             lambda: (loss_study.million_tokens(*LONGER), LONGER[-1]),
