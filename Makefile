@@ -13,7 +13,7 @@ python := $(VENV)/bin/python
 pytest := $(python) -m pytest -n 2 --dist worksteal
 
 # Tests start dozens of processes. Each takes twice as long to import JAX if Python may not keep the
-# bytecode, so it is kept beside the packages, even where the environment forbids to write it.
+# bytecode, so it is kept beside the packages, even where the environment forbids writing it.
 export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/pycache
 export PYTHONDONTWRITEBYTECODE :=
 

@@ -12,12 +12,12 @@ the step too small, not too large.
 
 BF16 parameters may have corrections (`numerics.corrections`): p is then a number of 24 bits.
 
-`adam_reference` computes this in `jnp`, one leaf at a time: it is the specification, and runs where
-XLA is chosen. The Triton kernel (`triton.adam`, launched by `adam_launch`) takes one pass over
-memory, in place: it moves 14.2 bytes per FP32 parameter with BF16 gradients. Without a parameter it
-returns the direction d, for the next transformations of an optax chain. Results of kernel and
-reference differ by the rounding of approximate logarithms, powers and roots. A stored code may
-differ by one where the exact value is near the middle between two codes.
+`adam_reference` computes this in `jnp`, one leaf at a time: it is the specification, and steps the
+leaves that the kernel does not. The Triton kernel (`triton.adam`, launched by `adam_launch`) takes
+one pass over memory, in place: it moves 14.2 bytes per FP32 parameter with BF16 gradients. Without
+a parameter both return the direction d, for the next transformations of an optax chain. Results of
+kernel and reference differ by the rounding of approximate logarithms, powers and roots. A stored
+code may differ by one where the exact value is near the middle between two codes.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ def adam_reference(
     key: UInt32[Array, ""],
     decayed: bool = True,
 ) -> LeafResult:
-    """Steps one leaf; `key` seeds its rounding."""
+    """Steps one leaf; `key`, the leaf's at this step, seeds its rounding."""
     storage = settings.storage
     m, v = storage.read_moments(leaf.mu, leaf.nu)
     m, v, direction = adam_update(

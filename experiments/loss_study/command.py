@@ -33,11 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, arms: Sequence[str], work:
         "--arms", nargs="+", choices=ARMS, metavar="ARM", default=list(arms), help=chosen
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="seeds of each arm")
-    parser.add_argument("--steps", type=int, help="steps of a run (default: see --size)")
+    parser.add_argument("--steps", type=int, help="steps of a run (default: depends on --size)")
     parser.add_argument("--batch", type=int, help="sequences of a step (same default)")
     parser.add_argument("--sequence", type=int, help="tokens of a sequence (same default)")
     parser.add_argument("--accumulation", type=int, help="microbatches (same default)")
-    parser.add_argument("--learning-rate", type=float, help="highest (same default)")
+    parser.add_argument("--learning-rate", type=float, help="the highest rate (same default)")
     parser.add_argument("--side-by-side", type=int, default=4, help="runs on each GPU")
     parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the call")
     parser.add_argument("--text", type=int, default=300, help="megabytes of text at most")

@@ -286,7 +286,12 @@ def test_zero_gradients_leave_moments_and_parameters_at_rest(params):
 
 def test_two_runs_are_equal_bit_for_bit_and_the_seed_matters(params):
     del params["ragged"]
-    seeds = [Storage(min_size=0, seed=seed) for seed in (0, 0, 1)]
-    first, again, (other, _) = walks([fp8_adamw(1e-2, storage=s) for s in seeds], params, 5)
+
+    def run():
+        # Not both runs in one program, in which XLA may compute equal walks once.
+        seeds = [Storage(min_size=0, seed=seed) for seed in (0, 1)]
+        return walks([fp8_adamw(1e-2, storage=s) for s in seeds], params, 5)
+
+    (first, (other, _)), (again, _) = run(), run()
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert np.any(np.asarray(other["matrix"]) != np.asarray(first[0]["matrix"]))

@@ -127,7 +127,8 @@ def test_a_compressed_transformation_comes_to_rest_too(gradient):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("gradient", [tiny, tiny_and_rare])
-@pytest.mark.parametrize("ratio", [1e-4, 1e-5, 1e-6, 1e-8, 1e-12, 1e-20, 1e-35])
+# Beside eps all ratios under 1e-8 stand still; at 1e-6 the moments are zero at times.
+@pytest.mark.parametrize("ratio", [1e-35, 1e-20, 1e-12, 1e-8, 1e-4, 1e-5, 1e-6])
 def test_a_tiny_gradient_never_goes_one_way(gradient, ratio):
     """Its moments are zero at times, so it may move less or with noise, but not steadily."""
     ours, wanted = (peculiar(p(0.9, 0.999), gradient(ratio)) for p in (fp8, exact))
@@ -138,7 +139,7 @@ def test_a_tiny_gradient_never_goes_one_way(gradient, ratio):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("ratio", [1e-4, 1e-6, 1e-8, 1e-20])
+@pytest.mark.parametrize("ratio", [1e-20, 1e-8, 1e-6, 1e-4])
 def test_compression_does_not_let_a_tiny_gradient_explode(ratio):
     ours, largest = walk(compressed(0.9, 0.999), tiny_and_rare(ratio))
     assert np.all(largest[:, PECULIAR] <= 8)

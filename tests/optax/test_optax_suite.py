@@ -29,9 +29,9 @@ def compressed_lion(learning_rate: optax.ScalarOrSchedule):
 
 FACTORIES = {
     "fp8_adamw": fp8_adamw,
-    "fp8_adamw in fp8": functools.partial(fp8_adamw, storage=FP8),
     "compressed adamw": compressed_adamw,
     "compressed lion": compressed_lion,
+    "fp8_adamw in fp8": functools.partial(fp8_adamw, storage=FP8),
 }
 LEARNING_RATES = {name: 1e-3 if "lion" in name else 1e-2 for name in FACTORIES}
 TARGETS = [
