@@ -62,7 +62,6 @@ def adam_step(
     stepped: dict[int, LeafResult] = {}
     waiting: list[int] = []
     chosen = dispatch.choose(implementation)
-    reference = adam_reference if chosen == "xla" else _adam_reference_traced_once
     if settings.storage.simulated:
         if implementation == "triton":
             raise ValueError(
@@ -70,6 +69,7 @@ def adam_step(
                 "formats. Leave implementation out: XLA simulates any format."
             )
         chosen = "xla"
+    reference = adam_reference if chosen == "xla" else _adam_reference_traced_once
     for i, leaf in enumerate(leaves):
         in_fp32 = leaf.mu.codes.dtype == jnp.float32
         in_fp64 = leaf.param is not None and leaf.param.dtype == jnp.float64

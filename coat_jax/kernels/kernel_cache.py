@@ -74,8 +74,9 @@ def _compile(context: Any, operands: Sequence[Any], call: dict[str, Any]) -> byt
 def _torch_not_imported() -> Iterator[None]:
     """Keeps Triton from importing torch, where it is installed: that takes seconds.
 
-    Triton asks once in a process what class torch's tensors have, and does without an answer. The
-    arguments here are never torch's.
+    Triton asks once in a process what class torch's tensors have, and does without an answer: later
+    it knows them by their methods. The arguments here are never torch's. Meanwhile other threads
+    cannot import torch either.
     """
     if "torch" in sys.modules:
         yield
@@ -84,7 +85,8 @@ def _torch_not_imported() -> Iterator[None]:
     try:
         yield
     finally:
-        del sys.modules["torch"]
+        if sys.modules.get("torch") is None:  # not removed, or imported, by another thread
+            sys.modules.pop("torch", None)
 
 
 mlir.register_lowering(triton_kernel, _lower, platform="cuda")
