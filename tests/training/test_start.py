@@ -54,20 +54,11 @@ def test_a_run_without_a_start_or_past_it_compiles_one_program(compiled):
     assert [config.model.precision for config in compiled[4:]] == [coat.BF16]
 
 
-def test_the_state_goes_from_one_program_to_the_other(monkeypatch):
+def test_the_state_goes_from_one_program_to_the_other():
     batches = random_batches(4, CONFIG)
     file = io.StringIO()
-    last, first = stepper(CONFIG), stepper(CONFIG.at_start)
-    compile_ = programs._compile
-
-    def compile_for_both(prepared, *arguments, **options):
-        """Also for the stepper of its config, which would compile it again."""
-        program = compile_(prepared, *arguments, **options)
-        stepper(prepared.config).program = program
-        return program
-
-    monkeypatch.setattr(programs, "_compile", compile_for_both)
     of_run = programs_of(CONFIG, Console(file=file, width=200))
+    last, first = stepper(CONFIG), stepper(CONFIG.at_start)
     state, losses = last.state(), []
     with jax.set_mesh(last.mesh):
         for done, batch in enumerate(batches):
