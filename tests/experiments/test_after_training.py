@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import functools
 import math
 from pathlib import Path
 
@@ -39,11 +40,13 @@ def row(arm: str, seed: int) -> dict:
     }
 
 
-ROWS = [row(arm, seed) for arm in COSTS for seed in SEEDS]
+@functools.cache
+def rows() -> list[dict]:
+    return [row(arm, seed) for arm in COSTS for seed in SEEDS]
 
 
 def test_a_cost_is_that_of_the_same_parameters_in_bf16():
-    found = changes.costs(ROWS)
+    found = changes.costs(rows())
     assert found["bf16"][What("int8 mse static")].mean == pytest.approx(0.012)
     assert found["coat"][What("int8 mse static")].mean == pytest.approx(0.006)
     in_fp8 = found["coat"][What("fp8 mse none")]
@@ -56,7 +59,7 @@ def test_a_cost_is_that_of_the_same_parameters_in_bf16():
 
 
 def test_an_excess_is_paired_with_the_baseline_of_its_seed():
-    (found,) = changes.excesses(ROWS).values()
+    (found,) = changes.excesses(rows()).values()
     excess = found[What("int8 mse static")]
     assert excess.mean == pytest.approx(-0.006)
     spread = np.std([-0.005, -0.005, -0.008], ddof=1)
@@ -65,13 +68,13 @@ def test_an_excess_is_paired_with_the_baseline_of_its_seed():
 
 
 def test_seeds_without_a_baseline_have_no_excess():
-    rows = [one for one in ROWS if one["arm"] == "coat" or one["seed"] == 0]
-    assert changes.excesses(rows)["coat"][What("int8 mse static")].seeds == 1
-    assert changes.excesses([one for one in ROWS if one["arm"] == "coat"]) == {}
+    without = [one for one in rows() if one["arm"] == "coat" or one["seed"] == 0]
+    assert changes.excesses(without)["coat"][What("int8 mse static")].seeds == 1
+    assert changes.excesses([one for one in rows() if one["arm"] == "coat"]) == {}
 
 
 def test_further_training_is_compared_with_as_many_steps_in_bf16():
-    found = changes.costs(ROWS)["bf16"]
+    found = changes.costs(rows())["bf16"]
     assert found[What("int8 mse static", "int8")].mean == pytest.approx(0.002)
     assert found[What("int8 mse static", "bf16")].mean == pytest.approx(-math.log(0.9))
     assert found[What("bf16", "int8")].mean == pytest.approx(-math.log(0.9))
@@ -99,7 +102,7 @@ def test_every_recipe_is_another_one():
 
 def test_tables_and_picture_show_every_arm(capsys: pytest.CaptureFixture, tmp_path: Path):
     pytest.importorskip("matplotlib")
-    show.show(ROWS, tmp_path)
+    show.show(rows(), tmp_path)
     printed = capsys.readouterr().out
     for words in (
         "coat (3)",
@@ -113,7 +116,7 @@ def test_tables_and_picture_show_every_arm(capsys: pytest.CaptureFixture, tmp_pa
 
 def test_one_seed_and_no_baseline_are_shown_too(capsys: pytest.CaptureFixture, tmp_path: Path):
     pytest.importorskip("matplotlib")
-    show.show([one for one in ROWS if one["arm"] == "coat" and one["seed"] == 0], tmp_path)
+    show.show([one for one in rows() if one["arm"] == "coat" and one["seed"] == 0], tmp_path)
     assert "+0.500 % ± ?" in capsys.readouterr().out
     show.show([], tmp_path)
     assert "no results yet" in capsys.readouterr().out
