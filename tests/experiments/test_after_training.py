@@ -1,8 +1,8 @@
 """The study of networks that are quantized after training: what it computes, and one run of it."""
 
 import dataclasses
-import json
 import functools
+import json
 import math
 from pathlib import Path
 
