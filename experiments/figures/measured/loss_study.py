@@ -86,7 +86,9 @@ def extremes() -> tuple[float, float]:
     return -min(gaps), max(gaps)
 
 
-def cost_by(step: int, arm: str = "coat", of: tuple[str, float, int] = STUDY) -> float:
+def cost_by(
+    step: int, arm: str = "coat", of: tuple[str, float, int] = STUDY, *, muon: bool = False
+) -> float:
     """What an arm costs in the twentieth of its run that ends at a step, in percent."""
     steps = of[-1] // 20
 
@@ -94,7 +96,7 @@ def cost_by(step: int, arm: str = "coat", of: tuple[str, float, int] = STUDY) ->
         losses = row["losses"][step - steps : step]
         return float(sum(losses) / len(losses))
 
-    rows = runs(*of)
+    rows = runs(*of, muon=muon)
     found = statistics.compare(rows, results.baselines_of(rows), before).effects[arm]
     return percent(found)[0]
 

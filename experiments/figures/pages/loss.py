@@ -319,6 +319,10 @@ PAGE = Page(
             loss_study.cost_of_longer_runs_with_muon,
         ),
         Sentence(
+            "after 1100 of 2400 steps COAT differs from BF16 by {:+.2f} %",
+            lambda: (loss_study.cost_by(1100, "muon_coat", LONGER, muon=True),),
+        ),
+        Sentence(
             "ends {:+.2f} % above `optax.contrib.muon` with this seed and {:+.2f} % above it with "
             "another one",
             lambda: loss_study.cost_of_muon_by_seed(*LONGER),
