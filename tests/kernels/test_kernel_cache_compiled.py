@@ -1,6 +1,7 @@
 """A kernel that was compiled before is launched without compiling it again."""
 
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,20 @@ def test_compiling_a_kernel_does_not_import_torch(monkeypatch):
     with pytest.raises(ImportError, match="torch"):
         lowered(rows=1024)
     assert "torch" not in sys.modules
+
+
+def test_torch_stays_if_another_thread_imports_it_meanwhile(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))  # is put back in the end
+    imported = sys.modules.pop("torch")
+
+    def import_elsewhere(*arrays, **call):
+        sys.modules["torch"] = imported
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr("jax_triton.triton_call", import_elsewhere)
+    with pytest.raises(AssertionError, match="compiled"):
+        lowered(rows=2048)
+    assert sys.modules["torch"] is imported
 
 
 def test_a_kernel_is_launched_by_the_call_that_a_cuda_graph_can_contain():
