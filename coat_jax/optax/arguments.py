@@ -118,13 +118,7 @@ def require_seed(seed: Any) -> None:
 
 def require_step_number(step: Any) -> None:
     """Raises unless `step` is a whole number: a Python one, or a scalar of an integer dtype."""
-    whole = isinstance(step, int | np.integer | jax.Array | np.ndarray)
-    if (
-        not whole
-        or isinstance(step, bool)
-        or jnp.shape(step) != ()
-        or not jnp.issubdtype(jnp.result_type(step), jnp.integer)
-    ):
+    if not _is_scalar(step) or not jnp.issubdtype(jnp.result_type(step), jnp.integer):
         raise TypeError(f"step={shown(step)} must be a whole number: the count of the steps.")
 
 

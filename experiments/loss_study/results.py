@@ -56,9 +56,9 @@ ALIKE |= dict.fromkeys(
     ],
     "51d0928375ca",
 )
-# Likewise for what `after_training` does after a run: COAT's at size tiny was the same to the last
-# bit, with all recipes.
-AFTER_TRAINING = "after training"  # the field of a definition
+# The field of a definition that has the version of what `after_training` does after a run. The
+# results of these versions, at size tiny with COAT and all recipes, are the same to the last bit.
+AFTER_TRAINING = "after training"
 ALIKE |= dict.fromkeys(["c8a43cb91722", "6795ca705e05"], "4b35a942f1ec")
 # The version of the code in which every precision did what `stochastic_backward` does today.
 STOCHASTIC_BACKWARD = "83eda50b8686"
