@@ -100,7 +100,7 @@ def keep(path: Path, row: Row) -> None:
 
 def missing(call: Call, text: str) -> list[Work]:
     """The runs that have no row, all arms of one seed before those of the next."""
-    known = {row["key"] for row in results.read([call.known, call.out])}
+    known = {results.run_of(row) for row in results.read([call.known, call.out])}
     work = []
     for seed in call.seeds:
         for name, arm in call.arms.items():
@@ -112,7 +112,7 @@ def missing(call: Call, text: str) -> list[Work]:
                 "settings": row["settings"],
                 "text": str(call.work / "text"),
             }
-            if row["key"] not in known:
+            if results.run_of(row) not in known:
                 work.append(Work(f"{name}/{seed}", row["key"], job, row))
     return work
 

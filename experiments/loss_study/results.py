@@ -1,8 +1,8 @@
 """The results of `loss_study`: one row for each run, in a file that grows and merges.
 
 A row is named by its key, a hash of everything that decides the result: the arm field by field,
-the size, the seed, the settings, the text, and the code. A run that has a row is not measured
-again.
+the size, the seed, the settings, the text, and the code. A run that has a row, of this version of
+the code or of one that trains alike, is not measured again.
 
 The code counts without comments, docstrings, imports and layout, wherever its files are, and only
 where it takes part: the layers of coat_jax below the trainer, the trainer's step, and the files of
@@ -86,6 +86,11 @@ def key_of(row: Row) -> str:
     """The hash of what decides a result; an arm's name is not part of it."""
     fields = ("definition", "model", "seed", "settings", "text", "code")
     return digest({field: row[field] for field in fields})
+
+
+def run_of(row: Row) -> str:
+    """As `key_of`, but the same for all versions of the code that train alike."""
+    return digest([_version(row), *(row[name] for name in ("model", "seed", "settings", "text"))])
 
 
 def model_of(size: Size) -> str:

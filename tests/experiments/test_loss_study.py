@@ -95,6 +95,15 @@ def test_runs_with_a_result_are_not_measured_again(tmp_path: Path):
     assert len(measure.missing(one, "another text")) == 4
 
 
+def test_a_run_of_code_that_trains_alike_is_not_measured_again(tmp_path: Path, monkeypatch):
+    one = call(tmp_path, seeds=[0])
+    monkeypatch.setitem(results.ALIKE, "0123456789ab", results.code_digest())
+    before = measured("bf16", 0) | {"code": "0123456789ab"}
+    other = measured("coat", 0) | {"code": "ba9876543210"}
+    results.write(one.known, [row | {"key": results.key_of(row)} for row in (before, other)])
+    assert [work.name for work in measure.missing(one, "a text")] == ["coat/0"]
+
+
 def test_an_arm_of_older_code_has_a_name_of_its_own():
     old = measured("coat", 0) | {"code": "0123456789ab"}
     rows = [measured("bf16", 0), measured("coat", 0), old | {"key": "old"}]

@@ -1,4 +1,4 @@
-"""XLA's options for the programs of a run: which runs have the one for INT8 products."""
+"""XLA's options for the programs of a run: which runs leave out XLA's own Triton products."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -22,16 +22,16 @@ def without_flags(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
-def test_int8_products_are_those_of_cublas_on_gpus():
-    assert options("coat_int8") == {TRITON_GEMM: False}
-    assert options("coat_int8", platform="cpu") == {}
+@pytest.mark.parametrize("precision", ["fp8_linear", "coat", "coat_int8"])
+def test_products_beside_those_in_fp8_are_cublass_on_gpus(precision):
+    assert options(precision) == {TRITON_GEMM: False}
+    assert options(precision, platform="cpu") == {}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "coat"])
-def test_other_precisions_leave_the_choice_to_xla(precision):
-    assert options(precision) == {}
+def test_bf16_leaves_the_choice_to_xla():
+    assert options("bf16") == {}
 
 
 def test_an_option_in_xla_flags_is_left_alone(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--other=1 --{TRITON_GEMM}=true")
-    assert options("coat_int8") == {}
+    assert options("coat") == {}

@@ -152,26 +152,40 @@ def cost_of_longer_runs() -> tuple[float, ...]:
     return tuple(number for effect in found for number in percent(effect))
 
 
-def cost_of_longer_runs_with_muon() -> tuple[float, ...]:
-    """What COAT and COAT_INT8 cost in the longer runs with Muon, in their one seed, in percent.
+def cost_with_muon(
+    arm: str, of: tuple[str, float, int] = STUDY, *, held_out: str | None = None
+) -> tuple[float, float]:
+    """What an arm of training with Muon costs, and half of its interval, in percent."""
+    return percent(effects(*of, muon=True, held_out=held_out).effects[arm])
 
-    In training loss, in held-out loss, and in that of their weights evaluated in BF16; and how far
-    the two baselines end apart.
+
+def floor_of_longer_runs_with_muon() -> float:
+    """The standard deviation between two baselines of one seed, in percent."""
+    return 100 * effects(*LONGER, muon=True).noise.apart
+
+
+def repeated_longer_runs_with_muon() -> tuple[float, float]:
+    """How far two runs of one arm and seed end apart at most: of the baselines, and of the rest.
+
+    In held-out loss, in percent.
     """
     rows = runs(*LONGER, muon=True)
     baselines = results.baselines_of(rows)
-    losses = [statistics.final, statistics.held_out("own"), statistics.held_out("bf16")]
-    gaps = [statistics.above(rows, baselines, loss) for loss in losses]
-    costs = (100 * of[arm][0][0] for of in gaps for arm in ("muon_coat", "muon_coat_int8"))
-    base, other = (gaps[0][arm][0][0] for arm in sorted(baselines))
-    return *costs, 100 * abs(base - other)
+    gaps = statistics.above(rows, baselines, statistics.held_out("own"))
+    apart = {
+        arm: max(100 * (max(of_seed) - min(of_seed)) for of_seed in by_seed.values())
+        for arm, by_seed in gaps.items()
+    }
+    rest = apart.keys() - baselines
+    return max(apart[arm] for arm in baselines), max(apart[arm] for arm in rest)
 
 
 def cost_of_muon_by_seed(size: str, learning_rate: float, steps: int) -> tuple[float, ...]:
     """What `fp8_muon` costs in training loss with each seed, in percent, never -0.00."""
     rows = runs(size, learning_rate, steps, muon=True)
     by_seed = statistics.above(rows, results.baselines_of(rows))["fp8_muon"]
-    return tuple(round(100 * by_seed[seed][0], 2) + 0.0 for seed in sorted(by_seed))
+    means = (100 * sum(by_seed[seed]) / len(by_seed[seed]) for seed in sorted(by_seed))
+    return tuple(round(mean, 2) + 0.0 for mean in means)
 
 
 def cost_of_forward(size: str, learning_rate: float, steps: int) -> float:

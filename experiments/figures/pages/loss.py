@@ -64,6 +64,10 @@ LONGER_RUNS = {
     "coat_after_short_bf16": "BF16 in the first 100 steps, all of COAT after it",
     "coat_before_short_bf16": "all of COAT, BF16 in the last 100 steps; 8-bit moments throughout",
 }
+LONGER_RUNS_WITH_MUON = {
+    "muon_coat_int8": "layers in `COAT_INT8`, states in FP32",
+    "muon_coat": "layers in COAT, states in FP32",
+}
 TUNED = {
     "moments": "8-bit moments",
     "products": "FP8 products (`FP8_LINEAR`)",
@@ -95,14 +99,15 @@ def table(arms: dict[str, str], *, muon: bool = False) -> list[list[str]]:
     return rows
 
 
-def longer_runs() -> list[list[str]]:
+def longer_runs(arms: dict[str, str], *, muon: bool = False) -> list[list[str]]:
     """What arms cost in loss over more tokens, evaluated as they were trained and in BF16."""
     losses = [
-        loss_study.effects(*LONGER, held_out=forward).effects for forward in (None, "own", "bf16")
+        loss_study.effects(*LONGER, muon=muon, held_out=forward).effects
+        for forward in (None, "own", "bf16")
     ]
     columns = ["training loss, last 10 %", "held-out loss", "held-out loss, evaluated in BF16"]
     rows = [["what changes", "arm", "seeds", *columns]]
-    for arm, words in LONGER_RUNS.items():
+    for arm, words in arms.items():
         costs = (loss_study.cell(effects[arm]) for effects in losses)
         rows.append([words, f"`{arm}`", str(losses[0][arm].seeds), *costs])
     return rows
@@ -304,26 +309,31 @@ PAGE = Page(
             "floor: a mean over four seeds that is within {:.3f} % of zero",
             lambda: (loss_study.floor(), loss_study.band()),
         ),
-        Table("loss_longer", longer_runs),
+        Table("loss_longer", partial(longer_runs, LONGER_RUNS)),
+        Table("loss_longer_muon", partial(longer_runs, LONGER_RUNS_WITH_MUON, muon=True)),
         Sentence(
             "leave COAT {:+.2f} % ± {:.2f} above BF16. Most of this gap comes from the FP8 "
             "forward pass, not from what training lost: evaluated in BF16, the same weights have a "
             "held-out loss {:+.2f} % ± {:.2f} above that of BF16 training.",
             loss_study.cost_of_longer_runs,
         ),
-        Given("made with one seed so far", SETTING),
         Sentence(
-            "COAT ends {:+.2f} % above BF16 and `COAT_INT8` {:+.2f} %; held out {:+.2f} % and "
-            "{:+.2f} %, and {:+.2f} % and {:+.2f} % if the weights are evaluated in BF16. Two BF16 "
-            "runs that differ only in rounding end {:.2f} % apart",
-            loss_study.cost_of_longer_runs_with_muon,
+            "end {:.3f} % apart (standard deviation), while two FP8 runs of one seed on different "
+            "GPUs end up to {:.2f} % apart in held-out loss",
+            lambda: (
+                loss_study.floor_of_longer_runs_with_muon(),
+                loss_study.repeated_longer_runs_with_muon()[1],
+            ),
         ),
         Sentence(
-            "after 1100 of 2400 steps COAT differs from BF16 by {:+.2f} %",
-            lambda: (loss_study.cost_by(1100, "muon_coat", LONGER, muon=True),),
+            "(in the shorter runs {:+.2f} % ± {:.2f} in COAT, {:+.2f} % ± {:.2f} in `COAT_INT8`)",
+            lambda: (
+                *loss_study.cost_with_muon("muon_coat"),
+                *loss_study.cost_with_muon("muon_coat_int8"),
+            ),
         ),
         Sentence(
-            "ends {:+.2f} % above `optax.contrib.muon` with this seed and {:+.2f} % above it with "
+            "ends {:+.2f} % above `optax.contrib.muon` with one seed and {:+.2f} % above it with "
             "another one",
             lambda: loss_study.cost_of_muon_by_seed(*LONGER),
         ),
