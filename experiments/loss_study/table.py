@@ -3,7 +3,9 @@
 import math
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -93,24 +95,30 @@ def _caption(training: Comparison, held: Comparison) -> str:
 
 
 def _crossed(rows: list[Row], baselines: set[str]) -> Table:
-    """Cross-evaluation: what the forward pass costs, and what training lost."""
+    """Cross-evaluation: what the forward pass costs, and what training lost.
+
+    Several runs of one seed count as their mean, as in the other table.
+    """
     table = Table(title="Held out, against the baselines evaluated in BF16")
     for column in ("weights of", "evaluated in BF16", "in COAT_PAPER", "in its own precision"):
         table.add_column(column, justify="left" if column == "weights of" else "right")
-    means: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    forwards = ("bf16", "coat", "own")
+    gaps: dict[str, dict[Any, list[list[float]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         base = [
             held_out("bf16")(other)
             for other in rows
             if other["arm"] in baselines and start_of(other) == start_of(row)
         ]
-        for forward in ("bf16", "coat", "own") if base else ():
-            above = math.log(held_out(forward)(row)) - sum(map(math.log, base)) / len(base)
+        if base:
+            reference = sum(map(math.log, base)) / len(base)
             arm = "baselines" if row["arm"] in baselines else row["arm"]
-            means[arm][forward].append(above)
-    for arm, found in means.items():
-        cells = [percent(sum(found[f]) / len(found[f])) for f in ("bf16", "coat", "own")]
-        table.add_row(arm, *cells)
+            gaps[arm][start_of(row)].append(
+                [math.log(held_out(forward)(row)) - reference for forward in forwards]
+            )
+    for arm, by_start in gaps.items():
+        means = np.mean([np.mean(of_start, axis=0) for of_start in by_start.values()], axis=0)
+        table.add_row(arm, *map(percent, means))
     return table
 
 

@@ -199,6 +199,18 @@ def test_table_and_picture_show_every_arm(capsys: pytest.CaptureFixture, tmp_pat
     assert len(list(tmp_path.glob("loss_study_tiny_*.png"))) == 1
 
 
+def test_several_runs_of_a_seed_count_as_one_in_both_tables(capsys, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    rows = [measured("bf16", seed) for seed in (0, 1)]
+    # In COAT, seed 0 ends twice 4 % above BF16, and seed 1 once 1 %.
+    for seed, above in ((0, 0.04), (0, 0.04), (1, 0.01)):
+        rows.append(measured("coat", seed, loss=2.0 * np.exp(above)))
+    table.show(rows, tmp_path)
+    training, held_out = capsys.readouterr().out.split("Held out, against")
+    assert "+2.500 %" in training
+    assert held_out.count("+2.500 %") == 3  # in BF16, in COAT_PAPER, in its own precision
+
+
 def test_each_conditions_have_a_picture_of_their_own(tmp_path: Path):
     pytest.importorskip("matplotlib")
     names = "bf16", "bf16_ulp", "moments", "muon", "muon_ulp", "fp8_muon"
