@@ -10,7 +10,7 @@ CUDA ?= cuda13
 CASES ?= --one-case=of-costly
 VENV ?= .venv
 python := $(VENV)/bin/python
-pytest := $(python) -m pytest -n 2 --dist worksteal
+pytest := $(python) -m pytest -n 2 --dist worksteal --durations=20
 
 # Tests start dozens of processes. Each takes twice as long to import JAX if Python may not keep the
 # bytecode, so it is kept beside the packages, even where the environment forbids writing it.
@@ -28,7 +28,7 @@ demo: $(VENV)/demo.stamp  ## train a tiny Llama in BF16 and in COAT: minutes, on
 	JAX_PLATFORMS=cpu $(python) -m experiments.demo
 
 test: $(VENV)/test.stamp  ## run the tests that need neither a GPU nor its compilers
-	JAX_PLATFORMS=cpu $(pytest) --durations=20 \
+	JAX_PLATFORMS=cpu $(pytest) \
 	  -m "not gpu and not compiled and not interpret and not oracle and not examples" $(CASES) $(TESTS)
 
 lint: $(VENV)/dev.stamp  ## check style and format
