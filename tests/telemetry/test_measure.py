@@ -31,6 +31,14 @@ OF_MLP = {
 PRODUCTS = {f"attention/{t}" for t in OF_ATTENTION} | {f"mlp/{t}" for t in OF_MLP}
 BLOCKS = {"attention/saved", "mlp/saved", "mlp/gate/saved", "mlp/up/saved"}
 LEAN = {f"attention/{w}/saved" for w in ("query", "key", "value", "out")}
+# After layers and of heads: layers begin with products, of which attention's saves its input alone.
+MORE_NORMS = {"norms": "after", "qk_norm": "all"}
+OF_MORE_NORMS = (BLOCKS - {"attention/saved"}) | {
+    "attention_norm/saved",
+    "mlp_norm/saved",
+    "attention/query_norm/saved",
+    "attention/key_norm/saved",
+}
 UNROLLED = {"precision": "coat", "dtype": jnp.float32, "scan": False}
 TOKENS = jnp.arange(4 * 32).reshape(4, 32) * 7 % 256
 
@@ -72,18 +80,21 @@ def in_layers(names, layers):
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("precision", "layers", "of_layer", "others"),
+    ("precision", "changes", "of_layer", "others"),
     [
-        ("bf16", 1, set(), set()),
-        ("fp8_linear", 1, PRODUCTS, set()),
-        ("coat", 2, PRODUCTS | BLOCKS, {"norm/saved"}),
-        ("coat_lean", 1, PRODUCTS | BLOCKS | LEAN, {"norm/saved"}),
-        ("coat_int8", 1, PRODUCTS | BLOCKS, {"norm/saved"}),
+        ("bf16", {}, set(), set()),
+        ("fp8_linear", {}, PRODUCTS, set()),
+        ("coat", {"layers": 2}, PRODUCTS | BLOCKS, {"norm/saved"}),
+        ("coat_lean", {}, PRODUCTS | BLOCKS | LEAN, {"norm/saved"}),
+        ("coat_int8", {}, PRODUCTS | BLOCKS, {"norm/saved"}),
+        ("coat_int8", MORE_NORMS, PRODUCTS | OF_MORE_NORMS, {"norm/saved"}),
     ],
+    ids=["bf16", "fp8_linear", "coat", "coat_lean", "coat_int8", "more_norms"],
 )
-def test_all_that_a_precision_rounds_has_a_name(precision, layers, of_layer, others):
-    found = measured(model_of(precision=precision, layers=layers))
-    assert set(found) == in_layers(of_layer, layers) | others
+def test_all_that_a_precision_rounds_has_a_name(precision, changes, of_layer, others):
+    config = model_of(precision=precision, **{"layers": 1} | changes)
+    found = measured(config)
+    assert set(found) == in_layers(of_layer, config.layers) | others
     for name, statistics in found.items():
         assert statistics.saturated == 0, name
         in_int8 = precision == "coat_int8" and name.endswith(("input", "weight"))
@@ -101,10 +112,6 @@ def test_all_that_a_precision_rounds_has_a_name(precision, layers, of_layer, oth
             assert statistics.headroom == statistics.subnormal == 0
 
 
-# A scan has two layers, so that one of them is not the first.
-scanned_or_one_layer = pytest.mark.parametrize(("scan", "layers"), [(False, 1), (True, 2)])
-
-
 def assert_alike(found, wanted, *, besides=()):
     """The same tensors; the same numbers but for codes on the edge."""
     assert set(found) - set(besides) == set(wanted)
@@ -119,14 +126,25 @@ def test_scanned_layers_have_statistics_of_their_own():
 
 
 @pytest.mark.costly
-@scanned_or_one_layer
-def test_layers_that_are_computed_again_are_seen_once(scan, layers):
-    found = measured(model_of(remat="layer", scan=scan, layers=layers))
-    assert_alike(found, measured(model_of(layers=layers)))
+@pytest.mark.parametrize("on_a_mesh", [False, True])
+def test_layers_that_are_computed_again_are_seen_once(on_a_mesh):
+    """Not once per pass; and on a mesh, where a scan has two of them, not once per device."""
+    if not on_a_mesh:
+        found = measured(model_of(remat="layer", layers=1))
+        assert_alike(found, measured(model_of(layers=1)))
+        return
+    mesh = jax.make_mesh(
+        (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
+    axes = {"axes": coat.nn.MeshAxes("fsdp", "tensor"), "batch_axes": ("data", "fsdp")}
+    with jax.set_mesh(mesh):
+        found = measured(model_of(remat="layer", scan=True, **axes), mesh)
+    assert_alike(found, measured(model_of()))
 
 
 @pytest.mark.costly
-@scanned_or_one_layer
+# A scan has two layers, so that one of them is not the first.
+@pytest.mark.parametrize(("scan", "layers"), [(False, 1), (True, 2)])
 def test_layers_that_save_their_input_alone_are_seen_in_the_backward_pass(scan, layers):
     """Whose values differ, since layers begin with a rounded input, which they save as it is."""
     found = measured(model_of(remat="layer_fp8", scan=scan, layers=layers))
@@ -134,25 +152,6 @@ def test_layers_that_save_their_input_alone_are_seen_in_the_backward_pass(scan, 
     assert set(found) == set(wanted) | {"recompute/saved"}
     for name in wanted:
         assert found[name].error == pytest.approx(wanted[name].error, rel=0.2, abs=0.04), name
-
-
-def test_statistics_do_not_depend_on_the_mesh():
-    """Each once, not once per device."""
-    mesh = jax.make_mesh(
-        (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
-    )
-    axes = {"axes": coat.nn.MeshAxes("fsdp", "tensor"), "batch_axes": ("data", "fsdp")}
-    with jax.set_mesh(mesh):
-        found = measured(model_of(scan=True, **axes), mesh)
-    assert_alike(found, measured(model_of()))
-
-
-def test_norms_after_layers_and_of_heads_have_names():
-    found = measured(model_of(norms="after", qk_norm="all", layers=1))
-    extra = {"attention_norm/saved", "mlp_norm/saved"}
-    extra |= {"attention/query_norm/saved", "attention/key_norm/saved"}
-    expected = (PRODUCTS | BLOCKS | extra) - {"attention/saved"}
-    assert set(found) == in_layers(expected, 1) | {"norm/saved"}
 
 
 # --- Planted problems ------------------------------------------------------------------------
