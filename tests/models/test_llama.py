@@ -42,6 +42,11 @@ def answer_of(mesh=None, **changes):
     return computed(variant(**changes), mesh)
 
 
+def in_fp32(precision, mesh=None, **changes):
+    """The same in FP32, but for what the precision rounds."""
+    return answer_of(mesh, precision=precision, dtype=jnp.float32, **changes)
+
+
 @functools.cache
 def computed(config, mesh):
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
@@ -61,9 +66,8 @@ def computed(config, mesh):
 )
 def test_scan_remat_and_eight_devices_do_not_change_the_result(precision, changes, tolerance):
     """All at once, in a program that has nothing in common with the plain one."""
-    how = {"precision": precision, "dtype": jnp.float32}
-    wanted = answer_of(**how)
-    got = answer_of(automatic_mesh(2, 2, 2), **how, **changes, **AXES)
+    wanted = in_fp32(precision)
+    got = in_fp32(precision, automatic_mesh(2, 2, 2), **changes, **AXES)
     np.testing.assert_allclose(got.loss, wanted.loss, rtol=tolerance)
     assert set(got.gradients) == set(wanted.gradients)
     for name, gradient in wanted.gradients.items():
@@ -74,7 +78,7 @@ def test_scan_remat_and_eight_devices_do_not_change_the_result(precision, change
 def test_remat_in_fp8_changes_gradients_by_rounding_alone():
     """COAT rounds what enters its norms anyway: only the stream beside attention is new."""
     for precision in (coat.BF16, coat.COAT):
-        wanted, got = (answer_of(precision=precision, remat=r) for r in (None, "layer_fp8"))
+        wanted, got = (in_fp32(precision, remat=remat) for remat in (None, "layer_fp8"))
         assert got.loss == wanted.loss
         for name, gradient in wanted.gradients.items():
             assert cosine(got.gradients[name], gradient) > 0.99, (precision, name)
@@ -106,9 +110,9 @@ def program_of(**changes):
 
 def test_fp8_gives_nearly_the_loss_and_gradients_of_bf16():
     """A gradient is turned by 12 degrees at most, that of COAT_LEAN's first keys."""
-    bf16 = answer_of(precision=coat.BF16)
+    bf16 = in_fp32(coat.BF16)
     for precision in (coat.FP8_LINEAR, coat.COAT, coat.COAT_LEAN):
-        fp8 = answer_of(precision=precision)
+        fp8 = in_fp32(precision)
         assert fp8.loss != bf16.loss
         np.testing.assert_allclose(fp8.loss, bf16.loss, rtol=0.01)
         for name, gradient in bf16.gradients.items():
