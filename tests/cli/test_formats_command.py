@@ -22,11 +22,12 @@ from coat_jax.training.checkpoint import weights
 from coat_jax.training.report import best_formats
 from coat_jax.writing import replace
 
+# Those of attention are alike: a program is compiled for each shape and format.
 CONFIG = models.Config(
     vocab=256,
     width=32,
     layers=1,
-    heads=4,
+    heads=2,
     kv_heads=2,
     head_dim=16,
     ffn=48,
