@@ -52,8 +52,9 @@ settings.load_profile("laws")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def programs_share_contexts() -> None:
+def programs_are_compiled_quickly() -> None:
     quick.share_contexts()
+    quick.no_keys_without_a_cache()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -56,3 +56,24 @@ def share_contexts() -> None:
         return shared
 
     mlir.make_ir_context = context
+
+
+def no_keys_without_a_cache() -> None:
+    """Lets programs be compiled without the keys that a cache on disk would have for them.
+
+    JAX makes a key of each program, by which it then looks in no folder: a 25th of the time that a
+    program of one operation needs. Where there is a folder, all is as it was.
+    """
+    if not OLD:
+        return
+    import jax
+    from jax._src import compiler
+
+    key_of = compiler._get_cache_key
+
+    def key(*args, **kwargs):
+        if jax.config.values["jax_compilation_cache_dir"] is None:
+            return None
+        return key_of(*args, **kwargs)
+
+    compiler._get_cache_key = key
