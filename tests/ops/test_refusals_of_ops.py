@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -13,14 +14,20 @@ import coat_jax as coat
 from coat_jax import ops
 from coat_jax.errors import UserError
 
-X = jnp.ones((2, 5, 13))
-W = jnp.ones((13, 29))
-DOWN = jnp.ones((29, 13))
-HEADS = jnp.ones((2, 5, 4, 8))
+
+def ones(*shape, dtype=np.float32):
+    """Of NumPy: JAX compiles a program for each shape, and for each slice."""
+    return np.ones(shape, dtype)
+
+
+X = ones(2, 5, 13)
+W = ones(13, 29)
+DOWN = ones(29, 13)
+HEADS = ones(2, 5, 4, 8)
 NORM = ops.Norm()
-WIDE_NORM = ops.Norm(jnp.ones(14))
-INTEGERS = jnp.ones((2, 5, 13), jnp.int32)
-LABELS = jnp.zeros((2, 5), jnp.int32)
+WIDE_NORM = ops.Norm(ones(14))
+INTEGERS = ones(2, 5, 13, dtype=np.int32)
+LABELS = np.zeros((2, 5), np.int32)
 
 
 def linear(*args, **settings):
@@ -48,7 +55,7 @@ def attention_linear(w, *bias, q=HEADS, **settings):
 
 
 def norm_qkv(x=X, norm=NORM, **settings):
-    return lambda: ops.norm_qkv(x, norm, (jnp.ones((13, 8)),) * 3, **settings)
+    return lambda: ops.norm_qkv(x, norm, (ones(13, 8),) * 3, **settings)
 
 
 def cross_entropy(hidden=X, w=W, labels=LABELS, **settings):
@@ -68,11 +75,11 @@ VALUES = {
     ),
     "linear: no weight": (linear(X, []), "linear needs at least one weight"),
     "linear: bias": (
-        linear(X, W, jnp.ones(13)),
+        linear(X, W, ones(13)),
         r"bias of shape \(13,\) for a weight of shape \(13, 29\): it should be \(29,\)",
     ),
     "linear: one bias for two weights": (
-        linear(X, [W, W], jnp.ones(29)),
+        linear(X, [W, W], ones(29)),
         "2 weights came with 1 biases. Give one per weight, None for",
     ),
     "linear: three biases for two weights": (
@@ -84,7 +91,7 @@ VALUES = {
         r"norm_linear got an input with 13 columns and a norm .*\(14,\): it should be \(13,\)",
     ),
     "norm_linear: shift": (
-        norm_linear(X, ops.Norm(shift=jnp.ones((1, 13)), kind="layer"), W),
+        norm_linear(X, ops.Norm(shift=ones(1, 13), kind="layer"), W),
         r"\(1, 13\): it should be \(13,\)",
     ),
     "norm_linear: weight": (norm_linear(X, NORM, W.T), r"norm_linear got .*\(29, 13\)"),
@@ -94,7 +101,7 @@ VALUES = {
         r"kind='batch' must be one of \('rms', 'layer'\)",
     ),
     "norm: shift of rms": (
-        lambda: ops.Norm(shift=jnp.ones(13)),
+        lambda: ops.Norm(shift=ones(13)),
         'kind "rms" has no shift. Use kind="layer"',
     ),
     "gated_mlp: gate and up": (
@@ -118,9 +125,9 @@ VALUES = {
         mlp(down=DOWN[:, :1], residual=False),
         r"mlp got x with 13 columns and down \(29, 1\)",
     ),
-    "mlp: up_bias": (mlp(X, NORM, W, DOWN, jnp.ones(13)), r"bias of shape \(13,\).*\(29,\)"),
+    "mlp: up_bias": (mlp(X, NORM, W, DOWN, ones(13)), r"bias of shape \(13,\).*\(29,\)"),
     "mlp: down_bias": (
-        mlp(X, NORM, W, DOWN, None, jnp.ones(29)),
+        mlp(X, NORM, W, DOWN, None, ones(29)),
         r"bias of shape \(29,\).*\(13,\)",
     ),
     "attention: rank": (attention(q=HEADS[0]), r"q \[B, S, N, H\] .*not \(5, 4, 8\), \(2, 5,"),
@@ -137,7 +144,7 @@ VALUES = {
     "attention: window of 0": (attention(window=0), "window=0 needs causal=True and at least one"),
     "attention: full window": (attention(window=3, causal=False), "window=3 needs causal=True"),
     "attention: segments": (
-        attention(segments=jnp.zeros((2, 4), int)),
+        attention(segments=np.zeros((2, 4), np.int32)),
         r"segments \(2, 4\) must number the tokens of q \(2, 5\)",
     ),
     "attention: segments of other keys": (
@@ -149,47 +156,47 @@ VALUES = {
         'backend=\'triton\' must be None, "cudnn" or "xla"',
     ),
     "attention: large heads on cuDNN": (
-        attention(*[jnp.ones((2, 5, 4, 136))] * 3, backend="cudnn"),
+        attention(*[ones(2, 5, 4, 136)] * 3, backend="cudnn"),
         'up to 128 numbers, a multiple of 8, not 136. Use backend="xla"',
     ),
     "attention: odd heads on cuDNN": (
-        attention(*[jnp.ones((2, 5, 4, 12))] * 3, backend="cudnn"),
+        attention(*[ones(2, 5, 4, 12)] * 3, backend="cudnn"),
         'a multiple of 8, not 12. Use backend="xla"',
     ),
     "attention_linear: weight": (
-        attention_linear(jnp.ones((8, 29))),
+        attention_linear(ones(8, 29)),
         r"attention_linear got an input with 32 columns and a weight of shape \(8, 29\)",
     ),
     "attention_linear: bias": (
-        attention_linear(jnp.ones((32, 29)), jnp.ones(32)),
+        attention_linear(ones(32, 29), ones(32)),
         r"bias of shape \(32,\).*should be \(29,\)",
     ),
     "attention_linear: heads": (
-        attention_linear(jnp.ones((24, 29)), q=HEADS[:, :, :3]),
+        attention_linear(ones(24, 29), q=HEADS[:, :, :3]),
         "do not fit",
     ),
     "attention: heads of nothing": (attention(*[HEADS[..., :0]] * 3), "at least one number"),
     "norm_qkv: heads of nothing": (norm_qkv(head_dim=0), "whole heads of head_dim=0"),
     "norm_qkv: heads of half a number": (norm_qkv(head_dim=0.5), "whole heads of head_dim=0.5"),
     "linear: a list of biases for one weight": (
-        linear(X, W, [jnp.ones(29)]),
+        linear(X, W, [ones(29)]),
         "One weight came with a list of 1 biases",
     ),
     "adapted_linear: outputs of the adapter": (
-        lambda: ops.adapted_linear(X, ops.freeze(W), (W[:, :4], jnp.ones((4, 28)))),
+        lambda: ops.adapted_linear(X, ops.freeze(W), (W[:, :4], ones(4, 28))),
         "adapter with 28 outputs for a weight with 29",
     ),
     "adapted_linear: frozen weight": (
-        lambda: ops.adapted_linear(X, ops.freeze(W[:12]), (W[:, :4], jnp.ones((4, 29)))),
+        lambda: ops.adapted_linear(X, ops.freeze(W[:12]), (W[:, :4], ones(4, 29))),
         r"13 columns and a frozen weight of shape \(12, 29\): it should be \[13, N\]",
     ),
     "rotate: rank": (
-        lambda: ops.rotate(HEADS[0, 0], jnp.arange(4), ops.Rotary()),
+        lambda: ops.rotate(HEADS[0, 0], np.arange(4), ops.Rotary()),
         r"rotate takes x \[\*B, S, N, H\], not \(4, 8\)",
     ),
     "cross_entropy: negative z_loss": (cross_entropy(z_loss=-1.0), "z_loss=-1.0 must be at least"),
     "rotate: odd heads": (
-        lambda: ops.rotate(HEADS[..., :7], jnp.arange(5), ops.Rotary()),
+        lambda: ops.rotate(HEADS[..., :7], np.arange(5), ops.Rotary()),
         "rotate pairs: a head of 7 is odd",
     ),
     "cross_entropy: labels": (
@@ -266,13 +273,16 @@ TYPES = {
     "norm_linear": (norm_linear(INTEGERS, NORM, W), "int32"),
     "norm": (lambda: ops.norm(INTEGERS, NORM), "int32"),
     "gated_mlp": (gated_mlp(x=INTEGERS), "int32"),
-    "mlp": (mlp(X, NORM, W, DOWN, jnp.ones(29, bool)), "bool"),
-    "attention": (attention(k=HEADS.astype(jnp.complex64)), "complex64"),
-    "attention_linear": (attention_linear(jnp.ones((32, 29), jnp.int8)), "int8"),
-    "integers as weights: gated_mlp": (gated_mlp(gate=W.astype(int), up=W.astype(int)), "int32"),
+    "mlp": (mlp(X, NORM, W, DOWN, ones(29, dtype=bool)), "bool"),
+    "attention": (attention(k=HEADS.astype(np.complex64)), "complex64"),
+    "attention_linear": (attention_linear(ones(32, 29, dtype=np.int8)), "int8"),
+    "integers as weights: gated_mlp": (
+        gated_mlp(gate=W.astype(np.int32), up=W.astype(np.int32)),
+        "int32",
+    ),
     "sharpness": (lambda: ops.sharpness(INTEGERS, LABELS), "int32"),
     "a norm of integers: norm": (lambda: ops.norm(X, ops.Norm(INTEGERS[0, 0])), "int32"),
-    "cross_entropy": (cross_entropy(w=W.astype(jnp.int32)), "int32"),
+    "cross_entropy": (cross_entropy(w=W.astype(np.int32)), "int32"),
 }
 
 
@@ -335,12 +345,12 @@ def test_lists_are_no_arrays(name):
 
 
 OTHER_TYPES = {
-    "the parameter of a norm": (norm_linear(X, jnp.ones(13), W), r"pass coat\.ops\.Norm\(scale\)"),
+    "the parameter of a norm": (norm_linear(X, ones(13), W), r"pass coat\.ops\.Norm\(scale\)"),
     "a module": (gated_mlp(norm=coat.nn.RMSNorm(13)), r"not RMSNorm: pass its spec\(\)"),
     "no norm": (norm_qkv(norm=None, head_dim=8), "norm_qkv takes a coat.ops.Norm, not NoneType"),
     "theta": (norm_qkv(head_dim=8, rotary=10000), "rotary=10000 must be a coat.ops.Rotary"),
     "integers to rotate": (
-        lambda: ops.rotate(HEADS.astype(int), jnp.arange(5), ops.Rotary()),
+        lambda: ops.rotate(HEADS.astype(np.int32), np.arange(5), ops.Rotary()),
         "rotate computes with real floats, not with int32",
     ),
     "half a window": (attention(window=2.5), "window=2.5 must be a whole number"),
@@ -349,13 +359,16 @@ OTHER_TYPES = {
     "half an adapter": (lambda: ops.adapted_linear(X, ops.freeze(W), W), "adapter of two arrays"),
     "a weight not in 8 bits": (lambda: ops.quantized_linear(X, W), "a weight from coat.ops.quant"),
     "a scale in words": (attention(scale="1"), "scale='1' must be a Python number"),
-    "a scale for each head": (attention(scale=jnp.ones(4)), "scale=.* must be a Python number"),
+    "a scale for each head": (
+        attention(scale=jax.device_put(ones(4))),
+        "scale=.* must be a Python number",
+    ),
     "a computed scale": (
         lambda: jax.jit(lambda s: attention(scale=s)())(0.1),
         "scale=.* must be a Python number",
     ),
     "labels in halves": (
-        lambda: ops.sharpness(X, LABELS + 0.5),
+        lambda: ops.sharpness(X, np.float32(LABELS + 0.5)),
         "labels are token numbers, not float32",
     ),
     "a computed z_loss": (
@@ -378,7 +391,7 @@ def test_other_types_are_refused(name):
 
 def test_labels_are_token_numbers():
     with pytest.raises(TypeError, match="labels are token numbers, not float32"):
-        cross_entropy(labels=LABELS.astype(jnp.float32))()
+        cross_entropy(labels=LABELS.astype(np.float32))()
 
 
 def test_an_activation_is_never_guessed():
