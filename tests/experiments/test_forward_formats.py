@@ -58,7 +58,7 @@ def test_outliers_are_in_all_inputs_and_balancing_takes_them_out():
     config = dataclasses.replace(MODEL, layers=1, context=16)
     graph, params = nnx.split(filled(config))
     tokens = RANDOM.integers(0, config.vocab, (2, 4, config.context))
-    planted = with_outliers(params, 100)
+    planted = jax.jit(with_outliers, static_argnums=1)(params, 100)
     balanced = quantization.balance(nnx.merge(graph, planted), tokens)
 
     @functools.cache
