@@ -23,6 +23,7 @@ from coat_jax.training.preparation import prepare
 from coat_jax.training.resume_rules import changes, to_json
 
 BF16 = {"param_dtype": jnp.bfloat16, "layers": 1, "ffn": 256}
+in_one_program = jax.jit(corrected_params)
 SLOW = {"learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
 
 
@@ -46,10 +47,10 @@ def test_parameters_move_as_those_in_fp32_do(name):
     wide = stepper(small(model=in_fp32, optimizer=SLOW | {"name": name}))
     first = run.state()
     begin = flat(first.params)
-    same = jax.tree.map(lambda p: p.astype(jnp.float32), first.params)
+    same = jax.tree.map(lambda p: jax.device_put(np.float32(p), p.sharding), first.params)
     exact, _ = wide.run(batches, wide.state()._replace(params=same))
     after, _ = run.run(batches, first)
-    moved = flat(corrected_params(after.params, after.moments)) - begin
+    moved = flat(in_one_program(after.params, after.moments)) - begin
     wanted = flat(exact.params) - begin
     assert np.corrcoef(moved, wanted)[0, 1] > 0.97
     assert np.mean(flat(after.params) == begin) > 0.5
@@ -104,7 +105,7 @@ def test_a_checkpoint_restores_corrections_and_refuses_a_state_without(saved_run
 
 def test_a_model_is_loaded_in_bf16_or_with_all_24_bits(saved_run):
     folder, state = saved_run
-    in_full = corrected_params(state.params, state.moments)
+    in_full = in_one_program(state.params, state.moments)
     for dtype, wanted in ((jnp.bfloat16, state.params), (jnp.float32, in_full)):
         config = dataclasses.replace(weights.model_config(folder), param_dtype=dtype)
         model = weights.load(folder, config)
@@ -120,7 +121,7 @@ def test_a_model_in_8_bits_is_made_of_all_24_bits_in_fp32(saved_run, tmp_path, d
     conversion.to_quantized(folder, tmp_path / "out", Recipe(format="int8"), dtype=dtype)
     wanted = state.params
     if dtype == "float32":
-        wanted = corrected_params(state.params, state.moments)
+        wanted = in_one_program(state.params, state.moments)
     like = dataclasses.replace(weights.model_config(folder), param_dtype=dtype)
     small = quantization.load(tmp_path / "out", like)
     np.testing.assert_array_equal(small.embed[...], wanted["embed"][...])
@@ -133,7 +134,7 @@ def test_an_export_has_bf16_values_or_all_24_bits(saved_run, tmp_path, dtype):
     conversion.to_hugging_face(folder, tmp_path / "out", dtype=dtype)
     wanted = state.params
     if dtype == "float32":
-        wanted = corrected_params(state.params, state.moments)
+        wanted = in_one_program(state.params, state.moments)
     like = dataclasses.replace(weights.model_config(folder), param_dtype=dtype or "bfloat16")
     exported = nnx.state(hf.load(tmp_path / "out", like))
     for a, b in zip(jax.tree.leaves(exported), jax.tree.leaves(wanted), strict=True):
@@ -151,7 +152,7 @@ def test_an_export_has_all_24_bits_of_a_run_that_releases_gradients(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(to_json(config)))
     wide = dataclasses.replace(weights.model_config(tmp_path), param_dtype=jnp.float32)
     read = nnx.state(weights.load(tmp_path, wide))
-    wanted = corrected_params(state.params, state.moments)
+    wanted = in_one_program(state.params, state.moments)
     for a, b in zip(jax.tree.leaves(read), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(a, b)
     assert np.any(flat(wanted) != flat(state.params))
