@@ -1,17 +1,20 @@
 """What the examples assert can fail."""
 
-import jax.numpy as jnp
+import jax
+import numpy as np
 import pytest
 
 from examples import check
 from examples.check import Run
 
-PARAMS = {"w": jnp.zeros((128, 128)), "norm": jnp.zeros(128)}
-BYTE, WIDE = jnp.zeros((128, 128), jnp.int8), jnp.zeros((128, 128))
+WIDE, NARROW = np.zeros((128, 128), np.float32), np.zeros(128, np.float32)
+BYTE = np.zeros((128, 128), np.int8)
+WIDE, NARROW, BYTE = jax.device_put((WIDE, NARROW, BYTE))
+PARAMS = {"w": WIDE, "norm": NARROW}
 
 
 def test_two_moments_of_8_bits_pass() -> None:
-    check.require_8_bit_moments(Run([], PARAMS, [BYTE, BYTE, jnp.zeros(128)]))
+    check.require_8_bit_moments(Run([], PARAMS, [BYTE, BYTE, NARROW]))
 
 
 @pytest.mark.parametrize(
@@ -25,7 +28,7 @@ def test_other_moments_do_not(state: list, message: str) -> None:
 
 def test_small_parameters_prove_nothing() -> None:
     with pytest.raises(AssertionError, match="large enough"):
-        check.require_8_bit_moments(Run([], {"norm": jnp.zeros(128)}, []))
+        check.require_8_bit_moments(Run([], {"norm": NARROW}, []))
 
 
 @pytest.mark.parametrize(

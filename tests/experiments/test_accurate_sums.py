@@ -3,7 +3,7 @@
 import re
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import coat_jax as coat
@@ -11,7 +11,7 @@ from coat_jax import ops
 from coat_jax.kernels import gemm
 from experiments.loss_study import sums
 
-X, W = jnp.ones((64, 32)), jnp.ones((32, 48))
+X, W = np.ones((64, 32), np.float32), np.ones((32, 48), np.float32)
 FORWARD, INPUT, WEIGHT = (64, 48), (64, 32), (32, 48)  # the shapes of the three products
 
 

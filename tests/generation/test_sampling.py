@@ -7,8 +7,8 @@ import pytest
 
 from coat_jax.generation.sampling import Sampling, _sharpened, allowed, choose
 
-LOGITS = jnp.asarray(np.random.default_rng(0).standard_normal((4, 50)) * 2, jnp.float32)
-ROWS = jnp.arange(4)
+LOGITS = jax.device_put(2 * np.float32(np.random.default_rng(0).standard_normal((4, 50))))
+ROWS = jax.device_put(np.arange(4, dtype=np.int32))
 
 
 @pytest.mark.oracle

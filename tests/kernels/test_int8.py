@@ -15,8 +15,8 @@ from coat_jax.kernels import int8
 RNG = np.random.default_rng(0)
 # Rows of very different sizes, down to where FP32 has few bits left.
 SIZES = np.float32(2.0) ** np.array([0, 10, -10, 60, -60, -110])
-X = jnp.asarray(RNG.standard_normal((6, 96)) * SIZES[:, None], jnp.float32)
-W = jnp.asarray(RNG.standard_normal((96, 40)), jnp.float32)
+X = jax.device_put(np.float32(RNG.standard_normal((6, 96)) * SIZES[:, None]))
+W = jax.device_put(np.float32(RNG.standard_normal((96, 40))))
 
 
 round_rows, round_columns = jax.jit(int8.round_rows), jax.jit(int8.round_columns)

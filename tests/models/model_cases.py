@@ -36,7 +36,7 @@ def batches(number):
     text = "".join(inspect.getsource(module) for module in (ast, dataclasses, functools, textwrap))
     data = np.frombuffer(text.encode(), np.uint8)
     starts = np.random.default_rng(0).integers(0, len(data) - LENGTH - 1, (number, BATCH))
-    return jnp.asarray(data[starts[..., None] + np.arange(LENGTH + 1)], jnp.int32)
+    return jax.device_put(data[starts[..., None] + np.arange(LENGTH + 1)].astype(np.int32))
 
 
 def loss_of(graph, state, tokens):

@@ -30,7 +30,7 @@ import coat_jax as coat
 from coat_jax import models, nn, ops
 from coat_jax.errors import UserError
 
-TOKENS = batches(1)[0]
+TOKENS = jax.device_put(np.asarray(batches(1))[0])
 MATRICES = ("query", "key", "value", "out", "gate", "up", "down", "embed", "head")
 
 
@@ -363,9 +363,9 @@ def ints(*shape):
         ((ints(8),), ValueError, r"not of shape \(8,\). Add a batch axis"),
         ((ints(2, 8, 3),), ValueError, r"not of shape \(2, 8, 3\)"),
         ((ints(2, 65),), ValueError, "65 tokens is longer than context=64"),
-        ((jnp.zeros((2, 8)),), TypeError, "tokens are whole numbers, not float32"),
+        ((np.zeros((2, 8), np.float32),), TypeError, "tokens are whole numbers, not float32"),
         ((ints(2, 8), ints(2)), ValueError, r"positions of shape \(2,\) .* \(2, 8\) or \(8,\)"),
-        ((ints(2, 8), jnp.zeros(8)), TypeError, "positions are whole numbers"),
+        ((ints(2, 8), np.zeros(8, np.float32)), TypeError, "positions are whole numbers"),
         ((ints(2, 8), None, ints(8)), ValueError, r"segments of shape \(8,\)"),
     ],
 )

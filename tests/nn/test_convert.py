@@ -14,7 +14,7 @@ import coat_jax as coat
 from coat_jax import nn, ops
 from coat_jax.errors import UserError
 
-TOKENS = jnp.arange(10).reshape(2, 5)
+TOKENS = jax.device_put(np.arange(10, dtype=np.int32).reshape(2, 5))
 
 
 class Net(nnx.Module):
@@ -142,13 +142,13 @@ def test_modules_with_arithmetic_of_their_own_are_left_alone():
 @pytest.mark.parametrize("kind", [nnx.RMSNorm, nnx.LayerNorm])
 def test_a_converted_norm_keeps_its_epsilon(kind):
     model = nnx.Sequential(kind(32, epsilon=0.5, rngs=nnx.Rngs(0)))
-    x = 0.1 * jnp.float32(np.random.default_rng(0).standard_normal((3, 32)))
+    x = 0.1 * np.random.default_rng(0).standard_normal((3, 32), np.float32)
     # E4M3 rounds to 2^-4 of a value; without its epsilon the norm would be 7 times as large.
     np.testing.assert_allclose(nn.convert(model, coat.COAT)(x), model(x), rtol=0.1, atol=0.01)
 
 
 def test_linen_takes_the_products():
-    x = jnp.float32(np.random.default_rng(0).standard_normal((3, 32)))
+    x = np.random.default_rng(0).standard_normal((3, 32), np.float32)
     dense = linen.Dense(16, use_bias=False, dot_general_cls=coat.linen.dot_general_cls())
     variables = dense.init(jax.random.key(0), x)
     want = ops.linear(x, variables["params"]["kernel"])

@@ -61,7 +61,7 @@ def randomized(model):
     return nnx.merge(graph, jax.tree.map(moved, state))
 
 
-X = jax.random.normal(jax.random.key(0), (3, 5, D))
+X = jax.device_put(np.random.default_rng(0).standard_normal((3, 5, D), np.float32))
 
 
 @pytest.mark.costly
@@ -180,17 +180,20 @@ class Ungated(Gated):
 
 
 @pytest.mark.parametrize(
-    ("module", "why"),
+    ("make", "why"),
     [
-        (Clipped(nnx.Rngs(0)), "it computes something else from its layers"),
-        (Clamped(nnx.Rngs(0)), "it computes something else from its layers"),
-        (Dropped(nnx.Rngs(0)), "it has Dropout"),
-        (Multiplied(nnx.Rngs(0)), "it has factor, a variable that the op does not see"),
-        (Ungated(nnx.Rngs(0)), "it cannot be called with one array"),
-        (Gated(nnx.Rngs(0), dot_general=ops.DotGeneral()), "does not consist of 3 nnx.Linear"),
-        (nnx.Linear(D, D, rngs=nnx.Rngs(0)), "does not consist of 3 nnx.Linear"),
-        (Normed(nnx.Rngs(0)), "does not consist of 3 nnx.Linear and at most one norm"),
-        (Gated(nnx.Rngs(0), promote_dtype=rounded), "does not consist of 3 nnx.Linear"),
+        (lambda: Clipped(nnx.Rngs(0)), "it computes something else from its layers"),
+        (lambda: Clamped(nnx.Rngs(0)), "it computes something else from its layers"),
+        (lambda: Dropped(nnx.Rngs(0)), "it has Dropout"),
+        (lambda: Multiplied(nnx.Rngs(0)), "it has factor, a variable that the op does not see"),
+        (lambda: Ungated(nnx.Rngs(0)), "it cannot be called with one array"),
+        (
+            lambda: Gated(nnx.Rngs(0), dot_general=ops.DotGeneral()),
+            "does not consist of 3 nnx.Linear",
+        ),
+        (lambda: nnx.Linear(D, D, rngs=nnx.Rngs(0)), "does not consist of 3 nnx.Linear"),
+        (lambda: Normed(nnx.Rngs(0)), "does not consist of 3 nnx.Linear and at most one norm"),
+        (lambda: Gated(nnx.Rngs(0), promote_dtype=rounded), "does not consist of 3 nnx.Linear"),
     ],
     ids=[
         "clipped",
@@ -204,9 +207,9 @@ class Ungated(Gated):
         "its own promotion",
     ],
 )
-def test_a_module_that_is_not_such_an_mlp_is_refused_with_the_reason(module, why):
+def test_a_module_that_is_not_such_an_mlp_is_refused_with_the_reason(make, why):
     with pytest.raises(ValueError, match=rf"computes what coat\.nn\.GatedMLP does, but .*{why}"):
-        nn.convert(Model(module), rules={"layers.*": nn.GatedMLP})
+        nn.convert(Model(make()), rules={"layers.*": nn.GatedMLP})
 
 
 # --- What is saved ---------------------------------------------------------------------------

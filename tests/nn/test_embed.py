@@ -9,7 +9,7 @@ from flax import nnx
 import coat_jax as coat
 
 V, D = 32, 8
-INDICES = jnp.array([[0, 5, 5], [V - 1, -1, -V]])
+INDICES = jax.device_put(np.int32([[0, 5, 5], [V - 1, -1, -V]]))
 
 
 def both(**settings):

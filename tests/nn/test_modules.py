@@ -12,7 +12,7 @@ from coat_jax import nn, ops
 from coat_jax.errors import UserError
 
 WIDTH, HEADS = 32, 4
-X = jnp.float32(np.random.default_rng(0).standard_normal((2, 12, WIDTH)))
+X = jax.device_put(np.float32(np.random.default_rng(0).standard_normal((2, 12, WIDTH))))
 AXES = nn.MeshAxes("fsdp", "tensor")
 
 

@@ -47,7 +47,10 @@ def weight(seed, inputs, outputs, dtype=jnp.float32):
 def some_norm(kind, columns, seed=0, *, scale=True, shift=True, eps=1e-6):
     a, b = draw(seed, (columns,), (columns,), over=4)
     return ops.Norm(
-        1 + a if scale else None, b if shift and kind == "layer" else None, kind=kind, eps=eps
+        jax.device_put(1 + np.asarray(a)) if scale else None,
+        b if shift and kind == "layer" else None,
+        kind=kind,
+        eps=eps,
     )
 
 

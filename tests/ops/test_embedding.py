@@ -125,14 +125,19 @@ def test_a_table_of_numpy_is_an_array():
 @pytest.mark.parametrize(
     ("weight", "tokens", "error", "words"),
     [
-        (jnp.ones((V, D), jnp.int32), jnp.zeros(2, jnp.int32), TypeError, "real floats"),
+        (np.ones((V, D), np.int32), np.zeros(2, np.int32), TypeError, "real floats"),
         (
-            jnp.ones(V),
-            jnp.zeros(2, jnp.int32),
+            np.ones(V, np.float32),
+            np.zeros(2, np.int32),
             ValueError,
             r"a table \[V, D\] of at least one row, not \(64,\)",
         ),
-        (jnp.ones((V, D)), jnp.zeros(2), TypeError, "whole numbers, not float32"),
+        (
+            np.ones((V, D), np.float32),
+            np.zeros(2, np.float32),
+            TypeError,
+            "whole numbers, not float32",
+        ),
     ],
 )
 def test_refusals(weight, tokens, error, words):

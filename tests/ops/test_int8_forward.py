@@ -12,9 +12,11 @@ import coat_jax as coat
 from coat_jax import ops, telemetry
 
 ROWS, WIDTH = 24, 64
-X = jax.random.normal(jax.random.key(0), (2, ROWS, WIDTH)).at[:, :, 3].mul(100)
-W = [jax.random.normal(jax.random.key(i), (WIDTH, WIDTH)) / 8 for i in range(1, 4)]
-NORM = ops.Norm(jnp.linspace(0.5, 2, WIDTH))
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((2, ROWS, WIDTH), np.float32)
+X[:, :, 3] *= 100
+X, *W = jax.device_put([X, *RNG.standard_normal((3, WIDTH, WIDTH), np.float32) / 8])
+NORM = ops.Norm(jax.device_put(np.linspace(0.5, 2, WIDTH, dtype=np.float32)))
 OPS = {
     "linear": lambda x, w, p: ops.linear(x, w, precision=p),
     "norm_linear": lambda x, w, p: ops.norm_linear(x, NORM, w, precision=p),

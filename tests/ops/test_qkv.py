@@ -34,8 +34,8 @@ BIASES = (draw(5, (HEADS[0] * H,)), None, draw(6, (HEADS[2] * H,)))
 ROTARY = ops.Rotary(500.0)
 POSITIONS = {
     "counted": None,
-    "shared": jnp.array([0, 1, 2, 0, 1, 7]),
-    "own": jnp.arange(B * S).reshape(B, S) % 5,
+    "shared": jax.device_put(np.array([0, 1, 2, 0, 1, 7], np.int32)),
+    "own": jax.device_put(np.arange(B * S, dtype=np.int32).reshape(B, S) % 5),
 }
 
 
@@ -111,11 +111,11 @@ def test_it_saves_only_positions_besides_what_norm_linear_saves():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"x": X[0]}, r"x \[batch, sequence, width\], not \(6, 48\)"),
+        ({"x": np.asarray(X)[0]}, r"x \[batch, sequence, width\], not \(6, 48\)"),
         ({"weights": WEIGHTS[:2]}, r"three weights to whole heads of head_dim=8"),
         ({"head_dim": 7}, r"three weights to whole heads of head_dim=7, not \[\(48, 32\)"),
-        ({"positions": jnp.arange(4)}, r"positions \(4,\) must be one per token: \(6,\) or"),
-        ({"x": jnp.ones((1, 2, 48), int)}, "real floats, not with int32"),
+        ({"positions": np.arange(4)}, r"positions \(4,\) must be one per token: \(6,\) or"),
+        ({"x": np.ones((1, 2, 48), np.int32)}, "real floats, not with int32"),
         ({"rotary": ops.Rotary(), "head_dim": 1}, "a head of 1 is odd"),
     ],
 )

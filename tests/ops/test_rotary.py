@@ -15,7 +15,7 @@ from coat_jax.ops import Llama3Scaling, Rotary
 
 B, S, N, H = 2, 5, 3, 8
 X = draw(1, (B, S, N, H))
-POSITIONS = jnp.array([0, 1, 7, 50, 100])
+POSITIONS = jax.device_put(np.int32([0, 1, 7, 50, 100]))
 ROTARIES = [Rotary(), Rotary(theta=500.0, scaling=4.0), Rotary(5e5, Llama3Scaling())]
 
 

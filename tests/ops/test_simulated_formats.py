@@ -28,7 +28,7 @@ from coat_jax.telemetry.tensors import report, sums_and_gradients
 from coat_jax.training import resume_rules
 
 ONE_LAYER = dataclasses.replace(SMALL, layers=1, scan=False)
-TOKENS = jnp.arange(4 * 32).reshape(4, 32) * 7 % 256
+TOKENS = jax.device_put(np.arange(4 * 32, dtype=np.int32).reshape(4, 32) * 7 % 256)
 TWINS = {"forward": "E4M3:bias=9", "backward": "E5M2:bias=13"}
 
 

@@ -15,11 +15,11 @@ D, N, SIZE = 16, 32, 3
 
 
 def drawn(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return np.float32(np.random.default_rng(seed).standard_normal(shape))
 
 
-X, W, V = drawn(0, 2, 4, D), drawn(1, D, N) / 4, drawn(2, D, N) / 4
-NORM = ops.Norm(jnp.ones(D))
+X, W, V = jax.device_put((drawn(0, 2, 4, D), drawn(1, D, N) / 4, drawn(2, D, N) / 4))
+NORM = ops.Norm(jax.device_put(np.ones(D, np.float32)))
 
 
 def qkv(x, w, v):

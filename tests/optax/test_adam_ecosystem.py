@@ -20,7 +20,7 @@ SHAPE = (4, 256)
 
 
 def noise(seed, shape=SHAPE):
-    return jnp.float32(np.random.default_rng(seed).standard_normal(shape))
+    return jax.device_put(np.float32(np.random.default_rng(seed).standard_normal(shape)))
 
 
 @pytest.fixture

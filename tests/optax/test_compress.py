@@ -23,20 +23,28 @@ SMALL = Storage(min_size=1024)
 
 
 def noise(seed, shape):
-    return jnp.float32(np.random.default_rng(seed).standard_normal(shape))
+    return jax.device_put(np.float32(np.random.default_rng(seed).standard_normal(shape)))
 
 
 # --- A regression with one leaf in FP8; two are too small and one has too few columns -----------
 
 INPUTS, HIDDEN, OUTPUTS = 32, 128, 8
 X = noise(0, (256, INPUTS))
-Y = jnp.tanh(X @ noise(1, (INPUTS, OUTPUTS)) / INPUTS**0.5) + 0.5 * jnp.sin(2 * X[:, :OUTPUTS])
-START = {
-    "up": noise(2, (INPUTS, HIDDEN)) / INPUTS**0.5,
-    "up_bias": jnp.zeros(HIDDEN),
-    "down": noise(3, (HIDDEN, OUTPUTS)) / 11,
-    "down_bias": jnp.zeros(OUTPUTS),
-}
+
+
+@jax.jit
+def target_and_start():
+    y = jnp.tanh(X @ noise(1, (INPUTS, OUTPUTS)) / INPUTS**0.5) + 0.5 * jnp.sin(2 * X[:, :OUTPUTS])
+    start = {
+        "up": noise(2, (INPUTS, HIDDEN)) / INPUTS**0.5,
+        "up_bias": jnp.zeros(HIDDEN),
+        "down": noise(3, (HIDDEN, OUTPUTS)) / 11,
+        "down_bias": jnp.zeros(OUTPUTS),
+    }
+    return y, start
+
+
+Y, START = target_and_start()
 
 
 def loss_of(params, x, y):
@@ -120,11 +128,12 @@ def test_a_compressed_transformation_trains_as_before_in_less_memory(name):
 # --- Which leaves ----------------------------------------------------------------------------
 
 PARAMS = {
-    "large": jnp.ones((64, 256)),
-    "narrow": jnp.ones((4096, 15)),
-    "short": jnp.ones((63, 256)),
-    "vector": jnp.ones(256),
+    "large": np.ones((64, 256), np.float32),
+    "narrow": np.ones((4096, 15), np.float32),
+    "short": np.ones((63, 256), np.float32),
+    "vector": np.ones(256, np.float32),
 }
+PARAMS = jax.device_put(PARAMS)
 
 
 def dtypes(tree):

@@ -20,8 +20,8 @@ from coat_jax.optax import (
     stochastic_round_updates,
 )
 
-PARAMS = {"w": jnp.float32(np.random.default_rng(0).standard_normal((4, 256)))}
-GRADS = jnp.float32(np.random.default_rng(1).standard_normal((4, 256)))
+PARAMS = {"w": jax.device_put(np.float32(np.random.default_rng(0).standard_normal((4, 256))))}
+GRADS = jax.device_put(np.float32(np.random.default_rng(1).standard_normal((4, 256))))
 FP8, FP32 = Storage(min_size=0), Storage(min_size=10**12)
 OURS = {
     "fp8_adamw": lambda storage: fp8_adamw(1e-2, eps=1.0, storage=storage),

@@ -19,7 +19,7 @@ jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def noise(seed, shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
 
 
 def parameters(dtype=jnp.float32, shape=(8, 256)):

@@ -13,7 +13,9 @@ from coat_jax.optax import InPlaceState, fused_fp8_adamw, in_place
 def tree(seed, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
     shapes = {"w": (128, 128), "b": (128,)}
-    return {name: jnp.asarray(rng.standard_normal(s), dtype) for name, s in shapes.items()}
+    return {
+        name: jax.device_put(rng.standard_normal(s).astype(dtype)) for name, s in shapes.items()
+    }
 
 
 def assert_equal(got, wanted):

@@ -12,7 +12,11 @@ from flax import nnx
 
 from coat_jax.optax import fp8_adamw, fp8_muon, fused_fp8_adamw
 
-PARAMS = {"layer": {"w": jnp.ones((256, 128)), "b": jnp.ones(128)}, "head": jnp.ones((128, 256))}
+PARAMS = {
+    "layer": {"w": np.ones((256, 128), np.float32), "b": np.ones(128, np.float32)},
+    "head": np.ones((128, 256), np.float32),
+}
+PARAMS = jax.device_put(PARAMS)
 
 
 def chained(make, name):

@@ -33,7 +33,7 @@ def a_part_is_one_parameter(monkeypatch):
 def tree(seed, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda shape: jnp.asarray(rng.standard_normal(shape), dtype),
+        lambda shape: jax.device_put(rng.standard_normal(shape).astype(dtype)),
         SHAPES,
         is_leaf=lambda node: isinstance(node, tuple),
     )

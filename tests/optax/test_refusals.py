@@ -107,7 +107,7 @@ def test_numbers_outside_their_range_are_refused(make, name, value, message):
         make(**{**arguments, name: value})
 
 
-PARAMS = {"w": jnp.ones((4, 128)), "b": jnp.ones((8,))}
+PARAMS = {"w": np.ones((4, 128), np.float32), "b": np.ones(8, np.float32)}
 
 
 def wrong_gradients():

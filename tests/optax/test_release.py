@@ -13,7 +13,7 @@ from coat_jax.errors import UserError
 from coat_jax.optax import Stage, global_norm, step_by_stages
 
 LAYERS = 3
-X = jax.random.normal(jax.random.key(0), (16, 128))
+X = jax.device_put(np.random.default_rng(0).standard_normal((16, 128), np.float32))
 OPTIMIZERS = {
     "fused_fp8_adamw": lambda: coat.optax.fused_fp8_adamw(1e-2, weight_decay=0.1),
     "adamw": lambda: coat.optax.in_place(optax.adamw(optax.linear_schedule(1e-2, 0.0, 10))),

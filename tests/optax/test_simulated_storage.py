@@ -18,7 +18,7 @@ from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.numerics.minifloat import minifloat
 from coat_jax.storage import Storage
 
-PARAMS = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(8, 160)), jnp.float32)}
+PARAMS = {"w": jax.device_put(np.float32(np.random.default_rng(0).normal(size=(8, 160))))}
 TWINS = {E4M3: "E4M3:bias=6", E5M2: "E5M2:bias=17"}
 
 

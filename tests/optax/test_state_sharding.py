@@ -63,7 +63,10 @@ OPTIMIZERS = {
 
 def draw(seed):
     rng = np.random.default_rng(seed)
-    return {name: jnp.float32(rng.standard_normal(shape)) for name, shape in SHAPES.items()}
+    return {
+        name: jax.device_put(np.float32(rng.standard_normal(shape)))
+        for name, shape in SHAPES.items()
+    }
 
 
 class Walk(NamedTuple):

@@ -24,7 +24,7 @@ ULP = 2.0**-7  # of BF16 numbers between 1 and 2
 
 
 def bf16(seed):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(SHAPE), jnp.bfloat16)
+    return jax.device_put(np.random.default_rng(seed).standard_normal(SHAPE).astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("size", [1e-3 * ULP, 0.3 * ULP, -0.3 * ULP, 0.5 * ULP, 2.7 * ULP])

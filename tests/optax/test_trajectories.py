@@ -19,7 +19,7 @@ from coat_jax.optax import Storage, fp8_adamw
 
 VOCABULARY, WIDTH, HEADS, FFN, LAYERS = 64, 64, 4, 128, 1
 BATCH, LENGTH = 4, 32
-SUCCESSORS = jnp.asarray(np.random.default_rng(1).permutation(VOCABULARY))
+SUCCESSORS = jax.device_put(np.random.default_rng(1).permutation(VOCABULARY).astype(np.int32))
 STEPS = 500
 FP8 = Storage(min_size=4096)  # every matrix; norms stay in FP32
 FP32 = Storage(min_size=10**9)

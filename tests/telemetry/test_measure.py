@@ -40,7 +40,7 @@ OF_MORE_NORMS = (BLOCKS - {"attention/saved"}) | {
     "attention/key_norm/saved",
 }
 UNROLLED = {"precision": "coat", "dtype": jnp.float32, "scan": False}
-TOKENS = jnp.arange(4 * 32).reshape(4, 32) * 7 % 256
+TOKENS = jax.device_put(np.arange(4 * 32, dtype=np.int32).reshape(4, 32) * 7 % 256)
 
 
 def model_of(**changes):

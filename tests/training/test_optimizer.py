@@ -23,7 +23,9 @@ def tree(seed, dtype=jnp.float32):
     """A matrix that is large enough for FP8, in a tree that looks like a model's."""
     rng = np.random.default_rng(seed)
     shapes = {"embed": (128, 128), "norm": (128,)}
-    return {name: jnp.asarray(rng.standard_normal(s), dtype) for name, s in shapes.items()}
+    return {
+        name: jax.device_put(rng.standard_normal(s).astype(dtype)) for name, s in shapes.items()
+    }
 
 
 def test_adamw_is_that_of_optax():

@@ -39,7 +39,9 @@ def test_first_parameters():
             return new_state(config, make_optimizer(config), mesh).params
 
     one, other, again = map(parameters, SEEDS)
-    constant = [bool(np.all(leaf == leaf.ravel()[0])) for leaf in jax.tree.leaves(one)]
+    constant = [
+        bool(np.all(leaf == leaf.flat[0])) for leaf in map(np.asarray, jax.tree.leaves(one))
+    ]
     shares = zip(differences(one, other), constant, strict=True)
     drawn = [share for share, scale_of_a_norm in shares if not scale_of_a_norm]
     assert len(drawn) >= 5
@@ -71,7 +73,9 @@ def test_held_out_batches_are_those_of_every_seed():
     assert not any(differences(batch(0), batch(1)))
 
 
-PARAMS = {"w": jnp.linspace(0.5, 1.5, 128 * 256, dtype=jnp.bfloat16).reshape(128, 256)}
+PARAMS = {
+    "w": jax.device_put(np.linspace(0.5, 1.5, 128 * 256).astype(jnp.bfloat16).reshape(128, 256))
+}
 
 
 @pytest.mark.parametrize("name", ["fp8_adamw", "adamw"])

@@ -395,21 +395,33 @@ def training_state(width=256, **storage):
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("make", "message"),
     [
-        (training_state(512), r"0/w is stored as float32\[64, 256\], but float32\[64, 512\] is"),
-        (training_state(min_size=10**9), r"int8\[64, 256\], but float32\[64, 256\] is"),
-        (training_state(second=jnp.float8_e5m2), r"uint8\[64, 256\], but float8_e5m2\[64, 256\]"),
-        (training_state(group_size=64), r"float32\[64, 2\], but float32\[64, 4\] is expected"),
-        (training_state()[0], r"Only stored: \['0/b'.*only expected: \['b', 'w'\].*Restore it"),
+        (
+            lambda: training_state(512),
+            r"0/w is stored as float32\[64, 256\], but float32\[64, 512\] is",
+        ),
+        (lambda: training_state(min_size=10**9), r"int8\[64, 256\], but float32\[64, 256\] is"),
+        (
+            lambda: training_state(second=jnp.float8_e5m2),
+            r"uint8\[64, 256\], but float8_e5m2\[64, 256\]",
+        ),
+        (
+            lambda: training_state(group_size=64),
+            r"float32\[64, 2\], but float32\[64, 4\] is expected",
+        ),
+        (
+            lambda: training_state()[0],
+            r"Only stored: \['0/b'.*only expected: \['b', 'w'\].*Restore it",
+        ),
     ],
     ids=["width", "no FP8", "format", "group size", "no optimizer"],
 )
-def test_another_model_or_format_is_refused(folder, other, message):
+def test_another_model_or_format_is_refused(folder, make, message):
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(1, training_state(), {})
         with pytest.raises(ValueError, match=message):
-            checkpoints.restore(like(other))
+            checkpoints.restore(like(make()))
 
 
 # Bad input
