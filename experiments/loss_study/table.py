@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -103,7 +102,7 @@ def _crossed(rows: list[Row], baselines: set[str]) -> Table:
     for column in ("weights of", "evaluated in BF16", "in COAT_PAPER", "in its own precision"):
         table.add_column(column, justify="left" if column == "weights of" else "right")
     forwards = ("bf16", "coat", "own")
-    gaps: dict[str, dict[Any, list[list[float]]]] = defaultdict(lambda: defaultdict(list))
+    gaps: dict[str, dict[int, list[list[float]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         base = [
             held_out("bf16")(other)
@@ -113,11 +112,11 @@ def _crossed(rows: list[Row], baselines: set[str]) -> Table:
         if base:
             reference = sum(map(math.log, base)) / len(base)
             arm = "baselines" if row["arm"] in baselines else row["arm"]
-            gaps[arm][start_of(row)].append(
+            gaps[arm][row["seed"]].append(
                 [math.log(held_out(forward)(row)) - reference for forward in forwards]
             )
-    for arm, by_start in gaps.items():
-        means = np.mean([np.mean(of_start, axis=0) for of_start in by_start.values()], axis=0)
+    for arm, by_seed in gaps.items():
+        means = np.mean([np.mean(of_seed, axis=0) for of_seed in by_seed.values()], axis=0)
         table.add_row(arm, *map(percent, means))
     return table
 

@@ -86,9 +86,7 @@ def extremes() -> tuple[float, float]:
     return -min(gaps), max(gaps)
 
 
-def cost_by(
-    step: int, arm: str = "coat", of: tuple[str, float, int] = STUDY, *, muon: bool = False
-) -> float:
+def cost_by(step: int, arm: str = "coat", of: tuple[str, float, int] = STUDY) -> float:
     """What an arm costs in the twentieth of its run that ends at a step, in percent."""
     steps = of[-1] // 20
 
@@ -96,7 +94,7 @@ def cost_by(
         losses = row["losses"][step - steps : step]
         return float(sum(losses) / len(losses))
 
-    rows = runs(*of, muon=muon)
+    rows = runs(*of)
     found = statistics.compare(rows, results.baselines_of(rows), before).effects[arm]
     return percent(found)[0]
 
@@ -152,32 +150,18 @@ def cost_of_longer_runs() -> tuple[float, ...]:
     return tuple(number for effect in found for number in percent(effect))
 
 
-def cost_with_muon(
-    arm: str, of: tuple[str, float, int] = STUDY, *, held_out: str | None = None
-) -> tuple[float, float]:
-    """What an arm of training with Muon costs, and half of its interval, in percent."""
-    return percent(effects(*of, muon=True, held_out=held_out).effects[arm])
-
-
 def floor_of_longer_runs_with_muon() -> float:
     """The standard deviation between two baselines of one seed, in percent."""
     return 100 * effects(*LONGER, muon=True).noise.apart
 
 
-def repeated_longer_runs_with_muon() -> tuple[float, float]:
-    """How far two runs of one arm and seed end apart at most: of the baselines, and of the rest.
-
-    In held-out loss, in percent.
-    """
+def repeated_longer_runs_with_muon() -> float:
+    """How far two 8-bit runs of one arm and seed end apart at most, held out and in percent."""
     rows = runs(*LONGER, muon=True)
     baselines = results.baselines_of(rows)
     gaps = statistics.above(rows, baselines, statistics.held_out("own"))
-    apart = {
-        arm: max(100 * (max(of_seed) - min(of_seed)) for of_seed in by_seed.values())
-        for arm, by_seed in gaps.items()
-    }
-    rest = apart.keys() - baselines
-    return max(apart[arm] for arm in baselines), max(apart[arm] for arm in rest)
+    in_8_bits = (gaps[arm].values() for arm in gaps.keys() - baselines)
+    return max(100 * (max(of_seed) - min(of_seed)) for by_seed in in_8_bits for of_seed in by_seed)
 
 
 def cost_of_muon_by_seed(size: str, learning_rate: float, steps: int) -> tuple[float, ...]:

@@ -318,18 +318,18 @@ PAGE = Page(
             loss_study.cost_of_longer_runs,
         ),
         Sentence(
-            "end {:.3f} % apart (standard deviation), while two FP8 runs of one seed on different "
-            "GPUs end up to {:.2f} % apart in held-out loss",
+            "end {:.3f} % apart (standard deviation), while two 8-bit runs of one seed on "
+            "different GPUs end up to {:.2f} % apart in held-out loss",
             lambda: (
                 loss_study.floor_of_longer_runs_with_muon(),
-                loss_study.repeated_longer_runs_with_muon()[1],
+                loss_study.repeated_longer_runs_with_muon(),
             ),
         ),
         Sentence(
             "(in the shorter runs {:+.2f} % ± {:.2f} in COAT, {:+.2f} % ± {:.2f} in `COAT_INT8`)",
             lambda: (
-                *loss_study.cost_with_muon("muon_coat"),
-                *loss_study.cost_with_muon("muon_coat_int8"),
+                *loss_study.cost("muon_coat", muon=True),
+                *loss_study.cost("muon_coat_int8", muon=True),
             ),
         ),
         Sentence(
