@@ -49,6 +49,11 @@ def exposed(options: str) -> float:
     return two_gpus(options)["timeline"]["0"]["exposed_ms"]
 
 
+def saved(options: str) -> float:
+    """By how many percent a step is shorter than with the trainer's options."""
+    return 100 * (1 - ratio("ms", two_gpus(options), two_gpus(TRAINERS)))
+
+
 def training_curves() -> list[list[str]]:
     """The final losses, and held-out ones on the way."""
     base, ours = of("training_curves")["curves"].values()
@@ -118,7 +123,14 @@ FIGURES: list[Figure] = [
         "up to {:.0f} MB for all-gathers and {:.0f} MB for reduce-scatters",
         lambda: [OPTIONS[option] / (1 << 20) for option in (GATHER, SCATTER)],
     ),
-    Sentence("expose less, {:.1f} ms,", lambda: (exposed(PIPELINED),)),
+    Sentence(
+        "A step with still larger ones takes {:.1f} % less time.",
+        lambda: (saved("scheduler, 512 MB"),),
+    ),
+    Sentence(
+        "leave {:.1f} ms exposed, and a step takes {:.1f} % less time.",
+        lambda: (exposed(PIPELINED), saved(PIPELINED)),
+    ),
     Sentence(
         "one seed and {:.0f} steps of batch {:.0f} x {:.0f}: {:.0f} million tokens, {:.2f} epochs",
         length_of_curves,
