@@ -87,6 +87,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of a test with parameters only the last case runs: of those that are marked costly, "
         "or of all. Lists begin with the plainest case",
     )
+    parser.addoption("--no-costly", action="store_true", help="tests marked costly do not run")
 
 
 # Marks of suites of their own. A module with such tests has the word in it.
@@ -129,16 +130,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # of the cases that -m and -k have chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    which = config.getoption("--one-case")
-    if which is not None:
-        last = {item.nodeid.partition("[")[0]: item for item in items}
-        others = {
-            item
-            for item in set(items) - set(last.values())
-            if which == "of-all" or item.get_closest_marker("costly")
-        }
-        config.hook.pytest_deselected(items=list(others))
-        items[:] = [item for item in items if item not in others]
+    which, no_costly = config.getoption("--one-case"), config.getoption("--no-costly")
+    last = {item.nodeid.partition("[")[0]: item for item in items}
+
+    def is_left_out(item: pytest.Item) -> bool:
+        costly = item.get_closest_marker("costly") is not None
+        is_other_case = item is not last[item.nodeid.partition("[")[0]]
+        asked_for_one = which == "of-all" or (which == "of-costly" and costly)
+        return (no_costly and costly) or (asked_for_one and is_other_case)
+
+    left_out = {item for item in items if is_left_out(item)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 class NoSkips:

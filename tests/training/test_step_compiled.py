@@ -1,9 +1,10 @@
 """Training steps of the shipped configs as compiled for Hopper: what they move and what they take.
 
-Layers run in a loop, which compiles in seconds whatever their number; the last test unrolls two.
+Layers run in a loop, which compiles in seconds whatever their number, or there are three of them.
 """
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -35,17 +36,32 @@ def hopper():
         yield
 
 
-def compiled(source, sizes, *, batch, sequence, accumulation=1, **model):
-    """The program of a config's step on GPUs, and what it takes of the memory of each."""
+TWO_LAYERS = {"batch": 16, "sequence": 2048, "layers": 2}
+UNROLLED = {"sequence": 2048, "layers": 3, "scan": False, "remat": "layer"}
+
+
+def changed(source, *, batch, sequence, accumulation=1, optimizer=None, **model):
+    """A shipped config with another batch, optimizer or model."""
     config = load_config(source)
-    config = dataclasses.replace(
+    return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **model),
+        optimizer=optimizer or config.optimizer,
         global_batch_size=batch * accumulation,
         sequence_length=sequence,
         gradient_accumulation_steps=accumulation,
     )
-    return compile_step(config, sizes)
+
+
+def optimizer(**changes):
+    """That of the 7B on one GPU, changed."""
+    return dataclasses.replace(load_config("llama2_7b:one_gpu").optimizer, **changes)
+
+
+@functools.cache
+def compiled(source, sizes, **how):
+    """The program of a config's step on GPUs, and what it takes of the memory of each."""
+    return compile_step(changed(source, **how), sizes)
 
 
 def moved(program, collective):
@@ -142,7 +158,7 @@ def test_llama_30b_fits_four_gpus_of_141_gb_in_coat_alone(function, fits):
 def test_a_step_takes_gradients_and_activations_and_no_copy_of_its_state(function):
     """Though a step that is not finite changes nothing."""
     source = f"llama2_7b:{function}"
-    program, memory, state = compiled(source, (4, 1, 1), batch=16, sequence=2048, layers=2)
+    program, memory, state = compiled(source, (4, 1, 1), **TWO_LAYERS)
     used = program.memory_analysis()
     leaves = jax.tree.leaves(state)
     assert used.alias_size_in_bytes >= sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -153,20 +169,13 @@ def test_released_gradients_take_no_memory():
     """All that is left of them are those of the head, summed in FP32 by the loss, in its stage."""
     used = {}
     for release in (False, True):
-        config = load_config("llama2_7b:one_gpu")
-        config = dataclasses.replace(
-            config,
-            model=dataclasses.replace(config.model, layers=4, scan=False, remat="layer"),
-            optimizer=dataclasses.replace(config.optimizer, release_gradients=release),
-            global_batch_size=1,
-            sequence_length=2048,
-            gradient_accumulation_steps=1,
-        )
-        program, memory, state = compile_step(config, (1, 1, 1))
+        how = {"batch": 4, "optimizer": optimizer(release_gradients=release), **UNROLLED}
+        program, memory, state = compiled("llama2_7b:one_gpu", (1, 1, 1), **how)
         used[release] = program.memory_analysis()
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
         assert used[release].alias_size_in_bytes >= size
-    head = config.model.vocab * config.model.width
+    model = changed("llama2_7b:one_gpu", **how).model
+    head = model.vocab * model.width
     freed = used[False].temp_size_in_bytes - used[True].temp_size_in_bytes
     assert freed > memory.gradients - (4 + 2 + 2) * head
 
@@ -176,43 +185,27 @@ def test_moments_in_host_memory_move_beside_the_backward_pass(sizes):
     """Of all layers at most two are on the device; in each layer's products both ways are used."""
     used, programs = {}, {}
     for offloads in (False, True):
-        config = load_config("llama2_7b:one_gpu")
-        config = dataclasses.replace(
-            config,
-            model=dataclasses.replace(config.model, layers=4, scan=False, remat="layer"),
-            optimizer=dataclasses.replace(
-                config.optimizer, release_gradients=True, offload=offloads
-            ),
-            # With few tokens the peak is where the gradient of the embedding is summed in FP32. XLA
-            # then chooses an order in which copies to the host are waited for at once.
-            global_batch_size=4 * sizes[1],
-            sequence_length=2048,
-            gradient_accumulation_steps=1,
-        )
-        programs[offloads], used[offloads], _ = compile_step(config, sizes)
+        # With few tokens the peak is where the gradient of the embedding is summed in FP32. XLA
+        # then chooses an order in which copies to the host are waited for at once.
+        released = optimizer(release_gradients=True, offload=offloads)
+        how = {"batch": 4 * sizes[1], "optimizer": released, **UNROLLED}
+        programs[offloads], used[offloads], _ = compiled("llama2_7b:one_gpu", sizes, **how)
     layer = 2 * 202_375_168 // sizes[1]
-    assert used[True].on_host > 4 * layer
+    assert used[True].on_host > 3 * layer
     assert used[False].peak - used[True].peak > used[True].on_host - 2.6 * layer
     memory = programs[True].memory_analysis()
     assert memory.host_alias_size_in_bytes == used[True].on_host
     order = " ".join(timeline(programs[True]))
     spans = re.findall(r"(?:\+to (?:device|host) ){2}((?:product |kernel )+)-to", order)
-    assert len([span for span in spans if span.count("product") > 5]) >= 3
+    assert len([span for span in spans if span.count("product") > 5]) >= 2
     assert "to host" not in " ".join(timeline(programs[False]))
 
 
 def test_telemetry_runs_the_kernels_of_the_step_in_no_more_memory(monkeypatch):
     """It looks at the tensors of these kernels, and calls nothing back on the host."""
-    config = load_config("llama2_7b:one_gpu")
-    config = dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, layers=2),
-        telemetry=TelemetryConfig(every=100),
-        global_batch_size=16,
-        sequence_length=2048,
-        gradient_accumulation_steps=1,
-    )
-    step, _, state = compile_step(config, (4, 1, 1))
+    step, _, state = compiled("llama2_7b:one_gpu", (4, 1, 1), **TWO_LAYERS)
+    config = changed("llama2_7b:one_gpu", **TWO_LAYERS)
+    config = dataclasses.replace(config, telemetry=TelemetryConfig(every=100))
     mesh = hopper_mesh((4, 1, 1), NAMES)
     monkeypatch.setattr(telemetry, "compiler_options", lambda config, mesh: OPTIONS)
     _, _, _, graph, state = prepare(config, mesh)
