@@ -75,6 +75,7 @@ def test_scan_remat_and_eight_devices_do_not_change_the_result(precision, change
         assert distance < tolerance * np.linalg.norm(gradient), name
 
 
+@pytest.mark.costly
 def test_remat_in_fp8_changes_gradients_by_rounding_alone():
     """COAT rounds what enters its norms anyway: only the stream beside attention is new."""
     for precision in (coat.BF16, coat.COAT):

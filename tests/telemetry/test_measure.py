@@ -119,6 +119,7 @@ def assert_alike(found, wanted, *, besides=()):
         np.testing.assert_allclose(found[name], numbers, rtol=0.02, atol=2e-3, err_msg=name)
 
 
+@pytest.mark.costly
 def test_scanned_layers_have_statistics_of_their_own():
     found = measured(model_of(scan=True))
     assert_alike(found, measured(model_of()))

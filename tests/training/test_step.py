@@ -136,6 +136,7 @@ def lion(schedule):
 
 
 # A step of lion is the sign of its direction, which rounding may turn where it is nearly zero.
+@pytest.mark.costly
 def test_a_transformation_of_the_config_trains_on_any_mesh():
     config = small(model=WIDE, optimizer={"transformation": lion, "learning_rate": 1e-3})
     batches = random_batches(1) * 4
@@ -207,6 +208,7 @@ def test_losses_do_not_depend_on_the_mesh(precision, scan, sizes):
             assert leaf.addressable_shards[0].data.size == leaf.size // (fsdp * tensor)
 
 
+@pytest.mark.costly
 def test_bf16_parameters_are_moved_by_updates_below_their_last_place():
     """Now and then, where rounding is stochastic; rounded to nearest most stay where they are."""
     slow = {"name": "adamw", "learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0}
