@@ -108,6 +108,9 @@ def failed(figures: Figures) -> list[str]:
     for name in WORKERS:
         if "failed" in figures.get(name, {}):
             found.append(f"{name}: {figures[name]['failed']}")
+        again = figures.get(name, {}).get("warm")  # seconds, of one program or by program
+        if isinstance(again, dict) and "failed" in again:
+            found.append(f"{name}, run again: {again['failed']}")
     start = figures.get("llama2_7b", {})
     for when, seconds, limit in (
         ("cold", start.get("compile_seconds"), COLD),

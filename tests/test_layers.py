@@ -1,15 +1,18 @@
 """The architecture, held in place: imports only go downwards, and `import coat_jax` is light.
 
-LAYERS is the table in docs/architecture.md, from its last row to its first; INSIDE has the same for
-the folders whose parts have an order of their own. A part may import parts of the lines above its
-own; those that share a line do not know each other. Inside any other folder anything goes but a
-cycle. Imports count wherever they stand, also inside functions and under TYPE_CHECKING.
+LAYERS is the table in docs/architecture.md from its last row to its first, with some rows divided
+or joined; INSIDE has the same for the folders whose parts have an order of their own. A part may
+import parts of the lines above its own; those that share a line do not know each other. Inside any
+other folder anything goes but a cycle. Imports count wherever they stand, also inside functions and
+under TYPE_CHECKING.
 """
 
 import ast
 import functools
 import graphlib
+import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +134,18 @@ def edges_of(module):
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_only_go_downwards(module):
     assert objections(edges_of(module), module) == []
+
+
+def test_the_table_of_the_architecture_has_these_layers_in_this_order():
+    text = (PACKAGE.parent / "docs/architecture.md").read_text("utf-8")
+    table = text.partition("| layer |")[2].partition("\n\n")[0]
+    rows = [re.findall(r"`(\w+)/?`", row.split("|")[1]) for row in table.splitlines()[2:]]
+    line = {part: i for i, parts in enumerate(LAYERS) for part in parts}
+    named = [part for row in rows for part in row]
+    assert sorted(named) == sorted(line.keys() - {"", "__main__"})
+    heights = [(min(line[part] for part in row), max(line[part] for part in row)) for row in rows]
+    for (least, _), (_, most_below) in itertools.pairwise(heights):
+        assert least >= most_below
 
 
 def test_there_is_no_cycle():

@@ -3,9 +3,11 @@
     implementation=None      Triton on a GPU that has FP8 units and where jax-triton is
                              installed, XLA everywhere else
     implementation="xla"     plain jax.numpy: the reference, on any device
-    implementation="triton"  the kernel, or an error
+    implementation="triton"  the kernel; an error where Triton cannot run
 
-The choice is made when a function is traced, and does not change silently afterwards.
+What has no kernel runs through XLA in each case: activations without one, heads of other widths
+than powers of two, norms and activations that are not saved in FP8, leaves in FP32. The choice is
+made when a function is traced, and does not change silently afterwards.
 """
 
 import functools

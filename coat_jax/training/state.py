@@ -32,7 +32,7 @@ class State(NamedTuple):
         step: how many steps were taken, skipped ones included.
         params: the state of the NNX model.
         moments: the optimizer's state; each leaf is sharded as its parameter is.
-        skipped: how many of the steps changed nothing.
+        skipped: how many of the steps had gradients or a loss that were not finite.
     """
 
     step: Int32[Array, ""]

@@ -5,7 +5,8 @@
 
 A batch is [accumulation, rows, sequence]. The microbatches together have the loss and gradients of
 one large batch, summed in FP32. A step whose gradients or loss are not finite changes nothing and
-is counted. Parameters and moments are updated in place; a conditional would copy them.
+is counted; one that releases its gradients skips only the stages whose gradients are not finite.
+Parameters and moments are updated in place; a conditional would copy them.
 """
 
 from collections.abc import Callable, Mapping

@@ -32,7 +32,7 @@ def plain(dtype: DTypeLike, group_size: int = GROUP_SIZE) -> Coder:
 
 
 def expanded(dtype: DTypeLike, group_size: int = GROUP_SIZE) -> Coder:
-    """Dynamic range expansion, rounded to nearest: ours."""
+    """Dynamic range expansion, rounded to nearest, as in the paper."""
 
     def code(x: Rows) -> Rows:
         return expansion.decode(

@@ -72,6 +72,8 @@ def test_a_training_step_is_compared_with_that_of_xla(monkeypatch, capsys):
         ({"tests": {"exit_code": 0, "summary": "3 passed"}}, []),
         ({"tests": {"exit_code": 1, "summary": "1 failed"}}, ["tests: 1 failed"]),
         ({"stacks": {"failed": "Error"}}, ["stacks: Error"]),
+        ({"stacks": {"warm": {"failed": "Error"}}}, ["stacks, run again: Error"]),
+        ({"stacks": {"warm": {"COAT": 2.0}}}, []),
         ({"training": {"apart": {"loss": 1e-4}}}, []),
         (
             {"training": {"apart": {"loss": float("nan")}}},

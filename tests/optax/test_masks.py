@@ -74,6 +74,22 @@ def test_a_mask_may_be_a_prefix_and_name_what_others_update():
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.parametrize("make", [fp8_adamw, fused_fp8_adamw])
+def test_an_entry_holds_for_all_parameters_below_it(make):
+    """Without gradients only decay moves parameters."""
+    optimizer = make(1e-3, mask={"layer": False, "head": True}, weight_decay=0.1)
+
+    def moved(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        if make is fp8_adamw:
+            return optimizer.update(zeros, optimizer.init(params), params)[0]
+        after, _ = optimizer.step(params, zeros, optimizer.init(params))
+        return jax.tree.map(jnp.subtract, after, params)
+
+    found = jax.tree.map(lambda change: bool(jnp.any(change)), jax.jit(moved)(PARAMS))
+    assert found == {"layer": {"w": False, "b": False}, "head": True}
+
+
 def test_a_module_that_can_be_called_is_a_tree():
     """As optax has it: the fused step would otherwise call the module with the parameters."""
 

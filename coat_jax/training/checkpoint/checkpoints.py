@@ -2,7 +2,7 @@
 
     checkpoints/100/
         state/           orbax: every process writes the shards it holds
-        record.json      step, held-out loss, and `Position`
+        record.json      step, held-out loss, and `extra`: what else the caller wants to keep
         manifest.json    size and checksum of all these files
 
 `save` returns when the state has been copied to the host, so the next step may overwrite (donate)

@@ -67,7 +67,7 @@ class Recorder:
 
     @property
     def seconds(self) -> float:
-        """How long the run has taken so far, all its processes one after the other."""
+        """How long the run has taken so far, in this process and before it was resumed."""
         return time.perf_counter() - self._began
 
     def take(self, step: int, report: Report) -> None:

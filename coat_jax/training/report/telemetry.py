@@ -56,7 +56,7 @@ MOMENTS = ("mu", "nu")
 
 
 class Limit(NamedTuple):
-    """The value above which a statistic causes a warning, and the words of the warning."""
+    """The least value of a statistic that causes a warning, and the words of the warning."""
 
     least: float
     words: str
