@@ -6,8 +6,8 @@
     implementation="triton"  the kernel; an error where Triton cannot run
 
 What has no kernel runs through XLA in each case: activations without one, heads of other widths
-than powers of two, norms and activations that are not saved in FP8, leaves in FP32. The choice is
-made when a function is traced, and does not change silently afterwards.
+than powers of two, norms and activations that are not saved in FP8, leaves whose moments are in
+FP32. The choice is made when a function is traced, and does not change silently afterwards.
 """
 
 import functools
