@@ -113,6 +113,13 @@ def _options() -> argparse.Namespace:
     )
     for name, of in (("steps", "a run"), ("batch", "a step"), ("sequence", "a window")):
         parser.add_argument(f"--{name}", type=_at_least_one, help=f"{name} of {of} (same default)")
+    parser.add_argument(
+        "--clip-norm", type=_positive, metavar="NORM", help="of gradients; 1e9 clips nothing (1)"
+    )
+    parser.add_argument(
+        "--final-ratio", type=float, metavar="SHARE",
+        help="of the highest learning rate, to which it falls; 1 keeps it constant (0)",
+    )  # fmt: skip
     parser.add_argument("--minutes", type=_positive, default=9.0, help="time limit of the call")
     parser.add_argument("--out", type=Path, help="folder for the results")
     return parser.parse_args()

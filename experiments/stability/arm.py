@@ -63,6 +63,7 @@ class Settings:
         batch: sequences of a step.
         sequence: bytes of a sequence.
         warmup: share of the steps over which the learning rate rises; then half a cosine.
+        final_ratio: the learning rate to which it falls, divided by the highest; 1 is constant.
         clip_norm: of gradients.
         weight_decay: of matrices.
         every: one of so many steps is drawn, and used to predict divergence.
@@ -72,6 +73,7 @@ class Settings:
     batch: int
     sequence: int
     warmup: float = 0.1
+    final_ratio: float = 0.0
     clip_norm: float = 1.0
     weight_decay: float = 0.1
     every: int = 5
@@ -80,11 +82,24 @@ class Settings:
         for name in ("steps", "batch", "sequence", "every"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} must be at least 1.")
+        for name in ("warmup", "final_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"{name}={getattr(self, name)} must be from 0 to 1.")
         if self.steps % (REPORTS * self.every):
             raise UserError(
                 f"steps={self.steps} must be a multiple of {REPORTS * self.every}: runs report "
                 f"{REPORTS} times, and one in {self.every} of their steps is drawn."
             )
+
+    @property
+    def title(self) -> str:
+        """What distinguishes these settings, for tables and pictures."""
+        falls = f", learning rate down to {self.final_ratio:g} of the highest"
+        clips = f", gradients clipped to {self.clip_norm:g}"
+        return (
+            f"{self.steps} steps of {self.batch} x {self.sequence} bytes"
+            f"{falls if self.final_ratio else ''}{clips if self.clip_norm != 1 else ''}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,10 +38,8 @@ def draw(found: Conditions, folder: Path, arms: list[str] | None = None) -> Path
         figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 4.8))
         for axis, panel in zip(axes, panels, strict=True):
             panel(axis, found, shown)
-        settings = found.settings
         figure.suptitle(
-            f"Stability of training: {found.size}, {settings.steps} steps of {settings.batch} x "
-            f"{settings.sequence} bytes, on {found.device}"
+            f"Stability of training: {found.size}, {found.settings.title}, on {found.device}"
         )
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)

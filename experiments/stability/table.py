@@ -164,10 +164,10 @@ def all_samples(found: Conditions) -> list[Sample]:
 
 def show(found: Conditions) -> None:
     """Prints all tables."""
-    settings, console = found.settings, Console(width=160)
+    console = Console(width=160)
     title = (
-        f"{found.size}, {settings.steps} steps of {settings.batch} x {settings.sequence} bytes, "
-        f"on {found.device}, {found.commits}; byte frequencies alone: {found.ceiling:.2f} nats"
+        f"{found.size}, {found.settings.title}, on {found.device}, {found.commits}; byte "
+        f"frequencies alone: {found.ceiling:.2f} nats"
     )
     losses = "Final loss above the baseline's, of the same seeds, with 95 % intervals"
     foretold = "Before divergence: area under the ROC curve ± its standard error; alarms"

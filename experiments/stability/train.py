@@ -219,7 +219,9 @@ def shape_of_rate(settings: Settings, number: Int[Array, ""]) -> Float[Array, ""
     """The share of the highest learning rate: a straight line up, then half a cosine."""
     rising = max(round(settings.warmup * settings.steps), 1)
     way = jnp.clip((number - rising) / max(settings.steps - rising, 1), 0.0, 1.0)
-    return jnp.where(number < rising, (number + 1) / rising, (1 + jnp.cos(jnp.pi * way)) / 2)
+    last = settings.final_ratio
+    falling = last + (1 - last) * (1 + jnp.cos(jnp.pi * way)) / 2
+    return jnp.where(number < rising, (number + 1) / rising, falling)
 
 
 def _in_fp32(tree: Any) -> Any:

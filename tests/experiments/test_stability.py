@@ -200,6 +200,18 @@ def test_the_learning_rate_rises_and_falls():
     np.testing.assert_allclose(shape[:10], np.arange(1, 11) / 10, rtol=1e-6)
     assert np.all(np.diff(shape[10:]) < 0)
     assert shape[55] == pytest.approx(0.5, abs=1e-6)
+    half = dataclasses.replace(settings, final_ratio=0.5)
+    assert shape_of_rate(half, 55) == pytest.approx(0.75, abs=1e-6)
+    constant = dataclasses.replace(settings, final_ratio=1.0)
+    assert [float(shape_of_rate(constant, step)) for step in (9, 55, 99)] == [1, 1, 1]
+
+
+def test_settings_have_a_title_with_what_is_unusual():
+    assert Settings(300, 8, 128).title == "300 steps of 8 x 128 bytes"
+    pushed = Settings(300, 8, 128, final_ratio=1.0, clip_norm=1e9).title
+    assert pushed.endswith("learning rate down to 1 of the highest, gradients clipped to 1e+09")
+    with pytest.raises(UserError, match=r"final_ratio=1\.5 must be from 0 to 1"):
+        Settings(300, 8, 128, final_ratio=1.5)
 
 
 # --- Rows ------------------------------------------------------------------------------------
