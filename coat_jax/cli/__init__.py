@@ -13,6 +13,7 @@ is a bug, or a failure of the machine: it shows its traceback and ends with code
 
 import argparse
 import contextlib
+import difflib
 import errno
 import importlib
 import os
@@ -41,7 +42,9 @@ COMMANDS = {
 # Errors about a path that another path, a permission or removing a file fixes.
 FIXABLE = files.FIXABLE | {errno.ENOTEMPTY}
 BAD_INPUT, INTERRUPTED = UserError.exit_code, 130
-MISSING = "the following arguments are required"  # how argparse begins such an error
+# How argparse begins errors.
+MISSING = "the following arguments are required"
+UNKNOWN = "unrecognized arguments: "
 NO_READER = 141  # what shells report of a program that SIGPIPE ended
 
 
@@ -60,7 +63,18 @@ class Parser(argparse.ArgumentParser):
         names = {name for action in taking_all for name in action.option_strings}
         if message.startswith(MISSING) and names.intersection(self.given):
             message += "; options take all words that follow, so put it first"
+        elif message.startswith(UNKNOWN):
+            message += self._suggestion(message.removeprefix(UNKNOWN).split()[0])
         self.exit(BAD_INPUT, f"{self.prog}: {_one_line(message)} (--help explains)\n")
+
+    def _suggestion(self, unknown: str) -> str:
+        """Which of the options an unknown one probably means."""
+        if not unknown.startswith("--"):
+            return ""
+        name = unknown.partition("=")[0].replace("_", "-")
+        options = [option for action in self._actions for option in action.option_strings]
+        near = difflib.get_close_matches(name, options, n=1)
+        return f". Did you mean {near[0]}?" if near else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,6 +97,9 @@ def _run(given: list[str]) -> int:
         parser.print_help()
         return BAD_INPUT
     if given[0] not in COMMANDS:
+        near = difflib.get_close_matches(given[0], COMMANDS, n=1)
+        if near:
+            parser.error(f"there is no command {given[0]!r}. Did you mean {near[0]}?")
         parser.parse_args(given)  # --help, --version, or an error that lists the commands
         return BAD_INPUT
     name, debug = given[0], "--debug" in given

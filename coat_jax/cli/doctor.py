@@ -27,7 +27,8 @@ from coat_jax.printable import printable
 BROKEN = 1
 WIDTH = 96
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "safetensors")
-OF_GPUS = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "triton")
+TRITON = ("jax-triton", "triton")
+OF_GPUS = ("jax-cuda13-plugin", "jax-cuda12-plugin", *TRITON)
 OF_TRAINER = ("grain", "matplotlib", "rich", "tokenizers")
 FIRST_CUDA_13_DRIVER = 580
 VERSION = re.compile(r"\d+(\.\d+)+")
@@ -128,7 +129,8 @@ def kernels(driver: str | None) -> tuple[dict[str, str], list[Problem]]:
         fix = "Train with --precision bf16, or on an Ada, Hopper or Blackwell GPU."
         return {"runs": "xla", "why": why}, [Problem(f"FP8 layers do not run: {why}.", fix, True)]
     if not dispatch.triton_installed():
-        why = "jax-triton and triton are not installed"
+        missing = [name for name in TRITON if not importlib.util.find_spec(name.replace("-", "_"))]
+        why = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
         fix = f"pip install 'coat_jax[{_extra(driver)}]'"
         return {"runs": "xla", "why": why}, [Problem(f"XLA replaces Triton: {why}.", fix, False)]
     return {"runs": "triton", "why": f"the GPU has {dispatch.described(capability)}"}, []

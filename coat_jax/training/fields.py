@@ -48,6 +48,7 @@ KNOWN_AS = {
     "evaluation.every": "eval_every eval_interval steps_per_eval",
     "checkpoint.every": "save_every save_steps checkpoint_period save_interval",
     "out": "output out_dir output_dir run_name base_output_directory",
+    "writers": "wandb tensorboard report_to use_wandb enable_wandb enable_tensorboard log_to",
     "data.train": "dataset dataset_path train_data",
     "model.remat": "remat_policy activation_checkpointing gradient_checkpointing",
 }

@@ -216,6 +216,20 @@ def test_an_export_of_a_run_on_tokens_knows_where_a_text_ends(tmp_path, capsys):
     assert copied == (tmp_path / "words.json").read_bytes()
 
 
+def test_the_tokenizer_of_a_larger_model_is_refused(tmp_path, capsys):
+    write_tokenizer(tmp_path / "words.json", *map(str, range(LLAMA.vocab)))
+    hf.save(tmp_path / "model", filled(variant()))
+    run = checkpoint_in(tmp_path / "run")
+    (run / "config.json").write_text(json.dumps({"model": json_of(variant()), "data": {}}))
+    for source in (tmp_path / "model", run):
+        for to in ([], ["--to", "int8"]):
+            out = tmp_path / "out"
+            assert convert(source, out, "--tokenizer", tmp_path / "words.json", *to) == 2
+            said = capsys.readouterr().err
+            assert f"has a vocabulary of {LLAMA.vocab + 1}, and the model one of" in said
+            assert not out.exists()
+
+
 def test_a_tokenizer_that_begins_texts_otherwise_than_training_is_noted(tmp_path, capsys):
     run = checkpoint_in(tmp_path / "run")
     trained_here = {"model": json_of(variant()), "data": {}}

@@ -82,6 +82,20 @@ def test_the_reason_for_missing_kernels_is_named(
     assert said in out
 
 
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ({"triton", "jax_triton"}, "jax-triton and triton are not installed"),
+        ({"jax_triton"}, "Triton: jax-triton is not installed"),
+    ],
+)
+def test_only_missing_packages_of_kernels_are_named(monkeypatch, missing, said):
+    monkeypatch.setattr(dispatch, "gpu_capability", lambda: 90)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else True)
+    _, [problem] = doctor.kernels(None)
+    assert said in problem.what
+
+
 def test_a_missing_package_is_named(examined, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "grain" and find(name))

@@ -93,6 +93,24 @@ def test_a_bug_shows_where_it_is(command, error):
     assert raised.value is error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["trian"], "coat: there is no command 'trian'. Did you mean train?"),
+        (["xyz"], "coat: argument COMMAND: invalid choice: 'xyz'"),
+        (["generate", "x", "--promt", "y"], "arguments: --promt y. Did you mean --prompt?"),
+        (["generate", "x", "--max_tokens=3"], "arguments: --max_tokens=3. Did you mean --max-tok"),
+        (["generate", "x", "--qqq"], "coat generate: unrecognized arguments: --qqq (--help"),
+        (["generate", "x", "y"], "coat generate: unrecognized arguments: y (--help"),
+    ],
+)
+def test_a_misspelt_name_gets_a_suggestion(arguments, line, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert line in capsys.readouterr().err
+
+
 def test_a_bug_ends_with_code_1_and_a_traceback():
     program = """
 import sys

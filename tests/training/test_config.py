@@ -144,6 +144,24 @@ def test_only_transformations_are_accepted(changes, message):
 
 
 @pytest.mark.parametrize(
+    "setting",
+    [
+        {"learning_rate": 1e-3},
+        {"schedule": "wsd"},
+        {"warmup_steps": 10},
+        {"decay_steps": 10},
+        {"final_ratio": 0.5},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_a_schedule_that_the_transformation_does_not_follow_is_refused(setting):
+    assert OptimizerConfig(transformation=lion, **setting).follows_schedule
+    name, value = next(iter(setting.items()))
+    with pytest.raises(UserError, match=rf"^optimizer\.{name}={value!r} is a setting of the sched"):
+        OptimizerConfig(transformation=optax.lion(1e-3), **setting)
+
+
+@pytest.mark.parametrize(
     ("metrics", "message"),
     [
         ({"loss": lion}, "metrics has 'loss', which the trainer uses itself"),

@@ -137,6 +137,6 @@ def test_telemetry_reads_moments_in_host_memory():
 
 
 def test_a_transformation_is_refused():
-    config = small(optimizer={"offload": True, "transformation": optax.sgd(0.1)})
+    config = small(optimizer={"offload": True, "transformation": optax.sgd})
     with pytest.raises(UserError, match=r"optimizer\.offload=True.*optimizer\.transformation"):
         make_optimizer(config)

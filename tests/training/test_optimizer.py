@@ -12,6 +12,7 @@ from train_cases import ONE, mesh_of, small
 import coat_jax as coat
 from coat_jax import models
 from coat_jax.errors import UserError
+from coat_jax.training.config import OptimizerConfig
 from coat_jax.training.optimizer import decayed, make_optimizer
 from coat_jax.training.preparation import prepare
 
@@ -71,18 +72,25 @@ def test_a_skipped_step_changes_no_bit(name, dtype):
         np.testing.assert_array_equal(a, b)
 
 
+def lion(rate):
+    return coat.optax.compress(optax.lion(rate))
+
+
 @pytest.mark.parametrize(
-    ("given", "rate"),
+    ("settings", "rate"),
     [
-        (lambda schedule: coat.optax.compress(optax.lion(schedule)), 1e-2),
-        (coat.optax.compress(optax.lion(3e-2)), 3e-2),
+        (
+            OptimizerConfig(
+                transformation=lion, schedule="constant", warmup_steps=0, learning_rate=1e-2
+            ),
+            1e-2,
+        ),
+        (OptimizerConfig(transformation=lion(3e-2)), 3e-2),
     ],
     ids=["made from the schedule", "ready"],
 )
-def test_a_transformation_steps_with_the_configs_schedule_or_with_its_own_rate(given, rate):
-    config = small(optimizer={"schedule": "constant", "warmup_steps": 0, "learning_rate": 1e-2})
-    of_config = dataclasses.replace(config.optimizer, transformation=given)
-    optimizer = make_optimizer(dataclasses.replace(config, optimizer=of_config))
+def test_a_transformation_steps_with_the_configs_schedule_or_with_its_own_rate(settings, rate):
+    optimizer = make_optimizer(dataclasses.replace(small(), optimizer=settings))
     params, moments = optimizer.step(tree(0), tree(1), optimizer.init(tree(0)))
     # A step of lion is the rate, whatever the gradient.
     moved = np.abs(params["embed"] - tree(0)["embed"])

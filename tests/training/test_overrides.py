@@ -141,6 +141,7 @@ OTHERS = {
     "beta2": "optimizer.b2",
     "eval_interval": "evaluation.every",
     "output_dir": "out",
+    "wandb": "writers",
 }
 
 

@@ -71,7 +71,7 @@ def to_run(
     _new(out).require_new()
     weights.require_not_quantized(source, "A run")
     config = weights.model_config(source)
-    companions = _companions(source, tokenizer)
+    companions = _companions(source, tokenizer, config.vocab)
     parameters = hf.read(source, config)
     kind = _dtype(parameters, dtype)
     config = dataclasses.replace(config, param_dtype=kind, dtype=kind)
@@ -115,7 +115,7 @@ def to_hugging_face(
     source, out = expanded(source), expanded(out)
     _new(out).require_new()
     config = weights.model_config(source)
-    companions = _companions_of_run(source, tokenizer, note)
+    companions = _companions_of_run(source, tokenizer, config.vocab, note)
     parameters = weights.read(source, step, note=note, corrected=_is_fp32(dtype))
     extra = _special_in(companions, source)
     total = _total(parameters)
@@ -169,12 +169,13 @@ def to_quantized(
     _new(out).require_new()
     weights.require_not_quantized(source, "Quantization")
     config_json = weights.read_config_json(source)
+    config = _on_one_device(weights.model_config(source))
     if weights.is_run(config_json):
-        companions = _companions_of_run(source, tokenizer, note)
+        companions = _companions_of_run(source, tokenizer, config.vocab, note)
         extra = _special_in(companions, source)
     else:
-        companions, extra = _companions(source, tokenizer), _special(config_json)
-    config = _on_one_device(weights.model_config(source))
+        companions = _companions(source, tokenizer, config.vocab)
+        extra = _special(config_json)
     if _is_fp32(dtype):
         config = dataclasses.replace(config, param_dtype=jnp.float32)
     parameters = weights.parameters_of(source, config, step=step, note=note)
@@ -230,19 +231,26 @@ def _batches(tokens: Sequence[int], context: int) -> Iterator[np.ndarray]:
         yield whole[first : first + ROWS]
 
 
-def _companions(source: Path, tokenizer: str | Path | None) -> Companions:
+def _companions(source: Path, tokenizer: str | Path | None, vocab: int) -> Companions:
     """The files to put beside the weights: those in a folder; `tokenizer` replaces its own."""
     companions = read_companions(source)
     if tokenizer is not None:
-        companions[TOKENIZER] = tokenizers.read(tokenizer)[1]
+        known, companions[TOKENIZER] = tokenizers.read(tokenizer)
+        needed = max(known.get_vocab().values()) + 1
+        if needed > vocab:
+            raise UserError(
+                f"{tokenizer} has a vocabulary of {needed:,}, and the model one of {vocab:,}: it "
+                "is the tokenizer of another model."
+            )
     return companions
 
 
 def _companions_of_run(
-    source: Path, tokenizer: str | Path | None, note: Callable[[str], object]
+    source: Path, tokenizer: str | Path | None, vocab: int, note: Callable[[str], object]
 ) -> Companions:
     """The files to put beside the weights of a run."""
-    config_json, companions = weights.read_config_json(source), _companions(source, tokenizer)
+    config_json = weights.read_config_json(source)
+    companions = _companions(source, tokenizer, vocab)
     if TOKENIZER not in companions:
         companions |= tokenizer_of_run(config_json, source, note)
     if GENERATION not in companions:

@@ -1,7 +1,7 @@
 """How a run is optimized: AdamW in 8 bits or FP32, or any transformation of optax."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
 
 import optax
@@ -20,6 +20,8 @@ Transformation: TypeAlias = optax.GradientTransformation | Callable[[optax.Sched
 # The fields that apply to the named optimizers only.
 OF_ADAMW: tuple[str, ...] = ("name", "moments", "b1", "b2", "eps", "weight_decay")
 OF_ADAMW += ("decay_embedding", "decay_vectors")
+# Those that apply only if the optimizer is made from the schedule.
+OF_SCHEDULE = ("learning_rate", "schedule", "warmup_steps", "decay_steps", "final_ratio")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,8 @@ class OptimizerConfig:
             with moments in FP32.
         transformation: any optax transformation instead, or a function that makes one from the
             learning rate's schedule; only in a config file. The fields name and moments, and those
-            from b1 to decay_vectors, then cannot be set: the transformation has its own.
+            from b1 to decay_vectors, then cannot be set: the transformation has its own. Nor, if
+            it is not made by a function, can those from learning_rate to final_ratio.
         moments: the formats of "fp8_adamw": "directions" stores m / sqrt(v) and the logarithm of v;
             "expanded" stores m and v in FP8 with dynamic range expansion, and "paper" also
             rounds them to nearest, as the COAT paper does.
@@ -97,13 +100,27 @@ class OptimizerConfig:
                 "transformation nor a function that makes one from a schedule, as in lambda "
                 "schedule: optax.lion(schedule)."
             )
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        given = [name for name in OF_ADAMW if getattr(self, name) != defaults[name]]
-        if given:
+        if given := self._changed(OF_ADAMW):
             raise UserError(
-                f"optimizer.{given[0]}={getattr(self, given[0])!r} is a setting of the named "
+                f"optimizer.{given}={getattr(self, given)!r} is a setting of the named "
                 "optimizers, and this config has a transformation. Set it in the transformation."
             )
+        if not self.follows_schedule and (given := self._changed(OF_SCHEDULE)):
+            raise UserError(
+                f"optimizer.{given}={getattr(self, given)!r} is a setting of the schedule, and "
+                "this config's transformation has a learning rate of its own. Let a function make "
+                "it from the schedule, as in lambda schedule: optax.lion(schedule)."
+            )
+
+    def _changed(self, names: Sequence[str]) -> str | None:
+        """The first of some fields that does not have its default."""
+        default = {field.name: field.default for field in dataclasses.fields(self)}
+        return next((name for name in names if getattr(self, name) != default[name]), None)
+
+    @property
+    def follows_schedule(self) -> bool:
+        """Whether the learning rate is that of the schedule, not one that a transformation has."""
+        return not is_transformation(self.transformation)
 
     def require_fitting(self, total_steps: int) -> None:
         """Raises unless a run of this many steps has room for its warmup and its decay."""

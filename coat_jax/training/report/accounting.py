@@ -1,7 +1,8 @@
 """The memory that a run needs on each device, reported before the first step.
 
     parameters, optimizer state    their shards; only that part of the state which is on the device
-    gradients                      like parameters; in FP32 as well where they are accumulated
+    gradients                      like parameters; in FP32 as well where they are accumulated. If
+                                   they are released: of the largest layer, or embedding, or head
     saved activations              what `jax.vjp` saves of one microbatch: counted, not estimated
     peak memory                    the compiled step's arguments, results and temporary arrays
 
@@ -39,7 +40,7 @@ class DeviceMemory(NamedTuple):
 
     Attributes:
         parameters: the device's shards.
-        gradients: their shards, and those of their FP32 sums if they are accumulated.
+        gradients: the shards of those that exist at a time, and of FP32 sums if they accumulate.
         optimizer: the shards of the optimizer's state on the device.
         activations: saved of one microbatch.
         peak: the most memory that the compiled step takes at any time, these included.
@@ -73,15 +74,13 @@ def account(
         batch_parts: how many devices see different rows.
         device: one of them.
     """
-    parameters = _shard_bytes(state.params)
-    in_fp32 = sum(math.prod(shape) * 4 for shape, _ in _shards(state.params))
     on_host = _shard_bytes([leaf for leaf in jax.tree.leaves(state.moments) if _on_host(leaf)])
     used = compiled.memory_analysis()
     peak = used.argument_size_in_bytes + used.temp_size_in_bytes
     peak += used.output_size_in_bytes - used.alias_size_in_bytes
     return DeviceMemory(
-        parameters=parameters,
-        gradients=parameters + (in_fp32 if config.gradient_accumulation_steps > 1 else 0),
+        parameters=_shard_bytes(state.params),
+        gradients=_gradients(config, state.params),
         optimizer=_shard_bytes(state.moments) - on_host,
         activations=saved_activations(
             config.model, config.microbatch // batch_parts, config.sequence_length
@@ -90,6 +89,16 @@ def account(
         limit=(device.memory_stats() or {}).get("bytes_limit"),
         on_host=on_host,
     )
+
+
+def _gradients(config: TrainConfig, params: Any) -> int:
+    """The bytes of the gradients that exist at the same time."""
+    if config.optimizer.release_gradients:
+        outside = {name: leaf for name, leaf in params.items() if name != "layers"}
+        kept = _shard_bytes(outside.pop("embed")) if config.model.tied else 0  # until the end
+        return kept + max(map(_shard_bytes, [*params["layers"].values(), *outside.values()]))
+    in_fp32 = sum(math.prod(shape) * 4 for shape, _ in _shards(params))
+    return _shard_bytes(params) + (in_fp32 if config.gradient_accumulation_steps > 1 else 0)
 
 
 def saved_activations(config: models.Config, rows: int, sequence: int) -> int:

@@ -34,7 +34,7 @@ class Recorder:
         metrics: where records are written.
         progress: where they are shown.
         step: how many were taken before this process began.
-        skipped: how many of them changed nothing.
+        skipped: how many of them had no finite loss and gradients.
         seconds: how long they took.
 
     Attributes:
@@ -94,7 +94,7 @@ class Recorder:
         self.loss = loss
         record = {
             "loss": loss,
-            "learning_rate": rate,
+            **({"learning_rate": rate} if self._config.optimizer.follows_schedule else {}),
             "gradient_norm": norm,
             "labels": int(labels),
             "skipped": int(skipped),
@@ -143,13 +143,26 @@ class Recorder:
         if skipped > skipped_before and not (continues and all_of_them):
             self._progress.note(
                 f"step {step:,}: since the last record {counted(skipped - skipped_before, 'step')} "
-                f"had no finite loss and gradients, and changed nothing; {skipped:,} so far."
+                f"had no finite loss and gradients, and {self._changed}; {skipped:,} so far."
             )
         nothing_learned = skipped == step == self._config.total_steps
         if self._in_row >= self._config.max_skipped_steps or nothing_learned:
             raise Diverged(
-                f"The last {self._in_row:,} steps, up to step {step:,}, changed nothing: their "
-                "losses or gradients are not finite. Lower --learning_rate "
-                f"({self._config.optimizer.learning_rate:g}), look at the data and at the records "
-                "before, or allow more skipped steps with --max_skipped_steps."
+                f"The last {self._in_row:,} steps, up to step {step:,}, {self._changed}: their "
+                f"losses or gradients are not finite. Lower {self._rate}, look at the data and at "
+                "the records before, or allow more skipped steps with --max_skipped_steps."
             )
+
+    @property
+    def _changed(self) -> str:
+        """What a step changes whose loss and gradients are not finite."""
+        if self._config.optimizer.release_gradients:
+            return "changed only layers whose gradients are finite"
+        return "changed nothing"
+
+    @property
+    def _rate(self) -> str:
+        """Where the learning rate is set."""
+        if not self._config.optimizer.follows_schedule:
+            return "the learning rate of optimizer.transformation"
+        return f"--learning_rate ({self._config.optimizer.learning_rate:g})"

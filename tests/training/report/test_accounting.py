@@ -65,6 +65,21 @@ def test_accumulated_gradients_are_in_fp32_besides():
     assert in_parts.gradients == 2 * in_parts.parameters
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_released_gradients_are_those_of_the_largest_part(tied):
+    """A tied embedding keeps the gradient of the head until it has its own."""
+    model = {"scan": False, "tied": tied, "vocab": 64, "dtype": jnp.float32}
+    config = small(model=model, optimizer={"release_gradients": True})
+    released = account(config, (1, 1, 1), Device())
+    _, params = models.abstract(config.model)
+    layer, embedding = (
+        4 * sum(leaf.size for leaf in jax.tree.leaves(part))
+        for part in (params["layers"][0], params["embed"])
+    )
+    assert layer > embedding
+    assert released.gradients == layer + (embedding if tied else 0)
+
+
 def kept(**changes):
     return accounting.saved_activations(small(model=changes).model, ROWS, SEQUENCE)
 

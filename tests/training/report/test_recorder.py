@@ -1,8 +1,12 @@
 """Records tell of every step once, a step late, and do not wait for the device."""
 
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from train_cases import small
 
@@ -38,10 +42,10 @@ def clock(monkeypatch):
     return now
 
 
-def recorder(kept, *, step=0, skipped=0, seconds=0.0, **changes):
+def recorder(kept, config=None, *, step=0, skipped=0, seconds=0.0, **changes):
     mesh = make_mesh(MeshConfig(), jax.devices()[:2])
     before = {"step": step, "skipped": skipped, "seconds": seconds}
-    return Recorder(small(**changes), mesh, kept, kept, **before)
+    return Recorder(config or small(**changes), mesh, kept, kept, **before)
 
 
 def report(loss=1.0, skipped=0):
@@ -132,6 +136,27 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(kept):
         take(records, [5], first=7)
     assert kept.records[-1]["step"] == 7
     assert Diverged.exit_code == 4
+
+
+def test_released_gradients_may_have_changed_some_layers(kept):
+    released = {"model": {"scan": False}, "optimizer": {"release_gradients": True}}
+    records = recorder(kept, max_skipped_steps=2, **released)
+    with pytest.raises(Diverged, match="step 2, changed only layers whose gradients are finite"):
+        take(records, (1, 2))
+    assert "gradients, and changed only layers whose gradients are finite; 1" in kept.notes[0]
+
+
+def test_a_transformation_with_its_own_learning_rate_has_none_in_records(kept):
+    for optimizer, rate in (
+        (optax.lion, "--learning_rate (0.0003)"),
+        (optax.lion(1e-3), "the learning rate of optimizer.transformation"),
+    ):
+        config = dataclasses.replace(small(max_skipped_steps=1), optimizer=optimizer)
+        records = recorder(kept, config)
+        with pytest.raises(Diverged, match=re.escape(f"not finite. Lower {rate}")):
+            take(records, [1])
+    made, ready = kept.records
+    assert made.keys() - ready.keys() == {"learning_rate"}
 
 
 def test_a_row_counts_the_steps_between_records(kept):
