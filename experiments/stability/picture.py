@@ -13,6 +13,8 @@ from experiments.stability.statistics import band
 from experiments.stability.table import BEFORE, above_baseline, all_samples, verdicts
 
 MOST = 8  # arms in a picture
+# Those that are drawn, where they were measured.
+DRAWN = ("bf16", "e8m3", "e5m2", "e4m3", "e5m2_unscaled", "e4m3_unscaled", "coat", "params_bf16")
 
 
 def draw(found: Conditions, folder: Path, arms: list[str] | None = None) -> Path:
@@ -21,14 +23,14 @@ def draw(found: Conditions, folder: Path, arms: list[str] | None = None) -> Path
     Args:
         found: the runs.
         folder: for the picture.
-        arms: what to draw; the first ones by default.
+        arms: what to draw; by default those of DRAWN, or the first ones.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    shown = list(verdicts(found)) if arms is None else [arm for arm in arms if arm in found.arms]
+    shown = [arm for arm in arms or DRAWN if arm in found.arms] or list(verdicts(found))
     shown = shown[:MOST]
     path = folder / f"stability_{found.name}.png"
     with plt.rc_context(records.CHART | {"axes.grid.axis": "both"}):

@@ -59,7 +59,7 @@ def verdicts(found: Conditions) -> dict[str, Verdict]:
     for arm in order:
         rates = [failures(sample) for sample in found.arms[arm].values()]
         totals[arm] = wilson(sum(r.count for r in rates), sum(r.runs for r in rates))
-    ps = [_p(found, totals, arm) for arm in order]
+    ps = [_p(found, arm) for arm in order]
     return {
         arm: Verdict(
             totals[arm],
@@ -72,14 +72,25 @@ def verdicts(found: Conditions) -> dict[str, Verdict]:
     }
 
 
-def _p(found: Conditions, totals: dict[str, Rate], arm: str) -> float:
-    """The p-value of equal failures; NaN unless arm and baseline have the same seeds and rates."""
+def _p(found: Conditions, arm: str) -> float:
+    """The p-value of equal failures, over the runs that arm and baseline have in common."""
     if arm == BASELINE or BASELINE not in found.arms:
         return math.nan
-    own, base = ({rate: s.seeds for rate, s in found.arms[a].items()} for a in (arm, BASELINE))
-    if own != base:
+    own, base = (_failed(found.arms[one]) for one in (arm, BASELINE))
+    common = own.keys() & base.keys()
+    if not common:
         return math.nan
-    return fisher(*totals[arm][:2], *totals[BASELINE][:2])
+    own_count, base_count = (sum(failed[run] for run in common) for failed in (own, base))
+    return fisher(own_count, len(common), base_count, len(common))
+
+
+def _failed(samples: dict[float, Sample]) -> dict[tuple[float, int], bool]:
+    """Which runs do not train, by learning rate and seed."""
+    return {
+        (rate, seed): one.outcome != "trained"
+        for rate, sample in samples.items()
+        for seed, one in zip(sample.seeds, sample.events, strict=True)
+    }
 
 
 def _losses(samples: dict[float, Sample]) -> tuple[float, float]:

@@ -306,6 +306,19 @@ def test_of_two_versions_of_an_arm_the_newer_one_counts():
         assert found.arms["coat"][1e-3].events[0].outcome == "trained"
 
 
+def test_failures_are_compared_over_the_runs_that_both_arms_have():
+    rows = [
+        measured("bf16", 1e-3, [GOOD] * 4, settings=LONG),
+        measured("bf16", 1e-2, [BAD] * 8, settings=LONG),
+        measured("coat", 1e-3, [BAD] * 6, settings=LONG),
+    ]
+    (found,) = results.conditions_of(rows)
+    by_arm = table.verdicts(found)
+    assert by_arm["coat"].p == pytest.approx(table.fisher(4, 4, 0, 4))
+    (apart,) = results.conditions_of(rows[1:])
+    assert np.isnan(table.verdicts(apart)["coat"].p)
+
+
 def test_runs_of_other_settings_are_not_compared():
     rows = [measured("bf16", 1e-3, [GOOD]), measured("coat", 1e-3, [GOOD], settings=LONG)]
     assert len(results.conditions_of(rows)) == 2
@@ -328,12 +341,6 @@ def test_verdicts_count_failures_and_test_them_against_the_baseline():
     assert (ours.recovered.count, ours.recovered.runs) == (1, 6)
     assert ours.best == pytest.approx(2.0, abs=0.01)
     assert ours.sensitivity > bf16.sensitivity
-
-
-def test_arms_with_other_seeds_than_the_baseline_are_not_tested():
-    rows = rows_of_two_arms()[:-1]
-    (found,) = results.conditions_of(rows)
-    assert np.isnan(table.verdicts(found)["coat"].p)
 
 
 def test_tables_and_a_picture_are_made(tmp_path: Path, capsys):
