@@ -94,12 +94,11 @@ class Settings:
     @property
     def title(self) -> str:
         """What distinguishes these settings, for tables and pictures."""
-        falls = f", learning rate down to {self.final_ratio:g} of the highest"
-        clips = f", gradients clipped to {self.clip_norm:g}"
-        return (
-            f"{self.steps} steps of {self.batch} x {self.sequence} bytes"
-            f"{falls if self.final_ratio else ''}{clips if self.clip_norm != 1 else ''}"
-        )
+        title = f"{self.steps} steps of {self.batch} x {self.sequence} bytes"
+        if self.final_ratio:
+            share = f"down to {self.final_ratio:g} of the highest"
+            title += f", learning rate {'constant' if self.final_ratio == 1 else share}"
+        return title + (f", gradients clipped to {self.clip_norm:g}" if self.clip_norm != 1 else "")
 
 
 @dataclasses.dataclass(frozen=True)

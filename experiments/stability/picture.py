@@ -13,6 +13,7 @@ from experiments.stability.statistics import band
 from experiments.stability.table import BEFORE, above_baseline, all_samples, verdicts
 
 MOST = 8  # arms in a picture
+EXCESS = 4  # percent of loss above the baseline's; what is further away is not drawn
 # Those that are drawn, where they were measured.
 DRAWN = ("bf16", "e8m3", "e5m2", "e4m3", "e5m2_unscaled", "e4m3_unscaled", "coat", "params_bf16")
 
@@ -91,8 +92,9 @@ def _excess(axes: Any, found: Conditions, arms: list[str]) -> None:
             )  # fmt: skip
     axes.axhline(0, color=records.INK, lw=1.2)
     axes.set_xscale("log")
+    axes.set_ylim(-EXCESS, EXCESS)
     axes.set_xlabel("learning rate")
-    axes.set_title("loss above the baseline's, %, 95 % intervals")
+    axes.set_title(f"loss above the baseline's, up to {EXCESS} %, 95 % intervals")
 
 
 def _failures(axes: Any, found: Conditions, arms: list[str]) -> None:

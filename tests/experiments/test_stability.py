@@ -209,7 +209,9 @@ def test_the_learning_rate_rises_and_falls():
 def test_settings_have_a_title_with_what_is_unusual():
     assert Settings(300, 8, 128).title == "300 steps of 8 x 128 bytes"
     pushed = Settings(300, 8, 128, final_ratio=1.0, clip_norm=1e9).title
-    assert pushed.endswith("learning rate down to 1 of the highest, gradients clipped to 1e+09")
+    assert pushed.endswith("bytes, learning rate constant, gradients clipped to 1e+09")
+    falling = Settings(300, 8, 128, final_ratio=0.1).title
+    assert falling.endswith("bytes, learning rate down to 0.1 of the highest")
     with pytest.raises(UserError, match=r"final_ratio=1\.5 must be from 0 to 1"):
         Settings(300, 8, 128, final_ratio=1.5)
 
