@@ -115,10 +115,10 @@ def read_bytes(path: Path, what: str = "file") -> bytes:
         return path.read_bytes()
 
 
-def read_text(path: Path, what: str = "file") -> str:
+def read_text(path: Path) -> str:
     """The text of a file in UTF-8, with its line ends unchanged."""
     with utf8_failures(path):
-        return read_bytes(path, what).decode("utf-8")
+        return read_bytes(path).decode("utf-8")
 
 
 def lines_of(text: str) -> list[str]:
@@ -126,9 +126,9 @@ def lines_of(text: str) -> list[str]:
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
-def read_json(path: Path, what: str = "file") -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
-    value = parse_json(read_text(path, what), str(path))
+    value = parse_json(read_text(path), str(path))
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a JSON object, but {type(value).__name__}.")
     return value

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_jax.errors import UserError
-from coat_jax.files import MissingFile, expanded, lines_of, parse_json, read_json, read_text
+from coat_jax.files import (
+    MissingFile,
+    expanded,
+    lines_of,
+    parse_json,
+    read_bytes,
+    read_json,
+    read_text,
+)
 
 
 def test_a_home_is_the_user_s(monkeypatch, tmp_path):
@@ -28,17 +36,19 @@ def test_only_regular_files_are_read(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff")
     (tmp_path / "broken").symlink_to("gone")
     for name, message in {
-        "nothing": "There is no config file .*nothing",
-        "": "is a folder: name the config file itself",
-        "pipe": "is a pipe or a device: a config file must be a regular file",
+        "nothing": "There is no file .*nothing",
+        "": "is a folder: name the file itself",
+        "pipe": "is a pipe or a device: a file must be a regular file",
         "self": "Too many levels of symbolic links",
         "binary": "is not text in UTF-8",
         "n" * 300: "File name too long",
         "broken": "broken is a link to gone, which does not exist",
-        "a\0b": "There is no config file",
+        "a\0b": "There is no file",
     }.items():
         with pytest.raises(UserError, match=message):
-            read_text(tmp_path / name, "config file")
+            read_text(tmp_path / name)
+    with pytest.raises(MissingFile, match=r"There is no config file .*nothing"):
+        read_bytes(tmp_path / "nothing", "config file")
     with pytest.raises(FileNotFoundError):  # what else it is
         read_text(tmp_path / "nothing")
     assert issubclass(MissingFile, UserError)

@@ -37,7 +37,7 @@ from coat_jax.printable import counted, printable
 
 if TYPE_CHECKING:
     from coat_jax.quantization import Recipe
-    from coat_jax.training.checkpoint.conversion import Progress
+    from coat_jax.training.checkpoint.conversion import OnProgress
 
 DTYPES = ("float32", "bfloat16", "float16")
 TOKENS = 65_536
@@ -216,7 +216,7 @@ def _convert(options: argparse.Namespace, *, of_run: bool) -> str:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator["Progress"]:
+def _progress() -> Iterator["OnProgress"]:
     """Shows on a terminal how much has been read."""
     with progress_bar() as bar:
         task = bar.add_task("", total=None)

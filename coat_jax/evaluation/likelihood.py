@@ -24,7 +24,7 @@ from coat_jax.models.batches import NOT_NUMBERS, padded_length, padded_rows, req
 
 CHUNK = 128  # positions of a batch that have logits at a time
 
-Progress = Callable[[int, int], object]
+OnProgress = Callable[[int, int], object]
 
 
 class Passage(NamedTuple):
@@ -44,7 +44,7 @@ def log_probabilities(
     passages: Sequence[Passage],
     *,
     batch: int = 8,
-    progress: Progress = lambda done, of: None,
+    progress: OnProgress = lambda done, of: None,
 ) -> list[Float[np.ndarray, " scored"]]:
     """The log probability of each scored token, passage by passage.
 

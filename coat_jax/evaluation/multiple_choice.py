@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coat_jax.errors import UserError
-from coat_jax.evaluation.likelihood import Passage, Progress, log_probabilities
+from coat_jax.evaluation.likelihood import OnProgress, Passage, log_probabilities
 from coat_jax.files import lines_of, parse_json, read_text
 from coat_jax.limits import shown
 from coat_jax.models import Config, Llama
@@ -181,7 +181,7 @@ def accuracies(
     files: Sequence[Sequence[Question]],
     *,
     batch: int = 8,
-    progress: Progress = lambda done, of: None,
+    progress: OnProgress = lambda done, of: None,
 ) -> list[Accuracies]:
     """How many questions of each file the model answers right.
 

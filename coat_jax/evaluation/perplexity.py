@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from coat_jax.errors import UserError
-from coat_jax.evaluation.likelihood import Passage, Progress, log_probabilities
+from coat_jax.evaluation.likelihood import OnProgress, Passage, log_probabilities
 from coat_jax.models import Llama
 from coat_jax.printable import counted
 
@@ -80,7 +80,7 @@ def perplexity(
     *,
     window: int | None = None,
     batch: int = 8,
-    progress: Progress = lambda done, of: None,
+    progress: OnProgress = lambda done, of: None,
 ) -> list[Score]:
     """The score of each text.
 

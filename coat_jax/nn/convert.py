@@ -88,7 +88,7 @@ def plan_conversion(
     precision: Precision | str = COAT,
     rules: Rules | None = None,
     *,
-    inputs: tuple[Any, ...] | None = None,
+    inputs: Any = None,
 ) -> Plan:
     """What `convert` would do to each layer of `model` that has parameters of its own.
 
@@ -96,14 +96,16 @@ def plan_conversion(
         model: any NNX model.
         precision: see `convert`.
         rules: see `convert`.
-        inputs: of the model, arrays or `jax.ShapeDtypeStruct`. With them the plan counts what each
-            module saves for its backward pass, before and after; nothing runs.
+        inputs: of the model, arrays or `jax.ShapeDtypeStruct`; several are a tuple. With them the
+            plan counts what each module saves for its backward pass, before and after; nothing
+            runs.
     """
     require_module("plan_conversion", model)
     rules = rules or {}
     plan = decide(model, precision_of(precision), rules)
     if inputs is None:
         return plan
+    inputs = inputs if isinstance(inputs, tuple | list) else (inputs,)
 
     def saved(more: Rules) -> dict[str, Saved]:
         return saved_by_module(convert(model, precision, {**more, **rules}), *inputs)

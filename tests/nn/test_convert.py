@@ -445,6 +445,25 @@ def test_modules_that_change_themselves_are_counted():
     assert decision.before == x.nbytes
 
 
+@pytest.mark.parametrize("inputs", [jnp.ones((4, 32)), jax.ShapeDtypeStruct((4, 32), jnp.float32)])
+def test_a_single_input_needs_no_tuple(inputs):
+    (decision,) = nn.plan_conversion(nnx.Sequential(linear()), inputs=inputs)
+    assert decision.before == 4 * 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"*": "GatedMLP"}, r"the class coat\.nn\.GatedMLP itself, not its name 'GatedMLP'"),
+        ({1: "coat"}, "Rules map globs to precisions, and 1 is not a glob"),
+        (["*"], r"Rules map globs to precisions, .* not \['\*'\]"),
+    ],
+)
+def test_rules_of_another_kind_are_refused(rules, message):
+    with pytest.raises(TypeError, match=message):
+        nn.convert(linear(), rules=rules)
+
+
 @pytest.mark.parametrize("path", ["layers.0", "layers.2"])
 def test_rules_cannot_decide_differently_on_one_module(net, path):
     with pytest.raises(ValueError, match=r"layers\.2 and layers\.0 are the same module"):

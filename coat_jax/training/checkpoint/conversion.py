@@ -45,7 +45,7 @@ from coat_jax.writing import NewFolder, write_failures
 ROWS, LONGEST = 8, 512  # of a batch of calibration tokens
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-Progress = Callable[[int, int], object]  # called with the bytes read so far, and in all
+OnProgress = Callable[[int, int], object]  # called with the bytes read so far, and in all
 
 
 def to_run(
@@ -55,7 +55,7 @@ def to_run(
     dtype: DTypeLike | None = None,
     balance_on: Sequence[int] = (),
     tokenizer: str | Path | None = None,
-    progress: Progress = lambda size, total: None,
+    progress: OnProgress = lambda size, total: None,
 ) -> None:
     """Writes the model of a Hugging Face folder as a run with one checkpoint.
 
@@ -65,7 +65,7 @@ def to_run(
         dtype: of the parameters; that of the tensors by default.
         balance_on: the tokens of a text to balance the model on; see `quantization.balance`.
         tokenizer: a tokenizer.json to put beside them; by default the one in the folder.
-        progress: see `Progress`.
+        progress: see `OnProgress`.
     """
     source, out = expanded(source), expanded(out)
     _new(out).require_new()
@@ -94,7 +94,7 @@ def to_hugging_face(
     balance_on: Sequence[int] = (),
     tokenizer: str | Path | None = None,
     file_bytes: int = hf.FILE_BYTES,
-    progress: Progress = lambda size, total: None,
+    progress: OnProgress = lambda size, total: None,
     note: Callable[[str], object] = lambda text: None,
 ) -> None:
     """Writes the model of a run for transformers.
@@ -108,7 +108,7 @@ def to_hugging_face(
         balance_on: see `to_run`.
         tokenizer: a tokenizer.json to put beside them; by default the one in the run's folder.
         file_bytes: how large a file may become.
-        progress: see `Progress`.
+        progress: see `OnProgress`.
         note: called with a line about each checkpoint that is skipped, a missing tokenizer, and a
             tokenizer that begins texts otherwise than training did.
     """
@@ -144,7 +144,7 @@ def to_quantized(
     step: int | None = None,
     dtype: DTypeLike | None = None,
     tokenizer: str | Path | None = None,
-    progress: Progress = lambda size, total: None,
+    progress: OnProgress = lambda size, total: None,
     note: Callable[[str], object] = lambda text: None,
 ) -> dict[str, quantization.Scheme]:
     """Writes a quantized model for `coat generate`, vLLM and transformers.
@@ -159,7 +159,7 @@ def to_quantized(
         dtype: of what is not quantized; by default the model's compute dtype. In FP32, parameters
             with corrections have all their 24 bits, quantized ones included.
         tokenizer: a tokenizer.json to put beside them; by default the one in the folder.
-        progress: see `Progress`.
+        progress: see `OnProgress`.
         note: see `to_hugging_face`.
 
     Returns:
@@ -315,7 +315,7 @@ def _total(parameters: stored.Parameters) -> int:
     return sum(map(stored.size_of, parameters.values()))
 
 
-def _summed(progress: Progress, total: int) -> Callable[[int], None]:
+def _summed(progress: OnProgress, total: int) -> Callable[[int], None]:
     """A function that adds up sizes, and reports each sum to `progress`."""
     done = 0
 

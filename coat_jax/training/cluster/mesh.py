@@ -73,14 +73,14 @@ def everywhere(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-class Share(NamedTuple):
+class ProcessShare(NamedTuple):
     """The rows of a batch that a process loads: part `part` of `parts` equal parts."""
 
     part: int
     parts: int
 
 
-def share_of_process(mesh: Mesh) -> Share:
+def share_of_process(mesh: Mesh) -> ProcessShare:
     """The share of this process. Processes that differ only along `tensor` load the same rows."""
     rows = mesh.devices.reshape(batch_parts(mesh), -1)  # the tensor axis is the last
     mine = [i for i, devices in enumerate(rows) if any(_is_here(d) for d in devices)]
@@ -91,7 +91,7 @@ def share_of_process(mesh: Mesh) -> Share:
             "rows, which is not an equal part of them. Give mesh.data * mesh.fsdp or mesh.tensor a "
             "size that whole machines share equally."
         )
-    return Share(mine[0] // len(mine), parts)
+    return ProcessShare(mine[0] // len(mine), parts)
 
 
 def _is_here(device: jax.Device) -> bool:

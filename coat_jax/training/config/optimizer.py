@@ -11,8 +11,8 @@ from coat_jax.limits import Between, CountOrZero, Share, require_fields, shown
 
 OptimizerName = Literal["fp8_adamw", "adamw"]
 Moments = Literal["directions", "expanded", "paper"]
-Schedule = Literal["cosine", "linear", "wsd", "constant"]
-Decay = Annotated[float, Between(least=0, below=1)]
+ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
+DecayRate = Annotated[float, Between(least=0, below=1)]
 StepsOrShare = CountOrZero | Share  # 100 is a hundred steps, 0.1 a tenth of the run
 # One of optax, or a function that makes one from the learning rate's schedule.
 Transformation: TypeAlias = optax.GradientTransformation | Callable[[optax.Schedule], Any]
@@ -74,12 +74,12 @@ class OptimizerConfig:
     transformation: Transformation | None = None
     moments: Moments = "directions"
     learning_rate: Annotated[float, Between(above=0, most=10)] = 3e-4
-    schedule: Schedule = "cosine"
+    schedule: ScheduleName = "cosine"
     warmup_steps: StepsOrShare = 0.01
     decay_steps: StepsOrShare = 0.2
     final_ratio: Share = 0.1
-    b1: Decay = 0.9
-    b2: Decay = 0.95
+    b1: DecayRate = 0.9
+    b2: DecayRate = 0.95
     eps: Annotated[float, Between(least=1e-30, most=1)] = 1e-8
     weight_decay: Annotated[float, Between(least=0, most=100)] = 0.1
     decay_embedding: bool = True

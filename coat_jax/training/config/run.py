@@ -27,7 +27,7 @@ from coat_jax.training.config.parts import (
 )
 from coat_jax.training.data import DataConfig
 
-Writer = Literal["tensorboard", "wandb"]
+WriterName = Literal["tensorboard", "wandb"]
 Metric: TypeAlias = Callable[[Any], Any]
 # The names of the trainer's own metrics.
 LOGGED = {"step", "tokens", "seconds", "loss", "learning_rate", "gradient_norm", "labels"}
@@ -98,7 +98,7 @@ class TrainConfig:
     init_from: str | None = None
     log_every: Count = 1
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict, hash=False)
-    writers: tuple[Writer, ...] = ()
+    writers: tuple[WriterName, ...] = ()
     cache: str | None = compilation_cache.FOLDER
 
     def __post_init__(self) -> None:
