@@ -17,6 +17,7 @@ from coat_jax.kernels.activation import (
     require_activation,
 )
 from coat_jax.kernels.activation import activate as activate_reference
+from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
 from coat_jax.ops import recording
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_columns
@@ -53,7 +54,9 @@ def activate(
         )
     precision = precision_of(precision)
     blocks = () if precision.block is None else tuple(f"{n}/saved" for n in NAMES[: len(hidden)])
-    return _activate(precision, activation, hidden, watching.probe("activate", blocks))
+    op = partial(_activate, precision, activation)
+    probe = watching.probe("activate", blocks)
+    return shard_inside(op, lambda: joined(*spec(gate)), hidden, probe)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -17,17 +17,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from coat_jax import watching
 from coat_jax.errors import UserError
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.rotary import join_heads
+from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
 from coat_jax.ops import recording
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import (
     require_array,
-    require_automatic_sharding,
     require_layers,
     require_real,
 )
@@ -87,7 +88,8 @@ def attention(
     """
     settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
     probe = watching.probe("attention", recording.attention_blocks(settings.precision))
-    return _attention(settings, q, k, v, segments, probe)
+    op = partial(_attention, settings)
+    return shard_inside(op, lambda: joined(*spec(q)), q, k, v, segments, probe)
 
 
 def attention_linear(
@@ -123,7 +125,6 @@ def attention_linear(
     """
     settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
     require_layers("attention_linear", q.shape[2] * q.shape[3], (weight,), (bias,))
-    require_automatic_sharding("attention_linear", q, k, v, weight)
     mode = mode_of(precision, implementation)
     probe = recording.probe_of_layers(
         "attention_linear",
@@ -131,7 +132,12 @@ def attention_linear(
         ("out",),
         operands=("out/input", *recording.attention_blocks(settings.precision)),
     )
-    return _attention_linear((settings, mode), q, k, v, segments, weight, bias, probe)
+    op = partial(_attention_linear, (settings, mode))
+
+    def result() -> PartitionSpec:
+        return joined(*spec(q)[:2], spec(weight)[1])
+
+    return shard_inside(op, result, q, k, v, segments, weight, bias, probe)
 
 
 def _settings(

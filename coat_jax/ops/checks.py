@@ -3,13 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from coat_jax.errors import UserError
 from coat_jax.kernels.norm import Norm
-from coat_jax.numerics import mesh_axes
 
 
 def require_layers(
@@ -35,19 +32,6 @@ def require_layers(
         for operand in (weight, bias):
             if operand is not None:
                 require_real(name, operand)
-
-
-def require_automatic_sharding(name: str, *arrays: Array) -> None:
-    """Raises if an array is sharded over explicit axes: products would need an out_sharding."""
-    for array in arrays:
-        spec = getattr(jax.typeof(array).sharding, "spec", ())
-        if axes := [axis for entry in spec for axis in mesh_axes.names(entry)]:
-            raise UserError(
-                f"{name} got an array that is sharded over explicit axes of the mesh: "
-                f"{', '.join(axes)}. Let XLA shard its products: make the mesh with axis_types="
-                "(jax.sharding.AxisType.Auto,) * number_of_axes, or call it inside "
-                "jax.shard_map(..., check_vma=False)."
-            )
 
 
 def require_columns(name: str, x: Array) -> None:

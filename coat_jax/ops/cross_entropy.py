@@ -23,10 +23,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from coat_jax.numerics.explicit_axes import shard_inside
 from coat_jax.numerics.mesh_axes import automatic_mesh
 from coat_jax.ops.checks import (
     require_array,
-    require_automatic_sharding,
     require_columns,
     require_layers,
 )
@@ -57,7 +57,6 @@ def cross_entropy(
     """
     require_columns("cross_entropy", hidden)
     require_layers("cross_entropy", hidden.shape[-1], (weight,), (None,))
-    require_automatic_sharding("cross_entropy", hidden, weight)
     require_array("cross_entropy", labels)
     if hidden.ndim < 2 or labels.shape != hidden.shape[:-1]:
         raise ValueError(
@@ -79,15 +78,19 @@ def cross_entropy(
         raise ValueError(f"z_loss={z_loss} must be at least 0, and finite.")
     chunk = max(min(chunk, hidden.shape[-2]), 1)
     settings = _LossSettings(chunk, float(z_loss), float(label_smoothing))
-    labels = in_int32(labels)
-    total = _sum_of_losses(settings, hidden, weight, labels)
-    return total / jnp.maximum(jnp.sum(labels >= 0), 1).astype(total.dtype)
+    op = partial(_mean_loss, settings)
+    return shard_inside(op, PartitionSpec, hidden, weight, in_int32(labels))
 
 
 class _LossSettings(NamedTuple):
     chunk: int
     z_loss: float
     smoothing: float
+
+
+def _mean_loss(settings: _LossSettings, hidden: Array, weight: Array, labels: Array) -> Array:
+    total = _sum_of_losses(settings, hidden, weight, labels)
+    return total / jnp.maximum(jnp.sum(labels >= 0), 1).astype(total.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

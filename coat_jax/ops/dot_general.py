@@ -12,10 +12,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
 from coat_jax.ops.checks import require_real
 from coat_jax.ops.linear import linear
 from coat_jax.precision import COAT, Precision, precision_of
@@ -46,17 +48,17 @@ class DotGeneral:
         *,
         out_sharding: Any = None,
     ) -> Float[Array, "..."]:
-        """Contracts `lhs` with the weight `rhs`; lax's own `precision` has no meaning here."""
+        """Contracts `lhs` with the weight `rhs`; lax's own `precision` has no meaning here.
+
+        Over explicit axes of a mesh, the result is sharded like the axes of input and weight that
+        it has, or as `out_sharding` says.
+        """
         del precision
         (left, right), (left_batch, right_batch) = dimension_numbers
         if left_batch or right_batch:
             raise ValueError(
                 "coat.ops.DotGeneral multiplies an input by a weight without batch axes, and got "
                 f"{tuple(left_batch)}, {tuple(right_batch)}. Leave this product as it is."
-            )
-        if out_sharding is not None:
-            raise ValueError(
-                "coat.ops.DotGeneral takes no out_sharding: use a mesh with automatic axes."
             )
         require_real("coat.ops.DotGeneral", lhs)
         require_real("coat.ops.DotGeneral", rhs)
@@ -67,9 +69,20 @@ class DotGeneral:
         contracted = math.prod(rhs.shape[axis] for axis in right)
         row_shape = [lhs.shape[axis] for axis in rows]
         others_shape = [rhs.shape[axis] for axis in others]
-        x = lhs.transpose(*rows, *left).reshape(*row_shape, contracted)
-        w = rhs.transpose(*right, *others).reshape(contracted, math.prod(others_shape))
-        y = linear(x, w, precision=self.precision).reshape(*row_shape, *others_shape)
+
+        def op(lhs: Array, rhs: Array) -> Array:
+            x = lhs.transpose(*rows, *left).reshape(*row_shape, contracted)
+            w = rhs.transpose(*right, *others).reshape(contracted, math.prod(others_shape))
+            return linear(x, w, precision=self.precision).reshape(*row_shape, *others_shape)
+
+        def result() -> Any:
+            of_input, of_weight = spec(lhs), spec(rhs)
+            free = [of_input[axis] for axis in rows] + [of_weight[axis] for axis in others]
+            return joined(*free) if out_sharding is None else out_sharding
+
+        y: Array = shard_inside(op, result, lhs, rhs)
+        if out_sharding is not None:
+            y = jax.sharding.reshard(y, out_sharding)
         return y if preferred_element_type is None else y.astype(jnp.dtype(preferred_element_type))
 
 

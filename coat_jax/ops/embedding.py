@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
 from coat_jax.ops.checks import require_array, require_real
 
 
@@ -26,7 +27,8 @@ def embedding(table: Float[Array, "V D"], tokens: Int[Array, "..."]) -> Float[Ar
     require_array("embedding", tokens)
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"tokens are whole numbers, not {tokens.dtype.name}.")
-    return _embedding(jnp.asarray(table), in_int32(tokens))
+    table, tokens = jnp.asarray(table), in_int32(tokens)
+    return shard_inside(_embedding, lambda: joined(*spec(tokens), spec(table)[1]), table, tokens)
 
 
 def in_int32(tokens: Int[Array, "..."]) -> Int[Array, "..."]:

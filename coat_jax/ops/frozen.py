@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -22,6 +23,7 @@ from coat_jax.kernels import gemm
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.sharding import as_3d
+from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.ops.backward import batched_alike, run_backward
 from coat_jax.ops.checks import require_columns, require_layers, require_real
@@ -129,10 +131,18 @@ def adapted_linear(
             f"The weight is frozen as {weight.codes.dtype.name}, but this precision multiplies "
             f"{_described(mode.format)}. Freeze it with the precision of the product."
         )
-    y, h = _products(mode, as_3d(x), weight, a)
-    y = y + (h @ c.astype(x.dtype))
-    y = y if bias is None else y + bias.astype(x.dtype)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    def op(x: Array, weight: Frozen, a: Array, c: Array, bias: Array | None) -> Array:
+        y, h = _products(mode, as_3d(x), weight, a)
+        y = y + (h @ c.astype(x.dtype))
+        y = y if bias is None else y + bias.astype(x.dtype)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+
+    def result() -> PartitionSpec:
+        return joined(*spec(x)[:-1], spec(weight.codes)[1])
+
+    y: Array = shard_inside(op, result, x, weight, a, c, bias)
+    return y
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -12,20 +12,17 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.sharding import as_3d
+from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
 from coat_jax.ops import recording
 from coat_jax.ops.backward import batched_alike, rounds_rows, run_backward
-from coat_jax.ops.checks import (
-    require_automatic_sharding,
-    require_columns,
-    require_layers,
-    require_norm,
-)
+from coat_jax.ops.checks import require_columns, require_layers, require_norm
 from coat_jax.ops.saved.norm import SavedNorm, norm_gradient, recompute_norm, save_norm
 from coat_jax.ops.saved.projection import (
     Biases,
@@ -67,11 +64,14 @@ def linear(
     ws, bs = as_layers(weights, biases)
     require_columns("linear", x)
     require_layers("linear", x.shape[-1], ws, bs)
-    require_automatic_sharding("linear", x, *ws)
     mode = mode_of(precision, implementation)
     probe = recording.probe_of_layers("linear", mode, _names(ws))
-    outputs = _linear(mode, as_3d(x), ws, bs, probe)
-    return _shaped(outputs, x, weights)
+
+    def op(x: Array, *rest: Any) -> Outputs:
+        return _with_rows_of(x, _linear(mode, as_3d(x), *rest))
+
+    outputs = shard_inside(op, partial(_specs, x, ws), x, ws, bs, probe)
+    return outputs if isinstance(weights, Sequence) else outputs[0]
 
 
 def norm_linear(
@@ -97,17 +97,23 @@ def norm_linear(
     require_columns("norm_linear", x)
     require_norm("norm_linear", x.shape[-1], norm)
     require_layers("norm_linear", x.shape[-1], ws, bs)
-    require_automatic_sharding("norm_linear", x, *ws)
     mode = mode_of(precision, implementation)
     probe = recording.probe_of_layers("norm_linear", mode, _names(ws), blocks=("saved",))
-    outputs = _norm_linear(mode, as_3d(x), norm, ws, bs, probe)
-    return _shaped(outputs, x, weights)
+
+    def op(x: Array, *rest: Any) -> Outputs:
+        return _with_rows_of(x, _norm_linear(mode, as_3d(x), *rest))
+
+    outputs = shard_inside(op, partial(_specs, x, ws), x, norm, ws, bs, probe)
+    return outputs if isinstance(weights, Sequence) else outputs[0]
 
 
-def _shaped(outputs: Outputs, x: Array, weights: Array | Sequence[Array]) -> Any:
-    """The outputs with the rows of x: a tuple, or one array for one weight."""
-    shaped = tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs)
-    return shaped if isinstance(weights, Sequence) else shaped[0]
+def _with_rows_of(x: Array, outputs: Outputs) -> Outputs:
+    return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs)
+
+
+def _specs(x: Array, weights: Weights) -> tuple[PartitionSpec, ...]:
+    """The outputs' rows are sharded like those of x, their columns like those of the weight."""
+    return tuple(joined(*spec(x)[:-1], spec(w)[-1]) for w in weights)
 
 
 def _names(weights: Weights) -> tuple[str, ...]:

@@ -17,11 +17,11 @@ from coat_jax.kernels.activation import Activation, require_activation
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.norm import Norm
 from coat_jax.kernels.sharding import as_3d
+from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
 from coat_jax.ops import recording
 from coat_jax.ops.backward import rounds_rows, run_backward
 from coat_jax.ops.checks import (
     require_array,
-    require_automatic_sharding,
     require_columns,
     require_layers,
     require_norm,
@@ -90,8 +90,7 @@ def gated_mlp(
         raise ValueError(f"gate {gate.shape} and up {up.shape} must have one shape.")
     _require("gated_mlp", x, norm, (gate, up), (None, None), down, None, activation)
     settings = _MLPSettings(activation, residual, mode_of(precision, implementation), "gated_mlp")
-    y = _mlp(settings, as_3d(x), norm, (gate, up), (None, None), down, None, _probe(settings))
-    return y.reshape(x.shape)
+    return _sharded_mlp(settings, x, norm, (gate, up), (None, None), down, None)
 
 
 def mlp(
@@ -123,8 +122,7 @@ def mlp(
     """
     _require("mlp", x, norm, (up,), (up_bias,), down, down_bias, activation)
     settings = _MLPSettings(activation, residual, mode_of(precision, implementation), "mlp")
-    y = _mlp(settings, as_3d(x), norm, (up,), (up_bias,), down, down_bias, _probe(settings))
-    return y.reshape(x.shape)
+    return _sharded_mlp(settings, x, norm, (up,), (up_bias,), down, down_bias)
 
 
 def _require(
@@ -143,7 +141,6 @@ def _require(
         require_norm(name, x.shape[-1], norm)
     require_layers(name, x.shape[-1], weights, biases)
     require_layers(name, weights[0].shape[1], (down,), (down_bias,))
-    require_automatic_sharding(name, x, *weights, down)
     if down.shape[1] != x.shape[-1]:
         raise ValueError(f"{name} got x with {x.shape[-1]} columns and down {down.shape}.")
 
@@ -153,6 +150,15 @@ class _MLPSettings(NamedTuple):
     residual: bool
     mode: Mode
     name: str
+
+
+def _sharded_mlp(settings: _MLPSettings, x: Array, *rest: Any) -> Any:
+    """The MLP, whose result has the shape of x, and its sharding over explicit axes."""
+
+    def op(x: Array, *rest: Any) -> Array:
+        return _mlp(settings, as_3d(x), *rest).reshape(x.shape)
+
+    return shard_inside(op, lambda: joined(*spec(x)), x, *rest, _probe(settings))
 
 
 def _probe(settings: _MLPSettings) -> OptionalProbe:

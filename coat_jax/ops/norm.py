@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from coat_jax import watching
 from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, statistics
+from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
 from coat_jax.ops import recording
 from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_columns, require_norm
@@ -34,7 +35,8 @@ def norm(
     require_norm("norm", x.shape[-1], norm)
     precision = precision_of(precision)
     probe = watching.probe("norm", () if precision.block is None else ("saved",))
-    return _norm(precision, x, norm, probe)
+    op = partial(_norm, precision)
+    return shard_inside(op, lambda: joined(*spec(x)), x, norm, probe)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

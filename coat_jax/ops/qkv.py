@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from coat_jax.kernels import gemm
@@ -28,10 +29,10 @@ from coat_jax.kernels.rotary import (
     split_heads,
     supports_head_dim,
 )
+from coat_jax.numerics.explicit_axes import joined, of_heads, shard_inside, spec
 from coat_jax.ops import recording
 from coat_jax.ops.backward import batched_alike, rounds_rows, run_backward
 from coat_jax.ops.checks import (
-    require_automatic_sharding,
     require_layers,
     require_norm,
     require_real,
@@ -90,7 +91,6 @@ def norm_qkv(
     ws, bs = as_layers(tuple(weights), biases)
     require_norm("norm_qkv", x.shape[-1], norm)
     require_layers("norm_qkv", x.shape[-1], ws, bs)
-    require_automatic_sharding("norm_qkv", x, *ws)
     whole = isinstance(head_dim, int) and head_dim > 0
     if not whole or len(ws) != len(ROTATED) or any(w.shape[1] % head_dim for w in ws):
         raise ValueError(
@@ -105,7 +105,14 @@ def norm_qkv(
         require_positions(positions, x.shape[:2])
     settings = _QKVSettings(head_dim, rotary, mode_of(precision, implementation))
     probe = recording.probe_of_layers("norm_qkv", settings.mode, NAMES, blocks=("saved",))
-    return _norm_qkv(settings, x, norm, ws, bs, positions, probe)
+
+    def specs() -> tuple[PartitionSpec, ...]:
+        batch, sequence, _ = spec(x)
+        heads = [of_heads(spec(w)[1], w.shape[1] // head_dim) for w in ws]
+        return joined(*spec(x)), *(joined(batch, sequence, entry, None) for entry in heads)
+
+    op = partial(_norm_qkv, settings)
+    return shard_inside(op, specs, x, norm, ws, bs, positions, probe)
 
 
 class _QKVSettings(NamedTuple):

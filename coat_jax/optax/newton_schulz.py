@@ -25,9 +25,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.errors import UserError
 from coat_jax.limits import shown
-from coat_jax.numerics import mesh_axes
+from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
 from coat_jax.numerics.formats import SMALLEST_NORMAL
 from coat_jax.numerics.mesh_axes import automatic_mesh
 
@@ -67,10 +66,25 @@ def orthogonalize(
         dtype: the dtype of the products' operands.
     """
     require_preconditioning(preconditioning)
-    _require_whole_matrices(stacks)
-    eps = jnp.maximum(jnp.asarray(eps, jnp.float32), SMALLEST_NORMAL)  # the divisor of zeros
     rows = np.broadcast_to(coefficients, (steps, 3)) if coefficients.ndim == 1 else coefficients
-    run = partial(_map, partial(_orthogonalize, rows.tolist(), eps, preconditioning))
+    op = partial(_orthogonalize_stacks, rows.tolist(), preconditioning, dtype)
+    eps = jnp.maximum(jnp.asarray(eps, jnp.float32), SMALLEST_NORMAL)  # the divisor of zeros
+
+    def result() -> list[PartitionSpec]:
+        return [joined(*spec(stack)) for stack in stacks]
+
+    results: list[Array] = shard_inside(op, result, list(stacks), eps)
+    return results
+
+
+def _orthogonalize_stacks(
+    coefficients: list[list[float]],
+    preconditioning: Preconditioning,
+    dtype: DTypeLike,
+    stacks: Sequence[Float[Array, "B M N"]],
+    eps: Float[Array, ""],
+) -> list[Float[Array, "B M N"]]:
+    run = partial(_map, partial(_orthogonalize, coefficients, eps, preconditioning))
     results: list[list[Array]] = [[] for _ in stacks]
     for parts in _of_one_shape(stacks):
         slices = [stacks[part.stack][part.begin : part.end].astype(dtype) for part in parts]
@@ -82,18 +96,6 @@ def orthogonalize(
         jnp.concatenate(parts) if parts else stack.astype(dtype)  # a stack of no matrices
         for stack, parts in zip(stacks, results, strict=True)
     ]
-
-
-def _require_whole_matrices(stacks: Sequence[Float[Array, "B M N"]]) -> None:
-    """Raises if a matrix is sharded over explicit axes: products would need an out_sharding."""
-    for stack in stacks:
-        spec = getattr(jax.typeof(stack).sharding, "spec", ())
-        if axes := [axis for entry in spec[1:] for axis in mesh_axes.names(entry)]:
-            raise UserError(
-                "Muon got a matrix that is sharded over explicit axes of the mesh: "
-                f"{', '.join(axes)}. Let XLA shard its products: make the mesh with axis_types="
-                "(jax.sharding.AxisType.Auto,) * number_of_axes."
-            )
 
 
 class _Part(NamedTuple):

@@ -118,6 +118,9 @@ def missing(call: Call, text: str) -> list[Work]:
 # --- Planning --------------------------------------------------------------------------------
 
 
+FEW = 2  # runs of a program whose cost is counted
+
+
 class Cost(NamedTuple):
     """What XLA counts in the compiled program, for one run and one step."""
 
@@ -125,20 +128,20 @@ class Cost(NamedTuple):
     bytes: float
 
 
-def cost_of(arm: Arm, size: Size, settings: Settings, runs: int = 2) -> Cost:
+def cost_of(arm: Arm, size: Size, settings: Settings) -> Cost:
     """Compiles a step of a few runs for this machine, and asks XLA.
 
     Layers are not in a loop here, because XLA counts the body of a loop once.
     """
     unrolled = replace(size, model=replace(size.model, scan=False))
     program = program_of(arm, unrolled, settings)
-    seeds = jax.ShapeDtypeStruct((runs,), np.uint32)
-    rates = jax.ShapeDtypeStruct((runs,), np.float32)
+    seeds = jax.ShapeDtypeStruct((FEW,), np.uint32)
+    rates = jax.ShapeDtypeStruct((FEW,), np.float32)
     text = jax.ShapeDtypeStruct((1 << 16,), np.uint8)
     states = jax.eval_shape(program.init, seeds)
     lowered = jax.jit(program.step, donate_argnums=0).lower(states, text, seeds, rates, 0)
     counted = lowered.compile().cost_analysis()
-    return Cost(counted["flops"] / runs, counted["bytes accessed"] / runs)
+    return Cost(counted["flops"] / FEW, counted["bytes accessed"] / FEW)
 
 
 def plan(call: Call) -> None:

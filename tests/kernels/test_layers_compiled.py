@@ -7,7 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("jax_triton")
@@ -131,6 +131,28 @@ def test_sums_that_bound_gradients_are_made_by_the_kernels_that_round():
         assert len(xla_reads(program, rf"f32\[{B},{S},{D // 16}\]")) == 1
         assert len(xla_reads(program, rf"f32\[(?:1,)?{F},{D // 16}\]")) == 1
         assert len(xla_reads(program, rf"u8\[{B},{S},{F // 16}\]")) == 1  # gate and up at once
+
+
+def test_explicit_axes_compile_to_what_automatic_ones_do():
+    devices = hopper_mesh((4,), ("fsdp",)).devices
+    specs = P("fsdp", None), P(None, "fsdp"), P("fsdp")
+    programs = [
+        compile_layer(Mesh(devices, ("fsdp",), axis_types=(kind,)), coat.COAT, "triton", specs)
+        for kind in (AxisType.Auto, AxisType.Explicit)
+    ]
+    counts = [
+        (fp8_products(program), other_products(program), len(re.findall(KERNEL_CALL, program)))
+        for program in programs
+    ]
+    assert counts[0] == counts[1]
+    assert counts[0][:2] == (21, 0)
+    assert sorted(collectives_of(programs[0])) == sorted(collectives_of(programs[1]))
+
+
+def collectives_of(program):
+    """The types of what devices send each other."""
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    return re.findall(rf"= (\S+) (?:{kinds})(?:-start)?\(", program)
 
 
 def xla_reads(program, shape):

@@ -71,8 +71,6 @@ def test_only_linear_layers_are_accepted():
     x = numbers(2, 3, 8)
     with pytest.raises(ValueError, match="without batch axes, and got \\(0,\\), \\(0,\\)"):
         EXACT(x, numbers(2, 8, 5), (((2,), (1,)), ((0,), (0,))))
-    with pytest.raises(ValueError, match="takes no out_sharding"):
-        EXACT(x, numbers(8, 5), (((2,), (0,)), ((), ())), out_sharding="x")
     with pytest.raises(ValueError, match="axes that input, weight and output share"):
         ops.Einsum()("bsd,bdf->bsf", x, numbers(2, 8, 5))
     with pytest.raises(ValueError, match="sums over an axis of one operand alone"):

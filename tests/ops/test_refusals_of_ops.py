@@ -7,12 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.errors import UserError
 
 
 def ones(*shape, dtype=np.float32):
@@ -430,30 +427,3 @@ def test_second_derivatives_of_fp8_are_refused(name, precision):
     for twice in (jax.hessian(loss), jax.grad(length), jax.jit(jax.grad(length))):
         with pytest.raises(TypeError, match=message):
             jax.eval_shape(twice, X)
-
-
-@pytest.mark.parametrize("sharded", ["input", "weight"])
-def test_products_of_arrays_that_are_sharded_explicitly_are_refused(sharded):
-    """JAX would ask how to shard a product inside of an op, where the caller cannot say it."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        of_input, of_weight = (
-            P("data") if sharded == name else P() for name in ("input", "weight")
-        )
-        x, heads = (
-            jax.device_put(jnp.ones(shape), of_input) for shape in ((4, 5, 14), (4, 5, 2, 4))
-        )
-        w, out = (jax.device_put(jnp.ones(shape), of_weight) for shape in ((14, 28), (8, 14)))
-        down = jnp.ones((28, 14))
-        for call in (
-            linear(x, w),
-            norm_linear(x, NORM, w),
-            gated_mlp(x, NORM, w, w, down),
-            mlp(x, NORM, w, down),
-            lambda: ops.cross_entropy(x, w, jnp.zeros((4, 5), jnp.int32)),
-            lambda: ops.norm_qkv(x, NORM, (w, w, w), head_dim=4),
-            lambda: ops.attention_linear(heads, heads, heads, out),
-        ):
-            with pytest.raises(UserError, match=r"explicit axes of the mesh: data.*AxisType.Auto"):
-                call()
-        jax.jit(lambda x: ops.norm(x, NORM))(x)  # without a product there is nothing to ask

@@ -16,7 +16,6 @@ from small_model import SMALL
 
 import coat_jax as coat
 from coat_jax import models
-from coat_jax.errors import UserError
 from coat_jax.optax.matrices import matrices_of
 from coat_jax.optax.newton_schulz import orthogonalize
 
@@ -433,10 +432,16 @@ def test_a_stack_without_matrices_is_updated(adaptive):
     assert state.mu.codes["none"].shape == (0, 16, 32)
 
 
-def test_matrices_that_are_sharded_explicitly_are_refused():
-    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Explicit,))
+def test_matrices_that_are_sharded_explicitly_are_updated_and_stay_sharded():
     tx = coat.optax.fp8_muon(0.02, storage=coat.Storage(min_size=0, group_size=16))
-    with jax.set_mesh(mesh):
-        params = {"w": jax.device_put(jnp.ones((4, 32)), P("fsdp"))}
-        with pytest.raises(UserError, match=r"explicit axes of the mesh: fsdp.*Auto"):
-            jax.jit(tx.update)(params, tx.init(params), params)
+    rng = np.random.default_rng(0)
+    params = {"w": rng.standard_normal((4, 32)), "stack": rng.standard_normal((3, 16, 8))}
+    params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
+    expected, _ = jax.jit(tx.update)(params, tx.init(params), params)
+    with jax.set_mesh(jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Explicit,))):
+        specs = {"w": P("fsdp", None), "stack": P(None, "fsdp", None)}
+        placed = {name: jax.device_put(params[name], spec) for name, spec in specs.items()}
+        updates, _ = jax.jit(tx.update)(placed, tx.init(placed), placed)
+    for name, spec in specs.items():
+        assert jax.typeof(updates[name]).sharding.spec == spec
+        np.testing.assert_allclose(updates[name], expected[name], rtol=1e-4, atol=1e-6)

@@ -1,0 +1,173 @@
+"""Over explicit axes of a mesh, ops compute what they do on one device, and shard their results."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import coat_jax as coat
+from coat_jax import ops
+from coat_jax.numerics.explicit_axes import joined
+
+BATCH, SEQUENCE, WIDTH, HIDDEN, HEAD = 8, 4, 64, 128, 16
+ROWS, COLUMNS = P("data", "model"), P("model", "data")  # of weights into and out of hidden units
+
+
+def mesh(kind=AxisType.Explicit):
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+
+
+def numbers(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape, np.float32) / 8
+
+
+X = 8 * numbers(BATCH, SEQUENCE, WIDTH)
+SCALE = 1 + numbers(WIDTH)
+OF_X = P("data", None, None)
+QKV = tuple(numbers(WIDTH, width, seed=i) for i, width in enumerate((WIDTH, HEAD, HEAD)))
+HEADS = tuple(numbers(BATCH, SEQUENCE, n, HEAD, seed=i) for i, n in enumerate((4, 2, 2)))
+OF_HEADS = P("data", None, "model", None)
+FROZEN = ops.freeze(numbers(WIDTH, HIDDEN))
+
+# An op, its arrays, how they are sharded, and how its results are.
+CASES = {
+    "linear": (ops.linear, (X, numbers(WIDTH, HIDDEN)), (OF_X, ROWS), P("data", None, "model")),
+    "linear, columns of x": (
+        ops.linear, (X, numbers(WIDTH, HIDDEN)), (P(None, None, "model"), P("model")), P(),
+    ),
+    "linear, several": (
+        lambda x, *w: ops.linear(x, w), (X, numbers(WIDTH, HIDDEN), numbers(WIDTH, 6)),
+        (OF_X, ROWS, P("data")), (P("data", None, "model"), OF_X),
+    ),
+    "norm_linear": (
+        lambda x, s, w, b: ops.norm_linear(x, ops.Norm(s), w, b),
+        (X, SCALE, numbers(WIDTH, HIDDEN), numbers(HIDDEN)), (OF_X, P(), ROWS, P("model")),
+        P("data", None, "model"),
+    ),
+    "gated_mlp": (
+        lambda x, s, *w: ops.gated_mlp(x, ops.Norm(s), *w),
+        (X, SCALE, numbers(WIDTH, HIDDEN), numbers(WIDTH, HIDDEN, seed=1), numbers(HIDDEN, WIDTH)),
+        (OF_X, P("data"), ROWS, ROWS, COLUMNS), OF_X,
+    ),
+    "mlp": (
+        lambda x, *w: ops.mlp(x, None, *w), (X, numbers(WIDTH, HIDDEN), numbers(HIDDEN, WIDTH)),
+        (P("data", "model", None), P("data"), P(None, "data")), P("data", "model", None),
+    ),
+    "norm_qkv": (
+        lambda x, s, *w: ops.norm_qkv(x, ops.Norm(s), w, head_dim=HEAD, rotary=ops.Rotary()),
+        (X, SCALE, *QKV), (OF_X, P(), ROWS, ROWS, ROWS),
+        (OF_X, OF_HEADS, OF_X, OF_X),  # one head of keys has no parts
+    ),
+    "attention": (ops.attention, HEADS, (OF_HEADS,) * 3, OF_HEADS),
+    "attention_linear": (
+        ops.attention_linear, (*HEADS, numbers(WIDTH, WIDTH)), (OF_HEADS,) * 3 + (COLUMNS,), OF_X,
+    ),
+    "adapted_linear": (
+        lambda x, a, c: ops.adapted_linear(x, FROZEN, (a, c)),
+        (X, numbers(WIDTH, 2), numbers(2, HIDDEN)), (OF_X, P("data"), P(None, "model")), OF_X,
+    ),
+    "norm": (lambda x, s: ops.norm(x, ops.Norm(s)), (X, SCALE), (OF_X, P("model")), OF_X),
+    "activate": (ops.activate, (X, X[::-1]), (OF_X, P()), OF_X),
+    "cross_entropy": (
+        lambda x, w: ops.cross_entropy(x, w, np.arange(32, dtype=np.int32).reshape(8, 4) % 7),
+        (X, numbers(WIDTH, HIDDEN)), (OF_X, ROWS), P(),
+    ),
+    "embedding": (
+        lambda t: ops.embedding(t, jnp.arange(8, dtype=jnp.int32)), (numbers(16, WIDTH),),
+        (P("data", "model"),), P(None, "model"),
+    ),
+    "DotGeneral": (
+        lambda x, w: ops.DotGeneral()(x, w, (((0, 2), (1, 0)), ((), ()))),
+        (X, numbers(WIDTH, BATCH, 6, 2)), (OF_X, P("data", None, None, "model")),
+        P(None, None, "model"),
+    ),
+    "Einsum": (
+        lambda x, w: ops.Einsum()("...d,dnh->...nh", x, w), (X, numbers(WIDTH, 4, HEAD)),
+        (OF_X, P("data", "model", None)), OF_HEADS,
+    ),
+}  # fmt: skip
+
+
+def outputs_and_gradients(op, arrays):
+    """The results of an op, and the gradients of all arrays, from cotangents that differ."""
+
+    def loss(*arrays):
+        results = op(*arrays)
+        leaves = jax.tree.leaves(results)
+        return sum(jnp.sum(jnp.sin(y) * (i + 1)) for i, y in enumerate(leaves)), results
+
+    argnums = tuple(range(len(arrays)))
+    (_, results), gradients = jax.value_and_grad(loss, argnums, has_aux=True)(*arrays)
+    return results, gradients
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ops_compute_the_same_and_results_are_sharded_like_their_arguments(name):
+    op, arrays, specs, wanted = CASES[name]
+    expected = jax.jit(outputs_and_gradients, static_argnums=0)(op, arrays)
+    with jax.set_mesh(mesh()):
+        placed = tuple(map(jax.device_put, arrays, specs))
+        found = jax.jit(outputs_and_gradients, static_argnums=0)(op, placed)
+        types = jax.eval_shape(jax.jit(op), *placed)
+    assert_specs(types, wanted)
+    assert_specs(found[1], specs)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        scale = float(np.abs(other).max())
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-6 * scale)
+
+
+@pytest.mark.parametrize("columns", ["model", None])
+def test_a_product_is_sharded_as_its_caller_says(columns):
+    def product(x, w):
+        return ops.DotGeneral()(x, w, (((2,), (0,)), ((), ())), out_sharding=OF_X)
+
+    w = numbers(WIDTH, HIDDEN)
+    with jax.set_mesh(mesh()):
+        placed = jax.device_put(X, P(None, None, columns)), jax.device_put(w, P(columns))
+        y = jax.jit(product)(*placed)
+    assert_specs(y, OF_X)
+    np.testing.assert_allclose(y, ops.linear(X, w), rtol=1e-5, atol=1e-5)
+
+
+def test_a_converted_model_trains_as_over_automatic_axes():
+    losses = {kind: trained(mesh(kind)) for kind in (AxisType.Auto, AxisType.Explicit)}
+    np.testing.assert_allclose(*losses.values(), rtol=1e-5)
+    assert losses[AxisType.Auto][-1] < losses[AxisType.Auto][0]
+
+
+def trained(on):
+    """The losses of a converted model, whose parameters and moments stay sharded."""
+    with jax.set_mesh(on):
+        model = coat.nn.convert(nnx.Sequential(nnx.Linear(WIDTH, HIDDEN, rngs=nnx.Rngs(0))))
+        place = {1: P("model"), 2: ROWS}
+        nnx.update(
+            model, jax.tree.map(lambda p: jax.device_put(p, place[p.ndim]), nnx.state(model))
+        )
+        tx = coat.optax.fp8_adamw(1e-2, storage=coat.Storage(min_size=0, group_size=32))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, x):
+            loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(x) - 1) ** 2))(model)
+            optimizer.update(model, grads)
+            return loss
+
+        x = jax.device_put(X, OF_X)
+        losses = [float(step(model, optimizer, x)) for _ in range(3)]
+        if AxisType.Explicit in on.axis_types:
+            assert_specs(model.layers[0].kernel[...], ROWS)
+            assert_specs(model(x), P("data", None, "model"))  # eagerly, too
+    return losses
+
+
+def assert_specs(arrays, specs):
+    for array, spec in zip(jax.tree.leaves(arrays), as_tuple(specs), strict=True):
+        padded = P(*spec, *(None,) * (array.ndim - len(spec)))
+        assert joined(*jax.typeof(array).sharding.spec) == joined(*padded)
+
+
+def as_tuple(specs):
+    return specs if isinstance(specs, tuple) and not isinstance(specs, P) else (specs,)
