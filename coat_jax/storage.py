@@ -45,7 +45,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, UInt32
 
 from coat_jax.limits import Among, Between, require_fields
-from coat_jax.numerics import expansion, integers, logarithms, noise
+from coat_jax.numerics import expansion, integers, logarithms, mesh_axes, noise
 from coat_jax.numerics.expansion import Expanded, Rounding
 from coat_jax.numerics.formats import E4M3, E5M2, SMALLEST_NORMAL, format_of, named_format
 from coat_jax.numerics.minifloat import Minifloat
@@ -269,7 +269,9 @@ class Storage:
     def _in_fp32(self, values: Float[Array, "..."]) -> Expanded:
         shape = self.scales_shape(values.shape)
         unused = jnp.zeros(shape, jnp.float32), jnp.full(shape, expansion.STEPS, jnp.uint8)
-        return Expanded(values.astype(jnp.float32), *unused)
+        return Expanded(
+            values.astype(jnp.float32), *(mesh_axes.varying_like(leaf, values) for leaf in unused)
+        )
 
 
 _CODERS = {jnp.dtype(DIRECTION): integers, jnp.dtype(LOGARITHM): logarithms}

@@ -43,7 +43,7 @@ INSIDE = {
     "coat_jax": LAYERS,
     "coat_jax.numerics": [
         ("mesh_axes", "programs", "rounding"),
-        ("minifloat",),
+        ("explicit_axes", "minifloat"),
         ("corrections", "formats", "integer_format", "noise"),
         ("qtensor",),
         ("blocks", "expansion", "quantizer"),

@@ -28,7 +28,7 @@ from coat_jax.kernels.block_layout import layout_constants, layout_of
 from coat_jax.kernels.launch import launch
 from coat_jax.kernels.leaf_sharding import LeafShard, run_sharded_leaves
 from coat_jax.kernels.moment_format import moment_format
-from coat_jax.numerics import noise
+from coat_jax.numerics import mesh_axes, noise
 from coat_jax.numerics.expansion import Expanded, Rounding
 
 WARPS = 2
@@ -147,7 +147,7 @@ def _keys(
 ) -> UInt32[Array, " leaves"]:
     """The keys of all leaves; different ones for the shards inside a `shard_map`."""
     arrays = [jax.tree.leaves(leaf) for leaf in leaves]
-    if not any(noise.varying_axes(*a) for a in arrays):
+    if not any(mesh_axes.varying_axes(*a) for a in arrays):
         return noise.leaf_keys(seed, count, ids)
     return jnp.stack(
         [

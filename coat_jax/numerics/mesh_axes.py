@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
+from jaxtyping import Array
 
 
 def names(entry: Any) -> tuple[str, ...]:
@@ -17,6 +18,17 @@ def names(entry: Any) -> tuple[str, ...]:
 def shards(entry: Any, mesh: Any) -> int:
     """How many shards an array axis has on a mesh, concrete or abstract."""
     return math.prod(mesh.shape[name] for name in names(entry))
+
+
+def varying_axes(*arrays: Array) -> tuple[str, ...]:
+    """The axes of the surrounding `shard_map`s along which any of the arrays may differ."""
+    return tuple(sorted({axis for a in arrays for axis in jax.typeof(a).mat.varying}))
+
+
+def varying_like(array: Array, other: Array) -> Array:
+    """`array`, in whose type it may differ between the shards of a `shard_map` as `other` may."""
+    axes = tuple(axis for axis in varying_axes(other) if axis not in varying_axes(array))
+    return jax.lax.pcast(array, axes, to="varying") if axes else array
 
 
 def automatic_mesh() -> AbstractMesh | None:

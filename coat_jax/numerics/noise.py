@@ -32,6 +32,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, UInt32
 
+from coat_jax.numerics.mesh_axes import varying_axes
 from coat_jax.numerics.programs import one_program
 
 GOLDEN = 0x9E3779B9  # A above: 2^32 over the golden ratio, odd
@@ -80,11 +81,6 @@ def distinguish(key: UInt32[Array, ""], *arrays: Array) -> UInt32[Array, ""]:
     key = _of_shard(key, varying_axes(*arrays))
     # A random number has no gradient.
     return _of_element(key, [jax.lax.stop_gradient(a) for a in arrays])
-
-
-def varying_axes(*arrays: Array) -> tuple[str, ...]:
-    """The axes of the surrounding `shard_map`s along which any of the arrays may differ."""
-    return tuple(sorted({axis for a in arrays for axis in jax.typeof(a).mat.varying}))
 
 
 def _of_shard(key: UInt32[Array, ""], axes: tuple[str, ...]) -> UInt32[Array, ""]:

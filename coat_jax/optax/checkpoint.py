@@ -23,6 +23,9 @@ from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.optax.host_memory import copy_hosted
 
+# What orbax raises for damaged files, besides Exception itself.
+DAMAGED = (KeyError, OSError, ValueError)
+
 
 def save_state(path: str | Path, state: Any) -> None:
     """Writes a state to a new directory, and returns when it is complete.
@@ -55,7 +58,15 @@ def restore_state(path: str | Path, like: Any) -> Any:
 
     arrays = require_stored_like(path, like)
     with ocp.StandardCheckpointer() as checkpointer:
-        restored = checkpointer.restore(expanded(path).absolute(), arrays)
+        try:
+            restored = checkpointer.restore(expanded(path).absolute(), arrays)
+        except Exception as error:
+            if type(error) is not Exception and not isinstance(error, DAMAGED):
+                raise
+            raise UserError(
+                f"The checkpoint at {path} cannot be read: files are damaged or missing. Restore "
+                "another one."
+            ) from error
     return jax.tree.map(_from_array, like, restored)
 
 

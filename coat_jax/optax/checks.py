@@ -1,6 +1,7 @@
 """Checks of the parameters, gradients and states that optimizers get."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -78,6 +79,35 @@ def require_state_of(kind: type, state: Any, advice: str = "Make it with init(pa
             f"The state must be {_with_article(kind)}, but is {_with_article(type(state))}, which "
             f"another optimizer made. {advice}"
         )
+
+
+@contextlib.contextmanager
+def explaining_states(tx: optax.GradientTransformation, state: Any, params: Any) -> Iterator[None]:
+    """Explains an error within, if the state differs from what `tx.init(params)` makes."""
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError) as error:
+        difference = _difference(state, jax.eval_shape(tx.init, params))
+        if difference is None:
+            raise
+        raise ValueError(
+            f"{difference}: it was made by another transformation, or for other parameters. Make "
+            "it with init(params)."
+        ) from error
+
+
+def _difference(state: Any, wanted: Any) -> str | None:
+    """How a state differs from the one that is wanted, in structure or shapes."""
+    structure: Any = jax.tree.structure(state)
+    if structure != jax.tree.structure(wanted):
+        return f"The state has the structure {structure}"
+    for (path, leaf), other in zip(
+        jax.tree.leaves_with_path(state), jax.tree.leaves(wanted), strict=True
+    ):
+        if jnp.shape(leaf) != other.shape:
+            name = f"state{jax.tree_util.keystr(path)}"
+            return f"{name} has shape {jnp.shape(leaf)} instead of {other.shape}"
+    return None
 
 
 def _with_article(kind: type) -> str:

@@ -27,6 +27,7 @@ from coat_jax.numerics.qtensor import scales_shape
 from coat_jax.optax.arguments import require_settings
 from coat_jax.optax.checks import (
     dtype_of,
+    explaining_states,
     is_fp8,
     require_state_of,
     require_stored,
@@ -112,21 +113,20 @@ def compress(
         stored = _stored_leaves(state, storage)
         step = optax.safe_increment(state.step)
         structure: Any = jax.tree.structure(state.codes)
-        before = [_read(e, storage, implementation) for e in stored]
-        updates, after = inner.update(
-            updates, jax.tree.unflatten(structure, before), params, **extra_args
-        )
-        if jax.tree.structure(after) != structure:
-            raise ValueError(
-                "The wrapped transformation changed the structure of its state, from "
-                f"{structure} to {jax.tree.structure(after)}; compress needs it to stay."
-            )
-        encoded = [
-            _write(e, new, storage, noise.leaf_key(storage.seed, step, leaf), implementation)
-            for leaf, e, new in zip(
-                noise.leaf_ids(state.codes), stored, jax.tree.leaves(after), strict=True
-            )
-        ]
+        before = jax.tree.unflatten(structure, [_read(e, storage, implementation) for e in stored])
+        with explaining_states(inner, before, updates if params is None else params):
+            updates, after = inner.update(updates, before, params, **extra_args)
+            if jax.tree.structure(after) != structure:
+                raise ValueError(
+                    "The wrapped transformation changed the structure of its state, from "
+                    f"{structure} to {jax.tree.structure(after)}; compress needs it to stay."
+                )
+            encoded = [
+                _write(e, new, storage, noise.leaf_key(storage.seed, step, leaf), implementation)
+                for leaf, e, new in zip(
+                    noise.leaf_ids(state.codes), stored, jax.tree.leaves(after), strict=True
+                )
+            ]
         trees = (
             jax.tree.unflatten(jax.tree.structure(tree), [getattr(e, field) for e in encoded])
             for tree, field in zip(state[1:], Expanded._fields, strict=True)

@@ -22,6 +22,7 @@ from coat_jax.numerics import corrections, noise
 from coat_jax.numerics.expansion import GROUP_SIZE
 from coat_jax.optax.checks import (
     dtype_of,
+    explaining_states,
     require_real_floats,
     require_same_shapes,
     require_state_of,
@@ -86,7 +87,8 @@ def with_corrections(tx: optax.GradientTransformation) -> optax.GradientTransfor
         require_corrections(params, state)
         require_same_shapes("updates", updates, optimized(params))
         wide = join_params(params, state)
-        updates, after = inner.update(in_fp32(updates), state.inner, wide, **extra_args)
+        with explaining_states(inner, state.inner, wide):
+            updates, after = inner.update(in_fp32(updates), state.inner, wide, **extra_args)
         new, state = split_params(optax.apply_updates(wide, updates), params, state, after)
 
         def difference(old: Any, new: Any, update: Any) -> Any:

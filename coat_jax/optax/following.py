@@ -22,20 +22,30 @@ def followed_params(state: Any, params: optax.Params) -> list[Any]:
 def followed_indices(state: Any, params: optax.Params) -> list[int | None]:
     """For each leaf of `state` the index of the parameter that it follows, or None.
 
-    A scalar never follows an array, even if its path ends like a parameter's: it may be a counter.
+    A scalar whose path ends like a parameter's may be a counter or a setting. It never follows an
+    array; and it follows a scalar only if leaves of other parameters are beside it.
     """
     named = jax.tree.leaves_with_path(optimized(params))
     by_path = {path: index for index, (path, _) in enumerate(named)}
+    leaves = jax.tree.leaves_with_path(state)
+    paths = {path for path, _ in leaves}
 
     def followed(path: tuple[Any, ...], leaf: Any) -> int | None:
         """The parameter whose path is the longest ending of `path`."""
-        endings = (path[start:] for start in range(len(path) + 1))
-        index = next((by_path[ending] for ending in endings if ending in by_path), None)
-        if index is not None and jnp.ndim(leaf) == 0 and jnp.ndim(named[index][1]) > 0:
+        starts = (start for start in range(len(path) + 1) if path[start:] in by_path)
+        start = next(starts, None)
+        if start is None:
+            return None
+        index = by_path[path[start:]]
+        if jnp.ndim(leaf) == 0 and len(named) > 1:
+            beside = (path[:start] + other for other, _ in named if other != path[start:])
+            if paths.isdisjoint(beside):
+                return None
+        if jnp.ndim(leaf) == 0 and jnp.ndim(named[index][1]) > 0:
             return None
         return index
 
-    return [followed(path, leaf) for path, leaf in jax.tree.leaves_with_path(state)]
+    return [followed(path, leaf) for path, leaf in leaves]
 
 
 def optimized(params: optax.Params) -> optax.Params:

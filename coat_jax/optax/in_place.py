@@ -19,6 +19,7 @@ from coat_jax.kernels.adam import Number
 from coat_jax.optax.arguments import require_flag, require_scalar, require_seed, require_settings
 from coat_jax.optax.checks import (
     dtype_of,
+    explaining_states,
     require_real_float,
     require_same_shapes,
     require_state_of,
@@ -113,8 +114,9 @@ def in_place(
             in_fp32(grads),
         )
         wide = join_params(params, state) if correct_params else params
-        updates, inner = inner_tx.update(scaled, before.inner, in_fp32(wide), **extra_args)
-        _require_unchanged(before.inner, inner)
+        with explaining_states(inner_tx, before.inner, in_fp32(wide)):
+            updates, inner = inner_tx.update(scaled, before.inner, in_fp32(wide), **extra_args)
+            _require_unchanged(before.inner, inner)
         count = optax.safe_increment(before.count)
         new = InPlaceState(count, inner)
         after: tuple[optax.Params, Any]

@@ -100,7 +100,8 @@ def full(param: Any, shape: tuple[int, ...], dtype: DTypeLike, value: int = 0) -
     sharding = _visible_sharding(param)
     if isinstance(sharding, NamedSharding):
         sharding = sharding_like(param, shape)
-    return jnp.full(shape, value, dtype, device=sharding)
+    leaf = jnp.full(shape, value, dtype, device=sharding)
+    return mesh_axes.varying_like(leaf, param) if isinstance(param, jax.core.Tracer) else leaf
 
 
 def _visible_sharding(param: Any) -> Any:

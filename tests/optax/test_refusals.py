@@ -14,7 +14,9 @@ from coat_jax.optax import (
     compress,
     fp8_adamw,
     fused_fp8_adamw,
+    in_place,
     scale_by_fp8_adam,
+    with_corrections,
 )
 
 FP8 = Storage(min_size=0)
@@ -172,3 +174,40 @@ def test_a_gradient_that_is_not_finite_spoils_no_more_than_is_documented(value, 
         # Adam's steps are about as long as the learning rate: the others keep their scale.
         assert np.all(np.abs(updates["w"][~spoilt]) < 3e-3)
         assert np.mean(np.abs(updates["w"][~spoilt])) > 0.5e-3
+
+
+WRAPPERS = {
+    "compress": compress,
+    "in_place": in_place,
+    "with_corrections": with_corrections,
+}
+
+
+def stepped_with(wrapped, state):
+    if hasattr(wrapped, "step"):
+        return wrapped.step(PARAMS, PARAMS, state)
+    return wrapped.update(PARAMS, state, PARAMS)
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_the_state_of_another_transformation_is_named(wrap):
+    adamw, lion = wrap(optax.adamw(1e-3)), wrap(optax.lion(1e-3))
+    with pytest.raises(ValueError, match=r"structure .*ScaleByLionState.*: it was made by another"):
+        stepped_with(adamw, lion.init(PARAMS))
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_state_for_parameters_of_another_shape_is_named(wrap):
+    tx = wrap(optax.sgd(1e-3, momentum=0.9))
+    state = tx.init(PARAMS | {"w": jnp.ones((3, 5))})
+    with pytest.raises(
+        ValueError, match=r"\['w'\].* for (other parameters|a parameter of another)"
+    ):
+        stepped_with(tx, state)
+
+
+def test_other_errors_of_a_transformation_are_its_own():
+    broken = optax.GradientTransformation(lambda p: (), lambda g, s, p=None: 1 + "a")
+    for wrap in WRAPPERS.values():
+        with pytest.raises(TypeError, match="unsupported operand"):
+            stepped_with(wrap(broken), wrap(broken).init(PARAMS))

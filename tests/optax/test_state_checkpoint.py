@@ -1,5 +1,7 @@
 """A saved state comes back bit for bit, on any mesh, or not at all."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from coat_jax.errors import UserError
 from coat_jax.optax import (
     Storage,
     compress,
@@ -225,3 +228,14 @@ def test_a_number_that_a_jitted_step_made_an_array_comes_back_as_a_number(tmp_pa
     assert isinstance(got["step"], int)
     with pytest.raises(ValueError, match="step is stored as int32"):
         restore_state(tmp_path / "state", {**fresh, "step": 0.0})
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    state = stepped(fp8_adamw(1e-3), params_on())
+    save_state(tmp_path / "state", state)
+    for file in (tmp_path / "state").glob("ocdbt.process_0/d/*"):
+        file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"state cannot be read: files are damaged or missing"):
+        restore_state(tmp_path / "state", state)
+    gc.collect()  # of what orbax leaves, which warns

@@ -330,3 +330,25 @@ def test_annotations_of_flax_fit_the_state(tx, shape):
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         grads = jax.tree.map(jnp.ones_like, nnx.state(model))
         nnx.jit(lambda optimizer, model: optimizer.update(model, grads))(optimizer, model)
+
+
+@pytest.mark.parametrize("min_size", [0, 10**9], ids=["8 bits", "FP32"])
+@pytest.mark.parametrize("make", [fp8_adamw, fused_fp8_adamw])
+def test_a_state_that_is_made_in_shard_map_passes_through_scan(make, min_size):
+    """In its type each leaf may differ between shards as its parameter may."""
+    optimizer = make(1e-2, storage=Storage(min_size=min_size))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+
+    def stepped(params, grads):
+        def step(carry, _):
+            params, state = carry
+            if hasattr(optimizer, "step"):
+                return optimizer.step(params, grads, state), None
+            updates, state = optimizer.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, optimizer.init(params)), None, length=2)[0][0]
+
+    whole = jnp.ones((4, 256))
+    by_shards = jax.shard_map(stepped, mesh=mesh, in_specs=(P("x"), P("x")), out_specs=P("x"))
+    np.testing.assert_allclose(jax.jit(by_shards)(whole, whole), stepped(whole, whole), rtol=1e-5)

@@ -1,0 +1,48 @@
+"""A leaf of a state belongs to the parameter that its path ends with, unless it is a setting."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import coat_jax as coat
+from coat_jax.optax.following import followed_indices
+
+
+class Net(NamedTuple):
+    """Has a scalar parameter with the name of optax's counters."""
+
+    w: jax.Array
+    count: jax.Array
+
+
+NET = Net(jnp.ones(64), jnp.float32(1))
+
+
+def test_counters_and_settings_follow_no_scalar_of_their_name():
+    params = {"learning_rate": jnp.ones([]), "w": jnp.ones(4)}
+    state = optax.inject_hyperparams(optax.adam)(1e-2).init(params)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)]
+    indices = followed_indices(state, params)
+    assert {path: i for path, i in zip(paths, indices, strict=True) if i is not None} == {
+        ".inner_state[0].mu['learning_rate']": 0,
+        ".inner_state[0].mu['w']": 1,
+        ".inner_state[0].nu['learning_rate']": 0,
+        ".inner_state[0].nu['w']": 1,
+    }
+
+
+@pytest.mark.parametrize("tx", [optax.adam(1e-2), optax.sgd(1e-2, momentum=0.9)])
+def test_a_step_by_stages_updates_a_scalar_of_a_counter_s_name(tx):
+    optimizer = coat.optax.in_place(tx)
+    stages = [
+        coat.optax.Stage(lambda net: net.w, lambda w, _: jnp.sum(w)),
+        coat.optax.Stage(lambda net: net.count, lambda count, x: count * x),
+    ]
+    done = coat.optax.step_by_stages(optimizer, stages, NET, optimizer.init(NET))
+    grads = Net(jnp.ones(64), jnp.float32(64))
+    wanted, _ = optimizer.step(NET, grads, optimizer.init(NET))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), done.params, wanted)
