@@ -16,6 +16,7 @@ import contextlib
 import difflib
 import errno
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -45,6 +46,7 @@ BAD_INPUT, INTERRUPTED = UserError.exit_code, 130
 # How argparse begins errors.
 MISSING = "the following arguments are required"
 UNKNOWN = "unrecognized arguments: "
+UNICODE = ("utf-8", "utf8")
 NO_READER = 141  # what shells report of a program that SIGPIPE ended
 
 
@@ -80,6 +82,9 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in UNICODE:
+            stream.reconfigure(errors="backslashreplace")  # what the encoding lacks
     try:
         try:
             return _run(given)

@@ -39,9 +39,9 @@ def save_state(path: str | Path, state: Any) -> None:
     path = expanded(path).absolute()
     if path.exists():
         raise FileExistsError(f"{path} exists already. Choose another path, or remove it first.")
-    _require_storable(state)
+    require_storable(state)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, copy_hosted(jax.tree.map(_to_array, state)))
+        checkpointer.save(path, storable(state))
 
 
 def restore_state(path: str | Path, like: Any) -> Any:
@@ -84,7 +84,7 @@ def require_stored_like(path: str | Path, like: Any) -> Any:
     path = expanded(path).absolute()
     if not path.is_dir():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
-    _require_storable(like)
+    require_storable(like)
     with ocp.StandardCheckpointer() as checkpointer:
         stored = checkpointer.metadata(path).item_metadata
     if stored is None:
@@ -109,7 +109,13 @@ def _asked_for(like: Any, stored: Any) -> Any:
     return jax.tree.map_with_path(asked_for, like)
 
 
-def _require_storable(state: Any) -> None:
+def storable(state: Any) -> Any:
+    """The arrays that are stored for a state; those in host memory are copied."""
+    return copy_hosted(jax.tree.map(_to_array, state))
+
+
+def require_storable(state: Any) -> None:
+    """Raises unless every leaf of a state, or of its shapes and dtypes, can be stored."""
     if not jax.tree.leaves(state):
         raise ValueError("The state has no arrays: there is nothing to save or restore.")
     if jax.tree_util.all_leaves([state]):

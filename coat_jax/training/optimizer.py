@@ -17,11 +17,12 @@ import jax
 import optax
 
 from coat_jax.errors import UserError
+from coat_jax.limits import shown
 from coat_jax.numerics.formats import E4M3
 from coat_jax.optax import FusedOptimizer, fused_fp8_adamw, in_host_memory, in_place
 from coat_jax.storage import PAPER, Storage
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.config.optimizer import is_transformation
+from coat_jax.training.config.optimizer import function_name, is_transformation
 from coat_jax.training.release import with_gradient_norm
 from coat_jax.training.schedule import learning_rate
 
@@ -61,11 +62,19 @@ def _optimizer(config: TrainConfig) -> FusedOptimizer:
 def _transformation(config: TrainConfig) -> optax.GradientTransformation:
     """The config's transformation, or the one that its function makes from the schedule."""
     given: Any = config.optimizer.transformation
-    made = given if is_transformation(given) else given(_schedule(config))
+    if is_transformation(given):
+        return given
+    try:
+        made = given(_schedule(config))
+    except Exception as error:
+        raise UserError(
+            f"optimizer.transformation={function_name(given)} fails: {type(error).__name__}: "
+            f"{error}. It is called with the schedule of the learning rate."
+        ) from error
     if not is_transformation(made):
         raise UserError(
-            f"optimizer.transformation returns {made!r}, which is not an optax transformation. "
-            "Return one, as in lambda schedule: optax.lion(schedule)."
+            f"optimizer.transformation returns {shown(made)}, which is not an optax "
+            "transformation. Return one, as in lambda schedule: optax.lion(schedule)."
         )
     return made
 

@@ -43,6 +43,8 @@ def override(config: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
         field = _find(name, known)
         changes[tuple(field.name.split("."))] = _read(field, texts)
     changed: TrainConfig = _changed(config, changes)
+    # Also those that are given the value that they have.
+    changed.optimizer.require_used([path[1] for path in changes if path[0] == "optimizer"])
     return changed
 
 

@@ -11,7 +11,9 @@ lets change. That config is read from the newest checkpoint, whose checksums sho
 intact.
 """
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -59,7 +61,7 @@ class RunFolder:
         self._take()
         if not self._config.resume and self._holds_a_run():
             self._require_nothing_is_read_from_it()
-            self.path.rename(_free_name(self.path))
+            self._move_away()
             before = self._lock
             self._take()
             if before is not None:
@@ -123,11 +125,26 @@ class RunFolder:
             self._note(f"{path} is damaged, and no checkpoint says what was run. It is replaced.")
         return saved
 
+    def _move_away(self) -> None:
+        """Moves the run that is in the folder to a free name beside it."""
+        moved = _free_name(self.path)
+        try:
+            if self.path.samefile(Path.cwd()):
+                raise OSError(errno.EBUSY, "It is the current folder")
+            self.path.rename(moved)
+        except OSError as error:
+            if error.errno not in (errno.EBUSY, errno.EXDEV):
+                raise
+            raise UserError(
+                f"{self.path} holds a run, which cannot be moved to {moved.name} out of the way: "
+                f"{error.strerror}. Choose another folder with --out."
+            ) from error
+
 
 def _free_name(folder: Path) -> Path:
     """The folder's name with the first free number appended."""
     folder = folder.absolute()
     number = 1
-    while (moved := folder.with_name(f"{folder.name}.{number}")).exists():
+    while os.path.lexists(moved := folder.with_name(f"{folder.name}.{number}")):
         number += 1
     return moved

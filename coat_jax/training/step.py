@@ -164,11 +164,15 @@ def _measured(config: TrainConfig, step: FinishedStep) -> dict[str, Array]:
         value = measure(step)
         what = "a tree of arrays"
         if jax.tree_util.all_leaves([value]):
-            found[name] = jnp.asarray(value)
-            what = f"an array of shape {list(found[name].shape)}"
-            if not found[name].shape:
+            shape, dtype = jnp.shape(value), getattr(value, "dtype", type(value))
+            what = f"{dtype}{list(shape)}" if shape else str(dtype)
+            real = isinstance(value, bool | int | float) or any(
+                jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)
+            )
+            if real and not shape:
+                found[name] = jnp.asarray(value)
                 continue
-        raise UserError(f"metrics[{name!r}] returns {what}, and must return one number.")
+        raise UserError(f"metrics[{name!r}] returns {what}, and must return one real number.")
     return found
 
 

@@ -230,6 +230,16 @@ def test_the_tokenizer_of_a_larger_model_is_refused(tmp_path, capsys):
             assert not out.exists()
 
 
+def test_a_token_that_was_added_for_padding_is_no_other_model(tmp_path):
+    write_tokenizer(tmp_path / "words.json", *map(str, range(LLAMA.vocab - 1)))
+    padded = tokenizers.Tokenizer.from_file(str(tmp_path / "words.json"))
+    padded.add_special_tokens(["<pad>"])
+    padded.save(str(tmp_path / "words.json"))
+    model, out = tmp_path / "model", tmp_path / "out"
+    hf.save(model, filled(variant()))
+    assert convert(model, out, "--tokenizer", tmp_path / "words.json") == 0
+
+
 def test_a_tokenizer_that_begins_texts_otherwise_than_training_is_noted(tmp_path, capsys):
     run = checkpoint_in(tmp_path / "run")
     trained_here = {"model": json_of(variant()), "data": {}}

@@ -3,6 +3,7 @@
 import argparse
 import errno
 import importlib
+import io
 import os
 import subprocess
 import sys
@@ -123,6 +124,13 @@ sys.exit(cli.main(["plot", "x"]))
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "TypeError" in done.stderr
+
+
+def test_what_the_encoding_of_the_output_lacks_is_escaped(command, monkeypatch):
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
+    ended, _ = command(lambda: print("fü→"))
+    assert (ended, out.getvalue()) == (0, b"f\\xfc\\u2192\n")
 
 
 def test_debug_adds_the_traceback_without_control_characters(command):

@@ -104,6 +104,22 @@ def test_a_function_that_makes_no_transformation_is_refused():
         make_optimizer(config)
 
 
+def test_a_function_that_fails_is_named():
+    config = dataclasses.replace(small(), optimizer=lambda schedule: optax.adam(schedule, nope=3))
+    with pytest.raises(UserError, match=r"transformation=.*<lambda> fails: TypeError: .*'nope'"):
+        make_optimizer(config)
+
+
+def test_a_class_of_transformations_is_no_transformation():
+    class Mine:
+        def init(self, params): ...
+
+        def update(self, grads, state, params=None): ...
+
+    with pytest.raises(UserError, match="is neither an optax transformation"):
+        OptimizerConfig(transformation=Mine)
+
+
 @pytest.mark.parametrize(
     ("needing_more", "what"),
     [

@@ -306,3 +306,14 @@ def test_a_file_that_makes_no_config_is_refused(tmp_path, text, function, error,
 def test_a_file_that_is_not_there_is_refused():
     with pytest.raises(FileNotFoundError, match=r"There is no config file missing\.py"):
         load_config("missing.py")
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [(optax.sgd(1e-3), "learning_rate", "3e-4"), (optax.sgd, "b1", "0.9")],
+)
+def test_a_setting_without_effect_is_refused_also_at_its_default(given, name, value):
+    config = dataclasses.replace(SMALL, optimizer=given)
+    assert override(config, ["--optimizer.clip_norm", "1.0"]).optimizer.clip_norm == 1
+    with pytest.raises(UserError, match=rf"optimizer\.{name}=.* is a setting of the"):
+        override(config, [f"--{name}", value])

@@ -235,3 +235,17 @@ def test_the_end_of_text_is_written_once(out):
         path = out / "generation_config.json"
         assert (json.loads(path.read_text())["eos_token_id"] if path.exists() else None) == written
     folder.release()
+
+
+def test_the_current_folder_is_not_moved_away(saved, out, monkeypatch):
+    monkeypatch.chdir(out)
+    with pytest.raises(
+        UserError, match=r"cannot be moved to \S+ out of the way: It is the current"
+    ):
+        claim(small(out=".", resume=False))
+
+
+def test_a_dangling_link_takes_no_place_of_a_moved_run(saved, out):
+    out.with_name(f"{out.name}.1").symlink_to("gone")
+    claim(small(out=str(out), resume=False))
+    assert out.with_name(f"{out.name}.2").is_dir()

@@ -164,10 +164,15 @@ def test_a_metric_of_the_config_is_measured_in_the_step():
     state, (report,) = with_metrics(metrics).run(random_batches(1))
     np.testing.assert_allclose(report.metrics["weight_norm"], norm_of(state.params), rtol=1e-5)
     assert report.metrics["loss_again"] == report.loss
-    with pytest.raises(UserError, match=r"metrics\['grads'\] returns an array of shape \[2\]"):
-        _ = with_metrics({"grads": lambda step: jnp.zeros(2)}).program
-    with pytest.raises(UserError, match=r"metrics\['grads'\] returns a tree of arrays, and must"):
-        _ = with_metrics({"grads": lambda step: step.grads}).program
+    for measure, what in (
+        (lambda step: jnp.zeros(2), r"float32\[2\]"),
+        (lambda step: step.grads, "a tree of arrays"),
+        (lambda step: step.loss + 1j, "complex64"),
+        (lambda step: jax.random.key(0), r"key<fry>"),
+        (lambda step: "many", "<class 'str'>"),
+    ):
+        with pytest.raises(UserError, match=rf"metrics\['m'\] returns {what}, and must return one"):
+            _ = with_metrics({"m": measure}).program
 
 
 # Sums over devices are added in another order: some 2^-24 times the root of their length in a loss.

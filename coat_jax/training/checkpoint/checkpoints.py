@@ -26,8 +26,12 @@ import jax
 from coat_jax import writing
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
-from coat_jax.optax.checkpoint import require_stored_like, restore_state
-from coat_jax.optax.host_memory import copy_hosted
+from coat_jax.optax.checkpoint import (
+    require_storable,
+    require_stored_like,
+    restore_state,
+    storable,
+)
 from coat_jax.training.checkpoint.manifest import DamagedCheckpoint
 from coat_jax.training.checkpoint.step_folders import RECORD, StepFolders
 from coat_jax.training.cluster.agreement import on_first
@@ -119,7 +123,7 @@ class Checkpoints:
             with write_failures(self.folder, _name(step), size):
                 on_first(lambda: self._prepare(step, size))
                 # In the background, while steps go on and overwrite what is in host memory.
-                self._orbax.save(self._folders.unfinished(step) / STATE, copy_hosted(state))
+                self._orbax.save(self._folders.unfinished(step) / STATE, storable(state))
             self._writing = step, self._background.submit(self._complete, step, record, size)
         if wait:
             self.wait()
@@ -148,10 +152,14 @@ class Checkpoints:
     def require_like(self, like: Any) -> int | None:
         """The step to resume from, None without any; raises UserError if it does not match `like`.
 
-        Called before the step is compiled, so that a run is refused early. Every byte is checked;
-        `restore` does not check it again.
+        Called before the step is compiled, so that a run is refused early, also one whose state
+        cannot be saved. Every byte is checked; `restore` does not check it again.
         """
         self.wait()
+        try:
+            require_storable(like)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"The state of this run cannot be saved. {error}") from error
         if on_first(self._folders.steps):
             self._checked = on_first(lambda: self._choose(None))
             require_stored_like(self._folders.finished(self._checked) / STATE, like)

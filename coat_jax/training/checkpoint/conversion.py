@@ -236,7 +236,8 @@ def _companions(source: Path, tokenizer: str | Path | None, vocab: int) -> Compa
     companions = read_companions(source)
     if tokenizer is not None:
         known, companions[TOKENIZER] = tokenizers.read(tokenizer)
-        needed = max(known.get_vocab().values()) + 1
+        # Tokens may have been added, such as one for padding, which the model never sees.
+        needed = max(known.get_vocab(with_added_tokens=False).values(), default=-1) + 1
         if needed > vocab:
             raise UserError(
                 f"{tokenizer} has a vocabulary of {needed:,}, and the model one of {vocab:,}: it "

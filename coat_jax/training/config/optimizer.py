@@ -1,7 +1,7 @@
 """How a run is optimized: AdamW in 8 bits or FP32, or any transformation of optax."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
 
 import optax
@@ -100,22 +100,25 @@ class OptimizerConfig:
                 "transformation nor a function that makes one from a schedule, as in lambda "
                 "schedule: optax.lion(schedule)."
             )
-        if given := self._changed(OF_ADAMW):
+        default = {field.name: field.default for field in dataclasses.fields(self)}
+        self.require_used([name for name in default if getattr(self, name) != default[name]])
+
+    def require_used(self, names: Collection[str]) -> None:
+        """Raises if a field among these has no effect, because there is a transformation."""
+        if self.transformation is None:
+            return
+        if given := next((name for name in OF_ADAMW if name in names), None):
             raise UserError(
                 f"optimizer.{given}={getattr(self, given)!r} is a setting of the named "
                 "optimizers, and this config has a transformation. Set it in the transformation."
             )
-        if not self.follows_schedule and (given := self._changed(OF_SCHEDULE)):
+        given = next((name for name in OF_SCHEDULE if name in names), None)
+        if given and not self.follows_schedule:
             raise UserError(
                 f"optimizer.{given}={getattr(self, given)!r} is a setting of the schedule, and "
                 "this config's transformation has a learning rate of its own. Let a function make "
                 "it from the schedule, as in lambda schedule: optax.lion(schedule)."
             )
-
-    def _changed(self, names: Sequence[str]) -> str | None:
-        """The first of some fields that does not have its default."""
-        default = {field.name: field.default for field in dataclasses.fields(self)}
-        return next((name for name in names if getattr(self, name) != default[name]), None)
 
     @property
     def follows_schedule(self) -> bool:
@@ -147,8 +150,9 @@ def is_optimizer(value: Any) -> bool:
 
 
 def is_transformation(value: Any) -> TypeGuard[optax.GradientTransformation]:
-    """Whether a value is a transformation of optax."""
-    return callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))
+    """Whether a value is a transformation of optax, and not a class of them."""
+    functions = getattr(value, "init", None), getattr(value, "update", None)
+    return all(map(callable, functions)) and not isinstance(value, type)
 
 
 def function_name(value: Callable[..., Any]) -> str:

@@ -85,7 +85,7 @@ def _picture(
             axes.set_xlim(0, 1.015 * longest)
             axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.10g}")
         for key in small:
-            panels[key].set_title(small[key], parse_math=False)
+            panels[key].set_title(printable(small[key]), parse_math=False)
             panels[key].locator_params(axis="x", nbins=5)
             window = 1 if key == "learning_rate" else smooth
             _curves(panels[key], key, loaded, looks, over=over, smooth=window, divisor=divisor)

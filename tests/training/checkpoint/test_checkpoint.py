@@ -117,6 +117,21 @@ def test_a_state_comes_back_on_any_mesh(two, shape):
         assert got.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
 
 
+def test_random_keys_in_a_state_come_back(folder):
+    state = {"w": jnp.arange(3.0), "key": jax.random.key(3)}
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, state, {}, wait=True)
+        restored = checkpoints.restore(state).state
+    assert jax.random.key_data(restored["key"]).tolist() == [0, 3]
+    assert restored["key"].dtype == state["key"].dtype
+
+
+def test_a_state_that_cannot_be_saved_is_refused_before_a_run(folder):
+    message = r"cannot be saved\. \['empty'\] has shape \(0,\)"
+    with Checkpoints(folder) as checkpoints, pytest.raises(UserError, match=message):
+        checkpoints.require_like({"w": jnp.ones(2), "empty": jnp.ones(0)})
+
+
 def test_an_older_step_can_be_asked_for(two):
     restored = Checkpoints(two).restore(like(state_of(1)), step=1)
     assert_same_bits(restored.state, state_of(1))

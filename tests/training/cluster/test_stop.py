@@ -1,5 +1,6 @@
 """Processes stop at the same step after a signal to one of them."""
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -22,6 +23,17 @@ def test_one_process_notes_a_signal_and_continues(number):
         assert stop.requested()
         assert stop.requested()
     assert signal.getsignal(number) is before
+
+
+def test_an_interrupt_that_python_lost_is_raised_again():
+    """As in a callback of the garbage collector, which may raise nothing."""
+    before = signal.getsignal(signal.SIGINT)
+    with Stop() as stop:
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            stop.requested()
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_signal_that_nohup_ignores_stays_ignored(monkeypatch):
