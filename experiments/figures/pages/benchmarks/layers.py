@@ -1,5 +1,6 @@
 """A layer in docs/benchmarks.md: its time, what it saves; memory of configs; compilation."""
 
+from experiments import gpu_suite
 from experiments.figures.compare import Figure, Given, Sentence, Table
 from experiments.figures.measured.files import GB, bold, of, ratio
 from experiments.figures.measured.layers import (
@@ -143,6 +144,12 @@ FIGURES: list[Figure] = [
     Sentence(
         "The step of `llama2_7b:one_gpu` compiled in {:.1f} s the first time, and in {:.1f} s from",
         lambda: tuple(of("gpu_suite")["llama2_7b"][key] for key in ("compile_seconds", "warm")),
+    ),
+    Sentence("The limits are {:.0f} s and {:.0f} s", lambda: (gpu_suite.COLD, gpu_suite.WARM)),
+    Given(
+        "about 1.4 times as long to compile as in the run before it, on another machine with an "
+        "H100, where the two times were 36.4 s and 8.4 s",
+        "results/gpu_suite.json of commit 57a6a61",
     ),
     Sentence(
         "took {:.2f} ms with FP32 parameters, {:.2f} ms with BF16 ones and {:.2f} ms where these "
