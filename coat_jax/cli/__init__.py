@@ -46,8 +46,8 @@ BAD_INPUT, INTERRUPTED = UserError.exit_code, 130
 # How argparse begins errors.
 MISSING = "the following arguments are required"
 UNKNOWN = "unrecognized arguments: "
-UNICODE = ("utf-8", "utf8")
 NO_READER = 141  # what shells report of a program that SIGPIPE ended
+UNICODE = ("utf-8", "utf8")  # encodings that have every character
 
 
 class Parser(argparse.ArgumentParser):

@@ -15,5 +15,6 @@ minifloat       small floats of any shape, simulated
 integer_format  integers of any width, simulated
 quantizer       any of these formats with scales of any kind
 mesh_axes       the axes over which an array is sharded
+explicit_axes   ops on arrays that are sharded over explicit axes
 programs        a function as one compiled program, also outside of `jit`
 """

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array
 
 from coat_jax.numerics import mesh_axes
@@ -29,9 +29,23 @@ def shard_inside(op: Callable[..., Any], result: Callable[[], Any], *arrays: Any
         result: gives the PartitionSpecs of what `op` returns; called only if they matter.
         arrays: trees of arrays and None.
     """
-    if not any(mesh_axes.names(entry) for leaf in jax.tree.leaves(arrays) for entry in spec(leaf)):
+    mesh = next(
+        (
+            jax.typeof(leaf).sharding.mesh
+            for leaf in jax.tree.leaves(arrays)
+            if any(map(mesh_axes.names, spec(leaf)))
+        ),
+        None,
+    )
+    if mesh is None:
         return op(*arrays)
-    return jax.sharding.auto_axes(op, out_sharding=result())(*arrays)
+    explicit = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    ]
+    with jax.sharding.use_abstract_mesh(mesh):  # which need not be set
+        return jax.sharding.auto_axes(op, axes=tuple(explicit), out_sharding=result())(*arrays)
 
 
 def spec(array: Array) -> tuple[Entry, ...]:

@@ -34,7 +34,7 @@ def varying_like(array: Array, other: Array) -> Array:
 def automatic_mesh() -> AbstractMesh | None:
     """The mesh over which XLA shards what is being traced; None with fewer than two devices.
 
-    Also None inside `jax.shard_map` and under explicit sharding, where the user decides.
+    Also None inside `jax.shard_map`, and over explicit axes, but for what is inside an op.
     """
     mesh = jax.sharding.get_abstract_mesh()
     automatic = all(axis == AxisType.Auto for axis in mesh.axis_types)

@@ -14,7 +14,7 @@
     DotGeneral, Einsum               drop-ins for `lax.dot_general` and `jnp.einsum`
 
 Linear layers, MLPs, attention, norms and activations take a `coat.Precision`. All work on
-arrays, so any framework can call them, under `jit` and on meshes whose axes are of type `Auto`.
+arrays, so any framework can call them, under `jit` and on any mesh.
 Inside `jax.shard_map` they need `check_vma=False`.
 """
 

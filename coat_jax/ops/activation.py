@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from coat_jax import watching
@@ -56,7 +57,12 @@ def activate(
     blocks = () if precision.block is None else tuple(f"{n}/saved" for n in NAMES[: len(hidden)])
     op = partial(_activate, precision, activation)
     probe = watching.probe("activate", blocks)
-    return shard_inside(op, lambda: joined(*spec(gate)), hidden, probe)
+
+    def result() -> PartitionSpec:
+        pairs = zip(*map(spec, hidden), strict=True)
+        return joined(*(next(filter(None, pair), None) for pair in pairs))
+
+    return shard_inside(op, result, hidden, probe)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -50,8 +50,8 @@ class DotGeneral:
     ) -> Float[Array, "..."]:
         """Contracts `lhs` with the weight `rhs`; lax's own `precision` has no meaning here.
 
-        Over explicit axes of a mesh, the result is sharded like the axes of input and weight that
-        it has, or as `out_sharding` says.
+        Over explicit axes of a mesh, each axis of the result is sharded like the axis of the input
+        or weight that it comes from, or as `out_sharding` says.
         """
         del precision
         (left, right), (left_batch, right_batch) = dimension_numbers

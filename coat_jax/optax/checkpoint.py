@@ -23,9 +23,6 @@ from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.optax.host_memory import copy_hosted
 
-# What orbax raises for damaged files, besides Exception itself.
-DAMAGED = (KeyError, OSError, ValueError)
-
 
 def save_state(path: str | Path, state: Any) -> None:
     """Writes a state to a new directory, and returns when it is complete.
@@ -61,7 +58,7 @@ def restore_state(path: str | Path, like: Any) -> Any:
         try:
             restored = checkpointer.restore(expanded(path).absolute(), arrays)
         except Exception as error:
-            if type(error) is not Exception and not isinstance(error, DAMAGED):
+            if type(error) is not Exception:  # what orbax raises for files that it cannot read
                 raise
             raise UserError(
                 f"The checkpoint at {path} cannot be read: files are damaged or missing. Restore "

@@ -87,7 +87,9 @@ def explaining_states(tx: optax.GradientTransformation, state: Any, params: Any)
     try:
         yield
     except (AttributeError, TypeError, ValueError) as error:
-        difference = _difference(state, jax.eval_shape(tx.init, params))
+        difference = None
+        with contextlib.suppress(Exception):  # some `init` need numbers, not only shapes
+            difference = _difference(state, jax.eval_shape(tx.init, params))
         if difference is None:
             raise
         raise ValueError(

@@ -23,12 +23,13 @@ def followed_indices(state: Any, params: optax.Params) -> list[int | None]:
     """For each leaf of `state` the index of the parameter that it follows, or None.
 
     A scalar whose path ends like a parameter's may be a counter or a setting. It never follows an
-    array; and it follows a scalar only if leaves of other parameters are beside it.
+    array; and it follows one of several parameters only if leaves of others are beside it.
     """
     named = jax.tree.leaves_with_path(optimized(params))
     by_path = {path: index for index, (path, _) in enumerate(named)}
     leaves = jax.tree.leaves_with_path(state)
-    paths = {path for path, _ in leaves}
+    masked = jax.tree.leaves_with_path(state, is_leaf=lambda n: isinstance(n, optax.MaskedNode))
+    paths = {path for path, _ in (*leaves, *masked)}
 
     def followed(path: tuple[Any, ...], leaf: Any) -> int | None:
         """The parameter whose path is the longest ending of `path`."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
@@ -117,6 +117,33 @@ def test_ops_compute_the_same_and_results_are_sharded_like_their_arguments(name)
     for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         scale = float(np.abs(other).max())
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-6 * scale)
+
+
+@pytest.mark.parametrize("name", ["linear", "norm_qkv", "norm"])
+def test_the_mesh_need_not_be_set(name):
+    op, arrays, specs, wanted = CASES[name]
+    shardings = (NamedSharding(mesh(), spec) for spec in specs)
+    found = jax.jit(op)(*map(jax.device_put, arrays, shardings))
+    assert_specs(found, wanted)
+    for one, other in zip(*map(jax.tree.leaves, (found, jax.jit(op)(*arrays))), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["linear", "norm", "attention"])
+def test_some_axes_may_be_manual(name):
+    """Each shard over `data` computes by itself; `model` is explicit within."""
+    op, arrays, _, _ = CASES[name]
+    rows = P("data") if name != "linear" else (P("data"), P())
+    arrays = arrays if name != "norm" else (arrays[0], np.repeat(arrays[1][None], 8, 0))
+    function = op if name != "norm" else lambda x, s: op(x, s[0])
+    with jax.set_mesh(mesh()):
+        by_shards = jax.shard_map(
+            function, in_specs=rows, out_specs=P("data"), axis_names={"data"}, check_vma=False
+        )
+        split = P(None, None, "model")
+        placed = jax.device_put(arrays[0], split), *arrays[1:]
+        found = jax.jit(by_shards)(*placed)
+    np.testing.assert_allclose(found, jax.jit(function)(*arrays), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("columns", ["model", None])

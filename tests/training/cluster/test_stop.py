@@ -27,13 +27,16 @@ def test_one_process_notes_a_signal_and_continues(number):
 
 def test_an_interrupt_that_python_lost_is_raised_again():
     """As in a callback of the garbage collector, which may raise nothing."""
-    before = signal.getsignal(signal.SIGINT)
-    with Stop() as stop:
-        with contextlib.suppress(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            stop.requested()
-    assert signal.getsignal(signal.SIGINT) is before
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
+    try:
+        with Stop() as stop:
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                stop.requested()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_signal_that_nohup_ignores_stays_ignored(monkeypatch):
