@@ -133,15 +133,14 @@ def test_the_mesh_need_not_be_set(name):
 def test_some_axes_may_be_manual(name):
     """Each shard over `data` computes by itself; `model` is explicit within."""
     op, arrays, _, _ = CASES[name]
-    rows = P("data") if name != "linear" else (P("data"), P())
     arrays = arrays if name != "norm" else (arrays[0], np.repeat(arrays[1][None], 8, 0))
     function = op if name != "norm" else lambda x, s: op(x, s[0])
+    rows = P("data"), *(P() if name == "linear" else P("data") for _ in arrays[1:])
     with jax.set_mesh(mesh()):
         by_shards = jax.shard_map(
             function, in_specs=rows, out_specs=P("data"), axis_names={"data"}, check_vma=False
         )
-        split = P(None, None, "model")
-        placed = jax.device_put(arrays[0], split), *arrays[1:]
+        placed = map(jax.device_put, arrays, (P("data", None, "model"), *rows[1:]))
         found = jax.jit(by_shards)(*placed)
     np.testing.assert_allclose(found, jax.jit(function)(*arrays), rtol=1e-5, atol=1e-5)
 
