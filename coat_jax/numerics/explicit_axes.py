@@ -50,8 +50,9 @@ def shard_inside(op: Callable[..., Any], result: Callable[[], Any], *arrays: Any
 
 def spec(array: Array) -> tuple[Entry, ...]:
     """The mesh axes that each axis of an array is explicitly sharded over; None without any."""
-    found = tuple(getattr(jax.typeof(array).sharding, "spec", ()))
-    return found + (None,) * (jax.numpy.ndim(array) - len(found))
+    kind = jax.typeof(array)
+    found = tuple(getattr(kind.sharding, "spec", ()))
+    return found + (None,) * (kind.ndim - len(found))
 
 
 def joined(*entries: Entry) -> PartitionSpec:

@@ -7,7 +7,7 @@ Several weights can share one input, which is saved once: query, key and value, 
 full precision both functions save x itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -66,11 +66,7 @@ def linear(
     require_layers("linear", x.shape[-1], ws, bs)
     mode = mode_of(precision, implementation)
     probe = recording.probe_of_layers("linear", mode, _names(ws))
-
-    def op(x: Array, *rest: Any) -> Outputs:
-        return _with_rows_of(x, _linear(mode, as_3d(x), *rest))
-
-    outputs = shard_inside(op, partial(_specs, x, ws), x, ws, bs, probe)
+    outputs = _on_rows(partial(_linear, mode), ws, x, ws, bs, probe)
     return outputs if isinstance(weights, Sequence) else outputs[0]
 
 
@@ -99,21 +95,21 @@ def norm_linear(
     require_layers("norm_linear", x.shape[-1], ws, bs)
     mode = mode_of(precision, implementation)
     probe = recording.probe_of_layers("norm_linear", mode, _names(ws), blocks=("saved",))
-
-    def op(x: Array, *rest: Any) -> Outputs:
-        return _with_rows_of(x, _norm_linear(mode, as_3d(x), *rest))
-
-    outputs = shard_inside(op, partial(_specs, x, ws), x, norm, ws, bs, probe)
+    outputs = _on_rows(partial(_norm_linear, mode), ws, x, norm, ws, bs, probe)
     return outputs if isinstance(weights, Sequence) else outputs[0]
 
 
-def _with_rows_of(x: Array, outputs: Outputs) -> Outputs:
-    return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs)
+def _on_rows(layer: Callable[..., Outputs], weights: Weights, x: Array, *rest: Any) -> Outputs:
+    """`layer(x, *rest)`, whose outputs have the rows of x, and the columns of the weights."""
 
+    def op(x: Array, *rest: Any) -> Outputs:
+        return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in layer(as_3d(x), *rest))
 
-def _specs(x: Array, weights: Weights) -> tuple[PartitionSpec, ...]:
-    """The outputs' rows are sharded like those of x, their columns like those of the weight."""
-    return tuple(joined(*spec(x)[:-1], spec(w)[-1]) for w in weights)
+    def result() -> tuple[PartitionSpec, ...]:
+        return tuple(joined(*spec(x)[:-1], spec(w)[-1]) for w in weights)
+
+    outputs: Outputs = shard_inside(op, result, x, *rest)
+    return outputs
 
 
 def _names(weights: Weights) -> tuple[str, ...]:

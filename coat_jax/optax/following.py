@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from coat_jax.optax.masks import is_left_out
+
 
 def followed_params(state: Any, params: optax.Params) -> list[Any]:
     """For each leaf of `state` the parameter that it follows, or None."""
@@ -27,9 +29,7 @@ def followed_indices(state: Any, params: optax.Params) -> list[int | None]:
     """
     named = jax.tree.leaves_with_path(optimized(params))
     by_path = {path: index for index, (path, _) in enumerate(named)}
-    leaves = jax.tree.leaves_with_path(state)
-    masked = jax.tree.leaves_with_path(state, is_leaf=lambda n: isinstance(n, optax.MaskedNode))
-    paths = {path for path, _ in (*leaves, *masked)}
+    paths = {path for path, _ in jax.tree.leaves_with_path(state, is_leaf=is_left_out)}
 
     def followed(path: tuple[Any, ...], leaf: Any) -> int | None:
         """The parameter whose path is the longest ending of `path`."""
@@ -38,15 +38,14 @@ def followed_indices(state: Any, params: optax.Params) -> list[int | None]:
         if start is None:
             return None
         index = by_path[path[start:]]
-        if jnp.ndim(leaf) == 0 and len(named) > 1:
+        if jnp.ndim(leaf) == 0:
             beside = (path[:start] + other for other, _ in named if other != path[start:])
-            if paths.isdisjoint(beside):
+            alone = len(named) > 1 and paths.isdisjoint(beside)
+            if alone or jnp.ndim(named[index][1]) > 0:
                 return None
-        if jnp.ndim(leaf) == 0 and jnp.ndim(named[index][1]) > 0:
-            return None
         return index
 
-    return [followed(path, leaf) for path, leaf in leaves]
+    return [followed(path, leaf) for path, leaf in jax.tree.leaves_with_path(state)]
 
 
 def optimized(params: optax.Params) -> optax.Params:

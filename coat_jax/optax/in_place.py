@@ -114,8 +114,9 @@ def in_place(
             in_fp32(grads),
         )
         wide = join_params(params, state) if correct_params else params
-        with explaining_states(inner_tx, before.inner, in_fp32(wide)):
-            updates, inner = inner_tx.update(scaled, before.inner, in_fp32(wide), **extra_args)
+        in_full = in_fp32(wide)
+        with explaining_states(inner_tx, before.inner, in_full):
+            updates, inner = inner_tx.update(scaled, before.inner, in_full, **extra_args)
             _require_unchanged(before.inner, inner)
         count = optax.safe_increment(before.count)
         new = InPlaceState(count, inner)

@@ -6,7 +6,7 @@ import numpy as np
 
 from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured.files import FOLDER
-from experiments.figures.pages.reasons import PUBLISHED, SETTING
+from experiments.figures.pages.reasons import ARITHMETIC, PUBLISHED, SETTING
 from experiments.stability import events, prediction, results, statistics, train
 from experiments.stability.arms import BASELINE
 from experiments.stability.results import Conditions
@@ -153,7 +153,7 @@ PAGE = Page(
         Table("stability_losses_5m", losses_5m),
         Sentence("learns to a loss of {:.1f}", lambda: (learnt_without_scales(),)),
         Table("stability_constant", failures_at_constant_rates),
-        Given("A share of 0.5 is chance", PUBLISHED),
+        Given("A share of 0.5 is chance", ARITHMETIC),
         Table("stability_warnings", warnings_at_constant_rates),
         Sentence("{:.0f} of {:.0f} runs in E4M3 without scales had one", spiked_without_scales),
         Sentence("median over {:.0f} % of its steps", lambda: percent(events.SMOOTH)),
