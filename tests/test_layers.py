@@ -25,7 +25,7 @@ PACKAGE = Path(coat_jax.__file__).parent
 LAYERS = [
     ("errors", "numerics", "printable"),
     ("files", "limits", "token_readers", "writing"),
-    ("precision", "storage", "tokenizers"),
+    ("manifest", "precision", "storage", "tokenizers"),
     ("watching",),
     ("kernels",),
     ("ops",),

@@ -8,15 +8,18 @@
 
 `scale_by_fp8_adam` computes u; `fp8_adamw` chains it with weight decay and the learning rate,
 with the argument names and defaults of `optax.adamw`. The state is 2.08 bytes per parameter
-instead of 8. Arithmetic is in FP32 whatever the dtypes; updates have the gradients' dtype, as
-in optax.
+instead of 8. Arithmetic is in FP32 whatever the dtypes; updates have the dtype to which gradients
+and parameters promote, as in optax.
 """
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.optax.arguments import require_hyper, require_lasting, require_settings
+from coat_jax.optax.checks import dtype_of, require_real_floats
 from coat_jax.optax.masks import Mask, checked_mask, require_mask
 from coat_jax.optax.state import ScaleByFP8AdamState, init_state, step_tree
 from coat_jax.storage import Storage
@@ -59,13 +62,24 @@ def scale_by_fp8_adam(
     def update(
         updates: optax.Updates, state: ScaleByFP8AdamState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByFP8AdamState]:
-        del params
+        if params is not None:
+            updates = _promoted(updates, params)
         directions, state, _ = step_tree(
             None, updates, state, hyper, settings, implementation=implementation
         )
         return directions, state
 
     return optax.GradientTransformation(init, update)
+
+
+def _promoted(updates: optax.Updates, params: optax.Params) -> optax.Updates:
+    """Updates in the dtype to which they and their parameters promote."""
+    require_real_floats(updates)
+    if jax.tree.structure(updates) != jax.tree.structure(params):
+        return updates
+    return jax.tree.map(
+        lambda g, p: jnp.astype(g, jnp.promote_types(dtype_of(g), dtype_of(p))), updates, params
+    )
 
 
 def fp8_adamw(

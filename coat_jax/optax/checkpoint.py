@@ -5,6 +5,9 @@ another format, or with another group size, would be wrong numbers. So `restore_
 compares the stored shapes and dtypes with the expected ones. The mesh may be another one: the
 restored state has the shardings of the expected one.
 
+A saved state has a manifest with checksums of its files, which `restore_state` compares first,
+because orbax returns some damaged files as wrong numbers.
+
 Besides arrays, a state may have typed random keys, which are stored as integers, and Python
 numbers, which are stored as arrays without axes. Both are restored with their types.
 
@@ -19,13 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from coat_jax import manifest
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.optax.host_memory import copy_hosted
 
 
 def save_state(path: str | Path, state: Any) -> None:
-    """Writes a state to a new directory, and returns when it is complete.
+    """Writes a state and checksums of its files to a new directory; returns when it is complete.
 
     Args:
         path: the directory, which must not exist.
@@ -39,10 +43,15 @@ def save_state(path: str | Path, state: Any) -> None:
     require_storable(state)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, storable(state))
+    if jax.process_index() == 0:
+        manifest.write(path)
 
 
 def restore_state(path: str | Path, like: Any) -> Any:
     """Reads a state from `path`, with the structure and shardings of `like`.
+
+    Every byte is compared with the checksums that `save_state` wrote. A directory without any, as
+    orbax itself writes one, is restored without this check.
 
     Args:
         path: a directory that `save_state` wrote.
@@ -50,13 +59,21 @@ def restore_state(path: str | Path, like: Any) -> Any:
             params)` gives them, with shardings where the state is to be sharded. (`eval_shape`
             forgets where `in_host_memory` keeps a state: give `init(params)` itself there.) Random
             keys are restored with the implementation that they have in `like`.
+
+    Raises:
+        FileNotFoundError: if there is no such directory.
+        DamagedCheckpoint: if its files are not what was written.
+        UserError: if the state in it has other leaves, shapes or dtypes than `like`.
     """
     import orbax.checkpoint as ocp
 
+    folder = expanded(path).absolute()
+    if (folder / manifest.NAME).exists():
+        manifest.check(folder)
     arrays = require_stored_like(path, like)
     with ocp.StandardCheckpointer() as checkpointer:
         try:
-            restored = checkpointer.restore(expanded(path).absolute(), arrays)
+            restored = checkpointer.restore(folder, arrays)
         except Exception as error:
             if type(error) is not Exception:  # what orbax raises for files that it cannot read
                 raise

@@ -233,13 +233,16 @@ def test_the_direction_has_the_dtype_of_the_gradients_and_is_computed_in_fp32():
         np.testing.assert_allclose(leaf, leaf32, rtol=2.0**-22)
 
 
-def test_parameters_keep_their_dtype_whatever_the_gradients_have():
+def test_updates_and_parameters_have_the_dtypes_that_they_have_in_optax():
     pairs = [(p, g) for p in DTYPES for g in DTYPES]
     params = [jnp.ones((2, 128), p) for p, _ in pairs]
     drawn = gradients(params, 1)
     grads = [jnp.asarray(d[0], g) for d, (_, g) in zip(drawn, pairs, strict=True)]
     tx = fp8_adamw(1e-2, storage=FP8)
     updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    adamw = optax.adamw(1e-2)
+    theirs, _ = jax.eval_shape(adamw.update, grads, adamw.init(params), params)
+    assert [u.dtype for u in updates] == [u.dtype for u in theirs]
     for new, grad, (dtype, _) in zip(
         optax.apply_updates(params, updates), grads, pairs, strict=True
     ):

@@ -1,5 +1,7 @@
 """A saved state comes back bit for bit, on any mesh, or not at all."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -228,7 +230,28 @@ def test_a_number_that_a_jitted_step_made_an_array_comes_back_as_a_number(tmp_pa
         restore_state(tmp_path / "state", {**fresh, "step": 0.0})
 
 
-def test_a_damaged_checkpoint_is_named(saved, monkeypatch):
+def test_a_flipped_bit_is_found_wherever_it_is(saved, tmp_path):
+    """Orbax by itself returns some of these states with a wrong number."""
+    path, state = saved
+    damaged = shutil.copytree(path, tmp_path / "state")
+    for file in [file for file in damaged.rglob("*") if file.is_file() and file.stat().st_size]:
+        content = file.read_bytes()
+        middle = len(content) // 2
+        file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        with pytest.raises(UserError, match="state is damaged: "):
+            restore_state(damaged, state)
+        file.write_bytes(content)
+    assert_equal(restore_state(damaged, state), state)
+
+
+def test_a_state_that_orbax_wrote_has_no_checksums_and_is_restored(saved, tmp_path):
+    path, state = saved
+    plain = shutil.copytree(path, tmp_path / "state")
+    (plain / "manifest.json").unlink()
+    assert_equal(restore_state(plain, state), state)
+
+
+def test_files_that_orbax_cannot_read_are_named(saved, monkeypatch):
     """Orbax raises Exception itself; reading real damage leaves coroutines that warn much later."""
     path, state = saved
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from train_cases import small
 
+from coat_jax import manifest
 from coat_jax.errors import UserError
 from coat_jax.training import resume_rules
-from coat_jax.training.checkpoint import manifest
 from coat_jax.training.checkpoint.weights import model_config, read_config_json
 from coat_jax.training.run_folder import RunFolder
 from coat_jax.writing import NotWritten

@@ -2,7 +2,6 @@
 
 checkpoints     states of a run, written in the background
 step_folders    one folder for each step, complete or absent
-manifest        checksums that reveal damage
 position        what a checkpoint stores besides the state
 weights         the parameters without the rest of the state
 conversion      to and from Hugging Face folders, and to 8 bits

@@ -26,13 +26,13 @@ import jax
 from coat_jax import writing
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
+from coat_jax.manifest import DamagedCheckpoint
 from coat_jax.optax.checkpoint import (
     require_storable,
     require_stored_like,
     restore_state,
     storable,
 )
-from coat_jax.training.checkpoint.manifest import DamagedCheckpoint
 from coat_jax.training.checkpoint.step_folders import RECORD, StepFolders
 from coat_jax.training.cluster.agreement import on_first
 from coat_jax.training.cluster.distributed import is_main

@@ -19,9 +19,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from coat_jax import manifest
 from coat_jax.errors import UserError
-from coat_jax.training.checkpoint import manifest
-from coat_jax.training.checkpoint.manifest import DamagedCheckpoint, damaged
+from coat_jax.manifest import DamagedCheckpoint, damaged
 from coat_jax.writing import UNFINISHED, flush
 
 RECORD = "record.json"

@@ -5,7 +5,7 @@
     write     a folder like a run's, with one checkpoint that holds parameters only
 
 A checkpoint stores each array in chunks. One chunk at a time is in memory, so a model may be larger
-than memory. Files are checked before they are read: see `coat_jax.training.checkpoint.manifest`.
+than memory. Files are checked before they are read: see `coat_jax.manifest`.
 """
 
 import contextlib

@@ -14,12 +14,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from coat_jax import writing
+from coat_jax import manifest, writing
 from coat_jax.errors import UserError
+from coat_jax.manifest import DamagedCheckpoint
 from coat_jax.optax import Storage, fused_fp8_adamw
-from coat_jax.training.checkpoint import manifest
 from coat_jax.training.checkpoint.checkpoints import Checkpoints, worth_keeping
-from coat_jax.training.checkpoint.manifest import DamagedCheckpoint
 from coat_jax.writing import DiskFull
 
 

@@ -18,7 +18,8 @@ import pytest
 from forks import Fork
 from processes import SECONDS
 
-from coat_jax.training.checkpoint import Checkpoints, manifest
+from coat_jax import manifest
+from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.writing import DiskFull
 
 SIZE = 1 << 16

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from coat_jax import writing
+from coat_jax import manifest, writing
 from coat_jax.errors import UserError
-from coat_jax.training.checkpoint import manifest
-from coat_jax.training.checkpoint.manifest import DamagedCheckpoint
+from coat_jax.manifest import DamagedCheckpoint
 from coat_jax.training.checkpoint.step_folders import StepFolders
 
 
