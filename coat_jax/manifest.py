@@ -84,7 +84,7 @@ def _check(folder: Path, only: str | None) -> None:
 
 def _recorded(folder: Path) -> dict[str, tuple[int, int]]:
     """The size and checksum of each file."""
-    if not (folder / NAME).is_file():  # nor may it be a device: reading one may never end
+    if not (folder / NAME).is_file():  # or is a device: reading one may never end
         damaged(folder, f"{NAME} is missing")
     try:
         recorded = json.loads((folder / NAME).read_text("utf-8"))

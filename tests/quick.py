@@ -34,9 +34,9 @@ FLAGS = flags(OPTIONS)
 def share_contexts() -> None:
     """Lets ten programs in a row be lowered in one context of MLIR, as later releases of JAX do.
 
-    To make one takes a quarter of the time that a program of one operation needs. In a context,
-    types and locations stay that programs had, so there must be others. A program has one of its
-    own if it is lowered while another one is, of which it would become a part, or while XLA
+    To make one takes a quarter of the time that a program of one operation needs. A context keeps
+    the types and locations of all its programs, so every ten have a new one. A program has one of
+    its own if it is lowered while another one is, of which it would become a part, or while XLA
     partitions another one, in a thread of XLA's.
     """
     if not OLD:

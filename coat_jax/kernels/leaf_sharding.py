@@ -77,10 +77,10 @@ def run_sharded_leaves(
     def run(flat: Sequence[Array], shards: Sequence[LeafShard]) -> list[list[Array]]:
         return step(*unflatten(flat), shards)
 
-    def alone(*flat: Array) -> list[list[Array]]:
+    def unsharded(*flat: Array) -> list[list[Array]]:
         return run(flat, [LeafShard(shape, 0, ()) for shape in shapes])
 
-    whole = custom_partitioning(alone)
+    whole = custom_partitioning(unsharded)
 
     def partition(mesh: Any, operands: Sequence[Any], results: Sequence[Sequence[Any]]) -> Any:
         _, leaf_operands = unflatten(operands)
@@ -117,10 +117,10 @@ def run_sharded_leaves(
         return _sharding_rule(mesh, shared, leaves, result_shapes, group_size)
 
     flat = [*shared, *(a for arrays in leaves for a in arrays)]
-    result_shapes = [[r.shape for r in leaf] for leaf in jax.eval_shape(alone, *flat)]
+    result_shapes = [[r.shape for r in leaf] for leaf in jax.eval_shape(unsharded, *flat)]
     whole.def_partition(partition, sharding_rule=rule)
     results: list[list[Array]] = _typed(
-        lambda *flat: call_with_stable_key(whole, alone, flat), leaves, result_shapes
+        lambda *flat: call_with_stable_key(whole, unsharded, flat), leaves, result_shapes
     )(*flat)
     return results
 

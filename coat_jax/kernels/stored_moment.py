@@ -59,8 +59,8 @@ def rewrite_reference(
     """The stored moment after its values have become `new`."""
     size = storage.group_size
     groups = split_groups(new, size)
-    positive = jnp.all(groups >= 0, axis=-1, keepdims=True)
-    fresh = storage.write(new, stored.codes.dtype, key, never_zero=positive)
+    nonnegative = jnp.all(groups >= 0, axis=-1, keepdims=True)
+    fresh = storage.write(new, stored.codes.dtype, key, never_zero=nonnegative)
     fresh = fresh._replace(amax=saturating(fresh.amax, stored.amax.dtype))
     changed = jnp.any(split_groups(read_reference(stored, storage) != new, size), axis=-1)
 

@@ -30,8 +30,8 @@ def children(
 
 def replace(owner: Any, key: str | int, module: nnx.Module) -> None:
     """Puts a module in the place of another one, whose owner and key `children` returned."""
-    takes_others = isinstance(owner, nnx.Pytree | list | dict)
-    if not takes_others:
+    is_mutable = isinstance(owner, nnx.Pytree | list | dict)
+    if not is_mutable:
         kind, new = type(owner).__name__, "List" if isinstance(owner, tuple) else "Module"
         raise UserError(
             f"A {type(dict(_items(owner))[key]).__name__} is in a {kind}, in which no module can "

@@ -59,6 +59,8 @@ def convert(
         module    class    becomes
         layers.0  RMSNorm  FP8
         layers.1  Linear   unchanged: its precision, by the rule 'layers.1', is not FP8
+        <BLANKLINE>
+        To see what modules save, give the shapes of the inputs: inputs=...
         >>> type(coat.nn.convert(model, rules={"layers.1": "bf16"}).layers[0])
         <class 'coat_jax.nn.norm.RMSNorm'>
     """

@@ -40,7 +40,10 @@ class Plan(list[Decision]):
     """The decisions on a model's modules; `print` shows them as a table."""
 
     def __str__(self) -> str:
-        """A line for each module, the total of saved bytes, and the remedies."""
+        """A line for each module, the total of saved bytes, and the remedies.
+
+        The bytes are counted only if `plan_conversion` was given the model's inputs.
+        """
         counted = any(decision.before is not None for decision in self)
         rows = [("module", "class", *(("saves", "after") if counted else ()), "becomes")]
         for decision in self:
@@ -59,8 +62,10 @@ class Plan(list[Decision]):
                 for i, (cell, width) in enumerate(zip(row, widths, strict=True))
             ]
             lines.append("  ".join(cells).rstrip())
-        remedies = dict.fromkeys(decision.remedy for decision in self if decision.remedy)
-        return "\n".join([*lines, *(f"\n{remedy}" for remedy in remedies)])
+        notes = dict.fromkeys(decision.remedy for decision in self if decision.remedy)
+        if not counted:
+            notes["To see what modules save, give the shapes of the inputs: inputs=..."] = None
+        return "\n".join([*lines, *(f"\n{note}" for note in notes)])
 
 
 def _becomes(decision: Decision) -> str:

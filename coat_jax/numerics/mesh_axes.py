@@ -26,7 +26,7 @@ def varying_axes(*arrays: Array) -> tuple[str, ...]:
 
 
 def varying_like(array: Array, other: Array) -> Array:
-    """`array`, in whose type it may differ between the shards of a `shard_map` as `other` may."""
+    """`array`, with a type that varies over the axes of a `shard_map` that `other` varies over."""
     axes = tuple(axis for axis in varying_axes(other) if axis not in varying_axes(array))
     return jax.lax.pcast(array, axes, to="varying") if axes else array
 
@@ -34,7 +34,7 @@ def varying_like(array: Array, other: Array) -> Array:
 def automatic_mesh() -> AbstractMesh | None:
     """The mesh over which XLA shards what is being traced; None with fewer than two devices.
 
-    Also None inside `jax.shard_map`, and over explicit axes, but for what is inside an op.
+    Also None inside `jax.shard_map`, and over explicit axes, except inside an op.
     """
     mesh = jax.sharding.get_abstract_mesh()
     automatic = all(axis == AxisType.Auto for axis in mesh.axis_types)

@@ -42,7 +42,7 @@ AnyFormat = Minifloat | IntegerFormat
 Over = Literal["tensor", "channel", "group", "block"]
 Fit = Literal["max", "percentile", "mse"]
 
-OVERS: tuple[Over, ...] = ("tensor", "channel", "group", "block")
+GRANULARITIES: tuple[Over, ...] = ("tensor", "channel", "group", "block")
 FITS: tuple[Fit, ...] = ("max", "percentile", "mse")
 # "mse" tries factors of the range of "max", in two rounds: from 1 down to 2^-8 in steps of 2^(1/8),
 # then in steps of 2^(1/64) from the lower to the upper neighbour of the best one.
@@ -88,7 +88,7 @@ class Quantizer:
                 f"format={self.format!r} must be a Minifloat, an IntegerFormat or the name of "
                 "one, such as 'E4M3' or 'INT8'."
             )
-        choices = (("over", OVERS), ("fit", FITS), ("rounding", ROUNDING_MODES))
+        choices = (("over", GRANULARITIES), ("fit", FITS), ("rounding", ROUNDING_MODES))
         for name, known in choices:
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={value!r} must be one of {', '.join(known)}.")

@@ -183,7 +183,7 @@ class _Saved(NamedTuple):
     down: Array
     down_bias: Array | None
     scales: Scales  # of the weights, down's last
-    seen: OptionalProbe
+    probe: OptionalProbe
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -213,15 +213,15 @@ def _forward(
     act, residual, mode, _ = settings
     saved, n = save_norm(x, norm, mode)
     products, scales = multiply(n, weights, x.dtype, mode)
-    before = outputs_of(products, biases, x.dtype)
+    pre_activations = outputs_of(products, biases, x.dtype)
     unscaled = products if all(bias is None for bias in biases) else ()
-    hidden, a = save_activation(before, act, mode, unscaled=unscaled)
+    hidden, a = save_activation(pre_activations, act, mode, unscaled=unscaled)
     (y,), (down_scale,) = project(a, (down,), (down_bias,), x.dtype, mode)
-    seen = recording.norm(probe, x, saved, norm, weights, scales, mode)
-    seen = recording.activation(seen, before, hidden, act, down, down_scale, mode)
+    probe = recording.norm(probe, x, saved, norm, weights, scales, mode)
+    probe = recording.activation(probe, pre_activations, hidden, act, down, down_scale, mode)
     scales += (down_scale,)
-    everything = _Saved(saved, hidden, norm, weights, biases, down, down_bias, scales, seen)
-    return x + y if residual else y, everything
+    residuals = _Saved(saved, hidden, norm, weights, biases, down, down_bias, scales, probe)
+    return x + y if residual else y, residuals
 
 
 def _backward(settings: _MLPSettings, residuals: _Saved, gradient: Array) -> Any:
@@ -241,11 +241,11 @@ def _backward(settings: _MLPSettings, residuals: _Saved, gradient: Array) -> Any
         if any(bias is not None for bias in saved.biases):
             d_biases = bias_gradients(saved.biases, gradient_values(saved.hidden, da, act, mode))
         dx, d_norm = norm_gradient(saved.x, saved.norm, dn, dy if residual else None, mode)
-        seen = recording.gradients(
-            saved.seen, lambda: gradient_values(saved.hidden, da, act, mode), d_hidden, mode
+        probe = recording.gradients(
+            saved.probe, lambda: gradient_values(saved.hidden, da, act, mode), d_hidden, mode
         )
-        seen = recording.gradients(seen, lambda: (dy,), (g,), mode, first=len(d_hidden))
-        return dx, d_norm, d_weights, d_biases, d_down, d_down_bias, seen
+        probe = recording.gradients(probe, lambda: (dy,), (g,), mode, first=len(d_hidden))
+        return dx, d_norm, d_weights, d_biases, d_down, d_down_bias, probe
 
     return run_backward(
         backward, (residuals,), gradient, name=name, rounds=rounds_rows(mode.precision)

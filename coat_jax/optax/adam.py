@@ -12,6 +12,8 @@ instead of 8. Arithmetic is in FP32 whatever the dtypes; updates have the dtype 
 and parameters promote, as in optax.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -75,7 +77,8 @@ def scale_by_fp8_adam(
 def _promoted(updates: optax.Updates, params: optax.Params) -> optax.Updates:
     """Updates in the dtype to which they and their parameters promote."""
     require_real_floats(updates)
-    if jax.tree.structure(updates) != jax.tree.structure(params):
+    structure: Any = jax.tree.structure(params)
+    if structure != jax.tree.structure(updates):
         return updates
     return jax.tree.map(
         lambda g, p: jnp.astype(g, jnp.promote_types(dtype_of(g), dtype_of(p))), updates, params

@@ -3,9 +3,9 @@
     compress(optax.lion(1e-4)), compress(optax.adagrad(1e-2)), compress(optax.amsgrad(1e-3))
 
 Between steps the moments are stored in expanded FP8 (`coat_jax.numerics.expansion`), rounded
-stochastically: a sum that grows by less than half a code a step would otherwise stand still.
+stochastically: a sum that grows by less than half a code a step would otherwise never change.
 In a step they have the dtype that the wrapped transformation gave them, so that it computes as
-it would alone. A group that a step leaves as it was keeps its codes. `kernels.stored_moment` reads
+it would alone. A group that a step does not change keeps its codes. `kernels.stored_moment` reads
 and writes them.
 
 `coat_jax.optax.selection` says which leaves of a state are moments.

@@ -25,7 +25,7 @@ def followed_indices(state: Any, params: optax.Params) -> list[int | None]:
     """For each leaf of `state` the index of the parameter that it follows, or None.
 
     A scalar whose path ends like a parameter's may be a counter or a setting. It never follows an
-    array; and it follows one of several parameters only if leaves of others are beside it.
+    array; and it follows one of several parameters only if the same subtree has leaves for others.
     """
     named = jax.tree.leaves_with_path(optimized(params))
     by_path = {path: index for index, (path, _) in enumerate(named)}

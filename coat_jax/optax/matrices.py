@@ -127,6 +127,11 @@ def _matrix(name: str, shape: tuple[int, ...], dims: MuonDimensionNumbers) -> Ma
     inputs, outputs = axes(dims.reduction_axis), axes(dims.output_axis)
     if len({*inputs, *outputs}) != len(inputs) + len(outputs):
         raise ValueError(f"{dims} names an axis of {name} of shape {shape} twice.")
+    if any(shape[axis] == 0 for axis in (*inputs, *outputs)):
+        raise ValueError(
+            f"{name} of shape {shape} has matrices without elements, which Muon cannot "
+            "orthogonalize. Give it to AdamW: None instead of its dimension numbers."
+        )
     batch = tuple(axis for axis in range(len(shape)) if axis not in (*inputs, *outputs))
     return Matrix(shape, batch, inputs, outputs)
 

@@ -215,13 +215,13 @@ def scale_by_fp8_muon(
             for each; or "standard" or "dion".
         ns_steps: the number of steps, if `ns_coeffs` has only three numbers.
         beta: decay rate of the momentum.
-        eps: added to norms; with "aol" and "schatten", a lower bound of them.
+        eps: added to the Frobenius norm; a lower bound of the other norms.
         mu_dtype: must be None; keeps the argument order of optax.
         nesterov: whether to use Nesterov momentum.
         adaptive: whether to multiply the update of each matrix by its inner product with the
             momentum.
         preconditioning: how singular values are made at most 1 before the first step: "frobenius",
-            "aol" or "schatten".
+            "spectral" (slow: an eigenvalue of each matrix), "aol" or "schatten".
         weight_dimension_numbers: which axes of each leaf form a matrix. Every leaf must have one;
             `fp8_muon` leaves the others to AdamW.
         ns_dtype: the dtype of the operands of the Newton-Schulz products.

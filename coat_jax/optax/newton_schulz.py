@@ -31,7 +31,7 @@ from coat_jax.numerics.formats import SMALLEST_NORMAL
 from coat_jax.numerics.mesh_axes import automatic_mesh
 
 Coefficients = tuple[float, float, float] | tuple[tuple[float, float, float], ...]
-Preconditioning = Literal["frobenius", "aol", "schatten"]
+Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 TOGETHER = 1 << 26  # elements of the matrices that one device multiplies at the same time
 STACKED = 1 << 28  # elements of one device's share of a stack
 
@@ -61,7 +61,7 @@ def orthogonalize(
         stacks: arrays of matrices. Stacks may differ in all axes.
         coefficients: a, b, c of each step; or one a, b, c, which all steps use.
         steps: the number of steps, if there is only one a, b, c.
-        eps: added to norms; with "aol" and "schatten", a lower bound of them.
+        eps: added to the Frobenius norm; a lower bound of the other norms.
         preconditioning: how singular values are made at most 1 before the steps.
         dtype: the dtype of the products' operands.
     """
@@ -205,8 +205,11 @@ def _precondition(
     if how == "aol":
         s = lax.rsqrt(jnp.maximum(jnp.sum(jnp.abs(gram), axis=-1), eps))[:, None]
     else:
-        norm = jnp.sqrt(jnp.sum(jnp.square(gram)))
-        s = jnp.full((x.shape[0], 1), lax.rsqrt(jnp.maximum(norm, eps)))
+        if how == "spectral":
+            squared = jnp.linalg.eigvalsh(gram)[-1]
+        else:
+            squared = jnp.sqrt(jnp.sum(jnp.square(gram)))
+        s = jnp.full((x.shape[0], 1), lax.rsqrt(jnp.maximum(squared, eps)))
     return (x.astype(jnp.float32) * s).astype(x.dtype), (gram * s * s.T).astype(x.dtype)
 
 

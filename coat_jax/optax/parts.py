@@ -42,7 +42,7 @@ class Parts:
         self._before = list(self._state)
         self._on_host = [is_on_host(leaf) for leaf in self._state]
         self._require_followers_on_host(state)
-        self._leaving: list[int] = []  # leaves of the part before, on their way to the host
+        self._leaving: list[int] = []  # leaves of the part before, being copied to the host
         self._stepped: list[Array] | None = None  # the same, on the device
 
     def _require_followers_on_host(self, state: Any) -> None:
@@ -112,7 +112,7 @@ class Parts:
         *,
         before: Any = None,
     ) -> Any:
-        """Puts back new parameters and the new state of a part.
+        """Stores the new parameters and the new state of a part.
 
         Args:
             part: the parameters' indices.

@@ -58,26 +58,27 @@ def scale_of_stage(
     return clip_scale(at_most, clip_norm)
 
 
-def stages_of(graph: Any, params: Any, part: Any, z_loss: float) -> list[Stage]:
+def stages_of(graph: Any, params: Any, microbatch: Any, z_loss: float) -> list[Stage]:
     """The model's stages, from the tokens of a microbatch to its loss.
 
     Args:
         graph: of the model, whose layers are a list.
         params: of the model.
-        part: a `Batch` of arrays [rows, sequence].
+        microbatch: a `Batch` of arrays [rows, sequence].
         z_loss: as in the config.
     """
     model = nnx.merge(graph, params)
     head = "embed" if model.head is None else "head"
-    steps = layer_functions(model.config, model.layers, part.positions, part.segments)
+    steps = layer_functions(model.config, model.layers, microbatch.positions, microbatch.segments)
 
     def embed(of_stage: Any, _: None) -> Array:
-        x: Array = with_params(of_stage).embedded(part.tokens)
+        x: Array = with_params(of_stage).embedded(microbatch.tokens)
         return x
 
     def loss(of_stage: Any, x: Array) -> Array:
         model = with_params(of_stage)
-        return ops.cross_entropy(model.norm(x), model.head_weight(), part.labels, z_loss=z_loss)
+        head = model.head_weight()
+        return ops.cross_entropy(model.norm(x), head, microbatch.labels, z_loss=z_loss)
 
     def with_params(of_stage: Any) -> Any:
         return nnx.merge(graph, nnx.State({**params, **_sharded(of_stage)}))

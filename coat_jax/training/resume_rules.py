@@ -21,7 +21,7 @@ from coat_jax.training.config.optimizer import function_name, is_optimizer
 # tokenizer.
 FIXED = ("model.", "data.", "optimizer.name", "global_batch_size", "sequence_length", "seed")
 FREE = ("model.precision", "model.remat", "model.dtype", "data.tokenizer")
-UNIMPORTANT = ("out", "resume", "cache", "metrics")
+NOT_COMPARED = ("out", "resume", "cache", "metrics")
 # Names that fields had in the configs of earlier versions. Values that were shares of the run are
 # still read as shares, because they are not integers.
 RENAMED = {
@@ -72,7 +72,7 @@ def changes(config: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
     if MOMENTS not in before:  # an earlier version, which stored them in FP8 alone
         before[MOMENTS] = IN_FP8[0] if before.get(NAME) == "fp8_adamw" else now[MOMENTS]
     before = dict.fromkeys(IN_CHECKPOINTS, False) | dict(_added_since(config)) | before
-    names = sorted(n for n in before.keys() | now.keys() if n.split(".")[0] not in UNIMPORTANT)
+    names = sorted(n for n in before.keys() | now.keys() if n.split(".")[0] not in NOT_COMPARED)
     differ = [name for name in names if before.get(name) != now.get(name)]
     described = {name: f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in differ}
     fatal = [described[name] for name in differ if _is_fixed(name)]

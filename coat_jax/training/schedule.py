@@ -28,9 +28,9 @@ def learning_rate(
     done = jnp.asarray(count, jnp.float32)
     rising, at_end = config.phases(total_steps)
     stable = total_steps - at_end if config.schedule == "wsd" else rising
-    # The share of the way down; one step after the last it would be 1.
-    way = jnp.clip((done - stable) / max(total_steps - stable, 1), 0.0, 1.0)
-    shapes = {"cosine": (1 + jnp.cos(jnp.pi * way)) / 2, "constant": jnp.ones([])}
-    height = shapes.get(config.schedule, 1 - way)
-    falling = config.final_ratio + (1 - config.final_ratio) * height
+    # The fraction of the decay that is done; one step after the last it would be 1.
+    progress = jnp.clip((done - stable) / max(total_steps - stable, 1), 0.0, 1.0)
+    shapes = {"cosine": (1 + jnp.cos(jnp.pi * progress)) / 2, "constant": jnp.ones([])}
+    factor = shapes.get(config.schedule, 1 - progress)
+    falling = config.final_ratio + (1 - config.final_ratio) * factor
     return config.learning_rate * jnp.where(done < rising, (done + 1) / max(rising, 1), falling)

@@ -119,7 +119,7 @@ def train_step(
     """
     labels = jnp.sum(batch.labels >= 0)
     share_of_loss = partial(microbatch_loss, config, graph, labels)
-    loss, grads = _summed(jax.value_and_grad(share_of_loss), state.params, batch)
+    loss, grads = sum_over_microbatches(jax.value_and_grad(share_of_loss), state.params, batch)
     norm = global_norm(grads)
     scale, skip = clip_or_skip(config, norm, loss)
     params, moments = optimizer.step(
@@ -136,14 +136,14 @@ def releasing_step(
     config: TrainConfig, graph: Any, optimizer: FusedOptimizer, state: State, batch: Batch
 ) -> tuple[State, Report]:
     """As `train_step`, but the backward pass updates parameters and frees gradients."""
-    part = jax.tree.map(lambda array: array[0], batch)
-    stages = stages_of(graph, state.params, part, config.z_loss)
+    microbatch = jax.tree.map(lambda array: array[0], batch)
+    stages = stages_of(graph, state.params, microbatch, config.z_loss)
     before = state.moments
     scale = partial(scale_of_stage, config.optimizer.clip_norm, before.gradient_norm, len(stages))
     done = step_by_stages(optimizer, stages, state.params, before.inner, grad_scale=scale)
     rate = learning_rate(config.optimizer, config.total_steps, state.step - state.skipped)
     skipped = state.skipped + done.skipped
-    report = Report(done.loss, done.gradient_norm, rate, jnp.sum(part.labels >= 0), skipped)
+    report = Report(done.loss, done.gradient_norm, rate, jnp.sum(microbatch.labels >= 0), skipped)
     moments = Released(done.gradient_norm, done.state)
     return State(state.step + 1, done.params, moments, skipped), report
 
@@ -194,33 +194,34 @@ def microbatch_loss(
 
 def held_out_step(graph: Any, params: Any, batch: Batch) -> HeldOut:
     """The loss of a batch [1, rows, sequence], without a z-loss."""
-    part = jax.tree.map(lambda array: array[0], batch)
-    labels = jnp.sum(part.labels >= 0)
-    return HeldOut(labels * _loss(graph, params, part, 0.0), labels)
+    microbatch = jax.tree.map(lambda array: array[0], batch)
+    labels = jnp.sum(microbatch.labels >= 0)
+    return HeldOut(labels * _loss(graph, params, microbatch, 0.0), labels)
 
 
-def _loss(graph: Any, params: Any, part: Batch, z_loss: float) -> Float[Array, ""]:
+def _loss(graph: Any, params: Any, microbatch: Batch, z_loss: float) -> Float[Array, ""]:
     """The mean over the labels of one microbatch."""
     model = nnx.merge(graph, params)
-    loss: Array = model.loss(part.tokens, part.labels, part.positions, part.segments, z_loss=z_loss)
+    rows = microbatch.tokens, microbatch.labels, microbatch.positions, microbatch.segments
+    loss: Array = model.loss(*rows, z_loss=z_loss)
     return loss
 
 
-def _summed(
+def sum_over_microbatches(
     value_and_grad: Callable[[Any, Batch], tuple[Array, Any]], params: Any, batch: Batch
 ) -> tuple[Array, Any]:
-    """Sums values and gradients over all microbatches; gradients are sharded as the parameters."""
+    """The sums of values and gradients; gradients are sharded like the parameters."""
 
-    def one(part: Batch) -> tuple[Array, Any]:
-        loss, grads = value_and_grad(params, part)
+    def one(microbatch: Batch) -> tuple[Array, Any]:
+        loss, grads = value_and_grad(params, microbatch)
         # Gradients are reduced to shards as soon as a microbatch is done.
         return loss, lax.with_sharding_constraint(grads, nnx.get_partition_spec(params))
 
     if batch.tokens.shape[0] == 1:
         return one(jax.tree.map(lambda array: array[0], batch))
 
-    def add(sums: Any, part: Batch) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, sums, one(part)), None
+    def add(sums: Any, microbatch: Batch) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, one(microbatch)), None
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     return lax.scan(add, (jnp.zeros([]), zeros), batch)[0]

@@ -9,13 +9,20 @@ import pytest
 
 from coat_jax.numerics import blocks, qtensor
 from coat_jax.numerics.formats import E4M3, E5M2
-from coat_jax.numerics.quantizer import FITS, OVERS, Quantizer, Range, format_named, sqnr_bits
+from coat_jax.numerics.quantizer import (
+    FITS,
+    GRANULARITIES,
+    Quantizer,
+    Range,
+    format_named,
+    sqnr_bits,
+)
 
 FORMATS = ("INT8", "E4M3", "E2M1", "E0M7", "E8M3", "UE4M4", "INT4:asymmetric")
 SHAPE = (32, 72)  # the last group of 32 in a row is a short one
 SIGNED = tuple(name for name in FORMATS if not name.startswith("U"))
 formats = pytest.mark.parametrize("name", FORMATS)
-overs = pytest.mark.parametrize("over", OVERS)
+overs = pytest.mark.parametrize("over", GRANULARITIES)
 
 
 def values_of(quantizer, x, *noise):

@@ -63,6 +63,7 @@ SETTINGS = {
     "defaults": {},
     "no nesterov": {"nesterov": False, "weight_decay": 0.1},
     "schatten": {"preconditioning": "schatten", "ns_steps": 4},
+    "spectral": {"preconditioning": "spectral", "ns_steps": 3},
     "aol": {"preconditioning": "aol", "consistent_rms": 0.2},
     "dion": {"ns_coeffs": "dion", "adaptive": True},
     "adam": {"adam_b2": 0.95, "adam_weight_decay": 0.1, "adam_learning_rate": 1e-3},
@@ -322,7 +323,7 @@ def test_in_a_group_of_equal_shapes_each_leaf_gets_its_own_matrix_back():
         ({"ns_coeffs": (1.0, 2.0)}, ValueError, "three numbers"),
         ({"beta": 1.0}, ValueError, "beta=1.0"),
         ({"mu_dtype": jnp.bfloat16}, ValueError, "mu_dtype"),
-        ({"preconditioning": "spectral"}, ValueError, "frobenius"),
+        ({"preconditioning": "nuclear"}, ValueError, "frobenius, spectral, aol, schatten"),
         ({"nesterov": 1}, TypeError, "nesterov"),
         ({"consistent_rms": -1.0}, ValueError, "consistent_rms"),
         ({"ns_steps": jnp.array(5)}, ValueError, r"static_args=\(.ns_steps., .ns_dtype.\)"),
@@ -413,13 +414,23 @@ def test_zeros_are_orthogonalized_to_zeros():
                 preconditioning=how,
                 dtype=dtype,
             )
-            for how in ("frobenius", "aol", "schatten")
+            for how in ("frobenius", "spectral", "aol", "schatten")
             for dtype in (jnp.float16, jnp.bfloat16)
             for eps in (1e-8, 0.0)
         ]
 
     for (u,) in all_ways():
         assert not jnp.any(u)
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (32, 0), (3, 0, 32)])
+def test_matrices_without_elements_are_refused_by_name(shape):
+    params, axes = {"w": jnp.ones(shape)}, (len(shape) - 2, len(shape) - 1)
+    numbers = {"w": optax.contrib.MuonDimensionNumbers(*axes)}
+    with pytest.raises(ValueError, match=r"'w'.* has matrices without elements.* to AdamW"):
+        coat.optax.fp8_muon(1e-3, muon_weight_dimension_numbers=numbers).init(params)
+    state = coat.optax.fp8_muon(1e-3).init(params)  # by default they are AdamW's
+    coat.optax.fp8_muon(1e-3).update(params, state, params)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])

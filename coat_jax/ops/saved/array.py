@@ -25,7 +25,16 @@ def save_array(
     stochastic: bool = False,
     antithetic: bool = False,
 ) -> SavedArray:
-    """`x` in FP8 blocks of `size`, or `x` itself if size is None."""
+    """`x` in FP8 blocks of `size`, or `x` itself if size is None.
+
+    Args:
+        x: what to save.
+        dtype: an FP8 format.
+        size: how many elements share a scale.
+        stochastic: whether codes are rounded stochastically.
+        antithetic: whether to round by the complement of the random bits, so that the errors of
+            two arrays that are multiplied partly cancel.
+    """
     if size is None:
         return x
     return to_blocks(x, dtype, size=size, stochastic=stochastic, antithetic=antithetic)

@@ -31,7 +31,7 @@ Companions = dict[str, bytes]  # what is in them, by name
 
 
 def read_companions(folder: Path) -> Companions:
-    """Those of these files that a folder has; raises if one is not what its name says."""
+    """The companion files in a folder; raises if one is not what its name says."""
     found = {}
     for name in (TOKENIZER, PIECES, *OBJECTS, *TEXTS):
         if status(folder / name):

@@ -110,7 +110,7 @@ def to_hugging_face(
         file_bytes: how large a file may become.
         progress: see `OnProgress`.
         note: called with a line about each checkpoint that is skipped, a missing tokenizer, and a
-            tokenizer that begins texts otherwise than training did.
+            tokenizer that begins texts with other tokens than training did.
     """
     source, out = expanded(source), expanded(out)
     _new(out).require_new()

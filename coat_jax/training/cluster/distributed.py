@@ -28,13 +28,13 @@ COUNT, INDEX = "JAX_PROCESS_COUNT", "JAX_PROCESS_ID"
 
 
 class ProcessPlace(NamedTuple):
-    """Where a process stands in a run.
+    """What a process knows of the run that it belongs to.
 
     Attributes:
         launcher: JAX's name for the launcher; "deactivate" if the variables above say everything.
         coordinator: HOST:PORT of process 0; None where JAX can ask the launcher.
         processes: how many there are.
-        process: which one this is.
+        process: the index of this one.
         rank_on_node: its rank among its node's processes; None if it is the only one.
     """
 

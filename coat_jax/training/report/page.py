@@ -17,7 +17,7 @@ from jaxtyping import Float
 from coat_jax.training.report.chart import Look
 from coat_jax.training.report.runs import (
     AXES,
-    SHOWN,
+    SHOWN_QUANTILE,
     Curve,
     RecordedRun,
     small_panels,
@@ -41,7 +41,7 @@ def write(
     keys = (*LOSSES, *small)
     data = {
         "over": over,
-        "shown": SHOWN,
+        "shown": SHOWN_QUANTILE,
         "thin": thin,
         "smooth": max(round(smooth / thin), 1),
         "small": [{"key": key, "title": title} for key, title in small.items()],

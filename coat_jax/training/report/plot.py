@@ -136,7 +136,7 @@ def _curves(
     values = np.concatenate(shown)
     if not len(values):
         return
-    top = np.quantile(values, 1.0 if key == "learning_rate" else runs.SHOWN)
+    top = np.quantile(values, 1.0 if key == "learning_rate" else runs.SHOWN_QUANTILE)
     bottom = values.min()
     margin = 0.06 * (top - bottom) or 1.0
     axes.set_ylim(bottom - margin, top + margin)

@@ -20,7 +20,7 @@ from coat_jax.training.report import metrics
 
 AXES = {"steps": "step", "tokens": "tokens", "time": "seconds"}
 SMALL = {"learning_rate": "learning rate", "gradient_norm": "gradient norm"}
-SHOWN = 0.96  # of the losses, from below: the first ones would flatten the rest
+SHOWN_QUANTILE = 0.96  # of the losses, from below: the first ones would flatten the rest
 
 
 class Column(NamedTuple):
