@@ -27,7 +27,7 @@ from coat_jax.kernels import dispatch
 from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import as_3d, divides_cleanly, run_sharded
 from coat_jax.numerics.formats import format_of, round_at_random, saturating_cast
-from coat_jax.numerics.noise import Stream, element_numbers, of_elements
+from coat_jax.numerics.noise import NoiseStream, element_numbers, of_elements
 
 Layout = Literal["straight", "transposed", "both"]
 TILE_ROWS, TILE_COLUMNS, WARPS = 128, 64, 4
@@ -40,7 +40,7 @@ def cast_reference(
     dtype: DTypeLike,
     layout: Layout,
     *,
-    stream: Stream | None = None,
+    stream: NoiseStream | None = None,
 ) -> tuple[Array | None, Array | None]:
     """The codes of x / scale, straight [*rows, D] and transposed [D, *rows]; None if not wanted."""
     y = x.astype(jnp.float32) * (1.0 / scale)
@@ -57,7 +57,7 @@ def cast(
     dtype: DTypeLike,
     layout: Layout,
     *,
-    stream: Stream | None = None,
+    stream: NoiseStream | None = None,
 ) -> tuple[Array | None, Array | None]:
     """`cast_reference` as a kernel."""
     straight, transposed, _ = _cast(x, scale, dtype, layout, stream, with_sums=False)
@@ -80,7 +80,7 @@ def cast_with_lengths(
     dtype: DTypeLike,
     layout: Layout,
     *,
-    stream: Stream | None = None,
+    stream: NoiseStream | None = None,
 ) -> tuple[Array | None, Array | None, Float[Array, "*rows"]]:
     """`cast`, and `lengths_reference` of the codes, in one pass."""
     straight, transposed, squares = _cast(x, scale, dtype, layout, stream, with_sums=True)
@@ -93,7 +93,7 @@ def _cast(
     scale: Array,
     dtype: DTypeLike,
     layout: Layout,
-    stream: Stream | None,
+    stream: NoiseStream | None,
     *,
     with_sums: bool,
 ) -> tuple[Array | None, Array | None, Array | None]:

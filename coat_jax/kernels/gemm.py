@@ -39,7 +39,7 @@ from coat_jax.kernels.cast import (
 )
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.numerics.blocks import fitting_exponent, power_of_two
-from coat_jax.numerics.noise import Stream
+from coat_jax.numerics.noise import NoiseStream
 
 # One FP8 GEMM of cuBLASLt. By default XLA would also try its own Triton GEMMs for every product:
 # programs then take up to 40 times as long to compile, and run no faster.
@@ -73,7 +73,7 @@ def operand(
     layout: Layout = "straight",
     implementation: Implementation = "xla",
     *,
-    stream: Stream | None = None,
+    stream: NoiseStream | None = None,
 ) -> Operand:
     """Rounds `x` to FP8 with one scale; with dtype None leaves `x` as it is.
 
@@ -103,7 +103,7 @@ def scaled(
     layout: Layout = "straight",
     implementation: Implementation = "xla",
     *,
-    stream: Stream | None = None,
+    stream: NoiseStream | None = None,
 ) -> Operand:
     """Rounds `x` to FP8 with a known scale. "xla" ignores the layout and lets XLA transpose."""
     if implementation == "xla":
@@ -119,7 +119,7 @@ def scaled_with_lengths(
     layout: Layout,
     implementation: Implementation,
     *,
-    stream: Stream | None = None,
+    stream: NoiseStream | None = None,
 ) -> Operand:
     """As `scaled`, with the lengths of the rows."""
     if implementation == "xla":

@@ -41,7 +41,7 @@ ROUNDING_TILE = Tile(128, 64, 4)
 MAXIMA_TILE = Tile(32, 256, 1)  # of one warp, so that each thread finds maxima of whole columns
 
 
-class Rows(NamedTuple):
+class RowCodes(NamedTuple):
     """An operand in INT8: codes, and the largest magnitude of each row, which sets its scale."""
 
     codes: Int8[Array, "*rows K"]
@@ -53,21 +53,21 @@ class Rows(NamedTuple):
         return eight_bits.scale_of(self.largest, "int8")
 
 
-def round_rows(x: Float[Array, "*rows K"], implementation: Implementation = "xla") -> Rows:
+def round_rows(x: Float[Array, "*rows K"], implementation: Implementation = "xla") -> RowCodes:
     """Rounds each row of an input to INT8."""
     largest = _largest(x, axis=-1)
     if implementation == "xla":
-        return Rows(_encoded(x, largest[..., None]), largest)
-    return Rows(_rows_kernel(x, largest), largest)
+        return RowCodes(_encoded(x, largest[..., None]), largest)
+    return RowCodes(_rows_kernel(x, largest), largest)
 
 
-def round_columns(w: Float[Array, "K N"], implementation: Implementation = "xla") -> Rows:
+def round_columns(w: Float[Array, "K N"], implementation: Implementation = "xla") -> RowCodes:
     """Rounds each column of a weight to INT8: the rows [N, K] of its transpose."""
     if implementation == "xla":
         largest = _largest(w, axis=0)
-        return Rows(_encoded(w, largest).T, largest)
+        return RowCodes(_encoded(w, largest).T, largest)
     largest = _largest(_maxima_kernel(w), axis=0)
-    return Rows(_columns_kernel(w, largest), largest)
+    return RowCodes(_columns_kernel(w, largest), largest)
 
 
 class Product(NamedTuple):
@@ -82,7 +82,7 @@ class Product(NamedTuple):
         return gemm.scale_sums(self.sums, self.row_scale, self.column_scale).astype(dtype)
 
 
-def product(x: Rows, w: Rows) -> Product:
+def product(x: RowCodes, w: RowCodes) -> Product:
     """x w, for the rows of x and the columns of w."""
     return Product(gemm.product_of_codes(x.codes, w.codes, jnp.float32), x.scale, w.scale)
 

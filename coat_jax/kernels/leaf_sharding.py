@@ -44,13 +44,13 @@ class LeafShard(NamedTuple):
     jumps: tuple[tuple[int, int], ...]  # (inner, jump) for every sharded axis but the first
 
 
-Step = Callable[
+LeavesStep = Callable[
     [Sequence[Array], Sequence[Sequence[Array]], Sequence[LeafShard]], list[list[Array]]
 ]
 
 
 def run_sharded_leaves(
-    step: Step,
+    step: LeavesStep,
     shared: Sequence[Array],
     leaves: Sequence[Sequence[Array]],
     *,

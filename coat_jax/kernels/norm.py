@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-Kind = Literal["rms", "layer"]
+NormKind = Literal["rms", "layer"]
 KINDS = ("rms", "layer")
 
 
@@ -42,7 +42,7 @@ class Norm:
 
     scale: Float[Array, " D"] | None = None
     shift: Float[Array, " D"] | None = None
-    kind: Kind = dataclasses.field(default="rms", metadata={"static": True})
+    kind: NormKind = dataclasses.field(default="rms", metadata={"static": True})
     eps: float = dataclasses.field(default=1e-6, metadata={"static": True})
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from coat_jax.kernels.norm import Norm, Stats
 from coat_jax.kernels.sharding import as_3d, run_sharded
 from coat_jax.numerics.blocks import Blocks, block_numbers
 from coat_jax.numerics.formats import format_of
-from coat_jax.numerics.noise import Stream, element_numbers
+from coat_jax.numerics.noise import NoiseStream, element_numbers
 
 WIDEST = 16384  # columns that one program of a kernel holds
 TILE_ROWS, TILE_COLUMNS = 64, 128  # of norm_cast
@@ -104,7 +104,7 @@ def norm_cast(
     scale: Float[Array, ""],
     size: int,
     *,
-    stream: Stream | None = None,
+    stream: NoiseStream | None = None,
 ) -> Array:
     """norm(x) / scale as FP8 codes [D, B, S], in the format of the blocks; rounded like `cast`."""
     from coat_jax.kernels.triton.norm import norm_cast_tile

@@ -20,7 +20,7 @@ from coat_jax.kernels.cast import cast_reference
 from coat_jax.kernels.launch import launch, tile_count
 from coat_jax.kernels.sharding import run_sharded
 from coat_jax.numerics.formats import format_of
-from coat_jax.numerics.noise import Stream, element_numbers
+from coat_jax.numerics.noise import NoiseStream, element_numbers
 
 GROWTH = math.sqrt(2)
 # A program rotates several heads of a tile of rows, so that it loads their angles once.
@@ -73,7 +73,7 @@ def rotary_backward_cast_reference(
     scale: Float[Array, ""],
     dtype: DTypeLike,
     *,
-    stream: Stream | None = None,
+    stream: NoiseStream | None = None,
 ) -> tuple[Array | None, Array | None]:
     """The codes of rotary_backward(y) / scale, [B, S, N H] and [N H, B, S]."""
     rotated = join_heads(rotary_backward(y.astype(jnp.float32), cos, sin))
@@ -92,7 +92,7 @@ def rotary_backward_cast(
     scale: Float[Array, ""],
     dtype: DTypeLike,
     *,
-    stream: Stream | None = None,
+    stream: NoiseStream | None = None,
 ) -> tuple[Array | None, Array | None]:
     """`rotary_backward_cast_reference` as a kernel."""
     from coat_jax.kernels.triton.rotary import rotary_backward_cast_heads

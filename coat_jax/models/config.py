@@ -28,7 +28,7 @@ from coat_jax.precision import COAT, Precision, precision_of
 
 # Far more than any model has, and few enough that the bytes of any array fit in 64 bits.
 Layers = Annotated[int, Between(least=1, most=10_000)]
-Heads = Annotated[int, Between(least=1, most=1 << 14)]
+SmallSize = Annotated[int, Between(least=1, most=1 << 14)]
 Width = Annotated[int, Between(least=1, most=1 << 20)]
 Vocab = Annotated[int, Between(least=1, most=1 << 24)]
 Context = Annotated[int, Between(least=1, most=1 << 24)]
@@ -74,9 +74,9 @@ class Config:
     vocab: Vocab
     width: Width
     layers: Layers
-    heads: Heads
-    kv_heads: Heads
-    head_dim: Heads
+    heads: SmallSize
+    kv_heads: SmallSize
+    head_dim: SmallSize
     ffn: Width
     context: Context
     norm: Literal["rms", "layer"] = "rms"

@@ -34,7 +34,7 @@ from coat_jax.nn.norm import LayerNorm, RMSNorm
 from coat_jax.nn.parameters import value_of
 from coat_jax.precision import Precision
 
-Kind = type[GatedMLP] | type[MLP]
+MLPClass = type[GatedMLP] | type[MLP]
 # The largest relative error at which two results agree. gelu and its approximation by tanh differ
 # by less, so the best possibility is taken, not the first.
 AGREEMENT = 1e-3
@@ -85,7 +85,7 @@ class ConvertedMLP(nnx.Module):
         return x + y if roles.residual and x.dtype != dtype else y
 
 
-def roles_of(module: nnx.Module, kind: Kind) -> Roles:
+def roles_of(module: nnx.Module, kind: MLPClass) -> Roles:
     """What the layers of `module` are for, if it computes a GatedMLP or an MLP.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from flax import nnx
 
 from coat_jax.nn.children import children
-from coat_jax.nn.converted_mlp import Kind
+from coat_jax.nn.converted_mlp import MLPClass
 from coat_jax.nn.plan import Decision, Plan
 from coat_jax.nn.rules import MLPS, suggested_kind
 from coat_jax.nn.saved import Saved
@@ -34,7 +34,7 @@ def with_counts(plan: Plan, model: nnx.Module, before: SavedBy, after: SavedBy) 
 
 
 def with_remedies(
-    plan: Plan, model: nnx.Module, after: SavedBy, best: Callable[[dict[str, Kind]], SavedBy]
+    plan: Plan, model: nnx.Module, after: SavedBy, best: Callable[[dict[str, MLPClass]], SavedBy]
 ) -> Plan:
     """The plan with a remedy for each module that saves much of what it computes between modules.
 

@@ -9,16 +9,16 @@ import jax
 from flax import nnx
 
 from coat_jax.nn.children import children, has_own_parameters
-from coat_jax.nn.converted_mlp import Kind, Roles, roles_of
+from coat_jax.nn.converted_mlp import MLPClass, Roles, roles_of
 from coat_jax.nn.convertible import LINEAR, NORMS, why_not_embed, why_not_linear, why_not_norm
 from coat_jax.nn.mlp import MLP, GatedMLP
 from coat_jax.nn.plan import Decision, Plan
 from coat_jax.precision import Precision, precision_of
 
-Rules = Mapping[str, Precision | str | Kind]
+Rules = Mapping[str, Precision | str | MLPClass]
 
 IN_FP32 = "coat.nn.Embed, whose gradient is summed in FP32"
-MLPS: dict[Kind, str] = {GatedMLP: "coat.nn.GatedMLP", MLP: "coat.nn.MLP"}
+MLPS: dict[MLPClass, str] = {GatedMLP: "coat.nn.GatedMLP", MLP: "coat.nn.MLP"}
 
 
 def decide(model: nnx.Module, precision: Precision, rules: Rules) -> Plan:
@@ -51,7 +51,7 @@ def decide(model: nnx.Module, precision: Precision, rules: Rules) -> Plan:
     return plan
 
 
-def suggested_kind(module: nnx.Module) -> Kind | None:
+def suggested_kind(module: nnx.Module) -> MLPClass | None:
     """The kind of MLP that `module` computes, if it computes one."""
     for kind in MLPS:
         try:
@@ -68,7 +68,7 @@ def _require_glob(glob: Any) -> str:
     return glob
 
 
-def _setting(value: Precision | str | Kind) -> Precision | Kind:
+def _setting(value: Precision | str | MLPClass) -> Precision | MLPClass:
     if isinstance(value, type):
         if value not in MLPS:
             raise TypeError(
@@ -117,7 +117,7 @@ def _require_agreement(decision: Decision, first: Decision) -> None:
 
 
 def _required_roles(
-    path: str, module: nnx.Module, kind: Kind, rule: str | None, known: dict[Any, Roles]
+    path: str, module: nnx.Module, kind: MLPClass, rule: str | None, known: dict[Any, Roles]
 ) -> Roles:
     """What the layers of an MLP are for; equal modules are tried only once."""
     graph, state = nnx.split(module)

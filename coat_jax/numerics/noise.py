@@ -37,8 +37,8 @@ from coat_jax.numerics.programs import one_program
 
 GOLDEN = 0x9E3779B9  # A above: 2^32 over the golden ratio, odd
 # Streams of random bits, one for each operand of a product: their rounding errors are independent.
-Stream = Literal["gradients", "inputs"]
-_STREAMS: dict[Stream, int] = {"gradients": 0, "inputs": 1 << 31}
+NoiseStream = Literal["gradients", "inputs"]
+_STREAMS: dict[NoiseStream, int] = {"gradients": 0, "inputs": 1 << 31}
 
 
 def mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
@@ -169,13 +169,13 @@ def of_places(runs: UInt32[Array, "*runs"], lanes: int) -> UInt32[Array, "*runs 
     return of_runs[..., None] * jnp.expand_dims(of_lanes, tuple(range(runs.ndim)))
 
 
-def of_elements(shape: tuple[int, ...], stream: Stream) -> UInt32[Array, "*rows columns"]:
+def of_elements(shape: tuple[int, ...], stream: NoiseStream) -> UInt32[Array, "*rows columns"]:
     """`of_places` for an array of this shape: each row is one run."""
     return of_places(element_numbers(shape, stream)[0], shape[-1])
 
 
 def element_numbers(
-    shape: tuple[int, ...], stream: Stream
+    shape: tuple[int, ...], stream: NoiseStream
 ) -> tuple[UInt32[Array, "*rows"], UInt32[Array, " columns"]]:
     """The numbers of rows and columns behind `of_elements`, for kernels, which see only a shard."""
     *rows, columns = shape

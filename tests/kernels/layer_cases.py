@@ -181,7 +181,7 @@ def check_norm(shape, case: NormCase):
     n, again = (norm.normalize(rows, expected, of) for rows in (seen, values))
     assert max(jnp.max(jnp.abs(n)), jnp.max(jnp.abs(again))) <= limit
     if case.in_int8:
-        assert_rows(int8.Rows(straight, largest), int8.round_rows(n))
+        assert_rows(int8.RowCodes(straight, largest), int8.round_rows(n))
     else:
         assert largest is None
         assert_codes(straight, cast_reference(n, scale, E4M3, "straight")[0])
@@ -253,7 +253,7 @@ def check_exact_activation_in_int8(shape, name, count, size=16):
     for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
     largest = jnp.max(maxima, axis=-1)
-    rows = int8.Rows(activation.activation_rescale(codes, maxima, largest, size), largest)
+    rows = int8.RowCodes(activation.activation_rescale(codes, maxima, largest, size), largest)
     a = np.float64(activation.activate(hidden, name))
     assert np.all(np.max(np.abs(a), axis=-1) <= 1.00001 * np.float64(largest))
     off = np.abs(np.float64(rows.codes) - a / np.float64(rows.scale)[..., None])

@@ -84,7 +84,7 @@ def test_a_product_of_ordinary_size_is_right_whatever_the_sizes_of_its_operands(
 
 def test_a_sum_that_may_exceed_int32_is_refused():
     codes = jax.ShapeDtypeStruct((1, 131_072), jnp.int8)
-    operand = int8.Rows(codes, jax.ShapeDtypeStruct((1,), jnp.float32))
+    operand = int8.RowCodes(codes, jax.ShapeDtypeStruct((1,), jnp.float32))
     said = r"sum of 131072 products .* 131071 is the most. Use FP8 .* coat.COAT"
     with pytest.raises(UserError, match=said):
         jax.eval_shape(int8.product, operand, operand)

@@ -71,7 +71,7 @@ def save_activation(
         scale = gemm.tensor_scale(jnp.max(maxima, initial=0.0), precision.forward)
         if mode.int8_forward:
             of_rows = jnp.max(maxima, axis=-1, initial=0.0)
-            rescaled = int8.Rows(activation_rescale(codes, maxima, of_rows, size), of_rows)
+            rescaled = int8.RowCodes(activation_rescale(codes, maxima, of_rows, size), of_rows)
             return SavedActivation(blocks, scale), rescaled
         codes = activation_rescale(codes, maxima, scale, size)
         return SavedActivation(blocks, scale), Operand(codes, None, scale)

@@ -62,7 +62,7 @@ def save_norm(x: Float[Array, "B S D"], norm: Norm | None, mode: Mode) -> tuple[
             saved_norm = SavedNorm(blocks, stats, scale)
             if largest is None:
                 return saved_norm, Operand(codes, None, scale)
-            return saved_norm, int8.Rows(codes, largest)
+            return saved_norm, int8.RowCodes(codes, largest)
     saved, n = save_input(x, precision)
     if norm is not None:
         stats = statistics(n, norm)

@@ -24,14 +24,14 @@ from coat_jax.kernels.cast import Layout
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.gemm import Operand
 from coat_jax.numerics.formats import E5M2
-from coat_jax.numerics.noise import Stream
+from coat_jax.numerics.noise import NoiseStream
 from coat_jax.precision import Precision, precision_of
 
 Weights = tuple[Float[Array, "K N"], ...]
 Biases = tuple[Float[Array, " N"] | None, ...]
 Outputs = tuple[Float[Array, "*rows N"], ...]
 Scales = tuple[Float[Array, ""] | None, ...]
-Input = Operand | int8.Rows  # of forward products
+Input = Operand | int8.RowCodes  # of forward products
 Products = tuple[Float[Array, "*rows N"] | int8.Product, ...]
 
 
@@ -56,7 +56,7 @@ class Mode(NamedTuple):
         """Whether forward products are of INT8 codes."""
         return self.precision.int8_forward
 
-    def stream(self, operands: Stream) -> Stream | None:
+    def stream(self, operands: NoiseStream) -> NoiseStream | None:
         """The random bits for operands of the backward pass; None if it rounds to nearest."""
         return operands if self.precision.stochastic_backward else None
 
@@ -170,7 +170,7 @@ def multiply(n: Input, weights: Weights, dtype: DTypeLike, mode: Mode) -> tuple[
     products: list[Array | int8.Product] = []
     scales = []
     for weight in weights:
-        if isinstance(n, int8.Rows):
+        if isinstance(n, int8.RowCodes):
             columns = int8.round_columns(weight, mode.implementation)
             products.append(int8.product(n, columns))
             scales.append(fp8_scale(columns, mode))

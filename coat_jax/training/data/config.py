@@ -7,7 +7,7 @@ from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.limits import Between, CountOrZero, require_fields
 
-Kind = Literal["text", "chat"]
+SourceKind = Literal["text", "chat"]
 TokenDtype = Literal["uint16", "uint32"]
 TEMPLATE = "<|{role}|>\n{content}{end}\n"
 
@@ -34,7 +34,7 @@ class DataConfig:
     train: tuple[str, ...] = ("corpus",)
     held_out: tuple[str, ...] = ()
     held_out_part: Annotated[float, Between(above=0, below=1)] = 0.01
-    kind: Kind = "text"
+    kind: SourceKind = "text"
     tokenizer: str | None = None
     dtype: TokenDtype | None = None
     end_of_text: CountOrZero | None = None

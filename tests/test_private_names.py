@@ -1,0 +1,43 @@
+"""Names of other libraries that are not public and that coat_jax uses all the same.
+
+A test that fails here names the file that a release of the library has broken.
+"""
+
+import inspect
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+
+def test_orbax_writes_each_array_by_a_method_that_streamed_overrides():
+    """`coat_jax/training/checkpoint/streamed.py`."""
+    import orbax.checkpoint as ocp
+
+    method = ocp.type_handlers.NumpyHandler._open_and_write
+    assert inspect.iscoroutinefunction(method)
+    assert list(inspect.signature(method).parameters) == ["self", "value", "tspec", "ts_context"]
+
+
+def test_orbax_keeps_each_array_under_its_keys_joined_by_dots(tmp_path):
+    """`coat_jax/training/checkpoint/weights.py` reads arrays from there, a part at a time."""
+    import orbax.checkpoint as ocp
+    import tensorstore
+
+    array = jnp.arange(6.0).reshape(2, 3)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", {"layers": {"0": {"w": array}}})
+    path = (tmp_path / "state").as_uri()
+    kvstore = {"driver": "ocdbt", "base": path, "path": "layers.0.w/"}
+    opened = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, read=True).result()
+    np.testing.assert_array_equal(opened[1:].read().result(), array[1:])
+
+
+def test_flax_says_which_attributes_of_a_module_it_traverses():
+    """`coat_jax/nn/convertible.py` copies them."""
+    layer = nnx.RMSNorm(4, rngs=nnx.Rngs(0))
+    assert layer._pytree__nodes["scale"]
+    assert not layer._pytree__nodes.get("epsilon", False)
+    own = {name for name in vars(layer) if not name.startswith("_pytree__")}
+    assert {"scale", "epsilon"} <= own
+    assert not any(name.startswith("_") for name in own)
