@@ -30,6 +30,7 @@ from rich.table import Table
 
 import coat_jax as coat
 from coat_jax.numerics import expansion, integers, noise
+from coat_jax.optax.newton_schulz import STANDARD
 from coat_jax.storage import Storage, stochastic_below
 from experiments import records
 from experiments.moments.followed import (
@@ -47,7 +48,7 @@ READERS, WRITERS = PARTS = ("q, k, v, gate, up", "o, down")
 WRITING = ("['o']", "['down']")
 IN_FP32 = Storage(min_size=1 << 60)
 OURS = "8-bit integers, columns scaled"
-COLORS = (records.ACCENT, "#7a5195", "#2563a8", records.INK, "#999999", "#c0841a")
+COLORS = (records.ACCENT, "#7a5195", "#2563a8", records.INK, "#999999", "#c0841a", "#b0413e")
 
 Figures = dict[str, Any]
 Coder = Callable[[Array, Array], Array]  # of a momentum and a random number for each element
@@ -62,6 +63,7 @@ def optimizers() -> dict[str, optax.GradientTransformation]:
         "E4M3, dynamic range expansion": coded(as_expanded),
         "BF16": coded(lambda m, _: m.astype(jnp.bfloat16).astype(jnp.float32)),
         "FP32, products in BF16": scale_by_muon(storage=IN_FP32, ns_dtype=jnp.bfloat16),
+        "FP32, products in E4M3": with_products_in_e4m3(),
     }
 
 
@@ -93,6 +95,44 @@ def coded(coder: Coder) -> optax.GradientTransformation:
         return updates, state._replace(mu=state.mu._replace(codes=codes))
 
     return optax.GradientTransformation(exact.init, update)
+
+
+def with_products_in_e4m3() -> optax.GradientTransformation:
+    """Muon with an FP32 momentum that multiplies E4M3 operands, each with an exact scale."""
+    exact = scale_by_muon(storage=IN_FP32)
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        _, state = exact.update(grads, state, params)
+        now, ahead = (1 - BETA**count for count in (state.count, state.count + 1))
+
+        def direction(m: Array, g: Array) -> Array:
+            return orthogonalized_in_e4m3(BETA * m / ahead + (1 - BETA) * g / now)
+
+        return jax.tree.map(direction, state.mu.codes, grads), state
+
+    return optax.GradientTransformation(exact.init, update)
+
+
+def orthogonalized_in_e4m3(x: Array) -> Array:
+    """Newton-Schulz iterations as `fp8_muon` computes them, with E4M3 operands and FP32 sums."""
+    if x.shape[0] > x.shape[1]:
+        return orthogonalized_in_e4m3(x.T).T
+    x = x / jnp.linalg.norm(x)
+    a, b, c = STANDARD
+    for _ in range(5):
+        gram = product_in_e4m3(x, x.T)
+        x = a * x + product_in_e4m3(b * gram + c * product_in_e4m3(gram, gram), x)
+    return x
+
+
+def product_in_e4m3(a: Array, b: Array) -> Array:
+    """The product of two matrices that are rounded to E4M3 first."""
+
+    def rounded(x: Array) -> Array:
+        scale = jnp.maximum(jnp.max(jnp.abs(x)), 1e-30) / float(jnp.finfo(coat.E4M3).max)
+        return (x / scale).astype(coat.E4M3).astype(jnp.float32) * scale
+
+    return rounded(a) @ rounded(b)
 
 
 def as_integers(m: Array, uniform: Array, *, size: int) -> Array:

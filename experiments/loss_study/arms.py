@@ -11,7 +11,7 @@ from coat_jax.storage import PAPER, Storage
 from experiments.loss_study import operands, sums
 from experiments.loss_study.arm import Arm, Settings, Size
 from experiments.loss_study.moments import Expanded, Logarithm, Separately
-from experiments.loss_study.muon import Muon
+from experiments.loss_study.muon import Muon, MuonInE4M3
 
 BASE = Arm(baseline=True)
 NEVER = 1 << 60  # a `min_size` that leaves every leaf in FP32
@@ -118,6 +118,7 @@ ARMS: dict[str, Arm] = {
     "muon_ulp": replace(MUON, perturbed=True),
     "muon_bf16_products": Arm(moments=Muon(Storage(min_size=NEVER))),
     "fp8_muon": Arm(moments=Muon(Storage())),
+    "fp8_muon_e4m3_products": Arm(moments=MuonInE4M3(Storage())),
     "fp8_muon_expanded": Arm(moments=Muon(EXPANDED)),
     "fp8_muon_32": Arm(moments=Muon(Storage(group_size=32))),
     # Of the states, only those of AdamW are large enough for 8 bits: of embedding and head.
