@@ -15,8 +15,9 @@ import coat_jax as coat
 from coat_jax.errors import UserError
 from experiments.loss_study import arms, measure, plot, queue, results, table
 from experiments.loss_study import run as one_run
+from experiments.loss_study import text as texts
 from experiments.loss_study.arm import Arm, Size, precisions_of
-from experiments.loss_study.rows import row_order
+from experiments.loss_study.rows import placed_rows, row_order
 
 
 def named(name: str = "coat", **changes: object) -> dict:
@@ -291,17 +292,40 @@ def trained(
 
 
 def test_a_run_that_was_stopped_continues_as_if_it_had_not_been(
-    small: Size, corpus: Path, tmp_path: Path, trained: Callable[[Size, str], results.Row]
+    small: Size,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trained: Callable[[Size, str], results.Row],
 ):
     whole = trained(small, "bf16")
+    batches: list[np.ndarray] = []  # the rows of each step that is trained
+
+    def noted(tokens, rows, *arguments):
+        batches.append(rows)
+        return placed_rows(tokens, rows, *arguments)
+
+    monkeypatch.setattr(one_run, "placed_rows", noted)
     cut = job(small, "bf16", corpus, tmp_path / "cut")
     assert one_run.run(cut, After(2)) is None
+    assert len(batches) == 2
     continued = one_run.run(cut, [])
     assert continued is not None
+    tokens = texts.load(corpus, "train", texts.BYTES)
+    order = row_order(tokens, small.settings, cut.seed)
+    np.testing.assert_array_equal(np.concatenate(batches), order)
     assert continued["losses"] == whole["losses"]
     assert continued["held_out"] == whole["held_out"]
     assert len(whole["losses"]) == 4
     assert whole["held_out"]["own"] == whole["held_out"]["bf16"]
+
+
+def test_held_out_losses_are_named_by_their_precision(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(one_run, "losses_in", lambda precision, *arguments: [precision])
+    size = arms.SIZES["tiny"]
+    config = one_run.train_config(arms.ARMS["coat_lean"], size, size.settings, 0)
+    found = one_run.held_out(None, config, None, [])
+    assert found == {"own": [coat.COAT_LEAN], "bf16": [coat.BF16], "coat": [coat.COAT_PAPER]}
 
 
 def test_both_kinds_of_muon_train_alike(small: Size, trained: Callable[[Size, str], results.Row]):
