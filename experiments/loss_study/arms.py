@@ -44,7 +44,7 @@ ARMS: dict[str, Arm] = {
     # As good as the baselines: they show how far apart runs end by chance.
     "bf16_shaken": replace(BASE, shaken=1, baseline=False),
     "bf16_shaken_again": replace(BASE, shaken=2, baseline=False),
-    # COAT and its halves.
+    # COAT and other presets; their halves, moments and activations, alone; and single changes.
     "coat": BOTH,
     "coat_lean": replace(BOTH, precision=coat.COAT_LEAN),
     "coat_int8": replace(BOTH, precision=coat.COAT_INT8),
@@ -57,7 +57,8 @@ ARMS: dict[str, Arm] = {
     ),
     # The FP8 products of the backward pass are summed in FP32.
     "coat_accurate_gradients": replace(BOTH, accurate=tuple(sums.PRODUCTS)),
-    # The forward pass continues with the rounded values, as in COAT_PAPER.
+    # The forward pass continues with the rounded values, as in COAT_PAPER. These are the paper's
+    # activations, with coat_jax's moments or FP32 ones: no arm is the paper's whole recipe.
     "coat_rounded_forward": replace(BOTH, precision=coat.COAT_PAPER),
     "activations_rounded_forward": replace(COAT_FP32, precision=coat.COAT_PAPER),
     "saved_rounded_forward": Arm(precision=replace(coat.COAT_PAPER, fp8_linear=False)),
@@ -69,12 +70,12 @@ ARMS: dict[str, Arm] = {
     "coat_int8_after_bf16": replace(BOTH, precision=coat.COAT_INT8, start=coat.BF16),
     "activations_after_bf16": replace(COAT_FP32, start=coat.BF16),
     "activations_after_bf16_tenth": replace(COAT_FP32, start=coat.BF16, start_share=0.1),
-    # As in fine-tuning, most has been learnt before FP8 begins.
-    "coat_for_last_quarter": replace(BOTH, start=coat.BF16, start_share=0.75),
     "activations_after_products": replace(COAT_FP32, start=coat.FP8_LINEAR),
     "activations_after_saved": replace(COAT_FP32, start=WITHOUT_PRODUCTS),
     "bf16_after_activations": Arm(start=coat.COAT),
-    # Parts of the activations; "all_but" is COAT without one part.
+    # As in fine-tuning, most has been learnt before FP8 begins.
+    "coat_for_last_quarter": replace(BOTH, start=coat.BF16, start_share=0.75),
+    # Parts of the activations: FP8 products alone, or some of the saved values in FP8 alone.
     "products": Arm(precision=coat.FP8_LINEAR),
     "products_e4m3_gradients": Arm(precision=replace(coat.FP8_LINEAR, backward=coat.E4M3)),
     "saved": Arm(precision=WITHOUT_PRODUCTS),
@@ -82,10 +83,11 @@ ARMS: dict[str, Arm] = {
     "saved_64": Arm(precision=replace(WITHOUT_PRODUCTS, block=64)),
     # Single operands of products, rounded to nearest; see `operands`.
     **{f"{name}_rounded": Arm(rounded=(name,)) for name in operands.NAMES},
-    # All that COAT rounds, with products of BF16 that sum in FP32.
-    "coat_exact_sums": Arm(precision=WITHOUT_PRODUCTS, moments=Storage(), rounded=operands.NAMES),
     "forward_rounded": Arm(rounded=("inputs", "weights")),
     "operands_rounded": Arm(rounded=operands.NAMES),
+    # All that COAT rounds, but with products in BF16, which are summed in FP32.
+    "coat_exact_sums": Arm(precision=WITHOUT_PRODUCTS, moments=Storage(), rounded=operands.NAMES),
+    # Gradients in E4M3, with moments in FP32 or in 8 bits.
     "activations_e4m3_gradients": replace(COAT_FP32, precision=E4M3_GRADIENTS),
     "coat_e4m3_gradients": replace(BOTH, precision=E4M3_GRADIENTS),
     # Parts of the moments.
@@ -101,7 +103,7 @@ ARMS: dict[str, Arm] = {
     "moments_64": Arm(moments=Storage(group_size=64)),
     "moments_32": Arm(moments=Storage(group_size=32)),
     "moments_first_e5m2": Arm(moments=replace(EXPANDED, first=coat.E5M2)),
-    # Parameters in BF16: what is lost, what corrections or stochastic rounding save of it.
+    # Parameters in BF16: rounded to nearest or stochastically, without or with 8-bit corrections.
     "params_bf16": Arm(params="bf16"),
     "params_bf16_stochastic": Arm(params="bf16_stochastic"),
     "params_24_bits": Arm(params="24_bits"),
@@ -121,9 +123,9 @@ ARMS: dict[str, Arm] = {
     "fp8_muon_e4m3_products": Arm(moments=MuonInE4M3(Storage())),
     "fp8_muon_expanded": Arm(moments=Muon(EXPANDED)),
     "fp8_muon_32": Arm(moments=Muon(Storage(group_size=32))),
-    # Of the states, only those of AdamW are large enough for 8 bits: of embedding and head.
-    "fp8_muon_embedding": Arm(moments=Muon(Storage(min_size=1 << 20))),
     "fp8_muon_coat": Arm(precision=coat.COAT, moments=Muon(Storage())),
+    # At size 40M only the embedding, which AdamW updates, is large enough for 8-bit states.
+    "fp8_muon_embedding": Arm(moments=Muon(Storage(min_size=1 << 20))),
     # COAT's products and saved activations alone, where runs differ little by chance.
     "muon_coat": Arm(precision=coat.COAT, moments=Muon()),
     "muon_coat_int8": Arm(precision=coat.COAT_INT8, moments=Muon()),
@@ -154,7 +156,7 @@ SIZES: dict[str, Size] = {
             vocab=16384, width=512, layers=10, heads=8, kv_heads=8, head_dim=64, ffn=1408,
             context=1024, tied=True, scan=False,
         ),
-        # At 1.5e-3 runs that differ by rounding only end 0.54 % apart, ten times as far.
+        # At 1.5e-3, runs that differ by rounding only end 0.54 % apart, 20 times as far.
         Settings(400, 64, 1024, 1, 5e-4, held_out=1024),
         tokens_per_second=0.9e6,
     ),
