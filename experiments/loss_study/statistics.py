@@ -197,6 +197,15 @@ def _effect(
     return Effect(mean, half, within, p, math.nan, seeds)
 
 
+def seeds_for(half: float, effect: Effect) -> int:
+    """How many seeds an interval of ± `half` needs, if they spread as those of `effect` do."""
+    spread = effect.half * math.sqrt(effect.seeds) / quantile(effect.seeds - 1)
+    seeds = 2
+    while quantile(seeds - 1) * spread / math.sqrt(seeds) > half:
+        seeds += 1
+    return seeds
+
+
 def gap(rows: list[Row], arm: str, baselines: Iterable[str]) -> Float[np.ndarray, " T"]:
     """The log of an arm's training loss above the baselines' at each step, mean over seeds.
 

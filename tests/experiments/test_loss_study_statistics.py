@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
-from experiments.loss_study.statistics import block_error, compare, final, gap, holm
+from experiments.loss_study.statistics import (
+    Effect,
+    block_error,
+    compare,
+    final,
+    gap,
+    holm,
+    seeds_for,
+)
 
 STEPS, NOISE = 200, 5e-4
 
@@ -73,6 +81,13 @@ def test_an_arm_whose_runs_differ_more_has_a_wider_interval():
         row["losses"] = (np.array(row["losses"]) * np.exp(0.01 * random.standard_normal())).tolist()
     found = compare(rows, ["base", "ulp"]).effects
     assert found["coat"].half > 5 * found["harmless"].half
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 8])
+def test_a_narrower_interval_takes_more_seeds(seeds: int):
+    effect = Effect(mean=0.0, half=0.01, within=0.0, p=1.0, holm=1.0, seeds=seeds)
+    assert seeds_for(0.0101, effect) == seeds
+    assert seeds_for(0.0099, effect) == seeds + 1
 
 
 def test_noise_is_that_of_the_runs_not_of_the_seeds():

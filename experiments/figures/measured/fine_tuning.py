@@ -3,9 +3,10 @@
 import functools
 
 from experiments.figures.measured.files import FOLDER
-from experiments.figures.measured.loss_study import percent
-from experiments.fine_tuning import show
+from experiments.figures.measured.loss_study import estimated_minutes, percent
+from experiments.fine_tuning import int8, show
 from experiments.loss_study import results, statistics
+from experiments.loss_study.arm import Settings
 from experiments.loss_study.statistics import Comparison, Row
 
 MODEL, SMALL_MODEL = "40M", "tiny"  # sizes: of most runs, and of those that a CPU trained
@@ -54,3 +55,9 @@ def million_tokens() -> tuple[float, float]:
         for row in (run, tuned)
     )
     return before, while_tuned
+
+
+def minutes(*, seeds: int) -> float:
+    """How long the runs of `--int8` take on one H200, with their text, by the study's estimate."""
+    settings = Settings(**runs()[0]["settings"])
+    return estimated_minutes(MODEL, seeds * int8.cost_of(settings))

@@ -2,9 +2,12 @@
 
 import functools
 import math
+from dataclasses import replace
 
 from experiments.figures.measured.files import FOLDER
 from experiments.loss_study import results, statistics
+from experiments.loss_study.arms import SIZES
+from experiments.loss_study.measure import PREPARING, STARTING
 from experiments.loss_study.statistics import Comparison, Effect, Row
 
 # Size of the model, learning rate and steps of the runs that the pages quote.
@@ -77,6 +80,17 @@ def range_of(arm: str) -> tuple[float, float]:
 def seeds(arm: str) -> int:
     """How many seeds of an arm were trained."""
     return effects(*STUDY).effects[arm].seeds
+
+
+def minutes(size: str, *, steps: int, runs: int) -> float:
+    """How long some runs take on one H200, with their text, by the study's own estimate."""
+    settings = replace(SIZES[size].settings, steps=steps)
+    return estimated_minutes(size, runs * settings.tokens)
+
+
+def estimated_minutes(size: str, tokens: float) -> float:
+    """How long a call takes that trains on so many tokens; see `measure.plan`."""
+    return (PREPARING + STARTING + tokens / SIZES[size].tokens_per_second) / 60
 
 
 def extremes() -> tuple[float, float]:

@@ -8,9 +8,10 @@ from experiments.figures.measured import fine_tuning, loss_study
 from experiments.figures.measured.files import of
 from experiments.figures.measured.layers import range_in_int8
 from experiments.figures.measured.loss_study import LARGER, LARGEST, LONGER, STUDY
-from experiments.figures.pages.reasons import PAPER, SETTING
+from experiments.figures.pages.reasons import AIM, PAPER, SETTING
 from experiments.fine_tuning import parts, show
 from experiments.forward_formats import OUTLIERS, cost
+from experiments.loss_study import statistics
 
 # Arms of loss_study, in words, by table.
 PARTS = {
@@ -74,7 +75,7 @@ TUNED = {
     "coat_int8": "all of `COAT_INT8`",
     "coat": "all of COAT",
     "coat_lean": "all of `COAT_LEAN`",
-    "coat_paper": "all of `COAT_PAPER`",
+    "coat_paper": "all of `COAT_PAPER`, with COAT's moments",
     "inputs_rounded": "inputs of forward products rounded",
     "weights_rounded": "weights rounded, in the forward and the backward pass",
     "backward_rounded": "inputs and gradients rounded, in the backward pass",
@@ -195,6 +196,11 @@ def rounding() -> list[list[str]]:
     return rows
 
 
+def seeds_that_resolve(arm: str, *, muon: bool = False) -> int:
+    """How many seeds of an arm resolve a difference of 0.1 %."""
+    return statistics.seeds_for(0.001, loss_study.effects(*STUDY, muon=muon).effects[arm])
+
+
 PAGE = Page(
     "docs/loss.md",
     [
@@ -210,6 +216,15 @@ PAGE = Page(
         ),
         Table("loss_parts", lambda: table(PARTS)),
         Table("loss_params", lambda: table(PARAMS)),
+        Sentence(
+            "the training loss is {:+.2f} % ± {:.2f} with corrections and {:+.2f} % ± {:.2f} with "
+            "stochastic rounding, and in the same seeds the two differ by {:.2f} % ± {:.2f}.",
+            lambda: (
+                *loss_study.cost("params_24_bits"),
+                *loss_study.cost("params_bf16_stochastic"),
+                *loss_study.cost_above("params_24_bits", "params_bf16_stochastic")[:2],
+            ),
+        ),
         Table("loss_nearest", lambda: table(NEAREST)),
         Table("loss_when", lambda: table(WHEN)),
         Table("saved_rounding", rounding),
@@ -489,6 +504,89 @@ PAGE = Page(
         ),
         Sentence("a layer takes {:.1f} to {:.1f} % longer.", range_in_int8),
         Table("tradeoff", lambda: tradeoff.table(tradeoff.ways())),
+        Sentence(
+            "Its {:+.2f} % is therefore not the cost of the paper's whole recipe",
+            lambda: loss_study.cost("coat_rounded_forward")[:1],
+        ),
+        Given("at most 0.15 % above that of BF16 with FP32 moments (in `COAT_LEAN` 0.25 %)", AIM),
+        Sentence(
+            "parameters and {:.1f} million tokens, the mean training loss is {:+.2f} % in COAT, "
+            "{:+.2f} % in `COAT_INT8` and {:+.2f} % in `COAT_LEAN`. If the first quarter is in "
+            "BF16, it is {:+.2f} % in COAT and {:+.2f} % in `COAT_LEAN`.",
+            lambda: (
+                loss_study.million_tokens(*STUDY),
+                *(
+                    loss_study.cost(arm)[0]
+                    for arm in (
+                        *("coat", "coat_int8", "coat_lean"),
+                        *("coat_after_bf16", "coat_lean_after_bf16"),
+                    )
+                ),
+            ),
+        ),
+        Sentence(
+            "parameters and {:.1f} million tokens, the runs with AdamW differ too much by chance "
+            "to say: COAT ends {:+.2f} % ± {:.2f} above BF16. With Muon COAT misses the aim, with "
+            "{:+.2f} % ± {:.2f}, and `COAT_INT8` reaches it on average, with {:+.2f} % ± {:.2f}.",
+            lambda: (
+                loss_study.million_tokens(*LARGER),
+                *loss_study.larger("coat"),
+                *loss_study.larger_with_muon()[:4],
+            ),
+        ),
+        Given("takes at most 300 MB of distinct text", SETTING),
+        Given("in calls of at most 9 minutes on one GPU", SETTING),
+        Sentence(
+            "how long the {:d} runs take: about {:.0f} minutes of one H200",
+            lambda: (9, loss_study.minutes("124M", steps=2250, runs=9)),
+        ),
+        Sentence(
+            "two BF16 runs of this size may end {:.2f} % [apart by rounding alone]",
+            loss_study.larger_apart,
+        ),
+        Given("cheapest measurement of 0.1 %", SETTING),
+        Given("A difference of 0.1 % is resolved if its 95 % interval", SETTING),
+        Given("is narrower than ± 0.1 %", SETTING),
+        Sentence(
+            "that differ only in rounding end {:.4f} % apart, and COAT's interval over {:d} seeds "
+            "is ± {:.3f} %:",
+            lambda: (
+                fine_tuning.floor(),
+                fine_tuning.effects().effects["coat"].seeds,
+                fine_tuning.cost("coat")[1],
+            ),
+        ),
+        Sentence(
+            "This takes about {:.0f} minutes of one H200. It trains a model from each seed in BF16",
+            lambda: (fine_tuning.minutes(seeds=3),),
+        ),
+        Sentence(
+            "This takes about {:.0f} minutes of one H200. BF16 runs end {:.3f} % apart, but COAT's "
+            "runs differ more between seeds: over {:d} seeds its interval is ± {:.2f} %, and {:d} "
+            "seeds should be enough.",
+            lambda: (
+                loss_study.minutes("40M", steps=STUDY[-1], runs=12),
+                100 * loss_study.effects(*STUDY, muon=True).noise.apart,
+                loss_study.effects(*STUDY, muon=True).effects["muon_coat"].seeds,
+                loss_study.cost("muon_coat", muon=True)[1],
+                seeds_that_resolve("muon_coat", muon=True),
+            ),
+        ),
+        Sentence(
+            "With AdamW, BF16 runs end {:.3f} % apart and COAT's interval is ± {:.2f} % over {:d} "
+            "seeds: it would take about {:d} seeds of `bf16 bf16_ulp coat`, or {:.0f} minutes.",
+            lambda: (
+                loss_study.floor(),
+                loss_study.cost("coat")[1],
+                loss_study.seeds("coat"),
+                seeds_that_resolve("coat"),
+                loss_study.minutes("40M", steps=STUDY[-1], runs=3 * seeds_that_resolve("coat")),
+            ),
+        ),
+        Sentence(
+            "COAT's runs differ less, and {:d} seeds should be enough.",
+            lambda: (seeds_that_resolve("coat_after_bf16"),),
+        ),
         Given("The paper reports +0.55 % for OLMo-7B after 250 billion tokens", PAPER),
         Given("The last 8 MB", SETTING),
     ],
