@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from coat_jax.errors import UserError
 from coat_jax.limits import Among, added, dtype_of, require_fields, shown
 from coat_jax.numerics.formats import DTYPES, E4M3, E5M2, format_of, named_format
-from coat_jax.numerics.minifloat import MOST_EXPONENT_BITS, MOST_MANTISSA_BITS, Minifloat
+from coat_jax.numerics.minifloat import MOST_MANTISSA_BITS, Minifloat, names_of_simulated
 
 LEAST_MAX = 2.0**-16  # the largest value of a simulated format must be greater
 Block = Annotated[int, Among((16, 32, 64, 128))]
@@ -113,9 +113,8 @@ def _format(name: str, value: DTypeLike | Minifloat) -> Any:
     except ValueError:
         raise UserError(
             f"{name}={shown(value)} is not an FP8 format of coat_jax. Use coat.formats.E4M3 (more "
-            "precision) or coat.formats.E5M2 (more range); or, to simulate another one, a name "
-            f"like 'E3M4', with up to {MOST_EXPONENT_BITS} exponent and {MOST_MANTISSA_BITS} "
-            "mantissa bits (INT8 is 'E0M7')."
+            "precision) or coat.formats.E5M2 (more range); or, to simulate another one, "
+            f"{names_of_simulated(MOST_MANTISSA_BITS)}."
         ) from None
     if not (fmt.signed and fmt.zero and fmt.max > LEAST_MAX):
         raise UserError(

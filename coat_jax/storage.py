@@ -48,7 +48,7 @@ from coat_jax.limits import Among, Between, require_fields
 from coat_jax.numerics import expansion, integers, logarithms, mesh_axes, noise
 from coat_jax.numerics.expansion import Expanded, Rounding
 from coat_jax.numerics.formats import E4M3, E5M2, SMALLEST_NORMAL, format_of, named_format
-from coat_jax.numerics.minifloat import Minifloat
+from coat_jax.numerics.minifloat import Minifloat, names_of_simulated
 from coat_jax.numerics.qtensor import join_groups, scales_shape, split_groups
 
 DIRECTION = integers.DTYPE  # the format of a first moment that is stored over the root of v
@@ -59,6 +59,7 @@ MIN_COLUMNS = 16
 MIN_DECAY = 0.75
 MIN_CHANGE = 0.049  # the least 1 - b1 with which large codes of a direction are rounded to nearest
 DIVISIBLE_BY = 8  # the devices along one axis over which a placeholder can be sharded
+MOST_SIMULATED_BITS = 7  # of a mantissa: simulated codes are in BF16
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 GroupSize = Annotated[int, Among(GROUP_SIZES)]
 ZeroOrMore = Annotated[int, Between(least=0)]
@@ -297,7 +298,7 @@ def _format(field: str, dtype: DTypeLike | Minifloat, own: DTypeLike | None) -> 
         if own is None or dtype.container != jnp.bfloat16 or not dtype.zero:
             raise ValueError(
                 f"{field}={dtype.name!r} cannot be simulated: only first and second can, in "
-                "formats that have a zero and up to 7 mantissa bits."
+                f"formats that have a zero and up to {MOST_SIMULATED_BITS} mantissa bits."
             )
         if own == DIRECTION and not dtype.signed:
             raise ValueError(f"{field}={dtype.name!r} has no sign, and first moments have both.")
@@ -308,10 +309,13 @@ def _format(field: str, dtype: DTypeLike | Minifloat, own: DTypeLike | None) -> 
                 return known
         except TypeError:
             pass
-    use = "" if own is None else f"jnp.{jnp.dtype(own).name}, "
+    use = simulated = ""
+    if own is not None:
+        use = f"jnp.{jnp.dtype(own).name}, "
+        simulated = f"; or, to simulate another one, {names_of_simulated(MOST_SIMULATED_BITS)}"
     raise ValueError(
         f"{field}={dtype!r} is not a format of an optimizer's moments. Use {use}coat.formats.E4M3 "
-        "(more precision) or coat.formats.E5M2 (more range)."
+        f"(more precision) or coat.formats.E5M2 (more range){simulated}."
     )
 
 

@@ -70,10 +70,10 @@ def test_the_formats_may_be_equal_or_exchanged_but_not_both_e5m2():
 
 
 @pytest.mark.parametrize("name", ["forward", "backward"])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3b11fnuz, "fp8", None, 8])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3b11fnuz, "fp8", "INT4", None, 8])
 def test_other_formats_are_refused(name, dtype):
     refusal = r"is not an FP8 format of coat_jax. Use .*E4M3.*E5M2.*'E3M4'"
-    refusal += r", with up to 8 exponent and 10 mantissa bits \(INT8 is 'E0M7'\)"
+    refusal += r", with up to 8 exponent and 10 mantissa bits \(symmetric integers .* E0M\(b-1\)"
     with pytest.raises(ValueError, match=refusal):
         Precision(**{name: dtype})
 

@@ -235,6 +235,14 @@ def minifloat(name: str) -> Minifloat:
     return fmt
 
 
+def names_of_simulated(mantissa_bits: int) -> str:
+    """What to write for a format of up to this many mantissa bits; for errors."""
+    return (
+        f"a name like 'E3M4', with up to {MOST_EXPONENT_BITS} exponent and {mantissa_bits} "
+        "mantissa bits (symmetric integers of b bits are E0M(b-1): INT8 is 'E0M7', INT4 is 'E0M3')"
+    )
+
+
 # --- Parts -----------------------------------------------------------------------------------
 
 

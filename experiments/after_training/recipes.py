@@ -35,7 +35,11 @@ FURTHER_RATE = 0.1  # of the highest learning rate of the run
 
 
 def _anticipating(forward: Any) -> Precision:
-    """Products round inputs and weights to this format, with gradients as if they did not."""
+    """Products round inputs and weights to this format, with gradients as if they did not.
+
+    Each input and each weight has one power of two as its scale, so the rounding is coarser than
+    that of the recipes, which have a scale for each channel of a weight.
+    """
     return Precision(forward=forward, backward="E8M7", block=None)
 
 

@@ -110,6 +110,30 @@ def test_formats_that_cannot_hold_moments_are_refused(settings, said):
         Storage(**settings)
 
 
+@pytest.mark.parametrize("field", ["first", "second"])
+@pytest.mark.parametrize("name", ["INT8", "INT4", "E9M2", "E3"])
+def test_an_unknown_format_is_answered_with_those_that_are_simulated(field, name):
+    said = rf"{field}='{name}' is not .*; or, to simulate another one, a name like 'E3M4', with up "
+    said += r"to 8 exponent and 7 mantissa bits \(symmetric integers of b bits are E0M\(b-1\): INT8"
+    with pytest.raises(ValueError, match=said):
+        Storage(**{field: name})
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_an_integer_of_b_bits_is_named_by_its_magnitude(bits):
+    """As the errors say; the largest code of a symmetric integer is 2^(b - 1) - 1."""
+    fmt = minifloat(f"E0M{bits - 1}")
+    largest = 2 ** (bits - 1) - 1
+    codes = fmt.magnitudes / fmt.tiny
+    np.testing.assert_array_equal(codes, np.arange(largest + 1))
+    assert Storage(first=fmt.name).first == coat.Precision(forward=fmt.name).forward == fmt
+
+
+def test_other_moments_are_not_simulated():
+    with pytest.raises(ValueError, match=r"other='INT8' is not .* \(more range\)\.$"):
+        Storage(other="INT8")
+
+
 def test_the_kernel_is_for_8_bits_only():
     tx = coat.optax.fused_fp8_adamw(1e-2, storage=Storage(first="E2M5"), implementation="triton")
     without_triton = ImportError, r"needs the packages triton"

@@ -1,6 +1,7 @@
 """What quantization costs a network after training: after_training."""
 
 import functools
+from collections.abc import Mapping
 
 from experiments.after_training import changes, show
 from experiments.after_training.changes import What
@@ -12,7 +13,14 @@ from experiments.row_files import Row
 
 MODEL, LARGER = "40M", "124M"
 FORMATS = {"int8": "INT8", "fp8": "FP8"}
-TRAINED = {"bf16": "BF16", "coat": "COAT"}
+TRAINED = {"bf16": "BF16", "products": "FP8_LINEAR", "coat": "COAT"}  # of them, MODEL
+TRAINED_LARGER = {arm: TRAINED[arm] for arm in ("bf16", "coat")}
+FURTHER = {
+    "": "none",
+    "bf16": "in BF16",
+    "int8": "in INT8, one scale per tensor",
+    "fp8": "in FP8, one scale per tensor",
+}
 FITS = {"max": "largest magnitude", "percentile": "99.9 % of magnitudes", "mse": "least error"}
 ACTIVATIONS = {"none": "in BF16", "dynamic": "a scale for each token", "static": "one scale"}
 
@@ -53,11 +61,7 @@ def least_p() -> float:
 
 def by_recipe() -> list[list[str]]:
     """The cost of every recipe, by how the network was trained."""
-    columns = [
-        (form, arm, f"{name}, trained in {how}")
-        for form, name in FORMATS.items()
-        for arm, how in TRAINED.items()
-    ]
+    columns = _columns(TRAINED)
     rows = [["activations", "ranges", *(title for _, _, title in columns)]]
     for mode, in_words in ACTIVATIONS.items():
         for fit, of_range in FITS.items():
@@ -66,3 +70,26 @@ def by_recipe() -> list[list[str]]:
             ]
             rows.append([in_words, of_range, *cells])
     return rows
+
+
+def by_further_training() -> list[list[str]]:
+    """The cost with a scale for each token, by what was trained before quantizing, and how."""
+    columns = _columns(TRAINED_LARGER)
+    rows = [["parameters", "further steps", *(title for _, _, title in columns)]]
+    for size in (MODEL, LARGER):
+        for further, in_words in FURTHER.items():
+            cells = [
+                cell(costs(size)[arm][What(f"{form} mse dynamic", further)], 3)
+                for form, arm, _ in columns
+            ]
+            rows.append([size, in_words, *cells])
+    return rows
+
+
+def _columns(trained: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """The columns of a table: format, arm and title."""
+    return [
+        (form, arm, f"{name}, trained in {how}")
+        for form, name in FORMATS.items()
+        for arm, how in trained.items()
+    ]

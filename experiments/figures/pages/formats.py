@@ -35,6 +35,7 @@ def format_sqnr() -> list[list[str]]:
 
 
 PER_TOKEN = {form: f"{form} mse dynamic" for form in after_training.FORMATS}
+SIZES = (after_training.MODEL, after_training.LARGER)
 ONE_SCALE = [f"int8 {fit} static" for fit in ("mse", "max", "percentile")]
 
 
@@ -81,15 +82,30 @@ PAGE = Page(
                 *after_training.cost("int8 max static", size=after_training.LARGER),
             ),
         ),
-        Given("After 40 more steps at a tenth of the learning rate", SETTING),
         Sentence(
-            "the network in INT8 loses {:+.3f} % ± {:.3f}; after as many in BF16 it loses "
-            "{:+.3f} % ± {:.3f}",
-            lambda: (
-                *after_training.cost(PER_TOKEN["int8"], further="int8"),
-                *after_training.cost(PER_TOKEN["int8"], further="bf16"),
+            "the network in INT8 loses {:+.3f} % ± {:.3f} (40 million parameters) and {:+.3f} % ± "
+            "{:.3f} (124 million); after as many in BF16 it loses {:+.3f} % ± {:.3f} and "
+            "{:+.3f} % ± {:.3f}. In FP8 it loses {:+.3f} % ± {:.3f} and {:+.3f} % ± {:.3f} after "
+            "steps that round to FP8, and {:+.3f} % ± {:.3f} and {:+.3f} % ± {:.3f} after steps in "
+            "BF16.",
+            lambda: tuple(
+                value
+                for form in after_training.FORMATS
+                for further in (form, "bf16")
+                for size in SIZES
+                for value in after_training.cost(PER_TOKEN[form], further=further, size=size)
             ),
         ),
+        Sentence(
+            "also without rounding: by {:+.3f} % ± {:.3f} and {:+.3f} % ± {:.3f} after steps that "
+            "round to INT8",
+            lambda: tuple(
+                value
+                for size in SIZES
+                for value in after_training.cost("bf16", further="int8", size=size)
+            ),
+        ),
+        Table("after_further_training", after_training.by_further_training),
         Table("format_sqnr", format_sqnr),
         Sentence(
             "INT8 comes second, {:.1f} bits behind, and E3M4 third",
