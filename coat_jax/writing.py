@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import re
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ class NotWritten(UserError, OSError):
 
 
 class DiskFull(NotWritten):
-    """A file or folder does not fit on the disk."""
+    """A file or folder does not fit on the disk, or is beyond a limit for files."""
 
 
 def require_space(folder: Path, what: str, size: int) -> None:
@@ -48,7 +49,7 @@ def write_failures(folder: Path, what: str, size: int | None = None) -> Iterator
     except Exception as error:
         code = _os_error(error)
         if code in FULL:
-            raise _full(folder, what, size) from error
+            raise _full(folder, what, size, code) from error
         if code is not None:
             raise NotWritten(f"{what} could not be written in {folder}: {error}") from error
         raise
@@ -62,13 +63,20 @@ def _os_error(error: Exception) -> int | None:
     return int(match[1]) if match else None
 
 
-def _full(folder: Path, what: str, size: int | None) -> DiskFull:
+def _full(folder: Path, what: str, size: int | None, code: int = errno.ENOSPC) -> DiskFull:
+    """The error that says which limit was reached; `code` is that of the operating system."""
     needed = "" if size is None else f"it takes up to {_megabytes(size + METADATA)}, and "
-    free = shutil.disk_usage(folder).free
-    return DiskFull(
-        f"{what} does not fit in {folder}: {needed}{_megabytes(free)} are free. Make room there, "
-        "or raise the quota; what was saved before is intact."
-    )
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if code == errno.EFBIG and limit != resource.RLIM_INFINITY:
+        reason = f"a file may have at most {limit:,} bytes. Raise this limit (`ulimit -f`)"
+    elif code == errno.EFBIG:
+        reason = "its file system has no files that large. Choose a folder on another one"
+    elif code == errno.EDQUOT:
+        reason = f"{needed}the quota is used up. Make room there, or raise the quota"
+    else:
+        free = _megabytes(shutil.disk_usage(folder).free)
+        reason = f"{needed}{free} are free. Make room there, or raise the quota"
+    return DiskFull(f"{what} does not fit in {folder}: {reason}; what was saved before is intact.")
 
 
 def _megabytes(size: int) -> str:

@@ -1,12 +1,14 @@
-"""Laws of folders that appear when they are complete."""
+"""Laws of folders that appear when they are complete, and of errors about what does not fit."""
 
+import errno
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
 from coat_jax.errors import UserError
-from coat_jax.writing import NewFolder
+from coat_jax.writing import DiskFull, NewFolder, write_failures
 
 
 @pytest.fixture
@@ -49,3 +51,27 @@ def test_a_folder_that_is_not_finished_never_has_its_name(new):
 def test_a_path_without_a_name_is_no_new_folder(path, tmp_path):
     with pytest.raises(UserError, match="does not end in the name of a new folder"):
         NewFolder(tmp_path / path if path == "nowhere/.." else Path(path), "a test").require_new()
+
+
+@pytest.mark.parametrize(
+    ("code", "limit", "said"),
+    [
+        (errno.ENOSPC, 4096, r"it takes up to 1\.0 MB, and [\d,.]+ MB are free\. Make room there"),
+        (errno.EDQUOT, 4096, r"it takes up to 1\.0 MB, and the quota is used up\. Make room there"),
+        (
+            errno.EFBIG,
+            4096,
+            r"a file may have at most 4,096 bytes\. Raise this limit \(`ulimit -f`\)",
+        ),
+        (
+            errno.EFBIG,
+            resource.RLIM_INFINITY,
+            r"its file system has no files that large\. Choose a",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named_with_its_limit(code, limit, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    refusal = rf"^Step 3 does not fit in {tmp_path}: {said}.*; what was saved before is intact\.$"
+    with pytest.raises(DiskFull, match=refusal), write_failures(tmp_path, "Step 3", size=10):
+        raise OSError(code, os.strerror(code))

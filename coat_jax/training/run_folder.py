@@ -56,7 +56,7 @@ class RunFolder:
 
         Raises:
             UserError: if another process is using it, or it holds another run, or one that has
-                taken more steps.
+                taken more steps, or a folder where a file of the run would be.
         """
         self._take()
         if not self._config.resume and self._holds_a_run():
@@ -66,6 +66,7 @@ class RunFolder:
             self._take()
             if before is not None:
                 before.close()
+        self._require_room_for_files()
         saved = self._saved()
         changed = [] if saved is None else resume_rules.changes(self._config, saved)
         newest = StepFolders(self.checkpoints).newest_record()
@@ -77,6 +78,15 @@ class RunFolder:
                 "begin anew with --resume false, which moves that run out of the way."
             )
         return changed
+
+    def _require_room_for_files(self) -> None:
+        """Raises if a folder has the name of a file that the run writes."""
+        for path in (self.path / CONFIG, self.path / metrics.FILE):
+            if is_folder(path):
+                raise UserError(
+                    f"{path} is a folder, and a run writes a file there: move the folder away, or "
+                    "choose another --out."
+                )
 
     def _require_nothing_is_read_from_it(self) -> None:
         """Raises if the run begins from the folder that would be moved out of its way."""
