@@ -59,6 +59,10 @@ PARTS = (
             "learning_rate=-1.0 must be a number above 0 and at most 10",
         ),
         (
+            {"writers": ("wandb", "tensorboard", "wandb")},
+            r"writers=\('wandb', 'tensorboard', 'wandb'\) names a writer twice: name each once",
+        ),
+        (
             {"optimizer": {"warmup_steps": 1.5}},
             "optimizer.warmup_steps=1.5 must be a whole number .* or a number from 0 to 1",
         ),

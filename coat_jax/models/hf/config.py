@@ -152,11 +152,8 @@ def _dtype(data: Json) -> Any:
 
 def _rotary(data: Json) -> Rotary:
     """From rope_theta and rope_scaling, or from rope_parameters, which since 2025 holds both."""
-    rope: Json = data.get("rope_scaling") or data.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise UserError(
-            f"config.json scales rotary positions by {shown(rope)}: it must be an object."
-        )
+    older, recent = (_object(data, name) for name in ("rope_scaling", "rope_parameters"))
+    rope = older or recent
     theta = rope.get("rope_theta", data.get("rope_theta", 10000.0))
     _require(Rotary, "theta", "rope_theta", theta)
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -189,6 +186,17 @@ def _rotary(data: Json) -> Rotary:
         f"config.json scales rotary positions by {shown(kind)}, and coat_jax has default, linear "
         "and llama3."
     )
+
+
+def _object(data: Json, name: str) -> Json:
+    """An object in config.json that scales rotary positions; empty if it is missing or null."""
+    value = data.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise UserError(
+            f"config.json scales rotary positions by {shown(value)}: {name} must be an object, or "
+            "null for no scaling."
+        )
+    return value or {}
 
 
 def _scaling_factor(rope: Json, name: str) -> float:

@@ -127,6 +127,8 @@ class TrainConfig:
         if self.optimizer.release_gradients:
             self._require_releasable()
         self._require_metrics()
+        if len(set(self.writers)) < len(self.writers):
+            raise UserError(f"writers={self.writers} names a writer twice: name each once.")
         for name in ("out", "init_from", "cache"):
             path = getattr(self, name)
             if path == "":

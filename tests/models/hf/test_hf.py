@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +144,8 @@ def test_both_ways_to_write_rotary_positions_are_read():
     absent = {"rope_theta": "absent", "rope_scaling": "absent"}
     assert from_json(config_json(**absent, **recent)).rotary == LLAMA.rotary
     assert from_json(config_json(**absent)).rotary == Rotary(10000.0)
+    for none in ("absent", None, {}):  # as in transformers
+        assert from_json(config_json(rope_scaling=none)).rotary == Rotary(5e5)
     old = {"rope_scaling": {"type": "linear", "factor": 2}}
     assert from_json(config_json(**old)).rotary == Rotary(5e5, 2.0)
 
@@ -248,7 +251,11 @@ ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq
         ({"rope_theta": 1e30}, "rope_theta=1e.30 must be"),
         ({"rope_theta": "1e4"}, "rope_theta='1e4' must be"),
         ({"rope_theta": None}, "rope_theta=None must be"),
-        ({"rope_scaling": 8}, "scales rotary positions by 8: it must be an object"),
+        *(
+            ({name: value}, rf"scales rotary positions by {re.escape(repr(value))}: {name} must be")
+            for name in ("rope_scaling", "rope_parameters")
+            for value in (8, 0, "", [], False)
+        ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling lacks factor"),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "rope_scaling.factor=-1 must be"),
         ({"rope_scaling": {"type": ["linear"]}}, r"by \['linear'\], and coat_jax has"),
