@@ -1,17 +1,21 @@
 """Text from elsewhere, made safe to print.
 
 A terminal obeys control characters: ESC and the C1 codes can move the cursor, change the title, or
-make the terminal answer as if the user had typed. Text that a model generated, or from somebody
-else's files, may contain any of them. `printable` shows them as Python escapes: ESC as \\x1b.
+make the terminal answer as if the user had typed. Bidirectional controls reorder the characters of
+a line, so that it reads as another one. Text that a model generated, or from somebody else's files,
+may contain any of them. `printable` shows them as Python escapes: ESC as \\x1b.
 """
 
-# C0 without tab and newline, DEL, C1, and lone surrogates, which no encoding can print.
-UNSAFE = {*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000)} - {ord("\t"), ord("\n")}
+CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")}  # C0, DEL and C1
+SEPARATORS = {0x2028, 0x2029}  # of lines and paragraphs
+BIDIRECTIONAL = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+SURROGATES = {*range(0xD800, 0xE000)}  # if alone, no encoding can print them
+UNSAFE = CONTROLS | SEPARATORS | BIDIRECTIONAL | SURROGATES
 ESCAPES = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in UNSAFE}
 
 
 def printable(text: str) -> str:
-    """The text with every control character but tab and newline shown as an escape."""
+    """The text with all unsafe characters, those of `UNSAFE`, shown as escapes."""
     return text.translate(ESCAPES)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from coat_jax.printable import counted, printable
 
+REORDERING = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 EVERY = "".join(map(chr, range(sys.maxunicode + 1)))
 
 
@@ -15,12 +16,19 @@ def test_no_control_character_but_tab_and_newline_is_left():
     assert left == {"\t", "\n"}
 
 
+def test_no_character_is_left_that_reorders_others_or_ends_a_line_but_newline():
+    shown = printable(EVERY)
+    assert not {c for c in shown if unicodedata.bidirectional(c) in REORDERING}
+    assert len(shown.splitlines()) == 2
+
+
 def test_every_result_can_be_encoded():
     assert printable(EVERY).encode("utf-8").decode("utf-8") == printable(EVERY)
 
 
 def test_all_other_characters_stay():
-    others = "".join(c for c in EVERY if unicodedata.category(c) not in ("Cc", "Cs"))
+    others = "".join(c for c in EVERY if unicodedata.category(c) not in ("Cc", "Cs", "Zl", "Zp"))
+    others = "".join(c for c in others if unicodedata.bidirectional(c) not in REORDERING)
     assert printable(others) == others
 
 
@@ -31,6 +39,7 @@ def test_all_other_characters_stay():
         ("a\rb\x7f\x9b31m", r"a\x0db\x7f\x9b31m"),
         ("a\tb\nc é 漢 🙂", "a\tb\nc é 漢 🙂"),
         ("\udc80", r"\udc80"),
+        ("a\u202eb\u2066c\u2028d", r"a\u202eb\u2066c\u2028d"),
     ],
 )
 def test_controls_are_shown_as_escapes(text, shown):

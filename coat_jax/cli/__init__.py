@@ -16,7 +16,6 @@ import contextlib
 import difflib
 import errno
 import importlib
-import io
 import os
 import sys
 import traceback
@@ -25,7 +24,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from coat_jax import files
-from coat_jax.cli.output import discard_broken
+from coat_jax.cli.output import discard_broken, escape_unencodable
 from coat_jax.errors import UserError
 from coat_jax.printable import printable
 from coat_jax.writing import FULL, NotWritten
@@ -47,7 +46,6 @@ BAD_INPUT, INTERRUPTED = UserError.exit_code, 130
 MISSING = "the following arguments are required"
 UNKNOWN = "unrecognized arguments: "
 NO_READER = 141  # what shells report of a program that SIGPIPE ended
-UNICODE = ("utf-8", "utf8")  # encodings that have every character
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,9 +80,7 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in UNICODE:
-            stream.reconfigure(errors="backslashreplace")  # what the encoding lacks
+    escape_unencodable()
     try:
         try:
             return _run(given)

@@ -189,14 +189,8 @@ def _print(
 
 
 def _say(text: str) -> None:
-    if sys.stdout is None:  # closed by `>&-`
-        return
     # A model may write control characters, such as those that move a terminal's cursor.
-    if on_terminal(sys.stdout):
-        text = printable(text)
-    # The terminal's encoding may lack a character, and a prompt may have lone surrogates.
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
+    print(printable(text) if on_terminal(sys.stdout) else text, end="", flush=True)
 
 
 class _Speed:

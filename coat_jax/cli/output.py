@@ -32,6 +32,16 @@ def lasting() -> Iterator[None]:
                 err.flush()
 
 
+def escape_unencodable() -> None:
+    """From now on, characters that an output's encoding lacks are printed as Python escapes.
+
+    No encoding has lone surrogates, which stand for bytes of an argument that are not UTF-8.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def note(text: str) -> None:
     """Prints a line that is not part of a command's result."""
     print(printable(text), file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import functools
 import importlib
 import io
 import os
@@ -14,6 +15,7 @@ import pytest
 from processes import SECONDS
 
 from coat_jax import cli
+from coat_jax.cli import generate
 from coat_jax.errors import UserError
 from coat_jax.writing import DiskFull
 
@@ -126,11 +128,18 @@ sys.exit(cli.main(["plot", "x"]))
     assert "TypeError" in done.stderr
 
 
-def test_what_the_encoding_of_the_output_lacks_is_escaped(command, monkeypatch):
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    [("ascii", rb"f\xfc\u2192\udc80"), ("utf-8", "fü→".encode() + rb"\udc80")],
+)
+@pytest.mark.parametrize("say", [functools.partial(print, end=""), generate._say])
+def test_what_the_encoding_of_the_output_lacks_is_escaped(
+    say, encoding, shown, command, monkeypatch
+):
     out = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii"))
-    ended, _ = command(lambda: print("fü→"))
-    assert (ended, out.getvalue()) == (0, b"f\\xfc\\u2192\n")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding=encoding))
+    ended, _ = command(lambda: say("fü→\udc80"))
+    assert (ended, out.getvalue()) == (0, shown)
 
 
 def test_debug_adds_the_traceback_without_control_characters(command):
