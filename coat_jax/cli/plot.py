@@ -7,7 +7,8 @@
   coat plot runs/coat --fp8 underflow --out fp8.png  what telemetry recorded, as a heat map
 
 Of several runs the first is the baseline, wide and pale below the others. Points are held-out
-losses. The page works offline, in any browser. A heat map is a picture of one run alone.
+losses. The page works offline, in any browser. An earlier picture or page is replaced; an .html
+that is no page of this command is not. A heat map is a picture of one run alone.
 """
 
 import argparse

@@ -216,6 +216,21 @@ def test_an_export_of_a_run_on_tokens_knows_where_a_text_ends(tmp_path, capsys):
     assert copied == (tmp_path / "words.json").read_bytes()
 
 
+@pytest.mark.parametrize("to", [[], ["--to", "int8"]])
+@pytest.mark.parametrize("end", [None, 3])
+def test_an_export_of_a_run_on_bytes_says_what_it_lacks(end, to, tmp_path, capsys):
+    run, out = checkpoint_in(tmp_path / "run"), tmp_path / "out"
+    data = {"train": ["corpus"], "tokenizer": None, "end_of_text": end}
+    (run / "config.json").write_text(json.dumps({"model": json_of(variant()), "data": data}))
+    assert convert(run, out, *to) == 0
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "trained on bytes, for which there is no tokenizer.json: the new folder has no" in said
+    assert ("names no token that ends a text" in said) == (end is None)
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == end
+    assert not (out / "tokenizer.json").exists()
+
+
 def test_the_tokenizer_of_a_larger_model_is_refused(tmp_path, capsys):
     write_tokenizer(tmp_path / "words.json", *map(str, range(LLAMA.vocab)))
     hf.save(tmp_path / "model", filled(variant()))

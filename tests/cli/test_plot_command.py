@@ -30,6 +30,22 @@ def test_a_run_may_be_named_by_its_metrics(run, capsys):
     assert capsys.readouterr().out.splitlines()[0] == str(run / "plot.png")
 
 
+def test_a_page_replaces_an_earlier_page_and_no_other_file(tmp_path, run, capsys):
+    out, page = tmp_path / "curves.png", tmp_path / "curves.html"
+    page.write_text("<!doctype html>\n<title>My notes</title>\n")
+    for _ in range(2):
+        assert cli.main(["plot", str(run), "--out", str(out)]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert f"{page} exists, and is no page of `coat plot`, which would replace it: cho" in said
+        assert not out.exists()
+    assert "My notes" in page.read_text()
+    page.unlink()
+    for name in ("one", "two"):
+        assert cli.main(["plot", str(run), "--out", str(out), "--names", name]) == 0
+        assert f'"{name}"' in page.read_text("utf-8")
+
+
 def test_a_heat_map_is_a_picture_alone(tmp_path, run, capsys):
     numbers = {f"fp8/layers/{i}/mlp/input/error": 0.02 for i in range(3)}
     with (run / "metrics.jsonl").open("a") as file:

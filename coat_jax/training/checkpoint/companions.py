@@ -46,11 +46,8 @@ def tokenizer_of_run(
     data = config_json.get("data")
     named = data.get("tokenizer") if isinstance(data, Mapping) else None
     if not isinstance(named, str):
-        if isinstance(data, Mapping) and _trained_on_tokens(data.get("train")):
-            note(
-                "The run was trained on token files and names no tokenizer, so none is copied: "
-                "name the one that made them with --tokenizer FILE."
-            )
+        if isinstance(data, Mapping) and "train" in data:
+            note(_without_tokenizer(data))
         return {}
     path = expanded(named)
     if not _is_inside(path, folder):
@@ -88,6 +85,20 @@ def note_beginning(
             "For texts that begin as in training, take it out of the post_processor in "
             "tokenizer.json."
         )
+
+
+def _without_tokenizer(data: Mapping[str, Any]) -> str:
+    """Why the model of a run that names no tokenizer is written without one."""
+    if _trained_on_tokens(data["train"]):
+        return (
+            "The run was trained on token files and names no tokenizer, so none is copied: name "
+            "the one that made them with --tokenizer FILE."
+        )
+    ends = "" if data.get("end_of_text") is not None else ", and names no token that ends a text"
+    return (
+        "The run was trained on bytes, for which there is no tokenizer.json: the new folder has no "
+        f"tokenizer{ends}."
+    )
 
 
 def _trained_on_tokens(patterns: Any) -> bool:

@@ -7,6 +7,7 @@ points.
 """
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from coat_jax.errors import UserError
+from coat_jax.files import is_regular, path_failures
 from coat_jax.training.report.chart import Look
 from coat_jax.training.report.runs import (
     AXES,
@@ -29,6 +32,8 @@ DASHES = {"-": "none", "--": "7 5", ":": "1 5", "-.": "9 5 1 5"}
 LOSSES = ("loss", "held_out_loss")
 TEMPLATE = Path(__file__).with_name("page.html")
 PLACE = "{{data}}"
+TITLE = b"<title>Loss curves</title>"  # by which an earlier page is recognized
+HEAD = 1000  # bytes of a page, which contain its title
 
 
 def write(
@@ -49,6 +54,22 @@ def write(
     }
     template = TEMPLATE.read_text("utf-8")
     out.write_text(template.replace(PLACE, _embedded(data)), encoding="utf-8")
+
+
+def require_replaceable(path: Path) -> None:
+    """Raises if there is something else than an earlier page, which writing would replace."""
+    if os.path.lexists(path) and not _is_page(path):
+        raise UserError(
+            f"{path} exists, and is no page of `coat plot`, which would replace it: choose another "
+            "name with --out, or move it away."
+        )
+
+
+def _is_page(path: Path) -> bool:
+    if not is_regular(path):
+        return False
+    with path_failures(path), path.open("rb") as file:
+        return TITLE in file.read(HEAD)
 
 
 def _run(

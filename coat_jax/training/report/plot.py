@@ -44,7 +44,8 @@ def draw(
 
     Args:
         paths: folders of runs.
-        out: a file that ends in .png.
+        out: a file that ends in .png. It is replaced if it exists; the page only if it is an
+            earlier one.
         over: "steps", "tokens" or "time".
         smooth: how many records each point is the mean of; by default a fiftieth of the shortest
             run's records, at least 10.
@@ -52,7 +53,7 @@ def draw(
 
     Raises:
         UserError: if a path is not a run, or a run is damaged or empty, or does not record what the
-            axis counts, or matplotlib is missing.
+            axis counts, or matplotlib is missing, or another file has the name of the page.
     """
     if over not in runs.AXES:
         raise UserError(f"No axis is called {over!r}: {', '.join(runs.AXES)}.")
@@ -60,6 +61,8 @@ def draw(
         raise UserError(f"{smooth=} records have no mean: take 1 or more.")
     if out.suffix.lower() != ".png":
         raise UserError(f"{out} does not end in .png: the page takes the same name with .html.")
+    page_out = out.with_suffix(".html")
+    page.require_replaceable(page_out)
     loaded = runs.load(paths, names)
     for run in loaded:
         if not np.all(np.isfinite(run.axis(over).values)):
@@ -68,7 +71,7 @@ def draw(
     smooth = smooth or max(min(len(run.columns["loss"].rows) for run in loaded) // 50, 10)
     with path_failures(out):
         _picture(loaded, looks, out, over=over, smooth=smooth)
-        page.write(loaded, looks, out.with_suffix(".html"), over=over, smooth=smooth)
+        page.write(loaded, looks, page_out, over=over, smooth=smooth)
 
 
 def _picture(
