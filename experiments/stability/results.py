@@ -190,8 +190,10 @@ def _place(row: Row) -> tuple[Any, ...]:
 def conditions_of(rows: list[Row]) -> list[Conditions]:
     """Groups of runs of the same model, settings and text.
 
-    Of an arm that was measured with several versions of the code, the newest version counts: that
-    of the latest day, and of one day, the one with the most runs.
+    Of an arm that was defined in several ways, the newest definition counts. Of a seed that was
+    measured with several versions of the code, the newest version counts: that of the latest day,
+    and of one day, the one with the most runs of the arm. So seeds and learning rates may be added
+    with newer code.
     """
     groups = defaultdict(list)
     for row in rows:
@@ -222,24 +224,31 @@ def _conditions(rows: list[Row]) -> Conditions:
 
 
 def _newest(rows: list[Row]) -> list[Row]:
-    runs: Counter[tuple[str, str]] = Counter()
-    latest: dict[tuple[str, str], str] = {}
+    """Each arm's rows of its newest definition, those of the newest code first."""
+    runs: Counter[str] = Counter()
+    latest: dict[str, str] = {}
     for row in rows:
-        version = row["arm"], _version(row)
+        version = _version(row)
         runs[version] += len(row["seeds"])
         latest[version] = max(latest.get(version, ""), row["parents"]["date"])
-    best: dict[str, str] = {}
-    for arm, version in sorted(runs, key=lambda one: (latest[one], runs[one], one)):
-        best[arm] = version
-    return [row for row in rows if best[row["arm"]] == _version(row)]
+
+    def age(row: Row) -> tuple[str, int, str]:
+        version = _version(row)
+        return latest[version], runs[version], version
+
+    ranked = sorted(rows, key=age, reverse=True)
+    definitions: dict[str, Any] = {}
+    for row in ranked:
+        definitions.setdefault(row["arm"], row["definition"])
+    return [row for row in ranked if row["definition"] == definitions[row["arm"]]]
 
 
 def _version(row: Row) -> str:
-    return digest([row["definition"], row["code"]])
+    return digest([row["arm"], row["definition"], row["code"]])
 
 
 def _sample(rows: list[Row]) -> Sample:
-    """The runs of several rows, each seed once."""
+    """The runs of several rows, each seed from the first row that has it."""
     seeds: list[int] = []
     events: list[Events] = []
     skipped: list[int] = []

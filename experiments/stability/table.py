@@ -1,6 +1,7 @@
 """What `stability` found, as numbers: how often each arm fails, and what predicts it."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -9,11 +10,20 @@ from rich.table import Table
 
 from experiments.loss_study.statistics import holm
 from experiments.stability.arms import ARMS, BASELINE
-from experiments.stability.prediction import SIGNALS, area_of, lead_of
+from experiments.stability.prediction import SIGNALS, Area, area_of, lead_of
 from experiments.stability.results import Conditions, Sample
-from experiments.stability.statistics import Mean, Rate, excess, fisher, sensitivity, wilson
+from experiments.stability.statistics import (
+    Mean,
+    Paired,
+    Rate,
+    excess,
+    paired,
+    sensitivity,
+    wilson,
+)
 
 BEFORE = (0, 10, 20, 40)  # steps before divergence
+SHORTLY = 10  # steps before divergence, where arms are shown one by one
 
 
 class Verdict(NamedTuple):
@@ -24,8 +34,9 @@ class Verdict(NamedTuple):
         by_rate: the same at each learning rate.
         spiked: its runs that had a spike.
         recovered: those of them that recovered from every spike; None without any.
-        p: of no difference to the baseline's failures, corrected for the number of arms; NaN for
-            the baseline, and without one.
+        paired: its failures against the baseline's; None for the baseline, and without any run
+            that both have.
+        p: that of `paired`, corrected for the number of arms; NaN without it.
         sensitivity: to the learning rate, in nats.
         best: the least median final loss of a learning rate.
     """
@@ -34,6 +45,7 @@ class Verdict(NamedTuple):
     by_rate: dict[float, Rate]
     spiked: Rate
     recovered: Rate | None
+    paired: Paired | None
     p: float
     sensitivity: float
     best: float
@@ -59,29 +71,39 @@ def verdicts(found: Conditions) -> dict[str, Verdict]:
     for arm in order:
         rates = [failures(sample) for sample in found.arms[arm].values()]
         totals[arm] = wilson(sum(r.count for r in rates), sum(r.runs for r in rates))
-    ps = [_p(found, arm) for arm in order]
+    pairs = [compared(found, arm) for arm in order]
+    ps = holm([one.p if one else math.nan for one in pairs])
     return {
         arm: Verdict(
             totals[arm],
             {rate: failures(sample) for rate, sample in found.arms[arm].items()},
             *spikes(found.arms[arm].values()),
+            one,
             p,
             *_losses(found.arms[arm]),
         )
-        for arm, p in zip(order, holm(ps), strict=True)
+        for arm, one, p in zip(order, pairs, ps, strict=True)
     }
 
 
-def _p(found: Conditions, arm: str) -> float:
-    """The p-value of equal failures, over the runs that arm and baseline have in common."""
+def compared(found: Conditions, arm: str, rate: float | None = None) -> Paired | None:
+    """An arm's failures against the baseline's, over the runs that both have.
+
+    Args:
+        found: the runs.
+        arm: which.
+        rate: the only learning rate to count; by default all do.
+
+    Returns:
+        None for the baseline, and without any run that both have.
+    """
     if arm == BASELINE or BASELINE not in found.arms:
-        return math.nan
-    own, base = (_failed(found.arms[one]) for one in (arm, BASELINE))
-    common = own.keys() & base.keys()
-    if not common:
-        return math.nan
-    own_count, base_count = (sum(failed[run] for run in common) for failed in (own, base))
-    return fisher(own_count, len(common), base_count, len(common))
+        return None
+    own, base = (
+        {run: failed for run, failed in _failed(found.arms[one]).items() if rate in (None, run[0])}
+        for one in (arm, BASELINE)
+    )
+    return paired(own, base)
 
 
 def _failed(samples: dict[float, Sample]) -> dict[tuple[float, int], bool]:
@@ -119,19 +141,44 @@ def _final(sample: Sample) -> dict[int, float]:
 
 
 def failure_rows(found: Conditions) -> list[list[str]]:
-    """How often each arm fails: at each learning rate, in all, and against the baseline."""
+    """How often each arm fails, at each learning rate and in all."""
     by_arm = verdicts(found)
     rates = sorted({rate for one in by_arm.values() for rate in one.by_rate})
-    header = ["arm", *(f"{rate:g}" for rate in rates), "failed", "95 % interval", "Holm p"]
+    header = ["arm", *(f"{rate:g}" for rate in rates), "failed", "95 % interval"]
     rows = [[*header, "spiked", "recovered", "sensitivity", "best loss"]]
     for arm, one in by_arm.items():
         by_rate = [_count(one.by_rate.get(rate)) for rate in rates]
         interval = f"{100 * one.failed.low:.0f} to {100 * one.failed.high:.0f} %"
-        p = "" if math.isnan(one.p) else f"{one.p:.2g}"
         loss = f"{one.sensitivity:.2f}", f"{one.best:.3f}"
         spiked = _count(one.spiked), _count(one.recovered)
-        rows.append([arm, *by_rate, _count(one.failed), interval, p, *spiked, *loss])
+        rows.append([arm, *by_rate, _count(one.failed), interval, *spiked, *loss])
     return rows
+
+
+def paired_rows(found: Conditions, at: float) -> list[list[str]]:
+    """How the failures of each arm differ from the baseline's, over the same seeds.
+
+    Args:
+        found: the runs.
+        at: a learning rate whose difference is shown on its own, beside that of all.
+    """
+    counts = ["pairs", "both fail", "only the arm fails", f"only `{BASELINE}` fails"]
+    differences = ["difference", f"difference at {at:g}"]
+    rows = [["arm", *counts, *differences, "p", "Holm p"]]
+    for arm, verdict in verdicts(found).items():
+        one = verdict.paired
+        if one:
+            numbers = map(str, (one.pairs, one.both, one.only_own, one.only_base))
+            shown = points(one), points(compared(found, arm, at))
+            rows.append([arm, *numbers, *shown, f"{one.p:.2g}", f"{verdict.p:.2g}"])
+    return rows
+
+
+def points(one: Paired | None) -> str:
+    """A difference of shares and its interval, in percentage points."""
+    if one is None:
+        return ""
+    return f"{100 * one.difference:+.1f} ({100 * one.low:+.1f} to {100 * one.high:+.1f})"
 
 
 def loss_rows(found: Conditions) -> list[list[str]]:
@@ -159,9 +206,36 @@ def warning_rows(found: Conditions) -> list[list[str]]:
         if not math.isnan(lead.median):
             shares = f"{100 * lead.warned:.0f} % of {lead.runs}", f"{100 * lead.false_alarms:.0f} %"
             alarms = [shares[0], f"{lead.median:.0f} steps", shares[1]]
-        shown = [f"{one.mean:.2f} ± {one.error:.2f}" if one.pairs else "" for one in areas]
-        rows.append([signal.replace("_", " "), *shown, *alarms])
+        rows.append([_words(signal), *map(_area, areas), *alarms])
     return rows
+
+
+def arm_warning_rows(found: Conditions) -> list[list[str]]:
+    """How well each signal tells the runs of each arm that will diverge from the others.
+
+    Learning rates with fewer than two runs of a kind are left out, as in `pooled`.
+    """
+    rows = [["arm", "diverged", "trained", *map(_words, SIGNALS)]]
+    for arm in (arm for arm in ARMS if arm in found.arms):
+        outcomes = {
+            rate: Counter(one.outcome for one in sample.events)
+            for rate, sample in found.arms[arm].items()
+        }
+        rates = [rate for rate, of in outcomes.items() if min(of["diverged"], of["trained"]) > 1]
+        if rates:
+            counts = [str(sum(outcomes[r][how] for r in rates)) for how in ("diverged", "trained")]
+            samples = [found.arms[arm][rate] for rate in rates]
+            areas = [area_of(samples, s, found.settings.every, SHORTLY) for s in SIGNALS]
+            rows.append([arm, *counts, *map(_area, areas)])
+    return rows
+
+
+def _words(signal: str) -> str:
+    return signal.replace("_", " ")
+
+
+def _area(one: Area) -> str:
+    return f"{one.mean:.2f} ± {one.error:.2f}" if one.pairs else ""
 
 
 def _count(rate: Rate | None) -> str:
@@ -182,7 +256,15 @@ def show(found: Conditions) -> None:
     )
     losses = "Final loss above the baseline's, of the same seeds, with 95 % intervals"
     foretold = "Before divergence: area under the ROC curve ± its standard error; alarms"
-    tables = {title: failure_rows(found), losses: loss_rows(found), foretold: warning_rows(found)}
+    differences = "Failures against the baseline's, of the same seeds, in percentage points"
+    highest = max(found.arms.get(BASELINE, {}), default=math.nan)
+    tables = {
+        title: failure_rows(found),
+        differences: paired_rows(found, highest),
+        losses: loss_rows(found),
+        foretold: warning_rows(found),
+        f"The same areas {SHORTLY} steps before divergence, by arm": arm_warning_rows(found),
+    }
     for said, rows in tables.items():
         header, *body = rows
         table = Table(title=said)

@@ -17,8 +17,9 @@ from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.kernels import gemm
 from coat_jax.numerics.minifloat import minifloat
+from experiments.figures.pages import stability as page
 from experiments.stability import __main__ as command
-from experiments.stability import measure, results, table, train
+from experiments.stability import measure, results, statistics, table, train
 from experiments.stability.arm import Arm, Settings, Size, differences, in_xla, model_config
 from experiments.stability.arms import ARMS, BASELINE, SIZES
 from experiments.stability.events import Events, Spike, events_of
@@ -244,10 +245,10 @@ def test_every_arm_is_another_run_and_says_how():
     assert differences(ARMS["e4m3_unscaled"]).endswith("scaled=False")
 
 
-def measured(name, rate, losses, **changes):
+def measured(name, rate, losses, seeds=None, **changes):
     """A row with runs of these losses."""
     losses = np.asarray(losses, float)
-    row = row_of(name, rate, seeds=range(len(losses)), **changes)
+    row = row_of(name, rate, seeds=seeds or range(len(losses)), **changes)
     signals = Signals(losses, 10 * losses, 0.1 * losses)
     events = [events_of(one, ceiling=3.2) for one in losses]
     return results.measured(row, events, signals, [0] * len(losses), 3.2, 1.0)
@@ -316,9 +317,40 @@ def test_failures_are_compared_over_the_runs_that_both_arms_have():
     ]
     (found,) = results.conditions_of(rows)
     by_arm = table.verdicts(found)
-    assert by_arm["coat"].p == pytest.approx(table.fisher(4, 4, 0, 4))
+    assert by_arm["coat"].paired[:4] == (4, 0, 4, 0)
+    assert by_arm["coat"].p == pytest.approx(2 / 2**4)
     (apart,) = results.conditions_of(rows[1:])
+    assert table.verdicts(apart)["coat"].paired is None
     assert np.isnan(table.verdicts(apart)["coat"].p)
+
+
+def test_seeds_and_rates_that_newer_code_adds_join_those_of_older_code():
+    older = [measured(arm, rate, [GOOD] * 4) for arm in ("bf16", "coat") for rate in (1e-3, 1e-2)]
+    for row in older:
+        row |= {"code": "older", "key": "older" + row["key"]}
+        row["parents"] = row["parents"] | {"date": "2000-01-01"}
+    newer = [
+        measured("coat", 1e-2, [BAD, GOOD]),  # of seeds that older code has, too
+        measured("coat", 1e-2, [BAD] * 3, seeds=range(4, 7)),
+        measured("bf16", 1e-2, [GOOD], seeds=range(6, 7)),
+    ]
+    (found,) = results.conditions_of([*older, *newer])
+    sample = found.arms["coat"][1e-2]
+    assert sorted(sample.seeds) == list(range(7))
+    failed = {s for s, one in zip(sample.seeds, sample.events, strict=True) if one.final > 5}
+    assert failed == {0, 4, 5, 6}
+    assert len(found.arms["coat"][1e-3].seeds) == 4
+    # Four seeds at the lower rate; at the higher one these and seed 6.
+    assert table.compared(found, "coat")[:4] == (9, 0, 2, 0)
+    assert table.compared(found, "coat", 1e-2)[:4] == (5, 0, 2, 0)
+
+
+def test_of_two_definitions_of_an_arm_only_the_newer_one_counts():
+    old = measured("coat", 1e-3, [BAD] * 4)
+    old |= {"definition": "older", "key": "older"}
+    old["parents"] = old["parents"] | {"date": "2000-01-01"}
+    (found,) = results.conditions_of([old, measured("coat", 1e-3, [GOOD])])
+    assert found.arms["coat"][1e-3].seeds == (0,)
 
 
 def test_runs_of_other_settings_are_not_compared():
@@ -336,8 +368,10 @@ def test_verdicts_count_failures_and_test_them_against_the_baseline():
     bf16, ours = by_arm.values()
     assert (bf16.failed.count, bf16.failed.runs, ours.failed.count) == (1, 16, 6)
     assert {rate: one.count for rate, one in ours.by_rate.items()} == {1e-3: 0, 1e-2: 6}
+    assert bf16.paired is None
     assert np.isnan(bf16.p)
-    assert ours.p == pytest.approx(table.fisher(6, 16, 1, 16))
+    assert ours.paired[:4] == (16, 0, 6, 1)
+    assert ours.p == ours.paired.p == pytest.approx(16 / 2**7)
     # One spike that ended, and five that became divergences.
     assert (ours.spiked.count, ours.spiked.runs) == (6, 16)
     assert (ours.recovered.count, ours.recovered.runs) == (1, 6)
@@ -352,6 +386,39 @@ def test_tables_and_a_picture_are_made(tmp_path: Path, capsys):
     assert "6/16" in shown
     assert "sharpness" in shown
     assert draw(found, tmp_path).stat().st_size > 10_000
+
+
+def test_differences_are_in_percentage_points_and_those_of_one_rate_stand_beside():
+    (found,) = results.conditions_of(rows_of_two_arms())
+    header, row = table.paired_rows(found, 1e-2)
+    assert header[5:7] == ["difference", "difference at 0.01"]
+    assert row[:5] == ["coat", "16", "0", "6", "1"]
+    assert row[5].startswith("+31.2 (")
+    assert row[6].startswith("+62.5 (")
+    assert row[7:] == ["0.12", "0.12"]
+
+
+def test_arms_are_shown_with_the_runs_whose_signals_are_compared():
+    (found,) = results.conditions_of(rows_of_two_arms())
+    # A single run of BF16 diverged, which has no error; of COAT's six, one was stuck.
+    header, row = table.arm_warning_rows(found)
+    assert header == ["arm", "diverged", "trained", "loss", "gradient norm", "sharpness"]
+    assert row == ["coat", "5", "2", *["0.50 ± 0.00"] * 3]
+
+
+def test_a_page_leaves_out_the_rates_at_which_no_run_failed(monkeypatch):
+    rows = [*rows_of_two_arms(), measured("coat", 1e-1, [GOOD] * 8, settings=LONG)]
+    (found,) = results.conditions_of(rows)
+    monkeypatch.setattr(page, "measured", lambda size: found)
+    assert page.failures_5m()[0][:3] == ["arm", "0.01", "failed"]
+
+
+def test_a_page_calls_no_difference_chance_that_hardly_is():
+    assert page.chance(statistics.paired({(1.0, 0): True}, {(1.0, 0): False})).pairs == 1
+    runs = [(1.0, seed) for seed in range(8)]
+    found = statistics.paired(dict.fromkeys(runs, True), dict.fromkeys(runs, False))
+    with pytest.raises(ValueError, match=r"p = 0\.0078 is below 0\.05"):
+        page.chance(found)
 
 
 def test_runs_of_other_settings_have_a_picture_of_their_own():

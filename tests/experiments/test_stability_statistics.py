@@ -1,6 +1,5 @@
 """The statistics of the stability study, against closed forms and brute force."""
 
-import itertools
 import math
 from fractions import Fraction
 
@@ -17,7 +16,7 @@ from experiments.stability.prediction import (
     pooled,
     rises,
 )
-from experiments.stability.statistics import band, fisher, sensitivity, wilson
+from experiments.stability.statistics import band, mcnemar, paired, sensitivity, tango, wilson
 
 # --- Rates -----------------------------------------------------------------------------------
 
@@ -52,40 +51,88 @@ def test_wilsons_interval_is_the_mirror_image_for_the_others():
     assert wilson(64, 64).high == 1.0
 
 
-def by_enumeration(count, runs, other_count, other_runs):
-    """Fisher's p-value as exact fractions."""
-    failures = count + other_count
-    ways = {
-        k: Fraction(math.comb(runs, k) * math.comb(other_runs, failures - k))
-        for k in range(max(0, failures - other_runs), min(runs, failures) + 1)
-    }
-    total = sum(ways.values())
-    return float(sum(way for way in ways.values() if way <= ways[count]) / total)
+# --- Differences -----------------------------------------------------------------------------
 
 
-def test_fisher_is_exact():
-    for runs, other_runs in ((5, 7), (8, 8), (1, 6)):
-        for count, other in itertools.product(range(runs + 1), range(other_runs + 1)):
-            expected = by_enumeration(count, runs, other, other_runs)
-            assert fisher(count, runs, other, other_runs) == pytest.approx(expected, rel=1e-9)
-    for count, other in ((0, 9), (30, 20), (64, 64), (100, 30)):
-        assert fisher(count, 384, other, 384) == pytest.approx(
-            by_enumeration(count, 384, other, 384), rel=1e-9
-        )
+@pytest.mark.parametrize(
+    ("only_one", "only_other", "pairs", "low", "high", "p"),
+    # Cavo et al. (2012), as the R package contingencytables has it, and Bentur et al. (2009), as
+    # ratesci has it.
+    [(6, 16, 161, -0.1240, -0.0054, 0.052479), (1, 7, 21, -0.517, -0.026, 0.0703)],
+)
+def test_differences_of_pairs_are_the_published_ones(only_one, only_other, pairs, low, high, p):
+    digits = 5e-4 if pairs == 21 else 5e-5
+    assert tango(only_one, only_other, pairs) == pytest.approx((low, high), abs=digits)
+    assert mcnemar(only_one, only_other) == pytest.approx(p, abs=digits)
 
 
-def test_fisher_of_the_lady_tasting_tea():
-    assert fisher(4, 4, 0, 4) == pytest.approx(2 / 70)
-    assert fisher(3, 4, 1, 4) == pytest.approx(34 / 70)
+def test_mcnemar_is_exact():
+    """By enumeration: each pair in which one of two fails is a fair coin."""
+    for differ in range(1, 13):
+        ways = [math.comb(differ, k) for k in range(differ + 1)]
+        for only_one, way in enumerate(ways):
+            as_rare = sum(other for other in ways if other <= way)
+            expected = float(Fraction(as_rare, 2**differ))
+            assert mcnemar(only_one, differ - only_one) == pytest.approx(expected, rel=1e-9)
+    assert mcnemar(0, 0) == 1.0
+
+
+def most_likely(only_one, only_other, pairs, d):
+    """The share of pairs in which only the other fails, if the difference is d: by a search."""
+    q = np.linspace(max(0.0, -d), (1 - d) / 2, 400_001)[1:-1]
+    rest = pairs - only_one - only_other
+    logs = [only_one * np.log(q + d), only_other * np.log(q), rest * np.log(1 - 2 * q - d)]
+    return q[np.argmax(sum(logs))]
+
+
+@pytest.mark.parametrize("counts", [(14, 6, 384), (14, 5, 64), (3, 0, 20), (24, 32, 192)])
+def test_the_ends_of_tangos_interval_are_where_the_score_test_just_rejects(counts):
+    only_one, only_other, pairs = counts
+    for d in tango(*counts):
+        variance = (2 * most_likely(*counts, d) + d * (1 - d)) / pairs
+        score = abs((only_one - only_other) / pairs - d) / math.sqrt(variance)
+        assert score == pytest.approx(1.959963984540054, rel=1e-4)
+
+
+def test_tangos_interval_covers_the_difference_as_often_as_it_should():
+    """The exact share of all outcomes of 30 pairs whose interval has the true difference."""
+    pairs = 30
+    intervals = {(b, c): tango(b, c, pairs) for b in range(pairs + 1) for c in range(pairs + 1 - b)}
+    for p, q in ((0.05, 0.05), (0.2, 0.1), (0.3, 0.02)):
+        covered = 0.0
+        for (b, c), (low, high) in intervals.items():
+            if low <= p - q <= high:
+                ways = math.comb(pairs, b) * math.comb(pairs - b, c)
+                covered += ways * p**b * q**c * (1 - p - q) ** (pairs - b - c)
+        # A score interval is right on average over p and q, not at each of them.
+        assert 0.93 < covered < 0.98
+
+
+def test_tangos_interval_is_the_mirror_image_for_the_others_and_holds_at_the_ends():
+    low, high = tango(14, 6, 384)
+    assert tango(6, 14, 384) == pytest.approx((-high, -low))
+    z2 = 1.959963984540054**2
+    assert tango(0, 0, 64) == pytest.approx((-z2 / (64 + z2), z2 / (64 + z2)))
+    assert tango(64, 0, 64) == pytest.approx(((64 - z2) / (64 + z2), 1.0))
+    assert tango(0, 64, 64) == pytest.approx((-1.0, (z2 - 64) / (64 + z2)))
+
+
+def test_pairs_are_the_runs_that_both_have():
+    own = {(0.3, 0): True, (0.3, 1): True, (0.3, 2): False, (0.3, 9): True, (0.1, 0): True}
+    base = {(0.3, 0): True, (0.3, 1): False, (0.3, 2): True, (0.3, 8): True}
+    found = paired(own, base)
+    assert found is not None
+    assert found[:4] == (3, 1, 1, 1)
+    assert found.difference == 0.0
+    assert paired(own, {(0.01, 0): True}) is None
 
 
 @pytest.mark.parametrize("bad", [(-1, 4), (5, 4), (0, 0)])
 def test_counts_that_are_no_share_are_refused(bad):
     with pytest.raises(ValueError, match="no share"):
         wilson(*bad)
-    if bad[1]:
-        with pytest.raises(ValueError, match="no shares"):
-            fisher(*bad, 1, 4)
+    with pytest.raises(ValueError, match="no shares"):
+        tango(bad[0], 0, bad[1])
 
 
 # --- Losses ----------------------------------------------------------------------------------

@@ -9,17 +9,27 @@ from experiments.figures.measured.files import FOLDER
 from experiments.figures.pages.reasons import ARITHMETIC, PUBLISHED, SETTING
 from experiments.stability import events, prediction, results, statistics, train
 from experiments.stability.arms import BASELINE
+from experiments.stability.prediction import Area, area_of, lead_of
 from experiments.stability.results import Conditions
-from experiments.stability.statistics import Rate
+from experiments.stability.statistics import Paired, Rate
 from experiments.stability.table import (
+    SHORTLY,
     above_baseline,
+    all_samples,
+    arm_warning_rows,
+    compared,
     failure_rows,
     loss_rows,
+    paired_rows,
+    points,
     verdicts,
     warning_rows,
 )
 
 SLOWEST = 1e-3  # the learning rate with the lowest losses
+FASTEST = 0.3  # that at which runs with scales fail
+CHANCE = 0.05  # the p-value from which on a difference may be chance
+KINDS = {"falling": False, "constant": True}  # learning rates, and whether they are constant
 SHOWN = 3  # learning rates whose losses are on the page
 
 
@@ -42,7 +52,7 @@ def failures_5m() -> list[list[str]]:
     shown = [
         place
         for place, name in enumerate(header)
-        if not _is_rate(name) or any(not row[place].startswith("0/") for row in rows)
+        if not _is_rate(name) or any(row[place] and row[place][:2] != "0/" for row in rows)
     ]
     return _as_code([[row[place] for place in shown] for row in (header, *rows)])
 
@@ -58,8 +68,16 @@ def failures_at_constant_rates() -> list[list[str]]:
     kept = [place for place, name in enumerate(header) if place == 0 or _is_rate(name)]
     shown = [[row[place] for place in kept] for row in (header, *rows)]
     ways = ["stuck", "diverged"]
-    counts = [[str(count_at_constant_rates(way, arm)) for way in ways] for arm, *_ in rows]
-    return _as_code([[*cells, *more] for cells, more in zip(shown, [ways, *counts], strict=True)])
+    more = [[*ways, "difference"]]
+    for arm, *_ in rows:
+        counts = [str(count_at_constant_rates(way, arm)) for way in ways]
+        more.append([*counts, points(compared(measured("5M", constant=True), arm))])
+    return _as_code([[*cells, *others] for cells, others in zip(shown, more, strict=True)])
+
+
+def differences_5m() -> list[list[str]]:
+    """How the failures of each arm differ from the baseline's."""
+    return _as_code(paired_rows(measured("5M"), FASTEST))
 
 
 def count_at_constant_rates(outcome: str, *arms: str) -> int:
@@ -69,9 +87,26 @@ def count_at_constant_rates(outcome: str, *arms: str) -> int:
     return sum(one.outcome == outcome for sample in samples for one in sample.events)
 
 
-def warnings_at_constant_rates() -> list[list[str]]:
+def warnings_of_both() -> list[list[str]]:
     """How well each signal tells runs that will diverge, and how early an alarm sounds."""
-    return warning_rows(measured("5M", constant=True))
+    return _of_both({kind: warning_rows(measured("5M", constant=c)) for kind, c in KINDS.items()})
+
+
+def warnings_by_arm() -> list[list[str]]:
+    """How well each signal tells the runs of each arm that will diverge."""
+    return _of_both(
+        {
+            kind: _as_code(arm_warning_rows(measured("5M", constant=constant)))
+            for kind, constant in KINDS.items()
+        }
+    )
+
+
+def _of_both(tables: dict[str, list[list[str]]]) -> list[list[str]]:
+    """The rows of both kinds of learning rates, in one table."""
+    (header, *_), *_ = tables.values()
+    rows = [[kind, *row] for kind, (_, *body) in tables.items() for row in body]
+    return [["learning rate", *header], *rows]
 
 
 def _is_rate(name: str) -> bool:
@@ -85,6 +120,92 @@ def _as_code(rows: list[list[str]]) -> list[list[str]]:
 def failed(arm: str, *, constant: bool = False) -> Rate:
     """The runs of an arm that failed, over all learning rates."""
     return verdicts(measured("5M", constant=constant))[arm].failed
+
+
+def fewest_seeds() -> tuple[int]:
+    """The seeds of the arm and learning rate that has the fewest."""
+    arms = measured("5M").arms.values()
+    return (min(len(sample.seeds) for arm in arms for sample in arm.values()),)
+
+
+def difference(arm: str, *, rate: float | None = None, constant: bool = False) -> Paired:
+    """How an arm's failures differ from the baseline's; at all learning rates if none is named."""
+    found = compared(measured("5M", constant=constant), arm, rate)
+    if found is None:
+        raise ValueError(f"{arm} and {BASELINE} have no run in common: measure the same seeds.")
+    return found
+
+
+def chance(one: Paired) -> Paired:
+    """A difference that the pages describe as one that may be chance."""
+    if one.p < CHANCE:
+        raise ValueError(
+            f"A difference with p = {one.p:.2g} is below {CHANCE}, so it is hardly chance. Say so "
+            "in docs/stability.md and README.md, and declare the new sentences without `chance`."
+        )
+    return one
+
+
+def counts(one: Paired) -> tuple[int, ...]:
+    """The failures of the arm and of the baseline, each with the number of pairs."""
+    own, base = one.both + one.only_own, one.both + one.only_base
+    return own, one.pairs, base, one.pairs
+
+
+def in_points(one: Paired) -> tuple[float, ...]:
+    """A difference and its interval, in percentage points."""
+    return 100 * one.difference, 100 * one.low, 100 * one.high
+
+
+def coat_in_short() -> tuple[float, ...]:
+    """COAT against the baseline: over all learning rates, and the counts at `FASTEST`."""
+    own, pairs, base, _ = counts(chance(difference("coat", rate=FASTEST)))
+    return *in_points(chance(difference("coat"))), own, pairs, base, pairs
+
+
+def most_with_scales() -> tuple[float]:
+    """The highest end of the intervals of all arms with scales, in percentage points."""
+    arms = verdicts(measured("5M")).items()
+    scaled = [one for arm, one in arms if not arm.endswith("_unscaled")]
+    return (max(100 * chance(one.paired._replace(p=one.p)).high for one in scaled if one.paired),)
+
+
+def areas(signal: str, before: int, *, constant: bool) -> Area:
+    """How well a signal tells runs that will diverge, over all arms."""
+    found = measured("5M", constant=constant)
+    return area_of(all_samples(found), signal, found.settings.every, before)
+
+
+def most_warned() -> tuple[float]:
+    """The largest share of divergences before which an alarm sounds, in percent."""
+    found = [measured("5M", constant=constant) for constant in KINDS.values()]
+    leads = [
+        lead_of(all_samples(one), signal, one.settings.every)
+        for one in found
+        for signal in prediction.SIGNALS
+    ]
+    if any(lead.median > 0 for lead in leads):
+        raise ValueError("An alarm has a median lead above 0 steps: say so in docs/stability.md.")
+    return (100 * max(lead.warned for lead in leads),)
+
+
+def divergences(*arms: str, constant: bool) -> list[int]:
+    """The steps of all divergences; of all arms if none are named."""
+    found = measured("5M", constant=constant).arms
+    samples = [sample for arm in arms or found for sample in found[arm].values()]
+    return [one.onset for sample in samples for one in sample.events if one.onset is not None]
+
+
+def late_with_scales() -> tuple[int, int]:
+    """The divergences in BF16 and COAT dated to the first of the last steps; and all."""
+    steps = divergences(BASELINE, "coat", constant=True)
+    settings = measured("5M", constant=True).settings
+    return steps.count(settings.steps - round(events.FINAL * settings.steps)), len(steps)
+
+
+def failed_fastest(arm: str) -> tuple[int, int]:
+    """The runs of an arm that failed at `FASTEST`; and all."""
+    return verdicts(measured("5M"))[arm].by_rate[FASTEST][:2]
 
 
 def spiked_without_scales() -> tuple[int, int]:
@@ -119,20 +240,40 @@ def percent(share: float) -> tuple[float]:
 PAGE = Page(
     "docs/stability.md",
     [
+        Sentence("from at least {:.0f} seeds at each of six", fewest_seeds),
         Given("learning rates from 0.001 to 0.3", SETTING),
         Sentence(
-            "{:.0f} of {:.0f} runs failed in COAT and {:.0f} of {:.0f} in BF16",
-            lambda: (*failed("coat")[:2], *failed(BASELINE)[:2]),
+            "{:.0f} of {:.0f} runs failed in COAT and {:.0f} of {:.0f} in BF16, which is {:.1f} "
+            "percentage points more, with a 95 % interval from {:+.1f} to {:+.1f}",
+            lambda: (*counts(difference("coat")), *in_points(chance(difference("coat")))),
         ),
         Sentence(
-            "it is {:.0f} of {:.0f} in COAT and {:.0f} of {:.0f} in BF16",
-            lambda: (*failed("coat", constant=True)[:2], *failed(BASELINE, constant=True)[:2]),
+            "at the learning rate 0.3, {:.0f} of {:.0f} runs failed in COAT and {:.0f} of {:.0f} "
+            "in BF16, which is {:+.1f} points, from {:+.1f} to {:+.1f}, with p = {:.3f}",
+            lambda: (
+                *counts(chance(difference("coat", rate=FASTEST))),
+                *in_points(difference("coat", rate=FASTEST)),
+                difference("coat", rate=FASTEST).p,
+            ),
+        ),
+        Sentence(
+            "{:.0f} of {:.0f} runs failed in COAT and {:.0f} of {:.0f} in BF16: {:+.1f} points, "
+            "from {:+.1f} to {:+.1f}",
+            lambda: (
+                *counts(chance(difference("coat", constant=True))),
+                *in_points(difference("coat", constant=True)),
+            ),
         ),
         Sentence(
             "{:.0f} of {:.0f} runs failed in E4M3 and {:.0f} of {:.0f} in E5M2",
             lambda: (*failed("e4m3_unscaled")[:2], *failed("e5m2_unscaled")[:2]),
         ),
         Sentence("the loss ends more than {:.0f} % higher", without_scales),
+        Sentence("fails at most {:.1f} percentage points more often", most_with_scales),
+        Sentence(
+            "at 0.3, {:.0f} of {:.0f} runs failed in E8M5 and {:.0f} of {:.0f} in E5M2",
+            lambda: (*failed_fastest("e8m5"), *failed_fastest("e5m2")),
+        ),
         Sentence(
             "E8M4 ends {:+.2f} % ± {:.2f} above BF16, E8M3 {:+.2f} % ± {:.2f}, "
             "E4M3 {:+.2f} % ± {:.2f}, E5M2 {:+.2f} % ± {:.2f}, and COAT {:+.2f} % ± {:.2f}",
@@ -146,15 +287,40 @@ PAGE = Page(
             "they end {:+.2f} % ± {:.2f} higher, rounded stochastically {:+.2f} % ± {:.2f}",
             lambda: at_the_slowest("params_bf16", "params_bf16_stochastic"),
         ),
-        Sentence("of {:.0f} runs that diverged", lambda: (count_at_constant_rates("diverged"),)),
+        Sentence(
+            "sounds in {:.0f} % of the runs that train sounded before at most {:.0f} % of the "
+            "divergences",
+            lambda: (100 * prediction.FALSE_ALARMS, *most_warned()),
+        ),
+        Sentence(
+            "of {:.0f} divergences at learning rates that fall and {:.0f} at constant ones",
+            lambda: tuple(len(divergences(constant=constant)) for constant in KINDS.values()),
+        ),
         Given("The columns 0.1, 0.3", SETTING),
         Table("stability_5m", failures_5m),
+        Given("The column for 0.3", SETTING),
+        Table("stability_pairs_5m", differences_5m),
         Given("with its 95 % interval", SETTING),
         Table("stability_losses_5m", losses_5m),
         Sentence("learns to a loss of {:.1f}", lambda: (learnt_without_scales(),)),
         Table("stability_constant", failures_at_constant_rates),
         Given("A share of 0.5 is chance", ARITHMETIC),
-        Table("stability_warnings", warnings_at_constant_rates),
+        Table("stability_warnings", warnings_of_both),
+        Sentence(
+            "{:.0f} steps before a divergence it is above that of a run that trains in a share of "
+            "{:.2f} ± {:.2f} of all pairs",
+            lambda: (SHORTLY, *areas("gradient_norm", SHORTLY, constant=False)[:2]),
+        ),
+        Sentence(
+            "It is {:.2f} ± {:.2f} at {:.0f} steps before, and {:.2f} ± {:.2f} at constant",
+            lambda: (
+                *areas("gradient_norm", 2 * SHORTLY, constant=False)[:2],
+                2 * SHORTLY,
+                *areas("gradient_norm", SHORTLY, constant=True)[:2],
+            ),
+        ),
+        Sentence("The same shares {:.0f} steps before", lambda: (SHORTLY,)),
+        Table("stability_warnings_by_arm", warnings_by_arm),
         Sentence("{:.0f} of {:.0f} runs in E4M3 without scales had one", spiked_without_scales),
         Sentence("median over {:.0f} % of its steps", lambda: percent(events.SMOOTH)),
         Sentence("loss of the last {:.0f} % of the steps", lambda: percent(events.FINAL)),
@@ -175,6 +341,22 @@ PAGE = Page(
             "reach",
             lambda: (prediction.PAST, 100 * prediction.FALSE_ALARMS),
         ),
+        Sentence("stored at every {:.0f}th step", lambda: (measured("5M").settings.every,)),
+        Sentence(
+            "{:.0f} of the {:.0f} divergences at learning rates that fall are of E5M2 without "
+            "scales",
+            lambda: (
+                len(divergences("e5m2_unscaled", constant=False)),
+                len(divergences(constant=False)),
+            ),
+        ),
+        Sentence(
+            "{:.0f} runs of E4M3 without scales trained and {:.0f} diverged",
+            lambda: tuple(
+                count_at_constant_rates(way, "e4m3_unscaled") for way in ("trained", "diverged")
+            ),
+        ),
+        Sentence("{:.0f} of the {:.0f} divergences in BF16 and COAT", late_with_scales),
         Given("arXiv 2309.14322", PUBLISHED),
         Given("arXiv 2501.00656", PUBLISHED),
         Given("arXiv 2405.18710", PUBLISHED),
