@@ -44,7 +44,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, UInt32
 
-from coat_jax.limits import Among, Between, require_fields
+from coat_jax.limits import Among, Between, Seed, require_fields
 from coat_jax.numerics import expansion, integers, logarithms, mesh_axes, noise
 from coat_jax.numerics.expansion import Expanded, Rounding
 from coat_jax.numerics.formats import E4M3, E5M2, SMALLEST_NORMAL, format_of, named_format
@@ -89,7 +89,7 @@ class Storage:
     group_size: GroupSize = expansion.GROUP_SIZE
     min_size: ZeroOrMore = 16384
     stochastic: bool = True
-    seed: ZeroOrMore = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         require_fields(self)

@@ -332,5 +332,5 @@ def test_the_papers_formats_have_a_name():
 @pytest.mark.parametrize("field", ["min_size", "seed"])
 @pytest.mark.parametrize("value", [-1, 1.5, True, "0", None])
 def test_sizes_and_seeds_must_be_whole_numbers(field, value):
-    with pytest.raises(ValueError, match=rf"{field}=.*must be a whole number of at least 0"):
+    with pytest.raises(ValueError, match=rf"{field}=.*must be a whole number (of at least|from) 0"):
         Storage(**{field: value})

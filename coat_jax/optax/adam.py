@@ -12,16 +12,18 @@ instead of 8. Arithmetic is in FP32 whatever the dtypes; updates have the dtype 
 and parameters promote, as in optax.
 """
 
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 import optax
 
 from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax.optax.arguments import require_hyper, require_lasting, require_settings
-from coat_jax.optax.checks import dtype_of, require_real_floats
+from coat_jax.optax.arguments import (
+    checked_schedule,
+    require_hyper,
+    require_lasting,
+    require_settings,
+)
+from coat_jax.optax.chains import checked_chain
+from coat_jax.optax.dtypes import promoted
 from coat_jax.optax.masks import Mask, checked_mask, require_mask
 from coat_jax.optax.state import ScaleByFP8AdamState, init_state, step_tree
 from coat_jax.storage import Storage
@@ -64,25 +66,17 @@ def scale_by_fp8_adam(
     def update(
         updates: optax.Updates, state: ScaleByFP8AdamState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByFP8AdamState]:
-        if params is not None:
-            updates = _promoted(updates, params)
         directions, state, _ = step_tree(
-            None, updates, state, hyper, settings, implementation=implementation
+            None,
+            promoted(updates, params),
+            state,
+            hyper,
+            settings,
+            implementation=implementation,
         )
         return directions, state
 
     return optax.GradientTransformation(init, update)
-
-
-def _promoted(updates: optax.Updates, params: optax.Params) -> optax.Updates:
-    """Updates in the dtype to which they and their parameters promote."""
-    require_real_floats(updates)
-    structure: Any = jax.tree.structure(params)
-    if structure != jax.tree.structure(updates):
-        return updates
-    return jax.tree.map(
-        lambda g, p: jnp.astype(g, jnp.promote_types(dtype_of(g), dtype_of(p))), updates, params
-    )
 
 
 def fp8_adamw(
@@ -127,7 +121,8 @@ def fp8_adamw(
     require_hyper(Hyper(learning_rate, b1, b2, eps, eps_root, weight_decay))
     require_settings(storage=storage)
     require_mask("mask", mask)
-    return optax.chain(
+    return checked_chain(
+        ScaleByFP8AdamState,
         scale_by_fp8_adam(
             b1,
             b2,
@@ -138,6 +133,8 @@ def fp8_adamw(
             storage=storage,
             implementation=implementation,
         ),
-        optax.add_decayed_weights(weight_decay, checked_mask("mask", mask)),
-        optax.scale_by_learning_rate(learning_rate),
+        optax.add_decayed_weights(
+            checked_schedule("weight_decay", weight_decay), checked_mask("mask", mask)
+        ),
+        optax.scale_by_learning_rate(checked_schedule("learning_rate", learning_rate)),
     )

@@ -4,15 +4,18 @@ A wrong type is a TypeError, a number outside its range a ValueError. Numbers co
 traced function are only checked to be scalars: their values are not known yet.
 """
 
+from functools import partial
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.typing import ArrayLike
 
-from coat_jax.kernels.adam import Hyper
+from coat_jax.kernels.adam import Hyper, Number
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax.limits import shown
+from coat_jax.limits import Seed, require, shown
 from coat_jax.storage import DIRECTION, Storage
 
 RANGES = {
@@ -57,6 +60,24 @@ def require_number_or_schedule(name: str, value: Any) -> None:
     """Raises unless `value` is a number in its range, or a schedule if the argument takes one."""
     if not (name in MAY_BE_SCHEDULES and is_function(value)):
         require_number(name, value)
+
+
+def checked_schedule(name: str, value: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
+    """A number as it is, or a schedule that raises unless its values are numbers."""
+    return partial(value_at, name, value) if is_function(value) else value
+
+
+def value_at(name: str, value: optax.ScalarOrSchedule, count: ArrayLike) -> Number:
+    """The value of a number or a schedule at a step."""
+    if not is_function(value):
+        return value
+    now = value(count)
+    if not _is_scalar(now):
+        raise TypeError(
+            f"{name}(count)={shown(now)} must be a number. A schedule returns one number for each "
+            "step: a float, or a real array of shape ()."
+        )
+    return now
 
 
 def require_number(name: str, value: Any) -> None:
@@ -111,9 +132,10 @@ def require_settings(
 
 
 def require_seed(seed: Any) -> None:
-    """Raises unless `seed` is a whole number."""
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-        raise TypeError(f"seed={shown(seed)} must be a whole number, zero or more.")
+    """Raises unless `seed` is a whole number of 32 bits."""
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise TypeError(f"seed={shown(seed)} must be a whole number.")
+    require("seed", seed, Seed)
 
 
 def require_step_number(step: Any) -> None:

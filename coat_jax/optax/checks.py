@@ -33,7 +33,12 @@ def require_real_floats(params: Any) -> None:
 
 def require_real_float(where: str, leaf: Any) -> None:
     """Raises unless a parameter is a real floating-point array."""
-    dtype = jnp.result_type(leaf)
+    dtype = dtype_of(leaf)
+    if dtype == jax.dtypes.float0:
+        raise TypeError(
+            f"{where} has dtype float0, JAX's gradient of an integer parameter, to which nothing "
+            "can be added. Pass zeros instead: jnp.zeros_like(parameter)."
+        )
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
             f"{where} is complex ({dtype.name}), which 8-bit moments cannot hold. Wrap the "

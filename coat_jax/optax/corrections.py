@@ -21,13 +21,13 @@ from jaxtyping import Array
 from coat_jax.numerics import corrections, noise
 from coat_jax.numerics.expansion import GROUP_SIZE
 from coat_jax.optax.checks import (
-    dtype_of,
     explaining_states,
     require_real_floats,
     require_same_shapes,
     require_state_of,
     require_transformation,
 )
+from coat_jax.optax.dtypes import in_fp32
 from coat_jax.optax.following import optimized
 from coat_jax.optax.host_memory import on_device
 from coat_jax.optax.metadata import fit_metadata
@@ -176,17 +176,6 @@ def split_params(
             leaves[i] = p.astype(jnp.result_type(leaves[i]))
     new = jax.tree.unflatten(structure_of_corrections, corrected)
     return jax.tree.unflatten(structure, leaves), CorrectedState(inner, new)
-
-
-def in_fp32(tree: Any) -> Any:
-    """The tree with its 16-bit floats cast to FP32; other leaves are unchanged."""
-
-    def cast(leaf: Any) -> Any:
-        dtype = dtype_of(leaf)
-        narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
-        return leaf.astype(jnp.float32) if narrow else leaf
-
-    return jax.tree.map(cast, tree)
 
 
 def advice_on(state: Any) -> str:

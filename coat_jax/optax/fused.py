@@ -6,11 +6,11 @@ does in one pass over memory what  optax.chain(scale by grad_scale, fp8_adamw)  
 `optax.apply_updates` do. If you donate `params` and `state` to the jitted function that calls it,
 the step allocates no memory.
 
-Through XLA and with FP32 gradients, the results are those of the chain, bit for bit. With BF16
-gradients, the chain also rounds the updates between its transformations to BF16; the fused step
-does not. The roots and powers of the Triton kernel are approximate, with a relative error of 2^-22.
-With `correct_params`, BF16 parameters are stepped as numbers of 24 bits, and the state has one more
-byte for each.
+Through XLA and with FP32 parameters, the results are those of the chain, bit for bit. With
+parameters and gradients in BF16, the chain also rounds the updates between its transformations to
+BF16; the fused step does not. The roots and powers of the Triton kernel are approximate, with a
+relative error of 2^-22. With `correct_params`, BF16 parameters are stepped as numbers of 24 bits,
+and the state has one more byte for each.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ from coat_jax.errors import UserError
 from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.optax.arguments import (
-    is_function,
     require_flag,
     require_hyper,
     require_lasting,
     require_scalar,
     require_settings,
+    value_at,
 )
 from coat_jax.optax.checks import described
 from coat_jax.optax.corrections import CorrectedState, init_corrections, require_corrections
@@ -172,8 +172,8 @@ def fused_fp8_adamw(
         require_scalar("grad_scale", grad_scale)
         require_flag("skip", skip)
         now = hyper._replace(
-            learning_rate=_at("learning_rate", learning_rate, adam.count),
-            weight_decay=_at("weight_decay", weight_decay, adam.count),
+            learning_rate=value_at("learning_rate", learning_rate, adam.count),
+            weight_decay=value_at("weight_decay", weight_decay, adam.count),
             grad_scale=grad_scale,
             skip=skip,
         )
@@ -190,14 +190,6 @@ def fused_fp8_adamw(
         return new, CorrectedState(adam, corrections) if correct_params else adam
 
     return FusedOptimizer(init, step)
-
-
-def _at(name: str, value: optax.ScalarOrSchedule, count: Array) -> Number:
-    """The value of a number or a schedule at this step."""
-    if is_function(value):
-        value = value(count)
-        require_scalar(f"{name}(count)", value)
-    return value
 
 
 def _decayed(mask: Mask | None, params: optax.Params) -> list[bool] | None:

@@ -28,12 +28,12 @@ from coat_jax.optax.checks import (
 from coat_jax.optax.corrections import (
     CorrectedState,
     advice_on,
-    in_fp32,
     init_corrections,
     join_params,
     require_corrections,
     split_params,
 )
+from coat_jax.optax.dtypes import in_fp32
 from coat_jax.optax.following import optimized
 from coat_jax.optax.fused import FusedOptimizer
 from coat_jax.optax.masks import leaves_some_out

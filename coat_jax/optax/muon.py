@@ -33,14 +33,20 @@ from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.integers import LARGEST, SMALLEST
 from coat_jax.optax.adam import fp8_adamw
-from coat_jax.optax.arguments import require_number, require_number_or_schedule, require_settings
+from coat_jax.optax.arguments import (
+    checked_schedule,
+    require_number,
+    require_number_or_schedule,
+    require_settings,
+)
+from coat_jax.optax.chains import checked_chain
 from coat_jax.optax.checks import (
     require_moments,
     require_real_floats,
     require_same_shapes,
     require_state_of,
 )
-from coat_jax.optax.corrections import in_fp32
+from coat_jax.optax.dtypes import in_fp32, promoted
 from coat_jax.optax.masks import Mask, checked_mask, require_mask
 from coat_jax.optax.matrices import (
     DimensionNumbers,
@@ -147,7 +153,8 @@ def fp8_muon(
     if consistent_rms is not None:
         require_number("consistent_rms", consistent_rms)
     numbers = muon_weight_dimension_numbers or hidden_matrices
-    muon = optax.chain(
+    muon = checked_chain(
+        ScaleByFP8MuonState,
         scale_by_fp8_muon(
             ns_coeffs,
             ns_steps,
@@ -163,17 +170,20 @@ def fp8_muon(
         ),
         optax.stateless(partial(_scale_by_shape, numbers, consistent_rms)),
         optax.add_decayed_weights(
-            weight_decay, checked_mask("weight_decay_mask", weight_decay_mask)
+            checked_schedule("weight_decay", weight_decay),
+            checked_mask("weight_decay_mask", weight_decay_mask),
         ),
-        optax.scale_by_learning_rate(learning_rate),
+        optax.scale_by_learning_rate(checked_schedule("learning_rate", learning_rate)),
     )
     adam = fp8_adamw(
-        learning_rate if adam_learning_rate is None else adam_learning_rate,
+        learning_rate
+        if adam_learning_rate is None
+        else checked_schedule("adam_learning_rate", adam_learning_rate),
         adam_b1,
         adam_b2,
         eps,
         adam_eps_root,
-        weight_decay=adam_weight_decay,
+        weight_decay=checked_schedule("adam_weight_decay", adam_weight_decay),
         nesterov=nesterov,
         storage=storage,
         implementation=implementation,
@@ -189,6 +199,11 @@ def fp8_muon(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         require_state_of(optax.transforms.PartitionState, state)
+        if state.inner_states.keys() != {"muon", "adam"}:
+            raise TypeError(
+                f"The state has parts for {', '.join(map(str, state.inner_states))}, instead of "
+                "muon and adam: another optimizer made it. Make it with init(params)."
+            )
         return parts.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(parts.init, update)
@@ -255,9 +270,8 @@ def scale_by_fp8_muon(
     def update(
         updates: optax.Updates, state: ScaleByFP8MuonState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByFP8MuonState]:
-        del params
         _require_state(state, updates, storage)
-        require_real_floats(updates)
+        updates = promoted(updates, params)
         count = optax.safe_increment(state.count)
         gradients, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, updates))
         matrices = matrices_of(weight_dimension_numbers, updates)

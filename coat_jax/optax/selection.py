@@ -13,13 +13,13 @@ the jaxpr of `init`, not by their values, so that neither parameters that begin 
 traced `init` change the result.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from coat_jax.numerics.expansion import Expanded
@@ -69,7 +69,7 @@ def select_moments(
     ):
         name = jax.tree_util.keystr(path)
         if param is None:
-            _require_not_flat(name, leaf, params)
+            _require_not_flat(path, leaf, params)
         else:
             require_real_float(f"The parameter of {name}", param)
         chosen.append(
@@ -165,12 +165,21 @@ def _require_compressible(state: Any) -> None:
             )
 
 
-def _require_not_flat(name: str, leaf: Any, params: optax.Params) -> None:
+def _require_not_flat(path: tuple[Any, ...], leaf: Any, params: optax.Params) -> None:
     """Raises for one vector of all parameters, which the rule for moments does not see."""
-    shapes = [np.shape(p) for p in jax.tree.leaves(params)]
-    total = sum(int(np.prod(shape)) for shape in shapes)
-    if len(shapes) > 1 and jnp.shape(leaf) == (total,) and _is_wide_float(leaf):
+    named = jax.tree.leaves_with_path(params)
+    total = sum(math.prod(jnp.shape(p)) for _, p in named)
+    if jnp.shape(leaf) != (total,) or not _is_wide_float(leaf):
+        return
+    # The leaves of SM3 have a parameter's path within their own.
+    if not any(_contains(path, of_param) for of_param, _ in named):
         raise ValueError(
-            f"The leaf {name} holds all parameters in one vector, as optax.flatten makes it. "
-            "Compress inside it: optax.flatten(compress(tx))."
+            f"The leaf {jax.tree_util.keystr(path)} holds all parameters in one vector, as "
+            "optax.flatten makes it. Compress inside it: optax.flatten(compress(tx))."
         )
+
+
+def _contains(path: tuple[Any, ...], part: tuple[Any, ...]) -> bool:
+    """Whether `part` is a piece of `path`."""
+    starts = range(len(path) - len(part) + 1)
+    return any(path[start : start + len(part)] == part for start in starts)

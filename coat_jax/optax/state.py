@@ -27,8 +27,9 @@ from coat_jax.optax.checks import (
     require_same_shapes,
     require_state_of,
 )
-from coat_jax.optax.corrections import CorrectedState, advice_on, in_fp32, is_corrected
+from coat_jax.optax.corrections import CorrectedState, advice_on, is_corrected
 from coat_jax.optax.derivatives import refuse_derivatives
+from coat_jax.optax.dtypes import in_fp32
 from coat_jax.optax.metadata import fit_metadata
 from coat_jax.optax.sharding import full
 from coat_jax.storage import Storage

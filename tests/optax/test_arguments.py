@@ -15,6 +15,7 @@ from coat_jax.optax import (
     apply_updates,
     compress,
     fp8_adamw,
+    fp8_muon,
     fused_fp8_adamw,
     global_norm_scale,
     in_host_memory,
@@ -128,6 +129,33 @@ def test_the_fused_step_follows_a_schedule_of_weight_decay():
             np.testing.assert_allclose(fused_params[name], params[name], rtol=2**-22)
 
 
+RATES = {
+    "learning_rate": (fp8_adamw, fused_fp8_adamw, fp8_muon),
+    "weight_decay": (fp8_adamw, fused_fp8_adamw, fp8_muon),
+    "adam_learning_rate": (fp8_muon,),
+    "adam_weight_decay": (fp8_muon,),
+}
+
+
+@pytest.mark.parametrize(("name", "make"), [(n, make) for n in RATES for make in RATES[n]])
+def test_a_schedule_returns_numbers(name, make):
+    def trace(schedule):
+        optimizer = make(**{"learning_rate": 1e-3, name: schedule})
+        state = jax.eval_shape(optimizer.init, PARAMS)
+        if make is fused_fp8_adamw:
+            return jax.eval_shape(optimizer.step, PARAMS, PARAMS, state)
+        return jax.eval_shape(optimizer.update, PARAMS, state, PARAMS)
+
+    for value in (None, "1e-3", True, 1j, np.ones((1,)), jnp.ones(3)):
+        with pytest.raises(TypeError, match=rf"^{name}\(count\)=.* must be a number"):
+            trace(lambda count, value=value: value)
+    with pytest.raises(TypeError, match=rf"^{name}\(count\)=.* must be a number"):
+        trace(lambda count: count > 0)
+    for value in (1e-3, 1, np.float32(1e-3), np.array(1e-3), jnp.bfloat16(1e-3)):
+        trace(lambda count, value=value: value)
+    trace(lambda count: count)
+
+
 def test_arguments_of_a_step_are_checked():
     def step(grad_scale=1.0, state=None, **arguments):
         fused = fused_fp8_adamw(**{"learning_rate": 1e-3, "storage": FP8, **arguments})
@@ -183,11 +211,17 @@ def test_errors_name_an_optimizer_without_the_addresses_of_its_functions():
 def test_seeds_and_norms_are_checked():
     with pytest.raises(TypeError, match=r"where=True must be a function"):
         compress(optax.lion(1e-3), where=True)
-    for seed in ("0", 0.5, -1, None):
+    for seed in ("0", 0.5, True, None):
         with pytest.raises(TypeError, match=r"seed=.* must be a whole number"):
             stochastic_round_updates(seed)
         with pytest.raises(TypeError, match=r"seed=.* must be a whole number"):
             apply_updates(PARAMS, PARAMS, step=1, seed=seed)
+    for seed in (-1, 2**32):
+        with pytest.raises(ValueError, match=r"seed=.* whole number from 0 to 4,294,967,295"):
+            stochastic_round_updates(seed)
+        with pytest.raises(ValueError, match=r"seed=.* whole number from 0 to 4,294,967,295"):
+            apply_updates(PARAMS, PARAMS, step=1, seed=seed)
+    stochastic_round_updates(np.uint32(2**32 - 1))
     with pytest.raises(ValueError, match=r"max_norm=-1.0 is outside its range"):
         global_norm_scale(PARAMS, -1.0)
     with pytest.raises(TypeError, match=r"max_norm=None must be a number"):

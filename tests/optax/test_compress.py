@@ -369,6 +369,16 @@ def test_a_state_in_8_bits_is_refused_and_one_that_could_be_is_not():
     np.testing.assert_array_equal(updates["w"], expected["w"])
 
 
+@pytest.mark.parametrize("shape", [(16, 256), (256,), (1, 256)])
+def test_one_vector_of_all_parameters_is_refused_also_if_there_is_only_one(shape):
+    params, every = {"w": noise(0, shape)}, Storage(min_size=0)
+    with pytest.raises(ValueError, match=r"\[0\].mu holds all .*optax.flatten\(compress\(tx\)\)"):
+        compress(optax.flatten(optax.lion(1e-3)), storage=every).init(params)
+    compress(optax.sm3(0.1), storage=every).init(params)  # a vector for each axis
+    tx = optax.flatten(compress(optax.lion(1e-3), storage=every))
+    assert tx.init(params).codes[0].mu.dtype == jnp.float8_e4m3fn
+
+
 def test_a_state_that_changes_its_structure_is_refused():
     def update(updates, state, params=None):
         return updates, (*state, jnp.zeros(3))

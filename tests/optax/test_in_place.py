@@ -130,7 +130,7 @@ def changes(after):
     [
         (lambda: in_place(optax.lion), TypeError, r"in_place takes .* in_place\(optax.lion\(1e-4"),
         (lambda: in_place(optax.lion(1e-3), round_params=1), TypeError, "round_params=1 must be"),
-        (lambda: in_place(optax.lion(1e-3), seed=-1), TypeError, "seed=-1 must be"),
+        (lambda: in_place(optax.lion(1e-3), seed=-1), ValueError, "seed=-1 must be"),
         (
             lambda: in_place(optax.lion(1e-3)).step(tree(0), tree(1), optax.lion(1).init(tree(0))),
             TypeError,
@@ -184,6 +184,21 @@ def test_integers_are_left_to_a_transformation_that_masks_them():
     got, _ = optimizer.step(params, grads, optimizer.init(params))
     np.testing.assert_array_equal(got["table"], params["table"])
     np.testing.assert_allclose(got["w"], 0.99, rtol=1e-6)
+
+
+def test_gradients_of_integers_are_refused_with_a_remedy():
+    """optax cannot add them to parameters either."""
+    params = {"w": jnp.ones(4), "table": jnp.arange(4)}
+    tx = optax.masked(optax.adam(1e-2), {"w": True, "table": False})
+    optimizer = in_place(tx)
+    grads = jax.grad(lambda params: jnp.sum(params["w"]), allow_int=True)(params)
+    with pytest.raises(TypeError, match="float0"):
+        optax.apply_updates(params, tx.update(grads, tx.init(params), params)[0])
+    with pytest.raises(TypeError, match=r"\['table'\] has dtype float0, .*jnp.zeros_like"):
+        optimizer.step(params, grads, optimizer.init(params))
+    grads["table"] = jnp.zeros_like(params["table"])
+    got, _ = optimizer.step(params, grads, optimizer.init(params))
+    np.testing.assert_array_equal(got["table"], params["table"])
 
 
 def step_once(tx):

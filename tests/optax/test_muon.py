@@ -417,6 +417,25 @@ def test_products_in_e4m3_turn_an_update_by_little(size):
     assert max(distances) < 0.45
 
 
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+@pytest.mark.parametrize("of_params", DTYPES)
+@pytest.mark.parametrize("of_grads", DTYPES)
+def test_updates_have_the_dtypes_that_they_have_in_optax(of_params, of_grads):
+    params = {"w": jnp.ones((32, 32), of_params), "b": jnp.ones(32, of_params)}
+    grads = jax.tree.map(lambda p: p.astype(of_grads), params)
+    ours, theirs = (
+        jax.eval_shape(lambda tx=tx: tx.update(grads, tx.init(params), params)[0])
+        for tx in (coat.optax.fp8_muon(0.02), optax_muon(0.02))
+    )
+    assert ours == theirs
+    matrix = {"w": params["w"]}
+    alone = coat.optax.scale_by_fp8_muon()
+    update = jax.eval_shape(lambda: alone.update({"w": grads["w"]}, alone.init(matrix), matrix)[0])
+    assert update["w"].dtype == theirs["w"].dtype
+
+
 def test_zeros_are_orthogonalized_to_zeros():
     """With any preconditioning, also where eps is zero in the dtype of the products."""
     zeros = [jnp.zeros((1, 4, 6))]

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from coat_jax.numerics import noise
 from coat_jax.optax import (
     Storage,
     compress,
@@ -42,6 +43,15 @@ def test_group_sizes_are_powers_of_two_from_16_to_1024(size):
 def test_sizes_and_seeds_are_whole_numbers(name, value):
     with pytest.raises(ValueError, match=f"{name}=.* must be a whole number"):
         Storage(**{name: value})
+
+
+def test_seeds_have_32_bits():
+    """The hash of the random numbers has no more, so a larger seed would repeat a smaller one."""
+    assert noise.leaf_key(2**32, 1, 0) == noise.leaf_key(0, 1, 0)
+    assert noise.leaf_key(2**32 - 1, 1, 0) != noise.leaf_key(0, 1, 0)
+    with pytest.raises(ValueError, match=r"seed=4294967296 must be .* from 0 to 4,294,967,295"):
+        Storage(seed=2**32)
+    Storage(seed=2**32 - 1)
 
 
 @pytest.mark.parametrize("name", ["first", "second", "other"])

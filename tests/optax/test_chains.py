@@ -1,0 +1,82 @@
+"""A chain takes the state that its own init made, and says of any other what it is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from coat_jax.optax import Storage, fp8_adamw, fp8_muon, fused_fp8_adamw
+
+PARAMS = {"w": jnp.ones((32, 64)), "b": jnp.ones(32)}
+FP8 = Storage(min_size=0)
+MASK = {"w": True, "b": False}
+
+
+def schedule(count):
+    return 1e-2 / (count + 1)
+
+
+OPTIMIZERS = {
+    "number": fp8_adamw(1e-2, storage=FP8),
+    "schedule": fp8_adamw(schedule, storage=FP8),
+    "decay by a schedule": fp8_adamw(1e-2, weight_decay=schedule, storage=FP8),
+    "masked": fp8_adamw(1e-2, mask=MASK, storage=FP8),
+    "masked, by a schedule": fp8_adamw(1e-2, weight_decay=schedule, mask=MASK, storage=FP8),
+}
+OTHERS = {
+    "None": None,
+    "muon": fp8_muon(1e-2, storage=FP8).init(PARAMS),
+    "fused": fused_fp8_adamw(1e-2, storage=FP8).init(PARAMS),
+    "optax": optax.adamw(1e-2).init(PARAMS),
+    "nothing": (),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_only_the_state_of_the_same_chain_is_accepted(name):
+    tx = OPTIMIZERS[name]
+    for other, made_by in OPTIMIZERS.items():
+        state = made_by.init(PARAMS)
+        if other == name:
+            jax.eval_shape(tx.update, PARAMS, state, PARAMS)
+        else:
+            with pytest.raises(
+                TypeError, match=r"state must be .*, but is .* with other arguments"
+            ):
+                jax.eval_shape(tx.update, PARAMS, state, PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("name", "described"),
+    [
+        ("None", "None. Another optimizer made it"),
+        ("muon", "PartitionState. Another optimizer made it"),
+        ("fused", "ScaleByFP8AdamState. It was made with other arguments"),
+        ("optax", r"\(ScaleByAdamState, EmptyState, EmptyState\). Another optimizer made it"),
+        ("nothing", r"\(\). Another optimizer made it"),
+    ],
+)
+def test_the_state_of_another_optimizer_is_described(name, described):
+    with pytest.raises(TypeError, match=rf"ScaleByScheduleState\), but is {described}.*init\("):
+        OPTIMIZERS["schedule"].update(PARAMS, OTHERS[name], PARAMS)
+
+
+def test_muon_takes_the_states_of_its_own_parts():
+    number, by_schedule = fp8_muon(1e-2, storage=FP8), fp8_muon(schedule, storage=FP8)
+    for tx, other in ((number, by_schedule), (by_schedule, number)):
+        with pytest.raises(TypeError, match=r"be \(ScaleByFP8MuonState.*but is \(ScaleByFP8Muon"):
+            tx.update(PARAMS, other.init(PARAMS), PARAMS)
+    with pytest.raises(TypeError, match=r"state has parts for a, .*muon and adam.*init\(params\)"):
+        number.update(PARAMS, optax.partition({"a": optax.sgd(1.0)}, "a").init(PARAMS), PARAMS)
+
+
+def test_moments_are_kept_as_the_error_says():
+    """A schedule that starts at the old count continues as if it had been there all along."""
+    number, by_schedule = OPTIMIZERS["number"], OPTIMIZERS["schedule"]
+    _, state = number.update(PARAMS, number.init(PARAMS), PARAMS)
+    new = (state[0], *by_schedule.init(PARAMS)[1:])
+    got, _ = by_schedule.update(PARAMS, optax.tree.set(new, count=state[0].count), PARAMS)
+    expected, _ = number.update(PARAMS, state, PARAMS)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other / 2, rtol=1e-6)
