@@ -37,7 +37,7 @@ class Verdict(NamedTuple):
         paired: its failures against the baseline's; None for the baseline, and without any run
             that both have.
         p: that of `paired`, corrected for the number of arms; NaN without it.
-        sensitivity: to the learning rate, in nats.
+        sensitivity: to the learning rate, in nats, over the learning rates that all arms have.
         best: the least median final loss of a learning rate.
     """
 
@@ -67,6 +67,7 @@ def spikes(samples: Iterable[Sample]) -> tuple[Rate, Rate | None]:
 def verdicts(found: Conditions) -> dict[str, Verdict]:
     """Every arm, in the order of `ARMS`, compared with the baseline."""
     order = [arm for arm in ARMS if arm in found.arms]
+    shared = set[float].intersection(*(set(found.arms[arm]) for arm in order)) if order else set()
     totals = {}
     for arm in order:
         rates = [failures(sample) for sample in found.arms[arm].values()]
@@ -80,7 +81,7 @@ def verdicts(found: Conditions) -> dict[str, Verdict]:
             *spikes(found.arms[arm].values()),
             one,
             p,
-            *_losses(found.arms[arm]),
+            *_losses(found.arms[arm], shared),
         )
         for arm, one, p in zip(order, pairs, ps, strict=True)
     }
@@ -115,11 +116,13 @@ def _failed(samples: dict[float, Sample]) -> dict[tuple[float, int], bool]:
     }
 
 
-def _losses(samples: dict[float, Sample]) -> tuple[float, float]:
+def _losses(samples: dict[float, Sample], shared: set[float]) -> tuple[float, float]:
+    """The sensitivity over the shared learning rates, or over all if none is, and the best loss."""
     final = {rate: [one.final for one in s.events] for rate, s in samples.items()}
     first = max(float(s.signals.loss[:, 0].mean()) for s in samples.values())
     medians = [sorted(losses)[(len(losses) - 1) // 2] for losses in final.values()]
-    return sensitivity(final, first), min(medians)
+    compared = {rate: losses for rate, losses in final.items() if rate in shared} or final
+    return sensitivity(compared, first), min(medians)
 
 
 def above_baseline(found: Conditions, arm: str) -> dict[float, Mean]:
