@@ -186,6 +186,11 @@ def cost_of_muon_by_seed(size: str, learning_rate: float, steps: int) -> tuple[f
     return tuple(round(mean, 2) + 0.0 for mean in means)
 
 
+def cost_of_muon_in_longer_runs() -> tuple[float, ...]:
+    """What `fp8_muon` costs in training loss over more tokens, with half of its interval."""
+    return tuple(percent(effects(*LONGER, muon=True).effects["fp8_muon"]))
+
+
 def cost_of_forward(size: str, learning_rate: float, steps: int) -> float:
     """How much the forward pass of COAT adds to the held-out loss of its weights, in percent."""
     own, bf16 = statistics.held_out("own"), statistics.held_out("bf16")
