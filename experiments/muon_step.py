@@ -11,7 +11,7 @@ gradients are random BF16 matrices, one array for each weight of each layer.
 
     products            x x^T, A^2 and B x of every Newton-Schulz step in BF16, and nothing else;
                         every GPU multiplies its equal share of the matrices, without communication
-    coat fp8_muon       in place, momentum in 8 bits; products in BF16, or in E4M3
+    coat fp8_muon       in place, momentum in 8 bits
     optax muon          jitted and donated; products in the dtype of its momentum, BF16 or FP32
     torch Muon          torch.optim.Muon; on several GPUs on DTensors
 
@@ -179,10 +179,8 @@ def optimizer_of(name: str) -> tuple[Callable, Callable]:
 
     import coat_jax as coat
 
-    if name.startswith("coat fp8_muon"):
-        dtype = coat.E4M3 if "E4M3" in name else jnp.bfloat16
-        tx = coat.optax.fp8_muon(**SETTINGS, ns_steps=ITERATIONS, ns_dtype=dtype)
-        fused = coat.optax.in_place(tx)
+    if name == "coat fp8_muon":
+        fused = coat.optax.in_place(coat.optax.fp8_muon(**SETTINGS, ns_steps=ITERATIONS))
         return fused.init, fused.step
     dtype = jnp.float32 if "FP32" in name else jnp.bfloat16
     tx = optax.contrib.muon(**SETTINGS, ns_steps=ITERATIONS, mu_dtype=dtype)
@@ -323,9 +321,6 @@ def _measure_torch(shapes: Shapes) -> Case:
 CASES: dict[str, Callable[[Shapes], Case]] = {
     "products": _measure_products,
     "coat fp8_muon": lambda shapes: _measure_jax("coat fp8_muon", shapes),
-    "coat fp8_muon, E4M3 products": lambda shapes: _measure_jax(
-        "coat fp8_muon, E4M3 products", shapes
-    ),
     "torch Muon": _measure_torch,
     "optax muon, BF16 momentum": lambda shapes: _measure_jax("optax muon, BF16 momentum", shapes),
     "optax muon, FP32 momentum": lambda shapes: _measure_jax("optax muon, FP32 momentum", shapes),

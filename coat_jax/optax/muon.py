@@ -239,8 +239,7 @@ def scale_by_fp8_muon(
             "spectral" (slow: an eigenvalue of each matrix), "aol" or "schatten".
         weight_dimension_numbers: which axes of each leaf form a matrix. Every leaf must have one;
             `fp8_muon` leaves the others to AdamW.
-        ns_dtype: the dtype of the operands of the Newton-Schulz products. With `coat.E4M3` each
-            operand is rounded to FP8 with a scale of its own.
+        ns_dtype: the dtype of the operands of the Newton-Schulz products.
         storage: the format of the momentum (`first`), the group size, the rounding, and which
             leaves stay in FP32.
     """

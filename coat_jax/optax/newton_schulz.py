@@ -1,7 +1,7 @@
 """Orthogonalizes matrices with Newton-Schulz iterations, each matrix on one device of the mesh.
 
     x <- x / |x|                                 Frobenius norm, so that no singular value exceeds 1
-    x <- (a I + b A + c A^2) x,   A = x x^T      `steps` times, in BF16 or FP8 with FP32 sums
+    x <- (a I + b A + c A^2) x,   A = x x^T      `steps` times, in BF16 with FP32 sums
 
 For x = U S V^T this approaches U V^T. The usual coefficients do not converge: after only five steps
 they leave singular values between about 0.7 and 1.2, which is close enough.
@@ -25,20 +25,15 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.kernels import gemm
 from coat_jax.limits import shown
 from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
-from coat_jax.numerics.formats import E4M3, SMALLEST_NORMAL
+from coat_jax.numerics.formats import SMALLEST_NORMAL
 from coat_jax.numerics.mesh_axes import automatic_mesh
 
 Coefficients = tuple[float, float, float] | tuple[tuple[float, float, float], ...]
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
 TOGETHER = 1 << 26  # elements of the matrices that one device multiplies at the same time
 STACKED = 1 << 28  # elements of one device's share of a stack
-# The standard coefficients make no singular value larger than 1.20, but one that is larger than
-# 1.26, by an error of rounding, grows in every further step. In FP8, where errors are larger, each
-# step first divides the matrix by this.
-MARGIN_IN_FP8 = 1.1
 
 STANDARD: Coefficients = (3.4445, -4.7750, 2.0315)
 DION: Coefficients = (
@@ -68,13 +63,10 @@ def orthogonalize(
         steps: the number of steps, if there is only one a, b, c.
         eps: added to the Frobenius norm; a lower bound of the other norms.
         preconditioning: how singular values are made at most 1 before the steps.
-        dtype: the dtype of the products' operands. With E4M3 each operand has a scale, and
-            matrices are in BF16 between products.
+        dtype: the dtype of the products' operands.
     """
     require_preconditioning(preconditioning)
     rows = np.broadcast_to(coefficients, (steps, 3)) if coefficients.ndim == 1 else coefficients
-    if dtype == E4M3:
-        rows = rows / MARGIN_IN_FP8 ** np.array([1, 3, 5])
     op = partial(_orthogonalize_stacks, rows.tolist(), preconditioning, dtype)
     eps = jnp.maximum(jnp.asarray(eps, jnp.float32), SMALLEST_NORMAL)  # the divisor of zeros
 
@@ -92,9 +84,7 @@ def _orthogonalize_stacks(
     stacks: Sequence[Float[Array, "B M N"]],
     eps: Float[Array, ""],
 ) -> list[Float[Array, "B M N"]]:
-    step = _step_in_fp8 if dtype == E4M3 else _step
-    dtype = jnp.bfloat16 if dtype == E4M3 else dtype
-    run = partial(_map, partial(_orthogonalize, coefficients, eps, preconditioning, step))
+    run = partial(_map, partial(_orthogonalize, coefficients, eps, preconditioning))
     results: list[list[Array]] = [[] for _ in stacks]
     for parts in _of_one_shape(stacks):
         slices = [stacks[part.stack][part.begin : part.end].astype(dtype) for part in parts]
@@ -167,11 +157,10 @@ def require_ns_dtype(dtype: Any) -> None:
             f"ns_dtype={shown(dtype)} must be a dtype of floats. (optax.inject_hyperparams makes "
             'an array of it: pass it static_args=("ns_steps", "ns_dtype").)'
         )
-    if dtype != E4M3 and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.bfloat16).maxexp:
+    if jnp.finfo(dtype).maxexp < jnp.finfo(jnp.bfloat16).maxexp:
         raise ValueError(
             f"ns_dtype={jnp.dtype(dtype).name} has a smaller range than gradients: small ones "
-            "would become zero, and large ones infinite. Use bfloat16, float32, or "
-            "float8_e4m3fn, whose operands are scaled."
+            "would become zero, and large ones infinite. Use bfloat16 or float32."
         )
 
 
@@ -186,45 +175,24 @@ def _orthogonalize(
     coefficients: list[list[float]],
     eps: ArrayLike,
     preconditioning: Preconditioning,
-    step: "StepOfMatrix",
     x: Float[Array, "M N"],
 ) -> Float[Array, "M N"]:
     """Orthogonalizes one matrix; a tall one transposed, so that its Gram matrix is smaller."""
     if x.shape[0] > x.shape[1]:
-        return _orthogonalize(coefficients, eps, preconditioning, step, x.T).T
-    gram = None
+        return _orthogonalize(coefficients, eps, preconditioning, x.T).T
     if preconditioning == "frobenius":
         wide = x.astype(jnp.float32)
         x = (wide / (jnp.sqrt(jnp.sum(jnp.square(wide))) + eps)).astype(x.dtype)
+        gram = x @ x.T
     else:
         x, gram = _precondition(x, eps, preconditioning)
-    for a, b, c in coefficients:
-        x = step(x, gram, a, b, c)
-        gram = None
+    identity = jnp.eye(x.shape[0], dtype=x.dtype)
+    for step, (a, b, c) in enumerate(coefficients):
+        if step:
+            gram = x @ x.T
+        # a x + (b A + c A^2) x would read and write x once more.
+        x = (a * identity + b * gram + c * (gram @ gram)) @ x
     return x
-
-
-# One step for a matrix, its Gram matrix if that is known, and the coefficients.
-StepOfMatrix = Callable[[Array, Array | None, float, float, float], Array]
-
-
-def _step(x: Array, gram: Array | None, a: float, b: float, c: float) -> Array:
-    """A step whose operands have the dtype of `x`."""
-    gram = x @ x.T if gram is None else gram
-    # a x + (b A + c A^2) x would read and write x once more.
-    return (a * jnp.eye(x.shape[0], dtype=x.dtype) + b * gram + c * (gram @ gram)) @ x
-
-
-def _step_in_fp8(x: Array, gram: Array | None, a: float, b: float, c: float) -> Array:
-    """A step whose operands are rounded to E4M3.
-
-    a x is added by itself: in a I + b A + c A^2 it would be the largest part of what is rounded.
-    """
-    codes = gemm.operand(x, E4M3)
-    gram = gemm.product_transposed(codes, codes, x.dtype) if gram is None else gram
-    gram_codes = gemm.operand(gram, E4M3)  # it is symmetric
-    polynomial = b * gram + c * gemm.product_transposed(gram_codes, gram_codes, x.dtype)
-    return a * x + gemm.product(gemm.operand(polynomial, E4M3), codes, x.dtype)
 
 
 def _precondition(

@@ -11,7 +11,7 @@ from coat_jax.storage import PAPER, Storage
 from experiments.loss_study import operands, sums
 from experiments.loss_study.arm import Arm, Settings, Size
 from experiments.loss_study.moments import Expanded, Logarithm, Separately
-from experiments.loss_study.muon import Muon, MuonInE4M3
+from experiments.loss_study.muon import Muon
 
 BASE = Arm(baseline=True)
 NEVER = 1 << 60  # a `min_size` that leaves every leaf in FP32
@@ -120,7 +120,6 @@ ARMS: dict[str, Arm] = {
     "muon_ulp": replace(MUON, perturbed=True),
     "muon_bf16_products": Arm(moments=Muon(Storage(min_size=NEVER))),
     "fp8_muon": Arm(moments=Muon(Storage())),
-    "fp8_muon_e4m3_products": Arm(moments=MuonInE4M3(Storage())),
     "fp8_muon_expanded": Arm(moments=Muon(EXPANDED)),
     "fp8_muon_32": Arm(moments=Muon(Storage(group_size=32))),
     "fp8_muon_coat": Arm(precision=coat.COAT, moments=Muon(Storage())),

@@ -11,7 +11,6 @@ from functools import partial
 import jax.numpy as jnp
 import optax
 
-from coat_jax.numerics.formats import E4M3
 from coat_jax.optax import FusedOptimizer, fp8_muon, hidden_matrices, in_place
 from coat_jax.storage import Storage
 from coat_jax.training.config import TrainConfig
@@ -32,11 +31,6 @@ class Muon:
     storage: Storage | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class MuonInE4M3(Muon):
-    """Muon whose Newton-Schulz products are in E4M3."""
-
-
 def muon(config: TrainConfig, kind: Muon) -> FusedOptimizer:
     """The optimizer of a run. Parameters are FP32."""
     of_run = config.optimizer
@@ -50,5 +44,4 @@ def muon(config: TrainConfig, kind: Muon) -> FusedOptimizer:
     }
     if kind.storage is None:
         return in_place(optax.contrib.muon(**settings, mu_dtype=jnp.float32))
-    dtype = E4M3 if isinstance(kind, MuonInE4M3) else jnp.bfloat16
-    return in_place(fp8_muon(**settings, storage=kind.storage, ns_dtype=dtype))
+    return in_place(fp8_muon(**settings, storage=kind.storage))

@@ -400,23 +400,6 @@ def test_the_state_of_another_optimizer_is_named(other):
         coat.optax.fp8_muon(1e-3).update(params, state, params)
 
 
-@pytest.mark.parametrize("size", [1.0, 2.0**-20, 2.0**20])
-def test_products_in_e4m3_turn_an_update_by_little(size):
-    """Whatever the size of the gradients, because operands are scaled.
-
-    With `MARGIN_IN_FP8`, singular values end around 0.8 instead of 1; without it, those of the
-    tall matrix grow a hundredfold.
-    """
-    gradients = jax.tree.map(lambda g: g * np.float32(size), tree(3))
-    exact = coat.optax.fp8_muon(0.02, ns_dtype=jnp.float32, storage=IN_FP32)
-    ours = coat.optax.fp8_muon(0.02, ns_dtype=coat.E4M3, storage=IN_FP32)
-    params = tree(7)
-    got, want = (jax.jit(tx.update)(gradients, tx.init(params), params)[0] for tx in (ours, exact))
-    distances = [distance(got[leaf], want[leaf]) for leaf in ("wide", "tall", "square")]
-    assert min(distances) > 0.15  # BF16 is within 0.1
-    assert max(distances) < 0.45
-
-
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -451,7 +434,7 @@ def test_zeros_are_orthogonalized_to_zeros():
                 dtype=dtype,
             )
             for how in ("frobenius", "spectral", "aol", "schatten")
-            for dtype in (jnp.float16, jnp.bfloat16, coat.E4M3)
+            for dtype in (jnp.float16, jnp.bfloat16)
             for eps in (1e-8, 0.0)
         ]
 

@@ -47,23 +47,21 @@ def elements_of_products(program):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "names", "spec", "dtype"),
+    ("sizes", "names", "spec"),
     [
-        ((4,), ("fsdp",), P(None, "fsdp"), jnp.bfloat16),
-        ((4,), ("fsdp",), P(None, None, "fsdp"), coat.E4M3),
-        ((2, 2), ("fsdp", "tensor"), P(None, "fsdp", "tensor"), jnp.bfloat16),
-        ((2, 2), ("data", "fsdp"), P(None, "fsdp"), jnp.bfloat16),
+        ((4,), ("fsdp",), P(None, "fsdp")),
+        ((4,), ("fsdp",), P(None, None, "fsdp")),
+        ((2, 2), ("fsdp", "tensor"), P(None, "fsdp", "tensor")),
+        ((2, 2), ("data", "fsdp"), P(None, "fsdp")),
     ],
 )
-def test_no_device_computes_what_another_computes(sizes, names, spec, dtype):
-    program = compile_step(hopper_mesh(sizes, names), spec, ns_dtype=dtype)
+def test_no_device_computes_what_another_computes(sizes, names, spec):
+    program = compile_step(hopper_mesh(sizes, names), spec)
     in_all = 0
     for batch, m, n in SHAPES.values():
         small, large = min(m, n), max(m, n)
         in_all += batch * STEPS * (2 * small * small + small * large)
     assert elements_of_products(program) == in_all // 4
-    in_fp8 = program.as_text().count('custom_call_target="__cublas$lt$matmul$f8"')
-    assert in_fp8 == (3 * STEPS * len(SHAPES) if dtype == coat.E4M3 else 0)
 
 
 def test_matrices_travel_by_all_to_all_in_16_bits_and_nothing_is_gathered():
