@@ -17,7 +17,7 @@ Adam's two moments are stored together, as the two factors of its update:
 
 The directions of a group are of similar size, while the moments themselves span many binades. An
 error of v also scales the m that is read, so it leaves the direction unchanged. Large codes of a
-direction are rounded to nearest, which halves the error; small codes are rounded stochastically.
+direction are rounded to nearest, which halves the squared error; small ones stochastically.
 Without a gradient, m / sqrt(v) decays by b1 / sqrt(b2) per step. A small code then moves by less
 than half the distance to the next one, so rounding to nearest would keep it from ever decaying. If
 b1 is above 0.95, all codes are rounded stochastically: while gradients hardly change, a step moves

@@ -125,6 +125,7 @@ def train_step(
     params, moments = optimizer.step(
         state.params, grads, state.moments, grad_scale=scale, skip=skip
     )
+    # For the log: the optimizer has a count of its own.
     rate = learning_rate(config.optimizer, config.total_steps, state.step - state.skipped)
     skipped = state.skipped + skip
     metrics = _measured(config, FinishedStep(params, grads, moments, loss, norm, rate))
