@@ -1,7 +1,7 @@
 """The figures of the pages that have few, almost all of them settings."""
 
 from experiments.figures.compare import Given, Page, Sentence, Table
-from experiments.figures.measured.files import GB, case
+from experiments.figures.measured.files import GB, case, of
 from experiments.figures.measured.throughput import slower
 from experiments.figures.pages.reasons import ARITHMETIC, SETTING, TESTED
 
@@ -56,6 +56,22 @@ def quantized_generation() -> list[list[str]]:
         faster = [ours / bf16 for ours, bf16 in zip(rates(name), rates("bf16"), strict=True)]
         rows.append([words, f"{size / GB:.1f}", *(f"{times:.2f}" for times in faster)])
     return rows
+
+
+def released_memory() -> list[list[str]]:
+    """The peak of a step with its gradients kept and released, by batch."""
+    figures = of("released_memory")
+    rows = [["sequences", "activations, GB", "peak, GB", "peak with released gradients, GB"]]
+    for kept, released in zip(figures["kept"], figures["released"], strict=True):
+        sizes = kept["activations"], kept["peak"], released["peak"]
+        batch = f"{kept['batch']} x {kept['sequence']}"
+        rows.append([batch, *(f"{size / GB:.1f}" for size in sizes)])
+    return rows
+
+
+def gradients_of_7b() -> tuple[float]:
+    """GB that all gradients of Llama-2-7B take."""
+    return (of("released_memory")["kept"][0]["gradients"] / GB,)
 
 
 def cache_of_a_text() -> float:
@@ -135,6 +151,8 @@ PAGES = [
             Given("Llamas of 0.9, 124 and 360 million parameters", SETTING),
             Given("It would be 100 % if", ARITHMETIC),
             Given("2.1 bytes a parameter instead of 8", ARITHMETIC),
+            Sentence("whose gradients take {:.1f} GB", gradients_of_7b),
+            Table("released_memory", released_memory),
             Sentence(
                 "a step of Llama-2-7B takes {:.1f} % longer than with the moments on the GPU; "
                 "without released gradients it takes {:.0f} % longer",
