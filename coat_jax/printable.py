@@ -1,9 +1,10 @@
 """Text from elsewhere, made safe to print.
 
 A terminal obeys control characters: ESC and the C1 codes can move the cursor, change the title, or
-make the terminal answer as if the user had typed. Bidirectional controls reorder the characters of
-a line, so that it reads as another one. Text that a model generated, or from somebody else's files,
-may contain any of them. `printable` shows them as Python escapes: ESC as \\x1b.
+make the terminal answer as if the user had typed. Bidirectional embeddings, overrides and isolates
+reorder the characters of a line, so that it reads as another one. Text that a model generated, or
+from somebody else's files, may contain any of them. `printable` shows them as Python escapes: ESC
+as \\x1b.
 """
 
 CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")}  # C0, DEL and C1

@@ -47,8 +47,8 @@ def main() -> None:
             figures[way].append(measure(batch, release=release))
             print(f"{batch:3} {way:9} {figures[way][-1]['peak'] / 1e9:6.1f} GB", flush=True)
         kept = figures["kept"][-1]
-        sizes = (figures[way][-1]["peak"] for way in WAYS), (kept["gradients"], kept["activations"])
-        table.add_row(str(batch), *(f"{size / 1e9:.1f}" for group in sizes for size in group))
+        row = [figures[way][-1]["peak"] for way in WAYS] + [kept["gradients"], kept["activations"]]
+        table.add_row(str(batch), *(f"{size / 1e9:.1f}" for size in row))
     records.write(options.out / "released_memory.json", figures)
     Console().print(table)
 

@@ -26,7 +26,7 @@ def varying_axes(*arrays: Array) -> tuple[str, ...]:
 
 
 def varying_like(array: Array, other: Array) -> Array:
-    """`array`, with a type that varies over the axes of a `shard_map` that `other` varies over."""
+    """`array`, marked as varying over the axes of `shard_map` over which `other` varies."""
     axes = tuple(axis for axis in varying_axes(other) if axis not in varying_axes(array))
     return jax.lax.pcast(array, axes, to="varying") if axes else array
 

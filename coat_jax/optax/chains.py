@@ -43,9 +43,9 @@ def _advice(kind: type, state: Any) -> str:
         return "Another optimizer made it. Make one with init(params)."
     name = kind.__name__
     return (
-        "It was made with other arguments: a schedule has a state and a number has none, and a "
-        f"mask adds one. Make one with init(params); to keep the moments, put the old {name} into "
-        "it, and its count into the states of schedules."
+        "Another function made it, or the same one with other arguments: a schedule has a state "
+        "and a number has none, and a mask adds one. Make one with init(params); to keep the "
+        f"moments, put the old {name} into it, and its count into the states of schedules."
     )
 
 

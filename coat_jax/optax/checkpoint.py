@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from coat_jax import manifest
@@ -45,6 +46,8 @@ def save_state(path: str | Path, state: Any) -> None:
         checkpointer.save(path, storable(state))
     if jax.process_index() == 0:
         manifest.write(path)
+    if jax.process_count() > 1:  # none may restore the state before it can be checked
+        multihost_utils.sync_global_devices(f"save_state {path}")
 
 
 def restore_state(path: str | Path, like: Any) -> Any:

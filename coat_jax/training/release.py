@@ -77,8 +77,8 @@ def stages_of(graph: Any, params: Any, microbatch: Any, z_loss: float) -> list[S
 
     def loss(of_stage: Any, x: Array) -> Array:
         model = with_params(of_stage)
-        head = model.head_weight()
-        return ops.cross_entropy(model.norm(x), head, microbatch.labels, z_loss=z_loss)
+        weight = model.head_weight()
+        return ops.cross_entropy(model.norm(x), weight, microbatch.labels, z_loss=z_loss)
 
     def with_params(of_stage: Any) -> Any:
         return nnx.merge(graph, nnx.State({**params, **_sharded(of_stage)}))

@@ -37,7 +37,7 @@ def test_a_page_replaces_an_earlier_page_and_no_other_file(tmp_path, run, capsys
         assert cli.main(["plot", str(run), "--out", str(out)]) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1
-        assert f"{page} exists, and is no page of `coat plot`, which would replace it: cho" in said
+        assert f"{page} is not a page that `coat plot` wrote, so it is not replaced: cho" in said
         assert not out.exists()
     assert "My notes" in page.read_text()
     page.unlink()

@@ -399,11 +399,19 @@ def test_differences_are_in_percentage_points_and_those_of_one_rate_stand_beside
 
 
 def test_arms_are_shown_with_the_runs_whose_signals_are_compared():
-    (found,) = results.conditions_of(rows_of_two_arms())
+    losses = np.stack([BAD] * 5 + [NEVER] + [GOOD] * 2)
+    signals = np.stack([losses] * 3)
+    shortly_before = 40 - table.SHORTLY  # where the loss is higher and the gradient norm lower
+    signals[0, :5, shortly_before] += 0.1
+    signals[1, :5, shortly_before] -= 0.1
+    row = row_of("coat", 1e-2, seeds=range(8), settings=LONG)
+    events = [events_of(one, ceiling=3.2) for one in losses]
+    coat = results.measured(row, events, Signals(*signals), [0] * 8, 3.2, 1.0)
+    (found,) = results.conditions_of([*rows_of_two_arms()[:3], coat])
     # A single run of BF16 diverged, which has no error; of COAT's six, one was stuck.
-    header, row = table.arm_warning_rows(found)
+    header, cells = table.arm_warning_rows(found)
     assert header == ["arm", "diverged", "trained", "loss", "gradient norm", "sharpness"]
-    assert row == ["coat", "5", "2", *["0.50 ± 0.00"] * 3]
+    assert cells == ["coat", "5", "2", "1.00 ± 0.00", "0.00 ± 0.00", "0.50 ± 0.00"]
 
 
 def test_a_page_leaves_out_the_rates_at_which_no_run_failed(monkeypatch):

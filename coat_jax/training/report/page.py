@@ -60,7 +60,7 @@ def require_replaceable(path: Path) -> None:
     """Raises if there is something else than an earlier page, which writing would replace."""
     if os.path.lexists(path) and not _is_page(path):
         raise UserError(
-            f"{path} exists, and is no page of `coat plot`, which would replace it: choose another "
+            f"{path} is not a page that `coat plot` wrote, so it is not replaced: choose another "
             "name with --out, or move it away."
         )
 

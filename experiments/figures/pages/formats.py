@@ -97,8 +97,8 @@ PAGE = Page(
             ),
         ),
         Sentence(
-            "also without rounding: by {:+.3f} % ± {:.3f} and {:+.3f} % ± {:.3f} after steps that "
-            "round to INT8",
+            "these networks are also worse: by {:+.3f} % ± {:.3f} and {:+.3f} % ± {:.3f} after "
+            "steps that round to INT8",
             lambda: tuple(
                 value
                 for size in SIZES

@@ -358,7 +358,7 @@ PAGE = Page(
             ),
         ),
         Sentence(
-            "(#longer-runs) it is {:+.2f} % ± {:.2f}",
+            "(#longer-runs) it costs {:+.2f} % ± {:.2f}",
             loss_study.cost_of_muon_in_longer_runs,
         ),
         Sentence(
@@ -553,7 +553,6 @@ PAGE = Page(
             ),
         ),
         Given("takes at most 300 MB of distinct text", SETTING),
-        Given("in calls of at most 9 minutes on one GPU", SETTING),
         Sentence(
             "how long the {:d} runs take: about {:.0f} minutes of one H200",
             lambda: (9, loss_study.minutes("124M", steps=2250, runs=9)),

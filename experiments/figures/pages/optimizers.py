@@ -24,10 +24,9 @@ PAGE = Page(
             lambda: (*times_the_loss(*WORSE), largest_change()),
         ),
         Sentence(
-            "For a parameter of shape (3,) they take {:.0f} bytes, so that the whole state of "
-            "`fp8_adamw` takes {:.0f} bytes where that of `optax.adamw` takes {:.0f}; for (1, 1) "
-            "they also take {:.0f} bytes, and the states {:.0f} and {:.0f}.",
-            lambda: (*states_of((3,)), *states_of((1, 1))),
+            "{:.0f} bytes for a parameter of shape (3,), where the whole state takes {:.0f} bytes "
+            "and that of `optax.adamw` {:.0f}",
+            lambda: states_of((3,)),
         ),
         Sentence(
             "{:.0f} bytes for (64, 64), and {:.0f} bytes for (8, 8, 8)",
