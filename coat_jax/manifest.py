@@ -35,7 +35,15 @@ def write(folder: Path) -> None:
         path.relative_to(folder).as_posix(): (path.stat().st_size, checksum)
         for path, checksum in zip(paths, sums, strict=True)
     }
-    writing.write_durably(folder / NAME, json.dumps(files, indent=1))
+    writing.replace(folder / NAME, json.dumps(files, indent=1))
+
+
+def lists(folder: Path, name: str) -> bool:
+    """Whether a folder has a manifest that records files in its folder of this name."""
+    try:
+        return any(file.startswith(f"{name}/") for file in _recorded(folder))
+    except (DamagedCheckpoint, OSError):
+        return False
 
 
 def check(folder: Path, only: str | None = None) -> None:
@@ -43,7 +51,7 @@ def check(folder: Path, only: str | None = None) -> None:
 
     Args:
         folder: may have been moved since.
-        only: look at this file alone.
+        only: look at this file or folder alone.
     """
     try:
         _check(folder, only)
@@ -68,7 +76,8 @@ def _checksum(path: Path) -> int:
 def _check(folder: Path, only: str | None) -> None:
     files = _recorded(folder)
     if only is not None:
-        files = {only: files[only]} if only in files else damaged(folder, f"{NAME} lacks {only}")
+        inside = {n: of for n, of in files.items() if n == only or n.startswith(f"{only}/")}
+        files = inside or damaged(folder, f"{NAME} lacks {only}")
     # Sizes are found at once, checksums after reading everything.
     for name, (size, _) in files.items():
         if not (folder / name).is_file():

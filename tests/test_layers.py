@@ -24,7 +24,7 @@ import coat_jax
 PACKAGE = Path(coat_jax.__file__).parent
 LAYERS = [
     ("errors", "numerics", "printable"),
-    ("files", "limits", "token_readers", "writing"),
+    ("agreement", "files", "limits", "token_readers", "writing"),
     ("manifest", "precision", "storage", "tokenizers"),
     ("watching",),
     ("kernels",),

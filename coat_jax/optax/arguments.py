@@ -72,6 +72,8 @@ def value_at(name: str, value: optax.ScalarOrSchedule, count: ArrayLike) -> Numb
     if not is_function(value):
         return value
     now = value(count)
+    if hasattr(now, "__jax_array__"):  # of Flax's nnx.Variable, for instance
+        now = jnp.asarray(now)
     if not _is_scalar(now):
         raise TypeError(
             f"{name}(count)={shown(now)} must be a number. A schedule returns one number for each "

@@ -14,23 +14,27 @@ numbers, which are stored as arrays without axes. Both are restored with their t
 Orbax is imported in the functions that need it, because that takes longer than importing coat_jax.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from coat_jax import manifest
+from coat_jax.agreement import on_first
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.optax.host_memory import copy_hosted
+from coat_jax.writing import write_failures
 
 
 def save_state(path: str | Path, state: Any) -> None:
     """Writes a state and checksums of its files to a new directory; returns when it is complete.
+
+    Several processes call this together.
 
     Args:
         path: the directory, which must not exist.
@@ -44,17 +48,25 @@ def save_state(path: str | Path, state: Any) -> None:
     require_storable(state)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, storable(state))
-    if jax.process_index() == 0:
-        manifest.write(path)
-    if jax.process_count() > 1:  # none may restore the state before it can be checked
-        multihost_utils.sync_global_devices(f"save_state {path}")
+    on_first(lambda: _add_manifest(path))
+
+
+def _add_manifest(path: Path) -> None:
+    """Writes the checksums of a state, which is removed if that fails."""
+    try:
+        with write_failures(path.parent, f"The state {path.name}"):
+            manifest.write(path)
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
 
 
 def restore_state(path: str | Path, like: Any) -> Any:
     """Reads a state from `path`, with the structure and shardings of `like`.
 
-    Every byte is compared with the checksums that `save_state` wrote. A directory without any, as
-    orbax itself writes one, is restored without this check.
+    Every byte is compared with the checksums that `save_state`, or the trainer, wrote. A directory
+    without any, as orbax itself writes one, is restored without this check. Several processes call
+    this together; the first one compares.
 
     Args:
         path: a directory that `save_state` wrote.
@@ -68,12 +80,24 @@ def restore_state(path: str | Path, like: Any) -> Any:
         DamagedCheckpoint: if its files are not what was written.
         UserError: if the state in it has other leaves, shapes or dtypes than `like`.
     """
-    import orbax.checkpoint as ocp
-
     folder = expanded(path).absolute()
+    on_first(lambda: _require_undamaged(folder))
+    return read_state(folder, like)
+
+
+def _require_undamaged(folder: Path) -> None:
+    """Compares a state with its checksums, which in a run's checkpoint are one folder up."""
     if (folder / manifest.NAME).exists():
         manifest.check(folder)
-    arrays = require_stored_like(path, like)
+    elif manifest.lists(folder.parent, folder.name):
+        manifest.check(folder.parent, only=folder.name)
+
+
+def read_state(folder: Path, like: Any) -> Any:
+    """`restore_state` of a folder whose checksums have been compared already."""
+    import orbax.checkpoint as ocp
+
+    arrays = require_stored_like(folder, like)
     with ocp.StandardCheckpointer() as checkpointer:
         try:
             restored = checkpointer.restore(folder, arrays)
@@ -81,7 +105,7 @@ def restore_state(path: str | Path, like: Any) -> Any:
             if type(error) is not Exception:  # what orbax raises for files that it cannot read
                 raise
             raise UserError(
-                f"The checkpoint at {path} cannot be read: files are damaged or missing. Restore "
+                f"The checkpoint at {folder} cannot be read: files are damaged or missing. Restore "
                 "another one."
             ) from error
     return jax.tree.map(_from_array, like, restored)

@@ -230,7 +230,7 @@ def scale_by_fp8_muon(
             for each; or "standard" or "dion".
         ns_steps: the number of steps, if `ns_coeffs` has only three numbers.
         beta: decay rate of the momentum.
-        eps: added to the Frobenius norm; a lower bound of the squares of the other norms.
+        eps: keeps zeros from being divided by zero; added to the Frobenius norm.
         mu_dtype: must be None; keeps the argument order of optax.
         nesterov: whether to use Nesterov momentum.
         adaptive: whether to multiply the update of each matrix by its inner product with the

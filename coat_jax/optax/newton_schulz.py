@@ -61,7 +61,7 @@ def orthogonalize(
         stacks: arrays of matrices. Stacks may differ in all axes.
         coefficients: a, b, c of each step; or one a, b, c, which all steps use.
         steps: the number of steps, if there is only one a, b, c.
-        eps: added to the Frobenius norm; a lower bound of the squares of the other norms.
+        eps: keeps zeros from being divided by zero; added to the Frobenius norm.
         preconditioning: how singular values are made at most 1 before the steps.
         dtype: the dtype of the products' operands.
     """

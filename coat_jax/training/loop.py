@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from coat_jax.agreement import on_first
 from coat_jax.printable import printable
 from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.checkpoint.position import Position, position_of, to_json
-from coat_jax.training.cluster.agreement import on_first
 from coat_jax.training.cluster.batches import open_data, place
 from coat_jax.training.cluster.mesh import batch_parts, make_mesh, require_fitting
 from coat_jax.training.cluster.stop import Stop

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from coat_jax.errors import UserError
 from coat_jax.numerics.formats import E4M3
@@ -151,6 +152,8 @@ def test_a_schedule_returns_numbers(name, make):
             trace(lambda count, value=value: value)
     with pytest.raises(TypeError, match=rf"^{name}\(count\)=.* must be a number"):
         trace(lambda count: count > 0)
+    for value in (1, 1e-3, np.float32(1e-3), jnp.float32(1e-3), nnx.Variable(jnp.float32(1e-3))):
+        trace(lambda count, value=value: value)
     for value in (1e-3, 1, np.float32(1e-3), np.array(1e-3), jnp.bfloat16(1e-3)):
         trace(lambda count, value=value: value)
     trace(lambda count: count)

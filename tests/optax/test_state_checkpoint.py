@@ -1,5 +1,6 @@
 """A saved state comes back bit for bit, on any mesh, or not at all."""
 
+import errno
 import shutil
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from coat_jax import manifest
 from coat_jax.errors import UserError
 from coat_jax.optax import (
     Storage,
@@ -242,6 +244,39 @@ def test_a_flipped_bit_is_found_wherever_it_is(saved, tmp_path):
             restore_state(damaged, state)
         file.write_bytes(content)
     assert_equal(restore_state(damaged, state), state)
+
+
+def test_the_state_in_a_run_s_checkpoint_is_compared_with_the_checksums_of_the_checkpoint(
+    saved, tmp_path
+):
+    path, state = saved
+    folder = shutil.copytree(path, tmp_path / "100" / "state")
+    (folder / "manifest.json").unlink()
+    (tmp_path / "100" / "record.json").write_text("{}")
+    manifest.write(tmp_path / "100")
+    assert_equal(restore_state(folder, state), state)
+    largest = max(folder.rglob("*"), key=lambda file: file.stat().st_size)
+    content = largest.read_bytes()
+    largest.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    with pytest.raises(UserError, match=r"100 is damaged: the checksum of state/.* is wrong"):
+        restore_state(folder, state)
+    largest.write_bytes(content)
+    # Somebody else's file of this name says nothing about the state.
+    (tmp_path / "100" / "manifest.json").write_text('{"name": "mine"}')
+    assert_equal(restore_state(folder, state), state)
+
+
+def test_a_state_whose_checksums_cannot_be_written_is_removed(saved, tmp_path, monkeypatch):
+    def fail(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("coat_jax.writing.replace", fail)
+        with pytest.raises(UserError, match=r"The state x .*in .*free"):
+            save_state(tmp_path / "x", saved[1])
+    assert not (tmp_path / "x").exists()
+    save_state(tmp_path / "x", saved[1])
+    assert_equal(restore_state(tmp_path / "x", saved[1]), saved[1])
 
 
 def test_a_state_that_orbax_wrote_has_no_checksums_and_is_restored(saved, tmp_path):

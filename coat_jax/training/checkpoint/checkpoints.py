@@ -24,17 +24,17 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from coat_jax import writing
+from coat_jax.agreement import on_first
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.manifest import DamagedCheckpoint
 from coat_jax.optax.checkpoint import (
+    read_state,
     require_storable,
     require_stored_like,
-    restore_state,
     storable,
 )
 from coat_jax.training.checkpoint.step_folders import RECORD, StepFolders
-from coat_jax.training.cluster.agreement import on_first
 from coat_jax.training.cluster.distributed import is_main
 from coat_jax.writing import require_space, write_failures
 
@@ -145,7 +145,7 @@ class Checkpoints:
         chosen, self._checked = self._checked, None
         if chosen is None or step is not None:
             chosen = on_first(lambda: self._choose(step))
-        state = restore_state(self._folders.finished(chosen) / STATE, like)
+        state = read_state(self._folders.finished(chosen) / STATE, like)
         self._current = chosen
         return Restored(chosen, state, self._folders.record(chosen)["extra"])
 

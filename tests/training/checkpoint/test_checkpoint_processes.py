@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from processes import SECONDS, free_port
 
 from coat_jax import writing
+from coat_jax.agreement import on_first
 from coat_jax.errors import UserError
 from coat_jax.training.checkpoint import Checkpoints
-from coat_jax.training.cluster.agreement import on_first
 
 
 def state_of(step, mesh):

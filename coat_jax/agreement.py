@@ -14,7 +14,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from coat_jax.errors import UserError
-from coat_jax.training.cluster.distributed import is_main
 
 T = TypeVar("T")
 
@@ -37,7 +36,7 @@ def on_first(work: Callable[[], T]) -> T:
         return work()
     error: Exception | None = None
     answer: dict[str, Any] = {}
-    if is_main():
+    if _is_first():
         try:
             answer = {"result": work()}
         except Exception as raised:
@@ -55,6 +54,10 @@ def on_first(work: Callable[[], T]) -> T:
     return result
 
 
+def _is_first() -> bool:
+    return jax.process_index() == 0
+
+
 def _described(error: Exception) -> dict[str, Any]:
     """An error in JSON's types."""
     if isinstance(error, UserError):
@@ -68,7 +71,7 @@ def _broadcast(answer: dict[str, Any]) -> dict[str, Any]:
     text = json.dumps(answer).encode()
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     # broadcast_one_to_all needs an array of the same shape on every process.
-    text = text if is_main() else bytes(length)
+    text = text if _is_first() else bytes(length)
     told = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
     received: dict[str, Any] = json.loads(np.asarray(told, np.uint8).tobytes())
     return received
