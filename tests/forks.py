@@ -63,9 +63,11 @@ class Fork(CONTEXT.Process):
         """Goes on in the fork as `python ARGUMENTS` would."""
         os.environ.clear()
         os.environ.update(self.variables)
-        for number, end in enumerate(self.ends, start=1):
+        for number, name, end in zip((1, 2), ("stdout", "stderr"), self.ends, strict=True):
             os.dup2(end.fileno(), number)
             end.close()
+            # The old stream believes that it writes to a file in which it can seek.
+            setattr(sys, name, os.fdopen(number, "w", buffering=1, encoding="utf-8"))
         first, *sys.argv = self.arguments
         try:
             if first == "-m":
