@@ -19,6 +19,7 @@ from processes import SECONDS, free_port
 from coat_jax import writing
 from coat_jax.agreement import on_first
 from coat_jax.errors import UserError
+from coat_jax.optax import restore_state, save_state
 from coat_jax.training.checkpoint import Checkpoints
 
 
@@ -70,6 +71,14 @@ def main(address, process, folder):
             checkpoints.save(3, state_of(3, meshes[0]), {})
         except UserError as error:
             print(error.exit_code, error)
+    # A state by itself has checksums when any process has saved it, and none restores damage.
+    path = folder.parent / "state"
+    save_state(path, state_of(5, meshes[0]))
+    assert (path / "manifest.json").exists()
+    assert_same(restore_state(path, state_of(0, meshes[1])), state_of(5, meshes[1]))
+    on_first(lambda: truncate(path))
+    with pytest.raises(UserError, match="state is damaged"):
+        restore_state(path, state_of(0, meshes[0]))
     # What fails on the first process ends the others, too.
     with pytest.raises(FileNotFoundError) as missing:
         on_first((folder / "missing").read_text)
