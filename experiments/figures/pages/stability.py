@@ -183,12 +183,6 @@ def in_points(one: Paired) -> tuple[float, ...]:
     return 100 * one.difference, 100 * one.low, 100 * one.high
 
 
-def coat_in_short() -> tuple[float, ...]:
-    """COAT against the baseline: over all learning rates, and the counts at `HIGHEST`."""
-    own, pairs, base, _ = counts(chance(difference("coat", rate=HIGHEST)))
-    return *in_points(chance(difference("coat"))), own, pairs, base, pairs
-
-
 def most_with_scales() -> tuple[float]:
     """The highest end of the intervals of all arms with scales, in percentage points."""
     arms = verdicts(measured("5M")).items()
