@@ -104,7 +104,7 @@ PAGES = [
             Given("256 MiB", SETTING),
             Given("2 GiB", SETTING),
             Given("1024 bytes", SETTING),
-            Given("fill more than 99 % of the rows", TESTED),  # test_packing.py
+            Given("fill more than 99 % of the positions", TESTED),  # test_packing.py
         ],
     ),
     Page("docs/evaluation.md", [Given("95 % Wilson intervals", SETTING)]),
@@ -124,7 +124,7 @@ PAGES = [
             Given("by default 65,536", SETTING),
             Given("the first 65,536 tokens", SETTING),
             Given("100 times as large as the others, with weights like theirs", ARITHMETIC),
-            Given("becomes 10 times as large", ARITHMETIC),
+            Given("is left 10 times as large", ARITHMETIC),
             Given("its weights are 100 times smaller", ARITHMETIC),
             Given("changes 8 times as much", ARITHMETIC),
             Given("change 8 times less", ARITHMETIC),
