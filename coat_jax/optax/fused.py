@@ -6,11 +6,11 @@ does in one pass over memory what  optax.chain(scale by grad_scale, fp8_adamw)  
 `optax.apply_updates` do. If you donate `params` and `state` to the jitted function that calls it,
 the step allocates no memory.
 
-Through XLA and with FP32 parameters, the results are those of the chain, bit for bit. With
-parameters and gradients in BF16, the chain also rounds the updates between its transformations to
-BF16; the fused step does not. The roots and powers of the Triton kernel are approximate, with a
-relative error of 2^-22. With `correct_params`, BF16 parameters are stepped as numbers of 24 bits,
-and the state has one more byte for each.
+Through XLA and in FP32, the results are those of the chain, bit for bit; with FP32 parameters and
+BF16 gradients they may differ by FP32's rounding. With both in BF16, the chain also rounds the
+updates between its transformations to BF16; the fused step does not. The roots and powers of the
+Triton kernel are approximate, with a relative error of 2^-22. With `correct_params`, BF16
+parameters are stepped as numbers of 24 bits, and the state has one more byte for each.
 """
 
 from collections.abc import Callable

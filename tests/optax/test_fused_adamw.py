@@ -1,5 +1,6 @@
 """The fused step is the chain, bit for bit with FP32 parameters; and it is in place."""
 
+import functools
 import inspect
 from functools import partial
 
@@ -92,9 +93,14 @@ def test_grad_scale_scales_the_gradients_bit_for_bit():
     assert_same_walk(walk_both(parameters(), arguments, scales=scales))
 
 
-def test_it_is_the_chain_bit_for_bit_with_bf16_gradients():
+def test_with_bf16_gradients_it_is_the_chain_to_fp32_s_rounding():
+    """XLA may fuse the cast of the gradients with other products and sums in one of the two."""
     arguments = {"learning_rate": 1e-2, "storage": FP8}
-    assert_same_walk(walk_both(parameters(), arguments, grad_dtype=jnp.bfloat16))
+    walk = walk_both(parameters(), arguments, grad_dtype=jnp.bfloat16)
+    for (params, state), (fused_params, fused_state) in walk:
+        jax.tree.map(np.testing.assert_array_equal, fused_state, state[0])
+        close = functools.partial(np.testing.assert_allclose, rtol=2**-21, atol=2**-26)
+        jax.tree.map(close, fused_params, params)
 
 
 def test_with_bf16_parameters_they_differ_by_the_roundings_between_links():
