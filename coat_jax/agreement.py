@@ -26,6 +26,11 @@ class Refused(UserError):
         self.exit_code = exit_code  # type: ignore[misc]
 
 
+def is_main() -> bool:
+    """Whether this process writes what only one may write."""
+    return jax.process_index() == 0
+
+
 def on_first(work: Callable[[], T]) -> T:
     """Runs `work` on the first process and returns its result, of JSON's types, on all of them.
 
@@ -36,7 +41,7 @@ def on_first(work: Callable[[], T]) -> T:
         return work()
     error: Exception | None = None
     answer: dict[str, Any] = {}
-    if _is_first():
+    if is_main():
         try:
             answer = {"result": work()}
         except Exception as raised:
@@ -54,10 +59,6 @@ def on_first(work: Callable[[], T]) -> T:
     return result
 
 
-def _is_first() -> bool:
-    return jax.process_index() == 0
-
-
 def _described(error: Exception) -> dict[str, Any]:
     """An error in JSON's types."""
     if isinstance(error, UserError):
@@ -71,7 +72,7 @@ def _broadcast(answer: dict[str, Any]) -> dict[str, Any]:
     text = json.dumps(answer).encode()
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     # broadcast_one_to_all needs an array of the same shape on every process.
-    text = text if _is_first() else bytes(length)
+    text = text if is_main() else bytes(length)
     told = multihost_utils.broadcast_one_to_all(np.frombuffer(text, np.uint8))
     received: dict[str, Any] = json.loads(np.asarray(told, np.uint8).tobytes())
     return received

@@ -84,6 +84,7 @@ def run(options: argparse.Namespace) -> int:
     """Trains; returns the exit code."""
     from rich.console import Console
 
+    from coat_jax import agreement
     from coat_jax.cli.output import lasting
     from coat_jax.training.cluster import distributed
     from coat_jax.training.config_files import load_config, source
@@ -102,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     with lasting():
         distributed.start()
-        console = Console(quiet=not distributed.is_main())
+        console = Console(quiet=not agreement.is_main())
         outcome = train(config, console)
         if outcome.stopped:
             console.print(f"Stopped and saved after step {outcome.step:,}.", highlight=False)

@@ -203,13 +203,12 @@ def _precondition(
     x = (wide / jnp.maximum(jnp.max(jnp.abs(wide)), eps)).astype(x.dtype)
     gram = jnp.matmul(x, x.T, preferred_element_type=jnp.float32)
     if how == "aol":
-        s = lax.rsqrt(jnp.maximum(jnp.sum(jnp.abs(gram), axis=-1), eps))[:, None]
+        squared = jnp.sum(jnp.abs(gram), axis=-1)[:, None]  # of each row
+    elif how == "spectral":
+        squared = jnp.linalg.eigvalsh(gram)[-1]
     else:
-        if how == "spectral":
-            squared = jnp.linalg.eigvalsh(gram)[-1]
-        else:
-            squared = jnp.sqrt(jnp.sum(jnp.square(gram)))
-        s = jnp.full((x.shape[0], 1), lax.rsqrt(jnp.maximum(squared, eps)))
+        squared = jnp.sqrt(jnp.sum(jnp.square(gram)))
+    s = jnp.broadcast_to(lax.rsqrt(jnp.maximum(squared, eps)), (x.shape[0], 1))
     return (x.astype(jnp.float32) * s).astype(x.dtype), (gram * s * s.T).astype(x.dtype)
 
 

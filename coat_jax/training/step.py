@@ -119,7 +119,7 @@ def train_step(
     """
     labels = jnp.sum(batch.labels >= 0)
     share_of_loss = partial(microbatch_loss, config, graph, labels)
-    loss, grads = sum_over_microbatches(jax.value_and_grad(share_of_loss), state.params, batch)
+    loss, grads = _sum_over_microbatches(jax.value_and_grad(share_of_loss), state.params, batch)
     norm = global_norm(grads)
     scale, skip = clip_or_skip(config, norm, loss)
     params, moments = optimizer.step(
@@ -208,7 +208,7 @@ def _loss(graph: Any, params: Any, microbatch: Batch, z_loss: float) -> Float[Ar
     return loss
 
 
-def sum_over_microbatches(
+def _sum_over_microbatches(
     value_and_grad: Callable[[Any, Batch], tuple[Array, Any]], params: Any, batch: Batch
 ) -> tuple[Array, Any]:
     """The sums of values and gradients; gradients are sharded like the parameters."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from coat_jax import writing
-from coat_jax.agreement import on_first
+from coat_jax.agreement import is_main, on_first
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.manifest import DamagedCheckpoint
@@ -35,7 +35,6 @@ from coat_jax.optax.checkpoint import (
     storable,
 )
 from coat_jax.training.checkpoint.step_folders import RECORD, StepFolders
-from coat_jax.training.cluster.distributed import is_main
 from coat_jax.writing import require_space, write_failures
 
 STATE = "state"

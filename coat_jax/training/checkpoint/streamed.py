@@ -41,7 +41,7 @@ def save_streamed(path: Path, tree: Any, progress: Callable[[int], object]) -> N
 
         async def _open_and_write(self, value: _Leaf, tspec: Any, ts_context: Any) -> None:
             spec = tensorstore.Spec(tspec)
-            # One array at a time: if writing one fails, none is left half written.
+            # One array at a time: if writing one fails, no other write is pending.
             async with self._turn:
                 array = await tensorstore.open(spec, create=True, open=True, context=ts_context)
                 piece: Any = array.chunk_layout.write_chunk.shape

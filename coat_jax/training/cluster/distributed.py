@@ -83,11 +83,6 @@ def start(*, timeout: int = 300) -> None:
         )
 
 
-def is_main() -> bool:
-    """Whether this process writes what only one may write."""
-    return jax.process_index() == 0
-
-
 def find_place(variables: Mapping[str, str]) -> ProcessPlace | None:
     """Reads the launcher's variables; None where nothing launched this process.
 

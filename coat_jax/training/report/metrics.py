@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from coat_jax import agreement
 from coat_jax.errors import UserError
-from coat_jax.training.cluster import distributed
 from coat_jax.training.report.writers import WRITERS, Record, Writer
 from coat_jax.writing import NotWritten, write_failures
 
@@ -66,7 +66,7 @@ class Metrics:
             raise UserError(f"No writer of metrics is called {unknown[0]!r}: {', '.join(WRITERS)}")
         self._writers: list[Writer | JSONLines] = []
         self._lines: JSONLines | None = None
-        if distributed.is_main():
+        if agreement.is_main():
             others = [WRITERS[name](folder, config, resume_step) for name in writers]
             self._lines = JSONLines(folder, resume_step, recorded, note)
             for record in unwritten:

@@ -6,6 +6,7 @@ import jax
 import pytest
 from processes import free_port
 
+from coat_jax import agreement
 from coat_jax.errors import UserError
 from coat_jax.training.cluster import distributed
 from coat_jax.training.cluster.distributed import ProcessPlace, find_place
@@ -104,7 +105,7 @@ def test_one_process_joins_nobody(joins, monkeypatch):
         monkeypatch.setenv(name, value)
     distributed.start()
     assert joins == []
-    assert distributed.is_main()
+    assert agreement.is_main()
 
 
 def test_slurm_and_open_mpi_are_asked_for_the_address(joins, monkeypatch):

@@ -13,8 +13,8 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
+from coat_jax import agreement
 from coat_jax.errors import UserError
-from coat_jax.training.cluster import distributed
 from coat_jax.training.report import metrics
 from coat_jax.training.report.metrics import Metrics
 from coat_jax.writing import DiskFull
@@ -129,7 +129,7 @@ def test_a_record_without_a_step_is_refused(tmp_path, broken):
 
 
 def test_only_the_main_process_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(distributed, "is_main", lambda: False)
+    monkeypatch.setattr(agreement, "is_main", lambda: False)
     run(tmp_path, [1], writers=("tensorboard", "wandb"))
     assert list(tmp_path.iterdir()) == []
 
