@@ -128,6 +128,9 @@ ARMS: dict[str, Arm] = {
     # COAT's products and saved activations alone, where runs differ little by chance.
     "muon_coat": Arm(precision=coat.COAT, moments=Muon()),
     "muon_coat_int8": Arm(precision=coat.COAT_INT8, moments=Muon()),
+    "muon_coat_lean": Arm(precision=coat.COAT_LEAN, moments=Muon()),
+    "muon_coat_paper": Arm(precision=coat.COAT_PAPER, moments=Muon()),
+    "muon_products": Arm(precision=coat.FP8_LINEAR, moments=Muon()),
 }
 # What is saved is rounded to nearest, not stochastically.
 ARMS |= {

@@ -1,7 +1,9 @@
 """One call of `loss_study`: which runs have no row yet, how long they take, and making them."""
 
+import dataclasses
 import operator
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -122,8 +124,8 @@ def plan(call: Call) -> None:
     rows = results.read([call.known, call.out])
     if (call.work / "text" / texts.NOTES).exists():
         text = texts.notes(call.work / "text")["digest"]
-    else:  # machines that are installed alike have the same text
-        text = rows[-1]["text"] if rows else ""
+    else:
+        text = _likely_text(rows, call.size_name, call.settings)
     work = missing(call, text)
     settings = call.settings
     of_run = call.cost_of(settings) / call.size.tokens_per_second + call.compiling
@@ -140,3 +142,14 @@ def plan(call: Call) -> None:
         f"start and {of_run:.0f} s for a run that has the GPU alone; {PREPARING} s more where text "
         "and tokens are not there yet."
     )
+
+
+def _likely_text(rows: Sequence[Row], size_name: str, settings: Settings) -> str:
+    """The text of most runs with these settings, or else of most runs.
+
+    Machines that are installed alike have the same text.
+    """
+    run = size_name, dataclasses.asdict(settings)
+    same = [row["text"] for row in rows if (row["size"], row["settings"]) == run]
+    found = Counter(same or [row["text"] for row in rows]).most_common(1)
+    return str(found[0][0]) if found else ""

@@ -96,6 +96,18 @@ def test_runs_with_a_result_are_not_measured_again(tmp_path: Path):
     assert len(measure.missing(one, "another text")) == 4
 
 
+def test_a_plan_without_text_supposes_that_of_runs_with_the_same_settings(tmp_path: Path, capsys):
+    longer = dataclasses.replace(arms.SIZES["tiny"].settings, steps=21)
+    of_other_settings = [measured(name, seed) for name in ("bf16", "coat") for seed in (0, 1)]
+    row = measured("coat", 1) | named("coat", seed=1, settings=longer, text="more text")
+    one = call(tmp_path, settings=longer)
+    results.write(one.known, [*of_other_settings, row])
+    measure.plan(one)
+    assert "3 of 4 runs have no row yet: bf16/0, coat/0, bf16/1." in capsys.readouterr().out
+    measure.plan(call(tmp_path))
+    assert "nothing to do" in capsys.readouterr().out
+
+
 def test_a_run_of_code_that_trains_alike_is_not_measured_again(tmp_path: Path, monkeypatch):
     one = call(tmp_path, seeds=[0])
     monkeypatch.setitem(results.ALIKE, "0123456789ab", results.code_digest())
