@@ -23,7 +23,7 @@ from experiments.stability import results
 from experiments.stability.arm import Settings, differences
 from experiments.stability.arms import ARMS, BASELINE, SIZES
 from experiments.stability.measure import Call, measure, plan
-from experiments.stability.picture import draw
+from experiments.stability.picture import MOST, draw, draw_curves
 from experiments.stability.table import show
 
 
@@ -91,6 +91,8 @@ def _show(rows: list[results.Row], folder: Path, options: argparse.Namespace) ->
         show(found)
         if options.draw:
             print(draw(found, folder, options.formats if options.size else None))
+            if len(found.arms) > MOST:
+                print(draw_curves(found, folder))
 
 
 def _options() -> argparse.Namespace:

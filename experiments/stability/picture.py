@@ -1,18 +1,23 @@
-"""Draws what `stability` found: losses and failures over the learning rate, and warnings."""
+"""Draws what `stability` found: losses and failures over the learning rate, and warnings.
+
+`draw` compares some arms in each panel; `draw_curves` gives every arm a panel of its own.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from experiments import records
 from experiments.stability.arms import BASELINE
 from experiments.stability.prediction import SIGNALS, area_of
-from experiments.stability.results import Conditions
+from experiments.stability.results import Conditions, Sample
 from experiments.stability.statistics import band
 from experiments.stability.table import BEFORE, above_baseline, all_samples, verdicts
 
 MOST = 8  # arms in a picture
+ACROSS = 6  # small panels, each for an arm
 EXCESS = 4  # percent of loss above the baseline's; what is further away is not drawn
 # Those that are drawn, where they were measured.
 DRAWN = ("bf16", "e8m3", "e5m2", "e4m3", "e5m2_unscaled", "e4m3_unscaled", "coat", "params_bf16")
@@ -50,6 +55,60 @@ def draw(found: Conditions, folder: Path, arms: list[str] | None = None) -> Path
     return path
 
 
+def draw_curves(found: Conditions, folder: Path) -> Path:
+    """Draws the final loss of every arm over the learning rate; returns the file.
+
+    The baseline is in each panel. Losses far above that of byte frequencies are cut off.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    arms = [arm for arm in verdicts(found) if arm != BASELINE] or [BASELINE]
+    rows = -(-len(arms) // ACROSS)
+    path = folder / f"stability_{found.name}_curves.png"
+    with plt.rc_context(records.CHART | {"axes.grid.axis": "both"}):
+        figure, grid = plt.subplots(
+            rows, min(ACROSS, len(arms)), figsize=(2.7 * ACROSS, 2.5 * rows + 0.6),
+            sharex=True, sharey=True, squeeze=False,
+        )  # fmt: skip
+        for axes, arm in zip(grid.flat, arms, strict=False):
+            _curve(axes, found, BASELINE, records.INK, width=4)
+            _curve(axes, found, arm, records.ACCENT, width=1.5)
+            axes.axhline(found.ceiling, color=records.PALE, lw=1.2, ls="--")
+            axes.set_xscale("log")
+            axes.set_ylim(top=1.2 * found.ceiling)
+            axes.set_title(arm, fontsize=9)
+        for axes in grid.flat[len(arms) :]:
+            axes.axis("off")
+        figure.supxlabel("learning rate")
+        figure.suptitle(
+            f"Final loss, nats: {found.size}, {found.settings.title}; medians, and what 80 % of "
+            f"the seeds lie between; dark: {BASELINE}; dashed: byte frequencies alone"
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        plt.close(figure)
+    return path
+
+
+def _curve(axes: Any, found: Conditions, arm: str, color: str, *, width: float) -> None:
+    """Medians over seeds, and what 80 % of them lie between."""
+    samples = found.arms.get(arm, {})
+    if samples:
+        median, low, high = _bands(found, samples)
+        axes.fill_between(list(samples), low, high, color=color, alpha=0.15, lw=0)
+        axes.plot(list(samples), median, "o-", ms=2 + width, lw=width, color=color)
+
+
+def _bands(found: Conditions, samples: dict[float, Sample]) -> list[Float[np.ndarray, " n"]]:
+    """Medians of final losses by learning rate, and the lower and upper ends of 80 % of them."""
+    highest = 1.5 * max(float(s.signals.loss[:, 0].mean()) for s in all_samples(found))
+    bands = [band([one.final for one in sample.events]) for sample in samples.values()]
+    return [np.minimum(part, highest) for part in zip(*bands, strict=True)]
+
+
 def _look(number: int, arm: str) -> dict[str, Any]:
     """The baseline in ink, COAT in the accent's colour."""
     if arm == BASELINE:
@@ -65,11 +124,9 @@ def _beside(rates: list[float], number: int, arms: int) -> list[float]:
 
 def _losses(axes: Any, found: Conditions, arms: list[str]) -> None:
     """Medians over seeds, and what 80 % of those of the baseline are between."""
-    highest = 1.5 * max(float(s.signals.loss[:, 0].mean()) for s in all_samples(found))
     for number, arm in enumerate(arms):
         samples = found.arms[arm]
-        bands = [band([one.final for one in s.events]) for s in samples.values()]
-        median, low, high = (np.minimum(part, highest) for part in zip(*bands, strict=True))
+        median, low, high = _bands(found, samples)
         axes.plot(list(samples), median, "o-", ms=4, label=arm, **_look(number, arm))
         if arm == BASELINE:
             axes.fill_between(list(samples), low, high, color=records.PALE, alpha=0.3, lw=0)

@@ -1,19 +1,24 @@
 """The theory of `experiments.format_sqnr`: densities are densities, and known results come out."""
 
+import math
+
 import numpy as np
 import pytest
 
 from coat_jax.numerics.quantizer import format_named
 from experiments.format_sqnr import (
     DISTRIBUTIONS,
+    FORMATS,
     NODES,
     PAPER,
     WEIGHTS,
     best_range,
+    codes_of,
     theory,
 )
 
 named = pytest.mark.parametrize("name", DISTRIBUTIONS)
+BEYOND = 1e4  # so large that no density below is above zero
 
 
 def integral(of, power):
@@ -54,6 +59,54 @@ def test_integers_of_uniform_numbers_are_right_to_log2_of_how_many_they_are(bits
 def test_normal_numbers_are_right_to_what_was_published(name):
     _, found = best_range(format_named(name), DISTRIBUTIONS["normal"])
     assert found == pytest.approx(PAPER[name], abs=0.02)
+
+
+def moments_of_uniform(x):
+    """The integrals of the density, x times it and x^2 times it from 0 to x."""
+    x = min(x, 1.0)
+    return x / 2, x**2 / 4, x**3 / 6
+
+
+def moments_of_normal(x, deviation=1.0):
+    """Likewise."""
+    x = x / deviation
+    density = math.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+    below = math.erf(x / math.sqrt(2)) / 2
+    first = 1 / math.sqrt(2 * math.pi) - density
+    return below, deviation * first, deviation**2 * (below - x * density)
+
+
+def moments_of_laplace(x):
+    """Likewise."""
+    left = math.exp(-x) / 2
+    return 0.5 - left, 0.5 - (x + 1) * left, 1 - (x**2 + 2 * x + 2) * left
+
+
+def moments_of_outliers(x):
+    """Likewise, of normal numbers of which 1 % are ten times larger."""
+    both = zip(moments_of_normal(x), moments_of_normal(x, 10), strict=True)
+    return tuple(0.99 * many + 0.01 * few for many, few in both)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "moments"),
+    [
+        ("uniform", moments_of_uniform),
+        ("normal", moments_of_normal),
+        ("Laplace", moments_of_laplace),
+        ("normal, 1 % ten times larger", moments_of_outliers),
+    ],
+)
+def test_quadrature_is_the_closed_form_where_there_is_one(fmt, name, moments):
+    """The error of a code c is m2 - 2 c m1 + c^2 m0, by the moments of what is rounded to it."""
+    of = DISTRIBUTIONS[name]
+    limit, bits = best_range(format_named(fmt), of)
+    codes = limit * codes_of(format_named(fmt))
+    edges = [0.0, *(codes[1:] + codes[:-1]) / 2, BEYOND]
+    m0, m1, m2 = np.diff([moments(edge) for edge in edges], axis=0).T
+    error = 2 * np.sum(m2 - 2 * codes * m1 + codes**2 * m0)
+    assert bits == pytest.approx(0.5 * math.log2(of.variance / error), abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["INT8", "E4M3"])

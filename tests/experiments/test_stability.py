@@ -23,7 +23,7 @@ from experiments.stability import measure, results, statistics, table, train
 from experiments.stability.arm import Arm, Settings, Size, differences, in_xla, model_config
 from experiments.stability.arms import ARMS, BASELINE, SIZES
 from experiments.stability.events import Events, Spike, events_of
-from experiments.stability.picture import draw
+from experiments.stability.picture import draw, draw_curves
 from experiments.stability.train import Signals, shape_of_rate, windows
 from experiments.stability.unscaled import without_scales
 
@@ -386,6 +386,7 @@ def test_tables_and_a_picture_are_made(tmp_path: Path, capsys):
     assert "6/16" in shown
     assert "sharpness" in shown
     assert draw(found, tmp_path).stat().st_size > 10_000
+    assert draw_curves(found, tmp_path).stat().st_size > 10_000
 
 
 def test_differences_are_in_percentage_points_and_those_of_one_rate_stand_beside():

@@ -15,6 +15,7 @@ STUDY = "40M", 5e-4, 400
 LONGER = "40M", 5e-4, 2400
 LARGER = "124M", 6e-4, 600
 LARGEST = "350M", 3e-4, 300
+STANDARD = "124M", 6e-4, 2250  # those that the aim is about
 
 
 @functools.cache
@@ -100,7 +101,9 @@ def extremes() -> tuple[float, float]:
     return -min(gaps), max(gaps)
 
 
-def cost_by(step: int, arm: str = "coat", of: tuple[str, float, int] = STUDY) -> float:
+def cost_by(
+    step: int, arm: str = "coat", of: tuple[str, float, int] = STUDY, *, muon: bool = False
+) -> float:
     """What an arm costs in the twentieth of its run that ends at a step, in percent."""
     steps = of[-1] // 20
 
@@ -108,7 +111,7 @@ def cost_by(step: int, arm: str = "coat", of: tuple[str, float, int] = STUDY) ->
         losses = row["losses"][step - steps : step]
         return float(sum(losses) / len(losses))
 
-    rows = runs(*of)
+    rows = runs(*of, muon=muon)
     found = statistics.compare(rows, results.baselines_of(rows), before).effects[arm]
     return percent(found)[0]
 
@@ -254,12 +257,14 @@ def saved_by_int8(size: str, learning_rate: float, steps: int) -> tuple[float, f
     return percent(statistics.compare(rows, ["muon_coat_int8"]).effects["muon_coat"])
 
 
-def larger_with_muon() -> tuple[float, ...]:
-    """What COAT and COAT_INT8 cost the larger model with Muon, in percent, and over how many seeds.
+def with_muon(
+    size: str, learning_rate: float, steps: int, *, held_out: str | None = None
+) -> tuple[float, ...]:
+    """What COAT and COAT_INT8 cost with Muon, in percent, and over how many seeds.
 
     Each cost has half of its interval after it.
     """
-    found = effects(*LARGER, muon=True).effects
+    found = effects(size, learning_rate, steps, muon=True, held_out=held_out).effects
     costs = (percent(found[arm]) for arm in ("muon_coat", "muon_coat_int8"))
     return *(figure for cost in costs for figure in cost), found["muon_coat"].seeds
 

@@ -7,7 +7,7 @@ from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured import fine_tuning, loss_study
 from experiments.figures.measured.files import of
 from experiments.figures.measured.layers import range_in_int8
-from experiments.figures.measured.loss_study import LARGER, LARGEST, LONGER, STUDY
+from experiments.figures.measured.loss_study import LARGER, LARGEST, LONGER, STANDARD, STUDY
 from experiments.figures.pages.reasons import AIM, PAPER, SETTING
 from experiments.fine_tuning import parts, show
 from experiments.forward_formats import OUTLIERS, cost
@@ -65,10 +65,13 @@ LONGER_RUNS = {
     "coat_after_short_bf16": "BF16 in the first 100 steps, all of COAT after it",
     "coat_before_short_bf16": "all of COAT, BF16 in the last 100 steps; 8-bit moments throughout",
 }
-LONGER_RUNS_WITH_MUON = {
-    "fp8_muon": "8-bit states, BF16 products of the optimizer",
+STANDARD_RUNS = {
     "muon_coat_int8": "layers in `COAT_INT8`, states in FP32",
     "muon_coat": "layers in COAT, states in FP32",
+}
+LONGER_RUNS_WITH_MUON = {
+    "fp8_muon": "8-bit states, BF16 products of the optimizer",
+    **STANDARD_RUNS,
 }
 TUNED = {
     "moments": "8-bit moments",
@@ -103,10 +106,12 @@ def table(arms: dict[str, str], *, muon: bool = False) -> list[list[str]]:
     return rows
 
 
-def longer_runs(arms: dict[str, str], *, muon: bool = False) -> list[list[str]]:
+def longer_runs(
+    arms: dict[str, str], runs: tuple[str, float, int] = LONGER, *, muon: bool = False
+) -> list[list[str]]:
     """What arms cost in loss over more tokens, evaluated as they were trained and in BF16."""
     losses = [
-        loss_study.effects(*LONGER, muon=muon, held_out=forward).effects
+        loss_study.effects(*runs, muon=muon, held_out=forward).effects
         for forward in (None, "own", "bf16")
     ]
     columns = ["training loss, last 10 %", "held-out loss", "held-out loss, evaluated in BF16"]
@@ -385,10 +390,6 @@ PAGE = Page(
                 loss_study.cost_by(600, "coat_after_short_bf16", LONGER),
             ),
         ),
-        Sentence(
-            "between {:.1f} and {:.1f} million it grew by less",
-            lambda: (loss_study.million_tokens(*STUDY), loss_study.million_tokens(*LONGER)),
-        ),
         Table("fine_tuning", lambda: tuned(TUNED)),
         Table("fine_tuning_forward", forward),
         Table("forward_formats", lambda: forward_formats.table(of("forward_formats"))),
@@ -527,8 +528,68 @@ PAGE = Page(
             lambda: loss_study.cost("coat_rounded_forward")[:1],
         ),
         Given("at most 0.15 % above that of BF16 with FP32 moments (in `COAT_LEAN` 0.25 %)", AIM),
+        Table("loss_standard", partial(longer_runs, STANDARD_RUNS, STANDARD, muon=True)),
         Sentence(
-            "parameters and {:.1f} million tokens, the mean training loss is {:+.2f} % in COAT, "
+            "of 124 million parameters, trained with Muon on {:.1f} million tokens, ends {:+.2f} % "
+            "± {:.2f} above BF16 in COAT and {:+.2f} % ± {:.2f} in `COAT_INT8`. The gap is about "
+            "the same as after {:.1f} million tokens.",
+            lambda: (
+                loss_study.million_tokens(*STANDARD, muon=True),
+                *loss_study.with_muon(*STANDARD)[:4],
+                loss_study.million_tokens(*LARGER),
+            ),
+        ),
+        Sentence(
+            "and for {:,d} steps from three. These longer runs read {:.1f} million tokens",
+            lambda: (STANDARD[-1], loss_study.million_tokens(*STANDARD, muon=True)),
+        ),
+        Sentence(
+            "It is {:+.2f} % ± {:.2f} in COAT and {:+.2f} % ± {:.2f} in `COAT_INT8` after a whole "
+            "run of {:.1f} million tokens, and {:+.2f} % ± {:.2f} and {:+.2f} % ± {:.2f} after one "
+            "of {:.1f} million.",
+            lambda: (
+                *loss_study.with_muon(*LARGER)[:4],
+                loss_study.million_tokens(*LARGER),
+                *loss_study.with_muon(*STANDARD)[:4],
+                loss_study.million_tokens(*STANDARD, muon=True),
+            ),
+        ),
+        Sentence(
+            "Evaluated in BF16, its weights are still {:+.2f} % ± {:.2f} above those trained in "
+            "BF16, and those of `COAT_INT8` {:+.2f} % ± {:.2f}.",
+            lambda: loss_study.with_muon(*STANDARD, held_out="bf16")[:4],
+        ),
+        Sentence(
+            "rises to {:+.2f} % after {:,d} steps, falls to {:+.2f} % after {:,d}, and then",
+            lambda: [
+                figure
+                for step in (640, 1200)
+                for figure in (loss_study.cost_by(step, "muon_coat", STANDARD, muon=True), step)
+            ],
+        ),
+        Sentence(
+            "two BF16 runs of a seed that differ only in rounding end {:.3f} % apart (standard "
+            "deviation).",
+            lambda: (100 * loss_study.effects(*STANDARD, muon=True).noise.apart,),
+        ),
+        Sentence(
+            "with {:+.2f} % ± {:.2f} in training loss and {:+.2f} % ± {:.2f} held out.",
+            lambda: (
+                *loss_study.with_muon(*STANDARD)[:2],
+                *loss_study.with_muon(*STANDARD, held_out="own")[:2],
+            ),
+        ),
+        Sentence(
+            "{:+.2f} % ± {:.2f} in training loss, slightly more than the aim, and {:+.2f} % ± "
+            "{:.2f} held out, within it.",
+            lambda: (
+                *loss_study.with_muon(*STANDARD)[2:4],
+                *loss_study.with_muon(*STANDARD, held_out="own")[2:4],
+            ),
+        ),
+        Sentence(
+            "parameters and {:.1f} million tokens with AdamW, the mean training loss is {:+.2f} % "
+            "in COAT, "
             "{:+.2f} % in `COAT_INT8` and {:+.2f} % in `COAT_LEAN`. If the first quarter is in "
             "BF16, it is {:+.2f} % in COAT and {:+.2f} % in `COAT_LEAN`.",
             lambda: (
@@ -542,23 +603,13 @@ PAGE = Page(
                 ),
             ),
         ),
-        Sentence(
-            "parameters and {:.1f} million tokens, the runs with AdamW differ too much by chance "
-            "to say: COAT ends {:+.2f} % ± {:.2f} above BF16. With Muon COAT misses the aim, with "
-            "{:+.2f} % ± {:.2f}, and `COAT_INT8` reaches it on average, with {:+.2f} % ± {:.2f}.",
-            lambda: (
-                loss_study.million_tokens(*LARGER),
-                *loss_study.larger("coat"),
-                *loss_study.larger_with_muon()[:4],
-            ),
-        ),
-        Given("takes at most 300 MB of distinct text", SETTING),
+        Given("with about 600 MB of distinct text", SETTING),
         Sentence(
             "how long the {:d} runs take: about {:.0f} minutes of one H200",
-            lambda: (9, loss_study.minutes("124M", steps=2250, runs=9)),
+            lambda: (12, loss_study.minutes("124M", steps=STANDARD[-1], runs=12)),
         ),
         Sentence(
-            "two BF16 runs of this size may end {:.2f} % [apart by rounding alone]",
+            "because two BF16 runs may end {:.2f} % [apart by rounding alone]",
             loss_study.larger_apart,
         ),
         Given("cheapest measurement of 0.1 %", SETTING),

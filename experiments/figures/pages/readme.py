@@ -3,6 +3,7 @@
 from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured import loss_study, throughput
 from experiments.figures.measured.layers import range_in_int8, unit
+from experiments.figures.measured.loss_study import STANDARD
 from experiments.figures.measured.package import CAPABILITY, MOMENTS
 from experiments.figures.pages.reasons import SETTING
 from experiments.figures.pages.stability import chance, difference, in_points
@@ -34,9 +35,12 @@ PAGE = Page(
         Sentence("differ only in rounding end {:.3f} % apart", lambda: (loss_study.floor(),)),
         Given("124 million parameters", SETTING),
         Sentence(
-            "the difference is {:+.2f} % ± {:.2f}, or {:+.2f} % ± {:.2f} in `COAT_INT8`, over "
-            "{:.0f} seeds",
-            loss_study.larger_with_muon,
+            "Muon and {:.1f} million tokens, the difference is {:+.2f} % ± {:.2f}, or {:+.2f} % ± "
+            "{:.2f} in `COAT_INT8`, over {:.0f} seeds",
+            lambda: (
+                loss_study.million_tokens(*STANDARD, muon=True),
+                *loss_study.with_muon(*STANDARD),
+            ),
         ),
         Sentence("8-bit moments alone cost {:+.2f} % ± {:.2f}", lambda: loss_study.cost("moments")),
         Sentence(

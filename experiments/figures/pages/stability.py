@@ -26,9 +26,11 @@ from experiments.stability.table import (
     warning_rows,
 )
 
+FIRST = 64  # seeds of all arms, before more were added to two of them
 BEST = 1e-3  # the learning rate with the lowest losses
 HIGHEST = 0.3  # that at which runs with scales fail
 CHANCE = 0.05  # the p-value from which on a difference may be chance
+DEMO = "metrics.jsonl of `make demo`, of an early version and of commit 400cfd4"
 KINDS = {"falling": False, "constant": True}  # learning rates, and whether they are constant
 SHOWN = 4  # learning rates whose losses are on the page
 
@@ -228,6 +230,17 @@ def failed_at_the_highest(arm: str) -> tuple[int, int]:
     return verdicts(measured("5M"))[arm].by_rate[HIGHEST][:2]
 
 
+def of_seeds_at_the_highest(first: int, end: int | None = None) -> tuple[int, int, int]:
+    """How many of these seeds there are, and in how many COAT and BF16 failed at `HIGHEST`."""
+    counts = []
+    for arm in ("coat", BASELINE):
+        sample = measured("5M").arms[arm][HIGHEST]
+        by_seed = dict(zip(sample.seeds, sample.events, strict=True))
+        events_of = [by_seed[seed] for seed in sorted(by_seed)[first:end]]
+        counts.append(sum(one.outcome != "trained" for one in events_of))
+    return len(events_of), *counts
+
+
 def spiked_without_scales() -> tuple[int, int]:
     """The runs in E4M3 without scales, at constant learning rates, that had a spike; and all."""
     one = verdicts(measured("5M", constant=True))["e4m3_unscaled"]
@@ -283,6 +296,11 @@ PAGE = Page(
             ),
         ),
         Sentence(
+            "In the first {:d} seeds COAT failed in {:d} runs and BF16 in {:d}, which is why more "
+            "seeds were added; in the other {:d} they failed in {:d} and in {:d}.",
+            lambda: (*of_seeds_at_the_highest(0, FIRST), *of_seeds_at_the_highest(FIRST)),
+        ),
+        Sentence(
             "{:.0f} of {:.0f} runs failed in COAT and {:.0f} of {:.0f} in BF16: {:+.1f} points, "
             "from {:+.1f} to {:+.1f}",
             lambda: (
@@ -330,6 +348,8 @@ PAGE = Page(
         Table("stability_losses_5m", losses_5m),
         Sentence("every arm with scales, {:.3f} has the lowest losses", best_rate),
         Sentence("learns to a loss of {:.1f}", lambda: (learnt_without_scales(),)),
+        Given("the gradient norm of one step was 13 in COAT and 3.4 in BF16", DEMO),
+        Given("after the third step is 6.5 in COAT, at step 52, and 5.5 in BF16, at step 5", DEMO),
         Table("stability_constant", failures_at_constant_rates),
         Given("A share of 0.5 is chance", ARITHMETIC),
         Table("stability_warnings", warnings_of_both),
