@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import quick
 from hypothesis import Phase, settings
+from suites import ENDINGS, NEEDED, SUITES
 
 # XLA's CUDA plugin looks for CUDA's libraries, which compiling does not need.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -90,12 +91,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-costly", action="store_true", help="tests marked costly do not run")
 
 
-# Marks of suites of their own. A module with such tests has the word in it.
-SUITES = ("compiled", "examples", "gpu", "interpret", "oracle")
-# The libraries of modules whose tests are all marked, by the end of their names.
-NEEDED = {"interpret": "triton", "oracles": "torch"}
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leaves out modules that cannot have a test of the suite that is asked for.
 
@@ -106,7 +101,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         suite = config.getoption("markexpr").partition(" ")[0]
         if suite in SUITES and suite not in collection_path.read_text("utf-8"):
             return True
-    library = NEEDED.get(collection_path.stem.rpartition("_")[2])
+    ending = collection_path.stem.rpartition("_")[2]
+    if ending in ENDINGS and f"not {ENDINGS[ending]}" in config.getoption("markexpr"):
+        return True
+    library = NEEDED.get(ending)
     if library is not None and asks_for_gpu(config):
         return True
     if library is None or config.getoption("--no-skips") or find_spec(library):

@@ -1,4 +1,8 @@
-"""Every example runs as its docstring says, on one device and on four."""
+"""Every example runs as its docstring says, on one device and on four.
+
+A test takes some ten seconds: a process imports another trainer, and trains with and without
+coat_jax.
+"""
 
 import os
 import subprocess

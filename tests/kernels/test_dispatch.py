@@ -68,10 +68,7 @@ def test_without_a_gpu_everything_runs_through_xla(gpu):
     assert dispatch.target_capability() == 90  # programs are compiled for Hopper ahead of time
 
 
-@pytest.mark.skipif(
-    not dispatch.triton_installed() or dispatch.interpreting(), reason="needs jax-triton"
-)
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="kernels run here")
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", ["linear", "adamw"])
 def test_a_kernel_that_is_compiled_for_a_cpu_says_so(name):
     params = {"w": jnp.ones((128, 128))}

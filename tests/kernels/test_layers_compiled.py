@@ -1,4 +1,7 @@
-"""A Llama layer as compiled for Hopper: all products in FP8, no FP8 transposed, weights sharded."""
+"""A Llama layer as compiled for Hopper: all products in FP8, no FP8 transposed, weights sharded.
+
+Some tests take over 10 seconds: Triton and XLA compile the kernels of a whole layer.
+"""
 
 import dataclasses
 import math

@@ -5,10 +5,11 @@ variables that the real one sets. `coat` is a run without a model, which says wh
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 from processes import ROOT, SECONDS, environment, free_port, line, lines
@@ -117,9 +118,9 @@ def test_shells_can_read_the_scripts(script):
     assert os.access(LAUNCH / script, os.X_OK)
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
 def test_shellcheck_has_no_objections():
-    subprocess.run(["shellcheck", *(LAUNCH / script for script in SCRIPTS)], check=True)
+    shellcheck = Path(sysconfig.get_path("scripts")) / "shellcheck"
+    subprocess.run([shellcheck, *(LAUNCH / script for script in SCRIPTS)], check=True)
 
 
 def test_slurm_runs_again_what_had_to_stop(stage):

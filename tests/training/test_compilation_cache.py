@@ -6,6 +6,7 @@ import zlib
 
 import jax
 import pytest
+import zstandard
 from forks import Fork
 from processes import outputs
 
@@ -143,7 +144,6 @@ def test_an_entry_is_read_by_one_start_only(tmp_path):
 
 
 def test_entries_in_zstandard_are_checked_too():
-    zstandard = pytest.importorskip("zstandard")
     whole = zstandard.compress(b"a program" * 100)
     assert compilation_cache.is_whole(whole)
     assert not compilation_cache.is_whole(whole[:-1])

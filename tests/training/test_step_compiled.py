@@ -1,6 +1,7 @@
 """Training steps of the shipped configs as compiled for Hopper: what they move and what they take.
 
 Layers run in a loop, which compiles in seconds whatever their number, or there are three of them.
+Even so XLA takes 10 to 30 seconds for a whole step on several GPUs.
 """
 
 import dataclasses

@@ -7,6 +7,8 @@ weights         the parameters without the rest of the state
 conversion      to and from Hugging Face folders, and to 8 bits
 companions      the small files beside weights: tokenizer, generation settings
 streamed        writes arrays that do not fit in memory, piece by piece, with orbax
+
+The checksums of a folder's files are written and compared by `coat_jax.manifest`.
 """
 
 from coat_jax.training.checkpoint.checkpoints import Checkpoints

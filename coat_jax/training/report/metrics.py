@@ -210,8 +210,9 @@ class Repaired(NamedTuple):
 def repair(path: Path, step: int) -> Repaired:
     """Removes the records of later steps, and lines that are not records.
 
-    The file is replaced atomically. If a process was killed while it wrote a line, the next record
-    may follow on the same line: that record is kept.
+    The file is replaced atomically; `writing.replace` would hold all of it in memory, and logs grow
+    long. If a process was killed while it wrote a line, the next record may follow on the same
+    line: that record is kept.
     """
     repaired = path.with_suffix(".repaired")
     last = lost = 0

@@ -1,4 +1,7 @@
-"""Two processes train what one does, and a signal to one of them saves the work of both."""
+"""Two processes train what one does, and a signal to one of them saves the work of both.
+
+A test takes some ten seconds: its processes import JAX and trace a step each.
+"""
 
 import json
 import time
