@@ -269,6 +269,15 @@ def with_muon(
     return *(figure for cost in costs for figure in cost), found["muon_coat"].seeds
 
 
+def seconds_of_training(*arms: str) -> list[float]:
+    """How long the runs that the aim is about trained, without compilation, the mean over seeds."""
+    seconds = {arm: [] for arm in arms}
+    for row in runs(*STANDARD, muon=True):
+        if row["arm"] in seconds:
+            seconds[row["arm"]].append(row["seconds"]["train"])
+    return [sum(of_arm) / len(of_arm) for of_arm in seconds.values()]
+
+
 def million_tokens(size: str, learning_rate: float, steps: int, *, muon: bool = False) -> float:
     """How many each run reads, in millions."""
     settings = runs(size, learning_rate, steps, muon=muon)[0]["settings"]

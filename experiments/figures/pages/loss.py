@@ -12,6 +12,7 @@ from experiments.figures.pages.reasons import AIM, PAPER, SETTING
 from experiments.fine_tuning import parts, show
 from experiments.forward_formats import OUTLIERS, cost
 from experiments.loss_study import statistics
+from experiments.loss_study.arms import SIZES
 
 # Arms of loss_study, in words, by table.
 PARTS = {
@@ -571,6 +572,14 @@ PAGE = Page(
             "two BF16 runs of a seed that differ only in rounding end {:.3f} % apart (standard "
             "deviation).",
             lambda: (100 * loss_study.effects(*STANDARD, muon=True).noise.apart,),
+        ),
+        Sentence(
+            "training took {:.0f} s in COAT, {:.0f} s in `COAT_INT8` and {:.0f} s in BF16",
+            lambda: loss_study.seconds_of_training("muon_coat", "muon_coat_int8", "muon"),
+        ),
+        Sentence(
+            "as narrow as these, {:d} columns wide",
+            lambda: (SIZES[STANDARD[0]].model.width,),
         ),
         Sentence(
             "with {:+.2f} % ± {:.2f} in training loss and {:+.2f} % ± {:.2f} held out.",
