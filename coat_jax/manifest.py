@@ -1,4 +1,4 @@
-"""Checksums of the files in a folder, which reveal damage.
+"""Checksums of the files in a folder, such as a checkpoint: they reveal damage.
 
     manifest.json    {"state/d/4f0c..": [1460207, 2774918362], ..}
 

@@ -218,9 +218,9 @@ class StepNumbers(NamedTuple):
     rsqrt_debias2: Number  # denominator = sqrt(v + eps_root) rsqrt_debias2 + eps
     eps: Number
     eps_root: Number
-    m_to_step: Number  # numerator = m_to_step m + grad_to_step g
-    grad_to_step: Number
-    decay: Number  # the share of the parameter that weight decay subtracts
+    m_to_step: Number  # numerator = m_to_step m + grad_to_step g; for a parameter's step both
+    grad_to_step: Number  # have the factor -learning_rate
+    decay: Number  # learning_rate * weight_decay: what is subtracted, relative to the parameter
     skip: Number  # 1 if nothing is stored
     largest_gradient: Number  # before grad_scale
     largest_step: Number

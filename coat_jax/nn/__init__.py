@@ -9,7 +9,9 @@
     LoRALinear, freeze                   adapters on weights that are frozen in FP8
     QuantizedLinear                      for inference, its weight in INT8 or FP8
 
-A module's `precision` says what is FP8; see `coat.Precision`.
+A module's `precision` says what is FP8; see `coat.Precision`. `convert` goes through a model
+(`children`), decides by `rules`, and replaces what is `convertible`; `plan` and `remedies` say what
+becomes of each module, and what could be done about it.
 """
 
 from coat_jax.nn.attention import Attention, Past

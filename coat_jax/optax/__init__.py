@@ -1,6 +1,7 @@
 """Optimizers with 8-bit states, as optax transformations.
 
-    fp8_adamw                       AdamW; scale_by_fp8_adam is its maths alone
+    fp8_adamw                       AdamW; scale_by_fp8_adam is its maths alone. Like fp8_muon it
+                                    stores integers and logarithms unless FP8 is asked for
     fused_fp8_adamw                 the same in one pass and in place, for your own training loop
     fp8_muon                        Muon for matrices with AdamW for the rest; scale_by_fp8_muon is
                                     its maths alone, hidden_matrices the default choice of matrices

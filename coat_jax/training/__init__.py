@@ -5,7 +5,7 @@ Read it in this order:
 config, fields            what a run is, and what its fields are
 config_files, overrides   configs from files and the command line
 data/                     where tokens come from
-schedule, optimizer       the learning rate, and AdamW in 8 bits or FP32
+schedule, optimizer       the learning rate; AdamW in 8 bits or FP32, or any optax transformation
 state, step               what is trained, and one step of it
 release                   a step that updates the model in stages, each of which frees its gradients
 preparation, programs     what steps are compiled from, and the compiled steps

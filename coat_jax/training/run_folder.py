@@ -1,4 +1,4 @@
-"""The folder of a run, and the lock that keeps other runs out.
+"""The folder of a run: its files, and whether a run may begin or resume in it.
 
     lock                      held by the run's first process: see `run_lock`
     config.json               what was run

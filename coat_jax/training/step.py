@@ -125,7 +125,7 @@ def train_step(
     params, moments = optimizer.step(
         state.params, grads, state.moments, grad_scale=scale, skip=skip
     )
-    # For the log: the optimizer has a count of its own.
+    # For the log: the optimizer has a count of its own, and evaluates the schedule itself.
     rate = learning_rate(config.optimizer, config.total_steps, state.step - state.skipped)
     skipped = state.skipped + skip
     metrics = _measured(config, FinishedStep(params, grads, moments, loss, norm, rate))
@@ -142,6 +142,7 @@ def releasing_step(
     before = state.moments
     scale = partial(scale_of_stage, config.optimizer.clip_norm, before.gradient_norm, len(stages))
     done = step_by_stages(optimizer, stages, state.params, before.inner, grad_scale=scale)
+    # For the log, as in `train_step`.
     rate = learning_rate(config.optimizer, config.total_steps, state.step - state.skipped)
     skipped = state.skipped + done.skipped
     report = Report(done.loss, done.gradient_norm, rate, jnp.sum(microbatch.labels >= 0), skipped)
