@@ -1,7 +1,7 @@
 """What an example asserts of its two runs, without and with coat_jax.
 
 moments     with coat_jax every large parameter that trains has two 8-bit arrays of its shape in
-            the optimizer's state, and no wider one
+            the optimizer's state, and no wider one; they are not constant, as without a gradient
 products    the compiled step has FP8 arrays, if the example's layers were converted
 loss        both have fallen, and differ by at most 1 % after the last step
 """
@@ -75,7 +75,7 @@ def compare(train: Callable[[bool], Run], *, fp8_products: bool) -> None:
 
 
 def require_8_bit_moments(run: Run) -> None:
-    """Raises unless all large parameters have two 8-bit moments, and none that is wider."""
+    """Raises unless all large parameters have two 8-bit moments, used, and none that is wider."""
     expected = collections.Counter(
         {shape: 2 * n for shape, n in _shapes(run.params, {4, 2}).items()}
     )
@@ -83,6 +83,8 @@ def require_8_bit_moments(run: Run) -> None:
     assert expected, "No parameter is large enough to have its moments in 8 bits."
     assert found == expected, f"8-bit moments of shapes {dict(found)}, expected {dict(expected)}."
     assert not wide.keys() & expected.keys(), f"Moments of more than 8 bits: {dict(wide)}."
+    constant = {leaf.shape for leaf in _large(run.state, {1}) if len(np.unique(leaf)) == 1}
+    assert not constant, f"Parameters of shapes {constant} had no gradient."
 
 
 def require_fp8_products(run: Run) -> None:
@@ -108,8 +110,13 @@ def bytes_of(tree: Any) -> int:
 
 def _shapes(tree: Any, sizes: set[int]) -> collections.Counter:
     """The shapes of large arrays in a tree whose elements have one of these sizes in bytes."""
-    return collections.Counter(
-        leaf.shape
+    return collections.Counter(leaf.shape for leaf in _large(tree, sizes))
+
+
+def _large(tree: Any, sizes: set[int]) -> list[jax.Array]:
+    """Large arrays in a tree whose elements have one of these sizes in bytes."""
+    return [
+        leaf
         for leaf in jax.tree.leaves(tree)
         if isinstance(leaf, jax.Array) and leaf.size >= LARGE and leaf.dtype.itemsize in sizes
-    )
+    ]

@@ -2,9 +2,10 @@
 
     python -m examples.tunix_trainer
 
-The trainer takes any optax transformation. After `coat.nn.convert` the MLPs multiply in FP8;
-Tunix's norms and einsums are classes of its own, which `convert` leaves alone (`plan_conversion`
-lists them). A provider as in `examples.qwix_provider` reaches the einsums, too.
+The trainer takes any optax transformation, so that 8-bit moments alone are one line. After
+`coat.nn.convert` the MLPs multiply in FP8; Tunix's norms and einsums are classes of its own, which
+`convert` leaves alone (`plan_conversion` lists them). A provider as in `examples.qwix_provider`
+reaches the einsums, too.
 """
 
 import functools
@@ -59,7 +60,10 @@ def training_inputs(data: Iterable[np.ndarray]) -> Iterator[TrainingInput]:
 
 
 def llama(width: int, layers: int) -> Llama3:
-    """Tunix's model with weights of its own initialization, sharded as it asks for."""
+    """Tunix's model, sharded as it asks for, with weights of its own initialization.
+
+    Only those of the MLPs are drawn here: Tunix makes them zero, and their gradients with them.
+    """
     config = ModelConfig(
         num_layers=layers,
         vocab_size=check.VOCAB,
@@ -71,7 +75,12 @@ def llama(width: int, layers: int) -> Llama3:
         rope_theta=10000,
         norm_eps=1e-5,
     )
-    model = Llama3(config, rngs=nnx.Rngs(0))
+    rngs = nnx.Rngs(0)
+    model = Llama3(config, rngs=rngs)
+    for layer in model.layers:
+        for linear in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+            draw = nnx.initializers.normal(0.02)
+            linear.kernel[...] = draw(rngs.params(), linear.kernel.shape)
     state = nnx.state(model)
     nnx.update(model, jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
     return model
@@ -87,18 +96,18 @@ def train(
     fp8: bool,
     data: Iterable[np.ndarray] | None = None,
     *,
+    convert: bool = True,
     lora: bool = False,
     width: int = 128,
     layers: int = 1,
 ) -> check.Run:
-    """Trains on all devices; `fp8` adds the two lines of coat_jax."""
+    """Trains on all devices; `fp8` adds the lines of coat_jax: both, or the optimizer's alone."""
     rate = 1e-2 if lora else 3e-3
     with check.mesh("fsdp", "tp"):  # not jax.set_mesh: Tunix looks for the mesh where this puts it
         model = llama(width, layers)
-        tx = optax.adamw(rate)
-        if fp8:
+        if fp8 and convert:
             model = coat.nn.convert(model, coat.COAT)
-            tx = coat.optax.fp8_adamw(rate)
+        tx = coat.optax.fp8_adamw(rate) if fp8 else optax.adamw(rate)
         if lora:
             model = with_adapters(model, rank=width // 4)
         losses = Losses()
@@ -116,4 +125,5 @@ def train(
 
 if __name__ == "__main__":
     check.compare(train, fp8_products=True)
+    check.compare(functools.partial(train, convert=False), fp8_products=False)
     check.compare(functools.partial(train, lora=True, width=256), fp8_products=True)

@@ -8,7 +8,7 @@ from examples import check
 from examples.check import Run
 
 WIDE, NARROW = np.zeros((128, 128), np.float32), np.zeros(128, np.float32)
-BYTE = np.zeros((128, 128), np.int8)
+BYTE = np.arange(128 * 128, dtype=np.uint8).reshape(128, 128)
 WIDE, NARROW, BYTE = jax.device_put((WIDE, NARROW, BYTE))
 PARAMS = {"w": WIDE, "norm": NARROW}
 
@@ -19,7 +19,12 @@ def test_two_moments_of_8_bits_pass() -> None:
 
 @pytest.mark.parametrize(
     ("state", "message"),
-    [([BYTE], "expected"), ([WIDE, WIDE], "expected"), ([BYTE, BYTE, WIDE], "more than 8 bits")],
+    [
+        ([BYTE], "expected"),
+        ([WIDE, WIDE], "expected"),
+        ([BYTE, BYTE, WIDE], "more than 8 bits"),
+        ([BYTE, 0 * BYTE], r"\(128, 128\)} had no gradient"),
+    ],
 )
 def test_other_moments_do_not(state: list, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
