@@ -74,6 +74,12 @@ def muon_step() -> list[list[str]]:
     return rows
 
 
+def products_of_muon() -> tuple[float, float, float]:
+    """Their TFLOP a step, and the TFLOP/s of each GPU, of one and of two."""
+    rates = (muon("products", gpus)["flops_per_second"] / 1e12 for gpus in (1, 2))
+    return of("muon_step")["flops"] / 1e12, *rates
+
+
 def in_place() -> dict[tuple[str, str], dict[str, Any]]:
     """The cases of in_place_step, by transformation and way."""
     return {(c["case"], c["way"]): c for c in of("in_place_step")["cases"]}
@@ -113,6 +119,11 @@ FIGURES: list[Figure] = [
     Table("optimizer_step", lambda: optimizer_step("one_leaf")),
     Table("optimizer_step_7b", lambda: optimizer_step("llama2_7b")),
     Table("muon_step", muon_step),
+    Sentence(
+        "they are {:.0f} TFLOP a step, at {:.0f} TFLOP/s on one GPU and {:.0f} TFLOP/s on each of "
+        "two.",
+        products_of_muon,
+    ),
     Sentence(
         "takes {:.2f} times as long as its matrix products alone on one GPU, and {:.2f} times on "
         "two",

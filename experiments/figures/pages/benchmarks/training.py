@@ -18,6 +18,18 @@ def offloaded() -> tuple[float, float, float]:
     return freed / GB, slower("offloaded"), slower("offloaded", "released")
 
 
+def larger_model() -> tuple[float, ...]:
+    """Llama-2-13B: its batch and peak in GB by where moments are, and the limit of an H100."""
+    few, many = ([of("offloaded_memory")[place][i] for place in ("gpu", "host")] for i in (0, 1))
+    limit = case(throughput.SMALL_MODEL, precision="COAT", batch=4)["memory"]["limit"]
+    gpu, host = many
+    return (
+        *(gpu["batch"], gpu["sequence"], gpu["peak"] / GB),
+        *(host["on_host"] / GB, host["peak"] / GB, limit / GB),
+        *(few[0]["batch"], few[0]["sequence"], *(one["peak"] / GB for one in few)),
+    )
+
+
 def four_gpus() -> list[float]:
     """Tokens a second and GB of COAT and of BF16, and the ratio of each."""
     coat, bf16 = (training(precision, 8, gpus=4) for precision in ("COAT", "BF16"))
@@ -87,6 +99,15 @@ FIGURES: list[Figure] = [
         "[released](optimizers.md#gradients-that-are-freed-in-the-backward-pass), it takes only "
         "{:.1f} % longer",
         offloaded,
+    ),
+    Sentence(
+        "With released gradients and {:.0f} x {:.0f} tokens, a step of Llama-2-13B in COAT takes "
+        "{:.1f} GB by XLA's account if the moments are on the GPU. With {:.1f} GB of them in host "
+        "memory it takes {:.1f} GB, which fits in the {:.1f} GB that JAX uses of an H100 if "
+        "`XLA_PYTHON_CLIENT_MEM_FRACTION` is 0.95 (by default it uses three quarters of the GPU). "
+        "With {:.0f} x {:.0f} tokens the moments also fit on the GPU: the step takes {:.1f} GB "
+        "there, and {:.1f} GB with moments in host memory.",
+        larger_model,
     ),
     Sentence(
         "At a batch of 10 COAT is {:.2f} times as fast as BF16 in {:.2f} times less memory.",
