@@ -20,6 +20,7 @@ The other modules are what these are made of:
     records, row_files    results files, of one run and of many
     essence, machine      the code and the machine that they name
     measured_code         which code a measurement ran; notes it from the import of this package on
+    compilation           how long programs compile, cold and from JAX's compilation cache
     measured_cases        what a measurement finished before it was stopped
     measurements          what needs GPUs, and whether it is up to date
     corpus, random_batch  what is learnt; small_llama: what learns
@@ -29,6 +30,7 @@ The other modules are what these are made of:
 They import the package; the package never imports them.
 """
 
-from experiments import measured_code
+from experiments import compilation, measured_code
 
+compilation.begin()
 measured_code.begin()

@@ -1,6 +1,7 @@
 """Cases that a measurement finished before it was stopped, so that they are not measured again.
 
-    {"worker": {...}, "results": [...], "ran": {...}, "machine": {...}, "seconds": ...}
+    {"worker": {...}, "results": [...], "ran": {...}, "compilation": {...}, "machine": {...},
+     "seconds": ...}
 
 is a line of the file that the environment variable `FILE` names, for each worker that succeeded. It
 counts if the command is the same, if everything that it ran is the same today, and if GPUs and
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import machine, measured_code
+from experiments import compilation, machine, measured_code
 
 FILE = "MEASURED_CASES"  # the environment variable
 
@@ -50,11 +51,18 @@ def find(worker: Worker) -> list[Case] | None:
     for case in _cases(_file()):
         if case["worker"] == wanted and _is_valid(case, machine.described()):
             measured_code.add(measured_code.functions(case["ran"]))
+            compilation.add(case["compilation"])
             return list(case["results"])
     return None
 
 
-def keep(worker: Worker, results: list[Case], ran: Mapping[str, list[str]], seconds: float) -> None:
+def keep(
+    worker: Worker,
+    results: list[Case],
+    ran: Mapping[str, list[str]],
+    compiled: compilation.Seconds,
+    seconds: float,
+) -> None:
     """Remembers what a worker printed that succeeded."""
     file = _file()
     if file is None:
@@ -63,6 +71,7 @@ def keep(worker: Worker, results: list[Case], ran: Mapping[str, list[str]], seco
         "worker": worker._asdict(),
         "results": results,
         "ran": measured_code.noted(ran),
+        "compilation": compiled,
         "machine": machine.described(),
         "seconds": round(seconds, 1),
     }
@@ -93,8 +102,15 @@ def _cases(file: Path | None) -> Iterator[Case]:
 
 def _is_case(found: Any) -> bool:
     match found:
-        case {"worker": _, "machine": _, "results": list(), "seconds": int() | float(), "ran": ran}:
-            return measured_code.are_notes(ran)
+        case {
+            "worker": _,
+            "machine": _,
+            "results": list(),
+            "seconds": int() | float(),
+            "ran": ran,
+            "compilation": compiled,
+        }:
+            return measured_code.are_notes(ran) and compilation.are_seconds(compiled)
     return False
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from experiments import compilation
 from experiments.essence import ROOT, parts
 
 FOLDERS = ("coat_jax", "examples", "experiments")
@@ -38,6 +39,7 @@ APPARATUS = {
         for name in (
             "__init__",
             "command",
+            "compilation",
             "essence",
             "machine",
             "measured_cases",
@@ -49,7 +51,8 @@ APPARATUS = {
     ),
 }
 ALL = "*"  # instead of the names of functions
-REPORT = "MEASURED_CODE"  # the environment variable with the file in which a worker says what ran
+# The environment variable with the file in which a worker reports what it ran and compiled.
+REPORT = "MEASURED_CODE"
 TOOL = 3  # of `sys.monitoring`: one that debuggers, coverage and profilers do not use
 
 Ran = dict[str, set[str]]  # functions by file
@@ -118,7 +121,8 @@ def add_all_of(filename: str) -> None:
 
 
 def _report(path: Path) -> None:
-    path.write_text(json.dumps({file: sorted(names) for file, names in ran().items()}))
+    functions_of = {file: sorted(names) for file, names in ran().items()}
+    path.write_text(json.dumps({"ran": functions_of, "compilation": compilation.seconds()}))
 
 
 def noted(found: Mapping[str, Iterable[str]] | None = None) -> dict[str, str]:

@@ -1,9 +1,11 @@
 """Results files: the figures of an experiment, and where they came from, their "parents".
 
     {"figures": ...,
-     "parents": {"script", "commit", "code", "ran", "dirty", "hardware", "versions", "date"}}
+     "parents": {"script", "commit", "code", "ran", "compilation", "dirty", "hardware", "versions",
+                 "date"}}
 
-`code` is a hash of all of `coat_jax/`; `ran` has hashes of the code that ran (see `measured_code`).
+`code` is a hash of all of `coat_jax/`; `ran` has hashes of the code that ran (see `measured_code`),
+and `compilation` how many seconds compiling took (see there).
 Parents leave out names of hosts and users and absolute paths, because they are published. `CHART`
 is the style of the pictures: `with matplotlib.rc_context(records.CHART): ...`.
 """
@@ -21,7 +23,7 @@ import jax
 
 import coat_jax
 from coat_jax.training.report import chart
-from experiments import machine, measured_code
+from experiments import compilation, machine, measured_code
 from experiments.essence import ROOT, code_hash
 
 # As `coat plot` draws.
@@ -35,13 +37,13 @@ def write(path: str | Path, figures: dict[str, Any], *, of_all_code: bool = Fals
         path: of the file.
         figures: what was measured.
         of_all_code: whether the figures are of the whole package: of its tests, or of processes
-            other than workers, which do not report what they ran.
+            other than workers, which do not report what they ran and compiled.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"figures": figures, "parents": parents()}
     if of_all_code:
-        del record["parents"]["ran"]
+        del record["parents"]["ran"], record["parents"]["compilation"]
     path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
 
 
@@ -59,6 +61,7 @@ def parents() -> dict[str, Any]:
         "commit": copied or head,
         "code": code_hash(),
         "ran": measured_code.noted(),
+        "compilation": compilation.seconds(),
         "dirty": None if copied or head is None else _git("status", "--porcelain") != "",
         "hardware": {
             "device": jax.devices()[0].device_kind,

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import measured_cases, measured_code
+from experiments import compilation, measured_cases, measured_code
 
 ERROR = re.compile(r"[\w.]*(?:Error|Exception|Exit|Interrupt)\b.*")
 
@@ -34,8 +34,8 @@ class Ended(NamedTuple):
 def run_worker(module: str, *arguments: str, **variables: str | None) -> Ended:
     """Runs `python -m module arguments`, which may use 95 % of each GPU.
 
-    What it ran counts as run by this process. A worker that succeeded before the same measurement
-    was stopped does not run again: see `measured_cases`.
+    What it ran and compiled counts as that of this process. A worker that succeeded before the same
+    measurement was stopped does not run again: see `measured_cases`.
 
     Args:
         module: of the worker.
@@ -48,7 +48,7 @@ def run_worker(module: str, *arguments: str, **variables: str | None) -> Ended:
     given = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"} | variables
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "ran.json"
+        report = Path(folder) / "report.json"
         given |= {measured_code.REPORT: str(report)}
         done = subprocess.run(
             [sys.executable, "-m", module, *arguments],
@@ -57,11 +57,14 @@ def run_worker(module: str, *arguments: str, **variables: str | None) -> Ended:
             env={name: value for name, value in given.items() if value is not None},
             check=False,
         )
-        ran = json.loads(report.read_text()) if report.exists() else {}
+        # A worker that was killed reports nothing.
+        reported = json.loads(report.read_text()) if report.exists() else {}
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    ran, compiled = reported.get("ran", {}), reported.get("compilation", {})
     measured_code.add(ran)
+    compilation.add(compiled)
     if done.returncode == 0 and results:
-        measured_cases.keep(worker, results, ran, time.perf_counter() - begin)
+        measured_cases.keep(worker, results, ran, compiled, time.perf_counter() - begin)
     return Ended(results, done.returncode, done.stderr)
 
 

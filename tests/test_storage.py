@@ -1,6 +1,7 @@
 """Laws of the rule for which moments are stored in FP8, and of storing them."""
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -120,6 +121,18 @@ def test_no_leaf_costs_more_than_fp32_moments(shape):
     )
     cost = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in stored)
     assert cost <= 4 * math.prod(shape) + 5 * 64
+
+
+def test_scales_that_an_fp32_leaf_does_not_use_take_at_most_1_25_times_its_bytes():
+    """Five bytes for four, where each axis can be sharded and the last one has one element."""
+    sizes = (0, 1, 2, 3, 4, 7, 8, 12, 16, 100)
+    shapes = [shape for rank in range(5) for shape in itertools.product(sizes, repeat=rank)]
+    ratios = {
+        shape: 5 * math.prod(Storage(min_size=10**9).scales_shape(shape)) / (4 * math.prod(shape))
+        for shape in shapes
+        if math.prod(shape)
+    }
+    assert max(ratios.values()) == ratios[8, 8, 1] == 1.25
 
 
 @pytest.mark.parametrize("shape", [(512, 512, 3, 3), (4096,), (64, 24, 8, 10)], ids=str)

@@ -6,7 +6,15 @@ from pathlib import Path
 from experiments import measured_code
 
 EXPERIMENTS = Path(measured_code.__file__).parent
-COPIED = ("__init__", "essence", "machine", "measured_cases", "measured_code", "workers")
+COPIED = (
+    "__init__",
+    "compilation",
+    "essence",
+    "machine",
+    "measured_cases",
+    "measured_code",
+    "workers",
+)
 
 FILES = {
     "coat_jax/__init__.py": '__version__ = "1"\n',

@@ -134,8 +134,25 @@ def test_a_damaged_line_is_no_case(measured, damaged):
     assert measured("a") == 1
 
 
-@pytest.mark.parametrize("ran", [5, [], {"a": 5}, {"a": ""}], ids=str)
-def test_a_case_that_does_not_say_what_it_ran_is_none(tmp_path, ran):
-    case = {"worker": {}, "results": [], "ran": ran, "machine": machine.described(), "seconds": 1}
-    (tmp_path / "cases").write_text(json.dumps(case))
-    assert measured_cases.valid(tmp_path / "cases") == []
+@pytest.mark.parametrize(
+    "part",
+    [
+        *({"ran": ran} for ran in (5, [], {"a": 5}, {"a": ""})),
+        *({"compilation": seconds} for seconds in (5, {}, {"cold_seconds": "1"})),
+    ],
+    ids=str,
+)
+def test_a_case_that_does_not_say_what_it_ran_and_compiled_is_none(tmp_path, part):
+    whole = {
+        "worker": {},
+        "results": [],
+        "ran": {},
+        "compilation": {"cold_seconds": 1.0, "warm_seconds": None},
+        "machine": machine.described(),
+        "seconds": 1,
+    }
+    file = tmp_path / "cases"
+    file.write_text(json.dumps(whole))
+    assert measured_cases.valid(file) == [whole]
+    file.write_text(json.dumps(whole | part))
+    assert measured_cases.valid(file) == []

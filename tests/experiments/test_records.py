@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import measured_code, records
+from experiments import compilation, measured_code, records
 from experiments.essence import code_hash
 
 
@@ -30,8 +30,14 @@ def test_a_file_names_what_its_measurement_ran(parents):
     assert measured_code.changed(found["ran"]) == []
 
 
-def test_results_of_all_code_name_no_part_of_it(parents):
-    assert "ran" not in parents(of_all_code=True)
+def test_a_file_has_the_seconds_that_compilation_took(parents, monkeypatch):
+    seconds = {"cold_seconds": 2.0, "warm_seconds": 0.5}
+    monkeypatch.setattr(compilation, "_seconds", seconds)
+    assert parents()["compilation"] == seconds
+
+
+def test_results_of_all_code_have_nothing_of_this_process_alone(parents):
+    assert not {"ran", "compilation"} & parents(of_all_code=True).keys()
 
 
 def test_code_that_only_writes_results_does_not_count(parents):

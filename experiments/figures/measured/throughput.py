@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+from coat_jax.models import config_of
+from experiments.communication import TRAINERS
 from experiments.figures.measured.files import GB, bold, case, of, ratio
 from experiments.training_throughput import OPTIONS
 
@@ -39,6 +41,18 @@ def beside_one(gpus: int) -> tuple[float, float]:
     """Tokens a second of COAT on several GPUs, and the share of one GPU's speed that each has."""
     found = case(f"training_throughput_{gpus}_gpus_beside_one", precision="COAT", batch=16)
     return found["tokens_per_second"], found["efficiency"]
+
+
+def longer_per_layer() -> tuple[float, float]:
+    """Milliseconds for which two GPUs take longer than one, by layer: of `beside_one`, and of
+    `communication` with the trainer's options.
+    """
+    beside = case("training_throughput_2_gpus_beside_one", precision="COAT", batch=16)
+    longer = 1e3 * (beside["step_seconds"] - beside["alone"]["step_seconds"])
+    several = case("communication", name=TRAINERS)["ms"]
+    alone, layers = (of("communication")[key] for key in ("one_gpu", "layers"))
+    model = config_of(of("training_throughput_2_gpus_beside_one")["model"])
+    return longer / model.layers, (several - alone["ms"]) / layers
 
 
 def all_rows() -> list[list[str]]:

@@ -43,6 +43,18 @@ def compress_table() -> list[list[str]]:
     return rows
 
 
+def refused_table() -> list[list[str]]:
+    """What compress does not take, with the reason: its own words, and what is excluded."""
+    measured = of("compress_table")
+    reasons = measured["refused"] | measured["excluded"]
+    return [["transformation", "why"], *([name, why] for name, why in reasons.items())]
+
+
+def unchanged() -> int:
+    """For how many transformations without moments compress changes no update."""
+    return sum(of("compress_table")["stateless"].values())
+
+
 PAGE = Page(
     "docs/compressed_optax.md",
     [
@@ -53,5 +65,8 @@ PAGE = Page(
         ),
         Sentence("All others end within {:.0f} % of their loss", lambda: (largest_change(),)),
         Table("compress_table", compress_table),
+        Table("compress_refused", refused_table),
+        Sentence("accepts the {} `scale_by_*` that", lambda: (len(of("compress_table")["links"]),)),
+        Sentence("{} transformations without moments, such as", lambda: (unchanged(),)),
     ],
 )

@@ -1,13 +1,25 @@
 """Where the figures come from: the last table of docs/benchmarks.md."""
 
-from experiments.figures.compare import Figure, Table
+from experiments.figures.compare import Figure, Sentence, Table
 from experiments.figures.measured.files import FOLDER, parents
+
+NEWEST = "2026-11-26"  # files from before this day are listed at the top of the page
+
+
+def names() -> list[str]:
+    """All results files."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def older() -> int:
+    """How many files are from before that day."""
+    return sum(parents(name)["date"] < NEWEST for name in names())
 
 
 def rows() -> list[list[str]]:
     """What each results file says of itself."""
-    rows = [["results", "script", "commit", "hardware", "date"]]
-    for name in sorted(path.stem for path in FOLDER.glob("*.json")):
+    rows = [["results", "script", "commit", "code", "hardware", "date"]]
+    for name in names():
         made = parents(name)
         hardware = made["hardware"]
         several = f"{hardware['devices']} x " if hardware["devices"] > 1 else ""
@@ -17,6 +29,7 @@ def rows() -> list[list[str]]:
                 f"[{name}](../experiments/results/{name}.json)",
                 f"`{script}`",
                 f"`{made['commit'][:9]}`",
+                f"`{made['code'][:6]}`" if "code" in made else "",
                 several + hardware["device"].replace("cpu", "CPU"),
                 made["date"],
             ]
@@ -24,4 +37,7 @@ def rows() -> list[list[str]]:
     return rows
 
 
-FIGURES: list[Figure] = [Table("parents", rows)]
+FIGURES: list[Figure] = [
+    Sentence(f"These {{}} files are older than {NEWEST}:", lambda: (older(),)),
+    Table("parents", rows),
+]

@@ -124,6 +124,19 @@ FIGURES: list[Figure] = [
         "alone; on four it trains {:,.0f}, per GPU {:.3f} of it.",
         lambda: beside_one(2) + beside_one(4),
     ),
+    Sentence(
+        "The {:.3f} in [the next section](#communication) are of H100s, {} layers and {} sequences",
+        lambda: (
+            two_gpus(TRAINERS)["efficiency"],
+            of("communication")["layers"],
+            of("communication")["case"].partition(":")[2],
+        ),
+    ),
+    Sentence(
+        "For each layer, a step on two GPUs takes {:.1f} ms longer than on one here, and {:.1f} ms "
+        "there.",
+        throughput.longer_per_layer,
+    ),
     Table("training_throughput_llama_124m", throughput.small_rows),
     Sentence(
         "At a batch of 4, COAT is {:.2f} times as fast as BF16 in {:.2f} times less memory, at a "
