@@ -110,6 +110,16 @@ def test_the_root_of_the_second_moment_is_right_on_average():
     np.testing.assert_array_equal(of_m, stored.both(EXPANDED, HYPER)(m, v, KEY).m)
 
 
+def test_the_root_of_the_second_moment_is_stored_over_twice_as_many_binades():
+    # Expanded FP8 has about 36 binades: enough for the root of 2^-50, but not for 2^-50.
+    v = jnp.full(SHAPE, 2.0**-50).at[:, 0].set(1.0)
+    read = stored.root_of_second(EXPANDED, HYPER)(jnp.zeros_like(v), v, KEY)
+    # The smallest image is 4 codes; it becomes 3 to 5, to a power of at most 2 for the root.
+    assert (read.v >= v * 0.75**4).all()
+    assert (read.v <= v * 1.25**4).all()
+    assert np.mean(stored.both(EXPANDED, HYPER)(v, v, KEY).v == 0) > 0.9
+
+
 def test_groups_are_as_small_as_a_lead_says(of_leads):
     params = {"w": jnp.zeros(SHAPE)}
     for size in (64, 32):
