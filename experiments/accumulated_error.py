@@ -2,7 +2,7 @@
 
     error = sum (u' - u)^2 / sum u^2,    u of optax's Adam in FP32, u' of the optimizer measured
 
-    python -m experiments.accumulated_error                      six minutes on two CPU cores
+    python -m experiments.accumulated_error                      eleven minutes on two CPU cores
     python -m experiments.accumulated_error --steps 50           smoke test
 
 `optimizer_error` encodes exact moments once. Here each optimizer runs its own step on its own
@@ -12,29 +12,27 @@ gradients of one training: a small Llama on real text under `optax.adamw` (FP32,
 Every element of every matrix counts, with Adam's own eps. The layers' matrices are reported apart
 from embedding and head, whose rows belong to rare and common bytes. "Directions and logarithms" is
 coat_jax's default storage, "dynamic range expansion" that of the COAT paper. Groups have 128
-elements everywhere; bitsandbytes itself has blocks of 256, and rounds to nearest. Every format is
-measured with v rounded to nearest and stochastically, to separate the effects of format and
-rounding.
+elements unless a name says otherwise; bitsandbytes itself has blocks of 256, and rounds to nearest.
+Every format is measured with v rounded to nearest and stochastically, to separate the effects of
+format and rounding. `leads` change one part of a format each, with v stochastic.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 from rich.console import Console
 from rich.table import Table
 
 import coat_jax as coat
-from coat_jax.kernels.adam import Hyper, adam_update
-from coat_jax.numerics import noise
+from coat_jax.kernels.adam import Hyper
+from coat_jax.numerics.expansion import GROUP_SIZE
 from coat_jax.numerics.formats import E4M3
 from coat_jax.storage import Storage
 from experiments import records
-from experiments.moments import coders
+from experiments.moments import coders, stored
 from experiments.moments.followed import (
     WEIGHT_DECAY,
     Comparison,
@@ -43,6 +41,7 @@ from experiments.moments.followed import (
     follow,
     schedule,
 )
+from experiments.moments.stored import scale_by_stored_adam
 
 B2S = (0.95, 0.999)
 PARTS = ("layers", "embedding and head")
@@ -68,52 +67,62 @@ def storages(b2: float) -> list[optax.GradientTransformation]:
         coat.optax.scale_by_fp8_adam(b2=b2, storage=Storage(stochastic=False)),
         coat.optax.scale_by_fp8_adam(b2=b2, storage=expanded),
         coat.optax.scale_by_fp8_adam(b2=b2, storage=coat.storage.PAPER),
-        scale_by_coded_adam(b2, plain, coders.plain_stochastic),
-        scale_by_coded_adam(b2, plain, lambda v, _: plain(v)),
-        scale_by_coded_adam(b2, signed, coders.dynamic_stochastic),
-        scale_by_coded_adam(b2, signed, lambda v, _: unsigned(v)),
+        *(
+            scale_by_stored_adam(Hyper(b2=b2), stored.coded(first, second))
+            for first, second in (
+                (plain, coders.plain_stochastic),
+                (plain, lambda v, _: plain(v)),
+                (signed, coders.dynamic_stochastic),
+                (signed, lambda v, _: unsigned(v)),
+            )
+        ),
     ]
 
 
-class CodedState(NamedTuple):
-    """Both moments after encoding and decoding, in FP32."""
+class Lead(NamedTuple):
+    """A format with one part changed."""
 
-    count: Array
-    mu: Any
-    nu: Any
+    bytes: float  # of both moments, per parameter
+    optimizer: optax.GradientTransformation
 
 
-def scale_by_coded_adam(
-    b2: float, first: coders.Coder, second: Callable[[Array, Array], Array]
-) -> optax.GradientTransformation:
-    """Adam whose moments are encoded and decoded after every step.
+def leads(b2: float) -> dict[str, Lead]:
+    """The optimizers that show what each part of a format contributes to its error, by name.
 
-    Args:
-        b2: decay rate of the second moment.
-        first: the coder of the first moment.
-        second: the coder of the second, which also takes a number in [0, 1) for each element.
+    "m alone" and "v alone": only this moment is stored in 8 bits, the other one in FP32.
     """
     hyper = Hyper(b2=b2)
+    ours, expanded = Storage(), Storage(first=E4M3, second=E4M3)
 
-    def init(params: Any) -> CodedState:
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return CodedState(jnp.zeros([], jnp.int32), zeros, zeros)
+    def native(storage: Storage) -> Lead:
+        tx = coat.optax.scale_by_fp8_adam(b2=b2, storage=storage)
+        return Lead(2 * in_8_bits(storage.group_size), tx)
 
-    def update(grads: Any, state: CodedState, params: Any = None) -> tuple[Any, CodedState]:
-        del params
-        count = state.count + 1
-        flat, tree = jax.tree.flatten(grads)
-        old = zip(flat, jax.tree.leaves(state.mu), jax.tree.leaves(state.nu), strict=True)
-        mu, nu, updates = [], [], []
-        for leaf, (grad, *before) in enumerate(old):
-            m, v, direction = adam_update(*before, grad, count, hyper, nesterov=False)
-            uniform = noise.uniform(noise.leaf_key(0, count, leaf), v.shape, run=coders.GROUP_SIZE)
-            updates.append(direction)
-            mu.append(first(m))
-            nu.append(second(v, uniform))
-        return tree.unflatten(updates), CodedState(count, tree.unflatten(mu), tree.unflatten(nu))
+    def tried(store: stored.Store, in_bytes: float = 2 * in_8_bits()) -> Lead:
+        return Lead(in_bytes, scale_by_stored_adam(hyper, store))
 
-    return optax.GradientTransformation(init, update)
+    alone = in_8_bits() + 4
+    companded = 2 * (1 + 2 / stored.FLASH_OPTIM_GROUP)
+    return {
+        f"{OURS}, m alone": tried(stored.first_alone(ours, hyper), alone),
+        f"{OURS}, v alone": tried(stored.second_alone(ours, hyper), alone),
+        f"{OURS}, all of m stochastic": tried(stored.first_stochastic(ours, hyper)),
+        f"{OURS}, groups of 64": native(Storage(group_size=64)),
+        f"{OURS}, groups of 32": native(Storage(group_size=32)),
+        "directions, v in expanded UE4M4": native(Storage(second="UE4M4")),
+        f"{EXPANDED}, m alone": tried(stored.first_alone(expanded, hyper), alone),
+        f"{EXPANDED}, v alone": tried(stored.second_alone(expanded, hyper), alone),
+        f"{EXPANDED}, all of m stochastic": tried(stored.first_stochastic(expanded, hyper)),
+        f"{EXPANDED}, sqrt(v) instead of v": tried(stored.root_of_second(expanded, hyper)),
+        f"{EXPANDED}, v in UE4M4": native(Storage(first=E4M3, second="UE4M4")),
+        "FlashOptim's codes, v to nearest": tried(stored.flash_optim(stochastic=False), companded),
+        "FlashOptim's codes, v stochastic": tried(stored.flash_optim(stochastic=True), companded),
+    }
+
+
+def in_8_bits(group_size: int = GROUP_SIZE) -> float:
+    """Bytes per parameter of one moment: a code, and a scale and an exponent for each group."""
+    return 1 + 5 / group_size
 
 
 def measure(steps: int, seed: int) -> Followed:
@@ -121,7 +130,9 @@ def measure(steps: int, seed: int) -> Followed:
     training = optax.adamw(schedule(steps), b2=0.95, weight_decay=WEIGHT_DECAY)
     comparisons = {
         f"b2 = {b2}": Comparison(
-            optax.scale_by_adam(b2=b2), dict(zip(STORAGES, storages(b2), strict=True))
+            optax.scale_by_adam(b2=b2),
+            dict(zip(STORAGES, storages(b2), strict=True))
+            | {name: lead.optimizer for name, lead in leads(b2).items()},
         )
         for b2 in B2S
     }
@@ -144,14 +155,18 @@ def main() -> None:
 
 
 def show(figures: Figures) -> None:
-    """Prints the errors at the end."""
-    table = Table(title=f"Error of the update after {figures['training']['steps']} steps")
-    for column in ("b2", "moments stored as", *PARTS):
-        table.add_column(column)
-    for b2, of_b2 in figures["at the end"].items():
-        for name, parts in of_b2.items():
-            table.add_row(b2, name, *(f"{parts[part]:.2e}" for part in PARTS))
-    Console().print(table)
+    """Prints the errors at the end: a table of the formats, and one of the leads."""
+    ends = figures["at the end"]
+    lead_names = [name for name in next(iter(ends.values())) if name not in STORAGES]
+    steps = figures["training"]["steps"]
+    for title, names in (("Formats", STORAGES), ("Leads", lead_names)):
+        table = Table(title=f"{title}: error of the update after {steps} steps")
+        for column in ("b2", "moments stored as", *PARTS):
+            table.add_column(column)
+        for b2, of_b2 in ends.items():
+            for name in names:
+                table.add_row(b2, name, *(f"{of_b2[name][part]:.2e}" for part in PARTS))
+        Console().print(table)
 
 
 def draw(figures: Figures, path: Path) -> None:

@@ -5,18 +5,24 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from experiments.accumulated_error import B2S, OURS, STORAGES, in_8_bits, leads
 from experiments.figures.compare import Figure, Given, Sentence, Table
+from experiments.figures.measured import loss_study
 from experiments.figures.measured.files import bold, case, of
 from experiments.figures.measured.layers import exact_scale_gains
 from experiments.figures.pages.reasons import AIM, OTHER_RUN, SETTING
 from experiments.muon_error import STANDARD, orthogonalized_in_e4m3
 
-B2S = (0.95, 0.999)
 PARTS = ("layers", "embedding and head")
 ROUNDINGS = STOCHASTIC, NEAREST = "v stochastic", "v to nearest"
 EXPANDED = "E4M3+E / E4M3+E"  # dynamic range expansion, as the paper has it
 PLAIN = "E4M3 / E4M3"
+DEFAULT, DEFAULT_TO_NEAREST = (f"{OURS}, {rounding}" for rounding in ROUNDINGS)
+EXPANDED_V_STOCHASTIC = f"dynamic range expansion, {STOCHASTIC}"
+FLASH_OPTIM_TO_NEAREST = f"FlashOptim's codes, {NEAREST}"
+ACCUMULATED_IN = [f"{part}, b2 = {b2}" for part in PARTS for b2 in B2S]
 MUON_PARTS = ("q, k, v, gate, up", "o, down")
 SCALED = "8-bit integers, columns scaled"
 CODERS = {
@@ -34,18 +40,63 @@ def accumulated(b2: float, part: str, storage: str) -> float:
 
 def accumulated_over_ours(b2: float, storage: str, roundings: Sequence[str]) -> float:
     """The error in the layers over that of coat_jax as shipped, with the best of the roundings."""
-    ours = accumulated(b2, "layers", f"directions and logarithms, {STOCHASTIC}")
+    ours = accumulated(b2, "layers", DEFAULT)
     return min(accumulated(b2, "layers", f"{storage}, {r}") for r in roundings) / ours
 
 
 def accumulated_error() -> list[list[str]]:
     """The error at the end by format, rounding, b2 and part."""
-    names = list(of("accumulated_error")["at the end"]["b2 = 0.95"])
-    rows = [["moments stored with", *(f"{part}, b2 = {b2}" for part in PARTS for b2 in B2S)]]
-    for name in names:
-        cells = [_rounded(accumulated(b2, part, name)) for part in PARTS for b2 in B2S]
-        rows.append([bold(cell, name == names[0]) for cell in (name, *cells)])
+    rows = [["moments stored with", *ACCUMULATED_IN]]
+    for name in STORAGES:
+        rows.append([bold(cell, name == DEFAULT) for cell in (name, *_accumulated(name))])
     return rows
+
+
+def accumulated_leads() -> list[list[str]]:
+    """Formats with one part changed: their bytes, and the error at the end by b2 and part."""
+    in_bytes = dict.fromkeys((DEFAULT, EXPANDED_V_STOCHASTIC), 2 * in_8_bits())
+    in_bytes |= {name: lead.bytes for name, lead in leads(B2S[0]).items()}
+    rows = [["moments stored with", "bytes per parameter", *ACCUMULATED_IN]]
+    for name, size in in_bytes.items():
+        cells = name, f"{size:.2f}", *_accumulated(name)
+        rows.append([bold(cell, name == DEFAULT) for cell in cells])
+    return rows
+
+
+def over_default(*names: str) -> list[float]:
+    """The errors of formats in the layers over that of the default, by format and b2."""
+    return [
+        accumulated(b2, "layers", name) / accumulated(b2, "layers", DEFAULT)
+        for name in names
+        for b2 in B2S
+    ]
+
+
+def smaller_groups(size: int) -> tuple[float, float, float]:
+    """By how many percent groups of this size decrease the error at each b2, and add bytes."""
+    at_b2s = (100 - 100 * over for over in over_default(f"{OURS}, groups of {size}"))
+    return (*at_b2s, 100 * (in_8_bits(size) / in_8_bits() - 1))
+
+
+def better_than_default() -> tuple[float]:
+    """The one other format of the default's size that is better at one b2: its error at the other.
+
+    Raises if there are more, or others.
+    """
+    small = [name for name, lead in leads(B2S[0]).items() if lead.bytes <= 2 * in_8_bits()]
+    better = [
+        (name, b2)
+        for name in (*STORAGES, *small)
+        for b2, over in zip(B2S, over_default(name), strict=True)
+        if over < 1
+    ]
+    if better != [(DEFAULT_TO_NEAREST, B2S[0])]:
+        raise ValueError(f"Better than the default: {better}. See docs/benchmarks.md.")
+    return (over_default(DEFAULT_TO_NEAREST)[1],)
+
+
+def _accumulated(name: str) -> list[str]:
+    return [_rounded(accumulated(b2, part, name)) for part in PARTS for b2 in B2S]
 
 
 def of_muon(momentum: str, part: str) -> float:
@@ -80,7 +131,7 @@ def largest_tolerated() -> tuple[float]:
 
 def _rounded(number: float) -> str:
     """Two digits, without an exponent."""
-    return f"{float(f'{number:.2g}'):g}"
+    return np.format_float_positional(float(f"{number:.2g}"), trim="-")
 
 
 def over_expanded(b2: float, part: str, coder: str) -> float:
@@ -128,6 +179,35 @@ FIGURES: list[Figure] = [
         "is {:.1f} times ours at b2 = 0.95 and {:.1f} times at b2 = 0.999, with the better of its "
         "two roundings",
         lambda: [accumulated_over_ours(b2, "bitsandbytes' code", ROUNDINGS) for b2 in B2S],
+    ),
+    Table("accumulated_leads", accumulated_leads),
+    Sentence(
+        "m alone has {:.2f} of the default's error at b2 = 0.95 and {:.2f} at b2 = 0.999; v alone "
+        "has {:.2f} and {:.2f}. So most of the error is m's at b2 = 0.95 and v's at b2 = 0.999",
+        lambda: over_default(f"{OURS}, m alone", f"{OURS}, v alone"),
+    ),
+    Sentence(
+        "groups of 64 make the error {:.0f} % (b2 = 0.95) and {:.0f} % (b2 = 0.999) smaller for "
+        "{:.1f} % more bytes, and groups of 32 make it {:.0f} % and {:.0f} % smaller for {:.1f} % "
+        "more bytes.",
+        lambda: [*smaller_groups(64), *smaller_groups(32)],
+    ),
+    Sentence(
+        "v rounded to nearest at b2 = 0.95, which is {:.0f} times worse at b2 = 0.999.",
+        better_than_default,
+    ),
+    Sentence(
+        "FlashOptim's codes need {:.2f} bytes. In the layers their error is {:.2f} of the "
+        "default's at b2 = 0.95 and {:.0f} times the default's at b2 = 0.999; with v rounded "
+        "stochastically, it is {:.2f} and {:.1f} times the default's.",
+        lambda: [
+            leads(B2S[0])[FLASH_OPTIM_TO_NEAREST].bytes,
+            *over_default(FLASH_OPTIM_TO_NEAREST, f"FlashOptim's codes, {STOCHASTIC}"),
+        ],
+    ),
+    Sentence(
+        "the default costs {:+.2f} % ± {:.2f} ([the cost of each part]",
+        lambda: loss_study.cost("moments"),
     ),
     Table("muon_error", muon_error),
     Sentence("columns differ more, this makes the error {:.1f} times smaller", gain_of_columns),
