@@ -33,7 +33,6 @@ def test_the_package_is_marked_as_typed():
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The names of the files in the wheel."""
-    pytest.importorskip("hatchling")
     folder = tmp_path_factory.mktemp("wheel")
     build = f"import hatchling.build as b; b.build_wheel({str(folder)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=PACKAGE.parent, check=True)
@@ -55,7 +54,6 @@ def test_the_wheel_has_all_that_commands_read(wheel):
 
 def test_mypy_sees_the_types_in_a_users_program(tmp_path):
     """From outside the repository, without its configuration: the wrong argument is found."""
-    pytest.importorskip("mypy")
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     config = tmp_path / "mypy.ini"
