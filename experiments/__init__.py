@@ -8,7 +8,8 @@ it runs, and how to try it anywhere. Results are in `results/`.
     layers          activation_memory, layer_speed, granularity, group_scaling
     loss            loss_study, fine_tuning, saved_rounding, tradeoff, training_curves, stability
     formats         format_sqnr, forward_formats, after_training
-    training        training_throughput, communication, config_memory, examples_memory, gpu_suite
+    training        training_throughput, communication, config_memory, released_memory,
+                    offloaded_memory, examples_memory, gpu_suite
     generation      quantized_generation
     documentation   ideas (the pictures of docs/ideas.md), demo (`make demo`)
     all of them     remeasure (measures again what is outdated), figures (compares README, docs and

@@ -82,7 +82,7 @@ def storages(b2: float) -> list[optax.GradientTransformation]:
 class Lead(NamedTuple):
     """A format with one part changed."""
 
-    bytes: float  # of both moments, per parameter
+    bytes: float  # of both moments, per parameter; of simulated codes, what they would need
     optimizer: optax.GradientTransformation
 
 

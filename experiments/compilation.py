@@ -8,7 +8,8 @@ Cold is what XLA compiled, warm is what JAX read from its cache instead; None if
 `seconds` counts every program, but only XLA's part of the work. `compile_twice` measures what a run
 waits for: JAX also traces and lowers the program, and Triton compiles its kernels.
 
-Counting begins when JAX is imported, which this module does not do by itself: see `command`.
+Counting begins when JAX is imported (`begin`, which the package calls). This module does not import
+JAX when it is imported: `command` says why.
 """
 
 import contextlib

@@ -66,11 +66,12 @@ def draw_curves(found: Conditions, folder: Path) -> Path:
     import matplotlib.pyplot as plt
 
     arms = [arm for arm in verdicts(found) if arm != BASELINE] or [BASELINE]
-    rows = -(-len(arms) // ACROSS)
+    columns = min(ACROSS, len(arms))
+    rows = -(-len(arms) // columns)
     path = folder / f"stability_{found.name}_curves.png"
     with plt.rc_context(records.CHART | {"axes.grid.axis": "both"}):
         figure, grid = plt.subplots(
-            rows, min(ACROSS, len(arms)), figsize=(2.7 * ACROSS, 2.5 * rows + 0.6),
+            rows, columns, figsize=(2.7 * columns, 2.5 * rows + 0.6),
             sharex=True, sharey=True, squeeze=False,
         )  # fmt: skip
         for axes, arm in zip(grid.flat, arms, strict=False):
@@ -80,8 +81,9 @@ def draw_curves(found: Conditions, folder: Path) -> Path:
             axes.set_xscale("log")
             axes.set_ylim(top=1.2 * found.ceiling)
             axes.set_title(arm, fontsize=9)
-        for axes in grid.flat[len(arms) :]:
-            axes.axis("off")
+        for place in range(len(arms), grid.size):
+            grid.flat[place].axis("off")
+            grid.flat[place - columns].tick_params(labelbottom=True)
         figure.supxlabel("learning rate")
         figure.suptitle(
             f"Final loss, nats: {found.size}, {found.settings.title}; medians, and what 80 % of "

@@ -523,7 +523,13 @@ PAGE = Page(
             range_in_int8,
         ),
         Sentence("a layer takes {:.1f} to {:.1f} % longer.", range_in_int8),
-        Sentence("A layer takes {:.1f} to {:.1f} % longer than in COAT.", range_in_int8),
+        Sentence(
+            "a layer of Llama-2-7B takes {:.1f} to {:.1f} % longer than in COAT", range_in_int8
+        ),
+        Sentence(
+            "these runs trained for {:.0f} s instead of {:.0f} s",
+            lambda: loss_study.seconds_of_training("muon_coat_int8", "muon_coat"),
+        ),
         Sentence(
             "they cost {:+.2f} % ± {:.2f} by themselves",
             lambda: loss_study.cost("fp8_muon", muon=True),
@@ -531,6 +537,7 @@ PAGE = Page(
         Given("the whole interval is above 0.15 %", AIM),
         Given("the first mean is slightly above 0.15 %", AIM),
         Given("at most 3 % more time", AIM),
+        Given("all three take more than 3 % longer", AIM),
         Table("tradeoff", lambda: tradeoff.table(tradeoff.ways())),
         Sentence(
             "Its {:+.2f} % is therefore not the cost of the paper's whole recipe",
@@ -577,8 +584,8 @@ PAGE = Page(
             ],
         ),
         Sentence(
-            "two BF16 runs of a seed that differ only in rounding end {:.3f} % apart (standard "
-            "deviation).",
+            "two of a seed that differ only in rounding end {:.3f} % apart (standard deviation). "
+            "Seeds",
             lambda: (100 * loss_study.effects(*STANDARD, muon=True).noise.apart,),
         ),
         Sentence(
@@ -598,8 +605,7 @@ PAGE = Page(
             ),
         ),
         Sentence(
-            "comes close to it**, with {:+.2f} % ± {:.2f} in training loss and {:+.2f} % ± {:.2f} "
-            "held out:",
+            "comes close**, with {:+.2f} % ± {:.2f} in training and {:+.2f} % ± {:.2f} held out:",
             lambda: (
                 *loss_study.with_muon(*STANDARD)[2:4],
                 *loss_study.with_muon(*STANDARD, held_out="own")[2:4],

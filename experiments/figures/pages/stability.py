@@ -349,7 +349,7 @@ PAGE = Page(
         Sentence("every arm with scales, {:.3f} has the lowest losses", best_rate),
         Sentence("learns to a loss of {:.1f}", lambda: (learnt_without_scales(),)),
         Given("the gradient norm of one step was 13 in COAT and 3.4 in BF16", DEMO),
-        Given("after the third step is 6.5 in COAT, at step 52, and 5.5 in BF16, at step 5", DEMO),
+        Given("after the third step was 6.5 in COAT, at step 52, and 5.5 in BF16, at step 5", DEMO),
         Table("stability_constant", failures_at_constant_rates),
         Given("A share of 0.5 is chance", ARITHMETIC),
         Table("stability_warnings", warnings_of_both),

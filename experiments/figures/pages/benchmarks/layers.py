@@ -107,10 +107,9 @@ FIGURES: list[Figure] = [
     ),
     Sentence("A layer takes {:.1f} % longer in COAT_INT8 than in COAT", longer_in_int8),
     Given(
-        "TransformerEngine-JAX 2.19 was not in this run, because it was not installed on the "
-        "machine, which has no network. On the same layer, in another run on an H200, it took 21.8 "
-        "to 22.0 ms with current scaling and 21.3 to 22.0 ms with delayed scaling. There COAT took "
-        "20.8 ms at commit cdcc93631",
+        "TransformerEngine-JAX 2.19 was not in this run. On the same layer, in another run on an "
+        "H200, it took 21.8 to 22.0 ms with current scaling and 21.3 to 22.0 ms with delayed "
+        "scaling. There COAT took 20.8 ms at commit cdcc93631",
         OTHER_RUN,
     ),
     Table("layer_table", layer_table),

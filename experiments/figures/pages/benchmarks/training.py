@@ -125,7 +125,7 @@ FIGURES: list[Figure] = [
         lambda: beside_one(2) + beside_one(4),
     ),
     Sentence(
-        "The {:.3f} in [the next section](#communication) are of H100s, {} layers and {} sequences",
+        "The {:.3f} in [the next section](#communication) is of H100s, {} layers and {} sequences",
         lambda: (
             two_gpus(TRAINERS)["efficiency"],
             of("communication")["layers"],
