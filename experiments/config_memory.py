@@ -17,7 +17,7 @@ from rich.table import Table
 from coat_jax.training.config_files import load_config
 from experiments import records
 from experiments.command import parser_of
-from experiments.hopper import compile_step, there
+from experiments.hopper import memory_of
 
 GPUS = {
     "llama_124m": 1,
@@ -34,10 +34,9 @@ def measure(name: str, function: str, gpus: int) -> dict[str, Any]:
     """Bytes on each GPU."""
     config = load_config(f"{name}:{function}")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, scan=True))
-    with there():
-        _, memory, _ = compile_step(config, (1, gpus, 1))
+    memory = memory_of(config, gpus)
     rows = config.global_batch_size // config.gradient_accumulation_steps // gpus
-    return {"gpus": gpus, "rows": rows, "sequence": config.sequence_length, **memory._asdict()}
+    return {"gpus": gpus, "rows": rows, "sequence": config.sequence_length, **memory}
 
 
 def main() -> None:

@@ -62,6 +62,13 @@ def compile_step(
     return program, memory, prepared.abstract
 
 
+def memory_of(config: TrainConfig, gpus: int = 1) -> dict[str, Any]:
+    """Bytes that the trainer's step takes of each GPU, with parameters sharded over all of them."""
+    with there():
+        _, memory, _ = compile_step(config, (1, gpus, 1))
+    return memory._asdict()
+
+
 class _NoDevice:
     """A device that reports no memory."""
 

@@ -193,8 +193,8 @@ def optimizer_of(name: str) -> tuple[Callable, Callable]:
     return tx.init, step
 
 
-def lower(name: str, shapes: Shapes, mesh: Any) -> tuple[Any, Any, Any]:
-    """The step of a JAX case on a mesh, and the shapes of its parameters and state."""
+def step_of(name: str, shapes: Shapes, mesh: Any) -> tuple[Any, Any, Any]:
+    """The jitted step of a JAX case on a mesh, and the shapes of its parameters and state."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding
@@ -221,8 +221,7 @@ def lower(name: str, shapes: Shapes, mesh: Any) -> tuple[Any, Any, Any]:
         out_shardings=(by_rows, shardings),
         compiler_options=communication_options(mesh),
     )
-    with jax.set_mesh(mesh):
-        return jitted.lower(params, params, state), params, state
+    return jitted, params, state
 
 
 def _measure_jax(name: str, shapes: Shapes) -> Case:
@@ -232,8 +231,9 @@ def _measure_jax(name: str, shapes: Shapes) -> Case:
     from coat_jax.training.config import MeshConfig
 
     mesh = make_mesh(MeshConfig())
-    _, like, state_like = lower(name, shapes, mesh)
-    compiled = compile_twice(lambda: lower(name, shapes, mesh)[0])
+    step, like, state_like = step_of(name, shapes, mesh)
+    with jax.set_mesh(mesh):
+        compiled = compile_twice(lambda: step.lower(like, like, state_like))
     program = compiled.program
 
     def random(seed: int, scale: float) -> Any:

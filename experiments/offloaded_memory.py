@@ -19,7 +19,7 @@ from rich.table import Table
 from coat_jax.training.config_files import load_config
 from experiments import records
 from experiments.command import parser_of
-from experiments.hopper import compile_step, there
+from experiments.hopper import memory_of
 
 CONFIG = "llama2_13b"
 BATCHES = (1, 6)
@@ -38,9 +38,7 @@ def measure(batch: int, *, offload: bool) -> dict[str, Any]:
         sequence_length=SEQUENCE,
         gradient_accumulation_steps=1,
     )
-    with there():
-        _, memory, _ = compile_step(config, (1, 1, 1))
-    return {"batch": batch, "sequence": SEQUENCE, **memory._asdict()}
+    return {"batch": batch, "sequence": SEQUENCE, **memory_of(config)}
 
 
 def main() -> None:

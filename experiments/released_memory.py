@@ -18,7 +18,7 @@ from rich.table import Table
 from coat_jax.training.config_files import load_config
 from experiments import records
 from experiments.command import parser_of
-from experiments.hopper import compile_step, there
+from experiments.hopper import memory_of
 
 CONFIG = "llama2_7b:one_gpu"
 BATCHES = ((1, 256), (1, 2048), (4, 2048), (16, 2048))  # sequences and their length
@@ -34,9 +34,7 @@ def measure(batch: int, length: int, *, release: bool) -> dict[str, Any]:
         sequence_length=length,
         optimizer=dataclasses.replace(config.optimizer, release_gradients=release),
     )
-    with there():
-        _, memory, _ = compile_step(config, (1, 1, 1))
-    return {"batch": batch, "sequence": length, **memory._asdict()}
+    return {"batch": batch, "sequence": length, **memory_of(config)}
 
 
 def _batch(text: str) -> tuple[int, int]:

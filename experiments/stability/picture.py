@@ -74,9 +74,10 @@ def draw_curves(found: Conditions, folder: Path) -> Path:
             rows, columns, figsize=(2.7 * columns, 2.5 * rows + 0.6),
             sharex=True, sharey=True, squeeze=False,
         )  # fmt: skip
+        highest = _highest(found)
         for axes, arm in zip(grid.flat, arms, strict=False):
-            _curve(axes, found, BASELINE, records.INK, width=4)
-            _curve(axes, found, arm, records.ACCENT, width=1.5)
+            _curve(axes, found.arms.get(BASELINE, {}), highest, records.INK, width=4)
+            _curve(axes, found.arms[arm], highest, records.ACCENT, width=1.5)
             axes.axhline(found.ceiling, color=records.PALE, lw=1.2, ls="--")
             axes.set_xscale("log")
             axes.set_ylim(top=1.2 * found.ceiling)
@@ -95,18 +96,23 @@ def draw_curves(found: Conditions, folder: Path) -> Path:
     return path
 
 
-def _curve(axes: Any, found: Conditions, arm: str, color: str, *, width: float) -> None:
+def _curve(
+    axes: Any, samples: dict[float, Sample], highest: float, color: str, *, width: float
+) -> None:
     """Medians over seeds, and what 80 % of them lie between."""
-    samples = found.arms.get(arm, {})
     if samples:
-        median, low, high = _bands(found, samples)
+        median, low, high = _bands(samples, highest)
         axes.fill_between(list(samples), low, high, color=color, alpha=0.15, lw=0)
         axes.plot(list(samples), median, "o-", ms=2 + width, lw=width, color=color)
 
 
-def _bands(found: Conditions, samples: dict[float, Sample]) -> list[Float[np.ndarray, " n"]]:
+def _highest(found: Conditions) -> float:
+    """The loss that is drawn for one above it, and for an infinite one."""
+    return 1.5 * max(float(s.signals.loss[:, 0].mean()) for s in all_samples(found))
+
+
+def _bands(samples: dict[float, Sample], highest: float) -> list[Float[np.ndarray, " n"]]:
     """Medians of final losses by learning rate, and the lower and upper ends of 80 % of them."""
-    highest = 1.5 * max(float(s.signals.loss[:, 0].mean()) for s in all_samples(found))
     bands = [band([one.final for one in sample.events]) for sample in samples.values()]
     return [np.minimum(part, highest) for part in zip(*bands, strict=True)]
 
@@ -126,9 +132,10 @@ def _beside(rates: list[float], number: int, arms: int) -> list[float]:
 
 def _losses(axes: Any, found: Conditions, arms: list[str]) -> None:
     """Medians over seeds, and what 80 % of those of the baseline are between."""
+    highest = _highest(found)
     for number, arm in enumerate(arms):
         samples = found.arms[arm]
-        median, low, high = _bands(found, samples)
+        median, low, high = _bands(samples, highest)
         axes.plot(list(samples), median, "o-", ms=4, label=arm, **_look(number, arm))
         if arm == BASELINE:
             axes.fill_between(list(samples), low, high, color=records.PALE, alpha=0.3, lw=0)
