@@ -119,7 +119,8 @@ def _format(name: str, value: DTypeLike | Minifloat) -> Any:
     if not (fmt.signed and fmt.zero and fmt.max > LEAST_MAX):
         raise UserError(
             f"{name}={fmt.name!r} cannot hold activations and gradients: choose a signed format "
-            "that has a zero, with its usual bias. (Scales make up for any bias.)"
+            f"that has a zero and whose largest value is above {LEAST_MAX:.3g}. (This one's is "
+            f"{fmt.max:.3g}; scales make up for the bias of a format.)"
         )
     return fmt
 

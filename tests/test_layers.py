@@ -42,7 +42,7 @@ LAYERS = [
 INSIDE = {
     "coat_jax": LAYERS,
     "coat_jax.numerics": [
-        ("mesh_axes", "programs", "rounding"),
+        ("mesh_axes", "one_program", "simulated_rounding"),
         ("explicit_axes", "minifloat"),
         ("corrections", "formats", "integer_format", "noise"),
         ("qtensor",),
@@ -54,7 +54,7 @@ INSIDE = {
         ("data", "compilation_cache"),
         ("config",),
         ("fields",),
-        ("cluster", "config_files", "overrides", "release", "resume_rules", "schedule"),
+        ("cluster", "config_files", "overrides", "resume_rules", "schedule", "stages"),
         ("checkpoint", "compiler_options", "optimizer"),
         ("state",),
         ("step",),

@@ -243,8 +243,8 @@ def numbers_of_step(
     from_m, from_grad = 1 / debias1, jnp.zeros([])
     if nesterov:
         from_m, from_grad = b1 / bias(b1, count + 1), (1 - b1) * grad_scale / debias1
-    sign = -lr if has_param else 1.0
-    bound = jnp.abs(sign) * largest_direction(count, b1, b2, nesterov=nesterov)
+    factor = -lr if has_param else 1.0  # of the direction, in the step
+    bound = jnp.abs(factor) * largest_direction(count, b1, b2, nesterov=nesterov)
     numbers = StepNumbers(
         log2_b1=jnp.log2(b1),
         grad_to_m=(1 - b1) * grad_scale,
@@ -253,8 +253,8 @@ def numbers_of_step(
         rsqrt_debias2=jax.lax.rsqrt(debias2),
         eps=jnp.maximum(eps, SMALLEST_NORMAL),
         eps_root=eps_root * debias2,
-        m_to_step=sign * from_m,
-        grad_to_step=sign * from_grad,
+        m_to_step=factor * from_m,
+        grad_to_step=factor * from_grad,
         decay=lr * weight_decay,
         skip=skip,
         largest_gradient=LARGEST_GRADIENT / jnp.abs(grad_scale),

@@ -24,8 +24,8 @@ from coat_jax.kernels.adam import (
     adam_reference,
     numbers_of_step,
 )
-from coat_jax.kernels.block_layout import layout_constants, layout_of
 from coat_jax.kernels.launch import launch
+from coat_jax.kernels.leaf_layout import layout_constants, layout_of
 from coat_jax.kernels.leaf_sharding import LeafShard, run_sharded_leaves
 from coat_jax.kernels.moment_format import moment_format
 from coat_jax.numerics import mesh_axes, noise

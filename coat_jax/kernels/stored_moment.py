@@ -26,8 +26,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt32
 
 from coat_jax.kernels import dispatch
-from coat_jax.kernels.block_layout import layout_constants, layout_of
 from coat_jax.kernels.launch import launch
+from coat_jax.kernels.leaf_layout import layout_constants, layout_of
 from coat_jax.kernels.leaf_sharding import LeafShard, run_sharded_leaves
 from coat_jax.kernels.moment_format import moment_format
 from coat_jax.numerics.expansion import Expanded
@@ -35,7 +35,7 @@ from coat_jax.numerics.qtensor import join_groups, split_groups
 from coat_jax.storage import Storage
 
 WARPS = 2
-ALONE = ((0, 0),)  # one leaf in a launch; `block_layout.layout_of`
+ALONE = ((0, 0),)  # one leaf in a launch; `leaf_layout.layout_of`
 
 
 def read_reference(stored: Expanded, storage: Storage) -> Float[Array, "..."]:

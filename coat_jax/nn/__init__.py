@@ -16,6 +16,7 @@ becomes of each module, and what could be done about it.
 
 from coat_jax.nn.attention import Attention, Past
 from coat_jax.nn.block import TransformerBlock
+from coat_jax.nn.bytes_saved import saved_bytes
 from coat_jax.nn.convert import convert, plan_conversion
 from coat_jax.nn.embed import Embed
 from coat_jax.nn.linear import Linear
@@ -25,7 +26,6 @@ from coat_jax.nn.norm import LayerNorm, RMSNorm
 from coat_jax.nn.parameters import MeshAxes
 from coat_jax.nn.plan import Decision, Plan
 from coat_jax.nn.quantized import QuantizedLinear
-from coat_jax.nn.saved import saved_bytes
 
 __all__ = [
     "MLP",

@@ -24,13 +24,13 @@ from typing import Any
 from flax import nnx
 
 from coat_jax import ops
+from coat_jax.nn.bytes_saved import Saved, saved_by_module
 from coat_jax.nn.children import children, replace, require_module
 from coat_jax.nn.converted_mlp import ConvertedMLP
 from coat_jax.nn.convertible import LINEAR, as_embed, as_norm
 from coat_jax.nn.plan import THE_MODEL, Decision, Plan
 from coat_jax.nn.remedies import with_counts, with_remedies
 from coat_jax.nn.rules import Rules, decide
-from coat_jax.nn.saved import Saved, saved_by_module
 from coat_jax.precision import COAT, Precision, precision_of
 
 _log = logging.getLogger("coat_jax")

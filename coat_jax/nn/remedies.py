@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 from flax import nnx
 
+from coat_jax.nn.bytes_saved import Saved
 from coat_jax.nn.children import children
 from coat_jax.nn.converted_mlp import MLPClass
 from coat_jax.nn.plan import Decision, Plan
 from coat_jax.nn.rules import MLPS, suggested_kind
-from coat_jax.nn.saved import Saved
 
 BETWEEN = "it computes between its modules"
 SMALL = 0.01  # a smaller share of all saved bytes needs no remedy

@@ -41,7 +41,7 @@ from coat_jax.numerics.formats import (
     saturating_cast,
     stochastic_cast,
 )
-from coat_jax.numerics.programs import one_program
+from coat_jax.numerics.one_program import one_program
 from coat_jax.numerics.qtensor import (
     group_max,
     join_groups,

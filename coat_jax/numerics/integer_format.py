@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from coat_jax.numerics.rounding import RoundingMode, require_mode, rounds_up
+from coat_jax.numerics.simulated_rounding import RoundingMode, require_mode, rounds_up
 
 LEAST_BITS, MOST_BITS = 2, 16
 

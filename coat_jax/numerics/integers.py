@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from coat_jax.numerics.expansion import STEPS, Expanded
-from coat_jax.numerics.programs import one_program
+from coat_jax.numerics.one_program import one_program
 from coat_jax.numerics.qtensor import (
     group_max,
     join_groups,

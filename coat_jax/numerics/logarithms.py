@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.numerics.expansion import STEPS, Expanded, ExponentFit, exponent_sixteenths
 from coat_jax.numerics.formats import SMALLEST_NORMAL
-from coat_jax.numerics.programs import one_program
+from coat_jax.numerics.one_program import one_program
 from coat_jax.numerics.qtensor import (
     group_max,
     join_groups,

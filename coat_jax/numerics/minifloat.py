@@ -25,7 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt
 
-from coat_jax.numerics.rounding import Place, RoundingMode, place_of, require_mode, rounds_up
+from coat_jax.numerics.simulated_rounding import (
+    Place,
+    RoundingMode,
+    place_of,
+    require_mode,
+    rounds_up,
+)
 
 Specials = Literal["none", "nan", "ieee", "fnuz"]
 

@@ -33,7 +33,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, UInt32
 
 from coat_jax.numerics.mesh_axes import varying_axes
-from coat_jax.numerics.programs import one_program
+from coat_jax.numerics.one_program import one_program
 
 GOLDEN = 0x9E3779B9  # A above: 2^32 over the golden ratio, odd
 # Streams of random bits, one for each operand of a product: their rounding errors are independent.

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.numerics import mesh_axes
 from coat_jax.numerics.formats import E4M3, format_of, saturating_cast
-from coat_jax.numerics.programs import one_program
+from coat_jax.numerics.one_program import one_program
 
 FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 

@@ -36,7 +36,7 @@ from coat_jax.numerics.qtensor import (
     require_group_size,
     split_groups,
 )
-from coat_jax.numerics.rounding import ROUNDING_MODES, RoundingMode
+from coat_jax.numerics.simulated_rounding import ROUNDING_MODES, RoundingMode
 
 AnyFormat = Minifloat | IntegerFormat
 Over = Literal["tensor", "channel", "group", "block"]

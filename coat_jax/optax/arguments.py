@@ -31,6 +31,7 @@ RANGES = {
 }
 MOST_LASTING = 1.3  # b1^2 / b2, above which single first moments are far larger than sqrt(v)
 MAY_BE_SCHEDULES = ("learning_rate", "weight_decay")
+OF_ADAM = "adam_"  # the prefix of the arguments for Adam, of an optimizer that contains it
 
 
 def require_hyper(hyper: Hyper) -> None:
@@ -58,7 +59,7 @@ def require_lasting(hyper: Hyper, storage: Storage | None) -> None:
 
 def require_number_or_schedule(name: str, value: Any) -> None:
     """Raises unless `value` is a number in its range, or a schedule if the argument takes one."""
-    if not (name in MAY_BE_SCHEDULES and is_function(value)):
+    if not (_may_be_schedule(name) and is_function(value)):
         require_number(name, value)
 
 
@@ -86,7 +87,7 @@ def require_number(name: str, value: Any) -> None:
     """Raises unless `value` is a real scalar in the range of the argument `name`."""
     require_scalar(name, value)
     known = _known(value)
-    low, high = RANGES[name]
+    low, high = RANGES[name.removeprefix(OF_ADAM)]
     if known is not None and not low <= known < high:
         raise ValueError(
             f"{name}={known!r} is outside its range, {low:g} <= {name} < {high:g}."
@@ -97,7 +98,7 @@ def require_number(name: str, value: Any) -> None:
 def require_scalar(name: str, value: Any) -> None:
     """Raises unless `value` is a real scalar."""
     if not _is_scalar(value):
-        also = " or a schedule (a function of the step count)" if name in MAY_BE_SCHEDULES else ""
+        also = " or a schedule (a function of the step count)" if _may_be_schedule(name) else ""
         raise TypeError(f"{name}={shown(value)} must be a number{also}.")
 
 
@@ -144,11 +145,17 @@ def require_step_number(step: Any) -> None:
     """Raises unless `step` is a whole number: a Python one, or a scalar of an integer dtype."""
     if not _is_scalar(step) or not jnp.issubdtype(jnp.result_type(step), jnp.integer):
         raise TypeError(f"step={shown(step)} must be a whole number: the count of the steps.")
+    if isinstance(step, int) and not -(2**31) <= step < 2**31:
+        raise ValueError(f"step={step} is outside the range of int32, below {2**31}.")
 
 
 def is_function(value: Any) -> bool:
     """Whether `value` can be a schedule; a dtype is callable, too, but is a class."""
     return callable(value) and not isinstance(value, type)
+
+
+def _may_be_schedule(name: str) -> bool:
+    return name.removeprefix(OF_ADAM) in MAY_BE_SCHEDULES
 
 
 def _is_scalar(value: Any) -> bool:

@@ -146,7 +146,17 @@ def fp8_muon(
         >>> state.inner_states["muon"].inner_state[0].mu.codes["w"].dtype.name
         'int8'
     """
-    for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
+    arguments = {
+        "learning_rate": learning_rate,
+        "weight_decay": weight_decay,
+        "adam_b1": adam_b1,
+        "adam_b2": adam_b2,
+        "adam_eps_root": adam_eps_root,
+        "adam_weight_decay": adam_weight_decay,
+    }
+    if adam_learning_rate is not None:
+        arguments["adam_learning_rate"] = adam_learning_rate
+    for name, value in arguments.items():
         require_number_or_schedule(name, value)
     require_settings(storage=storage)
     require_mask("weight_decay_mask", weight_decay_mask)

@@ -23,8 +23,8 @@ from coat_jax.optax import FusedOptimizer, fused_fp8_adamw, in_host_memory, in_p
 from coat_jax.storage import PAPER, Storage
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config.optimizer import function_name, is_transformation
-from coat_jax.training.release import with_gradient_norm
 from coat_jax.training.schedule import learning_rate
+from coat_jax.training.stages import with_gradient_norm
 
 
 def make_optimizer(config: TrainConfig) -> FusedOptimizer:
@@ -50,9 +50,9 @@ def _optimizer(config: TrainConfig) -> FusedOptimizer:
     if config.optimizer.transformation is not None:
         return _in_place(config, _transformation(config))
     if config.optimizer.name == "adamw":
-        return _in_place(config, optax.adamw(**_hyper(config)))
+        return _in_place(config, optax.adamw(**_adamw_arguments(config)))
     return fused_fp8_adamw(
-        **_hyper(config),
+        **_adamw_arguments(config),
         round_params=config.optimizer.round_stochastically,
         correct_params=config.optimizer.correct_params,
         storage=storage_of(config),
@@ -124,7 +124,7 @@ def _schedule(config: TrainConfig) -> optax.Schedule:
     return partial(learning_rate, config.optimizer, config.total_steps)
 
 
-def _hyper(config: TrainConfig) -> dict[str, Any]:
+def _adamw_arguments(config: TrainConfig) -> dict[str, Any]:
     """The arguments that both kinds of AdamW have in common."""
     optimizer = config.optimizer
     return {

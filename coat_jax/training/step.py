@@ -28,8 +28,8 @@ from coat_jax.training.cluster.mesh import everywhere
 from coat_jax.training.compiler_options import compiler_options
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.data import Batch
-from coat_jax.training.release import Released, scale_of_stage, stages_of
 from coat_jax.training.schedule import learning_rate
+from coat_jax.training.stages import Released, scale_of_stage, stages_of
 from coat_jax.training.state import State
 
 

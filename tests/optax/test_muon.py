@@ -333,6 +333,11 @@ def test_in_a_group_of_equal_shapes_each_leaf_gets_its_own_matrix_back():
         ({"ns_dtype": jnp.int8}, ValueError, r"ns_dtype=.*int8.* must be a dtype of floats"),
         ({"learning_rate": None, "adam_learning_rate": 1e-3}, TypeError, "learning_rate=None"),
         ({"weight_decay": -0.1}, ValueError, "weight_decay=-0.1"),
+        ({"adam_b1": 2}, ValueError, "adam_b1=2 is outside its range, 0 <= adam_b1 < 1"),
+        ({"adam_b2": jnp.cos}, TypeError, "adam_b2=.* must be a number"),
+        ({"adam_eps_root": -1.0}, ValueError, "adam_eps_root=-1.0"),
+        ({"adam_weight_decay": True}, TypeError, r"adam_weight_decay=True .*or a schedule"),
+        ({"adam_learning_rate": -1.0}, ValueError, "adam_learning_rate=-1.0"),
         ({"weight_decay_mask": "w"}, TypeError, "mask='w' must be True or False"),
     ],
 )

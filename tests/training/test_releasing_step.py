@@ -9,9 +9,9 @@ from train_cases import ONE, norm_of, random_batches, small, stepper
 import coat_jax as coat
 from coat_jax.errors import UserError
 from coat_jax.training.config import TelemetryConfig
-from coat_jax.training.release import scale_of_stage
 from coat_jax.training.resume_rules import changes as changes_of
 from coat_jax.training.resume_rules import to_json
+from coat_jax.training.stages import scale_of_stage
 
 UNROLLED = {"scan": False, "dtype": jnp.float32, "layers": 1}
 

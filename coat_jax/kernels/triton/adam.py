@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from coat_jax.kernels.triton.arithmetic import clip, reciprocal, sqrt
-from coat_jax.kernels.triton.block_layout import number_in_leaf, place_block
+from coat_jax.kernels.triton.leaf_layout import number_in_leaf, place_block
 from coat_jax.kernels.triton.moments import encode_first, encode_second, load_codes, read_moments
 from coat_jax.kernels.triton.noise import noise_bits
 from coat_jax.kernels.triton.params import load_param, store_param

@@ -1,6 +1,6 @@
 """A moment in expanded FP8, read and rewritten: counterpart of `coat_jax.kernels.stored_moment`.
 
-A program has one block of groups (`block_layout`). FORMAT is a `MomentFormat`. LARGEST is the
+A program has one block of groups (`leaf_layout`). FORMAT is a `MomentFormat`. LARGEST is the
 largest number of the dtype of `amax`, which is also the dtype of the moment in an optimizer's step.
 """
 
@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from coat_jax.kernels.triton.arithmetic import clip, copysign
-from coat_jax.kernels.triton.block_layout import number_in_leaf, place_block
 from coat_jax.kernels.triton.expansion import decode, encode
+from coat_jax.kernels.triton.leaf_layout import number_in_leaf, place_block
 from coat_jax.kernels.triton.moments import load_codes
 from coat_jax.kernels.triton.noise import noise_bits
 

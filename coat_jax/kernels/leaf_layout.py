@@ -2,7 +2,7 @@
 
 Each program works on one block of 1024 neighbouring elements, in whole groups. It computes the
 place of its block from a table with one row per leaf of the launch. `LayoutField` has the order of
-the numbers in a row, and `triton.block_layout` reads them.
+the numbers in a row, and `triton.leaf_layout` reads them.
 """
 
 import math

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from coat_jax.kernels.block_layout import BLOCK, layout_constants, layout_of
+from coat_jax.kernels.leaf_layout import BLOCK, layout_constants, layout_of
 from coat_jax.kernels.leaf_sharding import LeafShard
 
 SHAPES = [(8, 128), (4, 256), (64, 64), (1024, 16), (768, 1000), (4, 300), (3, 128), (1024,), ()]

@@ -1,4 +1,4 @@
-"""Where the block of a program lies: the counterpart of `coat_jax.kernels.block_layout`.
+"""Where the block of a program lies: the counterpart of `coat_jax.kernels.leaf_layout`.
 
 A block is [B, G]: B groups of G neighbouring elements. `layout` is a leaf's row of the table, and
 FIELD the `LayoutField` with the offsets in it.
