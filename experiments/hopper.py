@@ -20,8 +20,8 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
 from coat_jax.kernels import dispatch
-from coat_jax.optax import sharding
-from coat_jax.optax.host_memory import KIND
+from coat_jax.optax.states import sharding
+from coat_jax.optax.states.host_memory import KIND
 from coat_jax.training.cluster.mesh import NAMES, batch_parts
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.preparation import prepare

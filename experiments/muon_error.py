@@ -30,7 +30,7 @@ from rich.table import Table
 
 import coat_jax as coat
 from coat_jax.numerics import expansion, integers, noise
-from coat_jax.optax.newton_schulz import STANDARD
+from coat_jax.optax.muon.newton_schulz import STANDARD
 from coat_jax.storage import Storage, stochastic_below
 from experiments import records
 from experiments.moments.followed import (

@@ -19,26 +19,37 @@
     save_state, restore_state       checkpoints; a state in another format is refused
 
 The functions that store moments in 8 bits take a `coat.Storage`, which holds the formats.
+
+The files, each of which imports only those above it:
+
+masks, derivatives              what a mask selects; derivatives through a step
+checks/                         of arguments, parameters, gradients and states
+states/                         states of any optimizer: selection, shardings, checkpoints
+clipping, dtypes, rounding      the global norm; casts of trees; stochastic rounding
+corrections                     parameters of 24 bits
+adam_state                      Adam's state and its step
+adam, fused, compression        fp8_adamw; the same in one pass; compress
+in_place, in_parts/, muon/      any transformation in place, or in parts; Muon
 """
 
 from coat_jax.optax.adam import fp8_adamw, scale_by_fp8_adam
-from coat_jax.optax.checkpoint import restore_state, save_state
+from coat_jax.optax.adam_state import ScaleByFP8AdamState
 from coat_jax.optax.clipping import global_norm, global_norm_scale
 from coat_jax.optax.compression import CompressedState, compress, decompress
 from coat_jax.optax.corrections import CorrectedState, corrected_params, with_corrections
 from coat_jax.optax.fused import FusedOptimizer, fused_fp8_adamw
+from coat_jax.optax.in_parts.offload import in_host_memory
+from coat_jax.optax.in_parts.release import Stage, Stepped, step_by_stages
 from coat_jax.optax.in_place import InPlaceState, in_place
-from coat_jax.optax.matrices import hidden_matrices
-from coat_jax.optax.muon import ScaleByFP8MuonState, fp8_muon, scale_by_fp8_muon
-from coat_jax.optax.offload import in_host_memory
-from coat_jax.optax.release import Stage, Stepped, step_by_stages
+from coat_jax.optax.muon.matrices import hidden_matrices
+from coat_jax.optax.muon.transformation import ScaleByFP8MuonState, fp8_muon, scale_by_fp8_muon
 from coat_jax.optax.rounding import (
     StochasticRoundState,
     apply_updates,
     stochastic_round_updates,
 )
-from coat_jax.optax.sharding import fitting_group_size, state_shardings
-from coat_jax.optax.state import ScaleByFP8AdamState
+from coat_jax.optax.states.checkpoint import restore_state, save_state
+from coat_jax.optax.states.sharding import fitting_group_size, state_shardings
 from coat_jax.storage import Storage
 
 __all__ = [

@@ -16,16 +16,16 @@ import optax
 
 from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax.optax.arguments import (
+from coat_jax.optax.adam_state import ScaleByFP8AdamState, init_state, step_tree
+from coat_jax.optax.checks.arguments import (
     checked_schedule,
     require_hyper,
     require_lasting,
     require_settings,
 )
-from coat_jax.optax.chains import checked_chain
+from coat_jax.optax.checks.chains import checked_chain
 from coat_jax.optax.dtypes import promoted
 from coat_jax.optax.masks import Mask, checked_mask, require_mask
-from coat_jax.optax.state import ScaleByFP8AdamState, init_state, step_tree
 from coat_jax.storage import Storage
 
 

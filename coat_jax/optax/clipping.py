@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from coat_jax.optax.arguments import require_number
+from coat_jax.optax.checks.arguments import require_number
 
 
 def global_norm(grads: optax.Updates) -> Float[Array, ""]:

@@ -8,7 +8,7 @@ In a step they have the dtype that the wrapped transformation gave them, so that
 it would alone. A group that a step does not change keeps its codes. `kernels.stored_moment` reads
 and writes them.
 
-`coat_jax.optax.selection` says which leaves of a state are moments.
+`coat_jax.optax.states.selection` says which leaves of a state are moments.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.qtensor import scales_shape
-from coat_jax.optax.arguments import require_settings
-from coat_jax.optax.checks import (
+from coat_jax.optax.checks.arguments import require_settings
+from coat_jax.optax.checks.trees import (
     dtype_of,
     explaining_states,
     is_fp8,
@@ -34,10 +34,10 @@ from coat_jax.optax.checks import (
     require_transformation,
 )
 from coat_jax.optax.derivatives import refuse_derivatives
-from coat_jax.optax.host_memory import on_device
-from coat_jax.optax.metadata import fit_metadata
-from coat_jax.optax.selection import select_moments, without_names
-from coat_jax.optax.sharding import full
+from coat_jax.optax.states.host_memory import on_device
+from coat_jax.optax.states.metadata import fit_metadata
+from coat_jax.optax.states.selection import select_moments, without_names
+from coat_jax.optax.states.sharding import full
 from coat_jax.storage import Storage, placeholder_shape
 
 

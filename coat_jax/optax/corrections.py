@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from coat_jax.numerics import corrections, noise
 from coat_jax.numerics.expansion import GROUP_SIZE
-from coat_jax.optax.checks import (
+from coat_jax.optax.checks.trees import (
     explaining_states,
     require_real_floats,
     require_same_shapes,
@@ -28,10 +28,10 @@ from coat_jax.optax.checks import (
     require_transformation,
 )
 from coat_jax.optax.dtypes import in_fp32
-from coat_jax.optax.following import optimized
-from coat_jax.optax.host_memory import on_device
-from coat_jax.optax.metadata import fit_metadata
-from coat_jax.optax.sharding import full
+from coat_jax.optax.states.following import optimized
+from coat_jax.optax.states.host_memory import on_device
+from coat_jax.optax.states.metadata import fit_metadata
+from coat_jax.optax.states.sharding import full
 from coat_jax.storage import placeholder_shape
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from coat_jax.optax.checks import dtype_of, require_real_floats
+from coat_jax.optax.checks.trees import dtype_of, require_real_floats
 
 
 def in_fp32(tree: Any) -> Any:

@@ -23,7 +23,8 @@ from jaxtyping import Array
 from coat_jax.errors import UserError
 from coat_jax.kernels.adam import Hyper, Number, Settings
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax.optax.arguments import (
+from coat_jax.optax.adam_state import ScaleByFP8AdamState, init_state, require_state, step_tree
+from coat_jax.optax.checks.arguments import (
     require_flag,
     require_hyper,
     require_lasting,
@@ -31,10 +32,9 @@ from coat_jax.optax.arguments import (
     require_settings,
     value_at,
 )
-from coat_jax.optax.checks import described
+from coat_jax.optax.checks.trees import described
 from coat_jax.optax.corrections import CorrectedState, init_corrections, require_corrections
 from coat_jax.optax.masks import Mask, mask_of, require_mask
-from coat_jax.optax.state import ScaleByFP8AdamState, init_state, require_state, step_tree
 from coat_jax.storage import Storage
 
 

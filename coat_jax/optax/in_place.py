@@ -16,8 +16,13 @@ import optax
 from jaxtyping import Array, Int32
 
 from coat_jax.kernels.adam import Number
-from coat_jax.optax.arguments import require_flag, require_scalar, require_seed, require_settings
-from coat_jax.optax.checks import (
+from coat_jax.optax.checks.arguments import (
+    require_flag,
+    require_scalar,
+    require_seed,
+    require_settings,
+)
+from coat_jax.optax.checks.trees import (
     dtype_of,
     explaining_states,
     require_real_float,
@@ -34,10 +39,10 @@ from coat_jax.optax.corrections import (
     split_params,
 )
 from coat_jax.optax.dtypes import in_fp32
-from coat_jax.optax.following import optimized
 from coat_jax.optax.fused import FusedOptimizer
 from coat_jax.optax.masks import leaves_some_out
 from coat_jax.optax.rounding import apply_updates
+from coat_jax.optax.states.following import optimized
 
 
 class InPlaceState(NamedTuple):

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int32
 
 from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import GROUP_SIZE
-from coat_jax.optax.arguments import require_seed, require_step_number
-from coat_jax.optax.checks import dtype_of, require_same_shapes, require_state_of
+from coat_jax.optax.checks.arguments import require_seed, require_step_number
+from coat_jax.optax.checks.trees import dtype_of, require_same_shapes, require_state_of
 
 
 class StochasticRoundState(NamedTuple):

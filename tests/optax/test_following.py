@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import coat_jax as coat
-from coat_jax.optax.following import followed_indices
+from coat_jax.optax.states.following import followed_indices
 
 
 class Net(NamedTuple):

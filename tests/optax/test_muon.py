@@ -16,8 +16,8 @@ from small_model import SMALL
 
 import coat_jax as coat
 from coat_jax import models
-from coat_jax.optax.matrices import matrices_of
-from coat_jax.optax.newton_schulz import orthogonalize
+from coat_jax.optax.muon.matrices import matrices_of
+from coat_jax.optax.muon.newton_schulz import orthogonalize
 
 STANDARD = np.array([3.4445, -4.7750, 2.0315])
 IN_FP32 = coat.Storage(min_size=1 << 30)

@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
 from coat_jax.errors import UserError
-from coat_jax.optax import Stage, host_memory, in_host_memory, offload
+from coat_jax.optax import Stage, in_host_memory
+from coat_jax.optax.in_parts import offload
+from coat_jax.optax.states import host_memory
 from coat_jax.telemetry.moments import moment_sums
 
 OPTIMIZERS = {

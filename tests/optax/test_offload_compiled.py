@@ -87,11 +87,11 @@ def test_each_gpu_moves_its_own_shard():
 
 
 def test_copies_for_a_checkpoint_take_one_array_of_the_device():
-    from coat_jax.optax import host_memory
+    from coat_jax.optax.states import host_memory
 
     mesh = hopper_mesh((1,), ("x",))
     with there():
-        from coat_jax.optax import sharding
+        from coat_jax.optax.states import sharding
 
         on_host = sharding.host_sharding(NamedSharding(mesh, P()))
         arrays = [jax.ShapeDtypeStruct(SHAPE, jnp.int8, sharding=on_host)] * 8

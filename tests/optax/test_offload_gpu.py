@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import coat_jax as coat
-from coat_jax.optax import in_host_memory, offload
+from coat_jax.optax import in_host_memory
+from coat_jax.optax.in_parts import offload
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ import coat_jax as coat
 from coat_jax import E4M3, Storage, telemetry
 from coat_jax.errors import UserError
 from coat_jax.numerics.expansion import Expanded
-from coat_jax.optax.state import ScaleByFP8AdamState
+from coat_jax.optax.adam_state import ScaleByFP8AdamState
 from coat_jax.telemetry.moments import (
     Decay,
     Shadow,

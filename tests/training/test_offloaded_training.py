@@ -9,7 +9,7 @@ import pytest
 from train_cases import ONE, random_batches, small, stepper
 
 from coat_jax.errors import UserError
-from coat_jax.optax import offload
+from coat_jax.optax.in_parts import offload
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.config import TelemetryConfig
 from coat_jax.training.optimizer import make_optimizer

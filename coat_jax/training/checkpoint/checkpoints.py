@@ -28,7 +28,7 @@ from coat_jax.agreement import is_main, on_first
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.manifest import DamagedCheckpoint
-from coat_jax.optax.checkpoint import (
+from coat_jax.optax.states.checkpoint import (
     read_state,
     require_storable,
     require_stored_like,

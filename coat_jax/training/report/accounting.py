@@ -22,7 +22,7 @@ from flax import nnx
 
 from coat_jax import models
 from coat_jax.errors import UserError
-from coat_jax.optax import host_memory
+from coat_jax.optax.states import host_memory
 from coat_jax.precision import COAT_LEAN, precision_of
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.state import State

@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from coat_jax.optax.host_memory import on_device
+from coat_jax.optax.states.host_memory import on_device
 from coat_jax.precision import precision_of
 from coat_jax.storage import Storage
 from coat_jax.telemetry.moments import (

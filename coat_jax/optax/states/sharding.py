@@ -16,8 +16,8 @@ from jaxtyping import Array
 
 from coat_jax.numerics import mesh_axes
 from coat_jax.numerics.expansion import GROUP_SIZE
-from coat_jax.optax.following import followed_params
-from coat_jax.optax.host_memory import host_sharding, is_on_host
+from coat_jax.optax.states.following import followed_params
+from coat_jax.optax.states.host_memory import host_sharding, is_on_host
 from coat_jax.storage import GROUP_SIZES, Storage
 
 

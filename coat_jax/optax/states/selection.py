@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import optax
 
 from coat_jax.numerics.expansion import Expanded
-from coat_jax.optax.checks import dtype_of, is_fp8, require_real_float
-from coat_jax.optax.following import followed_params, optimized
+from coat_jax.optax.checks.trees import dtype_of, is_fp8, require_real_float
+from coat_jax.optax.states.following import followed_params, optimized
 from coat_jax.storage import Storage
 
 # States that are subtracted from nearly equal numbers, with their descriptions for the error.

@@ -18,11 +18,11 @@ from jaxtyping import Array
 
 from coat_jax.errors import UserError
 from coat_jax.kernels.adam import Number
-from coat_jax.optax.checks import require_same_shapes
-from coat_jax.optax.following import followed_params
+from coat_jax.optax.checks.trees import require_same_shapes
 from coat_jax.optax.fused import FusedOptimizer, require_step
-from coat_jax.optax.host_memory import is_on_host, place_on_host
-from coat_jax.optax.parts import Parts
+from coat_jax.optax.in_parts.parts import Parts
+from coat_jax.optax.states.following import followed_params
+from coat_jax.optax.states.host_memory import is_on_host, place_on_host
 
 SMALL = 2**16  # bytes of an array that is not worth a copy
 PART = 2**27  # the fewest bytes of a part: copies of many arrays start at once

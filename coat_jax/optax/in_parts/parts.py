@@ -21,9 +21,9 @@ from jax import lax
 from jaxtyping import Array
 
 from coat_jax.errors import UserError
-from coat_jax.optax.following import followed_indices
-from coat_jax.optax.host_memory import is_on_host, to_device, to_host
 from coat_jax.optax.masks import leaves_some_out
+from coat_jax.optax.states.following import followed_indices
+from coat_jax.optax.states.host_memory import is_on_host, to_device, to_host
 
 
 class Parts:

@@ -33,14 +33,15 @@ from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.integers import LARGEST, SMALLEST
 from coat_jax.optax.adam import fp8_adamw
-from coat_jax.optax.arguments import (
+from coat_jax.optax.adam_state import by_leaf, from_leaves, init_moment, leaf_layout
+from coat_jax.optax.checks.arguments import (
     checked_schedule,
     require_number,
     require_number_or_schedule,
     require_settings,
 )
-from coat_jax.optax.chains import checked_chain
-from coat_jax.optax.checks import (
+from coat_jax.optax.checks.chains import checked_chain
+from coat_jax.optax.checks.trees import (
     require_moments,
     require_real_floats,
     require_same_shapes,
@@ -48,15 +49,14 @@ from coat_jax.optax.checks import (
 )
 from coat_jax.optax.dtypes import in_fp32, promoted
 from coat_jax.optax.masks import Mask, checked_mask, require_mask
-from coat_jax.optax.matrices import (
+from coat_jax.optax.muon.matrices import (
     DimensionNumbers,
     Matrix,
     hidden_matrices,
     matrices_of,
     numbers_of_leaves,
 )
-from coat_jax.optax.metadata import fit_metadata
-from coat_jax.optax.newton_schulz import (
+from coat_jax.optax.muon.newton_schulz import (
     STANDARD,
     Coefficients,
     Preconditioning,
@@ -65,8 +65,8 @@ from coat_jax.optax.newton_schulz import (
     require_ns_dtype,
     require_preconditioning,
 )
-from coat_jax.optax.sharding import full
-from coat_jax.optax.state import by_leaf, from_leaves, init_moment, leaf_layout
+from coat_jax.optax.states.metadata import fit_metadata
+from coat_jax.optax.states.sharding import full
 from coat_jax.storage import Storage
 
 

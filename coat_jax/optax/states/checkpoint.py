@@ -27,7 +27,7 @@ from coat_jax import manifest
 from coat_jax.agreement import on_first
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
-from coat_jax.optax.host_memory import copy_hosted
+from coat_jax.optax.states.host_memory import copy_hosted
 from coat_jax.writing import write_failures
 
 

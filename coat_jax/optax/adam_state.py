@@ -21,7 +21,7 @@ from coat_jax.kernels.dispatch import Implementation
 from coat_jax.numerics import expansion, noise
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.formats import codes_dtype
-from coat_jax.optax.checks import (
+from coat_jax.optax.checks.trees import (
     require_moments,
     require_real_floats,
     require_same_shapes,
@@ -30,8 +30,8 @@ from coat_jax.optax.checks import (
 from coat_jax.optax.corrections import CorrectedState, advice_on, is_corrected
 from coat_jax.optax.derivatives import refuse_derivatives
 from coat_jax.optax.dtypes import in_fp32
-from coat_jax.optax.metadata import fit_metadata
-from coat_jax.optax.sharding import full
+from coat_jax.optax.states.metadata import fit_metadata
+from coat_jax.optax.states.sharding import full
 from coat_jax.storage import Storage
 
 

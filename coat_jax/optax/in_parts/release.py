@@ -24,7 +24,7 @@ from coat_jax.kernels.adam import Number
 from coat_jax.limits import shown
 from coat_jax.optax.clipping import global_norm
 from coat_jax.optax.fused import FusedOptimizer, require_step
-from coat_jax.optax.parts import Parts
+from coat_jax.optax.in_parts.parts import Parts
 
 
 class Stage(NamedTuple):
