@@ -74,6 +74,7 @@ PLAN = (
     Measurement("in_place_step", "in_place_step", 1, 180, 30),
     Measurement("activation_memory", "activation_memory", 1, 120, None, ("torch", "torchao")),
     Measurement("group_scaling", "group_scaling", 1, 60),
+    Measurement("sharpness_cost", "sharpness_cost", 1, 60),
 )
 
 
