@@ -1,7 +1,6 @@
 """What quantization costs a network after training: after_training."""
 
 import functools
-from collections.abc import Mapping
 
 from experiments.after_training import changes, show
 from experiments.after_training.changes import What
@@ -13,8 +12,7 @@ from experiments.row_files import Row
 
 MODEL, LARGER = "40M", "124M"
 FORMATS = {"int8": "INT8", "fp8": "FP8"}
-TRAINED = {"bf16": "BF16", "products": "FP8_LINEAR", "coat": "COAT"}  # of them, MODEL
-TRAINED_LARGER = {arm: TRAINED[arm] for arm in ("bf16", "coat")}
+TRAINED = {"bf16": "BF16", "products": "FP8_LINEAR", "coat": "COAT"}
 FURTHER = {
     "": "none",
     "bf16": "in BF16",
@@ -54,14 +52,14 @@ def excess(recipe: str, arm: str = "coat", size: str = MODEL) -> tuple[float, fl
     return percent(excesses(size)[arm][What(recipe)], digits=3)
 
 
-def least_p() -> float:
+def least_p(size: str = MODEL) -> float:
     """The least p-value of all excesses, corrected for their number."""
-    return min(effect.holm for of_arm in excesses().values() for effect in of_arm.values())
+    return min(effect.holm for of_arm in excesses(size).values() for effect in of_arm.values())
 
 
 def by_recipe() -> list[list[str]]:
     """The cost of every recipe, by how the network was trained."""
-    columns = _columns(TRAINED)
+    columns = _columns()
     rows = [["activations", "ranges", *(title for _, _, title in columns)]]
     for mode, in_words in ACTIVATIONS.items():
         for fit, of_range in FITS.items():
@@ -74,7 +72,7 @@ def by_recipe() -> list[list[str]]:
 
 def by_further_training() -> list[list[str]]:
     """The cost with a scale for each token, by what was trained before quantizing, and how."""
-    columns = _columns(TRAINED_LARGER)
+    columns = _columns()
     rows = [["parameters", "further steps", *(title for _, _, title in columns)]]
     for size in (MODEL, LARGER):
         for further, in_words in FURTHER.items():
@@ -86,10 +84,10 @@ def by_further_training() -> list[list[str]]:
     return rows
 
 
-def _columns(trained: Mapping[str, str]) -> list[tuple[str, str, str]]:
+def _columns() -> list[tuple[str, str, str]]:
     """The columns of a table: format, arm and title."""
     return [
         (form, arm, f"{name}, trained in {how}")
         for form, name in FORMATS.items()
-        for arm, how in trained.items()
+        for arm, how in TRAINED.items()
     ]
