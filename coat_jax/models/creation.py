@@ -57,24 +57,29 @@ def _initializer(config: Config, mesh: Mesh | None) -> Callable[[jax.Array], Any
 
 
 def _unstacking(made: Callable[[jax.Array], Any], state: Any) -> Callable[[jax.Array], Any]:
-    """Wraps `made`: the layers of its result are unstacked into a list, as in `state`."""
-    flat = dict(nnx.to_flat_state(state))
-    shardings = None
-    if None not in (leaf.sharding for leaf in flat.values()):
-        shardings = {path: leaf.sharding for path, leaf in flat.items()}
+    """Wraps `made`: the layers of its result are unstacked into a list, as in `state`.
 
-    @functools.partial(jax.jit, out_shardings=shardings)
-    def unstack(arrays: dict[Any, jax.Array]) -> dict[Any, jax.Array]:
-        unstacked: dict[Any, jax.Array] = {}
-        for path, array in arrays.items():
-            if path[0] == "layers":
-                unstacked |= {("layers", i, *path[1:]): layer for i, layer in enumerate(array)}
-            else:
-                unstacked[path] = array
-        return unstacked
+    An array is freed before the next one is unstacked, and the layers of later ones take its place.
+    All at once would take the memory of two models, and split what is free after that into two.
+    """
+    flat = dict(nnx.to_flat_state(state))
+
+    @functools.cache
+    def unstack(sharding: Any) -> Callable[[jax.Array], list[jax.Array]]:
+        return jax.jit(list, out_shardings=sharding)
 
     def initialize(key: jax.Array) -> Any:
-        values = unstack({path: leaf[...] for path, leaf in nnx.to_flat_state(made(key))})
+        stacked = {path: leaf[...] for path, leaf in nnx.to_flat_state(made(key))}
+        values: dict[Any, jax.Array] = {}
+        for path in sorted(stacked, key=lambda path: stacked[path].nbytes, reverse=True):
+            array = stacked.pop(path)
+            if path[0] != "layers":
+                values[path] = array
+                continue
+            of_layers = [("layers", i, *path[1:]) for i in range(len(array))]
+            layers = unstack(flat[of_layers[0]].sharding)(array)
+            values |= zip(of_layers, layers, strict=True)
+            array.delete()  # Variables that refer to it live until Python collects garbage.
         return nnx.from_flat_state(
             {path: leaf.replace(values[path]) for path, leaf in flat.items()}
         )

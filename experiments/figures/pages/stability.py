@@ -59,6 +59,11 @@ def failures_5m() -> list[list[str]]:
     return _as_code([[row[place] for place in shown] for row in (header, *rows)])
 
 
+def failures_12m() -> list[list[str]]:
+    """How often BF16 and COAT failed in the larger model, at every learning rate."""
+    return _as_code(failure_rows(measured("12M")))
+
+
 def losses_5m() -> list[list[str]]:
     """By how much each arm's loss is above the baseline's, at the lowest learning rates."""
     return _as_code([row[: 1 + SHOWN] for row in loss_rows(measured("5M"))])
@@ -247,9 +252,9 @@ def spiked_without_scales() -> tuple[int, int]:
     return one.spiked[:2]
 
 
-def at_the_best(*arms: str) -> tuple[float, ...]:
-    """The loss above the baseline's at the lowest rate, and half of its interval, in percent."""
-    means = [above_baseline(measured("5M"), arm)[BEST] for arm in arms]
+def at_the_best(*arms: str, size: str = "5M") -> tuple[float, ...]:
+    """The loss above the baseline's at `BEST`, and half of its interval, in percent."""
+    means = [above_baseline(measured(size), arm)[BEST] for arm in arms]
     return tuple(100 * part for mean in means for part in (mean.mean, mean.half))
 
 
