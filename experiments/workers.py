@@ -69,11 +69,16 @@ def run_worker(module: str, *arguments: str, **variables: str | None) -> Ended:
 
 
 def outcome(ended: Ended) -> dict[str, Any]:
-    """The last object that a worker printed; without any, {"failed": why}."""
+    """The last object that a worker printed; without any, {"failed": why}.
+
+    Where memory ran out, "error" is what JAX said: of which memory, and how much was asked for.
+    """
     if ended.results:
         return ended.results[-1]
-    full = "RESOURCE_EXHAUSTED" in ended.stderr
-    return {"failed": "out of memory" if full else reason(ended.stderr)}
+    error = reason(ended.stderr)
+    if "RESOURCE_EXHAUSTED" in ended.stderr:
+        return {"failed": "out of memory", "error": error}
+    return {"failed": error}
 
 
 def count_gpus() -> int:

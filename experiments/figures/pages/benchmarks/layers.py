@@ -32,6 +32,15 @@ def layer_speed() -> list[list[str]]:
     return rows
 
 
+def of_the_suite() -> tuple[int, int]:
+    """The tests that passed, and the limits on compilation that were missed."""
+    figures = of("gpu_suite")
+    missed = gpu_suite.failed(figures)
+    if others := [line for line in missed if ": compiled " not in line]:
+        raise ValueError(f"docs/benchmarks.md does not say that the suite failed: {others}.")
+    return int(figures["tests"]["summary"].split()[0]), len(missed)
+
+
 def times_by_size() -> dict[tuple[int, int, int], dict[str, float]]:
     """The milliseconds of every way, by width, batch and sequence."""
     times: dict[tuple[int, int, int], dict[str, float]] = {}
@@ -133,8 +142,9 @@ FIGURES: list[Figure] = [
     Sentence("four layers took {:.1f} % longer", longer_in_suite),
     Given("The 12 tests that need several GPUs", SETTING),
     Sentence(
-        "all {:.0f} tests passed, and every bound",
-        lambda: (int(of("gpu_suite")["tests"]["summary"].split()[0]),),
+        "all {:.0f} tests passed, and every bound of its benchmark held but {:.0f}, those of "
+        "compilation",
+        of_the_suite,
     ),
     Sentence(
         "Four unrolled layers of Llama-2-7B in COAT compile in {:.1f} s, and in {:.1f} s when "
@@ -147,9 +157,9 @@ FIGURES: list[Figure] = [
     ),
     Sentence("The limits are {:.0f} s and {:.0f} s", lambda: (gpu_suite.COLD, gpu_suite.WARM)),
     Given(
-        "took 36.4 to 48.0 s the first time, and 8.4 to 11.7 s from the cache. The slowest of "
-        "them, with 48.0 s and 11.7 s, missed both limits.",
-        "results/gpu_suite.json of commits 57a6a61 and 04154f2",
+        "took 36.4 to 48.0 s the first time, and 8.4 to 11.7 s from the cache. Of all 6 runs 3 "
+        "missed both limits.",
+        "results/gpu_suite.json of commits 57a6a61, 04154f2, 365d7af and before",
     ),
     Sentence(
         "took {:.2f} ms with FP32 parameters, {:.2f} ms with BF16 ones and {:.2f} ms where these "
