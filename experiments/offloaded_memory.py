@@ -1,6 +1,7 @@
 """How much of a GPU's memory is saved by moments in host memory.
 
-Claim: with 6 x 2048 tokens, a step of Llama-2-13B fits on an H100 only with its moments there.
+Claim: with 6 x 2048 tokens, a step of Llama-2-13B fits on an H100 only with its moments in host
+memory, by XLA's account.
 
     python -m experiments.offloaded_memory      anywhere with XLA's CUDA plugin: nothing is computed
     python -m experiments.offloaded_memory 4    with 4 sequences

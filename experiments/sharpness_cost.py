@@ -3,10 +3,10 @@
     python -m experiments.sharpness_cost                           on a GPU
     python -m experiments.sharpness_cost --batch 1 --tokens 32     smoke test, anywhere
 
-The gradients of `llama_124m` in BF16, three ways: with the loss alone, as the trainer computes it;
-with the logits of all tokens as well, which the loss does not need as a whole; and with the
-sharpness of these logits. The first difference is the cost of logits for a loop that has none, the
-second that of sharpness itself. Ways take turns; times are medians.
+The gradients of `llama_124m` in BF16 are computed in three ways: with the loss alone, as in the
+trainer; with the logits of all tokens as well, which the loss does not need all at once; and with
+the sharpness of these logits. The first difference is the cost of logits for a loop that has none,
+the second that of sharpness itself. The three ways alternate, and times are medians.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def loss_of(
 
 
 def measure(batch: int, tokens: int) -> dict[str, Any]:
-    """Milliseconds of the gradients of a batch, by what is computed beside the loss."""
+    """How many milliseconds the gradients of a batch take, by what else is computed."""
     config = dataclasses.replace(load_config(CONFIG).model, precision=BF16)
     model = models.create(config)
     graph, params = nnx.split(model)
@@ -74,7 +74,7 @@ def measure(batch: int, tokens: int) -> dict[str, Any]:
 
 
 def shares(figures: dict[str, Any]) -> dict[str, float]:
-    """By how much logits and sharpness lengthen the gradients with the loss alone."""
+    """The time that logits and sharpness add, as shares of that of the loss and its gradients."""
     alone, logits, both = (figures["ms"][way] for way in WAYS)
     return {"logits": (logits - alone) / alone, "sharpness": (both - logits) / alone}
 

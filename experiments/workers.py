@@ -71,7 +71,7 @@ def run_worker(module: str, *arguments: str, **variables: str | None) -> Ended:
 def outcome(ended: Ended) -> dict[str, Any]:
     """The last object that a worker printed; without any, {"failed": why}.
 
-    Where memory ran out, "error" is what JAX said: of which memory, and how much was asked for.
+    If memory ran out, "error" is JAX's message: which memory it was, and how much was requested.
     """
     if ended.results:
         return ended.results[-1]

@@ -243,7 +243,7 @@ def numbers_of_step(
     from_m, from_grad = 1 / debias1, jnp.zeros([])
     if nesterov:
         from_m, from_grad = b1 / bias(b1, count + 1), (1 - b1) * grad_scale / debias1
-    factor = -lr if has_param else 1.0  # of the direction, in the step
+    factor = -lr if has_param else 1.0  # the step is this times the direction
     bound = jnp.abs(factor) * largest_direction(count, b1, b2, nesterov=nesterov)
     numbers = StepNumbers(
         log2_b1=jnp.log2(b1),

@@ -35,7 +35,7 @@ from coat_jax.numerics.qtensor import join_groups, split_groups
 from coat_jax.storage import Storage
 
 WARPS = 2
-ALONE = ((0, 0),)  # one leaf in a launch; `leaf_layout.layout_of`
+ALONE = ((0, 0),)  # `table` of `leaf_layout.layout_of`, for a launch with one leaf
 
 
 def read_reference(stored: Expanded, storage: Storage) -> Float[Array, "..."]:

@@ -59,8 +59,9 @@ def _initializer(config: Config, mesh: Mesh | None) -> Callable[[jax.Array], Any
 def _unstacking(made: Callable[[jax.Array], Any], state: Any) -> Callable[[jax.Array], Any]:
     """Wraps `made`: the layers of its result are unstacked into a list, as in `state`.
 
-    An array is freed before the next one is unstacked, and the layers of later ones take its place.
-    All at once would take the memory of two models, and split what is free after that into two.
+    Arrays are unstacked one at a time, and each is freed before the next, whose layers can then
+    take its place. Unstacking all of them at once would take the memory of two models, and would
+    leave the free memory in two pieces.
     """
     flat = dict(nnx.to_flat_state(state))
 
@@ -79,7 +80,7 @@ def _unstacking(made: Callable[[jax.Array], Any], state: Any) -> Callable[[jax.A
             of_layers = [("layers", i, *path[1:]) for i in range(len(array))]
             layers = unstack(flat[of_layers[0]].sharding)(array)
             values |= zip(of_layers, layers, strict=True)
-            array.delete()  # Variables that refer to it live until Python collects garbage.
+            array.delete()  # The Variables that hold it live until Python collects garbage.
         return nnx.from_flat_state(
             {path: leaf.replace(values[path]) for path, leaf in flat.items()}
         )

@@ -20,16 +20,16 @@
 
 The functions that store moments in 8 bits take a `coat.Storage`, which holds the formats.
 
-The files, each of which imports only those above it:
+The files and folders, each of which imports only those of the lines above its own:
 
-masks, derivatives              what a mask selects; derivatives through a step
-checks/                         of arguments, parameters, gradients and states
-states/                         states of any optimizer: selection, shardings, checkpoints
-clipping, dtypes, rounding      the global norm; casts of trees; stochastic rounding
-corrections                     parameters of 24 bits
-adam_state                      Adam's state and its step
-adam, fused, compression        fp8_adamw; the same in one pass; compress
-in_place, in_parts/, muon/      any transformation in place, or in parts; Muon
+    masks, derivatives              which parameters a mask selects; derivatives through a step
+    checks/                         checks of arguments, parameters, gradients and states
+    states/                         states of any optimizer: selection, shardings, checkpoints
+    clipping, dtypes, rounding      the global norm; casts of trees; stochastic rounding
+    corrections                     parameters of 24 bits
+    adam_state                      Adam's state and its step
+    adam, fused, compression        fp8_adamw; the same in one pass; compress
+    in_place, in_parts/, muon/      any transformation as a step in place; steps in parts; Muon
 """
 
 from coat_jax.optax.adam import fp8_adamw, scale_by_fp8_adam

@@ -3,7 +3,7 @@
 Each parameter has two moments, each stored in three arrays: the codes, and per group of
 neighbours the largest magnitude `amax` and the exponent `k16`. `coat_jax.storage.Storage` says
 which leaves are stored in 8 bits, and in which formats. `fp8_adamw` and `fused_fp8_adamw` have the
-same state. What makes a single moment, and what goes through the leaves, serves Muon as well.
+same state. Muon, too, uses `init_moment`, `leaf_layout`, `by_leaf` and `from_leaves`.
 """
 
 import functools

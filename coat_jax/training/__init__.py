@@ -7,7 +7,7 @@ config_files, overrides   configs from files and the command line
 data/                     where tokens come from
 schedule, optimizer       the learning rate; AdamW in 8 bits or FP32, or any optax transformation
 state, step               what is trained, and one step of it
-stages                    a step that updates the model in stages, each of which frees its gradients
+stages                    the model as stages, for a backward pass that frees gradients as it goes
 preparation, programs     what steps are compiled from, and the compiled steps
 loop                      the run: config -> mesh -> data -> state -> steps
 cluster/                  many devices and processes as one

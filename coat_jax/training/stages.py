@@ -1,4 +1,4 @@
-"""A model as stages, for a step whose backward pass updates each and frees its gradients.
+"""A model as stages, for a step whose backward pass updates each one and frees its gradients.
 
     embedding -> layer 0 -> layer 1 -> ... -> last norm, head and loss
 

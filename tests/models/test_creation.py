@@ -1,4 +1,4 @@
-"""The memory that creating a model takes. Its values are tested with those of other layouts."""
+"""The memory that creating a model takes. `test_llama` tests the values of the parameters."""
 
 import jax
 import pytest
@@ -9,7 +9,7 @@ from coat_jax import models
 
 @pytest.fixture
 def live_bytes(monkeypatch):
-    """The bytes of all arrays after each stacked array was unstacked, beside those of before."""
+    """The bytes of all new arrays, each time that a stacked array has just been unstacked."""
     before, found, jit = sum(x.nbytes for x in jax.live_arrays()), [], jax.jit
 
     def watched(function, **options):

@@ -31,7 +31,7 @@ RANGES = {
 }
 MOST_LASTING = 1.3  # b1^2 / b2, above which single first moments are far larger than sqrt(v)
 MAY_BE_SCHEDULES = ("learning_rate", "weight_decay")
-OF_ADAM = "adam_"  # the prefix of the arguments for Adam, of an optimizer that contains it
+OF_ADAM = "adam_"  # begins the names of Adam's arguments in `fp8_muon`
 
 
 def require_hyper(hyper: Hyper) -> None:

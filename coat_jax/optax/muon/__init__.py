@@ -2,5 +2,5 @@
 
 matrices         which parameters are matrices, and along which axes
 newton_schulz    orthogonalizes matrices, each on one device of the mesh
-transformation   `fp8_muon`, with AdamW for what is not a matrix
+transformation   `scale_by_fp8_muon`; and `fp8_muon`, with AdamW for what is not a matrix
 """

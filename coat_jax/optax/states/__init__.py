@@ -2,8 +2,8 @@
 
 following     which parameter a leaf belongs to
 selection     which leaves `compress` stores in FP8
-sharding      every leaf is sharded as its parameter is
-metadata      sharding annotations
-host_memory   leaves in the memory of the host
-checkpoint    saved and restored; a state that does not fit is refused
+host_memory   leaves in the memory of the host, and copies of them
+sharding      shardings of leaves, which are those of their parameters
+metadata      Flax's sharding annotations on leaves
+checkpoint    saves and restores states; refuses one that does not fit
 """

@@ -62,7 +62,7 @@ def failures_5m() -> list[list[str]]:
 
 
 def larger_model() -> tuple[float, ...]:
-    """Million parameters of the larger model and its seeds, if no run of it failed."""
+    """Million parameters of the larger model, and its seeds; raises if a run of it failed."""
     found = measured("12M")
     failed_rates = [one.failed for one in verdicts(found).values()]
     if any(rate.count for rate in failed_rates):
@@ -446,8 +446,8 @@ PAGE = Page(
         Sentence("At {:.1f} million parameters only BF16", lambda: (larger_model()[0],)),
         Table("stability_12m", failures_12m),
         Sentence(
-            "it makes the gradients of `llama_124m` take {:.1f} % longer on an H100, and logits, "
-            "where a loop has none, another {:.1f} %",
+            "makes the gradients of `llama_124m` take {:.1f} % longer; a loop that has no logits "
+            "yet needs another {:.1f} % for them",
             lambda: tuple(
                 100 * shares(of("sharpness_cost"))[what] for what in ("sharpness", "logits")
             ),

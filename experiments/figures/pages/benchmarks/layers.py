@@ -142,8 +142,8 @@ FIGURES: list[Figure] = [
     Sentence("four layers took {:.1f} % longer", longer_in_suite),
     Given("The 12 tests that need several GPUs", SETTING),
     Sentence(
-        "all {:.0f} tests passed, and every bound of its benchmark held but {:.0f}, those of "
-        "compilation",
+        "all {:.0f} tests passed, and every bound of its benchmark held except {:.0f}, those on "
+        "compilation time",
         of_the_suite,
     ),
     Sentence(
@@ -157,7 +157,7 @@ FIGURES: list[Figure] = [
     ),
     Sentence("The limits are {:.0f} s and {:.0f} s", lambda: (gpu_suite.COLD, gpu_suite.WARM)),
     Given(
-        "took 36.4 to 48.0 s the first time, and 8.4 to 11.7 s from the cache. Of all 6 runs 3 "
+        "took 36.4 to 48.0 s the first time, and 8.4 to 11.7 s from the cache. In all, 3 of 6 runs "
         "missed both limits.",
         "results/gpu_suite.json of commits 57a6a61, 04154f2, 365d7af and before",
     ),
