@@ -116,11 +116,15 @@ def _format(name: str, value: DTypeLike | Minifloat) -> Any:
             "precision) or coat.formats.E5M2 (more range); or, to simulate another one, "
             f"{names_of_simulated(MOST_MANTISSA_BITS)}."
         ) from None
-    if not (fmt.signed and fmt.zero and fmt.max > LEAST_MAX):
+    if not (fmt.signed and fmt.zero):
         raise UserError(
             f"{name}={fmt.name!r} cannot hold activations and gradients: choose a signed format "
-            f"that has a zero and whose largest value is above {LEAST_MAX:.3g}. (This one's is "
-            f"{fmt.max:.3g}; scales make up for the bias of a format.)"
+            "that has a zero."
+        )
+    if not fmt.max > LEAST_MAX:
+        raise UserError(
+            f"{name}={fmt.name!r} has {fmt.max:.3g} as its largest value, which must be above "
+            f"{LEAST_MAX:.3g}. Choose a lower bias: scales make up for it."
         )
     return fmt
 

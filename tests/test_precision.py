@@ -115,7 +115,12 @@ def test_a_format_is_a_dtype_a_minifloat_or_a_name():
     assert not dataclasses.replace(simulated, fp8_linear=False, block=None).simulated
 
 
-@pytest.mark.parametrize("name", ["UE4M4", "UE8M0", "E4M3:no_subnormals:no_zero", "E2M1:bias=90"])
+@pytest.mark.parametrize("name", ["UE4M4", "UE8M0", "E4M3:no_subnormals:no_zero"])
 def test_a_simulated_format_is_signed_and_has_a_zero(name):
     with pytest.raises(UserError, match="cannot hold activations and gradients"):
         Precision(forward=name)
+
+
+def test_a_simulated_format_must_not_be_too_small():
+    with pytest.raises(UserError, match=r"'E2M1:bias=90' has 9\.69e-27 as its .* lower"):
+        Precision(forward="E2M1:bias=90")

@@ -220,11 +220,11 @@ def _forward(
     probe = recording.norm(probe, x, saved, norm, weights, scales, mode)
     probe = recording.activation(probe, pre_activations, hidden, act, down, down_scale, mode)
     scales += (down_scale,)
-    kept = _Saved(saved, hidden, norm, weights, biases, down, down_bias, scales, probe)
-    return x + y if residual else y, kept
+    saved_arrays = _Saved(saved, hidden, norm, weights, biases, down, down_bias, scales, probe)
+    return x + y if residual else y, saved_arrays
 
 
-def _backward(settings: _MLPSettings, kept: _Saved, gradient: Array) -> Any:
+def _backward(settings: _MLPSettings, saved_arrays: _Saved, gradient: Array) -> Any:
     act, residual, mode, name = settings
 
     def backward(saved: _Saved, dy: Array) -> Any:
@@ -247,7 +247,9 @@ def _backward(settings: _MLPSettings, kept: _Saved, gradient: Array) -> Any:
         probe = recording.gradients(probe, lambda: (dy,), (g,), mode, first=len(d_hidden))
         return dx, d_norm, d_weights, d_biases, d_down, d_down_bias, probe
 
-    return run_backward(backward, (kept,), gradient, name=name, rounds=rounds_rows(mode.precision))
+    return run_backward(
+        backward, (saved_arrays,), gradient, name=name, rounds=rounds_rows(mode.precision)
+    )
 
 
 _mlp.defvjp(_forward, _backward)

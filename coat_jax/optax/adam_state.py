@@ -3,7 +3,7 @@
 Each parameter has two moments, each stored in three arrays: the codes, and per group of
 neighbours the largest magnitude `amax` and the exponent `k16`. `coat_jax.storage.Storage` says
 which leaves are stored in 8 bits, and in which formats. `fp8_adamw` and `fused_fp8_adamw` have the
-same state. Muon, too, uses `init_moment`, `leaf_layout`, `by_leaf` and `from_leaves`.
+same state. Muon, too, uses `init_moment`, `stored_layout`, `by_leaf` and `from_leaves`.
 """
 
 import functools
@@ -62,7 +62,7 @@ def init_moment(params: optax.Params, dtype: DTypeLike, storage: Storage) -> Exp
 
     def tree(field: int, value: int) -> Any:
         def leaf(p: Any) -> Array:
-            array = leaf_layout(jnp.shape(p), dtype, storage)[field]
+            array = stored_layout(jnp.shape(p), dtype, storage)[field]
             return full(p, array.shape, array.dtype, value)
 
         return fit_metadata(jax.tree.map(leaf, params), params)
@@ -70,7 +70,7 @@ def init_moment(params: optax.Params, dtype: DTypeLike, storage: Storage) -> Exp
     return Expanded(codes=tree(0, 0), amax=tree(1, 0), k16=tree(2, expansion.STEPS))
 
 
-def leaf_layout(
+def stored_layout(
     shape: tuple[int, ...], dtype: DTypeLike, storage: Storage
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Codes, amax and k16 of a parameter of this shape: their shapes and dtypes."""
@@ -163,7 +163,7 @@ def require_state(state: Any, storage: Storage) -> None:
     for name in ("mu", "nu"):
         dtype = storage.first if name == "mu" else storage.second
 
-        layout = functools.partial(leaf_layout, dtype=dtype, storage=storage)
+        layout = functools.partial(stored_layout, dtype=dtype, storage=storage)
         require_moments(name, getattr(state, name), layout)
 
 

@@ -31,7 +31,7 @@ RANGES = {
 }
 MOST_LASTING = 1.3  # b1^2 / b2, above which single first moments are far larger than sqrt(v)
 MAY_BE_SCHEDULES = ("learning_rate", "weight_decay")
-OF_ADAM = "adam_"  # begins the names of Adam's arguments in `fp8_muon`
+ADAM_PREFIX = "adam_"  # begins the names of Adam's arguments in `fp8_muon`
 
 
 def require_hyper(hyper: Hyper) -> None:
@@ -87,7 +87,7 @@ def require_number(name: str, value: Any) -> None:
     """Raises unless `value` is a real scalar in the range of the argument `name`."""
     require_scalar(name, value)
     known = _known(value)
-    low, high = RANGES[name.removeprefix(OF_ADAM)]
+    low, high = RANGES[name.removeprefix(ADAM_PREFIX)]
     if known is not None and not low <= known < high:
         raise ValueError(
             f"{name}={known!r} is outside its range, {low:g} <= {name} < {high:g}."
@@ -155,7 +155,7 @@ def is_function(value: Any) -> bool:
 
 
 def _may_be_schedule(name: str) -> bool:
-    return name.removeprefix(OF_ADAM) in MAY_BE_SCHEDULES
+    return name.removeprefix(ADAM_PREFIX) in MAY_BE_SCHEDULES
 
 
 def _is_scalar(value: Any) -> bool:

@@ -33,7 +33,7 @@ from coat_jax.numerics import noise
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.integers import LARGEST, SMALLEST
 from coat_jax.optax.adam import fp8_adamw
-from coat_jax.optax.adam_state import by_leaf, from_leaves, init_moment, leaf_layout
+from coat_jax.optax.adam_state import by_leaf, from_leaves, init_moment, stored_layout
 from coat_jax.optax.checks.arguments import (
     checked_schedule,
     require_number,
@@ -382,5 +382,5 @@ def _scale_by_shape(
 
 def _require_state(state: Any, updates: optax.Updates, storage: Storage) -> None:
     require_state_of(ScaleByFP8MuonState, state)
-    require_moments("mu", state.mu, partial(leaf_layout, dtype=storage.first, storage=storage))
+    require_moments("mu", state.mu, partial(stored_layout, dtype=storage.first, storage=storage))
     require_same_shapes("gradients", updates, state.mu.codes)
