@@ -93,6 +93,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--sequence", type=int, default=SEQUENCE, help="tokens of a sequence")
     parser.add_argument("--remat", help="what layers recompute: layer or layer_fp8")
     parser.add_argument("--beside-one", action="store_true", help="compare with one GPU alone")
+    parser.add_argument("--label", help="ends the name of the results file: say, the GPU's")
     parser.add_argument("--trace", type=Path, help="directory for a profile of one step")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
@@ -110,6 +111,7 @@ def results_path(options: argparse.Namespace) -> Path:
         f"{gpus}_gpus": gpus > 1,
         "beside_one": options.beside_one,
         f"remat_{options.remat}": options.remat is not None,
+        options.label: options.label is not None,
     }
     parts = ["training_throughput", *(name for name, differs in differences.items() if differs)]
     return Path(options.out / f"{'_'.join(parts)}.json")
