@@ -1,4 +1,4 @@
-"""Speed and memory of training Llama-2-7B, and of a small model: training_throughput."""
+"""Speed and memory of training Llama-2-7B, of a small model, and of Llama-2-13B."""
 
 import math
 from typing import Any
@@ -9,6 +9,8 @@ from experiments.figures.measured.files import GB, bold, case, of, ratio
 from experiments.training_throughput import OPTIONS
 
 SMALL_MODEL = "training_throughput_llama_124m_sequence_1024"
+LARGER_MODEL = "training_throughput_llama2_13b"  # on an H100
+LARGER_MODEL_ON_H200 = "training_throughput_llama2_13b_h200"
 PRECISIONS = ["BF16", "FP8_LINEAR", "COAT", "COAT_LEAN"]
 
 
@@ -29,6 +31,12 @@ def slower(*options: str) -> float:
     """By how many percent a step with these options takes longer than one without."""
     plain = training("COAT", 16)
     return 100 * (ratio("step_seconds", training("COAT", 16, *options), plain) - 1)
+
+
+def larger_model_slower(name: str, batch: int) -> float:
+    """By how many percent a step of Llama-2-13B is longer with its moments in host memory."""
+    on_gpu = case(name, batch=batch, offloaded=False)
+    return 100 * (ratio("step_seconds", case(name, batch=batch, offloaded=True), on_gpu) - 1)
 
 
 def off_by(name: str = "training_throughput") -> float:

@@ -7,7 +7,11 @@ import optax
 from coat_jax.optax import fp8_adamw
 from experiments.figures.compare import Given, Page, Sentence
 from experiments.figures.measured.package import MOMENTS, bytes_of_placeholders, bytes_of_state
-from experiments.figures.measured.throughput import slower
+from experiments.figures.measured.throughput import (
+    LARGER_MODEL_ON_H200,
+    larger_model_slower,
+    slower,
+)
 from experiments.figures.pages.compressed_optax import WORSE, largest_change, times_the_loss
 from experiments.figures.pages.reasons import ARITHMETIC, PUBLISHED, SETTING
 
@@ -70,6 +74,10 @@ PAGE = Page(
             "offloading makes a step of Llama-2-7B {:.1f} % longer if gradients are released, and "
             "{:.0f} % longer if not",
             lambda: (slower("offloaded", "released"), slower("offloaded")),
+        ),
+        Sentence(
+            "its step is {:.1f} % longer with them in host memory",
+            lambda: (larger_model_slower(LARGER_MODEL_ON_H200, 6),),
         ),
     ],
 )

@@ -8,7 +8,14 @@ from experiments.figures.compare import Figure, Given, Sentence, Table
 from experiments.figures.measured import loss_study, throughput
 from experiments.figures.measured.curves import epochs, tokens
 from experiments.figures.measured.files import GB, bold, case, of, ratio
-from experiments.figures.measured.throughput import beside_one, slower, training
+from experiments.figures.measured.throughput import (
+    LARGER_MODEL,
+    LARGER_MODEL_ON_H200,
+    beside_one,
+    larger_model_slower,
+    slower,
+    training,
+)
 from experiments.figures.pages.reasons import PAPER
 
 
@@ -20,26 +27,31 @@ def offloaded() -> tuple[float, float, float]:
 
 def larger_model() -> tuple[float, ...]:
     """Llama-2-13B: its batch and peak in GB by where moments are, and the limit of an H100."""
-    few, many = ([of("offloaded_memory")[place][i] for place in ("gpu", "host")] for i in (0, 1))
-    limit = case(throughput.SMALL_MODEL, precision="COAT", batch=4)["memory"]["limit"]
-    gpu, host = many
+    gpu, host = (of("offloaded_memory")[place][1] for place in ("gpu", "host"))
+    (limit,) = {one["memory"]["limit"] for one in of(LARGER_MODEL)["cases"]}
     return (
         *(gpu["batch"], gpu["sequence"], gpu["peak"] / GB),
-        *(host["on_host"] / GB, host["peak"] / GB, limit / GB),
-        *(few[0]["batch"], few[0]["sequence"], *(one["peak"] / GB for one in few)),
+        *(limit / GB, host["on_host"] / GB, host["peak"] / GB),
     )
 
 
-def larger_model_trained() -> tuple[float, ...]:
-    """Llama-2-13B: tokens a second, batch, sequence, peak in GB, and by how much XLA's differs."""
-    name = "training_throughput_llama2_13b"
-    figures = of(name)
-    for full in figures["cases"][:2]:
-        if full.get("failed") != "out of memory" or full["batch"] != 6:
-            raise ValueError("Llama-2-13B fits at a batch of 6: say so in docs/benchmarks.md.")
-    (one,) = (case for case in figures["cases"] if "failed" not in case)
-    sizes = one["batch"], figures["sequence"]
-    return (one["tokens_per_second"], *sizes, one["peak"] / GB, throughput.off_by(name))
+def larger_model_rows() -> list[list[str]]:
+    """Llama-2-13B on each GPU: its speed and peak by batch and by where moments are."""
+    rows = [["GPU", "batch", "moments", "tokens a second", "peak, GB"]]
+    for name, gpu in ((LARGER_MODEL, "H100"), (LARGER_MODEL_ON_H200, "H200")):
+        for one in sorted(of(name)["cases"], key=lambda one: (one["batch"], one["offloaded"])):
+            moments = "in host memory" if one["offloaded"] else "on the GPU"
+            speed, peak = f"{one['tokens_per_second']:,.0f}", f"{one['peak'] / GB:.1f}"
+            rows.append([gpu, str(one["batch"]), moments, speed, peak])
+    return rows
+
+
+def larger_model_gains() -> float:
+    """By how many percent training on the H100 is faster with moments in host memory, at 6 x 2048
+    tokens, than with them on the GPU, at 3 x 2048.
+    """
+    host = case(LARGER_MODEL, batch=6, offloaded=True)
+    return 100 * (ratio("tokens_per_second", host, case(LARGER_MODEL, offloaded=False)) - 1)
 
 
 def four_gpus() -> list[float]:
@@ -114,18 +126,25 @@ FIGURES: list[Figure] = [
     ),
     Sentence(
         "With released gradients and {:.0f} x {:.0f} tokens, a step of Llama-2-13B in COAT takes "
-        "{:.1f} GB by XLA's account if the moments are on the GPU. With {:.1f} GB of them in host "
-        "memory it takes {:.1f} GB, which fits in the {:.1f} GB that JAX uses of an H100 if "
-        "`XLA_PYTHON_CLIENT_MEM_FRACTION` is 0.95 (by default it uses three quarters of the GPU). "
-        "With {:.0f} x {:.0f} tokens the moments also fit on the GPU: the step takes {:.1f} GB "
-        "there, and {:.1f} GB with moments in host memory.",
+        "{:.1f} GB if the moments are on the GPU. JAX uses at most {:.1f} GB of an H100, with "
+        "`XLA_PYTHON_CLIENT_MEM_FRACTION` at 0.95 (by default it uses three quarters of the GPU). "
+        "With {:.1f} GB of moments in host memory, the step takes {:.1f} GB",
         larger_model,
     ),
+    Table(LARGER_MODEL, larger_model_rows),
     Sentence(
-        "Llama-2-13B trains {:,.0f} tokens a second in COAT with {:.0f} x {:.0f} tokens and its "
-        "moments on the GPU, in {:.1f} GB: XLA's account is within {:.2f} GB. With 6 x 2048 tokens "
-        "it ran out of memory",
-        larger_model_trained,
+        "On an H200 the moments of 6 sequences also fit on the GPU; a step is {:.1f} % longer with "
+        "them in host memory.",
+        lambda: (larger_model_slower(LARGER_MODEL_ON_H200, 6),),
+    ),
+    Sentence(
+        "On the H100, moments in host memory leave room for twice the batch, and training is then "
+        "{:.0f} % faster. With 3 sequences a step is {:.0f} % longer",
+        lambda: (larger_model_gains(), larger_model_slower(LARGER_MODEL, 3)),
+    ),
+    Sentence(
+        "agreed with the allocator within {:.2f} GB",
+        lambda: (max(map(throughput.off_by, (LARGER_MODEL, LARGER_MODEL_ON_H200))),),
     ),
     Sentence(
         "At a batch of 10 COAT is {:.2f} times as fast as BF16 in {:.2f} times less memory.",
