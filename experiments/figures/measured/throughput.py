@@ -33,6 +33,13 @@ def slower(*options: str) -> float:
     return 100 * (ratio("step_seconds", training("COAT", 16, *options), plain) - 1)
 
 
+def offloaded(*, released: bool) -> float:
+    """By how many percent a step is longer with its moments in host memory, other things equal."""
+    options = ("released",) if released else ()
+    host, on_gpu = (training("COAT", 16, *more, *options) for more in (("offloaded",), ()))
+    return 100 * (ratio("step_seconds", host, on_gpu) - 1)
+
+
 def larger_model_slower(name: str, batch: int) -> float:
     """By how many percent a step of Llama-2-13B is longer with its moments in host memory."""
     on_gpu = case(name, batch=batch, offloaded=False)
