@@ -33,7 +33,7 @@ def slower(*options: str) -> float:
     return 100 * (ratio("step_seconds", training("COAT", 16, *options), plain) - 1)
 
 
-def offloaded(*, released: bool) -> float:
+def slower_offloaded(*, released: bool) -> float:
     """By how many percent a step is longer with its moments in host memory, other things equal."""
     options = ("released",) if released else ()
     host, on_gpu = (training("COAT", 16, *more, *options) for more in (("offloaded",), ()))

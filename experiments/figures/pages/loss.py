@@ -66,16 +66,18 @@ LONGER_RUNS = {
     "coat_after_short_bf16": "BF16 in the first 100 steps, all of COAT after it",
     "coat_before_short_bf16": "all of COAT, BF16 in the last 100 steps; 8-bit moments throughout",
 }
-STANDARD_RUNS = {
+LAYERS_IN_8_BITS = {
     "muon_coat_int8": "layers in `COAT_INT8`, states in FP32",
     "muon_coat": "layers in COAT, states in FP32",
+}
+STANDARD_RUNS = {
+    **LAYERS_IN_8_BITS,
     "muon_coat_lean": "layers in `COAT_LEAN`, states in FP32",
     "muon_coat_paper": "layers in `COAT_PAPER`, states in FP32",
 }
 LONGER_RUNS_WITH_MUON = {
     "fp8_muon": "8-bit states, BF16 products of the optimizer",
-    "muon_coat_int8": "layers in `COAT_INT8`, states in FP32",
-    "muon_coat": "layers in COAT, states in FP32",
+    **LAYERS_IN_8_BITS,
 }
 TUNED = {
     "moments": "8-bit moments",
@@ -92,8 +94,7 @@ MUON = {
     "muon_bf16_products": "BF16 products of the optimizer, states in FP32",
     "fp8_muon": "8-bit states, BF16 products of the optimizer",
     "fp8_muon_expanded": "the same, states in E4M3 with dynamic range expansion",
-    "muon_coat_int8": "layers in `COAT_INT8`, states in FP32",
-    "muon_coat": "layers in COAT, states in FP32",
+    **LAYERS_IN_8_BITS,
 }
 
 

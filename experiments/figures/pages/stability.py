@@ -70,7 +70,7 @@ def larger_model() -> tuple[float, ...]:
     for arm in verdicts(found).values():
         for rate, failed in arm.by_rate.items():
             if failed.count != (failed.runs if rate >= EDGE[1] else 0):
-                raise ValueError(f"At {rate} some runs of the larger model failed: say so.")
+                raise ValueError(f"Some of the larger model's runs at {rate} failed: say so.")
     (seeds,) = {len(sample.seeds) for arm in found.arms.values() for sample in arm.values()}
     return parameters_count(SIZES["12M"].model) / 1e6, seeds
 
