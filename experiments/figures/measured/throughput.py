@@ -27,17 +27,10 @@ def seven_billion() -> tuple[float, float]:
     return _beside_bf16(training("COAT", 10), training("BF16", 10))
 
 
-def slower(*options: str) -> float:
-    """By how many percent a step with these options takes longer than one without."""
-    plain = training("COAT", 16)
-    return 100 * (ratio("step_seconds", training("COAT", 16, *options), plain) - 1)
-
-
-def slower_offloaded(*, released: bool) -> float:
-    """By how many percent a step is longer with its moments in host memory, other things equal."""
-    options = ("released",) if released else ()
-    host, on_gpu = (training("COAT", 16, *more, *options) for more in (("offloaded",), ()))
-    return 100 * (ratio("step_seconds", host, on_gpu) - 1)
+def slower(*options: str, than: tuple[str, ...] = ()) -> float:
+    """By how many percent a step with these options takes longer than one with those of `than`."""
+    base = training("COAT", 16, *than)
+    return 100 * (ratio("step_seconds", training("COAT", 16, *options), base) - 1)
 
 
 def larger_model_slower(name: str, batch: int) -> float:

@@ -2,7 +2,7 @@
 
 from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured.files import GB, case, of
-from experiments.figures.measured.throughput import slower_offloaded
+from experiments.figures.measured.throughput import slower
 from experiments.figures.pages.reasons import ARITHMETIC, SETTING, TESTED
 
 EXAMPLES = {  # by results file and name
@@ -185,7 +185,7 @@ PAGES = [
             Sentence(
                 "a step of Llama-2-7B takes {:.1f} % longer than with the moments on the GPU; "
                 "without released gradients it takes {:.0f} % longer",
-                lambda: (slower_offloaded(released=True), slower_offloaded(released=False)),
+                lambda: (slower("offloaded", "released", than=("released",)), slower("offloaded")),
             ),
         ],
     ),

@@ -10,7 +10,7 @@ from experiments.figures.measured.package import MOMENTS, bytes_of_placeholders,
 from experiments.figures.measured.throughput import (
     LARGER_MODEL_ON_H200,
     larger_model_slower,
-    slower_offloaded,
+    slower,
 )
 from experiments.figures.pages.compressed_optax import WORSE, largest_change, times_the_loss
 from experiments.figures.pages.reasons import ARITHMETIC, PUBLISHED, SETTING
@@ -73,7 +73,7 @@ PAGE = Page(
         Sentence(
             "offloading makes a step of Llama-2-7B {:.1f} % longer if gradients are released, and "
             "{:.0f} % longer if not",
-            lambda: (slower_offloaded(released=True), slower_offloaded(released=False)),
+            lambda: (slower("offloaded", "released", than=("released",)), slower("offloaded")),
         ),
         Sentence(
             "its step is {:.1f} % longer with them in host memory",
