@@ -132,8 +132,11 @@ def kernels(driver: str | None) -> tuple[dict[str, str], list[Problem]]:
         missing = [name for name in TRITON if not importlib.util.find_spec(name.replace("-", "_"))]
         why = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
         fix = f"pip install 'coat_jax[{_extra(driver)}]'"
-        return {"runs": "xla", "why": why}, [Problem(f"XLA replaces Triton: {why}.", fix, False)]
-    return {"runs": "triton", "why": f"the GPU has {dispatch.described(capability)}"}, []
+    elif wrong := dispatch.unsupported_triton():
+        why, fix = wrong, dispatch.TRITON_REMEDY
+    else:
+        return {"runs": "triton", "why": f"the GPU has {dispatch.described(capability)}"}, []
+    return {"runs": "xla", "why": why}, [Problem(f"XLA replaces Triton: {why}.", fix, False)]
 
 
 def cache() -> tuple[dict[str, Any], list[Problem]]:

@@ -5,7 +5,7 @@ compilation cache has the program. That takes seconds for the kernels of a model
 launch is stored in a file beside JAX's entries, in `triton/` of `jax_compilation_cache_dir`.
 
     name    a hash of the kernel's source, its constants, the arrays, the GPU and all versions
-    file    SHA-256 of the rest, and the custom call's configuration as jax-triton made it
+    file    SHA-256 of the rest, and the custom call's configuration without `debug_info`
 
 A file that is damaged or cannot be read is rewritten.
 """
@@ -26,10 +26,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from coat_jax.errors import UserError
+from coat_jax.kernels.debug_info import line_numbers, without_line_numbers, without_triton_ir
 
 # JAX has two custom calls that launch Triton kernels. A CUDA graph can contain only this one.
 # jax-triton 0.3 uses the other one, with which every kernel would end a graph.
 TARGET = "triton_kernel_call_ffi"
+LAYOUT = 2  # of the files; files of another layout are not read
 
 triton_kernel = Primitive("triton_kernel")
 triton_kernel.multiple_results = True
@@ -63,11 +65,11 @@ def _lower(context: Any, *operands: Any, **call: Any) -> Any:
 def _compile(context: Any, operands: Sequence[Any], call: dict[str, Any]) -> bytes:
     """The configuration of jax-triton's custom call: the compiled kernel and its launch."""
     lower = mlir.lower_fun(functools.partial(_through_jax_triton, **call), multiple_results=True)
-    with _torch_not_imported():
+    with _torch_not_imported(), without_line_numbers():
         made = lower(context, *operands)[0].owner
     configuration: bytes = made.attributes["backend_config"].value_bytes
     made.erase()
-    return configuration
+    return without_triton_ir(configuration)
 
 
 @contextlib.contextmanager
@@ -139,7 +141,8 @@ def _path(inputs: Sequence[Any], call: dict[str, Any]) -> Path | None:
     kernel = call["kernel"]
     arrays = [(a.shape, a.dtype.name) for a in (*inputs, *call["outputs"])]
     fixed = {name: value for name, value in call.items() if name not in ("kernel", "outputs")}
-    described = repr((kernel.cache_key, arrays, sorted(fixed.items()), _versions()))
+    how = (LAYOUT, line_numbers(), *_versions())
+    described = repr((kernel.cache_key, arrays, sorted(fixed.items()), how))
     digest = hashlib.sha256(described.encode()).hexdigest()[:32]
     return Path(folder) / "triton" / f"{kernel.__name__}-{digest}"
 

@@ -58,7 +58,9 @@ def leaf_ids(tree: Any) -> list[int]:
 
 def leaf_key(seed: int, step: ArrayLike, leaf: int) -> UInt32[Array, ""]:
     """The key of the array with the number `leaf`, at one step."""
-    return mix(_step_key(seed, step) + np.uint32(leaf * GOLDEN & 0xFFFF_FFFF))
+    # XLA must not see the constant: it would compile each array's rounding by itself, not once.
+    distinct = jax.lax.optimization_barrier(np.uint32(leaf * GOLDEN & 0xFFFF_FFFF))
+    return mix(_step_key(seed, step) + distinct)
 
 
 def leaf_keys(seed: int, step: ArrayLike, leaves: Sequence[int]) -> UInt32[Array, " leaves"]:

@@ -21,6 +21,7 @@ from hopper import (
 import coat_jax as coat
 from coat_jax.kernels import adam_launch
 from coat_jax.kernels.adam import adam_reference
+from coat_jax.numerics import noise
 from experiments.hopper import compile_for, hopper_mesh
 
 pytestmark = [
@@ -107,6 +108,17 @@ def test_fp32_leaves_of_a_shape_are_traced_once(monkeypatch):
     mesh = hopper_mesh((4,), ("x",))
     compile_step(mesh, [(4096,), (96,), (4096,), (4096,)], [P()] * 4, learning_rate=0.0123)
     assert sorted(traced) == [(96,), (4096,)]
+
+
+def test_fp32_leaves_of_a_shape_are_compiled_once():
+    """The numbers of leaves, which seed their rounding, are operands: kernels do not differ."""
+    mesh, specs = hopper_mesh((4,), ("x",)), [P()] * 3
+    rounded = {"dtype": jnp.bfloat16, "round_params": True}
+    program = compile_step(mesh, [(4096,)] * 3, specs, **rounded).as_text()
+    for leaf in noise.leaf_ids(specs):
+        constant = f"u32[] constant({leaf * noise.GOLDEN & 0xFFFF_FFFF})"
+        assert constant in program
+        assert constant not in program.partition("\nENTRY")[0]
 
 
 def test_an_axis_sharded_inside_a_group_is_gathered_and_still_steps():
