@@ -269,24 +269,18 @@ def with_muon(
     return *(figure for cost in costs for figure in cost), found["muon_coat"].seeds
 
 
-def above_coat(arm: str) -> tuple[float, float]:
-    """By how much an arm ends above COAT in the same seeds of the runs that the aim is about, and
-    half of the interval, in percent.
+def above(baseline: str, arm: str) -> tuple[float, float]:
+    """By how much an arm ends above another one in the same seeds of the runs that the aim is
+    about, and half of the interval, in percent.
     """
     rows = runs(*STANDARD, muon=True)
-    return percent(statistics.compare(rows, ["muon_coat"]).effects[arm])
+    return percent(statistics.compare(rows, [baseline]).effects[arm])
 
 
-def by_seed(arm: str) -> list[float]:
-    """What an arm costs in each seed of the runs that the aim is about: first in training loss,
-    then in held-out loss, in percent.
-    """
-    rows = runs(*STANDARD, muon=True)
-    costs: list[float] = []
-    for loss in (statistics.final, statistics.held_out("own")):
-        gaps = statistics.above(rows, results.baselines_of(rows), loss)[arm]
-        costs += [100 * gaps[seed][0] for seed in sorted(gaps)]
-    return costs
+def in_standard_run(*arms: str, held_out: str | None = None) -> list[float]:
+    """What arms cost in the runs that the aim is about, and half of each interval, in percent."""
+    found = effects(*STANDARD, muon=True, held_out=held_out).effects
+    return [figure for arm in arms for figure in percent(found[arm])]
 
 
 def seconds_of_training(*arms: str) -> list[float]:
