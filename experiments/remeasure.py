@@ -5,7 +5,8 @@
     python -m experiments.remeasure layer_speed --out /tmp/results
 
 Each measurement is an experiment with a process and GPUs of its own. Where there are enough GPUs,
-several run side by side; a machine with fewer than an experiment needs leaves it out. A results
+several run side by side, but only one of those that need more than one GPU: each would disturb the
+other's communication. A machine with fewer GPUs than an experiment needs leaves it out. A results
 file names the code that it ran (see `measured_code`), and only a change of that code outdates it.
 
 A second call continues where the first one ended. What an experiment prints and writes is in
@@ -127,8 +128,10 @@ def run(
             left = math.inf if deadline is None else deadline - time.monotonic()
             # Smaller measurements do not overtake one that needs many GPUs: it would wait to the
             # end.
-            while waiting and left > 0 and waiting[0].gpus <= len(free):
-                alike = [one for one in waiting if one.gpus == waiting[0].gpus]
+            while left > 0 and (ready := _undisturbing(waiting, running)):
+                if ready[0].gpus > len(free):
+                    break
+                alike = [one for one in ready if one.gpus == ready[0].gpus]
                 chosen = _first_that_fits(alike, takes, left)
                 if chosen is None:
                     break
@@ -159,6 +162,14 @@ def run(
         for one in running:
             _stop(one.process)
             os.close(one.lock)
+
+
+def _undisturbing(
+    waiting: Sequence[Measurement], running: Sequence[_Running]
+) -> Sequence[Measurement]:
+    """What may begin now: while one measurement has several GPUs, only those of one GPU."""
+    communicates = any(one.measurement.gpus > 1 for one in running)
+    return [one for one in waiting if one.gpus == 1] if communicates else waiting
 
 
 def _seconds(measurement: Measurement, out: Path) -> float:

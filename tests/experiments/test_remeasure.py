@@ -98,6 +98,15 @@ def test_those_that_need_one_gpu_run_side_by_side(measure):
     assert all(ok for _, ok in lines)
 
 
+def test_only_one_that_needs_several_gpus_runs_at_a_time(measure):
+    """Those of one GPU run beside it."""
+    lines, results = measure(("meets_a", 2, 0.0), ("b", 2, 0.3), ("meets_c", 1, 0.0), gpus=4)
+    assert all(ok for _, ok in lines)
+    several = (results[name] for name in ("meets_a", "b"))
+    first, second = sorted((one["from"], one["to"]) for one in several)
+    assert first[1] <= second[0]
+
+
 def test_a_failure_is_named_and_stops_nothing_else(measure, tmp_path):
     lines, results = measure(("broken", 1, 0.1), ("a", 1, 0.1))
     assert list(results) == ["a"]
