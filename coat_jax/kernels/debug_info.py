@@ -1,13 +1,13 @@
-"""Leaves debugging information out of compiled kernels, which makes programs several times smaller.
+"""Leaves debugging information out of compiled kernels, so that programs are compiled faster.
 
-XLA stores a copy of the compiled kernel with each launch, and a step of a large model launches over
-a thousand. Most of a kernel, as Triton and jax-triton compile it, serves to debug it:
+XLA stores a copy of the kernel with each of its launches, and the step of a large model has over a
+thousand. More than half of a kernel that jax-triton has compiled is there for debugging alone:
 
-    line numbers    where each instruction comes from, in PTX
-    Triton's IR     the kernel before it was compiled; nothing reads it
+    line numbers    the line of the source from which each instruction of the PTX comes
+    Triton's IR     the kernel as it was before compilation; nothing reads it
 
-The instructions are the same without. Profilers show a kernel's name in either case. To see its
-source there, too, set TRITON_DISABLE_LINE_INFO=0 and JAX_TRITON_PTXAS_EXTRA_FLAGS=-lineinfo.
+The instructions stay the same, and profilers still show the name of a kernel. For its source in a
+profiler, set TRITON_DISABLE_LINE_INFO=0 and JAX_TRITON_PTXAS_EXTRA_FLAGS=-lineinfo.
 """
 
 import contextlib
@@ -15,20 +15,20 @@ import os
 import zlib
 from collections.abc import Iterator
 
-_VARIABLE = "TRITON_DISABLE_LINE_INFO"  # Triton's own; whoever sets it decides
+_VARIABLE = "TRITON_DISABLE_LINE_INFO"  # Triton reads it itself; if it is set, it decides
 # jaxlib's TritonAnyKernelCall.kernel_call.kernel.ttir, as numbers of fields in protocol buffers.
 _TRITON_IR = (1, 1, 5)
 _VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5  # how the value of a field is encoded
 
 
 def line_numbers() -> str:
-    """Whether kernels are compiled with line numbers: Triton's variable, "1" for not by default."""
+    """The value of Triton's variable, by default "1": no line numbers."""
     return os.environ.get(_VARIABLE, "1")
 
 
 @contextlib.contextmanager
 def without_line_numbers() -> Iterator[None]:
-    """Triton compiles without line numbers meanwhile, unless its variable says otherwise."""
+    """What Triton compiles in this context has no line numbers, unless its variable decides."""
     import triton
 
     if _VARIABLE in os.environ:
@@ -45,7 +45,7 @@ def without_triton_ir(configuration: bytes) -> bytes:
 
 
 def _without(message: bytes, path: tuple[int, ...]) -> bytes:
-    """A message in protocol buffers without the field to which the path of numbers leads."""
+    """A message in protocol buffers without one field, given by the numbers that lead to it."""
     kept, at = b"", 0
     while at < len(message):
         start = at

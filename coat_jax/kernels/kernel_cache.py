@@ -5,7 +5,7 @@ compilation cache has the program. That takes seconds for the kernels of a model
 launch is stored in a file beside JAX's entries, in `triton/` of `jax_compilation_cache_dir`.
 
     name    a hash of the kernel's source, its constants, the arrays, the GPU and all versions
-    file    SHA-256 of the rest, and the custom call's configuration without `debug_info`
+    file    SHA-256 of the rest, and the custom call's configuration (see `debug_info`)
 
 A file that is damaged or cannot be read is rewritten.
 """
