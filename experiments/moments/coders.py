@@ -9,6 +9,7 @@ expansion (`dynamic`, `dynamic_expanded`). All share the groups of coat_jax.
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.numerics import expansion, noise, qtensor
-from coat_jax.numerics.formats import E4M3, format_of, saturating_cast, stochastic_cast
+from coat_jax.numerics.formats import (
+    E4M3,
+    dithered_cast,
+    format_of,
+    saturating_cast,
+    stochastic_cast,
+)
 from experiments.moments import dynamic_exponent
 
 Rows = Float[Array, "N D"]
@@ -125,6 +132,26 @@ def stochastic_with_exponent(rule: Exponent, x: Rows, uniform: Rows) -> Rows:
         return _from_e4m3(stochastic_cast(image, E4M3, grouped, curvature=1 - 1 / k))
 
     return through(x, at_random)
+
+
+def expanded_with_exponent(
+    rounding: Literal["dithered", "stochastic"], steps: int | None, x: Rows, uniform: Rows
+) -> Rows:
+    """Expansion to E4M3 as coat_jax rounds either moment, with k in multiples of 1 / `steps`.
+
+    With steps=None k stays in FP32. Unlike above, small values may become zero.
+    """
+    fit = expansion.fit_of(E4M3, rounding)
+    rule = Exponent(steps, fit.min_steps / expansion.STEPS, log2_range=fit.log2_range)
+    grouped = qtensor.split_groups(uniform, GROUP_SIZE)
+
+    def cast(unit: Unit, k: Float[Array, "N G 1"]) -> Unit:
+        image = unit * format_of(E4M3).max
+        if rounding == "dithered":
+            return _from_e4m3(dithered_cast(image, E4M3, grouped))
+        return _from_e4m3(stochastic_cast(image, E4M3, grouped, curvature=1 - 1 / k))
+
+    return _through_power(rule, 0.0)(x, cast)
 
 
 def dynamic(*, signed: bool) -> Coder:

@@ -120,6 +120,37 @@ def test_the_root_of_the_second_moment_is_stored_over_twice_as_many_binades():
     assert np.mean(stored.both(EXPANDED, HYPER)(v, v, KEY).v == 0) > 0.9
 
 
+def test_with_sixteenths_an_expanded_moment_is_as_coat_jax_stores_it():
+    m, v = moments()
+    ours = stored.both(EXPANDED, HYPER)(m, v, KEY)
+    for of_all, read in zip(ours, stored.expanded_with_exponent(16)(m, v, KEY), strict=True):
+        np.testing.assert_allclose(read, of_all, rtol=1e-5)
+
+
+def test_with_k_in_fp32_the_smallest_of_each_group_is_a_code_itself():
+    m, v = moments()
+    coarse, exact = (stored.expanded_with_exponent(steps)(m, v, KEY) for steps in (16, None))
+    for moment, rounded_down, fits in ((m, coarse.m, exact.m), (v, coarse.v, exact.v)):
+        size = np.abs(np.asarray(moment))
+        fitting = np.flatnonzero(size.min(axis=1) > size.max(axis=1) * 2.0**-15)  # k is above 1
+        assert len(fitting) > 64
+        at = (fitting, np.argmin(size, axis=1)[fitting])
+        np.testing.assert_allclose(fits[at], moment[at], rtol=1e-3)
+        assert np.mean(np.abs(rounded_down[at] / moment[at] - 1) > 1e-3) > 0.9
+    np.testing.assert_array_equal(coarse.smallest_v, exact.smallest_v)
+
+
+def test_a_small_first_moment_may_be_held_above_zero():
+    m = jnp.full(SHAPE, 2.0**-30).at[:, 0].set(1.0)
+    v = moments()[1]
+    read = stored.first_never_zero(EXPANDED, HYPER)(m, v, KEY)
+    # The smallest code of E4M3 over the largest, with k = 1.
+    np.testing.assert_allclose(read.m[:, 1:], 2.0**-9 / 448, rtol=1e-5)
+    ours = stored.both(EXPANDED, HYPER)(m, v, KEY)
+    assert np.mean(ours.m[:, 1:] == 0) > 0.9
+    np.testing.assert_array_equal(read.v, ours.v)
+
+
 def test_groups_are_as_small_as_a_lead_says(of_leads):
     params = {"w": jnp.zeros(SHAPE)}
     for size in (64, 32):
