@@ -5,7 +5,8 @@ it runs, and how to try it anywhere. Results are in `results/`.
 
     optimizers      optimizer_error, accumulated_error, muon_error, optimizer_step, muon_step,
                     in_place_step, compress_table
-    layers          activation_memory, layer_speed, granularity, group_scaling, sharpness_cost
+    layers          activation_memory, layer_speed, granularity, group_scaling, sharpness_cost,
+                    bound_looseness
     loss            loss_study, fine_tuning, saved_rounding, tradeoff, training_curves, stability
     formats         format_sqnr, forward_formats, after_training
     training        training_throughput, communication, config_memory, released_memory,
