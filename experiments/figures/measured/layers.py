@@ -4,6 +4,7 @@ from typing import Any
 
 from experiments.figures.measured.files import case, of
 
+OURS, LARGER_BLOCKS = "1 x 16, 2^n (ours)", "1 x 64"
 TENSORWISE = "torchao float8 tensorwise, compiled"
 
 
@@ -34,8 +35,20 @@ def unit(name: str, kind: str = "units") -> float:
     return of("activation_memory")[kind][name]["the layer"]
 
 
-def exact_scale_gains(tensor: str) -> float:
-    """By how many percent an exact scale lowers an error of granularity."""
+def exact_scale_gains(tensor: str, blocks: str = "1 x 16") -> float:
+    """By how many percent exact scales of blocks lower an error of granularity."""
     recorded = of("granularity")["recorded"]
-    exact, ours = (recorded[way]["errors"][tensor] for way in ("1 x 16", "1 x 16, 2^n (ours)"))
+    exact, ours = (recorded[way]["errors"][tensor] for way in (blocks, OURS))
     return 100 * (1 - exact / ours)
+
+
+def exact_scales_in_our_bytes() -> tuple[float, float, float]:
+    """Bytes a value of blocks of 64 with exact scales; how much lower errors of x and a are.
+
+    Raises unless our blocks take the same bytes.
+    """
+    recorded = of("granularity")["recorded"]
+    size, ours = (recorded[way]["bytes"] for way in (LARGER_BLOCKS, OURS))
+    if size != ours:
+        raise ValueError(f"{LARGER_BLOCKS} takes {size} bytes and not {ours}. See benchmarks.md.")
+    return size, *(exact_scale_gains(tensor, LARGER_BLOCKS) for tensor in ("x", "a"))

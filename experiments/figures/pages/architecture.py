@@ -2,7 +2,8 @@
 
 from coat_jax.numerics.expansion import GROUP_SIZE
 from experiments.figures.compare import Given, Page, Sentence
-from experiments.figures.measured.layers import exact_scale_gains
+from experiments.figures.measured import bounds, loss_study
+from experiments.figures.measured.layers import exact_scale_gains, exact_scales_in_our_bytes
 from experiments.figures.measured.package import CAPABILITY, MOMENTS
 from experiments.figures.pages.reasons import ARITHMETIC, SETTING
 
@@ -32,6 +33,18 @@ PAGE = Page(
             "makes the error of a norm's input {:.0f} % smaller and that of the recomputed "
             "activation {:.0f} %",
             lambda: (exact_scale_gains("x"), exact_scale_gains("a")),
+        ),
+        Sentence(
+            "are up to {:.0f} times too large in a trained model",
+            lambda: bounds.looseness_of_gradients()[:1],
+        ),
+        Sentence(
+            "take the same bytes and make these errors {:.0f} % and {:.0f} % smaller.",
+            lambda: exact_scales_in_our_bytes()[1:],
+        ),
+        Sentence(
+            "cost in loss](loss.md#with-muon) is {:.2f} % ± {:.2f}.",
+            lambda: loss_study.above("muon_products", "muon_coat"),
         ),
         Sentence("compute capability {:.1f} or newer", lambda: (CAPABILITY,)),
         Given("since JAX 0.11", SETTING),

@@ -1,6 +1,7 @@
 """The figures of docs/layers.md."""
 
 from experiments.figures.compare import Given, Page, Sentence
+from experiments.figures.measured import bounds
 from experiments.figures.measured.layers import range_in_int8, unit
 from experiments.figures.measured.package import CAPABILITY
 from experiments.figures.pages.reasons import ARITHMETIC
@@ -33,6 +34,11 @@ PAGE = Page(
         Given("saves only the input of each layer (1 U)", ARITHMETIC),
         Sentence("saves that input in FP8 ({:.2f} U)", lambda: ((1 + 1 / 16) / 2,)),
         Sentence("A layer takes [{:.1f} to {:.1f} % longer", range_in_int8),
+        Sentence(
+            "1000 times larger than the others, the error of its output in the other columns grows "
+            "by {:.0f} %",
+            lambda: bounds.extreme_norm()[2:],
+        ),
         Given("as soon as it is 256 times larger than what is added", ARITHMETIC),
         Sentence("older than Ada (compute capability {:.1f})", lambda: (CAPABILITY,)),
     ],

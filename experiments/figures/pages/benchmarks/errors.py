@@ -9,9 +9,9 @@ import numpy as np
 
 from experiments.accumulated_error import B2S, OURS, STORAGES, in_8_bits, leads
 from experiments.figures.compare import Figure, Given, Sentence, Table
-from experiments.figures.measured import loss_study
+from experiments.figures.measured import bounds, loss_study
 from experiments.figures.measured.files import bold, case, of
-from experiments.figures.measured.layers import exact_scale_gains
+from experiments.figures.measured.layers import exact_scale_gains, exact_scales_in_our_bytes
 from experiments.figures.pages.reasons import AIM, OTHER_RUN, SETTING
 from experiments.muon_error import STANDARD, orthogonalized_in_e4m3
 
@@ -236,10 +236,32 @@ FIGURES: list[Figure] = [
     ),
     Sentence("takes {:.0f} us by reading the tensor", lambda: maximum_us("full pass")),
     Sentence("and {:.0f} us from the maxima of groups", lambda: maximum_us("group maxima")),
+    Given("are also made 100 or 1000 times larger", SETTING),
+    Table("bound_looseness", bounds.rows),
+    Sentence(
+        "up to {:.0f} times the largest magnitude in the trained model, and up to {:,.0f} times "
+        "with outliers",
+        bounds.looseness_of_gradients,
+    ),
+    Given("with columns up to 100 times larger", SETTING),
+    Sentence(
+        "If they are 1000 times larger, {:.0f} % of the other values are subnormal or zero instead "
+        "of {:.0f} %, and their error grows by {:.0f} %.",
+        bounds.extreme_norm,
+    ),
     Sentence(
         "make the error of a norm's input {:.0f} % smaller, and that of the recomputed activation "
         "{:.0f} %, for {:.0f} % more bytes.",
         lambda: (exact_scale_gains("x"), exact_scale_gains("a"), 100 * (1.25 / 1.0625 - 1)),
+    ),
+    Sentence(
+        "Blocks of 64 with FP32 scales take the {:.4f} bytes a value of ours, and make the two "
+        "errors {:.0f} % and {:.0f} % smaller.",
+        exact_scales_in_our_bytes,
+    ),
+    Sentence(
+        "cost in loss](loss.md#with-muon) is {:.2f} % ± {:.2f} in COAT",
+        lambda: loss_study.above("muon_products", "muon_coat"),
     ),
     Sentence(
         "has an error of {:.1f} % in a norm's output, where E4M3 with a power of two has {:.1f} %.",
