@@ -283,6 +283,16 @@ def in_standard_run(*arms: str, held_out: str | None = None) -> list[float]:
     return [figure for arm in arms for figure in percent(found[arm])]
 
 
+def of_evaluation(*arms: str) -> list[float]:
+    """By how much evaluating an arm's weights in its own precision and not in BF16 raises the
+    held-out loss of the runs that the aim is about, and half of the interval, in percent.
+    """
+    rows = runs(*STANDARD, muon=True)
+    own, bf16 = (statistics.held_out(forward) for forward in ("own", "bf16"))
+    found = statistics.compare(rows, results.baselines_of(rows), lambda row: own(row) / bf16(row))
+    return [figure for arm in arms for figure in percent(found.effects[arm])]
+
+
 def seconds_of_training(*arms: str) -> list[float]:
     """How long the runs that the aim is about trained, without compilation, the mean over seeds."""
     seconds = {arm: [] for arm in arms}
@@ -292,7 +302,10 @@ def seconds_of_training(*arms: str) -> list[float]:
     return [sum(of_arm) / len(of_arm) for of_arm in seconds.values()]
 
 
-def million_tokens(size: str, learning_rate: float, steps: int, *, muon: bool = False) -> float:
-    """How many each run reads, in millions."""
+def million_tokens(
+    size: str, learning_rate: float, steps: int, *, muon: bool = False, by: int | None = None
+) -> float:
+    """How many each run reads by a step, or in all, in millions."""
     settings = runs(size, learning_rate, steps, muon=muon)[0]["settings"]
-    return settings["steps"] * settings["batch"] * settings["sequence"] / 1e6
+    read = settings["steps"] if by is None else by
+    return read * settings["batch"] * settings["sequence"] / 1e6

@@ -569,13 +569,23 @@ PAGE = Page(
             lambda: loss_study.above("muon_products", "muon_coat"),
         ),
         Sentence(
-            "`COAT_LEAN` ends {:+.2f} % ± {:.2f} above COAT in the same seeds, and `COAT_PAPER` "
-            "{:+.2f} % ± {:.2f}.",
-            lambda: [
-                figure
-                for arm in ("muon_coat_lean", "muon_coat_paper")
-                for figure in loss_study.above("muon_coat", arm)
-            ],
+            "`COAT_LEAN` ends {:+.2f} % ± {:.2f} above COAT in the same seeds: it",
+            lambda: loss_study.above("muon_coat", "muon_coat_lean"),
+        ),
+        Sentence(
+            "rounded activations, ends {:+.2f} % ± {:.2f} above COAT.",
+            lambda: loss_study.above("muon_coat", "muon_coat_paper"),
+        ),
+        Sentence(
+            "forward products in INT8 (`COAT_INT8`), COAT costs {:.2f} % ± {:.2f} less.",
+            lambda: loss_study.above("muon_coat_int8", "muon_coat"),
+        ),
+        Sentence(
+            "raises the held-out loss by {:.2f} % ± {:.2f} in COAT, {:.2f} % ± {:.2f} in "
+            "`COAT_INT8`, {:.2f} % ± {:.2f} in `COAT_LEAN` and {:.2f} % ± {:.2f} in `COAT_PAPER`.",
+            lambda: loss_study.of_evaluation(
+                "muon_coat", "muon_coat_int8", "muon_coat_lean", "muon_coat_paper"
+            ),
         ),
         Sentence(
             "FP8 products alone (`FP8_LINEAR`) cost {:+.2f} % ± {:.2f}, and COAT, which also saves "
@@ -609,16 +619,24 @@ PAGE = Page(
             ),
         ),
         Sentence(
-            "the weights trained in COAT are still {:+.2f} % ± {:.2f} above those trained in BF16, "
-            "and those of `COAT_INT8` {:+.2f} % ± {:.2f}.",
+            "evaluated in BF16, the weights trained in COAT are still {:+.2f} % ± {:.2f} above "
+            "those trained in BF16, and those of `COAT_INT8` {:+.2f} % ± {:.2f}.",
             lambda: loss_study.with_muon(*STANDARD, held_out="bf16")[:4],
         ),
         Sentence(
-            "it is {:+.2f} % after {:,d} steps, {:+.2f} % after {:,d}, and grows slowly",
+            "it is {:+.2f} % after {:.0f} million tokens, {:+.2f} % after {:.0f} million, and "
+            "grows slowly from there to the end. (These two are means over the {:.0f} million "
+            "tokens before.)",
             lambda: [
-                figure
-                for step in (640, 1200)
-                for figure in (loss_study.cost_by(step, "muon_coat", STANDARD, muon=True), step)
+                *(
+                    figure
+                    for step in (640, 1200)
+                    for figure in (
+                        loss_study.cost_by(step, "muon_coat", STANDARD, muon=True),
+                        loss_study.million_tokens(*STANDARD, muon=True, by=step),
+                    )
+                ),
+                loss_study.million_tokens(*STANDARD, muon=True, by=STANDARD[-1] // 20),
             ],
         ),
         Sentence(
@@ -635,8 +653,8 @@ PAGE = Page(
             lambda: (SIZES[STANDARD[0]].model.width,),
         ),
         Sentence(
-            "**COAT misses the aim**, with {:+.2f} % ± {:.2f} in training loss and {:+.2f} % ± "
-            "{:.2f} held out.",
+            "**Layers in COAT miss the aim**, with {:+.2f} % ± {:.2f} in training loss and "
+            "{:+.2f} % ± {:.2f} held out.",
             lambda: (
                 *loss_study.with_muon(*STANDARD)[:2],
                 *loss_study.with_muon(*STANDARD, held_out="own")[:2],
