@@ -12,6 +12,7 @@ from experiments.figures.compare import Figure, Given, Sentence, Table
 from experiments.figures.measured import bounds, loss_study
 from experiments.figures.measured.files import bold, case, of
 from experiments.figures.measured.layers import exact_scale_gains, exact_scales_in_our_bytes
+from experiments.figures.measured.package import MOMENTS
 from experiments.figures.pages.reasons import AIM, OTHER_RUN, SETTING
 from experiments.muon_error import STANDARD, orthogonalized_in_e4m3
 
@@ -52,16 +53,10 @@ def accumulated_error() -> list[list[str]]:
     return rows
 
 
-def measured_leads() -> dict[str, float]:
-    """The leads that the results have, and their bytes; a new one gets its row when measured."""
-    measured = of("accumulated_error")["at the end"][f"b2 = {B2S[0]}"]
-    return {name: lead.bytes for name, lead in leads(B2S[0]).items() if name in measured}
-
-
 def accumulated_leads() -> list[list[str]]:
     """Formats with one part changed: their bytes, and the error at the end by b2 and part."""
     in_bytes = dict.fromkeys((DEFAULT, EXPANDED_V_STOCHASTIC), 2 * in_8_bits())
-    in_bytes |= measured_leads()
+    in_bytes |= {name: lead.bytes for name, lead in leads(B2S[0]).items()}
     rows = [["moments stored with", "bytes per parameter", *ACCUMULATED_IN]]
     for name, size in in_bytes.items():
         cells = name, f"{size:.2f}", *_accumulated(name)
@@ -78,6 +73,12 @@ def over_default(*names: str) -> list[float]:
     ]
 
 
+def over_expanded_moments(part: str, name: str) -> list[float]:
+    """The error of dynamic range expansion with one part changed over that without, by b2."""
+    changed, before = f"dynamic range expansion, {name}", EXPANDED_V_STOCHASTIC
+    return [accumulated(b2, part, changed) / accumulated(b2, part, before) for b2 in B2S]
+
+
 def smaller_groups(size: int) -> tuple[float, float, float]:
     """By how many percent groups of this size decrease the error at each b2, and add bytes."""
     at_b2s = (100 - 100 * over for over in over_default(f"{OURS}, groups of {size}"))
@@ -89,7 +90,7 @@ def better_than_default() -> tuple[float]:
 
     Raises if there are more, or others.
     """
-    small = [name for name, size in measured_leads().items() if size <= 2 * in_8_bits()]
+    small = [name for name, lead in leads(B2S[0]).items() if lead.bytes <= 2 * in_8_bits()]
     better = [
         (name, b2)
         for name in (*STORAGES, *small)
@@ -199,6 +200,19 @@ FIGURES: list[Figure] = [
         lambda: [*smaller_groups(64), *smaller_groups(32)],
     ),
     Sentence(
+        "makes the error in the layers {:.2f} (b2 = 0.95) and {:.2f} (b2 = 0.999) of what it is "
+        "with sixteenths, for {:.1f} % more bytes.",
+        lambda: [
+            *over_expanded_moments("layers", "k in FP32"),
+            100 * (leads(B2S[0])["dynamic range expansion, k in FP32"].bytes / MOMENTS - 1),
+        ],
+    ),
+    Sentence(
+        "never becomes zero, the error is {:.2f} and {:.2f} of what it is now in the layers, and "
+        "{:.2f} and {:.2f} in embedding and head.",
+        lambda: [n for part in PARTS for n in over_expanded_moments(part, "small m never zero")],
+    ),
+    Sentence(
         "at b2 = 0.95. Its error at b2 = 0.999 is {:.0f} times the default's. FlashOptim",
         better_than_default,
     ),
@@ -207,7 +221,7 @@ FIGURES: list[Figure] = [
         "default's at b2 = 0.95 and {:.0f} times the default's at b2 = 0.999; with v rounded "
         "stochastically, it is {:.2f} and {:.1f} times the default's.",
         lambda: [
-            measured_leads()[FLASH_OPTIM_TO_NEAREST],
+            leads(B2S[0])[FLASH_OPTIM_TO_NEAREST].bytes,
             *over_default(FLASH_OPTIM_TO_NEAREST, f"FlashOptim's codes, {STOCHASTIC}"),
         ],
     ),
