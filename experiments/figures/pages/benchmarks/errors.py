@@ -11,7 +11,11 @@ from experiments.accumulated_error import B2S, OURS, STORAGES, in_8_bits, leads
 from experiments.figures.compare import Figure, Given, Sentence, Table
 from experiments.figures.measured import bounds, loss_study
 from experiments.figures.measured.files import bold, case, of
-from experiments.figures.measured.layers import exact_scale_gains, exact_scales_in_our_bytes
+from experiments.figures.measured.layers import (
+    dx_beside_outliers,
+    exact_scale_gains,
+    exact_scales_in_our_bytes,
+)
 from experiments.figures.measured.package import MOMENTS
 from experiments.figures.pages.reasons import AIM, OTHER_RUN, SETTING
 from experiments.muon_error import STANDARD, orthogonalized_in_e4m3
@@ -278,6 +282,12 @@ FIGURES: list[Figure] = [
         "Blocks of 64 with FP32 scales take the {:.4f} bytes a value of ours, and make the two "
         "errors {:.0f} % and {:.0f} % smaller.",
         exact_scales_in_our_bytes,
+    ),
+    Given("With three channels a hundred times larger", SETTING),
+    Sentence(
+        "error is {:.1f} % in our blocks, {:.1f} % in blocks of 64 and {:.2f} % in blocks of 16 "
+        "with FP32 scales",
+        dx_beside_outliers,
     ),
     Sentence(
         "cost in loss](loss.md#with-muon) is {:.2f} % ± {:.2f} in COAT",
