@@ -25,7 +25,7 @@ The other modules are what these are made of:
     compilation           how long programs compile, cold and from JAX's compilation cache
     measured_cases        what a measurement finished before it was stopped
     measurements          what needs GPUs, and whether it is up to date
-    corpus, random_batch  what is learnt; small_llama: what learns
+    corpus, random_batch  what is learnt; small_llama, trained_llama: what learns, and has learnt
     stacks, moments       the layers and the ways to store a moment that are compared
     hopper                compiles for H100s without having them
 

@@ -41,12 +41,11 @@ from coat_jax.kernels.activation import activate_backward, gradient_bounds
 from coat_jax.kernels.norm import Norm, bound_of_norm, normalize, statistics
 from coat_jax.numerics.blocks import from_blocks, to_blocks
 from coat_jax.numerics.formats import E4M3, E5M2, format_of
-from experiments import corpus, records
+from experiments import records
 from experiments.command import parser_of
-from experiments.small_llama import Config, Llama, loss
+from experiments.small_llama import Llama, loss
+from experiments.trained_llama import CONFIG, RECORDED, SEED, SEQUENCE, train
 
-CONFIG = Config(width=256, layers=5, heads=4, ffn=768)
-BATCH, RECORDED, SEQUENCE, RATE, SEED = 8, 16, 128, 1e-3, 0
 BLOCK = 16
 COLUMNS, FACTORS = 3, (100, 1000)
 PLACES = {"norm": ("norm's scale",), "MLP": ("up", "down")}
@@ -84,21 +83,7 @@ class Bounded(NamedTuple):
 
 def record(steps: int) -> tuple[list[Site], dict[str, Any]]:
     """Trains, then records all norms and MLPs on a batch of held-out text."""
-    text = corpus.load()
-    data = corpus.batches(text.train, BATCH, SEQUENCE, SEED)
-    model = Llama(CONFIG, rngs=nnx.Rngs(SEED))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, RATE, steps // 10, steps, RATE / 10)
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1)
-    optimizer = nnx.Optimizer(model, adamw, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model: Llama, optimizer: nnx.Optimizer, tokens: Array) -> Array:
-        value, gradients = nnx.value_and_grad(loss)(model, tokens)
-        optimizer.update(model, gradients)
-        return value
-
-    losses = [float(step(model, optimizer, next(data))) for _ in track(range(steps), "training")]
-    tokens = jnp.asarray(next(corpus.batches(text.held_out, RECORDED, SEQUENCE, SEED)))
+    model, tokens, losses, digest = train(steps)
     probes = [jnp.zeros((RECORDED, SEQUENCE, CONFIG.width))] * CONFIG.layers
     walk = nnx.jit(nnx.grad(_walk, argnums=1, has_aux=True))
     gradients, (value, taken) = walk(model, probes, tokens)
@@ -111,8 +96,8 @@ def record(steps: int) -> tuple[list[Site], dict[str, Any]]:
         norms = (layer.attention_norm, x), (layer.mlp_norm, y)
         sites += [NormSite(inputs, Norm(norm.scale[...], eps=1e-5)) for norm, inputs in norms]
         sites.append(MLPSite(gate, up, layer.mlp.down.kernel[...], dy))
-    losses = {"first": losses[0], "last": losses[-1], "held out": float(value)}
-    return sites, {"steps": steps, "loss": losses, "corpus": text.digest}
+    losses |= {"held out": float(value)}
+    return sites, {"steps": steps, "loss": losses, "corpus": digest}
 
 
 def _walk(model: Llama, probes: Sequence[Array], tokens: Array) -> Any:

@@ -35,13 +35,12 @@ from coat_jax.kernels.activation import activate, activate_backward
 from coat_jax.kernels.norm import Norm, normalize, normalize_backward, statistics
 from coat_jax.numerics import blocks, qtensor
 from coat_jax.numerics.formats import E4M3, E5M2
-from experiments import corpus, records
+from experiments import records
 from experiments.command import parser_of
-from experiments.small_llama import Config, Llama, loss
+from experiments.small_llama import Llama, loss
+from experiments.trained_llama import CONFIG, RECORDED, SEQUENCE, train
 
-CONFIG = Config(width=256, layers=5, heads=4, ffn=768)
 LAYERS = {"first": 0, "middle": 2, "last": 4}
-BATCH, RECORDED, SEQUENCE, RATE, SEED = 8, 16, 128, 1e-3, 0
 CHANNELS, FACTORS = 3, (1, 10, 100, 1000, 10000)
 PLACES = {"every token": 1, "each sequence's first token": SEQUENCE}  # one of this many tokens
 
@@ -71,21 +70,7 @@ def _mlp_backward(da: Rows, gate: Rows, up: Rows) -> dict[str, Array]:
 
 def record(steps: int) -> tuple[dict[str, Site], dict[str, Any]]:
     """Trains, then records the layers on a batch of held-out text."""
-    text = corpus.load()
-    data = corpus.batches(text.train, BATCH, SEQUENCE, SEED)
-    model = Llama(CONFIG, rngs=nnx.Rngs(SEED))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, RATE, steps // 10, steps, RATE / 10)
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1)
-    optimizer = nnx.Optimizer(model, adamw, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model: Llama, optimizer: nnx.Optimizer, tokens: Array) -> Array:
-        value, gradients = nnx.value_and_grad(loss)(model, tokens)
-        optimizer.update(model, gradients)
-        return value
-
-    losses = [float(step(model, optimizer, next(data))) for _ in track(range(steps), "training")]
-    tokens = jnp.asarray(next(corpus.batches(text.held_out, RECORDED, SEQUENCE, SEED)))
+    model, tokens, losses, digest = train(steps)
     narrow, wide = (jnp.zeros((RECORDED, SEQUENCE, d)) for d in (CONFIG.width, CONFIG.ffn))
     walk = nnx.jit(nnx.grad(_walk, argnums=1, has_aux=True))
     gradients, (value, taken) = walk(model, [(narrow, narrow, wide)] * CONFIG.layers, tokens)
@@ -99,8 +84,8 @@ def record(steps: int) -> tuple[dict[str, Site], dict[str, Any]]:
         sites[f"{name}, MLP's norm"] = Site((y,), partial(_norm_backward, of_y, dm))
         sites[f"{name}, MLP"] = Site((gate, up), partial(_mlp_backward, da))
     sizes = {"width": CONFIG.width, "ffn": CONFIG.ffn, "tokens": RECORDED * SEQUENCE}
-    losses = {"first": losses[0], "last": losses[-1], "held out": float(value)}
-    return sites, {"steps": steps, "loss": losses, "corpus": text.digest} | sizes
+    losses |= {"held out": float(value)}
+    return sites, {"steps": steps, "loss": losses, "corpus": digest} | sizes
 
 
 def _walk(model: Llama, probes: Any, tokens: Array) -> Any:
