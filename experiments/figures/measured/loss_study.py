@@ -265,8 +265,7 @@ def with_muon(
     Each cost has half of its interval after it.
     """
     found = effects(size, learning_rate, steps, muon=True, held_out=held_out).effects
-    costs = (percent(found[arm]) for arm in ("muon_coat", "muon_coat_int8"))
-    return *(figure for cost in costs for figure in cost), found["muon_coat"].seeds
+    return *_percents(found, "muon_coat", "muon_coat_int8"), found["muon_coat"].seeds
 
 
 def above(baseline: str, arm: str) -> tuple[float, float]:
@@ -280,7 +279,7 @@ def above(baseline: str, arm: str) -> tuple[float, float]:
 def in_standard_run(*arms: str, held_out: str | None = None) -> list[float]:
     """What arms cost in the runs that the aim is about, and half of each interval, in percent."""
     found = effects(*STANDARD, muon=True, held_out=held_out).effects
-    return [figure for arm in arms for figure in percent(found[arm])]
+    return _percents(found, *arms)
 
 
 def of_evaluation(*arms: str) -> list[float]:
@@ -290,7 +289,11 @@ def of_evaluation(*arms: str) -> list[float]:
     rows = runs(*STANDARD, muon=True)
     own, bf16 = (statistics.held_out(forward) for forward in ("own", "bf16"))
     found = statistics.compare(rows, results.baselines_of(rows), lambda row: own(row) / bf16(row))
-    return [figure for arm in arms for figure in percent(found.effects[arm])]
+    return _percents(found.effects, *arms)
+
+
+def _percents(found: dict[str, Effect], *arms: str) -> list[float]:
+    return [figure for arm in arms for figure in percent(found[arm])]
 
 
 def seconds_of_training(*arms: str) -> list[float]:
