@@ -3,7 +3,8 @@
 import pytest
 
 from experiments.figures.compare import ROOT, Given, Page, Sentence, Table, compare, documents
-from experiments.figures.measured.files import FOLDER, parents, record
+from experiments.figures.gpus import unnamed
+from experiments.figures.measured.files import FOLDER, device, parents, record
 from experiments.figures.pages import DECLARED, all_pages
 
 PAGE = "docs/page.md"
@@ -13,6 +14,25 @@ PAGE = "docs/page.md"
 def test_every_figure_of_a_page_agrees_with_what_it_comes_from(page):
     _, errors = compare(page, (ROOT / page.name).read_text())
     assert not errors, "\n".join([*errors, "Run python -m experiments.figures --write."])
+
+
+@pytest.mark.parametrize("name", documents())
+def test_pages_name_the_gpus_that_results_are_of(name):
+    assert list(unnamed((ROOT / name).read_text(), device)) == []
+
+
+def test_a_gpu_that_results_are_not_of_is_an_error():
+    devices = {"speed": "NVIDIA H200", "layer": "NVIDIA H100 80GB HBM3", "error": "cpu"}
+    speed, layer, error = (f"[it](../experiments/results/{name}.json)" for name in devices)
+    wrong = f"On an H100\nit is fast ({speed}, {layer})."
+    assert list(unnamed(f"An H200.\n\n{wrong}\n", devices.get)) == [
+        "names H100, but speed.json is of an H200"
+    ]
+    both = f"On an H200 ({speed}) and an H100 ({layer}), with errors of a CPU ({error})."
+    nothing_named = f"It is fast ({speed})."
+    table = f"| {speed} | H100 |"
+    for right in (both, nothing_named, table):
+        assert list(unnamed(right, devices.get)) == []
 
 
 def test_every_declaration_is_of_a_page_that_exists():

@@ -11,5 +11,6 @@ Each page has a module in `pages/`, which declares its figures in one of three w
 
 `measured/` has what these functions read from results files, and `compare` compares. A number with
 a unit, or with a decimal point, that is not declared is an error. So is a declaration that is not
-on its page. `tests/test_figures.py` checks all of it.
+on its page. So is a paragraph that names another kind of GPU than the results file to which it
+links (`gpus`). `tests/test_figures.py` checks all of it.
 """

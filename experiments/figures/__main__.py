@@ -5,6 +5,8 @@ import sys
 from experiments import figures
 from experiments.command import bare_parser_of
 from experiments.figures.compare import ROOT, compare
+from experiments.figures.gpus import unnamed
+from experiments.figures.measured.files import device
 from experiments.figures.pages import all_pages
 
 
@@ -22,7 +24,7 @@ def main() -> None:
             path.write_text(text)
             print(f"{page.name}: corrected")
             _, wrong = compare(page, text)
-        errors += wrong
+        errors += wrong + [f"{page.name}: {error}" for error in unnamed(text, device)]
     print("\n".join(errors or ["Every figure agrees with what it comes from."]))
     sys.exit(bool(errors))
 

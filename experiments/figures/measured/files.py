@@ -30,6 +30,11 @@ def parents(name: str) -> dict[str, Any]:
     return {**newest, "script": f"experiments/{name}.py", "hardware": hardware}
 
 
+def device(name: str) -> str:
+    """What a results file was measured on: the name of a GPU, or several, or "cpu"."""
+    return parents(name)["hardware"]["device"]
+
+
 def of(name: str) -> Any:
     """The figures of a results file."""
     return record(name)["figures"]

@@ -524,7 +524,7 @@ PAGE = Page(
         ),
         Table("loss_study_muon", lambda: table(MUON, muon=True)),
         Sentence(
-            "a layer of Llama-2-7B takes {:.1f} to {:.1f} % longer in `COAT_INT8` than in COAT",
+            "A layer of Llama-2-7B takes {:.1f} to {:.1f} % longer in `COAT_INT8` than in COAT",
             range_in_int8,
         ),
         Sentence("a layer takes {:.1f} to {:.1f} % longer.", range_in_int8),

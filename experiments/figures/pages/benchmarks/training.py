@@ -161,6 +161,7 @@ FIGURES: list[Figure] = [
         "alone; on four it trains {:,.0f}, per GPU {:.3f} of it.",
         lambda: beside_one(2) + beside_one(4),
     ),
+    Given("two GPUs had 0.959 of the speed of one on that day", "the results file of 13691668e"),
     Sentence(
         "The {:.3f} in [the next section](#communication) is of H100s, {} layers and {} sequences",
         lambda: (
