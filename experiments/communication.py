@@ -1,7 +1,7 @@
-"""What communication costs a step on several GPUs, and what XLA's options do about it.
+"""What communication costs a step on several GPUs, and what options of XLA and CUDA do about it.
 
 Each case compiles the trainer's own step for the first layers of Llama-2-7B, parameters and moments
-sharded over all GPUs, with XLA options of its own. A second process runs the same step on one GPU
+sharded over all GPUs, with options of its own. A second process runs the same step on one GPU
 alone. A profile of one step shows what each GPU does when:
 
     compute         at least one kernel runs that is not NCCL's
@@ -31,6 +31,8 @@ _MB = 1 << 20
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 GATHER = "xla_gpu_all_gather_combine_threshold_bytes"
 SCATTER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+COMMAND_BUFFERS = "xla_gpu_enable_command_buffer"  # types of what is launched as a CUDA graph
 PIPELINES = ("xla_gpu_enable_pipelined_all_gather", "xla_gpu_enable_pipelined_reduce_scatter")
 
 DEFAULTS = "XLA's defaults"
@@ -40,13 +42,32 @@ DRAWN = (DEFAULTS, TRAINERS)
 COMPILING = ("compile_seconds", "warm_compile_seconds")
 PIXEL = 0.02  # ms: the picture does not show shorter gaps
 
-# XLA's defaults join collectives up to 30 MB. A case without options takes those of the trainer.
-CASES: dict[str, dict[str, bool | int]] = {
-    DEFAULTS: {SCHEDULER: False, GATHER: 30 * _MB, SCATTER: 30 * _MB},
-    "scheduler": {GATHER: 30 * _MB, SCATTER: 30 * _MB},
-    TRAINERS: {},
-    "scheduler, 512 MB": {GATHER: 512 * _MB, SCATTER: 512 * _MB},
-    PIPELINED: dict.fromkeys(PIPELINES, True),
+
+class Case(NamedTuple):
+    """What a case changes in the trainer's step.
+
+    Attributes:
+        options: of XLA, instead of the trainer's.
+        variables: of the environment.
+    """
+
+    options: dict[str, bool | int | str]
+    variables: dict[str, str]
+
+
+# XLA's defaults join collectives up to 30 MB. The last four ask why one waits for a product that
+# it need not wait for: whether it comes to the GPU too late (one queue), finds no multiprocessors
+# that are free together (clusters of 1), may not run beside another one, or ends with a CUDA graph.
+CASES = {
+    DEFAULTS: Case({SCHEDULER: False, GATHER: 30 * _MB, SCATTER: 30 * _MB}, {}),
+    "scheduler": Case({GATHER: 30 * _MB, SCATTER: 30 * _MB}, {}),
+    TRAINERS: Case({}, {}),
+    "scheduler, 512 MB": Case({GATHER: 512 * _MB, SCATTER: 512 * _MB}, {}),
+    PIPELINED: Case(dict.fromkeys(PIPELINES, True), {}),
+    "the trainer's, one queue": Case({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    "the trainer's, clusters of 1": Case({}, {"NCCL_CGA_CLUSTER_SIZE": "1"}),
+    "the trainer's, 4 at a time": Case({IN_FLIGHT: 4}, {}),
+    "the trainer's, no CUDA graphs": Case({COMMAND_BUFFERS: ""}, {}),
 }
 
 Interval = tuple[float, float]
@@ -106,7 +127,7 @@ def measure(options: argparse.Namespace, path: Path) -> None:
     cases: list[dict[str, Any]] = []
     for name, chosen in CASES.items():
         one = _in_a_process(options, chosen)
-        case: dict[str, Any] = {"name": name, "options": chosen}
+        case: dict[str, Any] = {"name": name, **chosen._asdict()}
         if "failed" in one:
             case["failed"] = one["failed"]
             print(f"{'':11}   {name}: {one['failed']}", flush=True)
@@ -133,14 +154,14 @@ def measure(options: argparse.Namespace, path: Path) -> None:
         records.write(path, figures)
 
 
-def _in_a_process(options: argparse.Namespace, chosen: dict[str, bool | int]) -> dict[str, Any]:
-    """A case with these options of XLA."""
-    given = " ".join(f"--{option}={str(value).lower()}" for option, value in chosen.items())
+def _in_a_process(options: argparse.Namespace, chosen: Case) -> dict[str, Any]:
+    """A case, with its options and variables."""
+    given = " ".join(f"--{option}={str(value).lower()}" for option, value in chosen.options.items())
     arguments = [f"--{name}={getattr(options, name)}" for name in ("model", "layers", "sequence")]
     flags = f"{os.environ.get('XLA_FLAGS', '')} {given}".strip()
-    ended = run_worker(
-        "experiments.communication", options.case, "--worker", *arguments, XLA_FLAGS=flags
-    )
+    variables = {"XLA_FLAGS": flags, **chosen.variables}
+    command = [options.case, "--worker", *arguments]
+    ended = run_worker("experiments.communication", *command, **variables)
     return outcome(ended)
 
 

@@ -44,7 +44,7 @@ PLAN = (
         200,
         120,
     ),
-    Measurement("communication", "communication", 2, 240, 60),
+    Measurement("communication", "communication", 2, 400, 60),
     Measurement("muon_step_2_gpus", "muon_step", 2, 240, 90, ("torch",)),
     Measurement("gpu_suite", "gpu_suite", 1, 360, None, ("pytest",)),
     Measurement("layer_table", "layer_speed --table", 1, 660, 180, ("torch", "torchao")),
