@@ -178,8 +178,20 @@ def row_of(name: str) -> dict[str, Any]:
         plain, ours = (wrapped(name, make(), compressed=c) for c in (False, True))
         loss, compressed_loss = (train(name, tx, dtype) for tx in (plain, ours))
         row[dtype_name] = {"loss": finite(loss), "compressed_loss": finite(compressed_loss)}
-    print(name, row, flush=True)
+    print(line_of(name, row), flush=True)
     return row
+
+
+def line_of(name: str, row: dict[str, Any]) -> str:
+    """What a transformation reached, for the terminal."""
+    reached = []
+    for dtype in DTYPES:
+        plain, ours = (
+            "not finite" if loss is None else f"{loss:.5f}"
+            for loss in (row[dtype]["loss"], row[dtype]["compressed_loss"])
+        )
+        reached.append(f"{dtype} {plain}, compressed {ours}")
+    return f"{name:36} {row['compressed_leaves']} leaves in FP8   {'   '.join(reached)}"
 
 
 def refusal(tx: Any) -> str:

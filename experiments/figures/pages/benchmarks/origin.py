@@ -1,5 +1,7 @@
 """Where the figures come from: the last table of docs/benchmarks.md."""
 
+from collections import Counter
+
 from experiments.figures.compare import Figure, Sentence, Table
 from experiments.figures.measured.files import FOLDER, parents
 
@@ -9,6 +11,11 @@ NEWEST = "2026-11-26"  # files from before this day are listed at the top of the
 def names() -> list[str]:
     """All results files."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def codes() -> list[str]:
+    """The code of each results file that names one, as its table shows it."""
+    return [made["code"][:6] for made in map(parents, names()) if "code" in made]
 
 
 def older() -> int:
@@ -37,7 +44,13 @@ def rows() -> list[list[str]]:
     return rows
 
 
+CODE, COUNT = Counter(codes()).most_common(1)[0]
+
 FIGURES: list[Figure] = [
+    Sentence(
+        f"Of the {{}} results files, {{}} are of one code of coat_jax, `{CODE}`",
+        lambda: (len(names()), COUNT),
+    ),
     Sentence(f"These {{}} files are older than {NEWEST}:", lambda: (older(),)),
     Table("parents", rows),
 ]
