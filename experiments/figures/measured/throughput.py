@@ -45,6 +45,23 @@ def off_by(name: str = "training_throughput") -> float:
     return math.ceil(max(abs(c["peak"] - c["memory"]["peak"]) for c in cases) / GB * 100) / 100
 
 
+def compilation(keeps_everything: bool) -> list[float]:
+    """Seconds to compile COAT's step: least and most the first time, then with a cache.
+
+    Of the cases that keep gradients and moments on the GPU, or of the others.
+    """
+    steps = [
+        case
+        for case in of("training_throughput")["cases"]
+        if case["precision"] == "COAT" and bool(_options_of(case)) != keeps_everything
+    ]
+    return [
+        extreme(step[key] for step in steps)
+        for key in ("compile_seconds", "warm_compile_seconds")
+        for extreme in (min, max)
+    ]
+
+
 def beside_one(gpus: int) -> tuple[float, float]:
     """Tokens a second of COAT on several GPUs, and the share of one GPU's speed that each has."""
     found = case(f"training_throughput_{gpus}_gpus_beside_one", precision="COAT", batch=16)

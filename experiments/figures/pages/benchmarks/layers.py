@@ -2,6 +2,7 @@
 
 from experiments import gpu_suite
 from experiments.figures.compare import Figure, Given, Sentence, Table
+from experiments.figures.measured import throughput
 from experiments.figures.measured.files import GB, bold, of, ratio
 from experiments.figures.measured.layers import (
     TENSORWISE,
@@ -158,6 +159,15 @@ FIGURES: list[Figure] = [
         lambda: tuple(
             of("gpu_suite")["llama2_7b"][key] for key in ("lower_seconds", "warm_lower_seconds")
         ),
+    ),
+    Sentence(
+        "COAT's steps took {:.1f} to {:.1f} s the first time, and {:.1f} to {:.1f} s from the "
+        "cache",
+        lambda: throughput.compilation(keeps_everything=True),
+    ),
+    Sentence(
+        "they took {:.1f} to {:.1f} s and {:.1f} to {:.1f} s",
+        lambda: throughput.compilation(keeps_everything=False),
     ),
     Sentence("The limits are {:.0f} s and {:.0f} s", lambda: (gpu_suite.COLD, gpu_suite.WARM)),
     Given(
