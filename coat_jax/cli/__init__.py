@@ -6,9 +6,10 @@ is the help text, `add_arguments` declares the arguments, and `run` does the wor
 mistakes that argparse would report badly.
 
 An error that a user can fix is printed as one line: a UserError, a missing file or permission (the
-commands open only files that somebody named), a full disk, a package that is not installed. The
-exit code is that of the error, 2 for bad input; `--debug` adds the traceback. Every other exception
-is a bug, or a failure of the machine: it shows its traceback and ends with code 1.
+commands open only files that somebody named), a full disk, a package that is not installed, a
+platform on which JAX does not start. The exit code is that of the error, 2 for bad input; `--debug`
+adds the traceback. Every other exception is a bug, or a failure of the machine: it shows its
+traceback and ends with code 1.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from coat_jax import files
+from coat_jax.cli import devices
 from coat_jax.cli.output import discard_broken, escape_unencodable
 from coat_jax.errors import UserError
 from coat_jax.printable import printable
@@ -118,7 +120,7 @@ def _run(given: list[str]) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         raise
-    except (UserError, OSError, ModuleNotFoundError) as error:
+    except (UserError, OSError, ModuleNotFoundError, RuntimeError, AssertionError) as error:
         line, code = _explained(error)
         if line is None:
             raise
@@ -141,6 +143,10 @@ def _explained(error: Exception) -> tuple[str | None, int]:
         if package != "coat_jax":
             extra = "The trainer's packages come with pip install 'coat_jax[train]'."
             return f"The package {package} is not installed. {extra}", BAD_INPUT
+    if isinstance(error, RuntimeError | AssertionError) and "jax" in sys.modules:
+        why = devices.why_none()
+        if why is not None:
+            return f"JAX finds no device: {why} `coat doctor` says what to fix.", BAD_INPUT
     return None, 1
 
 

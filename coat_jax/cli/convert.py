@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         type=Path,
         metavar="FILE",
-        help="a text on which ranges of activations are found",
+        help="a text for the ranges of static activations, and for the choice of mixed",
     )
 
 

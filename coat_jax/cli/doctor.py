@@ -21,6 +21,7 @@ import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from coat_jax.cli import devices
 from coat_jax.files import expanded
 from coat_jax.printable import printable
 
@@ -71,16 +72,13 @@ def examine() -> tuple[dict[str, Any], list[Problem]]:
     problems = _missing_packages()
     driver = nvidia_driver()
     findings: dict[str, Any] = {"versions": versions(), "nvidia_driver": driver}
-    try:
-        devices = _devices()
-    except RuntimeError as error:  # of JAX, for a platform that is asked for and does not start
-        text = " ".join(str(error).split())
+    if (why := devices.why_none()) is not None:
         problems.append(
-            Problem(f"JAX finds no device: {text}", _fix_of_platform(driver), fatal=True)
+            Problem(f"JAX finds no device: {why}", _fix_of_platform(driver), fatal=True)
         )
         return findings, problems
-    findings["devices"] = devices
-    if driver is not None and all(one["platform"] != "gpu" for one in devices):
+    findings["devices"] = found_devices = _devices()
+    if driver is not None and all(one["platform"] != "gpu" for one in found_devices):
         problems.append(_unused_gpu(driver))
     findings["kernels"], found = kernels(driver)
     problems += found

@@ -57,6 +57,11 @@ def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None 
     """
     folder = expanded(folder)
     config_json = read_json(folder / hf.CONFIG)
+    if layout.ENTRY not in config_json:
+        raise UserError(
+            f"{folder} holds no quantized model: its config.json has no {layout.ENTRY}. "
+            "`coat convert` makes a quantized model from others."
+        )
     config = _config(config_json) if config is None else inference_config(config)
     tensors = Tensors(folder, FLOATS | CODES)
     require_layers(tensors, config)

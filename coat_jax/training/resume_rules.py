@@ -1,7 +1,7 @@
 """A config as JSON, and which of its fields may change when a run resumes.
 
 A run may resume with more steps, on another mesh, in another precision, but not with other
-parameters or other rows of data.
+parameters or other rows of data. What it began from cannot change once there is a checkpoint.
 """
 
 import dataclasses
@@ -61,8 +61,13 @@ def to_json(value: Any) -> Any:
     return value.name if isinstance(value, Minifloat) else jnp.dtype(value).name
 
 
-def changes(config: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
+def changes(config: TrainConfig, saved: Mapping[str, Any], *, begun: bool = True) -> list[str]:
     """What differs from the config that was saved, one line each.
+
+    Args:
+        config: of the run that resumes.
+        saved: the config of the run so far, as JSON.
+        begun: whether there is a checkpoint.
 
     Raises:
         UserError: if the run cannot continue with a change, naming it.
@@ -75,7 +80,9 @@ def changes(config: TrainConfig, saved: Mapping[str, Any]) -> list[str]:
     names = sorted(n for n in before.keys() | now.keys() if n.split(".")[0] not in NOT_COMPARED)
     differ = [name for name in names if before.get(name) != now.get(name)]
     described = {name: f"{name} was {before.get(name)!r}, now {now.get(name)!r}" for name in differ}
-    fatal = [described[name] for name in differ if _is_fixed(name)]
+    fatal = [
+        described[name] for name in differ if _is_fixed(name) or (begun and name == "init_from")
+    ]
     if (before.get(TRANSFORMATION) is None) != (now[TRANSFORMATION] is None):
         fatal.insert(0, described[TRANSFORMATION])
     if fatal:

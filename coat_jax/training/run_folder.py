@@ -24,7 +24,13 @@ from coat_jax.files import expanded, is_folder, status
 from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint.companions import GENERATION
 from coat_jax.training.checkpoint.step_folders import StepFolders
-from coat_jax.training.checkpoint.weights import CHECKPOINTS, CONFIG, config_in_checkpoint, parsed
+from coat_jax.training.checkpoint.weights import (
+    CHECKPOINTS,
+    CONFIG,
+    config_in_checkpoint,
+    is_run,
+    parsed,
+)
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.report import metrics
 from coat_jax.training.run_lock import lock
@@ -55,10 +61,11 @@ class RunFolder:
         Writes nothing yet: other checks may still refuse the run before `write_config`.
 
         Raises:
-            UserError: if another process is using it, or it holds another run, or one that has
-                taken more steps, or a folder where a file of the run would be.
+            UserError: if another process is using it, or it holds a model, or another run, or one
+                that has taken more steps, or a folder where a file of the run would be.
         """
         self._take()
+        self._require_no_model()
         if not self._config.resume and self._holds_a_run():
             self._require_nothing_is_read_from_it()
             self._move_away()
@@ -68,8 +75,10 @@ class RunFolder:
                 before.close()
         self._require_room_for_files()
         saved = self._saved()
-        changed = [] if saved is None else resume_rules.changes(self._config, saved)
         newest = StepFolders(self.checkpoints).newest_record()
+        changed = []
+        if saved is not None:
+            changed = resume_rules.changes(self._config, saved, begun=newest is not None)
         done = 0 if newest is None else newest["step"]
         if done > self._config.total_steps:
             raise UserError(
@@ -78,6 +87,18 @@ class RunFolder:
                 "begin anew with --resume false, which moves that run out of the way."
             )
         return changed
+
+    def _require_no_model(self) -> None:
+        """Raises if the folder holds a model that no run wrote."""
+        path = self.path / CONFIG
+        if config_in_checkpoint(self.path) is not None or not path.is_file():
+            return
+        found = parsed(path)
+        if found is not None and "architectures" in found and not is_run(found):
+            raise UserError(
+                f"{self.path} holds a model in Hugging Face's format, not a run: choose another "
+                "--out."
+            )
 
     def _require_room_for_files(self) -> None:
         """Raises if a folder has the name of a file that the run writes."""

@@ -116,14 +116,22 @@ def test_a_missing_package_is_named(examined, monkeypatch):
     assert "pip install 'coat_jax[train]'" in out
 
 
-def test_a_platform_that_does_not_start_is_named(examined, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("Unable to initialize backend 'cuda'"), "Unable to initialize backend"),
+        (AssertionError(), "JAX_PLATFORMS is 'cuda', and no plugin for it is installed"),
+    ],
+)
+def test_a_platform_that_does_not_start_is_named(examined, monkeypatch, error, said):
     def fail():
-        raise RuntimeError("Unable to initialize backend 'cuda'")
+        raise error
 
-    monkeypatch.setattr(doctor, "_devices", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(jax, "devices", fail)
     code, out = examined()
     assert code == 1
-    assert "Unable to initialize backend" in out
+    assert f"JAX finds no device: {said}" in out
     assert "Install NVIDIA's driver" in out
 
 

@@ -128,6 +128,33 @@ sys.exit(cli.main(["plot", "x"]))
     assert "TypeError" in done.stderr
 
 
+@pytest.mark.parametrize("platform", ["cuda", "gpuu"])
+def test_a_platform_on_which_jax_does_not_start_is_named(platform, tmp_path):
+    """Without its plugin JAX fails an assertion, and of an unknown one it says what it knows."""
+    arguments = ["train", "llama_tiny", "--total_steps", "1", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "coat_jax", *arguments],
+        capture_output=True,
+        text=True,
+        env=ON_CPU | {"JAX_PLATFORMS": platform},
+        cwd=ROOT,
+        timeout=SECONDS,
+        check=False,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2
+    assert last.startswith("coat train: JAX finds no device: ")
+    assert platform in last
+    assert last.endswith("`coat doctor` says what to fix.")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("error", [RuntimeError("NCCL failed"), AssertionError("a law")])
+def test_other_errors_keep_their_traceback_where_jax_starts(command, error):
+    with pytest.raises(type(error), match=str(error)):
+        command(raising(error))
+
+
 @pytest.mark.parametrize(
     ("encoding", "shown"),
     [("ascii", rb"f\xfc\u2192\udc80"), ("utf-8", "fü→".encode() + rb"\udc80")],

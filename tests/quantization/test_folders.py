@@ -205,6 +205,13 @@ def test_a_config_json_of_another_quantization_is_refused(damage, named, tmp_pat
         q.load(tmp_path)
 
 
+@pytest.mark.parametrize("content", [{"architectures": ["LlamaForCausalLM"]}, {"model": {}}])
+def test_a_model_that_is_not_quantized_is_refused(content, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"{tmp_path.name} holds no quantized model.*coat convert"):
+        q.load(tmp_path)
+
+
 def test_tensors_that_are_not_what_config_json_says(tmp_path):
     q.save(tmp_path, quantized())
     said = json.loads((tmp_path / "config.json").read_text())

@@ -61,6 +61,15 @@ def test_another_run_is_refused(changed, line):
         changes(small(**changed), saved(SMALL))
 
 
+def test_what_a_run_began_from_cannot_change_once_there_is_a_checkpoint():
+    """Its parameters are then those of the checkpoint."""
+    other = small(init_from="elsewhere")
+    with pytest.raises(ValueError, match=r"another run: init_from was None, now .*elsewhere"):
+        changes(other, saved(SMALL))
+    (line,) = changes(other, saved(SMALL), begun=False)
+    assert line.startswith("init_from was None, now ")
+
+
 OLD_NAMES = {new: old for old, new in RENAMED.items()}
 
 

@@ -121,6 +121,24 @@ def test_a_config_without_an_end_is_replaced(out, make):
     assert (out / "config.json").is_file()
 
 
+def test_a_run_that_has_no_checkpoint_may_begin_from_other_parameters(out, saved):
+    """Its first try may have failed for the wrong ones."""
+    other = small(out=str(out), init_from="elsewhere")
+    with pytest.raises(UserError, match="init_from was None"):
+        claim(other)
+    shutil.rmtree(out / "checkpoints")
+    assert len(claim(other)) == 1
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_folder_with_a_model_that_no_run_wrote_stays_as_it_is(out, resume):
+    out.mkdir()
+    (out / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(UserError, match=r"holds a model in Hugging Face's format.*--out"):
+        claim(small(out=str(out), resume=resume))
+    assert "LlamaForCausalLM" in (out / "config.json").read_text()
+
+
 def test_changes_of_the_config_are_reported(out, saved):
     assert claim(small(out=str(out), total_steps=99)) == ["total_steps was 10, now 99"]
 

@@ -8,8 +8,9 @@ The launcher's environment variables give a process its rank; without them it ru
     mpirun                                                           Open MPI's own variables
     srun                                                             SLURM's
 
-One process on a node uses all of its GPUs, several use one each; JAX_LOCAL_DEVICE_IDS=0,1 overrides
-this. Losing a process ends the others, within JAX's 100 seconds: start the run again.
+One process on a node uses all of its GPUs, several use one each. JAX_LOCAL_DEVICE_IDS=0,1 chooses
+others for one of several processes; a process that trains alone is told by CUDA_VISIBLE_DEVICES.
+Losing a process ends the others, within JAX's 100 seconds: start the run again.
 """
 
 import os
@@ -25,6 +26,7 @@ from coat_jax.errors import UserError
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 COUNT, INDEX = "JAX_PROCESS_COUNT", "JAX_PROCESS_ID"
+DEVICES = "JAX_LOCAL_DEVICE_IDS"
 
 
 class ProcessPlace(NamedTuple):
@@ -53,10 +55,15 @@ def start(*, timeout: int = 300) -> None:
 
     Raises:
         UserError: if the launcher's variables are incomplete or contradict each other, or nobody
-            answers at the coordinator's address.
+            answers at the coordinator's address, or GPUs are chosen in a way that JAX ignores.
     """
     place = find_place(os.environ)
     if place is None or place.processes == 1:
+        if DEVICES in os.environ:  # JAX would use all
+            raise UserError(
+                f"{DEVICES} is set, and JAX reads it only where several processes train together. "
+                "For one process set CUDA_VISIBLE_DEVICES instead."
+            )
         return
     where = f" at {place.coordinator}" if place.coordinator else ""
     # JAX aborts a process if the others do not join: this line then explains why.
@@ -131,13 +138,19 @@ def _position(variables: Mapping[str, str], count: str, index: str) -> tuple[int
 def _number(variables: Mapping[str, str], name: str) -> int:
     text = variables.get(name, "")
     if not text.isdecimal():
-        raise UserError(f"{name} is {text!r}, not a whole number: the launcher should set it.")
+        raise UserError(
+            f"{name} is {text!r}, not a whole number: the launcher sets it, or you do (ssh)."
+        )
     return int(text)
 
 
 def _local_devices(place: ProcessPlace, variables: Mapping[str, str]) -> list[int] | None:
     """The GPUs that a process takes, by index among those it sees; none listed means all."""
-    if "JAX_LOCAL_DEVICE_IDS" in variables:
+    if DEVICES in variables:
+        if not all(number.isdecimal() for number in variables[DEVICES].split(",")):
+            raise UserError(
+                f"{DEVICES} is {variables[DEVICES]!r}: write the numbers of GPUs, as in 0,1."
+            )
         return None  # JAX reads it
     sees_one = "," not in variables.get("CUDA_VISIBLE_DEVICES", ",")  # srun --gpus-per-task=1
     return [] if place.rank_on_node is None or sees_one else [place.rank_on_node]

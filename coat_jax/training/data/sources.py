@@ -72,6 +72,11 @@ def _rows(config: DataConfig, split: Split, sequence: int, vocab: int, seed: int
                 ".jsonl files in data.train."
             )
         return _chat_rows(config, split, files_of(patterns), sequence, vocab, seed)
+    if CORPUS in patterns and config.tokenizer is not None:
+        raise UserError(
+            f"data.tokenizer={shown(config.tokenizer)} has nothing to turn into tokens: the "
+            "built-in corpus is read as bytes. Name text files in data.train, or no tokenizer."
+        )
     if CORPUS in patterns:
         stream, end_of_text, shared = _corpus(patterns, split), None, False
     else:

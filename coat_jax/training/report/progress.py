@@ -28,6 +28,7 @@ from coat_jax.training.report.writers import Record
 SMOOTHING = 0.9  # of the loss that is shown, from one record to the next
 LINES = 20  # in the log of a short run
 SECONDS_PER_LINE = 60.0  # in that of a long one
+READABLE = 1e6  # a larger perplexity is shown as a power of ten
 
 
 class Progress:
@@ -145,7 +146,10 @@ class Progress:
 
 
 def _held_out(record: Record) -> str:
-    perplexity = f"  perplexity {record['perplexity']:.2f}" if "perplexity" in record else ""
+    perplexity = ""
+    if "perplexity" in record:
+        value = float(record["perplexity"])
+        perplexity = f"  perplexity {value:{'.2f' if value < READABLE else '.2e'}}"
     return f"step {record['step']:,}  held-out loss {record['held_out_loss']:.4f}{perplexity}"
 
 

@@ -35,8 +35,8 @@ PAGE = Page(
         Sentence("differ only in rounding end {:.3f} % apart", lambda: (loss_study.floor(),)),
         Given("124 million parameters", SETTING),
         Sentence(
-            "Muon with FP32 states and {:.1f} million tokens, the difference is {:+.2f} % ± "
-            "{:.2f}, or {:+.2f} % ± {:.2f} in `COAT_INT8`, over {:.0f} seeds",
+            "Muon with FP32 states, also in COAT, and {:.1f} million tokens, the difference is "
+            "{:+.2f} % ± {:.2f}, or {:+.2f} % ± {:.2f} in `COAT_INT8`, over {:.0f} seeds",
             lambda: (
                 loss_study.million_tokens(*STANDARD, muon=True),
                 *loss_study.with_muon(*STANDARD),

@@ -108,6 +108,18 @@ def test_one_process_joins_nobody(joins, monkeypatch):
     assert agreement.is_main()
 
 
+def test_gpus_cannot_be_chosen_by_a_variable_that_jax_ignores(joins, monkeypatch):
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "1")
+    with pytest.raises(UserError, match="set CUDA_VISIBLE_DEVICES instead"):
+        distributed.start()
+
+
+def test_numbers_of_gpus_that_are_none_are_refused():
+    place = ProcessPlace("slurm", None, 8, 5, 1)
+    with pytest.raises(UserError, match="JAX_LOCAL_DEVICE_IDS is '0,a': write the numbers"):
+        distributed._local_devices(place, {"JAX_LOCAL_DEVICE_IDS": "0,a"})
+
+
 def test_slurm_and_open_mpi_are_asked_for_the_address(joins, monkeypatch):
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)

@@ -254,6 +254,12 @@ def test_text_and_its_token_files_are_the_same_rows(tmp_path):
             assert all(map(np.array_equal, a, b))
 
 
+def test_a_tokenizer_for_the_corpus_which_is_bytes_is_refused(tmp_path):
+    tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"data.tokenizer=.* has nothing .* as bytes.* data.train"):
+        opened(DataConfig(tokenizer=tokenizer), vocab=300)
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"text": "the thing"}] * 9)
     tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json"))

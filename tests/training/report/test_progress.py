@@ -147,6 +147,13 @@ def test_notes_and_held_out_losses_stay(terminal):
     assert "step 12,000  held-out loss 3.2500  perplexity 25.79\n" in text
 
 
+def test_a_huge_perplexity_is_a_power_of_ten():
+    file = io.StringIO()
+    with Progress(Console(file=file, width=80), steps=9, done=0, tokens_per_step=1) as shown:
+        shown.update({"step": 1, "held_out_loss": 300.0, "perplexity": math.exp(300.0)})
+    assert "held-out loss 300.0000  perplexity 1.94e+130\n" in file.getvalue()
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_note_cannot_control_the_terminal(terminal):
     file = io.StringIO()
