@@ -55,9 +55,10 @@ class Case(NamedTuple):
     variables: dict[str, str]
 
 
-# XLA's defaults join collectives up to 30 MB. The last four ask why one waits for a product that
-# it need not wait for: whether it comes to the GPU too late (one queue), finds no multiprocessors
-# that are free together (clusters of 1), may not run beside another one, or ends with a CUDA graph.
+# XLA's defaults join collectives up to 30 MB. The last four ask why a collective waits for products
+# that it does not need: because they reach the GPU first (one queue), because NCCL's kernels need
+# several free multiprocessors at once (clusters of 1), because only one collective may run (4 at a
+# time), or because a CUDA graph cannot be interrupted (no CUDA graphs).
 CASES = {
     DEFAULTS: Case({SCHEDULER: False, GATHER: 30 * _MB, SCATTER: 30 * _MB}, {}),
     "scheduler": Case({GATHER: 30 * _MB, SCATTER: 30 * _MB}, {}),

@@ -139,7 +139,7 @@ def _number(variables: Mapping[str, str], name: str) -> int:
     text = variables.get(name, "")
     if not text.isdecimal():
         raise UserError(
-            f"{name} is {text!r}, not a whole number: the launcher sets it, or you do (ssh)."
+            f"{name} is {text!r}, not a whole number: set it, if the launcher does not."
         )
     return int(text)
 
