@@ -247,6 +247,32 @@ def test_a_run_resumes_without_the_folder_that_it_began_from(step, config, tmp_p
         train(replace(config, out=str(tmp_path / "another")))
 
 
+def cut_off(source, config):
+    models.hf.save(source, models.create(config.model, seed=1))
+    (file,) = source.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def without_a_checkpoint(source, config):
+    train(replace(config, out=str(source), total_steps=2))
+    shutil.rmtree(source / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"), [(cut_off, "safetensors"), (without_a_checkpoint, "no checkpoint")]
+)
+def test_parameters_to_begin_from_are_missed_before_a_step_is_compiled(
+    step, config, tmp_path, monkeypatch, damage, message
+):
+    damage(tmp_path / "source", config)
+    compiled = []
+    monkeypatch.setattr(programs, "_compile", lambda *arguments, **_: compiled.append(arguments))
+    with pytest.raises(UserError, match=message):
+        train(replace(config, init_from=str(tmp_path / "source"), out=str(tmp_path / "new")))
+    assert compiled == []
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_complete_run_says_so_and_compiles_nothing(step, config, monkeypatch):
     assert "The run is complete" not in train(config)[1]
     compiled = []

@@ -167,6 +167,19 @@ def parameters_of(
     return hf.read(folder, config)
 
 
+def require_parameters(folder: str | Path, config: Config) -> None:
+    """Raises unless a model's parameters are in a folder that is not quantized; reads none of them.
+
+    Loading finds more: a checkpoint's other files are checked when it is read.
+    """
+    if not is_run(read_config_json(folder)):
+        hf.read(folder, config)
+        return
+    folders = StepFolders(expanded(folder).absolute() / CHECKPOINTS)
+    if folders.newest_record() is None:
+        folders.newest_whole()  # raises, and says why
+
+
 def _require_no_step(folder: Path, step: int | None) -> None:
     if step is not None:
         raise UserError(f"There is no step {step} in {folder}: it holds one model, and no steps.")
