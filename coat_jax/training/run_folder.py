@@ -91,7 +91,7 @@ class RunFolder:
     def _require_no_model(self) -> None:
         """Raises if the folder holds a model that no run wrote."""
         path = self.path / CONFIG
-        if config_in_checkpoint(self.path) is not None or not path.is_file():
+        if self.checkpoints.exists() or not path.is_file():
             return
         found = parsed(path)
         if found is not None and "architectures" in found and not is_run(found):

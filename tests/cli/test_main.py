@@ -132,15 +132,9 @@ sys.exit(cli.main(["plot", "x"]))
 def test_a_platform_on_which_jax_does_not_start_is_named(platform, tmp_path):
     """Without its plugin JAX fails an assertion, and of an unknown one it says what it knows."""
     arguments = ["train", "llama_tiny", "--total_steps", "1", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "coat_jax", *arguments],
-        capture_output=True,
-        text=True,
-        env=ON_CPU | {"JAX_PLATFORMS": platform},
-        cwd=ROOT,
-        timeout=SECONDS,
-        check=False,
-    )
+    program = f"import sys; from coat_jax import cli; sys.exit(cli.main({arguments}))"
+    variables = ON_CPU | {"JAX_PLATFORMS": platform, "CUDA_VISIBLE_DEVICES": ""}  # nor a GPU
+    done = python(program, variables, stdout=subprocess.DEVNULL)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 2
     assert last.startswith("coat train: JAX finds no device: ")
@@ -182,14 +176,14 @@ def test_a_wrong_argument_cannot_reach_the_terminal(capsys):
     assert "\x1b" not in capsys.readouterr().err
 
 
-def python(program, **options):
+def python(program, variables=ON_CPU, **options):
     return subprocess.run(
         [sys.executable, "-c", program],
         stderr=subprocess.PIPE,
         text=True,
         check=False,
         cwd=ROOT,
-        env=ON_CPU,
+        env=variables,
         timeout=SECONDS,
         **options,
     )

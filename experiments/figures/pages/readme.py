@@ -35,7 +35,7 @@ PAGE = Page(
         Sentence("differ only in rounding end {:.3f} % apart", lambda: (loss_study.floor(),)),
         Given("124 million parameters", SETTING),
         Sentence(
-            "Muon with FP32 states, also in COAT, and {:.1f} million tokens, the difference is "
+            "{:.1f} million tokens, with Muon, whose states are in FP32 in both, the difference is "
             "{:+.2f} % ± {:.2f}, or {:+.2f} % ± {:.2f} in `COAT_INT8`, over {:.0f} seeds",
             lambda: (
                 loss_study.million_tokens(*STANDARD, muon=True),
