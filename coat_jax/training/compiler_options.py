@@ -11,13 +11,13 @@ import os
 from jax.sharding import Mesh
 
 from coat_jax.precision import precision_of
-from coat_jax.training.cluster.communication import communication_options
+from coat_jax.training.cluster.communication import Options, communication_options
 from coat_jax.training.config import TrainConfig
 
 TRITON_GEMM = "xla_gpu_enable_triton_gemm"
 
 
-def compiler_options(config: TrainConfig, mesh: Mesh) -> dict[str, bool | int]:
+def compiler_options(config: TrainConfig, mesh: Mesh) -> Options:
     """The options for the programs of a run; what XLA_FLAGS already sets is left as it is there."""
     options = communication_options(mesh, offload=config.optimizer.offload)
     on_gpus = mesh.devices.flat[0].platform in ("gpu", "cuda")

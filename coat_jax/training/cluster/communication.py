@@ -1,7 +1,8 @@
 """XLA's options for a step on several GPUs: collectives run while layers compute.
 
     latency hiding scheduler    starts a collective as early, and waits for it as late, as it can
-    combine thresholds          joins the collectives of neighbouring layers into larger ones
+    collective kernels          none: NCCL also reduces small arrays. The scheduler hides a kernel
+                                of XLA behind the products that could hide a larger collective
     async compute limit         lets copies to and from host memory run beside collectives
 
 An option that XLA_FLAGS already sets is left as it is there.
@@ -9,19 +10,23 @@ An option that XLA_FLAGS already sets is left as it is there.
 
 import os
 
+import jax
 from jax.sharding import Mesh
 
-_MB = 1 << 20
-OPTIONS: dict[str, bool | int] = {
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_all_gather_combine_threshold_bytes": 128 * _MB,
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 256 * _MB,
-}
+Options = dict[str, bool | int | str]
+
+# JAX 0.11.1 replaced the option for all-reduces by a list of collectives.
+NO_COLLECTIVE_KERNELS: Options = (
+    {"xla_gpu_experimental_use_collective_kernels": ""}
+    if jax.__version_info__ >= (0, 11, 1)
+    else {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": False}
+)
+OPTIONS: Options = {"xla_gpu_enable_latency_hiding_scheduler": True, **NO_COLLECTIVE_KERNELS}
 # The scheduler counts copies that have streams of their own, finds too many, and fails.
-WITH_COPIES: dict[str, bool | int] = {"xla_gpu_experimental_parallel_async_compute_limit": 1000}
+WITH_COPIES: Options = {"xla_gpu_experimental_parallel_async_compute_limit": 1000}
 
 
-def communication_options(mesh: Mesh, *, offload: bool = False) -> dict[str, bool | int]:
+def communication_options(mesh: Mesh, *, offload: bool = False) -> Options:
     """The options for a mesh of several GPUs; none for one device, or for other devices.
 
     Args:

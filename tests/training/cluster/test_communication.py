@@ -24,8 +24,8 @@ def test_several_gpus_have_all(gpus, options):
 @pytest.mark.compiled
 @needs_plugin
 def test_options_in_xla_flags_are_left_alone(monkeypatch):
-    name = "xla_gpu_all_gather_combine_threshold_bytes"
-    monkeypatch.setenv("XLA_FLAGS", f"--other=1 --{name}=1000")
+    name = "xla_gpu_enable_latency_hiding_scheduler"
+    monkeypatch.setenv("XLA_FLAGS", f"--other=1 --{name}=false")
     assert communication_options(hopper_mesh((4,), ("x",))).keys() == OPTIONS.keys() - {name}
 
 
