@@ -38,8 +38,12 @@ PIPELINES = ("xla_gpu_enable_pipelined_all_gather", "xla_gpu_enable_pipelined_re
 DEFAULTS = "XLA's defaults"
 SCHEDULED = "scheduler"
 TRAINERS = "scheduler, no kernels of XLA (the trainer's)"
+SCATTERS_JOINED = "the trainer's, 128 MB"
 JOINED = "the trainer's, 128 and 256 MB"
 PIPELINED = "the trainer's, pipelined"
+FOUR = "the trainer's, 4 at a time"
+ONE_QUEUE = "the trainer's, one queue"
+FEW = "the trainer's, 8 multiprocessors"
 DRAWN = (DEFAULTS, SCHEDULED, TRAINERS)
 COMPILING = ("compile_seconds", "warm_compile_seconds")
 PIXEL = 0.02  # ms: the picture does not show shorter gaps
@@ -65,12 +69,12 @@ CASES = {
     DEFAULTS: Case({SCHEDULER: False, KERNELS: "all_reduce"}, {}),
     SCHEDULED: Case({KERNELS: "all_reduce"}, {}),
     TRAINERS: Case({}, {}),
-    "the trainer's, 128 MB": Case({SCATTER: 128 * _MB}, {}),
+    SCATTERS_JOINED: Case({SCATTER: 128 * _MB}, {}),
     JOINED: Case({GATHER: 128 * _MB, SCATTER: 256 * _MB}, {}),
     PIPELINED: Case(dict.fromkeys(PIPELINES, True), {}),
-    "the trainer's, 4 at a time": Case({IN_FLIGHT: 4}, {}),
-    "the trainer's, one queue": Case({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
-    "the trainer's, 8 multiprocessors": Case({}, {"NCCL_MAX_CTAS": "8"}),
+    FOUR: Case({IN_FLIGHT: 4}, {}),
+    ONE_QUEUE: Case({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+    FEW: Case({}, {"NCCL_MAX_CTAS": "8"}),
 }
 
 Interval = tuple[float, float]

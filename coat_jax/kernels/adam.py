@@ -27,6 +27,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8, UInt32
 
 from coat_jax.numerics import corrections, noise
@@ -86,8 +87,12 @@ def adam_reference(
     settings: Settings,
     key: UInt32[Array, ""],
     decayed: bool = True,
+    dtype: DTypeLike | None = None,
 ) -> LeafResult:
-    """Steps one leaf; `key`, the leaf's at this step, seeds its rounding."""
+    """Steps one leaf; `key`, the leaf's at this step, seeds its rounding.
+
+    A direction has the `dtype`, or by default its gradient's.
+    """
     storage = settings.storage
     m, v = storage.read_moments(leaf.mu, leaf.nu)
     m, v, direction = adam_update(
@@ -102,7 +107,7 @@ def adam_reference(
 
     correction = None
     if leaf.param is None:
-        result = direction.astype(leaf.grad.dtype)
+        result = direction.astype(leaf.grad.dtype if dtype is None else dtype)
     else:
         param = _param_in_full(leaf.param, leaf.correction)
         if decayed:

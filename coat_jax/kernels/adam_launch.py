@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Int32, UInt32
 
 from coat_jax.kernels import dispatch
@@ -44,6 +45,7 @@ def adam_step(
     *,
     ids: Sequence[int] | None = None,
     decayed: Sequence[bool] | None = None,
+    dtypes: Sequence[np.dtype] | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> list[LeafResult]:
     """Steps every leaf.
@@ -55,10 +57,12 @@ def adam_step(
         settings: formats and rounding.
         ids: one number per leaf that seeds its rounding (`noise.leaf_ids`); by default its index.
         decayed: per leaf, whether weight decay applies; all by default.
+        dtypes: per leaf, that of its direction; by default its gradient's.
         implementation: see `dispatch`.
     """
     ids = range(len(leaves)) if ids is None else ids
     decayed = [True] * len(leaves) if decayed is None else decayed
+    dtypes = [leaf.grad.dtype for leaf in leaves] if dtypes is None else dtypes
     stepped: dict[int, LeafResult] = {}
     waiting: list[int] = []
     chosen = dispatch.choose(implementation)
@@ -82,7 +86,7 @@ def adam_step(
         if chosen == "xla" or in_fp32 or in_fp64 or leaf.grad.size == 0:
             key = noise.leaf_key(settings.storage.seed, count, ids[i])
             key = noise.distinguish(key, *jax.tree.leaves(leaf))
-            stepped[i] = reference(leaf, count, hyper, settings, key, decayed[i])
+            stepped[i] = reference(leaf, count, hyper, settings, key, decayed[i], dtypes[i])
         else:
             waiting.append(i)
     if waiting:
@@ -97,13 +101,14 @@ def adam_step(
         eps_root = not (isinstance(hyper.eps_root, int | float) and hyper.eps_root == 0)
         may_skip = hyper.skip is not False
         first = settings.storage.rounding_of_first(hyper.b1)
-        for bucket in _buckets(waiting, leaves):
+        for bucket in _buckets(waiting, leaves, dtypes):
             table = jnp.array([(i, decayed[i]) for i in bucket], jnp.int32)
             results = _step_together(
                 [leaves[i] for i in bucket],
                 table,
                 numbers,
                 keys,
+                dtype=dtypes[bucket[0]],
                 settings=settings,
                 first=first,
                 eps_root=eps_root,
@@ -120,15 +125,16 @@ def _adam_reference_traced_once(
     settings: Settings,
     key: UInt32[Array, ""],
     decayed: bool,
+    dtype: np.dtype,
 ) -> LeafResult:
     """`adam_reference`, traced and lowered once for all leaves of a shape, as norms have."""
     numbers = hyper._asdict().items()
     constants = tuple((k, v) for k, v in numbers if isinstance(v, int | float))
     arrays = {k: v for k, v in numbers if not isinstance(v, int | float)}
-    return _jitted_reference(leaf, count, arrays, constants, settings, key, decayed)
+    return _jitted_reference(leaf, count, arrays, constants, settings, key, decayed, dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("constants", "settings", "decayed"))
+@functools.partial(jax.jit, static_argnames=("constants", "settings", "decayed", "dtype"))
 def _jitted_reference(
     leaf: Leaf,
     count: Int[Array, ""],
@@ -137,9 +143,11 @@ def _jitted_reference(
     settings: Settings,
     key: UInt32[Array, ""],
     decayed: bool,
+    dtype: np.dtype,
 ) -> LeafResult:
     """Each hyperparameter is one of the arrays, or a constant of the program."""
-    return adam_reference(leaf, count, Hyper(**arrays, **dict(constants)), settings, key, decayed)
+    hyper = Hyper(**arrays, **dict(constants))
+    return adam_reference(leaf, count, hyper, settings, key, decayed, dtype)
 
 
 def _keys(
@@ -157,7 +165,9 @@ def _keys(
     )
 
 
-def _buckets(indices: Sequence[int], leaves: Sequence[Leaf]) -> list[list[int]]:
+def _buckets(
+    indices: Sequence[int], leaves: Sequence[Leaf], dtypes: Sequence[np.dtype]
+) -> list[list[int]]:
     """Groups small leaves of the same dtypes, BUCKET at a time; all others stand alone."""
     alike: dict[tuple, list[int]] = {}
     alone = []
@@ -166,8 +176,9 @@ def _buckets(indices: Sequence[int], leaves: Sequence[Leaf]) -> list[list[int]]:
         if leaf.grad.size >= SMALL:
             alone.append([i])
         else:
-            dtypes = (leaf.grad.dtype, None if leaf.param is None else leaf.param.dtype)
-            alike.setdefault((*dtypes, leaf.correction is None), []).append(i)
+            of_result = dtypes[i] if leaf.param is None else leaf.param.dtype
+            key = leaf.grad.dtype, of_result, leaf.correction is None
+            alike.setdefault(key, []).append(i)
     buckets = []
     for together in alike.values():
         full = len(together) // BUCKET * BUCKET
@@ -177,19 +188,23 @@ def _buckets(indices: Sequence[int], leaves: Sequence[Leaf]) -> list[list[int]]:
 
 
 # Under jit a launch is traced once for all buckets of the same shapes. XLA inlines it.
-@functools.partial(jax.jit, static_argnames=("settings", "first", "eps_root", "may_skip"))
+@functools.partial(jax.jit, static_argnames=("dtype", "settings", "first", "eps_root", "may_skip"))
 def _step_together(
     leaves: Sequence[Leaf],
     table: Int32[Array, "leaves 2"],
     numbers: Float[Array, " numbers"],
     keys: UInt32[Array, "..."],
     *,
+    dtype: np.dtype,
     settings: Settings,
     first: Rounding,
     eps_root: bool,
     may_skip: bool,
 ) -> list[LeafResult]:
-    """Steps one leaf, or BUCKET of them, in one launch; `table` has (index, decayed) of each."""
+    """Steps one leaf, or BUCKET of them, in one launch; `table` has (index, decayed) of each.
+
+    Directions have the `dtype`.
+    """
     storage = settings.storage
     resolution = storage.resolution_of_second()
     has_param = leaves[0].param is not None
@@ -220,9 +235,12 @@ def _step_together(
             layout,
             *(a for leaf in local for a in leaf),
             outputs=[
-                jax.ShapeDtypeStruct(a.shape, a.dtype)
-                for result, _, *moments in local
-                for a in (result, *moments)
+                result
+                for param, _, *moments in local
+                for result in (
+                    jax.ShapeDtypeStruct(param.shape, param.dtype if has_param else dtype),
+                    *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in moments),
+                )
             ],
             aliases=aliases,
             programs=programs,

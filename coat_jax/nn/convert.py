@@ -41,7 +41,8 @@ def convert(
 ) -> nnx.Module:
     """A copy of `model` whose layers compute in FP8; the arrays are shared, not copied.
 
-    The logger "coat_jax" reports at level INFO which modules are left alone, and why.
+    The logger "coat_jax" reports at level INFO which modules are left alone, and why, and warns if
+    all are although `precision` is one in FP8.
 
     Args:
         model: any NNX model.
@@ -65,24 +66,16 @@ def convert(
         <class 'coat_jax.nn.norm.RMSNorm'>
     """
     require_module("convert", model)
-    plan = decide(model, precision_of(precision), rules or {})
-    copy = nnx.merge(*nnx.split(model))
-    chosen = {d.path: d for d in plan if d.precision is not None}
-    done: dict[int, Any] = {}
-    for owner, key, path, module in list(children(copy)):
-        if path not in chosen:
-            continue
-        if id(module) not in done:
-            done[id(module)] = _converted(module, chosen[path])
-        if done[id(module)] is not module:
-            replace(owner, key, done[id(module)])
-    if "" in chosen:
-        copy = _converted(copy, chosen[""])
+    precision = precision_of(precision)
+    plan = decide(model, precision, rules or {})
     for decision in plan:
         if decision.precision is None:
             name = decision.path or THE_MODEL
             _log.info("left alone: %s (%s): %s", name, decision.kind, decision.reason)
-    return copy
+    if precision.fp8_linear and all(decision.precision is None for decision in plan):
+        kind = type(model).__name__
+        _log.warning("Nothing of this %s was converted: coat.nn.plan_conversion says why.", kind)
+    return _converted_by(plan, model)
 
 
 def plan_conversion(
@@ -110,11 +103,27 @@ def plan_conversion(
     inputs = inputs if isinstance(inputs, tuple | list) else (inputs,)
 
     def saved(more: Rules) -> dict[str, Saved]:
-        return saved_by_module(convert(model, precision, {**more, **rules}), *inputs)
+        chosen = decide(model, precision_of(precision), {**more, **rules})
+        return saved_by_module(_converted_by(chosen, model), *inputs)
 
     after = saved({})
     plan = with_counts(plan, model, saved_by_module(model, *inputs), after)
     return with_remedies(plan, model, after, saved)
+
+
+def _converted_by(plan: Plan, model: nnx.Module) -> nnx.Module:
+    """A copy of `model`, converted as the plan says."""
+    copy = nnx.merge(*nnx.split(model))
+    chosen = {d.path: d for d in plan if d.precision is not None}
+    done: dict[int, Any] = {}
+    for owner, key, path, module in list(children(copy)):
+        if path not in chosen:
+            continue
+        if id(module) not in done:
+            done[id(module)] = _converted(module, chosen[path])
+        if done[id(module)] is not module:
+            replace(owner, key, done[id(module)])
+    return _converted(copy, chosen[""]) if "" in chosen else copy
 
 
 def _converted(module: Any, decision: Decision) -> nnx.Module:

@@ -24,7 +24,7 @@ from coat_jax.optax.checks.arguments import (
     require_settings,
 )
 from coat_jax.optax.checks.chains import checked_chain
-from coat_jax.optax.dtypes import promoted
+from coat_jax.optax.dtypes import update_dtypes
 from coat_jax.optax.masks import Mask, checked_mask, require_mask
 from coat_jax.storage import Storage
 
@@ -68,10 +68,11 @@ def scale_by_fp8_adam(
     ) -> tuple[optax.Updates, ScaleByFP8AdamState]:
         directions, state, _ = step_tree(
             None,
-            promoted(updates, params),
+            updates,
             state,
             hyper,
             settings,
+            dtypes=update_dtypes(updates, params),
             implementation=implementation,
         )
         return directions, state

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
@@ -93,6 +94,7 @@ def step_tree(
     *,
     decayed: list[bool] | None = None,
     corrections: Any = None,
+    dtypes: list[np.dtype] | None = None,
     implementation: Implementation | None,
 ) -> tuple[Any, ScaleByFP8AdamState, Any]:
     """Steps a whole tree.
@@ -105,6 +107,7 @@ def step_tree(
         settings: formats and rounding.
         decayed: see `adam_step`.
         corrections: of the parameters, or None.
+        dtypes: of the directions; see `adam_step`.
         implementation: see `dispatch`.
 
     Returns:
@@ -137,6 +140,7 @@ def step_tree(
         settings,
         ids=noise.leaf_ids(grads),
         decayed=decayed,
+        dtypes=dtypes,
         implementation=implementation,
     )
     result = jax.tree.unflatten(structure, [s.result for s in stepped])

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from coat_jax.optax.checks.trees import dtype_of, require_real_floats
@@ -20,19 +21,26 @@ def in_fp32(tree: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def promoted(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
-    """Updates in the dtype to which they and their parameters promote, as in optax.
+def update_dtypes(updates: optax.Updates, params: optax.Params | None) -> list[np.dtype] | None:
+    """The dtype of each update: that to which it and its parameter promote, as in optax.
 
-    Without parameters, or with those of another model, which a later check refuses, updates are
-    returned as they are.
+    None without parameters, or with those of another model, which a later check refuses.
     """
     require_real_floats(updates)
     structure: Any = jax.tree.structure(params)
     if structure != jax.tree.structure(updates):
+        return None
+    # result_type counts NumPy's FP64 as FP32, unless jax_enable_x64 is set.
+    return [
+        jnp.promote_types(jnp.result_type(g), jnp.result_type(p))
+        for g, p in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
+    ]
+
+
+def promoted(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
+    """Updates in their `update_dtypes`; as they are if there are none."""
+    dtypes = update_dtypes(updates, params)
+    if dtypes is None:
         return updates
-
-    def cast(g: Any, p: Any) -> Any:
-        # result_type counts NumPy's FP64 as FP32, unless jax_enable_x64 is set.
-        return jnp.astype(g, jnp.promote_types(jnp.result_type(g), jnp.result_type(p)))
-
-    return jax.tree.map(cast, updates, params)
+    leaves, structure = jax.tree.flatten(updates)
+    return jax.tree.unflatten(structure, map(jnp.astype, leaves, dtypes))

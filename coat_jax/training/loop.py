@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from coat_jax.agreement import on_first
 from coat_jax.printable import printable
 from coat_jax.training import resume_rules
-from coat_jax.training.checkpoint import Checkpoints, weights
+from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.checkpoint.position import Position, position_of, to_json
 from coat_jax.training.cluster.batches import open_data, place
 from coat_jax.training.cluster.mesh import batch_parts, make_mesh, require_fitting
@@ -84,8 +84,6 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
     folder = RunFolder(config, note=say)
     if folder.begins():
         require_same_model(config)
-        if config.init_from is not None:
-            weights.require_parameters(config.init_from, config.model)
     on_first(lambda: require_installed(config.writers))
     data = open_data(config, mesh, "train")
     prepared = prepare(config, mesh)

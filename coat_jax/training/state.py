@@ -55,7 +55,7 @@ def abstract_state(config: TrainConfig, optimizer: FusedOptimizer, mesh: Mesh) -
 
 
 def require_same_model(config: TrainConfig) -> None:
-    """Raises unless the folder to begin from holds the config's model."""
+    """Raises unless the folder to begin from holds the config's model and its parameters."""
     if config.init_from is None:
         return
     weights.require_not_quantized(config.init_from, "Training")
@@ -72,6 +72,7 @@ def require_same_model(config: TrainConfig) -> None:
             "model from that of the folder: dataclasses.replace(weights.model_config(FOLDER), ..), "
             "from coat_jax.training.checkpoint import weights."
         )
+    weights.require_parameters(config.init_from, config.model)
 
 
 def new_state(config: TrainConfig, optimizer: FusedOptimizer, mesh: Mesh) -> State:

@@ -37,6 +37,7 @@ class Case:
     settings: Settings = Settings(ALL_FP8)
     count: int = 7
     decayed: bool = True
+    direction: str | None = None  # its dtype; by default that of the gradients
     corrected: bool = False  # BF16 parameters have corrections
     hostile: bool = False  # zeros, NaN, infinities, the tiny and the huge among the gradients
 
@@ -98,6 +99,7 @@ CASES = [
     Case("groups of 16", ((4, 256),), settings=Settings(Storage(min_size=0, group_size=16))),
     Case("groups of 1024", ((3, 1024),), settings=Settings(Storage(min_size=0, group_size=1024))),
     Case("direction only", param=None, grad="bfloat16"),
+    Case("direction in FP32", param=None, grad="bfloat16", direction="float32"),
     Case("direction, nesterov", param=None, settings=Settings(ALL_FP8, nesterov=True)),
     Case(
         "rounded parameters",
@@ -197,13 +199,14 @@ def check(case: Case) -> None:
                 case.hyper,
                 case.settings,
                 decayed=decayed,
+                dtypes=None if case.direction is None else [np.dtype(case.direction)] * len(leaves),
                 implementation=implementation,
             )
 
         return run(leaves, jnp.int32(case.count))
 
     for leaf, expected, got in zip(leaves, step("xla"), step("triton"), strict=True):
-        result_dtype = leaf.grad.dtype if leaf.param is None else leaf.param.dtype
+        result_dtype = case.direction or case.grad if leaf.param is None else leaf.param.dtype
         assert got.result.dtype == result_dtype
         if case.corrected:
             _compare_corrected(expected, got, 1e-4 if case.hostile else 1e-5)

@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -77,6 +78,27 @@ def test_temporary_memory_does_not_grow_with_the_parameters():
     small = compile_step(mesh, [(1024, 1024)], [P()]).memory_analysis()
     large = compile_step(mesh, [(16384, 16384)], [P()]).memory_analysis()
     assert large.temp_size_in_bytes == small.temp_size_in_bytes <= 1024
+
+
+def test_the_chain_stores_nothing_but_the_update():
+    """FP32 updates of BF16 gradients: a copy of the gradients in FP32 would be as large again."""
+    mesh, shape = hopper_mesh((1,), ("x",)), (4096, 4096)
+    whole = NamedSharding(mesh, P())
+    tx = coat.optax.fp8_adamw(1e-3, weight_decay=0.1, implementation="triton")
+
+    def step(params, grads, state):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, grads = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=whole) for dtype in (jnp.float32, jnp.bfloat16)
+    )
+    state = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole),
+        jax.eval_shape(tx.init, params),
+    )
+    compiled = compile_for(mesh, step, params, grads, state, donate_argnums=(0, 2))
+    assert compiled.memory_analysis().temp_size_in_bytes <= 4 * 4096 * 4096 + 2048
 
 
 def test_state_is_at_most_2_09_bytes_a_parameter():

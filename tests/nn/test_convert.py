@@ -102,6 +102,16 @@ def test_every_layer_is_planned_and_reasons_are_given(net, caplog):
     assert "left alone: embed (Embed): it sums its gradient in float32 already" in caplog.text
 
 
+def test_a_model_of_which_nothing_is_converted_is_warned_of(caplog):
+    model = nnx.Sequential(nnx.Conv(4, 4, (3,), rngs=nnx.Rngs(0)))
+    nn.plan_conversion(model, inputs=jax.ShapeDtypeStruct((1, 8, 4), jnp.float32))
+    nn.convert(model, "bf16")
+    assert not caplog.records
+    nn.convert(model)
+    (warning,) = caplog.records
+    assert warning.getMessage().startswith("Nothing of this Sequential was converted")
+
+
 def test_the_first_rule_that_matches_wins(net):
     rules = {"layers.1": "bf16", "layers.*": coat.FP8_LINEAR, "att*": "coat_lean"}
     plan = {d.path: d.precision for d in nn.plan_conversion(net, rules=rules)}

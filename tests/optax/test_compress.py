@@ -162,6 +162,12 @@ def test_the_rule_does_not_depend_on_the_mesh():
     assert dtypes(tx.init(sharded)) == dtypes(tx.init(PARAMS))
 
 
+def test_where_that_chooses_no_moment_is_warned_of():
+    tx = compress(optax.adamw(1e-3), where=lambda path, leaf: path.startswith("mu"))
+    with pytest.warns(UserWarning, match=r"false for all moments, the first .* .\[0\]\.mu\["):
+        tx.init(PARAMS)
+
+
 def test_where_sees_path_and_leaf_and_decides():
     seen = []
 

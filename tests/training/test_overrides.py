@@ -35,7 +35,14 @@ def changed(*arguments):
         ),
         (["--warmup_steps", "5"], {"optimizer.warmup_steps": 5}),
         (["--warmup_steps", "0.5"], {"optimizer.warmup_steps": 0.5}),
-        (["--decay_steps", "1.0"], {"optimizer.decay_steps": 1.0}),
+        (
+            ["--schedule", "wsd", "--warmup_steps", "0", "--decay_steps", "1.0"],
+            {
+                "optimizer.schedule": "wsd",
+                "optimizer.warmup_steps": 0,
+                "optimizer.decay_steps": 1.0,
+            },
+        ),
         (["--schedule", "wsd"], {"optimizer.schedule": "wsd"}),
         (["--log-every", "5"], {"log_every": 5}),
         (["--clip_norm", "none"], {"optimizer.clip_norm": None}),
@@ -317,3 +324,21 @@ def test_a_setting_without_effect_is_refused_also_at_its_default(given, name, va
     assert override(config, ["--optimizer.clip_norm", "1.0"]).optimizer.clip_norm == 1
     with pytest.raises(UserError, match=rf"optimizer\.{name}=.* is a setting of the"):
         override(config, [f"--{name}", value])
+
+
+@pytest.mark.parametrize(
+    ("given", "used", "message"),
+    [
+        (["--moments", "paper"], ["--name", "adamw"], r"moments='paper' .*adamw. are in FP32"),
+        (["--decay_steps", "0.1"], ["--schedule", "linear"], "decay_steps=0.1 .* is 'linear'"),
+    ],
+)
+def test_a_setting_that_another_leaves_without_effect_is_refused(given, used, message):
+    assert override(SMALL, used)
+    with pytest.raises(UserError, match=message):
+        override(SMALL, [*given, *used])
+
+
+def test_a_setting_of_the_file_may_be_left_without_effect():
+    config = override(SMALL, ["--schedule", "wsd", "--decay_steps", "0.1", "--moments", "paper"])
+    override(config, ["--schedule", "linear", "--optimizer.name", "adamw"])

@@ -14,6 +14,7 @@ traced `init` change the result.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ def select_moments(
     for path, param in jax.tree.leaves_with_path(params):
         if jnp.iscomplexobj(param):
             require_real_float(jax.tree_util.keystr(path), param)
-    chosen = []
+    chosen, refused = [], []
     for (path, leaf), param, from_values, read in zip(
         jax.tree.leaves_with_path(state),
         followed_params(state, params),
@@ -72,13 +73,21 @@ def select_moments(
             _require_not_flat(path, leaf, params)
         else:
             require_real_float(f"The parameter of {name}", param)
-        chosen.append(
+        compressible = (
             param is not None
             and _is_wide_float(leaf)
             and not (from_values or read)
             and jnp.size(leaf) > 0
             and storage.quantizes(jnp.shape(leaf))
-            and (where is None or bool(where(name, leaf)))
+        )
+        chosen.append(compressible and (where is None or bool(where(name, leaf))))
+        if compressible and not chosen[-1]:
+            refused.append(name)
+    if refused and not any(chosen):
+        warnings.warn(
+            f"compress stores nothing in FP8: where(path, leaf) is false for all moments, the "
+            f"first of which has the path {refused[0]!r}.",
+            stacklevel=2,
         )
     return chosen
 

@@ -101,10 +101,27 @@ class OptimizerConfig:
                 "schedule: optax.lion(schedule)."
             )
         default = {field.name: field.default for field in dataclasses.fields(self)}
-        self.require_used([name for name in default if getattr(self, name) != default[name]])
+        self._require_of_transformation(
+            [name for name in default if getattr(self, name) != default[name]]
+        )
 
     def require_used(self, names: Collection[str]) -> None:
-        """Raises if a field among these has no effect, because there is a transformation."""
+        """Raises if a field among these has no effect beside the others."""
+        self._require_of_transformation(names)
+        if self.transformation is None and self.name == "adamw" and "moments" in names:
+            raise UserError(
+                f"optimizer.moments={self.moments!r} are formats of 8-bit moments, and those of "
+                'optimizer.name="adamw" are in FP32. Leave it out, or set name to "fp8_adamw".'
+            )
+        if self.follows_schedule and self.schedule != "wsd" and "decay_steps" in names:
+            raise UserError(
+                f"optimizer.decay_steps={self.decay_steps} is the end of "
+                f'optimizer.schedule="wsd", and this one is {self.schedule!r}. Leave it out, or '
+                'set schedule to "wsd".'
+            )
+
+    def _require_of_transformation(self, names: Collection[str]) -> None:
+        """Raises if a transformation leaves a field among these without effect."""
         if self.transformation is None:
             return
         if given := next((name for name in OF_ADAMW if name in names), None):

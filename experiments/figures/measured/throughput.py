@@ -68,6 +68,12 @@ def beside_one(gpus: int) -> tuple[float, float]:
     return found["tokens_per_second"], found["efficiency"]
 
 
+def waiting() -> tuple[float]:
+    """By how many percent a step of COAT on one GPU is longer if the host waits for each step."""
+    alone = case("training_throughput_2_gpus_beside_one", precision="COAT", batch=16)["alone"]
+    return (100 * (alone["awaited_step_seconds"] / alone["step_seconds"] - 1),)
+
+
 def longer_per_layer() -> tuple[float, float]:
     """Milliseconds for which two GPUs take longer than one, by layer: of `beside_one`, and of
     `communication` with the trainer's options.
