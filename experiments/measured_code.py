@@ -2,8 +2,8 @@
 
 A measurement depends on the modules of this repository that its processes imported, less the
 functions that did not run: a change of the command line outdates no measurement of a kernel.
-Top-level statements, classes, functions that ran and decorated functions count, by their `essence`;
-Triton compiles a kernel from its source.
+Top-level statements, classes and functions that ran count, by their `essence`. So do functions with
+other decorators than those of `WRAPPERS`: Triton compiles a kernel from its source.
 
     noted()     {"coat_jax/optax/fused.py": "4f1d2c7b9e03 fused_fp8_adamw _leaves", ...}
 
@@ -22,6 +22,8 @@ import hashlib
 import inspect
 import json
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -50,6 +52,8 @@ APPARATUS = {
         )
     ),
 }
+# A function that these decorate runs when it is called, or traced.
+WRAPPERS = {"functools.cache", "functools.lru_cache", "contextlib.contextmanager", "jax.jit"}
 ALL = "*"  # instead of the names of functions
 # The environment variable with the file in which a worker reports what it ran and compiled.
 REPORT = "MEASURED_CODE"
@@ -147,20 +151,42 @@ def are_notes(found: Any) -> bool:
     )
 
 
-def changed(notes: Mapping[str, str]) -> list[str]:
-    """The files that do something else today than when these notes were made."""
-    return [
-        file
-        for file, note in notes.items()
-        if _digest(file, frozenset(note.split()[1:])) != note.split()[0]
-    ]
+def changed(notes: Mapping[str, str], commit: str | None = None) -> list[str]:
+    """The files that do something else today than when these notes were made.
+
+    With the commit of the notes, the source of then decides where a hash differs: the hashes of
+    earlier versions of this module covered other statements.
+    """
+    files = []
+    for file, note in notes.items():
+        digest, *names = note.split()
+        today = _digest(file, frozenset(names))
+        then = _source_at(commit, file) if commit and today != digest else None
+        if today != (digest if then is None else _digest_of(then, frozenset(names))):
+            files.append(file)
+    return files
+
+
+@functools.cache
+def _source_at(commit: str, file: str) -> str | None:
+    """A file of a commit; None if Git does not have it here."""
+    if shutil.which("git") is None:
+        return None
+    command = ["git", "show", f"{commit}:{file}"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return None if shown.returncode else shown.stdout
 
 
 def _digest(file: str, names: frozenset[str]) -> str | None:
-    """A hash of what counts of a file, if these functions ran; None if nothing does."""
     path = ROOT / file
-    statements = _statements(path.read_text("utf-8")) if path.exists() else []
-    counting = [what for name, what in statements if not name or name in names or ALL in names]
+    return _digest_of(path.read_text("utf-8"), names) if path.exists() else None
+
+
+def _digest_of(source: str, names: frozenset[str]) -> str | None:
+    """A hash of what counts of a file, if these functions ran; None if nothing does."""
+    counting = [
+        what for name, what in _statements(source) if not name or name in names or ALL in names
+    ]
     if not counting:
         return None
     return hashlib.sha256("\n".join(counting).encode()).hexdigest()[:12]
@@ -172,10 +198,23 @@ def _statements(source: str) -> list[tuple[str | None, str]]:
     found: list[tuple[str | None, str]] = []
     for statement, what in parts(source):
         match statement:
-            case ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]):
+            case ast.FunctionDef() | ast.AsyncFunctionDef() if _runs_if_called(statement):
                 found.append((statement.name, what))
             case ast.Assign(targets=[ast.Name(id="__all__" | "__version__")]):
                 pass
             case _:
                 found.append((None, what))
     return found
+
+
+def _runs_if_called(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether nothing but calls of a function uses it."""
+    for decorator in function.decorator_list:
+        match decorator:  # @jax.jit, and @functools.partial(jax.jit, ...)
+            case ast.Call(func, [wrapped, *_]) if ast.unparse(func) == "functools.partial":
+                name = wrapped
+            case _:
+                name = decorator
+        if ast.unparse(name) not in WRAPPERS:
+            return False
+    return True

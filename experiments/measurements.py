@@ -91,7 +91,7 @@ def outdated(measurement: Measurement, out: Path) -> str | None:
     if ran:
         if not measured_code.are_notes(ran):
             return "cannot be read"
-        files = measured_code.changed(ran)
+        files = measured_code.changed(ran, None if parents.get("dirty") else parents.get("commit"))
         more = f" and {len(files) - 3} more" if len(files) > 3 else ""
         return f"of other code: {', '.join(files[:3])}{more}" if files else None
     return None if code == code_hash() else "of other code"

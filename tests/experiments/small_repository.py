@@ -19,6 +19,8 @@ COPIED = (
 FILES = {
     "coat_jax/__init__.py": '__version__ = "1"\n',
     "coat_jax/ran.py": """
+import functools
+
 from coat_jax.constants import WIDTH
 
 class Layer:
@@ -28,6 +30,7 @@ class Layer:
 def ran():
     def inner():
         return Layer()
+    cached()
     return inner()
 
 def ran_in_a_worker():
@@ -42,6 +45,14 @@ def register(function):
 @register
 def decorated():
     return 3
+
+@functools.cache
+def cached():
+    return 4
+
+@functools.partial(functools.cache)
+def cached_but_not_run():
+    return 5
 """,
     "coat_jax/constants.py": "WIDTH = 8\n\ndef did_not_run():\n    return 1\n",
     "coat_jax/config.py": "LAYERS = 2\n",

@@ -47,7 +47,8 @@ def test_nothing_changed(notes):
         ("ran", "return Layer()", "return Layer"),
         ("ran", "return 1", "return 2"),
         ("ran", "self.width = WIDTH", "self.width = 2 * WIDTH"),
-        ("ran", "return 3", "return 4"),  # decorated: Triton compiles a kernel from its source
+        ("ran", "return 3", "return 6"),  # decorated: Triton compiles a kernel from its source
+        ("ran", "return 4", "return 6"),  # wrapped
         ("constants", "WIDTH = 8", "WIDTH = 16"),
     ],
 )
@@ -72,7 +73,8 @@ def test_a_change_of_code_that_did_not_run_outdates_nothing(repository, notes, f
 @pytest.mark.parametrize(
     ("file", "before", "after"),
     [
-        ("ran", "return 2", "return 3"),
+        ("ran", "return 2", "return 6"),
+        ("ran", "return 5", "return 6"),  # wrapped
         ("ran", "def did_not_run", "def another():\n    return 0\n\ndef did_not_run"),
         ("constants", "return 1", "return 2"),
     ],
@@ -97,7 +99,7 @@ def test_a_file_that_is_gone_outdates(repository, notes):
 def test_functions_are_noted_by_name(notes):
     ran = set(measured_code.functions(notes)["coat_jax/ran.py"])
     if CAN_TELL:
-        assert ran == {"ran", "ran_in_a_worker", "register"}
+        assert ran == {"cached", "ran", "ran_in_a_worker", "register"}
     else:
         assert ran == {measured_code.ALL, "ran_in_a_worker"}
 
@@ -108,5 +110,18 @@ def test_a_file_of_which_nobody_reports_counts_as_a_whole(repository, monkeypatc
     measured_code.add_all_of(str(repository / "coat_jax" / "ran.py"))
     measured_code._within.cache_clear()
     notes = measured_code.noted(measured_code._ran)
-    change(repository, "coat_jax/ran.py", "return 2", "return 3")
+    change(repository, "coat_jax/ran.py", "return 2", "return 6")
     assert measured_code.changed(notes) == ["coat_jax/ran.py"]
+
+
+def test_where_hashes_are_of_an_older_kind_the_commit_decides(repository, notes):
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message=a"]):
+        subprocess.run([*git, *command], cwd=repository, check=True)
+    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], cwd=repository, text=True).strip()
+    older = {file: " ".join(["0" * 12, *note.split()[1:]]) for file, note in notes.items()}
+    assert measured_code.changed(older) == list(older)
+    assert measured_code.changed(older, "0" * 40) == list(older)
+    assert measured_code.changed(older, commit) == []
+    change(repository, "coat_jax/constants.py", "WIDTH = 8", "WIDTH = 16")
+    assert measured_code.changed(older, commit) == ["coat_jax/constants.py"]
