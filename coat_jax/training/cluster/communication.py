@@ -1,8 +1,8 @@
 """XLA's options for a step on several GPUs: collectives run while layers compute.
 
     latency hiding scheduler    starts a collective as early, and waits for it as late, as it can
-    collective kernels          none: NCCL also reduces small arrays. The scheduler hides a kernel
-                                of XLA behind the products that could hide a larger collective
+    collective kernels          none, so that NCCL also reduces small arrays: XLA schedules products
+                                beside kernels of its own that could hide a larger collective
     async compute limit         lets copies to and from host memory run beside collectives
 
 An option that XLA_FLAGS already sets is left as it is there.
