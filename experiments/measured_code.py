@@ -209,12 +209,14 @@ def _statements(source: str) -> list[tuple[str | None, str]]:
 
 def _runs_if_called(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether nothing but calls of a function uses it."""
-    for decorator in function.decorator_list:
-        match decorator:  # @jax.jit, and @functools.partial(jax.jit, ...)
-            case ast.Call(func, [wrapped, *_]) if ast.unparse(func) == "functools.partial":
-                name = wrapped
-            case _:
-                name = decorator
-        if ast.unparse(name) not in WRAPPERS:
-            return False
-    return True
+    return all(ast.unparse(_wrapper(one)) in WRAPPERS for one in function.decorator_list)
+
+
+def _wrapper(decorator: ast.expr) -> ast.expr:
+    """jax.jit of @jax.jit, and of @functools.partial(jax.jit, ...); lru_cache of @lru_cache(8)."""
+    match decorator:
+        case ast.Call(func, [wrapped, *_]) if ast.unparse(func) in ("functools.partial", "partial"):
+            return wrapped
+        case ast.Call(func):
+            return func
+    return decorator

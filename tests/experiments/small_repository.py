@@ -20,6 +20,7 @@ FILES = {
     "coat_jax/__init__.py": '__version__ = "1"\n',
     "coat_jax/ran.py": """
 import functools
+from functools import partial
 
 from coat_jax.constants import WIDTH
 
@@ -50,9 +51,13 @@ def decorated():
 def cached():
     return 4
 
-@functools.partial(functools.cache)
+@functools.lru_cache(8)
 def cached_but_not_run():
     return 5
+
+@partial(functools.cache)
+def wrapped_but_not_run():
+    return 7
 """,
     "coat_jax/constants.py": "WIDTH = 8\n\ndef did_not_run():\n    return 1\n",
     "coat_jax/config.py": "LAYERS = 2\n",

@@ -75,6 +75,7 @@ def test_a_change_of_code_that_did_not_run_outdates_nothing(repository, notes, f
     [
         ("ran", "return 2", "return 6"),
         ("ran", "return 5", "return 6"),  # wrapped
+        ("ran", "return 7", "return 6"),  # wrapped
         ("ran", "def did_not_run", "def another():\n    return 0\n\ndef did_not_run"),
         ("constants", "return 1", "return 2"),
     ],

@@ -85,7 +85,7 @@ def select_moments(
             refused.append(name)
     if refused and not any(chosen):
         warnings.warn(
-            f"compress stores nothing in FP8: where(path, leaf) is false for all moments, the "
+            "compress stores nothing in FP8: where(path, leaf) is false for all moments, the "
             f"first of which has the path {refused[0]!r}.",
             stacklevel=2,
         )
