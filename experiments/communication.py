@@ -37,12 +37,12 @@ PIPELINES = ("xla_gpu_enable_pipelined_all_gather", "xla_gpu_enable_pipelined_re
 
 DEFAULTS = "XLA's defaults"
 SCHEDULED = "scheduler"
-TRAINERS = "scheduler, no kernels of XLA (the trainer's)"
-SCATTERS_JOINED = "the trainer's, 128 MB"
-JOINED = "the trainer's, 128 and 256 MB"
+WITHOUT_KERNELS = "scheduler, no kernels of XLA"
+SCATTERS_JOINED = "scheduler, no kernels of XLA, 128 MB"
+TRAINERS = "the trainer's: all these, and one queue"
+ALL_JOINED = "the trainer's, all-gathers up to 128 MB"
 PIPELINED = "the trainer's, pipelined"
 FOUR = "the trainer's, 4 at a time"
-ONE_QUEUE = "the trainer's, one queue"
 FEW = "the trainer's, 8 multiprocessors"
 DRAWN = (DEFAULTS, SCHEDULED, TRAINERS)
 COMPILING = ("compile_seconds", "warm_compile_seconds")
@@ -61,19 +61,21 @@ class Case(NamedTuple):
     variables: dict[str, str]
 
 
-# By default XLA reduces small arrays with kernels of its own, and joins collectives up to 30 MB.
-# The last three ask what is left to gain from collectives that run side by side (4 at a time), that
-# reach the GPU before the kernels of the layers (one queue), or that leave the layers more of it (8
-# multiprocessors instead of NCCL's choice).
+# By default XLA reduces small arrays with kernels of its own, and joins collectives up to 30 MB;
+# CUDA has 8 queues. The last four ask what is left to gain from larger all-gathers, from
+# collectives that begin in an earlier layer (pipelined) or run side by side (4 at a time), or from
+# those that leave the layers more of the GPU (8 multiprocessors instead of NCCL's choice).
+XLAS_KERNELS, UNJOINED = {KERNELS: "all_reduce"}, {SCATTER: 30 * _MB}
+QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 CASES = {
-    DEFAULTS: Case({SCHEDULER: False, KERNELS: "all_reduce"}, {}),
-    SCHEDULED: Case({KERNELS: "all_reduce"}, {}),
+    DEFAULTS: Case({SCHEDULER: False, **XLAS_KERNELS, **UNJOINED}, QUEUES),
+    SCHEDULED: Case({**XLAS_KERNELS, **UNJOINED}, QUEUES),
+    WITHOUT_KERNELS: Case({**UNJOINED}, QUEUES),
+    SCATTERS_JOINED: Case({}, QUEUES),
     TRAINERS: Case({}, {}),
-    SCATTERS_JOINED: Case({SCATTER: 128 * _MB}, {}),
-    JOINED: Case({GATHER: 128 * _MB, SCATTER: 256 * _MB}, {}),
+    ALL_JOINED: Case({GATHER: 128 * _MB}, {}),
     PIPELINED: Case(dict.fromkeys(PIPELINES, True), {}),
     FOUR: Case({IN_FLIGHT: 4}, {}),
-    ONE_QUEUE: Case({}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
     FEW: Case({}, {"NCCL_MAX_CTAS": "8"}),
 }
 

@@ -227,9 +227,11 @@ def step_of(name: str, shapes: Shapes, mesh: Any) -> tuple[Any, Any, Any]:
 def _measure_jax(name: str, shapes: Shapes) -> Case:
     import jax
 
+    from coat_jax.training.cluster.communication import use_one_queue
     from coat_jax.training.cluster.mesh import make_mesh
     from coat_jax.training.config import MeshConfig
 
+    use_one_queue()
     mesh = make_mesh(MeshConfig())
     step, like, state_like = step_of(name, shapes, mesh)
     with jax.set_mesh(mesh):

@@ -175,6 +175,7 @@ def measure(options: argparse.Namespace) -> Case:
     import jax.numpy as jnp
 
     from coat_jax import models
+    from coat_jax.training.cluster import communication
     from coat_jax.training.cluster.mesh import batch_parts, make_mesh
     from coat_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
     from coat_jax.training.config_files import load_config
@@ -182,6 +183,7 @@ def measure(options: argparse.Namespace) -> Case:
     from coat_jax.training.report import accounting, speed
     from experiments.random_batch import random_batch
 
+    communication.use_one_queue(offload=case["offloaded"])
     if options.model.lower() in models.PRESETS:
         model = models.config_of(options.model)
     else:

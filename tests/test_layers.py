@@ -23,7 +23,7 @@ import coat_jax
 
 PACKAGE = Path(coat_jax.__file__).parent
 LAYERS = [
-    ("errors", "numerics", "printable"),
+    ("errors", "numerics", "nvidia", "printable"),
     ("agreement", "files", "limits", "token_readers", "writing"),
     ("manifest", "precision", "storage", "tokenizers"),
     ("watching",),

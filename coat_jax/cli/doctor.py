@@ -16,11 +16,11 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from coat_jax import nvidia
 from coat_jax.cli import devices
 from coat_jax.files import expanded
 from coat_jax.printable import printable
@@ -33,7 +33,6 @@ OF_GPUS = ("jax-cuda13-plugin", "jax-cuda12-plugin", *TRITON)
 OF_TRAINER = ("grain", "matplotlib", "rich", "tokenizers")
 FIRST_CUDA_13_DRIVER = 580
 VERSION = re.compile(r"\d+(\.\d+)+")
-PATIENCE = 30  # seconds for nvidia-smi, which may hang where the driver does
 
 
 class Problem(NamedTuple):
@@ -101,18 +100,8 @@ def versions() -> dict[str, str]:
 
 def nvidia_driver() -> str | None:
     """The version of NVIDIA's driver; None without one, or if nvidia-smi does not tell it."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(
-            asked, capture_output=True, text=True, errors="replace", check=False, timeout=PATIENCE
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    first = answer.stdout.strip().partition("\n")[0].strip()  # one line for each GPU
-    return first if answer.returncode == 0 and VERSION.fullmatch(first) else None
+    first = next(iter(nvidia.ask("driver_version")), "")
+    return first if VERSION.fullmatch(first) else None
 
 
 def kernels(driver: str | None) -> tuple[dict[str, str], list[Problem]]:

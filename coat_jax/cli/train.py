@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
 
     from coat_jax import agreement
     from coat_jax.cli.output import lasting
-    from coat_jax.training.cluster import distributed
+    from coat_jax.training.cluster import communication, distributed
     from coat_jax.training.config_files import load_config, source
     from coat_jax.training.fields import explain
     from coat_jax.training.loop import train
@@ -102,6 +102,7 @@ def run(options: argparse.Namespace) -> int:
         print(source(config), end="")
         return 0
     with lasting():
+        communication.use_one_queue(offload=config.optimizer.offload)
         distributed.start()
         console = Console(quiet=not agreement.is_main())
         outcome = train(config, console)

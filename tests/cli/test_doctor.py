@@ -7,7 +7,7 @@ import os
 import jax
 import pytest
 
-from coat_jax import cli
+from coat_jax import cli, nvidia
 from coat_jax.cli import doctor
 from coat_jax.kernels import dispatch
 
@@ -174,7 +174,7 @@ def test_a_driver_whose_program_fails_is_none(answering):
 
 
 def test_a_program_that_hangs_is_not_waited_for(answering, monkeypatch):
-    monkeypatch.setattr(doctor, "PATIENCE", 0.2)
+    monkeypatch.setattr(nvidia, "PATIENCE", 0.2)
     answering("#!/bin/sh\nexec sleep 60\n")
     assert doctor.nvidia_driver() is None
 

@@ -1,5 +1,6 @@
 """`coat train`: bad input ends in one line and code 2, before anything is compiled or written."""
 
+import os
 import re
 import subprocess
 import sys
@@ -9,10 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from coat_jax import cli, writing
+from coat_jax import cli, nvidia, writing
 from coat_jax.cli.train import STOPPED
 from coat_jax.errors import UserError
 from coat_jax.training import loop
+from coat_jax.training.cluster.communication import QUEUES
 from coat_jax.training.config_files import SHIPPED, load_config
 from coat_jax.training.report.recorder import Diverged
 
@@ -146,6 +148,22 @@ def test_a_run_that_was_stopped_says_so(train, monkeypatch):
     code, out, _ = train(TINY)
     assert code == 143
     assert "Stopped and saved after step 3." in out
+
+
+@pytest.mark.parametrize(("offload", "queues"), [("false", "1"), ("true", None)])
+def test_cuda_starts_with_one_queue_on_hoppers(train, monkeypatch, offload, queues):
+    monkeypatch.setattr(nvidia, "ask", lambda field: ["9.0"])
+    monkeypatch.setenv(QUEUES, "")  # so that it is unset again after the test
+    monkeypatch.delenv(QUEUES)
+    found = []
+
+    def note(*_):
+        found.append(os.environ.get(QUEUES))
+        return loop.Outcome(step=1, loss=1.0, held_out_loss=None, stopped=False)
+
+    monkeypatch.setattr(loop, "train", note)
+    train(TINY, "--optimizer.name", "fp8_adamw", "--optimizer.offload", offload)
+    assert found == [queues]
 
 
 def test_help_lists_the_fields_with_their_values(train):

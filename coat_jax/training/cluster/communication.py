@@ -1,17 +1,23 @@
-"""XLA's options for a step on several GPUs: collectives run while layers compute.
+"""Collectives that run while layers compute: XLA's options, and a variable of CUDA.
 
     latency hiding scheduler    starts a collective as early, and waits for it as late, as it can
     collective kernels          none, so that NCCL also reduces small arrays: XLA schedules products
                                 beside kernels of its own that could hide a larger collective
+    joined reduce-scatters      up to 128 MB, a few for each layer: in smaller ones, most of what a
+                                layer's products cannot hide is the start and the end
     async compute limit         lets copies to and from host memory run beside collectives
+    one queue                   starts NCCL's kernels in their turn, not behind the products that
+                                should hide them
 
-An option that XLA_FLAGS already sets is left as it is there.
+An option that XLA_FLAGS already sets, and a variable that is set, are left as they are.
 """
 
 import os
 
 import jax
 from jax.sharding import Mesh
+
+from coat_jax import nvidia
 
 Options = dict[str, bool | int | str]
 
@@ -21,9 +27,15 @@ NO_COLLECTIVE_KERNELS: Options = (
     if jax.__version_info__ >= (0, 11, 1)
     else {"xla_gpu_unsupported_use_all_reduce_one_shot_kernel": False}
 )
-OPTIONS: Options = {"xla_gpu_enable_latency_hiding_scheduler": True, **NO_COLLECTIVE_KERNELS}
+OPTIONS: Options = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 << 20,
+    **NO_COLLECTIVE_KERNELS,
+}
 # The scheduler counts copies that have streams of their own, finds too many, and fails.
 WITH_COPIES: Options = {"xla_gpu_experimental_parallel_async_compute_limit": 1000}
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+HOPPER = "9.0"  # a compute capability
 
 
 def communication_options(mesh: Mesh, *, offload: bool = False) -> Options:
@@ -38,3 +50,17 @@ def communication_options(mesh: Mesh, *, offload: bool = False) -> Options:
     given = os.environ.get("XLA_FLAGS", "")
     options = OPTIONS | WITH_COPIES if offload else OPTIONS
     return {name: value for name, value in options.items() if f"--{name}=" not in given}
+
+
+def use_one_queue(*, offload: bool = False) -> None:
+    """Has CUDA launch all kernels through one queue where the GPUs are Hoppers.
+
+    CUDA reads the variable when it starts: call this before JAX looks for devices. NVIDIA advises
+    against one queue on Blackwell.
+
+    Args:
+        offload: whether the programs move an optimizer's state to host memory and back. Then
+            nothing changes: copies have streams of their own.
+    """
+    if not offload and set(nvidia.ask("compute_cap")) == {HOPPER}:
+        os.environ.setdefault(QUEUES, "1")

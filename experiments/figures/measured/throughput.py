@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 from coat_jax.models import config_of
-from experiments.communication import TRAINERS
 from experiments.figures.measured.files import GB, bold, case, of, ratio
 from experiments.training_throughput import OPTIONS
 
@@ -72,6 +71,9 @@ def waiting() -> tuple[float]:
     """By how many percent a step of COAT on one GPU is longer if the host waits for each step."""
     alone = case("training_throughput_2_gpus_beside_one", precision="COAT", batch=16)["alone"]
     return (100 * (alone["awaited_step_seconds"] / alone["step_seconds"] - 1),)
+
+
+TRAINERS = "scheduler, no kernels of XLA (the trainer's)"
 
 
 def longer_per_layer() -> tuple[float, float]:

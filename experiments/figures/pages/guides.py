@@ -175,6 +175,7 @@ PAGES = [
             Given("Llamas of 0.9, 124 and 360 million parameters", SETTING),
             Given("It would be 100 % if", ARITHMETIC),
             Given("2.1 bytes a parameter instead of 8", ARITHMETIC),
+            Given("reduce-scatters joined up to 128 MB", SETTING),
             Sentence("whose gradients take {:.1f} GB", gradients_of_7b),
             Table("released_memory", released_memory),
             Sentence(

@@ -2,17 +2,6 @@
 
 from typing import Any
 
-from experiments.communication import (
-    DEFAULTS,
-    FEW,
-    FOUR,
-    JOINED,
-    ONE_QUEUE,
-    PIPELINED,
-    SCATTERS_JOINED,
-    SCHEDULED,
-    TRAINERS,
-)
 from experiments.figures.compare import Figure, Given, Sentence, Table
 from experiments.figures.measured import loss_study, throughput
 from experiments.figures.measured.curves import epochs, tokens
@@ -26,6 +15,16 @@ from experiments.figures.measured.throughput import (
     training,
 )
 from experiments.figures.pages.reasons import PAPER
+
+DEFAULTS = "XLA's defaults"
+SCHEDULED = "scheduler"
+TRAINERS = "scheduler, no kernels of XLA (the trainer's)"
+SCATTERS_JOINED = "the trainer's, 128 MB"
+JOINED = "the trainer's, 128 and 256 MB"
+PIPELINED = "the trainer's, pipelined"
+FOUR = "the trainer's, 4 at a time"
+ONE_QUEUE = "the trainer's, one queue"
+FEW = "the trainer's, 8 multiprocessors"
 
 
 def offloaded() -> tuple[float, float, float]:
