@@ -1,8 +1,8 @@
 """What communication costs a step on several GPUs, and what options of XLA and CUDA do about it.
 
 Each case compiles the trainer's own step for the first layers of Llama-2-7B, parameters and moments
-sharded over all GPUs, with options of its own. A second process runs the same step on one GPU
-alone. A profile of one step shows what each GPU does when:
+sharded over all GPUs, with options of its own. Before, each GPU trains the same layers alone, all
+at the same time: GPUs differ by a few percent. A profile of one step shows what each GPU does when:
 
     compute         at least one kernel runs that is not NCCL's
     communication   at least one of NCCL's kernels runs
@@ -18,6 +18,7 @@ import argparse
 import gzip
 import json
 import os
+import statistics
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 from experiments import training_throughput
 from experiments.command import parser_of
-from experiments.workers import only, outcome, run_worker
+from experiments.workers import outcome, run_worker
 
 _MB = 1 << 20
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
@@ -115,6 +116,7 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.cases, options.remat, options.trace = [options.case], None, None
+    options.beside_one = True
     if options.worker:
         print(json.dumps(measure_with_profile(options)), flush=True)
         return
@@ -125,14 +127,15 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, path: Path) -> None:
-    """Measures one GPU alone, then every case; the file is written after each."""
+    """Measures each GPU alone, then every case; the file is written after each."""
     from experiments import records
 
-    alone = training_throughput.in_a_process(options.case, options, **only([0]))
-    if "failed" in alone:
-        raise SystemExit(f"One GPU alone: {alone['failed']}")
-    one_gpu = _milliseconds(alone)
-    print(f"{one_gpu['ms']:8.1f} ms   one GPU alone", flush=True)
+    each = training_throughput.each_alone(options.case, options)
+    if failed := [one["failed"] for one in each if "failed" in one]:
+        raise SystemExit(f"A GPU alone: {failed[0]}")
+    alone = [_milliseconds(one) for one in each]
+    mean = statistics.mean(one["ms"] for one in alone)
+    print(f"{mean:8.1f} ms   a GPU alone, the mean of {len(alone)}", flush=True)
     cases: list[dict[str, Any]] = []
     for name, chosen in CASES.items():
         one = _in_a_process(options, chosen)
@@ -143,7 +146,7 @@ def measure(options: argparse.Namespace, path: Path) -> None:
         else:
             case |= _milliseconds(one)
             case |= {
-                "efficiency": one_gpu["ms"] / case["ms"],
+                "efficiency": mean / case["ms"],
                 "losses": one["losses"],
                 "timeline": one["timeline"],
             }
@@ -151,13 +154,13 @@ def measure(options: argparse.Namespace, path: Path) -> None:
                 case["drawn"] = one["drawn"]
             exposed = [of_gpu["exposed_ms"] for of_gpu in case["timeline"].values()]
             print(
-                f"{case['ms']:8.1f} ms   {case['efficiency']:.3f} of one GPU alone, exposed "
+                f"{case['ms']:8.1f} ms   {case['efficiency']:.3f} of a GPU alone, exposed "
                 f"{', '.join(f'{one:.1f}' for one in exposed) or '?'} ms   {name}",
                 flush=True,
             )
         cases.append(case)
         figures = {"model": options.model, "layers": options.layers, "case": options.case}
-        figures |= {"sequence": options.sequence, "one_gpu": one_gpu, "cases": cases}
+        figures |= {"sequence": options.sequence, "alone": alone, "cases": cases}
         records.write(path, figures)
 
 
@@ -175,7 +178,7 @@ def _in_a_process(options: argparse.Namespace, chosen: Case) -> dict[str, Any]:
     flags = f"{os.environ.get('XLA_FLAGS', '')} {given}".strip()
     variables = {"XLA_FLAGS": flags, **chosen.variables}
     command = [options.case, "--worker", *arguments]
-    ended = run_worker("experiments.communication", *command, **variables)
+    ended = run_worker("experiments.communication", *command, remember=False, **variables)
     return outcome(ended)
 
 

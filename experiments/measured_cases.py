@@ -38,7 +38,7 @@ class Worker(NamedTuple):
 
     @classmethod
     def of(cls, command: list[str], variables: Mapping[str, str | None]) -> "Worker":
-        """Two GPUs of a host are alike: which ones does not matter."""
+        """Which GPUs are used does not matter, only how many."""
         name = "CUDA_VISIBLE_DEVICES"
         chosen = variables.get(name, os.environ.get(name))
         others = {key: value for key, value in variables.items() if key != name}

@@ -34,7 +34,6 @@ PLAN = (
         "training_throughput COAT:16 --beside-one",
         4,
         200,
-        120,
     ),
     Measurement("training_throughput_4_gpus", "training_throughput BF16:8 COAT:8", 4, 200, 120),
     Measurement(
@@ -42,9 +41,8 @@ PLAN = (
         "training_throughput COAT:16 --beside-one",
         2,
         200,
-        120,
     ),
-    Measurement("communication", "communication", 2, 400, 60),
+    Measurement("communication", "communication", 2, 420),
     Measurement("muon_step_2_gpus", "muon_step", 2, 240, 90, ("torch",)),
     Measurement("gpu_suite", "gpu_suite", 1, 360, None, ("pytest",)),
     Measurement("layer_table", "layer_speed --table", 1, 660, 180, ("torch", "torchao")),

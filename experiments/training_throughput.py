@@ -19,10 +19,12 @@ loss instead, a step takes the "awaited_step_seconds" of the results.
     offloaded     the optimizer's state is in the host's memory
 
 All GPUs that are seen train together, parameters and moments sharded over all of them; BATCH is the
-sequences on each. With --beside-one, the first GPU then trains each case alone; the efficiency is
-the speed of each of several GPUs over the speed of one alone. Every case runs in a process of its
-own, which may use 95 % of each GPU. The peak is that of the fullest GPU's allocator, and includes
-the whole training state; tokens are random. A case that does not fit is reported as such.
+sequences on each. With --beside-one, each GPU then trains each case alone, all at the same time:
+GPUs of one kind differ by a few percent, and a step takes as long as on the slowest. The efficiency
+is the speed of each of several GPUs over the mean of their speeds alone. Every case runs in a
+process of its own, which may use 95 % of each GPU. The peak is that of the fullest GPU's allocator,
+and includes the whole training state; tokens are random. A case that does not fit is reported as
+such.
 
 Runs of another number of GPUs, or with other options than those of the table, write files of their
 own: training_throughput_4_gpus.json, training_throughput_remat_layer.json.
@@ -33,13 +35,14 @@ import dataclasses
 import json
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from experiments.command import parser_of
 from experiments.compilation import compile_twice
-from experiments.workers import only, outcome, run_worker
+from experiments.workers import count_gpus, only, outcome, run_worker
 
 CASES = [
     "BF16:10",
@@ -95,7 +98,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, help="only the first layers of the model")
     parser.add_argument("--sequence", type=int, default=SEQUENCE, help="tokens of a sequence")
     parser.add_argument("--remat", help="what layers recompute: layer or layer_fp8")
-    parser.add_argument("--beside-one", action="store_true", help="compare with one GPU alone")
+    parser.add_argument("--beside-one", action="store_true", help="compare with each GPU alone")
     parser.add_argument("--label", help="ends the name of the results file: say, the GPU's")
     parser.add_argument("--trace", type=Path, help="directory for a profile of one step")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -121,12 +124,24 @@ def results_path(options: argparse.Namespace) -> Path:
 
 
 def _beside_one(together: Case, case: str, options: argparse.Namespace) -> Case:
-    """The speed of the first GPU alone, and the share of it that each of several GPUs reaches."""
-    alone = in_a_process(case, options, **only([0]))
-    if "failed" in alone or "failed" in together:
+    """The speed of each GPU alone, and how the speed of each of several GPUs compares with it."""
+    alone = each_alone(case, options)
+    if any("failed" in one for one in [together, *alone]):
         return {"alone": alone}
     share = together["tokens_per_second"] / together["devices"]
-    return {"alone": alone, "efficiency": share / alone["tokens_per_second"]}
+    speeds = [one["tokens_per_second"] for one in alone]
+    return {
+        "alone": alone,
+        "efficiency": share / statistics.mean(speeds),
+        "beside_slowest": share / min(speeds),
+    }
+
+
+def each_alone(case: str, options: argparse.Namespace) -> list[Case]:
+    """Measures a case on each GPU alone, on all of them at the same time."""
+    gpus = range(max(1, count_gpus()))
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        return list(pool.map(lambda gpu: in_a_process(case, options, **only([gpu])), gpus))
 
 
 def in_a_process(case: str, options: argparse.Namespace, **variables: str) -> Case:
@@ -135,7 +150,13 @@ def in_a_process(case: str, options: argparse.Namespace, **variables: str) -> Ca
     arguments += ["--layers", str(options.layers)] if options.layers else []
     arguments += ["--trace", str(options.trace)] if options.trace else []
     arguments += ["--remat", options.remat] if options.remat else []
-    ended = run_worker("experiments.training_throughput", case, "--worker", *arguments, **variables)
+    arguments = [case, "--worker", *arguments]
+    ended = run_worker(
+        "experiments.training_throughput",
+        *arguments,
+        remember=not options.beside_one,
+        **variables,
+    )
     return {**_parsed(case), **outcome(ended)}
 
 
@@ -163,7 +184,7 @@ def _line(case: Case) -> str:
     return (
         f"{head}   {case['tokens_per_second']:8,.0f} tokens/s   {case['peak'] / 1e9:6.1f} GB   "
         f"compiled in {case['compile_seconds']:.0f} s"
-        + (f"   {case['efficiency']:.3f} of one GPU alone" if "efficiency" in case else "")
+        + (f"   {case['efficiency']:.3f} of a GPU alone" if "efficiency" in case else "")
     )
 
 

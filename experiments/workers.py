@@ -31,19 +31,22 @@ class Ended(NamedTuple):
     stderr: str
 
 
-def run_worker(module: str, *arguments: str, **variables: str | None) -> Ended:
+def run_worker(
+    module: str, *arguments: str, remember: bool = True, **variables: str | None
+) -> Ended:
     """Runs `python -m module arguments`, which may use 95 % of each GPU.
 
-    What it ran and compiled counts as that of this process. A worker that succeeded before the same
-    measurement was stopped does not run again: see `measured_cases`.
+    What it ran and compiled counts as that of this process.
 
     Args:
         module: of the worker.
         arguments: its command line.
+        remember: whether a worker that succeeded before the same measurement was stopped need not
+            run again (see `measured_cases`). Where GPUs are compared with each other it must.
         variables: of its environment, besides those of this process; None unsets one.
     """
     worker = measured_cases.Worker.of([module, *arguments], variables)
-    if (before := measured_cases.find(worker)) is not None:
+    if remember and (before := measured_cases.find(worker)) is not None:
         return Ended(before, 0, "")
     given = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"} | variables
     begin = time.perf_counter()
@@ -63,7 +66,7 @@ def run_worker(module: str, *arguments: str, **variables: str | None) -> Ended:
     ran, compiled = reported.get("ran", {}), reported.get("compilation", {})
     measured_code.add(ran)
     compilation.add(compiled)
-    if done.returncode == 0 and results:
+    if remember and done.returncode == 0 and results:
         measured_cases.keep(worker, results, ran, compiled, time.perf_counter() - begin)
     return Ended(results, done.returncode, done.stderr)
 

@@ -40,8 +40,8 @@ def repository(tmp_path, monkeypatch):
 def measured(repository) -> Callable[..., int]:
     """Runs a worker; returns how many times workers have run by now."""
 
-    def of(*arguments: str, **variables: str | None) -> int:
-        ended = run_worker("experiments.pretend", *arguments, **variables)
+    def of(*arguments: str, remember: bool = True, **variables: str | None) -> int:
+        ended = run_worker("experiments.pretend", *arguments, remember=remember, **variables)
         if not ended.code:
             (result,) = ended.results
             assert result == {"given": [*arguments], "variable": variables.get("VARIABLE")}
@@ -52,6 +52,11 @@ def measured(repository) -> Callable[..., int]:
 
 def test_a_finished_case_is_not_measured_again(measured):
     assert [measured("a"), measured("a"), measured("b"), measured("a")] == [1, 1, 2, 2]
+
+
+def test_a_case_that_is_compared_with_others_is_measured_again(measured):
+    runs = [measured("a", remember=False) for _ in range(2)]
+    assert [*runs, measured("a")] == [1, 2, 3]
 
 
 def test_the_variables_that_an_experiment_sets_are_part_of_a_case(measured):

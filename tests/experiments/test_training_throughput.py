@@ -1,8 +1,11 @@
-"""Only the runs of the published table write its results file."""
+"""Only the runs of the published table write its file, and GPUs are compared with each other."""
+
+import json
 
 import jax
 import pytest
 
+from experiments import training_throughput
 from experiments.training_throughput import arguments, results_path
 
 
@@ -36,3 +39,35 @@ def test_a_case_of_another_form_is_refused(capsys, case):
     with pytest.raises(SystemExit):
         arguments().parse_args([case])
     assert f"{case!r} is not PRECISION:BATCH, as in COAT:16" in capsys.readouterr().err
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Replaces the processes of two GPUs, which train 100 and 80 tokens a second alone."""
+
+    def in_a_process(case, options, **variables):
+        gpu = variables.get("CUDA_VISIBLE_DEVICES")
+        if gpu is None:
+            return {"tokens_per_second": 144, "devices": 2}
+        return {"tokens_per_second": 100 - 20 * int(gpu)}
+
+    monkeypatch.setattr(training_throughput, "count_gpus", lambda: 2)
+    monkeypatch.setattr(training_throughput, "in_a_process", in_a_process)
+    monkeypatch.setattr(training_throughput, "_line", str)
+    monkeypatch.setattr(training_throughput, "draw", lambda path: None)
+
+    def run(folder):
+        given = ["training_throughput", "COAT:8", "--beside-one", "--out", str(folder)]
+        monkeypatch.setattr("sys.argv", given)
+        training_throughput.main()
+        (case,) = json.loads(next(folder.glob("*.json")).read_text())["figures"]["cases"]
+        return case
+
+    return run
+
+
+def test_several_gpus_are_compared_with_each_of_them_alone(measured, tmp_path):
+    case = measured(tmp_path)
+    assert [one["tokens_per_second"] for one in case["alone"]] == [100, 80]
+    assert case["efficiency"] == 72 / 90
+    assert case["beside_slowest"] == 72 / 80
