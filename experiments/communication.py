@@ -31,9 +31,7 @@ from experiments.workers import outcome, run_worker
 _MB = 1 << 20
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 KERNELS = "xla_gpu_experimental_use_collective_kernels"  # collectives that are not NCCL's
-GATHER = "xla_gpu_all_gather_combine_threshold_bytes"
 SCATTER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
-IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 PIPELINES = ("xla_gpu_enable_pipelined_all_gather", "xla_gpu_enable_pipelined_reduce_scatter")
 
 DEFAULTS = "XLA's defaults"
@@ -41,10 +39,7 @@ SCHEDULED = "scheduler"
 WITHOUT_KERNELS = "scheduler, no kernels of XLA"
 SCATTERS_JOINED = "scheduler, no kernels of XLA, 128 MB"
 TRAINERS = "the trainer's: all these, and one queue"
-ALL_JOINED = "the trainer's, all-gathers up to 128 MB"
 PIPELINED = "the trainer's, pipelined"
-FOUR = "the trainer's, 4 at a time"
-FEW = "the trainer's, 8 multiprocessors"
 DRAWN = (DEFAULTS, SCHEDULED, TRAINERS)
 COMPILING = ("compile_seconds", "warm_compile_seconds")
 PIXEL = 0.02  # ms: the picture does not show shorter gaps
@@ -63,9 +58,7 @@ class Case(NamedTuple):
 
 
 # By default XLA reduces small arrays with kernels of its own, and joins collectives up to 30 MB;
-# CUDA has 8 queues. The last four ask what is left to gain from larger all-gathers, from
-# collectives that begin in an earlier layer (pipelined) or run side by side (4 at a time), or from
-# those that leave the layers more of the GPU (8 multiprocessors instead of NCCL's choice).
+# CUDA has 8 queues. The last case asks what is left to gain if they begin in an earlier layer.
 XLAS_KERNELS, UNJOINED = {KERNELS: "all_reduce"}, {SCATTER: 30 * _MB}
 QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 CASES = {
@@ -74,10 +67,7 @@ CASES = {
     WITHOUT_KERNELS: Case({**UNJOINED}, QUEUES),
     SCATTERS_JOINED: Case({}, QUEUES),
     TRAINERS: Case({}, {}),
-    ALL_JOINED: Case({GATHER: 128 * _MB}, {}),
     PIPELINED: Case(dict.fromkeys(PIPELINES, True), {}),
-    FOUR: Case({IN_FLIGHT: 4}, {}),
-    FEW: Case({}, {"NCCL_MAX_CTAS": "8"}),
 }
 
 Interval = tuple[float, float]

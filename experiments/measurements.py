@@ -42,7 +42,7 @@ PLAN = (
         2,
         200,
     ),
-    Measurement("communication", "communication", 2, 420),
+    Measurement("communication", "communication", 2, 300),
     Measurement("muon_step_2_gpus", "muon_step", 2, 240, 90, ("torch",)),
     Measurement("gpu_suite", "gpu_suite", 1, 360, None, ("pytest",)),
     Measurement("layer_table", "layer_speed --table", 1, 660, 180, ("torch", "torchao")),
