@@ -1,9 +1,9 @@
 """Speed and memory of training Llama-2-7B, of a small model, and of Llama-2-13B."""
 
 import math
+import statistics
 from typing import Any
 
-from coat_jax.models import config_of
 from experiments.figures.measured.files import GB, bold, case, of, ratio
 from experiments.training_throughput import OPTIONS
 
@@ -61,31 +61,33 @@ def compilation(keeps_everything: bool) -> list[float]:
     ]
 
 
-def beside_one(gpus: int) -> tuple[float, float]:
-    """Tokens a second of COAT on several GPUs, and the share of one GPU's speed that each has."""
-    found = case(f"training_throughput_{gpus}_gpus_beside_one", precision="COAT", batch=16)
-    return found["tokens_per_second"], found["efficiency"]
+def beside_one(gpus: int) -> tuple[float, float, float]:
+    """Tokens a second of COAT on several GPUs, and the speed of each of them as a share of its
+    speed alone: of the mean, and of the slowest one's.
+    """
+    found = _beside_one(gpus)
+    return found["tokens_per_second"], found["efficiency"], found["beside_slowest"]
+
+
+def gpus_differ(gpus: int) -> tuple[float]:
+    """By how many percent the fastest GPU alone is faster than the slowest."""
+    speeds = [one["tokens_per_second"] for one in _beside_one(gpus)["alone"]]
+    return (100 * (max(speeds) / min(speeds) - 1),)
 
 
 def waiting() -> tuple[float]:
     """By how many percent a step of COAT on one GPU is longer if the host waits for each step."""
-    alone = case("training_throughput_2_gpus_beside_one", precision="COAT", batch=16)["alone"]
-    return (100 * (alone["awaited_step_seconds"] / alone["step_seconds"] - 1),)
+    awaited, ahead = (_alone(2, key) for key in ("awaited_step_seconds", "step_seconds"))
+    return (100 * (awaited / ahead - 1),)
 
 
-TRAINERS = "scheduler, no kernels of XLA (the trainer's)"
+def _beside_one(gpus: int) -> dict[str, Any]:
+    return case(f"training_throughput_{gpus}_gpus_beside_one", precision="COAT", batch=16)
 
 
-def longer_per_layer() -> tuple[float, float]:
-    """Milliseconds for which two GPUs take longer than one, by layer: of `beside_one`, and of
-    `communication` with the trainer's options.
-    """
-    beside = case("training_throughput_2_gpus_beside_one", precision="COAT", batch=16)
-    longer = 1e3 * (beside["step_seconds"] - beside["alone"]["step_seconds"])
-    several = case("communication", name=TRAINERS)["ms"]
-    alone, layers = (of("communication")[key] for key in ("one_gpu", "layers"))
-    model = config_of(of("training_throughput_2_gpus_beside_one")["model"])
-    return longer / model.layers, (several - alone["ms"]) / layers
+def _alone(gpus: int, key: str) -> float:
+    """The mean over GPUs that train alone."""
+    return statistics.mean(one[key] for one in _beside_one(gpus)["alone"])
 
 
 def all_rows() -> list[list[str]]:

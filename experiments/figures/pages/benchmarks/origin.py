@@ -3,7 +3,7 @@
 from experiments.figures.compare import Figure, Sentence, Table
 from experiments.figures.measured.files import FOLDER, parents
 
-CODE = "4a4d34"  # that most files are of
+OLDER, NEWER = "4a4d34", "0fc36e"  # versions of coat_jax that most files are of
 NEWEST = "2026-11-26"  # files from before this day are listed at the top of the page
 
 
@@ -12,9 +12,9 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
-def of_code() -> int:
-    """How many files are of that code."""
-    return sum(parents(name).get("code", "").startswith(CODE) for name in names())
+def of_code(code: str) -> int:
+    """How many files are of a version of coat_jax."""
+    return sum(parents(name).get("code", "").startswith(code) for name in names())
 
 
 def older() -> int:
@@ -45,8 +45,9 @@ def rows() -> list[list[str]]:
 
 FIGURES: list[Figure] = [
     Sentence(
-        f"Of the {{}} results files, {{}} are of one code of coat_jax, `{CODE}`",
-        lambda: (len(names()), of_code()),
+        f"Of the {{}} results files, {{}} are of one code of coat_jax, `{OLDER}`, and {{}} of a "
+        f"later one, `{NEWER}`",
+        lambda: (len(names()), of_code(OLDER), of_code(NEWER)),
     ),
     Sentence(f"These {{}} files are older than {NEWEST}:", lambda: (older(),)),
     Table("parents", rows),
