@@ -3,13 +3,12 @@
     latency hiding scheduler    starts a collective as early, and waits for it as late, as it can
     collective kernels          none, so that NCCL also reduces small arrays: XLA schedules products
                                 beside kernels of its own that could hide a larger collective
-    joined reduce-scatters      up to 128 MB, a few for each layer: in smaller ones, most of what a
-                                layer's products cannot hide is the start and the end
+    joined reduce-scatters      up to 128 MB: a few for each layer instead of one for each weight
     async compute limit         lets copies to and from host memory run beside collectives
-    one queue                   starts NCCL's kernels in their turn, not behind the products that
-                                should hide them
+    one queue                   kernels start in the order in which XLA launches them, so that a
+                                collective does not start after the products that should hide it
 
-An option that XLA_FLAGS already sets, and a variable that is set, are left as they are.
+An option that XLA_FLAGS sets, and a variable that is already set, keep their values.
 """
 
 import os
@@ -53,14 +52,14 @@ def communication_options(mesh: Mesh, *, offload: bool = False) -> Options:
 
 
 def use_one_queue(*, offload: bool = False) -> None:
-    """Has CUDA launch all kernels through one queue where the GPUs are Hoppers.
+    """Has CUDA start all kernels through one queue, if all GPUs are Hoppers.
 
-    CUDA reads the variable when it starts: call this before JAX looks for devices. NVIDIA advises
-    against one queue on Blackwell.
+    CUDA reads the variable when it starts, so call this before JAX looks for devices. For Blackwell
+    NVIDIA advises against it.
 
     Args:
-        offload: whether the programs move an optimizer's state to host memory and back. Then
-            nothing changes: copies have streams of their own.
+        offload: whether the programs move an optimizer's state to host memory and back. Their
+            copies have streams of their own, and keep CUDA's queues.
     """
     if not offload and set(nvidia.ask("compute_cap")) == {HOPPER}:
         os.environ.setdefault(QUEUES, "1")
