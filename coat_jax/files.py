@@ -44,6 +44,22 @@ def expanded(path: str | Path) -> Path:
         ) from None
 
 
+def require_utf8(path: Path, what: str) -> None:
+    """Raises unless the bytes of a path are UTF-8, for libraries that take no others.
+
+    Args:
+        path: any path.
+        what: is stored there, for the error.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"{path} has a name that is not UTF-8, and {what} need one that is: choose another "
+            "folder, or rename this one."
+        ) from None
+
+
 @contextlib.contextmanager
 def path_failures(path: Path) -> Iterator[None]:
     """Turns errors that a user can fix (a missing folder, no permission) into a UserError."""

@@ -43,6 +43,20 @@ def require_space(folder: Path, what: str, size: int) -> None:
 def write_failures(folder: Path, what: str, size: int | None = None) -> Iterator[None]:
     """Turns errors of writing into a NotWritten that says what was not written, and where."""
     try:
+        with full_disk(folder, what, size):
+            yield
+    except NotWritten:
+        raise
+    except Exception as error:
+        if _os_error(error) is not None:
+            raise NotWritten(f"{what} could not be written in {folder}: {error}") from error
+        raise
+
+
+@contextlib.contextmanager
+def full_disk(folder: Path, what: str, size: int | None = None) -> Iterator[None]:
+    """Turns errors of a full disk into a DiskFull; others may come from what the block reads."""
+    try:
         yield
     except NotWritten:
         raise
@@ -50,8 +64,6 @@ def write_failures(folder: Path, what: str, size: int | None = None) -> Iterator
         code = _os_error(error)
         if code in FULL:
             raise _full(folder, what, size, code) from error
-        if code is not None:
-            raise NotWritten(f"{what} could not be written in {folder}: {error}") from error
         raise
 
 
@@ -103,8 +115,13 @@ def flush(path: Path) -> None:
 def replace(path: Path, content: str | bytes) -> None:
     """Replaces a file atomically: at any time it has all of its old or all of its new content."""
     unfinished = path.with_name(path.name + UNFINISHED)
-    write_durably(unfinished, content)
-    unfinished.replace(path)
+    try:
+        write_durably(unfinished, content)
+        unfinished.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
 
 
 class NewFolder(NamedTuple):

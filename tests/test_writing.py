@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coat_jax.errors import UserError
-from coat_jax.writing import DiskFull, NewFolder, write_failures
+from coat_jax.writing import DiskFull, NewFolder, full_disk, replace, write_failures
 
 
 @pytest.fixture
@@ -75,3 +75,21 @@ def test_what_does_not_fit_is_named_with_its_limit(code, limit, said, tmp_path, 
     refusal = rf"^Step 3 does not fit in {tmp_path}: {said}.*; what was saved before is intact\.$"
     with pytest.raises(DiskFull, match=refusal), write_failures(tmp_path, "Step 3", size=10):
         raise OSError(code, os.strerror(code))
+
+
+def test_a_file_that_cannot_be_replaced_stays_as_it_is(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = tmp_path / "file"
+    replace(file, "old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        replace(file, "new")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"file": "old"}
+
+
+def test_what_a_block_cannot_read_does_not_fill_the_disk(tmp_path):
+    with pytest.raises(OSError, match="Input/output error") as raised, full_disk(tmp_path, "It"):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    assert not isinstance(raised.value, UserError)

@@ -32,7 +32,6 @@ from coat_jax.cli.output import note, on_terminal, table
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, is_folder, is_regular, path_failures
 from coat_jax.printable import counted, printable
-from coat_jax.writing import replace
 
 if TYPE_CHECKING:
     from coat_jax.models import Config
@@ -106,6 +105,7 @@ def run(options: argparse.Namespace) -> int:
     """Measures each format on each tensor, and prints the tables."""
     from coat_jax.training.checkpoint import weights
     from coat_jax.training.report import best_formats
+    from coat_jax.training.report.output import save
 
     _settle(options)
     quantizers = _quantizers(options)
@@ -130,8 +130,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         if out is not None:
             best_formats.draw(tables, out)
-            with path_failures(out):
-                replace(out.with_suffix(".json"), text + "\n")
+            save(text + "\n", out.with_suffix(".json"))
     finally:  # print the table even if the picture cannot be written
         if not options.json:
             text = "\n".join(_table_of(TITLES[key], rows) for key, rows in tables.items())

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
@@ -34,13 +35,19 @@ def lock(folder: str | Path, note: Callable[[str], object]) -> TextIO:
         note: called with a line if the file system has no locks.
 
     Raises:
-        UserError: if another process holds the lock, saying which.
+        UserError: if another process holds the lock, saying which, or if the file is none.
     """
     folder = expanded(folder)
     path = folder / FILE
     while True:
         # A link is not followed: the file is overwritten.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise UserError(
+                f"{path} is a pipe or a device, and a run has a file there: move it away, or "
+                "choose another folder with --out."
+            )
         file = os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

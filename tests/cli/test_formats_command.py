@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from small_model import filled
 
-from coat_jax import cli, models
-from coat_jax.cli import formats
+from coat_jax import cli, models, writing
 from coat_jax.models import hf, stored
 from coat_jax.numerics.quantizer import Quantizer, sqnr_bits
 from coat_jax.training.checkpoint import weights
@@ -128,10 +127,10 @@ def test_only_an_earlier_result_is_replaced(theirs, tmp_path, capsys, monkeypatc
     earlier = {"model": "", "settings": {}, "weights": []}
     (tmp_path / "other.json").write_text(json.dumps(earlier))
     replaced = []
-    monkeypatch.setattr(formats, "replace", lambda *file: replaced.append(file) or replace(*file))
+    monkeypatch.setattr(writing, "replace", lambda *file: replaced.append(file) or replace(*file))
     asked(capsys, theirs, *FEW, "--sample", 1, "--out", tmp_path / "other.png")
     assert len(json.loads((tmp_path / "other.json").read_text())["weights"]) == MATRICES
-    assert [path for path, _ in replaced] == [tmp_path / "other.json"]
+    assert [path.name for path, _ in replaced] == ["other.png", "other.json"]
 
 
 def test_a_text_shows_the_error_of_each_tensor_in_training(theirs, tmp_path, capsys):

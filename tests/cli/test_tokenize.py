@@ -1,12 +1,14 @@
 """`coat tokenize`: text becomes files that training reads."""
 
+import errno
 import json
+import os
 
 import numpy as np
 import pytest
 
 from coat_jax.cli import main
-from coat_jax.training.data import DataConfig, load
+from coat_jax.training.data import DataConfig, load, tokenizing
 
 
 @pytest.fixture
@@ -64,3 +66,13 @@ def test_nothing_is_overwritten(texts, tmp_path, capsys):
     assert main(arguments) == 2
     assert "exists already" in capsys.readouterr().err
     assert (tmp_path / "out" / "tokens.json").stat() == before
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(texts, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tokenizing, "_write_header", full)
+    assert main(["tokenize", *texts, "--out", str(tmp_path / "out")]) == 3
+    assert f"out does not fit in {tmp_path}" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))

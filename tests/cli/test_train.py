@@ -77,6 +77,14 @@ BAD = {
         [TINY, "--train", str(ROOT / "README.md"), "--vocab", "64"],
         "vocabulary of 256",
     ),
+    "a second moment that decays too fast": (
+        [TINY, "--optimizer.b2", "0.5"],
+        "optimizer.b2=0.5 is below 0.623, the least beside optimizer.b1=0.9",
+    ),
+    "a folder whose name is not UTF-8": (
+        [TINY, "--out", "out\udcff"],
+        "has a name that is not UTF-8, and checkpoints need one that is",
+    ),
     "a folder to begin from without a model": ([TINY, "--init_from", "."], "no config.json"),
 }
 

@@ -100,6 +100,12 @@ def test_a_link_is_not_written_through(tmp_path):
     assert precious.read_text() == "data"
 
 
+def test_a_pipe_is_no_lock_file(tmp_path):
+    os.mkfifo(tmp_path / FILE)
+    with pytest.raises(UserError, match="is a pipe or a device, and a run has a file there"):
+        lock(tmp_path, silent)
+
+
 def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch):
     def refuse(file, flags):
         raise OSError(errno.ENOSYS, "Function not implemented")

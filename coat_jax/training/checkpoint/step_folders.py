@@ -21,6 +21,7 @@ from typing import Any
 
 from coat_jax import manifest
 from coat_jax.errors import UserError
+from coat_jax.files import require_utf8
 from coat_jax.manifest import DamagedCheckpoint, damaged
 from coat_jax.writing import UNFINISHED, flush
 
@@ -32,6 +33,7 @@ class StepFolders:
     """The folders in `root`, which is made when the first of them is begun."""
 
     def __init__(self, root: Path):
+        require_utf8(root.absolute(), "checkpoints")
         if root.is_symlink() and not root.exists():  # a run must not begin anew for that
             raise UserError(f"{root} links to what is not there. Is a disk missing?")
         if root.exists() and not root.is_dir():

@@ -8,6 +8,7 @@ import optax
 
 from coat_jax.errors import UserError
 from coat_jax.limits import Between, CountOrZero, Share, require_fields, shown
+from coat_jax.optax.checks.arguments import MOST_LASTING
 
 OptimizerName = Literal["fp8_adamw", "adamw"]
 Moments = Literal["directions", "expanded", "paper"]
@@ -93,6 +94,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         require_fields(self, "optimizer.")
         if self.transformation is None:
+            self._require_lasting()
             return
         if not is_optimizer(self.transformation):
             raise UserError(
@@ -118,6 +120,20 @@ class OptimizerConfig:
                 f"optimizer.decay_steps={self.decay_steps} is the end of "
                 f'optimizer.schedule="wsd", and this one is {self.schedule!r}. Leave it out, or '
                 'set schedule to "wsd".'
+            )
+
+    def _require_lasting(self) -> None:
+        """Raises if first moments last too long beside the second ones to be stored as directions.
+
+        `coat.optax` checks the same in the words of its own arguments.
+        """
+        least = self.b1**2 / MOST_LASTING
+        if self.name == "fp8_adamw" and self.moments == "directions" and self.b2 < least:
+            raise UserError(
+                f"optimizer.b2={self.b2} is below {least:.3g}, the least beside optimizer.b1="
+                f'{self.b1} and optimizer.moments="directions", which stores the first moment '
+                "relative to the root of the second: that would decay too fast. Raise b2, lower "
+                'b1, or set moments to "expanded".'
             )
 
     def _require_of_transformation(self, names: Collection[str]) -> None:

@@ -23,7 +23,7 @@ from coat_jax.tokenizers import AnyTokenizer
 from coat_jax.training.data.paths import listed
 from coat_jax.training.data.text_files import Piece, pieces, require_small
 from coat_jax.training.data.token_files import SIDECAR
-from coat_jax.writing import NewFolder
+from coat_jax.writing import NewFolder, full_disk
 
 IN_MEMORY = 256 << 20  # bytes of text; more would take minutes at the start of every run
 TOGETHER = 4 << 20  # characters that are tokenized at once
@@ -88,7 +88,7 @@ def write(
     """
     new = NewFolder(out, "coat tokenize")
     new.require_new()
-    with new.appearing() as folder:
+    with full_disk(out.parent, out.name), new.appearing() as folder:
         notes = {
             "vocab": tokenizer.vocab,
             "dtype": tokenizer.dtype.name,

@@ -8,5 +8,5 @@ speed               arithmetic per token, and the share of the device's peak FLO
 telemetry           what FP8 does to tensors, by a second program every n-th step
 best_formats        which small format suits each tensor of a model: `coat formats`
 runs                records read back from metrics.jsonl
-plot, page, heat    pictures of runs; chart, titles: their style and words
+plot, page, heat    pictures of runs; chart, titles: their style and words; output: their files
 """

@@ -21,7 +21,6 @@ from jaxtyping import Array, Float
 
 from coat_jax import telemetry
 from coat_jax.errors import UserError
-from coat_jax.files import path_failures
 from coat_jax.models import Config, Llama
 from coat_jax.models.stored import Name, Parameters, Stored, arranged
 from coat_jax.numerics.formats import DTYPES
@@ -30,6 +29,7 @@ from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.numerics.quantizer import AnyFormat, Quantizer, sqnr_bits
 from coat_jax.precision import Precision
 from coat_jax.training.report.chart import LINES, styled_figure
+from coat_jax.training.report.output import save_figure
 
 EXACT = 24.0  # the significant bits of FP32
 EMBEDDING: Name = ("embed",)
@@ -118,7 +118,7 @@ def draw(tables: Mapping[str, Sequence[Row]], out: Path) -> None:
     formats = list(next(iter(panels.values()))[0].bits)
     columns = min(4, len(panels))
     lines = -(-len(panels) // columns)
-    with styled_figure((3.2 * columns, 2.3 * lines)) as figure, path_failures(out):
+    with styled_figure((3.2 * columns, 2.3 * lines)) as figure:
         axes = figure.subplots(lines, columns, sharey=True, squeeze=False)
         for panel in axes.flat[len(panels) :]:
             panel.set_axis_off()
@@ -131,7 +131,7 @@ def draw(tables: Mapping[str, Sequence[Row]], out: Path) -> None:
         for panel in axes[:, 0]:
             panel.set_ylabel("bits that are right", fontsize=8)
         figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper")
-        figure.savefig(out)
+        save_figure(figure, out)
 
 
 def kind_of(tensor: str) -> str:

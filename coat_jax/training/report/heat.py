@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from coat_jax.errors import UserError
-from coat_jax.files import path_failures
 from coat_jax.training.report import runs
 from coat_jax.training.report.chart import styled_figure
+from coat_jax.training.report.output import save_figure
 from coat_jax.training.report.runs import RecordedRun
 from coat_jax.training.report.telemetry import PREFIX
 from coat_jax.training.report.titles import TITLES
@@ -62,8 +62,7 @@ def draw(path: Path, out: Path, *, statistic: str) -> None:
         raise UserError(f"{out} does not end in .png.")
     (run,) = runs.load([path])
     maps = maps_of(run, statistic)
-    with path_failures(out):
-        _picture(run, maps, out, statistic)
+    _picture(run, maps, out, statistic)
 
 
 def maps_of(run: RecordedRun, statistic: str) -> Maps:
@@ -127,7 +126,7 @@ def _picture(run: RecordedRun, maps: Maps, out: Path, statistic: str) -> None:
         title = figure.suptitle("", x=0.01, ha="left")
         title.set_parse_math(False)  # a folder's name may have a $
         title.set_text(f"{TITLES[statistic]}: {run.name}")
-        figure.savefig(out)
+        save_figure(figure, out)
 
 
 def _some(columns: int) -> Int[np.ndarray, " ticks"]:

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from coat_jax.errors import UserError
 from coat_jax.files import is_regular, path_failures
 from coat_jax.training.report.chart import Look
+from coat_jax.training.report.output import save
 from coat_jax.training.report.runs import (
     AXES,
     SHOWN_QUANTILE,
@@ -53,7 +54,7 @@ def write(
         "runs": [_run(r, look, keys, thin, smooth) for r, look in zip(loaded, looks, strict=True)],
     }
     template = TEMPLATE.read_text("utf-8")
-    out.write_text(template.replace(PLACE, _embedded(data)), encoding="utf-8")
+    save(template.replace(PLACE, _embedded(data)), out)
 
 
 def require_replaceable(path: Path) -> None:

@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jaxtyping import Float
 
 from coat_jax.errors import UserError
-from coat_jax.files import path_failures
 from coat_jax.printable import printable
 from coat_jax.training.report import page, runs
 from coat_jax.training.report.chart import Look, looks_of, styled_figure
+from coat_jax.training.report.output import save_figure
 from coat_jax.training.report.runs import RecordedRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ACROSS = 3  # small panels in a row, at most
+LARGEST = 1e300  # of what is drawn
 UNITS = {
     "steps": ((1, "step"),),
     "tokens": ((1, "tokens"), (1e6, "million tokens"), (1e9, "billion tokens")),
@@ -69,9 +71,8 @@ def draw(
             raise UserError(f"{run.path} has {over} that are not numbers: plot over another axis.")
     looks = looks_of(len(loaded))
     smooth = smooth or max(min(len(run.columns["loss"].rows) for run in loaded) // 50, 10)
-    with path_failures(out):
-        _picture(loaded, looks, out, over=over, smooth=smooth)
-        page.write(loaded, looks, page_out, over=over, smooth=smooth)
+    _picture(loaded, looks, out, over=over, smooth=smooth)
+    page.write(loaded, looks, page_out, over=over, smooth=smooth)
 
 
 def _picture(
@@ -97,7 +98,7 @@ def _picture(
         axes.set_title(_title(loaded, smooth))
         axes.set_xlabel(unit)
         _legend(axes, [_label(run, smooth) for run in loaded])
-        figure.savefig(out)
+        save_figure(figure, out)
 
 
 def _rows(small: list[str]) -> Any:
@@ -121,7 +122,7 @@ def _curves(
     shown = []
     for run, look in zip(loaded, looks, strict=True):
         x, y = run.curve(key, over)
-        mean = runs.smoothed(y, smooth)
+        mean = runs.smoothed(_drawable(y), smooth)
         axes.plot(
             x / divisor,
             mean,
@@ -133,6 +134,7 @@ def _curves(
         shown.append(mean[np.isfinite(mean)])
     for run, look in zip(loaded, looks, strict=True):
         x, y = run.curve(f"held_out_{key}", over)
+        y = _drawable(y)
         size = 4 + look.width
         axes.plot(x / divisor, y, "o", ms=size, color=look.color, mec="white", mew=1.2)
         shown.append(y[np.isfinite(y)])
@@ -143,6 +145,11 @@ def _curves(
     bottom = values.min()
     margin = 0.06 * (top - bottom) or 1.0
     axes.set_ylim(bottom - margin, top + margin)
+
+
+def _drawable(values: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
+    """The values, NaN where they are so large that matplotlib's arithmetic would overflow."""
+    return np.where(np.abs(values) < LARGEST, values, np.nan)
 
 
 def _legend(axes: "Axes", labels: Sequence[str]) -> None:
@@ -164,8 +171,12 @@ def _label(run: RecordedRun, smooth: int) -> str:
     final, held_out = run.final_loss(smooth), run.held_out_loss()
     if not np.isfinite(final):
         return f"{run.name}, ends without a finite loss"
-    ends = f"{run.name}, ends at {final:.3f}"
-    return ends if held_out is None else f"{ends}, held out {held_out:.3f}"
+    ends = f"{run.name}, ends at {_short(final)}"
+    return ends if held_out is None else f"{ends}, held out {_short(held_out)}"
+
+
+def _short(loss: float) -> str:
+    return f"{loss:.3f}" if abs(loss) < 1e6 else f"{loss:.3g}"
 
 
 def _unit(loaded: Sequence[RecordedRun], over: str) -> tuple[float, str]:

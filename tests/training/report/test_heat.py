@@ -67,7 +67,7 @@ def test_there_is_a_picture_of_each_kind(tmp_path, run, statistic):
 
 def test_the_picture_says_what_it_shows(tmp_path, run, monkeypatch):
     kept = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: kept.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: kept.append(figure))
     heat.draw(run, tmp_path / "heat.png", statistic="error")
     (figure,) = kept
     assert figure.get_suptitle() == "Relative error: $run_1"

@@ -1,6 +1,8 @@
 """A picture and a page of runs: what they show, and that the page is inert."""
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from run_cases import write_run
 
+from coat_jax import writing
 from coat_jax.errors import UserError
 from coat_jax.training.report import page, plot, runs
 from coat_jax.training.report.chart import LINES, PALE, looks_of
@@ -31,7 +34,7 @@ def two(tmp_path):
 def figure(monkeypatch):
     """The figure of the last picture, instead of a file."""
     kept = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: kept.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: kept.append(figure))
     return lambda: kept[-1]
 
 
@@ -242,3 +245,24 @@ def test_a_missing_matplotlib_is_named_with_its_extra(tmp_path, two, monkeypatch
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"need matplotlib: pip install 'coat_jax\[train\]'"):
         draw(two, tmp_path / "plot.png")
+
+
+def test_on_a_full_disk_the_earlier_picture_stays(two, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "plot.png"
+    draw(two, out)
+    before = out.read_bytes()
+    monkeypatch.setattr(writing, "write_durably", full)
+    with pytest.raises(writing.DiskFull, match=f"plot.png does not fit in {tmp_path}"):
+        draw(two[:1], out)
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize("largest", [1e308, -1e308])
+@pytest.mark.filterwarnings("error")
+def test_values_beyond_what_can_be_drawn_are_left_out(tmp_path, largest):
+    run = write_run(tmp_path / "run", [3.0, largest, 1.0], held_out=largest, own=["own"])
+    draw([run], tmp_path / "plot.png", smooth=1)
+    assert imread(tmp_path / "plot.png").size
