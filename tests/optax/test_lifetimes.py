@@ -119,6 +119,13 @@ def test_an_element_without_gradient_comes_to_rest(gradient, b1, b2, first):
     assert ours.mean() == pytest.approx(wanted.mean(), rel=0.1)
 
 
+@pytest.mark.parametrize(("b1", "b2"), [(0.95, 0.9), (0.99, 0.978)])
+def test_beside_an_element_without_gradient_others_keep_their_codes(b1, b2):
+    """Its m / sqrt(v) grows until v vanishes. At a b2 of 0.95 beside 0.99 the error would be 200."""
+    ours, wanted = (walk(p(b1, b2), dies())[0][:, ~PECULIAR] for p in (fp8, exact))
+    assert np.sqrt(np.mean(np.square(ours - wanted))) <= 10  # learning rates, in 600 steps
+
+
 @pytest.mark.parametrize("gradient", [dies, comes_rarely])
 def test_a_compressed_transformation_comes_to_rest_too(gradient):
     ours, wanted = (peculiar(p, gradient()) for p in (compressed(0.9, 0.999), exact(0.9, 0.999)))

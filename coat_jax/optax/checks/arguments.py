@@ -29,7 +29,6 @@ RANGES = {
     "consistent_rms": (0.0, float("inf")),
     "max_norm": (1e-30, float("inf")),  # 0 would make every gradient zero
 }
-MOST_LASTING = 1.3  # b1^2 / b2, above which single first moments are far larger than sqrt(v)
 MAY_BE_SCHEDULES = ("learning_rate", "weight_decay")
 ADAM_PREFIX = "adam_"  # begins the names of Adam's arguments in `fp8_muon`
 
@@ -41,20 +40,26 @@ def require_hyper(hyper: Hyper) -> None:
 
 
 def require_lasting(hyper: Hyper, storage: Storage | None) -> None:
-    """Raises if first moments last so much longer than v that m / sqrt(v) cannot be stored.
-
-    Without a gradient, m / sqrt(v) grows by a factor of b1 / sqrt(b2) per step.
-    """
+    """Raises if a first moment that is stored as m / sqrt(v) lasts too much longer than v."""
     b1, b2 = _known(hyper.b1), _known(hyper.b2)
     if b1 is None or b2 is None or (storage or Storage()).first != DIRECTION:
         return
-    if b1**2 > MOST_LASTING * b2:
+    if b2 < least_b2(b1):
         raise ValueError(
             f"b2={hyper.b2!r} with b1={hyper.b1!r}: the first moment is stored relative to the "
-            f"root of the second, which decays faster: b2 must be at least b1^2 / {MOST_LASTING}, "
-            f"{b1**2 / MOST_LASTING:.3g}. Use storage=coat_jax.Storage(first=coat_jax.E4M3), or a "
-            "larger b2."
+            f"root of the second, which decays faster: b2 must be at least {least_b2(b1):.3g}. Use "
+            "storage=coat_jax.Storage(first=coat_jax.E4M3), or a larger b2."
         )
+
+
+def least_b2(b1: float) -> float:
+    """The smallest b2 beside which first moments can be stored as m / sqrt(v).
+
+    While an element has no gradients, m / sqrt(v) grows by b1 / sqrt(b2) a step, until v is 2^-36
+    of the largest in its group, the smallest that is stored. With this b2 it grows 4 times by then.
+    The group has one scale, so the codes of all its elements would be as much coarser.
+    """
+    return b1**2.25
 
 
 def require_number_or_schedule(name: str, value: Any) -> None:

@@ -8,7 +8,7 @@ import optax
 
 from coat_jax.errors import UserError
 from coat_jax.limits import Between, CountOrZero, Share, require_fields, shown
-from coat_jax.optax.checks.arguments import MOST_LASTING
+from coat_jax.optax.checks.arguments import least_b2
 
 OptimizerName = Literal["fp8_adamw", "adamw"]
 Moments = Literal["directions", "expanded", "paper"]
@@ -127,13 +127,13 @@ class OptimizerConfig:
 
         `coat.optax` checks the same in the words of its own arguments.
         """
-        least = self.b1**2 / MOST_LASTING
-        if self.name == "fp8_adamw" and self.moments == "directions" and self.b2 < least:
+        stored_as_directions = self.name == "fp8_adamw" and self.moments == "directions"
+        if stored_as_directions and self.b2 < least_b2(self.b1):
             raise UserError(
-                f"optimizer.b2={self.b2} is below {least:.3g}, the least beside optimizer.b1="
-                f'{self.b1} and optimizer.moments="directions", which stores the first moment '
-                "relative to the root of the second: that would decay too fast. Raise b2, lower "
-                'b1, or set moments to "expanded".'
+                f"optimizer.b2={self.b2} is below {least_b2(self.b1):.3g}, the least beside "
+                f'optimizer.b1={self.b1} and optimizer.moments="directions". They store the first '
+                "moment relative to the root of the second, which would decay too fast. Raise b2, "
+                'lower b1, or set moments to "expanded".'
             )
 
     def _require_of_transformation(self, names: Collection[str]) -> None:
