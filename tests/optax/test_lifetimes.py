@@ -121,7 +121,7 @@ def test_an_element_without_gradient_comes_to_rest(gradient, b1, b2, first):
 
 @pytest.mark.parametrize(("b1", "b2"), [(0.95, 0.9), (0.99, 0.978)])
 def test_beside_an_element_without_gradient_others_keep_their_codes(b1, b2):
-    """Its m / sqrt(v) grows until v vanishes. At a b2 of 0.95 beside 0.99 the error would be 200."""
+    """Its m / sqrt(v) grows until v vanishes. With 0.99 and 0.95 the error would be 200."""
     ours, wanted = (walk(p(b1, b2), dies())[0][:, ~PECULIAR] for p in (fp8, exact))
     assert np.sqrt(np.mean(np.square(ours - wanted))) <= 10  # learning rates, in 600 steps
 
