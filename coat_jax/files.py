@@ -49,7 +49,7 @@ def require_utf8(path: Path, what: str) -> None:
 
     Args:
         path: any path.
-        what: is stored there, for the error.
+        what: what is stored there, in the plural, for the error.
     """
     try:
         str(path).encode()

@@ -79,7 +79,7 @@ BAD = {
     ),
     "a second moment that decays too fast": (
         [TINY, "--optimizer.b2", "0.5"],
-        "optimizer.b2=0.5 is below 0.789, the least beside optimizer.b1=0.9",
+        "optimizer.b2=0.5 is below 0.788943, the least beside optimizer.b1=0.9",
     ),
     "a folder whose name is not UTF-8": (
         [TINY, "--out", "out\udcff"],

@@ -47,7 +47,7 @@ def require_lasting(hyper: Hyper, storage: Storage | None) -> None:
     if b2 < least_b2(b1):
         raise ValueError(
             f"b2={hyper.b2!r} with b1={hyper.b1!r}: the first moment is stored relative to the "
-            f"root of the second, which decays faster: b2 must be at least {least_b2(b1):.3g}. Use "
+            f"root of the second, which decays faster: b2 must be at least {least_b2(b1):g}. Use "
             "storage=coat_jax.Storage(first=coat_jax.E4M3), or a larger b2."
         )
 
@@ -57,9 +57,10 @@ def least_b2(b1: float) -> float:
 
     While an element has no gradients, m / sqrt(v) grows by b1 / sqrt(b2) a step, until v is 2^-36
     of the largest in its group, the smallest that is stored. With this b2 it grows 4 times by then.
-    The group has one scale, so the codes of all its elements would be as much coarser.
+    The group has one scale, so the codes of all its elements would be as much coarser. The number
+    has as many digits as errors show.
     """
-    return b1**2.25
+    return round(b1**2.25, 6)
 
 
 def require_number_or_schedule(name: str, value: Any) -> None:

@@ -61,5 +61,7 @@ def use_one_queue(*, offload: bool = False) -> None:
         offload: whether the programs move an optimizer's state to host memory and back. Their
             copies have streams of their own, and keep CUDA's queues.
     """
-    if not offload and set(nvidia.ask("compute_cap")) == {HOPPER}:
-        os.environ.setdefault(QUEUES, "1")
+    if offload or QUEUES in os.environ:
+        return
+    if set(nvidia.ask("compute_cap")) == {HOPPER}:
+        os.environ[QUEUES] = "1"

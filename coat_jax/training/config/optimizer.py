@@ -130,7 +130,7 @@ class OptimizerConfig:
         stored_as_directions = self.name == "fp8_adamw" and self.moments == "directions"
         if stored_as_directions and self.b2 < least_b2(self.b1):
             raise UserError(
-                f"optimizer.b2={self.b2} is below {least_b2(self.b1):.3g}, the least beside "
+                f"optimizer.b2={self.b2} is below {least_b2(self.b1):g}, the least beside "
                 f'optimizer.b1={self.b1} and optimizer.moments="directions". They store the first '
                 "moment relative to the root of the second, which would decay too fast. Raise b2, "
                 'lower b1, or set moments to "expanded".'
