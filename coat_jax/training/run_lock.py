@@ -35,7 +35,8 @@ def lock(folder: str | Path, note: Callable[[str], object]) -> TextIO:
         note: called with a line if the file system has no locks.
 
     Raises:
-        UserError: if another process holds the lock, saying which, or if the file is none.
+        UserError: if another process holds the lock, saying which, or something that is no regular
+            file has its name.
     """
     folder = expanded(folder)
     path = folder / FILE
