@@ -18,8 +18,8 @@ experiments/config_memory.py).
 The runs on one GPU correspond to the first row of table 7 of the COAT paper: full-parameter
 training on sequences of 2048 tokens. They measure throughput alone, so the built-in corpus
 suffices. Choose --global_batch_size by the GPU's memory; the table that is printed first shows how
-much a batch takes. On an H200, COAT takes 72.8 GB at a batch of 10 and trains 22,985 tokens a
-second, BF16 131.8 GB and 14,348 (experiments/training_throughput.py).
+much a batch takes. On an H200, COAT takes 72.8 GB at a batch of 10 and trains 23,469 tokens a
+second, BF16 131.8 GB and 14,476 (experiments/training_throughput.py).
 """
 
 import dataclasses

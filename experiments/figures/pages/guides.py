@@ -35,27 +35,49 @@ def examples_memory() -> list[list[str]]:
 QUANTIZED = {
     "bf16": "BF16",
     "int8": "INT8",
+    "int8:static": "INT8, static activations",
     "int8:none": "INT8, weights alone",
     "fp8": "FP8",
+    "fp8:static": "FP8, static activations",
+    "fp8:none": "FP8, weights alone",
 }
+
+
+def rates(model: str, name: str) -> list[float]:
+    """Tokens a second of a case of quantized_generation: prompts of one and of 16 texts, and then
+    what is generated after them.
+    """
+    batches = case("quantized_generation", model=model, case=name)["batches"]
+    return [
+        batch[f"{part}_tokens_per_second"] for part in ("prefill", "decode") for batch in batches
+    ]
+
+
+def times_as_fast(model: str, name: str) -> list[float]:
+    """The same over the rates in BF16."""
+    both = zip(rates(model, name), rates(model, "bf16"), strict=True)
+    return [ours / bf16 for ours, bf16 in both]
 
 
 def quantized_generation() -> list[list[str]]:
     """What Llama-2-7B takes in 8 bits, and how many times as fast as in BF16 it generates."""
-
-    def rates(name: str) -> list[float]:
-        batches = case("quantized_generation", model="llama2_7b", case=name)["batches"]
-        parts = ("prefill", "decode")
-        return [batch[f"{part}_tokens_per_second"] for part in parts for batch in batches]
-
     texts = ("1 text", "16 texts")
     columns = [f"{part}, {many}" for part in ("prompts", "generating") for many in texts]
     rows = [["", "parameters, GB", *columns]]
     for name, words in QUANTIZED.items():
         size = case("quantized_generation", model="llama2_7b", case=name)["parameters"]
-        faster = [ours / bf16 for ours, bf16 in zip(rates(name), rates("bf16"), strict=True)]
+        faster = times_as_fast("llama2_7b", name)
         rows.append([words, f"{size / GB:.1f}", *(f"{times:.2f}" for times in faster)])
     return rows
+
+
+def small_model_in_8_bits() -> list[float]:
+    """How many times as fast as in BF16 llama_124m reads one prompt, and generates for 16 texts, at
+    least and at most.
+    """
+    times = [times_as_fast("llama_124m", name) for name in QUANTIZED if name != "bf16"]
+    prompt, _, _, generating = zip(*times, strict=True)
+    return [extreme(column) for column in (prompt, generating) for extreme in (min, max)]
 
 
 def released_memory() -> list[list[str]]:
@@ -159,6 +181,11 @@ PAGES = [
             Sentence(
                 "stays in BF16, {:.2f} GB for each text of this length",
                 lambda: (cache_of_a_text(),),
+            ),
+            Sentence(
+                "in 8 bits it reads one prompt {:.2f} to {:.2f} times as fast as in BF16, and "
+                "generates for 16 texts {:.2f} to {:.2f} times as fast.",
+                small_model_in_8_bits,
             ),
         ],
     ),

@@ -34,10 +34,11 @@ def layer_speed() -> list[list[str]]:
 
 
 def of_the_suite() -> tuple[int]:
-    """The tests that passed, where the page says that all else did, too."""
+    """The tests that passed, where the page says which bound was missed."""
     figures = of("gpu_suite")
-    if missed := gpu_suite.failed(figures):
-        raise ValueError(f"docs/benchmarks.md does not say that the suite failed: {missed}.")
+    missed = gpu_suite.failed(figures)
+    if len(missed) != 1 or not missed[0].startswith("llama2_7b: compiled warm in"):
+        raise ValueError(f"docs/benchmarks.md does not say what the suite missed: {missed}.")
     return (int(figures["tests"]["summary"].split()[0]),)
 
 
@@ -142,7 +143,7 @@ FIGURES: list[Figure] = [
     Sentence("four layers took {:.1f} % longer", longer_in_suite),
     Given("The 12 tests that need several GPUs", SETTING),
     Sentence(
-        "all {:.0f} tests passed, and every bound of its benchmark held.",
+        "all {:.0f} tests passed, and all bounds of its benchmark held but one",
         of_the_suite,
     ),
     Sentence(
@@ -170,6 +171,10 @@ FIGURES: list[Figure] = [
         lambda: throughput.compilation(keeps_everything=False),
     ),
     Sentence("The limits are {:.0f} s and {:.0f} s", lambda: (gpu_suite.COLD, gpu_suite.WARM)),
+    Given(
+        "In the run before, of commit a05655cfc, the step took 28.2 s and 7.0 s.",
+        "results/gpu_suite.json of that commit",
+    ),
     Given(
         "took 36.4 to 48.0 s the first time, and 8.4 to 12.7 s from the cache, and 4 of 7 of them "
         "missed both limits.",

@@ -3,7 +3,7 @@
 from experiments.figures.compare import Figure, Sentence, Table
 from experiments.figures.measured.files import FOLDER, parents
 
-OLDER, NEWER = "4a4d34", "0fc36e"  # versions of coat_jax that most files are of
+OLDER, NEWER = "4a4d34", "6f9a4a"  # versions of coat_jax that most files are of
 NEWEST = "2026-11-26"  # files from before this day are listed at the top of the page
 
 

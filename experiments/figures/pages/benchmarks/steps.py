@@ -129,6 +129,14 @@ FIGURES: list[Figure] = [
         "two",
         lambda: [muon("coat fp8_muon", gpus)["over_products"] for gpus in (1, 2)],
     ),
+    Sentence(
+        "Its extra memory is {:.1f} GB on one GPU and {:.1f} GB on each of two",
+        lambda: [muon("coat fp8_muon", gpus)["extra_bytes"] / GB for gpus in (1, 2)],
+    ),
+    Given(
+        "In an earlier run, on two H100s of another host, it took 279 ms (commit 072fd8a1a).",
+        "results/muon_step_2_gpus.json of that commit",
+    ),
     Table("in_place_step", in_place_step),
     Sentence(
         "A compressed step takes {:.1f} to {:.1f} times as long as optax's",
