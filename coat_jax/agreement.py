@@ -43,7 +43,7 @@ def on_first(work: Callable[[], T]) -> T:
     answer: dict[str, Any] = {}
     if is_main():
         try:
-            answer = {"result": work()}
+            answer = {"result": json.loads(json.dumps(work()))}  # fails here, not while it is sent
         except Exception as raised:
             error, answer = raised, _described(raised)
     answer = _broadcast(answer)

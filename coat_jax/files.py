@@ -132,9 +132,13 @@ def read_bytes(path: Path, what: str = "file") -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file in UTF-8, with its line ends unchanged."""
+    """The text of a file in UTF-8, without a byte order mark, its line ends unchanged."""
+    return _decoded(path, "utf-8-sig")
+
+
+def _decoded(path: Path, encoding: str) -> str:
     with utf8_failures(path):
-        return read_bytes(path).decode("utf-8")
+        return read_bytes(path).decode(encoding)
 
 
 def lines_of(text: str) -> list[str]:
@@ -144,7 +148,7 @@ def lines_of(text: str) -> list[str]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
-    value = parse_json(read_text(path), str(path))
+    value = parse_json(_decoded(path, "utf-8"), str(path))
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a JSON object, but {type(value).__name__}.")
     return value

@@ -131,8 +131,8 @@ class Scope:
 class LayerProbes:
     """The probes of a stack of layers, with a first axis over layers; or those of one layer.
 
-    It is passed to the layers as an argument, because a function inside jit, scan or recomputation
-    must not close over traced arrays.
+    It is an argument of the layers, as their parameters are: its gradient has what the ops of each
+    layer measured.
     """
 
     def __init__(

@@ -167,8 +167,10 @@ def _scores(
     if not texts:
         return []
     tokens, sizes = zip(*texts, strict=True)
-    with_progress: dict[str, Any] = {"batch": batch, "progress": _progress("windows")}
-    return evaluation.perplexity(model, tokens, sizes, window=window, **with_progress)
+    progress = _progress("windows")
+    return evaluation.perplexity(
+        model, tokens, sizes, window=window, batch=batch, progress=progress
+    )
 
 
 def _accuracies(

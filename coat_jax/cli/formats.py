@@ -126,15 +126,14 @@ def run(options: argparse.Namespace) -> int:
 
         formats = [quantizer.format for quantizer in quantizers]
         tables["in_training"] = best_formats.in_training(load, config, formats, tokens)
-    text = json.dumps(_as_json(options, tables), indent=2)
+    numbers = json.dumps(_as_json(options, tables), indent=2)
     try:
         if out is not None:
             best_formats.draw(tables, out)
-            save(text + "\n", out.with_suffix(".json"))
+            save(numbers + "\n", out.with_suffix(".json"))
     finally:  # print the table even if the picture cannot be written
-        if not options.json:
-            text = "\n".join(_table_of(TITLES[key], rows) for key, rows in tables.items())
-        print(printable(text))
+        shown = (_table_of(TITLES[key], rows) for key, rows in tables.items())
+        print(printable(numbers if options.json else "\n".join(shown)))
     if out is not None and not options.json:
         print(printable(f"{out}\n{out.with_suffix('.json')}"))
     return 0

@@ -130,13 +130,15 @@ def run(options: argparse.Namespace) -> int:
     with on_devices(options.devices, TENSOR):
         model = model_folder.load()
         speed = _Speed()
-        for first in range(0, len(prompts), options.batch):
-            batch = slice(first, first + options.batch)
-            chunks = generation.stream(
-                model, prompts[batch], sampling=sampling, first=first, **settings
-            )
-            _print(tokenizer, texts[batch], prompts[batch], speed.timed(chunks), more=first > 0)
-    _say("\n")
+        try:
+            for first in range(0, len(prompts), options.batch):
+                batch = slice(first, first + options.batch)
+                chunks = generation.stream(
+                    model, prompts[batch], sampling=sampling, first=first, **settings
+                )
+                _print(tokenizer, texts[batch], prompts[batch], speed.timed(chunks), more=first > 0)
+        finally:  # an error begins on a line of its own
+            _say("\n")
     print(speed, file=sys.stderr)
     return 0
 

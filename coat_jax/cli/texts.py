@@ -81,7 +81,7 @@ def _first_tokens(path: Path, tokenizer: AnyTokenizer, most: int) -> list[int]:
     with (
         path_failures(path),
         utf8_failures(path),
-        path.open(encoding="utf-8", newline="") as file,
+        path.open(encoding="utf-8-sig", newline="") as file,
     ):
         while True:
             more = file.read(len(content) or PIECE)

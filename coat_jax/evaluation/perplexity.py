@@ -40,7 +40,7 @@ class Score(NamedTuple):
     @property
     def perplexity(self) -> float:
         """exp(nats per token), infinite where that is too large for a float."""
-        return math.exp(self.per_token) if self.per_token < 700 else math.inf
+        return math.inf if self.per_token >= 700 else math.exp(self.per_token)
 
     @property
     def bits_per_byte(self) -> float:

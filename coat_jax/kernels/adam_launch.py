@@ -127,7 +127,7 @@ def _adam_reference_traced_once(
     decayed: bool,
     dtype: np.dtype,
 ) -> LeafResult:
-    """`adam_reference`, traced and lowered once for all leaves of a shape, as norms have."""
+    """`adam_reference`, traced and lowered once for all leaves of one shape: many are alike."""
     numbers = hyper._asdict().items()
     constants = tuple((k, v) for k, v in numbers if isinstance(v, int | float))
     arrays = {k: v for k, v in numbers if not isinstance(v, int | float)}

@@ -170,9 +170,11 @@ def pieces(stored: Stored) -> Iterator[Index]:
         )
 
 
-def cast(stored: Stored, dtype: np.dtype) -> Stored:
+def cast(stored: Stored, dtype: np.dtype, name: str = "A parameter") -> Stored:
     """The same parameter, read as another dtype; see `in_dtype`."""
-    return stored._replace(dtype=dtype, read=lambda index: in_dtype(stored.read(index), dtype))
+    return stored._replace(
+        dtype=dtype, read=lambda index: in_dtype(stored.read(index), dtype, name)
+    )
 
 
 def in_dtype(values: np.ndarray, dtype: np.dtype, name: str = "A parameter") -> np.ndarray:

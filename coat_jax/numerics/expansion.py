@@ -90,7 +90,11 @@ def resolution(dtype: DTypeLike, rounding: Rounding) -> float:
 
 
 class Expanded(NamedTuple):
-    """An array in expanded FP8, or a tree of them: three trees of the same structure."""
+    """An array in expanded FP8, or a tree of them: three trees of the same structure.
+
+    `integers` and `logarithms` return it with codes of INT8 and UINT8. Of an array that is stored
+    in FP32, `codes` are its values.
+    """
 
     codes: Float[Array, "*rows D"]  # FP8, the array's shape
     amax: Float[Array, "*rows G"]  # FP32, the largest magnitude of each group

@@ -91,17 +91,20 @@ def _why_not_made(folder: Path) -> str | None:
 def delete_unreadable(folder: Path) -> list[Path]:
     """Deletes the entries that end too early, and returns them.
 
-    Entries that are older than the file `checked` were checked by an earlier start. A folder in
-    which nothing may be deleted, or that is not on this machine, is left alone.
+    Entries that are older than the file `checked` were checked by an earlier start. What belongs to
+    another user is left alone, and so is a folder in which nothing may be deleted, or that is not
+    on this machine.
     """
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         return []
     stamp = folder / CHECKED
     since = stamp.stat().st_mtime_ns if stamp.exists() else 0
-    stamp.touch()
+    with contextlib.suppress(PermissionError):  # another user's, which keeps its time
+        stamp.touch()
     deleted = []
     for path in entries(folder):
-        with contextlib.suppress(FileNotFoundError):  # another process of the run deletes it, too
+        # Another process of the run deletes it, too, or this user may not read or delete it.
+        with contextlib.suppress(FileNotFoundError, PermissionError):
             if path.stat().st_mtime_ns >= since and not is_whole(path.read_bytes()):
                 path.unlink()
                 deleted.append(path)

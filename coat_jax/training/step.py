@@ -1,7 +1,7 @@
 """One step of training, and one of evaluation: the functions that are compiled.
 
     loss, gradients = sum over microbatches of their share of the labels * (mean loss, gradient)
-    parameters      = the optimizer's, with gradients scaled to the norm `clip_norm`
+    parameters      = the optimizer's, with gradients scaled down to the norm `clip_norm`
 
 A batch is [accumulation, rows, sequence]. The microbatches together have the loss and gradients of
 one large batch, summed in FP32. A step whose gradients or loss are not finite changes nothing and

@@ -113,9 +113,11 @@ def rises(signals: Float[np.ndarray, "R T"]) -> Float[np.ndarray, "R T"]:
 
     The first points, which have no such past, are 0. A number that is not finite is infinite.
     """
+    result = np.zeros(signals.shape)
+    if signals.shape[1] < PAST:
+        return result
     logs = np.log(np.where(np.isfinite(signals), np.maximum(signals, 1e-30), np.inf))
     past = np.lib.stride_tricks.sliding_window_view(logs, PAST, axis=1)[:, :-1]
-    result = np.zeros(logs.shape)
     usual = np.median(past, axis=-1)
     usual = np.where(np.isfinite(usual), usual, 0.0)  # infinite for long: so is the rise
     result[:, PAST:] = logs[:, PAST:] - usual

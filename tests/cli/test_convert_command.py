@@ -384,6 +384,23 @@ def _bytes(leaf, source):
 # --- Refusals --------------------------------------------------------------------------------
 
 
+def test_a_number_that_the_dtype_has_not_is_named_in_one_line(tmp_path):
+    """In a process of its own: orbax writes in a thread, which logs what fails there."""
+    model = filled(variant())
+    weight = model.layers.mlp.up[...]
+    model.layers.mlp.up[...] = weight.at[0, 0, 0].set(70_000)
+    hf.save(tmp_path / "theirs", model)
+    script = tmp_path / "coat.py"
+    script.write_text("import sys\nfrom coat_jax.cli import main\nsys.exit(main(sys.argv[1:]))\n")
+    command = ["convert", tmp_path / "theirs", tmp_path / "ours", "--dtype", "float16"]
+    process = Fork([script, *command])
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert errors.count("\n") == 1
+    assert "layers.mlp.up has the number 70144, and float16 ends at 65504" in errors
+    assert not list(tmp_path.glob("ours*"))
+
+
 def assert_refused(capsys, tmp_path, *arguments, named, code=2):
     before = sorted(tmp_path.rglob("*"))
     assert convert(*arguments) == code

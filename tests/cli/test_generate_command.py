@@ -1,5 +1,6 @@
 """`coat generate`: what it prints is what the model says, from whatever folder."""
 
+import codecs
 import dataclasses
 import json
 import sys
@@ -150,6 +151,24 @@ def test_only_newlines_divide_prompts(run, tmp_path, capsys):
         first, second = capsys.readouterr().out.split("\n---\n")
         assert first.startswith("a\u2028b")
         assert second.startswith("c\x85")
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
+def test_a_byte_order_mark_is_no_part_of_a_prompt(run, tmp_path, capsys, name):
+    (tmp_path / name).write_bytes(codecs.BOM_UTF8 + (b"abc" if name == "p.txt" else b'"abc"'))
+    assert coat(run, "--prompts", tmp_path / name, *GREEDY) == 0
+    (text,) = continued(filled(CONFIG, seed=1), "abc")
+    assert capsys.readouterr().out == f"abc{text}\n"
+
+
+def test_an_error_begins_on_a_line_of_its_own(tmp_path, capsys):
+    model = filled(CONFIG)
+    model.norm.scale[...] = jnp.full_like(model.norm.scale[...], jnp.nan)
+    hf.save(tmp_path / "damaged", model)
+    assert coat(tmp_path / "damaged", "--prompt", "abc", *GREEDY) == 2
+    said = capsys.readouterr()
+    assert said.out == "abc\n"
+    assert said.err.startswith("coat generate: The model's logits are not numbers")
 
 
 def test_blank_lines_are_no_prompts(run, tmp_path, capsys):

@@ -83,6 +83,12 @@ def test_what_follows_the_first_tokens_of_a_text_is_not_read(tmp_path):
     assert texts.tokens_of(text, folder, SMALL, "bytes", most=3) == list(b"yes")
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    folder, text = folder_of(tmp_path, THEIRS), tmp_path / "text.txt"
+    text.write_bytes(b"\xef\xbb\xbfyes")
+    assert texts.tokens_of(text, folder, SMALL, "bytes", most=9) == list(b"yes")
+
+
 def test_a_text_that_is_none_is_named(tmp_path):
     folder, text = folder_of(tmp_path, THEIRS), tmp_path / "text.txt"
     text.write_bytes(b"yes \xff")

@@ -73,6 +73,7 @@ def test_texts_add_up():
     assert both.perplexity == pytest.approx(math.e**2)
     assert both.bits_per_byte == pytest.approx(12 / math.log(2) / 30)
     assert Score(nats=1e6, tokens=1, size=1).perplexity == math.inf
+    assert math.isnan(Score(nats=math.nan, tokens=1, size=1).perplexity)
 
 
 def test_texts_keep_their_order():

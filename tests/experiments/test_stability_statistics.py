@@ -253,3 +253,8 @@ def test_without_runs_on_both_sides_there_is_no_lead():
     some = np.ones((3, 40))
     assert math.isnan(lead(some[:0], [], some).median)
     assert math.isnan(lead(some, [20] * 3, some[:0]).median)
+
+
+def test_a_signal_that_is_shorter_than_its_past_does_not_rise():
+    for length in (1, PAST - 1, PAST):
+        np.testing.assert_array_equal(rises(np.ones((2, length))), np.zeros((2, length)))

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import zlib
+from pathlib import Path
 
 import jax
 import pytest
@@ -124,6 +125,23 @@ def test_an_entry_that_another_process_deletes_first_is_passed_over(tmp_path, mo
     left.touch()
     monkeypatch.setattr(compilation_cache, "entries", lambda folder: iter([gone, left]))
     assert compilation_cache.delete_unreadable(tmp_path) == [left]
+
+
+@pytest.mark.parametrize("method", ["touch", "read_bytes", "unlink"])
+def test_what_belongs_to_another_user_is_left_alone(tmp_path, monkeypatch, method):
+    foreign, own = entry(tmp_path, "foreign"), entry(tmp_path, "own")
+    foreign.touch()
+    own.touch()
+    ours = getattr(Path, method)
+
+    def refused(path, *args, **kwargs):
+        if path != own:
+            raise PermissionError(13, "Permission denied", str(path))
+        return ours(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, method, refused)
+    assert own in compilation_cache.delete_unreadable(tmp_path)
+    assert foreign.exists() == (method != "touch")
 
 
 def entry(folder, name):

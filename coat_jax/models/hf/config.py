@@ -213,8 +213,10 @@ def _window(data: Json, family: Family, layers: int) -> int | None:
     window = data.get("sliding_window")
     _require(Config, "window", "sliding_window", window)
     mistral = family.model_type == "mistral"
-    if not mistral and not _optional(data, "tied", "use_sliding_window", False):
-        window = None
+    if not mistral:
+        used = data.get("use_sliding_window")
+        used = require("config.json: use_sliding_window", False if used is None else used, bool)
+        window = window if used else None
     kinds = _layer_types(data, window, layers, mistral=mistral)
     windowed = kinds.count(SLIDING)
     if mistral and data.get("layer_types") is not None and windowed != (layers if window else 0):

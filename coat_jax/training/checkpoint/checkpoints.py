@@ -289,9 +289,13 @@ def _name(step: int) -> str:
 def _checkpointer() -> Any:
     import orbax.checkpoint as ocp
 
-    # What fails is raised; orbax also logs it, with three tracebacks.
-    logging.getLogger("absl").addFilter(_is_no_error_of_orbax)
+    log_no_errors_of_orbax()
     return ocp.StandardCheckpointer()
+
+
+def log_no_errors_of_orbax() -> None:
+    """What fails in orbax is raised; orbax also logs it, with several tracebacks."""
+    logging.getLogger("absl").addFilter(_is_no_error_of_orbax)
 
 
 def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:

@@ -75,7 +75,9 @@ def to_run(
     parameters = hf.read(source, config)
     kind = _dtype(parameters, dtype)
     config = dataclasses.replace(config, param_dtype=kind, dtype=kind)
-    parameters = {name: stored.cast(one, kind) for name, one in parameters.items()}
+    parameters = {
+        path: stored.cast(one, kind, ".".join(path)) for path, one in parameters.items()
+    }
     total = _total(parameters)
     companions = _with_special(companions, source, read_json(source / hf.CONFIG))
     with _new(out).appearing() as folder:

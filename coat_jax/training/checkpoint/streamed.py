@@ -34,22 +34,36 @@ def save_streamed(path: Path, tree: Any, progress: Callable[[int], object]) -> N
     import orbax.checkpoint as ocp
     import tensorstore
 
+    from coat_jax.training.checkpoint.checkpoints import log_no_errors_of_orbax
+
+    log_no_errors_of_orbax()
+
     class Handler(ocp.type_handlers.NumpyHandler):
         def __init__(self) -> None:
             super().__init__(deepcopy_host_arrays=False)
             self._turn = asyncio.Lock()
+            self._has_failed = False
 
         async def _open_and_write(self, value: _Leaf, tspec: Any, ts_context: Any) -> None:
-            spec = tensorstore.Spec(tspec)
-            # One array at a time: if writing one fails, no other write is pending.
+            # One array at a time, and none after one that failed: then nothing is pending when
+            # orbax closes the event loop.
             async with self._turn:
-                array = await tensorstore.open(spec, create=True, open=True, context=ts_context)
-                piece: Any = array.chunk_layout.write_chunk.shape
-                source = value.source._replace(piece=piece)
-                for index in stored.pieces(source):
-                    part = source.read(index)
-                    await array[index].write(part)
-                    progress(part.nbytes)
+                if self._has_failed:
+                    return
+                try:
+                    await self._write(value.source, tensorstore.Spec(tspec), ts_context)
+                except BaseException:
+                    self._has_failed = True
+                    raise
+
+        async def _write(self, source: Stored, spec: Any, ts_context: Any) -> None:
+            array = await tensorstore.open(spec, create=True, open=True, context=ts_context)
+            piece: Any = array.chunk_layout.write_chunk.shape
+            source = source._replace(piece=piece)
+            for index in stored.pieces(source):
+                part = source.read(index)
+                await array[index].write(part)
+                progress(part.nbytes)
 
     def chunked(source: Stored) -> Any:
         layers = (0,) if source.piece[:1] == (1,) else ()

@@ -110,7 +110,7 @@ def model_config(folder: str | Path) -> Config:
     folder = expanded(folder)
     config_json = read_config_json(folder)
     if is_run(config_json):
-        return limits.from_json(Config, config_json["model"], f"{Path(folder) / CONFIG}: model")
+        return limits.from_json(Config, config_json["model"], f"{folder / CONFIG}: model")
     if is_quantized(config_json):
         return quantization.read_config(folder)
     return hf.read_config(folder)

@@ -69,7 +69,7 @@ def _of_text(path: Path) -> Iterator[Piece]:
     with (
         path_failures(path),
         utf8_failures(path),
-        path.open(encoding="utf-8", newline="\n") as file,
+        path.open(encoding="utf-8-sig", newline="\n") as file,
     ):
         yield from _document(file)
 

@@ -112,7 +112,7 @@ class Recorder:
 
     def take_held_out(self, step: int, loss: float) -> None:
         """Records the loss on held-out data."""
-        perplexity = math.exp(loss) if loss < 700 else math.inf
+        perplexity = math.inf if loss >= 700 else math.exp(loss)
         self._write(step, {"held_out_loss": loss, "perplexity": perplexity})
 
     def take_telemetry(self, step: int, numbers: dict[str, float], warning: str | None) -> None:

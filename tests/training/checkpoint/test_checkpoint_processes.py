@@ -85,6 +85,8 @@ def main(address, process, folder):
     assert Path(missing.value.filename) == folder / "missing"
     with pytest.raises(RuntimeError if process else ZeroDivisionError):
         on_first(lambda: 1 / 0)
+    with pytest.raises(RuntimeError if process else TypeError, match="not JSON serializable"):
+        on_first(object)
 
 
 def test_two_processes_act_as_one(tmp_path):

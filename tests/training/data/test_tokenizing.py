@@ -1,5 +1,6 @@
 """Laws of tokenizing: what is written does not depend on how the work is divided."""
 
+import codecs
 import json
 
 import numpy as np
@@ -48,6 +49,14 @@ def test_pieces_join_to_the_text(tmp_path_factory, text, size, kind):
     assert "".join(piece.text for piece in found) == text
     assert [piece.last for piece in found] == [False] * (len(found) - 1) + [True] * bool(found)
     assert sum(piece.size for piece in found) == (path.stat().st_size if text else 0)
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_a_byte_order_mark_is_no_text(tmp_path, kind):
+    path = tmp_path / f"a.{kind}"
+    content = "a\ufeffb" if kind == "txt" else json.dumps({"text": "a\ufeffb"})
+    path.write_bytes(codecs.BOM_UTF8 + content.encode())
+    assert [piece.text for piece in pieces([path])] == ["a\ufeffb"]
 
 
 @pytest.mark.parametrize("kind", SPACED)

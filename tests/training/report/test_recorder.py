@@ -188,6 +188,8 @@ def test_a_held_out_loss_has_its_perplexity(kept, clock):
     assert record["perplexity"] == pytest.approx(np.exp(2.0))
     recorder(kept).take_held_out(8, 1e4)
     assert kept.records[1]["perplexity"] == np.inf
+    recorder(kept).take_held_out(9, np.nan)
+    assert np.isnan(kept.records[2]["perplexity"])
 
 
 def test_a_known_device_has_its_share_of_the_peak(kept, clock, monkeypatch):

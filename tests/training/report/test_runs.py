@@ -49,6 +49,12 @@ def test_smoothing_leaves_out_what_is_not_finite():
     np.testing.assert_array_equal(runs.smoothed(y, 2), [np.nan, 2.0, 2.0, np.nan, np.nan])
 
 
+@pytest.mark.parametrize("huge", [1e20, 1e300])
+def test_a_huge_value_changes_only_the_means_that_contain_it(huge):
+    y = np.array([3.0, 3.0, huge, 3.0, 3.0, 3.0])
+    np.testing.assert_allclose(runs.smoothed(y, 2), [3.0, 3.0, huge / 2, huge / 2, 3.0, 3.0])
+
+
 def test_runs_have_their_folders_names_and_more_where_these_are_alike(tmp_path):
     paths = [write_run(tmp_path / name, [1.0]) for name in ("a/x", "b/x", "c")]
     assert [run.name for run in runs.load(paths)] == ["a/x", "b/x", f"{tmp_path.name}/c"]
