@@ -7,7 +7,7 @@ it runs, and how to try it anywhere. Results are in `results/`.
                     in_place_step, compress_table
     layers          activation_memory, layer_speed, granularity, group_scaling, sharpness_cost,
                     bound_looseness
-    loss            loss_study, fine_tuning, saved_rounding, tradeoff, training_curves, stability
+    loss            loss_study, fine_tuning, saved_rounding, tradeoff, stability
     formats         format_sqnr, forward_formats, after_training
     training        training_throughput, communication, config_memory, released_memory,
                     offloaded_memory, examples_memory, gpu_suite

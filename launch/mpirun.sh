@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Trains on the hosts of a file, with Open MPI to start the processes. JAX does not use MPI itself.
 #
-#   launch/mpirun.sh hosts llama2_7b --out runs/llama2_7b
+#   launch/mpirun.sh hosts llama2_7b --gradient_accumulation_steps 64 --out runs/llama2_7b
 #
 # The file names one host a line. All must see this folder, under the same name, and reach the
 # first one's port (JAX_COORDINATOR_PORT, 12355 by default). After the file comes what `coat train`
 # takes.
 #
-# To stop and save:  kill -USR1 $(pgrep mpirun)
+# To stop and save:  kill -USR1 $(pgrep -n -u $USER mpirun)
 # mpirun passes SIGUSR1 on to all processes. After SIGTERM or Ctrl-C it kills them within seconds,
 # too soon to save.
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on a list of hosts, with nothing but ssh.
 #
-#   launch/ssh.sh node1,node2 llama2_7b --out runs/llama2_7b
+#   launch/ssh.sh node1,node2 llama2_7b --gradient_accumulation_steps 64 --out runs/llama2_7b
 #
 # All must see this folder, under the same name, let you in without a password, and reach the first
 # one's port (JAX_COORDINATOR_PORT, 12355 by default). After the hosts comes what `coat train`

@@ -12,7 +12,7 @@ moments take 10.1 bytes a parameter with COAT, of which 4 are the FP32 sum of th
 several microbatches; without accumulation they take 6.1.
 
 Parameters and moments are sharded over all GPUs. A microbatch is 8 sequences: 2 on each of 4 GPUs.
-It takes 35.9 GB of each GPU in COAT and 54.7 in BF16 (XLA's account of the step,
+It takes 35.9 GB of each GPU in COAT and 54.6 in BF16 (XLA's account of the step,
 experiments/config_memory.py).
 
 The runs on one GPU correspond to the first row of table 7 of the COAT paper: full-parameter

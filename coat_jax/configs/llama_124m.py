@@ -9,9 +9,7 @@ over 375 million tokens; the length is ten billion tokens. The vocabulary is GPT
 to a multiple of 128. Parameters are FP32, as in that paper.
 
 Made for one GPU: a microbatch of 64 sequences takes 21.4 GB in COAT and 26.3 in BF16 (XLA's account
-of the step, experiments/config_memory.py). With a batch of 64, 147 million tokens of source code
-(1.84 epochs, one seed) on an H200 ended at a held-out loss of 1.642 in COAT, and of 1.638 in BF16,
-and the gap was growing (experiments/training_curves.py).
+of the step, experiments/config_memory.py). docs/loss.md says what COAT costs in loss at this size.
 """
 
 from coat_jax import models

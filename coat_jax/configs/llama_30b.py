@@ -8,7 +8,7 @@ tokens, a learning rate of 1.5e-4, AdamW with b2 = 0.95, 2000 steps of warmup, a
 tenth, over 1.4 trillion tokens. Unlike in that paper, parameters are BF16, rounded stochastically.
 
 Parameters and moments are sharded over all GPUs. A microbatch is 8 sequences: 2 on each of 4 GPUs.
-It takes 110.2 GB of each GPU in COAT and 174.4 in BF16 (XLA's account of the step,
+It takes 109.7 GB of each GPU in COAT and 174.4 in BF16 (XLA's account of the step,
 experiments/config_memory.py): it needs H200s, and fits them in COAT alone.
 """
 

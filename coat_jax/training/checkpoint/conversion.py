@@ -76,7 +76,7 @@ def to_run(
     kind = _dtype(parameters, dtype)
     config = dataclasses.replace(config, param_dtype=kind, dtype=kind)
     parameters = {
-        path: stored.cast(one, kind, ".".join(path)) for path, one in parameters.items()
+        path: stored.cast(one, kind, ".".join(map(str, path))) for path, one in parameters.items()
     }
     total = _total(parameters)
     companions = _with_special(companions, source, read_json(source / hf.CONFIG))

@@ -7,7 +7,6 @@ import optax
 from coat_jax.kernels.dispatch import FIRST_WITH_FP8
 from coat_jax.models import PRESETS, parameters_count
 from coat_jax.numerics.expansion import GROUP_SIZE
-from coat_jax.optax import fp8_adamw
 
 CAPABILITY = FIRST_WITH_FP8 / 10
 MOMENTS = 2 * (1 + 5 / GROUP_SIZE)  # bytes a parameter: codes, and 5 bytes a group
@@ -17,11 +16,6 @@ def bytes_of_state(tx: optax.GradientTransformation, shape: tuple[int, ...]) -> 
     """The size of an optimizer's state of one parameter in FP32."""
     state = jax.eval_shape(tx.init, {"w": jax.ShapeDtypeStruct(shape, jnp.float32)})
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-
-
-def bytes_of_placeholders(shape: tuple[int, ...]) -> int:
-    """By how much the state of `fp8_adamw` is larger for a parameter whose moments are in FP32."""
-    return bytes_of_state(fp8_adamw(1e-3), shape) - bytes_of_state(optax.adamw(1e-3), shape)
 
 
 def millions(preset: str) -> float:

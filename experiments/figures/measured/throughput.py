@@ -1,7 +1,6 @@
 """Speed and memory of training Llama-2-7B, of a small model, and of Llama-2-13B."""
 
 import math
-import statistics
 from typing import Any
 
 from experiments.figures.measured.files import GB, bold, case, of, ratio
@@ -75,19 +74,14 @@ def gpus_differ(gpus: int) -> tuple[float]:
     return (100 * (max(speeds) / min(speeds) - 1),)
 
 
-def waiting() -> tuple[float]:
-    """By how many percent a step of COAT on one GPU is longer if the host waits for each step."""
-    awaited, ahead = (_alone(2, key) for key in ("awaited_step_seconds", "step_seconds"))
-    return (100 * (awaited / ahead - 1),)
+def waiting() -> list[float]:
+    """By how many percent a step of COAT and of BF16 is longer if the host waits for each step."""
+    cases = (training(precision, 10) for precision in ("COAT", "BF16"))
+    return [100 * (one["awaited_step_seconds"] / one["step_seconds"] - 1) for one in cases]
 
 
 def _beside_one(gpus: int) -> dict[str, Any]:
     return case(f"training_throughput_{gpus}_gpus_beside_one", precision="COAT", batch=16)
-
-
-def _alone(gpus: int, key: str) -> float:
-    """The mean over GPUs that train alone."""
-    return statistics.mean(one[key] for one in _beside_one(gpus)["alone"])
 
 
 def all_rows() -> list[list[str]]:

@@ -1,7 +1,6 @@
 """The figures in the docstrings of the shipped configs."""
 
 from experiments.figures.compare import Given, Page, Sentence
-from experiments.figures.measured.curves import epochs, held_out, tokens
 from experiments.figures.measured.files import GB, of
 from experiments.figures.measured.package import millions
 from experiments.figures.measured.throughput import training
@@ -44,11 +43,6 @@ PAGES = [
         "coat_jax/configs/llama_124m.py",
         [
             takes("llama_124m", "takes {:.1f} GB in COAT and {:.1f} in BF16"),
-            Sentence(
-                "{:.0f} million tokens of source code ({:.2f} epochs, one seed) on an H200 ended "
-                "at a held-out loss of {:.3f} in COAT, and of {:.3f} in BF16",
-                lambda: (tokens() / 1e6, epochs(), *held_out()[::-1]),
-            ),
             Given("0.5 million tokens", PUBLISHED),
             Given("table 2.1", PUBLISHED),
             Given("50,257", PUBLISHED),

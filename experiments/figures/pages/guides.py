@@ -1,9 +1,10 @@
 """The figures of the pages that have few, almost all of them settings."""
 
+from coat_jax.training.config import CheckpointConfig, EvaluationConfig, OptimizerConfig
 from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured.files import GB, case, of
 from experiments.figures.measured.throughput import slower
-from experiments.figures.pages.reasons import ARITHMETIC, SETTING, TESTED
+from experiments.figures.pages.reasons import ARITHMETIC, PUBLISHED, SETTING, TESTED
 
 EXAMPLES = {  # by results file and name
     ("examples_memory", "flax_nnx"): "Flax NNX",
@@ -78,6 +79,20 @@ def small_model_in_8_bits() -> list[float]:
     times = [times_as_fast("llama_124m", name) for name in QUANTIZED if name != "bf16"]
     prompt, _, _, generating = zip(*times, strict=True)
     return [extreme(column) for column in (prompt, generating) for extreme in (min, max)]
+
+
+def defaults() -> list[list[str]]:
+    """The defaults of the trainer's config that a reader of a loss curve asks for."""
+    optimizer = ("learning_rate", "schedule", "final_ratio", "warmup_steps", "b1", "b2")
+    shown = {
+        "optimizer": (OptimizerConfig(), (*optimizer, "weight_decay", "clip_norm")),
+        "evaluation": (EvaluationConfig(), ("every", "batches")),
+        "checkpoint": (CheckpointConfig(), ("every", "keep")),
+    }
+    rows = [["field", "default"]]
+    for part, (config, names) in shown.items():
+        rows += [[f"`{part}.{name}`", f"{getattr(config, name)}"] for name in names]
+    return rows
 
 
 def released_memory() -> list[list[str]]:
@@ -199,6 +214,8 @@ PAGES = [
     Page(
         "docs/training.md",
         [
+            Table("defaults", defaults),
+            Given("among them `b2=0.999`", PUBLISHED),
             Given("Llamas of 0.9, 124 and 360 million parameters", SETTING),
             Given("It would be 100 % if", ARITHMETIC),
             Given("2.1 bytes a parameter instead of 8", ARITHMETIC),

@@ -170,7 +170,9 @@ FIGURES: list[Figure] = [
         "they took {:.1f} to {:.1f} s and {:.1f} to {:.1f} s",
         lambda: throughput.compilation(keeps_everything=False),
     ),
-    Sentence("The limits are {:.0f} s and {:.0f} s", lambda: (gpu_suite.COLD, gpu_suite.WARM)),
+    Sentence(
+        "`make gpu` fails above {:.0f} s and {:.0f} s", lambda: (gpu_suite.COLD, gpu_suite.WARM)
+    ),
     Given(
         "In the run before, of commit a05655cfc, the step took 28.2 s and 7.0 s.",
         "results/gpu_suite.json of that commit",

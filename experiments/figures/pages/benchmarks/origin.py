@@ -3,7 +3,7 @@
 from experiments.figures.compare import Figure, Sentence, Table
 from experiments.figures.measured.files import FOLDER, parents
 
-OLDER, NEWER = "4a4d34", "6f9a4a"  # versions of coat_jax that most files are of
+MOST = "6f9a4a"  # the code of coat_jax that most files are of
 NEWEST = "2026-11-26"  # files from before this day are listed at the top of the page
 
 
@@ -45,9 +45,8 @@ def rows() -> list[list[str]]:
 
 FIGURES: list[Figure] = [
     Sentence(
-        f"Of the {{}} results files, {{}} are of one code of coat_jax, `{OLDER}`, and {{}} of a "
-        f"later one, `{NEWER}`",
-        lambda: (len(names()), of_code(OLDER), of_code(NEWER)),
+        f"Of the {{}} results files, {{}} are of one code of coat_jax, `{MOST}`.",
+        lambda: (len(names()), of_code(MOST)),
     ),
     Sentence(f"These {{}} files are older than {NEWEST}:", lambda: (older(),)),
     Table("parents", rows),
