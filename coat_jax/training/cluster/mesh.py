@@ -49,12 +49,18 @@ def require_fitting(config: TrainConfig, mesh: Mesh) -> None:
     """Raises unless the batch can be sharded along the mesh."""
     parts = batch_parts(mesh)
     if config.microbatch % parts:
+        batch, steps = config.global_batch_size, config.gradient_accumulation_steps
+        fewer = [n for n in range(1, steps) if batch % (n * parts) == 0]
+        remedy = f"Make global_batch_size a multiple of {parts * steps}."
+        if fewer:
+            remedy = (
+                f"Lower gradient_accumulation_steps to {max(fewer)}, which takes more memory and "
+                "trains the same."
+            )
         raise UserError(
-            f"global_batch_size={config.global_batch_size} in gradient_accumulation_steps="
-            f"{config.gradient_accumulation_steps} are "
+            f"global_batch_size={batch} in gradient_accumulation_steps={steps} are "
             f"{config.microbatch} sequences at a time, which {parts} devices (mesh.data * "
-            f"mesh.fsdp) cannot share equally. Make global_batch_size a multiple of "
-            f"{parts * config.gradient_accumulation_steps}."
+            f"mesh.fsdp) cannot share equally. {remedy}"
         )
 
 

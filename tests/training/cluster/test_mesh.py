@@ -1,9 +1,12 @@
 """The mesh is what the config says, or an error that says why not."""
 
+import dataclasses
+
 import jax
 import pytest
-from train_cases import SMALL, small
+from train_cases import small
 
+from coat_jax.errors import UserError
 from coat_jax.training.cluster import mesh as meshes
 from coat_jax.training.cluster.mesh import make_mesh, require_fitting, share_of_process
 from coat_jax.training.config import MeshConfig
@@ -36,11 +39,21 @@ def test_a_mesh_that_does_not_match_the_devices_is_refused(config, message):
         make_mesh(config)
 
 
-def test_a_batch_that_the_devices_cannot_share_is_refused():
-    message = "4 sequences at a time, which 8 devices .* Make global_batch_size a multiple of 32"
-    with pytest.raises(ValueError, match=message):
-        require_fitting(small(gradient_accumulation_steps=4), make_mesh(MeshConfig()))
-    require_fitting(SMALL, make_mesh(MeshConfig()))
+@pytest.mark.parametrize(
+    ("batch", "steps", "remedy"),
+    [
+        (16, 4, {"gradient_accumulation_steps": 2}),
+        (96, 8, {"gradient_accumulation_steps": 6}),
+        (12, 3, {"global_batch_size": 24}),
+    ],
+)
+def test_a_batch_that_the_devices_cannot_share_is_refused_with_a_remedy(batch, steps, remedy):
+    config = small(global_batch_size=batch, gradient_accumulation_steps=steps)
+    ((name, value),) = remedy.items()
+    message = rf"{batch // steps} sequences at a time, which 8 devices .* {name} .*{value}\b"
+    with pytest.raises(UserError, match=message):
+        require_fitting(config, make_mesh(MeshConfig()))
+    require_fitting(dataclasses.replace(config, **remedy), make_mesh(MeshConfig()))
 
 
 def shares(monkeypatch, sizes, here):
