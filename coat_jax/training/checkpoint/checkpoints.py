@@ -294,7 +294,7 @@ def _checkpointer() -> Any:
 
 
 def log_no_errors_of_orbax() -> None:
-    """What fails in orbax is raised; orbax also logs it, with several tracebacks."""
+    """Keeps orbax from logging what it also raises: with several tracebacks."""
     logging.getLogger("absl").addFilter(_is_no_error_of_orbax)
 
 
