@@ -40,13 +40,13 @@ def on_first(work: Callable[[], T]) -> T:
     if jax.process_count() == 1:
         return work()
     error: Exception | None = None
-    answer: dict[str, Any] = {}
+    text = ""
     if is_main():
         try:
-            answer = {"result": json.loads(json.dumps(work()))}  # fails here, not while it is sent
+            text = json.dumps({"result": work()})
         except Exception as raised:
-            error, answer = raised, _described(raised)
-    answer = _broadcast(answer)
+            error, text = raised, json.dumps(_described(raised))
+    answer = _broadcast(text.encode())
     if error is not None:
         raise error
     if "refused" in answer:
@@ -68,8 +68,7 @@ def _described(error: Exception) -> dict[str, Any]:
     return {"bug": repr(error)}
 
 
-def _broadcast(answer: dict[str, Any]) -> dict[str, Any]:
-    text = json.dumps(answer).encode()
+def _broadcast(text: bytes) -> dict[str, Any]:
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     # broadcast_one_to_all needs an array of the same shape on every process.
     text = text if is_main() else bytes(length)
