@@ -12,7 +12,6 @@ the first one decides and the others follow.
 """
 
 import json
-import logging
 import math
 import shutil
 import warnings
@@ -287,16 +286,8 @@ def _name(step: int) -> str:
 
 
 def _checkpointer() -> Any:
-    import orbax.checkpoint as ocp
+    # Imported here, because orbax takes a second to import.
+    from coat_jax.training.checkpoint.orbax_failures import Checkpointer, log_no_errors_of_orbax
 
     log_no_errors_of_orbax()
-    return ocp.StandardCheckpointer()
-
-
-def log_no_errors_of_orbax() -> None:
-    """Keeps orbax from logging what it also raises: with several tracebacks."""
-    logging.getLogger("absl").addFilter(_is_no_error_of_orbax)
-
-
-def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
-    return record.levelno < logging.ERROR or "orbax" not in Path(record.pathname).parts
+    return Checkpointer()

@@ -34,7 +34,7 @@ def save_streamed(path: Path, tree: Any, progress: Callable[[int], object]) -> N
     import orbax.checkpoint as ocp
     import tensorstore
 
-    from coat_jax.training.checkpoint.checkpoints import log_no_errors_of_orbax
+    from coat_jax.training.checkpoint.orbax_failures import log_no_errors_of_orbax
 
     log_no_errors_of_orbax()
 

@@ -94,7 +94,7 @@ def save_until_full(folder):
         unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, unlimited[1]))
         noise = np.random.default_rng(0).bytes(4 * SIZE)  # which nothing compresses
-        state = {**state_of(2), "w": jnp.asarray(np.frombuffer(noise, np.float32))}
+        state = {f"w{i}": jnp.asarray(np.frombuffer(noise, np.float32)) for i in range(8)}
         checkpoints.save(2, state, {"step": 2})
         try:
             checkpoints.wait()
@@ -167,7 +167,8 @@ def test_a_disk_that_fills_up_costs_no_earlier_checkpoint(tmp_path):
     assert f"a file may have at most {SIZE:,} bytes. Raise this limit (`ulimit -f`)" in said
     assert said.endswith("what was saved before is intact.")
     assert (left, steps) == ("['1']", "[1, 2]")
-    assert "orbax" not in errors  # which would log three tracebacks
+    for logged in ("orbax", "never retrieved"):  # with a traceback for each array
+        assert logged not in errors
     assert_nothing_is_lost(tmp_path / "checkpoints", [2])
 
 

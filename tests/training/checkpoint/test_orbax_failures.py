@@ -1,0 +1,106 @@
+"""A save that fails leaves nothing behind, although orbax goes on writing for a moment."""
+
+import errno
+import logging
+import sys
+import threading
+import time
+
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pytest
+
+from coat_jax.training.checkpoint import orbax_failures
+from coat_jax.training.checkpoint.checkpoints import Checkpoints
+from coat_jax.training.checkpoint.orbax_failures import wait_until_quiet
+from coat_jax.writing import DiskFull
+
+
+@pytest.fixture
+def straggler(tmp_path, monkeypatch):
+    """Makes a save fail while a thread writes more of it: twelve files, one every 20 ms."""
+    written = tmp_path / "1.unfinished" / "state.orbax-checkpoint-tmp" / "d"
+
+    def write():
+        for i in range(12):
+            time.sleep(0.02)
+            written.mkdir(parents=True, exist_ok=True)
+            (written / str(i)).write_text("late")
+
+    thread = threading.Thread(target=write)
+    wait = ocp.StandardCheckpointer.wait_until_finished
+
+    def fail(self):
+        wait(self)
+        if written.parent.with_name("state").exists():  # a save has ended
+            thread.start()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ocp.StandardCheckpointer, "wait_until_finished", fail)
+    return thread
+
+
+def test_what_is_written_after_a_failure_is_removed_too(tmp_path, straggler):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"w": jnp.ones(3)}, {})
+    with pytest.raises(DiskFull, match="step 1 does not fit"):
+        checkpoints.wait()
+    straggler.join()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_keeps_changing_is_not_waited_for(tmp_path):
+    done = threading.Event()
+
+    def write():
+        while not done.is_set():
+            with (tmp_path / "log").open("a") as file:
+                file.write("more")
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    begin = time.monotonic()
+    wait_until_quiet(tmp_path, quiet=0.05, patience=0.2)
+    assert 0.15 < time.monotonic() - begin < 5
+    done.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("name", ["there", "absent"])
+def test_a_folder_where_nothing_happens_is_waited_for_once(tmp_path, name):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("whole")
+    begin = time.monotonic()
+    wait_until_quiet(tmp_path / name, quiet=0.01, patience=60)
+    assert time.monotonic() - begin < 30
+
+
+def record(level, path, raise_in=None):
+    """A log record of a file, with an error that a function of another file raised."""
+    error = None
+    if raise_in:
+        try:
+            exec(compile("raise ValueError", raise_in, "exec"))
+        except ValueError:
+            error = sys.exc_info()
+    return logging.LogRecord("absl", level, path, 1, "said", None, error)
+
+
+@pytest.mark.parametrize(
+    ("made", "logged"),
+    [
+        (record(logging.ERROR, "/lib/orbax/checkpoint/async_checkpointer.py"), False),
+        (
+            record(logging.ERROR, "/lib/asyncio/base_events.py", "/lib/orbax/serialization.py"),
+            False,
+        ),
+        (record(logging.ERROR, "/lib/asyncio/base_events.py", "/home/own/server.py"), True),
+        (record(logging.ERROR, "/lib/grain/loader.py"), True),
+        (record(logging.WARNING, "/lib/orbax/checkpoint/async_checkpointer.py"), True),
+    ],
+)
+def test_only_errors_of_orbax_are_not_logged(made, logged):
+    orbax_failures.log_no_errors_of_orbax()
+    for name in ("absl", "asyncio"):
+        assert bool(logging.getLogger(name).filter(made)) is logged
