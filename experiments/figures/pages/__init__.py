@@ -13,6 +13,7 @@ from experiments.figures.pages import (
     loss,
     optimizers,
     readme,
+    rounding_errors,
     stability,
 )
 
@@ -26,6 +27,7 @@ DECLARED = [
     layers.PAGE,
     loss.PAGE,
     optimizers.PAGE,
+    rounding_errors.PAGE,
     stability.PAGE,
     *guides.PAGES,
     *configs.PAGES,

@@ -1,7 +1,7 @@
 """The figures of docs/benchmarks.md: a module for each subject."""
 
 from experiments.figures.compare import Page
-from experiments.figures.pages.benchmarks import errors, layers, origin, steps, training
+from experiments.figures.pages.benchmarks import layers, origin, steps, training
 
 PAGE = Page(
     "docs/benchmarks.md",
@@ -9,7 +9,6 @@ PAGE = Page(
         *training.FIGURES,
         *layers.FIGURES,
         *steps.FIGURES,
-        *errors.FIGURES,
         *origin.FIGURES,
     ],
 )

@@ -1,9 +1,9 @@
-"""A layer in docs/benchmarks.md: its time, what it saves; memory of configs; compilation."""
+"""A layer in docs/benchmarks.md: time, what it saves, a scale; memory of configs; compilation."""
 
 from experiments import gpu_suite
 from experiments.figures.compare import Figure, Given, Sentence, Table
 from experiments.figures.measured import throughput
-from experiments.figures.measured.files import GB, bold, of, ratio
+from experiments.figures.measured.files import GB, bold, case, of, ratio
 from experiments.figures.measured.layers import (
     TENSORWISE,
     layer,
@@ -100,6 +100,11 @@ def stacks_of(key: str, *names: str) -> tuple[float, ...]:
     return tuple(of("gpu_suite")["stacks"][key][name] for name in names)
 
 
+def maximum_us(how: str) -> tuple[float]:
+    """Microseconds in which the largest magnitude of a tensor is found."""
+    return (case("group_scaling", columns=11008)["ms"][how] * 1e3,)
+
+
 FIGURES: list[Figure] = [
     Sentence(
         "A layer is {:.2f} times as fast as in BF16, and {:.2f} times as fast as in torchao's FP8",
@@ -140,6 +145,8 @@ FIGURES: list[Figure] = [
         "BF16, compiled, and {:.2f} with torchao's tensorwise FP8.",
         allocated,
     ),
+    Sentence("takes {:.0f} us by reading the tensor", lambda: maximum_us("full pass")),
+    Sentence("and {:.0f} us from the maxima of groups", lambda: maximum_us("group maxima")),
     Table("config_memory", config_memory),
     Sentence("four layers took {:.1f} % longer", longer_in_suite),
     Given("The 12 tests that need several GPUs", SETTING),

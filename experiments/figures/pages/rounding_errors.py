@@ -1,4 +1,4 @@
-"""Rounding errors in docs/benchmarks.md: of moments, and by how finely activations are scaled."""
+"""The figures of docs/rounding_errors.md: of moments, bounds and saved activations."""
 
 import math
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.accumulated_error import B2S, OURS, STORAGES, in_8_bits, leads
-from experiments.figures.compare import Figure, Given, Sentence, Table
+from experiments.figures.compare import Figure, Given, Page, Sentence, Table
 from experiments.figures.measured import bounds, loss_study
-from experiments.figures.measured.files import bold, case, of
+from experiments.figures.measured.files import bold, of
 from experiments.figures.measured.layers import (
     dx_beside_outliers,
     exact_scale_gains,
@@ -102,7 +102,7 @@ def better_than_default() -> tuple[float]:
         if over < 1
     ]
     if better != [(DEFAULT_TO_NEAREST, B2S[0])]:
-        raise ValueError(f"Better than the default: {better}. See docs/benchmarks.md.")
+        raise ValueError(f"Better than the default: {better}. See docs/rounding_errors.md.")
     return (over_default(DEFAULT_TO_NEAREST)[1],)
 
 
@@ -136,7 +136,9 @@ def largest_tolerated() -> tuple[float]:
     limit = math.sqrt((-b + math.sqrt(b**2 - 4 * c * (a - 1))) / (2 * c))
     x = jax.random.normal(jax.random.key(0), (256, 1024))
     if jnp.linalg.norm(orthogonalized_in_e4m3(x), 2) <= limit:
-        raise ValueError(f"Products in E4M3 no longer exceed {limit:.2f}: see docs/benchmarks.md.")
+        raise ValueError(
+            f"Products in E4M3 no longer exceed {limit:.2f}: see docs/rounding_errors.md."
+        )
     return (limit,)
 
 
@@ -167,11 +169,6 @@ def plain_over_expanded() -> tuple[float, float, float]:
     return layers, paper[PLAIN] / paper[EXPANDED], rest
 
 
-def maximum_us(how: str) -> tuple[float]:
-    """Microseconds in which the largest magnitude of a tensor is found."""
-    return (case("group_scaling", columns=11008)["ms"][how] * 1e3,)
-
-
 def int8_and_ours(channels_larger: int) -> list[float]:
     """Errors of a norm's output in INT8 and in our format, in percent, by granularity."""
     found = of("granularity")["outliers"]["every token"][str(channels_larger)]
@@ -179,6 +176,11 @@ def int8_and_ours(channels_larger: int) -> list[float]:
 
 
 FIGURES: list[Figure] = [
+    Sentence(
+        "makes the error of its updates {:.1f} times smaller in the matrices that read the "
+        "residual stream",
+        gain_of_columns,
+    ),
     Given("At b2 = 0.999 the rounding matters more", SETTING),
     Table("accumulated_error", accumulated_error),
     Sentence(
@@ -258,8 +260,6 @@ FIGURES: list[Figure] = [
         "0.999",
         lambda: [over_expanded(b2, "layers", "DE8 / DE8") for b2 in B2S],
     ),
-    Sentence("takes {:.0f} us by reading the tensor", lambda: maximum_us("full pass")),
-    Sentence("and {:.0f} us from the maxima of groups", lambda: maximum_us("group maxima")),
     Given("are also made 100 or 1000 times larger", SETTING),
     Table("bound_looseness", bounds.rows),
     Sentence(
@@ -303,3 +303,5 @@ FIGURES: list[Figure] = [
         lambda: int8_and_ours(channels_larger=100),
     ),
 ]
+
+PAGE = Page("docs/rounding_errors.md", FIGURES)
