@@ -286,7 +286,7 @@ def _name(step: int) -> str:
 
 
 def _checkpointer() -> Any:
-    # Imported here, because orbax takes a second to import.
+    # Here, so that orbax is imported only if something is saved.
     from coat_jax.training.checkpoint.orbax_failures import Checkpointer, log_no_errors_of_orbax
 
     log_no_errors_of_orbax()

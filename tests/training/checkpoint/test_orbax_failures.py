@@ -1,6 +1,7 @@
 """A save that fails leaves nothing behind, although orbax goes on writing for a moment."""
 
 import errno
+import functools
 import logging
 import sys
 import threading
@@ -40,7 +41,10 @@ def straggler(tmp_path, monkeypatch):
     return thread
 
 
-def test_what_is_written_after_a_failure_is_removed_too(tmp_path, straggler):
+def test_what_is_written_after_a_failure_is_removed_too(tmp_path, straggler, monkeypatch):
+    # On a busy machine the thread may be slower than the default allows.
+    patient = functools.partial(wait_until_quiet, quiet=1.0)
+    monkeypatch.setattr(orbax_failures, "wait_until_quiet", patient)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"w": jnp.ones(3)}, {})
     with pytest.raises(DiskFull, match="step 1 does not fit"):
@@ -49,22 +53,15 @@ def test_what_is_written_after_a_failure_is_removed_too(tmp_path, straggler):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_keeps_changing_is_not_waited_for(tmp_path):
-    done = threading.Event()
+def test_a_folder_that_keeps_changing_is_not_waited_for(tmp_path, monkeypatch):
+    def grow(seconds):
+        with (tmp_path / "log").open("a") as file:
+            file.write("more")
 
-    def write():
-        while not done.is_set():
-            with (tmp_path / "log").open("a") as file:
-                file.write("more")
-            time.sleep(0.001)
-
-    thread = threading.Thread(target=write)
-    thread.start()
+    monkeypatch.setattr(time, "sleep", grow)
     begin = time.monotonic()
-    wait_until_quiet(tmp_path, quiet=0.05, patience=0.2)
-    assert 0.15 < time.monotonic() - begin < 5
-    done.set()
-    thread.join()
+    wait_until_quiet(tmp_path, patience=0.2)
+    assert 0.2 <= time.monotonic() - begin < 30
 
 
 @pytest.mark.parametrize("name", ["there", "absent"])
