@@ -162,9 +162,11 @@ def parse_json(text: str | bytes, where: str) -> Any:
         where: the name of its source in errors, such as a path.
     """
     try:
+        # json.loads would accept bytes that encode a lone surrogate, and UTF-16.
+        text = text if isinstance(text, str) else text.decode("utf-8-sig")
         value = json.loads(text)
         # A lone surrogate, such as \ud800, is half of a pair. It cannot be encoded or printed.
-        if (b"\\u" if isinstance(text, bytes) else "\\u") in text:  # type: ignore[operator]
+        if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise UserError(

@@ -147,15 +147,15 @@ class NewFolder(NamedTuple):
         if self.out.exists() or self.out.is_symlink():
             raise UserError(f"{self.out} exists already: choose another folder, or remove it.")
         if self.unfinished.exists():
-            raise UserError(
-                f"{self.unfinished} exists: another `{self.command}` is writing it, or was killed. "
-                "Remove it if none is running."
-            )
+            raise self._taken()
 
     @contextlib.contextmanager
     def appearing(self) -> Iterator[Path]:
         """The folder to write in. It gets its name at the end, and is removed after an error."""
-        self.unfinished.mkdir(parents=True)
+        try:
+            self.unfinished.mkdir(parents=True)
+        except FileExistsError:  # since `require_new`
+            raise self._taken() from None
         try:
             yield self.unfinished
             # Otherwise a power failure could leave the name without the content.
@@ -165,3 +165,9 @@ class NewFolder(NamedTuple):
         except BaseException:
             shutil.rmtree(self.unfinished, ignore_errors=True)
             raise
+
+    def _taken(self) -> UserError:
+        return UserError(
+            f"{self.unfinished} exists: another `{self.command}` is writing it, or was killed. "
+            "Remove it if none is running."
+        )

@@ -60,7 +60,10 @@ def test_only_newlines_end_lines():
     assert lines_of("a") == lines_of("a\n") == ["a"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 9999, "1" * 5000, b"\xff", "\0"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[" * 9999, "1" * 5000, b"\xff", "\0", b'"\xed\xa0\x80"', '"a"'.encode("utf-16")],
+)
 def test_text_that_is_not_json_is_refused(text):
     with pytest.raises(UserError, match=r"^place is not JSON"):
         parse_json(text, "place")

@@ -93,3 +93,14 @@ def test_what_a_block_cannot_read_does_not_fill_the_disk(tmp_path):
     with pytest.raises(OSError, match="Input/output error") as raised, full_disk(tmp_path, "It"):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
     assert not isinstance(raised.value, UserError)
+
+
+def test_of_two_that_write_a_folder_at_once_one_is_refused(tmp_path):
+    one, other = (NewFolder(tmp_path / "out", "coat test") for _ in range(2))
+    one.require_new()
+    other.require_new()
+    with one.appearing() as folder:
+        with pytest.raises(UserError, match="another `coat test` is writing it"), other.appearing():
+            pass
+        (folder / "file").write_text("mine")
+    assert (tmp_path / "out" / "file").read_text() == "mine"

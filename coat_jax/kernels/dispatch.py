@@ -14,6 +14,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import re
 import warnings
 from typing import Literal
 
@@ -70,8 +71,8 @@ def unsupported_triton() -> str | None:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:  # a build under another name
         return None
-    major, minor, *_ = version.split(".")
-    if TRITON_FROM <= (int(major), int(minor)) < TRITON_BELOW:
+    found = re.match(r"(\d+)\.(\d+)", version)  # 3.7rc1 counts as 3.7
+    if found and TRITON_FROM <= (int(found[1]), int(found[2])) < TRITON_BELOW:
         return None
     first, below = (".".join(map(str, v)) for v in (TRITON_FROM, TRITON_BELOW))
     return f"Triton {version} is installed, and the kernels need at least {first} and below {below}"

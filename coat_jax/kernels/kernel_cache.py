@@ -14,9 +14,8 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import os
+import secrets
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,11 +163,11 @@ def read(path: Path) -> bytes | None:
 
 def write(path: Path, configuration: bytes) -> None:
     """Writes a file atomically. If the folder cannot be written to, nothing happens."""
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(hashlib.sha256(configuration).digest() + configuration)
-        Path(name).replace(path)
+        unfinished.write_bytes(hashlib.sha256(configuration).digest() + configuration)
+        unfinished.replace(path)
     except OSError:
-        return
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)

@@ -10,11 +10,13 @@ gradients and moments.
 
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from coat_jax import ops
 from coat_jax.nn.children import children, replace, require_module
+from coat_jax.nn.convertible import has_own_promotion, why_not_linear
 from coat_jax.nn.parameters import value_of
 from coat_jax.precision import COAT, Precision, precision_of
 
@@ -32,6 +34,7 @@ class LoRALinear(nnx.Module):
         bias: [outputs], or None.
         lora_a: a, [inputs, rank].
         lora_b: c, [rank, outputs].
+        dtype: of the input and the result; by default as in Flax, by the dtypes of x and w.
         precision: of the products, and of the saved input.
     """
 
@@ -42,6 +45,8 @@ class LoRALinear(nnx.Module):
                 f"{type(layer).__name__} is a subclass of nnx.LoRALinear. What it adds would be "
                 "lost. Call coat.ops.adapted_linear in it."
             )
+        if why := _what_would_be_lost(layer):
+            raise ValueError(f"An nnx.LoRALinear cannot be frozen: {why}. That would be lost.")
         weight = ops.freeze(layer.kernel[...], precision=precision)
         metadata = layer.kernel.get_metadata()
         sharding = {k: metadata[k] for k in ("out_sharding",) if metadata.get(k) is not None}
@@ -49,17 +54,32 @@ class LoRALinear(nnx.Module):
         self.scale = FrozenWeight(weight.scale)
         self.bias = nnx.data(layer.bias)
         self.lora_a, self.lora_b = layer.lora.lora_a, layer.lora.lora_b
+        self.dtype, self._param_dtype = layer.dtype, layer.kernel.dtype
         self.precision = precision_of(precision)
 
     def __call__(self, x: Float[Array, "*rows K"]) -> Float[Array, "*rows N"]:
         """Applies the layer to the last axis."""
         return ops.adapted_linear(
-            x,
+            x.astype(self.dtype or jnp.promote_types(x.dtype, self._param_dtype)),
             ops.Frozen(self.codes[...], self.scale[...]),
             (self.lora_a[...], self.lora_b[...]),
             value_of(self.bias),
             precision=self.precision,
         )
+
+
+def _what_would_be_lost(layer: nnx.LoRALinear) -> str:
+    """What a frozen layer would not compute as Flax's does; empty if there is nothing."""
+    converted = isinstance(layer.dot_general, ops.DotGeneral)
+    if not converted and (why := why_not_linear(layer)):
+        return why
+    if has_own_promotion(layer) or has_own_promotion(layer.lora):
+        return "it has a promote_dtype of its own"
+    if layer.lora.dtype != layer.dtype:
+        return f"its dtype is {layer.dtype}, but lora_dtype is {layer.lora.dtype}"
+    if layer.preferred_element_type is not None:
+        return "it has a preferred_element_type"
+    return ""
 
 
 def freeze(model: nnx.Module, precision: Precision | str = COAT) -> nnx.Module:

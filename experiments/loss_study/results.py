@@ -74,8 +74,9 @@ ALIKE |= dict.fromkeys(
         "14f4b9d62c85",
         "66d6aa0c00ee",
         "92bd7d173112",
+        "1c0f09c88e31",
     ],
-    "1c0f09c88e31",
+    "dcf123bef71b",
 )
 # The field of a definition that has the version of what `after_training` does after a run. The
 # results of these versions, at size tiny with COAT and all recipes, are the same to the last bit.

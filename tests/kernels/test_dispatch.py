@@ -71,7 +71,15 @@ def test_a_gpu_of_another_maker_refuses_fp8(gpu):
 
 @pytest.mark.parametrize(
     ("version", "supported"),
-    [("3.5.1", False), ("3.6.0", True), ("3.7.1+git12ab", True), ("3.8.0", False), ("4.0", False)],
+    [
+        ("3.5.1", False),
+        ("3.6.0", True),
+        ("3.7.1+git12ab", True),
+        ("3.7rc1", True),
+        ("nightly", False),
+        ("3.8.0", False),
+        ("4.0", False),
+    ],
 )
 def test_kernels_need_a_triton_with_which_they_compile(monkeypatch, version, supported):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)

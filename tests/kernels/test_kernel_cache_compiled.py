@@ -159,3 +159,21 @@ def test_a_folder_that_takes_no_file_does_no_harm(tmp_path):
     in_the_way.write_bytes(b"")
     write(in_the_way / "kernel", b"configuration")
     assert read(in_the_way / "kernel") is None
+
+
+def test_a_write_that_fails_leaves_no_file(tmp_path, monkeypatch):
+    def fail(self, target):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(type(tmp_path), "replace", fail)
+    write(tmp_path / "kernel", b"compiled")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_others_may_read_a_file_if_the_umask_lets_them(tmp_path):
+    before = os.umask(0o022)
+    try:
+        write(tmp_path / "kernel", b"compiled")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "kernel").stat().st_mode & 0o777 == 0o644

@@ -98,8 +98,8 @@ def test_a_model_without_adapters_is_an_error():
         coat.nn.freeze(nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0))))
 
 
-def lora_linear(kind=nnx.LoRALinear):
-    return kind(WIDTH, WIDTH, lora_rank=4, rngs=nnx.Rngs(0))
+def lora_linear(kind=nnx.LoRALinear, **settings):
+    return kind(WIDTH, WIDTH, lora_rank=4, rngs=nnx.Rngs(0), **settings)
 
 
 def test_a_model_may_be_one_layer_or_have_it_in_a_dict():
@@ -128,3 +128,38 @@ def test_a_subclass_is_refused():
 def test_a_simulated_format_is_refused_when_the_weight_is_frozen():
     with pytest.raises(ValueError, match="E3M4 is simulated"):
         coat.nn.freeze(lora_linear(), coat.Precision(forward="E3M4"))
+
+
+def promote_to_bf16(values, dtype=None):
+    return tuple(value.astype(jnp.bfloat16) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"dot_general": lambda *a, **k: 2 * jax.lax.dot_general(*a, **k)}, "a dot_general of its"),
+        ({"promote_dtype": promote_to_bf16}, "a promote_dtype of its own"),
+        ({"lora_promote_dtype": promote_to_bf16}, "a promote_dtype of its own"),
+        ({"lora_dtype": jnp.bfloat16}, "its dtype is None, but lora_dtype is"),
+        ({"preferred_element_type": jnp.float32}, "a preferred_element_type"),
+    ],
+)
+def test_settings_that_would_be_lost_are_refused(settings, why):
+    with pytest.raises(ValueError, match=f"nnx.LoRALinear cannot be frozen: .*{why}"):
+        coat.nn.freeze(lora_linear(**settings))
+
+
+@pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("param_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16])
+def test_the_result_has_the_dtype_that_flax_gives_it(x_dtype, param_dtype, dtype):
+    layer = lora_linear(
+        dtype=dtype, lora_dtype=dtype, param_dtype=param_dtype, lora_param_dtype=param_dtype
+    )
+    x = jnp.ones((2, WIDTH), x_dtype)
+    assert coat.nn.freeze(layer)(x).dtype == layer(x).dtype
+
+
+def test_a_converted_model_can_be_frozen():
+    frozen = coat.nn.freeze(coat.nn.convert(nnx.Sequential(lora_linear()), coat.COAT))
+    assert isinstance(frozen.layers[0], coat.nn.LoRALinear)

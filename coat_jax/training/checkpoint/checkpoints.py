@@ -145,7 +145,8 @@ class Checkpoints:
             chosen = on_first(lambda: self._choose(step))
         state = read_state(self._folders.finished(chosen) / STATE, like)
         self._current = chosen
-        return Restored(chosen, state, self._folders.record(chosen)["extra"])
+        extra = on_first(lambda: self._folders.record(chosen)["extra"])
+        return Restored(chosen, state, extra)
 
     def require_like(self, like: Any) -> int | None:
         """The step to resume from, None without any; raises UserError if it does not match `like`.
