@@ -34,10 +34,9 @@ def layer_speed() -> list[list[str]]:
 
 
 def of_the_suite() -> tuple[int]:
-    """The tests that passed, where the page says which bound was missed."""
+    """The tests that passed, where the suite found nothing wrong, as the page says."""
     figures = of("gpu_suite")
-    missed = gpu_suite.failed(figures)
-    if len(missed) != 1 or not missed[0].startswith("llama2_7b: compiled warm in"):
+    if missed := gpu_suite.failed(figures):
         raise ValueError(f"docs/benchmarks.md does not say what the suite missed: {missed}.")
     return (int(figures["tests"]["summary"].split()[0]),)
 
@@ -151,7 +150,7 @@ FIGURES: list[Figure] = [
     Sentence("four layers took {:.1f} % longer", longer_in_suite),
     Given("The 12 tests that need several GPUs", SETTING),
     Sentence(
-        "all {:.0f} tests passed, and all bounds of its benchmark held but one",
+        "all {:.0f} tests passed, and all bounds of its benchmark held",
         of_the_suite,
     ),
     Sentence(
@@ -182,8 +181,13 @@ FIGURES: list[Figure] = [
         "`make gpu` fails above {:.0f} s and {:.0f} s", lambda: (gpu_suite.COLD, gpu_suite.WARM)
     ),
     Given(
-        "In the run before, of commit a05655cfc, the step took 28.2 s and 7.0 s.",
-        "results/gpu_suite.json of that commit",
+        "took 28.2 to 35.2 s the first time, and 7.0 to 10.8 s from the cache, where other "
+        "measurements were compiling on the same host.",
+        "results/gpu_suite.json of commits a05655c and 99134a9",
+    ),
+    Given(
+        "the step there took 1.02, 0.92 and 0.99 ms, and the layers 80.9, 80.0 and 84.2 ms",
+        "results/gpu_suite.json of commit 99134a9",
     ),
     Given(
         "took 36.4 to 48.0 s the first time, and 8.4 to 12.7 s from the cache, and 4 of 7 of them "
