@@ -45,7 +45,7 @@ PLAN = (
     Measurement("communication", "communication", 2, 300),
     Measurement("muon_step_2_gpus", "muon_step", 2, 320, 90, ("torch",)),
     Measurement("gpu_suite", "gpu_suite", 1, 360, None, ("pytest",)),
-    Measurement("layer_table", "layer_speed --table", 1, 2500, 320, ("torch", "torchao")),
+    Measurement("layer_table", "layer_speed --table", 1, 3500, 460, ("torch", "torchao")),
     Measurement(
         "optimizer_step", "optimizer_step", 1, 400, 150, ("torch", "torchao", "bitsandbytes")
     ),

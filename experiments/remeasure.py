@@ -25,7 +25,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,6 +122,7 @@ def run(
     """
     waiting = sorted(due, key=lambda m: (-m.gpus, -m.seconds))
     takes = {measurement: _seconds(measurement, out) for measurement in waiting}
+    begun = {one for one in waiting if measured_cases.valid(cases_file(one, out))}
     free, running = list(range(gpus)), list[_Running]()
     try:
         while waiting or running:
@@ -132,7 +133,7 @@ def run(
                 if ready[0].gpus > len(free):
                     break
                 alike = [one for one in ready if one.gpus == ready[0].gpus]
-                chosen = _first_that_fits(alike, takes, left)
+                chosen = _first_that_fits(alike, takes, begun, left)
                 if chosen is None:
                     break
                 waiting.remove(chosen)
@@ -154,7 +155,7 @@ def run(
                 yield ended
             left = math.inf if deadline is None else deadline - time.monotonic()
             for measurement in waiting.copy():
-                if _first_that_fits([measurement], takes, left) is not None:
+                if _first_that_fits([measurement], takes, begun, left) is not None:
                     continue
                 waiting.remove(measurement)
                 yield f"{measurement.result:{COLUMN}}not started: too little time is left", False
@@ -180,12 +181,19 @@ def _seconds(measurement: Measurement, out: Path) -> float:
 
 
 def _first_that_fits(
-    waiting: Sequence[Measurement], takes: Mapping[Measurement, float], left: float
+    waiting: Sequence[Measurement],
+    takes: Mapping[Measurement, float],
+    begun: Set[Measurement],
+    left: float,
 ) -> Measurement | None:
-    """A measurement that ends in the time left, or else one with a case that does."""
+    """A measurement that ends in the time left, or else one with a case that does.
+
+    The last choice is one that has finished cases: if it lacks none, it ends at once.
+    """
     ends = (one for one in waiting if takes[one] <= left)
     begins = (one for one in waiting if one.case is not None and one.case <= left)
-    return next(ends, None) or next(begins, None)
+    continues = (one for one in waiting if one in begun and left > 0)
+    return next(ends, None) or next(begins, None) or next(continues, None)
 
 
 def _lock(folder: Path) -> int | None:

@@ -285,8 +285,25 @@ def test_a_measurement_that_cannot_end_in_time_is_begun_only_if_a_case_of_it_can
     ]
     if left == 150:
         waiting.pop()
-    chosen = remeasure._first_that_fits(waiting, {one: one.seconds for one in waiting}, left)
+    takes = {one: one.seconds for one in waiting}
+    chosen = remeasure._first_that_fits(waiting, takes, set(), left)
     assert (chosen and chosen.result) == first
+
+
+@pytest.mark.parametrize(("left", "first"), [(80, "short"), (5, "begun"), (-1, None)])
+def test_a_measurement_with_finished_cases_is_begun_if_no_other_can_be(left, first):
+    begun, short = Measurement("begun", "pretend", 1, 600, 100), Measurement("short", "", 1, 60)
+    takes = {begun: 100, short: 60}
+    chosen = remeasure._first_that_fits([begun, short], takes, {begun}, left)
+    assert (chosen and chosen.result) == first
+
+
+def test_a_measurement_of_which_all_cases_are_finished_takes_no_time(measure, tmp_path):
+    cases = Measurement("long", "of_cases long", 1, 3, 60)
+    list(run([cases], 1, tmp_path / "out"))
+    (tmp_path / "out" / "long.json").unlink()
+    *_, (line, succeeded) = run([cases], 1, tmp_path / "out", time.monotonic() + 50)
+    assert succeeded, line
 
 
 def test_a_measurement_that_cannot_end_in_time_is_not_started(measure):
