@@ -347,3 +347,14 @@ def test_the_papers_formats_have_a_name():
 def test_sizes_and_seeds_must_be_whole_numbers(field, value):
     with pytest.raises(ValueError, match=rf"{field}=.*must be a whole number (of at least|from) 0"):
         Storage(**{field: value})
+
+
+@pytest.mark.parametrize(("b", "apart"), [(0.95, 1), (0.99, 2)])
+def test_large_codes_of_a_momentum_that_decays_fast_are_rounded_to_nearest(b, apart):
+    """MIN_DECAY / (1 - b) = 15: codes from there on lose enough by themselves."""
+    storage = Storage(min_size=0)
+    m = np.full((512, 128), 100.3 / 127, np.float32)
+    m[:, 0], m[:, 1] = 1.0, 10.3 / 127
+    codes = np.asarray(storage.write_momentum(jnp.asarray(m), noise.leaf_key(0, 1, 0), b).codes)
+    assert set(np.unique(codes[:, 1])) == {10, 11}
+    assert len(np.unique(codes[:, 2:])) == apart

@@ -186,3 +186,25 @@ def test_a_choice_without_tokens_is_refused(tmp_path):
 def test_a_token_that_the_model_does_not_know_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"tasks.jsonl:1: choice 1 has.* token 116, outside"):
         questions(tmp_path, LINE, config=dataclasses.replace(CONFIG, vocab=100))
+
+
+def test_the_size_of_a_choice_is_in_bytes_of_utf8(tmp_path):
+    (question,) = questions(tmp_path, LINE | {"choices": ["zwei", "zw\u00f6lf", "\u4e8c"]})
+    assert question.sizes == (4, 6, 3)
+
+
+def test_the_choice_that_needs_the_most_tokens_must_fit(tmp_path):
+    """The first choice is scored from an earlier token on, as "new york" is one token."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocab = {"[unk]": 0, "in": 1, "new": 2, "new york": 3, "delhi": 4}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[unk]"))
+    split = tokenizers.Regex("new york|[a-z]+")
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(split, "removed", invert=True)
+    made.save(str(tmp_path / "tokenizer.json"))
+    text = Tokenizer(tmp_path / "tokenizer.json")
+    line = {"question": "in new", "choices": ["york", "delhi " * 39], "answer": 0}
+    (question,) = questions(tmp_path, line, text=text, begin=())
+    assert [passage.first for passage in question.choices] == [1, 2]
+    line["choices"][1] += "delhi"
+    with pytest.raises(UserError, match="choice 1 has 41 tokens, and the model's context=40"):
+        questions(tmp_path, line, text=text, begin=())

@@ -176,3 +176,19 @@ def test_text_is_to_be_encoded_first(prompts):
 def test_prompts_that_cannot_be_continued_are_refused_at_once(prompts, changes, message):
     with pytest.raises(ValueError, match=message):
         stream(MODEL, prompts, **{"max_tokens": 5, **changes})
+
+
+def test_each_token_of_a_text_has_random_numbers_of_its_own():
+    """At this temperature all tokens are equally likely."""
+    for text in generate(MODEL, PROMPTS, max_tokens=20, sampling=Sampling(temperature=1e30)):
+        assert len(set(text)) > 12
+
+
+def test_logits_do_not_matter_once_a_text_has_ended():
+    starts = jnp.zeros(2, jnp.int32)
+    cache = continuation.Cache(None, starts, jnp.int32(3))
+    session = continuation._Session(cache, starts, jnp.array([0, 5]), starts)
+    logits = jnp.zeros((2, 256)).at[0].set(jnp.nan).at[1, 7].set(1.0)
+    new, session = continuation._chosen(GREEDY, jnp.array([], jnp.int32), logits, session)
+    np.testing.assert_array_equal(new, [continuation.NOTHING, 7])
+    np.testing.assert_array_equal(session.remaining, [0, 4])

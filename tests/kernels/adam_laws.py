@@ -1,6 +1,7 @@
 """Laws of the AdamW step that hold for every implementation: its test modules inherit them."""
 
 from adam_cases import (
+    check_a_lost_second_moment,
     check_an_element_comes_to_rest,
     check_enormous_gradients,
     check_non_finite_gradients,
@@ -26,6 +27,9 @@ class StepLaws:
 
     def test_an_element_without_gradient_comes_to_rest(self) -> None:
         check_an_element_comes_to_rest(self.implementation)
+
+    def test_a_second_moment_that_is_lost_is_replaced_by_the_smallest_one(self) -> None:
+        check_a_lost_second_moment(self.implementation)
 
     def test_a_gradient_whose_square_overflows_moves_nothing_further_than_the_bound(self) -> None:
         check_enormous_gradients(self.implementation)

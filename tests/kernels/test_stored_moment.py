@@ -42,3 +42,14 @@ def test_without_a_gpu_the_references_run():
     wanted = stored_moment.rewrite_reference(stored, new, ALL_FP8, KEY)
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(np.float32(a), np.float32(b))
+
+
+def test_small_numbers_become_zero_only_in_groups_with_negative_numbers():
+    """A transformation divides by moments that are never negative: none of them may vanish."""
+    new = np.full((16, 256), 1e-12, np.float32)
+    new[:, 0], new[:, 128] = 1.0, -1.0
+    empty = ALL_FP8.write(np.zeros_like(new), ALL_FP8.other)
+    after = stored_moment.rewrite_reference(empty, new, ALL_FP8, KEY)
+    values = np.asarray(stored_moment.read_reference(after, ALL_FP8))
+    assert np.all(values[:, :128] > 0)
+    assert np.mean(values[:, 129:] == 0) > 0.9

@@ -14,7 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import coat_jax as coat
-from coat_jax.numerics.formats import E4M3, E5M2, format_of, saturating_cast, stochastic_cast
+from coat_jax.numerics.formats import (
+    E4M3,
+    E5M2,
+    format_of,
+    round_at_random,
+    saturating_cast,
+    stochastic_cast,
+)
 
 GRID = 2048
 LAST_NOISE = 1 - 2.0**-23  # the largest number that `noise.uniform` gives
@@ -241,3 +248,11 @@ def test_rounding_before_a_cast_has_the_derivative_of_the_cast(dtype):
     x, tangent = jnp.asarray([0.3, -5.1], jnp.bfloat16), jnp.asarray([2.0, 3.0], jnp.bfloat16)
     _, got = jax.jvp(lambda x: coat.formats.nearest(x, dtype), (x,), (tangent,))
     np.testing.assert_array_equal(got, np.float32(tangent))
+
+
+@formats
+def test_every_nan_is_still_one_when_it_is_rounded_at_random(dtype):
+    """On GPUs all bits but the sign are set in a NaN: a carry would make a zero of it."""
+    nans = np.array([0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32)
+    all_set = np.full(4, 0xFFFFFFFF, np.uint32)
+    assert np.all(np.isnan(round_at_random(jnp.asarray(nans), dtype, jnp.asarray(all_set))))

@@ -177,3 +177,19 @@ def test_infinity_is_the_largest_float32():
 def test_integers_are_refused():
     with pytest.raises(TypeError, match="x has dtype int32"):
         logarithms.encode(jnp.ones((2, 16), jnp.int32), group_size=16)
+
+
+@pytest.mark.parametrize("binades", [36.0, 14.0, 3.0])
+def test_between_two_codes_the_mean_of_the_value_is_right_not_that_of_its_logarithm(binades):
+    """The noise takes each of its values once, so that the mean has no error of its own.
+
+    A logarithm that is right on average would be up to 0.12 % off here. A second moment adds up
+    such errors over 1 / (1 - b2) steps.
+    """
+    group = np.exp2(-np.linspace(0, binades, 128)).astype(np.float32)
+    x = np.broadcast_to(group, (8192, 128))
+    each = (np.arange(8192, dtype=np.float32) + 0.5) / 8192
+    e = encode(x, group_size=128, noise=np.broadcast_to(each[:, None], x.shape))
+    inside = exact_code(x[:1], Expanded(*(np.asarray(part[:1]) for part in e)), 128)[0][0] >= 1
+    mean = np.asarray(decode(e, group_size=128), np.float64).mean(0)
+    np.testing.assert_allclose(mean[inside], group[inside], rtol=5e-5)

@@ -111,3 +111,13 @@ def test_results_have_the_dtype_of_x_and_angles_are_fp32():
 def test_only_positions_are_saved():
     _, pull = jax.vjp(lambda x: ops.rotate(x, POSITIONS, Rotary()), X)
     assert all(leaf.size <= POSITIONS.size for leaf in jax.tree.leaves(pull))
+
+
+def test_llama_3_divides_by_the_bounds_that_it_is_given():
+    low, high, factor, context = 2.0, 16.0, 4.0, 1024
+    scaling = Llama3Scaling(factor, low, high, context)
+    plain = np.float64(Rotary(5e5).frequencies(128))
+    turns = context * plain / (2 * np.pi)
+    share = np.clip((turns - low) / (high - low), 0, 1)
+    wanted = plain * (share + (1 - share) / factor)
+    np.testing.assert_allclose(Rotary(5e5, scaling).frequencies(128), wanted, rtol=1e-5)

@@ -366,3 +366,19 @@ def test_the_fast_parameters_of_a_lookahead_are_corrected():
         params = optax.apply_updates(params, updates)
     corrected = corrected_params(params, state)
     np.testing.assert_array_equal(corrected.fast["w"], 1 - 4 * 2.0**-12)
+
+
+def test_the_seed_decides_how_a_step_in_place_rounds_the_last_of_24_bits():
+    params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
+
+    def corrections_of(seed):
+        optimizer = in_place(
+            optax.sgd(0.3 * 2.0**-15), round_params=True, correct_params=True, seed=seed
+        )
+        _, state = optimizer.step(params, {"w": -jnp.ones((64, 128))}, optimizer.init(params))
+        return np.asarray(state.corrections["w"])
+
+    one, again, other = (corrections_of(seed) for seed in (1, 1, 2))
+    assert set(np.unique(one)) == {0, 1}
+    np.testing.assert_array_equal(one, again)
+    assert 0.3 < np.mean(one != other) < 0.5  # 2 * 0.3 * 0.7

@@ -223,3 +223,28 @@ def test_a_weight_that_is_not_finite_is_named():
         quantized(model)
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.up has a NaN"):
         quantized(model, format="mixed", activations="none")
+
+
+def test_all_weights_of_an_input_decide():
+    """Those of keys and values have outliers; that of queries, with the same input, has none."""
+    model = model_of(scan=False)
+    attention = model.layers[1].attention
+    for name in ("query", "key", "value"):
+        weight = getattr(attention, name)
+        weight[...] = jax.random.uniform(jax.random.key(1), weight.shape, minval=-0.1, maxval=0.1)
+        if name != "query":
+            weight[...] = weight[...].at[5].set(8.0)
+    schemes = q.schemes_of(quantized(model, format="mixed", activations="none"))
+    formats = {schemes[f"layers.1.attention.{name}"].format for name in ("query", "key", "value")}
+    assert formats == {"fp8"}
+
+
+def test_the_format_suits_the_ranges_that_the_recipe_fits():
+    """With its outliers in range INT8 has few codes for the others; with them cut off, all."""
+    model = model_of(scan=False)
+    down = model.layers[1].mlp.down
+    down[...] = jax.random.uniform(jax.random.key(1), down.shape, minval=-0.1, maxval=0.1)
+    down[...] = down[...].at[5].set(2.0)
+    for fit, wanted in (("max", "fp8"), ("percentile", "int8")):
+        recipe = {"format": "mixed", "activations": "none", "fit": fit, "percentile": 95}
+        assert q.schemes_of(quantized(model, **recipe))["layers.1.mlp.down"].format == wanted

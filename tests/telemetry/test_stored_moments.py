@@ -166,3 +166,18 @@ def test_rows_are_those_of_the_middle_matrix():
     np.testing.assert_array_equal(some_rows(x, 4), x[2, :4])
     np.testing.assert_array_equal(some_rows(x[0], 100), x[0])
     np.testing.assert_array_equal(some_rows(x[0, 0], 2), x[0, 0])
+
+
+def test_the_error_of_a_direction_is_that_of_moments_without_bias():
+    """At the first step the moments are a tenth and a thousandth of what they stand for."""
+    g = np.float32([[1.0, -2.0, 0.5, 0.25]])
+    exact = Shadow(0.1 * g, 0.001 * g**2)
+    stored = exact._replace(m=0.09 * g, v=0.00081 * g**2 * np.float32([1, 1, 0, 1]))
+    decay = Decay(0.9, 0.999, 0.5)
+    found = direction_error(stored, exact, jnp.int32(1), decay)
+    wanted = g / (np.abs(g) + 0.5)
+    got = 0.9 * g / (0.9 * np.abs(g) * [1, 1, 0, 1] + 0.5)
+    got = np.clip(got, -1, 1)  # no gradient moves a parameter further at the first step
+    np.testing.assert_allclose(
+        found, np.linalg.norm(got - wanted) / np.linalg.norm(wanted), rtol=1e-4
+    )

@@ -119,3 +119,21 @@ def test_a_run_goes_on_as_it_began():
     of_earlier_version = to_json(ordinary)
     del of_earlier_version["optimizer"]["release_gradients"]
     assert changes_of(ordinary, of_earlier_version) == []
+
+
+def test_a_step_that_is_not_finite_does_not_move_the_learning_rate():
+    stepped = stepper(small(model=UNROLLED, optimizer={"release_gradients": True}))
+    good, bad = random_batches(2)
+    bad.tokens[0, 0] = 999  # outside the vocabulary: NaN
+    first, _, *later = (report.learning_rate for report in stepped.run([good, bad, good, good])[1])
+    wanted = [report.learning_rate for report in stepped.run([good] * 3)[1]]
+    assert [first, *later] == wanted
+    assert wanted[0] != wanted[2]
+
+
+def test_token_zero_is_a_label_like_any_other():
+    (batch,) = random_batches(1)
+    batch.labels[:, ::2] = 0
+    config = small(model=UNROLLED, optimizer={"release_gradients": True})
+    _, (report,) = stepper(config).run([batch])
+    assert report.labels == np.sum(batch.labels >= 0)

@@ -189,3 +189,15 @@ def test_a_bad_value_in_a_saved_model_is_reported_with_its_place():
     model["precision"]["stochastic"] = "perhaps"
     with pytest.raises(UserError, match=r"^model\.precision: stochastic='perhaps' must be"):
         limits.from_json(models.Config, model, "model")
+
+
+def test_directions_do_not_go_on_as_moments_in_fp8():
+    for moments in ("expanded", "paper"):
+        with pytest.raises(UserError, match=r"with --optimizer\.moments directions; or begin from"):
+            changes(small(optimizer={"moments": moments}), saved(SMALL))
+
+
+def test_a_transformation_of_an_earlier_version_goes_on_whatever_moments_another_optimizer_has():
+    config = dataclasses.replace(SMALL, optimizer=lion)
+    (line,) = changes(config, old(config, None))
+    assert line == "optimizer.moments was 'expanded', now 'directions'"

@@ -228,3 +228,21 @@ def test_bf16_parameters_are_moved_by_updates_below_their_last_place():
         state, _ = run.run(random_batches(1) * 8)
         moved[rounding] = np.mean(np.asarray(state.params["embed"][...]) != before)
     assert moved[True] > 2 * moved[False]
+
+
+def test_token_zero_is_a_label_like_any_other():
+    config = small(model=IN_FP32, optimizer={"name": "adamw"})
+    batch = random_batches(1)[0]
+    batch.labels[:, ::2] = 0
+    _, (report,) = stepper(config).run([batch])
+    graph, _ = models.abstract(config.model)
+
+    @jax.jit
+    def log_probabilities(params, tokens):
+        return jax.nn.log_softmax(nnx.merge(graph, params)(tokens))
+
+    found = np.asarray(log_probabilities(stepper(config).state().params, batch.tokens))
+    counts = batch.labels >= 0
+    of_labels = np.take_along_axis(found, np.maximum(batch.labels, 0)[..., None], -1)[..., 0]
+    assert report.labels == counts.sum()
+    np.testing.assert_allclose(report.loss, -of_labels[counts].mean(), rtol=1e-5)

@@ -235,3 +235,15 @@ def test_a_stage_that_computes_while_it_selects_is_refused(select, said):
     stages = [Stage(lambda p: p["w"], lambda w, _: X @ w), Stage(select, lambda w, x: jnp.sum(x))]
     with pytest.raises(ValueError, match=f"`select` of stage 1 .* as they are: .*{said}"):
         step_by_stages(optimizer, stages, params, optimizer.init(params))
+
+
+def test_a_loss_that_is_infinite_changes_nothing_though_its_gradients_are_finite():
+    optimizer = OPTIMIZERS["fused_fp8_adamw"]()
+    params = parameters()
+    state = optimizer.init(params)
+    last = STAGES[-1]
+    stages = [*STAGES[:-1], Stage(last.select, lambda table, x: last.apply(table, x) + jnp.inf)]
+    done = step_by_stages(optimizer, stages, params, state)
+    assert np.isfinite(done.gradient_norm)
+    assert done.skipped
+    assert_equal((done.params, done.state), (params, state))

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_jax.training.data.rows import IGNORED
+from coat_jax.training.data.stream import SAMPLE, Stream, TokensInMemory
 
 streams = st.tuples(
     st.lists(st.integers(0, 5), min_size=9, max_size=60), st.integers(1, 8)
@@ -94,3 +95,19 @@ def test_too_few_tokens_for_a_row_are_refused():
 def test_an_end_of_text_outside_the_vocabulary_is_refused():
     with pytest.raises(ValueError, match=r"end_of_text=300 .* vocabulary of 256"):
         windows_of(range(9), 4, end_of_text=300, vocab=256)
+
+
+def test_the_end_of_a_text_is_in_the_vocabulary():
+    windows_of(range(9), 4, end_of_text=255, vocab=256)
+    with pytest.raises(ValueError, match=r"end_of_text=256 .* vocabulary of 256"):
+        windows_of(range(9), 4, end_of_text=256, vocab=256)
+
+
+def test_the_digest_of_a_long_stream_is_of_samples_from_all_of_it():
+    found = set()
+    for place in (0, 1, SAMPLE, 3 * SAMPLE - 1):
+        tokens = np.zeros(3 * SAMPLE, np.uint16)
+        tokens[place] = 1
+        stream = Stream([TokensInMemory("tokens", tokens)])
+        found.add(stream.digest(range(len(tokens)), vocab=2))
+    assert len(found) == 4
