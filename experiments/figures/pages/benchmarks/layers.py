@@ -181,8 +181,8 @@ FIGURES: list[Figure] = [
         "`make gpu` fails above {:.0f} s and {:.0f} s", lambda: (gpu_suite.COLD, gpu_suite.WARM)
     ),
     Given(
-        "took 28.2 to 35.2 s the first time, and 7.0 to 10.8 s from the cache, where other "
-        "measurements were compiling on the same host.",
+        "an earlier run took 28.2 s and 7.0 s, and one beside which other measurements were "
+        "compiling took 35.2 s and 10.8 s.",
         "results/gpu_suite.json of commits a05655c and 99134a9",
     ),
     Given(
