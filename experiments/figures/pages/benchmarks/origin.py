@@ -4,7 +4,6 @@ from experiments.figures.compare import Figure, Sentence, Table
 from experiments.figures.measured.files import FOLDER, parents
 
 MOST = "6f9a4a"  # the code of coat_jax that most files are of
-NEWEST = "2026-11-26"  # files from before this day are listed at the top of the page
 
 
 def names() -> list[str]:
@@ -15,11 +14,6 @@ def names() -> list[str]:
 def of_code(code: str) -> int:
     """How many files are of a version of coat_jax."""
     return sum(parents(name).get("code", "").startswith(code) for name in names())
-
-
-def older() -> int:
-    """How many files are from before that day."""
-    return sum(parents(name)["date"] < NEWEST for name in names())
 
 
 def rows() -> list[list[str]]:
@@ -48,6 +42,5 @@ FIGURES: list[Figure] = [
         f"Of the {{}} results files, {{}} are of one code of coat_jax, `{MOST}`.",
         lambda: (len(names()), of_code(MOST)),
     ),
-    Sentence(f"These {{}} files are older than {NEWEST}:", lambda: (older(),)),
     Table("parents", rows),
 ]
