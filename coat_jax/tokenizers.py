@@ -7,7 +7,8 @@
     reader              tokens to text, piece by piece: `token_readers`
 
 Tokenizers like SentencePiece put a space in front of each text. A part of a document that follows
-another part gets none, so that the tokens of all parts together are those of the document.
+another part gets none, so that it has the tokens that it would have in the whole document, unless
+one of these spans the end of a part.
 """
 
 import contextlib
@@ -142,6 +143,16 @@ class Tokenizer:
         return tokenizer
 
     @functools.cached_property
+    def spelling_that_ends_documents(self) -> str | None:
+        """The spelling of end_of_text, if it is that token in documents, too; None if not."""
+        spelling = self._tokenizer.id_to_token(self.end_of_text) or ""
+        try:
+            (found,) = self.encode_documents([spelling])
+        except UserError:  # the tokenizer cannot encode it
+            return None
+        return spelling if self.end_of_text in found else None
+
+    @functools.cached_property
     def _puts_a_space_first(self) -> bool:
         """Whether a text gets a space in front of it, as in SentencePiece.
 
@@ -271,6 +282,11 @@ def document_tokenizer(
         raise UserError(
             f"{path} has none of {', '.join(ENDS_OF_TEXT)}: set end_of_text to the number of "
             "the token that ends a document."
+        )
+    if end_of_text is None and (spelling := tokenizer.spelling_that_ends_documents):
+        raise UserError(
+            f"{path} encodes {spelling} in a text as the token that ends documents. Set "
+            f"end_of_text to another token, or to {tokenizer.end_of_text} if no text has that word."
         )
     return tokenizer
 

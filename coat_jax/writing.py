@@ -2,7 +2,7 @@
 
 `replace` and `NewFolder` write under a temporary name first, and rename when all is written. A
 process that is killed leaves the temporary file or folder behind. `NewFolder` does not remove it,
-because another process may be writing there.
+because another process may be writing there. SIGTERM and SIGHUP remove what is being written.
 """
 
 import contextlib
@@ -11,9 +11,11 @@ import os
 import re
 import resource
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from coat_jax.errors import UserError
 
@@ -95,9 +97,19 @@ def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
+def begun(path: Path) -> BinaryIO:
+    """A new file to write to, in place of what a killed process left there.
+
+    What has its name is removed first: a link would lead to a file elsewhere, and a pipe would wait
+    for a reader.
+    """
+    path.unlink(missing_ok=True)
+    return path.open("xb")
+
+
 def write_durably(path: Path, content: str | bytes) -> None:
     """Writes a file, text in UTF-8, and returns when it is on the disk."""
-    with path.open("wb") as file:
+    with begun(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
@@ -157,7 +169,8 @@ class NewFolder(NamedTuple):
         except FileExistsError:  # since `require_new`
             raise self._taken() from None
         try:
-            yield self.unfinished
+            with terminations_raise():
+                yield self.unfinished
             # Otherwise a power failure could leave the name without the content.
             for path in (*self.unfinished.rglob("*"), self.unfinished):
                 flush(path)
@@ -171,3 +184,27 @@ class NewFolder(NamedTuple):
             f"{self.unfinished} exists: another `{self.command}` is writing it, or was killed. "
             "Remove it if none is running."
         )
+
+
+@contextlib.contextmanager
+def terminations_raise() -> Iterator[None]:
+    """Lets SIGTERM and SIGHUP raise SystemExit in the block, with the exit code of a shell.
+
+    Signals that are ignored or handled already remain so; so do all outside of the main thread,
+    where Python cannot handle signals.
+    """
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    changed = []
+    if threading.current_thread() is threading.main_thread():
+        signals = (signal.SIGTERM, signal.SIGHUP)
+        changed = [one for one in signals if signal.getsignal(one) is signal.SIG_DFL]
+    for one in changed:
+        signal.signal(one, end)
+    try:
+        yield
+    finally:
+        for one in changed:
+            signal.signal(one, signal.SIG_DFL)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_jax.errors import UserError
-from coat_jax.tokenizers import Bytes, Tokenizer
+from coat_jax.tokenizers import Bytes, Tokenizer, document_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 TEXTS = ["Żółć, 🙂🙃 — ok\n", "naïve  café: 日本語 テスト", "a👩‍👩‍👧b", " leading", "x", "e\u0301"]
@@ -166,6 +166,27 @@ def test_a_vocabulary_of_words_without_one_for_unknown_words_reads_prompts(tmp_p
     tokenizer = Tokenizer(tmp_path / "words.json")
     assert tokenizer.beginning == []
     assert list(tokenizer.encode("foo bar")) == [0, 1]
+
+
+def words_with_an_end(added):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"foo": 0, "</s>": 1}, "foo"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    if added:
+        words.add_special_tokens(["</s>"])
+    return words
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_an_end_that_documents_can_spell_out_must_be_chosen(tmp_path, added):
+    file = tmp_path / "words.json"
+    words_with_an_end(added).save(str(file))
+    with pytest.raises(UserError, match="encodes </s> in a text as the token that ends documents"):
+        document_tokenizer(file)
+    assert document_tokenizer(file, 1).end_of_text == 1
+
+
+def test_an_end_that_documents_cannot_spell_out_is_taken(path):
+    assert document_tokenizer(path).end_of_text == 1
 
 
 def test_a_prompt_that_spells_its_beginning_out_is_not_begun_twice(tmp_path):

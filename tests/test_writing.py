@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,32 @@ def test_a_folder_that_is_not_finished_never_has_its_name(new):
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert not list(new.out.parent.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_the_process_leaves_no_folder(number, new):
+    def terminated():
+        with new.appearing() as folder:
+            (folder / "config.json").write_bytes(b"{}")
+            assert signal.getsignal(number) is not signal.SIG_DFL  # which would end the tests
+            signal.raise_signal(number)
+
+    with pytest.raises(SystemExit) as ended:
+        terminated()
+    assert ended.value.code == 128 + number
+    assert not list(new.out.parent.iterdir())
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_signal_that_is_ignored_stays_ignored(new):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        with new.appearing():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert new.out.is_dir()
 
 
 @pytest.mark.parametrize("path", ["nowhere/..", ".", "/"])
@@ -104,3 +131,17 @@ def test_of_two_that_write_a_folder_at_once_one_is_refused(tmp_path):
             pass
         (folder / "file").write_text("mine")
     assert (tmp_path / "out" / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_has_the_temporary_name_of_a_file_is_replaced(kind, tmp_path):
+    elsewhere, unfinished = tmp_path / "elsewhere", tmp_path / "plot.html.unfinished"
+    elsewhere.write_text("mine")
+    if kind == "link":
+        unfinished.symlink_to(elsewhere)
+    else:
+        os.mkfifo(unfinished)
+    replace(tmp_path / "plot.html", "new")
+    assert elsewhere.read_text() == "mine"
+    assert (tmp_path / "plot.html").read_text() == "new"
+    assert not (tmp_path / "plot.html").is_symlink()

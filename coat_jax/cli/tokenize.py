@@ -1,7 +1,7 @@
 """Turn text into files of tokens, once, so that training reads them without delay.
 
 Text files are one document each; of .jsonl files every line is one, {"text": ...}. All cores work.
-The folder appears when it is complete; a run that is ended with Ctrl-C leaves nothing behind.
+The folder appears when it is complete; a run that is interrupted leaves nothing behind.
 
     coat tokenize 'texts/*.txt' more.jsonl --tokenizer tokenizer.json --out tokens
     coat train llama_124m --data.train 'tokens/*.npy'

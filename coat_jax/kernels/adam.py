@@ -157,8 +157,11 @@ def adam_update(
     """
     b1, b2 = hyper.b1, hyper.b2
     infinite = jnp.isinf(grad)
-    grad = grad.astype(np.promote_types(grad.dtype, np.float32)) * hyper.grad_scale
-    grad = jnp.clip(grad, -LARGEST_GRADIENT, LARGEST_GRADIENT).astype(jnp.float32)
+    grad = grad.astype(np.promote_types(grad.dtype, np.float32))
+    # An infinite gradient enters the moments as a finite one; infinity times 0 would be NaN.
+    limit = jnp.minimum(jnp.finfo(grad.dtype).max * jnp.abs(hyper.grad_scale), LARGEST_GRADIENT)
+    grad = grad * jnp.where(hyper.grad_scale == 0, 1, hyper.grad_scale)
+    grad = jnp.clip(grad, -limit, limit).astype(jnp.float32)
     m = b1 * m + (1 - b1) * grad
     v = b2 * v + (1 - b2) * jnp.square(grad)
     debias1, debias2 = bias(b1, count), bias(b2, count)
@@ -262,7 +265,10 @@ def numbers_of_step(
         grad_to_step=factor * from_grad,
         decay=lr * weight_decay,
         skip=skip,
-        largest_gradient=LARGEST_GRADIENT / jnp.abs(grad_scale),
+        # Finite, so that an infinite gradient enters the moments as a finite one.
+        largest_gradient=jnp.minimum(
+            LARGEST_GRADIENT / jnp.abs(grad_scale), jnp.finfo(jnp.float32).max
+        ),
         largest_step=jnp.where(jnp.isnan(bound), jnp.inf, bound),  # 0 * inf at a learning rate of 0
         smallest_v=b2 * smallest_v,
         stochastic_below=stochastic_below(b1, b2),

@@ -273,6 +273,12 @@ def shard_batch(x: Float[Array, "B ..."], axes: tuple[str, ...]) -> Float[Array,
     return lax.with_sharding_constraint(x, PartitionSpec(automatic))
 
 
+def require_llama(function: str, model: Any) -> None:
+    """Raises unless the argument of a function is a model of this package."""
+    if not isinstance(model, Llama):
+        raise TypeError(f"{function} takes a coat.models.Llama, not {type(model).__name__}.")
+
+
 def _require_tokens(
     config: Config, tokens: Array, positions: Array | None, segments: Array | None
 ) -> None:

@@ -30,6 +30,7 @@ from coat_jax.models.hf.config import to_json as model_to_json
 from coat_jax.models.hf.files import CODES, FLOATS, NewTensors, Tensors
 from coat_jax.models.hf.names import file_order, source_of
 from coat_jax.models.hf.weights import require_layers, require_names
+from coat_jax.models.llama import require_llama
 from coat_jax.models.stored import Index, Name, Stored
 from coat_jax.nn.modular import ATTENTION_PROJECTIONS, MLP_PROJECTIONS
 from coat_jax.numerics import eight_bits
@@ -87,6 +88,7 @@ def save(
         extra: entries of config.json that a Config does not have, such as eos_token_id.
         file_bytes: how large a file may become.
     """
+    require_llama("quantization.save(folder, model)", model)
     if not is_quantized(model):
         raise ValueError("save writes a model that quantize() returned; hf.save writes others.")
     leaves = nnx.to_flat_state(nnx.state(model))

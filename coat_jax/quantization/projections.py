@@ -16,6 +16,7 @@ from flax import nnx
 from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.models import Config, Llama
+from coat_jax.models.llama import require_llama
 from coat_jax.models.stored import Name
 from coat_jax.nn.modular import ModularAttention, ModularGatedMLP
 from coat_jax.precision import BF16
@@ -87,10 +88,7 @@ def modular(plain: Llama, make: Make) -> Llama:
 
 def require_quantizable(model: Llama) -> None:
     """Raises unless the model is one that can be quantized."""
-    if not isinstance(model, Llama):
-        raise TypeError(
-            f"coat.quantization is for a coat.models.Llama, not for {type(model).__name__}."
-        )
+    require_llama("coat.quantization", model)
     if is_quantized(model):
         raise UserError("This model is already quantized. Use the one that it was made from.")
 

@@ -76,3 +76,8 @@ def test_a_full_disk_is_named_and_leaves_nothing(texts, tmp_path, capsys, monkey
     assert main(["tokenize", *texts, "--out", str(tmp_path / "out")]) == 3
     assert f"out does not fit in {tmp_path}" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
+
+
+def test_an_empty_name_is_refused(tmp_path, capsys):
+    assert main(["tokenize", "", "--out", str(tmp_path / "out")]) == 2
+    assert "The name of a file is empty" in capsys.readouterr().err

@@ -88,7 +88,18 @@ CASES = [
         hyper=Hyper(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.1, 1e-19),
         hostile=True,
     ),
-    Case("gradients scaled to nothing", hyper=Hyper(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.1, 1e-25)),
+    Case(
+        "gradients scaled to nothing",
+        ((16, 128),),
+        hyper=Hyper(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.1, 1e-25),
+        hostile=True,
+    ),
+    Case(
+        "gradients scaled by zero",
+        ((16, 128),),
+        hyper=Hyper(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.1, 0.0),
+        hostile=True,
+    ),
     Case(
         "gradients scaled far up",
         ((16, 128),),

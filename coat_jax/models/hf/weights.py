@@ -34,7 +34,7 @@ from coat_jax.models.hf.names import (
     source_of,
     split,
 )
-from coat_jax.models.llama import Llama
+from coat_jax.models.llama import Llama, require_llama
 from coat_jax.models.stored import Index, Name, Parameters, Stored
 from coat_jax.nn import MeshAxes
 from coat_jax.printable import counted
@@ -78,6 +78,7 @@ def save(
         extra: entries of config.json that a Config does not have, such as eos_token_id.
         file_bytes: how large a file may become.
     """
+    require_llama("hf.save(folder, model)", model)
     parameters = {
         path: _on_devices(path, leaf[...], model.config)
         for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))

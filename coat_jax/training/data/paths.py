@@ -54,6 +54,8 @@ def identity(path: Path) -> Identity:
 
 
 def _files(pattern: str) -> list[Path]:
+    if not pattern:
+        raise UserError("The name of a file is empty. Is a variable of the shell not set?")
     path = expanded(pattern)
     if is_folder(path):
         raise UserError(

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from coat_jax import agreement
 from coat_jax.errors import UserError
 from coat_jax.training.report.writers import WRITERS, Record, Writer
-from coat_jax.writing import NotWritten, write_failures
+from coat_jax.writing import NotWritten, begun, write_failures
 
 FILE = "metrics.jsonl"
 BEGIN = b'{"step"'  # of every line that this module wrote
@@ -216,7 +216,7 @@ def repair(path: Path, step: int) -> Repaired:
     """
     repaired = path.with_suffix(".repaired")
     last = lost = 0
-    with path.open("rb") as old, repaired.open("wb") as new:
+    with path.open("rb") as old, begun(repaired) as new:
         for line in old:
             whole = line.strip()
             record = _record(whole)
