@@ -173,6 +173,9 @@ def parse_json(text: str | bytes, where: str) -> Any:
             f"{where} has {error.object[error.start]!r}, half of a surrogate pair, which no text "
             "can have: remove it, or replace it by \\ufffd."
         ) from None
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if "\n" in error.doc else ""
+        raise UserError(f"{where} is not JSON: {error.msg}: {line}column {error.colno}.") from None
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {error}.") from None
     except RecursionError:

@@ -62,11 +62,13 @@ class Bytes:
         self, texts: Sequence[str], continued: Sequence[bool] = ()
     ) -> list[UInt[np.ndarray, " N"]]:
         """The tokens of each text; see `Tokenizer`."""
-        if self.end_of_text == 0 and any("\0" in text for text in texts):
-            raise UserError(
-                "A text has the character NUL, which ends documents whose tokens are bytes: "
-                "remove it, or set end_of_text to 255, which no text has."
-            )
+        for text in texts if self.end_of_text == 0 else ():
+            if (place := text.find("\0")) >= 0:
+                around = text[max(place - 20, 0) : place + 20]
+                raise UserError(
+                    "A text has the character NUL, which ends documents whose tokens are bytes, "
+                    f"in {around!r}: remove it, or set end_of_text to 255, which no text has."
+                )
         return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
 
     def encode_markers(self, text: str, *, after: str = "") -> UInt[np.ndarray, " N"]:

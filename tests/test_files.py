@@ -69,6 +69,13 @@ def test_text_that_is_not_json_is_refused(text):
         parse_json(text, "place")
 
 
+def test_an_error_of_json_says_where_it_is():
+    with pytest.raises(UserError, match=r"^a:7 is not JSON: Expecting value: column 6\.$"):
+        parse_json('{"a": }'.replace(" ", ""), "a:7")
+    with pytest.raises(UserError, match=r"^a is not JSON: Expecting value: line 2, column 5\.$"):
+        parse_json('{\n"a":', "a")
+
+
 @given(st.binary(max_size=40))
 def test_whatever_is_in_a_file_is_an_object_or_refused(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("json") / "x.json"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, path_failures, require_regular, status, utf8_failures
-from coat_jax.limits import require, shown
+from coat_jax.limits import CountOrZero, require, shown
 from coat_jax.models.batches import require_known
 from coat_jax.tokenizers import AnyTokenizer, Bytes, Tokenizer
 from coat_jax.training.checkpoint import weights
@@ -27,10 +27,12 @@ UNCERTAIN = 64  # tokens at the end of what was read: more text could change the
 
 def data_of(folder: Path, config_json: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a run was trained on, by the config.json in its folder; empty for other folders."""
-    data = config_json.get("data") or {}
+    data = config_json.get("data")
+    data = {} if data is None else data
     if not isinstance(data, dict):
         raise UserError(f"{folder}/config.json: data={shown(data)} must be an object.")
-    require(f"{folder}/config.json: data.tokenizer", data.get("tokenizer"), str | None)
+    for name, kind in (("tokenizer", str | None), ("end_of_text", CountOrZero | None)):
+        require(f"{folder}/config.json: data.{name}", data.get(name), kind)
     return data
 
 

@@ -57,6 +57,19 @@ def test_texts_of_other_models_begin_as_their_tokenizer_says(tmp_path, tokenizer
     assert texts.tokenizer_of(theirs, SMALL, None).encode("yes no") == [2, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        ({"end_of_text": "x"}, "data.end_of_text='x' must be"),
+        ({"tokenizer": 3}, "data.tokenizer=3 must be"),
+        ([], "data=\\[\\] must be an object"),
+    ],
+)
+def test_data_of_a_run_that_cannot_be_meant_is_refused_by_its_name(data, named, tmp_path):
+    with pytest.raises(UserError, match=f"/config.json: {named}"):
+        texts.data_of(tmp_path, {"model": {}, "data": data})
+
+
 def test_bytes_are_for_models_of_256_tokens_and_for_those_who_ask(tmp_path):
     folder = folder_of(tmp_path, THEIRS)
     small = dataclasses.replace(SMALL, vocab=256)

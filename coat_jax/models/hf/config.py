@@ -141,7 +141,8 @@ def _optional(data: Json, ours: str, theirs: str, default: Any) -> Any:
 
 def _dtype(data: Json) -> Any:
     """The dtype of the weights."""
-    name = data.get("dtype") or data.get("torch_dtype") or "float32"
+    given = [data[name] for name in ("dtype", "torch_dtype") if data.get(name) is not None]
+    name = given[0] if given else "float32"
     if name not in DTYPES:
         raise UserError(
             f"config.json: dtype={shown(name)} must be one of {', '.join(DTYPES)}. Load the model "
@@ -173,7 +174,9 @@ def _rotary(data: Json) -> Rotary:
         return Rotary(float(theta), _scaling_factor(rope, "factor"))
     if kind == "llama3":
         name = "original_max_position_embeddings"  # transformers reads it outside of rope first
-        context = data.get(name) or rope.get(name, data["max_position_embeddings"])
+        outside = data.get(name)
+        inside = rope.get(name, data["max_position_embeddings"])
+        context = inside if outside is None else outside
         _require(Llama3Scaling, "original_context", name, context)
         scaling = Llama3Scaling(
             factor=_scaling_factor(rope, "factor"),

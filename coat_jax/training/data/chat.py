@@ -127,10 +127,12 @@ class _Writer:
 def _conversations(path: Path) -> Iterator[list[Message]]:
     for place, record, _ in records(path):
         messages = record.get("messages")
-        if not isinstance(messages, list) or not messages:
+        if not isinstance(messages, list):
             raise UserError(
                 f'{place} has no "messages" that are a list; its keys are {shown(sorted(record))}.'
             )
+        if not messages:
+            raise UserError(f"{place} is a conversation without messages: remove the line.")
         found = [_message(place, message) for message in messages]
         if not any(message.role == LEARNED for message in found):
             raise UserError(f"{place} has no message of the {LEARNED}: nothing can be learned.")

@@ -49,7 +49,7 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
             place = f"{path}:{number}"
             if not line.strip():
                 continue
-            record = parse_json(line, place)
+            record = parse_json(line.rstrip(), place)
             if not isinstance(record, dict):
                 raise UserError(f"{place} is not a JSON object, but {type(record).__name__}.")
             yield place, record, len(line)

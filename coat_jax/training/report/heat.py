@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from coat_jax.errors import UserError
+from coat_jax.printable import printable
 from coat_jax.training.report import runs
 from coat_jax.training.report.chart import styled_figure
 from coat_jax.training.report.output import save_figure
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 SHARES = ("underflow", "subnormal", "saturated", "zero", "floor")
 TICKS = 6
 SMALLEST = 1e-6  # share that has a colour of its own
-IN_LAYER = re.compile(r"^(?:.*/)?layers/(\d+)/(.+)$")
+LONGEST = 80  # characters of a tensor's name
+IN_LAYER = re.compile(r"^(?:.*/)?layers/([0-9]{1,4})/(.+)$")  # a Config has up to 10,000 layers
 
 
 class Maps(NamedTuple):
@@ -156,5 +158,6 @@ def _map(
         cmap="YlOrRd",
         **colours,
     )
-    axes.set_yticks(range(len(names)), names)
+    labels = [printable(name if len(name) <= LONGEST else f"{name[:LONGEST]}...") for name in names]
+    axes.set_yticks(range(len(names)), labels, parse_math=False)  # a name may have a $
     return drawn

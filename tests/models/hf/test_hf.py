@@ -265,6 +265,10 @@ ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq
             {"rope_scaling": ROPE | {"original_max_position_embeddings": "x"}},
             "original_max_position_embeddings='x' must be",
         ),
+        (
+            {"rope_scaling": ROPE, "original_max_position_embeddings": 0},
+            "original_max_position_embeddings=0 must be",
+        ),
         ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a number from 1e-30 to 1"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be"),
         ({"architectures": "LlamaForCausalLM" * 99}, "names the architecture 'Llama"),
@@ -272,7 +276,8 @@ ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq
         ({"architectures": {"a": 1}}, "names the architecture {'a': 1}"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be True or False"),
         ({"torch_dtype": "int8"}, "dtype='int8' must be one of float32, bfloat16, float16"),
-        ({"torch_dtype": 16}, "dtype=16 must be one of"),
+        *(({"torch_dtype": value}, "dtype=.* must be one of") for value in (16, 0, [], {}, "")),
+        ({"dtype": False, "torch_dtype": "float32"}, "dtype=False must be one of"),
     ],
 )
 def test_values_that_cannot_be_meant_are_refused_by_their_names(changes, message):

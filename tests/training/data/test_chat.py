@@ -125,7 +125,8 @@ def test_a_template_without_its_parts_is_refused(template):
     ("record", "named"),
     [
         ({"text": "x"}, r'no "messages" that are a list; its keys are \[\'text\'\]'),
-        ({"messages": []}, 'no "messages"'),
+        ({"messages": {}}, 'no "messages" that are a list'),
+        ({"messages": []}, "a conversation without messages: remove the line"),
         ({"messages": ["x"]}, "a message is"),
         ({"messages": [{"role": "user"}]}, "a message is"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "role 'bot' must be one of"),

@@ -110,7 +110,7 @@ def test_unknown_characters_at_the_beginning_of_a_part_are_not_lost(tmp_path):
 
 
 def test_bytes_refuse_the_character_that_ends_documents():
-    with pytest.raises(UserError, match=r"NUL, which ends documents.* set end_of_text to 255"):
+    with pytest.raises(UserError, match=r"NUL, which ends documents .*'a\\x00b': .*to 255"):
         Bytes().encode_documents(["fine", "a\0b"])
     assert Bytes(255).encode_documents(["a\0b"])[0].tolist() == [97, 0, 98]
 

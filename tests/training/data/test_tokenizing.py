@@ -157,7 +157,7 @@ def test_text_that_is_too_large_is_refused(paths, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        (b'{"text": ', "is not JSON"),
+        (b'{"text": ', "is not JSON: Expecting value: column 9"),
         (b'"text"', "is not a JSON object, but str"),
         (b'{"content": "x"}', r'has no "text" that is a string; its keys are \[\'content\'\]'),
         (b'{"text": 5}', 'has no "text" that is a string'),

@@ -78,6 +78,29 @@ def test_the_picture_says_what_it_shows(tmp_path, run, monkeypatch):
     assert [label.get_text() for label in right.get_xticklabels()] == ["10", "20"]
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        r"layers/0/$\frac$",
+        r"$\frac$",
+        "layers/0/\x1b",
+        "layers/999999999/x",
+        f"layers/{'9' * 5000}/x",
+        "layers/\u0663/x",
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_names_of_others_are_drawn_as_they_are(tensor, tmp_path):
+    """Not as mathematics, nor in as many columns as such a number has layers."""
+    run = write_watched_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 30, f"fp8/{tensor}/error": 0.25}) + "\n")
+    (loaded,) = runs.load([run])
+    assert heat.maps_of(loaded, "error").layers.shape[1] == 3
+    heat.draw(run, tmp_path / "heat.png", statistic="error")
+    assert (tmp_path / "heat.png").stat().st_size > 10_000
+
+
 def test_every_statistic_of_telemetry_has_a_title():
     assert {*Statistics._fields, *MomentStatistics._fields} == set(heat.TITLES)
 
