@@ -151,7 +151,7 @@ def test_layers_that_compute_zeros_stay_as_they_are():
 
 
 def test_what_cannot_be_balanced_is_refused():
-    with pytest.raises(TypeError, match="Llama, not for RMSNorm"):
+    with pytest.raises(TypeError, match="Llama, not RMSNorm"):
         q.balance(nn.RMSNorm(4), TOKENS)
     config = dataclasses.replace(CONFIG, layers=1)
     unread = iter(TOKENS)
