@@ -57,8 +57,10 @@ ARMS: dict[str, Arm] = {
     ),
     # The FP8 products of the backward pass are summed in FP32.
     "coat_accurate_gradients": replace(BOTH, accurate=tuple(sums.PRODUCTS)),
+    # The paper's whole recipe: its activations and its moments.
+    "paper": Arm(precision=coat.COAT_PAPER, moments=PAPER),
     # The forward pass continues with the rounded values, as in COAT_PAPER. These are the paper's
-    # activations, with coat_jax's moments or FP32 ones: no arm is the paper's whole recipe.
+    # activations, with coat_jax's moments or FP32 ones.
     "coat_rounded_forward": replace(BOTH, precision=coat.COAT_PAPER),
     "activations_rounded_forward": replace(COAT_FP32, precision=coat.COAT_PAPER),
     "saved_rounded_forward": Arm(precision=replace(coat.COAT_PAPER, fp8_linear=False)),
