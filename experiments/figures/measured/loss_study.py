@@ -71,6 +71,12 @@ def cost(arm: str, *, muon: bool = False, held_out: str | None = None) -> tuple[
     return percent(effects(*STUDY, muon=muon, held_out=held_out).effects[arm])
 
 
+def below(arm: str) -> tuple[float, float]:
+    """How far an arm ends below the baselines, and half of its interval, in percent."""
+    mean, half = cost(arm)
+    return -mean, half
+
+
 def range_of(arm: str) -> tuple[float, float]:
     """The least and the most that one seed of an arm costs in training loss, in percent."""
     by_seed = statistics.above(runs(*STUDY), _baselines())[arm]
