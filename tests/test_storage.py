@@ -289,6 +289,21 @@ def test_both_moments_are_right_on_average():
         assert np.all(np.abs(got.mean(0) - exact[0]) <= error)
 
 
+def test_a_first_moment_whose_second_is_too_small_to_be_stored_is_right_on_average():
+    """It is divided by the root of the smallest second moment, with which it will be read."""
+    m, v = adam_moments()
+    storage = Storage(min_size=0)
+    _, nu = storage.write_moments(m, v, noise.leaf_key(0, 1, 2), 1.0, 0.95)
+    smallest = float(np.asarray(storage.smallest_second(nu))[0, 0])
+    m, v = (np.array(np.broadcast_to(x[:1], (4096, 128))) for x in (m, v))
+    place = (slice(None), slice(0, 8))
+    m[:, 1:], v[place] = 0.0, 0.01 * smallest
+    m[:, :8] = 0.05 * np.sqrt(smallest)
+    read, _ = stored(storage, m, v, b1=1.0)
+    got = np.asarray(read, np.float64)[place]
+    assert np.all(np.abs(got.mean(0) - m[place][0]) <= 6 * got.std(0) / 64 + 2e-3 * m[0, 0])
+
+
 @pytest.mark.parametrize(("b1", "b2"), [(0.9, 0.95), (0.9, 0.999), (0.95, 0.95), (0.5, 0.9)])
 def test_every_code_of_a_direction_that_is_rounded_to_nearest_decays(b1, b2):
     below = float(stochastic_below(b1, b2))

@@ -103,6 +103,15 @@ def test_chunks_change_nothing():
         np.testing.assert_allclose(loss, whole, rtol=1e-6)
 
 
+def test_the_gradient_of_a_weight_in_bf16_is_summed_in_fp32():
+    """Of 512 equal terms. Summed in BF16, it would stop growing at the 256th."""
+    hidden, weight = jnp.ones((1, 512, D), jnp.bfloat16), jnp.zeros((D, V), jnp.bfloat16)
+    labels = jnp.zeros((1, 512), jnp.int32)
+    dw = jax.grad(lambda w: ops.cross_entropy(hidden, w, labels, chunk=1))(weight)
+    wanted = 1 / V - np.eye(1, V)
+    np.testing.assert_allclose(dw, np.broadcast_to(wanted, dw.shape), rtol=2.0**-7)
+
+
 def test_ignored_tokens_do_not_count():
     """Any negative label; they take no gradient, and the mean is over the others."""
     hidden, labels = draw(1, (B, S, D)), labels_for((B, S))

@@ -20,6 +20,8 @@ from ops_cases import (
 
 import coat_jax as coat
 from coat_jax import ops
+from coat_jax.ops.saved.norm import norm_gradient, save_norm
+from coat_jax.ops.saved.projection import Mode
 
 KINDS = ("rms", "layer")
 D = 40
@@ -85,3 +87,14 @@ def test_a_norm_is_a_tree_of_its_parameters():
     assert (doubled.kind, doubled.eps) == ("layer", 0.25)
     assert jax.tree.leaves(ops.Norm()) == []
     assert jax.tree.structure(ops.Norm()) != jax.tree.structure(ops.Norm(eps=1e-5))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_residual_gradient_in_bf16_is_added_before_the_only_rounding(kind):
+    x, dn, residual = (draw(i, (4, 32, D)).astype(jnp.bfloat16) for i in range(3))
+    norm, mode = some_norm(kind, D, 3), Mode(coat.BF16, "xla")
+    saved, _ = save_norm(x, norm, mode)
+    once, _ = norm_gradient(saved, norm, dn, residual, mode)
+    exact, _ = norm_gradient(saved, norm, dn.astype(jnp.float32), residual, mode)
+    assert exact.dtype == jnp.float32
+    assert np.mean(once == exact.astype(jnp.bfloat16)) > 0.99

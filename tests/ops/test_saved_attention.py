@@ -3,6 +3,8 @@
 The real one needs a GPU: `test_attention_gpu.py`.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from ops_cases import assert_close, distance, draw, pulled, quick_jit
 import coat_jax as coat
 from coat_jax import ops
 from coat_jax.ops.saved import attention as saved_attention
+from coat_jax.ops.saved.array import restore
 
 B, S, N, K, H = 2, 6, 4, 2, 8
 
@@ -92,6 +95,20 @@ def test_an_output_in_blocks_moves_gradients_by_its_rounding(cudnn):
     off = distance(got, want)
     assert np.all(off < 2**-4)
     assert np.all(off[:2] > 0)  # it is the rounded o that is put back
+
+
+def test_the_output_is_rounded_as_the_precision_says():
+    q, k, v = (draw(i, (4, 16, heads, 16)) for i, heads in enumerate((4, 2, 2)))
+
+    def saved(stochastic):
+        precision = dataclasses.replace(coat.COAT_LEAN, stochastic=stochastic)
+        settings = saved_attention.AttentionSettings(True, None, 0.25, precision, "xla")
+        o, kept = saved_attention.save_attention(settings, q, k, v, None)
+        return np.asarray(restore(kept.output, o.dtype, precision.attention_block) - o)
+
+    nearest, stochastic = saved(False), saved(True)
+    assert 0.1 < np.mean(nearest != stochastic) < 0.5
+    assert np.all(np.abs(nearest) <= np.abs(stochastic) * (1 + 1e-6))
 
 
 LENGTHS = [(5, 5), (5, 6), (5, 9), (4, 6), (6, 5), (9, 5)]  # the last two with queries to spare

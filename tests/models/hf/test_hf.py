@@ -157,6 +157,7 @@ def test_missing_entries_have_transformers_defaults():
     assert from_json(config_json("Qwen3ForCausalLM", head_dim="absent")).head_dim == 128
     assert from_json(config_json("MistralForCausalLM", sliding_window="absent")).window == 4096
     assert from_json(config_json("Olmo2ForCausalLM", rms_norm_eps="absent")).norm_eps == 1e-5
+    assert from_json(config_json(rms_norm_eps="absent")).norm_eps == 1e-6
 
 
 @pytest.mark.parametrize(
@@ -186,6 +187,7 @@ def test_a_window_is_used_where_config_json_says_so():
     assert window() == 8
     assert window(use_sliding_window=False) is None
     assert window(max_window_layers=2) is None
+    assert window(max_window_layers="absent") is None  # 28, and there are 2 layers
     assert window(layer_types=["full_attention"] * 2) is None
     with pytest.raises(ValueError, match="window of 8 to 1 of 2 layers"):
         window(max_window_layers=1)

@@ -6,11 +6,12 @@ import json
 
 import numpy as np
 import pytest
-from data_cases import numbered, numbers_of, same, windows_of
+from data_cases import numbered, numbers_of, same, stream_of, windows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coat_jax.training.data import Loader
+from coat_jax.training.data.rows import IGNORED, Windows
 
 sizes = st.integers(1, 17)
 
@@ -111,6 +112,30 @@ def test_it_says_what_there_is():
     loader = Loader(numbered(3), batch=2, seed=0)
     assert (loader.tokens, loader.rows, loader.packed) == (13, 3, False)
     assert loader.description == "13 tokens in 3 rows of 4"
+
+
+class LabelsInTheLastRow(Windows):
+    """Of all others, no token is to be predicted."""
+
+    def __getitem__(self, row):
+        found = super().__getitem__(row)
+        last = row == len(self) - 1
+        return found if last else found._replace(labels=np.full_like(found.labels, IGNORED))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_labels_are_found_in_every_row_of_the_first_batches(seed):
+    rows = LabelsInTheLastRow(
+        stream_of(range(6 * 4 + 1)), range(6 * 4 + 1), sequence=4, end_of_text=None, vocab=1 << 16
+    )
+
+    def loader():
+        return Loader(rows, batch=2, seed=seed, epochs=1)
+
+    with_labels = [bool((batch.labels >= 0).any()) for batch in loader()]
+    assert sum(with_labels) == 1
+    place = with_labels.index(True)
+    assert [loader().has_labels(count) for count in (1, 2, 3)] == [n >= place for n in range(3)]
 
 
 def test_an_error_while_reading_reaches_the_caller():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,25 @@ def test_a_devices_share_is_counted():
     assert cut.optimizer == pytest.approx(alone.optimizer / 4, rel=0.02)
     assert cut.activations == pytest.approx(alone.activations / 4, rel=0.01)
     assert cut.fits == (cut.peak <= 10**6)
+
+
+class Compiled:
+    """A step whose new state takes the place of the old one, but for 10 bytes of metrics."""
+
+    def memory_analysis(self):
+        return SimpleNamespace(
+            argument_size_in_bytes=100,
+            temp_size_in_bytes=30,
+            output_size_in_bytes=90,
+            alias_size_in_bytes=80,
+        )
+
+
+def test_what_is_written_in_place_of_an_argument_takes_nothing():
+    config = small(model={"layers": 1}, optimizer={"name": "adamw"})
+    state = stepper(config).abstract
+    found = accounting.account(config, state, Compiled(), batch_parts=1, device=Device())
+    assert found.peak == 100 + 30 + 90 - 80
 
 
 def test_accumulated_gradients_are_in_fp32_besides():
