@@ -69,15 +69,15 @@ def spilled_bytes(ptx: str, folder: Path) -> int:
 def timeline(compiled: Any) -> list[str]:
     """The kernels, products and copies to and from host memory of a program, in their order.
 
-    A copy has its beginning, "+to host", and its end, "-to host"; "kernel" is one of Triton,
-    "product" one of cuBLAS.
+    A copy of an array has its beginning, "+to host", and its end, "-to host"; "kernel" is one of
+    Triton, "product" one of cuBLAS.
     """
     text = compiled.as_text()
     found = []
     for line in text[text.index("\nENTRY ") :].splitlines():
-        if way := re.search(r' call-(start|done)\(.*_xla_stream_annotation="(1|2)"', line):
-            sign = "+" if way[1] == "start" else "-"
-            found.append(sign + ("to device" if way[2] == "1" else "to host"))
+        if copy := re.search(r"= \(?\w+\[\d\S*?\{([^}]*)\}.* copy-(start|done)\(", line):
+            sign = "+" if copy[2] == "start" else "-"
+            found.append(sign + ("to host" if "S(5)" in copy[1] else "to device"))
         elif KERNEL_CALL in line and " custom-call(" in line:
             found.append("kernel")
         elif re.search(r'custom_call_target="__cublas\$', line):

@@ -115,14 +115,11 @@ def kernels(driver: str | None) -> tuple[dict[str, str], list[Problem]]:
         why = f"the GPU has {dispatch.described(capability)}; FP8 needs 8.9 (Ada) or newer"
         fix = "Train with --precision bf16, or on an Ada, Hopper or Blackwell GPU."
         return {"runs": "xla", "why": why}, [Problem(f"FP8 layers do not run: {why}.", fix, True)]
-    if not dispatch.triton_installed():
-        missing = [name for name in TRITON if not importlib.util.find_spec(name.replace("-", "_"))]
-        why = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
-        fix = f"pip install 'coat_jax[{_extra(driver)}]'"
-    elif wrong := dispatch.unsupported_triton():
-        why, fix = wrong, dispatch.TRITON_REMEDY
-    else:
+    if dispatch.triton_installed():
         return {"runs": "triton", "why": f"the GPU has {dispatch.described(capability)}"}, []
+    missing = [name for name in TRITON if not importlib.util.find_spec(name.replace("-", "_"))]
+    why = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+    fix = f"pip install 'coat_jax[{_extra(driver)}]'"
     return {"runs": "xla", "why": why}, [Problem(f"XLA replaces Triton: {why}.", fix, False)]
 
 

@@ -9,6 +9,5 @@ leaf_layout                 which elements of a leaf each program of a kernel wo
 dispatch, launch            XLA or Triton; Triton kernels on JAX arrays
 sharding, leaf_sharding     kernels on sharded arrays, and in place on an optimizer's leaves
 cache_key, kernel_cache     kernels in JAX's compilation cache; compiled kernels in files
-debug_info                  leaves debugging information out of compiled kernels
 triton/                     the kernels, imported when the first one is launched
 """

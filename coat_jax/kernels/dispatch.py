@@ -1,7 +1,7 @@
 """Decides whether an operation runs through XLA or through Triton.
 
-    implementation=None      Triton on a GPU that has FP8 units and where jax-triton and a Triton
-                             that it can use are installed, XLA everywhere else
+    implementation=None      Triton on a GPU that has FP8 units and where jax-triton is installed,
+                             XLA everywhere else
     implementation="xla"     plain jax.numpy: the reference, on any device
     implementation="triton"  the kernel; an error where Triton cannot run
 
@@ -11,11 +11,8 @@ FP32. The choice is made when a function is traced, and does not change silently
 """
 
 import functools
-import importlib.metadata
 import importlib.util
 import os
-import re
-import warnings
 from typing import Literal
 
 import jax
@@ -26,15 +23,13 @@ Implementation = Literal["xla", "triton"]
 
 FIRST_WITH_FP8 = 89  # Ada Lovelace; Hopper is 90
 HOPPER = 90
-TRITON_FROM, TRITON_BELOW = (3, 6), (3, 8)  # the versions with which the kernels compile
-TRITON_REMEDY = "pip install 'triton>={}.{},<{}.{}'".format(*TRITON_FROM, *TRITON_BELOW)
 
 
 def choose(implementation: Implementation | None) -> Implementation:
     """Returns the implementation to use; raises if the named one cannot run."""
     if implementation is None:
         could_run = triton_installed() and (gpu_capability() or 0) >= FIRST_WITH_FP8
-        return "triton" if could_run and not _warned_of_triton() else "xla"
+        return "triton" if could_run else "xla"
     if implementation == "triton":
         _require_triton()
     elif implementation != "xla":
@@ -59,32 +54,18 @@ def multiplies_fp8() -> bool:
     return capability is None or capability >= FIRST_WITH_FP8
 
 
+def may_name_algorithm() -> bool:
+    """Whether XLA can be asked for an algorithm of FP8 products by name (docs/upstream.md).
+
+    From JAX 0.12 on, a program that names one cannot be compiled on a machine without a GPU.
+    """
+    return jax.__version_info__ < (0, 12) or jax.local_devices()[0].platform == "gpu"
+
+
 def triton_installed() -> bool:
     """Whether the packages that the kernels need can be imported."""
     needed = ("triton", "torch") if interpreting() else ("triton", "jax_triton")
     return all(importlib.util.find_spec(name) for name in needed)
-
-
-def unsupported_triton() -> str | None:
-    """What is wrong with the installed version of Triton; None if the kernels compile with it."""
-    try:
-        version = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:  # a build under another name
-        return None
-    found = re.match(r"(\d+)\.(\d+)", version)  # 3.7rc1 counts as 3.7
-    if found and TRITON_FROM <= (int(found[1]), int(found[2])) < TRITON_BELOW:
-        return None
-    first, below = (".".join(map(str, v)) for v in (TRITON_FROM, TRITON_BELOW))
-    return f"Triton {version} is installed, and the kernels need at least {first} and below {below}"
-
-
-@functools.cache
-def _warned_of_triton() -> bool:
-    """Whether Triton cannot compile the kernels, of which the first call warns."""
-    wrong = None if interpreting() else unsupported_triton()
-    if wrong is not None:
-        warnings.warn(f"XLA replaces Triton: {wrong}. {TRITON_REMEDY}", stacklevel=2)
-    return wrong is not None
 
 
 def interpreting() -> bool:
@@ -117,9 +98,6 @@ def _require_triton() -> None:
             'implementation="triton" needs the packages triton and jax-triton: '
             "pip install 'coat_jax[gpu]', or use implementation=\"xla\"."
         )
-    wrong = None if interpreting() else unsupported_triton()
-    if wrong is not None:
-        raise ImportError(f'{wrong}. {TRITON_REMEDY}, or use implementation="xla".')
     capability = gpu_capability()
     if capability is not None and capability < FIRST_WITH_FP8:
         raise RuntimeError(

@@ -238,7 +238,7 @@ def _dot(
     def in_fp8(a: Array, b: Array) -> Array:
         # XLA has no FP8 algorithm for a vector: DEFAULT lets XLA choose, whatever
         # jax_default_matmul_precision says.
-        how = lax.Precision.DEFAULT if narrow else FP8
+        how = lax.Precision.DEFAULT if narrow or not dispatch.may_name_algorithm() else FP8
         return lax.dot_general(a, b, dimensions, precision=how, preferred_element_type=wide)
 
     def in_bf16(a: Array, b: Array) -> Array:

@@ -5,7 +5,7 @@ compilation cache has the program. That takes seconds for the kernels of a model
 launch is stored in a file beside JAX's entries, in `triton/` of `jax_compilation_cache_dir`.
 
     name    a hash of the kernel's source, its constants, the arrays, the GPU and all versions
-    file    SHA-256 of the rest, and the custom call's configuration (see `debug_info`)
+    file    SHA-256 of the rest, and the custom call's configuration
 
 A file that is damaged or cannot be read is rewritten.
 """
@@ -14,9 +14,9 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import inspect
 import secrets
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from coat_jax.errors import UserError
-from coat_jax.kernels.debug_info import line_numbers, without_line_numbers, without_triton_ir
 
 # JAX has two custom calls that launch Triton kernels. A CUDA graph can contain only this one.
-# jax-triton 0.3 uses the other one, with which every kernel would end a graph.
+# jax-triton below 0.4 uses the other one, with which every kernel would end a graph.
 TARGET = "triton_kernel_call_ffi"
-LAYOUT = 2  # of the files; files of another layout are not read
+FUSED: dict[str, Any] = {"enable_fp_fusion": True}  # a * b + c is one instruction: Triton's default until 3.9
+# Of CUDA 12.9, which knows all GPUs from Ada to Blackwell. By default Triton writes the PTX of the
+# CUDA that it comes with, which may be newer than that of the machine.
+PTX = 88
+LAYOUT = 3  # of the files; files of another layout are not read
 
 triton_kernel = Primitive("triton_kernel")
 triton_kernel.multiple_results = True
@@ -64,30 +67,14 @@ def _lower(context: Any, *operands: Any, **call: Any) -> Any:
 def _compile(context: Any, operands: Sequence[Any], call: dict[str, Any]) -> bytes:
     """The configuration of jax-triton's custom call: the compiled kernel and its launch."""
     lower = mlir.lower_fun(functools.partial(_through_jax_triton, **call), multiple_results=True)
-    with _torch_not_imported(), without_line_numbers():
-        made = lower(context, *operands)[0].owner
-    configuration: bytes = made.attributes["backend_config"].value_bytes
+    made = lower(context, *operands)[0].owner
+    if "mhlo.backend_config" in made.attributes:  # from jax-triton 0.4 on
+        opaque = made.attributes["mhlo.backend_config"]["opaque"]
+    else:
+        opaque = made.attributes["backend_config"]
+    configuration: bytes = opaque.value_bytes
     made.erase()
-    return without_triton_ir(configuration)
-
-
-@contextlib.contextmanager
-def _torch_not_imported() -> Iterator[None]:
-    """Keeps Triton from importing torch, where it is installed: that takes seconds.
-
-    Triton asks once in a process what class torch's tensors have, and does without an answer: later
-    it knows them by their methods. The arguments here are never torch's. Meanwhile other threads
-    cannot import torch either.
-    """
-    if "torch" in sys.modules:
-        yield
-        return
-    sys.modules["torch"] = None  # type: ignore[assignment]  # `import torch` is an ImportError
-    try:
-        yield
-    finally:
-        if sys.modules.get("torch") is None:  # not removed, or imported, by another thread
-            sys.modules.pop("torch", None)
+    return configuration
 
 
 mlir.register_lowering(triton_kernel, _lower, platform="cuda")
@@ -119,6 +106,11 @@ def _through_jax_triton(
 ) -> Any:
     import jax_triton
 
+    del aliases  # `_lower` states them: to the kernel, inputs and outputs are separate pointers
+    if "out_type" in inspect.signature(jax_triton.triton_call).parameters:  # jax-triton 0.4
+        by_version = {"out_type": list(outputs), "backend_options": {"ptx_version": PTX, **FUSED}}
+    else:
+        by_version = {"out_shape": list(outputs), **FUSED}
     return jax_triton.triton_call(
         *arrays,
         kernel=kernel,
@@ -126,8 +118,7 @@ def _through_jax_triton(
         num_warps=warps,
         num_stages=1,
         compute_capability=capability,
-        input_output_aliases=dict(aliases),
-        out_shape=list(outputs),
+        **by_version,
         **dict(constants),
     )
 
@@ -140,7 +131,7 @@ def _path(inputs: Sequence[Any], call: dict[str, Any]) -> Path | None:
     kernel = call["kernel"]
     arrays = [(a.shape, a.dtype.name) for a in (*inputs, *call["outputs"])]
     fixed = {name: value for name, value in call.items() if name not in ("kernel", "outputs")}
-    how = (LAYOUT, line_numbers(), *_versions())
+    how = (LAYOUT, *_versions())
     described = repr((kernel.cache_key, arrays, sorted(fixed.items()), how))
     digest = hashlib.sha256(described.encode()).hexdigest()[:32]
     return Path(folder) / "triton" / f"{kernel.__name__}-{digest}"

@@ -13,24 +13,15 @@ from coat_jax.storage import DIRECTION, LOGARITHM
 
 
 class MomentFormat(NamedTuple):
-    """How a moment is stored, for the kernel."""
+    """How a moment is stored, for the kernel: fields only, since kernels see no properties."""
 
     fp8: Format | None  # None where codes are integers
     fit: ExponentFit
     rounding: Rounding
     noise_base: int  # the bits of the float under which random bits are put
     smallest_second: float  # the smallest v that a group can store, for a largest of 1
-
-    @property
-    def is_integer(self) -> bool:
-        """Whether codes are the integers of a direction or a logarithm."""
-        return self.fp8 is None
-
-    @property
-    def log2_max(self) -> float:
-        """log2 of the largest FP8 code."""
-        assert self.fp8 is not None
-        return math.log2(self.fp8.max)
+    is_integer: bool  # whether codes are the integers of a direction or a logarithm
+    log2_max: float  # log2 of the largest FP8 code
 
 
 def moment_format(
@@ -51,4 +42,6 @@ def moment_format(
         rounding,
         noise_base=int(np.float32(128 * noise_unit).view(np.uint32)),
         smallest_second=smallest_second,
+        is_integer=fp8 is None,
+        log2_max=0.0 if fp8 is None else math.log2(fp8.max),
     )

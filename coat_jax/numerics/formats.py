@@ -41,21 +41,17 @@ class Format(NamedTuple):
     tiny: float  # the smallest positive value, a subnormal
     min_exponent: int  # of the smallest normal value
     mantissa_bits: int
+    top_exponent: int  # of the top binade: E4M3 and E5M2 end at 1.75 * 2^top_exponent
 
     @property
     def log2_range(self) -> float:
         """log2 of the largest over the smallest positive value."""
         return math.log2(self.max / self.tiny)
 
-    @property
-    def top_exponent(self) -> int:
-        """The exponent of the top binade: E4M3 and E5M2 end at 1.75 * 2^top_exponent."""
-        return math.frexp(self.max)[1] - 1
-
 
 _FORMATS = {
-    jnp.dtype(E4M3): Format("E4M3", 448.0, 2.0**-9, -6, 3),
-    jnp.dtype(E5M2): Format("E5M2", 57344.0, 2.0**-16, -14, 2),
+    jnp.dtype(E4M3): Format("E4M3", 448.0, 2.0**-9, -6, 3, 8),
+    jnp.dtype(E5M2): Format("E5M2", 57344.0, 2.0**-16, -14, 2, 15),
 }
 
 
@@ -66,7 +62,8 @@ def format_of(dtype: DTypeLike) -> Format:
         # If E = 0, the upper half of the integers counts as normal: the first bit of m leads.
         leading = dtype.exponent_bits == 0
         min_exponent, mantissa_bits = dtype.min_exponent - leading, dtype.mantissa_bits - leading
-        return Format(dtype.name, dtype.full_scale, tiny, min_exponent, mantissa_bits)
+        top = math.frexp(dtype.full_scale)[1] - 1
+        return Format(dtype.name, dtype.full_scale, tiny, min_exponent, mantissa_bits, top)
     try:
         return _FORMATS[jnp.dtype(dtype)]
     except (KeyError, TypeError):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.training.compiler_options import TRITON_GEMM
+from coat_jax.training.compiler_options import NO_TRITON_GEMM
 from experiments.stacks import Measured, Sizes, Stack, measure
 
 PRESETS = {
@@ -36,7 +36,7 @@ def prepare(sizes: Sizes, depth: int, precision: coat.Precision) -> Stack:
     """A stack with its programs, compiled as the trainer does."""
     layers, x = create(sizes, depth, jax.random.key(0))
     dy = jnp.roll(x, 1, axis=1)
-    options = {TRITON_GEMM: False} if precision.int8_forward else None
+    options = NO_TRITON_GEMM if precision.int8_forward else None
     forward = jax.jit(partial(stack, sizes, precision)).lower(layers, x).compile(options)
     both = jax.jit(partial(step, sizes, precision)).lower(layers, x, dy).compile(options)
     results: list[Any] = [None]

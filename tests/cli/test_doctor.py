@@ -77,7 +77,6 @@ def test_the_reason_for_missing_kernels_is_named(
     monkeypatch.setattr(doctor, "_devices", lambda: [gpu])
     monkeypatch.setattr(dispatch, "gpu_capability", lambda: capability)
     monkeypatch.setattr(dispatch, "triton_installed", lambda: installed)
-    monkeypatch.setattr(dispatch, "unsupported_triton", lambda: None)
     found, out = examined()
     assert found == code
     assert said in out
@@ -95,16 +94,6 @@ def test_only_missing_packages_of_kernels_are_named(monkeypatch, missing, said):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else True)
     _, [problem] = doctor.kernels(None)
     assert said in problem.what
-
-
-def test_a_triton_that_cannot_compile_the_kernels_is_named(monkeypatch):
-    monkeypatch.setattr(dispatch, "gpu_capability", lambda: 90)
-    monkeypatch.setattr(dispatch, "triton_installed", lambda: True)
-    monkeypatch.setattr(dispatch, "unsupported_triton", lambda: "Triton 3.9.0 is installed")
-    runs, [problem] = doctor.kernels(None)
-    assert runs["runs"] == "xla"
-    assert problem.what == "XLA replaces Triton: Triton 3.9.0 is installed."
-    assert problem.fix == "pip install 'triton>=3.6,<3.8'"
 
 
 def test_a_missing_package_is_named(examined, monkeypatch):

@@ -1,10 +1,6 @@
 """Which implementation runs on which GPU."""
 
-import importlib.metadata
-import tomllib
 import types
-import warnings
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +18,8 @@ def gpu(monkeypatch):
     def pretend(capability):
         monkeypatch.setattr(dispatch, "gpu_capability", lambda: capability)
         monkeypatch.setattr(dispatch, "triton_installed", lambda: True)
-        monkeypatch.setattr(dispatch, "unsupported_triton", lambda: None)
 
-    dispatch._warned_of_triton.cache_clear()
-    yield pretend
-    dispatch._warned_of_triton.cache_clear()
+    return pretend
 
 
 @pytest.mark.parametrize("capability", [89, 90, 100, 120])  # Ada, Hopper, Blackwell
@@ -67,55 +60,6 @@ def test_a_gpu_of_another_maker_refuses_fp8(gpu):
     assert dispatch.choose(None) == "xla"
     with pytest.raises(UserError, match=r"no compute capability; products in FP8 need 8\.9"):
         dispatch.choose_fp8(None)
-
-
-@pytest.mark.parametrize(
-    ("version", "supported"),
-    [
-        ("3.5.1", False),
-        ("3.6.0", True),
-        ("3.7.1+git12ab", True),
-        ("3.7rc1", True),
-        ("nightly", False),
-        ("3.8.0", False),
-        ("4.0", False),
-    ],
-)
-def test_kernels_need_a_triton_with_which_they_compile(monkeypatch, version, supported):
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    wrong = dispatch.unsupported_triton()
-    if supported:
-        assert wrong is None
-    else:
-        assert wrong.startswith(f"Triton {version} is installed")
-        assert wrong.endswith("at least 3.6 and below 3.8")
-
-
-def test_a_triton_under_another_name_may_compile_them(monkeypatch):
-    def version(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    assert dispatch.unsupported_triton() is None
-
-
-def test_the_extra_installs_a_triton_with_which_the_kernels_compile():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    first, below = (".".join(map(str, v)) for v in (dispatch.TRITON_FROM, dispatch.TRITON_BELOW))
-    assert f"triton>={first},<{below}" in project["project"]["optional-dependencies"]["gpu"]
-
-
-def test_xla_replaces_a_triton_that_cannot_compile_the_kernels_and_says_so_once(gpu, monkeypatch):
-    gpu(90)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(dispatch, "unsupported_triton", lambda: "Triton 3.9.0 is installed")
-    with pytest.warns(UserWarning, match=r"Triton 3\.9\.0 is installed\. pip install"):
-        assert dispatch.choose(None) == "xla"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert dispatch.choose(None) == "xla"
-    with pytest.raises(ImportError, match=r"3\.9\.0 is installed\. pip install 'triton>=3\.6"):
-        dispatch.choose("triton")
 
 
 def test_without_a_gpu_everything_runs_through_xla(gpu):

@@ -1,10 +1,6 @@
 """A kernel that was compiled before is launched without compiling it again."""
 
 import os
-import re
-import sys
-import types
-import zlib
 
 import jax
 import jax.numpy as jnp
@@ -59,77 +55,6 @@ def test_the_second_time_nothing_is_compiled(folder, monkeypatch):
         lowered(rows=512)
     with pytest.raises(AssertionError, match="compiled again"):
         lowered(dtype=coat.E5M2)
-
-
-def test_compiling_a_kernel_does_not_import_torch(monkeypatch):
-    """It takes seconds. Triton imports it, if it can, when it compiles the first kernel."""
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-
-    def import_torch(*arrays, **call):
-        import torch
-
-        return torch
-
-    monkeypatch.setattr("jax_triton.triton_call", import_torch)
-    with pytest.raises(ImportError, match="torch"):
-        lowered(rows=1024)
-    assert "torch" not in sys.modules
-
-
-def test_torch_stays_if_another_thread_imports_it_meanwhile(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))  # is put back in the end
-    imported = sys.modules.pop("torch")
-
-    def import_elsewhere(*arrays, **call):
-        sys.modules["torch"] = imported
-        raise AssertionError("compiled")
-
-    monkeypatch.setattr("jax_triton.triton_call", import_elsewhere)
-    with pytest.raises(AssertionError, match="compiled"):
-        lowered(rows=2048)
-    assert sys.modules["torch"] is imported
-
-
-def instructions(launch):
-    """The PTX in a launch without comments, labels and debugging information."""
-    ptx = re.search(rb"\.version .*?\n}", launch, re.DOTALL).group()
-    lines = [line.partition(b"//")[0].strip() for line in ptx.splitlines()]
-    return [line for line in lines if line and not line.startswith((b".loc", b"$L", b".file"))]
-
-
-@pytest.fixture
-def compiled_anew(monkeypatch):
-    """No kernel is in the memory of jax-triton, and Triton's variable is not set."""
-    monkeypatch.setattr("jax_triton.triton_lib._COMPILED_KERNEL_CACHE", {})
-    monkeypatch.delenv("TRITON_DISABLE_LINE_INFO", raising=False)
-
-
-@pytest.mark.usefixtures("compiled_anew")
-@pytest.mark.parametrize("variable", [None, "1", "0"])
-def test_a_launch_carries_the_kernel_without_its_sources(folder, monkeypatch, variable):
-    if variable is not None:
-        monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", variable)
-    lowered()
-    (path,) = folder.iterdir()
-    launch = zlib.decompress(read(path))
-    assert b"tt.func" not in launch
-    assert (b".loc" in launch) == (b".debug_info" in launch) == (variable == "0")
-    assert os.environ.get("TRITON_DISABLE_LINE_INFO") == variable
-
-
-@pytest.mark.usefixtures("compiled_anew")
-def test_without_line_numbers_a_kernel_has_the_same_instructions(folder, monkeypatch):
-    lowered()
-    (path,) = folder.iterdir()
-    without = zlib.decompress(read(path))
-    monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", "0")
-    monkeypatch.setattr("jax_triton.triton_lib._COMPILED_KERNEL_CACHE", {})
-    lowered()
-    (other,) = set(folder.iterdir()) - {path}
-    with_them = zlib.decompress(read(other))
-    assert len(with_them) > 1.3 * len(without)
-    assert instructions(with_them) == instructions(without)
-    assert len(instructions(without)) > 100
 
 
 def test_a_kernel_is_launched_by_the_call_that_a_cuda_graph_can_contain():

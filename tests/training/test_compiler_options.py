@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 from train_cases import SMALL
 
-from coat_jax.training.compiler_options import TRITON_GEMM, compiler_options
+from coat_jax.optax.states.host_memory import COPIES_AT_ONCE
+from coat_jax.training.compiler_options import NO_TRITON_GEMM, compiler_options
 
 
-def options(precision, platform="gpu"):
+def options(precision, platform="gpu", offload=False):
     """Those of a run on one device, of which only the platform matters."""
     devices = np.array([SimpleNamespace(platform=platform)])
-    config = dataclasses.replace(SMALL, model=dataclasses.replace(SMALL.model, precision=precision))
+    model = dataclasses.replace(SMALL.model, precision=precision)
+    optimizer = dataclasses.replace(SMALL.optimizer, offload=offload)
+    config = dataclasses.replace(SMALL, model=model, optimizer=optimizer)
     return compiler_options(config, SimpleNamespace(devices=devices, size=1))
 
 
@@ -24,7 +27,7 @@ def without_flags(monkeypatch):
 
 @pytest.mark.parametrize("precision", ["fp8_linear", "coat", "coat_int8"])
 def test_products_beside_those_in_fp8_are_cublass_on_gpus(precision):
-    assert options(precision) == {TRITON_GEMM: False}
+    assert options(precision) == NO_TRITON_GEMM
     assert options(precision, platform="cpu") == {}
 
 
@@ -32,6 +35,10 @@ def test_bf16_leaves_the_choice_to_xla():
     assert options("bf16") == {}
 
 
+def test_all_copies_of_an_offloaded_state_may_run_at_once():
+    assert options("bf16", offload=True) == COPIES_AT_ONCE
+
+
 def test_an_option_in_xla_flags_is_left_alone(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", f"--other=1 --{TRITON_GEMM}=true")
+    monkeypatch.setenv("XLA_FLAGS", "--other=1 --xla_gpu_enable_triton_gemm=true")
     assert options("coat") == {}

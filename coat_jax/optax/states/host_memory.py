@@ -1,9 +1,8 @@
 """Arrays in the memory of the host, and copies of them that run beside the device's kernels.
 
-The memory of an array is part of its type, so it is known while a function is traced. Copies have
-streams of their own, one for each direction: XLA starts a copy as soon as its operands are ready,
-and waits for it where its result is used. Without these streams, XLA would copy at most two arrays
-at a time.
+The memory of an array is part of its type, so it is known while a function is traced. XLA starts a
+copy as soon as its operands are ready, and waits for it where its result is used. It copies two
+arrays at a time, or more with the compiler option `COPIES_AT_ONCE`.
 """
 
 from collections.abc import Sequence
@@ -16,14 +15,12 @@ from jaxtyping import Array
 
 from coat_jax.errors import UserError
 
-try:  # JAX 0.10 has it as compute_on2; its compute_on is another function
-    from jax.experimental.compute_on import compute_on2 as compute_on
-except ImportError:
-    from jax.experimental.compute_on import compute_on  # type: ignore[assignment]
-
 KIND = "pinned_host"
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-TO_DEVICE, TO_HOST = "gpu_stream:1", "gpu_stream:2"  # other devices ignore them
+# An option of XLA: copy as many arrays at a time as there are.
+COPIES_AT_ONCE: dict[str, bool | int | str] = {
+    "xla_gpu_experimental_parallel_async_compute_limit": 1000
+}
 
 
 def is_on_host(leaf: Any) -> bool:
@@ -34,12 +31,13 @@ def is_on_host(leaf: Any) -> bool:
 
 def to_device(arrays: Sequence[Array], after: Any = ()) -> list[Array]:
     """Copies arrays in host memory to the device, once those of `after` are computed."""
-    return _copied(arrays, after, DEVICE, TO_DEVICE)
+    arrays, _ = lax.optimization_barrier((list(arrays), after))
+    return jax.device_put(arrays, DEVICE)
 
 
 def to_host(arrays: Sequence[Array]) -> list[Array]:
     """Copies arrays on the device to host memory."""
-    return _copied(arrays, (), HOST, TO_HOST)
+    return jax.device_put(list(arrays), HOST)
 
 
 def place_on_host(leaf: Array) -> Array:
@@ -95,13 +93,3 @@ def host_sharding(sharding: Sharding) -> Sharding:
             f"The devices cannot reach the memory of their host ({error}). Keep the optimizer's "
             "state on them: leave out in_host_memory, or --optimizer.offload in the trainer."
         ) from error
-
-
-def _copied(arrays: Sequence[Array], after: Any, space: Any, stream: str) -> list[Array]:
-    def copy(arrays: list[Array], after: Any) -> list[Array]:
-        arrays, _ = lax.optimization_barrier((arrays, after))
-        return jax.device_put(arrays, space)
-
-    if len(arrays) > 1:  # XLA fails on a call whose only result is in host memory
-        copy = compute_on(copy, compute_type=stream, out_memory_spaces=space)
-    return copy(list(arrays), after)

@@ -4,7 +4,6 @@
     collective kernels          none, so that NCCL also reduces small arrays: XLA schedules products
                                 beside kernels of its own that could hide a larger collective
     joined reduce-scatters      up to 128 MB: a few for each layer instead of one for each weight
-    async compute limit         lets copies to and from host memory run beside collectives
     one queue                   kernels start in the order in which XLA launches them, so that a
                                 collective does not start after the products that should hide it
 
@@ -31,24 +30,15 @@ OPTIONS: Options = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 128 << 20,
     **NO_COLLECTIVE_KERNELS,
 }
-# The scheduler counts copies that have streams of their own, finds too many, and fails.
-WITH_COPIES: Options = {"xla_gpu_experimental_parallel_async_compute_limit": 1000}
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 HOPPER = "9.0"  # a compute capability
 
 
-def communication_options(mesh: Mesh, *, offload: bool = False) -> Options:
-    """The options for a mesh of several GPUs; none for one device, or for other devices.
-
-    Args:
-        mesh: of the program.
-        offload: whether the program moves an optimizer's state to host memory and back.
-    """
+def communication_options(mesh: Mesh) -> Options:
+    """The options for a mesh of several GPUs; none for one device, or for other devices."""
     if mesh.size == 1 or mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return {}
-    given = os.environ.get("XLA_FLAGS", "")
-    options = OPTIONS | WITH_COPIES if offload else OPTIONS
-    return {name: value for name, value in options.items() if f"--{name}=" not in given}
+    return OPTIONS
 
 
 def use_one_queue(*, offload: bool = False) -> None:

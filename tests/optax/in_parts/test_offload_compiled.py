@@ -12,7 +12,7 @@ pytest.importorskip("jax_triton")
 from hopper import can_compile_for_hopper, collectives, kernel_calls, timeline
 
 import coat_jax as coat
-from coat_jax.training.cluster.communication import WITH_COPIES
+from coat_jax.optax.states.host_memory import COPIES_AT_ONCE
 from experiments.hopper import compile_for, hopper_mesh, there
 
 pytestmark = [
@@ -24,7 +24,7 @@ SHAPE = (8192, 8192)  # of which one makes a part
 COPIES = {f"{sign}{way}" for sign in "+-" for way in ("to device", "to host")}
 
 
-def compile_step(parameters, gpus=1, **arguments):
+def compile_step(parameters, gpus=1, options=COPIES_AT_ONCE, **arguments):
     """The step on as many parameters, all but gradients donated; and the state's shapes."""
     mesh = hopper_mesh((gpus,), ("fsdp",))
     rows = NamedSharding(mesh, P("fsdp"))
@@ -47,7 +47,7 @@ def compile_step(parameters, gpus=1, **arguments):
             state,
             donate_argnums=(0, 2),
             out_shardings=([rows] * parameters, shardings),
-            compiler_options=WITH_COPIES,
+            compiler_options=options,
         )
     return program, state
 
@@ -69,13 +69,19 @@ def test_few_parts_are_on_the_device_whatever_their_number(arguments):
 
 def test_a_part_comes_while_the_one_before_goes():
     program, _ = compile_step(4)
-    between = ["+to host", "+to device", "-to host", "-to device", "kernel"]
     found = timeline(program)
-    assert found[:3] == ["+to device", "-to device", "kernel"]
-    assert sorted(found[3:5]) == sorted(between[:2])
-    assert sorted(found[5:7]) == sorted(between[2:4])
-    assert found[3:] == [*(3 * found[3:8]), "+to host", "-to host"]
-    assert found[7] == "kernel"
+    assert found[:5] == ["+to device", "+to device", "-to device", "-to device", "kernel"]
+    for part in (found[5:14], found[14:23], found[23:32]):
+        assert sorted(part[:4]) == ["+to device", "+to device", "+to host", "+to host"]
+        assert sorted(part[4:]) == ["-to device", "-to device", "-to host", "-to host", "kernel"]
+        assert part[-1] == "kernel"
+    assert found[32:] == ["+to host", "+to host", "-to host", "-to host"]
+
+
+def test_without_the_option_for_copies_the_step_compiles_too():
+    """As in a training loop of one's own: XLA then copies two arrays at a time."""
+    program, _ = compile_step(4, options=None)
+    assert timeline(program).count("+to host") == 8
 
 
 def test_each_gpu_moves_its_own_shard():

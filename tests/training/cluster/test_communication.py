@@ -31,14 +31,6 @@ def test_several_gpus_have_all(gpus, options):
 
 @pytest.mark.compiled
 @needs_plugin
-def test_options_in_xla_flags_are_left_alone(monkeypatch):
-    name = "xla_gpu_enable_latency_hiding_scheduler"
-    monkeypatch.setenv("XLA_FLAGS", f"--other=1 --{name}=false")
-    assert communication_options(hopper_mesh((4,), ("x",))).keys() == OPTIONS.keys() - {name}
-
-
-@pytest.mark.compiled
-@needs_plugin
 @pytest.mark.parametrize("name", OPTIONS)
 def test_xla_knows_each(name):
     """An option that XLA has dropped would end every run on several GPUs."""
