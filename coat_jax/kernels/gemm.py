@@ -145,10 +145,8 @@ def bound_of_product_transposed(dy: Operand, w: Operand) -> Float[Array, "*rows"
 
     A sum of products is at most the product of the two rows' lengths (Cauchy-Schwarz).
     """
-    if dy.lengths is None or w.lengths is None:
-        raise ValueError(
-            "A bound of a product needs the lengths of both operands: use scaled_with_lengths."
-        )
+    assert dy.lengths is not None
+    assert w.lengths is not None
     return SUM_ROUNDING * dy.lengths * jnp.max(w.lengths)
 
 

@@ -37,7 +37,9 @@ class Norm:
         scale: [D], or None for a norm without one.
         shift: [D], or None; only of kind "layer".
         kind: "rms" or "layer".
-        eps: added to the mean square, or to the variance.
+        eps: added to the mean square, or to the variance. Where FP8 products follow, some row of x
+            should have an rms above 2^-13 sqrt(eps D): 8e-6 for D = 4096 and the default. If all
+            are smaller, norm(x) loses precision, down to zero; `linear(norm(x))` does not.
     """
 
     scale: Float[Array, " D"] | None = None

@@ -6,6 +6,7 @@ The oracle in FP8 rounds what the layer says that it rounds, once, in FP64, and 
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from ops_cases import (
     assert_close,
     assert_equal,
+    distance,
     draw,
     plain_norm,
     pulled,
@@ -220,6 +222,26 @@ def test_powers_of_two_go_into_the_scales():
     y, (dx, dw), _ = pulled(f, x, w)
     large_y, (same_dx, large_dw), _ = pulled(f, x * 2.0**30, w)
     assert_equal((large_y, same_dx, large_dw), (y * 2.0**30, dx, dw * 2.0**30))
+
+
+@pytest.mark.parametrize("name", ["coat", "coat_paper", "coat_int8"])
+def test_the_error_after_a_norm_does_not_depend_on_the_size_of_its_input(name):
+    """Not even where epsilon dominates: in FP8 down to the rms that `Norm.eps` names."""
+    columns, eps = 64, 1e-6
+    least = 2.0**-60 if name == "coat_int8" else columns**0.5 * 2.0**-13
+    of = some_norm("rms", columns, eps=eps)
+    w, wide, down = (weight(i, *shape) for i, shape in enumerate([(64, 64), (64, 96), (96, 64)]))
+
+    def f(x, precision):
+        qkv = ops.norm_qkv(x, of, (w, w, w), head_dim=16, precision=precision)[1:]
+        mlp = ops.gated_mlp(x, of, wide, wide, down, residual=False, precision=precision)
+        return ops.norm_linear(x, of, w, precision=precision), qkv, mlp
+
+    def errors(size):
+        x = draw(1, (2, 8, columns)) * eps**0.5 * size
+        return distance(quick_jit(partial(f, precision=name))(x), f(x, coat.BF16))
+
+    assert np.all(errors(least) < 1.2 * errors(2.0**10))
 
 
 def test_zero_gives_the_bias_and_no_gradient():
