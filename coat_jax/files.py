@@ -80,7 +80,10 @@ def utf8_failures(path: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not text in UTF-8: {error.reason}.") from None
+        with path.open("rb") as file:
+            lines = enumerate(file, 1)
+            number = next((n for n, line in lines if line.decode(errors="ignore").encode() != line))
+        raise UserError(f"{path}:{number} is not text in UTF-8: {error.reason}.") from None
 
 
 def status(path: Path) -> os.stat_result | None:
@@ -133,12 +136,8 @@ def read_bytes(path: Path, what: str = "file") -> bytes:
 
 def read_text(path: Path) -> str:
     """The text of a file in UTF-8, without a byte order mark, its line ends unchanged."""
-    return _decoded(path, "utf-8-sig")
-
-
-def _decoded(path: Path, encoding: str) -> str:
     with utf8_failures(path):
-        return read_bytes(path).decode(encoding)
+        return read_bytes(path).decode("utf-8-sig")
 
 
 def lines_of(text: str) -> list[str]:
@@ -148,7 +147,7 @@ def lines_of(text: str) -> list[str]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file."""
-    value = parse_json(_decoded(path, "utf-8"), str(path))
+    value = parse_json(read_bytes(path), str(path))
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a JSON object, but {type(value).__name__}.")
     return value

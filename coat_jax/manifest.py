@@ -1,4 +1,4 @@
-"""Checksums of the files in a folder, such as a checkpoint: they reveal damage.
+"""Checksums of the files in a folder (a checkpoint, a model, tokens): they reveal damage.
 
     manifest.json    {"state/d/4f0c..": [1460207, 2774918362], ..}
 
@@ -23,7 +23,7 @@ CHUNK = 1 << 20
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint's files are not what was written, or cannot be read."""
+    """Files of a checkpoint, a model or tokens are not what was written, or cannot be read."""
 
 
 def write(folder: Path) -> None:
@@ -39,9 +39,9 @@ def write(folder: Path) -> None:
 
 
 def lists(folder: Path, name: str) -> bool:
-    """Whether a folder has a manifest that records files in its folder of this name."""
+    """Whether a folder has a manifest that records a file, or files in a folder, of this name."""
     try:
-        return any(file.startswith(f"{name}/") for file in _recorded(folder))
+        return any(file == name or file.startswith(f"{name}/") for file in _recorded(folder))
     except (DamagedCheckpoint, OSError):
         return False
 
@@ -60,9 +60,21 @@ def check(folder: Path, only: str | None = None) -> None:
         damaged(folder, f"{name} cannot be read ({error.strerror})")
 
 
+def check_if_listed(folder: Path, name: str) -> None:
+    """Checks a file that the folder's manifest records; folders of other programs have none."""
+    try:
+        if lists(folder, name):
+            check(folder, only=name)
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(
+            f"{error} Make or copy it again; if you changed {name} on purpose, delete {NAME}, "
+            "which has the checksums."
+        ) from None
+
+
 def damaged(folder: Path, how: str) -> NoReturn:
     """Raises DamagedCheckpoint."""
-    raise DamagedCheckpoint(f"The checkpoint {folder} is damaged: {printable(how)}.")
+    raise DamagedCheckpoint(f"{folder} is damaged: {printable(how)}.")
 
 
 def _checksum(path: Path) -> int:

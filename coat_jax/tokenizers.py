@@ -29,6 +29,7 @@ from coat_jax.limits import INT32_MAX
 from coat_jax.token_readers import BytesReader, Reader, TokensReader
 
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+LONGEST = 10_000  # characters that the replacements of a tokenizer make of each other
 # Stands for whatever precedes a part of a document. No text has this character, so no tokenizer
 # joins it to what follows.
 OTHER_TEXT = "\ue000"
@@ -93,6 +94,7 @@ class Tokenizer:
     Attributes:
         vocab: how many different tokens there are.
         end_of_text: the token that ends a document; None if none is known.
+        content: of the file.
         digest: identifies the tokenizer.
         dtype: the smallest that holds the tokens.
     """
@@ -114,10 +116,11 @@ class Tokenizer:
             template: the text of the chat template. Tokens of several characters in it are
                 special: no document can contain them.
         """
-        self._path, self._begin = path, begin
-        self._tokenizer, self._content = read(path)
+        self._path, self._begin = expanded(path), begin
+        self.content = read_bytes(self._path, "tokenizer file")
+        self._tokenizer = parsed(self.content, str(self._path))
         self.vocab = max(self._tokenizer.get_vocab().values()) + 1
-        self.digest = _digest(self._content)
+        self.digest = _digest(self.content)
         self.dtype = np.dtype(np.uint16 if self.vocab <= 1 << 16 else np.uint32)
         if end_of_text is None:
             end_of_text = known_end_of_text(self._tokenizer)
@@ -125,6 +128,18 @@ class Tokenizer:
             _require_known(end_of_text, self.vocab)
         self.end_of_text = end_of_text
         self._template = template
+
+    def require_fits(self, vocab: int) -> None:
+        """Raises if it has more tokens than the model, besides those that were added to it.
+
+        One may have been added for padding, for example, which the model never sees.
+        """
+        needed = max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+        if needed > vocab:
+            raise UserError(
+                f"{self._path} has a vocabulary of {needed:,}, and the model one of {vocab:,}: it "
+                "is the tokenizer of another model."
+            )
 
     @functools.cached_property
     def end_marker(self) -> str:
@@ -135,7 +150,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _without_special_tokens(self) -> Any:
-        content = json.loads(self._content)
+        content = json.loads(self.content)
         for token in content.get("added_tokens") or ():
             word = token["content"].strip()
             is_marker = len(word) > 1 and word in self._template
@@ -313,13 +328,6 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def read(path: str | Path) -> tuple[Any, bytes]:
-    """The tokenizer in a file, and the file's content."""
-    path = expanded(path)
-    content = read_bytes(path, "tokenizer file")
-    return parsed(content, str(path)), content
-
-
 def parsed(content: bytes, where: str) -> Any:
     """The tokenizer that a file holds, without truncation and padding.
 
@@ -334,11 +342,35 @@ def parsed(content: bytes, where: str) -> Any:
     ):
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
         highest = max(tokenizer.get_vocab().values(), default=-1)
+        _require_bounded(tokenizer, where)
     if not 0 <= highest < INT32_MAX:
         raise UserError(f"{where} has no vocabulary that a model can use: create it again.")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _require_bounded(tokenizer: Any, where: str) -> None:
+    """Raises if replacements make texts ever longer, so that encoding or decoding does not end."""
+    from tokenizers.normalizers import Sequence
+
+    for kind, part in (("normalizer", tokenizer.normalizer), ("decoder", tokenizer.decoder)):
+        steps = [] if part is None else _steps(json.loads(part.__getstate__()))
+        steps = [step for step in steps if kind == "normalizer" or step["type"] == "Replace"]
+        # What one step writes may be what another one replaces.
+        text = "".join(step.get("content", "") for step in steps)
+        for step in steps:
+            if len(text) > LONGEST:
+                raise UserError(f"{where} has a {kind} that makes short texts endlessly long.")
+            normalizer = Sequence([])
+            normalizer.__setstate__(json.dumps(step).encode())
+            text = normalizer.normalize_str(text)
+
+
+def _steps(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """The normalizers or decoders of a sequence, which may have sequences in it."""
+    inside = part.get("normalizers") or part.get("decoders")
+    return [step for one in inside for step in _steps(one)] if inside else [part]
 
 
 def known_end_of_text(tokenizer: Any) -> int | None:

@@ -230,3 +230,27 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"config\.json is not a file of the `tokenizers` library"):
         Tokenizer(tmp_path / "config.json")
+
+
+LOWERCASE = {"type": "Lowercase"}
+
+
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+@pytest.mark.parametrize("word", ["aa", "A" * 20_000])
+def test_a_file_that_makes_short_texts_endlessly_long_is_refused(part, word, path, tmp_path):
+    """As encoding would not end. Each character may become a few, if that is the end of it."""
+
+    def write(contents, pattern):
+        steps = [
+            {"type": "Replace", "pattern": pattern(content), "content": content}
+            for content in contents
+        ]
+        steps = steps if part == "decoder" else [one for s in steps for one in (s, LOWERCASE)]
+        said = json.loads(path.read_text()) | {part: {"type": "Sequence", f"{part}s": steps}}
+        (tmp_path / "made.json").write_text(json.dumps(said))
+
+    write([word] * 40, lambda content: {"Regex": "a"})
+    with pytest.raises(UserError, match=f"made.json has a {part} that makes short texts endless"):
+        Tokenizer(tmp_path / "made.json")
+    write(["ae", "oe", "ue", "ss"] * 10, lambda content: {"String": content[0] + "̈"})
+    Tokenizer(tmp_path / "made.json")

@@ -28,7 +28,7 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coat_jax.cli.output import note, progress_bar
 from coat_jax.errors import UserError
@@ -37,7 +37,6 @@ from coat_jax.printable import counted, printable
 
 if TYPE_CHECKING:
     from coat_jax.quantization import Recipe
-    from coat_jax.training.checkpoint.conversion import OnProgress
 
 DTYPES = ("float32", "bfloat16", "float16")
 TOKENS = 65_536
@@ -175,13 +174,6 @@ def _tokens(options: argparse.Namespace, name: str) -> list[int]:
     return tokens
 
 
-def _tokenizer_file(options: argparse.Namespace) -> str | None:
-    """The tokenizer.json to copy, if --tokenizer names one."""
-    from coat_jax.cli.texts import BYTES
-
-    return None if options.tokenizer == BYTES else options.tokenizer
-
-
 # --- Between Hugging Face and runs -----------------------------------------------------------
 
 
@@ -190,37 +182,28 @@ def _convert(options: argparse.Namespace, *, of_run: bool) -> str:
     from coat_jax.training.checkpoint import conversion
 
     source, out = expanded(options.source), expanded(options.out)
-    balance_on, tokenizer = _tokens(options, "balance"), _tokenizer_file(options)
-    with _progress() as progress:
+    with _settings(options) as settings:
         if not of_run:
-            conversion.to_run(
-                source,
-                out,
-                dtype=options.dtype,
-                balance_on=balance_on,
-                tokenizer=tokenizer,
-                progress=progress,
-            )
+            conversion.to_run(source, out, **settings)
             return "the folder of a run"
-        conversion.to_hugging_face(
-            source,
-            out,
-            step=options.step,
-            dtype=options.dtype,
-            balance_on=balance_on,
-            tokenizer=tokenizer,
-            progress=progress,
-            note=note,
-        )
+        conversion.to_hugging_face(source, out, step=options.step, note=note, **settings)
         return "a Hugging Face folder"
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator["OnProgress"]:
-    """Shows on a terminal how much has been read."""
+def _settings(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What all conversions take; a terminal shows how much has been read."""
+    from coat_jax.cli.texts import BYTES
+
+    balance_on = _tokens(options, "balance")
     with progress_bar() as bar:
         task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield {
+            "dtype": options.dtype,
+            "balance_on": balance_on,
+            "tokenizer": None if options.tokenizer == BYTES else options.tokenizer,
+            "progress": lambda done, total: bar.update(task, completed=done, total=total),
+        }
 
 
 # --- 8 bits ----------------------------------------------------------------------------------
@@ -234,19 +217,10 @@ def _quantize(options: argparse.Namespace) -> str:
 
     source, recipe = expanded(options.source), _recipe(options)
     weights.require_not_quantized(source, "Quantization")
-    tokens, balance_on = _tokens(options, "calibrate"), _tokens(options, "balance")
-    with _progress() as progress:
+    tokens = _tokens(options, "calibrate")
+    with _settings(options) as settings:
         schemes = conversion.to_quantized(
-            source,
-            options.out,
-            recipe,
-            tokens=tokens,
-            balance_on=balance_on,
-            step=options.step,
-            dtype=options.dtype,
-            tokenizer=_tokenizer_file(options),
-            progress=progress,
-            note=note,
+            source, options.out, recipe, tokens=tokens, step=options.step, note=note, **settings
         )
     formats = [scheme.format for scheme in schemes.values()]
     listed = ", ".join(f"{formats.count(f)} in {f.upper()}" for f in sorted(set(formats)))

@@ -51,7 +51,9 @@ def tokenizer_of(folder: Path, config: "Config", asked: str | None) -> AnyTokeni
     if file is not None:
         # Our training puts nothing in front of a text. A run that was converted has no data.
         trained_here = weights.is_run(config_json) and "data" in config_json
-        return Tokenizer(file, begin=not trained_here)
+        tokenizer = Tokenizer(file, begin=not trained_here)
+        tokenizer.require_fits(config.vocab)
+        return tokenizer
     if config.vocab != Bytes.vocab:
         raise UserError(
             f"{folder} has no tokenizer.json, and its model knows {config.vocab:,} tokens. Name "

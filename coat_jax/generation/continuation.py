@@ -182,11 +182,6 @@ def require_prompts(
     """Raises unless `stream` can continue these prompts; needs no model yet."""
     if not len(prompts):
         raise UserError("There is no prompt.")
-    if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
-        raise TypeError(
-            "A prompt is a list of tokens, not text. Encode it: generation.Bytes().encode(text) or "
-            "generation.Tokenizer(file).encode(text)."
-        )
     require("max_tokens", max_tokens, Count)
     for number, prompt in enumerate(prompts, 1):
         name = "The prompt" if len(prompts) == 1 else f"Prompt {number}"

@@ -32,7 +32,7 @@ def padded_rows(rows: int, config: Config) -> int:
     return math.ceil(rows / parts) * parts
 
 
-def require_known(where: str, tokens: Sequence[int], vocab: int) -> None:
+def require_known(where: str, tokens: Sequence[int] | np.ndarray, vocab: int) -> None:
     """Raises unless the model knows these tokens.
 
     Args:
@@ -44,7 +44,7 @@ def require_known(where: str, tokens: Sequence[int], vocab: int) -> None:
     if given.size and (given.ndim != 1 or not np.issubdtype(given.dtype, np.integer)):
         raise TypeError(
             f"{where} {given.dtype.name} of shape {given.shape} for tokens: a text is a list of "
-            "whole numbers."
+            "whole numbers, as a tokenizer's encode(text) returns."
         )
     if (outside := given[(given < 0) | (given >= vocab)]).size:
         raise UserError(

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
 from coat_jax.models import Config, Llama
+from coat_jax.models.batches import require_known
 from coat_jax.nn.modular import Dense
 from coat_jax.numerics import eight_bits
 from coat_jax.numerics.eight_bits import EightBits
@@ -257,13 +258,7 @@ def _require_tokens(tokens: np.ndarray, config: Config) -> None:
             f"The calibration text has rows of {tokens.shape[1]} tokens, and the model has "
             f"context={config.context}. Divide it into shorter rows."
         )
-    least, most = int(tokens.min()), int(tokens.max())
-    if least < 0 or most >= config.vocab:
-        outside = least if least < 0 else most
-        raise UserError(
-            f"The calibration text has token {outside}, outside the model's vocabulary of "
-            f"{config.vocab}. Is the tokenizer that of this model?"
-        )
+    require_known("The calibration text has", tokens.ravel(), config.vocab)
 
 
 def require_finite(path: str, inputs: Inputs) -> None:

@@ -8,7 +8,6 @@
 Everything else is as `coat.models.hf` reads and writes it.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -23,11 +22,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Int8, Int32
 
 from coat_jax.errors import UserError
-from coat_jax.files import expanded, read_json
+from coat_jax.files import expanded
 from coat_jax.models import Config, Llama, hf, stored
 from coat_jax.models.hf.config import from_json as model_from_json
 from coat_jax.models.hf.config import to_json as model_to_json
-from coat_jax.models.hf.files import CODES, FLOATS, NewTensors, Tensors
+from coat_jax.models.hf.files import CODES, FLOATS, NewTensors, Tensors, read_config_json
 from coat_jax.models.hf.names import file_order, source_of
 from coat_jax.models.hf.weights import require_layers, require_names
 from coat_jax.models.llama import require_llama
@@ -44,7 +43,7 @@ PER_INT32 = 4
 
 def read_config(folder: str | Path) -> Config:
     """The Config of a quantized folder."""
-    return _config(read_json(expanded(folder) / hf.CONFIG))
+    return _config(read_config_json(expanded(folder)))
 
 
 def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None = None) -> Llama:
@@ -57,7 +56,7 @@ def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None 
         mesh: to load it onto; by default the one that is set, if any.
     """
     folder = expanded(folder)
-    config_json = read_json(folder / hf.CONFIG)
+    config_json = read_config_json(folder)
     if layout.ENTRY not in config_json:
         raise UserError(
             f"{folder} holds no quantized model: its config.json has no {layout.ENTRY}. "
@@ -134,7 +133,7 @@ def write(
         for tensor in tensors[path]:
             arranged = tensor.arrange(value)
             new.write(tensor.name, (slice(None),) * arranged.ndim, arranged)
-    (folder / hf.CONFIG).write_text(json.dumps(data, indent=2) + "\n", "utf-8")
+    new.finish(data)
 
 
 def _config(config_json: Mapping[str, Any]) -> Config:
@@ -273,9 +272,7 @@ def _read(
 def _require(tensor: _Tensor, tensors: Tensors) -> None:
     """Raises unless a tensor in the files is what it should be; floats may be of another dtype."""
     shape, dtype = tensors.shape(tensor.name), tensors.dtype(tensor.name)
-    alike = dtype == tensor.dtype.name
-    if {dtype, tensor.dtype.name} <= set(FLOATS.values()):
-        alike = True
+    alike = dtype == tensor.dtype.name or {dtype, tensor.dtype.name} <= set(FLOATS.values())
     if shape != tensor.shape or not alike:
         raise UserError(
             f"{tensor.name} in {tensors.folder} is {dtype} of shape {shape}, and config.json says "

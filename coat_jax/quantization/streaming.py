@@ -64,9 +64,14 @@ def save_quantized(
     schemes = choose_schemes(config, recipe, ranges, weight_at)
     _, state = abstract(config, schemes)
     shapes = {path: tuple(leaf.shape) for path, leaf in nnx.to_flat_state(state)}
-    values = _values(in_kind, list(shapes), schemes, recipe, ranges)
-    sizes = {name: stored.size_of(one) for name, one in parameters.items()}
-    values = _reporting(values, sizes, progress)
+    values = _values(
+        in_kind,
+        list(shapes),
+        schemes,
+        recipe,
+        ranges,
+        done=lambda name: progress(stored.size_of(parameters[name])),
+    )
     folders.write(
         folder, config, schemes, shapes, values, dtype=dtype, extra=extra, file_bytes=file_bytes
     )
@@ -79,8 +84,12 @@ def _values(
     schemes: Mapping[str, Scheme],
     recipe: Recipe,
     ranges: Ranges | None,
+    done: Callable[[Name], object],
 ) -> Iterator[tuple[Name, np.ndarray]]:
-    """The arrays of the quantized model at these paths, each made when it is asked for."""
+    """The arrays of the quantized model at these paths, each made when it is asked for.
+
+    `done` is called with each parameter whose arrays were taken.
+    """
     made_of: dict[Name, list[Name]] = {}
     for path in paths:
         made_of.setdefault(folders.plain_name(path), []).append(path)
@@ -90,19 +99,8 @@ def _values(
         if scheme is None:
             (path,) = its_paths
             yield path, value
-            continue
-        rounded = round_weight(projection, jnp.asarray(value), scheme, recipe, ranges)
-        for path in its_paths:
-            yield path, np.asarray(getattr(rounded, str(path[-1])))
-
-
-def _reporting(
-    values: Iterator[tuple[Name, np.ndarray]],
-    sizes: Mapping[Name, int],
-    progress: Callable[[int], object],
-) -> Iterator[tuple[Name, np.ndarray]]:
-    """Passes arrays through; `progress` gets the size of each parameter that they are made of."""
-    left = dict(sizes)
-    for path, value in values:
-        yield path, value
-        progress(left.pop(folders.plain_name(path), 0))
+        else:
+            rounded = round_weight(projection, jnp.asarray(value), scheme, recipe, ranges)
+            for path in its_paths:
+                yield path, np.asarray(getattr(rounded, str(path[-1])))
+        done(name)

@@ -302,11 +302,14 @@ def test_words_that_argparse_does_not_know(option, theirs, tmp_path, capsys):
     assert "invalid choice" in capsys.readouterr().err
 
 
-def test_parameters_that_are_not_finite_leave_no_folder(model, tmp_path, capsys):
+@pytest.mark.parametrize("to", [[], ["--to", "int8"]])
+@pytest.mark.parametrize("name", ["embed", "layers.mlp.up"])
+def test_parameters_that_are_not_finite_leave_no_folder(name, to, model, tmp_path, capsys):
     folder = tmp_path / "lost"
     lost = jax.tree.map(lambda x: x, nnx.clone(model))
-    lost.layers.mlp.up[...] = lost.layers.mlp.up[...].at[0, 0, 0].set(jnp.nan)
+    parameter = lost.embed if name == "embed" else lost.layers.mlp.up
+    parameter[...] = parameter[...].at[0, 0].set(jnp.nan)
     hf.save(folder, lost)
-    said = refused(capsys, "convert", folder, tmp_path / "out", "--to", "int8")
-    assert "layers.0.mlp.up has a NaN" in said
+    said = refused(capsys, "convert", folder, tmp_path / "out", *to)
+    assert f"{name} has a NaN or an infinity" in said.replace("layers.0", "layers")
     assert {path.name for path in tmp_path.iterdir()} == {"lost"}

@@ -105,7 +105,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 def test_a_text_that_is_none_is_named(tmp_path):
     folder, text = folder_of(tmp_path, THEIRS), tmp_path / "text.txt"
     text.write_bytes(b"yes \xff")
-    with pytest.raises(UserError, match=r"text\.txt is not text in UTF-8: invalid start byte"):
+    with pytest.raises(UserError, match=r"text\.txt:1 is not text in UTF-8: invalid start byte"):
         texts.tokens_of(text, folder, SMALL, "bytes", most=3)
     with pytest.raises(UserError, match="is a folder: name the file itself"):
         texts.tokens_of(tmp_path, folder, SMALL, "bytes", most=3)

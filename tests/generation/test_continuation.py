@@ -144,16 +144,10 @@ def test_prompts_may_be_arrays():
         assert generate(MODEL, given, **settings) == wanted
 
 
-@pytest.mark.parametrize("prompt", [[1.5], [True], [[1]], [None]])
+@pytest.mark.parametrize("prompt", [[1.5], [True], [[1]], [None], "text"])
 def test_what_is_not_a_whole_number_is_no_token(prompt):
     with pytest.raises(TypeError, match=r"The prompt has .* for tokens: a text is a list of whole"):
         stream(MODEL, [prompt], max_tokens=3)
-
-
-@pytest.mark.parametrize("prompts", ["text", ["text"], [[1], "text"]])
-def test_text_is_to_be_encoded_first(prompts):
-    with pytest.raises(TypeError, match=r"A prompt is a list of tokens, .*Bytes\(\)\.encode"):
-        generate(MODEL, prompts, max_tokens=3)
 
 
 @pytest.mark.parametrize(

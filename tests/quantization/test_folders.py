@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors import safe_open
-from small_model import SMALL, filled
+from small_model import SMALL, change, filled
 
 from coat_jax import generation, models, nn
 from coat_jax import quantization as q
 from coat_jax.errors import UserError
+from coat_jax.manifest import DamagedCheckpoint
+from coat_jax.models import hf
 from coat_jax.models.hf.files import CODES, FLOATS, Tensors
 from coat_jax.ops.quantized import ACTIVATION_MODES
 from coat_jax.quantization.folders import _packed, _unpacked
@@ -163,17 +165,15 @@ def test_a_model_is_loaded_onto_a_mesh(activations, tmp_path):
 # --- Refusals --------------------------------------------------------------------------------
 
 
-def change(folder, **entries):
-    path = folder / "config.json"
-    said = json.loads(path.read_text())
-    said["quantization_config"] |= entries
-    path.write_text(json.dumps(said))
+def requantize(folder, **entries):
+    said = json.loads((folder / "config.json").read_text())["quantization_config"]
+    change(folder, quantization_config=said | entries)
 
 
 def change_group(folder, **entries):
     said = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
     said["group_0"] |= entries
-    change(folder, config_groups=said)
+    requantize(folder, config_groups=said)
 
 
 FOUR_BITS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
@@ -182,17 +182,17 @@ FOUR_BITS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (lambda f: change(f, quant_method="gptq"), "quantization by 'gptq'"),
-        (lambda f: change(f, config_groups=[]), "no config_groups"),
-        (lambda f: change(f, kv_cache_scheme={"num_bits": 8}), "a kv_cache_scheme"),
-        (lambda f: change(f, ignore=["re:("]), "the pattern 're:\\('"),
+        (lambda f: requantize(f, quant_method="gptq"), "quantization by 'gptq'"),
+        (lambda f: requantize(f, config_groups=[]), "no config_groups"),
+        (lambda f: requantize(f, kv_cache_scheme={"num_bits": 8}), "a kv_cache_scheme"),
+        (lambda f: requantize(f, ignore=["re:("]), "the pattern 're:\\('"),
         (lambda f: change_group(f, targets=None), "has targets=None"),
         (lambda f: change_group(f, weights=FOUR_BITS), "that coat_jax does not support"),
         (lambda f: change_group(f, weights=None), "has weights=None"),
         (lambda f: change_group(f, input_activations=FOUR_BITS), "that coat_jax does not support"),
         (lambda f: change_group(f, output_activations=FOUR_BITS), "does not support.*outputs"),
-        (lambda f: change(f, ignore=[]), None),  # ours alone are linear: the head is a float
-        (lambda f: change(f, ignore=["re:.*layers.1"]), "lacks tensors|unexpected tensors"),
+        (lambda f: requantize(f, ignore=[]), None),  # ours alone are linear: the head is a float
+        (lambda f: requantize(f, ignore=["re:.*layers.1"]), "lacks tensors|unexpected tensors"),
     ],
 )
 def test_a_config_json_of_another_quantization_is_refused(damage, named, tmp_path):
@@ -205,6 +205,26 @@ def test_a_config_json_of_another_quantization_is_refused(damage, named, tmp_pat
         q.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [("config.json", b"10000.0", b"90000.0"), ("model.safetensors", b"\0", b"\1")],
+)
+@pytest.mark.parametrize("quantized_", [True, False])
+def test_a_flipped_bit_is_found_until_the_manifest_is_deleted(
+    quantized_, name, before, after, tmp_path
+):
+    load = q.load if quantized_ else hf.load
+    q.save(tmp_path, quantized()) if quantized_ else hf.save(tmp_path, filled(CONFIG))
+    content = (tmp_path / name).read_bytes()
+    place = content.rindex(before)
+    (tmp_path / name).write_bytes(content[:place] + after + content[place + len(before) :])
+    (tmp_path / "README.md").write_text("another file")
+    with pytest.raises(DamagedCheckpoint, match=f"checksum of {name} is wrong.* delete manifest"):
+        load(tmp_path)
+    (tmp_path / "manifest.json").write_text('["of another program"]')
+    load(tmp_path)
+
+
 @pytest.mark.parametrize("content", [{"architectures": ["LlamaForCausalLM"]}, {"model": {}}])
 def test_a_model_that_is_not_quantized_is_refused(content, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(content))
@@ -214,16 +234,14 @@ def test_a_model_that_is_not_quantized_is_refused(content, tmp_path):
 
 def test_tensors_that_are_not_what_config_json_says(tmp_path):
     q.save(tmp_path, quantized())
-    said = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(said | {"intermediate_size": 64}))
+    change(tmp_path, intermediate_size=64)
     with pytest.raises(UserError, match=r"is int8 of shape .* says int8 of shape"):
         q.load(tmp_path)
 
 
 def test_thousands_of_layers_that_are_not_there_are_refused_before_a_model_is_built(tmp_path):
     q.save(tmp_path, quantized())
-    said = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(said | {"num_hidden_layers": 10_000}))
+    change(tmp_path, num_hidden_layers=10_000)
     with pytest.raises(UserError, match=r"tensors of 2 layers, and .* a model of 10,000\."):
         q.load(tmp_path)
 

@@ -10,6 +10,6 @@
 safetensors; `weights` puts these together. A tokenizer is not part of a model.
 """
 
-from coat_jax.models.hf.weights import CONFIG, FILE_BYTES, load, read, read_config, save, write
+from coat_jax.models.hf.weights import FILE_BYTES, load, read, read_config, save, write
 
-__all__ = ["CONFIG", "FILE_BYTES", "load", "read", "read_config", "save", "write"]
+__all__ = ["FILE_BYTES", "load", "read", "read_config", "save", "write"]

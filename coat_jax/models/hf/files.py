@@ -11,11 +11,10 @@ unpickling runs whatever code they contain.
 """
 
 import contextlib
-import errno
+import functools
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,25 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from coat_jax import manifest
 from coat_jax.errors import UserError
 from coat_jax.files import MissingFile, is_folder, is_regular, read_json, require_regular
 from coat_jax.models.stored import in_dtype
+from coat_jax.writing import require_space
 
+CONFIG = "config.json"
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 FP8 = "F8_E4M3"
 CODES = {"I8": "int8", FP8: "float8_e4m3fn", "I32": "int32", "I64": "int64"}
 Spec = tuple[tuple[int, ...], np.dtype]  # of a tensor: its shape and dtype
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder; raises if it is not the one that coat_jax wrote there."""
+    manifest.check_if_listed(folder, CONFIG)
+    return read_json(folder / CONFIG)
 
 
 class Tensors:
@@ -49,6 +57,7 @@ class Tensors:
         """
         self.folder = folder
         self._file_of, self._kinds = _index(folder), kinds
+        self._check = functools.cache(functools.partial(manifest.check_if_listed, folder))
 
     def names(self) -> set[str]:
         """The names of all tensors."""
@@ -65,7 +74,8 @@ class Tensors:
             return self._known(name, tensor)
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of a tensor."""
+        """A part of a tensor. The first read from a file checks it, where there is a manifest."""
+        self._check(self._file_of[name])
         with self._slice(name) as tensor:
             if self._known(name, tensor) != CODES[FP8]:
                 return tensor[index]
@@ -122,12 +132,9 @@ def _index(folder: Path) -> dict[str, str]:
             raise UserError(
                 f"{INDEX} in {folder} has no weight_map: it is not an index of tensors."
             )
-        if not all(isinstance(file, str) for file in file_of.values()):
-            raise UserError(
-                f"{INDEX} in {folder} maps a tensor to something that is not a file name."
-            )
-        for file in sorted(set(file_of.values())):
-            if Path(file).name != file or not is_regular(folder / file):
+        for file in file_of.values():
+            is_name = isinstance(file, str) and Path(file).name == file
+            if not is_name or not is_regular(folder / file):
                 raise MissingFile(f"{INDEX} names the file {file!r}, not in {folder}.")
         return file_of
     if os.path.lexists(folder / WHOLE):
@@ -152,10 +159,10 @@ class NewTensors:
             file_bytes: how large a file may become; a larger tensor has one for itself.
         """
         _require_no_model(folder)
-        self._tensors = dict(tensors)
+        self._folder, self._tensors = folder, dict(tensors)
         sizes = {name: _size(*spec) for name, spec in tensors.items()}
         groups = _distribute(sizes, file_bytes)
-        _require_room(folder, sum(sizes.values()))
+        require_space(folder, "The model", sum(sizes.values()))
         self._place: dict[str, tuple[Path, int]] = {}
         for number, names in enumerate(groups, 1):
             many = f"model-{number:05}-of-{len(groups):05}.safetensors"
@@ -204,6 +211,11 @@ class NewTensors:
                 file.seek(offset + (number * columns + left) * size)
                 file.write(row.view(np.uint8).data)
 
+    def finish(self, config_json: Mapping[str, Any]) -> None:
+        """Writes config.json, and the manifest of all files."""
+        (self._folder / CONFIG).write_text(json.dumps(config_json, indent=2) + "\n", "utf-8")
+        manifest.write(self._folder)
+
 
 def _require_no_model(folder: Path) -> None:
     """Raises if the folder holds a model or a run, whose config.json would be replaced."""
@@ -228,14 +240,3 @@ def _distribute(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
 
 def _size(shape: tuple[int, ...], dtype: np.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
-
-
-def _require_room(folder: Path, size: int) -> None:
-    """Raises before anything is written, if the disk is too full."""
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        raise OSError(
-            errno.ENOSPC,
-            f"The model takes {size / 1e9:,.3f} GB, and {free / 1e9:,.3f} GB are free in {folder}. "
-            "Make room, or name a folder on another disk.",
-        )

@@ -6,7 +6,6 @@ in memory: see `coat_jax.models.stored`. Tokenizers are left out.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,12 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from coat_jax.errors import UserError
-from coat_jax.files import expanded, read_json
+from coat_jax.files import expanded
 from coat_jax.models import stored
 from coat_jax.models.config import Config
 from coat_jax.models.creation import abstract
 from coat_jax.models.hf.config import Json, from_json, to_json
-from coat_jax.models.hf.files import NewTensors, Tensors
+from coat_jax.models.hf.files import NewTensors, Tensors, read_config_json
 from coat_jax.models.hf.names import (
     EMBEDDING,
     HEAD,
@@ -39,13 +38,12 @@ from coat_jax.models.stored import Index, Name, Parameters, Stored
 from coat_jax.nn import MeshAxes
 from coat_jax.printable import counted
 
-CONFIG = "config.json"
 FILE_BYTES = 5 * 10**9
 
 
 def read_config(folder: str | Path) -> Config:
     """The Config of a config.json; it computes in the dtype of the stored weights, not in FP8."""
-    return from_json(read_json(expanded(folder) / CONFIG))
+    return from_json(read_config_json(expanded(folder)))
 
 
 def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None = None) -> Llama:
@@ -140,7 +138,7 @@ def write(
             for name, layer in zip(source.names[layers], source.stack(values), strict=True):
                 new.write(name, in_file, layer.T if source.transposed else layer)
             progress(values.nbytes)
-    (folder / CONFIG).write_text(json.dumps(data, indent=2) + "\n", "utf-8")
+    new.finish(data)
 
 
 def _in_files(source: Source, tensors: Tensors) -> Stored:

@@ -47,7 +47,7 @@ def tokenizer_of_run(
     named = data.get("tokenizer") if isinstance(data, Mapping) else None
     if not isinstance(named, str):
         if isinstance(data, Mapping) and "train" in data:
-            note(_without_tokenizer(data))
+            note(_without_tokenizer(data, folder))
         return {}
     path = expanded(named)
     if not _is_inside(path, folder):
@@ -87,14 +87,15 @@ def note_beginning(
         )
 
 
-def _without_tokenizer(data: Mapping[str, Any]) -> str:
+def _without_tokenizer(data: Mapping[str, Any], folder: Path) -> str:
     """Why the model of a run that names no tokenizer is written without one."""
     if _trained_on_tokens(data["train"]):
         return (
             "The run was trained on token files and names no tokenizer, so none is copied: name "
             "the one that made them with --tokenizer FILE."
         )
-    ends = "" if data.get("end_of_text") is not None else ", and names no token that ends a text"
+    known = data.get("end_of_text") is not None or status(folder / GENERATION)
+    ends = "" if known else ", and names no token that ends a text"
     return (
         "The run was trained on bytes, for which there is no tokenizer.json: the new folder has no "
         f"tokenizer{ends}."

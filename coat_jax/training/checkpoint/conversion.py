@@ -11,6 +11,7 @@ tokenizer's files, too (`companions`). The new folder appears when it is complet
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from jax.typing import DTypeLike
 
 from coat_jax import quantization, tokenizers
 from coat_jax.errors import UserError
-from coat_jax.files import expanded, parse_json, read_json
+from coat_jax.files import expanded, parse_json
 from coat_jax.limits import CountOrZero, require
 from coat_jax.models import Config, hf, stored
 from coat_jax.nn import MeshAxes
@@ -79,7 +80,7 @@ def to_run(
         path: stored.cast(one, kind, ".".join(map(str, path))) for path, one in parameters.items()
     }
     total = _total(parameters)
-    companions = _with_special(companions, source, read_json(source / hf.CONFIG))
+    companions = _with_special(companions, source, weights.read_config_json(source))
     with _new(out).appearing() as folder:
         parameters = _balanced(config, parameters, balance_on)
         with write_failures(out.parent, "The model", total):
@@ -119,7 +120,7 @@ def to_hugging_face(
     config = weights.model_config(source)
     companions = _companions_of_run(source, tokenizer, config.vocab, note)
     parameters = weights.read(source, step, note=note, corrected=_is_fp32(dtype))
-    extra = _special_in(companions, source)
+    extra = _special(_generation_in(companions, source))
     total = _total(parameters)
     with _new(out).appearing() as folder:
         parameters = _balanced(config, parameters, balance_on)
@@ -174,7 +175,7 @@ def to_quantized(
     config = _on_one_device(weights.model_config(source))
     if weights.is_run(config_json):
         companions = _companions_of_run(source, tokenizer, config.vocab, note)
-        extra = _special_in(companions, source)
+        extra = _special(_generation_in(companions, source))
     else:
         companions = _companions(source, tokenizer, config.vocab)
         extra = _special(config_json)
@@ -212,7 +213,11 @@ def _on_one_device(config: Config) -> Config:
 def _balanced(
     config: Config, parameters: dict[stored.Name, stored.Stored], tokens: Sequence[int]
 ) -> dict[stored.Name, stored.Stored]:
-    """The parameters of a model that is balanced on a text; as they are without one."""
+    """The parameters of a model, balanced on a text if there is one; reading a NaN raises."""
+    parameters = {
+        name: one._replace(read=functools.partial(_read_finite, name, one.read))
+        for name, one in parameters.items()
+    }
     if not tokens:
         return parameters
     require_balanceable(config)
@@ -222,6 +227,16 @@ def _balanced(
     del model
     factors = find_factors(config, lambda name: apart[name].whole(), ranges)
     return balance_stored(parameters, factors)
+
+
+def _read_finite(name: stored.Name, read: Callable[[Any], np.ndarray], index: Any) -> np.ndarray:
+    part = read(index)
+    if not np.isfinite(part).all():
+        raise UserError(
+            f"{'.'.join(map(str, name))} has a NaN or an infinity: the model is damaged, or its "
+            "training diverged."
+        )
+    return part
 
 
 def _batches(tokens: Sequence[int], context: int) -> Iterator[np.ndarray]:
@@ -237,14 +252,9 @@ def _companions(source: Path, tokenizer: str | Path | None, vocab: int) -> Compa
     """The files to put beside the weights: those in a folder; `tokenizer` replaces its own."""
     companions = read_companions(source)
     if tokenizer is not None:
-        known, companions[TOKENIZER] = tokenizers.read(tokenizer)
-        # Tokens may have been added, such as one for padding, which the model never sees.
-        needed = max(known.get_vocab(with_added_tokens=False).values(), default=-1) + 1
-        if needed > vocab:
-            raise UserError(
-                f"{tokenizer} has a vocabulary of {needed:,}, and the model one of {vocab:,}: it "
-                "is the tokenizer of another model."
-            )
+        known = tokenizers.Tokenizer(tokenizer)
+        known.require_fits(vocab)
+        companions[TOKENIZER] = known.content
     return companions
 
 
@@ -300,11 +310,6 @@ def _with_special(companions: Companions, source: Path, config_json: dict[str, A
     if GENERATION in companions and not missing:
         return companions
     return companions | {GENERATION: (json.dumps({**own, **missing}, indent=2) + "\n").encode()}
-
-
-def _special_in(companions: Companions, source: Path) -> dict[str, Any]:
-    """The special tokens in generation_config.json."""
-    return _special(_generation_in(companions, source))
 
 
 def _generation_in(companions: Companions, source: Path) -> dict[str, Any]:

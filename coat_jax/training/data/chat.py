@@ -7,7 +7,8 @@
     <|assistant|>
     Hello.
 
-Special tokens in a template are meant as such; spelled out in a message they are ordinary text.
+An answer whose "weight" is 0 is not learned; other fields of a message, such as tool_calls, are
+refused. Special tokens in a template are meant as such; in a message they are ordinary text.
 """
 
 from collections.abc import Iterator
@@ -22,10 +23,11 @@ from coat_jax.limits import shown
 from coat_jax.tokenizers import OTHER_TEXT, AnyTokenizer
 from coat_jax.training.data.packing import Documents
 from coat_jax.training.data.paths import listed
-from coat_jax.training.data.text_files import records
+from coat_jax.training.data.text_files import encode, records
 
 ROLES = ("system", "user", "assistant")
 LEARNED = "assistant"
+FIELDS = ("role", "content", "weight")
 TOGETHER = 1024  # conversations that are tokenized at once
 IN_MEMORY = 2 << 30  # bytes of files: their tokens are kept in memory
 
@@ -35,6 +37,8 @@ class Message(NamedTuple):
 
     role: str
     content: str
+    learned: bool
+    place: str  # file and line, for errors
 
 
 class Template(NamedTuple):
@@ -112,10 +116,11 @@ class _Writer:
         messages = [message for conversation in conversations for message in conversation]
         first = [place == 0 for conversation in conversations for place in range(len(conversation))]
         texts = [message.content for message in messages]
-        contents = self._tokenizer.encode_documents(texts, [True] * len(texts))
+        places = [message.place for message in messages]
+        contents = encode(self._tokenizer, texts, [True] * len(texts), places)
         parts, learned = [], []
         for message, begins, content in zip(messages, first, contents, strict=True):
-            counts = message.role == LEARNED
+            counts = message.learned
             parts += [self._heads[message.role, begins], content, self._end, self._tail]
             learned += [False, counts, counts, False]
         lengths = np.array([len(part) for part in parts])
@@ -134,16 +139,30 @@ def _conversations(path: Path) -> Iterator[list[Message]]:
         if not messages:
             raise UserError(f"{place} is a conversation without messages: remove the line.")
         found = [_message(place, message) for message in messages]
-        if not any(message.role == LEARNED for message in found):
-            raise UserError(f"{place} has no message of the {LEARNED}: nothing can be learned.")
+        if not any(message.learned for message in found):
+            raise UserError(
+                f"{place} has no message of the {LEARNED}, or all have weight 0: nothing can be "
+                "learned."
+            )
         yield found
 
 
 def _message(place: str, message: Any) -> Message:
-    if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+    fields = message if isinstance(message, dict) else {}
+    role, content, weight = (fields.get(name) for name in FIELDS)
+    if lost := [name for name, value in fields.items() if value and name not in FIELDS]:
+        raise UserError(
+            f"{place}: a message has {', '.join(lost)}, which training would leave out: write what "
+            "it says into the content, or remove it."
+        )
+    if not isinstance(content, str):
         raise UserError(
             f'{place}: a message is {{"role": ..., "content": "..."}}, not {shown(message)}.'
         )
-    if message.get("role") not in ROLES:
-        raise UserError(f"{place}: role {shown(message.get('role'))} must be one of {ROLES}.")
-    return Message(message["role"], message["content"])
+    if role not in ROLES:
+        raise UserError(f"{place}: role {shown(role)} must be one of {ROLES}.")
+    if weight not in ((None, 0, 1) if role == LEARNED else (None, 0)):
+        raise UserError(
+            f"{place}: weight={shown(weight)} must be 0, or 1 in a message of the {LEARNED}."
+        )
+    return Message(role, content, role == LEARNED and weight != 0, place)

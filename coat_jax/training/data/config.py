@@ -42,9 +42,6 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         require_fields(self, "data.")
-        for name in ("train", "held_out"):
-            if "" in getattr(self, name):
-                raise UserError(f"data.{name} has an empty path: name files, as in ('a.npy',).")
         if not self.train:
             raise UserError("data.train=() names no data: give paths, or 'corpus'.")
         if self.tokenizer is not None:

@@ -35,15 +35,14 @@ class Corpus(NamedTuple):
 
 
 @functools.cache  # a run loads the training part first, and the held-out part later
-def load(limit: int | None = None, root: Path | None = None) -> Corpus:
+def load(root: Path | None = None) -> Corpus:
     """Reads the corpus, the same for everyone who runs the same release of Python.
 
     Args:
-        limit: the most bytes of either part; everything (about 12 MB) by default.
         root: where to look for the library; this Python's own by default.
     """
     train, held_out = files_of(root)
-    return Corpus(_read(train, limit), _read(held_out, limit))
+    return Corpus(_read(train), _read(held_out))
 
 
 def files_of(root: Path | None = None) -> tuple[list[Path], list[Path]]:
@@ -65,6 +64,6 @@ def _is_library(path: Path) -> bool:
     return not SKIPPED & set(path.parts) and not path.name.startswith("_sysconfigdata")
 
 
-def _read(files: list[Path], limit: int | None) -> UInt8[np.ndarray, " N"]:
-    """The files one after another, the first `limit` bytes of them."""
-    return np.frombuffer(b"".join(path.read_bytes() for path in files)[:limit], np.uint8)
+def _read(files: list[Path]) -> UInt8[np.ndarray, " N"]:
+    """The files one after another."""
+    return np.frombuffer(b"".join(path.read_bytes() for path in files), np.uint8)

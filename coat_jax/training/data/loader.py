@@ -45,7 +45,11 @@ class Loader:
         epochs: int | None = None,
     ):
         """See `load`."""
-        _require(batch, process, processes, epochs)
+        if batch < 1 or batch % processes:
+            raise UserError(
+                f"batch={batch} cannot be divided among {processes} processes: make it a multiple "
+                f"of {processes}."
+            )
         self.tokens, self.rows = rows.tokens, len(rows)
         self.batches = None if epochs is None else -(-len(rows) * epochs // batch)
         self.packed, self.digest = rows.packed, rows.digest
@@ -53,6 +57,8 @@ class Loader:
         self.description = f"{rows.tokens:,} tokens in {len(rows):,} rows of {rows.sequence:,}"
         if rows.truncated:
             self.description += f"; truncated to that length: {counted(rows.truncated, 'document')}"
+        if epochs is None and batch > len(rows):
+            self.description += f"; each batch has {batch:,} rows, so it repeats some of them"
         self._batch, self._seed, self._next = batch, seed, 0
         self._ordered = _ordered(rows, batch, seed, epochs)
         parts = self._ordered.batch(batch // processes, drop_remainder=True)
@@ -121,15 +127,3 @@ def _reader(parts: Any) -> Any:
     import grain
 
     return iter(parts.to_iter_dataset(grain.ReadOptions(THREADS, BATCHES_AHEAD)))
-
-
-def _require(batch: int, process: int, processes: int, epochs: int | None) -> None:
-    if batch < 1 or batch % processes:
-        raise UserError(
-            f"batch={batch} cannot be divided among {processes} processes: make it a multiple of "
-            f"{processes}."
-        )
-    if not 0 <= process < processes:
-        raise ValueError(f"process={process} must be one of 0 to {processes - 1}.")
-    if epochs is not None and epochs < 1:
-        raise ValueError(f"epochs={epochs} must be 1 or more, or None to go on without end.")

@@ -79,45 +79,34 @@ def _files(pattern: str) -> list[Path]:
 # glob.glob follows links in circles until the system refuses.
 
 
-def _matches(pattern: Path) -> Iterator[Path]:
+def _matches(pattern: Path) -> list[Path]:
     """Everything that matches a pattern, in which ** stands for any number of folders."""
     parts = pattern.parts[bool(pattern.anchor) :]
-    if parts[-1] == ANY_FOLDERS:
-        parts = (*parts, "*")
-    start = Path(pattern.anchor or ".")
-    return _below(start, parts, {identity(start): start}, set())
+    found = [Path(pattern.anchor or ".")]
+    for part in (*parts, "*") if parts[-1] == ANY_FOLDERS else parts:
+        folders = [path for path in found if path.is_dir()]
+        if part == ANY_FOLDERS:
+            seen: set[Identity] = set()
+            found = [below for folder in folders for below in _walk(folder, {}, seen)]
+        else:
+            found = [child for folder in folders for child in _children(folder, part)]
+    return found
 
 
-def _below(
-    folder: Path,
-    parts: tuple[str, ...],
-    above: dict[Identity, Path],
-    searched: set[tuple[Identity, int]],
-) -> Iterator[Path]:
-    """What matches the parts of a pattern in a folder.
-
-    Args:
-        folder: where to look.
-        parts: those parts of the pattern that are left.
-        above: the folders on the way to this one, and this one.
-        searched: the folders where ** was followed already, each with how many parts were left.
-    """
-    first, rest = parts[0], parts[1:]
-    if first == ANY_FOLDERS:
-        state = (identity(folder), len(parts))
-        if state in searched:
-            return
-        searched.add(state)
-        yield from _below(folder, rest, above, searched)
+def _walk(folder: Path, above: dict[Identity, Path], seen: set[Identity]) -> Iterator[Path]:
+    """A folder and all folders below it, links included, except those in `seen`, which grows."""
+    own = identity(folder)
+    if own in above:
+        raise UserError(
+            f"{folder} leads back to {above[own]}: ** would go round in circles. Remove the link, "
+            "or name the folders."
+        )
+    if own not in seen:
+        seen.add(own)
+        yield folder
         for child in _children(folder, "*"):
             if child.is_dir():
-                yield from _below(child, parts, _on_the_way(child, above), searched)
-        return
-    for child in _children(folder, first):
-        if not rest:
-            yield child
-        elif child.is_dir():
-            yield from _below(child, rest, {**above, identity(child): child}, searched)
+                yield from _walk(child, {**above, own: folder}, seen)
 
 
 def _children(folder: Path, part: str) -> list[Path]:
@@ -128,13 +117,3 @@ def _children(folder: Path, part: str) -> list[Path]:
     with os.scandir(folder) as entries:
         names = [entry.name for entry in entries if fnmatch.fnmatchcase(entry.name, part)]
     return [folder / name for name in sorted(names) if part[0] == "." or name[0] != "."]
-
-
-def _on_the_way(child: Path, above: dict[Identity, Path]) -> dict[Identity, Path]:
-    own = identity(child)
-    if own in above:
-        raise UserError(
-            f"{child} leads back to {above[own]}: ** would go round in circles. Remove the link, "
-            "or name the folders."
-        )
-    return {**above, own: child}

@@ -5,13 +5,16 @@ tokenized in pieces of about a quarter of a megabyte, split at line ends.
 """
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
+
+import numpy as np
 
 from coat_jax.errors import UserError
 from coat_jax.files import parse_json, path_failures, utf8_failures
 from coat_jax.limits import shown
+from coat_jax.tokenizers import AnyTokenizer
 from coat_jax.training.data.paths import CHAT
 
 PIECE = 1 << 18  # characters
@@ -24,12 +27,28 @@ class Piece(NamedTuple):
     first: bool  # whether the document begins here
     last: bool  # whether it ends here
     size: int  # in bytes, of what was read for it
+    place: str = ""  # file and line, for errors
 
 
 def pieces(paths: list[Path]) -> Iterator[Piece]:
     """The documents of these files, in order; empty ones are left out."""
     for path in paths:
         yield from _of_lines(path) if path.suffix.lower() == CHAT else _of_text(path)
+
+
+def encode(
+    tokenizer: AnyTokenizer, texts: Sequence[str], continued: Sequence[bool], places: Sequence[str]
+) -> list[np.ndarray]:
+    """The tokens of each text; an error names the place of the text that it is about."""
+    try:
+        return tokenizer.encode_documents(texts, continued)
+    except UserError:
+        for text, place in zip(texts, places, strict=True):
+            try:
+                tokenizer.encode_documents([text])
+            except UserError as error:
+                raise UserError(f"{place}: {error}") from None
+        raise
 
 
 def require_small(paths: list[Path], limit: int, remedy: str) -> None:
@@ -58,11 +77,11 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
 def _of_lines(path: Path) -> Iterator[Piece]:
     for place, record, size in records(path):
         if not isinstance(text := record.get("text"), str):
-            raise UserError(
-                f'{place} has no "text" that is a string; its keys are {shown(sorted(record))}.'
-            )
+            chat = " For conversations, set --data.kind chat." if "messages" in record else ""
+            keys = shown(sorted(record))
+            raise UserError(f'{place} has no "text" that is a string; its keys are {keys}.{chat}')
         for piece in _document(io.StringIO(text, newline="\n")):
-            yield piece._replace(size=size if piece.last else 0)
+            yield piece._replace(size=size if piece.last else 0, place=place)
 
 
 def _of_text(path: Path) -> Iterator[Piece]:
@@ -71,7 +90,10 @@ def _of_text(path: Path) -> Iterator[Piece]:
         utf8_failures(path),
         path.open(encoding="utf-8-sig", newline="\n") as file,
     ):
-        yield from _document(file)
+        line = 1
+        for piece in _document(file):
+            yield piece._replace(place=f"{path}, from line {line:,}")
+            line += piece.text.count("\n")
 
 
 def _document(file: TextIO) -> Iterator[Piece]:

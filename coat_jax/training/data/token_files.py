@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt
 
+from coat_jax import manifest
 from coat_jax.errors import UserError
 from coat_jax.files import path_failures, read_json, status
 from coat_jax.limits import Count, CountOrZero, require
@@ -27,11 +28,8 @@ LLM_C_MAGIC: dict[bytes, np.dtype] = {
     (20240520).to_bytes(4, "little"): np.dtype(np.uint16),
     (20240801).to_bytes(4, "little"): np.dtype(np.uint32),
 }
-HEADERS: dict[tuple[int, int], Any] = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
 LLM_C_HEADER = 1024
+CHECKED = 8 << 30  # bytes of files that are compared with their manifest: a few seconds
 LOOKED_AT = 4096  # tokens from which a wrong dtype is recognized
 OPEN_FILES = 128  # a map holds its file open, and systems allow a process 1024 files or so
 
@@ -80,6 +78,9 @@ def open_files(paths: list[Path], *, dtype: str | None) -> list[TokenFile]:
                 f"{file.path} holds {file.dtype.name}, and {files[0].path} {files[0].dtype.name}. "
                 "All files must hold tokens of one dtype, made with one tokenizer."
             )
+    if sum(path.stat().st_size for path in paths) <= CHECKED:
+        for path in paths:
+            manifest.check_if_listed(path.parent, path.name)
     return files
 
 
@@ -99,6 +100,7 @@ def sidecar_of(paths: list[Path]) -> dict[str, Any] | None:
 def _notes(path: Path) -> dict[str, Any] | None:
     if not status(path):
         return None
+    manifest.check_if_listed(path.parent, SIDECAR)
     notes = read_json(path)
     remedy = "Make the files again with `coat tokenize`, or remove this one and set "
     remedy += "data.end_of_text."
@@ -116,7 +118,7 @@ def _opened(path: Path, raw_dtype: np.dtype) -> TokenFile:
     with path_failures(path), path.open("rb") as file:
         start = file.read(12)
     if start.startswith(NUMPY_MAGIC):
-        found = _numpy_file(path, size)
+        found = _numpy_file(path)
     elif path.suffix.lower() == ".bin" and start[:4] in LLM_C_MAGIC:
         length = int.from_bytes(start[8:], "little")
         found = TokenFile(path, LLM_C_MAGIC[start[:4]], LLM_C_HEADER, length)
@@ -149,30 +151,20 @@ def _require_dtype(path: Path, dtype: np.dtype) -> None:
         )
 
 
-def _numpy_file(path: Path, size: int) -> TokenFile:
-    shape, dtype, offset = _numpy_header(path)
-    if len(shape) != 1 or dtype not in (np.uint16, np.uint32):
+def _numpy_file(path: Path) -> TokenFile:
+    try:
+        array = np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:  # NumPy parses the header as Python, which fails in many ways
         raise UserError(
-            f"{path} holds {dtype.name}{list(shape)}. Tokens are an array of one axis, uint16 or "
-            "uint32 of this machine's byte order."
-        )
-    if not 0 <= shape[0] <= (size - offset) // dtype.itemsize:
+            f"{path} is not a complete .npy file of tokens: {error!r}. It is damaged or was not "
+            "copied whole."
+        ) from None
+    if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):
         raise UserError(
-            f"{path} is not a complete .npy file of tokens: its header says {shape[0]:,} "
-            f"tokens, and {size - offset:,} bytes follow. It is damaged or was not copied whole."
+            f"{path} holds {array.dtype.name}{list(array.shape)}. Tokens are an array of one axis, "
+            "uint16 or uint32 of this machine's byte order."
         )
-    return TokenFile(path, dtype, offset, shape[0])
-
-
-def _numpy_header(path: Path) -> tuple[tuple[int, ...], np.dtype, int]:
-    """The shape and dtype that a header states, and where the header ends."""
-    with path.open("rb") as file:
-        try:
-            version = np.lib.format.read_magic(file)
-            shape, _, dtype = HEADERS[version](file)
-        except Exception as error:  # NumPy parses it as Python, which fails in many ways
-            raise UserError(f"{path} is not a complete .npy file of tokens: {error!r}.") from None
-        return shape, dtype, file.tell()
+    return TokenFile(path, array.dtype, array.offset, len(array))
 
 
 @functools.lru_cache(OPEN_FILES)

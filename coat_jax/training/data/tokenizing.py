@@ -2,6 +2,7 @@
 
     out/00000.npy, 00001.npy, ...    documents one after another, each ended by `end_of_text`
     out/tokens.json                  vocabulary, dtype, end_of_text, tokenizer, counts
+    out/manifest.json                checksums of these files
 
 The files depend on the text and the tokenizer alone, not on the number of cores. The
 folder appears under its name when it is complete.
@@ -18,10 +19,11 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from jaxtyping import UInt
 
+from coat_jax import manifest
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import AnyTokenizer
 from coat_jax.training.data.paths import listed
-from coat_jax.training.data.text_files import Piece, pieces, require_small
+from coat_jax.training.data.text_files import Piece, encode, pieces, require_small
 from coat_jax.training.data.token_files import SIDECAR
 from coat_jax.writing import NewFolder, full_disk
 
@@ -43,9 +45,9 @@ class Encoded(NamedTuple):
 def encoded(paths: list[Path], tokenizer: AnyTokenizer) -> Iterator[Encoded]:
     """The tokens of all documents, in order."""
 
-    def encode(batch: list[Piece]) -> Encoded:
+    def encoded_batch(batch: list[Piece]) -> Encoded:
         texts, continued = [piece.text for piece in batch], [not piece.first for piece in batch]
-        found = tokenizer.encode_documents(texts, continued)
+        found = encode(tokenizer, texts, continued, [piece.place for piece in batch])
         end = np.array([tokenizer.end_of_text], tokenizer.dtype)
         ends = [end if piece.last else end[:0] for piece in batch]
         return Encoded(
@@ -55,7 +57,7 @@ def encoded(paths: list[Path], tokenizer: AnyTokenizer) -> Iterator[Encoded]:
             size=sum(piece.size for piece in batch),
         )
 
-    return _ahead(encode, _together(pieces(paths)))
+    return _ahead(encoded_batch, _together(pieces(paths)))
 
 
 def in_memory(paths: list[Path], tokenizer: AnyTokenizer) -> UInt[np.ndarray, " N"]:
@@ -99,6 +101,7 @@ def write(
         if not notes["tokens"]:
             raise UserError(f"There is no text in {listed(paths)}.")
         (folder / SIDECAR).write_text(json.dumps(notes, indent=2) + "\n", "utf-8")
+        manifest.write(folder)
     return notes
 
 

@@ -21,6 +21,9 @@ HELLO = {
 }
 
 
+ANSWER = {"role": "assistant", "content": "x"}
+
+
 def text_of(tokens):
     return bytes(tokens.tolist()).decode().replace("\0", "¶")
 
@@ -34,6 +37,18 @@ def test_the_template_is_filled_in_and_answers_are_learned(tmp_path):
     )
     assert text_of(documents.tokens[documents.learned]) == "Hello¶Goodbye¶" * 2
     assert len(documents.ends) == 2
+
+
+def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path):
+    """As in OpenAI's files. What an export leaves empty says nothing."""
+    system, *others = HELLO["messages"]
+    weights = [{}, {"weight": 0, "refusal": None}, {"weight": 0}, {"weight": 1, "tool_calls": []}]
+    messages = [system, *(one | more for one, more in zip(others, weights, strict=True))]
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": messages}, HELLO])
+    documents = read([path], Bytes(), TEMPLATE)
+    first, second = documents.part(range(1)), documents.part(range(1, 2))
+    assert np.array_equal(first.tokens, second.tokens)
+    assert text_of(first.tokens[first.learned]) == "Goodbye¶"
 
 
 def test_labels_are_the_answers(tmp_path):
@@ -131,6 +146,12 @@ def test_a_template_without_its_parts_is_refused(template):
         ({"messages": [{"role": "user"}]}, "a message is"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "role 'bot' must be one of"),
         ({"messages": [{"role": "user", "content": "x"}]}, "no message of the assistant"),
+        ({"messages": [ANSWER | {"weight": 0}]}, "or all have weight 0: nothing can be learned"),
+        ({"messages": [ANSWER | {"weight": 0.5}]}, "weight=0.5 must be 0, or 1 in a message of"),
+        ({"messages": [ANSWER | {"role": "user", "weight": 1}]}, "weight=1 must be 0, or 1"),
+        ({"messages": [ANSWER | {"reasoning_content": "r"}]}, "has reasoning_content, which"),
+        ({"messages": [ANSWER | {"content": None, "tool_calls": [1]}]}, "has tool_calls, which"),
+        ({"messages": [ANSWER | {"content": "a\0b"}]}, r"A text has the character NUL.*'a\\x00b'"),
     ],
 )
 def test_a_line_that_is_not_a_conversation_is_refused_by_its_number(record, named, tmp_path):

@@ -305,7 +305,6 @@ def test_the_corpus_has_no_conversations():
     [
         ({"train": ()}, "names no data"),
         ({"train": "corpus"}, r"data.train='corpus' must be a tuple of texts, as in \('a', 'b'\)"),
-        ({"held_out": ("",)}, "data.held_out has an empty path"),
         ({"kind": "image"}, "kind='image' must be 'text' or 'chat'"),
         ({"dtype": "int64"}, "dtype='int64' must be 'uint16' or 'uint32' or None"),
         ({"held_out_part": 1.0}, "held_out_part=1.0 must be"),

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_jax.errors import UserError
-from coat_jax.training.data import DataConfig, load, token_files
+from coat_jax.manifest import DamagedCheckpoint
+from coat_jax.tokenizers import Bytes
+from coat_jax.training.data import DataConfig, load, token_files, tokenizing
 from coat_jax.training.data.stream import Stream, TokensInMemory
 from coat_jax.training.data.token_files import open_files, sidecar_of
 
@@ -128,7 +130,7 @@ def write(path, array):
         (np.ones(9, ">u2"), "uint16 or uint32 of this machine's byte order"),
         (np.ones((3, 3), np.uint16), r"uint16\[3, 3\]"),
         (np.ones(0, np.uint16), "holds no tokens"),
-        (np.array([{}]), r"object\[1\]"),
+        (np.array([{}]), "Python objects"),
     ],
 )
 def test_an_array_that_is_not_tokens_is_refused(array, named, tmp_path):
@@ -221,3 +223,22 @@ NOTES = '{"vocab": 9, "end_of_text": 3, "tokenizer": "x"}'
 def test_damaged_notes_are_refused(notes, named, tmp_path):
     with pytest.raises(UserError, match=rf"tokens.json:? {named}"):
         sidecar_of([folder_with(tmp_path, "a", notes)])
+
+
+@pytest.mark.parametrize("name", ["00000.npy", "tokens.json"])
+def test_a_flipped_bit_in_files_of_ours_is_found(name, tmp_path, monkeypatch):
+    """Of many files, which would take minutes, only the header and the size are checked."""
+    (tmp_path / "a.txt").write_text("the thing\n" * 50)
+    tokenizing.write([tmp_path / "a.txt"], tmp_path / "out", Bytes())
+    content = bytearray((tmp_path / "out" / name).read_bytes())
+    content[content.index(b"2") if name == "tokens.json" else -3] ^= 1
+    (tmp_path / "out" / name).write_bytes(content)
+    config = DataConfig(train=(str(tmp_path / "out" / "*.npy"),))
+    settings = {"split": "train", "batch": 1, "sequence": 8, "vocab": 1000}
+    with pytest.raises(DamagedCheckpoint, match=rf"out is damaged: .* {name} is wrong\. .* delete"):
+        load(config, **settings)
+    if name != "tokens.json":
+        monkeypatch.setattr(token_files, "CHECKED", 100)
+        load(config, **settings)
+    (tmp_path / "out" / "manifest.json").unlink()
+    load(config, **settings)

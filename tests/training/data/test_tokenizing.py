@@ -160,18 +160,27 @@ def test_text_that_is_too_large_is_refused(paths, monkeypatch):
         (b'{"text": ', "is not JSON: Expecting value: column 9"),
         (b'"text"', "is not a JSON object, but str"),
         (b'{"content": "x"}', r'has no "text" that is a string; its keys are \[\'content\'\]'),
-        (b'{"text": 5}', 'has no "text" that is a string'),
+        (b'{"messages": []}', 'has no "text" .* For conversations, set --data.kind chat'),
+        (b'{"text": "a\\u0000b"}', r"A text has the character NUL.*'a\\x00b'"),
         (b'{"text": "\xff"}', "is not JSON"),
         (rb'{"text": "\ud83d"}', r"has '\\ud83d', half of a surrogate pair.*: remove it"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number(line, named, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
-    with pytest.raises(ValueError, match=rf"a.jsonl:3 {named}"):
+    with pytest.raises(ValueError, match=rf"a.jsonl:3:? {named}"):
         in_memory([tmp_path / "a.jsonl"], Bytes())
 
 
-def test_a_text_that_is_not_utf8_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match=r"a.txt is not text in UTF-8"):
-        in_memory([tmp_path / "a.txt"], Bytes())
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (b"caf\xe9", r"b.txt:401 is not text in UTF-8: unexpected end of data"),
+        (b"caf\0", r"b.txt, from line 3\d\d: A text has the character NUL.*'.*caf\\x00'"),
+    ],
+)
+def test_a_text_that_is_none_is_refused_with_its_place_among_many(wrong, named, paths, monkeypatch):
+    monkeypatch.setattr(text_files, "PIECE", 100)
+    (paths[0].parent / "b.txt").write_bytes(TEXT.encode() + wrong)
+    with pytest.raises(UserError, match=named):
+        in_memory([*paths, paths[0].parent / "b.txt"], Bytes())
