@@ -130,10 +130,7 @@ class Tokenizer:
         self._template = template
 
     def require_fits(self, vocab: int) -> None:
-        """Raises if it has more tokens than the model, besides those that were added to it.
-
-        One may have been added for padding, for example, which the model never sees.
-        """
+        """Raises if it has more tokens than the model, besides added ones, as for padding."""
         needed = max(self._tokenizer.get_vocab(with_added_tokens=False).values(), default=-1) + 1
         if needed > vocab:
             raise UserError(

@@ -254,6 +254,7 @@ def test_an_option_in_a_sentence_exists(page: Path) -> None:
 
 
 NAMES_OF_RUNS = ("config.json", "tokenizer.json", "generation_config.json", "tokens/tokens.json")
+NAMES_OF_RUNS += ("manifest.json", "tokens/manifest.json")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -59,15 +59,6 @@ def test_bad_input_ends_in_one_line_and_code_2(inputs, options, named, tmp_path,
     assert not list(tmp_path.glob("out*"))
 
 
-def test_nothing_is_overwritten(texts, tmp_path, capsys):
-    arguments = ["tokenize", *texts, "--out", str(tmp_path / "out")]
-    assert main(arguments) == 0
-    before = (tmp_path / "out" / "tokens.json").stat()
-    assert main(arguments) == 2
-    assert "exists already" in capsys.readouterr().err
-    assert (tmp_path / "out" / "tokens.json").stat() == before
-
-
 def test_a_full_disk_is_named_and_leaves_nothing(texts, tmp_path, capsys, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -246,13 +246,6 @@ def test_thousands_of_layers_that_are_not_there_are_refused_before_a_model_is_bu
         q.load(tmp_path)
 
 
-def test_a_model_is_not_written_into_the_folder_of_a_run(tmp_path):
-    (tmp_path / "config.json").write_text('{"model": {}}')
-    with pytest.raises(UserError, match=r"holds a model already: config\.json"):
-        q.save(tmp_path, quantized())
-    assert (tmp_path / "config.json").read_text() == '{"model": {}}'
-
-
 def test_only_quantized_models_are_saved_here(tmp_path):
     with pytest.raises(ValueError, match=r"hf\.save writes others"):
         q.save(tmp_path, filled(CONFIG))

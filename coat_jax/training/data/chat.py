@@ -120,9 +120,8 @@ class _Writer:
         contents = encode(self._tokenizer, texts, [True] * len(texts), places)
         parts, learned = [], []
         for message, begins, content in zip(messages, first, contents, strict=True):
-            counts = message.learned
             parts += [self._heads[message.role, begins], content, self._end, self._tail]
-            learned += [False, counts, counts, False]
+            learned += [False, message.learned, message.learned, False]
         lengths = np.array([len(part) for part in parts])
         firsts = np.cumsum([0] + [4 * len(conversation) for conversation in conversations])[:-1]
         of_each = np.add.reduceat(lengths, firsts)

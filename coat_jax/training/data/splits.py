@@ -1,7 +1,7 @@
 """Training and held-out data: no file in both, and one tokenizer for both."""
 
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import digest_of
@@ -32,49 +32,38 @@ def require_one_tokenizer(config: DataConfig) -> None:
     made = [_made(config, patterns) for split in SPLITS if (patterns := getattr(config, split))]
     if len(made) < len(SPLITS):
         return
-    train, held_out = made
-    if train.digest and held_out.digest and train.digest != held_out.digest:
+    (in_tokens, digest), (also_in_tokens, other_digest) = made
+    if digest and other_digest and digest != other_digest:
         raise UserError(
-            f"data.train has tokens of one tokenizer ({train.digest}), and data.held_out of "
-            f"another ({held_out.digest}). Use the same for both; data.tokenizer names that of "
+            f"data.train has tokens of one tokenizer ({digest}), and data.held_out of "
+            f"another ({other_digest}). Use the same for both; data.tokenizer names that of "
             "text files."
         )
-    unknown = config.tokenizer is None and None in (train.digest, held_out.digest)
-    if unknown and train.in_tokens != held_out.in_tokens:
+    unknown = config.tokenizer is None and None in (digest, other_digest)
+    if unknown and in_tokens != also_in_tokens:
         raise UserError(
             "One of data.train and data.held_out has token files and the other has text, which "
             "is read as bytes: name the tokenizer of the token files with data.tokenizer."
         )
 
 
-class _Made(NamedTuple):
-    """How the tokens of a split are made.
-
-    Attributes:
-        in_tokens: whether they are read from token files.
-        digest: identifies the tokenizer; None if it is not known.
-    """
-
-    in_tokens: bool
-    digest: str | None
-
-
-def _made(config: DataConfig, patterns: tuple[str, ...]) -> _Made:
+def _made(config: DataConfig, patterns: tuple[str, ...]) -> tuple[bool, str | None]:
+    """Whether a split is read from token files, and its tokenizer's digest, if that is known."""
     if CORPUS in patterns:
-        return _Made(False, digest_of(None))
+        return False, digest_of(None)
     paths = files_of(patterns)
     if not are_tokens(paths):
-        return _Made(False, digest_of(config.tokenizer))
+        return False, digest_of(config.tokenizer)
     named = None if config.tokenizer is None else digest_of(config.tokenizer)
     notes = sidecar_of(paths)
     if notes is None:
-        return _Made(True, named)
+        return True, named
     if named not in (None, notes["tokenizer"]):
         raise UserError(
             f"data.tokenizer={config.tokenizer} is not the tokenizer that made the files in "
             f"{paths[0].parent}: leave it out, or name the one that did."
         )
-    return _Made(True, notes["tokenizer"])
+    return True, notes["tokenizer"]
 
 
 def _named(patterns: tuple[str, ...], split: Split) -> list[Path]:

@@ -156,6 +156,7 @@ PAGES = [
             Given("12 MB", SETTING),
             Given("256 MiB", SETTING),
             Given("2 GiB", SETTING),
+            Given("8 GiB", SETTING),
             Given("1024 bytes", SETTING),
             Given("fill more than 99 % of the positions", TESTED),  # test_packing.py
         ],

@@ -137,13 +137,3 @@ def test_the_end_of_text_is_that_of_the_tokenizer_or_the_one_given(tmp_path):
     unknown = write_tokenizer(tmp_path / "b.json", special=("<pad>",))
     with pytest.raises(ValueError, match=r"b.json has none of .* set end_of_text"):
         document_tokenizer(unknown)
-
-
-def test_a_file_that_is_not_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no tokenizer file"):
-        Tokenizer(tmp_path / "missing.json")
-    with pytest.raises(UserError, match="is a folder: name the tokenizer file itself"):
-        Tokenizer(tmp_path)
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"other.json is not a file of the `tokenizers` library"):
-        Tokenizer(tmp_path / "other.json")
