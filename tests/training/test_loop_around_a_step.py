@@ -303,7 +303,7 @@ def test_a_run_says_how_many_conversations_are_cut(step, config, tmp_path):
             data=DataConfig(train=(str(path),), kind="chat"),
         )
     )
-    assert "rows of 64; truncated to that length: 3 documents." in text
+    assert "rows of 64; truncated to that length: 3 documents; each batch has 16 rows" in text
 
 
 def lion(schedule):
