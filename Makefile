@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types docs oracles examples gpu clean
+.PHONY: help demo test lint types docs compiled oracles examples gpu clean
 
 help:  ## say what there is to make
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
@@ -42,11 +42,13 @@ docs: $(VENV)/docs.stamp  ## build the documentation site in out/site; a broken 
 	NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict --quiet
 	@echo "Open out/site/index.html in a browser."
 
-oracles: $(VENV)/oracles.stamp  ## interpret kernels, compile for Hopper, compare with torch
+compiled: $(VENV)/compiled.stamp  ## compile for Hopper, without a GPU
+	JAX_PLATFORMS=cpu,cuda $(pytest) --no-skips -m compiled
+
+oracles: $(VENV)/oracles.stamp  ## interpret kernels, and compare with torch and transformers
 	JAX_PLATFORMS=cpu TRITON_INTERPRET=1 $(pytest) --no-skips -m interpret
 	JAX_PLATFORMS=cpu $(pytest) --no-skips -m oracle
 	JAX_PLATFORMS=cpu $(pytest) --no-skips -m examples -k hugging_face tests/examples
-	JAX_PLATFORMS=cpu,cuda $(pytest) --no-skips -m compiled
 
 examples: $(VENV)/examples.stamp  ## run coat_jax inside other trainers: needs Python 3.12, as MaxText does
 	JAX_PLATFORMS=cpu $(pytest) --no-skips -m examples -k "not hugging_face" tests/examples
