@@ -7,10 +7,10 @@ For x = U S V^T this approaches U V^T. The usual coefficients do not converge: a
 they leave singular values between about 0.7 and 1.2, which is close enough.
 
 On a mesh, XLA by itself would gather every matrix on every device, and every device would compute
-all products. Here matrices of one shape are stacked, and an all-to-all gives each device its share
-of whole matrices: their number divided by the number of devices, rounded up. Another all-to-all
-returns them. The size of a stack is limited, so that its copies take little memory, and so that one
-stack can be communicated while another is multiplied.
+all products. Here matrices of one shape are stacked, and all-to-alls, one for each mesh axis, give
+each device its share of whole matrices: their number divided by the number of devices, rounded up.
+The same number returns them. The size of a stack is limited, so that its copies take little memory,
+and so that one stack can be communicated while another is multiplied.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
@@ -89,7 +90,7 @@ def _orthogonalize_stacks(
     for parts in _of_one_shape(stacks):
         slices = [stacks[part.stack][part.begin : part.end].astype(dtype) for part in parts]
         ends = np.cumsum([len(each) for each in slices])
-        done = _on_one_device_each(run, jnp.concatenate(slices))
+        done = _on_one_device_each(run, slices)
         for part, result in zip(parts, jnp.split(done, ends[:-1]), strict=True):
             results[part.stack].append(result)
     return [
@@ -228,21 +229,59 @@ def _map(one: Callable[[Array], Array], stack: Float[Array, "B M N"]) -> Float[A
 
 
 def _on_one_device_each(
-    run: Callable[[Array], Array], stack: Float[Array, "B M N"]
+    run: Callable[[Array], Array], slices: Sequence[Float[Array, "B M N"]]
 ) -> Float[Array, "B M N"]:
-    """Applies `run` to a stack whose matrices are distributed over the devices of the mesh, if any.
+    """Applies `run` to one stack of `slices`, distributed over the devices of the mesh, if any.
 
     Zeros fill up the stack to a multiple of the number of devices.
     """
     mesh = automatic_mesh()
     if mesh is None:
-        return run(stack)
+        return run(jnp.concatenate(slices))
+    # The whole stack is sharded like the first slice: of several shardings XLA chooses none.
+    stack = jnp.concatenate([slices[0], *map(_sharded_as_used, slices[1:])])
     free = PartitionSpec.UNCONSTRAINED
-    whole_stack = PartitionSpec(None, free, free)
-    missing = -stack.shape[0] % mesh.size
-    padded = lax.with_sharding_constraint(
-        jnp.pad(stack, [(0, missing), (0, 0), (0, 0)]), whole_stack
-    )
-    by_matrix = PartitionSpec(mesh.axis_names)
-    shared = jax.shard_map(run, in_specs=by_matrix, out_specs=by_matrix, check_vma=False)(padded)
-    return lax.with_sharding_constraint(shared, whole_stack)[: stack.shape[0]]
+    axes = mesh.axis_names[::-1]  # the axes of a PartitionSpec's entry leave it from the last on
+    # XLA moves a mesh axis from one axis of an array to another by an all-to-all, but several axes
+    # at once by gathering the array. So they move to the axis of the matrices one by one.
+    stages = [PartitionSpec(axes[:count], free, free) for count in range(len(axes) + 1)]
+    x = jnp.pad(stack, [(0, -stack.shape[0] % mesh.size), (0, 0), (0, 0)])
+    for stage in stages:
+        x = lax.with_sharding_constraint(x, stage)
+    by_matrix = PartitionSpec(axes)
+    x = jax.shard_map(run, in_specs=by_matrix, out_specs=by_matrix, check_vma=False)(x)
+    for stage in stages[::-1]:
+        x = lax.with_sharding_constraint(x, stage)
+    return x[: stack.shape[0]]
+
+
+def _identity(rule: str, sharding: Callable[[Any, Any], Any]) -> Callable[[Array], Array]:
+    """Returns its argument, sharded by a choice between the shardings of argument and result."""
+
+    @custom_partitioning
+    def identity(x: Array) -> Array:
+        return x
+
+    def partition(mesh: Any, arguments: Sequence[Any], result: Any) -> Any:
+        chosen = sharding(arguments[0].sharding, result.sharding)
+        return mesh, lambda x: x, chosen, (chosen,)
+
+    identity.def_partition(partition, sharding_rule=rule)
+    return identity
+
+
+_as_it_is = _identity("b m n -> b m n", lambda argument, _: argument)
+_as_used = _identity("b m n -> c p q", lambda _, result: result)
+
+
+@jax.custom_batching.custom_vmap
+def _resharded(x: Float[Array, "B M N"]) -> Float[Array, "B M N"]:
+    """`x`, sharded as its use requires: the use does not see how `x` is sharded."""
+    # XLA can compare the shardings of two such calls. That of another operation may be in another
+    # notation, and XLA then gathers the array.
+    return _as_used(_as_it_is(x))
+
+
+_resharded.def_vmap(lambda _, batched, x: (x, *batched))
+_sharded_as_used = jax.custom_jvp(_resharded)
+_sharded_as_used.defjvp(lambda primals, tangents: (_sharded_as_used(*primals), *tangents))

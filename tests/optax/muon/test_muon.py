@@ -21,6 +21,7 @@ from coat_jax.optax.muon.newton_schulz import orthogonalize
 
 STANDARD = np.array([3.4445, -4.7750, 2.0315])
 IN_FP32 = coat.Storage(min_size=1 << 30)
+AXES = ("fsdp", "tensor")
 SHAPES = {"embedding": (96, 32), "wide": (32, 160), "tall": (160, 32), "square": (2, 64, 64)}
 
 
@@ -273,31 +274,83 @@ def two_steps(params, grads, state):
 def alone():
     """Parameters, gradients, and what two steps on one device make of them.
 
-    Stacks of 1, 3 and 5 matrices: 8 devices cannot share them equally.
+    Stacks of 1, 3 and 7 matrices: 8 devices cannot share them equally.
     """
     shapes = {"embedding": (64, 32), "a": (64, 32), "b": (3, 32, 64), "c": (5, 64, 64)}
+    shapes["d"] = (2, 64, 64)
     params, grads = tree(1, shapes), tree(2, shapes)
     return params, grads, jax.jit(two_steps)(params, grads, OF_SMALL_GROUPS.init(params))
 
 
+def on_mesh(sizes, names):
+    """A mesh, and how it shards a matrix of this name; "d" is sharded as the output of heads."""
+    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+
+    def sharding(name, ndim):
+        rows_and_columns = [axis if axis in names else None for axis in AXES]
+        last_two = rows_and_columns[:: -1 if name == "d" else 1] if ndim > 1 else []
+        return NamedSharding(mesh, P(*[None] * (ndim - len(last_two)), *last_two))
+
+    return mesh, sharding
+
+
 @pytest.mark.costly
-@pytest.mark.parametrize("mesh_shape", [(8, 1), (2, 4)])
-def test_updates_do_not_depend_on_the_mesh(alone, mesh_shape):
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)])
+def test_updates_do_not_depend_on_the_mesh(alone, sizes):
     params, grads, wanted = alone
     tx = OF_SMALL_GROUPS
-    mesh = jax.make_mesh(mesh_shape, ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    mesh, sharding = on_mesh(sizes, ("data", *AXES))
 
-    def sharded(leaf):
-        spec = P(*[None] * (leaf.ndim - 2), "fsdp", "tensor") if leaf.ndim > 1 else P()
-        return jax.device_put(leaf, NamedSharding(mesh, spec))
+    def sharded(tree):
+        return {name: jax.device_put(x, sharding(name, x.ndim)) for name, x in tree.items()}
 
     with jax.set_mesh(mesh):
-        params, grads = jax.tree.map(sharded, (params, grads))
+        params, grads = sharded(params), sharded(grads)
         state = jax.jit(tx.init, out_shardings=coat.optax.state_shardings(tx, params))(params)
         together = jax.jit(two_steps)(params, grads, state)
     for got, want in zip(jax.tree.leaves(together), jax.tree.leaves(wanted), strict=True):
         if got.dtype == jnp.float32:
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-3 * np.max(np.abs(want)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [((2, 4), ("data", "fsdp")), ((4, 2), ("fsdp", "tensor")), ((2, 2, 2), ("data", *AXES))],
+)
+def test_devices_exchange_matrices_and_gather_none(sizes, names, capfd):
+    """Except over "data", where parameters are replicated: each stack is gathered once."""
+    mesh, sharding = on_mesh(sizes, names)
+    shapes = {"a": (8, 128, 128), "d": (3, 128, 128), "wide": (5, 128, 256)}
+    step = coat.optax.in_place(OF_SMALL_GROUPS)
+    with jax.set_mesh(mesh):
+        params = {
+            name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding(name, 3))
+            for name, shape in shapes.items()
+        }
+        shardings = coat.optax.state_shardings(step, params)
+        state = jax.tree.map(
+            lambda x, s: x.update(sharding=s), jax.eval_shape(step.init, params), shardings
+        )
+        program = jax.jit(step.step, donate_argnums=(0, 2)).lower(params, params, state).compile()
+    assert "rematerialization" not in capfd.readouterr().err  # XLA warns where it replicates
+    gathered = re.findall(r"all-gather(?:-start)?\(", program.as_text())
+    assert len(gathered) == (2 if "data" in names else 0)
+
+
+def test_on_a_mesh_updates_can_be_batched_and_differentiated():
+    tx = coat.optax.scale_by_fp8_muon(ns_dtype=jnp.float32, storage=IN_FP32)
+    grads = {name: normal(seed, (16, 24)) for seed, name in enumerate("abc")}
+
+    def square(grads):
+        return optax.tree.norm(tx.update(grads, tx.init(grads))[0], squared=True)
+
+    def both(grads):
+        return jax.grad(square)(grads), jax.vmap(square)(jax.tree.map(lambda g: g[None], grads))
+
+    wanted = jax.jit(both)(grads)
+    with jax.set_mesh(jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))):
+        got = jax.jit(both)(grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), got, wanted)
 
 
 def test_in_a_group_of_equal_shapes_each_leaf_gets_its_own_matrix_back():

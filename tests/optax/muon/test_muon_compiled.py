@@ -64,9 +64,18 @@ def test_no_device_computes_what_another_computes(sizes, names, spec):
     assert elements_of_products(program) == in_all // 4
 
 
-def test_matrices_travel_by_all_to_all_in_16_bits_and_nothing_is_gathered():
-    program = compile_step(hopper_mesh((4,), ("fsdp",)), P(None, "fsdp"))
-    assert set(collectives(program)) == {"all-to-all", "all-reduce"}
+@pytest.mark.parametrize(
+    ("sizes", "names", "spec", "others"),
+    [
+        ((4,), ("fsdp",), P(None, "fsdp"), set()),
+        ((2, 2), ("fsdp", "tensor"), P(None, "fsdp", "tensor"), set()),
+        ((2, 2), ("data", "fsdp"), P(None, "fsdp"), {"all-gather"}),  # over "data"
+    ],
+)
+def test_matrices_travel_by_all_to_all_in_16_bits(sizes, names, spec, others, capfd):
+    program = compile_step(hopper_mesh(sizes, names), spec)
+    assert set(collectives(program)) == {"all-to-all", "all-reduce"} | others
+    assert "rematerialization" not in capfd.readouterr().err
     moved = re.findall(
         r"= \(\((.*)\), .*\) all-to-all-start|= (\S+) all-to-all\(", program.as_text()
     )
