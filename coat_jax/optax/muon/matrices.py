@@ -15,6 +15,7 @@ import optax
 from jaxtyping import Array, Float
 from optax.contrib import MuonDimensionNumbers
 
+from coat_jax.errors import UserError
 from coat_jax.limits import shown
 
 # A tree with MuonDimensionNumbers, or None where there is no matrix, for each leaf or for whole
@@ -27,13 +28,17 @@ VECTOR = re.compile(
     r"(\b|_)(scales?|bias(es)?|gammas?|betas?)\b|(\b|_)bias_|norm(s|_?\d+)?\b|\bln(_?(\d+|f))?\b",
     re.IGNORECASE,
 )
+# The names of weights in Flax: any, and those of attention, which have an axis for heads.
+KERNEL = re.compile(r"\bkernel\b")
+OF_ATTENTION = re.compile(r"\b(query|key|value|out)(?=\W+kernel\b)")
 
 
 def hidden_matrices(params: optax.Params) -> Any:
     """The matrices of a network's hidden layers, as `muon_weight_dimension_numbers`.
 
     These are the leaves with two axes or more, neither of the last two of size 1. Axes before the
-    last two are a stack of matrices. Left out are, by the words on their path:
+    last two are a stack of matrices, except in the attention of Flax, where all heads are one
+    matrix. Left out are, by the words on their path:
 
     - embeddings and heads: a word begins with "embed", "unembed" or "vocab", ends with "head", or
       is "wte" or "wpe";
@@ -42,14 +47,41 @@ def hidden_matrices(params: optax.Params) -> Any:
       or it begins with "bias_"; or it is "ln", "ln_1", "ln_f" and the like.
     """
 
+    shapes = {
+        jax.tree_util.keystr(path): jnp.shape(leaf)
+        for path, leaf in jax.tree.leaves_with_path(params)
+    }
+
     def numbers(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
         shape = jnp.shape(leaf)
         name = jax.tree_util.keystr(path)
         if len(shape) < 2 or min(shape[-2:]) < 2 or VOCABULARY.search(name) or VECTOR.search(name):
             return None
+        found = OF_ATTENTION.search(name)
+        query, out = (shapes.get(OF_ATTENTION.sub(side, name), ()) for side in ("query", "out"))
+        if found and len(shape) == len(query) == len(out) == 3 and query[1:] == out[:2]:
+            inputs, outputs = ((0, 1), 2) if found[1] == "out" else (0, (1, 2))
+            return MuonDimensionNumbers(inputs, outputs)
         return MuonDimensionNumbers(len(shape) - 2, len(shape) - 1)
 
     return jax.tree.map_with_path(numbers, params)
+
+
+def certain_matrices(params: optax.Params) -> Any:
+    """`hidden_matrices`; raises for kernels of Flax that may be something else than stacks."""
+    chosen = hidden_matrices(params)
+    of_leaves = numbers_of_leaves(chosen, params)
+    for (path, leaf), dims in zip(jax.tree.leaves_with_path(params), of_leaves, strict=True):
+        name, axes = jax.tree_util.keystr(path), jnp.ndim(leaf)
+        if KERNEL.search(name) and axes > 2 and dims == (axes - 2, axes - 1):
+            raise UserError(
+                f"{name} of shape {jnp.shape(leaf)} may be a stack of matrices, one matrix with an "
+                "axis for heads, or a convolution. If axes before the last two count matrices, "
+                "pass muon_weight_dimension_numbers=coat_jax.optax.hidden_matrices. If not, pass "
+                "a tree like what this function returns, with optax.contrib.MuonDimensionNumbers"
+                "(0, (1, 2)) for [D, heads, head_dim], or None for a leaf that AdamW updates."
+            )
+    return chosen
 
 
 class Matrix(NamedTuple):

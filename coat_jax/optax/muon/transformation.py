@@ -52,7 +52,7 @@ from coat_jax.optax.masks import Mask, checked_mask, require_mask
 from coat_jax.optax.muon.matrices import (
     DimensionNumbers,
     Matrix,
-    hidden_matrices,
+    certain_matrices,
     matrices_of,
     numbers_of_leaves,
 )
@@ -129,7 +129,8 @@ def fp8_muon(
         adam_weight_decay: of the leaves that Adam updates.
         adam_learning_rate: a number or a schedule; by default the same as Muon's.
         muon_weight_dimension_numbers: which leaves Muon updates, and which of their axes form a
-            matrix; by default `hidden_matrices`. See `optax.contrib.MuonDimensionNumbers`. A leaf
+            matrix; by default `hidden_matrices`, and kernels of Flax with more than two axes are
+            refused, except those of attention. See `optax.contrib.MuonDimensionNumbers`. A leaf
             with None is updated by AdamW.
         consistent_rms: the root mean square of updates of any shape: they are scaled by
             sqrt(max(fan_in, fan_out)) times this number. With the usual 0.2, learning rates of
@@ -162,7 +163,7 @@ def fp8_muon(
     require_mask("weight_decay_mask", weight_decay_mask)
     if consistent_rms is not None:
         require_number("consistent_rms", consistent_rms)
-    numbers = muon_weight_dimension_numbers or hidden_matrices
+    numbers = muon_weight_dimension_numbers or certain_matrices
     muon = checked_chain(
         ScaleByFP8MuonState,
         scale_by_fp8_muon(
@@ -229,7 +230,7 @@ def scale_by_fp8_muon(
     nesterov: bool = True,
     adaptive: bool = False,
     preconditioning: Preconditioning = "frobenius",
-    weight_dimension_numbers: DimensionNumbers = hidden_matrices,
+    weight_dimension_numbers: DimensionNumbers = certain_matrices,
     ns_dtype: DTypeLike = jnp.bfloat16,
     storage: Storage | None = None,
 ) -> optax.GradientTransformation:

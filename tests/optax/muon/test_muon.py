@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
@@ -16,6 +17,7 @@ from small_model import SMALL
 
 import coat_jax as coat
 from coat_jax import models
+from coat_jax.errors import UserError
 from coat_jax.optax.muon.matrices import matrices_of
 from coat_jax.optax.muon.newton_schulz import orthogonalize
 
@@ -206,6 +208,34 @@ def test_vocabulary_vectors_and_the_rest_go_to_adam():
     assert isinstance(state.inner_states["muon"].inner_state[0], coat.optax.ScaleByFP8MuonState)
     followed = state.inner_states["adam"].inner_state[0].mu.codes
     assert [len(jax.tree.leaves(followed[name])) for name in params] == [1, 1, 1, 1]
+
+
+FLAX = {
+    "nnx": lambda: nnx.state(nnx.MultiHeadAttention(4, 32, rngs=nnx.Rngs(0)), nnx.Param),
+    "linen": lambda: linen.MultiHeadDotProductAttention(4).init(
+        jax.random.key(0), jnp.ones((1, 2, 32))
+    ),
+}
+
+
+@pytest.mark.parametrize("attention", FLAX.values(), ids=FLAX)
+def test_all_heads_of_flax_are_one_matrix(attention):
+    params = attention()
+    state = coat.optax.fp8_muon(0.02).init(params)
+    columns = state.inner_states["muon"].inner_state[0].columns
+    shapes = {jax.tree_util.keystr(p): x.shape for p, x in jax.tree.leaves_with_path(columns)}
+    assert len(shapes) == 4
+    for name, shape in shapes.items():
+        assert shape == ((1, 1, 32) if "out" in name else (1, 4, 8)), name
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 16, 8), (2, 16, 32), (2, 32, 4, 8)])
+def test_other_kernels_of_flax_are_refused_where_nothing_says_what_their_axes_are(shape):
+    params = {"query": {"kernel": jnp.ones(shape)}}
+    with pytest.raises(UserError, match=r"\['query'\]\['kernel'\] of shape .*hidden_matrices"):
+        coat.optax.fp8_muon(0.02).init(params)
+    numbers = coat.optax.hidden_matrices  # says it
+    coat.optax.fp8_muon(0.02, muon_weight_dimension_numbers=numbers).init(params)
 
 
 @pytest.mark.parametrize("changes", [{}, {"norms": "after", "qk_norm": "all"}], ids=str)
