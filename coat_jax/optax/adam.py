@@ -57,10 +57,10 @@ def scale_by_fp8_adam(
     require_settings(
         storage=storage, implementation=implementation, mu_dtype=mu_dtype, nesterov=nesterov
     )
-    require_lasting(hyper, storage)
     settings = Settings(storage or Storage(), nesterov)
 
     def init(params: optax.Params) -> ScaleByFP8AdamState:
+        require_lasting(hyper, settings.storage, params)
         return init_state(params, settings.storage)
 
     def update(

@@ -147,11 +147,11 @@ def fused_fp8_adamw(
         round_params=round_params,
         correct_params=correct_params,
     )
-    require_lasting(hyper, storage)
     require_mask("mask", mask)
     settings = Settings(storage or Storage(), nesterov, round_params)
 
     def init(params: optax.Params) -> ScaleByFP8AdamState | CorrectedState:
+        require_lasting(hyper, settings.storage, params)
         state = init_state(params, settings.storage)
         return CorrectedState(state, init_corrections(params)) if correct_params else state
 

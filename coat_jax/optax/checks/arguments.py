@@ -39,12 +39,12 @@ def require_hyper(hyper: Hyper) -> None:
         require_number_or_schedule(name, getattr(hyper, name))
 
 
-def require_lasting(hyper: Hyper, storage: Storage | None) -> None:
+def require_lasting(hyper: Hyper, storage: Storage, params: Any) -> None:
     """Raises if a first moment that is stored as m / sqrt(v) lasts too much longer than v."""
     b1, b2 = _known(hyper.b1), _known(hyper.b2)
-    if b1 is None or b2 is None or (storage or Storage()).first != DIRECTION:
+    if b1 is None or b2 is None or storage.first != DIRECTION or b2 >= least_b2(b1):
         return
-    if b2 < least_b2(b1):
+    if any(storage.quantizes(jnp.shape(leaf)) for leaf in jax.tree.leaves(params)):
         raise ValueError(
             f"b2={hyper.b2!r} with b1={hyper.b1!r}: the first moment is stored relative to the "
             f"root of the second, which decays faster: b2 must be at least {least_b2(b1):g}. Use "

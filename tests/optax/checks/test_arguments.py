@@ -64,16 +64,21 @@ MAKERS = (fp8_adamw, fused_fp8_adamw, scale_by_fp8_adam)
 def test_a_direction_needs_a_second_moment_that_lasts(make):
     """Without, m over sqrt(v) grows while there are no gradients, and the codes become coarse."""
     given = {"learning_rate": 1e-3} if "learning_rate" in inspect.signature(make).parameters else {}
+
+    def init(**arguments):
+        make(**given, **arguments).init({"bias": jnp.ones(256), "w": jnp.ones((128, 128))})
+
     for b2 in (0.0, 0.6, 0.78):
         with pytest.raises(ValueError, match=rf"b2={b2} with b1=0.9: .*0.788943.*Storage\(first="):
-            make(**given, b1=0.9, b2=b2)
+            init(b1=0.9, b2=b2)
     with pytest.raises(ValueError, match=r"b2 must be at least 0.977641"):
-        make(**given, b1=0.99, b2=0.95)
-    make(**given, b1=0.9, b2=0.788943)  # what the error says is enough
-    make(**given, b1=0.95, b2=0.891001)
-    make(**given, b1=0.95, b2=0.9)
-    make(**given, b1=0.0, b2=0.0)
-    make(**given, b1=0.9, b2=0.0, storage=Storage(first=E4M3))
+        init(b1=0.99, b2=0.95)
+    init(b1=0.9, b2=0.788943)  # what the error says is enough
+    init(b1=0.95, b2=0.891001)
+    init(b1=0.95, b2=0.9)
+    init(b1=0.0, b2=0.0)
+    init(b1=0.9, b2=0.0, storage=Storage(first=E4M3))
+    init(b1=0.99, b2=0.9, storage=Storage(min_size=128 * 128 + 1))  # all moments are in FP32
 
 
 @pytest.mark.parametrize("make", MAKERS)
