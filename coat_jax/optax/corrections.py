@@ -24,6 +24,7 @@ from coat_jax.optax.checks.trees import (
     explaining_states,
     require_real_floats,
     require_same_shapes,
+    require_same_structure,
     require_state_of,
     require_transformation,
 )
@@ -188,17 +189,10 @@ def advice_on(state: Any) -> str:
 def require_corrections(params: optax.Params, state: Any) -> None:
     """Raises unless `state` has corrections of these parameters."""
     require_state_of(CorrectedState, state)
-    named = jax.tree.leaves_with_path(params)
-    found = jax.tree.leaves(state.corrections)
-    expected: Any = jax.tree.structure(params)
-    made_for: Any = jax.tree.structure(state.corrections)
-    if expected != made_for:
-        raise ValueError(
-            f"There are {len(named)} parameters, but the state has corrections of {len(found)}, "
-            f"or of others.\n  parameters:  {expected}\n  corrections: {made_for}\n"
-            "Make the state with init(params) from these parameters."
-        )
-    for (path, p), c in zip(named, found, strict=True):
+    require_same_structure("parameters", params, state.corrections)
+    for (path, p), c in zip(
+        jax.tree.leaves_with_path(params), jax.tree.leaves(state.corrections), strict=True
+    ):
         if (c.shape, c.dtype) != (_shape(p), corrections.DTYPE):
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} is {jnp.result_type(p).name}"

@@ -106,27 +106,15 @@ def fused_fp8_adamw(
 ) -> FusedOptimizer:
     """AdamW with both moments stored in 8 bits, as one in-place step.
 
-    The arguments are those of `fp8_adamw`, without `mu_dtype` and with `round_params` and
-    `correct_params`. From `weight_decay` on they are passed by name. The state is that of the first
-    transformation in `fp8_adamw`, or with `correct_params` a `CorrectedState` around it.
+    The other arguments are those of `fp8_adamw`, without `mu_dtype`. From `weight_decay` on they
+    are passed by name. The state is that of the first transformation in `fp8_adamw`, or with
+    `correct_params` a `CorrectedState` around it.
 
     Args:
-        learning_rate: a number or a schedule.
-        b1: decay rate of the first moment.
-        b2: decay rate of the second moment.
-        eps: added to the root of the second moment.
-        eps_root: added inside the root.
-        weight_decay: a number or a schedule; decoupled from the gradient, multiplied by the
-            learning rate.
-        mask: a tree of booleans, or a function from parameters to one, that selects the leaves that
-            decay.
-        nesterov: whether to use Nesterov momentum, in optax's form.
         round_params: whether BF16 parameters are rounded stochastically, so that updates
             smaller than half a unit in the last place are not lost.
         correct_params: whether BF16 parameters train as numbers of 24 bits. The state is then a
             `CorrectedState`, with 8 bits for each. `round_params` rounds the last of the 24 bits.
-        storage: formats, group size, rounding and which leaves stay in FP32.
-        implementation: None, "xla" or "triton"; see `coat_jax.kernels.dispatch`.
 
     Example:
         >>> import coat_jax as coat, jax, jax.numpy as jnp

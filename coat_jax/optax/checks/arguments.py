@@ -151,8 +151,6 @@ def require_step_number(step: Any) -> None:
     """Raises unless `step` is a whole number: a Python one, or a scalar of an integer dtype."""
     if not _is_scalar(step) or not jnp.issubdtype(jnp.result_type(step), jnp.integer):
         raise TypeError(f"step={shown(step)} must be a whole number: the count of the steps.")
-    if isinstance(step, int) and not -(2**31) <= step < 2**31:
-        raise ValueError(f"step={step} is outside the range of int32, below {2**31}.")
 
 
 def is_function(value: Any) -> bool:

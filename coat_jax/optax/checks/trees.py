@@ -122,8 +122,8 @@ def _with_article(kind: type) -> str:
     return f"{article} {kind.__name__}"
 
 
-def require_same_shapes(name: str, tree: Any, codes: Any) -> None:
-    """Raises unless `tree` has the structure and shapes of `codes` (a state's, or parameters)."""
+def require_same_structure(name: str, tree: Any, codes: Any) -> None:
+    """Raises unless `tree` has the structure of `codes` (a state's, or parameters)."""
     expected: Any = jax.tree.structure(codes)
     got: Any = jax.tree.structure(tree)
     if expected != got:
@@ -132,6 +132,11 @@ def require_same_shapes(name: str, tree: Any, codes: Any) -> None:
             f"  state: {expected}\n  {name}: {got}\n"
             "Make the state with tx.init(params) from the parameters that are differentiated."
         )
+
+
+def require_same_shapes(name: str, tree: Any, codes: Any) -> None:
+    """Raises unless `tree` has the structure and shapes of `codes` (a state's, or parameters)."""
+    require_same_structure(name, tree, codes)
     for (path, leaf), stored in zip(
         jax.tree.leaves_with_path(tree), jax.tree.leaves(codes), strict=True
     ):

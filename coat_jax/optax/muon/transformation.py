@@ -110,10 +110,10 @@ def fp8_muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Muon for a network's hidden matrices and AdamW for the rest, all states in 8 bits.
 
+    `scale_by_fp8_muon` describes the arguments that are not listed here.
+
     Args:
         learning_rate: a number or a schedule.
-        ns_coeffs: see `scale_by_fp8_muon`.
-        ns_steps: see `scale_by_fp8_muon`.
         beta: decay rate of Muon's momentum.
         eps: for Muon, see `scale_by_fp8_muon`; Adam adds it to the root of the second moment.
         weight_decay: of Muon's matrices; decoupled, multiplied by the learning rate.
@@ -121,8 +121,6 @@ def fp8_muon(
             the matrices that decay.
         mu_dtype: must be None; keeps the argument order of optax.
         nesterov: whether to use Nesterov momentum, also in Adam.
-        adaptive: see `scale_by_fp8_muon`.
-        preconditioning: see `scale_by_fp8_muon`.
         adam_b1: decay rate of Adam's first moment.
         adam_b2: decay rate of Adam's second moment.
         adam_eps_root: added inside Adam's root.
@@ -135,7 +133,6 @@ def fp8_muon(
         consistent_rms: the root mean square of updates of any shape: they are scaled by
             sqrt(max(fan_in, fan_out)) times this number. With the usual 0.2, learning rates of
             AdamW are suitable. By default the factor is sqrt(max(1, fan_out / fan_in)).
-        ns_dtype: see `scale_by_fp8_muon`.
         storage: formats, group size, rounding and which leaves stay in FP32.
         implementation: of Adam's step: None, "xla" or "triton".
 
@@ -210,11 +207,6 @@ def fp8_muon(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, Any]:
         require_state_of(optax.transforms.PartitionState, state)
-        if state.inner_states.keys() != {"muon", "adam"}:
-            raise TypeError(
-                f"The state has parts for {', '.join(map(str, state.inner_states))}, instead of "
-                "muon and adam: another optimizer made it. Make it with init(params)."
-            )
         return parts.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(parts.init, update)
