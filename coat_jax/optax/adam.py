@@ -42,15 +42,7 @@ def scale_by_fp8_adam(
 ) -> optax.GradientTransformation:
     """Rescales updates as Adam does, with both moments stored in 8 bits.
 
-    Args:
-        b1: decay rate of the first moment.
-        b2: decay rate of the second moment.
-        eps: added to the root of the second moment.
-        eps_root: added inside the root.
-        mu_dtype: must be None; keeps the argument order of optax.
-        nesterov: whether to use Nesterov momentum, in optax's form.
-        storage: formats, group size, rounding and which leaves stay in FP32.
-        implementation: None, "xla" or "triton"; see `coat_jax.kernels.dispatch`.
+    `fp8_adamw`, which chains it with weight decay and the learning rate, describes the arguments.
     """
     hyper = Hyper(b1=b1, b2=b2, eps=eps, eps_root=eps_root)
     require_hyper(hyper)

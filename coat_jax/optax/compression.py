@@ -81,8 +81,6 @@ def compress(
         {'b': 'float32', 'w': 'float8_e4m3fn'}
     """
     require_settings(storage=storage, implementation=implementation)
-    if where is not None and not callable(where):
-        raise TypeError(f"where={where!r} must be a function of path and leaf, or None.")
     inner = optax.with_extra_args_support(require_transformation("compress", tx))
     storage = storage or Storage()
 

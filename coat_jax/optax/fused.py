@@ -165,22 +165,17 @@ def fused_fp8_adamw(
             grad_scale=grad_scale,
             skip=skip,
         )
+        flags = None if mask is None else jax.tree.leaves(mask_of("mask", mask, params))
         new, adam, corrections = step_tree(
             params,
             grads,
             adam,
             now,
             settings,
-            decayed=_decayed(mask, params),
+            decayed=flags and list(map(bool, flags)),
             corrections=state.corrections if correct_params else None,
             implementation=implementation,
         )
         return new, CorrectedState(adam, corrections) if correct_params else adam
 
     return FusedOptimizer(init, step)
-
-
-def _decayed(mask: Mask | None, params: optax.Params) -> list[bool] | None:
-    if mask is None:
-        return None
-    return [bool(flag) for flag in jax.tree.leaves(mask_of("mask", mask, params))]

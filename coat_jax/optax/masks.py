@@ -62,12 +62,6 @@ def _require_booleans(name: str, tree: Any) -> None:
                 f"{name}{keystr(path)}={shown(flag)} must be True or False: a mask is "
                 "a tree of booleans, or a function from parameters to one."
             )
-        if isinstance(flag, jax.core.Tracer):
-            raise TypeError(
-                f"{name}{keystr(path)} is computed by the jitted program, but a mask must be known "
-                "while the program is traced: make it outside of jit, or from the shapes and paths "
-                "of the parameters, not from their values."
-            )
 
 
 def _difference(tree: Any, params: optax.Params) -> str:

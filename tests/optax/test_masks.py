@@ -64,15 +64,6 @@ def test_a_function_must_return_booleans():
                 run(lambda params: params)
 
 
-def test_a_mask_must_be_known_while_tracing():
-    for name, runs in RUNS.items():
-        for run in runs:
-            with pytest.raises(TypeError, match=rf"^{name}\['.* is computed by the jitted program"):
-                run(lambda params: jax.tree.map(lambda p: jnp.sum(p) > 0, params))
-            with pytest.raises(TypeError, match=rf"^{name}\['head'\] is computed by the jitted"):
-                jax.eval_shape(lambda flag, run=run: run({"layer": True, "head": flag}), True)
-
-
 def test_a_mask_may_be_a_prefix_and_name_what_others_update():
     for mask in (True, {"layer": False, "head": True}, jax.tree.map(lambda p: p.ndim > 1, PARAMS)):
         for run in (run for runs in RUNS.values() for run in runs):

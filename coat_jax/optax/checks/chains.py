@@ -8,8 +8,6 @@ from typing import Any
 
 import optax
 
-MOST_LINKS = 5  # of a state that an error shows
-
 
 def checked_chain(
     kind: type, first: optax.GradientTransformation, *others: optax.GradientTransformation
@@ -59,5 +57,4 @@ def _outline(state: Any) -> str:
 
 
 def _joined(names: list[str]) -> str:
-    shown = names if len(names) <= MOST_LINKS else [*names[:MOST_LINKS], "..."]
-    return f"({', '.join(shown)})"
+    return f"({', '.join(names)})"

@@ -75,11 +75,10 @@ def certain_matrices(params: optax.Params) -> Any:
         name, axes = jax.tree_util.keystr(path), jnp.ndim(leaf)
         if KERNEL.search(name) and axes > 2 and dims == (axes - 2, axes - 1):
             raise UserError(
-                f"{name} of shape {jnp.shape(leaf)} may be a stack of matrices, one matrix with an "
-                "axis for heads, or a convolution. If axes before the last two count matrices, "
-                "pass muon_weight_dimension_numbers=coat_jax.optax.hidden_matrices. If not, pass "
-                "a tree like what this function returns, with optax.contrib.MuonDimensionNumbers"
-                "(0, (1, 2)) for [D, heads, head_dim], or None for a leaf that AdamW updates."
+                f"{name} of shape {jnp.shape(leaf)} may be a stack of matrices, a matrix with axes "
+                "for heads, or a convolution. If it is a stack, pass muon_weight_dimension_numbers="
+                "coat_jax.optax.hidden_matrices; otherwise a tree like what that returns, with "
+                "MuonDimensionNumbers(0, (1, 2)) for [D, heads, head_dim] or None for AdamW."
             )
     return chosen
 
@@ -183,13 +182,12 @@ def numbers_of_leaves(numbers: DimensionNumbers, tree: Any) -> list[MuonDimensio
     found = []
     for path, leaf in jax.tree.leaves_with_path(tree):
         prefixes = [path[:length] for length in range(len(path), -1, -1)]
-        entry = next((prefix for prefix in prefixes if prefix in entries), None)
-        if entry is None or not is_entry(entries[entry]):
-            said = "nothing" if entry is None else shown(entries[entry])
+        entry = next((entries[prefix] for prefix in prefixes if prefix in entries), "nothing")
+        if not is_entry(entry):
             raise ValueError(
-                f"muon_weight_dimension_numbers say {said} of {jax.tree_util.keystr(path)} of "
-                f"shape {jnp.shape(leaf)}. They are a tree like the parameters, or a function from "
-                "these to one, with MuonDimensionNumbers for a matrix and None for other leaves."
+                f"muon_weight_dimension_numbers say {shown(entry)} of {jax.tree_util.keystr(path)} "
+                f"of shape {jnp.shape(leaf)}. They are a tree like the parameters, or a function "
+                "from these to one, with MuonDimensionNumbers for a matrix and None for others."
             )
-        found.append(entries[entry])
+        found.append(entry)
     return found

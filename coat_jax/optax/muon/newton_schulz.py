@@ -15,7 +15,7 @@ and so that one stack can be communicated while another is multiplied.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
+from coat_jax.kernels.sharding import run_sharded
 from coat_jax.limits import shown
 from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
 from coat_jax.numerics.formats import SMALLEST_NORMAL
@@ -88,27 +89,19 @@ def _orthogonalize_stacks(
     run = partial(_map, partial(_orthogonalize, coefficients, eps, preconditioning))
     results: list[list[Array]] = [[] for _ in stacks]
     for parts in _of_one_shape(stacks):
-        slices = [stacks[part.stack][part.begin : part.end].astype(dtype) for part in parts]
+        slices = [stacks[i][part].astype(dtype) for i, part in parts]
         ends = np.cumsum([len(each) for each in slices])
         done = _on_one_device_each(run, slices)
-        for part, result in zip(parts, jnp.split(done, ends[:-1]), strict=True):
-            results[part.stack].append(result)
+        for (i, _), result in zip(parts, jnp.split(done, ends[:-1]), strict=True):
+            results[i].append(result)
     return [
         jnp.concatenate(parts) if parts else stack.astype(dtype)  # a stack of no matrices
         for stack, parts in zip(stacks, results, strict=True)
     ]
 
 
-class _Part(NamedTuple):
-    """The matrices from `begin` to `end` of one of the given stacks."""
-
-    stack: int
-    begin: int
-    end: int
-
-
-def _of_one_shape(stacks: Sequence[Float[Array, "B M N"]]) -> Iterator[list[_Part]]:
-    """Which matrices to put into each new stack, all of one shape."""
+def _of_one_shape(stacks: Sequence[Float[Array, "B M N"]]) -> Iterator[list[tuple[int, slice]]]:
+    """Which matrices of which stacks to put into each new stack, all of one shape."""
     devices = max(jax.sharding.get_abstract_mesh().size, 1)
     for shape in dict.fromkeys(x.shape[1:] for x in stacks):
         most = devices * max(1, STACKED // max(shape[0] * shape[1], 1))
@@ -117,7 +110,7 @@ def _of_one_shape(stacks: Sequence[Float[Array, "B M N"]]) -> Iterator[list[_Par
             begin = 0
             while x.shape[1:] == shape and begin < x.shape[0]:
                 end = min(begin + room, x.shape[0])
-                parts.append(_Part(i, begin, end))
+                parts.append((i, slice(begin, end)))
                 room -= end - begin
                 begin = end
                 if not room:
@@ -149,21 +142,18 @@ def coefficients_of(given: Coefficients | str, steps: int) -> np.ndarray:
     return numbers
 
 
-def require_ns_dtype(dtype: Any) -> None:
-    """Raises unless the argument `ns_dtype` is a dtype of floats with FP32's range."""
-    if isinstance(dtype, np.generic | np.ndarray | jax.Array) or jnp.dtype(dtype) not in NS_DTYPES:
+def require_arguments(preconditioning: str, ns_dtype: Any) -> None:
+    """Raises unless there is this preconditioning, and a dtype of floats with FP32's range."""
+    known = get_args(Preconditioning)
+    if preconditioning not in known:
+        raise ValueError(f"{preconditioning=} must be one of {', '.join(known)}.")
+    is_array = isinstance(ns_dtype, np.generic | np.ndarray | jax.Array)
+    if is_array or jnp.dtype(ns_dtype) not in NS_DTYPES:
         raise ValueError(
-            f"ns_dtype={shown(dtype)} must be bfloat16 or float32; other floats have a smaller "
+            f"ns_dtype={shown(ns_dtype)} must be bfloat16 or float32; other floats have a smaller "
             "range than gradients. (optax.inject_hyperparams makes an array of it: pass it "
             'static_args=("ns_steps", "ns_dtype").)'
         )
-
-
-def require_preconditioning(name: str) -> None:
-    """Raises unless there is a preconditioning of this name."""
-    known = get_args(Preconditioning)
-    if name not in known:
-        raise ValueError(f"preconditioning={name!r} must be one of {', '.join(known)}.")
 
 
 def _orthogonalize(
@@ -249,23 +239,15 @@ def _on_one_device_each(
     return x[: stack.shape[0]]
 
 
-def _identity(rule: str, sharding: Callable[[Any, Any], Any]) -> Callable[[Array], Array]:
-    """Returns its argument, sharded by a choice between the shardings of argument and result."""
-
-    @custom_partitioning
-    def identity(x: Array) -> Array:
-        return x
-
-    def partition(mesh: Any, arguments: Sequence[Any], result: Any) -> Any:
-        chosen = sharding(arguments[0].sharding, result.sharding)
-        return mesh, lambda x: x, chosen, (chosen,)
-
-    identity.def_partition(partition, sharding_rule=rule)
-    return identity
+@custom_partitioning
+def _as_used(x: Float[Array, "B M N"]) -> Float[Array, "B M N"]:
+    return x
 
 
-_as_it_is = _identity("b m n -> b m n", lambda argument, _: argument)
-_as_used = _identity("b m n -> c p q", lambda _, result: result)
+_as_used.def_partition(
+    lambda mesh, _, result: (mesh, lambda x: x, result.sharding, (result.sharding,)),
+    sharding_rule="b m n -> c p q",
+)
 
 
 @jax.custom_batching.custom_vmap
@@ -273,7 +255,8 @@ def _resharded(x: Float[Array, "B M N"]) -> Float[Array, "B M N"]:
     """`x`, sharded as its use requires: the use does not see how `x` is sharded."""
     # XLA can compare the shardings of two such calls. That of another operation may be in another
     # notation, and XLA then gathers the array.
-    return _as_used(_as_it_is(x))
+    (x,) = run_sharded(lambda x: (x,), [x], ["b m n"], ["b m n"])
+    return _as_used(x)
 
 
 _resharded.def_vmap(lambda _, batched, x: (x, *batched))

@@ -62,8 +62,7 @@ from coat_jax.optax.muon.newton_schulz import (
     Preconditioning,
     coefficients_of,
     orthogonalize,
-    require_ns_dtype,
-    require_preconditioning,
+    require_arguments,
 )
 from coat_jax.optax.states.metadata import fit_metadata
 from coat_jax.optax.states.sharding import full
@@ -247,8 +246,7 @@ def scale_by_fp8_muon(
             leaves stay in FP32.
     """
     coefficients = coefficients_of(ns_coeffs, ns_steps)
-    require_preconditioning(preconditioning)
-    require_ns_dtype(ns_dtype)
+    require_arguments(preconditioning, ns_dtype)
     require_number("beta", beta)
     require_number("eps", eps)
     require_settings(storage=storage, mu_dtype=mu_dtype, nesterov=nesterov, adaptive=adaptive)

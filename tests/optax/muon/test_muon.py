@@ -432,7 +432,7 @@ def test_wrong_arguments_are_refused_when_it_is_made(arguments, error, words):
 @pytest.mark.parametrize(
     ("numbers", "leaf", "words"),
     [
-        ({"a": None}, "b", r"say nothing of \['b'\]"),
+        ({"a": None}, "b", r"say 'nothing' of \['b'\]"),
         ({"b": "muon"}, "b", r"say 'muon' of \['b'\] .* They are a tree"),
         ("muon", "b", r"say 'muon' of \['b'\] .* They are a tree"),
         (MuonDimensionNumbers(0, 5), "b", "an axis that"),
