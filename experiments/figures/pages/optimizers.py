@@ -40,6 +40,11 @@ PAGE = Page(
         Given("With b1 of 0.95 and below", SETTING),
         Given("by up to 5 codes of 127 with b1 = 0.9", ARITHMETIC),
         Given("by 10 with the beta of `fp8_muon`, 0.95", ARITHMETIC),
+        Given(
+            "beside a gradient of 1e12 times their own, for 500 steps with b2 = 0.95, and for "
+            "22,000 with b2 = 0.999",
+            ARITHMETIC,  # (1 - b2) 1e24 b2^t = 2^36
+        ),
         Sentence(
             "offloading makes a step of Llama-2-7B {:.1f} % longer if gradients are released, and "
             "{:.0f} % longer if not",
