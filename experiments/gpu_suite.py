@@ -2,6 +2,7 @@
 
     make gpu                                     both, with one line for each result
     python -m experiments.gpu_suite --no-tests   the benchmark alone
+    ... --label jax_0_11                         results in gpu_suite_jax_0_11.json
 
 The tests are those marked `gpu`, and `several_gpus` where there are several; one that is skipped
 fails. The benchmark measures, each in a process of its own, as a user would:
@@ -40,6 +41,7 @@ def main() -> int:
     """Runs the suite; returns the exit code."""
     parser = parser_of(__doc__)
     parser.add_argument("--no-tests", action="store_true", help="only the benchmark")
+    parser.add_argument("--label", help="what the name of the results file ends in")
     parser.add_argument("--no-benchmark", action="store_true", help="only the tests")
     parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
     parser.add_argument("--small", action="store_true", help="tiny sizes, to try this script")
@@ -56,14 +58,15 @@ def main() -> int:
     from experiments import records
 
     figures: Figures = {"code": code_hash()}
+    path = options.out / f"gpu_suite{f'_{options.label}' if options.label else ''}.json"
     if not options.no_tests:
         figures["tests"] = run_tests(jax.device_count())
-        records.write(options.out / "gpu_suite.json", figures, of_all_code=True)
+        records.write(path, figures, of_all_code=True)
     if not options.no_benchmark:
         with tempfile.TemporaryDirectory() as cache:
             for name in WORKERS:
                 figures[name] = _cold_and_warm(name, cache, options.small)
-                records.write(options.out / "gpu_suite.json", figures, of_all_code=True)
+                records.write(path, figures, of_all_code=True)
     failures = failed(figures)
     for failure in failures:
         print(f"FAILED: {failure}")

@@ -1,9 +1,10 @@
 """A layer in docs/benchmarks.md: time, what it saves, a scale; memory of configs; compilation."""
 
+from typing import Any
+
 from experiments import gpu_suite
 from experiments.figures.compare import Figure, Given, Sentence, Table
-from experiments.figures.measured import throughput
-from experiments.figures.measured.files import GB, bold, case, of, ratio
+from experiments.figures.measured.files import GB, bold, case, of, parents, ratio
 from experiments.figures.measured.layers import (
     TENSORWISE,
     layer,
@@ -11,7 +12,7 @@ from experiments.figures.measured.layers import (
     longer_in_suite,
     unit,
 )
-from experiments.figures.pages.reasons import ARITHMETIC, OTHER_RUN, PAPER, SETTING
+from experiments.figures.pages.reasons import ARITHMETIC, OTHER_RUN, PAPER
 
 OURS = "coat_jax COAT"
 WAYS = {
@@ -33,12 +34,29 @@ def layer_speed() -> list[list[str]]:
     return rows
 
 
-def of_the_suite() -> tuple[int]:
-    """The tests that passed, where the suite found nothing wrong, as the page says."""
-    figures = of("gpu_suite")
-    if missed := gpu_suite.failed(figures):
+def versions() -> list[list[str]]:
+    """What gpu_suite found with the newest releases, and with earlier ones."""
+    files = "gpu_suite", "gpu_suite_jax_0_11"
+    columns = [_of_suite(of(name)) for name in files]
+    releases = [parents(name)["versions"] for name in files]
+    names = (", ".join(f"{p} {v[p]}" for p in ("jax", "jax-triton", "triton")) for v in releases)
+    return [["", *names], *([row, *(column[row] for column in columns)] for row in columns[0])]
+
+
+def _of_suite(found: dict[str, Any]) -> dict[str, str]:
+    """The rows of the table, from one run of the suite that found nothing wrong."""
+    if missed := gpu_suite.failed(found):
         raise ValueError(f"docs/benchmarks.md does not say what the suite missed: {missed}.")
-    return (int(figures["tests"]["summary"].split()[0]),)
+    stacks, optimizer, start = (found[key] for key in ("stacks", "optimizer", "llama2_7b"))
+    return {
+        "tests that passed, of as many": found["tests"]["summary"].split()[0],
+        **{f"four layers in {name}": f"{ms:.1f}" for name, ms in stacks["ms"].items()},
+        **{f"AdamW, 2^28 parameters, {name}": f"{ms:.2f}" for name, ms in optimizer["ms"].items()},
+        "four layers in COAT, compilation": f"{stacks['compile_seconds']['COAT']:.1f}, warm "
+        f"{stacks['warm']['COAT']:.1f}",
+        "Llama-2-7B's step, compilation": f"{start['compile_seconds']:.1f}, warm "
+        f"{start['warm']:.1f}",
+    }
 
 
 def times_by_size() -> dict[tuple[int, int, int], dict[str, float]]:
@@ -94,11 +112,6 @@ def config_memory() -> list[list[str]]:
     return rows
 
 
-def stacks_of(key: str, *names: str) -> tuple[float, ...]:
-    """Figures of gpu_suite's four layers in these precisions."""
-    return tuple(of("gpu_suite")["stacks"][key][name] for name in names)
-
-
 def maximum_us(how: str) -> tuple[float]:
     """Microseconds in which the largest magnitude of a tensor is found."""
     return (case("group_scaling", columns=11008)["ms"][how] * 1e3,)
@@ -148,62 +161,9 @@ FIGURES: list[Figure] = [
     Sentence("and {:.0f} us from the maxima of groups", lambda: maximum_us("group maxima")),
     Table("config_memory", config_memory),
     Sentence("four layers took {:.1f} % longer", longer_in_suite),
-    Given("The 12 tests that need several GPUs", SETTING),
     Sentence(
-        "all {:.0f} tests passed, and all bounds of its benchmark held",
-        of_the_suite,
+        "takes more than {:.0f} s to compile, or {:.0f} s when warm",
+        lambda: (gpu_suite.COLD, gpu_suite.WARM),
     ),
-    Sentence(
-        "Four unrolled layers of Llama-2-7B in COAT compile in {:.1f} s, and in {:.1f} s when "
-        "JAX's compilation cache has them",
-        lambda: stacks_of("compile_seconds", "COAT") + stacks_of("warm", "COAT"),
-    ),
-    Sentence(
-        "The step of `llama2_7b:one_gpu` compiled in {:.1f} s the first time, and in {:.1f} s from",
-        lambda: tuple(of("gpu_suite")["llama2_7b"][key] for key in ("compile_seconds", "warm")),
-    ),
-    Sentence(
-        "takes {:.1f} s of the first and {:.1f} s of the second",
-        lambda: tuple(
-            of("gpu_suite")["llama2_7b"][key] for key in ("lower_seconds", "warm_lower_seconds")
-        ),
-    ),
-    Sentence(
-        "COAT's steps took {:.1f} to {:.1f} s the first time, and {:.1f} to {:.1f} s from the "
-        "cache",
-        lambda: throughput.compilation(keeps_everything=True),
-    ),
-    Sentence(
-        "they took {:.1f} to {:.1f} s and {:.1f} to {:.1f} s",
-        lambda: throughput.compilation(keeps_everything=False),
-    ),
-    Sentence(
-        "`make gpu` fails above {:.0f} s and {:.0f} s", lambda: (gpu_suite.COLD, gpu_suite.WARM)
-    ),
-    Given(
-        "on others, the same program took 28.2 s and 7.0 s, and 34.0 s and 9.9 s. Beside other "
-        "measurements that were compiling it took 35.2 s and 10.8 s.",
-        "results/gpu_suite.json of commits a05655c, dd7ade6 and 99134a9",
-    ),
-    Given(
-        "the step there took 1.34, 1.06 and 1.09 ms, and the layers 82.5, 82.2 and 86.4 ms, so "
-        "that `COAT_INT8` took 4.7 % more.",
-        "results/gpu_suite.json of commit dd7ade6",
-    ),
-    Given(
-        "took 36.4 to 48.0 s the first time, and 8.4 to 12.7 s from the cache, and 4 of 7 of them "
-        "missed both limits.",
-        "results/gpu_suite.json of commits 57a6a61, 04154f2, 365d7af, ad894af, a8445a9 and before",
-    ),
-    Sentence(
-        "took {:.2f} ms with FP32 parameters, {:.2f} ms with BF16 ones and {:.2f} ms where these "
-        "are rounded stochastically",
-        lambda: tuple(of("gpu_suite")["optimizer"]["ms"].values()),
-    ),
-    Sentence(
-        "The four layers take {:.1f} ms, forward and backward; in `COAT_PAPER`, which rounds saved "
-        "activations to nearest, they take {:.1f} ms, and in `COAT_INT8` {:.1f} ms",
-        lambda: stacks_of("ms", "COAT", "COAT_PAPER", "COAT_INT8"),
-    ),
-    Sentence("{:.1f} % more than in COAT.", longer_in_suite),
+    Table("versions", versions),
 ]
