@@ -12,6 +12,7 @@ that is no page of this command is not. A heat map is a picture of one run alone
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from coat_jax.errors import UserError
@@ -69,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
         heat.draw(paths[0], out, statistic=options.fp8)
         print(printable(str(out)))
         return 0
-    draw(paths, out, over=options.over, smooth=options.smooth, names=options.names)
+    settings = {"over": options.over, "smooth": options.smooth, "names": options.names}
+    draw(paths, out, **settings, note=lambda text: print(text, file=sys.stderr))
     print(printable(f"{out}\n{out.with_suffix('.html')}"))
     return 0

@@ -36,6 +36,7 @@ from coat_jax.training.report.telemetry import Telemetry
 from coat_jax.training.report.writers import require_installed
 from coat_jax.training.run_folder import RunFolder
 from coat_jax.training.state import State, require_same_model
+from coat_jax.writing import NotWritten
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -153,7 +154,11 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
             recorder,
             stop,
         )
-        return _take_steps(run, position.step, state)
+        try:
+            return _take_steps(run, position.step, state)
+        except NotWritten as error:
+            # The disk that was full for the records is so for the checkpoint of this stop, too.
+            raise (metrics.failure or error) from error.__cause__
 
 
 class Components(NamedTuple):

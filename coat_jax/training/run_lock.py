@@ -20,7 +20,7 @@ from typing import TextIO
 from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.printable import printable
-from coat_jax.writing import write_failures
+from coat_jax.writing import is_at, write_failures
 
 FILE = "lock"
 # The errors of file systems without locks.
@@ -63,7 +63,7 @@ def lock(folder: str | Path, note: Callable[[str], object]) -> TextIO:
             if error.errno not in UNSUPPORTED:
                 raise
             note(f"The file system of {folder} has no locks: let only one run use the folder.")
-        if _is_at(path, file):
+        if is_at(path, file):
             break
         file.close()  # the folder was moved away since it was opened
     with write_failures(folder, "The lock file"):
@@ -72,11 +72,3 @@ def lock(folder: str | Path, note: Callable[[str], object]) -> TextIO:
         file.write(f"process {os.getpid()} on {socket.gethostname()}, which began at {now}\n")
         file.flush()
     return file
-
-
-def _is_at(path: Path, file: TextIO) -> bool:
-    """Whether this is still the file of that name."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False

@@ -15,12 +15,14 @@ Orbax is imported in the functions that need it, because that takes longer than 
 """
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath  # type: ignore[import-untyped]
 from jax.sharding import NamedSharding
 
 from coat_jax import manifest
@@ -29,6 +31,14 @@ from coat_jax.errors import UserError
 from coat_jax.files import expanded
 from coat_jax.optax.states.host_memory import copy_hosted
 from coat_jax.writing import write_failures
+
+
+class LiteralPath(epath.gpath.PosixGPath):
+    """A path for orbax, which looks for its files with globs below it: see docs/upstream.md."""
+
+    def glob(self, pattern: str) -> Iterator["LiteralPath"]:
+        """The files that match the pattern; the path itself is taken as it is."""
+        return map(type(self), Path(self).glob(pattern))
 
 
 def save_state(path: str | Path, state: Any) -> None:
@@ -47,7 +57,7 @@ def save_state(path: str | Path, state: Any) -> None:
         raise FileExistsError(f"{path} exists already. Choose another path, or remove it first.")
     require_storable(state)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path, storable(state))
+        checkpointer.save(LiteralPath(path), storable(state))
     on_first(lambda: _add_manifest(path))
 
 
@@ -55,6 +65,7 @@ def _add_manifest(path: Path) -> None:
     """Writes the checksums of a state, which is removed if that fails."""
     try:
         with write_failures(path.parent, f"The state {path.name}"):
+            stored_metadata(path)
             manifest.write(path)
     except BaseException:
         shutil.rmtree(path, ignore_errors=True)
@@ -100,7 +111,7 @@ def read_state(folder: Path, like: Any) -> Any:
     arrays = require_stored_like(folder, like)
     with ocp.StandardCheckpointer() as checkpointer:
         try:
-            restored = checkpointer.restore(folder, arrays)
+            restored = checkpointer.restore(LiteralPath(folder), arrays)
         except Exception as error:
             if type(error) is not Exception:  # what orbax raises for files that it cannot read
                 raise
@@ -120,19 +131,25 @@ def require_stored_like(path: str | Path, like: Any) -> Any:
         FileNotFoundError: if there is none.
         UserError: naming what differs.
     """
-    import orbax.checkpoint as ocp
-
     path = expanded(path).absolute()
     if not path.is_dir():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     require_storable(like)
-    with ocp.StandardCheckpointer() as checkpointer:
-        stored = checkpointer.metadata(path).item_metadata
-    if stored is None:
-        raise ValueError(f"{path} is not a complete checkpoint: it has no metadata.")
-    arrays = _asked_for(like, stored.tree)
-    _require_same(path, stored.tree, arrays)
+    stored = stored_metadata(path).tree
+    arrays = _asked_for(like, stored)
+    _require_same(path, stored, arrays)
     return arrays
+
+
+def stored_metadata(path: Path) -> Any:
+    """Orbax's description of a state; raises UserError unless every array in it can be opened."""
+    import orbax.checkpoint as ocp
+
+    try:
+        return ocp.StandardCheckpointHandler().metadata(LiteralPath(path))
+    except (FileNotFoundError, ValueError) as error:
+        reason = str(error).partition(" [")[0]
+        raise UserError(f"{path} is not a complete checkpoint: {reason}") from error
 
 
 def _asked_for(like: Any, stored: Any) -> Any:

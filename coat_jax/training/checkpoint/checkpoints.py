@@ -32,6 +32,7 @@ from coat_jax.optax.states.checkpoint import (
     require_storable,
     require_stored_like,
     storable,
+    stored_metadata,
 )
 from coat_jax.training.checkpoint.step_folders import RECORD, StepFolders
 from coat_jax.writing import require_space, write_failures
@@ -236,6 +237,7 @@ class Checkpoints:
                 self._orbax.wait_until_finished()  # for all processes
                 if not is_main():
                     return
+                stored_metadata(folder / STATE)
                 writing.write_durably(folder / RECORD, record)
                 self._folders.finish(step)
             except BaseException:

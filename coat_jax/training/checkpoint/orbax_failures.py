@@ -7,6 +7,7 @@ closed: it reports to one that orbax no longer runs.)
 """
 
 import contextlib
+import errno
 import logging
 import os
 import time
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
+
+from coat_jax.optax.states.checkpoint import LiteralPath
 
 QUIET, PATIENCE = 0.2, 10.0  # seconds
 
@@ -25,14 +28,17 @@ class Checkpointer(ocp.StandardCheckpointer):
     def save(self, directory: Path, *args: Any, **settings: Any) -> None:
         """Copies a state to the host, then writes it in the background."""
         self._written = directory.parent  # orbax writes in a temporary folder beside it
-        super().save(directory, *args, **settings)
+        super().save(LiteralPath(directory), *args, **settings)
 
     def wait_until_finished(self) -> None:
         """Waits for the last save; raises what went wrong in it."""
         try:
             super().wait_until_finished()
-        except Exception:
+        except Exception as error:
             wait_until_quiet(self._written)
+            if isinstance(error, ValueError) and "os_error_code" not in str(error):
+                reason = "Files of it were removed meanwhile"  # orbax does not find them any more
+                raise FileNotFoundError(errno.ENOENT, reason, str(self._written)) from error
             raise
 
 

@@ -13,6 +13,7 @@ import jax
 
 from coat_jax.models import stored
 from coat_jax.models.stored import Stored
+from coat_jax.optax.states.checkpoint import LiteralPath, stored_metadata
 
 
 class _Leaf:
@@ -79,4 +80,5 @@ def save_streamed(path: Path, tree: Any, progress: Callable[[int], object]) -> N
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(path, args=arguments)
+        checkpointer.save(LiteralPath(path), args=arguments)
+    stored_metadata(path)

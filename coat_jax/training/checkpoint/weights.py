@@ -8,7 +8,6 @@ A checkpoint stores each array in chunks. One chunk at a time is in memory, so a
 than memory. Files are checked before they are read: see `coat_jax.manifest`.
 """
 
-import contextlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from coat_jax.files import expanded
 from coat_jax.models import Config, Llama, hf, stored
 from coat_jax.models.stored import Index, Name, Parameters, Stored
 from coat_jax.numerics.corrections import join
+from coat_jax.optax.states.checkpoint import stored_metadata
 from coat_jax.quantization.layout import ENTRY
 from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint.checkpoints import STATE
@@ -41,17 +41,12 @@ CORRECTIONS = ("moments", "corrections"), ("moments", "inner", "corrections")
 def read_config_json(folder: str | Path) -> dict[str, Any]:
     """The config.json in a folder with a model: a run's, or one of Hugging Face.
 
-    If a run's config.json is missing, damaged or unreadable, its newest checkpoint gives the
-    config.
+    That of a run is read from its newest checkpoint, which has a checksum of it.
     """
     path = expanded(folder) / CONFIG
-    config_json = None
-    with contextlib.suppress(OSError):
-        config_json = parsed(path) if path.is_file() else None
-    if config_json is None:
-        config_json = config_in_checkpoint(path.parent)
+    config_json = config_in_checkpoint(path.parent)
     if config_json is None and (path.is_file() or path.is_symlink()):
-        return files.read_json(path)  # raises, and says what is wrong
+        config_json = files.read_json(path)
     if config_json is None:
         there = "it is a file" if path.parent.is_file() else "there is no such folder"
         there = "there is no config.json in it" if path.parent.is_dir() else there
@@ -76,6 +71,8 @@ def parsed(path: Path) -> dict[str, Any] | None:
 
 def config_in_checkpoint(folder: Path) -> dict[str, Any] | None:
     """The config that the newest checkpoint of a run was saved with, if it has one."""
+    if not (folder / CHECKPOINTS).is_dir():
+        return None
     record = StepFolders(folder / CHECKPOINTS).newest_record()
     config = None if record is None else record["extra"].get("config")
     return config if isinstance(config, dict) else None
@@ -200,8 +197,6 @@ def read(
         note: see `load`.
         corrected: whether parameters that have corrections are read with them, in FP32.
     """
-    import orbax.checkpoint as ocp
-
     folders = StepFolders(expanded(folder).absolute() / CHECKPOINTS)
     if step is None:
         step, notes = folders.newest_whole()
@@ -210,9 +205,10 @@ def read(
     else:
         folders.check(step)
     path = folders.finished(step) / STATE
-    with ocp.StandardCheckpointer() as checkpointer:
-        metadata = checkpointer.metadata(path).item_metadata
-    _require_present(path)
+    try:
+        metadata = stored_metadata(path)
+    finally:
+        _require_present(path)
     driver = "zarr3" if metadata.use_zarr3 else "zarr"
 
     def stored_at(*place: str) -> dict[Name, Stored]:

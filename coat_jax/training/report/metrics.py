@@ -5,8 +5,10 @@
 JSON has no NaN and no infinity: a loss that is not finite is written as null, which any JSON parser
 accepts. Every line is one write, so that a killed run loses at most its last line.
 
-A run that resumes from a checkpoint repeats the steps after it. Their old records are removed
-first, so that the file looks like that of an uninterrupted run.
+A run that resumes from a checkpoint repeats the steps after it. Their old records are moved to
+metrics.removed.jsonl first, so that the file looks like that of an uninterrupted run.
+
+If the file is removed or renamed while a run writes, as logs are rotated, a new one is begun.
 
 A record that cannot be written, for example on a full disk, does not end the run at once: the loop
 sees `failure` and saves a checkpoint, which contains the `unwritten` records for the run that
@@ -21,12 +23,12 @@ import stat
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from coat_jax import agreement
 from coat_jax.errors import UserError
 from coat_jax.training.report.writers import WRITERS, Record, Writer
-from coat_jax.writing import NotWritten, begun, write_failures
+from coat_jax.writing import NotWritten, begun, is_at, write_failures
 
 FILE = "metrics.jsonl"
 BEGIN = b'{"step"'  # of every line that this module wrote
@@ -44,10 +46,10 @@ class Metrics:
         writers: more of them by name: "tensorboard", "wandb".
         config: the run's configuration, for the writers that show it.
         resume_step: the step of the checkpoint that the run resumes from. Records of later steps
-            are removed; 0, for a run from the beginning, removes all.
+            are moved away; 0, for a run from the beginning, moves all.
         recorded: the step of the last record that was in metrics.jsonl when it was saved.
         unwritten: records that the checkpoint has, because the run before could not write them.
-        note: called with a line about damage that was repaired.
+        note: called with a line about records that were moved, and damage that was repaired.
     """
 
     def __init__(
@@ -122,49 +124,70 @@ class JSONLines:
         recorded: int,
         note: Callable[[str], object],
     ):
-        path = folder / FILE
+        self._path = path = folder / FILE
+        self._note = note
         self.recorded = 0
         self.failure: NotWritten | None = None
         self.unwritten: list[dict[str, Any]] = []
-        self._folder = folder
         with write_failures(folder, FILE):
-            if path.is_fifo():  # opening it would wait for a reader
-                raise UserError(f"{path} is a pipe, and records need a file: remove it.")
             if path.is_file():
-                self.recorded, lost = repair(path, resume_step)
+                self.recorded, later, lost = repair(path, resume_step)
+                moved = f"moved to {removed_from(path).name}"
+                if later:
+                    goes_on = (
+                        f"goes on after step {resume_step:,}" if resume_step else "begins anew"
+                    )
+                    note(
+                        f"There is no checkpoint of a later step, so the run {goes_on}: {later:,} "
+                        f"records of later steps in {path} were {moved}."
+                    )
                 if lost:
-                    note(f"{path} was damaged: {lost:,} lines were not records, and were removed.")
+                    note(f"{path} was damaged: {lost:,} lines were not records, and were {moved}.")
             if self.recorded < recorded:
                 note(
                     f"{path} was damaged: it has lost the records of steps {self.recorded + 1:,} "
                     f"to {recorded:,}."
                 )
-            self._file = path.open("ab", buffering=0)
+            self._file = self._opened()
+
+    def _opened(self) -> BinaryIO:
+        if self._path.is_fifo():  # opening it would wait for a reader
+            raise UserError(f"{self._path} is a pipe, and records need a file: remove it.")
+        return self._path.open("ab", buffering=0)
 
     def write(self, record: Record) -> None:
         """Appends a line, whole or not at all."""
         finite = {key: value if _is_finite(value) else None for key, value in record.items()}
         if self.failure is None:
-            line = (json.dumps(finite, allow_nan=False) + "\n").encode()
-            end = os.fstat(self._file.fileno()).st_size
             try:
-                with write_failures(self._folder, FILE):
-                    while line:
-                        line = line[self._file.write(line) :]
+                with write_failures(self._path.parent, FILE):
+                    self._append((json.dumps(finite, allow_nan=False) + "\n").encode())
             except NotWritten as error:
                 self.failure = error
-                with contextlib.suppress(OSError):
-                    self._file.truncate(end)
         if self.failure is None:
             self.recorded = int(record["step"])
         else:
             self.unwritten.append(finite)
 
+    def _append(self, line: bytes) -> None:
+        if not is_at(self._path, self._file):
+            old, self._file = self._file, self._opened()
+            old.close()
+            self._note(f"{self._path} was removed or replaced: later records go to a new file.")
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)
+            raise
+
     def sync(self) -> None:
         """Waits until the disk has all lines, if it is one: /dev/null cannot be waited for."""
         if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
             try:
-                with write_failures(self._folder, FILE):
+                with write_failures(self._path.parent, FILE):
                     os.fsync(self._file.fileno())
             except NotWritten as error:
                 self.failure = self.failure or error
@@ -200,37 +223,55 @@ class Repaired(NamedTuple):
 
     Attributes:
         last: the step of the last record; 0 without any.
+        later: how many records of later steps were moved away.
         lost: how many lines were not records, except for a torn one at the end.
     """
 
     last: int
+    later: int
     lost: int
 
 
 def repair(path: Path, step: int) -> Repaired:
-    """Removes the records of later steps, and lines that are not records.
+    """Moves the records of later steps, and lines that are not records, to `removed_from(path)`.
 
     The file is replaced atomically; `writing.replace` would hold all of it in memory, and logs grow
     long. If a process was killed while it wrote a line, the next record may follow on the same
     line: that record is kept.
     """
     repaired = path.with_suffix(".repaired")
-    last = lost = 0
-    with path.open("rb") as old, begun(repaired) as new:
+    last = later = lost = 0
+    with (
+        path.open("rb") as old,
+        begun(repaired) as new,
+        removed_from(path).open("ab") as removed,
+    ):
         for line in old:
             whole = line.strip()
             record = _record(whole)
             if record is None:
                 lost += line.endswith(b"\n")
+                removed.write(line)
                 whole = whole[whole.rfind(BEGIN) :] if BEGIN in whole else b""
                 record = _record(whole)
             if record is not None and record["step"] <= step:
                 new.write(whole + b"\n")
                 last = record["step"]
-        new.flush()
-        os.fsync(new.fileno())
+            elif record is not None:
+                removed.write(whole + b"\n")
+                later += 1
+        for file in (new, removed):
+            file.flush()
+            os.fsync(file.fileno())
     repaired.replace(path)
-    return Repaired(last, lost)
+    if not removed_from(path).stat().st_size:
+        removed_from(path).unlink()
+    return Repaired(last, later, lost)
+
+
+def removed_from(path: Path) -> Path:
+    """The file that has what resuming removed from a metrics.jsonl."""
+    return path.with_suffix(".removed.jsonl")
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

@@ -8,7 +8,8 @@ them. Of several runs the first is the baseline: wide and pale, with the others 
 shows the same interactively.
 """
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ def draw(
     over: str = "steps",
     smooth: int | None = None,
     names: Sequence[str] = (),
+    note: Callable[[str], object] = warnings.warn,
 ) -> None:
     """Writes a picture to `out`, and a page beside it.
 
@@ -52,6 +54,7 @@ def draw(
         smooth: how many records each point is the mean of; by default a fiftieth of the shortest
             run's records, at least 10.
         names: what to call the runs instead of their folders.
+        note: called with a line if there are more of a config's own metrics than are drawn.
 
     Raises:
         UserError: if a path is not a run, or a run is damaged or empty, or does not record what the
@@ -69,6 +72,8 @@ def draw(
     for run in loaded:
         if not np.all(np.isfinite(run.axis(over).values)):
             raise UserError(f"{run.path} has {over} that are not numbers: plot over another axis.")
+    if (own := len(runs.own_metrics(loaded))) > runs.OWN_PANELS:
+        note(f"The runs have {own:,} metrics of their own: the first {runs.OWN_PANELS} are drawn.")
     looks = looks_of(len(loaded))
     smooth = smooth or max(min(len(run.columns["loss"].rows) for run in loaded) // 50, 10)
     _picture(loaded, looks, out, over=over, smooth=smooth)

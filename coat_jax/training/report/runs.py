@@ -20,6 +20,7 @@ from coat_jax.training.report import metrics
 
 AXES = {"steps": "step", "tokens": "tokens", "time": "seconds"}
 SMALL = {"learning_rate": "learning rate", "gradient_norm": "gradient norm"}
+OWN_PANELS = 24  # of a config's own metrics, at most
 SHOWN_QUANTILE = 0.96  # of the losses, from below: the first ones would flatten the rest
 
 
@@ -99,9 +100,15 @@ def load(paths: Sequence[Path], names: Sequence[str] = ()) -> list[RecordedRun]:
 
 def small_panels(loaded: Sequence[RecordedRun]) -> dict[str, str]:
     """The keys drawn below the losses, with titles; the config's own metrics have their names."""
+    own = {key: key for key in own_metrics(loaded)[:OWN_PANELS]}
+    recorded = {key for run in loaded for key in run.columns}
+    return {key: title for key, title in (SMALL | own).items() if key in recorded}
+
+
+def own_metrics(loaded: Sequence[RecordedRun]) -> list[str]:
+    """The keys that a config added, in the order of the runs."""
     keys = dict.fromkeys(key for run in loaded for key in run.columns)
-    own = {key: key for key in keys if key not in LOGGED and "/" not in key}
-    return {key: title for key, title in (SMALL | own).items() if key in keys}
+    return [key for key in keys if key not in LOGGED and "/" not in key]
 
 
 def smoothed(y: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " N"]:

@@ -51,7 +51,7 @@ def assert_equal(got, wanted):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """The state of fp8_adamw and where it was written."""
-    path = tmp_path_factory.mktemp("checkpoints") / "state"
+    path = tmp_path_factory.mktemp("checkpoints") / "lr=[0.1]" / "*" / "state"
     state = stepped(fp8_adamw(1e-3), params_on())
     save_state(path, state)
     return path, state

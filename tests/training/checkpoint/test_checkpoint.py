@@ -18,6 +18,7 @@ from coat_jax import manifest, writing
 from coat_jax.errors import UserError
 from coat_jax.manifest import DamagedCheckpoint
 from coat_jax.optax import Storage, fused_fp8_adamw
+from coat_jax.optax.states.checkpoint import LiteralPath
 from coat_jax.training.checkpoint.checkpoints import Checkpoints, worth_keeping
 from coat_jax.writing import DiskFull
 
@@ -94,7 +95,9 @@ def two(folder):
 # What comes back
 
 
-def test_a_state_comes_back_bit_for_bit(folder):
+@pytest.mark.parametrize("name", ["checkpoints", "lr=[0.1]", "[!a]/**", "a?%20#"])
+def test_a_state_comes_back_bit_for_bit(tmp_path, name):
+    folder = tmp_path / name
     state = state_of(7)
     extra = {"data": {"epoch": 2, "row": 31}, "loss": 1.25, "names": ["a", "b"], "none": None}
     with Checkpoints(folder, note=silent) as checkpoints:
@@ -489,6 +492,16 @@ def test_an_error_in_the_background_is_raised_by_what_comes_next(folder, monkeyp
         assert checkpoints.steps() == [1]
         checkpoints.save(3, state_of(3), {})
         assert checkpoints.steps() == [1, 3]
+
+
+def test_a_save_that_cannot_be_read_back_is_no_checkpoint(folder, monkeypatch):
+    """Orbax finds no files of processes, so it writes no index of the arrays."""
+    monkeypatch.setattr(LiteralPath, "glob", lambda path, pattern: iter(()))
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, state_of(1), {})
+        with pytest.raises(UserError, match=r"state is not a complete checkpoint: .* not exist"):
+            checkpoints.wait()
+    assert list(folder.iterdir()) == []
 
 
 def test_the_record_says_what_it_is_of(folder):

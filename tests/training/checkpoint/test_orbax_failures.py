@@ -14,7 +14,7 @@ import pytest
 from coat_jax.training.checkpoint import orbax_failures
 from coat_jax.training.checkpoint.checkpoints import Checkpoints
 from coat_jax.training.checkpoint.orbax_failures import wait_until_quiet
-from coat_jax.writing import DiskFull
+from coat_jax.writing import DiskFull, NotWritten
 
 
 @pytest.fixture
@@ -51,6 +51,22 @@ def test_what_is_written_after_a_failure_is_removed_too(tmp_path, straggler, mon
         checkpoints.wait()
     straggler.join()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_removed_during_a_save_is_named(tmp_path, monkeypatch):
+    """Orbax reports the first file that it does not find, in many ways."""
+    wait = ocp.StandardCheckpointer.wait_until_finished
+
+    def fail(self):
+        wait(self)
+        if (tmp_path / "1.unfinished" / "state").exists():
+            raise ValueError("No ArrayMetadata found for process_index=0")
+
+    monkeypatch.setattr(ocp.StandardCheckpointer, "wait_until_finished", fail)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"w": jnp.ones(3)}, {})
+    with pytest.raises(NotWritten, match=r"step 1 could not be written in .* were removed mean"):
+        checkpoints.wait()
 
 
 def test_a_folder_that_keeps_changing_is_not_waited_for(tmp_path, monkeypatch):

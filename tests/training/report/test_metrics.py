@@ -25,7 +25,7 @@ def record(step):
 
 
 def run(folder, steps, **options):
-    written = Metrics(folder, config={"seed": 1}, **options)
+    written = Metrics(folder, config={"seed": 1}, **{"note": lambda text: None, **options})
     for step in steps:
         written.write(record(step))
     written.close()
@@ -61,13 +61,36 @@ def test_a_resumed_run_reads_like_an_undisturbed_one(tmp_path):
         file.write('{"step": 8, "lo')  # killed here, after the checkpoint of step 4
     run(disturbed, range(5, 10), resume_step=4)
     assert lines(disturbed) == lines(undisturbed)
-    assert [path.name for path in disturbed.iterdir()] == [metrics.FILE]
+    run(disturbed, [], resume_step=9)
+    assert {path.name for path in disturbed.iterdir()} == {metrics.FILE, "metrics.removed.jsonl"}
 
 
-def test_a_run_that_resumes_from_nothing_begins_again(tmp_path):
-    run(tmp_path, range(1, 8))
-    run(tmp_path, range(1, 3))
-    assert len(lines(tmp_path)) == 2
+@pytest.mark.parametrize("kept", [0, 4])
+def test_no_record_of_a_run_without_its_checkpoints_is_erased(tmp_path, kept):
+    notes, removed = [], []
+    for last in (7, 6):
+        run(tmp_path, range(kept + 1 if removed else 1, last + 1), resume_step=kept)
+        removed += lines(tmp_path)[kept:]
+    run(tmp_path, [], resume_step=kept, note=notes.append)
+    assert len(lines(tmp_path)) == kept
+    assert (tmp_path / "metrics.removed.jsonl").read_text().splitlines() == removed
+    goes_on = f"goes on after step {kept}" if kept else "begins anew"
+    assert len(notes) == 1
+    assert f"the run {goes_on}: {6 - kept} records of later steps in {tmp_path}" in notes[0]
+
+
+@pytest.mark.parametrize("move", [Path.unlink, lambda path: path.rename(f"{path}.1")])
+def test_records_go_to_a_new_file_if_theirs_is_moved_away(tmp_path, move):
+    notes = []
+    with closing(Metrics(tmp_path, config={}, note=notes.append)) as written:
+        written.write(record(1))
+        move(tmp_path / metrics.FILE)
+        for step in (2, 3):
+            written.write(record(step))
+    assert list(map(json.loads, lines(tmp_path))) == [record(2), record(3)]
+    assert notes == [
+        f"{tmp_path}/metrics.jsonl was removed or replaced: later records go to a new file."
+    ]
 
 
 def test_a_repair_that_is_interrupted_leaves_the_old_file(tmp_path, monkeypatch):

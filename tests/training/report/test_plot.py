@@ -157,6 +157,13 @@ def test_metrics_of_a_config_are_drawn_under_their_names(tmp_path, figure):
     assert [set(own) & set(run["curves"]) for run in data["runs"]] == [set(own), set(own[:1])]
 
 
+def test_of_many_metrics_the_first_are_drawn(tmp_path, figure):
+    write_run(tmp_path / "a", [2.0, 1.0], own=[f"own_{i}" for i in range(1000)])
+    with pytest.warns(UserWarning, match="1,000 metrics of their own: the first 24 are drawn"):
+        draw([tmp_path / "a"], tmp_path / "plot.png")
+    assert len(figure().axes) == len(data_of(tmp_path / "plot.html")["small"]) + 1 == 27
+
+
 def test_no_two_runs_look_alike():
     assert looks_of(1)[0].color == LINES[0]
     looks = looks_of(25)
