@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 from flax import nnx
 from forks import Fork
+from old_runs import forget_config
 from processes import outputs
 from safetensors.numpy import load_file, save_file
 from small_model import SMALL, change, filled
@@ -498,6 +499,7 @@ def test_a_config_of_another_model_is_refused(theirs, tmp_path, capsys):
     ours, out = tmp_path / "ours", tmp_path / "out"
     assert convert(theirs, ours) == 0
     capsys.readouterr()
+    forget_config(ours / "checkpoints" / "0")
     said = json.loads((ours / "config.json").read_text())
     for changes, named in (
         ({"rotary": {}}, "config.json: model.rotary lacks scaling, theta: it is damaged"),

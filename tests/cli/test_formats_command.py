@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import pytest
+from old_runs import forget_config
 from small_model import filled
 
 from coat_jax import cli, models, writing
@@ -164,6 +165,7 @@ def test_a_text_is_read_with_the_tokenizer_that_the_run_was_trained_with(
     tokenizers.Tokenizer(words).save(str(elsewhere))
     said = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(said | {"data": {"tokenizer": str(elsewhere)}}))
+    forget_config(run / "checkpoints" / "0")
     assert cli.main(["formats", str(run), *FEW, "--text", str(text)]) == 2
     assert "text.txt has 1 token: give 2 or more" in capsys.readouterr().err  # one unknown word
     asked(capsys, run, *FEW, "--text", text, "--tokenizer", "bytes", "--json")

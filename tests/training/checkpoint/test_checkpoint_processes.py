@@ -93,7 +93,7 @@ def test_two_processes_act_as_one(tmp_path):
     address = f"localhost:{free_port()}"
     processes = [
         Fork(
-            [__file__, address, process, tmp_path / "checkpoints"],
+            [__file__, address, process, tmp_path / "lr=[0.1]"],
             XLA_FLAGS=f"{quick.FLAGS} --xla_force_host_platform_device_count=2",
         )
         for process in (0, 1)
@@ -102,7 +102,7 @@ def test_two_processes_act_as_one(tmp_path):
         output, errors = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, errors
         assert "3 The checkpoint of step 3 does not fit" in output
-    shards = {path.name for path in (tmp_path / "checkpoints" / "1" / "state").iterdir()}
+    shards = {path.name for path in (tmp_path / "lr=[0.1]" / "1" / "state").iterdir()}
     assert {"ocdbt.process_0", "ocdbt.process_1"} <= shards
 
 
