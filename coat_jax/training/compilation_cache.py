@@ -8,12 +8,14 @@ that was only partly written when a process was killed would be read, refused an
 """
 
 import contextlib
+import importlib.util
 import os
 import re
 import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -22,6 +24,7 @@ from coat_jax.files import expanded
 
 FOLDER = "~/.cache/coat_jax/xla"  # unless a config names another
 CHECKED = "checked"
+ZSTANDARD = b"\x28\xb5\x2f\xfd"  # how entries begin that are compressed with it
 ENTRY = re.compile(r"-[0-9a-f]{64}-cache")  # how the names of JAX's entries end
 
 
@@ -117,29 +120,17 @@ def entries(folder: Path) -> list[Path]:
 
 
 def is_whole(entry: bytes) -> bool:
-    """Whether an entry can be decompressed to its end."""
-    if entry.startswith(_ZSTANDARD):
-        return _is_whole_zstandard(entry)
-    decompressor = zlib.decompressobj()
+    """Whether an entry can be decompressed to its end; it has no checksum in Zstandard.
+
+    JAX compresses with that where it is installed; where it is not, such an entry is left alone.
+    """
+    decompressor: Any = zlib.decompressobj()
+    if entry.startswith(ZSTANDARD):
+        if importlib.util.find_spec("zstandard") is None:
+            return True
+        decompressor = importlib.import_module("zstandard").ZstdDecompressor().decompressobj()
     try:
         decompressor.decompress(entry)
-    except zlib.error:
-        return False
-    return decompressor.eof
-
-
-_ZSTANDARD = b"\x28\xb5\x2f\xfd"
-
-
-def _is_whole_zstandard(entry: bytes) -> bool:
-    """JAX compresses with Zstandard where that is installed; where not, the entry is left alone."""
-    try:
-        import zstandard
-    except ImportError:
-        return True
-    decompressor = zstandard.ZstdDecompressor().decompressobj()
-    try:
-        decompressor.decompress(entry)
-    except zstandard.ZstdError:
+    except Exception:  # zlib.error or ZstdError
         return False
     return bool(decompressor.eof)

@@ -62,7 +62,7 @@ class RunFolder:
 
         Raises:
             UserError: if another process is using it, or it holds a model, or another run, or one
-                that has taken more steps, or a folder where a file of the run would be.
+                that has taken more steps.
         """
         self._take()
         self._require_no_model()
@@ -73,7 +73,6 @@ class RunFolder:
             self._take()
             if before is not None:
                 before.close()
-        self._require_room_for_files()
         saved = self._saved()
         newest = StepFolders(self.checkpoints).newest_record()
         changed = []
@@ -99,15 +98,6 @@ class RunFolder:
                 f"{self.path} holds a model in Hugging Face's format, not a run: choose another "
                 "--out."
             )
-
-    def _require_room_for_files(self) -> None:
-        """Raises if a folder has the name of a file that the run writes."""
-        for path in (self.path / CONFIG, self.path / metrics.FILE):
-            if is_folder(path):
-                raise UserError(
-                    f"{path} is a folder, and a run writes a file there: move the folder away, or "
-                    "choose another --out."
-                )
 
     def _require_nothing_is_read_from_it(self) -> None:
         """Raises if the run begins from the folder that would be moved out of its way."""

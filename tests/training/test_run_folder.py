@@ -238,19 +238,9 @@ def test_a_file_in_the_place_of_the_folder_is_named(out):
         claim(small(out=str(out)))
 
 
-@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
-def test_a_folder_in_place_of_a_file_is_refused_before_anything_is_written(name, out):
+@pytest.mark.parametrize("name", ["config.json", "config.json.unfinished"])
+def test_a_folder_in_place_of_a_file_is_named(name, out):
     (out / name).mkdir(parents=True)
-    with pytest.raises(UserError, match=rf"{name} is a folder, .* choose another --out") as refused:
-        claim(small(out=str(out)))
-    assert refused.value.exit_code == 2
-    claim(small(out=str(out), resume=False))
-    assert (out / "config.json").is_file()
-    assert out.with_name("run.1").joinpath(name).is_dir()
-
-
-def test_a_folder_in_place_of_the_unfinished_file_is_named(out):
-    (out / "config.json.unfinished").mkdir(parents=True)
     with pytest.raises(NotWritten, match=r"config\.json could not be written in .*directory"):
         claim(small(out=str(out)))
 

@@ -23,7 +23,7 @@ import stat
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from coat_jax import agreement
 from coat_jax.errors import UserError
@@ -31,6 +31,7 @@ from coat_jax.training.report.writers import WRITERS, Record, Writer
 from coat_jax.writing import NotWritten, begun, is_at, write_failures
 
 FILE = "metrics.jsonl"
+REMOVED = "metrics.removed.jsonl"
 BEGIN = b'{"step"'  # of every line that this module wrote
 
 
@@ -63,9 +64,6 @@ class Metrics:
         unwritten: Sequence[Mapping[str, Any]] = (),
         note: Callable[[str], object] = warnings.warn,
     ) -> None:
-        unknown = [name for name in writers if name not in WRITERS]
-        if unknown:
-            raise UserError(f"No writer of metrics is called {unknown[0]!r}: {', '.join(WRITERS)}")
         self._writers: list[Writer | JSONLines] = []
         self._lines: JSONLines | None = None
         if agreement.is_main():
@@ -132,7 +130,7 @@ class JSONLines:
         with write_failures(folder, FILE):
             if path.is_file():
                 self.recorded, later, lost = repair(path, resume_step)
-                moved = f"moved to {removed_from(path).name}"
+                moved = f"moved to {REMOVED}"
                 if later:
                     goes_on = (
                         f"goes on after step {resume_step:,}" if resume_step else "begins anew"
@@ -218,34 +216,19 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
                 )
 
 
-class Repaired(NamedTuple):
-    """The last record of a repaired file, and how many lines were lost.
+def repair(path: Path, step: int) -> tuple[int, int, int]:
+    """Moves the records of later steps, and lines that are not records, to metrics.removed.jsonl.
 
-    Attributes:
-        last: the step of the last record; 0 without any.
-        later: how many records of later steps were moved away.
-        lost: how many lines were not records, except for a torn one at the end.
-    """
-
-    last: int
-    later: int
-    lost: int
-
-
-def repair(path: Path, step: int) -> Repaired:
-    """Moves the records of later steps, and lines that are not records, to `removed_from(path)`.
+    Returns the last step that is left (0 without any), and how many records and other lines were
+    moved; a torn line at the end does not count.
 
     The file is replaced atomically; `writing.replace` would hold all of it in memory, and logs grow
     long. If a process was killed while it wrote a line, the next record may follow on the same
     line: that record is kept.
     """
-    repaired = path.with_suffix(".repaired")
+    repaired, aside = path.with_suffix(".repaired"), path.with_name(REMOVED)
     last = later = lost = 0
-    with (
-        path.open("rb") as old,
-        begun(repaired) as new,
-        removed_from(path).open("ab") as removed,
-    ):
+    with path.open("rb") as old, begun(repaired) as new, aside.open("ab") as removed:
         for line in old:
             whole = line.strip()
             record = _record(whole)
@@ -264,14 +247,9 @@ def repair(path: Path, step: int) -> Repaired:
             file.flush()
             os.fsync(file.fileno())
     repaired.replace(path)
-    if not removed_from(path).stat().st_size:
-        removed_from(path).unlink()
-    return Repaired(last, later, lost)
-
-
-def removed_from(path: Path) -> Path:
-    """The file that has what resuming removed from a metrics.jsonl."""
-    return path.with_suffix(".removed.jsonl")
+    if not aside.stat().st_size:
+        aside.unlink()
+    return last, later, lost
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

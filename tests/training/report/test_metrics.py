@@ -157,11 +157,6 @@ def test_only_the_main_process_writes(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_writer_is_refused_with_the_known_ones(tmp_path):
-    with pytest.raises(UserError, match="'tensorbord': tensorboard, wandb"):
-        Metrics(tmp_path, writers=("tensorbord",), config={})
-
-
 @pytest.mark.parametrize(
     ("writer", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")]
 )
