@@ -46,24 +46,13 @@ def position_of(step: int, extra: Mapping[str, Any]) -> Position:
     """Reads what `to_json` wrote.
 
     Raises:
-        UserError: if it is something else.
+        UserError: if another program saved the checkpoint.
     """
-    data: Any = extra.get("data")
-    seconds: Any = extra.get("seconds")
-    recorded: Any = extra.get("recorded", 0)
-    unwritten: Any = extra.get("unwritten", [])
-    is_position = (
-        isinstance(data, dict)
-        and isinstance(data.get("rows"), int)
-        and data.keys() >= {"data", "seed"}
-        and isinstance(seconds, int | float)
-        and isinstance(recorded, int)
-        and isinstance(unwritten, list)
-        and all(isinstance(r, dict) and isinstance(r.get("step"), int) for r in unwritten)
-    )
-    if not is_position:
+    data = extra.get("data")
+    if "seconds" not in extra or not isinstance(data, dict) or "rows" not in data:
         raise UserError(
             f"The checkpoint of step {step} does not say where a run stands: `coat train` did not "
             "save it. Begin from its parameters with --init_from, in another folder."
         )
-    return Position(step, data, seconds, recorded, unwritten)
+    recorded, unwritten = extra.get("recorded", 0), extra.get("unwritten", [])
+    return Position(step, data, extra["seconds"], recorded, unwritten)
