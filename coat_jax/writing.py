@@ -47,8 +47,6 @@ def write_failures(folder: Path, what: str, size: int | None = None) -> Iterator
     try:
         with full_disk(folder, what, size):
             yield
-    except NotWritten:
-        raise
     except Exception as error:
         if _os_error(error) is not None:
             raise NotWritten(f"{what} could not be written in {folder}: {error}") from error
@@ -60,8 +58,6 @@ def full_disk(folder: Path, what: str, size: int | None = None) -> Iterator[None
     """Turns errors of a full disk into a DiskFull; others may come from what the block reads."""
     try:
         yield
-    except NotWritten:
-        raise
     except Exception as error:
         code = _os_error(error)
         if code in FULL:

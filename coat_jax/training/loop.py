@@ -143,16 +143,7 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
             seconds=position.seconds,
         )
         run = Components(
-            config,
-            mesh,
-            programs,
-            data,
-            evaluation,
-            telemetry,
-            checkpoints,
-            metrics,
-            recorder,
-            stop,
+            prepared, programs, data, evaluation, telemetry, checkpoints, metrics, recorder, stop
         )
         try:
             return _take_steps(run, position.step, state)
@@ -164,8 +155,7 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
 class Components(NamedTuple):
     """What the steps of a run need."""
 
-    config: TrainConfig
-    mesh: Mesh
+    prepared: Prepared
     programs: Programs
     data: Loader
     evaluation: Evaluation | None
@@ -178,13 +168,13 @@ class Components(NamedTuple):
 
 def _take_steps(run: Components, step: int, state: State) -> Outcome:
     """Takes the steps after `step`; evaluates and saves where that is due."""
-    config, recorder, telemetry = run.config, run.recorder, run.telemetry
+    config, recorder, telemetry = run.prepared.config, run.recorder, run.telemetry
     held_out: float | None = None
     stopped = False
     while step < config.total_steps and not stopped:
         batch = place(
             next(run.data),
-            run.mesh,
+            run.prepared.mesh,
             microbatches=config.gradient_accumulation_steps,
             packed=run.data.packed,
         )

@@ -110,15 +110,7 @@ def read_state(folder: Path, like: Any) -> Any:
 
     arrays = require_stored_like(folder, like)
     with ocp.StandardCheckpointer() as checkpointer:
-        try:
-            restored = checkpointer.restore(LiteralPath(folder), arrays)
-        except Exception as error:
-            if type(error) is not Exception:  # what orbax raises for files that it cannot read
-                raise
-            raise UserError(
-                f"The checkpoint at {folder} cannot be read: files are damaged or missing. Restore "
-                "another one."
-            ) from error
+        restored = checkpointer.restore(LiteralPath(folder), arrays)
     return jax.tree.map(_from_array, like, restored)
 
 

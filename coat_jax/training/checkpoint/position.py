@@ -1,6 +1,6 @@
 """The position of a run: what a checkpoint stores besides the state, for the process that resumes.
 
-{"data": {"data": .., "seed": 0, "rows": 640}, "seconds": 51.2, "recorded": 20,
+{"step": 20, "data": {"data": .., "seed": 0, "rows": 640}, "seconds": 51.2, "recorded": 20,
  "unwritten": [], "config": ..}
 """
 
@@ -32,14 +32,9 @@ class Position(NamedTuple):
 
 
 def to_json(position: Position, config: TrainConfig) -> dict[str, Any]:
-    """A position, and the config of the run, for `Checkpoints.save`, which knows the step."""
-    return {
-        "data": dict(position.data),
-        "seconds": position.seconds,
-        "recorded": position.recorded,
-        "unwritten": [dict(record) for record in position.unwritten],
-        "config": resume_rules.to_json(config),
-    }
+    """A position, and the config of the run, for `Checkpoints.save`."""
+    saved = position._asdict() | {"data": dict(position.data)}
+    return saved | {"config": resume_rules.to_json(config)}
 
 
 def position_of(step: int, extra: Mapping[str, Any]) -> Position:

@@ -74,8 +74,7 @@ def config_in_checkpoint(folder: Path) -> dict[str, Any] | None:
     if not (folder / CHECKPOINTS).is_dir():
         return None
     record = StepFolders(folder / CHECKPOINTS).newest_record()
-    config = None if record is None else record["extra"].get("config")
-    return config if isinstance(config, dict) else None
+    return None if record is None else record["extra"].get("config")
 
 
 def is_run(config_json: Mapping[str, Any]) -> bool:

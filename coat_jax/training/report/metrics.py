@@ -6,9 +6,8 @@ JSON has no NaN and no infinity: a loss that is not finite is written as null, w
 accepts. Every line is one write, so that a killed run loses at most its last line.
 
 A run that resumes from a checkpoint repeats the steps after it. Their old records are moved to
-metrics.removed.jsonl first, so that the file looks like that of an uninterrupted run.
-
-If the file is removed or renamed while a run writes, as logs are rotated, a new one is begun.
+metrics.removed.jsonl first, so that the file looks like that of an uninterrupted run. If the file
+is moved away while a run writes, as logs are rotated, a new one is begun.
 
 A record that cannot be written, for example on a full disk, does not end the run at once: the loop
 sees `failure` and saves a checkpoint, which contains the `unwritten` records for the run that
@@ -90,8 +89,6 @@ class Metrics:
 
     def write(self, record: Record) -> None:
         """Writes one record; it names its "step"."""
-        if not isinstance(record.get("step"), int):
-            raise ValueError(f"A record needs a whole number as its step: {dict(record)}")
         for writer in self._writers:
             writer.write(record)
 

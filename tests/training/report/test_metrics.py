@@ -142,15 +142,6 @@ def test_a_torn_tail_is_repaired_and_later_records_stay(tmp_path):
     assert [json.loads(line)["step"] for line in lines(tmp_path)] == [1, 3, 4, 5]
 
 
-@pytest.mark.parametrize("broken", [{"loss": 1.0}, {"step": 1.5}, {"step": None}])
-def test_a_record_without_a_step_is_refused(tmp_path, broken):
-    with (
-        closing(Metrics(tmp_path, config={})) as written,
-        pytest.raises(ValueError, match="needs a whole number as its step"),
-    ):
-        written.write(broken)
-
-
 def test_only_the_main_process_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(agreement, "is_main", lambda: False)
     run(tmp_path, [1], writers=("tensorboard", "wandb"))
