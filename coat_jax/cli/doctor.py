@@ -31,6 +31,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "safe
 TRITON = ("jax-triton", "triton")
 OF_GPUS = ("jax-cuda13-plugin", "jax-cuda12-plugin", *TRITON)
 OF_TRAINER = ("grain", "matplotlib", "rich", "tokenizers")
+TESTED = {"jax": "0.11.2", "jax-triton": "0.3.1", "triton": "3.6.0"}  # where the GPU suite passed
 FIRST_CUDA_13_DRIVER = 580
 VERSION = re.compile(r"\d+(\.\d+)+")
 
@@ -70,7 +71,7 @@ def examine() -> tuple[dict[str, Any], list[Problem]]:
     """The findings on this machine, and what is wrong."""
     problems = _missing_packages()
     driver = nvidia_driver()
-    findings: dict[str, Any] = {"versions": versions(), "nvidia_driver": driver}
+    findings: dict[str, Any] = {"versions": versions(), "tested": TESTED, "nvidia_driver": driver}
     if (why := devices.why_none()) is not None:
         problems.append(
             Problem(f"JAX finds no device: {why}", _fix_of_platform(driver), fatal=True)
@@ -176,18 +177,17 @@ def _devices() -> list[dict[str, Any]]:
                 "platform": device.platform,
                 "kind": device.device_kind,
                 "compute_capability": getattr(device, "compute_capability", None),
-                "free_bytes": _free_memory() if limit is None else limit - used,
+                "free_bytes": _available_memory() if limit is None else limit - used,
             }
         )
     return found
 
 
-def _free_memory() -> int | None:
-    """The machine's free memory; None where the system does not report it."""
-    names = os.sysconf_names if hasattr(os, "sysconf_names") else {}
-    if "SC_AVPHYS_PAGES" not in names:
-        return None
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _available_memory() -> int | None:
+    """The memory that a new program can have; None where the system does not report it."""
+    file = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable: +(\d+) kB", file.read_text() if file.exists() else "")
+    return 1024 * int(found[1]) if found else None
 
 
 def _unused_gpu(driver: str) -> Problem:
@@ -215,11 +215,10 @@ def _extra(driver: str | None) -> str:
 
 
 def _text(findings: dict[str, Any], problems: list[Problem], works: bool) -> str:
-    listed = ", ".join(f"{name} {version}" for name, version in findings["versions"].items())
-    lines = textwrap.wrap(
-        f"versions   {listed}", WIDTH, subsequent_indent=" " * 11, break_on_hyphens=False
-    )
+    versions = f"versions   {_listed(findings['versions'])}"
+    lines = textwrap.wrap(versions, WIDTH, subsequent_indent=" " * 11, break_on_hyphens=False)
     lines += [
+        f"tested     {_of_tested(findings['versions'])}",
         f"driver     {findings['nvidia_driver'] or 'no NVIDIA driver'}",
     ]
     for one in findings.get("devices", []):
@@ -237,6 +236,16 @@ def _text(findings: dict[str, Any], problems: list[Problem], works: bool) -> str
         lines += ["", f"problem    {problem.what}", f"fix        {problem.fix}"]
     end = "Training works here." if works else "Training does not work here yet."
     return "\n".join([*lines, "", end])
+
+
+def _of_tested(here: dict[str, str]) -> str:
+    """The versions that the tests last passed with on a GPU, and what differs from them here."""
+    other = {name: here[name] for name in TESTED if here.get(name, TESTED[name]) != TESTED[name]}
+    return f"on a GPU with {_listed(TESTED)}; {_listed(other) if other else 'the same'} here"
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _of_cache(found: dict[str, Any]) -> str:

@@ -32,6 +32,19 @@ def test_a_cpu_without_a_gpu_can_train(examined):
     assert out.endswith("Training works here.\n")
 
 
+def test_the_versions_here_are_compared_with_those_that_were_tested(examined, monkeypatch):
+    monkeypatch.setattr(doctor, "versions", lambda: {**doctor.TESTED, "triton": "9.9"})
+    assert f"triton {doctor.TESTED['triton']}; triton 9.9 here\n" in examined()[1]
+    monkeypatch.setattr(doctor, "versions", lambda: {"jax": doctor.TESTED["jax"]})
+    assert f"triton {doctor.TESTED['triton']}; the same here\n" in examined()[1]
+
+
+def test_memory_that_the_system_uses_as_a_cache_is_available(monkeypatch):
+    text = "MemTotal:       23357548 kB\nMemFree:         5077 kB\nMemAvailable:   20000 kB\n"
+    monkeypatch.setattr(doctor.Path, "read_text", lambda path: text)
+    assert doctor._available_memory() == 20_480_000
+
+
 def test_json_says_the_same(examined):
     code, out = examined("--json")
     found = json.loads(out)
