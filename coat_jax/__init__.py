@@ -34,7 +34,7 @@ from coat_jax.storage import Storage
 __version__ = "0.1.0.dev0"
 
 # Imported on first use, because importing Flax is slow.
-_WITH_FLAX = ("evaluation", "generation", "linen", "models", "nn", "quantization")
+_WITH_FLAX = ("evaluation", "generation", "linen", "models", "nn", "quantization", "training")
 
 
 def __getattr__(name: str) -> Any:
@@ -80,4 +80,5 @@ __all__ = [
     "statistics",
     "storage",
     "telemetry",
+    "training",
 ]

@@ -7,12 +7,13 @@ WHERE is the folder of a run, whose newest intact checkpoint is read, or of a Hu
   coat evaluate out/llama_124m --text held_out.txt --precision bf16 --json
 
 For each --text the table shows the loss in nats per token, the perplexity (its exponential), and
-bits per byte, which are comparable between tokenizers. A text is read in windows of the model's
-context (or --window) that overlap by half: each token is scored once, with at least half a window
-of text before it, or all that precedes it. Each text is preceded by the token that ends a document,
-as in training; for a model that was trained elsewhere, by the token with which its tokenizer begins
-a text, if any. Without either, the first token is not scored. A file counts once, even if several
-names or patterns lead to it.
+bits per byte, which are comparable between tokenizers. A text is read in windows that overlap by
+half: each token is scored once, with at least half a window of text before it, or all that precedes
+it. A window is as long as the run's sequences, for a model of Hugging Face as its context, or as
+--window says. Each text is preceded by the token that ends a document, as in training; for a model
+that was trained elsewhere, by the token with which its tokenizer begins a text, if any. Without
+either, the first token is not scored. A file counts once, even if several names or patterns lead to
+it.
 
 A file of --tasks has a question on each line, where "context" may replace "question":
 
@@ -88,11 +89,9 @@ def run(options: argparse.Namespace) -> int:
         batch_axes=(AXIS,) if sharded else (),
     )
     context = folder.config.context
-    window = context if options.window is None else options.window
-    if options.text and context < 2:
-        raise UserError(f"The model's context={context} is too short for a window, which takes 2.")
+    window = folder.trained_length if options.window is None else options.window
     if options.text and not 2 <= window <= context:
-        raise UserError(f"--window {window} must be from 2 to the model's context={context}.")
+        raise UserError(f"A window of {window} must be from 2 to the model's context={context}.")
     begin = folder.tokenizer.encode("")[:1] or folder.stops[:1]
     texts = {file: _text(file, folder, begin) for file in files_of(tuple(options.text))}
     tasks = {file: _questions(file, folder, begin) for file in files_of(tuple(options.tasks))}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from coat_jax.cli.output import note
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, read_json, status
-from coat_jax.limits import CountOrZero, require
+from coat_jax.limits import Count, CountOrZero, require
 from coat_jax.printable import counted
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class ModelFolder:
         config: of the model, with the precision and the sharding that the options ask for.
         tokenizer: of the model.
         stops: tokens that end a text.
+        trained_length: tokens of a sequence in the run; of other models the context.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class ModelFolder:
         self._where, self._step = expanded(options.where), options.step
         config_json = weights.read_config_json(self._where)
         config = weights.model_config(self._where)
+        length = config_json.get("sequence_length", config.context)
+        self.trained_length = require(f"{self._where}: sequence_length", length, Count)
         if options.precision and weights.is_quantized(config_json):
             raise UserError(
                 f"{self._where} is already quantized, which decides its precision: leave "

@@ -17,4 +17,17 @@ held_out, resume_rules    held-out loss; whether a run may continue with another
 run_folder, run_lock      which run a folder belongs to, and which process holds it
 compiler_options          XLA's options for the programs of a run
 compilation_cache         programs that an earlier start has compiled
+
+Its modules are imported on first use: coat.training.loop.train(config).
 """
+
+import importlib
+import importlib.util
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    path = f"{__name__}.{name}"
+    if importlib.util.find_spec(path) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(path)

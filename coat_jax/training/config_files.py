@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from coat_jax import precision
 from coat_jax.errors import UserError
-from coat_jax.files import MissingFile, expanded, require_regular, status
+from coat_jax.files import MissingFile, expanded, is_folder, require_regular, status
 from coat_jax.limits import shown
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig
@@ -53,6 +53,11 @@ def load_config(source: str) -> TrainConfig:
         raise MissingFile(
             f"There is no config file {file}. {hint}`coat train` alone lists those that come with "
             "the package."
+        )
+    if is_folder(path):
+        raise UserError(
+            f"{file} is a folder. A run that begins from the model in it has a config file, with "
+            f"model=coat_jax.models.hf.read_config({file!r}) and init_from={file!r}."
         )
     require_regular(path, "config file")
     try:

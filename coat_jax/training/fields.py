@@ -180,7 +180,7 @@ def _describe_one(kind: Any) -> str:
     if kind is precision.Precision:
         return " or ".join(precision.PRESETS)
     if kind is DTypeLike:
-        return "a dtype"
+        return "float32 or bfloat16 or float16"
     if kind is SMALL_FLOAT:
         return "E4M3 or E5M2 or another small float, such as E3M4"
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +96,15 @@ def test_window_precision_and_devices(run, text, capsys):
     # The order of sums in FP32, a hundred products and ten deep.
     shared = nats("--precision", "bf16", "--devices", 4, "--batch", 2)
     assert shared == pytest.approx(in_bf16, rel=1e-5)
+
+
+def test_a_window_is_as_long_as_the_sequences_of_the_run(run, text, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text()) | {"sequence_length": 10}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    said = found(capsys, tmp_path / "run", "--text", text)
+    assert said["window"] == 10
+    assert said["texts"][0]["nats_per_token"] == pytest.approx(score(MODEL, window=10).per_token)
 
 
 def test_a_file_counts_once_however_many_names_lead_to_it(run, text, tasks, tmp_path, capsys):
@@ -272,8 +282,11 @@ def test_the_token_that_the_tokenizer_begins_a_text_with_comes_first(of_words, t
         (["--text", "BINARY"], "is not text in UTF-8"),
         (["--tasks", "EMPTY"], "has no question"),
         (["--tasks", "TEXT"], "a.txt:1 is not JSON"),
-        (["--text", "TEXT", "--window", "33"], "--window 33 must be from 2 to the model's context"),
-        (["--text", "TEXT", "--window", "1"], "--window 1 must be from 2"),
+        (
+            ["--text", "TEXT", "--window", "33"],
+            "A window of 33 must be from 2 to the model's context",
+        ),
+        (["--text", "TEXT", "--window", "1"], "A window of 1 must be from 2"),
         (["--tasks", "TASKS", "--window", "9"], "--window 9 is for texts: name one"),
         (["--text", "TEXT", "--batch", "0"], "--batch 0 must be 1 or more"),
         (
@@ -312,11 +325,3 @@ def test_a_tokenizer_must_be_that_of_the_model(text, tmp_path, capsys):
     assert "its model knows 100 tokens" in capsys.readouterr().err
     assert coat(tmp_path / "model", "--text", text, "--tokenizer", "bytes") == 2
     assert "a.txt has token 100, outside the model's vocabulary" in capsys.readouterr().err
-
-
-def test_a_context_without_room_for_a_window_is_not_taken_for_an_option(text, tmp_path, capsys):
-    hf.save(tmp_path / "model", filled(dataclasses.replace(CONFIG, context=1)))
-    assert coat(tmp_path / "model", "--text", text) == 2
-    said = capsys.readouterr().err
-    assert "The model's context=1 is too short for a window" in said
-    assert "--window" not in said

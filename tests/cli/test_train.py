@@ -42,6 +42,7 @@ def tokens(path, *values, dtype=np.uint16):
 
 BAD = {
     "a config that is not there": (["nothing.py"], "There is no config file nothing.py"),
+    "a folder instead of a config": ([str(ROOT / "docs")], f"init_from={str(ROOT / 'docs')!r}."),
     "a function that is not there": ([f"{TINY}:bf16"], "has no function bf16()"),
     "a field that does not exist": ([TINY, "--total_stepz", "3"], "Did you mean --total_steps?"),
     "settings without a config": (
@@ -239,8 +240,10 @@ try:
     main(["train", "--help"])
 except SystemExit:
     print([name for name in ("orbax", "grain") if name in sys.modules])
+import coat_jax as coat
+print(coat.training.loop.train.__name__)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    assert done.stdout.endswith("[]\n")
+    assert done.stdout.endswith("[]\ntrain\n")

@@ -120,7 +120,10 @@ def test_fields_are_checked_together():
         ),
         (["--optimizer", "lion"], "--optimizer is a group of fields: --optimizer.name, .*, ..."),
         (["--precision", "fp7"], "--model.precision 'fp7' is not bf16 or fp8_linear or coat or"),
-        (["--param_dtype", "float9"], "--model.param_dtype 'float9' is not a dtype"),
+        (
+            ["--param_dtype", "fp16"],
+            "--model.param_dtype 'fp16' is not float32 or bfloat16 or float16",
+        ),
         (["--model.precision.forward", "E9M9"], "forward='E9M9' is not an FP8 format"),
         (["--writers", "excel"], "--writers 'excel' is not tensorboard or wandb"),
         (["--total_steps", "0"], "total_steps=0 must be a whole number from 1 to"),
