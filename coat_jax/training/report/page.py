@@ -22,6 +22,7 @@ from coat_jax.training.report.output import save
 from coat_jax.training.report.runs import (
     AXES,
     SHOWN_QUANTILE,
+    STRETCH,
     Curve,
     RecordedRun,
     small_panels,
@@ -48,6 +49,7 @@ def write(
     data = {
         "over": over,
         "shown": SHOWN_QUANTILE,
+        "stretch": STRETCH,
         "thin": thin,
         "smooth": max(round(smooth / thin), 1),
         "small": [{"key": key, "title": title} for key, title in small.items()],

@@ -93,6 +93,7 @@ def _picture(
         for axes in panels.values():
             axes.set_xlim(0, 1.015 * longest)
             axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.10g}")
+            axes.locator_params(axis="x", integer=over == "steps")
         for key in small:
             panels[key].set_title(printable(small[key]), parse_math=False)
             panels[key].locator_params(axis="x", nbins=5)
@@ -146,8 +147,10 @@ def _curves(
     values = np.concatenate(shown)
     if not len(values):
         return
-    top = np.quantile(values, 1.0 if key == "learning_rate" else runs.SHOWN_QUANTILE)
-    bottom = values.min()
+    bottom, top = values.min(), values.max()
+    if key != "learning_rate":
+        most = np.quantile(values, runs.SHOWN_QUANTILE)
+        top = min(top, bottom + runs.STRETCH * (most - bottom))
     margin = 0.06 * (top - bottom) or 1.0
     axes.set_ylim(bottom - margin, top + margin)
 

@@ -111,6 +111,20 @@ def test_the_axis_is_what_was_asked_for(tmp_path, two, figure, over, label, last
     assert data_of(tmp_path / "plot.html")["over"] == over
 
 
+@pytest.mark.parametrize("steps", [12, 300])
+def test_the_first_losses_are_inside_and_steps_are_whole(tmp_path, figure, steps):
+    losses = 2 + 4 * 0.97 ** np.arange(steps)
+    draw([write_run(tmp_path / "a", losses.tolist())], tmp_path / "plot.png")
+    for axes in figure().axes:
+        assert axes.get_ylim()[1] > max(axes.lines[0].get_ydata())
+        assert all(tick == round(tick) for tick in axes.get_xticks())
+
+
+def test_a_spike_does_not_flatten_the_rest(tmp_path, figure):
+    draw([write_run(tmp_path / "a", [*[3.0, 2.0] * 50, 1e6])], tmp_path / "plot.png", smooth=1)
+    assert figure().axes[0].get_ylim()[1] < 10
+
+
 @pytest.mark.parametrize(
     ("over", "longest", "unit"),
     [
