@@ -86,6 +86,9 @@ def run(options: argparse.Namespace) -> int:
 
     from coat_jax import agreement
     from coat_jax.cli.output import lasting
+    from coat_jax.files import expanded
+    from coat_jax.training.checkpoint.step_folders import StepFolders
+    from coat_jax.training.checkpoint.weights import CHECKPOINTS
     from coat_jax.training.cluster import communication, distributed
     from coat_jax.training.config_files import load_config, source
     from coat_jax.training.fields import explain
@@ -105,7 +108,13 @@ def run(options: argparse.Namespace) -> int:
         communication.use_one_queue(offload=config.optimizer.offload)
         distributed.start()
         console = Console(quiet=not agreement.is_main())
-        outcome = train(config, console)
+        try:
+            outcome = train(config, console)
+        except KeyboardInterrupt:
+            saved = StepFolders(expanded(config.out) / CHECKPOINTS).steps()
+            how = f"continues after step {saved[-1]:,}, saved last" if saved else "begins anew"
+            console.print(f"The same command {how}.", highlight=False)
+            raise
         if outcome.stopped:
             console.print(f"Stopped and saved after step {outcome.step:,}.", highlight=False)
     return STOPPED if outcome.stopped else 0

@@ -159,6 +159,19 @@ def test_a_run_that_was_stopped_says_so(train, monkeypatch):
     assert "Stopped and saved after step 3." in out
 
 
+@pytest.mark.parametrize(("saved", "said"), [(2, "continues after step 2,"), (None, "begins anew")])
+def test_an_interrupted_run_says_where_it_continues(train, tmp_path, monkeypatch, saved, said):
+    def interrupt(config, console):
+        if saved:
+            (tmp_path / config.out / "checkpoints" / str(saved) / "state").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "train", interrupt)
+    code, out, err = train(TINY, "--out", "out")
+    assert (code, err) == (cli.INTERRUPTED, "coat train: interrupted\n")
+    assert f"The same command {said}" in out
+
+
 @pytest.mark.parametrize(("offload", "queues"), [("false", "1"), ("true", None)])
 def test_cuda_starts_with_one_queue_on_hoppers(train, monkeypatch, offload, queues):
     monkeypatch.setattr(nvidia, "ask", lambda field: ["9.0"])
