@@ -2,6 +2,7 @@
 
     Linear, RMSNorm, LayerNorm           like Flax's, with fewer arguments and a `coat.Precision`
     Embed                                a drop-in for Flax's, with more accurate gradients
+    attention_fn                         for Flax's attention modules
     Attention, GatedMLP, MLP             each includes its norm, so that the input is saved once
     TransformerBlock                     the layer of a decoder
     convert, plan_conversion             replaces the layers of any NNX model, and says which
@@ -14,7 +15,7 @@ A module's `precision` says what is FP8; see `coat.Precision`. `convert` goes th
 becomes of each module, and what could be done about it.
 """
 
-from coat_jax.nn.attention import Attention, Past
+from coat_jax.nn.attention import Attention, Past, attention_fn
 from coat_jax.nn.block import TransformerBlock
 from coat_jax.nn.bytes_saved import saved_bytes
 from coat_jax.nn.convert import convert, plan_conversion
@@ -43,6 +44,7 @@ __all__ = [
     "QuantizedLinear",
     "RMSNorm",
     "TransformerBlock",
+    "attention_fn",
     "convert",
     "freeze",
     "plan_conversion",

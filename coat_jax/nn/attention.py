@@ -1,6 +1,7 @@
 """Self-attention, with the norm before it."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from coat_jax import ops, watching
+from coat_jax.errors import UserError
 from coat_jax.kernels.rotary import join_heads, split_heads
 from coat_jax.nn.norm import AnyNorm, require_norm_or_none
 from coat_jax.nn.parameters import (
@@ -263,3 +265,36 @@ class Attention(nnx.Module):
         if scale is None or scale.shape[0] == self.head_dim:
             return norm(y)
         return norm(join_heads(y)).reshape(y.shape)
+
+
+def attention_fn(precision: Precision | str = COAT, *, causal: bool = False) -> Callable[..., Any]:
+    """The `attention_fn` argument of Flax's attention, in NNX and Linen: `coat.ops.attention`.
+
+    Like Flax's it sees all tokens by default. It refuses masks, dropout and sowed weights.
+
+    Args:
+        precision: see `coat.ops.attention`.
+        causal: whether a token sees only itself and those before it; NNX's modules can also be
+            called with `is_causal=True`.
+    """
+
+    def attend(
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        mask: Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        module: Any = None,
+        is_causal: bool = False,
+        **_: Any,
+    ) -> Array:
+        if mask is not None or module is not None or (dropout_rate and not deterministic):
+            raise UserError(
+                "coat.nn.attention_fn takes neither masks nor dropout, and sows no weights. Instead "
+                "of a causal mask take attention_fn(causal=True); for the rest keep Flax's."
+            )
+        return ops.attention(query, key, value, causal=causal or is_causal, precision=precision)
+
+    return attend

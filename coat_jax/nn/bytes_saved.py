@@ -8,6 +8,7 @@ names, so the name of the operation that reads a saved array shows which module 
 """
 
 import functools
+import math
 import re
 from collections import Counter
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ def saved_bytes(module: nnx.Module, *inputs: Any) -> int:
 def saved_by_module(module: nnx.Module, *inputs: Any) -> dict[str, Saved]:
     """What each module saves, by path, if it saves anything; "" is `module` itself."""
     graph, params, rest = nnx.split(module, nnx.Param, ...)
-    weights = {leaf.shape for leaf in jax.tree.leaves(params)}
+    weights = {shape for leaf in jax.tree.leaves(params) for shape in _shapes(leaf.shape)}
     paths = ["", *(path for _, _, path, _ in children(module))]
     found: dict[str, Counter[str]] = {path: Counter() for path in paths}
 
@@ -68,6 +69,12 @@ def saved_by_module(module: nnx.Module, *inputs: Any) -> dict[str, Saved]:
 
     jax.eval_shape(trace, params, rest, *inputs)
     return {path: Saved(c.total(), c["wide"]) for path, c in found.items() if c}
+
+
+def _shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes of a parameter: its own, and those as a matrix, in which products read it."""
+    splits = range(1, len(shape))
+    return [shape, *((math.prod(shape[:i]), math.prod(shape[i:])) for i in splits)]
 
 
 def _with_scopes(model: nnx.Module, paths: list[str]) -> Any:

@@ -15,7 +15,8 @@ character. A rule for an MLP says which kind it is:
 of the model, it also says how many bytes each one saves for its backward pass.
 
 What a model computes between its modules, such as silu(gate(x)) * up(x), saves its inputs in their
-own dtype. The plan shows this, and names a rule that helps, if it knows one.
+own dtype, and layers that read the same array save a copy in FP8 each, which may take more memory
+than before. The plan shows this, and names a rule that helps, if it knows one.
 """
 
 import logging
@@ -29,7 +30,7 @@ from coat_jax.nn.children import children, replace, require_module
 from coat_jax.nn.converted_mlp import ConvertedMLP
 from coat_jax.nn.convertible import LINEAR, as_embed, as_norm
 from coat_jax.nn.plan import THE_MODEL, Decision, Plan
-from coat_jax.nn.remedies import with_counts, with_remedies
+from coat_jax.nn.remedies import RAISED, raised, with_counts, with_remedies
 from coat_jax.nn.rules import Rules, decide
 from coat_jax.precision import COAT, Precision, precision_of
 
@@ -108,6 +109,8 @@ def plan_conversion(
 
     after = saved({})
     plan = with_counts(plan, model, saved_by_module(model, *inputs), after)
+    if raised(plan):
+        _log.warning(RAISED)
     return with_remedies(plan, model, after, saved)
 
 

@@ -12,6 +12,10 @@ from coat_jax.nn.plan import Decision, Plan
 from coat_jax.nn.rules import MLPS, suggested_kind
 
 BETWEEN = "it computes between its modules"
+RAISED = (
+    "The conversion raises what is saved: layers that read the same array save a copy of it each, "
+    "in FP8. coat.nn.Attention, coat.nn.GatedMLP and coat.ops.norm_linear save one copy for all."
+)
 SMALL = 0.01  # a smaller share of all saved bytes needs no remedy
 
 SavedBy = dict[str, Saved]
@@ -56,7 +60,7 @@ def with_remedies(
     kinds = {path: suggested_kind(modules[path]) for path in wide}
     mlps = {path: kind for path, kind in kinds.items() if path and kind is not None}
     saved = best(mlps) if mlps else after
-    remedies = {}
+    remedies = {d.path: RAISED for d in plan if raised(Plan([d]))} if raised(plan) else {}
     for path, size in wide.items():
         glob = re.sub(r"\b\d+\b", "*", path)
         if path in mlps:
@@ -67,6 +71,11 @@ def with_remedies(
             )
         elif (kind := kinds[path]) is not None:
             remedies[path] = f"The model is a {MLPS[kind]}: build it as one."
+        elif isinstance(modules[path], nnx.MultiHeadAttention):
+            remedies[path] = (
+                f"{glob or 'The model'} saves {size:,} bytes with more than 8 bits per element. "
+                "Without masks and dropout, build it with attention_fn=coat.nn.attention_fn()."
+            )
         else:
             remedies[path] = (
                 f"{glob or 'The model'} saves {size:,} bytes with more than 8 bits per element, "
@@ -74,6 +83,11 @@ def with_remedies(
                 "as activate and attention, or wrap it in coat.ops.recompute."
             )
     return Plan(d._replace(remedy=remedies.get(d.path, "")) for d in plan)
+
+
+def raised(plan: Plan) -> bool:
+    """Whether modules save more after the conversion, all together."""
+    return sum(d.after or 0 for d in plan) > sum(d.before or 0 for d in plan)
 
 
 def _modules(model: nnx.Module) -> dict[str, nnx.Module]:

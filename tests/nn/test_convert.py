@@ -165,6 +165,39 @@ def test_linen_takes_the_products():
     np.testing.assert_array_equal(dense.apply(variables, x), want)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_flaxs_attention_takes_ours_and_saves_less(causal):
+    x = jax.random.normal(jax.random.key(0), (2, 64, 32))
+    theirs, full, masked = (
+        nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0), attention_fn=function)
+        for function in (
+            nnx.dot_product_attention,
+            nn.attention_fn("bf16"),
+            nn.attention_fn("bf16", causal=True),
+        )
+    )
+    want = theirs(x, is_causal=causal)
+    np.testing.assert_allclose(full(x, is_causal=causal), want, atol=1e-5)
+    mask = nnx.make_causal_mask(x[..., 0])
+    np.testing.assert_allclose(masked(x), theirs(x, mask=mask), atol=1e-5)
+    assert nn.saved_bytes(full, x) < nn.saved_bytes(theirs, x)
+    assert "attention_fn=coat.nn.attention_fn()" in str(nn.plan_conversion(theirs, inputs=x))
+    in_linen = linen.MultiHeadDotProductAttention(4, attention_fn=nn.attention_fn("bf16"))
+    theirs = linen.MultiHeadDotProductAttention(4)
+    variables = theirs.init(jax.random.key(0), x)
+    np.testing.assert_allclose(in_linen.apply(variables, x), theirs.apply(variables, x), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "refused", [{"mask": TOKENS}, {"dropout_rate": 0.1}, {"module": nnx.Module()}]
+)
+def test_our_attention_in_flaxs_ignores_nothing(refused):
+    q = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(UserError, match=r"takes neither masks nor dropout"):
+        nn.attention_fn()(q, q, q, **refused)
+    nn.attention_fn()(q, q, q, mask=None, dropout_rate=0.1, deterministic=True, module=None)
+
+
 def test_the_plan_names_the_rule_that_left_a_module_alone(net):
     rules = {"attention.*": "bf16", "norm": "fp8_linear"}
     plan = {d.path: d for d in nn.plan_conversion(net, rules=rules)}

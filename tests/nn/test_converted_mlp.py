@@ -266,6 +266,31 @@ def test_where_no_rule_helps_the_plan_names_functions_that_do():
     assert "Use functions of coat.ops there" in str(nn.plan_conversion(Outer(), inputs=(X,)))
 
 
+def test_a_conversion_that_raises_what_is_saved_is_warned_of(caplog):
+    """Three layers share an array in BF16, and each saves a copy of its own in FP8."""
+
+    class Outer(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List(
+                [
+                    nnx.LinearGeneral(D, (2, D // 2), dtype=jnp.bfloat16, rngs=nnx.Rngs(i))
+                    for i in range(3)
+                ]
+            )
+
+        def __call__(self, x):
+            return sum(layer(x) for layer in self.layers)
+
+    x = jax.ShapeDtypeStruct((4, D), jnp.bfloat16)
+    plan = nn.plan_conversion(Outer(), inputs=x)
+    assert [(d.before, d.after) for d in plan] == [(8 * D, 4 * D), (0, 4 * D), (0, 4 * D)]
+    (warning,) = caplog.records
+    assert warning.getMessage().startswith("The conversion raises what is saved")
+    assert warning.getMessage() in str(plan)
+    nn.plan_conversion(nnx.Sequential(*Outer().layers[:1]), inputs=x)
+    assert len(caplog.records) == 1
+
+
 def test_layers_that_nnx_vmap_stacked_are_named_as_the_reason():
     @nnx.split_rngs(splits=3)
     @nnx.vmap
