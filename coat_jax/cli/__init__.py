@@ -167,7 +167,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="coat",
         description="FP8 training for JAX.",
-        epilog=f"commands:\n{listed}\n\n`coat COMMAND --help` explains each.",
+        epilog=f"commands:\n{listed}\n\n`coat COMMAND --help` explains each. "
+        "docs/, examples/ and launch/ are in the repository.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"coat_jax {__version__}")

@@ -292,8 +292,8 @@ def attention_fn(precision: Precision | str = COAT, *, causal: bool = False) -> 
     ) -> Array:
         if mask is not None or module is not None or (dropout_rate and not deterministic):
             raise UserError(
-                "coat.nn.attention_fn takes neither masks nor dropout, and sows no weights. Instead "
-                "of a causal mask take attention_fn(causal=True); for the rest keep Flax's."
+                "coat.nn.attention_fn takes neither masks nor dropout, and sows no weights. For "
+                "a causal mask write attention_fn(causal=True); for the rest keep Flax's function."
             )
         return ops.attention(query, key, value, causal=causal or is_causal, precision=precision)
 

@@ -3,8 +3,9 @@
 from coat_jax.training.config import CheckpointConfig, EvaluationConfig, OptimizerConfig
 from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured.files import GB, case, of
-from experiments.figures.measured.throughput import slower
+from experiments.figures.measured.throughput import beside_one, slower, training
 from experiments.figures.pages.reasons import ARITHMETIC, PUBLISHED, SETTING, TESTED
+from experiments.recipe_memory import GPUS, ROWS
 
 EXAMPLES = {  # by results file and name
     ("examples_memory", "flax_nnx"): "Flax NNX",
@@ -103,6 +104,18 @@ def released_memory() -> list[list[str]]:
         sizes = kept["activations"], kept["peak"], released["peak"]
         batch = f"{kept['batch']} x {kept['sequence']}"
         rows.append([batch, *(f"{size / GB:.1f}" for size in sizes)])
+    return rows
+
+
+def recipe() -> list[list[str]]:
+    """What Llama-2-7B takes of each of several GPUs, and how fast it trains."""
+    speeds = {1: training("COAT", 16)["tokens_per_second"]}
+    speeds |= {gpus: beside_one(gpus)[0] for gpus in (2, 4)}
+    rows = [["GPUs", "8 sequences each, GB", "16 sequences each, GB", "tokens/s with 16 each"]]
+    for gpus in GPUS:
+        sizes = (case("recipe_memory", gpus=gpus, rows=each)["peak"] / GB for each in ROWS)
+        speed = f"{speeds[gpus]:,.0f}" if gpus in speeds else "not measured"
+        rows.append([f"{gpus}", *(f"{size:.1f}" for size in sizes), speed])
     return rows
 
 
@@ -222,6 +235,7 @@ PAGES = [
             Given("2.1 bytes a parameter instead of 8", ARITHMETIC),
             Given("reduce-scatters joined up to 128 MB", SETTING),
             Sentence("whose gradients take {:.1f} GB", gradients_of_7b),
+            Table("recipe", recipe),
             Table("released_memory", released_memory),
             Sentence(
                 "With {:.0f} x {:.0f} tokens the gradients take {:.1f} GB instead of {:.1f} GB, "
