@@ -2,9 +2,9 @@
 
     python -m examples.maxtext_train
 
-Two functions of MaxText are replaced before it starts: the one that makes the optimizer, and the
-class that multiplies in FP8 on NVIDIA GPUs, by the provider of `examples.qwix_provider`.
-`docs/maxtext.diff` makes the same change in MaxText itself.
+Two functions are replaced before MaxText starts: optax's AdamW, and MaxText's class that multiplies
+in FP8 on NVIDIA GPUs, by the provider of `examples.qwix_provider`. docs/examples.md shows how to
+start a config of your own like this.
 """
 
 import json
@@ -21,7 +21,6 @@ os.environ["DECOUPLE_GCLOUD"] = "TRUE"  # MaxText without the clients of Google 
 import maxtext
 import optax
 from maxtext.layers import quantizations
-from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train as pre_train
 
 import coat_jax as coat
@@ -52,19 +51,9 @@ SETTINGS = {
 IN_FP8 = {"quantization": "fp8_gpu", "use_qwix_quantization": True}
 
 
-def get_optimizer(
-    config: Any, learning_rate_schedule: optax.Schedule, model: Any = None, mesh: Any = None
-) -> optax.GradientTransformation:
-    """MaxText's AdamW, its moments in 8 bits."""
-    return coat.optax.fp8_adamw(
-        learning_rate_schedule,
-        b1=config.adam_b1,
-        b2=config.adam_b2,
-        eps=config.adam_eps,
-        eps_root=config.adam_eps_root,
-        weight_decay=config.adam_weight_decay,
-        mask=optimizers.get_adamw_mask(config),
-    )
+def adamw(*args: Any, mu_dtype: Any = None, **settings: Any) -> optax.GradientTransformation:
+    """AdamW as MaxText calls it, its moments in 8 bits whatever `mu_dtype` is."""
+    return coat.optax.fp8_adamw(*args, **settings)
 
 
 def run(folder: Path, settings: dict[str, Any]) -> check.Run:
@@ -95,7 +84,7 @@ def train(fp8: bool, folder: Path | None = None, **settings: Any) -> check.Run:
     if not fp8:
         return run(folder, {**SETTINGS, **settings})
     with (
-        mock.patch.object(optimizers, "get_optimizer", get_optimizer),
+        mock.patch.object(optax, "adamw", adamw),
         mock.patch.object(quantizations, "NvidaFp8Provider", FP8Provider),
     ):
         return run(folder, {**SETTINGS, **IN_FP8, **settings})

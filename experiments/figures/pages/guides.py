@@ -5,7 +5,6 @@ from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured.files import GB, case, of
 from experiments.figures.measured.throughput import beside_one, slower, training
 from experiments.figures.pages.reasons import ARITHMETIC, PUBLISHED, SETTING, TESTED
-from experiments.recipe_memory import GPUS, ROWS
 
 EXAMPLES = {  # by results file and name
     ("examples_memory", "flax_nnx"): "Flax NNX",
@@ -112,8 +111,9 @@ def recipe() -> list[list[str]]:
     speeds = {1: training("COAT", 16)["tokens_per_second"]}
     speeds |= {gpus: beside_one(gpus)[0] for gpus in (2, 4)}
     rows = [["GPUs", "8 sequences each, GB", "16 sequences each, GB", "tokens/s with 16 each"]]
-    for gpus in GPUS:
-        sizes = (case("recipe_memory", gpus=gpus, rows=each)["peak"] / GB for each in ROWS)
+    cases = of("recipe_memory")["cases"]
+    for gpus in dict.fromkeys(one["gpus"] for one in cases):
+        sizes = (one["peak"] / GB for one in cases if one["gpus"] == gpus)
         speed = f"{speeds[gpus]:,.0f}" if gpus in speeds else "not measured"
         rows.append([f"{gpus}", *(f"{size:.1f}" for size in sizes), speed])
     return rows
