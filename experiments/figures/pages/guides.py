@@ -3,7 +3,7 @@
 from coat_jax.training.config import CheckpointConfig, EvaluationConfig, OptimizerConfig
 from experiments.figures.compare import Given, Page, Sentence, Table
 from experiments.figures.measured.files import GB, case, of
-from experiments.figures.measured.throughput import beside_one, slower, training
+from experiments.figures.measured.throughput import slower, together, training
 from experiments.figures.pages.reasons import ARITHMETIC, PUBLISHED, SETTING, TESTED
 
 EXAMPLES = {  # by results file and name
@@ -108,14 +108,16 @@ def released_memory() -> list[list[str]]:
 
 def recipe() -> list[list[str]]:
     """What Llama-2-7B takes of each of several GPUs, and how fast it trains."""
-    speeds = {1: training("COAT", 16)["tokens_per_second"]}
-    speeds |= {gpus: beside_one(gpus)[0] for gpus in (2, 4)}
+    measured = {1: training("COAT", 16), **{gpus: together(gpus) for gpus in (2, 4)}}
     rows = [["GPUs", "8 sequences each, GB", "16 sequences each, GB", "tokens/s with 16 each"]]
-    cases = of("recipe_memory")["cases"]
-    for gpus in dict.fromkeys(one["gpus"] for one in cases):
-        sizes = (one["peak"] / GB for one in cases if one["gpus"] == gpus)
-        speed = f"{speeds[gpus]:,.0f}" if gpus in speeds else "not measured"
-        rows.append([f"{gpus}", *(f"{size:.1f}" for size in sizes), speed])
+    for gpus in (1, 2, 4, 8):
+        few = case("recipe_memory", gpus=gpus, rows=8)["peak"]
+        if gpus in measured:
+            many = measured[gpus]["memory"]["peak"]
+            speed = f"{measured[gpus]['tokens_per_second']:,.0f}"
+        else:
+            many, speed = case("recipe_memory", gpus=gpus, rows=16)["peak"], "not measured"
+        rows.append([f"{gpus}", f"{few / GB:.1f}", f"{many / GB:.1f}", speed])
     return rows
 
 
