@@ -7,6 +7,8 @@ from somebody else's files, may contain any of them. `printable` shows them as P
 as \\x1b.
 """
 
+from collections.abc import Collection, Sequence
+
 CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\t"), ord("\n")}  # C0, DEL and C1
 SEPARATORS = {0x2028, 0x2029}  # of lines and paragraphs
 BIDIRECTIONAL = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
@@ -23,3 +25,21 @@ def printable(text: str) -> str:
 def counted(number: int, noun: str) -> str:
     """A number with its noun: "1 document", "2,000 documents"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def table(lines: Sequence[Sequence[str]], words: Collection[int] = (0,)) -> str:
+    """Columns that are as wide as their widest cell.
+
+    Args:
+        lines: of cells.
+        words: the columns that are aligned to the left; numbers are aligned to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+    def aligned(column: int, cell: str) -> str:
+        return cell.ljust(widths[column]) if column in words else cell.rjust(widths[column])
+
+    return "\n".join(
+        "  ".join(aligned(column, cell) for column, cell in enumerate(line)).rstrip()
+        for line in lines
+    )

@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coat_jax.cli.model_folder import ModelFolder, add_model_arguments, on_devices
-from coat_jax.cli.output import note, on_terminal, table
+from coat_jax.cli.output import note, on_terminal
 from coat_jax.errors import UserError
 from coat_jax.files import read_text
-from coat_jax.printable import counted, printable
+from coat_jax.printable import counted, printable, table
 from coat_jax.training.data.paths import files_of
 
 if TYPE_CHECKING:
@@ -291,14 +291,12 @@ def _linear_layers(config: "Config", schemes: Mapping[str, "Scheme"]) -> list[di
 
     from coat_jax.quantization.projections import paths_of
 
-    kinds: list[tuple[str, str, int]] = [
-        (*scheme, count) for scheme, count in sorted(Counter(schemes.values()).items())
-    ]
+    counts: dict[tuple[str, str], int] = dict(sorted(Counter(schemes.values()).items()))
     if left := len(paths_of(config)) - len(schemes):
-        kinds.append((jnp.dtype(config.dtype).name, "none", left))
+        counts[jnp.dtype(config.dtype).name, "none"] = left
     return [
         {"format": format, "activations": activations, "count": count}
-        for format, activations, count in kinds
+        for (format, activations), count in counts.items()
     ]
 
 

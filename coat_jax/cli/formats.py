@@ -28,10 +28,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coat_jax.cli.output import note, on_terminal, table
+from coat_jax.cli.output import note, on_terminal
 from coat_jax.errors import UserError
 from coat_jax.files import expanded, is_folder, is_regular, path_failures
-from coat_jax.printable import counted, printable
+from coat_jax.printable import counted, printable, table
 
 if TYPE_CHECKING:
     from coat_jax.models import Config
@@ -141,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _require_place(out: Path) -> None:
     """Raises, before the work begins, if the picture and its numbers cannot be written there."""
-    from coat_jax.training.report.chart import require_matplotlib
+    import matplotlib  # noqa: F401, which is missing before the work begins, not after it
 
     if out.suffix.lower() != ".png":
         raise UserError(f"{out} does not end in .png.")
@@ -156,7 +156,6 @@ def _require_place(out: Path) -> None:
             f"{numbers} exists, and is no earlier result of `coat formats`: choose another name "
             "for --out, whose numbers go into a .json beside it."
         )
-    require_matplotlib()
 
 
 def _is_result(path: Path) -> bool:

@@ -9,7 +9,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def lasting() -> Iterator[None]:
     """Within this context, output is dropped from the first failed write on."""
     with Path(os.devnull).open("w") as nowhere:  # where one is closed: `>&-`
-        out, err = LastingStream(sys.stdout or nowhere), LastingStream(sys.stderr or nowhere)
+        out: Any = LastingStream(sys.stdout or nowhere)
+        err: Any = LastingStream(sys.stderr or nowhere)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 yield
@@ -45,24 +46,6 @@ def escape_unencodable() -> None:
 def note(text: str) -> None:
     """Prints a line that is not part of a command's result."""
     print(printable(text), file=sys.stderr)
-
-
-def table(lines: Sequence[Sequence[str]], words: Collection[int] = (0,)) -> str:
-    """Columns that are as wide as their widest cell.
-
-    Args:
-        lines: of cells.
-        words: the columns that are aligned to the left; numbers are aligned to the right.
-    """
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-
-    def aligned(column: int, cell: str) -> str:
-        return cell.ljust(widths[column]) if column in words else cell.rjust(widths[column])
-
-    return "\n".join(
-        "  ".join(aligned(column, cell) for column, cell in enumerate(line)).rstrip()
-        for line in lines
-    )
 
 
 def progress_bar(*columns: Any) -> "Progress":
@@ -87,7 +70,7 @@ def progress_bar(*columns: Any) -> "Progress":
     )
 
 
-class LastingStream(io.TextIOBase):
+class LastingStream:
     """A stream that writes to another one until a write fails, and then drops its output."""
 
     def __init__(self, stream: TextIO):
@@ -108,21 +91,8 @@ class LastingStream(io.TextIOBase):
         except OSError:
             discard(self._stream)
 
-    def isatty(self) -> bool:
-        """Whether a terminal is behind it."""
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        """The file descriptor behind it."""
-        return self._stream.fileno()
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """The encoding of the stream behind it, by which rich chooses its characters."""
-        return self._stream.encoding
 
 
 def on_terminal(stream: TextIO | None) -> bool:

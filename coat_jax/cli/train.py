@@ -30,7 +30,6 @@ import argparse
 from collections.abc import Sequence
 
 from coat_jax.errors import UserError
-from coat_jax.limits import shown
 
 STOPPED = 143
 HELP = {"--help", "-h"}
@@ -65,17 +64,10 @@ def check(arguments: Sequence[str]) -> None:
     if not first.startswith("-") or first in HELP:
         return
     from coat_jax.training.config_files import SHIPPED
-    from coat_jax.training.fields import fields, nearest_field
 
-    known = {field.name for field in fields()}
-    example = first.partition("=")[0]
-    name, hint = example.removeprefix("--").replace("-", "_"), ""
-    if first not in FLAGS and not any(path == name or path.endswith(f".{name}") for path in known):
-        near = nearest_field(name, known)
-        hint = f"There is no field {shown(name)}. {f'Did you mean --{near}? ' if near else ''}"
-        example = f"--{near}" if near else "--total_steps"
+    example = "--total_steps" if first in FLAGS else first.partition("=")[0]
     raise UserError(
-        f"{hint}A config comes before the settings, as in coat train llama_tiny {example} ... "
+        f"A config comes before the settings, as in coat train llama_tiny {example} ... "
         f"The package has {', '.join(SHIPPED)}; `coat train` alone describes them."
     )
 

@@ -14,35 +14,14 @@ experiments/config_memory.py).
 import dataclasses
 
 from coat_jax import models
-from coat_jax.training.config import (
-    CheckpointConfig,
-    EvaluationConfig,
-    OptimizerConfig,
-    TrainConfig,
-    in_bf16,
-)
-from coat_jax.training.data import DataConfig
-
-TOKENS, WARMUP_STEPS = 2_000_000_000_000, 2000
-BATCH, SEQUENCE = 1024, 4096
-STEPS = TOKENS // (BATCH * SEQUENCE)
+from coat_jax.configs import llama2_7b
+from coat_jax.training.config import TrainConfig, in_bf16
 
 
 def config() -> TrainConfig:
     """In COAT."""
     model = dataclasses.replace(models.config_of("llama2_13b"), param_dtype="bfloat16")
-    return TrainConfig(
-        model=model,
-        data=DataConfig(train=("tokens/*.npy",)),
-        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=WARMUP_STEPS, eps=1e-5),
-        evaluation=EvaluationConfig(every=1000),
-        checkpoint=CheckpointConfig(every=1000),
-        total_steps=STEPS,
-        global_batch_size=BATCH,
-        sequence_length=SEQUENCE,
-        gradient_accumulation_steps=128,
-        out="out/llama2_13b",
-    )
+    return dataclasses.replace(llama2_7b.config(), model=model, out="out/llama2_13b")
 
 
 def bf16() -> TrainConfig:

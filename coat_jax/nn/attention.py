@@ -23,8 +23,6 @@ from coat_jax.nn.parameters import (
     vector,
     weight,
 )
-from coat_jax.ops.attention import require_window
-from coat_jax.ops.rotary import require_rotary
 from coat_jax.ops.saved.array import restore, save_array
 from coat_jax.precision import COAT, Precision, precision_of
 
@@ -97,9 +95,6 @@ class Attention(nnx.Module):
             )
         for name, each in (("norm", norm), ("query_norm", query_norm), ("key_norm", key_norm)):
             require_norm_or_none(name, each)
-        if rotary is not None:
-            require_rotary(rotary)
-        require_window(window, causal=causal)
         self.heads, self.kv_heads = heads, kv_heads
         self.head_dim = head_dim or width // heads
         sizes = {"query": heads, "key": kv_heads, "value": kv_heads}
@@ -279,18 +274,10 @@ def attention_fn(precision: Precision | str = COAT, *, causal: bool = False) -> 
     """
 
     def attend(
-        query: Array,
-        key: Array,
-        value: Array,
-        *,
-        mask: Array | None = None,
-        dropout_rate: float = 0.0,
-        deterministic: bool = False,
-        module: Any = None,
-        is_causal: bool = False,
-        **_: Any,
+        query: Array, key: Array, value: Array, *, is_causal: bool = False, **given: Any
     ) -> Array:
-        if mask is not None or module is not None or (dropout_rate and not deterministic):
+        drops = given.get("dropout_rate") and not given.get("deterministic")
+        if drops or given.get("mask") is not None or given.get("module") is not None:
             raise UserError(
                 "coat.nn.attention_fn takes neither masks nor dropout, and sows no weights. For "
                 "a causal mask write attention_fn(causal=True); for the rest keep Flax's function."

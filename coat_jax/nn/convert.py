@@ -30,7 +30,7 @@ from coat_jax.nn.children import children, replace, require_module
 from coat_jax.nn.converted_mlp import ConvertedMLP
 from coat_jax.nn.convertible import LINEAR, as_embed, as_norm
 from coat_jax.nn.plan import THE_MODEL, Decision, Plan
-from coat_jax.nn.remedies import RAISED, raised, with_counts, with_remedies
+from coat_jax.nn.remedies import RAISED, with_counts, with_remedies
 from coat_jax.nn.rules import Rules, decide
 from coat_jax.precision import COAT, Precision, precision_of
 
@@ -109,9 +109,10 @@ def plan_conversion(
 
     after = saved({})
     plan = with_counts(plan, model, saved_by_module(model, *inputs), after)
-    if raised(plan):
+    plan = with_remedies(plan, model, after, saved)
+    if any(decision.remedy == RAISED for decision in plan):
         _log.warning(RAISED)
-    return with_remedies(plan, model, after, saved)
+    return plan
 
 
 def _converted_by(plan: Plan, model: nnx.Module) -> nnx.Module:

@@ -6,7 +6,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax import ops
-from coat_jax.kernels.activation import Activation, require_activation
+from coat_jax.kernels.activation import Activation
 from coat_jax.nn.norm import AnyNorm, require_norm_or_none
 from coat_jax.nn.parameters import UNSHARDED, MeshAxes, value_of, vector, weight
 from coat_jax.precision import COAT, Precision, precision_of
@@ -45,7 +45,6 @@ class GatedMLP(nnx.Module):
         rngs: nnx.Rngs,
     ):
         require_norm_or_none("norm", norm)
-        require_activation(activation)
         self.norm = nnx.data(norm)
         self.gate = weight(rngs, (width, hidden), axes.widening, dtype=param_dtype)
         self.up = weight(rngs, (width, hidden), axes.widening, dtype=param_dtype)
@@ -103,7 +102,6 @@ class MLP(nnx.Module):
         rngs: nnx.Rngs,
     ):
         require_norm_or_none("norm", norm)
-        require_activation(activation)
         self.norm = nnx.data(norm)
         self.up = weight(rngs, (width, hidden), axes.widening, dtype=param_dtype)
         self.down = weight(rngs, (hidden, width), axes.narrowing, dtype=param_dtype)

@@ -17,7 +17,6 @@ from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from coat_jax.errors import UserError
 from coat_jax.limits import require_fields
 
 LECUN = nnx.initializers.lecun_normal()
@@ -37,10 +36,6 @@ class MeshAxes:
 
     def __post_init__(self) -> None:
         require_fields(self)
-        if self.fsdp is not None and self.fsdp == self.tensor:
-            raise UserError(
-                f"fsdp={self.fsdp!r} and tensor={self.tensor!r} must be different axes of the mesh."
-            )
 
     @property
     def widening(self) -> tuple[str | None, ...]:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from coat_jax.nn.converted_mlp import Roles
 from coat_jax.precision import Precision
+from coat_jax.printable import table
 
 THE_MODEL = "(the model)"  # shown instead of its path, which is empty
 
@@ -53,19 +54,11 @@ class Plan(list[Decision]):
             before = sum(decision.before or 0 for decision in self)
             after = sum(decision.after or 0 for decision in self)
             rows.append(("total", "", _bytes(before), _bytes(after), ""))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        numbers = range(2, 4) if counted else range(0)
-        lines = []
-        for row in rows:
-            cells = [
-                cell.rjust(width) if i in numbers else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
         notes = dict.fromkeys(decision.remedy for decision in self if decision.remedy)
         if not counted:
             notes["To see what modules save, give the shapes of the inputs: inputs=..."] = None
-        return "\n".join([*lines, *(f"\n{note}" for note in notes)])
+        shown = table(rows, words=(0, 1, len(rows[0]) - 1))
+        return "\n".join([shown, *(f"\n{note}" for note in notes)])
 
 
 def _becomes(decision: Decision) -> str:

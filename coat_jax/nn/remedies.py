@@ -60,7 +60,8 @@ def with_remedies(
     kinds = {path: suggested_kind(modules[path]) for path in wide}
     mlps = {path: kind for path, kind in kinds.items() if path and kind is not None}
     saved = best(mlps) if mlps else after
-    remedies = {d.path: RAISED for d in plan if raised(Plan([d]))} if raised(plan) else {}
+    more = {d.path: (d.after or 0) - (d.before or 0) for d in plan}
+    remedies = {path: RAISED for path in more if sum(more.values()) > 0 and more[path] > 0}
     for path, size in wide.items():
         glob = re.sub(r"\b\d+\b", "*", path)
         if path in mlps:
@@ -83,11 +84,6 @@ def with_remedies(
                 "as activate and attention, or wrap it in coat.ops.recompute."
             )
     return Plan(d._replace(remedy=remedies.get(d.path, "")) for d in plan)
-
-
-def raised(plan: Plan) -> bool:
-    """Whether modules save more after the conversion, all together."""
-    return sum(d.after or 0 for d in plan) > sum(d.before or 0 for d in plan)
 
 
 def _modules(model: nnx.Module) -> dict[str, nnx.Module]:

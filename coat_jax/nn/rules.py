@@ -23,9 +23,7 @@ MLPS: dict[MLPClass, str] = {GatedMLP: "coat.nn.GatedMLP", MLP: "coat.nn.MLP"}
 
 def decide(model: nnx.Module, precision: Precision, rules: Rules) -> Plan:
     """A decision for each module with parameters of its own, or that a rule turns into an MLP."""
-    if not isinstance(rules, Mapping):
-        raise TypeError(f'Rules map globs to precisions, as in {{"head": "bf16"}}, not {rules!r}.')
-    settings = {_require_glob(glob): _setting(value) for glob, value in rules.items()}
+    settings = {glob: _setting(value) for glob, value in rules.items()}
     plan, paths, replaced = Plan(), [], None
     known: dict[Any, Roles] = {}
     decided: dict[int, Decision] = {}
@@ -62,12 +60,6 @@ def suggested_kind(module: nnx.Module) -> MLPClass | None:
     return None
 
 
-def _require_glob(glob: Any) -> str:
-    if not isinstance(glob, str):
-        raise TypeError(f"Rules map globs to precisions, and {glob!r} is not a glob.")
-    return glob
-
-
 def _setting(value: Precision | str | MLPClass) -> Precision | MLPClass:
     if isinstance(value, type):
         if value not in MLPS:
@@ -75,8 +67,6 @@ def _setting(value: Precision | str | MLPClass) -> Precision | MLPClass:
                 f"A rule takes a precision or {' or '.join(MLPS.values())}, not {value}."
             )
         return value
-    if kind := next((name for kind, name in MLPS.items() if kind.__name__ == value), None):
-        raise TypeError(f"A rule takes the class {kind} itself, not its name {value!r}.")
     return precision_of(value)
 
 

@@ -21,7 +21,6 @@ compilation_cache         programs that an earlier start has compiled
 Its modules are imported on first use: coat.training.loop.train(config).
 """
 
-import importlib
 import importlib.util
 from typing import Any
 

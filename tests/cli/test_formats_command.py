@@ -320,4 +320,4 @@ def test_a_missing_matplotlib_is_named_before_the_work_begins(
     assert cli.main(["formats", str(theirs), *FEW, "--out", str(tmp_path / "out.png")]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert "need matplotlib" in said.err
+    assert "The package matplotlib is not installed" in said.err

@@ -49,10 +49,6 @@ BAD = {
         ["--total_steps", "3"],
         "A config comes before the settings, as in coat train llama_tiny --total_steps ...",
     ),
-    "an unknown setting without a config": (
-        ["--lr=1"],
-        "Did you mean --optimizer.learning_rate? A config",
-    ),
     "a flag without a config": (["--print-config"], "The package has llama2_13b, llama2_7b"),
     "a function without a config": ([":bf16"], "':bf16' names no config"),
     "a cache without a name": ([TINY, "--cache", ""], "cache='' names no folder"),

@@ -5,8 +5,6 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from coat_jax.errors import UserError
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -50,7 +48,6 @@ def styled_figure(
         size: its width and height, in inches.
         style: settings of matplotlib that replace those of CHART.
     """
-    require_matplotlib()
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -59,14 +56,6 @@ def styled_figure(
         figure = Figure(figsize=size)
         FigureCanvasAgg(figure)
         yield figure
-
-
-def require_matplotlib() -> None:
-    """Raises if matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UserError("Plots need matplotlib: pip install 'coat_jax[train]'.") from error
 
 
 class Look(NamedTuple):

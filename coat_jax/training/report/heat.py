@@ -58,7 +58,7 @@ def draw(path: Path, out: Path, *, statistic: str) -> None:
         statistic: one of `titles.TITLES`.
 
     Raises:
-        UserError: if the path is not a run, or has no telemetry, or matplotlib is missing.
+        UserError: if the path is not a run, or has no telemetry.
     """
     if out.suffix.lower() != ".png":
         raise UserError(f"{out} does not end in .png.")

@@ -58,10 +58,8 @@ def draw(
 
     Raises:
         UserError: if a path is not a run, or a run is damaged or empty, or does not record what the
-            axis counts, or matplotlib is missing, or another file has the name of the page.
+            axis counts, or another file has the name of the page.
     """
-    if over not in runs.AXES:
-        raise UserError(f"No axis is called {over!r}: {', '.join(runs.AXES)}.")
     if smooth is not None and smooth < 1:
         raise UserError(f"{smooth=} records have no mean: take 1 or more.")
     if out.suffix.lower() != ".png":

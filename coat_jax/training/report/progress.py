@@ -11,6 +11,7 @@ left out, the least important first. The loss is smoothed: a mean that weighs re
 Give processes other than the main one a quiet console.
 """
 
+import datetime
 import math
 import time
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ READABLE = 1e6  # a larger perplexity is shown as a power of ten
 
 
 class Progress:
-    """Shows the progress of a run between `start` and `close`, or within `with`.
+    """Shows the progress of a run within `with`.
 
     Args:
         console: where to; rich knows whether it is a terminal.
@@ -51,13 +52,18 @@ class Progress:
         self._line_step, self._line_time = -steps, -math.inf
         self._live: Live | None = None
 
-    def start(self) -> None:
-        """Begins to show the progress."""
+    def __enter__(self) -> Self:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(
                 get_renderable=self._view, console=self._console, refresh_per_second=4
             )
             self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:  # the last state stays on the screen
+            self._live.stop()
+            self._live = None
 
     def update(self, record: Record) -> None:
         """Takes the metrics of a step; one with a held-out loss gets a line of its own."""
@@ -79,19 +85,6 @@ class Progress:
     def note(self, text: str) -> None:
         """Prints a line that stays, above the others."""
         self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        """Leaves the last state on the screen."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _is_due(self, now: float) -> bool:
         return (
@@ -174,9 +167,4 @@ def _short(number: float) -> str:
 
 def _duration(seconds: float) -> str:
     """Hours, minutes and seconds; days where there are any."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour}:{minute:02}h"
-    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+    return str(datetime.timedelta(seconds=round(seconds)))

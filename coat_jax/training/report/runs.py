@@ -21,8 +21,7 @@ from coat_jax.training.report import metrics
 AXES = {"steps": "step", "tokens": "tokens", "time": "seconds"}
 SMALL = {"learning_rate": "learning rate", "gradient_norm": "gradient norm"}
 OWN_PANELS = 24  # of a config's own metrics, at most
-# A panel is as high as its values, but at most STRETCH times as high as this share of them: the
-# first losses of a long run would flatten the rest.
+# A panel is at most STRETCH times as high as this share of its values: outliers would flatten them.
 SHOWN_QUANTILE, STRETCH = 0.96, 2.5
 
 

@@ -64,13 +64,13 @@ def beside_one(gpus: int) -> tuple[float, float, float]:
     """Tokens a second of COAT on several GPUs, and the speed of each of them as a share of its
     speed alone: of the mean, and of the slowest one's.
     """
-    found = _beside_one(gpus)
+    found = together(gpus)
     return found["tokens_per_second"], found["efficiency"], found["beside_slowest"]
 
 
 def gpus_differ(gpus: int) -> tuple[float]:
     """By how many percent the fastest GPU alone is faster than the slowest."""
-    speeds = [one["tokens_per_second"] for one in _beside_one(gpus)["alone"]]
+    speeds = [one["tokens_per_second"] for one in together(gpus)["alone"]]
     return (100 * (max(speeds) / min(speeds) - 1),)
 
 
@@ -80,7 +80,8 @@ def waiting() -> list[float]:
     return [100 * (one["awaited_step_seconds"] / one["step_seconds"] - 1) for one in cases]
 
 
-def _beside_one(gpus: int) -> dict[str, Any]:
+def together(gpus: int) -> dict[str, Any]:
+    """The case in which several GPUs train together."""
     return case(f"training_throughput_{gpus}_gpus_beside_one", precision="COAT", batch=16)
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from html.parser import HTMLParser
 
 import numpy as np
@@ -226,7 +225,6 @@ def test_the_script_parses(tmp_path, two):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"over": "epochs"}, "'epochs': steps, tokens, time"),
         ({"smooth": 0}, "smooth=0 records"),
         ({"names": ["x"]}, "1 name for 2 runs"),
     ],
@@ -260,12 +258,6 @@ def test_an_axis_without_numbers_is_refused(tmp_path, two):
     metrics.write_text(metrics.read_text().replace('"seconds": 0.5', '"seconds": null'))
     with pytest.raises(UserError, match="has time that are not numbers: plot over another axis"):
         draw(two, tmp_path / "plot.png", over="time")
-
-
-def test_a_missing_matplotlib_is_named_with_its_extra(tmp_path, two, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"need matplotlib: pip install 'coat_jax\[train\]'"):
-        draw(two, tmp_path / "plot.png")
 
 
 def test_on_a_full_disk_the_earlier_picture_stays(two, tmp_path, monkeypatch):

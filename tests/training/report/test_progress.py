@@ -114,7 +114,7 @@ def test_the_time_left_does_not_count_compiling(clock):
         clock.now += 20
     first, second, last = file.getvalue().splitlines()
     assert "left" not in first
-    assert "1:20 left" in second
+    assert "0:01:20 left" in second
     assert "left" not in last
 
 
@@ -124,7 +124,7 @@ def test_a_resumed_run_counts_its_own_steps(clock):
     for step in (81, 91):
         shown.update({"step": step})
         clock.now += 10
-    assert "0:09 left" in file.getvalue().splitlines()[-1]
+    assert "0:00:09 left" in file.getvalue().splitlines()[-1]
 
 
 def test_the_loss_is_smoothed_and_what_is_not_finite_left_out():
@@ -175,7 +175,7 @@ def test_large_numbers_are_short(number, text):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0:00"), (59.6, "1:00"), (5025, "1:23:45"), (90_000, "1d 1:00h")],
+    [(0.4, "0:00:00"), (59.6, "0:01:00"), (5025, "1:23:45"), (90_000, "1 day, 1:00:00")],
 )
 def test_durations_are_short(seconds, text):
     assert progress._duration(seconds) == text
