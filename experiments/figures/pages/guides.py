@@ -225,6 +225,7 @@ PAGES = [
         [
             Given("You need Python 3.11, 3.12 or 3.13", SETTING),
             Given("a Llama of 0.9 million parameters", SETTING),
+            Given("`llama2_7b` has 476,837 steps", ARITHMETIC),
         ],
     ),
     Page(
@@ -237,7 +238,10 @@ PAGES = [
             Given("2.1 bytes a parameter instead of 8", ARITHMETIC),
             Given("reduce-scatters joined up to 128 MB", SETTING),
             Sentence("whose gradients take {:.1f} GB", gradients_of_7b),
+            Given("476,837 steps of 1024 sequences", ARITHMETIC),
+            Given("on GPUs of 80 GB", SETTING),
             Table("recipe", recipe),
+            Given("which takes 4 bytes a parameter", ARITHMETIC),
             Table("released_memory", released_memory),
             Sentence(
                 "With {:.0f} x {:.0f} tokens the gradients take {:.1f} GB instead of {:.1f} GB, "
