@@ -29,7 +29,8 @@ from coat_jax.errors import UserError
 # JAX has two custom calls that launch Triton kernels. A CUDA graph can contain only this one.
 # jax-triton below 0.4 uses the other one, with which every kernel would end a graph.
 TARGET = "triton_kernel_call_ffi"
-FUSED: dict[str, Any] = {"enable_fp_fusion": True}  # a * b + c is one instruction: Triton's default until 3.9
+# a * b + c is one instruction, as by default until Triton 3.9.
+FUSED: dict[str, Any] = {"enable_fp_fusion": True}
 # Of CUDA 12.9, which knows all GPUs from Ada to Blackwell. By default Triton writes the PTX of the
 # CUDA that it comes with, which may be newer than that of the machine.
 PTX = 88
