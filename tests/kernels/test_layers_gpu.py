@@ -1,6 +1,7 @@
 """The kernels of a layer on a GPU, against their references."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("jax_triton")
@@ -24,6 +25,7 @@ from layer_cases import (
 )
 
 import coat_jax as coat
+from coat_jax import ops
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,3 +83,22 @@ def test_int8_columns(shape):
 @pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
 def test_int8_rows(shape):
     check_int8_rows(shape)
+
+
+@pytest.mark.parametrize("precision", [coat.COAT, coat.COAT_LEAN, coat.COAT_INT8, coat.COAT_PAPER])
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_what_is_not_finite_stays_so_forward_and_backward(precision, value):
+    """A row with NaN or infinity has no finite results, and so its gradient."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (256, 512), jnp.bfloat16).at[3, 5].set(value)
+    w = [0.05 * jax.random.normal(key, (512, 512), jnp.bfloat16) for key in keys[1:]]
+
+    def layer(x):
+        return ops.gated_mlp(
+            x, ops.Norm(jnp.ones(512, jnp.bfloat16)), *w, residual=False, precision=precision
+        )
+
+    y, pull = jax.vjp(layer, x)
+    (dx,) = pull(jnp.ones_like(y))
+    assert not jnp.isfinite(y[3]).any()
+    assert not jnp.isfinite(dx[3]).any()
