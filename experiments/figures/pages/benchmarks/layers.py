@@ -1,5 +1,6 @@
 """A layer in docs/benchmarks.md: time, what it saves, a scale; memory of configs; compilation."""
 
+import re
 from typing import Any
 
 from experiments import gpu_suite
@@ -44,12 +45,10 @@ def versions() -> list[list[str]]:
 
 
 def _of_suite(found: dict[str, Any]) -> dict[str, str]:
-    """The rows of the table, from one run of the suite that found nothing wrong."""
-    if missed := gpu_suite.failed(found):
-        raise ValueError(f"docs/benchmarks.md does not say what the suite missed: {missed}.")
+    """The rows of the table, from one run of the suite."""
     stacks, optimizer, start = (found[key] for key in ("stacks", "optimizer", "llama2_7b"))
     return {
-        "tests that passed, of as many": found["tests"]["summary"].split()[0],
+        "tests that passed": _passed(found["tests"]["summary"]),
         **{f"four layers in {name}": f"{ms:.1f}" for name, ms in stacks["ms"].items()},
         **{f"AdamW, 2^28 parameters, {name}": f"{ms:.2f}" for name, ms in optimizer["ms"].items()},
         "four layers in COAT, compilation": f"{stacks['compile_seconds']['COAT']:.1f}, warm "
@@ -57,6 +56,12 @@ def _of_suite(found: dict[str, Any]) -> dict[str, str]:
         "Llama-2-7B's step, compilation": f"{start['compile_seconds']:.1f}, warm "
         f"{start['warm']:.1f}",
     }
+
+
+def _passed(summary: str) -> str:
+    """As in "615 of 617", from pytest's last line."""
+    counts = {what: int(count) for count, what in re.findall(r"(\d+) (passed|failed)", summary)}
+    return f"{counts['passed']} of {sum(counts.values())}"
 
 
 def times_by_size() -> dict[tuple[int, int, int], dict[str, float]]:
