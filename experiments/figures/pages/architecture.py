@@ -43,7 +43,7 @@ PAGE = Page(
             lambda: exact_scales_in_our_bytes()[1:],
         ),
         Sentence(
-            "cost in loss](loss.md#with-muon) is {:.2f} % ± {:.2f}.",
+            "cost in loss](loss.md#the-cost-of-each-part) is {:.2f} % ± {:.2f}.",
             lambda: loss_study.above("muon_products", "muon_coat"),
         ),
         Sentence("compute capability {:.1f} or newer", lambda: (CAPABILITY,)),

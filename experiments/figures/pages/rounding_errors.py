@@ -291,7 +291,7 @@ FIGURES: list[Figure] = [
         dx_beside_outliers,
     ),
     Sentence(
-        "cost in loss](loss.md#with-muon) is {:.2f} % ± {:.2f} in COAT",
+        "cost in loss](loss.md#the-cost-of-each-part) is {:.2f} % ± {:.2f} in COAT",
         lambda: loss_study.above("muon_products", "muon_coat"),
     ),
     Sentence(

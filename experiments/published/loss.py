@@ -1,0 +1,294 @@
+"""What FP8 costs in loss: docs/loss.md, docs/loss_study.md and README.
+
+A cost is an arm's loss above that of the baselines of its seeds, in percent. Tables write it as
+
+    +0.18 ± 0.19 (8)        mean over seeds, half of its 95 % interval, number of seeds
+
+and in bold if it is significant: p < 0.05 by Holm's method, over all arms of a study.
+"""
+
+import functools
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+from experiments import forward_formats
+from experiments.fine_tuning import int8
+from experiments.fine_tuning import show as fine_tuning
+from experiments.loss_study import results, statistics
+from experiments.loss_study.arm import Settings
+from experiments.loss_study.arms import SIZES
+from experiments.loss_study.measure import PREPARING, STARTING
+from experiments.loss_study.statistics import Comparison, Effect, Row
+from experiments.published.results import FOLDER, bold, case, of
+
+SIGNIFICANT = 0.05
+
+
+class Study(NamedTuple):
+    """Runs that can be compared: the same model, optimizer and text."""
+
+    name: str
+    size: str
+    steps: int
+    muon: bool = False
+
+
+STUDIES = {
+    "adamw": Study("40 M, AdamW", "40M", 400),
+    "adamw_longer": Study("40 M, AdamW", "40M", 2400),
+    "muon": Study("40 M, Muon", "40M", 400, muon=True),
+    "muon_longer": Study("40 M, Muon", "40M", 2400, muon=True),
+    "124m_adamw": Study("124 M, AdamW", "124M", 600),
+    "124m": Study("124 M, Muon", "124M", 600, muon=True),
+    "124m_longer": Study("124 M, Muon", "124M", 2250, muon=True),
+    "360m": Study("360 M, Muon", "350M", 300, muon=True),
+}
+TUNED = "tuned"  # fine-tuning, at 40M
+
+# The table of presets: what trains, and its arm in each of these studies.
+COLUMNS = ["adamw", "muon", "124m_longer", TUNED]
+PRESETS = {
+    "`COAT`": ["coat", "muon_coat", "muon_coat", "coat"],
+    "`COAT_INT8`": ["coat_int8", "muon_coat_int8", "muon_coat_int8", "coat_int8"],
+    "`COAT_LEAN`": ["coat_lean", "", "muon_coat_lean", "coat_lean"],
+    "`FP8_LINEAR`": ["products", "", "muon_products", "products"],
+    "`COAT_PAPER`": ["coat_rounded_forward", "", "muon_coat_paper", "coat_paper"],
+    "`COAT_PAPER`, paper's moments": ["paper", "", "", ""],
+    "`COAT`, first quarter in BF16": ["coat_after_bf16", "", "", ""],
+    "`COAT_LEAN`, first quarter in BF16": ["coat_lean_after_bf16", "", "", ""],
+}
+# What each preset saves, by its name in activation_memory.
+SAVES = {"BF16": "BF16", "FP8_LINEAR": "FP8_LINEAR", "COAT": "COAT", "COAT_LEAN": "COAT_LEAN"}
+SAVES |= {"COAT_INT8": "COAT", "COAT_PAPER": "COAT"}
+
+# The table of parts: what changes, in which study, from which arm ("" is BF16) to which.
+PARTS = [
+    ("8-bit moments", "BF16", "adamw", "", "moments"),
+    ("8-bit states of `fp8_muon`", "BF16", "muon", "", "fp8_muon"),
+    ("the paper's moments", "BF16", "adamw", "", "moments_paper"),
+    ("the paper's moments", "`COAT_PAPER`", "adamw", "coat_rounded_forward", "paper"),
+    ("BF16 parameters, rounded stochastically", "BF16", "adamw", "", "params_bf16_stochastic"),
+    ("BF16 parameters, 8-bit corrections", "BF16", "adamw", "", "params_24_bits"),
+    ("activations saved in FP8", "`FP8_LINEAR`", "124m_longer", "muon_products", "muon_coat"),
+    ("activations saved in FP8", "BF16", "adamw", "", "saved"),
+    ("the same, rounded to nearest", "saved in FP8", "adamw", "saved", "saved_nearest"),
+    ("attention's operands saved in FP8", "`COAT`", "124m_longer", "muon_coat", "muon_coat_lean"),
+    ("forward products in INT8", "`COAT`", "124m_longer", "muon_coat", "muon_coat_int8"),
+    ("forward products in INT8", "`COAT`", "adamw", "coat", "coat_int8"),
+    ("first quarter of the run in BF16", "`COAT`", "adamw", "coat", "coat_after_bf16"),
+    ("products summed in FP32", "`COAT`", "adamw", "coat", "coat_exact_sums"),
+    ("stochastic operands, backward", "`COAT`", "adamw", "coat", "coat_stochastic_backward"),
+]
+
+# The table of fine-tuning: which operands are rounded, and the arm that rounds them.
+OPERANDS = {
+    "inputs of forward products": "inputs_rounded",
+    "weights": "weights_rounded",
+    "inputs and gradients of backward products": "backward_rounded",
+    "all, and saved activations: `COAT`": "coat",
+    "the same, forward products in INT8: `COAT_INT8`": "coat_int8",
+}
+
+
+@functools.cache
+def runs(study: str) -> list[Row]:
+    """The runs of a study."""
+    if study == TUNED:
+        rows = results.read([FOLDER / fine_tuning.FILE])
+        return [way for row in rows if row["size"] == "40M" for way in fine_tuning.ways_of(row)]
+    _, size, steps, muon = STUDIES[study]
+    wanted = size, steps, SIZES[size].settings.learning_rate, {}, muon
+    (found,) = (
+        rows
+        for rows in _groups()
+        if wanted
+        == (
+            rows[0]["size"],
+            rows[0]["settings"]["steps"],
+            rows[0]["settings"]["learning_rate"],
+            rows[0]["definition"]["optimizer"],
+            results.trains_by_muon(rows[0]),
+        )
+    )
+    return found
+
+
+@functools.cache
+def _groups() -> list[list[Row]]:
+    return [*results.conditions_of(results.read([FOLDER / results.FILE])).values()]
+
+
+@functools.cache
+def effects(study: str, held_out: str = "", above: str = "") -> Comparison:
+    """What each arm of a study costs.
+
+    Args:
+        study: a key of `STUDIES`, or "tuned".
+        held_out: the precision in which held-out loss is evaluated; training loss without it.
+        above: the arm to compare with; the baselines without it.
+    """
+    rows = runs(study)
+    loss = statistics.held_out(held_out) if held_out else statistics.final
+    return statistics.compare(rows, [above] if above else results.baselines_of(rows), loss)
+
+
+def mean(study: str, arm: str) -> str:
+    """What an arm costs in training loss, in percent."""
+    return _percent(effects(study).effects[arm].mean, _digits(study))
+
+
+def half(study: str, arm: str) -> str:
+    """Half of the interval of this cost."""
+    return f"{100 * effects(study).effects[arm].half:.{_digits(study)}f}"
+
+
+def holm(study: str, arm: str, held_out: str) -> str:
+    """The p-value of a cost in held-out loss, corrected for the number of arms."""
+    return f"{effects(study, held_out).effects[arm].holm:.2g}"
+
+
+def apart(study: str) -> str:
+    """The standard deviation between two baselines of a seed, in percent."""
+    return f"{100 * effects(study).noise.apart:.2g}"
+
+
+def presets() -> list[list[str]]:
+    """What each preset, and each part of it, costs and saves."""
+    rows = [["", "layer, ms", "saved, U", *map(_name, COLUMNS)]]
+    rows.append(["`BF16`: noise floor", *_layer("BF16"), *map(apart, COLUMNS)])
+    for name, arms in PRESETS.items():
+        rows.append([name, *_layer(name.strip("`")), *map(_cell, COLUMNS, arms)])
+    return rows
+
+
+def brief() -> list[list[str]]:
+    """The costs that README has."""
+    parts = {"8-bit moments alone": "moments", "activations saved in FP8 alone": "saved"}
+    chosen = ["adamw", "124m_longer"]
+    rows = [["", *(f"{_name(study)}, {tokens(study)} M tokens" for study in chosen)]]
+    for name in ("`COAT`", "`COAT_INT8`"):
+        adamw, _, muon, _ = PRESETS[name]
+        rows.append([name, *map(_cell, chosen, (adamw, muon))])
+    rows += [[name, _cell("adamw", arm), ""] for name, arm in parts.items()]
+    return [*rows, ["two BF16 runs apart", *map(apart, chosen)]]
+
+
+def by_part() -> list[list[str]]:
+    """What single changes cost, relative to the same seeds without them."""
+    rows = [["what changes", "in", "runs", "training loss, %"]]
+    for name, of_what, study, before, after in PARTS:
+        effect = effects(study, above=before).effects[after]
+        rows.append([name, of_what, _name(study), _written(effect, _digits(study))])
+    return rows
+
+
+def by_run() -> list[list[str]]:
+    """What COAT and COAT_INT8 cost by size, optimizer and tokens."""
+    columns = {
+        "`COAT`": ("coat", ""),
+        "`COAT`, held out": ("coat", "own"),
+        "`COAT`, held out in BF16": ("coat", "bf16"),
+        "`COAT_INT8`": ("coat_int8", ""),
+    }
+    rows = [["parameters, optimizer", "M tokens", "noise floor", *columns]]
+    for study, (name, _, _, muon) in STUDIES.items():
+        prefix = "muon_" if muon else ""
+        cells = (_cell(study, prefix + arm, held_out) for arm, held_out in columns.values())
+        rows.append([name, tokens(study), apart(study), *cells])
+    return rows
+
+
+def tuned() -> list[list[str]]:
+    """What rounding operands costs in fine-tuning, and how much of it stays in the weights."""
+    rows = [["rounded", "training", "held out, evaluated in BF16"]]
+    for name, arm in OPERANDS.items():
+        rows.append([name, _cell(TUNED, arm), _cell(TUNED, arm, "bf16")])
+    return rows
+
+
+def formats() -> list[list[str]]:
+    """What 8-bit formats of forward products cost a small network, by its outliers."""
+    header, *rows = forward_formats.outlier_table(of("forward_formats"))
+    return [header, *([cell.replace(" %", "") for cell in row] for row in rows)]
+
+
+def tokens(study: str) -> str:
+    """How many tokens a run reads, in millions."""
+    settings = runs(study)[0]["settings"]
+    return f"{settings['steps'] * settings['batch'] * settings['sequence'] / 1e6:.1f}"
+
+
+def gradient_error(how: str, step: str) -> str:
+    """The error of the mean gradient of many batches, in percent, by rounding of what is saved."""
+    (found,) = (one for one in of("saved_rounding")["found"] if one["step"] == int(step))
+    return f"{100 * found['error'][how.replace('_', ' ')]['of the mean']:.1f}"
+
+
+def resolution() -> list[list[str]]:
+    """How many seeds, and minutes of an H200, resolve 0.1 %."""
+    rows = [["runs", "two BF16 runs apart, %", "COAT's interval, %", "seeds", "minutes"]]
+    for name, study, arm in (
+        ("fine-tuning", TUNED, "coat"),
+        ("from scratch, Muon", "muon", "muon_coat"),
+        ("from scratch, AdamW", "adamw", "coat"),
+    ):
+        effect = effects(study).effects[arm]
+        # Three seeds at least, for two baselines in each: `docs/loss_study.md`.
+        seeds = max(statistics.seeds_for(0.001, effect), 3)
+        interval = f"± {half(study, arm)} ({effect.seeds})"
+        rows.append([name, apart(study), interval, str(seeds), f"{_minutes(study, seeds):.0f}"])
+    return rows
+
+
+def _minutes(study: str, seeds: int) -> float:
+    """How long two baselines and an arm take, by the estimate of `--plan`."""
+    if study == TUNED:
+        (row, *_) = results.read([FOLDER / fine_tuning.FILE])
+        trained = int8.cost_of(Settings(**row["settings"]))
+    else:
+        size = SIZES[STUDIES[study].size]
+        trained = 3 * replace(size.settings, steps=STUDIES[study].steps).tokens
+    return (PREPARING + STARTING + seeds * trained / SIZES["40M"].tokens_per_second) / 60
+
+
+def layer_ms(preset: str) -> float:
+    """The time of a layer of Llama-2-7B, forward and backward."""
+    return case("layer_speed", layer=f"coat_jax {preset}")["ms"]
+
+
+def layer_units(preset: str) -> float:
+    """What a layer of Llama-2-7B saves, in units of its input in BF16."""
+    return of("activation_memory")["units"][SAVES[preset]]["the layer"]
+
+
+def _layer(preset: str) -> list[str]:
+    if preset not in SAVES:
+        return ["", ""]
+    return [f"{layer_ms(preset):.1f}", f"{layer_units(preset):.1f}"]
+
+
+def _cell(study: str, arm: str, held_out: str = "") -> str:
+    found = effects(study, held_out).effects
+    if arm not in found:
+        return ""
+    effect = found[arm]
+    return bold(_written(effect, _digits(study)), effect.holm < SIGNIFICANT)
+
+
+def _written(effect: Effect, digits: int) -> str:
+    interval = "" if math.isnan(effect.half) else f" ± {100 * effect.half:.{digits}f}"
+    return f"{_percent(effect.mean, digits)}{interval} ({effect.seeds})"
+
+
+def _percent(value: float, digits: int) -> str:
+    """With its sign, and never -0.00."""
+    return f"{round(100 * value, digits) + 0.0:+.{digits}f}"
+
+
+def _name(study: str) -> str:
+    return "40 M, fine-tuning" if study == TUNED else STUDIES[study].name
+
+
+def _digits(study: str) -> int:
+    return 3 if study == TUNED else 2
