@@ -31,7 +31,6 @@ from coat_jax.training.config_files import SHIPPED, load_config
 from coat_jax.training.fields import KNOWN_AS, fields
 from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.overrides import override
-from experiments.figures.compare import documents
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,7 +43,8 @@ MODULES = sorted(
     if not m.name.startswith("coat_jax.kernels.triton.")  # they need Triton, and have no examples
 )
 SOURCES = [
-    *documents(),
+    *(str(path.relative_to(ROOT)) for path in PAGES),
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "coat_jax/configs").glob("*.py"))),
     *(f"coat_jax/cli/{name}.py" for name in cli.COMMANDS),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "experiments").rglob("*.py"))),
 ]

@@ -17,9 +17,8 @@ from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.kernels import gemm
 from coat_jax.numerics.minifloat import minifloat
-from experiments.figures.pages import stability as page
 from experiments.stability import __main__ as command
-from experiments.stability import measure, results, statistics, table, train
+from experiments.stability import measure, results, table, train
 from experiments.stability.arm import Arm, Settings, Size, differences, in_xla, model_config
 from experiments.stability.arms import ARMS, BASELINE, SIZES
 from experiments.stability.events import Events, Spike, events_of
@@ -413,21 +412,6 @@ def test_arms_are_shown_with_the_runs_whose_signals_are_compared():
     header, cells = table.arm_warning_rows(found)
     assert header == ["arm", "diverged", "trained", "loss", "gradient norm", "sharpness"]
     assert cells == ["coat", "5", "2", "1.00 ± 0.00", "0.00 ± 0.00", "0.50 ± 0.00"]
-
-
-def test_a_page_leaves_out_the_rates_at_which_no_run_failed(monkeypatch):
-    rows = [*rows_of_two_arms(), measured("coat", 1e-1, [GOOD] * 8, settings=LONG)]
-    (found,) = results.conditions_of(rows)
-    monkeypatch.setattr(page, "measured", lambda size: found)
-    assert page.failures_5m()[0][:3] == ["arm", "0.01", "failed"]
-
-
-def test_a_page_calls_no_difference_chance_that_hardly_is():
-    assert page.chance(statistics.paired({(1.0, 0): True}, {(1.0, 0): False})).pairs == 1
-    runs = [(1.0, seed) for seed in range(8)]
-    found = statistics.paired(dict.fromkeys(runs, True), dict.fromkeys(runs, False))
-    with pytest.raises(ValueError, match=r"p = 0\.0078 is below 0\.05"):
-        page.chance(found)
 
 
 def test_runs_of_other_settings_have_a_picture_of_their_own():

@@ -52,11 +52,3 @@ def exact_scales_in_our_bytes() -> tuple[float, float, float]:
     if size != ours:
         raise ValueError(f"{LARGER_BLOCKS} takes {size} bytes and not {ours}. See benchmarks.md.")
     return size, *(exact_scale_gains(tensor, LARGER_BLOCKS) for tensor in ("x", "a"))
-
-
-def dx_beside_outliers() -> list[float]:
-    """The error of a norm's dx in all other channels if three channels are 100 times larger, in
-    percent: in our blocks, and in blocks of 64 and of 16 with FP32 scales.
-    """
-    cases = of("granularity")["outliers"]["every token"]["100"]
-    return [100 * cases[way]["dx"] for way in (OURS, LARGER_BLOCKS, "1 x 16")]

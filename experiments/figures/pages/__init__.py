@@ -4,27 +4,19 @@ from experiments.figures.compare import Page, documents
 from experiments.figures.pages import (
     architecture,
     benchmarks,
-    compressed_optax,
     configs,
-    formats,
     guides,
     ideas,
     layers,
     optimizers,
-    rounding_errors,
-    stability,
 )
 
 DECLARED = [
     architecture.PAGE,
     benchmarks.PAGE,
-    compressed_optax.PAGE,
-    formats.PAGE,
     ideas.PAGE,
     layers.PAGE,
     optimizers.PAGE,
-    rounding_errors.PAGE,
-    stability.PAGE,
     *guides.PAGES,
     *configs.PAGES,
 ]
