@@ -13,26 +13,15 @@ it runs, and how to try it anywhere. Results are in `results/`.
                     offloaded_memory, examples_memory, gpu_suite
     generation      quantized_generation
     documentation   ideas (the pictures of docs/ideas.md), demo (`make demo`)
-    all of them     remeasure (measures again what is outdated), figures (compares README, docs and
-                    configs with the results)
+    all of them     published and figures (compare README, docs and configs with the results)
 
 The other modules are what these are made of:
 
     command, workers      their command line, and processes for each case
     records, row_files    results files, of one run and of many
-    essence, machine      the code and the machine that they name
-    measured_code         which code a measurement ran; notes it from the import of this package on
-    compilation           how long programs compile, cold and from JAX's compilation cache
-    measured_cases        what a measurement finished before it was stopped
-    measurements          what needs GPUs, and whether it is up to date
     corpus, random_batch  what is learnt; small_llama, trained_llama: what learns, and has learnt
     stacks, moments       the layers and the ways to store a moment that are compared
     hopper                compiles for H100s without having them
 
 They import the package; the package never imports them.
 """
-
-from experiments import compilation, measured_code
-
-compilation.begin()
-measured_code.begin()

@@ -7,7 +7,8 @@ import argparse
 import sys
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "experiments" / "results"
 
 
 def parser_of(docstring: str | None, *, draws: bool = False) -> argparse.ArgumentParser:

@@ -233,7 +233,7 @@ def main() -> None:
     """Measures, and writes the results; `experiments.figures --write` writes the table."""
     bare_parser_of(__doc__).parse_args()
     logging.getLogger("absl").setLevel(logging.ERROR)  # optax.lookahead warns at each init
-    records.write(FILE, measure(), of_all_code=True)
+    records.write(FILE, measure())
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from experiments import measured_code
-
 Shapes = list[tuple[int, int]]
 
 
@@ -23,7 +21,6 @@ def measure(shapes: Shapes, *, steps: int, iterations: int, median_ms: Callable)
     processes = max(torch.cuda.device_count(), 1)
     if processes == 1:
         return _measure(shapes, 0, 1, steps, iterations, median_ms)
-    measured_code.add_all_of(__file__)
     with tempfile.TemporaryDirectory() as folder:
         arguments = (processes, _free_port(), shapes, steps, iterations, median_ms, folder)
         multiprocessing.spawn(_one_of_several, arguments, nprocs=processes)

@@ -1,18 +1,20 @@
 """Results files: the figures of an experiment, and where they came from, their "parents".
 
     {"figures": ...,
-     "parents": {"script", "commit", "code", "ran", "compilation", "dirty", "hardware", "versions",
-                 "date"}}
+     "parents": {"script", "commit", "dirty", "code", "hardware", "versions", "date"}}
 
-`code` is a hash of all of `coat_jax/`; `ran` has hashes of the code that ran (see `measured_code`),
-and `compilation` how many seconds compiling took (see there).
-Parents leave out names of hosts and users and absolute paths, because they are published. `CHART`
-is the style of the pictures: `with matplotlib.rc_context(records.CHART): ...`.
+`code` is a hash of the package. Older files name their code in other ways, too. Parents leave out
+names of hosts and users and absolute paths, because they are published. `CHART` is the style of the
+pictures: `with matplotlib.rc_context(records.CHART): ...`.
 """
 
+import contextlib
 import datetime
+import hashlib
+import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -23,27 +25,19 @@ import jax
 
 import coat_jax
 from coat_jax.training.report import chart
-from experiments import compilation, machine, measured_code
-from experiments.essence import ROOT, code_hash
+from experiments.command import ROOT
 
 # As `coat plot` draws.
 INK, PALE, ACCENT, LINES, CHART = chart.INK, chart.PALE, chart.ACCENT, chart.LINES, chart.CHART
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
+PEERS = ("jax-triton", "triton", "torch", "torchao", "bitsandbytes")  # where they are installed
 
 
-def write(path: str | Path, figures: dict[str, Any], *, of_all_code: bool = False) -> None:
-    """Writes `figures` and their parents as JSON, making the folder where there is none.
-
-    Args:
-        path: of the file.
-        figures: what was measured.
-        of_all_code: whether the figures are of the whole package: of its tests, or of processes
-            other than workers, which do not report what they ran and compiled.
-    """
+def write(path: str | Path, figures: dict[str, Any]) -> None:
+    """Writes `figures` and their parents as JSON, making the folder where there is none."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"figures": figures, "parents": parents()}
-    if of_all_code:
-        del record["parents"]["ran"], record["parents"]["compilation"]
     path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
 
 
@@ -59,19 +53,27 @@ def parents() -> dict[str, Any]:
     return {
         "script": _script(),
         "commit": copied or head,
-        "code": code_hash(),
-        "ran": measured_code.noted(),
-        "compilation": compilation.seconds(),
         "dirty": None if copied or head is None else _git("status", "--porcelain") != "",
+        "code": code_hash(),
         "hardware": {
             "device": jax.devices()[0].device_kind,
             "devices": jax.device_count(),
-            "cpu": machine.cpu(),
+            "cpu": _cpu(),
             "cores": os.cpu_count(),
         },
-        "versions": {"coat_jax": coat_jax.__version__, **machine.versions()},
+        "versions": _versions(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def code_hash() -> str:
+    """A hash of the package's source."""
+    package = ROOT / "coat_jax"
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode())
+        digest.update(b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def _script() -> str:
@@ -87,3 +89,20 @@ def _git(*arguments: str) -> str | None:
     command = ["git", "-C", str(ROOT), *arguments]
     said = subprocess.run(command, capture_output=True, text=True, check=False)
     return said.stdout.strip() if said.returncode == 0 else None
+
+
+def _cpu() -> str:
+    """The processor's model, which Python only knows outside Linux."""
+    listing = Path("/proc/cpuinfo")
+    lines = listing.read_text().splitlines() if listing.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if "model name" in line)
+    return next(names, platform.processor() or platform.machine())
+
+
+def _versions() -> dict[str, str]:
+    """The versions of Python and of the packages that decide how fast programs are."""
+    found = {"coat_jax": coat_jax.__version__, "python": platform.python_version()}
+    for package in (*PACKAGES, *PEERS):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found

@@ -6,7 +6,7 @@
     ]}
 
 A row is named by its key, a digest of everything that decides the measurement, so files can be
-merged, and what has a row is not measured again. If code is part of the key, its essence counts.
+merged, and what has a row is not measured again. The code that measured it is not part of the key.
 """
 
 import hashlib

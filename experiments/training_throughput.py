@@ -41,8 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.command import parser_of
-from experiments.compilation import compile_twice
-from experiments.workers import count_gpus, only, outcome, run_worker
+from experiments.workers import compiled, count_gpus, only, outcome, run_worker
 
 CASES = [
     "BF16:10",
@@ -154,7 +153,6 @@ def in_a_process(case: str, options: argparse.Namespace, **variables: str) -> Ca
     ended = run_worker(
         "experiments.training_throughput",
         *arguments,
-        remember=not options.beside_one,
         **variables,
     )
     return {**_parsed(case), **outcome(ended)}
@@ -231,8 +229,7 @@ def measure(options: argparse.Namespace) -> Case:
     )
     with jax.set_mesh(mesh):
         prepared = prepare(config, mesh)
-        compiled = compile_twice(prepared.lower)
-        program = compiled.program
+        program, compile_seconds = compiled(prepared.lower)
         memory = accounting.account(
             config, prepared.abstract, program, batch_parts=batch_parts(mesh), device=device
         )
@@ -272,7 +269,7 @@ def measure(options: argparse.Namespace) -> Case:
         "mfu": None if peak is None else speed.utilization(work, peak, rate, mesh.size),
         "peak": max(of_one.get("peak_bytes_in_use", memory.peak) for of_one in stats),
         "memory": memory._asdict(),
-        **compiled.seconds(),
+        "compile_seconds": compile_seconds,
         "losses": losses,
     }
 

@@ -6,15 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from experiments import compilation, measured_cases, measured_code
-
 ERROR = re.compile(r"[\w.]*(?:Error|Exception|Exit|Interrupt)\b.*")
+LIMIT = 3600.0  # seconds of a worker
 
 
 class Ended(NamedTuple):
@@ -32,43 +29,30 @@ class Ended(NamedTuple):
 
 
 def run_worker(
-    module: str, *arguments: str, remember: bool = True, **variables: str | None
+    module: str, *arguments: str, limit: float = LIMIT, **variables: str | None
 ) -> Ended:
     """Runs `python -m module arguments`, which may use 95 % of each GPU.
-
-    What it ran and compiled counts as that of this process.
 
     Args:
         module: of the worker.
         arguments: its command line.
-        remember: whether a worker that succeeded before the same measurement was stopped need not
-            run again (see `measured_cases`). Where GPUs are compared with each other it must.
+        limit: the seconds after which it is killed; what it printed until then counts.
         variables: of its environment, besides those of this process; None unsets one.
     """
-    worker = measured_cases.Worker.of([module, *arguments], variables)
-    if remember and (before := measured_cases.find(worker)) is not None:
-        return Ended(before, 0, "")
     given = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"} | variables
-    begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        given |= {measured_code.REPORT: str(report)}
-        done = subprocess.run(
-            [sys.executable, "-m", module, *arguments],
-            capture_output=True,
-            text=True,
-            env={name: value for name, value in given.items() if value is not None},
-            check=False,
-        )
-        # A worker that was killed reports nothing.
-        reported = json.loads(report.read_text()) if report.exists() else {}
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    ran, compiled = reported.get("ran", {}), reported.get("compilation", {})
-    measured_code.add(ran)
-    compilation.add(compiled)
-    if remember and done.returncode == 0 and results:
-        measured_cases.keep(worker, results, ran, compiled, time.perf_counter() - begin)
-    return Ended(results, done.returncode, done.stderr)
+    env = {name: value for name, value in given.items() if value is not None}
+    command = [sys.executable, "-m", module, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, env=env, check=False, timeout=limit)
+        return Ended(_objects(done.stdout), done.returncode, done.stderr.decode(errors="replace"))
+    except subprocess.TimeoutExpired as late:
+        return Ended(_objects(late.stdout or b""), 1, f"TimeoutError: stopped after {limit:g} s")
+
+
+def _objects(printed: bytes) -> list[dict[str, Any]]:
+    """The lines that are whole objects of JSON."""
+    lines = printed.decode().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}\n")]
 
 
 def outcome(ended: Ended) -> dict[str, Any]:
@@ -82,6 +66,20 @@ def outcome(ended: Ended) -> dict[str, Any]:
     if "RESOURCE_EXHAUSTED" in ended.stderr:
         return {"failed": "out of memory", "error": error}
     return {"failed": error}
+
+
+def reason(stderr: str) -> str:
+    """The error that ended a worker: the last line of its traceback, not the advice after it."""
+    lines = stderr.strip().splitlines()
+    errors = [line for line in lines if ERROR.fullmatch(line)]
+    return (errors or lines or ["no message"])[-1]
+
+
+def compiled(lower: Callable[[], Any]) -> tuple[Any, float]:
+    """A program, and the seconds for tracing, lowering and compiling it."""
+    begin = time.perf_counter()
+    program = lower().compile()
+    return program, time.perf_counter() - begin
 
 
 def count_gpus() -> int:
@@ -106,10 +104,3 @@ def _visible() -> list[str] | None:
     """The GPUs that this process may see; None for all."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if visible is None else [name for name in visible.split(",") if name]
-
-
-def reason(stderr: str) -> str:
-    """The error that ended a worker: the last line of its traceback, not the advice after it."""
-    lines = stderr.strip().splitlines()
-    errors = [line for line in lines if ERROR.fullmatch(line)]
-    return (errors or lines or ["no message"])[-1]

@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Int32, UInt16
 
-from coat_jax import BF16, Precision, models, quantization, writing
+from coat_jax import BF16, Precision, models, writing
 from coat_jax.models import Llama
 from coat_jax.quantization import Ranges, Recipe, calibrate, quantize
 from coat_jax.training.data import Batch
@@ -32,7 +32,6 @@ from coat_jax.training.step import held_out_step
 from experiments import row_files
 from experiments.after_training import recipes
 from experiments.after_training.recipes import AFTER_FURTHER, FURTHER, RECIPES
-from experiments.essence import essence
 from experiments.loss_study import arms, results
 from experiments.loss_study import text as texts
 from experiments.loss_study.arm import Settings, train_config
@@ -41,8 +40,6 @@ from experiments.loss_study.run import Job, Trained, mean_loss, say_progress, tr
 from experiments.row_files import Row
 
 CALIBRATED_AT_ONCE = 16  # rows
-# Modules of coat_jax.quantization that read and write folders, which a run does not.
-FOLDERS = ("folders", "layout", "patterns", "streaming")
 Losses = dict[str, Any]
 
 _step = jax.jit(held_out_step, static_argnums=0)
@@ -56,7 +53,7 @@ def main() -> None:
 def row_of(*arguments: Any) -> Row:
     """A row before it is measured: that of `loss_study`, and what happens after training."""
     row = results.row_of(*arguments)
-    row["definition"] |= {results.AFTER_TRAINING: row_files.digest([recipes.described(), _code()])}
+    row["definition"] |= {results.AFTER_TRAINING: row_files.digest(recipes.described())}
     return row | {"key": results.key_of(row)}
 
 
@@ -197,14 +194,6 @@ class _After:
             for part in rows:
                 state, _ = program(state, self._batch(part, config.gradient_accumulation_steps))
         return state.params
-
-
-def _code() -> list[str]:
-    """The code, besides the loss study's, that decides a result; without comments."""
-    files = [Path(__file__), Path(recipes.__file__)]
-    package = Path(quantization.__file__).parent
-    files += sorted(file for file in package.glob("*.py") if file.stem not in FOLDERS)
-    return [essence(file.read_text("utf-8")) for file in files]
 
 
 if __name__ == "__main__":

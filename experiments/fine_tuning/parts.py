@@ -10,17 +10,14 @@ inputs or weights rounded in all layers' products, or only in those of one kind.
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from coat_jax import BF16
 from coat_jax.kernels import gemm
-from experiments import row_files
-from experiments.essence import essence
 from experiments.fine_tuning import run as tuning
 from experiments.fine_tuning.run import Found, tuned
 from experiments.fine_tuning.ways import PARTS
-from experiments.loss_study import operands, results
+from experiments.loss_study import operands
 from experiments.loss_study.arm import Settings
 from experiments.loss_study.run import Job, losses_in, work
 from experiments.row_files import Row
@@ -42,11 +39,8 @@ def main() -> None:
 
 
 def row_of(*arguments: Any) -> Row:
-    """A row before it is measured: that of `run` for these ways, and how it is evaluated."""
-    row = tuning.row_of(*arguments, of=PARTS)
-    code = essence(Path(__file__).read_text("utf-8"))
-    row["definition"] |= {"forward": row_files.digest(code)}
-    return row | {"key": results.key_of(row)}
+    """A row before it is measured: that of `run` for these ways."""
+    return tuning.row_of(*arguments, of=PARTS)
 
 
 def cost_of(settings: Settings) -> float:

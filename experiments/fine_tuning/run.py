@@ -23,8 +23,6 @@ from coat_jax import writing
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.preparation import Prepared, prepare
 from coat_jax.training.state import State
-from experiments import row_files
-from experiments.essence import essence
 from experiments.fine_tuning import prose, ways
 from experiments.fine_tuning.ways import WAYS
 from experiments.loss_study import arms, operands, results, sums
@@ -54,7 +52,7 @@ def main() -> None:
 def row_of(*arguments: Any, of: Mapping[str, Arm] = WAYS) -> Row:
     """A row before it is measured: that of `loss_study`, and how it is tuned."""
     row = results.row_of(*arguments)
-    row["definition"] |= {"tuned": ways.definitions(of) | {"code": row_files.digest(_code())}}
+    row["definition"] |= {"tuned": ways.definitions(of)}
     return row | {"key": results.key_of(row)}
 
 
@@ -175,11 +173,6 @@ def _divided(rows: Int32[np.ndarray, " N"], size: int) -> Int32[np.ndarray, "N//
     """Whole batches of some rows; of fewer than one batch, a smaller one."""
     size = min(size, len(rows))
     return rows[: len(rows) // size * size].reshape(-1, size)
-
-
-def _code() -> list[str]:
-    """The code, besides the loss study's, that decides a result; without comments."""
-    return [essence(Path(file).read_text("utf-8")) for file in (__file__, str(prose.__file__))]
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ from experiments.loss_study.statistics import Cost, cost_of
 from experiments.row_files import Row, digest
 
 FILE = "fine_tuning.json"
-# Versions of the code that tunes, of which the losses of `ways.WAYS` are the same to the last bit.
-ALIKE = {"cc56ecc367d3": "82c5328337fd"}
 
 
 def show(rows: list[Row], folder: Path) -> None:
@@ -64,7 +62,7 @@ def gain(rows: list[Row]) -> float:
 def ways_of(row: Row) -> list[Row]:
     """A row for each way of tuning, as the loss study would have of a run."""
     of_run = row["definition"]["tuned"]
-    code, before = of_run["code"], Settings(**row["settings"])
+    before = Settings(**row["settings"])
     settings = dataclasses.replace(
         before,
         steps=of_run["steps"],
@@ -76,8 +74,8 @@ def ways_of(row: Row) -> list[Row]:
             "arm": name,
             "network": row["key"],
             "definition": results.completed(of_run["ways"][name], row["code"]),
-            # After another training, or on other rows, runs cannot be compared.
-            "text": digest([row["text"], row["settings"], ALIKE.get(code, code)]),
+            # After another training runs cannot be compared.
+            "text": digest([row["text"], row["settings"]]),
             "settings": dataclasses.asdict(settings),
             "losses": tuned["losses"],
             "held_out": tuned["held_out"],

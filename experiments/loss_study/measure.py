@@ -102,7 +102,7 @@ def keep(path: Path, row: Row) -> None:
 
 def missing(call: Call, text: str) -> list[Work]:
     """The runs that have no row, all arms of one seed before those of the next."""
-    known = {results.run_of(row) for row in results.read([call.known, call.out])}
+    known = {results.key_of(row) for row in results.read([call.known, call.out])}
     work = []
     for seed in call.seeds:
         for name, arm in call.arms.items():
@@ -114,8 +114,10 @@ def missing(call: Call, text: str) -> list[Work]:
                 "settings": row["settings"],
                 "text": str(call.work / "text"),
             }
-            if results.run_of(row) not in known:
-                work.append(Work(f"{name}/{seed}", row["key"], job, row))
+            if row["key"] not in known:
+                # A run that was stopped does not continue with other code.
+                folder = f"{row['key']}_{row['code']}"
+                work.append(Work(f"{name}/{seed}", folder, job, row))
     return work
 
 

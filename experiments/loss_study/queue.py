@@ -33,7 +33,7 @@ class Work(NamedTuple):
 
     Attributes:
         name: for messages.
-        key: names its folder.
+        key: the name of its folder.
         job: what it is told; see `run.Job`.
         row: what its result is added to.
     """

@@ -98,7 +98,7 @@ def _dot(step: int) -> None:
 
 def missing(call: Call, text: str) -> list[Work]:
     """The programs that have rows to measure: all arms of some seeds before those of the next."""
-    known = {row["key"] for row in results.read([call.known, call.out])}
+    known = {results.key_of(row) for row in results.read([call.known, call.out])}
     work = []
     for first in range(0, call.seeds, call.size.together):
         seeds = range(first, min(first + call.size.together, call.seeds))

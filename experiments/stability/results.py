@@ -4,13 +4,14 @@
     curves                                    every n-th step of loss, gradient norm and sharpness
 
 A row is named by its key, a hash of everything that decides the result: the arm field by field, the
-model, learning rate, seeds, settings, the text and the code. A run that has a row is not measured
-again. Curves are the base64 of zlib of float16 [3, seeds, points], so that thousands of them fit a
-file of a megabyte: the error is at most 0.05 %, and numbers above 65504 become infinite.
+model, learning rate, seeds, settings, the text and the version of the study. A run that has a row
+is not measured again. A row also has the hash of the code that made it, which decides nothing.
+
+Curves are the base64 of zlib of float16 [3, seeds, points], so that thousands of them fit a file of
+a megabyte: the error is at most 0.05 %, and numbers above 65504 become infinite.
 """
 
 import base64
-import functools
 import json
 import zlib
 from collections import Counter, defaultdict
@@ -22,15 +23,15 @@ import numpy as np
 from jaxtyping import Float
 
 from experiments import row_files
-from experiments.essence import ROOT, essence
-from experiments.loss_study.results import ASIDE
+from experiments.records import code_hash
 from experiments.row_files import Row, digest
 from experiments.stability.arm import Arm, Settings, Size, described
 from experiments.stability.events import Events, Spike
 from experiments.stability.train import Signals
 
 FILE = "stability.json"
-STUDY = ("arm", "events", "train", "unscaled")  # the files that decide a result
+# Raise it when a change of the code changes what a run computes: runs are then made again.
+VERSION = 1  # which rows that name none have, too
 DIGITS = 4
 
 
@@ -92,19 +93,16 @@ def row_of(
         "learning_rate": learning_rate,
         "seeds": list(seeds),
         "text": text,
-        "code": code_digest(),
+        "version": VERSION,
     }
-    return {"key": digest(decides), "arm": name, "size": size_name} | decides
+    names = {"key": key_of(decides), "arm": name, "size": size_name}
+    return names | decides | {"code": code_hash()}
 
 
-@functools.cache
-def code_digest() -> str:
-    """The hash of the code that decides a result, without comments and imports."""
-    package, study = ROOT / "coat_jax", Path(__file__).parent
-    files = [p for p in package.rglob("*.py") if p.relative_to(package).parts[0] not in ASIDE]
-    files += [package / "training" / "data" / "corpus.py"]
-    files += [study / f"{name}.py" for name in STUDY]
-    return digest(sorted(essence(file.read_text("utf-8")) for file in files))
+def key_of(row: Row) -> str:
+    """The hash of what decides a result; the names of arm and size are not part of it."""
+    fields = ("definition", "model", "settings", "learning_rate", "seeds", "text")
+    return digest([row.get("version", 1), *(row[field] for field in fields)])
 
 
 def measured(

@@ -108,20 +108,25 @@ def test_a_plan_without_text_supposes_that_of_runs_with_the_same_settings(tmp_pa
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_a_run_of_code_that_trains_alike_is_not_measured_again(tmp_path: Path, monkeypatch):
+def test_runs_are_made_again_if_the_version_rises_but_not_for_other_code(tmp_path, monkeypatch):
     one = call(tmp_path, seeds=[0])
-    monkeypatch.setitem(results.ALIKE, "0123456789ab", results.code_digest())
-    before = measured("bf16", 0) | {"code": "0123456789ab"}
-    other = measured("coat", 0) | {"code": "ba9876543210"}
-    results.write(one.known, [row | {"key": results.key_of(row)} for row in (before, other)])
+    (first, *_) = results.VERSIONS
+    rows = [measured("bf16", 0) | {"code": "other"}, measured("coat", 0) | {"code": first}]
+    for row in rows:
+        del row["version"]
+    results.write(one.known, rows)
     assert [work.name for work in measure.missing(one, "a text")] == ["coat/0"]
+    monkeypatch.setattr(results, "VERSION", results.VERSION + 1)
+    assert [work.name for work in measure.missing(one, "a text")] == ["bf16/0", "coat/0"]
 
 
-def test_an_arm_of_older_code_has_a_name_of_its_own():
-    old = measured("coat", 0) | {"code": "0123456789ab"}
-    rows = [measured("bf16", 0), measured("coat", 0), old | {"key": "old"}]
+def test_an_arm_of_an_earlier_version_has_a_name_of_its_own():
+    old = [measured("coat", seed) | {"version": 4, "key": f"old {seed}"} for seed in (0, 1)]
+    of_other_code = measured("coat", 1) | {"code": "other"}
+    rows = [measured("bf16", 0), measured("coat", 0), of_other_code, *old]
     (group,) = results.conditions_of(rows).values()
-    assert sorted(row["arm"] for row in group) == ["bf16", "coat", "coat@012345"]
+    names = ["bf16", "coat", "coat", "coat@4", "coat@4"]
+    assert sorted(row["arm"] for row in group) == names
     assert results.baselines_of(group) == {"bf16"}
 
 
@@ -135,23 +140,15 @@ def test_an_arm_that_was_renamed_has_the_name_of_today(tmp_path: Path):
     assert sorted(row["arm"] for row in results.read([file])) == ["coat_rounded_forward", "lost"]
 
 
-def test_versions_of_the_code_that_train_alike_are_one_arm():
-    older, newer = next(iter(results.ALIKE.items()))
-    rows = [measured("coat", 0) | {"code": older}, measured("coat", 1) | {"code": newer}]
-    other = measured("coat", 2) | {"code": "another"}
-    (group,) = results.conditions_of([*rows, other]).values()
-    names = {row["seed"]: row["arm"] for row in group}
-    assert names[0] == names[1] != names[2]
-
-
-def test_versions_of_the_code_after_training_that_measure_alike_are_one_arm():
-    versions = ["c8a43cb91722", results.ALIKE["c8a43cb91722"], "another"]
-    rows = [measured("coat", seed) for seed in range(3)]
-    for row, version in zip(rows, versions, strict=True):
-        row["definition"][results.AFTER_TRAINING] = version
-    (group,) = results.conditions_of(rows).values()
-    names = {row["seed"]: row["arm"] for row in group}
-    assert names[0] == names[1] != names[2]
+def test_rows_that_have_hashes_of_code_in_their_definition_are_those_of_today(tmp_path: Path):
+    row = measured("coat", 0)
+    row["definition"] |= {results.AFTER_TRAINING: results.FIRST_RECIPES[0]}
+    row["definition"] |= {"tuned": {"steps": 3, "code": "0123"}, "forward": "4567"}
+    results.write(tmp_path / results.FILE, [row])
+    (found,) = results.read([tmp_path / results.FILE])
+    assert found["definition"][results.AFTER_TRAINING] == results.RECIPES
+    assert found["definition"]["tuned"] == {"steps": 3}
+    assert "forward" not in found["definition"]
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,14 @@ def test_keeping_adds_what_is_new_and_keeps_what_was_measured(tmp_path: Path):
     assert results.keep(path, [second, first | {"final": [9.0]}]) == [first, second]
 
 
+def test_code_decides_nothing_and_the_version_of_the_study_does(monkeypatch):
+    row = row_of()
+    of_older_code = {name: row[name] for name in row if name != "version"} | {"code": "older"}
+    assert results.key_of(of_older_code) == row["key"]
+    monkeypatch.setattr(results, "VERSION", results.VERSION + 1)
+    assert row_of()["key"] != row["key"]
+
+
 def test_of_two_versions_of_an_arm_the_newer_one_counts():
     old, new = measured("coat", 1e-3, [BAD]), measured("coat", 1e-3, [GOOD])
     old |= {"code": "older", "key": "older"}
