@@ -230,7 +230,7 @@ def measure() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures, and writes the results; `experiments.figures --write` writes the table."""
+    """Measures, and writes the results; `experiments.published --write` writes the table."""
     bare_parser_of(__doc__).parse_args()
     logging.getLogger("absl").setLevel(logging.ERROR)  # optax.lookahead warns at each init
     records.write(FILE, measure())

@@ -2,23 +2,15 @@
 
 from experiments.figures.compare import Page, documents
 from experiments.figures.pages import (
-    architecture,
     benchmarks,
-    configs,
-    guides,
     ideas,
     layers,
-    optimizers,
 )
 
 DECLARED = [
-    architecture.PAGE,
     benchmarks.PAGE,
     ideas.PAGE,
     layers.PAGE,
-    optimizers.PAGE,
-    *guides.PAGES,
-    *configs.PAGES,
 ]
 
 
