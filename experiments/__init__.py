@@ -13,7 +13,7 @@ it runs, and how to try it anywhere. Results are in `results/`.
                     offloaded_memory, examples_memory, gpu_suite
     generation      quantized_generation
     documentation   ideas (the pictures of docs/ideas.md), demo (`make demo`)
-    all of them     published and figures (compare README, docs and configs with the results)
+    all of them     published (writes their numbers and tables into README and docs)
 
 The other modules are what these are made of:
 

@@ -1,1 +1,0 @@
-"""What the pages say, from results files and from the package: a module for each subject."""
