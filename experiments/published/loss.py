@@ -207,6 +207,16 @@ def tuned() -> list[list[str]]:
     return rows
 
 
+def tuned_presets() -> list[list[str]]:
+    """What presets cost in fine-tuning."""
+    arms = {"8-bit moments alone": "moments"}
+    arms |= {name: arm for name, (*_, arm) in PRESETS.items() if arm}
+    rows = [["", "training", "held out", "held out, evaluated in BF16"]]
+    for name, arm in arms.items():
+        rows.append([name, *(_cell(TUNED, arm, held_out) for held_out in ("", "own", "bf16"))])
+    return rows
+
+
 def formats() -> list[list[str]]:
     """What 8-bit formats of forward products cost a small network, by its outliers."""
     header, *rows = forward_formats.outlier_table(of("forward_formats"))
