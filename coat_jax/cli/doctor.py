@@ -31,7 +31,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "safe
 TRITON = ("jax-triton", "triton")
 OF_GPUS = ("jax-cuda13-plugin", "jax-cuda12-plugin", *TRITON)
 OF_TRAINER = ("grain", "matplotlib", "rich", "tokenizers")
-TESTED = {"jax": "0.12.0.1", "jax-triton": "0.4.1", "triton": "3.9.0"}  # where the GPU suite passed
+TESTED = {"jax": "0.12.0.1", "jax-triton": "0.4.1", "triton": "3.9.0"}  # in the GPU suite
 FIRST_CUDA_13_DRIVER = 580
 VERSION = re.compile(r"\d+(\.\d+)+")
 

@@ -1,11 +1,12 @@
-"""XLA's options for the programs of a run.
+"""XLA's options for the programs of a run: those for communication, and two more.
 
-communication      see `cluster.communication`
-copies at once     if the optimizer's state is in host memory: all of a part's in both directions
-no Triton GEMMs    in FP8 training: for each product in INT8 or BF16, XLA would spend seconds
-                   compiling and timing dozens of its own Triton kernels. These are the forward
-                   products of COAT_INT8 and the products of the head, which cuBLAS computes as
-                   fast. A BF16 run leaves the choice to XLA: some of its products may gain.
+    copies at once     of optimizer state in host memory, in both directions
+    no Triton GEMMs    in FP8 training
+
+For each product in INT8 or BF16, XLA would spend seconds compiling and timing dozens of its own
+Triton kernels. In FP8 training these are the forward products of COAT_INT8 and the products of the
+head, which cuBLAS computes as fast. A BF16 run leaves the choice to XLA: all of its products are of
+this kind, and some may gain.
 """
 
 import os

@@ -1,8 +1,8 @@
 """The numbers of README that stand on no other page in this form."""
 
 from experiments.published.loss import layer_ms, layer_units
-from experiments.published.results import FOLDER, GB, bold, case, of
-from experiments.stability import results
+from experiments.published.results import GB, bold, case, of
+from experiments.published.stability import measured
 from experiments.stability.table import compared
 
 
@@ -39,12 +39,7 @@ def longer_in_int8() -> str:
 
 def failed_more() -> str:
     """By how many percentage points more runs fail in COAT than in BF16, over learning rates."""
-    (runs,) = (
-        one
-        for one in results.conditions_of(results.read([FOLDER / results.FILE]))
-        if (one.size, one.settings.final_ratio) == ("5M", 0.0)
-    )
-    found = compared(runs, "coat")
+    found = compared(measured(), "coat")
     assert found is not None
     assert found.low < 0 < found.high, "README says that this is not significant."
     return f"{100 * found.difference:.1f}"

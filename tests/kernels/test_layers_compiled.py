@@ -18,7 +18,7 @@ from hopper import KERNEL_CALL, can_compile_for_hopper, kernel_calls
 
 import coat_jax as coat
 from coat_jax import ops
-from coat_jax.kernels import activation, dispatch
+from coat_jax.kernels import activation
 from coat_jax.numerics.blocks import from_blocks, to_blocks
 from experiments.hopper import OPTIONS, compile_for, hopper_mesh, there
 
@@ -316,11 +316,14 @@ def test_bounds_of_gradients_reduce_one_number_per_row_of_the_weight():
         program = compile_layer(mesh, precision, "triton", specs)
         results = re.findall(r"= (.*?) all-reduce(?:-start)?\(", program)
         shapes = [s for result in results for s in re.findall(r"\w+\[([\d,]*)\]", result)]
-        return {s for s in shapes if len(s) > 2 and not re.fullmatch(rf"\d+,{S},\d+", s)}
+        return sorted(s for s in shapes if len(s) > 2 and not re.fullmatch(rf"\d+,{S},\d+", s))
 
     searched = reduced(dataclasses.replace(coat.COAT, backward=coat.E4M3))
     for precision in (coat.COAT, ROUNDED):
-        assert reduced(precision) == searched | {str(F // 2)}
+        assert reduced(precision) in [
+            sorted([*searched, *times * [str(F // 2)]])
+            for times in ((1,) if jax.__version_info__ < (0, 12) else (1, 2))
+        ]
 
 
 WIDTHS = {
@@ -378,5 +381,5 @@ def test_xla_is_asked_for_its_fp8_algorithm():
             if "dot_general" in line
         ]
 
-    assert algorithms(64) == [dispatch.may_name_algorithm()]
+    assert algorithms(64) == [jax.__version_info__ < (0, 12)]  # newer ones cannot, without a GPU
     assert algorithms(4) == [False]  # a GPU of four may have a single row
