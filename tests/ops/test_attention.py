@@ -5,6 +5,7 @@ whose own oracle is in test_linear.py.
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -48,65 +49,46 @@ def qkv(seed=1, heads=4, kv_heads=2, tokens=S, keys=None, head_dim=H):
 
 
 def test_full_precision_is_softmax_of_the_scores():
-    """Each mask on arrays of its own, in one program."""
+    """Each mask, and each number of key heads and keys, on arrays of its own, in one program."""
+    masks = MASKS | {"own key heads": {}, "one key head": {}, "other keys": {"causal": False}}
 
-    def f(arrays):
-        return {
-            name: ops.attention(*arrays[name], **mask, precision=coat.BF16)
-            for name, mask in MASKS.items()
-        }
+    def of(attend):
+        return lambda arrays: {name: attend(*arrays[name], **mask) for name, mask in masks.items()}
 
-    def plain(arrays):
-        return {name: plain_attention(*arrays[name], **mask) for name, mask in MASKS.items()}
-
-    same_gradients(f, plain, {name: qkv(i) for i, name in enumerate(MASKS)})
+    arrays = {name: qkv(i) for i, name in enumerate(MASKS)}
+    arrays["own key heads"], arrays["one key head"] = qkv(kv_heads=4), qkv(kv_heads=1)
+    arrays["other keys"] = qkv(keys=5)
+    same_gradients(of(partial(ops.attention, precision="bf16")), of(plain_attention), arrays)
 
 
-def test_key_heads_serve_their_groups_of_query_heads():
-    def f(single, shared, other):
-        causal = [ops.attention(*args, precision=coat.BF16) for args in (single, shared)]
-        return *causal, ops.attention(*other, causal=False, precision=coat.BF16)
-
-    def plain(single, shared, other):
-        causal = [plain_attention(*args) for args in (single, shared)]
-        return *causal, plain_attention(*other, causal=False)
-
-    same_gradients(f, plain, qkv(kv_heads=4), qkv(kv_heads=1), qkv(keys=5))
-
-
-@pytest.mark.parametrize("block", [16, 128])
-def test_lean_attention_computes_with_q_k_and_v_rounded_to_blocks(block):
+def test_lean_attention_computes_with_q_k_and_v_rounded_to_blocks():
     """Heads of 24: a block of 16 and a short one, or only a short one."""
-    precision = dataclasses.replace(coat.COAT, attention_block=block)
-    mask = MASKS["window in segments"]
+    mask, blocks = MASKS["window in segments"], (16, 128)
 
-    def f(q, k, v):
-        return ops.attention(q, k, v, **mask, precision=precision)
+    def f(*args):
+        lean = [dataclasses.replace(coat.COAT, attention_block=block) for block in blocks]
+        return [ops.attention(*args, **mask, precision=precision) for precision in lean]
 
     def plain(*args):
-        return plain_attention(*(through(x, E4M3, block) for x in args), **mask)
+        return [plain_attention(*(through(x, E4M3, n) for x in args), **mask) for n in blocks]
 
     same_gradients(f, plain, *qkv())
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_packed_sequences_are_separate_sequences(causal):
+def test_packed_sequences_are_separate_sequences():
     """Blocks and all: they lie inside of a token's head."""
     cut = 3
     segments = jnp.array([[5] * cut + [1] * (S - cut)] * B)
 
-    def packed(q, k, v):
-        return ops.attention(q, k, v, causal=causal, segments=segments, precision=coat.COAT_LEAN)
+    def attend(*args, **how):
+        ways = {"causal": True}, {"causal": False}
+        return [ops.attention(*args, precision=coat.COAT_LEAN, **way, **how) for way in ways]
 
-    def separate(q, k, v):
-        parts = [slice(0, cut), slice(cut, S)]
-        attend = [
-            ops.attention(*(x[:, part] for x in (q, k, v)), causal=causal, precision=coat.COAT_LEAN)
-            for part in parts
-        ]
-        return jnp.concatenate(attend, axis=1)
+    def separate(*args):
+        parts = [attend(*(x[:, part] for x in args)) for part in (slice(0, cut), slice(cut, S))]
+        return [jnp.concatenate(both, axis=1) for both in zip(*parts, strict=True)]
 
-    same_gradients(packed, separate, *qkv())
+    same_gradients(lambda *args: attend(*args, segments=segments), separate, *qkv())
 
 
 @pytest.mark.parametrize(
@@ -179,15 +161,13 @@ def test_results_and_gradients_have_the_dtype_of_their_arrays():
     assert jax.eval_shape(ops.attention, *args[:3]).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("scale", [None, 0.5])
-def test_attention_of_the_newest_token_is_softmax_over_its_visible_slots(scale):
+def test_attention_of_the_newest_token_is_softmax_over_its_visible_slots():
     q, keys, values = draw(1, (2, 1, 4, 16), (2, 5, 2, 16), (2, 5, 2, 16))
     visible = np.array([[True] * 5, [False, True, True, False, True]])
-
-    def plain(q, keys, values):
-        scores = jnp.einsum("bnh,bknh->bnk", q[:, 0], jnp.repeat(keys, 2, axis=2))
-        scores = jnp.where(visible[:, None], scores * (scale or 16**-0.5), -jnp.inf)
-        return jnp.einsum("bnk,bknh->bnh", jax.nn.softmax(scores), jnp.repeat(values, 2, axis=2))
-
-    past = quick_jit(lambda *qkv: ops.attention_to_past(*qkv, visible, scale=scale)[:, 0])
-    assert_close(past(q, keys, values), quick_jit(plain)(q, keys, values))
+    keys_of_heads, values_of_heads = (np.repeat(x, 2, axis=2) for x in (keys, values))
+    for scale in (None, 0.5):
+        scores = np.einsum("bnh,bknh->bnk", q[:, 0], keys_of_heads) * (scale or 16**-0.5)
+        scores = np.where(visible[:, None], scores, -np.inf)
+        wanted = jnp.einsum("bnk,bknh->bnh", jax.nn.softmax(scores), values_of_heads)
+        past = quick_jit(partial(ops.attention_to_past, scale=scale))
+        assert_close(past(q, keys, values, visible)[:, 0], wanted)

@@ -2,52 +2,47 @@
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from quick import OPTIONS
+from ops_cases import assert_equal, draw, pulled, quick_jit
 
 import coat_jax as coat
 from coat_jax import ops, telemetry
 
 ROWS, WIDTH = 24, 64
-RNG = np.random.default_rng(0)
-X = RNG.standard_normal((2, ROWS, WIDTH), np.float32)
-X[:, :, 3] *= 100
-X, *W = jax.device_put([X, *RNG.standard_normal((3, WIDTH, WIDTH), np.float32) / 8])
-NORM = ops.Norm(jax.device_put(np.linspace(0.5, 2, WIDTH, dtype=np.float32)))
-OPS = {
-    "linear": lambda x, w, p: ops.linear(x, w, precision=p),
-    "norm_linear": lambda x, w, p: ops.norm_linear(x, NORM, w, precision=p),
-    "norm_qkv": lambda x, w, p: ops.norm_qkv(x, NORM, w, head_dim=32, precision=p),
-    "attention_linear": lambda x, w, p: ops.attention_linear(
-        *[x.reshape(2, ROWS, 2, 32)] * 3, w[0], precision=p
-    ),
-}
+OUTLIER = np.where(np.arange(WIDTH) == 3, 100, 1)
+X = np.asarray(draw(0, (2, ROWS, WIDTH))) * np.float32(OUTLIER)
+WEIGHTS = draw(1, *[(WIDTH, WIDTH)] * 3, over=8)
+NORM = ops.Norm(np.linspace(0.5, 2, WIDTH, dtype=np.float32))
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("name", OPS)
-def test_the_backward_pass_is_that_of_coat(name):
+def every_op(x, weights, precision):
+    how = {"precision": precision}
+    return {
+        "linear": ops.linear(x, weights, **how),
+        "norm_linear": ops.norm_linear(x, NORM, weights, **how),
+        "norm_qkv": ops.norm_qkv(x, NORM, weights, head_dim=32, **how)[1:],
+        "attention_linear": ops.attention_linear(
+            *[x.reshape(2, ROWS, 2, 32)] * 3, weights[0], **how
+        ),
+    }
+
+
+def test_the_backward_pass_is_that_of_coat():
     """To the last bit, given the gradient of the output, also with an outlier in the input."""
-
-    def pulled(precision):
-        def run(x, w):
-            y, pull = jax.vjp(lambda x, w: OPS[name](x, w, precision), x, w)
-            random = partial(jax.random.normal, jax.random.key(4))
-            return y, pull(jax.tree.map(lambda leaf: random(leaf.shape), y))
-
-        return jax.jit(run, compiler_options=OPTIONS)(X, tuple(W))
-
-    (y_int8, of_int8), (y_fp8, of_fp8) = pulled(coat.COAT_INT8), pulled(coat.COAT)
-    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (y_int8, y_fp8)), strict=True))
-    for got, want in zip(*map(jax.tree.leaves, (of_int8, of_fp8)), strict=True):
-        np.testing.assert_array_equal(got, want)
+    (in_int8, of_int8, dy), (in_fp8, of_fp8, _) = (
+        pulled(partial(every_op, precision=precision), X, WEIGHTS)
+        for precision in (coat.COAT_INT8, coat.COAT)
+    )
+    assert dy.keys() == in_int8.keys()
+    for name in in_int8:
+        assert np.any(np.asarray(in_int8[name]) != np.asarray(in_fp8[name])), name
+    assert_equal(of_int8, of_fp8)
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("factor", "warned"), [(1, False), (3, False), (10, True), (1000, True)])
+@pytest.mark.parametrize(("factor", "warned"), [(3, False), (10, True)])
 def test_telemetry_sees_where_outliers_spoil_the_product(factor, warned):
     """One column of 64 is larger, and its weights as much smaller, so that all count alike.
 
@@ -64,7 +59,7 @@ def test_telemetry_sees_where_outliers_spoil_the_product(factor, warned):
 
     found = telemetry.measure(loss, w)
     errors = [found[f"layer/{name}"].error for name in ("input", "weight")]
-    product = jax.jit(partial(ops.linear, precision=coat.COAT_INT8))(x, w)
+    product = quick_jit(partial(ops.linear, precision=coat.COAT_INT8))(x, w)
     x, w = np.float64(x), np.float64(w)
 
     def error(product):

@@ -21,18 +21,19 @@ def rounded(x, block, stochastic=True):
 
 
 @pytest.mark.parametrize("how", [{}, {"stochastic": False}], ids=["default", "to nearest"])
-@pytest.mark.parametrize("block", [16, 128])
-def test_the_result_is_exact_and_gradients_are_those_at_the_rounded_input(block, how):
-    again = ops.recompute(layer, block=block, **how)
-
+def test_the_result_is_exact_and_gradients_are_those_at_the_rounded_input(how):
     @quick_jit
     def results(x, *arguments):
-        y, pull = jax.vjp(again, x, *arguments)
-        _, at_rounded = jax.vjp(layer, rounded(x, block, **how), *arguments)
-        return (y, pull(jnp.cos(y))), (layer(x, *arguments), at_rounded(jnp.cos(y)))
+        found, wanted = [], []
+        for block in (16, 128):
+            y, pull = jax.vjp(ops.recompute(layer, block=block, **how), x, *arguments)
+            _, at_rounded = jax.vjp(layer, rounded(x, block, **how), *arguments)
+            found.append((y, pull(jnp.cos(y))))
+            wanted.append((layer(x, *arguments), at_rounded(jnp.cos(y))))
+        return found, wanted
 
     assert_equal(*results(X, {"w": W}, np.float32(0.5)))
-    assert np.any(np.asarray(rounded(X, block, **how)) != np.asarray(X))
+    assert np.any(np.asarray(rounded(X, 16, **how)) != np.asarray(X))
 
 
 def test_the_input_is_saved_in_fp8_with_a_scale_for_every_16_values():
@@ -62,26 +63,3 @@ def test_a_result_may_be_a_tree_of_any_dtypes():
     (dx,), (at_x,) = pull(y), wanted(y)
     assert dx.dtype == at_x.dtype == jnp.bfloat16
     assert_equal(dx, at_x)  # function is linear
-
-
-@pytest.mark.parametrize("block", [0, -16, 1.5, "16", None, True])
-def test_blocks_are_of_a_whole_number(block):
-    with pytest.raises(ValueError, match=r"^block must be a positive whole number"):
-        ops.recompute(layer, block=block)
-
-
-def test_only_functions_of_floats_are_accepted():
-    with pytest.raises(TypeError, match="recompute takes a function, not Array"):
-        ops.recompute(X)
-    with pytest.raises(TypeError, match="recompute computes with real floats, not with int32"):
-        ops.recompute(jnp.tanh)(jnp.arange(3))
-
-
-def test_second_derivatives_are_refused():
-    again = ops.recompute(layer)
-
-    def loss(x):
-        return jnp.sum(again(x, {"w": W}, 1.0))
-
-    with pytest.raises(TypeError, match="recompute in FP8 can be differentiated once only"):
-        jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))(X)
