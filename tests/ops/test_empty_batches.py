@@ -11,17 +11,16 @@ D, HEAD = 16, 8
 W = np.ones((D, D), np.float32)
 
 
-def layer(x, w, implementation=None):
+def layer(x, w):
     """Each op that has a row for each token."""
-    how = {"implementation": implementation}
     norm = ops.Norm(jnp.ones(D))
-    x, q, k, v = ops.norm_qkv(x, norm, (w,) * 3, head_dim=HEAD, rotary=ops.Rotary(), **how)
+    x, q, k, v = ops.norm_qkv(x, norm, (w,) * 3, head_dim=HEAD, rotary=ops.Rotary())
     k = ops.rotate(k, jnp.arange(x.shape[1]), ops.Rotary())
-    x = x + ops.attention_linear(q, k, v, w, precision="coat_lean", **how)
-    x = ops.gated_mlp(x, norm, w, w, w, **how)
-    x = ops.mlp(x, norm, w, w, **how)
-    x = ops.norm_linear(ops.norm(x, norm), norm, w, **how)
-    return ops.activate(ops.linear(x, w, **how))
+    x = x + ops.attention_linear(q, k, v, w, precision="coat_lean")
+    x = ops.gated_mlp(x, norm, w, w, w)
+    x = ops.mlp(x, norm, w, w)
+    x = ops.norm_linear(ops.norm(x, norm), norm, w)
+    return ops.activate(ops.linear(x, w))
 
 
 @pytest.mark.parametrize("shape", [(0, 5, D), (2, 0, D)], ids=["no sequence", "no token"])

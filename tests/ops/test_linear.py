@@ -42,8 +42,6 @@ SETTINGS = {
     "E4M3 gradients": dataclasses.replace(coat.COAT, backward=E4M3),
     "E5M2 values": coat.Precision(forward=E5M2, backward=E4M3),
 }
-norms = pytest.mark.parametrize("kind", ["rms", "layer"])
-leading = pytest.mark.parametrize("lead", [(), (5,), (2, 5)], ids=str)
 
 
 def rounded_layers(n, weights, biases, gradients, precision, *, recomputed=False):
@@ -67,64 +65,69 @@ def rounded_layers(n, weights, biases, gradients, precision, *, recomputed=False
     return tuple(outputs), dn, tuple(dws), tuple(dbs)
 
 
-@leading
-def test_full_precision_is_the_plain_formula(lead):
-    def f(x, ws, bs):
-        return ops.linear(x, ws, bs, precision=coat.BF16)
+def test_full_precision_is_the_plain_formula():
+    """Of any leading shape, and with any norm before it."""
+    inputs = [draw(i, (*lead, K)) for i, lead in enumerate([(), (5,), (2, 5)])]
+    norms = [some_norm(kind, K) for kind in ("rms", "layer")]
+    how = {"precision": coat.BF16}
 
-    def plain(x, ws, bs):
-        return tuple(x @ w if b is None else x @ w + b for w, b in zip(ws, bs, strict=True))
+    def f(inputs, norms, *layers):
+        outputs = [ops.linear(x, *layers, **how) for x in inputs]
+        return outputs + [ops.norm_linear(inputs[-1], norm, *layers, **how) for norm in norms]
 
-    same_gradients(f, plain, draw(1, (*lead, K)), WEIGHTS, BIASES)
+    def plain(inputs, norms, ws, bs):
+        inputs = [*inputs, *(plain_norm(inputs[-1], norm) for norm in norms)]
+        layers = list(zip(ws, bs, strict=True))
+        return [tuple(n @ w if b is None else n @ w + b for w, b in layers) for n in inputs]
 
-
-@norms
-def test_full_precision_of_a_norm_before_it_is_the_plain_formula(kind):
-    def f(x, norm, ws, bs):
-        return ops.norm_linear(x, norm, ws, bs, precision=coat.BF16)
-
-    def plain(x, norm, ws, bs):
-        n = plain_norm(x, norm)
-        return tuple(n @ w if b is None else n @ w + b for w, b in zip(ws, bs, strict=True))
-
-    same_gradients(f, plain, draw(1, (2, 5, K)), some_norm(kind, K), WEIGHTS, BIASES)
+    same_gradients(f, plain, inputs, norms, WEIGHTS, BIASES)
 
 
-@pytest.mark.parametrize("precision", SETTINGS.values(), ids=SETTINGS)
-def test_fp8_is_the_product_of_rounded_operands(precision):
-    def f(x, ws, bs):
-        return ops.linear(x, ws, bs, precision=precision)
+def test_fp8_is_the_product_of_rounded_operands():
+    def f(arguments):
+        return {
+            name: ops.linear(*arguments[name], precision=precision)
+            for name, precision in SETTINGS.items()
+        }
 
     x = draw(1, (2, 5, K))
-    y, (dx, dws, dbs), dy = pulled(f, x, WEIGHTS, BIASES)
-    want = rounded_layers(x, WEIGHTS, BIASES, dy, precision)
-    assert_close((y, dx, dws, dbs), want)
-    # What was compared is not what full precision gives.
-    assert np.abs(y[1] - x @ WEIGHTS[1]).max() > 1e-2
+    y, (gradients,), dy = pulled(f, dict.fromkeys(SETTINGS, (x, WEIGHTS, BIASES)))
+    for name, precision in SETTINGS.items():
+        want = rounded_layers(x, WEIGHTS, BIASES, dy[name], precision)
+        assert_close((y[name], *gradients[name]), want)
+        # What was compared is not what full precision gives.
+        assert np.abs(y[name][1] - x @ WEIGHTS[1]).max() > 1e-2
 
 
-@pytest.mark.parametrize(
-    ("kind", "precision"),
-    [
-        ("rms", coat.FP8_LINEAR),
-        ("rms", dataclasses.replace(coat.FP8_LINEAR, stochastic_backward=True)),
-        ("rms", coat.COAT_PAPER),
-        ("layer", dataclasses.replace(coat.COAT_PAPER, block=32, backward=E4M3)),
-    ],
-    ids=["fp8_linear", "fp8_linear, stochastic", "coat_paper", "layer, blocks of 32"],
-)
-def test_fp8_of_a_norm_before_it_rounds_blocks_then_the_norm(kind, precision):
-    def f(x, norm, ws):
-        return ops.norm_linear(x, norm, ws, precision=precision)
+NORMED = {
+    "fp8_linear": ("rms", coat.FP8_LINEAR),
+    "stochastic": ("rms", dataclasses.replace(coat.FP8_LINEAR, stochastic_backward=True)),
+    "coat_paper": ("rms", coat.COAT_PAPER),
+    "layer": ("layer", dataclasses.replace(coat.COAT_PAPER, block=32, backward=E4M3)),
+}
 
-    x, norm = draw(1, (2, 5, 40)), some_norm(kind, 40)
+
+def test_fp8_of_a_norm_before_it_rounds_blocks_then_the_norm():
     ws = tuple(weight(i, 40, n) for i, n in enumerate(N))
-    y, (dx, d_norm, dws), dy = pulled(f, x, norm, ws)
-    values = rounded_blocks(x, precision.forward, precision.block)
-    n = numpy_norm(values, norm)
-    want_y, dn, want_dws, _ = rounded_layers(n, ws, (None, None), dy, precision, recomputed=True)
-    _, want_dx_and_norm, _ = pulled(plain_norm, jnp.float32(values), norm, dy=jnp.float32(dn))
-    assert_close((y, dws, (dx, d_norm)), (want_y, want_dws, want_dx_and_norm))
+    x, norms = (
+        draw(1, (2, 5, 40)),
+        {name: some_norm(kind, 40) for name, (kind, _) in NORMED.items()},
+    )
+
+    def f(arguments):
+        return {
+            name: ops.norm_linear(*arguments[name], precision=precision)
+            for name, (_, precision) in NORMED.items()
+        }
+
+    y, (gradients,), dy = pulled(f, {name: (x, norm, ws) for name, norm in norms.items()})
+    for name, (_, precision) in NORMED.items():
+        norm, (dx, d_norm, dws) = norms[name], gradients[name]
+        values = rounded_blocks(x, precision.forward, precision.block)
+        layers = numpy_norm(values, norm), ws, (None, None), dy[name], precision
+        want_y, dn, want_dws, _ = rounded_layers(*layers, recomputed=True)
+        _, want, _ = pulled(plain_norm, jnp.float32(values), norm, dy=jnp.float32(dn))
+        assert_close((y[name], dws, (dx, d_norm)), (want_y, want_dws, want))
 
 
 def numpy_norm(x, norm):
@@ -165,42 +168,6 @@ def test_the_error_of_a_product_is_that_of_its_factors(seed, binades, powers):
     assert np.all(np.abs(y - x @ w) <= bound + slack)
 
 
-@pytest.mark.parametrize("precision", [coat.BF16, coat.COAT], ids=["bf16", "coat"])
-@pytest.mark.parametrize("norm", [None, some_norm("rms", K)], ids=["linear", "norm_linear"])
-def test_several_weights_are_separate_layers_on_one_input(norm, precision):
-    """Outputs and gradients of weights bit for bit; those of the input and the norm add up."""
-
-    def f(x, norm, ws, bs):
-        if norm is None:
-            return ops.linear(x, ws, bs, precision=precision)
-        return ops.norm_linear(x, norm, ws, bs, precision=precision)
-
-    def separate(x, norm, ws, bs):
-        return tuple(f(x, norm, w, b) for w, b in zip(ws, bs, strict=True))
-
-    args = draw(1, (2, 5, K)), norm, WEIGHTS, BIASES
-    y, (dx, d_norm, *rest), _ = pulled(f, *args)
-    want_y, (want_dx, want_d_norm, *want_rest), _ = pulled(separate, *args)
-    assert_equal((y, rest), (want_y, want_rest))
-    assert_close((dx, d_norm), (want_dx, want_d_norm))
-
-
-def test_norm_linear_is_norm_then_linear():
-    """For FP32 arrays, whose norm is not rounded in between, and values that are saved as they are.
-
-    With an exact forward pass `linear` saves the exact norm, and `norm_linear` an input of it.
-    """
-    how = {"precision": coat.COAT_PAPER}
-
-    def f(x, norm, w):
-        return ops.norm_linear(x, norm, w, **how)
-
-    def composed(x, norm, w):
-        return ops.linear(ops.norm(x, norm, **how), w, **how)
-
-    same_gradients(f, composed, draw(1, (4, 40)), some_norm("layer", 40), weight(2, 40, 24))
-
-
 def test_one_weight_gives_one_output_and_several_a_tuple():
     x, w, b = draw(1, (2, K)), WEIGHTS[0], BIASES[0]
 
@@ -215,12 +182,9 @@ def test_one_weight_gives_one_output_and_several_a_tuple():
 def test_powers_of_two_go_into_the_scales():
     """A factor 2^n of an operand is that factor of all that depends on it, bit for bit."""
 
-    def f(x, w):
-        return ops.linear(x, w)
-
     x, w = draw(1, (2, 5, K)), WEIGHTS[0]
-    y, (dx, dw), _ = pulled(f, x, w)
-    large_y, (same_dx, large_dw), _ = pulled(f, x * 2.0**30, w)
+    y, (dx, dw), _ = pulled(ops.linear, x, w)
+    large_y, (same_dx, large_dw), _ = pulled(ops.linear, x * 2.0**30, w)
     assert_equal((large_y, same_dx, large_dw), (y * 2.0**30, dx, dw * 2.0**30))
 
 
@@ -245,13 +209,10 @@ def test_the_error_after_a_norm_does_not_depend_on_the_size_of_its_input(name):
 
 
 def test_zero_gives_the_bias_and_no_gradient():
-    def f(x, w, b):
-        return ops.linear(x, w, b)
-
     x, w, b = draw(1, (2, 5, K)), WEIGHTS[0], BIASES[0]
-    y, (_, dw, _), _ = pulled(f, 0 * x, w, b)
+    y, (_, dw, _), _ = pulled(ops.linear, 0 * x, w, b)
     assert_equal((y, dw), (jnp.broadcast_to(b, y.shape), 0 * w))
-    y, (dx, _, _), _ = pulled(f, x, 0 * w, b)
+    y, (dx, _, _), _ = pulled(ops.linear, x, 0 * w, b)
     assert_equal((y, dx), (jnp.broadcast_to(b, y.shape), 0 * x))
 
 
@@ -262,15 +223,13 @@ def test_results_and_gradients_have_the_dtype_of_their_arrays(dtype):
     FP16 ends at 65504, which products of codes pass before they are scaled.
     """
 
-    def f(x, norm, w, b):
-        return ops.norm_linear(x, norm, w, b)
-
     x, norm, w, b = draw(1, (4, K), dtype=dtype), some_norm("layer", K), WEIGHTS[0], BIASES[0]
-    y, grads, dy = pulled(f, x, norm, w, b.astype(dtype))
+    y, grads, dy = pulled(ops.norm_linear, x, norm, w, b.astype(dtype))
     assert y.dtype == dtype
     fp32 = jnp.float32
     assert [g.dtype for g in jax.tree.leaves(grads)] == [dtype, fp32, fp32, fp32, dtype]
-    want = pulled(f, x.astype(fp32), norm, w, b.astype(dtype).astype(fp32), dy=dy.astype(fp32))
+    wide = x.astype(fp32), norm, w, b.astype(dtype).astype(fp32)
+    want = pulled(ops.norm_linear, *wide, dy=dy.astype(fp32))
     # BF16 rounds a product, the bias and the result to 2^-9 of each.
     assert_close((y, grads), want[:2], 2.0**-7)
 
@@ -279,5 +238,5 @@ def test_gradients_of_biases_are_summed_in_fp32_and_not_rounded_on_the_way():
     """BF16 holds whole numbers up to 256 only: the sum of 257 ones would be 256."""
     x, w, bias = np.ones((257, K), jnp.bfloat16), WEIGHTS[0], np.zeros(N[0], np.float32)
     ones = np.ones((257, N[0]), jnp.bfloat16)
-    _, (d_bias,), _ = pulled(lambda bias: ops.linear(x, w, bias), bias, dy=ones)
+    _, (d_bias,), _ = pulled(partial(ops.linear, x, w), bias, dy=ones)
     assert_equal(d_bias, np.full_like(bias, 257.0))

@@ -38,6 +38,7 @@ FORMULAS = {
     "relu": lambda x: jnp.where(x > 0, x, 0),
     "relu2": lambda x: jnp.where(x > 0, x, 0) ** 2,
 }
+# The activation, the norm, and whether there is a residual stream.
 CASES = [
     ("silu", "rms", True),
     ("gelu", "layer", True),
@@ -57,23 +58,30 @@ def plain_args(kind=None):
     return x, norm, up, down, draw(5, (F,)), draw(6, (D,))
 
 
-@pytest.mark.parametrize(("activation", "kind", "residual"), CASES)
-def test_full_precision_is_the_plain_formula(activation, kind, residual):
-    settings = {"activation": activation, "residual": residual, "precision": coat.BF16}
-    act = FORMULAS[activation]
+def test_full_precision_is_the_plain_formula():
+    def f(every):
+        settings = [
+            {"activation": name, "residual": residual, "precision": coat.BF16}
+            for name, _, residual in CASES
+        ]
+        return [
+            (ops.gated_mlp(*gated, **how), ops.mlp(*plain, **how))
+            for (gated, plain), how in zip(every, settings, strict=True)
+        ]
 
-    def f(gated, plain):
-        return ops.gated_mlp(*gated, **settings), ops.mlp(*plain, **settings)
+    def formula(every):
+        results = []
+        for (gated, plain), (name, _, residual) in zip(every, CASES, strict=True):
+            act = FORMULAS[name]
+            x, norm, gate, up, down = gated
+            n = plain_norm(x, norm)
+            first = residual * x + (act(n @ gate) * (n @ up)) @ down
+            x, norm, up, down, up_bias, down_bias = plain
+            second = act(plain_norm(x, norm) @ up + up_bias) @ down + down_bias
+            results.append((first, residual * x + second))
+        return results
 
-    def formula(gated, plain):
-        x, norm, gate, up, down = gated
-        n = plain_norm(x, norm)
-        first = residual * x + (act(n @ gate) * (n @ up)) @ down
-        x, norm, up, down, up_bias, down_bias = plain
-        second = act(plain_norm(x, norm) @ up + up_bias) @ down + down_bias
-        return first, residual * x + second
-
-    same_gradients(f, formula, gated_args(kind), plain_args(kind))
+    same_gradients(f, formula, [(gated_args(kind), plain_args(kind)) for _, kind, _ in CASES])
 
 
 NO_PRODUCTS = dataclasses.replace(coat.COAT_PAPER, fp8_linear=False)
@@ -81,58 +89,36 @@ FP8_CASES = {
     "fp8_linear": (coat.FP8_LINEAR, "silu", "rms", True),
     "coat_paper": (coat.COAT_PAPER, "gelu_tanh", "layer", True),
     "blocks of 32, no norm": (dataclasses.replace(coat.COAT_PAPER, block=32), "relu2", None, False),
-    "no FP8 products": (
-        dataclasses.replace(coat.COAT_PAPER, fp8_linear=False),
-        "silu",
-        "rms",
-        True,
-    ),
+    "no FP8 products": (NO_PRODUCTS, "silu", "rms", True),
 }
 
 
-def layers_of(precision):
-    """Rounding to blocks, and the first linear layers on an input with or without norm."""
+@pytest.mark.parametrize("case", FP8_CASES)
+def test_in_fp8_it_is_its_layers_with_blocks_between_them(case):
+    precision, activation, kind, residual = FP8_CASES[case]
+    act, how = FORMULAS[activation], {"precision": precision}
 
     def keep(x):
         return through(x, precision.forward, precision.block)
 
     def first(x, norm, weights, biases=None):
         if norm is None:
-            return ops.linear(keep(x), weights, biases, precision=precision)
-        return ops.norm_linear(x, norm, weights, biases, precision=precision)
+            return ops.linear(keep(x), weights, biases, **how)
+        return ops.norm_linear(x, norm, weights, biases, **how)
 
-    return keep, first
+    def f(gated, plain):
+        settings = {"activation": activation, "residual": residual, **how}
+        return ops.gated_mlp(*gated, **settings), ops.mlp(*plain, **settings)
 
-
-@pytest.mark.parametrize("case", ["fp8_linear", "coat_paper", "no FP8 products"])
-def test_a_gated_mlp_in_fp8_is_its_layers_with_blocks_between_them(case):
-    precision, activation, kind, residual = FP8_CASES[case]
-    keep, first = layers_of(precision)
-
-    def f(*args):
-        return ops.gated_mlp(*args, activation=activation, residual=residual, precision=precision)
-
-    def composed(x, norm, gate, up, down):
+    def composed(gated, plain):
+        x, norm, gate, up, down = gated
         g, u = first(x, norm, (gate, up))
-        a = FORMULAS[activation](keep(g)) * keep(u)
-        return residual * x + ops.linear(a, down, precision=precision)
+        one = residual * x + ops.linear(act(keep(g)) * keep(u), down, **how)
+        x, norm, up, down, up_bias, down_bias = plain
+        a = act(keep(first(x, norm, up, up_bias)))
+        return one, residual * x + ops.linear(a, down, down_bias, **how)
 
-    same_gradients(f, composed, *gated_args(kind))
-
-
-@pytest.mark.parametrize("case", ["coat_paper", "blocks of 32, no norm"])
-def test_an_mlp_in_fp8_is_its_layers_with_blocks_between_them(case):
-    precision, activation, kind, residual = FP8_CASES[case]
-    keep, first = layers_of(precision)
-
-    def f(*args):
-        return ops.mlp(*args, activation=activation, residual=residual, precision=precision)
-
-    def composed(x, norm, up, down, up_bias, down_bias):
-        a = FORMULAS[activation](keep(first(x, norm, up, up_bias)))
-        return residual * x + ops.linear(a, down, down_bias, precision=precision)
-
-    same_gradients(f, composed, *plain_args(kind))
+    same_gradients(f, composed, gated_args(kind), plain_args(kind))
 
 
 def test_the_backward_pass_can_round_what_it_recomputes_stochastically():
@@ -190,15 +176,12 @@ def test_fp8_is_as_close_to_full_precision_as_its_roundings(precision, most):
 
 def test_results_and_gradients_have_the_dtype_of_their_arrays():
     x, norm, *weights = gated_args("layer")
-
-    def f(*args):
-        return ops.gated_mlp(*args)
-
-    y, (dx, d_norm, *d_weights), dy = pulled(f, x.astype(jnp.bfloat16), norm, *weights)
+    rest = norm, *weights
+    y, (dx, d_norm, *d_weights), dy = pulled(ops.gated_mlp, x.astype(jnp.bfloat16), *rest)
     assert y.dtype == dx.dtype == jnp.bfloat16
     assert {g.dtype for g in jax.tree.leaves((d_norm, d_weights))} == {jnp.dtype(jnp.float32)}
     wide = x.astype(jnp.bfloat16).astype(jnp.float32)
-    want = pulled(f, wide, norm, *weights, dy=dy.astype(jnp.float32))
+    want = pulled(ops.gated_mlp, wide, *rest, dy=dy.astype(jnp.float32))
     # BF16 moves gate, up and gradients by 2^-9, and a few of them to the next code.
     assert np.all(distance(jax.tree.map(np.float32, (y, dx)), (want[0], want[1][0])) < 0.02)
     assert_close(y, want[0], 0.05)

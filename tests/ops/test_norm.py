@@ -26,21 +26,18 @@ from coat_jax.ops.saved.projection import Mode
 KINDS = ("rms", "layer")
 D = 40
 NORMS = tuple(
-    some_norm(kind, D, i, scale=scale, shift=shift, eps=eps)
-    for i, (kind, scale, shift, eps) in enumerate(
-        itertools.product(KINDS, [False, True], [False, True], [1e-6, 0.5])
-    )
+    some_norm(kind, D, i, scale=scale, shift=shift, eps=0.5)
+    for i, (kind, scale, shift) in enumerate(itertools.product(KINDS, [False, True], [False, True]))
     if kind == "layer" or not shift
 )
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(
-    "precision",
-    [coat.BF16, coat.COAT_PAPER, dataclasses.replace(coat.COAT_PAPER, block=32)],
-    ids=["bf16", "coat_paper", "blocks of 32"],
-)
-def test_every_norm_computes_its_formula_from_the_saved_values(precision):
+@pytest.mark.parametrize("block", [None, 16, 32])
+def test_every_norm_computes_its_formula_from_the_saved_values(block):
+    paper = dataclasses.replace(coat.COAT_PAPER, block=block or 16)
+    precision = coat.BF16 if block is None else paper
+
     def f(x, norms):
         return [ops.norm(x, norm, precision=precision) for norm in norms]
 

@@ -1,11 +1,10 @@
 """Gradients under vmap are those of a loop, whichever arguments are mapped over."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick import OPTIONS
 
 import coat_jax as coat
 from coat_jax import ops
@@ -30,7 +29,12 @@ def adapted(x, a, b):
     return ops.adapted_linear(x, ops.freeze(W), (a[:, :4], b[:, :4].T @ V))
 
 
-# All but the last have several outputs, of which some depend on one of the weights only.
+def attended(x, w, v):
+    q, k = ((x @ some).reshape(2, 4, 2, D) for some in (w, v))
+    return ops.attention_linear(q, k, k, w, precision="coat_lean")
+
+
+# Some have several outputs, of which some depend on one of the weights only.
 FUNCTIONS = {
     "linear": lambda x, w, v: ops.linear(x, (w, v)),
     "norm_linear": lambda x, w, v: ops.norm_linear(x, NORM, (w, v)),
@@ -41,50 +45,49 @@ FUNCTIONS = {
 }
 
 
-@functools.cache
-def loss_and_gradients(name):
-    """The function's loss, and the program of its gradients by all arguments."""
+def loss(arguments):
+    """Of all functions, each of arguments of its own."""
+    outputs = [f(*arguments[name]) for name, f in FUNCTIONS.items()]
+    return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(outputs))
 
-    def loss(*arguments):
-        outputs = jax.tree.leaves(FUNCTIONS[name](*arguments))
-        return sum(jnp.sum(jnp.sin(y)) for y in outputs)
 
-    return loss, jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+gradients = jax.jit(jax.grad(loss), compiler_options=OPTIONS)
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("mapped", [(1,), (2,), (0,), (1, 2)], ids=str)
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_gradients_are_those_of_a_loop(name, mapped):
-    loss, gradients = loss_and_gradients(name)
-    axes = [0 if i in mapped else None for i in range(3)]
+def test_gradients_are_those_of_a_loop(mapped):
+    def of_each(values):
+        return dict.fromkeys(FUNCTIONS, tuple(values))
 
-    def together(*arguments):
-        return jnp.sum(jax.vmap(loss, axes)(*arguments))
+    axes = of_each(0 if i in mapped else None for i in range(3))
+
+    def together(arguments):
+        return jnp.sum(jax.vmap(loss, (axes,))(arguments))
 
     def one(place):
-        return [x[place] if i in mapped else x for i, x in enumerate(arguments)]
+        return of_each(x[place] if i in mapped else x for i, x in enumerate(arguments))
 
     arguments = [
         np.stack([x, -x, 0.5 * x]) if i in mapped else x
         for i, x in enumerate(map(np.asarray, (X, W, V)))
     ]
-    found = jax.jit(jax.grad(together, argnums=(0, 1, 2)))(*arguments)
-    one_by_one = zip(*(gradients(*one(place)) for place in range(3)), strict=True)
-    for i, (ours, theirs) in enumerate(zip(found, one_by_one, strict=True)):
-        expected = np.stack(theirs) if i in mapped else np.sum(theirs, axis=0)
-        # Where outputs have no batch, the sum of gradients is rounded, within 2^-3 in E5M2.
-        assert np.linalg.norm(ours - expected) < 2**-3 * np.linalg.norm(expected)
+    found = jax.jit(jax.grad(together), compiler_options=OPTIONS)(of_each(arguments))
+    alone = [gradients(one(place)) for place in range(3)]
+    for name, ours in found.items():
+        for i, one_by_one in enumerate(zip(*(each[name] for each in alone), strict=True)):
+            expected = np.stack(one_by_one) if i in mapped else np.sum(one_by_one, axis=0)
+            # Where outputs have no batch, the sum of gradients is rounded, within 2^-3 in E5M2.
+            assert np.linalg.norm(ours[i] - expected) < 2**-3 * np.linalg.norm(expected), name
 
 
-@pytest.mark.parametrize("name", ["linear", "norm_qkv"])
-def test_second_derivatives_under_vmap_are_those_of_a_loop(name):
+def test_second_derivatives_under_vmap_are_those_of_a_loop():
     def loss(x, w):
-        outputs = {
-            "linear": lambda: ops.linear(x, (w, V), precision=coat.BF16),
-            "norm_qkv": lambda: ops.norm_qkv(x, NORM, (w, w, V), head_dim=8, precision=coat.BF16),
-        }[name]()
-        return sum(jnp.sum(jnp.sin(y)) for y in outputs)
+        outputs = (
+            ops.linear(x, (w, V), precision=coat.BF16),
+            ops.norm_qkv(x, NORM, (w, w, V), head_dim=8, precision=coat.BF16),
+        )
+        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(outputs))
 
     def curvature(f):
         """Along the input itself."""
