@@ -1,5 +1,7 @@
 """An MLP that a rule names becomes one op, which computes the same and saves less."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,32 +66,41 @@ def randomized(model):
 X = jax.device_put(np.random.default_rng(0).standard_normal((3, 5, D), np.float32))
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("act", [nnx.silu, nnx.gelu, jax.nn.relu])
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("hidden", [F, D], ids=["wide", "square"])
-def test_in_full_precision_it_computes_what_the_module_does(act, residual, hidden):
-    model = randomized(Model(Gated(nnx.Rngs(0), act, residual, hidden)))
-    converted = nn.convert(model, "bf16", rules={"layers.0": nn.GatedMLP})
-    np.testing.assert_allclose(nnx.jit(converted)(X), nnx.jit(model)(X), rtol=1e-4, atol=1e-4)
+class Listed(nnx.Module):
+    """Its layers in a list that is data."""
+
+    def __init__(self, rngs):
+        self.steps = nnx.data([nnx.Linear(D, F, rngs=rngs), nnx.Linear(F, D, rngs=rngs)])
+
+    def __call__(self, x):
+        return self.steps[1](nnx.relu(self.steps[0](x)))
 
 
-def test_layers_in_a_list_that_is_data_are_converted_too():
-    class Listed(nnx.Module):
-        def __init__(self, rngs):
-            self.steps = nnx.data([nnx.Linear(D, F, rngs=rngs), nnx.Linear(F, D, rngs=rngs)])
+class Private(nnx.Module):
+    """Its layers in private attributes."""
 
-        def __call__(self, x):
-            return self.steps[1](nnx.relu(self.steps[0](x)))
+    def __init__(self, rngs):
+        self._up, self._down = nnx.Linear(D, F, rngs=rngs), nnx.Linear(F, D, rngs=rngs)
 
-    model = randomized(Model(Listed(nnx.Rngs(0))))
-    converted = nn.convert(model, "bf16", rules={"layers.*": nn.MLP})
-    np.testing.assert_allclose(nnx.jit(converted)(X), nnx.jit(model)(X), rtol=1e-4, atol=1e-4)
+    def __call__(self, x):
+        return self._down(nnx.relu(self._up(x)))
 
 
-def test_biases_and_layers_in_a_sequence_are_converted_too():
-    model = randomized(Model(Plain(nnx.Rngs(0))))
-    converted = nn.convert(model, "bf16", rules={"*.steps": nn.MLP})
+FORMS = {
+    "silu": (Gated, "layers.0", nn.GatedMLP),
+    "gelu, residual": (partial(Gated, act=nnx.gelu, residual=True), "layers.0", nn.GatedMLP),
+    "relu, square": (partial(Gated, act=jax.nn.relu, hidden=D), "layers.0", nn.GatedMLP),
+    "biases and a sequence": (Plain, "*.steps", nn.MLP),
+    "a list": (Listed, "layers.*", nn.MLP),
+    "private attributes": (Private, "layers.0", nn.MLP),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_in_full_precision_it_computes_what_the_module_does(name):
+    form, rule, kind = FORMS[name]
+    model = randomized(Model(form(nnx.Rngs(0))))
+    converted = nn.convert(model, "bf16", rules={rule: kind})
     np.testing.assert_allclose(nnx.jit(converted)(X), nnx.jit(model)(X), rtol=1e-4, atol=1e-4)
 
 
@@ -179,37 +190,30 @@ class Ungated(Gated):
         return super().__call__(x) * mask
 
 
-@pytest.mark.parametrize(
-    ("make", "why"),
-    [
-        (lambda: Clipped(nnx.Rngs(0)), "it computes something else from its layers"),
-        (lambda: Clamped(nnx.Rngs(0)), "it computes something else from its layers"),
-        (lambda: Dropped(nnx.Rngs(0)), "it has Dropout"),
-        (lambda: Multiplied(nnx.Rngs(0)), "it has factor, a variable that the op does not see"),
-        (lambda: Ungated(nnx.Rngs(0)), "it cannot be called with one array"),
-        (
-            lambda: Gated(nnx.Rngs(0), dot_general=ops.DotGeneral()),
-            "does not consist of 3 nnx.Linear",
-        ),
-        (lambda: nnx.Linear(D, D, rngs=nnx.Rngs(0)), "does not consist of 3 nnx.Linear"),
-        (lambda: Normed(nnx.Rngs(0)), "does not consist of 3 nnx.Linear and at most one norm"),
-        (lambda: Gated(nnx.Rngs(0), promote_dtype=rounded), "does not consist of 3 nnx.Linear"),
-    ],
-    ids=[
-        "clipped",
-        "clamped",
-        "dropout",
-        "a variable",
-        "two inputs",
-        "FP8 already",
-        "a layer",
-        "a norm's subclass",
-        "its own promotion",
-    ],
-)
-def test_a_module_that_is_not_such_an_mlp_is_refused_with_the_reason(make, why):
+def stacked(rngs):
+    return nnx.split_rngs(splits=3)(nnx.vmap(Gated))(rngs)
+
+
+LAYERS = "does not consist of 3 nnx.Linear"
+OTHERS = {
+    "clipped": (Clipped, "it computes something else from its layers"),
+    "clamped": (Clamped, "it computes something else from its layers"),
+    "dropout": (Dropped, "it has Dropout"),
+    "a variable": (Multiplied, "it has factor, a variable that the op does not see"),
+    "two inputs": (Ungated, "it cannot be called with one array"),
+    "FP8 already": (partial(Gated, dot_general=ops.DotGeneral()), LAYERS),
+    "a layer": (partial(nnx.Linear, D, D), LAYERS),
+    "a norm's subclass": (Normed, f"{LAYERS} and at most one norm"),
+    "its own promotion": (partial(Gated, promote_dtype=rounded), LAYERS),
+    "stacked layers": (stacked, r"its layers are stacked, as nnx\.vmap makes them"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_module_that_is_not_such_an_mlp_is_refused_with_the_reason(name):
+    make, why = OTHERS[name]
     with pytest.raises(ValueError, match=rf"computes what coat\.nn\.GatedMLP does, but .*{why}"):
-        nn.convert(Model(make()), rules={"layers.*": nn.GatedMLP})
+        nn.convert(Model(make(rngs=nnx.Rngs(0))), rules={"layers.*": nn.GatedMLP})
 
 
 # --- What is saved ---------------------------------------------------------------------------
@@ -256,60 +260,28 @@ def test_layers_within_jit_and_recomputation_are_found():
 
 
 def test_where_no_rule_helps_the_plan_names_functions_that_do():
-    class Outer(nnx.Module):
-        def __init__(self):
-            self.first, self.second = (nnx.Linear(D, D, rngs=nnx.Rngs(i)) for i in range(2))
-
+    class Outer(Model):
         def __call__(self, x):
-            return jnp.sin(self.first(x)) * jnp.cos(self.second(x))
+            return jnp.sin(self.layers[0](x)) * jnp.cos(self.layers[1](x))
 
-    assert "Use functions of coat.ops there" in str(nn.plan_conversion(Outer(), inputs=(X,)))
+    model = Outer(*(nnx.Linear(D, D, rngs=nnx.Rngs(i)) for i in range(2)))
+    assert "Use functions of coat.ops there" in str(nn.plan_conversion(model, inputs=(X,)))
 
 
 def test_a_conversion_that_raises_what_is_saved_is_warned_of(caplog):
     """Three layers share an array in BF16, and each saves a copy of its own in FP8."""
 
-    class Outer(nnx.Module):
-        def __init__(self):
-            self.layers = nnx.List(
-                [
-                    nnx.LinearGeneral(D, (2, D // 2), dtype=jnp.bfloat16, rngs=nnx.Rngs(i))
-                    for i in range(3)
-                ]
-            )
-
+    class Sum(Model):
         def __call__(self, x):
             return sum(layer(x) for layer in self.layers)
 
+    make = partial(nnx.LinearGeneral, D, (2, D // 2), dtype=jnp.bfloat16)
+    layers = [make(rngs=nnx.Rngs(i)) for i in range(3)]
     x = jax.ShapeDtypeStruct((4, D), jnp.bfloat16)
-    plan = nn.plan_conversion(Outer(), inputs=x)
+    plan = nn.plan_conversion(Sum(*layers), inputs=x)
     assert [(d.before, d.after) for d in plan] == [(8 * D, 4 * D), (0, 4 * D), (0, 4 * D)]
     (warning,) = caplog.records
     assert warning.getMessage().startswith("The conversion raises what is saved")
     assert warning.getMessage() in str(plan)
-    nn.plan_conversion(nnx.Sequential(*Outer().layers[:1]), inputs=x)
+    nn.plan_conversion(nnx.Sequential(layers[0]), inputs=x)
     assert len(caplog.records) == 1
-
-
-def test_layers_that_nnx_vmap_stacked_are_named_as_the_reason():
-    @nnx.split_rngs(splits=3)
-    @nnx.vmap
-    def stack(rngs):
-        return Gated(rngs)
-
-    model = Model(stack(nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"its layers are stacked, as nnx\.vmap makes them"):
-        nn.convert(model, rules={"layers.0": nn.GatedMLP})
-
-
-def test_layers_in_private_attributes_are_part_of_an_mlp():
-    class Private(nnx.Module):
-        def __init__(self, rngs):
-            self._up, self._down = nnx.Linear(D, F, rngs=rngs), nnx.Linear(F, D, rngs=rngs)
-
-        def __call__(self, x):
-            return self._down(nnx.relu(self._up(x)))
-
-    model = randomized(Model(Private(nnx.Rngs(0))))
-    converted = nn.convert(model, "bf16", {"layers.0": nn.MLP})
-    np.testing.assert_allclose(nnx.jit(converted)(X), nnx.jit(model)(X), rtol=1e-5, atol=1e-5)

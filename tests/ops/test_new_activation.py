@@ -1,13 +1,14 @@
 """An activation of one's own is one entry of ACTIVATIONS."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hopper import can_compile_for_hopper, kernel_calls
-from ops_cases import draw, quick_jit, weight
+from ops_cases import distance, draw, pulled, weight
 
-import coat_jax as coat
 from coat_jax import ops
 from coat_jax.kernels.activation import has_kernel
 from experiments.hopper import OPTIONS, compile_for, hopper_mesh, there
@@ -24,54 +25,29 @@ def entry(monkeypatch):
     monkeypatch.setitem(ops.ACTIVATIONS, "mish", mish)
 
 
-def gated(x, gate, up, down, precision, implementation=None):
-    return ops.gated_mlp(
-        x,
-        None,
-        gate,
-        up,
-        down,
-        activation="mish",
-        precision=precision,
-        implementation=implementation,
-    )
+def gated(x, gate, up, down, precision="coat", implementation=None, activation="mish"):
+    how = {"precision": precision, "implementation": implementation, "activation": activation}
+    return ops.gated_mlp(x, None, gate, up, down, **how)
+
+
+ARGUMENTS = draw(1, (2, 3, D)), weight(2, D, F), weight(3, D, F), weight(4, F, D)
 
 
 @pytest.mark.parametrize(("precision", "rtol"), [("bf16", 2**-6), ("coat", 0.15)])
 def test_it_is_computed_and_differentiated(precision, rtol):
-    x, gate, up, down = draw(1, (2, 3, D)), weight(2, D, F), weight(3, D, F), weight(4, F, D)
-
     def plain(x, gate, up, down):
         return x + (mish(x @ gate) * (x @ up)) @ down
 
-    def both(function):
-        slope = jax.grad(lambda x: jnp.sum(jnp.square(function(x))))
-        return quick_jit(lambda x: (function(x), slope(x)))(x)
-
-    got = both(lambda x: gated(x, gate, up, down, precision))
-    wanted = both(lambda x: plain(x, gate, up, down))
-    for a, b in zip(got, wanted, strict=True):
-        assert np.linalg.norm(a - b) < rtol * np.linalg.norm(b)
-
-
-def test_a_module_takes_it():
-    from flax import nnx
-
-    layer = coat.nn.GatedMLP(D, F, activation="mish", rngs=nnx.Rngs(0))
-    assert nnx.jit(layer)(draw(1, (2, 3, D))).shape == (2, 3, D)
+    got, wanted = (pulled(f, *ARGUMENTS)[:2] for f in (partial(gated, precision=precision), plain))
+    assert np.all(distance(got, wanted) < rtol)
 
 
 def test_it_saves_what_other_activations_save():
     """x, gate and up in FP8 blocks."""
-    x, gate, up, down = draw(1, (2, 3, D)), weight(2, D, F), weight(3, D, F), weight(4, F, D)
 
     def saved(activation):
-        def pull(x):
-            return jax.vjp(
-                lambda x: ops.gated_mlp(x, None, gate, up, down, activation=activation), x
-            )[1]
-
-        leaves = jax.tree.leaves(jax.eval_shape(pull, x))
+        f = partial(gated, activation=activation)
+        leaves = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], *ARGUMENTS))
         return sorted((leaf.shape, leaf.dtype.name) for leaf in leaves)
 
     assert saved("mish") == saved("silu")

@@ -63,32 +63,6 @@ def test_it_is_the_product_of_the_decoded_values(format, activations):
     np.testing.assert_array_less(np.abs(y - exact), K * 2.0**-23 * size + 1e-6)
 
 
-@FORMATS
-@MODES
-def test_errors_are_those_of_the_formats(format, activations):
-    """INT8 rounds to half a step of its range, E4M3 by 2^-4 of a number at most."""
-    x, w, _ = arrays()
-    y = quantized_linear(x, quantized(w, format, activations), activations=activations)
-    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
-    largest_w, largest_x = np.abs(w).max(axis=0), np.abs(x).max(axis=-1, keepdims=True)
-    if activations == "static":
-        largest_x = np.full_like(largest_x, 4.0)
-        assert np.abs(x).max() < 4
-    if activations == "none":
-        largest_x = np.zeros_like(largest_x)
-    if format == "int8":
-        of_w, of_x = largest_w / 254, largest_x / 254
-        bound = np.abs(x).sum(-1, keepdims=True) * of_w + of_x * np.abs(w).sum(0) + K * of_x * of_w
-    else:
-        # Subnormal codes are 2^-9 apart, where the largest number is 448.
-        of_w, of_x = largest_w / 448 * 2**-10, largest_x / 448 * 2**-10
-        relative = 2**-4 if activations == "none" else 2**-4 * (2 + 2**-4)
-        bound = relative * (np.abs(x) @ np.abs(w))
-        bound += 2 * (np.abs(x).sum(-1, keepdims=True) * of_w + of_x * np.abs(w).sum(0))
-    assert (np.abs(y - exact) < 1.001 * bound + 1e-5).all()
-    assert np.abs(y - exact).max() > 0.01 * bound.max()  # the bound is not empty
-
-
 def test_products_of_int8_codes_are_exact():
     x = jnp.full((2, 4096), -128, jnp.int8)
     w = jnp.full((3, 4096), 127, jnp.int8)
@@ -117,27 +91,28 @@ def test_a_row_does_not_depend_on_the_others(format, activations):
 
 
 @FORMATS
-@pytest.mark.parametrize("of_x", [1e35, 1e-35])
-def test_a_result_of_ordinary_size_is_right_whatever_the_sizes_of_input_and_weight(format, of_x):
-    x, w, _ = arrays()
-    x, w = np.abs(x) * np.float32(of_x), np.abs(w) / np.float32(of_x)
-    got = quantized_linear(x, quantize_weight(w, format), activations="dynamic")
-    np.testing.assert_allclose(got, np.float64(x) @ np.float64(w), rtol=0.05)
+def test_a_result_of_ordinary_size_is_right_whatever_the_sizes_of_input_and_weight(format):
+    for of_x in (1e35, 1e-35):
+        x, w = (
+            np.abs(one) * np.float32(by)
+            for one, by in zip(arrays()[:2], (of_x, 1 / of_x), strict=True)
+        )
+        got = quantized_linear(x, quantize_weight(w, format), activations="dynamic")
+        np.testing.assert_allclose(got, np.float64(x) @ np.float64(w), rtol=0.05)
 
 
 @FORMATS
 @MODES
-@pytest.mark.parametrize("lost", [jnp.nan, jnp.inf])
-def test_nan_and_infinity_become_finite_only_where_they_saturate(format, activations, lost):
+def test_nan_and_infinity_become_finite_only_where_they_saturate(format, activations):
     x, w, _ = arrays()
-    x[0, 1, 7] = lost
-    y = quantized_linear(x, quantized(w, format, activations), activations=activations)
-    finite, saturates = np.isfinite(y), activations == "static" and lost == jnp.inf
-    assert finite[0, 1].all() == saturates
-    if not saturates:
-        assert not finite[0, 1].any()
-    assert finite[0, 0].all()
-    assert finite[1].all()
+    weight = quantized(w, format, activations)
+    for lost in (np.nan, np.inf):
+        x[0, 1, 7] = lost
+        finite = np.isfinite(quantized_linear(x, weight, activations=activations))
+        saturates = activations == "static" and lost == np.inf
+        assert np.all(finite[0, 1] == saturates)
+        assert finite[0, 0].all()
+        assert finite[1].all()
 
 
 @FORMATS
@@ -181,38 +156,10 @@ def test_gradients_are_right_or_refused(format):
 
 
 def test_a_weight_takes_a_byte_a_parameter_and_a_scale_a_channel():
+    """To the range of which half a step is the most that INT8 loses."""
     _, w, _ = arrays()
-    weight = ops.quantize_weight(w)
-    assert weight.codes.nbytes == K * N
-    assert weight.scale.nbytes == 4 * N
-
-
-@pytest.mark.parametrize(
-    ("call", "named"),
-    [
-        (lambda x, w: ops.quantize_weight(w[0]), r"a weight \[K, N\]"),
-        (lambda x, w: ops.quantize_weight(w, "int4"), "one of int8, fp8"),
-        (lambda x, w: ops.quantize_weight(w, fit="best"), "fit='best' must be one of"),
-        (lambda x, w: ops.quantized_linear(x[..., 1:], ops.quantize_weight(w)), "with 95 columns"),
-        (
-            lambda x, w: ops.quantized_linear(x, ops.quantize_weight(w), activations="static"),
-            "needs a weight with an input_scale",
-        ),
-        (
-            lambda x, w: ops.quantized_linear(x, ops.quantize_weight(w), activations="some"),
-            "one of none, static, dynamic",
-        ),
-        (
-            lambda x, w: ops.quantized_linear(x, ops.quantize_weight(w), jnp.ones(1)),
-            r"a bias of shape \(1,\): it should be",
-        ),
-        (
-            lambda x, w: ops.quantized_linear(x, ops.Quantized(w.T, jnp.ones(N))),
-            "must be int8 or float8_e4m3fn",
-        ),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(call, named):
-    x, w, _ = arrays()
-    with pytest.raises(ValueError, match=named):
-        call(x, w)
+    weight = quantize_weight(w, fit="max")
+    assert (weight.codes.nbytes, weight.scale.nbytes) == (K * N, 4 * N)
+    largest = np.abs(w).max(axis=0)
+    np.testing.assert_array_less(np.abs(decoded(weight) - w), largest / 254 * 1.001 + 0 * w)
+    np.testing.assert_array_less(np.abs(decoded(weight)), largest * 1.001 + 0 * w)

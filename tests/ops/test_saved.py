@@ -10,6 +10,7 @@ Scalars are not counted: FP8 operands may keep their scales, and no more.
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -74,73 +75,41 @@ def test_a_layer_saves_what_the_table_says(name):
     assert kept_bytes(f, activations(B, S, WIDTH), layer_params()) == want
 
 
-def test_a_layer_saves_as_many_units_as_the_table_says():
-    """U = 2 B S D bytes, 7 heads' worth of q and o, F = 2.75 D: the units of the table.
-
-    BF16 keeps  x + (q, k, v, o) + x + (gate, up) = 1 + 3 + 1 + 5.5
-    """
-    unit = 2 * ROWS * WIDTH
-    extra = 2 * 4 * ROWS + 4 * S
-    units = {}
-    for name, precision in PRESETS.items():
-
-        def f(x, params, precision=precision):
-            return layer(params, x, precision)
-
-        got = kept_bytes(f, activations(B, S, WIDTH), layer_params())
-        units[name] = (got - extra) / unit
-    narrow = 17 / 32
-    assert units["bf16"] == units["fp8_linear"] == 10.5
-    assert units["coat"] == 3 + 7.5 * narrow
-    assert units["coat_lean"] == units["coat_lean, rounded forward"] == (3 + 7.5) * narrow
-
-
 @presets
 def test_a_linear_layer_saves_its_input_once_for_all_weights(name):
-    def f(x, ws):
-        return ops.linear(x, ws, precision=PRESETS[name])
-
     want = ROWS * WIDTH * (2 if name == "bf16" else 1)
     ws = tuple(weight(i, WIDTH, 10 + i) for i in range(3))
-    assert kept_bytes(f, activations(B, S, WIDTH), ws) == want
+    linear = partial(ops.linear, precision=PRESETS[name])
+    assert kept_bytes(linear, activations(B, S, WIDTH), ws) == want
 
 
 @presets
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_a_norm_saves_its_input_and_one_or_two_numbers_per_row(name, kind):
-    def f(x, norm):
-        return ops.norm(x, norm, precision=PRESETS[name])
-
-    norm = some_norm(kind, 40)
-    # LayerNorm's shift adds: its gradient needs no shift, but its dtype, so that it stays.
-    statistics = ROWS * (4 if kind == "rms" else 8)
-    want = elements(ROWS, 40, PRESETS[name].block) + statistics
-    assert kept_bytes(f, activations(B, S, 40), norm) == want
+def test_a_norm_saves_its_input_and_one_or_two_numbers_per_row(name):
+    for kind, numbers in (("rms", 1), ("layer", 2)):
+        norm = some_norm(kind, 40)
+        got = kept_bytes(partial(ops.norm, precision=PRESETS[name]), activations(B, S, 40), norm)
+        # LayerNorm's shift adds: its gradient needs no shift, but its dtype, so that it stays.
+        assert got == elements(ROWS, 40, PRESETS[name].block) + 4 * numbers * ROWS
 
 
 @presets
-@pytest.mark.parametrize("width", [172, 176])
-def test_an_mlp_saves_its_input_and_the_inputs_of_its_activation(name, width):
+def test_an_mlp_saves_its_input_and_the_inputs_of_its_activation(name):
     """A short last block has an exponent too: 172 is 10 blocks of 16 and one of 12."""
-
-    def f(x, norm, up, down, up_bias):
-        return ops.mlp(x, norm, up, down, up_bias, precision=PRESETS[name])
-
-    block = PRESETS[name].block
-    weights = weight(2, WIDTH, width), weight(3, width, WIDTH), draw(4, (width,))
-    got = kept_bytes(f, activations(B, S, WIDTH), some_norm("rms", WIDTH), *weights)
-    assert got == elements(ROWS, WIDTH, block) + 4 * ROWS + elements(ROWS, width, block)
+    block, norm = PRESETS[name].block, some_norm("rms", WIDTH)
+    for width in (172, 176):
+        weights = weight(2, WIDTH, width), weight(3, width, WIDTH), draw(4, (width,))
+        mlp = partial(ops.mlp, precision=PRESETS[name])
+        got = kept_bytes(mlp, activations(B, S, WIDTH), norm, *weights)
+        assert got == elements(ROWS, WIDTH, block) + 4 * ROWS + elements(ROWS, width, block)
 
 
-@pytest.mark.parametrize("size", [16, 32, 64, 128])
+@pytest.mark.parametrize("size", [16, 128])
 def test_larger_blocks_save_fewer_exponents(size):
     precision = dataclasses.replace(coat.COAT, block=size, attention_block=size)
 
-    def f(x, norm, w):
-        return ops.norm_linear(x, norm, w, precision=precision)
-
     args = activations(B, S, 256), some_norm("rms", 256), weight(1, 256, 8)
-    assert kept_bytes(f, *args) == ROWS * (256 + 256 // size) + 4 * ROWS
+    got = kept_bytes(partial(ops.norm_linear, precision=precision), *args)
+    assert got == ROWS * (256 + 256 // size) + 4 * ROWS
 
     def attend(qkv):
         return ops.attention(*qkv, precision=precision)
