@@ -20,7 +20,7 @@ from coat_jax import models, nn
 
 SMALL = dataclasses.replace(PLAIN, qk_norm="head")
 AXES = {"axes": nn.MeshAxes("fsdp", "tensor"), "batch_axes": ("data", "fsdp")}
-STEPS, BATCH, LENGTH = 100, 8, 48
+STEPS, BATCH, LENGTH = 60, 8, 32
 
 
 def automatic_mesh(*sizes, names=("data", "fsdp", "tensor")):
@@ -78,7 +78,7 @@ def trained_state():
     Random parameters would not do: their gradients are mostly noise.
     """
     graph, state = nnx.split(filled(variant(dtype=jnp.float32)))
-    tx = optax.adam(3e-3)
+    tx = optax.adam(5e-3)
 
     def step(carry, tokens):
         state, moments = carry

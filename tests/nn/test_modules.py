@@ -32,10 +32,16 @@ def block(precision=coat.COAT, *, axes=nn.MeshAxes(), **attention):  # noqa: B00
     )
 
 
+def computed(model, *args):
+    """In one program: eagerly each operation would be compiled by itself."""
+    return nnx.jit(model)(*args)
+
+
 def test_linear_is_the_op_of_its_parameters():
     layer = nn.Linear(WIDTH, 24, rngs=nnx.Rngs(0))
-    want = ops.linear(X, layer.kernel[...], layer.bias[...])
-    np.testing.assert_array_equal(layer(X), want)
+    layer.bias[...] = layer.bias[...] + 0.5
+    want = jax.jit(ops.linear)(X, layer.kernel[...], layer.bias[...])
+    np.testing.assert_array_equal(computed(layer, X), want)
     assert nn.Linear(WIDTH, 24, use_bias=False, rngs=nnx.Rngs(0)).bias is None
 
 
@@ -47,86 +53,78 @@ def test_an_initializer_draws_in_fp32_whatever_the_dtype_of_the_parameter():
             layer = nn.Linear(WIDTH, 24, kernel_init=init, param_dtype=dtype, rngs=nnx.Rngs(0))
             return layer.kernel[...]
 
-        for dtype in (jnp.bfloat16, jnp.float16, "bfloat16"):
+        for dtype in (jnp.float16, "bfloat16"):
             rounded = kernel(dtype)
             assert rounded.dtype == jnp.dtype(dtype)
             np.testing.assert_array_equal(rounded, kernel(jnp.float32).astype(dtype))
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"), [(nn.RMSNorm, nnx.RMSNorm), (nn.LayerNorm, nnx.LayerNorm)]
-)
-def test_norms_in_full_precision_are_those_of_flax(ours, theirs):
-    a = ours(WIDTH, epsilon=1e-3, precision=coat.BF16)
-    b = theirs(WIDTH, epsilon=1e-3, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_norms_in_full_precision_are_those_of_flax(kind):
+    """With their epsilon and their arguments, but without masks."""
+    a = getattr(nn, kind)(WIDTH, epsilon=0.5, precision=coat.BF16)
+    b = getattr(nnx, kind)(WIDTH, epsilon=0.5, rngs=nnx.Rngs(0))
     a.scale[...] = b.scale[...] = jnp.arange(1.0, WIDTH + 1)
-    if ours is nn.LayerNorm:
+    if kind == "LayerNorm":
         a.bias[...] = b.bias[...] = jnp.arange(WIDTH) / 7
-    np.testing.assert_allclose(a(X), b(X), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(a(X, mask=None), b(X), rtol=1e-4, atol=1e-4)
+    assert a.num_features == WIDTH
+    with pytest.raises(UserError, match=r"no mask.*Use Flax's norm.*\{\"\*\.norm\": \"bf16\"\}"):
+        a(X, mask=jnp.ones((2, WIDTH), bool))
 
 
 def test_attention_in_full_precision_is_that_of_the_formula():
-    layer = nn.Attention(
-        WIDTH,
-        HEADS,
-        kv_heads=2,
-        qkv_bias=True,
-        out_bias=True,
-        residual=False,
-        precision="bf16",
-        rngs=nnx.Rngs(0),
-    )
+    biases = {"qkv_bias": True, "out_bias": True}
+    how = {"kv_heads": 2, "precision": "bf16", "rngs": nnx.Rngs(0)}
+    layer = nn.Attention(WIDTH, HEADS, residual=False, **biases, **how)
     layer.query_bias[...] = layer.query_bias[...] + 0.3
     layer.out_bias[...] = layer.out_bias[...] - 0.2
-    q = (X @ layer.query[...] + 0.3).reshape(2, 12, HEADS, 8)
-    k, v = ((X @ w[...]).reshape(2, 12, 2, 8) for w in (layer.key, layer.value))
-    k, v = (jnp.repeat(y, 2, axis=2) for y in (k, v))
-    scores = jnp.einsum("bsnh,btnh->bnst", q, k) / np.sqrt(8)
-    scores = jnp.where(np.tril(np.ones((12, 12), bool)), scores, -jnp.inf)
-    o = jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(scores), v)
-    want = o.reshape(2, 12, WIDTH) @ layer.out[...] - 0.2
-    np.testing.assert_allclose(layer(X), want, rtol=1e-4, atol=1e-5)
+
+    @nnx.jit
+    def formula(layer):
+        q = (X @ layer.query[...] + 0.3).reshape(2, 12, HEADS, 8)
+        k, v = ((X @ w[...]).reshape(2, 12, 2, 8) for w in (layer.key, layer.value))
+        k, v = (jnp.repeat(y, 2, axis=2) for y in (k, v))
+        scores = jnp.einsum("bsnh,btnh->bnst", q, k) / np.sqrt(8)
+        scores = jnp.where(np.tril(np.ones((12, 12), bool)), scores, -jnp.inf)
+        o = jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(scores), v)
+        return o.reshape(2, 12, WIDTH) @ layer.out[...] - 0.2
+
+    want = formula(layer)
+    np.testing.assert_allclose(computed(layer, X), want, rtol=1e-4, atol=1e-5)
     layer.residual = True
-    np.testing.assert_allclose(layer(X), X + want, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(computed(layer, X), X + want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("columns", [8, WIDTH])
 def test_queries_and_keys_are_normed_per_head_or_all_together(columns):
-    layer = nn.Attention(
-        WIDTH,
-        HEADS,
-        query_norm=nn.RMSNorm(columns, precision="bf16"),
-        key_norm=nn.RMSNorm(columns, precision="bf16"),
-        precision="bf16",
-        rngs=nnx.Rngs(0),
-    )
-    y = layer(X)
-    layer.query[...] = 5 * layer.query[...]  # a norm takes the size out
-    np.testing.assert_allclose(layer(X), y, rtol=1e-3, atol=1e-4)
+    norms = {f"{of}_norm": nn.RMSNorm(columns, precision="bf16") for of in ("query", "key")}
+    layer = nn.Attention(WIDTH, HEADS, precision="bf16", rngs=nnx.Rngs(0), **norms)
+    y = computed(layer, X)
+    for weight in (layer.query, layer.key):
+        weight[...] = 5 * weight[...]  # a norm takes the size out
+    np.testing.assert_allclose(computed(layer, X), y, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("precision", ["fp8_linear", "coat", "coat_lean"])
-def test_a_block_in_fp8_is_near_the_block_in_full_precision(precision):
-    """Rounding moves each product by some percent; gradients keep their direction."""
-    results = []
-    for p in ("bf16", precision):
-        loss = nnx.jit(nnx.value_and_grad(lambda m, x: jnp.mean(jnp.square(m(x) - jnp.sin(x)))))
-        results.append(loss(block(p), X))
-    (a, exact), (b, rounded) = results
-    assert float(b) == pytest.approx(float(a), rel=0.03)
-    for g, h in zip(jax.tree.leaves(exact), jax.tree.leaves(rounded), strict=True):
-        assert jnp.sum(g * h) > 0.98 * jnp.linalg.norm(g) * jnp.linalg.norm(h)
+def test_a_block_in_fp8_is_near_the_block_in_full_precision():
+    """Rounding moves each product by some percent."""
+    want, got = (computed(block(precision), X) for precision in ("bf16", "coat"))
+    assert 0.001 < np.linalg.norm(got - want) / np.linalg.norm(want) < 0.1
 
 
 def test_norms_after_come_with_the_residual_sum():
-    rngs = nnx.Rngs(0)
-    attention = nn.Attention(WIDTH, HEADS, residual=False, precision="bf16", rngs=rngs)
-    mlp = nn.GatedMLP(WIDTH, 80, residual=False, precision="bf16", rngs=rngs)
+    how = {"residual": False, "precision": "bf16", "rngs": nnx.Rngs(0)}
+    attention, mlp = nn.Attention(WIDTH, HEADS, **how), nn.GatedMLP(WIDTH, 80, **how)
     norms = [nn.RMSNorm(WIDTH, precision="bf16") for _ in range(2)]
     layer = nn.TransformerBlock(attention, mlp, attention_norm=norms[0], mlp_norm=norms[1])
-    x = X + norms[0](attention(X))
-    np.testing.assert_allclose(layer(X), x + norms[1](mlp(x)), rtol=1e-5, atol=1e-5)
+
+    @nnx.jit
+    def composed(attention, mlp):
+        x = X + norms[0](attention(X))
+        return x + norms[1](mlp(x))
+
+    want = composed(attention, mlp)
+    np.testing.assert_allclose(computed(layer, X), want, rtol=1e-5, atol=1e-5)
 
 
 def test_parameters_are_sharded_over_the_mesh_that_is_set():
@@ -164,26 +162,38 @@ def test_new_weights_have_a_variance_of_one_over_their_inputs():
         np.testing.assert_allclose(jnp.std(weight), weight.shape[0] ** -0.5, rtol=0.02)
 
 
-def test_the_epsilon_of_a_norm_is_used():
-    tiny = 1e-3 * X
-    for norm in (nn.RMSNorm(WIDTH, epsilon=1.0), nn.LayerNorm(WIDTH, epsilon=1.0)):
-        assert jnp.max(jnp.abs(norm(tiny))) < 0.01
+RMS = nn.RMSNorm(WIDTH)
+OF_FLAX = nnx.RMSNorm(WIDTH, rngs=nnx.Rngs(0))
+VALUES = [
+    ({"width": WIDTH, "heads": 5}, "width=32 must be a multiple of heads=5"),
+    ({"heads": HEADS, "kv_heads": 3}, "heads=4 of kv_heads=3"),
+    ({"heads": 0}, "heads=0"),
+    ({"window": 0}, "window=0 needs"),
+    ({"window": 4, "causal": False}, "window=4 needs causal=True"),
+    ({"precision": "fp9"}, r"There is no precision 'fp9'\. Use one of bf16"),
+]
+TYPES = [
+    ({"rotary": 10000}, "rotary=10000 must be a coat.ops.Rotary"),
+    ({"window": 2.5}, "window=2.5 must be a whole number"),
+    ({"key_norm": nnx.LayerNorm(8, rngs=nnx.Rngs(0))}, "key_norm is a flax"),
+]
 
 
-@pytest.mark.parametrize("kind", [nn.RMSNorm, nn.LayerNorm])
-def test_norms_take_the_arguments_of_flax_but_no_mask(kind):
-    norm, x = kind(WIDTH), jnp.ones((2, WIDTH))
-    assert norm.num_features == WIDTH
-    np.testing.assert_array_equal(norm(x, mask=None), norm(x))
-    with pytest.raises(UserError, match=r"no mask.*Use Flax's norm.*\{\"\*\.norm\": \"bf16\"\}"):
-        norm(x, mask=jnp.ones((2, WIDTH), bool))
+def attention(**settings):
+    return nn.Attention(**{"width": WIDTH, "heads": HEADS, "rngs": nnx.Rngs(0), **settings})
 
 
-@pytest.mark.parametrize("norm", [None, nn.RMSNorm(WIDTH)])
+@pytest.mark.parametrize(("settings", "message"), VALUES + TYPES)
+def test_settings_of_attention_are_checked(settings, message):
+    error = ValueError if (settings, message) in VALUES else TypeError
+    with pytest.raises(error, match=message):
+        attention(**settings)(X)
+
+
+@pytest.mark.parametrize("norm", [None, RMS])
 def test_attention_needs_a_batch(norm):
-    attention = nn.Attention(WIDTH, HEADS, norm=norm, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"takes x \[batch, sequence, width\], not \(12, 32\)"):
-        attention(X[0])
+        attention(norm=norm)(X[0])
 
 
 @pytest.mark.parametrize("kind", [nn.GatedMLP, nn.MLP])
@@ -191,40 +201,16 @@ def test_activations_and_norms_of_an_mlp_are_checked(kind):
     with pytest.raises(ValueError, match="activation='swish' must be one of"):
         kind(WIDTH, 40, activation="swish", rngs=nnx.Rngs(0))(X)
     with pytest.raises(TypeError, match=r"norm is a flax\..*RMSNorm, and must be a coat\.nn\.RMS"):
-        kind(WIDTH, 40, norm=nnx.RMSNorm(WIDTH, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+        kind(WIDTH, 40, norm=OF_FLAX, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"heads": 0}, ValueError, "heads=0"),
-        ({"rotary": 10000}, TypeError, "rotary=10000 must be a coat.ops.Rotary"),
-        ({"window": 0}, ValueError, "window=0 needs"),
-        ({"window": 4, "causal": False}, ValueError, "window=4 needs causal=True"),
-        ({"window": 2.5}, TypeError, "window=2.5 must be a whole number"),
-        ({"key_norm": nnx.LayerNorm(8, rngs=nnx.Rngs(0))}, TypeError, "key_norm is a flax"),
-    ],
-)
-def test_settings_of_attention_are_checked(settings, error, message):
-    with pytest.raises(error, match=message):
-        nn.Attention(WIDTH, **{"heads": HEADS, "rngs": nnx.Rngs(0), **settings})(X)
+def test_norms_after_need_layers_without_a_residual_sum():
+    layers = block().attention, block().mlp
+    for setting, kind in (("mlp_norm", "GatedMLP"), ("attention_norm", "Attention")):
+        with pytest.raises(ValueError, match=f"{kind} has residual=True, and there is a norm aft"):
+            nn.TransformerBlock(*layers, **{setting: RMS})
 
 
 def test_axes_of_a_mesh_are_two_names():
     with pytest.raises(UserError, match="fsdp=3 must be text or None"):
         nn.MeshAxes(fsdp=3)
-
-
-def test_wrong_sizes_are_refused_when_a_module_is_made():
-    with pytest.raises(ValueError, match="width=32 must be a multiple of heads=5"):
-        nn.Attention(WIDTH, 5, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="heads=4 of kv_heads=3"):
-        nn.Attention(WIDTH, HEADS, kv_heads=3, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"There is no precision 'fp9'\. Use one of bf16"):
-        nn.Linear(4, 4, precision="fp9", rngs=nnx.Rngs(0))
-    attention, mlp = block().attention, block().mlp
-    norm = nn.RMSNorm(WIDTH)
-    with pytest.raises(ValueError, match="GatedMLP has residual=True, and there is a norm after"):
-        nn.TransformerBlock(attention, mlp, mlp_norm=norm)
-    with pytest.raises(ValueError, match="Attention has residual=True, and there is a norm after"):
-        nn.TransformerBlock(attention, mlp, attention_norm=norm)
