@@ -87,6 +87,9 @@ def test_every_layer_is_planned_and_reasons_are_given(net, caplog):
     of_attention = {f"attention.{name}" for name in ("query", "key", "value", "out")}
     assert converted == of_attention | {"norm", "heads", "join"} | {f"layers.{i}" for i in range(3)}
     assert "no FP8 version" in plan["conv"].reason
+    in_int8 = {d.path: d.becomes for d in nn.plan_conversion(net, coat.COAT_INT8)}
+    assert in_int8["layers.0"] == in_int8["attention.query"] == "INT8 and FP8"
+    assert in_int8["norm"] == "FP8"
     with caplog.at_level(logging.INFO, "coat_jax"):
         nn.convert(net)
     assert "left alone: embed (Embed): it sums its gradient in float32 already" in caplog.text
@@ -114,12 +117,6 @@ def test_the_first_rule_that_matches_wins_and_the_plan_names_it(net):
     assert plan["heads"].rule is None
 
 
-def test_the_plan_names_the_formats_of_products(net):
-    plan = {d.path: d.becomes for d in nn.plan_conversion(net, coat.COAT_INT8)}
-    assert plan["layers.0"] == plan["attention.query"] == "INT8 and FP8"
-    assert plan["norm"] == "FP8"
-
-
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
@@ -132,23 +129,43 @@ def test_the_plan_names_the_formats_of_products(net):
 def test_rules_that_cannot_be_followed_are_refused(net, rule, said):
     with pytest.raises(ValueError, match=said):
         nn.convert(net, rules={rule: "bf16"})
+    both = nn.convert(net, rules={"layers.[02]": "bf16"})
+    assert both.layers[2].dot_general is jax.lax.dot_general
 
 
-def test_modules_with_arithmetic_of_their_own_are_left_alone():
-    rngs = nnx.Rngs(0)
-    model = nnx.List(
-        [
-            nnx.Linear(8, 8, dot_general=lambda *args, **kwargs: None, rngs=rngs),
-            nnx.Einsum("bsd,bdf->bsf", (2, 8, 8), rngs=rngs),
-            nnx.LayerNorm(8, reduction_axes=(0, 1), rngs=rngs),
-            nn.Linear(8, 8, rngs=rngs),
-        ]
-    )
-    reasons = [d.reason for d in nn.plan_conversion(model)]
-    wanted = ("dot_general of its own", "batch axes", "other axes", "already has a precision")
-    assert len(reasons) == len(wanted)
-    for reason, part in zip(reasons, wanted, strict=True):
-        assert part in reason
+class DoubledNorm(nnx.RMSNorm):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+class DoubledTable(nnx.Embed):
+    def __call__(self, tokens):
+        return 2 * super().__call__(tokens)
+
+
+def promoted(arrays, *, dtype):
+    return tuple(None if array is None else array.astype(jnp.float32) for array in arrays)
+
+
+RNGS = nnx.Rngs(0)
+LEFT_ALONE = [
+    (nnx.Linear(8, 8, dot_general=lambda *_, **__: None, rngs=RNGS), "dot_general of its own"),
+    (nnx.Einsum("bsd,bdf->bsf", (2, 8, 8), rngs=RNGS), "batch axes"),
+    (nnx.LayerNorm(8, reduction_axes=(0, 1), rngs=RNGS), "other axes"),
+    (nnx.RMSNorm(8, promote_dtype=promoted, rngs=RNGS), "it has a promote_dtype of its own"),
+    (nnx.LayerNorm(8, promote_dtype=promoted, rngs=RNGS), "it has a promote_dtype of its own"),
+    (DoubledNorm(8, rngs=RNGS), "it is not nnx.RMSNorm itself, and may compute something else"),
+    (DoubledTable(8, 16, dtype=jnp.bfloat16, rngs=RNGS), "it is not nnx.Embed itself, and may"),
+    (nn.Linear(8, 8, rngs=RNGS), "already has a precision"),
+    (nn.Embed(8, 16, dtype=jnp.bfloat16, rngs=RNGS), "it sums its gradient in FP32 already"),
+]
+
+
+def test_modules_that_may_compute_something_else_are_left_alone():
+    model = nnx.List([module for module, _ in LEFT_ALONE])
+    for decision, (_, reason) in zip(nn.plan_conversion(model), LEFT_ALONE, strict=True):
+        assert reason in decision.reason
+    assert [*map(type, nn.convert(model))] == [*map(type, model)]
 
 
 def test_linen_takes_the_products():
@@ -181,13 +198,11 @@ def test_flaxs_attention_takes_ours_and_saves_less():
     np.testing.assert_allclose(in_linen.apply(variables, x), theirs.apply(variables, x), atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "refused", [{"mask": TOKENS}, {"dropout_rate": 0.1}, {"module": nnx.Module()}]
-)
-def test_our_attention_in_flaxs_ignores_nothing(refused):
+def test_our_attention_in_flaxs_ignores_nothing():
     q = jnp.ones((1, 4, 2, 8))
-    with pytest.raises(UserError, match=r"takes neither masks nor dropout"):
-        nn.attention_fn()(q, q, q, **refused)
+    for refused in ({"mask": TOKENS}, {"dropout_rate": 0.1}, {"module": nnx.Module()}):
+        with pytest.raises(UserError, match=r"takes neither masks nor dropout"):
+            nn.attention_fn()(q, q, q, **refused)
     nn.attention_fn()(q, q, q, mask=None, dropout_rate=0.1, deterministic=True, module=None)
 
 
@@ -277,61 +292,33 @@ def test_a_norm_is_replaced_or_refused_with_a_remedy(name):
         assert any(isinstance(node, nn.RMSNorm) for _, node in nnx.iter_graph(new))
 
 
-def test_a_model_may_be_one_layer():
+def test_a_model_may_be_one_module():
     assert computes_in_fp8(nn.convert(linear()))
-    assert isinstance(nn.convert(nnx.RMSNorm(32, rngs=nnx.Rngs(0))), nn.RMSNorm)
+    assert isinstance(nn.convert(NORM), nn.RMSNorm)
     line = str(nn.plan_conversion(linear())).splitlines()[1]
     assert line.split() == ["(the", "model)", "Linear", "FP8"]
     assert not computes_in_fp8(nn.convert(linear(), rules={"*": "bf16"}))
+    table = nnx.Embed(8, 16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    kinds = {name: type(nn.convert(table, name)) for name in ("coat", "fp8_linear", "bf16")}
+    assert kinds == {"coat": nn.Embed, "fp8_linear": nn.Embed, "bf16": nnx.Embed}
 
 
-def with_temperature(kind):
-    """A subclass with a parameter and a method of its own."""
+class Heated(nnx.Linear):
+    """With a parameter and a method of its own."""
 
-    class Heated(kind):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.temperature = nnx.Param(jnp.float32(2))
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.temperature = nnx.Param(jnp.float32(2))
 
-        def heated(self, x):
-            return self.temperature[...] * self(x)
-
-    return Heated
-
-
-def test_a_subclass_of_a_norm_is_left_alone():
-    class Doubled(nnx.RMSNorm):
-        def __call__(self, x):
-            return 2 * super().__call__(x)
-
-    x = jnp.ones((4, 32))
-    kinds = Doubled, with_temperature(nnx.RMSNorm)
-    doubled, heated = (nnx.Sequential(kind(32, rngs=nnx.Rngs(0))) for kind in kinds)
-    np.testing.assert_array_equal(nn.convert(doubled)(x), doubled(x))
-    for model in (doubled, heated):
-        (decision,) = nn.plan_conversion(model)
-        assert decision.reason == "it is not nnx.RMSNorm itself, and may compute something else"
-    new = nn.convert(heated)
-    np.testing.assert_array_equal(new.layers[0].heated(x), heated.layers[0].heated(x))
-    assert parameters(new).keys() == parameters(heated).keys()
+    def heated(self, x):
+        return self.temperature[...] * self(x)
 
 
 def test_a_subclass_of_a_linear_layer_keeps_what_it_adds():
-    model = nnx.Sequential(with_temperature(nnx.Linear)(32, 32, rngs=nnx.Rngs(0)))
+    model = nnx.Sequential(Heated(32, 32, rngs=nnx.Rngs(0)))
     new = nn.convert(model)
     assert computes_in_fp8(new.layers[0].heated)
     assert parameters(new).keys() == parameters(model).keys()
-
-
-@pytest.mark.parametrize("kind", [nnx.RMSNorm, nnx.LayerNorm])
-def test_a_norm_that_promotes_dtypes_in_its_own_way_is_left_alone(kind):
-    def promoted(arrays, *, dtype):
-        return tuple(None if array is None else array.astype(jnp.float32) for array in arrays)
-
-    model = nnx.Sequential(kind(32, promote_dtype=promoted, rngs=nnx.Rngs(0)))
-    (decision,) = nn.plan_conversion(model)
-    assert decision.reason == "it has a promote_dtype of its own"
-    assert type(nn.convert(model).layers[0]) is kind
 
 
 @pytest.mark.parametrize("kind", [nnx.RMSNorm, nnx.LayerNorm])
@@ -373,34 +360,14 @@ def test_embeddings_in_16_bits_become_ours_which_sum_gradients_in_fp32():
     assert parameters(new).keys() == parameters(model).keys()
     for name in NAMES:
         np.testing.assert_array_equal(getattr(new, name)(tokens), getattr(model, name)(tokens))
-
-
-def test_the_plan_shows_what_becomes_of_embeddings():
-    class Doubled(nnx.Embed):
-        pass
-
-    rngs = nnx.Rngs(0)
-    model = Tables(rngs)
-    model.doubled = Doubled(8, 16, dtype=jnp.bfloat16, rngs=rngs)
-    model.ours = nn.Embed(8, 16, dtype=jnp.bfloat16, rngs=rngs)
-    plan = {d.path: d for d in nn.plan_conversion(model, rules={"by_param_dtype": "bf16"})}
-    assert plan["by_dtype"].becomes in str(nn.plan_conversion(model))
-    reasons = {path: decision.reason for path, decision in plan.items()}
-    assert reasons == {
+    plan = nn.plan_conversion(model, rules={"by_param_dtype": "bf16"})
+    assert {d.path: d.reason for d in plan} == {
         "by_dtype": "",
         "by_param_dtype": "its precision, by the rule 'by_param_dtype', is not FP8",
         "in_fp32": "it sums its gradient in float32 already",
         "twin": "",
-        "doubled": "it is not nnx.Embed itself, and may compute something else",
-        "ours": "it sums its gradient in FP32 already",
     }
-
-
-def test_a_model_may_be_one_embedding():
-    table = nnx.Embed(8, 16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    assert type(nn.convert(table)) is nn.Embed
-    assert type(nn.convert(table, "fp8_linear")) is nn.Embed
-    assert type(nn.convert(table, "bf16")) is nnx.Embed
+    assert plan[0].becomes in str(plan)
 
 
 @pytest.mark.parametrize("function", ["convert", "plan_conversion", "freeze", "saved_bytes"])
@@ -415,19 +382,9 @@ def test_modules_that_change_themselves_are_counted():
     model = nnx.Sequential(linear(), nnx.Dropout(0.5, rngs=rngs), nnx.BatchNorm(32, rngs=rngs))
     x = jnp.ones((4, 32))
     assert nn.saved_bytes(model, x) > nn.saved_bytes(linear(), x) == x.nbytes
-    (decision, *_) = nn.plan_conversion(model, inputs=(x,))
-    assert decision.before == x.nbytes
-
-
-def test_a_single_input_needs_no_tuple():
-    for inputs in (jnp.ones((4, 32)), jax.ShapeDtypeStruct((4, 32), jnp.float32)):
-        (decision,) = nn.plan_conversion(nnx.Sequential(linear()), inputs=inputs)
-        assert decision.before == 4 * 32 * 4
-
-
-def test_a_rule_may_name_all_paths_of_a_module(net):
-    both = nn.convert(net, rules={"layers.[02]": "bf16"})
-    assert both.layers[2].dot_general is jax.lax.dot_general
+    for inputs in (x, (x,), jax.ShapeDtypeStruct(x.shape, x.dtype)):
+        (decision, *_) = nn.plan_conversion(model, inputs=inputs)
+        assert decision.before == x.nbytes
 
 
 def test_a_module_that_holds_the_model_is_no_circle():

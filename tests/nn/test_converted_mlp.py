@@ -134,11 +134,6 @@ def test_the_plan_says_which_layer_is_what():
     assert [d.path for d in plan[1:]] == [f"layers.1.{n}" for n in ("norm", "w1", "w2", "w3")]
 
 
-class Clipped(Gated):
-    def __call__(self, x):
-        return jnp.clip(super().__call__(x), -0.1, 0.1)
-
-
 class Clamped(nnx.Module):
     """Only large inputs show it."""
 
@@ -196,7 +191,6 @@ def stacked(rngs):
 
 LAYERS = "does not consist of 3 nnx.Linear"
 OTHERS = {
-    "clipped": (Clipped, "it computes something else from its layers"),
     "clamped": (Clamped, "it computes something else from its layers"),
     "dropout": (Dropped, "it has Dropout"),
     "a variable": (Multiplied, "it has factor, a variable that the op does not see"),

@@ -11,20 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from ops_cases import (
     FFN,
     HEAD_DIM,
-    HEADS,
     WIDTH,
-    assert_close,
     assert_equal,
     distance,
     draw,
     layer_params,
     quick_jit,
     some_norm,
-    through,
     weight,
 )
 
@@ -88,30 +84,6 @@ def test_with_fp8_products_the_forward_pass_is_that_of_unrounded_inputs():
     moved = distance(rounded, unrounded)
     assert np.all(moved[1:] > 5e-3)
     assert moved[0] == 0
-
-
-def test_attention_computes_with_saved_heads_and_returns_its_exact_output():
-    """Softmax is computed anew in the backward pass, from what was kept: both must be one.
-
-    The output's rounding to blocks shows where its product is not in FP8 as well, which rounds to
-    the same codes but for subnormal ones.
-    """
-    q, k, v = draw(2, (2, 12, HEADS, HEAD_DIM), (2, 12, 2, HEAD_DIM), (2, 12, 2, HEAD_DIM))
-    w = weight(4, HEADS * HEAD_DIM, 24)
-
-    def kept(x):
-        return through(x, LEAN.forward, LEAN.attention_block)
-
-    def run(precision, *heads):
-        return quick_jit(lambda *a: ops.attention_linear(*a, w, precision=precision))(*heads)
-
-    of_kept_heads = [run(p, *map(kept, (q, k, v))) for p in (coat.FP8_LINEAR, coat.BF16)]
-    assert_close(run(LEAN, q, k, v), of_kept_heads[0])
-    exact, rounded = (
-        run(dataclasses.replace(p, fp8_linear=False), q, k, v) for p in (LEAN, LEAN_ROUNDED)
-    )
-    assert_close(exact, of_kept_heads[1])
-    assert distance(rounded, exact)[0] > 0.01
 
 
 def rows(name):
@@ -225,22 +197,3 @@ def test_a_recomputed_norm_fits_the_scale_of_the_exact_one():
     assert wanted.max() > 1.75  # the largest that a scale for rounding to nearest has room for
     to_nearest = quick_jit(lambda x: nearest(x, coat.E4M3))
     np.testing.assert_array_equal(values, np.asarray(to_nearest(wanted * 2**7)) / 2**7)
-
-
-def test_generation_sees_what_training_sees():
-    """The output of attention to the past is not rounded either."""
-    x = draw(5, (2, 6, WIDTH))
-    how = {"kv_heads": 2, "precision": LEAN, "rotary": ops.Rotary()}
-    attention = coat.nn.Attention(WIDTH, heads=HEADS, rngs=nnx.Rngs(0), **how)
-
-    def both(x):
-        whole, _ = attention.prefill(x)
-        _, past = attention.prefill(x[:, :5])
-        past = jax.tree.map(lambda one: jnp.pad(one, ((0, 0), (0, 1), (0, 0), (0, 0))), past)
-        positions, visible = jnp.full((2, 1), 5), jnp.ones((2, 6), bool)
-        last, _ = attention.decode(x[:, 5:], positions, past, jnp.int32(5), visible)
-        return last[:, 0], whole[:, 5]
-
-    last, whole = quick_jit(both)(x)
-    # The scales of products are those of fewer rows.
-    assert distance(last, whole)[0] < 2**-5

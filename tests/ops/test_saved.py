@@ -118,20 +118,6 @@ def test_larger_blocks_save_fewer_exponents(size):
     assert kept_bytes(attend, heads) == ROWS * (4 + 2 + 2 + 4) * (128 + 128 // size)  # q, k, v, o
 
 
-def test_attention_linear_saves_no_more_than_attention_by_itself():
-    heads = [activations(B, S, n, HEAD_DIM) for n in (4, 2, 2)]
-    for name, precision in PRESETS.items():
-
-        def alone(qkv, precision=precision):
-            return ops.attention(*qkv, precision=precision)
-
-        def projected(qkv, w, precision=precision):
-            return ops.attention_linear(*qkv, w, precision=precision)
-
-        got = kept_bytes(projected, heads, weight(1, 4 * HEAD_DIM, 8))
-        assert got == kept_bytes(alone, heads), name
-
-
 def test_cross_entropy_saves_the_hidden_states_and_one_number_per_token():
     """Besides the labels."""
     labels = jnp.zeros((B, S), jnp.int32)
