@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from ops_cases import (
     assert_close,
-    distance,
     draw,
     plain_attention,
     pulled,
@@ -115,30 +114,6 @@ def test_attention_linear_is_attention_then_linear(name):
         return ops.linear(o.reshape(B, S, -1), w, b, precision=precision)
 
     same_gradients(f, composed, *qkv(), weight(2, 4 * H, 10), draw(3, (10,)))
-
-
-@pytest.mark.parametrize("precision", [coat.COAT, coat.COAT_LEAN], ids=["coat", "coat_lean"])
-def test_fp8_is_as_close_to_full_precision_as_its_roundings(precision):
-    """As in test_mlp.py, each rounding is at most 3.6% (E4M3) or 7.2% (E5M2) on average.
-
-    COAT rounds o, w and dy: 5.1% forward, 8.8% backward. COAT_LEAN rounds q, k and v as well.
-    q and k change scores, of deviation 1, by 5.1% of it, and those the probabilities by as
-    much; softmax centres them, so that the gradients of q and k are differences that lose up
-    to a factor of two: 7.2% forward, 2 * 10.8% backward.
-    """
-    args = *qkv(tokens=32, head_dim=16), weight(2, 64, 64)
-
-    def f(precision):
-        def attend(*args):
-            return ops.attention_linear(*args, precision=precision)
-
-        return pulled(attend, *args)[:2]
-
-    (y, gradients), (want, want_gradients) = f(precision), f(coat.BF16)
-    forward, backward = (0.051, 0.088) if precision == coat.COAT else (0.072, 0.22)
-    assert 0.01 < distance(y, want) < forward
-    off = distance(gradients, want_gradients)
-    assert np.all((off > 0.01) & (off < backward))
 
 
 def test_later_tokens_change_neither_results_nor_gradients():

@@ -82,6 +82,8 @@ def test_gradients_are_those_of_a_loop(mapped):
 
 
 def test_second_derivatives_under_vmap_are_those_of_a_loop():
+    """Along the input itself, and mixed ones of input and weight."""
+
     def loss(x, w):
         outputs = (
             ops.linear(x, (w, V), precision=coat.BF16),
@@ -89,25 +91,21 @@ def test_second_derivatives_under_vmap_are_those_of_a_loop():
         )
         return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(outputs))
 
-    def curvature(f):
-        """Along the input itself."""
-        return jax.jvp(jax.grad(f), (X,), (X,))[1]
+    def second(w):
+        curvature = jax.jvp(jax.grad(lambda x: loss(x, w)), (X,), (X,))[1]
+        return curvature, jax.grad(lambda w: jnp.sum(jax.grad(loss)(X, w)))(w)
 
-    def of_all(ws):
-        return curvature(lambda x: jnp.sum(jax.vmap(loss, (None, 0))(x, ws)))
+    def curvature_of_all(ws):
+        def total(x):
+            return jnp.sum(jax.vmap(loss, (None, 0))(x, ws))
 
-    def of_one(w):
-        return curvature(lambda x: loss(x, w))
+        return jax.jvp(jax.grad(total), (X,), (X,))[1]
 
-    def hessian(w):
-        return jax.grad(lambda w: jnp.sum(jax.grad(loss)(X, w)))(w)
-
-    ws = jnp.stack([W, -W, 0.5 * W])
-    found, hessians = jax.jit(lambda ws: (of_all(ws), jax.vmap(hessian)(ws)))(ws)
-    alone = jax.jit(lambda w: (of_one(w), hessian(w)))
-    curvatures, one_by_one = map(np.stack, zip(*map(alone, ws), strict=True))
-    np.testing.assert_allclose(found, sum(curvatures), rtol=1e-3, atol=1e-3)
-    np.testing.assert_allclose(hessians, one_by_one, rtol=1e-3, atol=1e-3)
+    ws = np.stack([W, -W, 0.5 * W])
+    together, (_, mixed) = jax.jit(lambda ws: (curvature_of_all(ws), jax.vmap(second)(ws)))(ws)
+    curvatures, one_by_one = map(np.stack, zip(*map(jax.jit(second), ws), strict=True))
+    np.testing.assert_allclose(together, sum(curvatures), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(mixed, one_by_one, rtol=1e-3, atol=1e-3)
 
 
 def test_without_vmap_nothing_is_added_to_a_program():

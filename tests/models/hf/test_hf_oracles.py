@@ -150,12 +150,6 @@ def their_gradients(model):
     return {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
 
 
-def test_the_logits_are_theirs(pair):
-    theirs = their_logits(pair.theirs)
-    # Sums of some 100 products, a dozen deep, in FP32: 1e-4 is generous.
-    np.testing.assert_allclose(our_logits(pair.ours), theirs, atol=1e-4 * np.abs(theirs).max())
-
-
 def test_the_heads_of_a_llama_need_not_divide_its_width(tmp_path):
     """transformers refuses such a Llama, but not the Mistral without a window that equals it."""
     in_fp32 = {"param_dtype": jnp.float32, "dtype": jnp.float32}
@@ -168,7 +162,10 @@ def test_the_heads_of_a_llama_need_not_divide_its_width(tmp_path):
     assert hf.read_config(tmp_path) == config
 
 
-def test_the_gradients_are_theirs(pair, tmp_path):
+def test_the_logits_and_gradients_are_theirs(pair, tmp_path):
+    theirs = their_logits(pair.theirs)
+    # Sums of some 100 products, a dozen deep, in FP32: 1e-4 is generous.
+    np.testing.assert_allclose(our_logits(pair.ours), theirs, atol=1e-4 * np.abs(theirs).max())
     ours = gradients_by_their_names(pair.ours, tmp_path / "gradients")
     theirs = their_gradients(pair.theirs)
     assert set(ours) == set(theirs)
@@ -192,6 +189,7 @@ def test_in_bf16_it_is_as_near_to_fp32_as_theirs(pair):
 
 
 def test_files_come_back_bit_for_bit_and_transformers_reads_them(pair, tmp_path):
+    """And every entry of their config, but for those that say who wrote it."""
     hf.save(tmp_path, pair.ours, file_bytes=40_000)
     assert (tmp_path / "model.safetensors.index.json").exists()
     again = type(pair.theirs).from_pretrained(tmp_path)
@@ -200,14 +198,8 @@ def test_files_come_back_bit_for_bit_and_transformers_reads_them(pair, tmp_path)
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]), name
     np.testing.assert_array_equal(their_logits(again.eval()), their_logits(pair.theirs))
-
-
-def test_transformers_reads_the_same_config(pair, tmp_path):
-    """Every entry that transformers keeps, but for those that say who wrote it."""
-    hf.save(tmp_path, pair.ours)
-    again = transformers.AutoConfig.from_pretrained(tmp_path).to_dict()
-    before = pair.theirs.config.to_dict()
-    differ = {key for key in before if before[key] != again[key]}
+    before, after = (config.to_dict() for config in (pair.theirs.config, again.config))
+    differ = {key for key in before if before[key] != after[key]}
     assert differ <= {"transformers_version", "dtype", "_name_or_path", "max_window_layers"}
 
 
