@@ -9,7 +9,16 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from ops_cases import assert_close, distance, draw, pulled, quick_jit, same_gradients, weight
+from ops_cases import (
+    assert_close,
+    assert_equal,
+    distance,
+    draw,
+    pulled,
+    quick_jit,
+    same_gradients,
+    weight,
+)
 
 from coat_jax import ops
 
@@ -104,20 +113,15 @@ def test_the_gradient_of_a_weight_in_bf16_is_summed_in_fp32():
 
 
 def test_without_labels_the_loss_and_its_gradients_are_zero():
-    none = jnp.full((B, S), -100)
-
-    def f(hidden, w):
-        return ops.cross_entropy(hidden, w, none, chunk=3, z_loss=0.1, label_smoothing=0.1)
-
-    loss, gradients, _ = pulled(f, draw(1, (B, S, D)), W)
-    assert loss == 0
-    for g in gradients:
-        assert np.all(g == 0)
+    none, settings = jnp.full((B, S), -100), {"chunk": 3, "z_loss": 0.1, "label_smoothing": 0.1}
+    f = partial(ops.cross_entropy, labels=none, **settings)
+    found = pulled(f, draw(1, (B, S, D)), W)[:2]
+    assert_equal(found, jax.tree.map(np.zeros_like, found))
 
 
 def test_large_logits_stay_finite():
-    hidden, labels = 1e5 * draw(1, (B, S, D)), labels_for((B, S))
-    loss, gradients, _ = pulled(lambda h, w: ops.cross_entropy(h, w, labels), hidden, W)
+    f = partial(ops.cross_entropy, labels=labels_for((B, S)))
+    loss, gradients, _ = pulled(f, 1e5 * draw(1, (B, S, D)), W)
     assert loss > 1e4
     assert all(np.all(np.isfinite(g)) for g in gradients)
 
@@ -125,9 +129,9 @@ def test_large_logits_stay_finite():
 def test_the_loss_is_fp32_and_gradients_have_the_dtype_of_their_arrays():
     """The loss is FP32; BF16 moves each logit and gradient by 2^-9 of its terms."""
     hidden, labels = draw(1, (B, S, D), dtype=jnp.bfloat16), labels_for((B, S))
-    loss, (dh, dw), _ = pulled(lambda h, w: ops.cross_entropy(h, w, labels), hidden, W)
+    loss, (dh, dw), _ = pulled(partial(ops.cross_entropy, labels=labels), hidden, W)
     assert (loss.dtype, dh.dtype, dw.dtype) == (jnp.float32, jnp.bfloat16, jnp.float32)
-    wide = pulled(lambda h, w: direct(h, w, labels), hidden.astype(jnp.float32), W)
+    wide = pulled(partial(direct, labels=labels), hidden.astype(jnp.float32), W)
     off = distance((loss, np.float32(dh), dw), (wide[0], *wide[1]))
     assert np.all(off < 2.0**-7)
 
@@ -148,9 +152,7 @@ def test_no_more_logits_exist_than_those_of_a_chunk():
     hidden, w = jnp.ones((batch, tokens, width)), jnp.ones((width, vocabulary))
     labels = jnp.zeros((batch, tokens), int)
 
-    def loss(hidden, w):
-        return ops.cross_entropy(hidden, w, labels, chunk=chunk)
-
+    loss = partial(ops.cross_entropy, labels=labels, chunk=chunk)
     program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(hidden, w).jaxpr
     of_vocabulary = {size for size in sizes(program) if size % vocabulary == 0}
     assert batch * chunk * vocabulary in of_vocabulary

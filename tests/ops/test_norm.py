@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from ops_cases import (
     assert_close,
     draw,
@@ -78,12 +80,17 @@ def test_results_and_gradients_have_the_dtype_of_their_arrays():
 
 
 def test_a_norm_is_a_tree_of_its_parameters():
+    """Also of shardings: JAX fills its fields with placeholders, the empty ones as well."""
     norm = some_norm("layer", D, eps=0.25)
     assert len(jax.tree.leaves(norm)) == 2
     doubled = jax.tree.map(lambda leaf: 2 * leaf, norm)
     assert (doubled.kind, doubled.eps) == ("layer", 0.25)
-    assert jax.tree.leaves(ops.Norm()) == []
     assert jax.tree.structure(ops.Norm()) != jax.tree.structure(ops.Norm(eps=1e-5))
+    sharding = NamedSharding(jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,)), P("a"))
+    rms = ops.Norm(jnp.ones(D))
+    shardings = jax.tree.map(lambda _: sharding, rms)
+    placed = jax.jit(lambda norm: norm, out_shardings=shardings)(rms)
+    assert placed.scale.sharding == jax.device_put(rms, shardings).scale.sharding == sharding
 
 
 @pytest.mark.parametrize("kind", KINDS)

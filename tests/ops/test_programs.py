@@ -174,16 +174,6 @@ def test_attention_that_saves_no_fp8_has_second_derivatives_in_any_precision():
     same_gradients(length(ops.attention), length(plain_attention), q, tolerance=10 * FP32)
 
 
-def test_a_norm_takes_shardings_as_any_tree_does():
-    """JAX fills its fields with placeholders, the empty ones as well."""
-    norm = ops.Norm(jnp.ones(16))
-    sharding = NamedSharding(jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,)), P("a"))
-    shardings = jax.tree.map(lambda _: sharding, norm)
-    placed = jax.jit(lambda norm: norm, out_shardings=shardings)(norm)
-    assert placed.scale.sharding == sharding
-    assert jax.device_put(norm, shardings).scale.sharding == sharding
-
-
 def test_a_mesh_of_eight_changes_nothing():
     """Batch over fsdp and data, weights over fsdp and tensor: scales are global maxima.
 
