@@ -1,10 +1,11 @@
 """What is no model of this package is refused in one line, also where arguments are swapped."""
 
 import pytest
+from flax import nnx
 
 from coat_jax import evaluation, generation, models, quantization
 
-MODEL = models.create(models.config_of("tiny"))
+MODEL = nnx.merge(*models.abstract(models.config_of("tiny")))
 
 
 @pytest.mark.parametrize(

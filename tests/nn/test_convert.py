@@ -147,25 +147,29 @@ def promoted(arrays, *, dtype):
     return tuple(None if array is None else array.astype(jnp.float32) for array in arrays)
 
 
-RNGS = nnx.Rngs(0)
-LEFT_ALONE = [
-    (nnx.Linear(8, 8, dot_general=lambda *_, **__: None, rngs=RNGS), "dot_general of its own"),
-    (nnx.Einsum("bsd,bdf->bsf", (2, 8, 8), rngs=RNGS), "batch axes"),
-    (nnx.LayerNorm(8, reduction_axes=(0, 1), rngs=RNGS), "other axes"),
-    (nnx.RMSNorm(8, promote_dtype=promoted, rngs=RNGS), "it has a promote_dtype of its own"),
-    (nnx.LayerNorm(8, promote_dtype=promoted, rngs=RNGS), "it has a promote_dtype of its own"),
-    (DoubledNorm(8, rngs=RNGS), "it is not nnx.RMSNorm itself, and may compute something else"),
-    (DoubledTable(8, 16, dtype=jnp.bfloat16, rngs=RNGS), "it is not nnx.Embed itself, and may"),
-    (nn.Linear(8, 8, rngs=RNGS), "already has a precision"),
-    (nn.Embed(8, 16, dtype=jnp.bfloat16, rngs=RNGS), "it sums its gradient in FP32 already"),
-]
+def left_alone():
+    """Modules, and why each is left alone."""
+    rngs, of_16_bits = nnx.Rngs(0), {"dtype": jnp.bfloat16}
+    own = "it has a promote_dtype of its own"
+    return [
+        (nnx.Linear(8, 8, dot_general=lambda *_, **__: None, rngs=rngs), "dot_general of its own"),
+        (nnx.Einsum("bsd,bdf->bsf", (2, 8, 8), rngs=rngs), "batch axes"),
+        (nnx.LayerNorm(8, reduction_axes=(0, 1), rngs=rngs), "other axes"),
+        (nnx.RMSNorm(8, promote_dtype=promoted, rngs=rngs), own),
+        (nnx.LayerNorm(8, promote_dtype=promoted, rngs=rngs), own),
+        (DoubledNorm(8, rngs=rngs), "it is not nnx.RMSNorm itself, and may compute something else"),
+        (DoubledTable(8, 8, **of_16_bits, rngs=rngs), "it is not nnx.Embed itself, and may"),
+        (nn.Linear(8, 8, rngs=rngs), "already has a precision"),
+        (nn.Embed(8, 8, **of_16_bits, rngs=rngs), "it sums its gradient in FP32 already"),
+    ]
 
 
 def test_modules_that_may_compute_something_else_are_left_alone():
-    model = nnx.List([module for module, _ in LEFT_ALONE])
-    for decision, (_, reason) in zip(nn.plan_conversion(model), LEFT_ALONE, strict=True):
+    modules, reasons = zip(*left_alone(), strict=True)
+    model = nnx.List(modules)
+    for decision, reason in zip(nn.plan_conversion(model), reasons, strict=True):
         assert reason in decision.reason
-    assert [*map(type, nn.convert(model))] == [*map(type, model)]
+    assert [*map(type, nn.convert(model))] == [*map(type, modules)]
 
 
 def test_linen_takes_the_products():
@@ -275,14 +279,11 @@ def layers_in(model):
     return [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Linear)]
 
 
-NORM = nnx.RMSNorm(32, rngs=nnx.Rngs(0))
-
-
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_a_norm_is_replaced_or_refused_with_a_remedy(name):
     """It becomes another object, which not every container takes."""
     model = nnx.Module()
-    model.held = nnx.data(CONTAINERS[name](NORM))
+    model.held = nnx.data(CONTAINERS[name](nnx.RMSNorm(32, rngs=nnx.Rngs(0))))
     if name in REMEDIES:
         with pytest.raises(UserError, match=REMEDIES[name]):
             nn.convert(model)
@@ -294,7 +295,7 @@ def test_a_norm_is_replaced_or_refused_with_a_remedy(name):
 
 def test_a_model_may_be_one_module():
     assert computes_in_fp8(nn.convert(linear()))
-    assert isinstance(nn.convert(NORM), nn.RMSNorm)
+    assert isinstance(nn.convert(nnx.RMSNorm(32, rngs=nnx.Rngs(0))), nn.RMSNorm)
     line = str(nn.plan_conversion(linear())).splitlines()[1]
     assert line.split() == ["(the", "model)", "Linear", "FP8"]
     assert not computes_in_fp8(nn.convert(linear(), rules={"*": "bf16"}))
