@@ -74,22 +74,6 @@ def test_lean_attention_computes_with_q_k_and_v_rounded_to_blocks():
     same_gradients(f, plain, *qkv())
 
 
-def test_packed_sequences_are_separate_sequences():
-    """Blocks and all: they lie inside of a token's head."""
-    cut = 3
-    segments = jnp.array([[5] * cut + [1] * (S - cut)] * B)
-
-    def attend(*args, **how):
-        ways = {"causal": True}, {"causal": False}
-        return [ops.attention(*args, precision=coat.COAT_LEAN, **way, **how) for way in ways]
-
-    def separate(*args):
-        parts = [attend(*(x[:, part] for x in args)) for part in (slice(0, cut), slice(cut, S))]
-        return [jnp.concatenate(both, axis=1) for both in zip(*parts, strict=True)]
-
-    same_gradients(lambda *args: attend(*args, segments=segments), separate, *qkv())
-
-
 LEAN = dataclasses.replace(coat.COAT_LEAN, stochastic=False)
 PROJECTED = {
     "bf16": coat.BF16,
@@ -114,21 +98,6 @@ def test_attention_linear_is_attention_then_linear(name):
         return ops.linear(o.reshape(B, S, -1), w, b, precision=precision)
 
     same_gradients(f, composed, *qkv(), weight(2, 4 * H, 10), draw(3, (10,)))
-
-
-def test_later_tokens_change_neither_results_nor_gradients():
-    """Bit for bit, forward; and no gradient goes there."""
-    q, k, v = qkv()
-    later = jnp.arange(S)[:, None, None] > 3
-
-    def f(q, k, v):
-        return ops.attention(q, k, v, precision=coat.COAT_LEAN)[:, :4]
-
-    y, (dq, dk, dv), dy = pulled(f, q, k, v)
-    for part in (dq, dk, dv):
-        assert np.all(part[:, 4:] == 0)
-    changed, _, _ = pulled(f, *(jnp.where(later, 50 * x, x) for x in (q, k, v)), dy=dy)
-    np.testing.assert_array_equal(changed, y)
 
 
 def test_results_and_gradients_have_the_dtype_of_their_arrays():

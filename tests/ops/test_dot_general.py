@@ -62,13 +62,10 @@ def test_einsum_is_jnp_einsum():
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_in_fp8_it_is_linear():
+def test_in_fp8_it_is_linear_and_the_preferred_type_that_of_the_result():
     x, w = numbers(3, 8), numbers(8, 5)
     got = ops.DotGeneral()(x, w, (((1,), (0,)), ((), ())))
     np.testing.assert_array_equal(got, ops.linear(x, w))
-
-
-def test_the_preferred_type_is_that_of_the_result():
-    x, w = numbers(3, 8).astype(jnp.bfloat16), numbers(8, 5).astype(jnp.bfloat16)
-    y = EXACT(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    narrow = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+    y = EXACT(*narrow, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     assert y.dtype == jnp.float32

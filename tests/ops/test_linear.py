@@ -181,7 +181,6 @@ def test_one_weight_gives_one_output_and_several_a_tuple():
 
 def test_powers_of_two_go_into_the_scales():
     """A factor 2^n of an operand is that factor of all that depends on it, bit for bit."""
-
     x, w = draw(1, (2, 5, K)), WEIGHTS[0]
     y, (dx, dw), _ = pulled(ops.linear, x, w)
     large_y, (same_dx, large_dw), _ = pulled(ops.linear, x * 2.0**30, w)

@@ -1,4 +1,4 @@
-"""Laws of rotary embeddings: rotations, whose products depend on distances only.
+"""Laws of rotary embeddings: pairs of numbers are complex ones that rotate.
 
 Angles below 128 are off by at most 2^-18 = 4e-6 radians in FP32, and a pair by as much of its
 length.
@@ -63,16 +63,6 @@ def test_llama_3_divides_low_frequencies_and_keeps_high_ones(scaling):
     assert len(np.unique(share)) > 2
     np.testing.assert_allclose(got[share == 1], plain[share == 1], rtol=0)
     np.testing.assert_allclose(got, plain * (share + (1 - share) / scaling.factor), rtol=1e-5)
-
-
-def test_scores_depend_on_distances_only():
-    @quick_jit
-    def scores(q, k, shift):
-        moved = [ops.rotate(x, POSITIONS + shift, ROTARIES[0]) for x in (q, k)]
-        return jnp.einsum("bsnh,btnh->bnst", *moved)
-
-    k = draw(2, X.shape)
-    assert_close(scores(X, k, 27), scores(X, k, 0))
 
 
 def test_results_have_the_dtype_of_x_and_angles_are_fp32():
