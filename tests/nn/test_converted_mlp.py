@@ -67,23 +67,13 @@ X = jax.device_put(np.random.default_rng(0).standard_normal((3, 5, D), np.float3
 
 
 class Listed(nnx.Module):
-    """Its layers in a list that is data."""
+    """Its layers in a list that is data, with a private name."""
 
     def __init__(self, rngs):
-        self.steps = nnx.data([nnx.Linear(D, F, rngs=rngs), nnx.Linear(F, D, rngs=rngs)])
+        self._steps = nnx.data([nnx.Linear(D, F, rngs=rngs), nnx.Linear(F, D, rngs=rngs)])
 
     def __call__(self, x):
-        return self.steps[1](nnx.relu(self.steps[0](x)))
-
-
-class Private(nnx.Module):
-    """Its layers in private attributes."""
-
-    def __init__(self, rngs):
-        self._up, self._down = nnx.Linear(D, F, rngs=rngs), nnx.Linear(F, D, rngs=rngs)
-
-    def __call__(self, x):
-        return self._down(nnx.relu(self._up(x)))
+        return self._steps[1](nnx.relu(self._steps[0](x)))
 
 
 FORMS = {
@@ -91,8 +81,7 @@ FORMS = {
     "gelu, residual": (partial(Gated, act=nnx.gelu, residual=True), "layers.0", nn.GatedMLP),
     "relu, square": (partial(Gated, act=jax.nn.relu, hidden=D), "layers.0", nn.GatedMLP),
     "biases and a sequence": (Plain, "*.steps", nn.MLP),
-    "a list": (Listed, "layers.*", nn.MLP),
-    "private attributes": (Private, "layers.0", nn.MLP),
+    "a private list": (Listed, "layers.*", nn.MLP),
 }
 
 
