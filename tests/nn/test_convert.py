@@ -115,6 +115,7 @@ def test_the_first_rule_that_matches_wins_and_the_plan_names_it(net):
     assert plan["attention.query"].precision == coat.COAT_LEAN
     assert plan["norm"].reason == "its precision, by the rule 'norm', leaves norms unchanged"
     assert plan["heads"].rule is None
+    assert nn.convert(net, rules={"norm": "coat_lean"}).norm.precision == coat.COAT_LEAN
 
 
 @pytest.mark.parametrize(
