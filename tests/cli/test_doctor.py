@@ -30,6 +30,12 @@ def test_a_cpu_without_a_gpu_can_train(examined):
     assert f"jax {jax.__version__}" in out
     assert "XLA, without Triton kernels: there is no GPU" in out
     assert out.endswith("Training works here.\n")
+    code, out = examined("--json")
+    found = json.loads(out)
+    assert (code, found["works"], found["problems"]) == (0, True, [])
+    assert found["kernels"]["runs"] == "xla"
+    assert len(found["devices"]) == jax.local_device_count()
+    assert found["compilation_cache"]["free_bytes"] > 0
 
 
 def test_the_versions_here_are_compared_with_those_that_were_tested(examined, monkeypatch):
@@ -45,33 +51,23 @@ def test_memory_that_the_system_uses_as_a_cache_is_available(monkeypatch):
     assert doctor._available_memory() == 20_480_000
 
 
-def test_json_says_the_same(examined):
-    code, out = examined("--json")
-    found = json.loads(out)
-    assert code == 0
-    assert found["works"]
-    assert found["problems"] == []
-    assert found["kernels"]["runs"] == "xla"
-    assert len(found["devices"]) == jax.local_device_count()
-    assert found["compilation_cache"]["free_bytes"] > 0
-
-
-@pytest.mark.parametrize(("driver", "extra"), [("580.65.06", "cuda13"), ("535.161", "cuda12")])
-def test_a_gpu_that_jax_does_not_see_needs_its_plugin(examined, monkeypatch, driver, extra):
+@pytest.mark.parametrize(
+    ("driver", "platforms", "fix"),
+    [
+        ("580.65.06", None, "pip install -U 'coat_jax[cuda13,train]'"),
+        ("535.161", None, "pip install -U 'coat_jax[cuda12,train]'"),
+        ("580.65.06", "cpu", "Unset JAX_PLATFORMS, which is 'cpu'"),
+    ],
+)
+def test_a_gpu_that_jax_does_not_see_is_a_problem(examined, monkeypatch, driver, platforms, fix):
     monkeypatch.setattr(doctor, "nvidia_driver", lambda: driver)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    if platforms:
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
     code, out = examined()
     assert code == 1
     assert "JAX sees only the CPU" in out
-    assert f"pip install -U 'coat_jax[{extra},train]'" in out
-
-
-def test_a_setting_that_hides_the_gpu_is_named(examined, monkeypatch):
-    monkeypatch.setattr(doctor, "nvidia_driver", lambda: "580.65.06")
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    code, out = examined()
-    assert code == 1
-    assert "Unset JAX_PLATFORMS, which is 'cpu'" in out
+    assert fix in out
 
 
 @pytest.mark.parametrize(
@@ -137,48 +133,28 @@ def test_a_platform_that_does_not_start_is_named(examined, monkeypatch, error, s
     assert "Install NVIDIA's driver" in out
 
 
-@pytest.fixture
-def answering(monkeypatch, tmp_path):
-    """Puts another nvidia-smi in the place of the machine's."""
-
-    def put(content):
-        program = tmp_path / "nvidia-smi"
-        program.write_text(content)
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-
-    return put
-
-
 @pytest.mark.parametrize(
-    ("answer", "version"),
+    ("program", "version"),
     [
-        ("580.65.06\n580.65.06\n", "580.65.06"),
-        ("535.161\n", "535.161"),
-        ("No devices were found\n", None),
-        ("[N/A]\n", None),
-        ("580\n", None),
-        ("\\377\n", None),
-        ("\n", None),
-        ("", None),
+        ("#!/bin/sh\nprintf '580.65.06\n580.65.06\n'\n", "580.65.06"),
+        ("#!/bin/sh\necho 535.161\n", "535.161"),
+        ("#!/bin/sh\necho No devices were found\n", None),
+        ("#!/bin/sh\necho '[N/A]'\n", None),
+        ("#!/bin/sh\necho 580\n", None),
+        ("#!/bin/sh\nprintf '\\377\n'\n", None),
+        ("#!/bin/sh\n", None),
+        ("#!/bin/sh\necho 580.65.06\nexit 9\n", None),
+        ("#!/bin/sh\nexec sleep 60\n", None),
+        ("\0", None),
     ],
 )
-def test_a_driver_is_one_with_a_version_number(answering, answer, version):
-    answering(f"#!/bin/sh\nprintf '{answer}'\n")
+def test_a_driver_is_one_with_a_version_number(program, version, tmp_path, monkeypatch):
+    """Another nvidia-smi says it, fails, hangs, or is no program."""
+    monkeypatch.setattr(nvidia, "PATIENCE", 0.5 if "sleep" in program else nvidia.PATIENCE)
+    (tmp_path / "nvidia-smi").write_text(program)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert doctor.nvidia_driver() == version
-
-
-def test_a_driver_whose_program_fails_is_none(answering):
-    answering("#!/bin/sh\necho 580.65.06\nexit 9\n")
-    assert doctor.nvidia_driver() is None
-    answering("\0")  # no program
-    assert doctor.nvidia_driver() is None
-
-
-def test_a_program_that_hangs_is_not_waited_for(answering, monkeypatch):
-    monkeypatch.setattr(nvidia, "PATIENCE", 0.2)
-    answering("#!/bin/sh\nexec sleep 60\n")
-    assert doctor.nvidia_driver() is None
 
 
 @pytest.fixture
@@ -189,17 +165,14 @@ def cache():
     jax.config.update("jax_compilation_cache_dir", before)
 
 
-@pytest.mark.parametrize("below", ["", "xla"])
-def test_a_cache_that_is_a_file_is_named(examined, cache, tmp_path, below):
+def test_a_cache_that_cannot_be_used_is_named(examined, cache, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    cache(tmp_path / "file" / below)
-    code, out = examined()
-    assert code == 0
-    assert ("/file is not a folder" if below else "it is not a folder") in out
-    assert "Set JAX_COMPILATION_CACHE_DIR to another folder, or unset it." in out
-
-
-def test_a_cache_that_cannot_be_written_is_named(examined, cache, tmp_path, monkeypatch):
+    for below, said in (("file", "it is not a folder"), ("file/xla", "/file is not a folder")):
+        cache(tmp_path / below)
+        code, out = examined()
+        assert code == 0
+        assert said in out
+        assert "Set JAX_COMPILATION_CACHE_DIR to another folder, or unset it." in out
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     cache(tmp_path / "new")
     assert f"{tmp_path} is not writable" in examined()[1]
