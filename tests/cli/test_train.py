@@ -35,15 +35,9 @@ def train(tmp_path, capsys, monkeypatch):
     return run
 
 
-def tokens(path, *values, dtype=np.uint16):
-    np.save(path, np.array(values * 2000, dtype))
-    return path
-
-
 BAD = {
     "a config that is not there": (["nothing.py"], "There is no config file nothing.py"),
     "a folder instead of a config": ([str(ROOT / "docs")], f"init_from={str(ROOT / 'docs')!r}."),
-    "a function that is not there": ([f"{TINY}:bf16"], "has no function bf16()"),
     "a field that does not exist": ([TINY, "--total_stepz", "3"], "Did you mean --total_steps?"),
     "settings without a config": (
         ["--total_steps", "3"],
@@ -105,25 +99,14 @@ def test_a_config_that_ends_the_program_is_named(train, tmp_path):
     assert err == "coat train: leaving.py:2: SystemExit: 3\n"
 
 
-def test_debug_shows_where_an_error_comes_from(train):
-    code, _, err = train(TINY, "--total_stepz", "3", "--debug")
+@pytest.mark.parametrize(("dtype", "named"), [(np.uint16, "300"), (np.float32, "float32")])
+def test_tokens_that_are_none_of_the_vocabulary_are_named(train, tmp_path, dtype, named):
+    np.save(tmp_path / "tokens.npy", np.array([1, 2, 300] * 2000, dtype))
+    data = ["--train", tmp_path / "tokens.npy", "--cache", "none"]
+    code, _, err = train(TINY, "--mesh.fsdp", "8", *data)
     assert code == 2
-    assert "Traceback" in err
-
-
-def test_tokens_beyond_the_vocabulary_are_named(train, tmp_path):
-    path = tokens(tmp_path / "tokens.npy", 1, 2, 300)
-    code, _, err = train(TINY, "--mesh.fsdp", "8", "--train", path, "--cache", "none")
-    assert code == 2
-    assert "300" in err
+    assert named in err
     assert "tokens.npy" in err
-
-
-def test_a_shard_of_the_wrong_dtype_is_named(train, tmp_path):
-    path = tokens(tmp_path / "tokens.npy", 1, 2, 3, dtype=np.float32)
-    code, _, err = train(TINY, "--mesh.fsdp", "8", "--train", path)
-    assert code == 2
-    assert "float32" in err
 
 
 def test_a_full_disk_has_a_code_of_its_own(train, monkeypatch):
@@ -188,15 +171,10 @@ def test_help_lists_the_fields_with_their_values(train):
     code, out, _ = train(TINY, "--learning_rate", "5e-3", "--help")
     assert code == 0
     assert "--optimizer.learning_rate 0.005" in out
-    with pytest.raises(SystemExit) as leaving:
-        train("--help")
-    assert leaving.value.code == 0
 
 
-def test_help_explains_the_exit_codes_that_there_are(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["train", "--help"])
-    explained = capsys.readouterr().out.partition("exit codes:")[2].splitlines()
+def test_the_documentation_has_the_exit_codes_that_there_are():
+    explained = cli.train.__doc__.partition("exit codes:")[2].splitlines()
     codes = {int(line.split()[0]) for line in explained if line.strip()[:1].isdigit()}
     ends = {0, 1, UserError.exit_code, writing.DiskFull.exit_code, Diverged.exit_code}
     assert codes == {*ends, cli.INTERRUPTED, STOPPED}
@@ -223,20 +201,16 @@ def test_a_config_is_found_by_its_name_in_any_folder(train, tmp_path):
 
 
 def test_a_printed_config_can_be_run(train, tmp_path):
-    code, out, _ = train(TINY, "--total_steps", "7", "--print-config")
-    assert code == 0
-    path = tmp_path / "printed.py"
-    path.write_text(out)
-    assert load_config(str(path)).total_steps == 7
+    _, out, _ = train(TINY, "--total_steps", "7", "--print-config")
+    (tmp_path / "printed.py").write_text(out)
+    assert load_config(str(tmp_path / "printed.py")).total_steps == 7
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_config_has_a_coat_and_a_bf16_variant(name):
     coat, bf16 = (load_config(f"{name}:{function}") for function in ("config", "bf16"))
-    assert coat.model.precision.fp8_linear
-    assert coat.optimizer.name == "fp8_adamw"
-    assert not bf16.model.precision.fp8_linear
-    assert bf16.optimizer.name == "adamw"
+    assert (coat.model.precision.fp8_linear, coat.optimizer.name) == (True, "fp8_adamw")
+    assert (bf16.model.precision.fp8_linear, bf16.optimizer.name) == (False, "adamw")
     assert coat.out != bf16.out
 
 
@@ -247,12 +221,7 @@ import sys
 from coat_jax.cli import main
 try:
     main(["train", "--help"])
-except SystemExit:
-    print([name for name in ("orbax", "grain") if name in sys.modules])
-import coat_jax as coat
-print(coat.training.loop.train.__name__)
+finally:
+    sys.exit([name for name in ("orbax", "grain") if name in sys.modules] or 0)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert done.stdout.endswith("[]\ntrain\n")
+    subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL, check=True, cwd=ROOT)
