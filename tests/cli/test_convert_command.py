@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import importlib.util
 import json
 import os
 import shutil
@@ -27,6 +26,7 @@ from coat_jax.models.hf.files import NewTensors
 from coat_jax.nn import MeshAxes
 from coat_jax.ops import Llama3Scaling, Rotary
 from coat_jax.precision import BF16
+from coat_jax.training import resume_rules
 from coat_jax.training.checkpoint import Checkpoints, conversion, weights
 from coat_jax.training.state import State
 
@@ -64,13 +64,62 @@ def assert_same_files(one, other):
         np.testing.assert_array_equal(tensor, other[name], err_msg=name)
 
 
-@pytest.fixture
-def theirs(tmp_path):
-    folder = tmp_path / "theirs"
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("original")
     hf.save(folder, filled(variant("qwen3")), extra={"eos_token_id": [7, 8]})
     write_tokenizer(folder / "tokenizer.json")
     (folder / "tokenizer_config.json").write_text('{"a": 1}')
     return folder
+
+
+@pytest.fixture
+def theirs(original, tmp_path):
+    """A Hugging Face folder."""
+    return shutil.copytree(original, tmp_path / "theirs")
+
+
+@pytest.fixture
+def ours(original, tmp_path):
+    """The same model as a run."""
+    conversion.to_run(original, tmp_path / "ours")
+    return tmp_path / "ours"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    with Checkpoints(folder / "checkpoints", keep=1) as checkpoints:
+        count = jnp.int32(1)
+        state = State(count, nnx.state(filled(variant())), {}, count)
+        checkpoints.save(1, state, {}, wait=True)
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A run that was trained here, without a config."""
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def write_config(run, config=None, **entries):
+    model = resume_rules.to_json(config or variant())
+    (run / "config.json").write_text(json.dumps({"model": model, **entries}))
+
+
+def write_tokenizer(path, *words, single=None):
+    vocab = {word: number for number, word in enumerate(("yes", *words))}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="yes"))
+    if single:
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single, special_tokens=list(vocab.items())
+        )
+    made.save(str(path))
+
+
+def special_tokens(folder, name="config.json"):
+    found = json.loads((folder / name).read_text())
+    return {key: token for key, token in found.items() if key.endswith("_token_id")}
 
 
 def convert(*arguments):
@@ -83,8 +132,7 @@ def convert(*arguments):
 @pytest.mark.costly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_comes_back_bit_for_bit(family, tmp_path, monkeypatch):
-    """In pieces that are smaller than the tensors, and do not divide them; and transformers, where
-    it is installed, reads what is exported."""
+    """In pieces that are smaller than the tensors, and do not divide them."""
     monkeypatch.setattr(stored, "PIECE", 5000)
     dtype = jnp.float32 if family == "olmo" else jnp.bfloat16
     model = filled(variant(family, dtype))
@@ -100,21 +148,6 @@ def test_every_family_comes_back_bit_for_bit(family, tmp_path, monkeypatch):
         json.loads((tmp_path / f / "config.json").read_text()) for f in ("theirs", "again")
     )
     assert before == after
-    assert_transformers_reads(tmp_path / "again")
-
-
-def assert_transformers_reads(folder):
-    """That its model holds the tensors of the folder, and no others."""
-    if importlib.util.find_spec("transformers") is None:
-        return
-    import transformers
-
-    held = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    tensors, head = files_of(folder), {"lm_head.weight"}
-    assert held.keys() - head == tensors.keys() - head
-    for name, tensor in tensors.items():
-        assert str(held[name].dtype) == f"torch.{tensor.dtype.name}"
-        np.testing.assert_array_equal(held[name].float().numpy(), tensor.astype(np.float32))
 
 
 def test_a_model_converted_there_and_back_is_the_same(theirs, tmp_path, capsys):
@@ -124,7 +157,6 @@ def test_a_model_converted_there_and_back_is_the_same(theirs, tmp_path, capsys):
     assert f"{tmp_path / 'ours'} is the folder of a run." in said
     assert f"{tmp_path / 'again'} is a Hugging Face folder." in said
     assert_same_files(theirs, tmp_path / "again")
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == [7, 8]
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_text() == (theirs / name).read_text()
     assert {path.name for path in tmp_path.iterdir()} == {"theirs", "ours", "again"}
@@ -144,12 +176,10 @@ def test_special_tokens_come_back_from_whatever_file_has_them(generation, end, t
     assert convert(theirs, tmp_path / "ours") == 0
     assert convert(tmp_path / "ours", tmp_path / "again") == 0
     expected = {"bos_token_id": 1, "pad_token_id": 2, "eos_token_id": end}
-    config, generation = (
-        json.loads((tmp_path / "again" / name).read_text())
-        for name in ("config.json", "generation_config.json")
-    )
-    assert generation == {**expected, "temperature": 0.6}
-    assert expected.items() <= config.items()
+    for name in ("config.json", "generation_config.json"):
+        assert special_tokens(tmp_path / "again", name) == expected
+    generation = json.loads((tmp_path / "again" / "generation_config.json").read_text())
+    assert generation["temperature"] == 0.6
 
 
 def test_parameters_may_be_cast(theirs, tmp_path):
@@ -160,9 +190,8 @@ def test_parameters_may_be_cast(theirs, tmp_path):
     assert_same_files(theirs, tmp_path / "again")
 
 
-def test_a_run_may_begin_from_what_was_converted(theirs, tmp_path):
+def test_a_run_may_begin_from_what_was_converted(theirs, ours):
     """As `coat train` would: on its mesh, in its dtypes, with its layers taken apart."""
-    assert convert(theirs, tmp_path / "ours") == 0
     automatic = (jax.sharding.AxisType.Auto,) * 3
     mesh = jax.make_mesh((1, 2, 2), ("data", "fsdp", "tensor"), axis_types=automatic)
     config = dataclasses.replace(
@@ -170,7 +199,7 @@ def test_a_run_may_begin_from_what_was_converted(theirs, tmp_path):
         axes=MeshAxes("fsdp", "tensor"),
         batch_axes=("data", "fsdp"),
     )
-    got = weights.load(tmp_path / "ours", config, mesh=mesh)
+    got = weights.load(ours, config, mesh=mesh)
     wanted = hf.load(theirs, config, mesh=mesh)
     jax.tree.map(np.testing.assert_array_equal, nnx.state(got), nnx.state(wanted))
     gate = got.layers[0].mlp.gate[...]
@@ -182,15 +211,12 @@ def test_a_checkpoint_of_training_is_exported(scan, tmp_path):
     """With moments beside the parameters, and of the step that is asked for."""
     run = tmp_path / "run"
     config = variant("olmo2", jnp.float32, scan=scan)
-    written = [filled(config), filled(dataclasses.replace(config))]
-    written[1].embed[...] = written[1].embed[...] + 1
+    written = [filled(config), filled(config, seed=1)]
     with Checkpoints(run / "checkpoints", keep=2) as checkpoints:
         for step, model in enumerate(written, 1):
-            params = nnx.state(model)
-            count = jnp.int32(step)
+            params, count = nnx.state(model), jnp.int32(step)
             checkpoints.save(step, State(count, params, {"m": params}, count), {}, wait=True)
-    saved = {"model": json_of(config), "data": {"tokenizer": str(run / "words.json")}}
-    (run / "config.json").write_text(json.dumps(saved))
+    write_config(run, config, data={"tokenizer": str(run / "words.json")})
     write_tokenizer(run / "words.json")
     for step, model in ((None, written[1]), (1, written[0])):
         out = tmp_path / f"out{step}"
@@ -200,157 +226,107 @@ def test_a_checkpoint_of_training_is_exported(scan, tmp_path):
         assert (out / "tokenizer.json").read_bytes() == (run / "words.json").read_bytes()
 
 
-def test_an_export_of_a_run_on_tokens_knows_where_a_text_ends(tmp_path, capsys):
-    """It says that it has no tokenizer, unless one is named."""
-    run = checkpoint_in(tmp_path / "run")
-    saved = {"model": json_of(variant()), "data": {"train": ["tokens/*.npy"], "tokenizer": None}}
-    (run / "config.json").write_text(json.dumps(saved))
-    (run / "generation_config.json").write_text('{"eos_token_id": 3}')
-    assert convert(run, tmp_path / "without") == 0
-    assert "--tokenizer FILE" in capsys.readouterr().err
-    for name in ("config.json", "generation_config.json"):
-        assert json.loads((tmp_path / "without" / name).read_text())["eos_token_id"] == 3
-    write_tokenizer(tmp_path / "words.json")
-    assert convert(run, tmp_path / "with", "--tokenizer", tmp_path / "words.json") == 0
-    assert capsys.readouterr().err == ""
-    copied = (tmp_path / "with" / "tokenizer.json").read_bytes()
-    assert copied == (tmp_path / "words.json").read_bytes()
-
-
-@pytest.mark.parametrize("to", [[], ["--to", "int8"]])
-@pytest.mark.parametrize(("end", "written"), [(None, False), (None, True), (3, False)])
-def test_an_export_of_a_run_on_bytes_says_what_it_lacks(end, written, to, tmp_path, capsys):
-    run, out = checkpoint_in(tmp_path / "run"), tmp_path / "out"
-    data = {"train": ["corpus"], "tokenizer": None, "end_of_text": end}
-    (run / "config.json").write_text(json.dumps({"model": json_of(variant()), "data": data}))
-    if written:  # by the run, whose bytes end with 0
-        (run / "generation_config.json").write_text('{"eos_token_id": 0}')
-        end = 0
-    assert convert(run, out, *to) == 0
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "trained on bytes, for which there is no tokenizer.json: the new folder has no" in said
-    assert ("names no token that ends a text" in said) == (end is None)
-    assert json.loads((out / "config.json").read_text())["eos_token_id"] == end
-    assert not (out / "tokenizer.json").exists()
-
-
-def test_the_tokenizer_of_a_larger_model_is_refused(tmp_path, capsys):
-    write_tokenizer(tmp_path / "words.json", *map(str, range(LLAMA.vocab)))
-    hf.save(tmp_path / "model", filled(variant()))
-    run = checkpoint_in(tmp_path / "run")
-    (run / "config.json").write_text(json.dumps({"model": json_of(variant()), "data": {}}))
-    for source in (tmp_path / "model", run):
-        for to in ([], ["--to", "int8"]):
-            out = tmp_path / "out"
-            assert convert(source, out, "--tokenizer", tmp_path / "words.json", *to) == 2
-            said = capsys.readouterr().err
-            assert f"has a vocabulary of {LLAMA.vocab + 1}, and the model one of" in said
-            assert not out.exists()
-
-
-def test_a_token_that_was_added_for_padding_is_no_other_model(tmp_path):
-    write_tokenizer(tmp_path / "words.json", *map(str, range(LLAMA.vocab - 1)))
-    padded = tokenizers.Tokenizer.from_file(str(tmp_path / "words.json"))
-    padded.add_special_tokens(["<pad>"])
-    padded.save(str(tmp_path / "words.json"))
-    model, out = tmp_path / "model", tmp_path / "out"
-    hf.save(model, filled(variant()))
-    assert convert(model, out, "--tokenizer", tmp_path / "words.json") == 0
-
-
-def test_a_tokenizer_that_begins_texts_otherwise_than_training_is_noted(tmp_path, capsys):
-    run = checkpoint_in(tmp_path / "run")
-    trained_here = {"model": json_of(variant()), "data": {}}
-    for number, (saved, single, noted) in enumerate(
-        [
-            (trained_here, "no $A", "puts no in front of each text, and training put nothing"),
-            (trained_here, "$A no", None),
-            ({"model": json_of(variant())}, "no $A", None),
-        ]
-    ):
-        (run / "config.json").write_text(json.dumps(saved))
-        write_tokenizer(run / "tokenizer.json", "no", single=single)
-        for to in ([], ["--to", "int8"]):
-            assert convert(run, tmp_path / f"out{number}{''.join(to)}", *to) == 0
-            said = capsys.readouterr().err
-            assert (noted in said and said.count("\n") == 1) if noted else not said
+ON_TOKENS = {"train": ["tokens/*.npy"], "tokenizer": None}
+ON_BYTES = {"train": ["corpus"], "tokenizer": None}
+NO_TOKENIZER, NO_END = "for which there is no tokenizer.json", "names no token that ends a text"
 
 
 @pytest.mark.parametrize(
-    ("data", "words", "end"),
-    [({"end_of_text": 2}, ["</s>"], 2), ({}, ["no", "</s>"], 2), ({}, [], None)],
+    ("data", "written", "words", "end", "noted"),
+    [
+        (ON_TOKENS, 3, None, 3, ["--tokenizer FILE"]),
+        (ON_BYTES, None, None, None, [NO_TOKENIZER, NO_END]),
+        (ON_BYTES, 0, None, 0, [NO_TOKENIZER]),
+        (ON_BYTES | {"end_of_text": 3}, None, None, 3, [NO_TOKENIZER]),
+        ({"end_of_text": 2}, None, ["</s>"], 2, []),
+        ({}, None, ["no", "</s>"], 2, []),
+        ({}, None, [], None, []),
+    ],
 )
-def test_the_end_of_a_text_comes_from_the_config_or_the_tokenizer(tmp_path, data, words, end):
-    """A run of an earlier version has no generation_config.json."""
-    run = checkpoint_in(tmp_path / "run")
-    (run / "config.json").write_text(json.dumps({"model": json_of(variant()), "data": data}))
-    write_tokenizer(run / "tokenizer.json", *words)
+def test_an_export_knows_where_a_text_ends_and_says_what_it_lacks(
+    data, written, words, end, noted, run, tmp_path, capsys
+):
+    """From what the run wrote, from its config, or from its tokenizer."""
+    write_config(run, data=data)
+    if written is not None:
+        (run / "generation_config.json").write_text(json.dumps({"eos_token_id": written}))
+    if words is not None:
+        write_tokenizer(run / "tokenizer.json", *words)
     assert convert(run, tmp_path / "out") == 0
-    assert json.loads((tmp_path / "out" / "config.json").read_text()).get("eos_token_id") == end
+    said = capsys.readouterr().err
+    assert said.count("\n") == bool(noted)
+    assert [words for words in ("--tokenizer FILE", NO_TOKENIZER, NO_END) if words in said] == noted
+    assert special_tokens(tmp_path / "out").get("eos_token_id") == end
+    assert (tmp_path / "out" / "tokenizer.json").exists() == (words is not None)
 
 
-def checkpoint_in(run):
-    """A run's folder with a checkpoint, and without a config."""
-    with Checkpoints(run / "checkpoints", keep=1) as checkpoints:
-        count = jnp.int32(1)
-        state = State(count, nnx.state(filled(variant())), {}, count)
-        checkpoints.save(1, state, {}, wait=True)
-    return run
+def test_a_tokenizer_must_fit_the_model(theirs, run, tmp_path, capsys):
+    """Whose vocabulary may be larger; a token that was added for padding does not count."""
+    write_config(run, data={})
+    (theirs / "tokenizer.json").unlink()
+    words, out = tmp_path / "words.json", tmp_path / "out"
+    write_tokenizer(words, *map(str, range(LLAMA.vocab)))
+    for source in (theirs, run):
+        for to in ([], ["--to", "int8"]):
+            assert convert(source, out, "--tokenizer", words, *to) == 2
+            said = capsys.readouterr().err
+            assert f"has a vocabulary of {LLAMA.vocab + 1}, and the model one of" in said
+            assert not out.exists()
+    write_tokenizer(words, *map(str, range(LLAMA.vocab - 1)))
+    padded = tokenizers.Tokenizer.from_file(str(words))
+    padded.add_special_tokens(["<pad>"])
+    padded.save(str(words))
+    assert convert(run, out, "--tokenizer", words) == 0
+    assert capsys.readouterr().err == ""
+    assert (out / "tokenizer.json").read_bytes() == words.read_bytes()
 
 
-def write_tokenizer(path, *words, single=None):
-    vocab = {word: number for number, word in enumerate(("yes", *words))}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="yes"))
-    if single:
-        made.post_processor = tokenizers.processors.TemplateProcessing(
-            single, special_tokens=list(vocab.items())
-        )
-    made.save(str(path))
-
-
-def json_of(config):
-    from coat_jax.training import resume_rules
-
-    return resume_rules.to_json(config)
+@pytest.mark.parametrize("to", [[], ["--to", "int8"]])
+def test_a_tokenizer_that_begins_texts_otherwise_than_training_is_noted(to, run, tmp_path, capsys):
+    """Unless the run was converted: it has no data."""
+    noted = "puts no in front of each text, and training put nothing"
+    for name, entries, single, said in (
+        ("a", {"data": {}}, "no $A", noted),
+        ("b", {"data": {}}, "$A no", ""),
+        ("c", {}, "no $A", ""),
+    ):
+        write_config(run, **entries)
+        write_tokenizer(run / "tokenizer.json", "no", single=single)
+        assert convert(run, tmp_path / name, *to) == 0
+        err = capsys.readouterr().err
+        assert said in err
+        assert err.count("\n") == bool(said)
 
 
 # --- In little memory ------------------------------------------------------------------------
 
 
-def growth_of(folder, conversion):
-    """By how many bytes a process grows at most that converts folder/large."""
-    script = Path(__file__).with_name("converting.py")
-    (said,) = outputs([Fork([script, folder, conversion])])
-    return int(said)
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("conversion", "tiny", "large"),
+    [
+        ("there_and_back", {}, {"vocab": 8192, "ffn": 4096, "layers": 4}),
+        ("to_int8", {"ffn": 2048, "width": 1024, "heads": 8, "head_dim": 64}, {"layers": 8}),
+    ],
+)
+def test_a_model_is_never_in_memory_as_a_whole(conversion, tiny, large, tmp_path):
+    """The process grows by a third of a model of more than 100 MB at most.
 
-
-def test_a_model_is_never_in_memory_as_a_whole(tmp_path):
-    """240 MB there and back, and the process grows by a quarter of that at most, and usually by a
-    seventh. One parameter of all layers alone has 64 MB."""
-    wide = variant(vocab=8192, width=1024, ffn=8192, layers=4, heads=8, head_dim=64)
-    for name, config in (("tiny", variant()), ("large", wide)):
-        folder = tmp_path / name / "theirs"
-        one = np.frombuffer(np.random.default_rng(0).bytes(1 << 24), np.uint8)
-        hf.write(folder, config, {path: _bytes(leaf, one) for path, leaf in _leaves(config)})
+    Where it rounds, once the programs are compiled: a model of one layer has the same.
+    """
+    tiny = {"layers": 1, "vocab": 1024} | tiny
+    large = tiny | {"width": 1024, "heads": 8, "head_dim": 64} | large
+    random = np.frombuffer(np.random.default_rng(0).bytes(1 << 24), np.uint8)
+    for name, changes in (("tiny", tiny), ("large", large)):
+        config, folder = variant(**changes), tmp_path / name / "theirs"
+        hf.write(folder, config, {path: _bytes(leaf, random) for path, leaf in _leaves(config)})
     size = sum(path.stat().st_size for path in (tmp_path / "large" / "theirs").iterdir())
-    assert size > 240e6
-    assert growth_of(tmp_path, "there_and_back") < size / 4
-    assert_same_files(tmp_path / "large" / "theirs", tmp_path / "large" / "again")
-    shutil.rmtree(tmp_path / "large")
-
-
-def test_a_model_that_is_quantized_is_never_in_memory_as_a_whole(tmp_path):
-    """126 MB, of which the largest parameter of a layer has 4 MB. The process grows by a sixth of
-    that, once the programs that round are compiled: a model of one layer has the same."""
-    deep = variant(vocab=1024, width=1024, ffn=2048, layers=8, heads=8, head_dim=64)
-    for name, config in (("tiny", dataclasses.replace(deep, layers=1)), ("large", deep)):
-        folder = tmp_path / name / "theirs"
-        zeros = np.zeros(1 << 24, np.uint8)
-        hf.write(folder, config, {path: _bytes(leaf, zeros) for path, leaf in _leaves(config)})
-    size = (tmp_path / "large" / "theirs" / "model.safetensors").stat().st_size
-    assert size > 120e6
-    assert growth_of(tmp_path, "to_int8") < size / 3
+    assert size > 100e6
+    script = Path(__file__).with_name("converting.py")
+    (grown,) = outputs([Fork([script, tmp_path, conversion])])
+    assert int(grown) < size / 3
+    if conversion == "there_and_back":
+        assert_same_files(tmp_path / "large" / "theirs", tmp_path / "large" / "again")
     shutil.rmtree(tmp_path / "large")
 
 
@@ -400,7 +376,8 @@ def test_a_number_that_the_dtype_has_not_is_named_in_one_line(tmp_path):
     process = Fork([script, *command])
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 2
-    assert errors.count("\n") == 1
+    assert "Traceback" not in errors
+    assert errors.count("layers.mlp.up") == 1
     assert "layers.mlp.up has the number 70144, and float16 ends at 65504" in errors
     assert not list(tmp_path.glob("ours*"))
 
@@ -434,8 +411,6 @@ def rewrite(folder, **changes):
         (lambda f: rewrite(f, **{"model.norm.weight": None}), "lacks tensors: model.norm.weight"),
         (lambda f: (f / "model.safetensors").unlink(), "There is no model.safetensors"),
         (lambda f: (f / "config.json").unlink(), "there is no config.json in it"),
-        (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON: Expecting prop"),
-        (lambda f: (f / "config.json").write_text("[]"), "config.json is not a JSON object, but"),
         (lambda f: (f / "config.json").write_text("{}"), "neither the `model` of a run nor"),
         (
             lambda f: rewrite(f, **{"model.norm.weight": np.ones(48, np.float32)}),
@@ -452,10 +427,10 @@ def test_folders_that_are_no_model_are_refused(damage, named, theirs, tmp_path, 
 
 
 def test_folders_that_are_not_there_are_refused(theirs, tmp_path, capsys):
-    nowhere = tmp_path / "nowhere"
-    assert_refused(capsys, tmp_path, nowhere, tmp_path / "out", named="there is no such folder")
-    step = [theirs, tmp_path / "out", "--step", "3"]
-    assert_refused(capsys, tmp_path, *step, named="--step chooses among the checkpoints of a run")
+    nowhere, out = tmp_path / "nowhere", tmp_path / "out"
+    assert_refused(capsys, tmp_path, nowhere, out, named="there is no such folder")
+    named = "--step chooses among the checkpoints of a run"
+    assert_refused(capsys, tmp_path, theirs, out, "--step", "3", named=named)
 
 
 def test_nothing_is_overwritten(theirs, tmp_path, capsys):
@@ -476,16 +451,13 @@ def test_numbers_that_a_dtype_does_not_hold_are_refused(to, theirs, tmp_path, ca
     source = theirs
     if to == ["back"]:
         to, source = [], tmp_path / "run"
-        assert convert(theirs, source) == 0
-        capsys.readouterr()
+        conversion.to_run(theirs, source)
     arguments = [source, tmp_path / "out", "--dtype", "float16", *to]
     assert_refused(capsys, tmp_path, *arguments, named="99840, and float16 ends at 65504")
 
 
-def test_a_run_without_a_whole_checkpoint_is_refused(theirs, tmp_path, capsys):
-    ours, out = tmp_path / "ours", tmp_path / "out"
-    assert convert(theirs, ours) == 0
-    capsys.readouterr()
+def test_a_run_without_a_whole_checkpoint_is_refused(ours, tmp_path, capsys):
+    out = tmp_path / "out"
     assert_refused(capsys, tmp_path, ours, out, "--step", "5", named="no checkpoint of step 5")
     (ours / "checkpoints" / "0" / "record.json").write_text("{}")
     for step in ([], ["--step", 0]):
@@ -495,10 +467,7 @@ def test_a_run_without_a_whole_checkpoint_is_refused(theirs, tmp_path, capsys):
     assert_refused(capsys, tmp_path, ours, out, named="There is no checkpoint in")
 
 
-def test_a_config_of_another_model_is_refused(theirs, tmp_path, capsys):
-    ours, out = tmp_path / "ours", tmp_path / "out"
-    assert convert(theirs, ours) == 0
-    capsys.readouterr()
+def test_a_config_of_another_model_is_refused(ours, tmp_path, capsys):
     forget_config(ours / "checkpoints" / "0")
     said = json.loads((ours / "config.json").read_text())
     for changes, named in (
@@ -507,33 +476,24 @@ def test_a_config_of_another_model_is_refused(theirs, tmp_path, capsys):
         ({"qk_norm": None}, "it also has layers.attention.key_norm.scale"),
         ({"layers": 3}, "it has in another shape layers.attention.key,"),
         ({"tied": False}, "it lacks head"),
-        ({"ffn": 96}, "it has in another shape layers.mlp.down"),
         ({"qkv_bias": True, "norms": "after"}, "No architecture of transformers computes"),
     ):
         (ours / "config.json").write_text(json.dumps({"model": said["model"] | changes}))
-        assert_refused(capsys, tmp_path, ours, out, named=named)
+        assert_refused(capsys, tmp_path, ours, tmp_path / "out", named=named)
 
 
-@pytest.mark.parametrize("back", [False, True])
-def test_a_full_disk_is_found_before_anything_is_written(
-    back, theirs, tmp_path, capsys, monkeypatch
-):
-    source = theirs
-    if back:
-        source = tmp_path / "ours"
-        assert convert(theirs, source) == 0
-    capsys.readouterr()
+@pytest.mark.parametrize("source", ["theirs", "ours"])
+def test_a_full_disk_leaves_nothing_behind(source, request, tmp_path, capsys, monkeypatch):
+    """It is found before anything is written, or while tensors are."""
+    arguments = [request.getfixturevalue(source), tmp_path / "out"]
+    if source == "ours":
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as filling:
+            filling.setattr(NewTensors, "write", full)
+            assert_refused(capsys, tmp_path, *arguments, named="The model does not fit in", code=3)
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    assert_refused(capsys, tmp_path, source, tmp_path / "out", named="does not fit in", code=3)
-
-
-def test_a_disk_that_fills_up_leaves_nothing_behind(theirs, tmp_path, capsys, monkeypatch):
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    assert convert(theirs, tmp_path / "ours") == 0
-    capsys.readouterr()
-    monkeypatch.setattr(NewTensors, "write", full)
-    arguments = [tmp_path / "ours", tmp_path / "out"]
-    assert_refused(capsys, tmp_path, *arguments, named="The model does not fit in", code=3)
+    assert_refused(capsys, tmp_path, *arguments, named="does not fit in", code=3)
