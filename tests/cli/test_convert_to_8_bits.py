@@ -278,12 +278,9 @@ def test_a_folder_without_a_tokenizer_may_be_given_one(text, tmp_path, capsys):
     assert "tokenizer.json, and" in said
 
 
-@pytest.mark.parametrize("option", ["--calibrate", "--balance"])
 @pytest.mark.parametrize(("tokens", "said"), [(1, "sees 1 token only"), (600, "")])
-def test_few_tokens_are_noted(tokens, said, option, theirs, text, tmp_path, capsys):
-    few = [option, text, "--tokens", tokens]
-    to = ["--to", "mixed"] if option == "--calibrate" else []
-    assert convert(theirs, tmp_path / "out", *to, *few) == 0
+def test_few_tokens_are_noted(tokens, said, theirs, text, tmp_path, capsys):
+    assert convert(theirs, tmp_path / "out", "--balance", text, "--tokens", tokens) == 0
     err = capsys.readouterr().err
     assert said in err if said else "only" not in err
 
