@@ -119,37 +119,28 @@ def assert_alike(found, wanted, *, besides=()):
         np.testing.assert_allclose(found[name], numbers, rtol=0.02, atol=2e-3, err_msg=name)
 
 
-@pytest.mark.costly
-def test_scanned_layers_have_statistics_of_their_own():
-    found = measured(model_of(scan=True))
-    assert_alike(found, measured(model_of()))
-    assert found["layers/0/mlp/gate/weight"] != found["layers/1/mlp/gate/weight"]
+def test_scanned_and_recomputed_layers_are_seen_once_on_a_mesh():
+    """Not once per pass, of which a recomputed scan has two, nor once per device.
 
-
-@pytest.mark.costly
-@pytest.mark.parametrize("on_a_mesh", [False, True])
-def test_layers_that_are_computed_again_are_seen_once(on_a_mesh):
-    """Not once per pass; and on a mesh, where a scan has two of them, not once per device."""
-    if not on_a_mesh:
-        found = measured(model_of(remat="layer", layers=1))
-        assert_alike(found, measured(model_of(layers=1)))
-        return
+    The numbers are those of layers that are neither, but for codes on the edge.
+    """
     mesh = jax.make_mesh(
         (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
     )
     axes = {"axes": coat.nn.MeshAxes("fsdp", "tensor"), "batch_axes": ("data", "fsdp")}
     with jax.set_mesh(mesh):
         found = measured(model_of(remat="layer", scan=True, **axes), mesh)
-    assert_alike(found, measured(model_of()))
+    wanted = measured(model_of())
+    assert set(found) == set(wanted)
+    for name, numbers in wanted.items():
+        np.testing.assert_allclose(found[name], numbers, rtol=0.02, atol=2e-3, err_msg=name)
+    assert found["layers/0/mlp/gate/weight"] != found["layers/1/mlp/gate/weight"]
 
 
-@pytest.mark.costly
-# A scan has two layers, so that one of them is not the first.
-@pytest.mark.parametrize(("scan", "layers"), [(False, 1), (True, 2)])
-def test_layers_that_save_their_input_alone_are_seen_in_the_backward_pass(scan, layers):
+def test_layers_that_save_their_input_alone_are_seen_in_the_backward_pass():
     """Whose values differ, since layers begin with a rounded input, which they save as it is."""
-    found = measured(model_of(remat="layer_fp8", scan=scan, layers=layers))
-    wanted = measured(model_of(layers=layers))
+    found = measured(model_of(remat="layer_fp8", scan=True))
+    wanted = measured(model_of())
     assert set(found) == set(wanted) | {"recompute/saved"}
     for name in wanted:
         assert found[name].error == pytest.approx(wanted[name].error, rel=0.2, abs=0.04), name
@@ -200,52 +191,44 @@ def test_a_bound_that_an_outlier_makes_loose_is_seen():
 # --- How it is called ------------------------------------------------------------------------
 
 
+X = jnp.ones((4, 32))
+OF_LINEAR = {"linear/input", "linear/weight", "linear/gradient"}
+
+
 def layer_loss(w, x):
     return jnp.mean(ops.linear(x, w) ** 2)
 
 
 def test_programs_with_and_without_telemetry_are_apart():
     """A function that is traced before, between and after keeps its own program."""
-    layer = jax.jit(ops.linear)
-    x, w = jnp.ones((4, 32)), jnp.eye(32)
+    layer, w = jax.jit(ops.linear), jnp.eye(32)
 
     def loss(w, x):
         return jnp.sum(layer(x, w))
 
-    before = layer.lower(x, w).as_text()
-    first = jax.grad(loss)(w, x)
-    assert set(telemetry.measure(loss, w, x)) == {
-        "linear/input",
-        "linear/weight",
-        "linear/gradient",
-    }
-    assert layer.lower(x, w).as_text() == before
-    np.testing.assert_array_equal(jax.grad(loss)(w, x), first)
-    assert len(telemetry.measure(loss, w, 2 * x)) == 3
+    before = layer.lower(X, w).as_text()
+    first = jax.grad(loss)(w, X)
+    assert set(telemetry.measure(loss, w, X)) == OF_LINEAR
+    assert layer.lower(X, w).as_text() == before
+    np.testing.assert_array_equal(jax.grad(loss)(w, X), first)
+    assert len(telemetry.measure(loss, w, 2 * X)) == 3
 
 
-def test_an_op_that_a_scan_repeats_is_one_tensor():
-    """Half of its steps lose a quarter of the weights."""
+def test_an_op_that_a_scan_or_vmap_repeats_is_one_tensor():
+    """Half of its uses lose a quarter of the weights."""
     small = jnp.ones((32, 32)).at[:8].set(2.0**-30)
     weights = jnp.stack([small, jnp.ones((32, 32))])
 
-    def loss(weights, x):
+    def scanned(weights, x):
         y, _ = jax.lax.scan(lambda x, w: (jax.checkpoint(ops.linear)(x, w), None), x, weights)
         return jnp.sum(y)
 
-    found = telemetry.measure(loss, weights, jnp.ones((4, 32)))
-    assert found["linear/weight"].underflow == pytest.approx(1 / 8)
-
-
-def test_an_op_under_vmap_is_one_tensor():
-    small = jnp.ones((32, 32)).at[:8].set(2.0**-30)
-    weights = jnp.stack([small, jnp.ones((32, 32))])
-
-    def loss(weights, x):
+    def mapped(weights, x):
         return jnp.sum(jax.vmap(ops.linear, in_axes=(None, 0))(x, weights))
 
-    found = telemetry.measure(loss, weights, jnp.ones((4, 32)))
-    assert found["linear/weight"].underflow == pytest.approx(1 / 8)
+    for loss in (scanned, mapped):
+        found = telemetry.measure(loss, weights, X)
+        assert found["linear/weight"].underflow == pytest.approx(1 / 8)
 
 
 def test_two_ops_do_not_share_a_name():
@@ -262,24 +245,20 @@ def test_modules_of_other_frameworks_are_seen():
     """DotGeneral is what Flax's own layers are given."""
     linear = nnx.Linear(32, 16, dot_general=ops.DotGeneral(), rngs=nnx.Rngs(0))
     graph, params = nnx.split(linear)
-    found = telemetry.measure(
-        lambda params, x: jnp.sum(nnx.merge(graph, params)(x)), params, jnp.ones((4, 32))
-    )
-    assert set(found) == {"linear/input", "linear/weight", "linear/gradient"}
+    found = telemetry.measure(lambda params, x: jnp.sum(nnx.merge(graph, params)(x)), params, X)
+    assert set(found) == OF_LINEAR
 
 
-def test_a_loss_may_come_with_other_results():
-    with_others = telemetry.measure(
-        lambda w, x: (layer_loss(w, x), {"norm": x}), jnp.eye(32), jnp.ones((4, 32))
-    )
-    assert with_others == telemetry.measure(layer_loss, jnp.eye(32), jnp.ones((4, 32)))
+def test_a_loss_may_come_with_other_results_or_without_fp8():
+    def with_others(w, x):
+        return layer_loss(w, x), {"norm": x}
 
+    def in_bf16(w, x):
+        return jnp.sum(ops.linear(x, w, precision=coat.BF16))
 
-def test_a_loss_without_fp8_has_nothing_to_tell():
-    found = telemetry.measure(
-        lambda w, x: jnp.sum(ops.linear(x, w, precision=coat.BF16)), jnp.eye(32), jnp.ones((4, 32))
-    )
-    assert found == {}
+    w = jnp.eye(32)
+    assert telemetry.measure(with_others, w, X) == telemetry.measure(layer_loss, w, X)
+    assert telemetry.measure(in_bf16, w, X) == {}
 
 
 def test_a_function_that_is_recomputed_is_seen_by_what_it_saves():
@@ -298,21 +277,19 @@ def test_it_is_compiled_once():
         compiled.append(1)
         return layer_loss(w, x)
 
-    telemetry.measure(loss, jnp.eye(32), jnp.ones((4, 32)))
+    telemetry.measure(loss, jnp.eye(32), X)
     once = len(compiled)
-    telemetry.measure(loss, 2 * jnp.eye(32), jnp.ones((4, 32)))
+    telemetry.measure(loss, 2 * jnp.eye(32), X)
     assert len(compiled) == once
 
 
 def test_gradients_are_those_without_probes():
-    x, w = jnp.ones((4, 32)), jnp.linspace(-1, 1, 32 * 32).reshape(32, 32)
-    _, grads = jax.jit(partial(sums_and_gradients, layer_loss))(w, x)
-    np.testing.assert_array_equal(grads, jax.jit(jax.grad(layer_loss))(w, x))
+    w = jnp.linspace(-1, 1, 32 * 32).reshape(32, 32)
+    _, grads = jax.jit(partial(sums_and_gradients, layer_loss))(w, X)
+    np.testing.assert_array_equal(grads, jax.jit(jax.grad(layer_loss))(w, X))
 
 
 def test_an_activation_in_a_simulated_format_is_seen():
     precision = coat.Precision(forward="E3M2", backward="E4M1")
-    found = telemetry.measure(
-        lambda x: jnp.sum(ops.activate(x, precision=precision)), jnp.ones((4, 32))
-    )
+    found = telemetry.measure(lambda x: jnp.sum(ops.activate(x, precision=precision)), X)
     assert {name.rpartition("/")[2] for name in found} == {"saved"}
