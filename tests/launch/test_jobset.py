@@ -4,6 +4,7 @@ import pytest
 import yaml
 from processes import ROOT
 
+from coat_jax.cli.train import STOPPED
 from coat_jax.training.cluster.distributed import ProcessPlace, find_place
 from coat_jax.training.config_files import SHIPPED
 
@@ -48,13 +49,9 @@ def container(job):
     return container
 
 
-@pytest.mark.parametrize("path", FIELDS)
-def test_fields_are_those_of_the_api(jobset, path):
-    assert set(at(jobset, path)) == FIELDS[path]
-
-
-def test_it_is_a_jobset(jobset):
+def test_it_is_a_jobset_with_fields_of_the_api(jobset):
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert {path: set(at(jobset, path)) for path in FIELDS} == FIELDS
 
 
 def test_pods_find_each_other(jobset, job, container):
@@ -74,22 +71,16 @@ def test_pods_find_each_other(jobset, job, container):
 
 
 def test_all_begin_again_together_and_a_stop_does_not_count(jobset, job, container):
+    assert at(job, "template.spec.terminationGracePeriodSeconds") >= 300  # to save
     assert job["backoffLimit"] == 0
     assert at(job, "template.spec.restartPolicy") == "Never"  # as podFailurePolicy requires
     (stopped,) = job["podFailurePolicy"]["rules"]
     assert stopped["action"] == "FailJob"
-    assert stopped["onExitCodes"] == {
-        "containerName": container["name"],
-        "operator": "In",
-        "values": [143],
-    }
+    codes = {"containerName": container["name"], "operator": "In", "values": [STOPPED]}
+    assert stopped["onExitCodes"] == codes
     (rule,) = at(jobset, "spec.failurePolicy.rules")
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
     assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
-
-
-def test_there_is_time_to_save(job):
-    assert at(job, "template.spec.terminationGracePeriodSeconds") >= 300
 
 
 def test_volumes_are_mounted_where_the_run_is_written(job, container):

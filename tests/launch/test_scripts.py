@@ -1,28 +1,35 @@
 """The scripts start processes that meet, pass their arguments on, and stop them all.
 
-What they call (srun, mpirun, ssh) is played here: it starts processes on this machine, with the
-variables that the real one sets. `coat` is a run without a model, which says what it was given.
+What they call (coat, srun, mpirun, ssh) is played here: it starts processes on this machine, with
+the variables that the real one sets.
 """
 
 import os
 import signal
 import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
-from processes import ROOT, SECONDS, environment, free_port, line, lines
+from jax._src.clusters import ClusterEnv
+from processes import ROOT, SECONDS, environment, free_port, line
+
+from coat_jax.cli.train import STOPPED
+from coat_jax.training.cluster.distributed import ProcessPlace, find_place
 
 LAUNCH = ROOT / "launch"
 SCRIPTS = ["slurm.sbatch", "mpirun.sh", "ssh.sh"]
 ARGUMENTS = ["configs/a.py", "--out", "it's $HOME/a run"]
-STOPPED = 143
 
-COAT = f"""
+# Processes agree to stop when one is asked to, as those of a run do.
+COAT = """
 printf '%s\\n' "$@" >"$NOTES/given.$$"
+env >"$NOTES/variables.$$"
+trap 'touch "$NOTES/stop"' USR1 TERM
 echo $$ >>"$NOTES/numbers"
-exec {sys.executable} {ROOT}/tests/training/cluster/joined.py
+echo started
+until [[ -e $NOTES/stop ]]; do sleep 0.05; done
+exit 143
 """
 # Starts its operands twice, as the first and second task of a step on two nodes.
 SRUN = """
@@ -82,7 +89,7 @@ def stage(tmp_path):
             stderr=subprocess.PIPE,
             text=True,
         )
-        process.notes = notes
+        process.notes, process.port = notes, port
         started.append(process)
         return process
 
@@ -92,43 +99,50 @@ def stage(tmp_path):
         process.communicate()
 
 
-def assert_both_join_and_get_the_arguments(process):
-    joined = sorted(line(process, "joined") for _ in range(2))
-    assert joined == ["joined 0 of 2, sum 3", "joined 1 of 2, sum 3"]
+def assert_both_start(process, launcher, coordinator):
+    """With the arguments of the script, and where each can find its place."""
+    assert [line(process, "started") for _ in range(2)] == ["started"] * 2
     given = [path.read_text().splitlines() for path in process.notes.glob("given.*")]
     assert given == [["train", *ARGUMENTS]] * 2
+    assert places(process) == [ProcessPlace(launcher, coordinator, 2, i, None) for i in (0, 1)]
 
 
-def assert_both_stop(process):
-    said, errors = process.communicate(timeout=SECONDS)
-    assert process.returncode == STOPPED, errors
-    steps = [text.split(",")[0] for text in lines(said, "stopped after")]
-    assert len(steps) == 2
-    assert steps[0] == steps[1]
+def places(process):
+    """Where each process stands, by its variables."""
+    found = []
+    for path in process.notes.glob("variables.*"):
+        pairs = (line.partition("=") for line in path.read_text().splitlines())
+        found.append(find_place({name: value for name, _, value in pairs}))
+    return sorted(found, key=lambda place: place.process)
 
 
-def signal_one(process, number):
+def stop_one(process):
     numbers = (process.notes / "numbers").read_text().split()
-    os.kill(int(numbers[-1]), number)
+    os.kill(int(numbers[-1]), signal.SIGUSR1)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_shells_can_read_the_scripts(script):
-    subprocess.run(["bash", "-n", LAUNCH / script], check=True)
-    assert os.access(LAUNCH / script, os.X_OK)
+def assert_stopped(process):
+    _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == STOPPED, errors
 
 
-def test_shellcheck_has_no_objections():
+def test_shells_can_read_the_scripts():
     shellcheck = Path(sysconfig.get_path("scripts")) / "shellcheck"
     subprocess.run([shellcheck, *(LAUNCH / script for script in SCRIPTS)], check=True)
+    assert all(os.access(LAUNCH / script, os.X_OK) for script in SCRIPTS)
 
 
 def test_slurm_runs_again_what_had_to_stop(stage):
     process = stage("slurm.sbatch", *ARGUMENTS, SLURM_JOB_ID=7)
-    assert_both_join_and_get_the_arguments(process)
-    signal_one(process, signal.SIGUSR1)
-    assert_both_stop(process)
+    assert_both_start(process, "slurm", None)
+    stop_one(process)
+    assert_stopped(process)
     assert (process.notes / "scontrol").read_text() == "requeue 7\n"
+
+
+def test_jax_has_an_environment_for_each_launcher():
+    """By whose name `coat train` asks for it."""
+    assert {"slurm", "ompi"} <= {cluster.name for cluster in ClusterEnv._cluster_types}
 
 
 def test_slurm_does_not_run_again_what_failed(stage, tmp_path):
@@ -157,17 +171,17 @@ def test_mpirun_starts_processes_that_meet(stage, tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("# ours\n\n127.0.0.1 slots=8\nnode2 slots=8\n")
     process = stage("mpirun.sh", hosts, *ARGUMENTS, PER_NODE=4)
-    assert_both_join_and_get_the_arguments(process)
+    assert_both_start(process, "ompi", f"127.0.0.1:{process.port}")
     assert "--map-by ppr:4:node\n" in (process.notes / "options").read_text()
-    signal_one(process, signal.SIGUSR1)
-    assert_both_stop(process)
+    stop_one(process)
+    assert_stopped(process)
 
 
 def test_ssh_starts_processes_that_meet_and_stops_them(stage, tmp_path):
     process = stage("ssh.sh", "127.0.0.1,node2", *ARGUMENTS)
-    assert_both_join_and_get_the_arguments(process)
+    assert_both_start(process, "deactivate", f"127.0.0.1:{process.port}")
     process.send_signal(signal.SIGTERM)
-    assert_both_stop(process)
+    assert_stopped(process)
     hosts = (process.notes / "hosts").read_text().split()
     assert sorted(hosts[:2]) == ["127.0.0.1", "node2"]
     assert list((tmp_path / "a folder").iterdir()) == []
@@ -178,15 +192,16 @@ def test_ssh_hands_on_a_failure(stage, tmp_path):
     assert stage("ssh.sh", "node1,node2", *ARGUMENTS).wait() == 2
 
 
-@pytest.mark.parametrize("arguments", [[], ["nowhere"], ["nowhere", "configs/a.py"]])
-def test_missing_arguments_are_named(stage, arguments):
-    process = stage("mpirun.sh", *arguments)
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        (["mpirun.sh"], "mpirun.sh: HOSTFILE CONFIG"),
+        (["mpirun.sh", "nowhere", "configs/a.py"], "with a readable file"),
+        (["ssh.sh", "node1"], "ssh.sh: HOST,HOST,... CONFIG"),
+    ],
+)
+def test_missing_arguments_are_named(stage, arguments, needed):
+    process = stage(*arguments)
     _, errors = process.communicate()
     assert (process.returncode, errors.count("\n")) == (2, 1)
-    assert "HOSTFILE CONFIG" in errors
-
-
-def test_missing_arguments_of_ssh_are_named(stage):
-    process = stage("ssh.sh", "node1")
-    _, errors = process.communicate()
-    assert (process.returncode, errors) == (2, "ssh.sh: HOST,HOST,... CONFIG [--field value ...]\n")
+    assert needed in errors
