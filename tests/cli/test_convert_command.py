@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from cli_cases import save_run, write_config, write_words
 from flax import nnx
 from forks import Fork
 from old_runs import forget_config
@@ -26,9 +27,7 @@ from coat_jax.models.hf.files import NewTensors
 from coat_jax.nn import MeshAxes
 from coat_jax.ops import Llama3Scaling, Rotary
 from coat_jax.precision import BF16
-from coat_jax.training import resume_rules
-from coat_jax.training.checkpoint import Checkpoints, conversion, weights
-from coat_jax.training.state import State
+from coat_jax.training.checkpoint import conversion, weights
 
 LLAMA = dataclasses.replace(
     SMALL,
@@ -68,7 +67,7 @@ def assert_same_files(one, other):
 def original(tmp_path_factory):
     folder = tmp_path_factory.mktemp("original")
     hf.save(folder, filled(variant("qwen3")), extra={"eos_token_id": [7, 8]})
-    write_tokenizer(folder / "tokenizer.json")
+    write_words(folder / "tokenizer.json", "yes")
     (folder / "tokenizer_config.json").write_text('{"a": 1}')
     return folder
 
@@ -88,33 +87,13 @@ def ours(original, tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
-    with Checkpoints(folder / "checkpoints", keep=1) as checkpoints:
-        count = jnp.int32(1)
-        state = State(count, nnx.state(filled(variant())), {}, count)
-        checkpoints.save(1, state, {}, wait=True)
-    return folder
+    return save_run(tmp_path_factory.mktemp("trained"), filled(variant()))
 
 
 @pytest.fixture
 def run(trained, tmp_path):
-    """A run that was trained here, without a config."""
+    """A run that was trained here."""
     return shutil.copytree(trained, tmp_path / "run")
-
-
-def write_config(run, config=None, **entries):
-    model = resume_rules.to_json(config or variant())
-    (run / "config.json").write_text(json.dumps({"model": model, **entries}))
-
-
-def write_tokenizer(path, *words, single=None):
-    vocab = {word: number for number, word in enumerate(("yes", *words))}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="yes"))
-    if single:
-        made.post_processor = tokenizers.processors.TemplateProcessing(
-            single, special_tokens=list(vocab.items())
-        )
-    made.save(str(path))
 
 
 def special_tokens(folder, name="config.json"):
@@ -212,12 +191,9 @@ def test_a_checkpoint_of_training_is_exported(scan, tmp_path):
     run = tmp_path / "run"
     config = variant("olmo2", jnp.float32, scan=scan)
     written = [filled(config), filled(config, seed=1)]
-    with Checkpoints(run / "checkpoints", keep=2) as checkpoints:
-        for step, model in enumerate(written, 1):
-            params, count = nnx.state(model), jnp.int32(step)
-            checkpoints.save(step, State(count, params, {"m": params}, count), {}, wait=True)
+    save_run(run, *written)
     write_config(run, config, data={"tokenizer": str(run / "words.json")})
-    write_tokenizer(run / "words.json")
+    write_words(run / "words.json", "yes")
     for step, model in ((None, written[1]), (1, written[0])):
         out = tmp_path / f"out{step}"
         assert convert(run, out, *(["--step", step] if step else [])) == 0
@@ -247,11 +223,11 @@ def test_an_export_knows_where_a_text_ends_and_says_what_it_lacks(
     data, written, words, end, noted, run, tmp_path, capsys
 ):
     """From what the run wrote, from its config, or from its tokenizer."""
-    write_config(run, data=data)
+    write_config(run, variant(), data=data)
     if written is not None:
         (run / "generation_config.json").write_text(json.dumps({"eos_token_id": written}))
     if words is not None:
-        write_tokenizer(run / "tokenizer.json", *words)
+        write_words(run / "tokenizer.json", "yes", *words)
     assert convert(run, tmp_path / "out") == 0
     said = capsys.readouterr().err
     assert said.count("\n") == bool(noted)
@@ -262,17 +238,17 @@ def test_an_export_knows_where_a_text_ends_and_says_what_it_lacks(
 
 def test_a_tokenizer_must_fit_the_model(theirs, run, tmp_path, capsys):
     """Whose vocabulary may be larger; a token that was added for padding does not count."""
-    write_config(run, data={})
+    write_config(run, variant(), data={})
     (theirs / "tokenizer.json").unlink()
     words, out = tmp_path / "words.json", tmp_path / "out"
-    write_tokenizer(words, *map(str, range(LLAMA.vocab)))
+    write_words(words, "yes", *map(str, range(LLAMA.vocab)))
     for source in (theirs, run):
         for to in ([], ["--to", "int8"]):
             assert convert(source, out, "--tokenizer", words, *to) == 2
             said = capsys.readouterr().err
             assert f"has a vocabulary of {LLAMA.vocab + 1}, and the model one of" in said
             assert not out.exists()
-    write_tokenizer(words, *map(str, range(LLAMA.vocab - 1)))
+    write_words(words, "yes", *map(str, range(LLAMA.vocab - 1)))
     padded = tokenizers.Tokenizer.from_file(str(words))
     padded.add_special_tokens(["<pad>"])
     padded.save(str(words))
@@ -290,8 +266,8 @@ def test_a_tokenizer_that_begins_texts_otherwise_than_training_is_noted(to, run,
         ("b", {"data": {}}, "$A no", ""),
         ("c", {}, "no $A", ""),
     ):
-        write_config(run, **entries)
-        write_tokenizer(run / "tokenizer.json", "no", single=single)
+        write_config(run, variant(), **entries)
+        write_words(run / "tokenizer.json", "yes", "no", template=single)
         assert convert(run, tmp_path / name, *to) == 0
         err = capsys.readouterr().err
         assert said in err
@@ -362,24 +338,6 @@ def _bytes(leaf, source):
 
 
 # --- Refusals --------------------------------------------------------------------------------
-
-
-def test_a_number_that_the_dtype_has_not_is_named_in_one_line(tmp_path):
-    """In a process of its own: orbax writes in a thread, which logs what fails there."""
-    model = filled(variant())
-    weight = model.layers.mlp.up[...]
-    model.layers.mlp.up[...] = weight.at[0, 0, 0].set(70_000)
-    hf.save(tmp_path / "theirs", model)
-    script = tmp_path / "coat.py"
-    script.write_text("import sys\nfrom coat_jax.cli import main\nsys.exit(main(sys.argv[1:]))\n")
-    command = ["convert", tmp_path / "theirs", tmp_path / "ours", "--dtype", "float16"]
-    process = Fork([script, *command])
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 2
-    assert "Traceback" not in errors
-    assert errors.count("layers.mlp.up") == 1
-    assert "layers.mlp.up has the number 70144, and float16 ends at 65504" in errors
-    assert not list(tmp_path.glob("ours*"))
 
 
 def assert_refused(capsys, tmp_path, *arguments, named, code=2):

@@ -1,6 +1,5 @@
 """Every way in which a command ends: its exit code, and what it says."""
 
-import argparse
 import errno
 import functools
 import importlib
@@ -232,17 +231,3 @@ def test_training_continues_when_its_output_cannot_be_written(tmp_path, unread, 
     ended = python(LASTING, done, redirect=redirect, stdout=unread, stderr=unread)
     assert ended.returncode == 0
     assert done.read_text() == "whole"
-
-
-# --- Help ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_help_says_what_each_option_is(name):
-    """Not only how often it may be given, what it belongs to, its default, or where to look."""
-    parser = argparse.ArgumentParser()
-    importlib.import_module(f"coat_jax.cli.{name}").add_arguments(parser)
-    for action in (action for action in parser._actions if action.option_strings):
-        assert action.help, action
-        empty = ("may be repeated", "see above", "of ", "for both", "share ", "(")
-        assert not action.help.startswith(empty), action

@@ -20,10 +20,11 @@ def texts(tmp_path):
 
 def test_its_files_can_be_trained_on(texts, tmp_path, capsys):
     out = tmp_path / "out"
-    assert main(["tokenize", *texts, "--out", str(out)]) == 0
+    assert main(["tokenize", *texts, "--out", str(out), "--end-of-text", "3"]) == 0
     said = capsys.readouterr().out
     assert "212 tokens of 2 documents as uint16 in 1 file," in said
     assert f"--data.train '{out}/*.npy'" in said
+    assert np.load(out / "00000.npy")[-1] == 3
     config = DataConfig(train=(f"{out}/*.npy",))
     loader = load(config, split="train", batch=2, sequence=16, vocab=256)
     assert loader.packed
@@ -31,15 +32,11 @@ def test_its_files_can_be_trained_on(texts, tmp_path, capsys):
     loader.close()
 
 
-def test_the_end_of_text_may_be_told(texts, tmp_path):
-    assert main(["tokenize", *texts, "--out", str(tmp_path / "out"), "--end-of-text", "3"]) == 0
-    assert np.load(tmp_path / "out" / "00000.npy")[-1] == 3
-
-
 @pytest.mark.parametrize(
     ("inputs", "options", "named"),
     [
         (["none.txt"], [], "There is no file"),
+        ([""], [], "The name of a file is empty"),
         (["*.none"], [], "No file matches"),
         (["tokens.npy"], [], "holds tokens already"),
         (["bad.jsonl"], [], "bad.jsonl:1 is not JSON"),
@@ -51,7 +48,7 @@ def test_bad_input_ends_in_one_line_and_code_2(inputs, options, named, tmp_path,
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "bad.jsonl").write_text("{")
     np.save(tmp_path / "tokens.npy", np.arange(9, dtype=np.uint16))
-    inputs = [str(tmp_path / name) for name in inputs]
+    inputs = [name and str(tmp_path / name) for name in inputs]
     assert main(["tokenize", *inputs, "--out", str(tmp_path / "out"), *options]) == 2
     said = capsys.readouterr().err
     assert named in said
@@ -67,8 +64,3 @@ def test_a_full_disk_is_named_and_leaves_nothing(texts, tmp_path, capsys, monkey
     assert main(["tokenize", *texts, "--out", str(tmp_path / "out")]) == 3
     assert f"out does not fit in {tmp_path}" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
-
-
-def test_an_empty_name_is_refused(tmp_path, capsys):
-    assert main(["tokenize", "", "--out", str(tmp_path / "out")]) == 2
-    assert "The name of a file is empty" in capsys.readouterr().err
