@@ -8,24 +8,6 @@ from coat_jax.cli.train import STOPPED
 from coat_jax.training.cluster.distributed import ProcessPlace, find_place
 from coat_jax.training.config_files import SHIPPED
 
-FIELDS = {  # of the API, those that are used
-    "": {"apiVersion", "kind", "metadata", "spec"},
-    "spec": {"network", "failurePolicy", "replicatedJobs"},
-    "spec.network": {"enableDNSHostnames"},
-    "spec.failurePolicy": {"maxRestarts", "rules"},
-    "spec.failurePolicy.rules.0": {"name", "action", "onJobFailureReasons"},
-    "spec.replicatedJobs.0": {"name", "replicas", "template"},
-    "spec.replicatedJobs.0.template": {"spec"},
-    "spec.replicatedJobs.0.template.spec": {
-        "completionMode",
-        "parallelism",
-        "completions",
-        "backoffLimit",
-        "podFailurePolicy",
-        "template",
-    },
-}
-
 
 def at(tree, path):
     for key in filter(None, path.split(".")):
@@ -49,9 +31,8 @@ def container(job):
     return container
 
 
-def test_it_is_a_jobset_with_fields_of_the_api(jobset):
+def test_it_is_a_jobset(jobset):
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    assert {path: set(at(jobset, path)) for path in FIELDS} == FIELDS
 
 
 def test_pods_find_each_other(jobset, job, container):

@@ -112,13 +112,6 @@ def test_all_that_a_precision_rounds_has_a_name(precision, changes, of_layer, ot
             assert statistics.headroom == statistics.subnormal == 0
 
 
-def assert_alike(found, wanted, *, besides=()):
-    """The same tensors; the same numbers but for codes on the edge."""
-    assert set(found) - set(besides) == set(wanted)
-    for name, numbers in wanted.items():
-        np.testing.assert_allclose(found[name], numbers, rtol=0.02, atol=2e-3, err_msg=name)
-
-
 def test_scanned_and_recomputed_layers_are_seen_once_on_a_mesh():
     """Not once per pass, of which a recomputed scan has two, nor once per device.
 

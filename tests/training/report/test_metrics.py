@@ -43,12 +43,12 @@ def test_every_line_is_a_record_and_is_there_at_once(tmp_path):
     assert json.loads(lines(tmp_path)[1]) == record(2)
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_nan_and_infinity_are_null_for_any_reader(tmp_path, loss):
+def test_nan_and_infinity_are_null_for_any_reader(tmp_path):
     with closing(Metrics(tmp_path, config={})) as written:
-        written.write({"step": 1, "loss": loss})
-    assert lines(tmp_path) == ['{"step": 1, "loss": null}']
-    assert list(metrics.read(tmp_path / metrics.FILE)) == [{"step": 1, "loss": None}]
+        written.write({"step": 1, "nan": math.nan, "inf": math.inf, "less": -math.inf})
+    assert lines(tmp_path) == ['{"step": 1, "nan": null, "inf": null, "less": null}']
+    (read,) = metrics.read(tmp_path / metrics.FILE)
+    assert read == {"step": 1, "nan": None, "inf": None, "less": None}
 
 
 def test_a_resumed_run_reads_like_an_undisturbed_one(tmp_path):
@@ -65,18 +65,17 @@ def test_a_resumed_run_reads_like_an_undisturbed_one(tmp_path):
     assert {path.name for path in disturbed.iterdir()} == {metrics.FILE, "metrics.removed.jsonl"}
 
 
-@pytest.mark.parametrize("kept", [0, 4])
-def test_no_record_of_a_run_without_its_checkpoints_is_erased(tmp_path, kept):
+@pytest.mark.parametrize(("kept", "goes_on"), [(0, "begins anew"), (4, "goes on after step 4")])
+def test_no_record_of_a_run_without_its_checkpoints_is_erased(tmp_path, kept, goes_on):
     notes, removed = [], []
-    for last in (7, 6):
-        run(tmp_path, range(kept + 1 if removed else 1, last + 1), resume_step=kept)
+    for first, last in ((1, 7), (kept + 1, 6)):
+        run(tmp_path, range(first, last + 1), resume_step=kept)
         removed += lines(tmp_path)[kept:]
     run(tmp_path, [], resume_step=kept, note=notes.append)
     assert len(lines(tmp_path)) == kept
     assert (tmp_path / "metrics.removed.jsonl").read_text().splitlines() == removed
-    goes_on = f"goes on after step {kept}" if kept else "begins anew"
-    assert len(notes) == 1
-    assert f"the run {goes_on}: {6 - kept} records of later steps in {tmp_path}" in notes[0]
+    (note,) = notes
+    assert f"the run {goes_on}: {6 - kept} records of later steps in {tmp_path}" in note
 
 
 @pytest.mark.parametrize("move", [Path.unlink, lambda path: path.rename(f"{path}.1")])
@@ -110,28 +109,21 @@ NO_RECORDS = [b"{oops", b"[1]", b"{}", b"\0\0\0", b"\xff", b"[" * 100_000, b'{"s
 
 
 @pytest.mark.parametrize("line", NO_RECORDS)
-def test_a_damaged_line_is_named(tmp_path, line):
-    path = tmp_path / metrics.FILE
+def test_a_damaged_line_is_named_and_removed_by_resuming(tmp_path, line):
+    path, notes = tmp_path / metrics.FILE, []
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl:2 is not a record"):
         list(metrics.read(path))
-
-
-@pytest.mark.parametrize("line", NO_RECORDS)
-def test_resuming_removes_damaged_lines_and_keeps_all_records(tmp_path, line):
-    (tmp_path / metrics.FILE).write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
-    notes = []
     run(tmp_path, [4], resume_step=3, note=notes.append)
     assert [json.loads(line)["step"] for line in lines(tmp_path)] == [1, 3, 4]
     assert len(notes) == 1
     assert "1 lines were not records" in notes[0]
 
 
-@pytest.mark.parametrize("resume_step", [0, 3])
-def test_a_pipe_in_place_of_the_records_is_named_and_not_waited_for(tmp_path, resume_step):
+def test_a_pipe_in_place_of_the_records_is_named_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / metrics.FILE)
     with pytest.raises(UserError, match=r"metrics\.jsonl is a pipe, and records need a file"):
-        Metrics(tmp_path, config={}, resume_step=resume_step)
+        Metrics(tmp_path, config={}, resume_step=3)
 
 
 def test_a_torn_tail_is_repaired_and_later_records_stay(tmp_path):
@@ -173,17 +165,13 @@ def events(folder):
     return found
 
 
-def test_tensorboard_gets_every_number(tmp_path):
+def test_tensorboard_gets_every_number_and_forgets_what_a_resumed_run_repeats(tmp_path):
     run(tmp_path, [1, 2], writers=("tensorboard",))
     assert [event for event in events(tmp_path) if event[1] == "loss"] == [
         (1, "loss", 1.0),
         (2, "loss", 0.5),
     ]
     assert {name for _, name, _ in events(tmp_path)} == {"loss", "tokens", "purge"}
-
-
-def test_tensorboard_forgets_what_a_resumed_run_repeats(tmp_path):
-    run(tmp_path, [1, 2, 3], writers=("tensorboard",))
     run(tmp_path, [2], writers=("tensorboard",), resume_step=1)
     assert (2, "purge", None) in events(tmp_path)
 
@@ -252,25 +240,23 @@ def test_a_line_is_written_whole_or_not_at_all(tmp_path, room):
         for step in range(1, 6):
             written.write({"step": step})
         assert isinstance(written.failure, DiskFull)
-        whole = [{"step": step} for step in range(1, 1 + room // 12)]
-        assert list(map(json.loads, lines(tmp_path))) == whole
-        assert [*whole, *written.unwritten] == [{"step": step} for step in range(1, 6)]
+        whole = [json.loads(line)["step"] for line in lines(tmp_path)]
+        assert whole == list(range(1, 1 + room // 12))
+        assert [*whole, *(one["step"] for one in written.unwritten)] == [1, 2, 3, 4, 5]
 
 
 def test_records_are_on_the_disk_after_sync(tmp_path, monkeypatch):
+    """And an error of the disk is seen by then."""
     synced = []
-    monkeypatch.setattr(metrics.os, "fsync", synced.append)
-    with closing(Metrics(tmp_path, config={})) as written:
-        written.write(record(1))
-        written.sync()
-        assert synced == [written._lines._file.fileno()]
 
-
-def test_an_error_of_the_disk_is_seen_at_the_latest_by_sync(tmp_path, monkeypatch):
     def fail(file):
         raise OSError(errno.EIO, "Input/output error")
 
     with closing(Metrics(tmp_path, config={})) as written:
+        monkeypatch.setattr(metrics.os, "fsync", synced.append)
+        written.write(record(1))
+        written.sync()
+        assert synced == [written._lines._file.fileno()]
         monkeypatch.setattr(metrics.os, "fsync", fail)
         written.sync()
         assert "could not be written" in str(written.failure)

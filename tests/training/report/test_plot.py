@@ -64,10 +64,20 @@ def data_of(path):
 
 
 def test_there_are_a_picture_and_a_page(tmp_path, two):
-    draw(two, tmp_path / "plot.png")
-    height, width, _ = imread(tmp_path / "plot.png").shape
+    """Which needs nothing from elsewhere, and whose script node can parse."""
+    draw(two, tmp_path / "plot.PNG")
+    height, width, _ = imread(tmp_path / "plot.PNG").shape
     assert width > height > 500
     assert [run["name"] for run in data_of(tmp_path / "plot.html")["runs"]] == ["bf16", "coat"]
+    text = (tmp_path / "plot.html").read_text("utf-8")
+    assert Scripts(text).addresses == []
+    assert "default-src 'none'" in text
+    assert "@import" not in text
+    assert "url(#" in text  # clips to a part of itself,
+    assert text.count("url(") == 1  # and to nothing else
+    if shutil.which("node"):
+        (tmp_path / "page.js").write_text(Scripts(text).found[1])
+        subprocess.run(["node", "--check", tmp_path / "page.js"], check=True)
 
 
 def test_the_legend_says_how_runs_end(tmp_path, two, figure):
@@ -92,12 +102,6 @@ def test_a_run_that_diverged_says_so(tmp_path, figure):
     assert data_of(tmp_path / "plot.html")["runs"][0]["final"]["loss"] is None
 
 
-@pytest.mark.parametrize("losses", [[2.0], [None, None], [2.0, 2.0]])
-def test_runs_with_little_to_draw_are_drawn(tmp_path, losses):
-    draw([write_run(tmp_path / "a", losses)], tmp_path / "plot.png", over="time")
-    assert (tmp_path / "plot.png").exists()
-
-
 @pytest.mark.parametrize(
     ("over", "label", "last"),
     [("steps", "step", 40), ("tokens", "tokens", 2560), ("time", "seconds", 20)],
@@ -110,9 +114,8 @@ def test_the_axis_is_what_was_asked_for(tmp_path, two, figure, over, label, last
     assert data_of(tmp_path / "plot.html")["over"] == over
 
 
-@pytest.mark.parametrize("steps", [12, 300])
-def test_the_first_losses_are_inside_and_steps_are_whole(tmp_path, figure, steps):
-    losses = 2 + 4 * 0.97 ** np.arange(steps)
+def test_the_first_losses_are_inside_and_steps_are_whole(tmp_path, figure):
+    losses = 2 + 4 * 0.97 ** np.arange(12)
     draw([write_run(tmp_path / "a", losses.tolist())], tmp_path / "plot.png")
     for axes in figure().axes:
         assert axes.get_ylim()[1] > max(axes.lines[0].get_ydata())
@@ -128,9 +131,7 @@ def test_a_spike_does_not_flatten_the_rest(tmp_path, figure):
     ("over", "longest", "unit"),
     [
         ("tokens", 1.9e6, "tokens"),
-        ("tokens", 2e6, "million tokens"),
         ("tokens", 3e11, "billion tokens"),
-        ("time", 100, "seconds"),
         ("time", 7199, "minutes"),
         ("time", 7200, "hours"),
         ("time", 1e6, "days"),
@@ -142,23 +143,11 @@ def test_units_fit_the_longest_run(over, longest, unit):
     assert plot._unit([runs.RecordedRun("a", None, {runs.AXES[over]: column})], over)[1] == unit
 
 
-def test_small_panels_are_there_where_runs_have_something_for_them(tmp_path, figure):
-    write_run(tmp_path / "a", [2.0, 1.0])
-    draw([tmp_path / "a"], tmp_path / "plot.png")
-    assert [axes.get_title(loc="left") for axes in figure().axes][1:] == [
-        "learning rate",
-        "gradient norm",
-    ]
-    write_run(tmp_path / "b", [2.0, 1.0], without=("learning_rate", "gradient_norm"))
-    draw([tmp_path / "b"], tmp_path / "plot.png")
-    assert len(figure().axes) == 1
-
-
-def test_metrics_of_a_config_are_drawn_under_their_names(tmp_path, figure):
+def test_each_metric_that_runs_have_is_drawn_under_its_name(tmp_path, figure):
     own = ["weight_norm", "$x_1$", "hasOwnProperty"]
     paths = [
         write_run(tmp_path / "a", [2.0, 1.0], own=own),
-        write_run(tmp_path / "b", [2.0, 1.0], own=own[:1]),
+        write_run(tmp_path / "b", [2.0, 1.0], own=own[:1], without=["learning_rate"]),
     ]
     draw(paths, tmp_path / "plot.png", smooth=1)
     panels = figure().axes
@@ -168,13 +157,8 @@ def test_metrics_of_a_config_are_drawn_under_their_names(tmp_path, figure):
     data = data_of(tmp_path / "plot.html")
     assert [panel["key"] for panel in data["small"]][2:] == own
     assert [set(own) & set(run["curves"]) for run in data["runs"]] == [set(own), set(own[:1])]
-
-
-def test_of_many_metrics_the_first_are_drawn(tmp_path, figure):
-    write_run(tmp_path / "a", [2.0, 1.0], own=[f"own_{i}" for i in range(1000)])
-    with pytest.warns(UserWarning, match="1,000 metrics of their own: the first 24 are drawn"):
-        draw([tmp_path / "a"], tmp_path / "plot.png")
-    assert len(figure().axes) == len(data_of(tmp_path / "plot.html")["small"]) + 1 == 27
+    draw(paths[1:], tmp_path / "plot.png")
+    assert len(figure().axes) == 3
 
 
 def test_no_two_runs_look_alike():
@@ -183,16 +167,6 @@ def test_no_two_runs_look_alike():
     assert looks[0].color == PALE
     assert len(set(looks)) == 25
     assert all(look.style in page.DASHES for look in looks)
-
-
-def test_the_page_needs_nothing_from_elsewhere(tmp_path, two):
-    draw(two, tmp_path / "plot.png")
-    text = (tmp_path / "plot.html").read_text("utf-8")
-    assert Scripts(text).addresses == []
-    assert "default-src 'none'" in text
-    assert "@import" not in text
-    assert "url(#" in text  # clips to a part of itself,
-    assert text.count("url(") == 1  # and to nothing else
 
 
 def test_names_are_data_and_never_markup(tmp_path, two):
@@ -215,42 +189,33 @@ def test_a_long_run_is_thinned_by_means(tmp_path, monkeypatch):
     assert (data["thin"], data["smooth"]) == (2, 5)
 
 
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to parse the script")
-def test_the_script_parses(tmp_path, two):
-    draw(two, tmp_path / "plot.png")
-    (tmp_path / "page.js").write_text(Scripts((tmp_path / "plot.html").read_text("utf-8")).found[1])
-    subprocess.run(["node", "--check", tmp_path / "page.js"], check=True)
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("name", "options", "message"),
     [
-        ({"smooth": 0}, "smooth=0 records"),
-        ({"names": ["x"]}, "1 name for 2 runs"),
+        ("plot.png", {"smooth": 0}, "smooth=0 records"),
+        ("plot.png", {"names": ["x"]}, "1 name for 2 runs"),
+        ("plot.pdf", {}, r"plot\.pdf does not end in \.png"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_written(tmp_path, two, options, message):
-    with pytest.raises(ValueError, match=message):
-        draw(two, tmp_path / "plot.png", **options)
-    with pytest.raises(ValueError, match=r"plot\.pdf does not end in \.png"):
-        draw(two, tmp_path / "plot.pdf")
+def test_bad_arguments_are_refused_before_anything_is_written(
+    tmp_path, two, name, options, message
+):
+    with pytest.raises(UserError, match=message):
+        draw(two, tmp_path / name, **options)
     assert not list(tmp_path.glob("plot.*"))
 
 
-@pytest.mark.parametrize("name", ["$x_1$", "_run", "a$b", r"$\frac{", "\x1b[2J", "50% & more"])
-def test_a_name_is_shown_as_it_is(name, tmp_path, two, figure):
+@pytest.mark.parametrize(
+    "names", [["$x_1$", "_run"], [r"$\frac{", "\x1b[2J"], ["50% & more", "a$b"]]
+)
+def test_names_are_shown_as_they_are(names, tmp_path, two, figure):
     """matplotlib takes $ for mathematics, and hides what begins with an underscore."""
-    draw(two, tmp_path / "plot.png", names=[name, "other"])
+    draw(two, tmp_path / "plot.png", names=names)
     shown = figure().axes[0].get_legend().get_texts()
-    wanted = name.replace("\x1b", r"\x1b")
-    assert [text.get_text().partition(", ends")[0] for text in shown] == [wanted, "other"]
+    wanted = [name.replace("\x1b", r"\x1b") for name in names]
+    assert [text.get_text().partition(", ends")[0] for text in shown] == wanted
     assert not any(text.get_parse_math() for text in shown)
-    assert data_of(tmp_path / "plot.html")["runs"][0]["name"] == name
-
-
-def test_a_name_is_drawn_whatever_it_is(tmp_path, two):
-    draw(two, tmp_path / "plot.PNG", names=[r"$\frac{", "_run"])
-    assert (tmp_path / "plot.PNG").stat().st_size > 10_000
+    assert [run["name"] for run in data_of(tmp_path / "plot.html")["runs"]] == names
 
 
 def test_an_axis_without_numbers_is_refused(tmp_path, two):
@@ -273,9 +238,13 @@ def test_on_a_full_disk_the_earlier_picture_stays(two, tmp_path, monkeypatch):
     assert out.read_bytes() == before
 
 
-@pytest.mark.parametrize("largest", [1e308, -1e308])
+@pytest.mark.parametrize(
+    ("losses", "held_out"),
+    [([2.0], None), ([None, None], None), ([3.0, 1e308, 1.0], 1e308), ([3.0, -1e308], -1e308)],
+)
 @pytest.mark.filterwarnings("error")
-def test_values_beyond_what_can_be_drawn_are_left_out(tmp_path, largest):
-    run = write_run(tmp_path / "run", [3.0, largest, 1.0], held_out=largest, own=["own"])
-    draw([run], tmp_path / "plot.png", smooth=1)
+def test_there_is_a_picture_whatever_the_losses_are(tmp_path, losses, held_out):
+    """Values beyond what can be drawn are left out."""
+    run = write_run(tmp_path / "run", losses, held_out=held_out, own=["own"])
+    draw([run], tmp_path / "plot.png", smooth=1, over="time")
     assert imread(tmp_path / "plot.png").size

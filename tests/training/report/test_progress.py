@@ -93,13 +93,10 @@ def test_a_dumb_terminal_gets_plain_lines():
     assert "\x1b" not in text
 
 
-def test_a_short_run_has_some_twenty_lines(clock):
+def test_a_log_has_some_twenty_lines_or_a_line_a_minute(clock):
     text = show(400, [RECORD | {"step": i} for i in range(1, 401)], clock=clock, seconds=0.1)
     steps = [int(line.split("/")[0].removeprefix("step ")) for line in text.splitlines()]
     assert steps == [*range(1, 400, 20), 400]
-
-
-def test_a_long_run_has_a_line_a_minute(clock):
     records = [RECORD | {"step": i} for i in range(1, 1001)]
     text = show(1_000_000, records, clock=clock, seconds=1.0)
     assert len(text.splitlines()) == 17  # 1000 seconds
@@ -136,46 +133,26 @@ def test_the_loss_is_smoothed_and_what_is_not_finite_left_out():
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_notes_and_held_out_losses_stay(terminal):
+    """A note cannot control the terminal, and a huge perplexity is a power of ten."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=80, _environ={})
     with Progress(console, steps=1000, done=0, tokens_per_step=1) as shown:
         shown.update(RECORD)
         shown.note("saved [bold]step[/bold] 12,000 " + "x" * 80)
         shown.update({"step": 12_000, "held_out_loss": 3.25, "perplexity": 25.79})
+        shown.update({"step": 13_000, "held_out_loss": 300.0, "perplexity": math.exp(300.0)})
+        shown.note("a\x1b]0;title\x07b\x9b31m")
     text = file.getvalue()
     assert f"saved [bold]step[/bold] 12,000 {'x' * 80}" in text
     assert "step 12,000  held-out loss 3.2500  perplexity 25.79\n" in text
+    assert "step 13,000  held-out loss 300.0000  perplexity 1.94e+130\n" in text
+    assert r"a\x1b]0;title\x07b\x9b31m" in text
+    assert "\x1b]" not in text
+    assert "\x9b" not in text
 
 
-def test_a_huge_perplexity_is_a_power_of_ten():
-    file = io.StringIO()
-    with Progress(Console(file=file, width=80), steps=9, done=0, tokens_per_step=1) as shown:
-        shown.update({"step": 1, "held_out_loss": 300.0, "perplexity": math.exp(300.0)})
-    assert "held-out loss 300.0000  perplexity 1.94e+130\n" in file.getvalue()
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_note_cannot_control_the_terminal(terminal):
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=terminal, width=80, _environ={})
-    with Progress(console, steps=10, done=0, tokens_per_step=1) as shown:
-        shown.note("a\x1b]0;title\x07b\x9b31m")
-    assert r"a\x1b]0;title\x07b\x9b31m" in file.getvalue()
-    assert "\x1b]" not in file.getvalue()
-    assert "\x9b" not in file.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (999, "999"), (1234, "1.23k"), (999_999, "1M"), (1.5e9, "1.5B"), (2e13, "20T")],
-)
-def test_large_numbers_are_short(number, text):
-    assert progress._short(number) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "0:00:00"), (59.6, "0:01:00"), (5025, "1:23:45"), (90_000, "1 day, 1:00:00")],
-)
-def test_durations_are_short(seconds, text):
-    assert progress._duration(seconds) == text
+def test_numbers_and_durations_are_short():
+    numbers = (0, 999, 1234, 999_999, 1.5e9, 2e13)
+    assert list(map(progress._short, numbers)) == ["0", "999", "1.23k", "1M", "1.5B", "20T"]
+    assert progress._duration(59.6) == "0:01:00"
+    assert progress._duration(90_000) == "1 day, 1:00:00"
