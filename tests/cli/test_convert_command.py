@@ -15,6 +15,7 @@ import tokenizers
 from cli_cases import save_run, write_config, write_words
 from flax import nnx
 from forks import Fork
+from model_cases import automatic_mesh
 from old_runs import forget_config
 from processes import outputs
 from safetensors.numpy import load_file, save_file
@@ -171,8 +172,7 @@ def test_parameters_may_be_cast(theirs, tmp_path):
 
 def test_a_run_may_begin_from_what_was_converted(theirs, ours):
     """As `coat train` would: on its mesh, in its dtypes, with its layers taken apart."""
-    automatic = (jax.sharding.AxisType.Auto,) * 3
-    mesh = jax.make_mesh((1, 2, 2), ("data", "fsdp", "tensor"), axis_types=automatic)
+    mesh = automatic_mesh(1, 2, 2)
     config = dataclasses.replace(
         variant("qwen3", jnp.float32, scan=False, precision="coat"),
         axes=MeshAxes("fsdp", "tensor"),

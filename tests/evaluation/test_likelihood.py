@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from model_cases import automatic_mesh
 from small_model import SMALL, filled
 
 from coat_jax import nn
@@ -73,8 +74,7 @@ def test_a_quantized_model_is_scored_like_any_other():
 
 def test_several_devices_share_a_batch():
     config = dataclasses.replace(CONFIG, axes=nn.MeshAxes(fsdp="fsdp"), batch_axes=("fsdp",))
-    automatic = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((4,), ("fsdp",), devices=jax.devices()[:4], axis_types=automatic)
+    mesh = automatic_mesh(4, names=("fsdp",))
     with jax.set_mesh(mesh):
         shared = log_probabilities(filled(config, mesh=mesh), passages(), batch=6)
     assert_close(shared, log_probabilities(MODEL, passages()))

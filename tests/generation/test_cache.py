@@ -15,21 +15,18 @@ from generation_cases import (
     logits_one_by_one,
     variant,
 )
+from model_cases import automatic_mesh
 from small_model import filled
 
 from coat_jax import nn, ops
 from coat_jax.generation.cache import prefill
 
-FP8 = {
-    "llama": "coat",
-    "mistral": "coat_lean",
-    "qwen2": "coat",
-    "qwen3": "coat_lean",
-    "olmo": "fp8_linear",
-    "olmo2": "coat_lean",
-}
-
-
+FP8 = [
+    ("llama", "coat"),
+    ("mistral", "coat_lean"),
+    ("olmo", "fp8_linear"),
+    ("olmo2", "coat_lean"),
+]
 SLOTS = 40
 
 
@@ -71,7 +68,7 @@ def test_in_bf16_too(family):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("family", "precision"), FP8.items())
+@pytest.mark.parametrize(("family", "precision"), FP8)
 def test_in_fp8_too(family, precision):
     """The scale of a product's input is that of fewer rows, so it may be a smaller power of two.
 
@@ -119,17 +116,11 @@ def test_a_cache_has_one_place_per_layer_text_slot_and_key_head():
 
 
 @pytest.mark.parametrize("sizes", [(3, 1, 2), (1, 2, 4)])
-def test_on_a_mesh_the_logits_are_the_same(sizes):
+def test_on_a_mesh_the_logits_are_those_of_the_training_forward(sizes):
     """Tensor parallelism over 2 devices cuts the 2 key heads; over 4 it cannot."""
     config = variant("qwen3", axes=nn.MeshAxes("fsdp", "tensor"), batch_axes=("data",))
-    wanted, _ = one_by_one(variant("qwen3"))
-    devices = jax.devices()[: int(np.prod(sizes))]
-    mesh = jax.make_mesh(
-        sizes,
-        ("data", "fsdp", "tensor"),
-        devices=devices,
-        axis_types=(jax.sharding.AxisType.Auto,) * 3,
-    )
+    wanted = at_once(variant("qwen3"))
+    mesh = automatic_mesh(*sizes)
     with jax.set_mesh(mesh):
         got, cache = logits_one_by_one(filled(config, mesh=mesh), slots=SLOTS)
     assert relative(got, wanted).max() < 1e-5

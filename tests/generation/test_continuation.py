@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from generation_cases import variant
+from model_cases import AXES, automatic_mesh
 from small_model import QUICK, filled
 
-from coat_jax import nn
 from coat_jax.generation import continuation
 from coat_jax.generation.continuation import CHUNK, generate, stream
 from coat_jax.generation.sampling import Sampling
@@ -102,12 +102,9 @@ def test_lengths_of_prompts_share_programs():
 def test_on_a_mesh_the_texts_are_the_same():
     """Three prompts on 4 devices that cut the batch: one row is filled up."""
     wanted = generate(MODEL, PROMPTS, max_tokens=20, sampling=GREEDY)
-    axes = {"axes": nn.MeshAxes("fsdp", "tensor"), "batch_axes": ("data", "fsdp")}
-    mesh = jax.make_mesh(
-        (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
-    )
+    mesh = automatic_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
-        got = generate(filled(variant(**axes), mesh=mesh), PROMPTS, max_tokens=20, sampling=GREEDY)
+        got = generate(filled(variant(**AXES), mesh=mesh), PROMPTS, max_tokens=20, sampling=GREEDY)
     assert got == wanted
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from model_cases import AXES, automatic_mesh
 from quick import OPTIONS
 from small_model import SMALL, filled
 
@@ -117,12 +118,9 @@ def test_scanned_and_recomputed_layers_are_seen_once_on_a_mesh():
 
     The numbers are those of layers that are neither, but for codes on the edge.
     """
-    mesh = jax.make_mesh(
-        (2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 3
-    )
-    axes = {"axes": coat.nn.MeshAxes("fsdp", "tensor"), "batch_axes": ("data", "fsdp")}
+    mesh = automatic_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
-        found = measured(model_of(remat="layer", scan=True, **axes), mesh)
+        found = measured(model_of(remat="layer", scan=True, **AXES), mesh)
     wanted = measured(model_of())
     assert set(found) == set(wanted)
     for name, numbers in wanted.items():

@@ -25,34 +25,26 @@ ROWS, SEQUENCE = 4, 32
 TOKENS = ROWS * SEQUENCE
 
 
-class Device:
-    """A device with a limit, or one that does not say."""
-
-    def __init__(self, limit=None):
-        self.limit = limit
-
-    def memory_stats(self):
-        return None if self.limit is None else {"bytes_limit": self.limit}
-
-
-class Compiled:
-    """A step whose new state takes the place of the old one, but for 10 bytes of metrics."""
-
-    def memory_analysis(self):
-        return SimpleNamespace(
-            argument_size_in_bytes=100,
-            temp_size_in_bytes=30,
-            output_size_in_bytes=90,
-            alias_size_in_bytes=80,
-        )
+# A step whose new state takes the place of the old one, but for 10 bytes of metrics.
+SIZES = SimpleNamespace(
+    argument_size_in_bytes=100,
+    temp_size_in_bytes=30,
+    output_size_in_bytes=90,
+    alias_size_in_bytes=80,
+)
+COMPILED = SimpleNamespace(memory_analysis=lambda: SIZES)
 
 
 def account(config, sizes=(1, 1, 1), limit=None, program=None):
+    """On a device with a limit, or one that does not say."""
     run = stepper(config, sizes)
-    parts = batch_parts(run.mesh)
-    program = program or run.program
+    stats = None if limit is None else {"bytes_limit": limit}
     return accounting.account(
-        config, run.abstract, program, batch_parts=parts, device=Device(limit)
+        config,
+        run.abstract,
+        program or run.program,
+        batch_parts=batch_parts(run.mesh),
+        device=SimpleNamespace(memory_stats=lambda: stats),
     )
 
 
@@ -73,13 +65,13 @@ def test_a_devices_share_is_counted():
 
 def test_what_is_written_in_place_of_an_argument_takes_nothing():
     config = small(model={"layers": 1}, optimizer={"name": "adamw"})
-    assert account(config, program=Compiled()).peak == 100 + 30 + 90 - 80
+    assert account(config, program=COMPILED).peak == 100 + 30 + 90 - 80
 
 
 def test_accumulated_gradients_are_in_fp32_besides():
     model = {"layers": 1, "dtype": jnp.float32}
     config = small(model=model, optimizer={"name": "adamw"}, gradient_accumulation_steps=4)
-    in_parts = account(config, program=Compiled())
+    in_parts = account(config, program=COMPILED)
     assert in_parts.gradients == 2 * in_parts.parameters
 
 
@@ -88,7 +80,7 @@ def test_released_gradients_are_those_of_the_largest_part(tied):
     """A tied embedding keeps the gradient of the head until it has its own."""
     model = {"scan": False, "tied": tied, "vocab": 64, "dtype": jnp.float32}
     config = small(model=model, optimizer={"release_gradients": True})
-    released = account(config, program=Compiled())
+    released = account(config, program=COMPILED)
     _, params = models.abstract(config.model)
     layer, embedding = (
         4 * sum(leaf.size for leaf in jax.tree.leaves(part))

@@ -3,9 +3,9 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -37,30 +37,13 @@ def figure(monkeypatch):
     return lambda: kept[-1]
 
 
-class Scripts(HTMLParser):
-    """The texts of a page's script elements, and every address it mentions."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.found, self.addresses, self._inside = [], [], False
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self._inside = tag == "script"
-        if self._inside:
-            self.found.append("")
-        self.addresses += [value for name, value in attributes if name in ("src", "href")]
-
-    def handle_endtag(self, tag):
-        self._inside = False
-
-    def handle_data(self, text):
-        if self._inside:
-            self.found[-1] += text
+def scripts_of(text):
+    """The texts of a page's script elements."""
+    return re.findall(r"<script[^>]*>(.*?)</script", text, re.DOTALL | re.IGNORECASE)
 
 
 def data_of(path):
-    return json.loads(Scripts(path.read_text("utf-8")).found[0])
+    return json.loads(scripts_of(path.read_text("utf-8"))[0])
 
 
 def test_there_are_a_picture_and_a_page(tmp_path, two):
@@ -70,13 +53,13 @@ def test_there_are_a_picture_and_a_page(tmp_path, two):
     assert width > height > 500
     assert [run["name"] for run in data_of(tmp_path / "plot.html")["runs"]] == ["bf16", "coat"]
     text = (tmp_path / "plot.html").read_text("utf-8")
-    assert Scripts(text).addresses == []
+    assert not re.search(r"\b(src|href)\s*=", text)
     assert "default-src 'none'" in text
     assert "@import" not in text
     assert "url(#" in text  # clips to a part of itself,
     assert text.count("url(") == 1  # and to nothing else
     if shutil.which("node"):
-        (tmp_path / "page.js").write_text(Scripts(text).found[1])
+        (tmp_path / "page.js").write_text(scripts_of(text)[1])
         subprocess.run(["node", "--check", tmp_path / "page.js"], check=True)
 
 
@@ -173,8 +156,8 @@ def test_names_are_data_and_never_markup(tmp_path, two):
     names = ["</script><script>alert(1)</script>", '<!-- & "quotes" \u2028 {{data}}']
     draw(two, tmp_path / "plot.png", names=names)
     text = (tmp_path / "plot.html").read_text("utf-8")
-    assert len(Scripts(text).found) == 2
-    assert not set("<>&").intersection(Scripts(text).found[0])
+    assert len(scripts_of(text)) == 2
+    assert not set("<>&").intersection(scripts_of(text)[0])
     assert [run["name"] for run in data_of(tmp_path / "plot.html")["runs"]] == names
     assert "innerHTML" not in text
 

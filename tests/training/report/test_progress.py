@@ -3,6 +3,7 @@
 import io
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -21,20 +22,11 @@ RECORD = {
 }
 
 
-class Clock:
-    """Seconds that pass only when told to."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(progress.time, "monotonic", clock)
+    """Seconds that pass only when told to."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
     return clock
 
 
