@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
+from forks import Fork
 from processes import SECONDS
 
 from coat_jax import cli
@@ -118,17 +119,20 @@ def test_wrong_arguments_are_explained_in_one_line(arguments, line, capsys):
 
 def test_a_platform_on_which_jax_does_not_start_is_named(tmp_path):
     """Without its plugin, and where no GPU is visible, JAX fails an assertion."""
-    done = coat(
-        ["train", "llama_tiny", "--total_steps", "1", "--out", str(tmp_path)],
-        stderr=subprocess.PIPE,
-        variables={"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""},
+    script = tmp_path / "coat.py"
+    script.write_text(
+        "import sys, jax\nfrom coat_jax import cli\n"
+        "jax.config.update('jax_platforms', 'cuda')\nsys.exit(cli.main(sys.argv[1:]))\n"
     )
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode == 2
+    train = ["train", "llama_tiny", "--total_steps", "1", "--out", tmp_path / "out"]
+    process = Fork([script, *train], JAX_PLATFORMS="cuda", CUDA_VISIBLE_DEVICES="")
+    _, errors = process.communicate(timeout=SECONDS)
+    last = errors.splitlines()[-1]
+    assert process.returncode == 2
     assert last.startswith("coat train: JAX finds no device: ")
     assert "cuda" in last
     assert last.endswith("`coat doctor` says what to fix.")
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize(
@@ -155,22 +159,17 @@ def test_debug_adds_the_traceback_without_control_characters(command):
 # --- Where nobody reads ----------------------------------------------------------------------
 
 
-def python(program, *arguments, redirect="", variables=(), **options):
+def python(program, *arguments, redirect="", **options):
     """Runs a program, with the redirection of a shell."""
     return subprocess.run(
         ["sh", "-c", f'exec "$@" {redirect}', "sh", sys.executable, "-c", program, *arguments],
         check=False,
         cwd=ROOT,
-        env=ON_CPU | dict(variables),
+        env=ON_CPU,
         text=True,
         timeout=SECONDS,
         **options,
     )
-
-
-def coat(arguments, **options):
-    program = "import sys; from coat_jax import cli; sys.exit(cli.main(sys.argv[1:]))"
-    return python(program, *arguments, **options)
 
 
 @pytest.fixture
@@ -185,7 +184,8 @@ def unread():
 def test_results_stay_if_nobody_reads_the_output(tmp_path, unread):
     (tmp_path / "a.txt").write_text("a text\n")
     arguments = ["tokenize", str(tmp_path / "a.txt"), "--out", str(tmp_path / "tokens")]
-    done = coat(arguments, stdout=unread, stderr=subprocess.PIPE)
+    program = "import sys; from coat_jax import cli; sys.exit(cli.main(sys.argv[1:]))"
+    done = python(program, *arguments, stdout=unread, stderr=subprocess.PIPE)
     assert (done.returncode, "Error" in done.stderr) == (141, False)
     assert (tmp_path / "tokens" / "tokens.json").exists()
 
@@ -202,9 +202,15 @@ sys.exit(cli.main(["plot", "x"]))
 """
 
 
-def test_a_command_whose_errors_nobody_reads_ends_quietly(unread):
-    done = python(COMPLAINING, stdout=subprocess.PIPE, stderr=unread)
-    assert (done.returncode, done.stdout) == (141, "")
+def test_a_command_whose_errors_nobody_reads_ends_quietly(tmp_path):
+    script = tmp_path / "complaining.py"
+    script.write_text(COMPLAINING)
+    process = Fork([script])
+    process.stderr.close()
+    with process.stdout as out:
+        assert out.read() == ""
+    process.wait(SECONDS)
+    assert process.returncode == 141
 
 
 LASTING = """

@@ -116,8 +116,9 @@ def test_a_damaged_line_is_named_and_removed_by_resuming(tmp_path, line):
         list(metrics.read(path))
     run(tmp_path, [4], resume_step=3, note=notes.append)
     assert [json.loads(line)["step"] for line in lines(tmp_path)] == [1, 3, 4]
-    assert len(notes) == 1
-    assert "1 lines were not records" in notes[0]
+    assert (tmp_path / "metrics.removed.jsonl").read_bytes() == line + b"\n"
+    (note,) = notes
+    assert "1 lines were not records" in note
 
 
 def test_a_pipe_in_place_of_the_records_is_named_and_not_waited_for(tmp_path):
