@@ -18,13 +18,16 @@ from small_model import SMALL
 import coat_jax as coat
 from coat_jax import models
 from coat_jax.errors import UserError
+from coat_jax.optax import fp8_adamw, fp8_muon, hidden_matrices, scale_by_fp8_muon
+from coat_jax.optax.muon import newton_schulz
 from coat_jax.optax.muon.matrices import matrices_of
 from coat_jax.optax.muon.newton_schulz import orthogonalize
 
 STANDARD = np.array([3.4445, -4.7750, 2.0315])
 IN_FP32 = coat.Storage(min_size=1 << 30)
+IN_8_BITS = coat.Storage(min_size=0)
 AXES = ("fsdp", "tensor")
-SHAPES = {"embedding": (96, 32), "wide": (32, 160), "tall": (160, 32), "square": (2, 64, 64)}
+SHAPES = {"embedding": (96, 32), "wide": (32, 160), "stack": (2, 96, 48)}
 
 
 def normal(seed, shape):
@@ -41,153 +44,194 @@ def distance(a, b):
     return np.linalg.norm((a - b).ravel()) / np.linalg.norm(b.ravel())
 
 
-def apart(tree):
-    """The tree with the matrices of its stack as separate leaves."""
-    return {**tree, "square": list(tree["square"])}
+# --- Orthogonalizing ---------------------------------------------------------------------------
 
 
-def steps_of(tx, params, count=4, view=lambda tree: tree):
-    """The updates of several steps, whose gradients have a mean as those of training do."""
-    params = view(params)
+def theirs(x, coefficients, steps, preconditioning):
+    orthogonalized = optax.contrib._muon.orthogonalize_via_newton_schulz
+    return orthogonalized(x, jnp.asarray(coefficients, jnp.float32), steps, preconditioning)
+
+
+@pytest.mark.parametrize(
+    ("preconditioning", "coefficients", "steps"),
+    [
+        ("frobenius", STANDARD, 5),
+        ("spectral", STANDARD, 3),
+        ("aol", STANDARD, 5),
+        ("schatten", np.array(newton_schulz.DION), 5),
+    ],
+)
+def test_each_matrix_is_orthogonalized_as_by_optax(
+    preconditioning, coefficients, steps, monkeypatch
+):
+    """Also where a stack is larger than what is multiplied, or communicated, at once."""
+    monkeypatch.setattr(newton_schulz, "TOGETHER", 2 * 24 * 40)
+    monkeypatch.setattr(newton_schulz, "STACKED", 5 * 24 * 40)
+    stacks = [normal(1, (1, 24, 40)), normal(2, (2, 40, 24)), normal(3, (7, 24, 40))]
 
     @jax.jit
-    def step(state, noise, mean):
-        grads = view(jax.tree.map(lambda a, b: a + 0.5 * b, noise, mean))
-        return tx.update(grads, state, params)
+    def both(stacks):
+        ours = orthogonalize(
+            stacks,
+            coefficients,
+            steps=steps,
+            preconditioning=preconditioning,
+            dtype=jnp.float32,
+        )
+        one = jax.vmap(lambda x: theirs(x, coefficients, steps, preconditioning))
+        return ours, [one(stack) for stack in stacks]
 
-    state, updates, mean = tx.init(params), [], tree(99)
+    for got, want in zip(*both(stacks), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)
+        if preconditioning == "frobenius":
+            singular = np.linalg.svd(got, compute_uv=False)
+            assert 0.3 < singular.min() < singular.max() < 1.3
+
+
+def test_zeros_are_orthogonalized_to_zeros():
+    """With any preconditioning, also where eps is zero in the dtype of the products."""
+
+    @jax.jit
+    def all_ways():
+        return [
+            orthogonalize(
+                [jnp.zeros((1, 4, 6))], STANDARD, eps=eps, preconditioning=how, dtype=dtype
+            )
+            for how in ("frobenius", "spectral", "aol", "schatten")
+            for dtype, eps in ((jnp.float16, 1e-8), (jnp.bfloat16, 0.0))
+        ]
+
+    for (u,) in all_ways():
+        assert not jnp.any(u)
+
+
+# --- Steps -------------------------------------------------------------------------------------
+
+
+def apart(tree):
+    """The tree with the matrices of its stack as separate leaves."""
+    return {**tree, "stack": list(tree["stack"])}
+
+
+def steps_of(txs, params, views, count=2):
+    """Updates and state of several steps, whose gradients have a mean as those of training do.
+
+    All transformations run in one program, each on its own view of the same gradients.
+    """
+    params = [view(params) for view in views]
+
+    @jax.jit
+    def step(states, noise, mean):
+        grads = jax.tree.map(lambda a, b: a + 0.5 * b, noise, mean)
+        together = zip(txs, views, states, params, strict=True)
+        return [tx.update(view(grads), state, p) for tx, view, state, p in together]
+
+    states = [tx.init(p) for tx, p in zip(txs, params, strict=True)]
+    updates, mean = [], tree(99)
     for seed in range(count):
-        update, state = step(state, tree(seed), mean)
-        updates.append(update)
-    return updates, state
+        stepped = step(states, tree(seed), mean)
+        updates.append([update for update, _ in stepped])
+        states = [state for _, state in stepped]
+    return updates, states
 
 
 SETTINGS = {
-    "defaults": {},
-    "no nesterov": {"nesterov": False, "weight_decay": 0.1},
-    "schatten": {"preconditioning": "schatten", "ns_steps": 4},
-    "spectral": {"preconditioning": "spectral", "ns_steps": 3},
-    "aol": {"preconditioning": "aol", "consistent_rms": 0.2},
-    "dion": {"ns_coeffs": "dion", "adaptive": True},
-    "adam": {"adam_b2": 0.95, "adam_weight_decay": 0.1, "adam_learning_rate": 1e-3},
+    "no nesterov": {"nesterov": False, "weight_decay": 0.1, "consistent_rms": 0.2, "ns_steps": 3},
+    "adaptive": {
+        "ns_coeffs": "dion",
+        "adaptive": True,
+        "beta": 0.9,
+        "adam_b1": 0.8,
+        "adam_b2": 0.95,
+        "adam_weight_decay": 0.1,
+        "adam_learning_rate": 1e-3,
+    },
 }
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize("name", SETTINGS)
-def test_with_fp32_storage_it_is_optax_muon(name):
-    """With each matrix a leaf: where it is adaptive, optax sums over all matrices of a leaf."""
+def test_with_fp32_storage_it_is_optax_muon_and_8_bits_turn_an_update_by_little(name):
+    """With each matrix a leaf: where it is adaptive, optax sums over all matrices of a leaf.
+
+    A code is off by at most 1/254 of its group's largest, which is 3 deviations of a normal.
+    """
     params, settings = tree(7), SETTINGS[name]
-    numbers = coat.optax.hidden_matrices(apart(params))
-    exact = optax_muon(0.02, muon_weight_dimension_numbers=numbers, **settings)
-    ours = coat.optax.fp8_muon(0.02, ns_dtype=jnp.float32, storage=IN_FP32, **settings)
-    wanted = steps_of(exact, params, view=apart)[0]
-    for got, want in zip(steps_of(ours, params)[0], wanted, strict=True):
+    exact = optax_muon(
+        0.02, muon_weight_dimension_numbers=hidden_matrices(apart(params)), **settings
+    )
+    ours = fp8_muon(0.02, ns_dtype=jnp.float32, storage=IN_FP32, **settings)
+    in_8_bits = fp8_muon(0.02, ns_dtype=jnp.float32, storage=IN_8_BITS, **settings)
+    txs, views = (exact, ours, in_8_bits), (apart, lambda tree: tree, lambda tree: tree)
+    updates, (*_, state) = steps_of(txs, params, views)
+    for wanted, got, rounded in updates:
         for leaf in params:
-            assert distance(got[leaf], np.asarray(want[leaf])) < 2e-5, leaf
-
-
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_a_stack_is_updated_as_its_matrices_are_by_themselves(adaptive):
-    """To 2^-8, one rounding of the BF16 products, which XLA may order in another way."""
-    tx = coat.optax.scale_by_fp8_muon(adaptive=adaptive, storage=IN_FP32)
-    stack = np.asarray(normal(0, (2, 16, 24))) * np.float32([1, 100])[:, None, None]
-    matrices, update = {"a": stack[0], "b": stack[1]}, jax.jit(tx.update)
-    together, _ = update({"w": stack}, tx.init({"w": stack}))
-    alone, _ = update(matrices, tx.init(matrices))
-    for got, name in zip(together["w"], alone, strict=True):
-        np.testing.assert_allclose(got, alone[name], rtol=2**-8, atol=2**-8 * abs(got).max())
-
-
-def test_eight_bits_turn_an_update_by_little():
-    """A code is off by at most 1/254 of its group's largest, which is 3 deviations of a normal."""
-    params = tree(7)
-    shapes = coat.Storage(min_size=0)
-    exact = coat.optax.fp8_muon(0.02, ns_dtype=jnp.float32, storage=IN_FP32)
-    ours = coat.optax.fp8_muon(0.02, ns_dtype=jnp.float32, storage=shapes)
-    updates, state = steps_of(ours, params)
-    for got, want in zip(updates, steps_of(exact, params)[0], strict=True):
-        assert all(distance(got[leaf], want[leaf]) < 0.04 for leaf in ("wide", "tall", "square"))
+            want = np.asarray(wanted[leaf])
+            assert distance(got[leaf], want) < 2e-5, leaf
+            assert leaf in ("embedding", "bias") or distance(rounded[leaf], want) < 0.05, leaf
     of_muon = state.inner_states["muon"].inner_state[0]
     assert {leaf.dtype.name for leaf in jax.tree.leaves(of_muon.mu.codes)} == {"int8"}
 
 
-def test_state_of_a_matrix_takes_less_than_1_1_bytes_a_parameter():
-    params = {"w": jnp.zeros((256, 1024))}
-    state = jax.eval_shape(coat.optax.scale_by_fp8_muon().init, params)
-    taken = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    assert taken <= 1.1 * params["w"].size
+# --- Momentum ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("storage", [coat.Storage(min_size=0), coat.storage.PAPER])
+def momentum(state, storage=IN_8_BITS):
+    """The stored momentum of the leaf "w", in FP32."""
+    mu = jax.tree.map(lambda tree: tree["w"], state.mu, is_leaf=lambda x: type(x) is dict)
+    return np.asarray(storage.read(mu, storage.first)) * np.asarray(state.columns["w"])
+
+
+def first_step(w, seed=0):
+    """The state after one step; the rounding of the update does not matter."""
+    tx = scale_by_fp8_muon(ns_steps=1, storage=coat.Storage(min_size=0, seed=seed))
+    return jax.jit(tx.update)({"w": w}, tx.init({"w": w}))[1]
+
+
+def test_the_state_of_a_matrix_takes_less_than_1_1_bytes_a_parameter():
+    state = jax.eval_shape(scale_by_fp8_muon().init, {"w": jnp.zeros((256, 1024))})
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) <= 1.1 * 2**18
+
+
+@pytest.mark.parametrize("storage", [coat.storage.PAPER, IN_8_BITS])
 def test_momentum_without_a_gradient_decays_to_zero(storage):
     """A code that rounding to nearest would hold up must go on to fall."""
-    tx = coat.optax.scale_by_fp8_muon(ns_steps=1, storage=storage)
-    params = {"w": jnp.zeros((128, 256))}
+    tx = scale_by_fp8_muon(ns_steps=1, storage=storage)
     large = np.zeros((128, 256), bool)
     large[:, 0] = large[0] = True  # holds all scales up
     gradient = {"w": np.where(large, np.float32(100), normal(0, large.shape))}
-    state = tx.init(params)
-    step = jax.jit(tx.update)
-    _, state = step(gradient, state)
     alone = {"w": np.where(large, np.float32(100), np.float32(0))}
+    step = jax.jit(tx.update)
+    _, state = step(gradient, tx.init(gradient))
     for _ in range(120):
         _, state = step(alone, state)
     assert np.mean(np.abs(momentum(state, storage)[1:, 1:128])) < 0.01
 
 
-def momentum(state, storage, name="w"):
-    """The stored momentum of one leaf, in FP32."""
-    mu = jax.tree.map(lambda tree: tree[name], state.mu, is_leaf=lambda x: type(x) is dict)
-    return np.asarray(storage.read(mu, storage.first)) * np.asarray(state.columns[name])
-
-
 def test_the_seed_decides_how_the_momentum_is_rounded():
-    def codes(seed):
-        storage = coat.Storage(min_size=0, seed=seed)
-        tx = coat.optax.scale_by_fp8_muon(ns_steps=1, storage=storage)
-        gradient = {"w": normal(0, (32, 64))}
-        return jax.jit(tx.update)(gradient, tx.init(gradient))[1].mu.codes["w"]
-
-    one, other, again = map(codes, (0, 1, 0))
+    w = normal(0, (32, 64))
+    one, other, again = (first_step(w, seed).mu.codes["w"] for seed in (0, 1, 0))
     assert 0.01 < np.mean(one != other) < 0.5
     np.testing.assert_array_equal(one, again)
 
 
 def test_the_error_of_a_column_is_as_small_as_the_column():
-    """Not as small as the largest of 128 columns, which share a scale."""
-    storage = coat.Storage(min_size=0)
-    tx = coat.optax.scale_by_fp8_muon(storage=storage)
-    sizes = np.logspace(-6, 0, 256, dtype=np.float32)
-    gradient = {"w": sizes * np.asarray(normal(0, (64, 256)))}
-    _, state = jax.jit(tx.update)(gradient, tx.init(gradient))
-    error = momentum(state, storage) - 0.05 * gradient["w"]
-    # A group's largest is up to 4 deviations, and rounding is off by one 127th of it at most.
-    relative = np.linalg.norm(error, axis=0) / np.linalg.norm(gradient["w"], axis=0)
-    assert relative.max() < 0.05 * 4 / 127
+    """Not as small as the largest of 128 columns, which share a scale.
 
-
-def test_columns_of_zeros_and_of_infinities_leave_the_others_alone():
-    storage = coat.Storage(min_size=0)
-    tx = coat.optax.scale_by_fp8_muon(storage=storage)
-    w = np.array(normal(0, (64, 256)))
+    A group's largest is up to 4 deviations, and rounding is off by one 127th of it at most.
+    Columns of zeros, of infinities and of NaN leave the others alone.
+    """
+    w = np.logspace(-6, 0, 256, dtype=np.float32) * np.array(normal(0, (64, 256)))
     w[:, 3], w[5, 7], w[6, 8] = 0, np.inf, np.nan
-    _, state = jax.jit(tx.update)({"w": w}, tx.init({"w": w}))
-    m = momentum(state, storage)
+    m = momentum(first_step(w))
     assert np.all(np.isfinite(m))
     assert not np.any(m[:, 3])
-    others = np.delete(np.arange(64), [5, 6])  # an infinity mutes its own group
-    np.testing.assert_allclose(m[others], 0.05 * w[others], atol=0.05 * 4 / 127 * 2)
+    rows = np.delete(np.arange(64), [5, 6])  # an infinity mutes its own group
+    sizes = np.linalg.norm(w[rows], axis=0)
+    error = np.linalg.norm(m[rows] - 0.05 * w[rows], axis=0)
+    assert np.all(error <= 0.05 * 4 / 127 * sizes)
 
 
-def test_columns_are_those_of_the_side_that_the_last_axis_belongs_to():
-    numbers = {"out": ((0, 1), 2), "query": (0, (1, 2)), "transposed": (2, 0)}
-    numbers = {name: MuonDimensionNumbers(*axes) for name, axes in numbers.items()}
-    params = {"out": jnp.ones((4, 8, 32)), "query": jnp.ones((32, 4, 8))}
-    params["transposed"] = jnp.ones((5, 3, 7))
-    state = coat.optax.scale_by_fp8_muon(weight_dimension_numbers=numbers).init(params)
-    shapes = {name: column.shape for name, column in state.columns.items()}
-    assert shapes == {"out": (1, 1, 32), "query": (1, 4, 8), "transposed": (1, 3, 7)}
+# --- Which leaves are which matrices -----------------------------------------------------------
 
 
 def test_vocabulary_vectors_and_the_rest_go_to_adam():
@@ -197,14 +241,13 @@ def test_vocabulary_vectors_and_the_rest_go_to_adam():
         "multi_head_attention": {"query": jnp.zeros((32, 32)), "bias": jnp.zeros(32)},
         "layers": {"w": jnp.zeros((4, 32, 64)), "norm": jnp.zeros((4, 1, 32))},
     }
-    numbers = coat.optax.hidden_matrices(params)
-    assert numbers == {
+    assert hidden_matrices(params) == {
         "token_embedding": None,
         "lm_head": None,
         "multi_head_attention": {"query": MuonDimensionNumbers(0, 1), "bias": None},
         "layers": {"w": MuonDimensionNumbers(1, 2), "norm": None},
     }
-    state = coat.optax.fp8_muon(0.02).init(params)
+    state = fp8_muon(0.02).init(params)
     assert isinstance(state.inner_states["muon"].inner_state[0], coat.optax.ScaleByFP8MuonState)
     followed = state.inner_states["adam"].inner_state[0].mu.codes
     assert [len(jax.tree.leaves(followed[name])) for name in params] == [1, 1, 1, 1]
@@ -212,16 +255,15 @@ def test_vocabulary_vectors_and_the_rest_go_to_adam():
 
 FLAX = {
     "nnx": lambda: nnx.state(nnx.MultiHeadAttention(4, 32, rngs=nnx.Rngs(0)), nnx.Param),
-    "linen": lambda: linen.MultiHeadDotProductAttention(4).init(
-        jax.random.key(0), jnp.ones((1, 2, 32))
+    "linen": lambda: jax.eval_shape(
+        linen.MultiHeadDotProductAttention(4).init, jax.random.key(0), jnp.ones((1, 2, 32))
     ),
 }
 
 
 @pytest.mark.parametrize("attention", FLAX.values(), ids=FLAX)
 def test_all_heads_of_flax_are_one_matrix(attention):
-    params = attention()
-    state = coat.optax.fp8_muon(0.02).init(params)
+    state = jax.eval_shape(fp8_muon(0.02).init, attention())
     columns = state.inner_states["muon"].inner_state[0].columns
     shapes = {jax.tree_util.keystr(p): x.shape for p, x in jax.tree.leaves_with_path(columns)}
     assert len(shapes) == 4
@@ -229,22 +271,21 @@ def test_all_heads_of_flax_are_one_matrix(attention):
         assert shape == ((1, 1, 32) if "out" in name else (1, 4, 8)), name
 
 
-@pytest.mark.parametrize("shape", [(3, 3, 16, 8), (2, 16, 32), (2, 32, 4, 8)])
-def test_other_kernels_of_flax_are_refused_where_nothing_says_what_their_axes_are(shape):
-    params = {"query": {"kernel": jnp.ones(shape)}}
-    with pytest.raises(UserError, match=r"\['query'\]\['kernel'\] of shape .*hidden_matrices"):
-        coat.optax.fp8_muon(0.02).init(params)
-    numbers = coat.optax.hidden_matrices  # says it
-    coat.optax.fp8_muon(0.02, muon_weight_dimension_numbers=numbers).init(params)
+def test_other_kernels_of_flax_are_refused_where_nothing_says_what_their_axes_are():
+    for shape in ((3, 3, 16, 8), (2, 16, 32), (2, 32, 4, 8)):
+        params = {"query": {"kernel": jnp.ones(shape)}}
+        with pytest.raises(UserError, match=r"\['query'\]\['kernel'\] of shape .*hidden_matrices"):
+            fp8_muon(0.02).init(params)
+        says_it = fp8_muon(0.02, muon_weight_dimension_numbers=hidden_matrices)
+        jax.eval_shape(says_it.init, params)
 
 
-@pytest.mark.parametrize("changes", [{}, {"norms": "after", "qk_norm": "all"}], ids=str)
-def test_the_layers_of_a_model_have_the_same_matrices_stacked_or_not(changes):
+def test_the_layers_of_a_model_have_the_same_matrices_stacked_or_not():
     chosen = {}
     for scan in (False, True):
-        config = dataclasses.replace(SMALL, scan=scan, qkv_bias=True, **changes)
-        _, params = models.abstract(config)
-        numbers = coat.optax.hidden_matrices(params)
+        changes = {"norms": "after", "qk_norm": "all", "qkv_bias": True}
+        config = dataclasses.replace(SMALL, scan=scan, **changes)
+        numbers = hidden_matrices(models.abstract(config)[1])
         taken = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(numbers)}
         chosen[scan] = {re.sub(r"\[\d\]", "", name) for name in taken}
     names = {"query", "key", "value", "out", "gate", "up", "down"}
@@ -252,43 +293,59 @@ def test_the_layers_of_a_model_have_the_same_matrices_stacked_or_not(changes):
     assert chosen[True] == chosen[False]
 
 
-@pytest.mark.parametrize(
-    ("name", "is_vector"),
-    [
-        *[(name, True) for name in ("scale", "query_bias", "biases", "rms_scales")],
-        *[(name, True) for name in ("gamma", "ln_1", "ln_f", "ln", "bias_hh")],
-        *[(name, True) for name in ("norm", "norm1", "norm_2", "input_layernorm", "LayerNorm_0")],
-        *[
-            (name, False)
-            for name in ("upscale", "scaled", "multi_scale_mix", "normal", "w", "kiln_1")
-        ],
-    ],
-)
-def test_stacked_vectors_are_recognized_by_their_names(name, is_vector):
-    numbers = coat.optax.hidden_matrices({"layers": {name: {"weight": jnp.zeros((4, 32))}}})
-    assert (numbers["layers"][name]["weight"] is None) == is_vector
+VECTORS = "scale query_bias biases rms_scales gamma betas bias_hh ln_1 ln_f ln norm norm1 norm_2"
+VECTORS += " norms input_layernorm LayerNorm_0 vocab_table unembedding embed wte wpe lm_head"
+MATRICES = "upscale scaled multi_scale_mix normal w kiln_1 headroom members"
+
+
+def test_stacked_vectors_and_vocabularies_are_recognized_by_their_names():
+    names = VECTORS.split() + MATRICES.split()
+    layers = {name: {"weight": jnp.zeros((4, 32))} for name in names}
+    numbers = hidden_matrices({"layers": layers})["layers"]
+    assert [name for name in names if numbers[name]["weight"] is None] == VECTORS.split()
 
 
 def test_dimension_numbers_may_be_a_prefix_and_name_several_axes():
-    params = {"attention": {"out": jnp.zeros((4, 8, 32)), "query": jnp.zeros((32, 4, 8))}}
+    """A column is an axis of the side that the last axis does not belong to."""
+    params = {"attention": {"out": jnp.ones((4, 8, 32)), "query": jnp.ones((32, 4, 8))}}
+    params["transposed"] = normal(0, (5, 3, 7))
     numbers = {
         "attention": {
             "out": MuonDimensionNumbers((0, 1), 2),
             "query": MuonDimensionNumbers(0, (1, 2)),
-        }
+        },
+        "transposed": MuonDimensionNumbers(-1, 0),
     }
-    out, query = matrices_of(numbers, params)
+    out, query, transposed = matrices_of(numbers, params)
     assert (out.fan_in, out.fan_out, query.fan_in, query.fan_out) == (32, 32, 32, 32)
-    x = normal(0, (5, 3, 7))
-    (matrix,) = matrices_of(MuonDimensionNumbers(2, 0), x)
-    assert matrix.stack(x).shape == (3, 7, 5)
-    np.testing.assert_array_equal(matrix.unstack(matrix.stack(x)), x)
-    tx = coat.optax.fp8_muon(0.02, muon_weight_dimension_numbers=numbers)
-    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+    stack = transposed.stack(params["transposed"])
+    assert stack.shape == (3, 7, 5)
+    np.testing.assert_array_equal(transposed.unstack(stack), params["transposed"])
+    matrices = out, query, transposed
+    assert [m.columns_shape for m in matrices] == [(1, 1, 32), (1, 4, 8), (1, 3, 7)]
+    tx = fp8_muon(0.02, muon_weight_dimension_numbers=numbers)
+    updates = jax.eval_shape(lambda p: tx.update(p, tx.init(p), p)[0], params)
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
 
 
-OF_SMALL_GROUPS = coat.optax.fp8_muon(0.02, storage=coat.Storage(min_size=0, group_size=16))
+def test_matrices_without_elements_are_refused_by_name_and_stacks_without_matrices_updated():
+    for shape in ((0, 32), (32, 0), (3, 0, 32)):
+        params, axes = {"w": jnp.ones(shape)}, (len(shape) - 2, len(shape) - 1)
+        tx = fp8_muon(1e-3, muon_weight_dimension_numbers={"w": MuonDimensionNumbers(*axes)})
+        with pytest.raises(ValueError, match=r"'w'.* has matrices without elements.* to AdamW"):
+            tx.init(params)
+        tx = fp8_muon(1e-3)  # by default they are AdamW's
+        jax.eval_shape(lambda p, tx=tx: tx.update(p, tx.init(p), p), params)
+    params = {"none": jnp.ones((0, 16, 32)), "w": jnp.ones((16, 32))}
+    tx = scale_by_fp8_muon(adaptive=True)
+    updates, state = jax.jit(tx.update)(params, tx.init(params))
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+    assert state.mu.codes["none"].shape == (0, 16, 32)
+
+
+# --- Meshes ------------------------------------------------------------------------------------
+
+OF_SMALL_GROUPS = fp8_muon(0.02, ns_steps=1, storage=coat.Storage(min_size=0, group_size=16))
 
 
 def two_steps(params, grads, state):
@@ -298,18 +355,6 @@ def two_steps(params, grads, state):
         return optax.apply_updates(params, updates), state
 
     return jax.lax.fori_loop(0, 2, step, (params, state))
-
-
-@pytest.fixture(scope="module")
-def alone():
-    """Parameters, gradients, and what two steps on one device make of them.
-
-    Stacks of 1, 3 and 7 matrices: 8 devices cannot share them equally.
-    """
-    shapes = {"embedding": (64, 32), "a": (64, 32), "b": (3, 32, 64), "c": (5, 64, 64)}
-    shapes["d"] = (2, 64, 64)
-    params, grads = tree(1, shapes), tree(2, shapes)
-    return params, grads, jax.jit(two_steps)(params, grads, OF_SMALL_GROUPS.init(params))
 
 
 def on_mesh(sizes, names):
@@ -324,12 +369,12 @@ def on_mesh(sizes, names):
     return mesh, sharding
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)])
-def test_updates_do_not_depend_on_the_mesh(alone, sizes):
-    params, grads, wanted = alone
-    tx = OF_SMALL_GROUPS
-    mesh, sharding = on_mesh(sizes, ("data", *AXES))
+def test_updates_do_not_depend_on_the_mesh():
+    """Stacks of 1 and 5 matrices: 8 devices cannot share them equally."""
+    shapes = {"embedding": (64, 32), "a": (64, 32), "b": (3, 64, 64), "d": (2, 64, 64)}
+    params, grads, tx = tree(1, shapes), tree(2, shapes), OF_SMALL_GROUPS
+    wanted = jax.jit(two_steps)(params, grads, tx.init(params))
+    mesh, sharding = on_mesh((2, 2, 2), ("data", *AXES))
 
     def sharded(tree):
         return {name: jax.device_put(x, sharding(name, x.ndim)) for name, x in tree.items()}
@@ -343,6 +388,7 @@ def test_updates_do_not_depend_on_the_mesh(alone, sizes):
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-3 * np.max(np.abs(want)))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("sizes", "names"),
     [((2, 4), ("data", "fsdp")), ((4, 2), ("fsdp", "tensor")), ((2, 2, 2), ("data", *AXES))],
@@ -368,7 +414,7 @@ def test_devices_exchange_matrices_and_gather_none(sizes, names, capfd):
 
 
 def test_on_a_mesh_updates_can_be_batched_and_differentiated():
-    tx = coat.optax.scale_by_fp8_muon(ns_dtype=jnp.float32, storage=IN_FP32)
+    tx = scale_by_fp8_muon(ns_steps=2, ns_dtype=jnp.float32, storage=IN_FP32)
     grads = {name: normal(seed, (16, 24)) for seed, name in enumerate("abc")}
 
     def square(grads):
@@ -383,19 +429,33 @@ def test_on_a_mesh_updates_can_be_batched_and_differentiated():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), got, wanted)
 
 
-def test_in_a_group_of_equal_shapes_each_leaf_gets_its_own_matrix_back():
-    stacks = [normal(i, (i, 24, 40)) for i in (1, 3, 2)]
-    stacks.insert(1, normal(9, (2, 40, 24)))
-    orthogonalized = jax.jit(lambda stacks: orthogonalize(stacks, STANDARD, dtype=jnp.float32))
-    together = jax.device_get(orthogonalized(stacks))
-    for stack, result in zip(jax.device_get(stacks), together, strict=True):
-        assert result.shape == stack.shape
-        for x, u in zip(stack, result, strict=True):
-            (alone,) = orthogonalized([x[None]])
-            np.testing.assert_allclose(u, alone[0], atol=1e-5)
-            singular = np.linalg.svd(u, compute_uv=False)
-            assert singular.min() > 0.3
-            assert singular.max() < 1.3
+def test_matrices_that_are_sharded_explicitly_are_updated_and_stay_sharded():
+    tx = scale_by_fp8_muon(ns_steps=1, storage=coat.Storage(min_size=0, group_size=16))
+    params = {"w": normal(0, (4, 32)), "stack": normal(1, (3, 16, 8))}
+    expected, _ = jax.jit(tx.update)(params, tx.init(params), params)
+    with jax.set_mesh(jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Explicit,))):
+        specs = {"w": P("fsdp", None), "stack": P(None, "fsdp", None)}
+        placed = {name: jax.device_put(params[name], spec) for name, spec in specs.items()}
+        updates, _ = jax.jit(tx.update)(placed, tx.init(placed), placed)
+    for name, spec in specs.items():
+        assert jax.typeof(updates[name]).sharding.spec == spec
+        np.testing.assert_allclose(updates[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+# --- Dtypes and refusals -----------------------------------------------------------------------
+
+
+def test_updates_have_the_dtypes_that_they_have_in_optax():
+    dtypes = ("float32", "bfloat16", "float16")
+    pairs = {f"{p} {g}": (p, g) for p in dtypes for g in dtypes}
+    params = {name: jnp.ones((32, 32), p) for name, (p, _) in pairs.items()}
+    grads = {name: jnp.ones((32, 32), g) for name, (_, g) in pairs.items()}
+
+    ours, alone, theirs = (
+        jax.eval_shape(lambda tx=tx: tx.update(grads, tx.init(params), params)[0])
+        for tx in (fp8_muon(0.02), scale_by_fp8_muon(), optax_muon(0.02))
+    )
+    assert ours == alone == theirs
 
 
 @pytest.mark.parametrize(
@@ -412,8 +472,6 @@ def test_in_a_group_of_equal_shapes_each_leaf_gets_its_own_matrix_back():
         ({"ns_steps": jnp.array(5)}, ValueError, r"static_args=\(.ns_steps., .ns_dtype.\)"),
         ({"ns_dtype": jnp.bfloat16(0)}, ValueError, r"static_args=\(.ns_steps., .ns_dtype.\)"),
         ({"ns_dtype": jnp.float16}, ValueError, "ns_dtype=.*float16.* smaller range"),
-        ({"ns_dtype": coat.E5M2}, ValueError, "ns_dtype=.*float8_e5m2.* smaller range"),
-        ({"ns_dtype": jnp.int8}, ValueError, r"ns_dtype=.*int8.* must be bfloat16 or float32"),
         ({"learning_rate": None, "adam_learning_rate": 1e-3}, TypeError, "learning_rate=None"),
         ({"weight_decay": -0.1}, ValueError, "weight_decay=-0.1"),
         ({"adam_b1": 2}, ValueError, "adam_b1=2 is outside its range, 0 <= adam_b1 < 1"),
@@ -426,133 +484,36 @@ def test_in_a_group_of_equal_shapes_each_leaf_gets_its_own_matrix_back():
 )
 def test_wrong_arguments_are_refused_when_it_is_made(arguments, error, words):
     with pytest.raises(error, match=words):
-        coat.optax.fp8_muon(**{"learning_rate": 0.02, **arguments})
+        fp8_muon(**{"learning_rate": 0.02, **arguments})
 
 
 @pytest.mark.parametrize(
-    ("numbers", "leaf", "words"),
+    ("numbers", "words"),
     [
-        ({"a": None}, "b", r"say 'nothing' of \['b'\]"),
-        ({"b": "muon"}, "b", r"say 'muon' of \['b'\] .* They are a tree"),
-        ("muon", "b", r"say 'muon' of \['b'\] .* They are a tree"),
-        (MuonDimensionNumbers(0, 5), "b", "an axis that"),
-        (MuonDimensionNumbers(0, 0), "b", "twice"),
+        ({"a": None}, r"say 'nothing' of \['b'\]"),
+        ({"b": "muon"}, r"say 'muon' of \['b'\] .* They are a tree"),
+        ("muon", r"say 'muon' of \['b'\] .* They are a tree"),
+        (MuonDimensionNumbers(0, 5), "an axis that"),
+        (MuonDimensionNumbers(0, 0), "twice"),
     ],
 )
-def test_wrong_dimension_numbers_are_refused_by_leaf(numbers, leaf, words):
-    tx = coat.optax.fp8_muon(0.1, muon_weight_dimension_numbers=numbers)
+def test_wrong_dimension_numbers_are_refused_by_leaf(numbers, words):
     with pytest.raises(ValueError, match=words):
-        tx.init({leaf: jnp.zeros((3, 3))})
+        fp8_muon(0.1, muon_weight_dimension_numbers=numbers).init({"b": jnp.zeros((3, 3))})
 
 
-def test_its_numbers_can_be_injected():
-    make = optax.inject_hyperparams(coat.optax.fp8_muon, static_args=("ns_steps", "ns_dtype"))
-    params = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
-    injected, plain = make(optax.constant_schedule(0.02)), coat.optax.fp8_muon(0.02)
-    updates, _ = jax.jit(injected.update)(params, injected.init(params), params)
-    wanted, _ = jax.jit(plain.update)(params, plain.init(params), params)
-    jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=1e-5), updates, wanted)
-
-
-def test_leaves_that_are_not_matrices_and_other_states_are_refused():
-    tx = coat.optax.scale_by_fp8_muon()
+def test_leaves_that_are_not_matrices_of_real_floats_and_other_states_are_refused():
+    params = {"w": jnp.zeros((32, 32))}
     with pytest.raises(ValueError, match=r"\['b'\].*no hidden matrix"):
-        tx.init({"b": jnp.zeros(3)})
+        scale_by_fp8_muon().init({"b": jnp.zeros(3)})
+    for tx in (fp8_muon(0.1), scale_by_fp8_muon()):
+        for dtype in (jnp.int32, jnp.complex64):
+            with pytest.raises(TypeError, match=rf"\['w'\] .*{dtype.__name__}"):
+                tx.init({"w": jnp.zeros((32, 32), dtype)})
+            with pytest.raises(TypeError, match=rf"\['w'\] .*{dtype.__name__}"):
+                tx.update({"w": jnp.zeros((32, 32), dtype)}, tx.init(params), params)
+    for other in (fp8_adamw(1e-3), optax.adamw(1e-3), scale_by_fp8_muon()):
+        with pytest.raises(TypeError, match=r"must be a PartitionState, but is a .* another"):
+            fp8_muon(1e-3).update(params, other.init(params), params)
     with pytest.raises(TypeError, match="another optimizer"):
-        tx.update({"w": jnp.zeros((3, 3))}, optax.EmptyState())
-
-
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
-def test_matrices_of_other_numbers_than_real_floats_are_refused(dtype):
-    """As AdamW refuses them."""
-    for tx in (coat.optax.fp8_muon(0.1), coat.optax.scale_by_fp8_muon()):
-        with pytest.raises(TypeError, match=rf"\['w'\] .*{dtype.__name__}"):
-            tx.init({"w": jnp.zeros((32, 32), dtype)})
-        params = {"w": jnp.zeros((32, 32))}
-        with pytest.raises(TypeError, match=rf"\['w'\] .*{dtype.__name__}"):
-            tx.update({"w": jnp.zeros((32, 32), dtype)}, tx.init(params), params)
-
-
-@pytest.mark.parametrize("other", [coat.optax.fp8_adamw, optax.adamw, coat.optax.scale_by_fp8_muon])
-def test_the_state_of_another_optimizer_is_named(other):
-    params = {"w": jnp.ones((32, 32))}
-    state = (other() if other is coat.optax.scale_by_fp8_muon else other(1e-3)).init(params)
-    with pytest.raises(TypeError, match=r"must be a PartitionState, but is a .* another"):
-        coat.optax.fp8_muon(1e-3).update(params, state, params)
-
-
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-
-
-@pytest.mark.parametrize("of_params", DTYPES)
-@pytest.mark.parametrize("of_grads", DTYPES)
-def test_updates_have_the_dtypes_that_they_have_in_optax(of_params, of_grads):
-    params = {"w": jnp.ones((32, 32), of_params), "b": jnp.ones(32, of_params)}
-    grads = jax.tree.map(lambda p: p.astype(of_grads), params)
-    ours, theirs = (
-        jax.eval_shape(lambda tx=tx: tx.update(grads, tx.init(params), params)[0])
-        for tx in (coat.optax.fp8_muon(0.02), optax_muon(0.02))
-    )
-    assert ours == theirs
-    matrix = {"w": params["w"]}
-    alone = coat.optax.scale_by_fp8_muon()
-    update = jax.eval_shape(lambda: alone.update({"w": grads["w"]}, alone.init(matrix), matrix)[0])
-    assert update["w"].dtype == theirs["w"].dtype
-
-
-def test_zeros_are_orthogonalized_to_zeros():
-    """With any preconditioning, also where eps is zero in the dtype of the products."""
-    zeros = [jnp.zeros((1, 4, 6))]
-
-    @jax.jit
-    def all_ways():
-        return [
-            orthogonalize(
-                zeros,
-                STANDARD,
-                eps=eps,
-                preconditioning=how,
-                dtype=dtype,
-            )
-            for how in ("frobenius", "spectral", "aol", "schatten")
-            for dtype in (jnp.float16, jnp.bfloat16)
-            for eps in (1e-8, 0.0)
-        ]
-
-    for (u,) in all_ways():
-        assert not jnp.any(u)
-
-
-@pytest.mark.parametrize("shape", [(0, 32), (32, 0), (3, 0, 32)])
-def test_matrices_without_elements_are_refused_by_name(shape):
-    params, axes = {"w": jnp.ones(shape)}, (len(shape) - 2, len(shape) - 1)
-    numbers = {"w": optax.contrib.MuonDimensionNumbers(*axes)}
-    with pytest.raises(ValueError, match=r"'w'.* has matrices without elements.* to AdamW"):
-        coat.optax.fp8_muon(1e-3, muon_weight_dimension_numbers=numbers).init(params)
-    state = coat.optax.fp8_muon(1e-3).init(params)  # by default they are AdamW's
-    coat.optax.fp8_muon(1e-3).update(params, state, params)
-
-
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_a_stack_without_matrices_is_updated(adaptive):
-    params = {"none": jnp.ones((0, 16, 32)), "w": jnp.ones((16, 32))}
-    tx = coat.optax.scale_by_fp8_muon(adaptive=adaptive)
-    updates, state = jax.jit(tx.update)(params, tx.init(params))
-    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
-    assert {u.dtype for u in jax.tree.leaves(updates)} == {np.dtype("float32")}
-    assert state.mu.codes["none"].shape == (0, 16, 32)
-
-
-def test_matrices_that_are_sharded_explicitly_are_updated_and_stay_sharded():
-    tx = coat.optax.fp8_muon(0.02, storage=coat.Storage(min_size=0, group_size=16))
-    rng = np.random.default_rng(0)
-    params = {"w": rng.standard_normal((4, 32)), "stack": rng.standard_normal((3, 16, 8))}
-    params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
-    expected, _ = jax.jit(tx.update)(params, tx.init(params), params)
-    with jax.set_mesh(jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Explicit,))):
-        specs = {"w": P("fsdp", None), "stack": P(None, "fsdp", None)}
-        placed = {name: jax.device_put(params[name], spec) for name, spec in specs.items()}
-        updates, _ = jax.jit(tx.update)(placed, tx.init(placed), placed)
-    for name, spec in specs.items():
-        assert jax.typeof(updates[name]).sharding.spec == spec
-        np.testing.assert_allclose(updates[name], expected[name], rtol=1e-4, atol=1e-6)
+        scale_by_fp8_muon().update(params, optax.EmptyState())
