@@ -17,6 +17,7 @@ from coat_jax.storage import GROUP_SIZES, MIN_COLUMNS, PAPER, Storage, stochasti
 write = jax.jit(Storage.write, static_argnums=(0, 2))
 read = jax.jit(Storage.read, static_argnums=0)
 encode = jax.jit(expansion.encode, static_argnames=("dtype", "group_size"))
+encode_dithered = jax.jit(expansion.encode_dithered, static_argnums=1)
 decode = jax.jit(expansion.decode, static_argnames="group_size")
 
 SHAPES = [(), (0,), (3, 0), (1,), (17,), (64, 15), (64, 16), (3, 5, 129)]
@@ -26,58 +27,29 @@ def values_of(shape):
     return np.float32(np.random.default_rng(0).normal(size=shape))
 
 
-@pytest.mark.parametrize(
-    ("shape", "in_fp8"),
-    [
-        ((), False),
-        ((0,), False),
-        ((1000, 0), False),
-        ((16383,), False),  # one short
-        ((16384,), True),
-        ((1024, 16), True),
-        ((2048, 15), False),  # narrow
-        ((16384, 1), False),
-        ((4, 64, 64), True),
-        ((16, 1024, 1), False),
-    ],
-    ids=str,
-)
-def test_the_rule_of_the_default(shape, in_fp8):
-    assert Storage().quantizes(shape) is in_fp8
+def test_8_bits_need_the_size_and_the_columns():
+    in_8_bits = [(16384,), (1024, 16), (4, 64, 64)]
+    in_fp32 = [(), (0,), (1000, 0), (16383,), (2048, 15), (16384, 1), (16, 1024, 1)]
+    assert all(map(Storage().quantizes, in_8_bits))
+    assert not any(map(Storage().quantizes, in_fp32))
+    for shape in SHAPES:
+        assert Storage(min_size=0).quantizes(shape)
+        for least in (1, 2, 17, 960, 10**9):
+            enough = math.prod(shape) >= least and (shape or (0,))[-1] >= MIN_COLUMNS
+            assert Storage(min_size=least).quantizes(shape) == enough
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("min_size", [1, 2, 17, 1000, 10**9])
-def test_fp8_needs_the_size_and_the_columns(shape, min_size):
-    enough = np.prod(shape, dtype=int) >= min_size and (shape or (0,))[-1] >= MIN_COLUMNS
-    assert Storage(min_size=min_size).quantizes(shape) == enough
-
-
-@pytest.mark.parametrize("value", [1, "no", None])
-def test_rounding_is_a_boolean(value):
-    with pytest.raises(ValueError, match=r"stochastic=.* must be True or False"):
-        Storage(stochastic=value)
-
-
-def test_numpys_numbers_are_pythons():
-    storage = Storage(group_size=np.int64(64), min_size=np.int32(0), stochastic=np.bool_(True))
-    assert storage == Storage(group_size=64, min_size=0)
-    assert type(storage.group_size) is int
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_minimum_of_zero_takes_every_leaf(shape):
-    assert Storage(min_size=0).quantizes(shape)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_leaves_in_fp32_are_exact(shape):
-    """NaN and infinity too: FP32 leaves are kept as they are."""
-    storage, values = Storage(min_size=10**9), values_of(shape)
-    values = np.where(values > 1, np.float32(np.inf), np.where(values < -1, np.nan, values))
-    stored = storage.write(jnp.asarray(values), storage.first)
-    assert stored.codes.dtype == jnp.float32
-    np.testing.assert_array_equal(storage.read(stored), values)
+def test_leaves_in_fp32_are_exact():
+    """NaN and infinity too: FP32 leaves are kept as they are. Half precision becomes FP32."""
+    storage = Storage(min_size=10**9)
+    for shape in SHAPES:
+        values = values_of(shape)
+        values = np.where(values > 1, np.float32(np.inf), np.where(values < -1, np.nan, values))
+        stored = storage.write(jnp.asarray(values), storage.first)
+        assert stored.codes.dtype == jnp.float32
+        np.testing.assert_array_equal(storage.read(stored), values)
+    stored = storage.write(jnp.full((2, 3), 0.1, jnp.bfloat16), storage.first)
+    assert stored.codes.dtype == storage.read(stored).dtype == jnp.float32
 
 
 @pytest.mark.parametrize("shape", [(), (3, 5, 129)], ids=str)
@@ -93,99 +65,70 @@ def test_leaves_in_fp8_are_expanded(shape, stochastic):
     np.testing.assert_array_equal(read(storage, stored), decode(want, group_size=32))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_tree_is_the_same_whatever_the_rule_says(shape):
-    def layout(min_size):
+def test_the_tree_is_the_same_whatever_the_rule_says():
+    def layout(shape, min_size):
         storage = Storage(min_size=min_size, group_size=32)
-        return jax.eval_shape(
-            lambda x: storage.write(x, E4M3), jax.ShapeDtypeStruct(shape, jnp.float32)
-        )
+        values = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return jax.eval_shape(lambda x: storage.write(x, E4M3), values)
 
-    fp8, fp32 = layout(0), layout(10**9)
-    assert isinstance(fp8, Expanded)
-    assert jax.tree.structure(fp8) == jax.tree.structure(fp32)
-    assert fp8.codes.shape == fp32.codes.shape
-    assert [leaf.ndim for leaf in fp8] == [leaf.ndim for leaf in fp32]
-    assert (fp8.codes.dtype, fp32.codes.dtype) == (E4M3, jnp.float32)
-    assert [leaf.dtype for leaf in fp8[1:]] == [leaf.dtype for leaf in fp32[1:]]
-
-
-@pytest.mark.parametrize(
-    "shape", [(512, 512, 3, 3), (65536, 1), (20000, 15), (4096,), (64, 64), (7,), ()], ids=str
-)
-def test_no_leaf_costs_more_than_fp32_moments(shape):
-    """But for the few bytes of scales that an FP32 leaf does not use."""
-    storage = Storage()
-    stored = jax.eval_shape(
-        lambda x: storage.write(x, E4M3), jax.ShapeDtypeStruct(shape, jnp.float32)
-    )
-    cost = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in stored)
-    assert cost <= 4 * math.prod(shape) + 5 * 64
+    for shape in SHAPES:
+        in_8_bits, in_fp32 = layout(shape, 0), layout(shape, 10**9)
+        assert isinstance(in_8_bits, Expanded)
+        assert jax.tree.structure(in_8_bits) == jax.tree.structure(in_fp32)
+        assert in_8_bits.codes.shape == in_fp32.codes.shape
+        assert (in_8_bits.codes.dtype, in_fp32.codes.dtype) == (E4M3, jnp.float32)
+        for one, other in zip(in_8_bits[1:], in_fp32[1:], strict=True):
+            assert (one.ndim, one.dtype) == (other.ndim, other.dtype)
 
 
-def test_scales_that_an_fp32_leaf_does_not_use_take_at_most_1_25_times_its_bytes():
-    """Five bytes for four, where each axis can be sharded and the last one has one element."""
-    sizes = (0, 1, 2, 3, 4, 7, 8, 12, 16, 100)
-    shapes = [shape for rank in range(5) for shape in itertools.product(sizes, repeat=rank)]
-    ratios = {
-        shape: 5 * math.prod(Storage(min_size=10**9).scales_shape(shape)) / (4 * math.prod(shape))
-        for shape in shapes
-        if math.prod(shape)
-    }
+def test_scales_that_an_fp32_leaf_does_not_use_are_few_and_can_be_sharded_as_it_is():
+    """Trainers copy a parameter's PartitionSpec onto arrays of the same rank.
+
+    They take at most five bytes for four, where all axes but the last can be sharded.
+    """
+    sizes = (0, 1, 3, 7, 8, 12, 1024)
+    shapes = [shape for rank in range(4) for shape in itertools.product(sizes, repeat=rank)]
+    ratios = {}
+    for shape in shapes:
+        scales = Storage(min_size=10**10).scales_shape(shape)
+        if math.prod(shape):
+            ratios[shape] = 5 * math.prod(scales) / (4 * math.prod(shape))
+        for parts in (2, 4, 8):
+            pairs = zip(shape[:-1], scales[:-1], strict=True)
+            assert all(scale % parts == 0 for size, scale in pairs if size % parts == 0)
+            if shape and shape[-1] % (parts * 128) == 0:
+                assert scales[-1] % parts == 0
     assert max(ratios.values()) == ratios[8, 8, 1] == 1.25
 
 
-@pytest.mark.parametrize("shape", [(512, 512, 3, 3), (4096,), (64, 24, 8, 10)], ids=str)
-def test_scales_that_an_fp32_leaf_does_not_use_can_be_sharded_as_it_is(shape):
-    """Trainers copy a parameter's PartitionSpec onto arrays of the same rank."""
-    scales = Storage(min_size=10**9).scales_shape(shape)
-    leading = list(zip(shape[:-1], scales[:-1], strict=True))
-    for parts in (2, 4, 8):
-        assert all(scale % parts == 0 for size, scale in leading if size % parts == 0)
-        if shape[-1] % (parts * 128) == 0:
-            assert scales[-1] % parts == 0
-
-
-@pytest.mark.parametrize(
-    ("first", "b1", "rounding"),
-    [
-        (E4M3, 0.9, "dithered"),
-        (E4M3, 0.0, "dithered"),
-        (E4M3, 0.95, "stochastic"),
-        (E4M3, 0.99, "stochastic"),
-        (E5M2, 0.9, "stochastic"),
-        (E5M2, 0.8, "dithered"),
-    ],
-)
-def test_a_slow_first_moment_is_rounded_stochastically_and_a_fast_one_dithered(first, b1, rounding):
-    storage = Storage(min_size=0, first=first)
-    assert storage.rounding_of_first(b1) == rounding
-    assert Storage(stochastic=False).rounding_of_first(b1) == "nearest"
+def test_a_slow_first_moment_is_rounded_stochastically_and_a_fast_one_dithered():
+    for first, fast, slow in ((E4M3, 0.9, 0.95), (E5M2, 0.8, 0.9)):
+        storage = Storage(min_size=0, first=first)
+        assert storage.rounding_of_first(0.0) == storage.rounding_of_first(fast) == "dithered"
+        assert storage.rounding_of_first(slow) == storage.rounding_of_first(0.99) == "stochastic"
+    assert Storage(stochastic=False).rounding_of_first(0.9) == "nearest"
+    storage = Storage(min_size=0, first=E4M3)
     m, key = values_of((4, 256)), noise.leaf_key(0, 1, 2)
-    known, _ = jax.jit(lambda m, key: storage.write_moments(m, m**2, key, b1, 0.95))(m, key)
-    computed, _ = jax.jit(storage.write_moments)(m, m**2, key, jnp.float32(b1), 0.95)
-    jax.tree.map(np.testing.assert_array_equal, known, computed)
+    computed = jax.jit(storage.write_moments)
+    for b1 in (0.9, 0.95):
+        known = jax.jit(lambda m, key, b1=b1: storage.write_moments(m, m**2, key, b1, 0.95))(m, key)
+        jax.tree.map(np.testing.assert_array_equal, known, computed(m, m**2, key, b1, 0.95))
 
 
-@pytest.mark.parametrize(
-    ("first", "b1"),
-    [
-        *((E4M3, b1) for b1 in (0.5, 0.8, 0.85, 0.9, 0.91)),
-        *((E5M2, b1) for b1 in (0.5, 0.8, 0.85)),  # from 0.9 on its codes stand still
-    ],
-)
-def test_every_code_of_a_dithered_first_moment_decays_without_a_gradient(first, b1):
+# E5M2 stands still from 0.9 on.
+@pytest.mark.parametrize(("first", "decays"), [(E4M3, (0.5, 0.8, 0.9, 0.91)), (E5M2, (0.5, 0.85))])
+def test_every_code_of_a_dithered_first_moment_decays_without_a_gradient(first, decays):
     """However its noise falls, a normal code sinks; so nothing is held up above the smallest."""
-    assert Storage(min_size=0, first=first).rounding_of_first(b1) == "dithered"
     codes = np.arange(1, 127, dtype=np.uint8).view(first).astype(np.float32)
     codes = codes[np.isfinite(codes) & (codes >= 2.0 ** (-5 if first == E4M3 else -13))]
     groups = np.zeros((1, 128), np.float32)
     groups[0, : len(codes)] = codes
     groups[0, -2:] = codes.max(), codes.min() * 2.0**-20  # so that k = 1
-    for u in (0.0, 0.5, 1 - 2.0**-17):
+    for b1, u in itertools.product(decays, (0.0, 0.5, 1 - 2.0**-17)):
+        assert Storage(min_size=0, first=first).rounding_of_first(b1) == "dithered"
         dither = np.full(groups.shape, u, np.float32)
         decayed = np.where(np.arange(128) == 126, groups, np.float32(b1) * groups)
-        after = decode(expansion.encode_dithered(decayed, first, dither))
+        after = decode(encode_dithered(decayed, first, dither))
         assert np.all(np.asarray(after)[0, : len(codes)] < codes)
 
 
@@ -198,55 +141,56 @@ def test_the_noise_of_both_moments_is_independent_for_one_element():
         assert abs(both - p * p) < 6 * p / np.sqrt(a.size)
 
 
-def test_half_precision_moments_are_read_as_float32():
-    storage = Storage(min_size=10**9)
-    stored = storage.write(jnp.full((2, 3), 0.1, jnp.bfloat16), storage.first)
-    assert stored.codes.dtype == storage.read(stored).dtype == jnp.float32
+def test_every_listed_group_size_works():
+    values, key = jnp.full((2, 40), 0.3), noise.leaf_key(0, 1, 0)
+    for size in GROUP_SIZES:
+        storage = Storage(min_size=0, group_size=size)
+        for stored in jax.eval_shape(
+            lambda x, s=storage: (*s.write_moments(x, x, key, 0.9, 0.95), s.write(x, s.other)),
+            values,
+        ):
+            assert stored.amax.shape == stored.k16.shape == (2, -(-40 // size))
+            assert jax.eval_shape(storage.read, stored).shape == (2, 40)
 
 
-def test_storage_can_be_a_static_argument():
-    """Hashable and compared by value; a change is a new object."""
-    assert Storage(group_size=64) == dataclasses.replace(Storage(), group_size=64)
-    assert hash(Storage(group_size=64)) == hash(Storage(group_size=64))
+def test_a_storage_is_compared_by_value_and_has_one_spelling():
+    storage = Storage(group_size=np.int64(64), min_size=np.int32(0), stochastic=np.bool_(True))
+    assert type(storage.group_size) is int
+    assert storage == dataclasses.replace(Storage(), group_size=64, min_size=0)
+    assert hash(storage) == hash(Storage(group_size=64, min_size=0))
     assert Storage() != Storage(stochastic=False)
+    assert Storage(first="int8", second=np.dtype("uint8"), seed=2**32 - 1) == Storage(
+        seed=2**32 - 1
+    )
+    assert Storage(first="float8_e4m3fn").first == Storage(first="e4m3").first == E4M3
     with pytest.raises(dataclasses.FrozenInstanceError):
         Storage().seed = 1
-    x = np.full((2, 40), 0.3, np.float32)  # constant, so exact
-    same = read(Storage(min_size=0), write(Storage(min_size=0), x, E4M3))
-    np.testing.assert_array_equal(same, x)
 
 
-@pytest.mark.parametrize("group_size", GROUP_SIZES)
-def test_every_listed_group_size_works(group_size):
-    storage, values = Storage(min_size=0, group_size=group_size), jnp.full((2, 40), 0.3)
-    key = noise.leaf_key(0, 1, 0)
-    moments = jax.eval_shape(lambda x: storage.write_moments(x, x, key, 0.9, 0.95), values)
-    for stored in moments:
-        assert stored.amax.shape == stored.k16.shape == (2, -(-40 // group_size))
-        assert jax.eval_shape(storage.read, stored).shape == (2, 40)
-    stored = jax.eval_shape(lambda x: storage.write(x, storage.other), values)
-    assert jax.eval_shape(storage.read, stored).shape == (2, 40)
+FORMATS = [jnp.float32, jnp.bfloat16, jnp.float8_e4m3b11fnuz, "int16", None, "fp8", 8]
+REFUSED = {
+    "must be a whole number among 16, 32, .*1024": {
+        "group_size": [0, -128, 100, 8, 2048, "128", 128.5, True, None]
+    },
+    "must be a whole number (of at least|from) 0": {
+        "min_size": [-1, 1.5, True, "0", None],
+        "seed": [-1, 2**32, 1.5, True, "0", None],  # the noise is hashed from 32 bits
+    },
+    "must be True or False": {"stochastic": [1, "no", None]},
+    r"is not a format .*coat\.formats\.E4M3": {
+        "first": [*FORMATS, jnp.uint8],
+        "second": [*FORMATS, jnp.int8],
+        "other": [*FORMATS, jnp.int8],
+    },
+}
 
 
-@pytest.mark.parametrize("group_size", [0, -128, 100, 8, 2048, "128", 128.5, None])
-def test_another_group_size_is_refused(group_size):
-    with pytest.raises(ValueError, match=r"group_size=.* must be a whole number among 16, 32,"):
-        Storage(group_size=group_size)
-
-
-@pytest.mark.parametrize("field", ["first", "second", "other"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, "int16", None, "fp8"])
-def test_another_format_is_refused(field, dtype):
-    with pytest.raises(ValueError, match=rf"{field}=.* is not a format .*coat\.formats\.E4M3"):
-        Storage(**{field: dtype})
-
-
-def test_a_format_has_one_spelling():
-    assert Storage(first="int8", second=np.dtype("uint8")) == Storage()
-    assert Storage(first="float8_e4m3fn").first == E4M3
-    for field, dtype in (("first", jnp.uint8), ("second", jnp.int8), ("other", jnp.int8)):
-        with pytest.raises(ValueError, match=f"{field}=.* is not a format"):
-            Storage(**{field: dtype})
+@pytest.mark.parametrize("message", REFUSED)
+def test_wrong_settings_are_refused(message):
+    for field, values in REFUSED[message].items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"{field}=.* {message}"):
+                Storage(**{field: value})
 
 
 def adam_moments(seed=0):
@@ -304,16 +248,7 @@ def test_a_first_moment_whose_second_is_too_small_to_be_stored_is_right_on_avera
     assert np.all(np.abs(got.mean(0) - m[place][0]) <= 6 * got.std(0) / 64 + 2e-3 * m[0, 0])
 
 
-@pytest.mark.parametrize(("b1", "b2"), [(0.9, 0.95), (0.9, 0.999), (0.95, 0.95), (0.5, 0.9)])
-def test_every_code_of_a_direction_that_is_rounded_to_nearest_decays(b1, b2):
-    below = float(stochastic_below(b1, b2))
-    codes = np.arange(1, 128)
-    stays = np.round(codes * b1 / np.sqrt(b2)) == codes
-    assert not np.any(stays[codes >= below])
-    assert np.any(stays) == (below > 1)
-
-
-@pytest.mark.parametrize("b", [0.96, 0.98, 0.99])
+@pytest.mark.parametrize("b", [0.96, 0.99])
 def test_a_slow_moment_comes_to_where_equal_gradients_keep_it(b):
     """Rounded to nearest it would stay 1 / (2 (1 - b)) codes away: a tenth of its size and more."""
     storage = Storage(min_size=0)
@@ -331,19 +266,22 @@ def test_a_slow_moment_comes_to_where_equal_gradients_keep_it(b):
     np.testing.assert_allclose(np.mean(means[-200:]), target.mean(), rtol=0.01)
 
 
-@pytest.mark.parametrize(("b1", "b2"), [(0.99, 0.95), (0.9, 0.0), (1.0, 0.999), (0.98, 0.99)])
-def test_a_direction_that_does_not_decay_is_rounded_stochastically(b1, b2):
-    assert np.isinf(stochastic_below(b1, b2))
-    assert np.isinf(jax.jit(stochastic_below)(b1, b2))
+def test_every_code_of_a_direction_that_is_rounded_to_nearest_decays():
+    codes = np.arange(1, 128)
+    for b1, b2 in ((0.9, 0.95), (0.9, 0.999), (0.95, 0.95), (0.5, 0.9)):
+        below = float(stochastic_below(b1, b2))
+        stays = np.round(codes * b1 / np.sqrt(b2)) == codes
+        assert not np.any(stays[codes >= below])
+        assert np.any(stays) == (below > 1)
+    for b1, b2 in ((0.99, 0.95), (0.9, 0.0), (1.0, 0.999), (0.98, 0.99)):  # do not decay, or slowly
+        assert np.isinf(jax.jit(stochastic_below)(b1, b2))
 
 
 def test_a_first_moment_survives_a_second_one_that_is_too_small_to_be_stored():
     """Its direction is then stored, and read, with the smallest root that the group can hold."""
     m, v = np.full((1, 128), 1e-9, np.float32), np.full((1, 128), 1e-16, np.float32)
     m[0, 0], v[0, 0] = 1.0, 1.0
-    storage = Storage(min_size=0, stochastic=False)
-    mu, nu = storage.write_moments(m, v, noise.leaf_key(0, 1, 2), 0.9, 0.95)
-    got_m, got_v = storage.read_moments(mu, nu)
+    got_m, got_v = stored(Storage(min_size=0, stochastic=False), m, v, b1=0.9)
     np.testing.assert_array_equal(got_v[0, 1:], 0)
     smallest = np.sqrt(logarithms.FIT.resolution)
     assert np.all(np.abs(got_m - m)[0, 1:] <= smallest / 127)
@@ -355,13 +293,6 @@ def test_the_papers_formats_have_a_name():
     mu, nu = PAPER.write_moments(m, v, noise.leaf_key(0, 1, 2), 0.9, 0.95)
     jax.tree.map(np.testing.assert_array_equal, mu, encode(m, E4M3, group_size=128))
     jax.tree.map(np.testing.assert_array_equal, nu, encode(v, E4M3, group_size=128))
-
-
-@pytest.mark.parametrize("field", ["min_size", "seed"])
-@pytest.mark.parametrize("value", [-1, 1.5, True, "0", None])
-def test_sizes_and_seeds_must_be_whole_numbers(field, value):
-    with pytest.raises(ValueError, match=rf"{field}=.*must be a whole number (of at least|from) 0"):
-        Storage(**{field: value})
 
 
 @pytest.mark.parametrize(("b", "apart"), [(0.95, 1), (0.99, 2)])
