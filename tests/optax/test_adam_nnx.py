@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
-from coat_jax.optax import Storage, compress, fp8_adamw
+from coat_jax.optax import Storage, fp8_adamw
 
 WIDTH, HIDDEN = 128, 1024
 
@@ -37,7 +37,7 @@ def train(model, optimizer, x):
     return loss
 
 
-def run(tx, steps=5, *, sharded=False):
+def run(tx, steps=4, *, sharded=False):
     """The model, its optimizer and the losses after some steps."""
     model = MLP(nnx.Rngs(0), sharded=sharded)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -66,30 +66,6 @@ def test_moments_stay_in_8_bits_and_the_model_learns_as_with_optax(unsharded):
     # Rounding moves a parameter some percent otherwise, so the loss's fall differs by less.
     np.testing.assert_allclose(losses, theirs, rtol=0.01)
     assert losses[-1] < 0.8 * losses[0]
-
-
-def test_it_does_what_the_functional_loop_does(unsharded):
-    model, _, _ = unsharded
-    graph, params = nnx.split(MLP(nnx.Rngs(0)), nnx.Param)
-    params = nnx.to_pure_dict(params)
-    x = jnp.float32(np.random.default_rng(0).standard_normal((32, WIDTH)))
-    tx = fp8_adamw(1e-3)
-    state = tx.init(params)
-
-    def loss(params):
-        model = nnx.merge(graph, nnx.State(params))
-        return loss_of(model, x)
-
-    @jax.jit
-    def step(params, state):
-        updates, state = tx.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    for _ in range(5):
-        params, state = step(params, state)
-    got = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    # Two programs: gradients differ in their last bits, by which a code may flip.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), got, params)
 
 
 def test_on_a_mesh_state_is_sharded_as_the_parameters_and_results_are_the_same(unsharded):
@@ -122,13 +98,6 @@ def test_smaller_groups_let_a_mesh_shard_the_last_axis_finer():
     amax = moments(optimizer)[0]["amax"]["w"]
     assert amax.shape == (64, 8)
     assert amax.sharding.spec == PartitionSpec(None, "x")
-
-
-def test_compressed_transformations_train_too():
-    _, optimizer, losses = run(compress(optax.lion(1e-4)))
-    codes = nnx.to_pure_dict(nnx.state(optimizer))["opt_state"]["codes"][0]["mu"]
-    assert codes["up"]["kernel"].dtype == jnp.float8_e4m3fn
-    assert losses[-1] < losses[0]
 
 
 @pytest.mark.filterwarnings("ignore:'sharding_names' is deprecated")
