@@ -23,7 +23,9 @@ def test_the_norm_is_that_of_the_gradients_in_float64(dtype):
     for norm in (global_norm(grads), jax.jit(global_norm)(grads)):
         assert norm.dtype == jnp.float32
         np.testing.assert_allclose(norm, exact, rtol=1e-5)
-    np.testing.assert_allclose(global_norm_scale(grads, 1.0), 1 / exact, rtol=1e-5)
+    for largest in (1.0, 0.5 * exact, 2 * exact):
+        scale = global_norm_scale(grads, largest)
+        np.testing.assert_allclose(scale, min(1.0, largest / exact), rtol=1e-5)
     if dtype == jnp.bfloat16:  # What this test would miss if optax's norm passed it.
         assert abs(float(optax.tree.norm(grads)) / exact - 1) > 1e-3
 
@@ -36,21 +38,16 @@ def test_the_trainer_has_no_norm_of_its_own():
     assert step.global_norm is global_norm
 
 
-def test_without_gradients_the_norm_is_zero():
+def test_a_largest_norm_is_above_zero_and_finite():
+    for largest in (0, 1e-31, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"max_norm=.* its range, 1e-30 <= max_norm < inf"):
+            global_norm_scale({"a": jnp.ones(3)}, largest)
+
+
+def test_norms_of_zero_and_schedules_that_reach_zero_scale_by_no_nan():
+    """The numbers of a schedule are not known when a step is traced."""
     assert float(global_norm({})) == 0.0
     assert float(global_norm_scale({"a": jnp.zeros((4, 128))}, 1.0)) == 1.0
-
-
-@pytest.mark.parametrize("max_norm", [0, 0.0, 1e-31, -1.0, float("nan"), float("inf")])
-def test_a_largest_norm_is_above_zero_and_finite(max_norm):
-    with pytest.raises(
-        ValueError, match=r"max_norm=.* is outside its range, 1e-30 <= max_norm < inf"
-    ):
-        global_norm_scale({"a": jnp.ones(3)}, max_norm)
-
-
-def test_a_schedule_that_reaches_zero_scales_by_zero_but_not_by_nan():
-    """Its numbers are not known when a step is traced."""
     scale = jax.jit(global_norm_scale)
     for grads, expected in ((jnp.ones(4), 0.0), (jnp.zeros(4), 1.0)):
         assert float(scale({"a": grads}, 0.0)) == expected

@@ -23,50 +23,42 @@ from coat_jax.optax import (
 PARAMS = {"w": jax.device_put(np.float32(np.random.default_rng(0).standard_normal((4, 256))))}
 GRADS = jax.device_put(np.float32(np.random.default_rng(1).standard_normal((4, 256))))
 FP8, FP32 = Storage(min_size=0), Storage(min_size=10**12)
+ADAMW = optax.adamw(1e-2, eps=1.0)
 OURS = {
     "fp8_adamw": lambda storage: fp8_adamw(1e-2, eps=1.0, storage=storage),
-    "compress": lambda storage: compress(optax.adamw(1e-2, eps=1.0), storage=storage),
+    "compress": lambda storage: compress(ADAMW, storage=storage),
 }
 
 
-def loss_after(tx, grads, steps, scale):
+def loss_after(tx, grads, steps):
     params, state = PARAMS, tx.init(PARAMS)
     for i in range(steps):
         updates, state = tx.update({"w": (i + 1) * grads}, state, params)
         params = optax.apply_updates(params, updates)
-    return scale * jnp.sum(jnp.square(params["w"]))
+    return jnp.sum(jnp.square(params["w"]))
 
 
-def derivative(tx, steps, scale=1.0):
-    return jax.jit(jax.grad(lambda grads: loss_after(tx, grads, steps, scale)))(GRADS)
+def derivatives(tx, steps, scale=1.0):
+    """Backwards, and forwards along the gradients."""
+
+    def loss(grads):
+        return scale * loss_after(tx, grads, steps)
+
+    return jax.jit(lambda g: (jax.grad(loss)(g), jax.jvp(loss, (g,), (g,))[1]))(GRADS)
 
 
-@pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize("scale", [1.0, 1e9])
-def test_through_one_step_derivatives_are_those_of_optax(name, scale):
-    got, wanted = (
-        derivative(OURS[name](FP8), 1, scale),
-        derivative(optax.adamw(1e-2, eps=1.0), 1, scale),
-    )
-    np.testing.assert_allclose(got, wanted, atol=1e-5 * float(jnp.max(jnp.abs(wanted))))
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_forwards_too(name):
-    def tangent(tx):
-        return jax.jit(lambda g: jax.jvp(lambda g: loss_after(tx, g, 1, 1.0), (g,), (g,))[1])(GRADS)
-
-    np.testing.assert_allclose(
-        tangent(OURS[name](FP8)), tangent(optax.adamw(1e-2, eps=1.0)), atol=1e-4
-    )
+def assert_close(got, wanted):
+    gradient, tangent = wanted
+    np.testing.assert_allclose(got[0], gradient, atol=1e-5 * float(jnp.max(jnp.abs(gradient))))
+    np.testing.assert_allclose(got[1], tangent, rtol=1e-3)  # a sum of 1024 terms of both signs
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_through_two_steps_they_are_refused(name):
+def test_through_one_step_derivatives_are_those_of_optax_and_through_two_refused(name):
+    assert_close(derivatives(OURS[name](FP8), 1, 1e9), derivatives(ADAMW, 1, 1e9))
     with pytest.raises(NotImplementedError, match=r"8 bits cannot be differentiated"):
-        derivative(OURS[name](FP8), 2)
-    got, wanted = derivative(OURS[name](FP32), 2), derivative(optax.adamw(1e-2, eps=1.0), 2)
-    np.testing.assert_allclose(got, wanted, atol=1e-5 * float(jnp.max(jnp.abs(wanted))))
+        derivatives(OURS[name](FP8), 2)
+    assert_close(derivatives(OURS[name](FP32), 2), derivatives(ADAMW, 2))
 
 
 def test_the_last_step_alone_can_be_differentiated():
@@ -91,27 +83,26 @@ def test_the_fused_step_refuses_too():
         jax.jit(jax.grad(loss))(GRADS)
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        lambda tx, p, g: optax.apply_updates(
-            p,
-            optax.chain(tx, stochastic_round_updates()).update(
-                g, optax.chain(tx, stochastic_round_updates()).init(p), p
-            )[0],
-        ),
-        lambda tx, p, g: in_place(tx, round_params=True).step(
-            p, g, in_place(tx, round_params=True).init(p)
-        )[0],
-        lambda tx, p, g: apply_updates(p, tx.update(g, tx.init(p), p)[0], step=1),
-    ],
-    ids=["chain", "in_place", "apply_updates"],
-)
-def test_stochastic_rounding_has_the_derivative_of_a_cast(step):
+def in_a_chain(tx, params, grads):
+    tx = optax.chain(tx, stochastic_round_updates())
+    return optax.apply_updates(params, tx.update(grads, tx.init(params), params)[0])
+
+
+def in_one_step(tx, params, grads):
+    optimizer = in_place(tx, round_params=True)
+    return optimizer.step(params, grads, optimizer.init(params))[0]
+
+
+def applied(tx, params, grads):
+    return apply_updates(params, tx.update(grads, tx.init(params), params)[0], step=1)
+
+
+def test_stochastic_rounding_has_the_derivative_of_a_cast():
     params = {"w": jnp.ones((4, 256), jnp.bfloat16)}
     grads = {"w": jnp.full((4, 256), 0.5, jnp.bfloat16)}
 
     def after(rate):
-        return jnp.sum(jnp.float32(step(optax.sgd(rate), params, grads)["w"]))
+        steps = (in_a_chain, in_one_step, applied)
+        return [jnp.sum(jnp.float32(s(optax.sgd(rate), params, grads)["w"])) for s in steps]
 
-    np.testing.assert_allclose(jax.grad(after)(0.1), -0.5 * 4 * 256, rtol=1e-2)
+    np.testing.assert_allclose(jax.jit(jax.jacrev(after))(0.1), -0.5 * 4 * 256, rtol=1e-2)
