@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,8 +16,6 @@ from coat_jax.optax import (
     corrected_params,
     fused_fp8_adamw,
     in_place,
-    restore_state,
-    save_state,
     state_shardings,
     with_corrections,
 )
@@ -77,27 +74,31 @@ def place(x):
     return np.exp2(np.floor(np.log2(np.abs(x))) - 15)
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_step_is_that_of_fp32_parameters_rounded_to_24_bits(make):
-    """Bit for bit but where FP32 itself is rounded otherwise: XLA may fuse p + u into u's sum."""
-    init, step = make()
-    step = jax.jit(step)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_is_that_of_fp32_parameters_rounded_to_24_bits(name):
+    """Bit for bit but where FP32 itself is rounded otherwise: XLA may fuse p + u into u's sum.
+
+    A skipped step changes nothing.
+    """
+    init, step = OPTIMIZERS[name]()
+    jitted = jax.jit(step)
     params = parameters()
     state = init(params)
-    for i in range(4):
+    for i in range(2):
         before, grads = read(params, state), gradients(params, i)
-        wanted, _ = step(before, grads, CorrectedState(state.inner, init(before).corrections))
-        params, state = step(params, grads, state)
+        wanted, _ = jitted(before, grads, CorrectedState(state.inner, init(before).corrections))
+        params, state = jitted(params, grads, state)
         after = read(params, state)
-        for name in ("matrix", "vector"):
-            assert params[name].dtype == jnp.bfloat16
-            assert np.any(state.corrections[name])
-            apart = np.asarray(after[name]) != np.asarray(rounded(wanted[name]))
-            assert apart.mean() <= 0.01
-            difference = np.abs(np.float64(after[name]) - np.float64(rounded(wanted[name])))
-            assert np.all(difference <= place(np.asarray(after[name], np.float64)))
+        for leaf in ("matrix", "vector"):
+            assert params[leaf].dtype == jnp.bfloat16
+            assert np.any(state.corrections[leaf])
+            got, exact = np.float64(after[leaf]), np.float64(rounded(wanted[leaf]))
+            assert np.mean(got != exact) <= 0.01
+            assert np.all(np.abs(got - exact) <= place(got))
         np.testing.assert_allclose(after["scale"], wanted["scale"], rtol=1e-6)
+    if name != "wrapped":
+        skipped = jitted(params, gradients(params, 1), state, skip=True)
+        jax.tree.map(np.testing.assert_array_equal, skipped, (params, state))
 
 
 def distance_after(steps, **arguments):
@@ -148,19 +149,6 @@ def test_updates_below_half_a_place_are_kept_on_average_if_rounded_stochasticall
         assert abs(moved.mean() - wanted) <= 6 * spread * (wanted > 0)
 
 
-def test_updates_far_below_a_place_of_bf16_add_up():
-    """2^-12 per step at 1, where BF16 alone moves by 2^-7 or not at all."""
-    ones = {"w": jnp.ones((16, 256), jnp.bfloat16)}
-    optimizer = fused_fp8_adamw(2.0**-12, weight_decay=0.0, storage=FP8, correct_params=True)
-    step = jax.jit(optimizer.step)
-    params, state = ones, optimizer.init(ones)
-    for _ in range(40):
-        params, state = step(params, {"w": -jnp.ones((16, 256))}, state)
-    moved = corrected_params(params, state)["w"] - 1
-    np.testing.assert_allclose(moved, 40 * 2.0**-12, rtol=0.01)
-    np.testing.assert_array_equal(params["w"], (1 + moved).astype(jnp.bfloat16))
-
-
 def test_a_parameter_that_is_set_to_zero_begins_at_zero():
     optimizer = fused()
     params = parameters()
@@ -168,26 +156,6 @@ def test_a_parameter_that_is_set_to_zero_begins_at_zero():
     pruned = {**params, "matrix": params["matrix"] * 0}
     assert np.any(np.asarray(state.corrections["matrix"]) < 0)
     assert not np.any(corrected_params(pruned, state)["matrix"])
-
-
-@pytest.mark.parametrize("kind", ["fused", "in place"])
-def test_a_skipped_step_changes_nothing(kind):
-    optimizer = fused() if kind == "fused" else in_place(optax.sgd(RATE), correct_params=True)
-    step = jax.jit(optimizer.step)
-    params = parameters()
-    params, state = step(params, gradients(params, 0), optimizer.init(params), skip=False)
-    assert np.any(state.corrections["matrix"])
-    after = step(params, gradients(params, 1), state, skip=True)
-    jax.tree.map(np.testing.assert_array_equal, after, (params, state))
-
-
-def test_in_place_rounds_stochastically_if_asked():
-    optimizer = in_place(optax.sgd(0.1 * 2.0**-15), round_params=True, correct_params=True)
-    params = {"w": jnp.ones((32, 256), jnp.bfloat16)}
-    params, state = jax.jit(optimizer.step)(
-        params, {"w": -jnp.ones((32, 256))}, optimizer.init(params)
-    )
-    assert np.mean(state.corrections["w"]) == pytest.approx(0.1, rel=0.2)
 
 
 def test_the_state_takes_a_byte_for_a_parameter_in_bf16_and_next_to_nothing_for_others():
@@ -221,24 +189,15 @@ def test_on_a_mesh_corrections_are_sharded_like_their_parameters_and_the_numbers
         np.testing.assert_allclose(a, b, rtol=2.0**-15)
 
 
-def test_a_second_step_does_not_compile_again():
-    optimizer = fused()
+def test_donated_parameters_and_corrections_are_updated_in_place_by_one_program():
+    optimizer, params = fused(), parameters()
+    begin, state, grads = params, optimizer.init(params), gradients(params, 0)
+    corrections_of_matrix = state.corrections["matrix"]
     step = jax.jit(optimizer.step, donate_argnums=(0, 2))
-    params = parameters()
-    grads = gradients(params, 0)
-    params, state = step(params, grads, optimizer.init(params))
-    step(params, grads, state)
+    for _ in range(2):
+        params, state = step(params, grads, state)
     assert step._cache_size() == 1
-
-
-def test_donated_parameters_and_corrections_are_updated_in_place():
-    optimizer = fused()
-    params = parameters()
-    state = optimizer.init(params)
-    grads = gradients(params, 0)
-    compiled = jax.jit(optimizer.step, donate_argnums=(0, 2)).lower(params, grads, state).compile()
-    compiled(params, grads, state)
-    assert all(leaf.is_deleted() for leaf in (*params.values(), state.corrections["matrix"]))
+    assert all(leaf.is_deleted() for leaf in (*begin.values(), corrections_of_matrix))
 
 
 def test_it_maps_over_parameters_as_optax_has_it():
@@ -247,28 +206,6 @@ def test_it_maps_over_parameters_as_optax_has_it():
     mapped = optax.tree_map_params(tx, lambda leaf: leaf + 1, tx.init(params))
     assert np.all(np.asarray(mapped.corrections["matrix"]) == 1)
     assert np.all(np.asarray(mapped.inner[0].mu["matrix"]) == 1)
-
-
-def test_it_takes_the_parameters_of_an_nnx_model():
-    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
-    params = nnx.state(model, nnx.Param)
-    optimizer = fused()
-    grads = jax.tree.map(jnp.ones_like, params)
-    new, state = jax.jit(optimizer.step)(params, grads, optimizer.init(params))
-    assert jax.tree.structure(new) == jax.tree.structure(params)
-    assert np.any(jax.tree.leaves(state.corrections)[1])
-    assert {p.dtype for p in jax.tree.leaves(corrected_params(new, state))} == {np.dtype("float32")}
-
-
-def test_a_state_is_saved_and_restored_and_one_without_corrections_refused(tmp_path):
-    optimizer = fused()
-    params = parameters()
-    params, state = jax.jit(optimizer.step)(params, gradients(params, 0), optimizer.init(params))
-    save_state(tmp_path / "state", state)
-    restored = restore_state(tmp_path / "state", state)
-    jax.tree.map(np.testing.assert_array_equal, restored, state)
-    with pytest.raises(ValueError, match="another model or optimizer"):
-        restore_state(tmp_path / "state", fused_fp8_adamw(RATE, storage=FP8).init(params))
 
 
 def test_derivatives_through_a_step_are_those_of_a_cast():
@@ -289,61 +226,43 @@ def plain():
     return fused_fp8_adamw(RATE, storage=FP8)
 
 
-REFUSED = [
-    (lambda p: fused_fp8_adamw(RATE, correct_params=1), TypeError, "correct_params=1 must be True"),
-    (lambda p: in_place(optax.sgd(1.0), correct_params="yes"), TypeError, "correct_params='yes'"),
-    (
-        lambda p: fused().step(p, p, plain().init(p)),
-        TypeError,
-        "must be a CorrectedState, but is a",
-    ),
-    (lambda p: plain().step(p, p, fused().init(p)), TypeError, "step it with correct_params=True"),
-    (
-        lambda p: in_place(optax.sgd(1.0)).step(p, p, fused().init(p)),
-        TypeError,
-        "step it with correct_params=True",
-    ),
-    (
-        lambda p: fused().step(p, p, fused().init(jax.tree.map(lambda a: a.astype("float32"), p))),
-        ValueError,
-        r"params\['matrix'\] is bfloat16\[16, 256\], but its correction in the state is int8",
-    ),
-    (
-        lambda p: fused().step(p, p, fused().init({"matrix": p["matrix"]})),
-        ValueError,
-        "The parameters have another structure",
-    ),
-    (
-        lambda p: corrected_params(dict(zip("abc", p.values(), strict=True)), fused().init(p)),
-        ValueError,
-        "The parameters have another structure",
-    ),
-    (
-        lambda p: with_corrections(optax.sgd(1.0)).update(
-            {**p, "matrix": jnp.ones((2, 16, 256))}, with_corrections(optax.sgd(1.0)).init(p), p
-        ),
-        ValueError,
-        r"updates\['matrix'\] has shape \(2, 16, 256\)",
-    ),
-    (
-        lambda p: corrected_params(p, plain().init(p)),
-        ValueError,
-        "The state contains 0 CorrectedStates",
-    ),
-    (
-        lambda p: with_corrections(optax.sgd(1.0)).update(p, fused().init(p)),
-        ValueError,
-        "needs the parameters",
-    ),
-    (lambda p: with_corrections(optax.sgd), TypeError, r"with_corrections\(optax.lion\(1e-4\)\)"),
-    (lambda p: with_corrections(fused()), TypeError, "with_corrections takes an optax transf"),
-]
+def sgd():
+    return with_corrections(optax.sgd(1.0))
 
 
-@pytest.mark.parametrize(("call", "error", "message"), REFUSED, ids=[m for *_, m in REFUSED])
-def test_states_and_parameters_that_do_not_fit_are_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call(parameters())
+def wide(params):
+    return jax.tree.map(lambda a: a.astype("float32"), params)
+
+
+REFUSED = {
+    "correct_params=1 must be True": lambda p: fused_fp8_adamw(RATE, correct_params=1),
+    "correct_params='yes'": lambda p: in_place(optax.sgd(1.0), correct_params="yes"),
+    "must be a CorrectedState, but is a": lambda p: fused().step(p, p, plain().init(p)),
+    "step it with correct_params=True": lambda p: plain().step(p, p, fused().init(p)),
+    "an InPlaceState, but .*correct_params=True": (
+        lambda p: in_place(optax.sgd(1.0)).step(p, p, fused().init(p))
+    ),
+    r"params\['matrix'\] is bfloat16\[16, 256\], but its correction in the state is int8": (
+        lambda p: fused().step(p, p, fused().init(wide(p)))
+    ),
+    "The parameters have another structure": (
+        lambda p: fused().step(p, p, fused().init({"matrix": p["matrix"]}))
+    ),
+    "The parameters have another": lambda p: corrected_params([*p.values()], fused().init(p)),
+    r"updates\['matrix'\] has shape \(2, 16, 256\)": (
+        lambda p: sgd().update({**p, "matrix": jnp.ones((2, 16, 256))}, sgd().init(p), p)
+    ),
+    "The state contains 0 CorrectedStates": lambda p: corrected_params(p, plain().init(p)),
+    "needs the parameters": lambda p: sgd().update(p, sgd().init(p)),
+    r"with_corrections\(optax.lion\(1e-4\)\)": lambda p: with_corrections(optax.sgd),
+    "with_corrections takes an optax transf": lambda p: with_corrections(fused()),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_states_and_parameters_that_do_not_fit_are_refused(message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        REFUSED[message](parameters())
 
 
 def test_corrections_are_rounded_by_the_key_of_parameters_not_by_that_of_moments():
