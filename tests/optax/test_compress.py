@@ -86,21 +86,11 @@ def train(tx):
 # Name -> transformation, how many of its leaves follow "up" and are moments.
 TABLE = {
     "lion": (optax.lion(1e-3), 1),
-    "adagrad": (optax.adagrad(3e-2), 1),
-    "momentum": (optax.sgd(0.1, momentum=0.9), 1),
-    "nesterov": (optax.sgd(0.1, momentum=0.9, nesterov=True), 1),
-    "amsgrad": (optax.amsgrad(3e-3), 3),
     "rmsprop": (optax.rmsprop(1e-3, momentum=0.9), 2),
     # v_row, v_col and a placeholder are small, the momentum is not.
     "adafactor": (optax.adafactor(1e-2, momentum=0.9, min_dim_size_to_factor=32), 1),
-    "adabelief": (optax.adabelief(3e-3), 2),
-    "yogi": (optax.yogi(3e-3), 2),
     "novograd": (optax.novograd(3e-2), 1),  # its second moment is a number per leaf
-    "adan": (optax.adan(3e-3), 4),
-    "adamw": (optax.adamw(3e-3), 2),
-    "muon": (optax.contrib.muon(1e-2), 1),
     "prodigy": (optax.contrib.prodigy(1.0), 3),
-    "dadapt_adamw": (optax.contrib.dadapt_adamw(1.0), 3),
     "ademamix": (optax.contrib.ademamix(3e-3), 3),
     "sophia": (optax.contrib.sophia(1e-3), 2),
 }
@@ -140,32 +130,24 @@ def dtypes(tree):
     return jax.tree.map(lambda leaf: leaf.dtype.name, tree)
 
 
-def test_small_and_narrow_leaves_stay_as_they_are():
-    state = compress(optax.adamw(1e-3)).init(PARAMS).codes[0]
-    for moment in (state.mu, state.nu):
-        kept = {"narrow": "float32", "short": "float32", "vector": "float32"}
-        assert dtypes(moment) == {"large": "float8_e4m3fn", **kept}
+@pytest.mark.parametrize("other", ["float8_e4m3fn", "float8_e5m2"])
+def test_small_and_narrow_leaves_stay_as_they_are(other):
+    """On a mesh, too, where a shard of "large" has fewer elements than the rule asks for."""
+    storage = Storage(other=other)
+    in_fp32 = dict.fromkeys(["narrow", "short", "vector"], "float32")
+    state = compress(optax.adamw(1e-3), storage=storage).init(PARAMS).codes[0]
+    assert dtypes(state.mu) == dtypes(state.nu) == {"large": other, **in_fp32}
     assert state.count.dtype == jnp.int32
-    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
-    state = compress(optax.lion(1e-3)).init(half).codes[0]
-    assert dtypes(state.mu) == {"large": "float8_e4m3fn"} | dict.fromkeys(kept, "bfloat16")
-
-
-def test_the_rule_does_not_depend_on_the_mesh():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     sharded = {
         name: jax.device_put(p, NamedSharding(mesh, P("x") if p.shape[0] % 8 == 0 else P()))
         for name, p in PARAMS.items()
     }
-    # A shard of "large" has 2048 elements, fewer than the rule asks for.
-    tx = compress(optax.lion(1e-3))
-    assert dtypes(tx.init(sharded)) == dtypes(tx.init(PARAMS))
-
-
-def test_where_that_chooses_no_moment_is_warned_of():
-    tx = compress(optax.adamw(1e-3), where=lambda path, leaf: path.startswith("mu"))
-    with pytest.warns(UserWarning, match=r"false for all moments, the first .* .\[0\]\.mu\["):
-        tx.init(PARAMS)
+    lion = compress(optax.lion(1e-3), storage=storage)
+    assert dtypes(lion.init(sharded).codes[0].mu) == {"large": other, **in_fp32}
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    in_bf16 = dict.fromkeys(in_fp32, "bfloat16")
+    assert dtypes(lion.init(half).codes[0].mu) == {"large": other, **in_bf16}
 
 
 def test_where_sees_path_and_leaf_and_decides():
@@ -175,10 +157,12 @@ def test_where_sees_path_and_leaf_and_decides():
         seen.append((path, leaf.shape))
         return ".nu" in path
 
-    state = compress(optax.adamw(1e-3), where=where).init(PARAMS)
+    state = compress(optax.adamw(1e-3), where=where).init(PARAMS).codes[0]
     assert seen == [("[0].mu['large']", (64, 256)), ("[0].nu['large']", (64, 256))]
-    assert state.codes[0].mu["large"].dtype == jnp.float32
-    assert state.codes[0].nu["large"].dtype == jnp.float8_e4m3fn
+    assert (state.mu["large"].dtype, state.nu["large"].dtype) == (jnp.float32, jnp.float8_e4m3fn)
+    nothing = compress(optax.adamw(1e-3), where=lambda path, leaf: path.startswith("mu"))
+    with pytest.warns(UserWarning, match=r"false for all moments, the first .* .\[0\]\.mu\["):
+        nothing.init(PARAMS)
 
 
 def test_a_leaf_that_follows_no_parameter_is_not_compressed():
@@ -195,23 +179,26 @@ def test_a_leaf_that_follows_no_parameter_is_not_compressed():
     assert state.codes["moment"]["large"].dtype == jnp.float8_e4m3fn
 
 
+def is_matrix(params):
+    return jax.tree.map(lambda p: p.shape == (64, 256), params)
+
+
 MASKED = {
-    "weight decay": lambda mask: optax.adamw(1e-3, weight_decay=0.1, mask=mask),
-    "part of the parameters": lambda mask: optax.masked(optax.adam(1e-3), mask),
-}
-MASKS = {
-    "a tree": {"layer": {"w": True, "b": False}, "head": False},
-    "a prefix": {"layer": True, "head": False},
-    "a function": lambda params: jax.tree.map(lambda p: p.shape == (64, 256), params),
+    "a tree": (
+        optax.masked(optax.adam(1e-3), {"layer": {"w": True, "b": False}, "head": False}),
+        2,
+    ),
+    "a function": (optax.masked(optax.adam(1e-3), is_matrix), 2),
+    "a prefix": (optax.adamw(1e-3, weight_decay=0.1, mask={"layer": True, "head": False}), 4),
+    "no state": (optax.sgd(0.1), 0),
 }
 
 
-@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", MASKED)
-def test_a_mask_of_the_wrapped_transformation_selects_what_it_selects_alone(name, mask):
+def test_arithmetic_and_masks_are_those_of_the_wrapped_transformation(name):
     params = {"layer": {"w": noise(0, (64, 256)), "b": noise(1, 256)}, "head": noise(2, (256, 64))}
     grads = jax.tree.map(np.cos, params)
-    tx = MASKED[name](MASKS[mask])
+    tx, moments = MASKED[name]
     compressed = compress(tx)
     state = compressed.init(params)
 
@@ -225,15 +212,7 @@ def test_a_mask_of_the_wrapped_transformation_selects_what_it_selects_alone(name
     updates, wanted = updates_of_both(grads, state, params)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2**-18), updates, wanted)
     in_fp8 = [leaf for leaf in jax.tree.leaves(state.codes) if leaf.dtype == jnp.float8_e4m3fn]
-    assert len(in_fp8) == (4 if name == "weight decay" else 2)
-
-
-@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.identity()])
-def test_without_a_state_there_is_nothing_to_do(tx):
-    compressed = compress(tx)
-    updates, _ = compressed.update(PARAMS, compressed.init(PARAMS), PARAMS)
-    wanted, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-    jax.tree.map(np.testing.assert_array_equal, updates, wanted)
+    assert len(in_fp8) == moments
 
 
 # --- What a step does ------------------------------------------------------------------------
@@ -274,16 +253,6 @@ def test_sums_that_grow_by_less_than_a_code_grow():
     wanted = 1 + np.mean(500 * np.square(grads["w"]))
     assert final_sum(SMALL) == pytest.approx(wanted, rel=0.01)
     assert abs(final_sum(Storage(min_size=1024, stochastic=False)) / wanted - 1) > 0.3
-
-
-def test_arithmetic_is_that_of_the_wrapped_transformation():
-    """The first step starts from zeros, which FP8 holds exactly."""
-    tx, params = optax.adamw(1e-3), {"w": noise(0, (16, 256))}
-    grads = {"w": noise(1, (16, 256))}
-    compressed = compress(tx, storage=SMALL)
-    got, _ = jax.jit(compressed.update)(grads, compressed.init(params), params)
-    wanted, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-    np.testing.assert_allclose(got["w"], wanted["w"], rtol=1e-6)
 
 
 def test_extra_arguments_reach_the_wrapped_transformation():
@@ -358,34 +327,21 @@ def test_two_runs_are_equal_bit_for_bit_and_the_seed_matters():
     assert np.any(codes(0) != codes(1))
 
 
-def test_the_format_can_be_chosen():
-    state = compress(optax.adamw(1e-3), storage=Storage(other=jnp.float8_e5m2)).init(PARAMS)
-    assert state.codes[0].mu["large"].dtype == state.codes[0].nu["large"].dtype == jnp.float8_e5m2
-
-
-def test_a_state_in_8_bits_is_refused_and_one_that_could_be_is_not():
-    params = {"w": noise(0, (16, 256))}
-    coded = fp8_adamw(1e-3, storage=SMALL)
+def test_a_state_in_8_bits_or_in_one_vector_or_of_changing_structure_is_refused():
+    params, every = {"w": noise(0, (16, 256))}, Storage(min_size=0)
     with pytest.raises(ValueError, match="8 bits already"):
-        compress(coded, storage=SMALL).init(params)
-    in_fp32 = fp8_adamw(1e-3, storage=Storage(min_size=10**6))
-    tx = compress(in_fp32, storage=Storage(min_size=10**6))
-    updates, _ = tx.update(params, tx.init(params), params)
-    expected, _ = in_fp32.update(params, in_fp32.init(params), params)
-    np.testing.assert_array_equal(updates["w"], expected["w"])
+        compress(fp8_adamw(1e-3, storage=SMALL), storage=SMALL).init(params)
+    compress(fp8_adamw(1e-3), storage=SMALL).init(params)  # in FP32
+    for shape in ((16, 256), (256,), (1, 256)):
+        params = {"w": noise(0, shape)}
+        with pytest.raises(
+            ValueError, match=r"\[0\].mu holds all .*optax.flatten\(compress\(tx\)\)"
+        ):
+            compress(optax.flatten(optax.lion(1e-3)), storage=every).init(params)
+        compress(optax.sm3(0.1), storage=every).init(params)  # a vector for each axis
+        tx = optax.flatten(compress(optax.lion(1e-3), storage=every))
+        assert tx.init(params).codes[0].mu.dtype == jnp.float8_e4m3fn
 
-
-@pytest.mark.parametrize("shape", [(16, 256), (256,), (1, 256)])
-def test_one_vector_of_all_parameters_is_refused_also_if_there_is_only_one(shape):
-    params, every = {"w": noise(0, shape)}, Storage(min_size=0)
-    with pytest.raises(ValueError, match=r"\[0\].mu holds all .*optax.flatten\(compress\(tx\)\)"):
-        compress(optax.flatten(optax.lion(1e-3)), storage=every).init(params)
-    compress(optax.sm3(0.1), storage=every).init(params)  # a vector for each axis
-    tx = optax.flatten(compress(optax.lion(1e-3), storage=every))
-    assert tx.init(params).codes[0].mu.dtype == jnp.float8_e4m3fn
-
-
-def test_a_state_that_changes_its_structure_is_refused():
     def update(updates, state, params=None):
         return updates, (*state, jnp.zeros(3))
 
@@ -398,13 +354,15 @@ def test_it_nests_in_wrappers_and_wrappers_nest_in_it():
     params, grads = {"w": noise(0, (16, 256))}, {"w": noise(1, (16, 256))}
     inside = compress(optax.apply_if_finite(optax.lion(1e-3), 3), storage=SMALL)
     outside = optax.apply_if_finite(compress(optax.lion(1e-3), storage=SMALL), 3)
+    bad = {"w": grads["w"].at[0, 0].set(jnp.nan)}
     for tx in (inside, outside):
         update = jax.jit(tx.update)
         first, state = update(grads, tx.init(params), params)
-        bad = {"w": grads["w"].at[0, 0].set(jnp.nan)}
         skipped, after = update(bad, state, params)
-        assert not np.any(skipped["w"])
         assert np.any(first["w"])
-        moment = [x for x in jax.tree.leaves(state) if x.dtype == jnp.float8_e4m3fn]
-        kept = [x for x in jax.tree.leaves(after) if x.dtype == jnp.float8_e4m3fn]
-        np.testing.assert_array_equal(np.float32(kept[0]), np.float32(moment[0]))
+        assert not np.any(skipped["w"])
+        codes, left = (
+            [np.float32(x) for x in jax.tree.leaves(s) if x.dtype == jnp.float8_e4m3fn]
+            for s in (state, after)
+        )
+        np.testing.assert_array_equal(left, codes)
