@@ -1,10 +1,5 @@
-"""compress: any optax transformation, its moments in FP8.
+"""compress: any optax transformation, its moments in FP8."""
 
-One table of transformations is trained on one small regression, with and without `compress`; the
-rest of the laws need a single step.
-"""
-
-import functools
 from functools import partial
 
 import jax
@@ -18,101 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from coat_jax.optax import Storage, compress, decompress, fp8_adamw
 
-STEPS = 200
 SMALL = Storage(min_size=1024)
 
 
 def noise(seed, shape):
     return jax.device_put(np.float32(np.random.default_rng(seed).standard_normal(shape)))
-
-
-# --- A regression with one leaf in FP8; two are too small and one has too few columns -----------
-
-INPUTS, HIDDEN, OUTPUTS = 32, 128, 8
-X = noise(0, (256, INPUTS))
-
-
-@jax.jit
-def target_and_start():
-    y = jnp.tanh(X @ noise(1, (INPUTS, OUTPUTS)) / INPUTS**0.5) + 0.5 * jnp.sin(2 * X[:, :OUTPUTS])
-    start = {
-        "up": noise(2, (INPUTS, HIDDEN)) / INPUTS**0.5,
-        "up_bias": jnp.zeros(HIDDEN),
-        "down": noise(3, (HIDDEN, OUTPUTS)) / 11,
-        "down_bias": jnp.zeros(OUTPUTS),
-    }
-    return y, start
-
-
-Y, START = target_and_start()
-
-
-def loss_of(params, x, y):
-    hidden = jax.nn.gelu(x @ params["up"] + params["up_bias"])
-    return jnp.mean(jnp.square(hidden @ params["down"] + params["down_bias"] - y))
-
-
-@functools.cache
-def batches():
-    """Of all steps, drawn once: drawing takes longer to compile than most transformations."""
-
-    def of_step(step):
-        return jax.random.randint(jax.random.key(step), (64,), 0, len(X))
-
-    return jax.jit(jax.vmap(of_step))(jnp.arange(STEPS))
-
-
-def train(tx):
-    """The loss after some steps on random batches, and the state."""
-
-    def body(carry, batch):
-        params, state = carry
-
-        def loss(params):
-            return loss_of(params, X[batch], Y[batch])
-
-        updates, state = tx.update(jax.grad(loss)(params), state, params, obj_fn=loss)
-        return (optax.apply_updates(params, updates), state), None
-
-    def run(params, batches):
-        begin = params, tx.init(params)
-        (params, state), _ = jax.lax.scan(body, begin, batches)
-        return loss_of(params, X, Y), state
-
-    loss, state = jax.jit(run)(START, batches())
-    return float(loss), state
-
-
-# Name -> transformation, how many of its leaves follow "up" and are moments.
-TABLE = {
-    "lion": (optax.lion(1e-3), 1),
-    "rmsprop": (optax.rmsprop(1e-3, momentum=0.9), 2),
-    # v_row, v_col and a placeholder are small, the momentum is not.
-    "adafactor": (optax.adafactor(1e-2, momentum=0.9, min_dim_size_to_factor=32), 1),
-    "novograd": (optax.novograd(3e-2), 1),  # its second moment is a number per leaf
-    "prodigy": (optax.contrib.prodigy(1.0), 3),
-    "ademamix": (optax.contrib.ademamix(3e-3), 3),
-    "sophia": (optax.contrib.sophia(1e-3), 2),
-}
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("name", TABLE)
-def test_a_compressed_transformation_trains_as_before_in_less_memory(name):
-    """The loss is no more than 6 % higher; it may be lower, as noise has it."""
-    tx, moments = TABLE[name]
-    tx = optax.with_extra_args_support(tx)
-    loss, state = train(tx)
-    compressed_loss, compressed = train(compress(tx, storage=SMALL))
-    assert compressed_loss < 1.06 * loss
-    assert loss < 0.3 * loss_of(START, X, Y)
-
-    codes = [leaf for leaf in jax.tree.leaves(compressed) if leaf.dtype == jnp.float8_e4m3fn]
-    assert [leaf.shape for leaf in codes] == [(INPUTS, HIDDEN)] * moments
-    before, after = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (state, compressed))
-    saved = moments * INPUTS * HIDDEN * (4 - 1 - 5 / HIDDEN)
-    unused = 5 * 8 * len(jax.tree.leaves(state)) + 4  # scales of what is not compressed; and step
-    assert before - after >= saved - unused
 
 
 # --- Which leaves ----------------------------------------------------------------------------
@@ -138,6 +43,8 @@ def test_small_and_narrow_leaves_stay_as_they_are(other):
     state = compress(optax.adamw(1e-3), storage=storage).init(PARAMS).codes[0]
     assert dtypes(state.mu) == dtypes(state.nu) == {"large": other, **in_fp32}
     assert state.count.dtype == jnp.int32
+    moment = compress(optax.lion(1e-3), storage=storage).init({"large": PARAMS["large"]})
+    assert sum(x.nbytes for x in jax.tree.leaves(moment)) <= 64 * 256 * (1 + 5 / 128) + 64
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     sharded = {
         name: jax.device_put(p, NamedSharding(mesh, P("x") if p.shape[0] % 8 == 0 else P()))
