@@ -18,7 +18,6 @@ import coat_jax as coat
 from coat_jax.kernels.adam import largest_direction
 from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.optax import Storage, scale_by_fp8_adam
-from coat_jax.storage import DIRECTION
 
 SHAPE = (32, 128)
 FP8 = Storage(min_size=0)
@@ -85,38 +84,30 @@ def walk(program, gradients):
     return np.asarray(total, np.float64), np.asarray(largest)
 
 
-def peculiar(program, gradients):
-    """The walks of the peculiar elements."""
-    return walk(program, gradients)[0][:, PECULIAR]
-
-
-SLOW_AND_FAST = pytest.mark.parametrize(
-    ("b1", "b2", "first"),
-    [
-        (0.9, 0.999, DIRECTION),
-        (0.9, 0.95, DIRECTION),
-        (0.95, 0.95, DIRECTION),
-        (0.99, 0.999, DIRECTION),
-        (0.0, 0.99, DIRECTION),
-        (0.9, 0.999, E4M3),
-        (0.9, 0.95, E4M3),
-        (0.95, 0.95, E4M3),
-        (0.99, 0.999, E4M3),
-        (0.0, 0.99, E4M3),
-        (0.9, 0.95, E5M2),
-    ],
-)
+SLOW_AND_FAST = [
+    (0.9, 0.999, FP8),
+    (0.95, 0.95, FP8),
+    (0.99, 0.999, FP8),
+    (0.0, 0.99, FP8),
+    (0.95, 0.95, EXPANDED),
+    (0.99, 0.999, EXPANDED),
+    (0.9, 0.95, Storage(min_size=0, first=E5M2, second=E4M3)),
+    (0.9, 0.999, EXPANDED),
+    (0.9, 0.95, FP8),
+]
 
 
 @pytest.mark.costly
-@SLOW_AND_FAST
-@pytest.mark.parametrize("gradient", [dies, comes_rarely])
-def test_an_element_without_gradient_comes_to_rest(gradient, b1, b2, first):
-    second = {} if first == DIRECTION else {"second": E4M3}
-    storage = Storage(min_size=0, first=first, **second)
-    ours, wanted = (peculiar(p, gradient()) for p in (fp8(b1, b2, storage), exact(b1, b2)))
-    # Some 2 % of noise in each direction, and v that is 3 % off: see experiments.moments.errors.
-    assert ours.mean() == pytest.approx(wanted.mean(), rel=0.1)
+@pytest.mark.parametrize(("b1", "b2", "storage"), SLOW_AND_FAST)
+def test_an_element_without_gradient_comes_to_rest(b1, b2, storage):
+    """Each direction has some 2 % of noise, and v is 3 % off: see experiments.moments.errors."""
+    programs = fp8(b1, b2, storage), exact(b1, b2)
+    if (b1, b2, storage) == SLOW_AND_FAST[-1]:
+        programs += (compressed(b1, b2),)
+    for gradient in (dies(), comes_rarely()):
+        ours, wanted, *others = (walk(p, gradient)[0][:, PECULIAR].mean() for p in programs)
+        for found in (ours, *others):
+            assert found == pytest.approx(wanted, rel=0.1)
 
 
 @pytest.mark.parametrize(("b1", "b2"), [(0.95, 0.9), (0.99, 0.978)])
@@ -126,28 +117,18 @@ def test_beside_an_element_without_gradient_others_keep_their_codes(b1, b2):
     assert np.sqrt(np.mean(np.square(ours - wanted))) <= 10  # learning rates, in 600 steps
 
 
-@pytest.mark.parametrize("gradient", [dies, comes_rarely])
-def test_a_compressed_transformation_comes_to_rest_too(gradient):
-    ours, wanted = (peculiar(p, gradient()) for p in (compressed(0.9, 0.999), exact(0.9, 0.999)))
-    assert ours.mean() == pytest.approx(wanted.mean(), rel=0.1)
-
-
 @pytest.mark.costly
-@pytest.mark.parametrize("gradient", [tiny, tiny_and_rare])
 # Beside eps all ratios under 1e-8 stand still; at 1e-6 the moments are zero at times.
-@pytest.mark.parametrize("ratio", [1e-35, 1e-20, 1e-12, 1e-8, 1e-4, 1e-5, 1e-6])
-def test_a_tiny_gradient_never_goes_one_way(gradient, ratio):
+@pytest.mark.parametrize("ratio", [1e-35, 1e-20, 1e-8, 1e-4, 1e-5, 1e-6])
+def test_a_tiny_gradient_never_goes_one_way(ratio):
     """Its moments are zero at times, so it may move less or with noise, but not steadily."""
-    ours, wanted = (peculiar(p(0.9, 0.999), gradient(ratio)) for p in (fp8, exact))
-    bound = max(2.5 * np.sqrt(np.mean(np.square(wanted))), 1)
-    assert np.sqrt(np.mean(np.square(ours))) <= bound
-    # The mean over 32 rows of a walk without trend.
-    assert abs(ours.mean()) <= 5 * bound / np.sqrt(len(ours))
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("ratio", [1e-20, 1e-8, 1e-6, 1e-4])
-def test_compression_does_not_let_a_tiny_gradient_explode(ratio):
+    for gradients in (tiny(ratio), tiny_and_rare(ratio)):
+        ours, wanted = (walk(p(0.9, 0.999), gradients)[0][:, PECULIAR] for p in (fp8, exact))
+        bound = max(2.5 * np.sqrt(np.mean(np.square(wanted))), 1)
+        assert np.sqrt(np.mean(np.square(ours))) <= bound
+        # The mean over 32 rows of a walk without trend.
+        assert abs(ours.mean()) <= 5 * bound / np.sqrt(len(ours))
+    # Compression does not let it explode.
     ours, largest = walk(compressed(0.9, 0.999), tiny_and_rare(ratio))
     assert np.all(largest[:, PECULIAR] <= 8)
     assert np.sqrt(np.mean(np.square(ours[:, PECULIAR]))) <= 60
@@ -155,48 +136,39 @@ def test_compression_does_not_let_a_tiny_gradient_explode(ratio):
 
 @pytest.mark.costly
 @pytest.mark.parametrize("size", [1e4, 1e12, 1e19, 1e25, 3e38])
-@pytest.mark.parametrize("b2", [0.95, 0.999])
-def test_an_enormous_gradient_moves_its_neighbours_no_faster(size, b2):
+def test_an_enormous_gradient_moves_its_neighbours_no_faster(size):
     """It mutes them while its second moment lasts: they are too small beside it to be stored."""
-    ours, largest = walk(fp8(0.9, b2), enormous_once(size))
-    wanted, largest_wanted = walk(exact(0.9, b2), enormous_once(size))
-    assert np.all(np.isfinite(ours))
-    assert np.all(largest <= 2 * largest_wanted.max())
-    assert np.sqrt(np.mean(np.square(ours))) <= 1.1 * np.sqrt(
-        np.mean(np.square(wanted[:, ~PECULIAR]))
-    )
+    for b2 in (0.95, 0.999):
+        ours, largest = walk(fp8(0.9, b2), enormous_once(size))
+        wanted, largest_wanted = walk(exact(0.9, b2), enormous_once(size))
+        assert np.all(np.isfinite(ours))
+        assert np.all(largest <= 2 * largest_wanted.max())
+        neighbours = np.sqrt(np.mean(np.square(wanted[:, ~PECULIAR])))
+        assert np.sqrt(np.mean(np.square(ours))) <= 1.1 * neighbours
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize(("b1", "b2"), [(0.9, 0.999), (0.9, 0.95), (0.95, 0.9), (0.0, 0.9)])
-def test_exact_adam_reaches_the_bound_and_does_not_exceed_it(b1, b2, nesterov):
-    """With the gradients for which the Cauchy-Schwarz inequality is an equality."""
-    for steps in (1, 2, 7, 40):
-        i = np.arange(steps)
-        weight = (1 - b1) * b1**i / (1 - b1**steps)
-        if nesterov:
-            weight = b1 * (1 - b1) * b1**i / (1 - b1 ** (steps + 1))
-            weight[0] += (1 - b1) / (1 - b1**steps)
-        steepest = (weight / b2**i)[::-1]
-        tx = optax.scale_by_adam(b1, b2, eps=0.0, nesterov=nesterov)
-        state = tx.init(jnp.zeros(()))
-        for g in steepest:
-            direction, state = tx.update(jnp.float32(g), state)
-        bound = largest_direction(jnp.int32(steps), b1, b2, nesterov=nesterov)
-        assert float(direction) == pytest.approx(float(bound), rel=1e-4)
+def test_exact_adam_reaches_the_bound_and_does_not_exceed_it(nesterov):
+    """With the gradients for which the Cauchy-Schwarz inequality is an equality; in FP64."""
+    for b1, b2 in ((0.9, 0.999), (0.9, 0.95), (0.95, 0.9), (0.0, 0.9)):
+        for steps in (1, 2, 7, 40):
+            i = np.arange(steps)
+            weight = (1 - b1) * b1**i / (1 - b1**steps)
+            if nesterov:
+                weight = b1 * (1 - b1) * b1**i / (1 - b1 ** (steps + 1))
+                weight[0] += (1 - b1) / (1 - b1**steps)
+            steepest = weight / b2**i  # of the latest gradient first
+            second = (1 - b2) * np.sum(b2**i * steepest**2) / (1 - b2**steps)
+            bound = float(largest_direction(jnp.int32(steps), b1, b2, nesterov=nesterov))
+            assert np.sum(weight * steepest) / np.sqrt(second) == pytest.approx(bound, rel=1e-4)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("eps", [0.0, 1e-8])
-@pytest.mark.parametrize("count", [0, 1, 30, 100_000])
 @pytest.mark.parametrize("storage", [FP8, EXPANDED], ids=["directions", "expanded"])
-def test_no_codes_whatever_make_a_direction_exceed_the_bound(storage, count, eps, nesterov):
+def test_no_codes_whatever_make_a_direction_exceed_the_bound(storage, nesterov):
     b1, b2, shape = 0.9, 0.99, (64, 128)
-    tx = scale_by_fp8_adam(b1, b2, eps=eps, nesterov=nesterov, storage=storage)
-    rng = np.random.default_rng(count)
-    state = tx.init(jnp.zeros(shape))
 
-    def anything(moment, dtype, sign):
+    def anything(rng, moment, dtype, sign):
         codes = rng.integers(0, 127, shape, dtype=np.uint8) | (rng.integers(0, 2, shape) * sign)
         codes = np.where(rng.random(shape) < 0.3, 0, codes).astype(np.uint8)
         amax = np.exp2(rng.uniform(-126, 126, (64, 1))).astype(np.float32)
@@ -206,62 +178,37 @@ def test_no_codes_whatever_make_a_direction_exceed_the_bound(storage, count, eps
             codes=jnp.asarray(codes.view(dtype)), amax=jnp.asarray(amax), k16=jnp.asarray(k16)
         )
 
-    state = state._replace(
-        count=jnp.int32(count),
-        mu=anything(state.mu, storage.first, 128),
-        nu=anything(state.nu, storage.second, 0),
-    )
-    size = np.exp2(rng.uniform(-140, 127, shape)) * rng.choice([-1, 0, 1], shape)
-    direction, after = tx.update(jnp.asarray(size, jnp.float32), state)
-    bound = float(largest_direction(jnp.int32(count + 1), b1, b2, nesterov=nesterov))
-    assert np.all(np.isfinite(direction))
-    assert np.max(np.abs(direction)) <= bound
-    for leaf in jax.tree.leaves(after):
-        assert np.all(np.isfinite(np.asarray(leaf, np.float32)))
+    for eps in (0.0, 1e-8):
+        tx = scale_by_fp8_adam(b1, b2, eps=eps, nesterov=nesterov, storage=storage)
+        update, start = jax.jit(tx.update), tx.init(jnp.zeros(shape))
+        for count in (0, 1, 30, 100_000):
+            rng = np.random.default_rng(count)
+            state = start._replace(
+                count=jnp.int32(count),
+                mu=anything(rng, start.mu, storage.first, 128),
+                nu=anything(rng, start.nu, storage.second, 0),
+            )
+            size = np.exp2(rng.uniform(-140, 127, shape)) * rng.choice([-1, 0, 1], shape)
+            direction, after = update(jnp.asarray(size, jnp.float32), state)
+            bound = float(largest_direction(jnp.int32(count + 1), b1, b2, nesterov=nesterov))
+            assert np.max(np.abs(direction)) <= bound
+            for leaf in jax.tree.leaves((direction, after)):
+                assert np.all(np.isfinite(np.asarray(leaf, np.float32)))
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (3, 129), (2, 3, 40)], ids=str)
 @pytest.mark.parametrize("group_size", [16, 128])
-def test_nothing_non_finite_comes_out_of_finite_gradients(shape, group_size):
-    storage = Storage(min_size=0, group_size=group_size)
-    tx = scale_by_fp8_adam(0.9, 0.999, eps=0.0, storage=storage)
+def test_nothing_non_finite_comes_out_of_finite_gradients(group_size):
+    tx = scale_by_fp8_adam(0.9, 0.999, eps=0.0, storage=Storage(min_size=0, group_size=group_size))
+    params = [jnp.zeros(shape) for shape in ((), (0,), (3, 0), (5,), (3, 129), (2, 3, 40))]
     rng = np.random.default_rng(0)
-    state, update = tx.init(jnp.zeros(shape)), jax.jit(tx.update)
+    state, update = tx.init(params), jax.jit(tx.update)
+
+    def any_float(p):
+        bits = rng.integers(0, 2**32, p.shape, dtype=np.uint32)
+        found = np.asarray(bits).view(np.float32)
+        return jnp.asarray(np.where(np.isfinite(found), found, np.float32(3e38)))
+
     for _ in range(6):
-        bits = rng.integers(0, 2**32, shape, dtype=np.uint32)
-        any_float = np.asarray(bits).view(np.float32)
-        grads = np.where(np.isfinite(any_float), any_float, np.float32(3e38))
-        direction, state = update(jnp.asarray(grads), state)
+        direction, state = update(jax.tree.map(any_float, params), state)
         for leaf in jax.tree.leaves((direction, state)):
             assert np.all(np.isfinite(np.asarray(leaf, np.float32)))
-
-
-def test_forgetting_does_not_follow_from_idle_features():
-    """Two tasks with features of their own, one after the other: the first is not unlearned."""
-    features, classes, rows = 128, 128, 256
-    rng = np.random.default_rng(0)
-    truth = rng.normal(size=(classes, features))
-    x = rng.normal(size=(2, rows, features))
-    x[0, :, features // 2 :] = 0
-    x[1, :, : features // 2] = 0
-    y = jnp.asarray(np.argmax(x @ truth.T, axis=-1))
-    x = jnp.asarray(x, jnp.float32)
-
-    def loss(w, task):
-        logits = x[task] @ w.T
-        return optax.softmax_cross_entropy_with_integer_labels(logits, y[task]).mean()
-
-    def accuracy_after(tx):
-        def body(carry, step):
-            w, state = carry
-            updates, state = tx.update(jax.grad(loss)(w, (step >= 150).astype(int)), state, w)
-            return (optax.apply_updates(w, updates), state), None
-
-        w = jnp.zeros((classes, features))
-        run = jax.jit(lambda *begin: jax.lax.scan(body, *begin), compiler_options=quick.OPTIMIZED)
-        (w, _), _ = run((w, tx.init(w)), jnp.arange(900))
-        return float(jnp.mean(jnp.argmax(x[0] @ w.T, axis=-1) == y[0]))
-
-    ours = accuracy_after(coat.optax.fp8_adamw(1e-2, weight_decay=0.0, storage=FP8))
-    wanted = accuracy_after(optax.adamw(1e-2, weight_decay=0.0))
-    assert ours >= wanted - 0.02
