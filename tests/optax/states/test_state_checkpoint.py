@@ -22,6 +22,8 @@ from coat_jax.optax import (
     state_shardings,
 )
 
+ADAMW = fp8_adamw(1e-3)
+
 
 def params_on(mesh_shape=None, spec=None):
     """Two leaves, the larger in FP8; on a mesh if asked."""
@@ -52,149 +54,113 @@ def assert_equal(got, wanted):
 def saved(tmp_path_factory):
     """The state of fp8_adamw and where it was written."""
     path = tmp_path_factory.mktemp("checkpoints") / "lr=[0.1]" / "*" / "state"
-    state = stepped(fp8_adamw(1e-3), params_on())
+    state = stepped(ADAMW, params_on())
     save_state(path, state)
     return path, state
 
 
-def test_a_state_comes_back_bit_for_bit(saved):
+def test_a_state_comes_back_bit_for_bit(saved, tmp_path, monkeypatch):
     path, state = saved
-    tx = fp8_adamw(1e-3)
-    assert_equal(restore_state(path, tx.init(params_on())), state)
+    assert_equal(restore_state(path, ADAMW.init(params_on())), state)
     # From shapes alone, no state needs to be made first.
-    assert_equal(restore_state(str(path), jax.eval_shape(tx.init, params_on())), state)
-
-
-def test_training_goes_on_as_if_never_interrupted(saved):
-    path, state = saved
-    tx, params = fp8_adamw(1e-3), params_on()
-    restored = restore_state(path, tx.init(params))
-    update = jax.jit(tx.update)
-    assert_equal(update(params, restored, params), update(params, state, params))
-
-
-@pytest.mark.parametrize(
-    "tx", [compress(optax.adamw(1e-3)), optax.inject_hyperparams(fp8_adamw)(learning_rate=1e-3)]
-)
-def test_states_of_other_transformations_come_back_too(tx, tmp_path):
-    state = stepped(tx, params_on())
-    save_state(tmp_path / "state", state)
-    assert_equal(restore_state(tmp_path / "state", tx.init(params_on())), state)
+    assert_equal(restore_state(str(path), jax.eval_shape(ADAMW.init, params_on())), state)
+    # Relative paths, and the home folder as in a shell; and states of other transformations.
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    txs = compress(optax.adamw(1e-3)), optax.inject_hyperparams(fp8_adamw)(learning_rate=1e-3)
+    states = [stepped(tx, params_on()) for tx in txs]
+    save_state("~/states", states)
+    assert_equal(restore_state("states", [tx.init(params_on()) for tx in txs]), states)
 
 
 def test_a_state_can_be_restored_onto_another_mesh(tmp_path):
-    tx = fp8_adamw(1e-3)
-    state = stepped(tx, params_on((8,), P(None, "x")))
+    state = stepped(ADAMW, params_on((8,), P(None, "x")))
     save_state(tmp_path / "state", state)
     params = params_on((4, 2), P("x", "y"))
-    by_arrays = restore_state(tmp_path / "state", tx.init(params))
     shapes = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        jax.eval_shape(tx.init, params),
-        state_shardings(tx, params),
+        jax.eval_shape(ADAMW.init, params),
+        state_shardings(ADAMW, params),
     )
-    by_shapes = restore_state(tmp_path / "state", shapes)
-    for restored in (by_arrays, by_shapes):
+    for like in (ADAMW.init(params), shapes):
+        restored = restore_state(tmp_path / "state", like)
         assert_equal(restored, state)
-        for moment in (restored[0].mu, restored[0].nu):
-            for part in moment:
-                assert part["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
+        for part in (*restored[0].mu, *restored[0].nu):
+            assert part["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (Storage(second=jnp.float8_e5m2), r"nu.*uint8.*but float8_e5m2.* is expected"),
-        (Storage(min_size=10**9), r"mu.*int8.*but float32.* is expected"),
-        (Storage(group_size=64), r"amax.*float32\[64, 8\].*but float32\[64, 16\] is expected"),
-    ],
-    ids=["format", "FP32", "group size"],
-)
-def test_a_state_in_another_format_is_refused(saved, other, message):
-    with pytest.raises(ValueError, match=message):
-        restore_state(saved[0], fp8_adamw(1e-3, storage=other).init(params_on()))
+def test_a_state_of_another_format_or_model_is_refused(saved):
+    def state(**arguments):
+        return fp8_adamw(1e-3, storage=Storage(**arguments)).init(params)
 
-
-def test_a_state_of_another_model_is_refused(saved):
-    tx = fp8_adamw(1e-3)
     params = params_on()
-    taller = {**params, "w": jnp.zeros((128, 1024))}
-    with pytest.raises(ValueError, match=r"w.*\[64, 1024\].*but .*\[128, 1024\] is expected"):
-        restore_state(saved[0], tx.init(taller))
-    renamed = {"weight": params["w"], "b": params["b"]}
-    with pytest.raises(ValueError, match=r"Only stored: .*w.*only expected: .*weight"):
-        restore_state(saved[0], tx.init(renamed))
-    with pytest.raises(ValueError, match=r"only expected: \['0/mu/amax/extra'"):
-        restore_state(saved[0], tx.init({**params, "extra": params["b"]}))
-    with pytest.raises(ValueError, match=r"another model or optimizer"):
-        restore_state(saved[0], optax.adamw(1e-3).init(params))
+    for like, message in [
+        (state(second=jnp.float8_e5m2), r"nu.*uint8.*but float8_e5m2.* is expected"),
+        (state(min_size=10**9), r"mu.*int8.*but float32.* is expected"),
+        (state(group_size=64), r"amax.*float32\[64, 8\].*but float32\[64, 16\] is expected"),
+        (
+            ADAMW.init({**params, "w": jnp.zeros((128, 1024))}),
+            r"w.*\[64, 1024\].*but .*\[128, 1024\] is expected",
+        ),
+        (
+            ADAMW.init({"weight": params["w"], "b": params["b"]}),
+            r"Only stored: .*w.*only expected: .*weight",
+        ),
+        (ADAMW.init({**params, "extra": params["b"]}), r"only expected: \['0/mu/amax/extra'"),
+        (optax.adamw(1e-3).init(params), r"another model or optimizer"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            restore_state(saved[0], like)
 
 
-def test_nothing_is_overwritten(saved, tmp_path):
+def test_nothing_is_overwritten_and_what_is_missing_or_incomplete_is_named(saved, tmp_path):
     path, state = saved
-    with pytest.raises(FileExistsError, match="exists already"):
-        save_state(path, state)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileExistsError, match="exists already"):
-        save_state(tmp_path / "empty", state)
-
-
-def test_a_missing_checkpoint_is_an_error(saved, tmp_path):
-    _, state = saved
-    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
-        restore_state(tmp_path / "missing", state)
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
-        restore_state(tmp_path / "file", state)
-
-
-def test_a_directory_without_a_checkpoint_is_refused(saved, tmp_path):
-    (tmp_path / "empty").mkdir()
+    for existing in (path, tmp_path / "empty"):
+        with pytest.raises(FileExistsError, match="exists already"):
+            save_state(existing, state)
+    for missing in (tmp_path / "missing", tmp_path / "file"):
+        with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+            restore_state(missing, state)
     with pytest.raises((ValueError, FileNotFoundError), match="empty"):
-        restore_state(tmp_path / "empty", saved[1])
-
-
-def test_relative_paths_work(saved, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save_state("state", saved[1])
-    assert_equal(restore_state("state", saved[1]), saved[1])
-
-
-def test_the_home_folder_may_be_written_as_a_shell_does(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    state = {"a": jnp.ones(3)}
-    save_state("~/state", state)
-    assert (tmp_path / "state").is_dir()
-    np.testing.assert_array_equal(restore_state("~/state", state)["a"], state["a"])
+        restore_state(tmp_path / "empty", state)
+    # Of one array: others, which orbax would open meanwhile, may warn much later.
+    path, state = tmp_path / "state", {"w": jnp.ones(3)}
+    save_state(path, state)
+    for name in ("manifest.json", "manifest.ocdbt"):
+        (path / name).unlink()
+    with pytest.raises(UserError, match=r"state is not a complete checkpoint: .* does not exist"):
+        restore_state(path, state)
 
 
 def test_random_keys_and_numbers_are_restored_as_what_they_were(tmp_path):
+    """Numbers, too, of which a jitted step made arrays, as of the step in Flax's TrainState."""
     state = {
         "key": jax.random.key(1),
         "keys": jax.random.split(jax.random.key(2, impl="rbg"), 3),
         "whole": 3,
-        "real": 0.1,
+        "real": 0.5,
         "flag": True,
         "numpy": np.float32(2.5),
-        "noise": optax.add_noise(0.1, 0.1, 0).init({}),
     }
-    save_state(tmp_path / "state", state)
-    like = {
-        **state,
-        "key": jax.eval_shape(lambda: jax.random.key(0)),
-        "noise": jax.eval_shape(optax.add_noise(0.1, 0.1, 7).init, {}),
-    }
-    got = restore_state(tmp_path / "state", like)
-    for name in ("whole", "real", "flag", "numpy"):
-        assert got[name] == state[name]
-        assert type(got[name]) is type(state[name])
-    for a, b in [(got[n], state[n]) for n in ("key", "keys")] + [
-        (got["noise"].rng_key, state["noise"].rng_key)
-    ]:
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(jax.random.key_data(a), jax.random.key_data(b))
-    with pytest.raises(ValueError, match=r"key is stored as uint32\[2\], but uint32\[4\]"):
-        restore_state(tmp_path / "state", {**state, "key": jax.random.key(0, impl="rbg")})
+    arrays = jax.jit(lambda s: {**s, "whole": s["whole"] + 1})(state)
+    assert isinstance(arrays["whole"], jax.Array)
+    like = {**state, "key": jax.eval_shape(lambda: jax.random.key(0))}
+    for i, (written, whole) in enumerate(((state, 3), (arrays, 4))):
+        save_state(tmp_path / str(i), written)
+        got = restore_state(tmp_path / str(i), like)
+        for name, value in (state | {"whole": whole}).items():
+            if "key" in name:
+                assert got[name].dtype == value.dtype
+                data = map(jax.random.key_data, (got[name], value))
+                np.testing.assert_array_equal(*data)
+            else:
+                assert (got[name], type(got[name])) == (value, type(value))
+        with pytest.raises(ValueError, match=r"key is stored as uint32\[2\], but uint32\[4\]"):
+            restore_state(tmp_path / str(i), {**state, "key": jax.random.key(0, impl="rbg")})
+    with pytest.raises(ValueError, match="whole is stored as int32"):
+        restore_state(tmp_path / "1", {**state, "whole": 0.0})
 
 
 @pytest.mark.parametrize(
@@ -202,7 +168,7 @@ def test_random_keys_and_numbers_are_restored_as_what_they_were(tmp_path):
     [
         ({"a": "text"}, TypeError, r"\['a'\] is a str"),
         ({"a": len}, TypeError, r"\['a'\] is a builtin_function"),
-        ({"a": 2**70}, ValueError, r"\['a'\] is .* does not fit in 64 bits"),
+        ({"a": 2**63}, ValueError, r"\['a'\] is .* does not fit in 64 bits"),
         ({"a": np.zeros((0, 3), np.float32)}, ValueError, r"\['a'\] has shape \(0, 3\)"),
         (
             {"a.b": np.zeros(3, np.float32), "a": {"b": np.ones(3, np.float32)}},
@@ -219,17 +185,13 @@ def test_a_state_that_could_not_be_restored_is_not_saved(state, error, message, 
     assert not (tmp_path / "state").exists()
 
 
-def test_a_number_that_a_jitted_step_made_an_array_comes_back_as_a_number(tmp_path):
-    """As Flax's TrainState has it: its step is a Python number at first."""
-    fresh = {"step": 0, "share": 0.5, "w": jnp.ones(3)}
-    trained = jax.jit(lambda s: {**s, "step": s["step"] + 1})(fresh)
-    assert isinstance(trained["step"], jax.Array)
-    save_state(tmp_path / "state", trained)
-    got = restore_state(tmp_path / "state", fresh)
-    assert (got["step"], got["share"]) == (1, 0.5)
-    assert isinstance(got["step"], int)
-    with pytest.raises(ValueError, match="step is stored as int32"):
-        restore_state(tmp_path / "state", {**fresh, "step": 0.0})
+def flip(file, place):
+    """Flips a bit of the byte at `place`; returns what was in the file."""
+    content = file.read_bytes()
+    damaged = bytearray(content)
+    damaged[place % len(content)] ^= 1
+    file.write_bytes(damaged)
+    return content
 
 
 def test_a_flipped_bit_is_found_wherever_it_is(saved, tmp_path):
@@ -237,9 +199,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(saved, tmp_path):
     path, state = saved
     damaged = shutil.copytree(path, tmp_path / "state")
     for file in [file for file in damaged.rglob("*") if file.is_file() and file.stat().st_size]:
-        content = file.read_bytes()
-        middle = len(content) // 2
-        file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+        content = flip(file, file.stat().st_size // 2)
         with pytest.raises(UserError, match="state is damaged: "):
             restore_state(damaged, state)
         file.write_bytes(content)
@@ -252,12 +212,12 @@ def test_the_state_in_a_run_s_checkpoint_is_compared_with_the_checksums_of_the_c
     path, state = saved
     folder = shutil.copytree(path, tmp_path / "100" / "state")
     (folder / "manifest.json").unlink()
+    assert_equal(restore_state(folder, state), state)  # as orbax itself writes one
     (tmp_path / "100" / "record.json").write_text("{}")
     manifest.write(tmp_path / "100")
     assert_equal(restore_state(folder, state), state)
     largest = max(folder.rglob("*"), key=lambda file: file.stat().st_size)
-    content = largest.read_bytes()
-    largest.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+    content = flip(largest, -9)
     with pytest.raises(UserError, match=r"100 is damaged: the checksum of state/.* is wrong"):
         restore_state(folder, state)
     largest.write_bytes(content)
@@ -275,22 +235,3 @@ def test_a_state_whose_checksums_cannot_be_written_is_removed(saved, tmp_path, m
         with pytest.raises(UserError, match=r"The state x .*in .*free"):
             save_state(tmp_path / "x", saved[1])
     assert not (tmp_path / "x").exists()
-    save_state(tmp_path / "x", saved[1])
-    assert_equal(restore_state(tmp_path / "x", saved[1]), saved[1])
-
-
-def test_a_state_that_orbax_wrote_has_no_checksums_and_is_restored(saved, tmp_path):
-    path, state = saved
-    plain = shutil.copytree(path, tmp_path / "state")
-    (plain / "manifest.json").unlink()
-    assert_equal(restore_state(plain, state), state)
-
-
-def test_a_state_without_its_index_is_named(tmp_path):
-    """Of one array: others, which orbax would open meanwhile, may warn much later."""
-    path, state = tmp_path / "state", {"w": jnp.ones(3)}
-    save_state(path, state)
-    for name in ("manifest.json", "manifest.ocdbt"):
-        (path / name).unlink()
-    with pytest.raises(UserError, match=r"state is not a complete checkpoint: .* does not exist"):
-        restore_state(path, state)
