@@ -81,17 +81,6 @@ def test_a_number_that_is_rounded_out_of_its_range_says_where_it_was_rounded():
         tx.init({"w": jnp.ones((16, 32), jnp.bfloat16)})
 
 
-def test_masked_leaves_pass_and_need_no_state(params):
-    grads = {"w": noise(1)}
-    alone, _ = path_of(fp8_adamw(1e-2, storage=FP8), params, [grads])
-    params["steps"] = jnp.arange(3)  # no float: only a mask can leave it out
-    grads["steps"] = jnp.ones(3, jnp.int32)
-    tx = optax.masked(fp8_adamw(1e-2, storage=FP8), {"w": True, "steps": False})
-    updates, states = path_of(tx, params, [grads])
-    assert_equal(updates[0], {"w": alone[0]["w"], "steps": grads["steps"]})
-    assert len(jax.tree.leaves(states[0].inner_state[0].mu.codes)) == 1
-
-
 def test_partitions_are_stepped_as_if_alone_and_rounded_with_noise_of_their_own(params):
     groups = {"x": fp8_adamw(1e-2, storage=FP8), "y": fp8_adamw(1e-2, storage=FP8)}
     tx = optax.partition({**groups, "sgd": optax.sgd(0.5)}, {"a": "x", "b": "y", "c": "sgd"})

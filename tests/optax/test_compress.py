@@ -162,17 +162,6 @@ def test_sums_that_grow_by_less_than_a_code_grow():
     assert abs(final_sum(Storage(min_size=1024, stochastic=False)) / wanted - 1) > 0.3
 
 
-def test_extra_arguments_reach_the_wrapped_transformation():
-    def update(updates, state, params=None, *, factor, **extra_args):
-        return jax.tree.map(lambda u: factor * u, updates), state
-
-    inner = optax.GradientTransformationExtraArgs(optax.trace(0.9).init, update)
-    tx = compress(inner)
-    step = jax.jit(lambda state, params: tx.update(params, state, params, factor=3.0, unknown=None))
-    updates, _ = step(tx.init(PARAMS), PARAMS)
-    np.testing.assert_array_equal(updates["large"], 3.0)
-
-
 def test_tree_map_params_finds_codes_and_scales():
     tx = compress(optax.adamw(1e-3))
     state = tx.init(PARAMS)
@@ -255,21 +244,3 @@ def test_a_state_in_8_bits_or_in_one_vector_or_of_changing_structure_is_refused(
     tx = compress(optax.GradientTransformation(lambda params: (jnp.zeros(3),), update))
     with pytest.raises(ValueError, match="changed the structure of its state"):
         tx.update(PARAMS, tx.init(PARAMS))
-
-
-def test_it_nests_in_wrappers_and_wrappers_nest_in_it():
-    params, grads = {"w": noise(0, (16, 256))}, {"w": noise(1, (16, 256))}
-    inside = compress(optax.apply_if_finite(optax.lion(1e-3), 3), storage=SMALL)
-    outside = optax.apply_if_finite(compress(optax.lion(1e-3), storage=SMALL), 3)
-    bad = {"w": grads["w"].at[0, 0].set(jnp.nan)}
-    for tx in (inside, outside):
-        update = jax.jit(tx.update)
-        first, state = update(grads, tx.init(params), params)
-        skipped, after = update(bad, state, params)
-        assert np.any(first["w"])
-        assert not np.any(skipped["w"])
-        codes, left = (
-            [np.float32(x) for x in jax.tree.leaves(s) if x.dtype == jnp.float8_e4m3fn]
-            for s in (state, after)
-        )
-        np.testing.assert_array_equal(left, codes)

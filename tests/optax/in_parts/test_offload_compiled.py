@@ -21,10 +21,9 @@ pytestmark = [
 ]
 
 SHAPE = (8192, 8192)  # of which one makes a part
-COPIES = {f"{sign}{way}" for sign in "+-" for way in ("to device", "to host")}
 
 
-def compile_step(parameters, gpus=1, options=COPIES_AT_ONCE, **arguments):
+def compile_step(parameters, gpus=1, **arguments):
     """The step on as many parameters, all but gradients donated; and the state's shapes."""
     mesh = hopper_mesh((gpus,), ("fsdp",))
     rows = NamedSharding(mesh, P("fsdp"))
@@ -47,7 +46,7 @@ def compile_step(parameters, gpus=1, options=COPIES_AT_ONCE, **arguments):
             state,
             donate_argnums=(0, 2),
             out_shardings=([rows] * parameters, shardings),
-            compiler_options=options,
+            compiler_options=COPIES_AT_ONCE,
         )
     return program, state
 
@@ -57,14 +56,13 @@ def bytes_of_codes(state):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"correct_params": True}], ids=["moments", "corrected"])
-def test_few_parts_are_on_the_device_whatever_their_number(arguments):
+def test_two_parts_of_six_are_on_the_device(arguments):
     part = SHAPE[0] * SHAPE[1] * (3 if arguments else 2)
-    for parts in (4, 8):
-        used = compile_step(parts, **arguments)[0].memory_analysis()
-        # Two parts, and at most half a one for which XLA finds no place between them.
-        assert used.temp_size_in_bytes < 2.6 * part
-        assert used.host_alias_size_in_bytes == used.host_argument_size_in_bytes == parts * part
-        assert used.host_temp_size_in_bytes == 0
+    used = compile_step(6, **arguments)[0].memory_analysis()
+    # Two parts, and at most half a one for which XLA finds no place between them.
+    assert used.temp_size_in_bytes < 2.6 * part
+    assert used.host_alias_size_in_bytes == used.host_argument_size_in_bytes == 6 * part
+    assert used.host_temp_size_in_bytes == 0
 
 
 def test_a_part_comes_while_the_one_before_goes():
@@ -76,12 +74,6 @@ def test_a_part_comes_while_the_one_before_goes():
         assert sorted(part[4:]) == ["-to device", "-to device", "-to host", "-to host", "kernel"]
         assert part[-1] == "kernel"
     assert found[32:] == ["+to host", "+to host", "-to host", "-to host"]
-
-
-def test_without_the_option_for_copies_the_step_compiles_too():
-    """As in a training loop of one's own: XLA then copies two arrays at a time."""
-    program, _ = compile_step(4, options=None)
-    assert timeline(program).count("+to host") == 8
 
 
 def test_each_gpu_moves_its_own_shard():

@@ -388,31 +388,6 @@ def test_updates_do_not_depend_on_the_mesh():
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-3 * np.max(np.abs(want)))
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize(
-    ("sizes", "names"),
-    [((2, 4), ("data", "fsdp")), ((4, 2), ("fsdp", "tensor")), ((2, 2, 2), ("data", *AXES))],
-)
-def test_devices_exchange_matrices_and_gather_none(sizes, names, capfd):
-    """Except over "data", where parameters are replicated: each stack is gathered once."""
-    mesh, sharding = on_mesh(sizes, names)
-    shapes = {"a": (8, 128, 128), "d": (3, 128, 128), "wide": (5, 128, 256)}
-    step = coat.optax.in_place(OF_SMALL_GROUPS)
-    with jax.set_mesh(mesh):
-        params = {
-            name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding(name, 3))
-            for name, shape in shapes.items()
-        }
-        shardings = coat.optax.state_shardings(step, params)
-        state = jax.tree.map(
-            lambda x, s: x.update(sharding=s), jax.eval_shape(step.init, params), shardings
-        )
-        program = jax.jit(step.step, donate_argnums=(0, 2)).lower(params, params, state).compile()
-    assert "rematerialization" not in capfd.readouterr().err  # XLA warns where it replicates
-    gathered = re.findall(r"all-gather(?:-start)?\(", program.as_text())
-    assert len(gathered) == (2 if "data" in names else 0)
-
-
 def test_on_a_mesh_updates_can_be_batched_and_differentiated():
     tx = scale_by_fp8_muon(ns_steps=2, ns_dtype=jnp.float32, storage=IN_FP32)
     grads = {name: normal(seed, (16, 24)) for seed, name in enumerate("abc")}

@@ -209,8 +209,6 @@ def wrappers(tx):
     return {
         "masked": optax.masked(tx, MATRICES),
         "partition": optax.partition({"large": tx, "small": optax.sgd(0.1)}, KIND_OF),
-        "selective": optax.selective_transform(tx, freeze_mask={**MATRICES, "cube": False}),
-        "injected": optax.inject_hyperparams(lambda rate: optax.chain(tx, optax.scale(rate)))(0.1),
         "MultiSteps": optax.MultiSteps(tx, 2).gradient_transformation(),
     }
 
