@@ -15,7 +15,6 @@ from coat_jax.optax import (
     apply_updates,
     compress,
     fp8_adamw,
-    fused_fp8_adamw,
     in_place,
 )
 
@@ -69,17 +68,6 @@ def test_the_last_step_alone_can_be_differentiated():
         return jnp.sum(updates["w"])
 
     assert np.all(np.isfinite(jax.jit(jax.grad(loss))(GRADS)))
-
-
-def test_the_fused_step_refuses_too():
-    fused = fused_fp8_adamw(1e-2, eps=1.0, storage=FP8)
-
-    def loss(grads):
-        params, state = fused.step(PARAMS, {"w": grads}, fused.init(PARAMS))
-        return jnp.sum(fused.step(params, {"w": grads}, state)[0]["w"])
-
-    with pytest.raises(NotImplementedError, match=r"8 bits cannot be differentiated"):
-        jax.jit(jax.grad(loss))(GRADS)
 
 
 def test_stochastic_rounding_has_the_derivative_of_a_cast():

@@ -98,37 +98,24 @@ def test_in_a_chain_optax_apply_updates_rounds_stochastically():
 def test_the_chain_and_the_fused_step_round_alike():
     """Bit for bit, unless XLA contracts a product and a sum in one program and not in the other.
 
-    Sums then differ in FP32's last place, 2^-16 of BF16's: about as many elements, of 18,000
+    Sums then differ in FP32's last place, 2^-16 of BF16's: about as many elements, of 17,000
     here, round to the other neighbour.
     """
-    storage = Storage(min_size=1024, seed=3)
-    params = {"w": bf16(0)[:8], "small": bf16(1)[:1], "fp32": jnp.float32(bf16(2)[:1])}
-    arguments = {"learning_rate": 1e-3, "weight_decay": 0.1, "storage": storage}
+    arguments = {"learning_rate": 1e-3, "weight_decay": 0.1, "storage": Storage(seed=3)}
     tx = optax.chain(fp8_adamw(**arguments), stochastic_round_updates(seed=3))
     fused = fused_fp8_adamw(**arguments, round_params=True)
-    chained = tx.init(params)
-    state = fused.init(params)
-
-    @jax.jit
-    def chain(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    step = jax.jit(fused.step)
-    rounded_apart = 0
-    for i in range(8):
-        grads = jax.tree.map(
-            lambda p, i=i: jnp.float32(np.random.default_rng(i).standard_normal(p.shape)), params
-        )
-        chained_params, chained = chain(grads, chained, params)
+    params = {"w": bf16(0), "small": bf16(1)[:1]}
+    chained, state = tx.init(params), fused.init(params)
+    update, step = jax.jit(tx.update), jax.jit(fused.step)
+    for i in range(2):
+        grads = jax.tree.map(lambda p, i=i: jnp.float32(bf16(5 + i)[: len(p)]), params)
+        updates, chained = update(grads, chained, params)
+        theirs = optax.apply_updates(params, updates)
         params, state = step(params, grads, state)
         jax.tree.map(np.testing.assert_array_equal, state, chained[0][0])
-        np.testing.assert_allclose(chained_params["fp32"], params["fp32"], rtol=2**-22)
-        for name in ("w", "small"):
-            ours, theirs = (np.float32(p[name]) for p in (params, chained_params))
-            np.testing.assert_allclose(ours, theirs, rtol=2**-7)
-            rounded_apart += np.sum(ours != theirs)
-    assert rounded_apart <= 8
+        for one, other in zip(params.values(), theirs.values(), strict=True):
+            np.testing.assert_allclose(np.float32(one), np.float32(other), rtol=2**-7)
+            assert np.sum(np.float32(one) != np.float32(other)) <= 4
 
 
 def test_a_step_that_is_no_whole_number_is_refused():

@@ -61,9 +61,9 @@ def test_the_state_of_another_optimizer_is_described():
 def test_moments_are_kept_as_the_error_says():
     """A schedule that starts at the old count continues as if it had been there all along."""
     number, by_schedule = OPTIMIZERS["number"], OPTIMIZERS["schedule"]
-    _, state = number.update(PARAMS, number.init(PARAMS), PARAMS)
+    _, state = jax.jit(number.update)(PARAMS, number.init(PARAMS), PARAMS)
     new = (state[0], *by_schedule.init(PARAMS)[1:])
-    got, _ = by_schedule.update(PARAMS, optax.tree.set(new, count=state[0].count), PARAMS)
-    expected, _ = number.update(PARAMS, state, PARAMS)
+    got, _ = jax.jit(by_schedule.update)(PARAMS, optax.tree.set(new, count=state[0].count), PARAMS)
+    expected, _ = jax.jit(number.update)(PARAMS, state, PARAMS)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other / 2, rtol=1e-6)

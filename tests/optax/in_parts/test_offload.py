@@ -86,20 +86,14 @@ def test_large_arrays_stay_in_host_memory_and_a_compiled_step_rounds_alike():
 
 def test_moments_in_host_memory_have_the_same_statistics(monkeypatch):
     """They are copied to the device first: not all devices compute with host memory."""
-    spaces = set()
-
-    def sums(state):
-        spaces.update(jax.typeof(leaf).memory_space for leaf in jax.tree.leaves(state))
-        return moment_sums(state)
-
+    summed = []
     # The module; in the package its name is that of the function.
-    monkeypatch.setattr(sys.modules[moment_sums.__module__], "moment_sums", sums)
-    states = [
-        optimizer.init(tree(0))
-        for optimizer in (OPTIMIZERS["fused"](), in_host_memory(OPTIMIZERS["fused"]()))
-    ]
-    found, hosted = map(coat.telemetry.moments, states)
+    module = sys.modules[moment_sums.__module__]
+    monkeypatch.setattr(module, "moment_sums", lambda s: summed.append(s) or moment_sums(s))
+    optimizers = OPTIMIZERS["fused"](), in_host_memory(OPTIMIZERS["fused"]())
+    found, hosted = (coat.telemetry.moments(one.init(tree(0))) for one in optimizers)
     assert hosted == found != {}
+    spaces = {jax.typeof(leaf).memory_space for leaf in jax.tree.leaves(summed)}
     assert spaces == {jax.memory.Space.Device}
 
 

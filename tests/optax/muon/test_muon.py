@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 from optax.contrib import muon as optax_muon
@@ -26,7 +26,6 @@ from coat_jax.optax.muon.newton_schulz import orthogonalize
 STANDARD = np.array([3.4445, -4.7750, 2.0315])
 IN_FP32 = coat.Storage(min_size=1 << 30)
 IN_8_BITS = coat.Storage(min_size=0)
-AXES = ("fsdp", "tensor")
 SHAPES = {"embedding": (96, 32), "wide": (32, 160), "stack": (2, 96, 48)}
 
 
@@ -357,29 +356,22 @@ def two_steps(params, grads, state):
     return jax.lax.fori_loop(0, 2, step, (params, state))
 
 
-def on_mesh(sizes, names):
-    """A mesh, and how it shards a matrix of this name; "d" is sharded as the output of heads."""
-    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
-
-    def sharding(name, ndim):
-        rows_and_columns = [axis if axis in names else None for axis in AXES]
-        last_two = rows_and_columns[:: -1 if name == "d" else 1] if ndim > 1 else []
-        return NamedSharding(mesh, P(*[None] * (ndim - len(last_two)), *last_two))
-
-    return mesh, sharding
-
-
 def test_updates_do_not_depend_on_the_mesh():
-    """Stacks of 1 and 5 matrices: 8 devices cannot share them equally."""
+    """Stacks of 1 and 5 matrices: 8 devices cannot share them equally.
+
+    "d" is sharded as the output of heads.
+    """
     shapes = {"embedding": (64, 32), "a": (64, 32), "b": (3, 64, 64), "d": (2, 64, 64)}
     params, grads, tx = tree(1, shapes), tree(2, shapes), OF_SMALL_GROUPS
     wanted = jax.jit(two_steps)(params, grads, tx.init(params))
-    mesh, sharding = on_mesh((2, 2, 2), ("data", *AXES))
+    names = ("data", "fsdp", "tensor")
+    specs = {"bias": P(), "b": P(None, "fsdp", "tensor"), "d": P(None, "tensor", "fsdp")}
+    with jax.set_mesh(jax.make_mesh((2, 2, 2), names, axis_types=(AxisType.Auto,) * 3)):
 
-    def sharded(tree):
-        return {name: jax.device_put(x, sharding(name, x.ndim)) for name, x in tree.items()}
+        def sharded(tree):
+            spec_of = {name: specs.get(name, P("fsdp", "tensor")) for name in tree}
+            return {name: jax.device_put(x, spec_of[name]) for name, x in tree.items()}
 
-    with jax.set_mesh(mesh):
         params, grads = sharded(params), sharded(grads)
         state = jax.jit(tx.init, out_shardings=coat.optax.state_shardings(tx, params))(params)
         together = jax.jit(two_steps)(params, grads, state)
