@@ -28,10 +28,14 @@ def bf16(seed):
 
 
 def test_the_mean_over_many_elements_is_the_exact_sum():
-    """A result is one of two neighbours, with a variance of p (1 - p) ULP^2."""
-    sizes = [size * ULP for size in (1e-3, 0.3, -0.3, 0.5, 2.7)]
+    """A result is one of two neighbours, with a variance of p (1 - p) ULP^2.
+
+    Updates in BF16 are added in FP32, too.
+    """
+    sizes = [float(jnp.bfloat16(size * ULP)) for size in (1e-3, 0.3, -0.3, 0.5, 2.7)]
     params = [jnp.full(SHAPE, 1.5, jnp.bfloat16) for _ in sizes]
-    new = jax.jit(apply_updates)(params, [jnp.full(SHAPE, size) for size in sizes], step=1)
+    updates = [jnp.full(SHAPE, size, jnp.bfloat16) for size in sizes]
+    new = jax.jit(apply_updates)(params, updates, step=1)
     for size, rounded in zip(sizes, map(np.float64, new), strict=True):
         up = size / ULP % 1
         error = ULP * np.sqrt(up * (1 - up) / rounded.size)
