@@ -221,7 +221,9 @@ def test_the_error_of_a_column_is_as_small_as_the_column():
     """
     w = np.logspace(-6, 0, 256, dtype=np.float32) * np.array(normal(0, (64, 256)))
     w[:, 3], w[5, 7], w[6, 8] = 0, np.inf, np.nan
-    m = momentum(first_step(w))
+    state = first_step(w)
+    m = momentum(state)
+    assert np.all(state.columns["w"] > 0)  # also of a column of zeros, which is divided by it
     assert np.all(np.isfinite(m))
     assert not np.any(m[:, 3])
     rows = np.delete(np.arange(64), [5, 6])  # an infinity mutes its own group
