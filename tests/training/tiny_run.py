@@ -36,8 +36,8 @@ def config() -> TrainConfig:
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0.1),
         mesh=MeshConfig(data=1, fsdp=1, tensor=1),
         evaluation=EvaluationConfig(every=12, batches=2),
-        checkpoint=CheckpointConfig(every=6, keep=4),
-        total_steps=24,
+        checkpoint=CheckpointConfig(every=4, keep=4),
+        total_steps=14,
         global_batch_size=8,
         sequence_length=32,
     )
