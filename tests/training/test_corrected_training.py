@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +26,20 @@ in_one_program = jax.jit(corrected_params)
 SLOW = {"learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0, "weight_decay": 0.0}
 
 
-def corrected(name="fp8_adamw", **optimizer):
-    return small(model=BF16, optimizer=SLOW | {"name": name, "correct_params": True} | optimizer)
+def corrected(name="fp8_adamw", model=BF16, **optimizer):
+    return small(model=model, optimizer=SLOW | {"name": name, "correct_params": True} | optimizer)
 
 
 def flat(tree):
     return np.concatenate(
         [np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(tree)]
     )
+
+
+def assert_same(got, wanted):
+    for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.costly
@@ -57,11 +62,11 @@ def test_parameters_move_as_those_in_fp32_do(name):
 
 
 def test_telemetry_finds_the_same_moments():
-    plain = stepper(small(model=BF16, optimizer=SLOW)).state().moments
-    with_corrections = stepper(corrected()).state().moments
-    found = telemetry.moments(with_corrections)
-    assert found
-    assert found == telemetry.moments(plain)
+    plain, with_corrections = (
+        telemetry.moments(stepper(config).state().moments)
+        for config in (small(model=BF16, optimizer=SLOW), corrected())
+    )
+    assert with_corrections == plain != []
 
 
 def test_a_7b_takes_at_most_7_1_bytes_a_parameter_with_its_gradients():
@@ -82,84 +87,8 @@ def test_a_7b_takes_at_most_7_1_bytes_a_parameter_with_its_gradients():
     assert 7.0 < per_parameter < 7.1
 
 
-@pytest.fixture(scope="module")
-def saved_run(tmp_path_factory):
-    """The folder of a run with one checkpoint, and the state in it."""
-    folder = tmp_path_factory.mktemp("corrected") / "run"
-    config = corrected()
-    state, _ = stepper(config).run(random_batches(2))
-    with Checkpoints(folder / "checkpoints") as checkpoints:
-        checkpoints.save(2, state, {}, wait=True)
-    (folder / "config.json").write_text(json.dumps(to_json(config)))
-    return folder, state
-
-
-def test_a_checkpoint_restores_corrections_and_refuses_a_state_without(saved_run):
-    folder, state = saved_run
-    with Checkpoints(folder / "checkpoints") as checkpoints:
-        restored = checkpoints.restore(stepper(corrected()).abstract).state
-        jax.tree.map(np.testing.assert_array_equal, restored, state)
-        with pytest.raises(UserError, match="corrections"):
-            checkpoints.require_like(stepper(small(model=BF16, optimizer=SLOW)).abstract)
-
-
-def test_a_model_is_loaded_in_bf16_or_with_all_24_bits(saved_run):
-    folder, state = saved_run
-    in_full = in_one_program(state.params, state.moments)
-    for dtype, wanted in ((jnp.bfloat16, state.params), (jnp.float32, in_full)):
-        config = dataclasses.replace(weights.model_config(folder), param_dtype=dtype)
-        model = weights.load(folder, config)
-        for a, b in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(wanted), strict=True):
-            assert a.dtype == dtype
-            np.testing.assert_array_equal(a, b)
-    assert np.any(flat(in_full) != flat(state.params))
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_model_in_8_bits_is_made_of_all_24_bits_in_fp32(saved_run, tmp_path, dtype):
-    folder, state = saved_run
-    conversion.to_quantized(folder, tmp_path / "out", Recipe(format="int8"), dtype=dtype)
-    wanted = state.params
-    if dtype == "float32":
-        wanted = in_one_program(state.params, state.moments)
-    like = dataclasses.replace(weights.model_config(folder), param_dtype=dtype)
-    small = quantization.load(tmp_path / "out", like)
-    np.testing.assert_array_equal(small.embed[...], wanted["embed"][...])
-    assert small.embed[...].dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
-def test_an_export_has_bf16_values_or_all_24_bits(saved_run, tmp_path, dtype):
-    folder, state = saved_run
-    conversion.to_hugging_face(folder, tmp_path / "out", dtype=dtype)
-    wanted = state.params
-    if dtype == "float32":
-        wanted = in_one_program(state.params, state.moments)
-    like = dataclasses.replace(weights.model_config(folder), param_dtype=dtype or "bfloat16")
-    exported = nnx.state(hf.load(tmp_path / "out", like))
-    for a, b in zip(jax.tree.leaves(exported), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_an_export_has_all_24_bits_of_a_run_that_releases_gradients(tmp_path):
-    config = small(
-        model=BF16 | {"scan": False},
-        optimizer=SLOW | {"correct_params": True, "release_gradients": True},
-    )
-    state = with_random_corrections(stepper(config).state())
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        checkpoints.save(2, state, {}, wait=True)
-    (tmp_path / "config.json").write_text(json.dumps(to_json(config)))
-    wide = dataclasses.replace(weights.model_config(tmp_path), param_dtype=jnp.float32)
-    read = nnx.state(weights.load(tmp_path, wide))
-    wanted = in_one_program(state.params, state.moments)
-    for a, b in zip(jax.tree.leaves(read), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert np.any(flat(wanted) != flat(state.params))
-
-
-def with_random_corrections(state):
-    """As after some steps, none of which is compiled."""
+def save_run(folder, config):
+    """A run with one checkpoint, whose corrections are random; returns the state in it."""
     rng = np.random.default_rng(0)
 
     def draw(leaf):
@@ -167,21 +96,56 @@ def with_random_corrections(state):
             return leaf
         return jax.device_put(rng.integers(-128, 128, leaf.shape, np.int8), leaf.sharding)
 
-    return state._replace(moments=jax.tree.map(draw, state.moments))
+    state = stepper(config).state()
+    state = state._replace(moments=jax.tree.map(draw, state.moments))
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        checkpoints.save(2, state, {}, wait=True)
+    (folder / "config.json").write_text(json.dumps(to_json(config)))
+    return state
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corrected") / "run"
+    return folder, save_run(folder, corrected())
+
+
+def test_a_checkpoint_restores_corrections_and_refuses_a_state_without(saved_run):
+    folder, state = saved_run
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        assert_same(checkpoints.restore(stepper(corrected()).abstract).state, state)
+        with pytest.raises(UserError, match="corrections"):
+            checkpoints.require_like(stepper(small(model=BF16, optimizer=SLOW)).abstract)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_models_and_exports_have_bf16_values_or_all_24_bits(saved_run, tmp_path, dtype):
+    folder, state = saved_run
+    in_full = in_one_program(state.params, state.moments)
+    assert np.any(flat(in_full) != flat(state.params))
+    wanted = in_full if dtype == "float32" else state.params
+    config = dataclasses.replace(weights.model_config(folder), param_dtype=dtype)
+    assert_same(nnx.state(weights.load(folder, config)), wanted)
+    conversion.to_hugging_face(folder, tmp_path / "hf", dtype=dtype)
+    assert_same(nnx.state(hf.load(tmp_path / "hf", config)), wanted)
+    conversion.to_quantized(folder, tmp_path / "int8", Recipe(format="int8"), dtype=dtype)
+    assert_same(quantization.load(tmp_path / "int8", config).embed[...], wanted["embed"][...])
+
+
+def test_a_model_of_a_run_that_releases_gradients_has_all_24_bits(tmp_path):
+    state = save_run(tmp_path, corrected(model=BF16 | {"scan": False}, release_gradients=True))
+    wide = dataclasses.replace(weights.model_config(tmp_path), param_dtype=jnp.float32)
+    wanted = in_one_program(state.params, state.moments)
+    assert_same(nnx.state(weights.load(tmp_path, wide)), wanted)
 
 
 @pytest.mark.parametrize("name", ["adamw", "fp8_adamw"])
 def test_a_run_without_corrections_is_loaded_in_fp32(name, tmp_path):
     """Whatever state its optimizer has, where another one has corrections."""
-    config = small(model={"layers": 1, "ffn": 256}, optimizer=SLOW | {"name": name})
-    state = stepper(config).state()
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        checkpoints.save(0, state, {}, wait=True)
-    (tmp_path / "config.json").write_text(json.dumps(to_json(config)))
+    in_fp32 = {"layers": 1, "ffn": 256}
+    state = save_run(tmp_path, small(model=in_fp32, optimizer=SLOW | {"name": name}))
     wide = dataclasses.replace(weights.model_config(tmp_path), param_dtype=jnp.float32)
-    read = nnx.state(weights.load(tmp_path, wide))
-    for a, b in zip(jax.tree.leaves(read), jax.tree.leaves(state.params), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same(nnx.state(weights.load(tmp_path, wide)), state.params)
 
 
 def test_parameters_in_fp32_need_no_corrections():
@@ -192,25 +156,22 @@ def test_parameters_in_fp32_need_no_corrections():
 def test_a_run_goes_on_with_corrections_or_without_as_it_began():
     without, with_them = small(model=BF16, optimizer=SLOW), corrected()
     for now, before, named in ((with_them, without, "false"), (without, with_them, "true")):
-        saved = json.loads(json.dumps(to_json(before)))
         with pytest.raises(UserError, match=f"--optimizer.correct_params {named}; or begin from"):
-            changes(now, saved)
-    of_earlier_version = json.loads(json.dumps(to_json(SMALL)))
+            changes(now, to_json(before))
+    of_earlier_version = to_json(SMALL)
     del of_earlier_version["optimizer"]["correct_params"]
     assert changes(SMALL, of_earlier_version) == []
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_read_is_an_error(saved_run, tmp_path):
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_an_error(saved_run):
     """Of files that are not there tensorstore reads zeros."""
     folder, state = saved_run
-    shutil.copytree(folder, tmp_path / "run")
-    parameters = weights.read(tmp_path / "run", corrected=True)
-    embed = parameters[("embed",)]
+    embed = weights.read(folder, corrected=True)[("embed",)]
     whole = (slice(None),) * len(embed.shape)
-    np.testing.assert_array_equal(
-        embed.read(whole), corrected_params(state.params, state.moments)["embed"]
-    )
-    checkpoint = tmp_path / "run" / "checkpoints" / "2"
-    checkpoint.rename(checkpoint.with_suffix(".deleted"))
+    in_full = corrected_params(state.params, state.moments)["embed"]
+    np.testing.assert_array_equal(embed.read(whole), in_full)
+    checkpoint = folder / "checkpoints" / "2"
+    deleted = checkpoint.rename(checkpoint.with_suffix(".deleted"))
     with pytest.raises(UserError, match="checkpoints/2 was removed while it was read"):
         embed.read(whole)
+    deleted.rename(checkpoint)

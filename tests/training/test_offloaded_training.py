@@ -25,9 +25,9 @@ def all_arrays_are_large(monkeypatch):
     monkeypatch.setattr(offload, "PART", 1)
 
 
-def step_of(offloads, sizes=ONE, **optimizer):
+def step_of(offloads, sizes=ONE, model=UNROLLED, **optimizer):
     # No other test has this seed: steps are cached by their configs.
-    config = small(model=UNROLLED, optimizer={"offload": offloads} | optimizer, seed=77)
+    config = small(model=model, optimizer={"offload": offloads} | optimizer, seed=77)
     return stepper(config, sizes)
 
 
@@ -44,42 +44,30 @@ def assert_close(got, wanted, rtol=1e-4):
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("sizes", "releases"),
-    [(ONE, False), (ONE, True), ((1, 2, 2), False), ((1, 4, 1), True)],
+    ("sizes", "optimizer", "moved"),
+    [
+        (ONE, {"release_gradients": True}, (".codes",)),
+        ((1, 2, 2), {"correct_params": True}, ("corrections", ".mu", ".nu")),
+        (ONE, {"name": "adamw", "correct_params": True}, ("corrections", "mu", "nu")),
+        ((1, 4, 1), {"release_gradients": True}, (".codes",)),
+    ],
     ids=str,
 )
-def test_losses_are_the_same(sizes, releases):
-    results, losses = [], []
-    for offloads in (False, True):
-        step = step_of(offloads, sizes, release_gradients=releases)
-        state, reports = step.run(random_batches(4))
-        results.append(state)
-        assert any(".codes" in path for path in on_host(state)) == offloads
-        assert not any("params" in path.split("moments")[0] for path in on_host(state))
-        losses.append([report.loss for report in reports])
-    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
-    assert_close(results[1].params, results[0].params)
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize(
-    ("optimizer", "moved"),
-    [
-        ({"name": "adamw"}, ("mu", "nu")),
-        ({"correct_params": True}, ("corrections", ".mu", ".nu")),
-        ({"name": "adamw", "correct_params": True}, ("corrections", "mu", "nu")),
-    ],
-)
-def test_adamw_and_corrections_are_moved(optimizer, moved):
-    config = {"model": UNROLLED | {"param_dtype": "bfloat16"}, "seed": 77}
-    (plain, _), (hosted, _) = (
-        stepper(small(optimizer=optimizer | {"offload": offloads}, **config)).run(random_batches(3))
+def test_losses_and_parameters_are_the_same(sizes, optimizer, moved):
+    bf16 = "correct_params" in optimizer
+    model = UNROLLED | ({"param_dtype": "bfloat16"} if bf16 else {})
+    (plain, before), (hosted, after) = (
+        step_of(offloads, sizes, model, **optimizer).run(random_batches(3))
         for offloads in (False, True)
     )
-    # Of BF16 parameters a contraction may change the last place.
-    assert_close(hosted.params, plain.params, rtol=2**-6)
+    assert on_host(plain) == []
     for name in moved:
         assert any(name in path for path in on_host(hosted))
+    assert not any("params" in path.split("moments")[0] for path in on_host(hosted))
+    # Of BF16 parameters a contraction may change the last place.
+    losses = ([report.loss for report in reports] for reports in (after, before))
+    np.testing.assert_allclose(*losses, rtol=1e-3 if bf16 else 1e-6)
+    assert_close(hosted.params, plain.params, rtol=2**-6 if bf16 else 1e-4)
 
 
 def test_a_step_that_is_not_finite_changes_nothing():
@@ -110,14 +98,16 @@ def test_a_run_may_resume_with_moments_in_the_other_memory(begins, tmp_path):
 
 
 def test_the_account_tells_both_memories_apart():
-    accounts = []
-    for offloads in (False, True):
-        step = step_of(offloads)
-        device = step.mesh.local_devices[0]
-        accounts.append(
-            account(step.config, step.abstract, step.program, batch_parts=1, device=device)
+    plain, hosted = (
+        account(
+            step.config,
+            step.abstract,
+            step.program,
+            batch_parts=1,
+            device=step.mesh.local_devices[0],
         )
-    plain, hosted = accounts
+        for step in map(step_of, (False, True))
+    )
     assert plain.on_host == 0 < hosted.on_host
     assert hosted.optimizer + hosted.on_host == plain.optimizer
     assert hosted.on_host > 0.8 * plain.optimizer
