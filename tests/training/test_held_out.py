@@ -8,13 +8,12 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from train_cases import small, stepper
+from train_cases import ONE, mesh_of, small, stepper
 
 from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.training import held_out
-from coat_jax.training.cluster.mesh import make_mesh
-from coat_jax.training.config import EvaluationConfig, MeshConfig
+from coat_jax.training.config import EvaluationConfig
 from coat_jax.training.data import DataConfig, load
 from coat_jax.training.held_out import Evaluation
 
@@ -43,11 +42,7 @@ def loss_of(graph, params, *arrays):
 
 
 def loss_on(sizes, graph, params, config=CONFIG):
-    data, fsdp, tensor = sizes
-    mesh = make_mesh(
-        MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor]
-    )
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh := mesh_of(sizes)):
         of_run = Evaluation(config, graph, mesh)
         placed = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
         first, again = (of_run.loss(placed) for _ in range(2))
@@ -55,44 +50,25 @@ def loss_on(sizes, graph, params, config=CONFIG):
     return first
 
 
-def test_it_is_the_mean_over_the_labels_of_the_first_batches(graph, params):
+@pytest.mark.parametrize(("sizes", "parts", "seed"), [(ONE, 4, 9), ((2, 4, 1), 2, 0)])
+def test_it_is_the_mean_over_the_labels_of_the_first_batches(graph, params, sizes, parts, seed):
+    """Whatever the mesh, the number of microbatches and the seed."""
     data = {"batch": 3 * CONFIG.global_batch_size, "sequence": 32, "vocab": 256, "epochs": 1}
     batch = next(load(CONFIG.data, split="held_out", **data))  # as one batch of three
     wanted = loss_of(graph, params, batch.tokens, batch.labels)
-    np.testing.assert_allclose(loss_on((1, 1, 1), graph, params), wanted, rtol=1e-6)
+    config = dataclasses.replace(CONFIG, gradient_accumulation_steps=parts, seed=seed)
+    np.testing.assert_allclose(loss_on(sizes, graph, params, config), wanted, rtol=1e-6)
 
 
 def test_it_is_compiled_with_the_options_of_the_run(graph, params, monkeypatch):
     unknown = {"xla_no_such_option": True}
     monkeypatch.setattr(held_out, "compiler_options", lambda config, mesh: unknown)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
-        loss_on((1, 1, 1), graph, params)
+        loss_on(ONE, graph, params)
 
 
-def test_it_does_not_depend_on_the_number_of_microbatches(graph, params):
-    one, two, four = (
-        loss_on(
-            (1, 1, 1), graph, params, dataclasses.replace(CONFIG, gradient_accumulation_steps=parts)
-        )
-        for parts in (1, 2, 4)
-    )
-    np.testing.assert_allclose([one, four], two, rtol=1e-6)
-
-
-def test_it_does_not_depend_on_seed_or_mesh(graph, params):
-    wanted = loss_on((1, 1, 1), graph, params)
-    np.testing.assert_allclose(loss_on((2, 4, 1), graph, params), wanted, rtol=1e-6)
-    other = small(
-        model={"layers": 1, "dtype": "float32"},
-        evaluation=CONFIG.evaluation,
-        gradient_accumulation_steps=2,
-        seed=9,
-    )
-    assert loss_on((1, 1, 1), graph, params, other) == wanted
-
-
-def chat(folder, answers):
-    """A config whose held-out conversations have answers of these lengths."""
+def chat(folder, answers, template="{role}{content}{end}"):
+    """A config whose held-out conversations have answers of these lengths, and all its batches."""
     for name, lengths in (("train", [9]), ("held_out", answers)):
         with (folder / f"{name}.jsonl").open("w") as file:
             for length in lengths:
@@ -105,11 +81,10 @@ def chat(folder, answers):
         train=(str(folder / "train.jsonl"),),
         held_out=(str(folder / "held_out.jsonl"),),
         kind="chat",
-        template="{role}{content}{end}",
+        template=template,
     )
-    return dataclasses.replace(
-        CONFIG, data=data, global_batch_size=2, gradient_accumulation_steps=2
-    )
+    every = EvaluationConfig(every=1, batches=2**31 - 1)
+    return dataclasses.replace(CONFIG, data=data, evaluation=every, global_batch_size=2)
 
 
 def test_labels_count_alike_in_whatever_batch_they_are(graph, params, tmp_path):
@@ -122,21 +97,12 @@ def test_labels_count_alike_in_whatever_batch_they_are(graph, params, tmp_path):
     losses = [float(loss_of(graph, params, *batch)) for batch in batches]
     wanted = np.average(losses, weights=counts)
     assert abs(wanted - np.mean(losses)) > 0.01
-    np.testing.assert_allclose(loss_on((1, 1, 1), graph, params, config), wanted, rtol=1e-5)
+    np.testing.assert_allclose(loss_on(ONE, graph, params, config), wanted, rtol=1e-5)
 
 
 def test_batches_without_a_label_are_refused_at_the_start(graph, tmp_path):
-    """Their loss would be 0, and the perplexity 1. The first of these is one, in any order."""
-    config = chat(tmp_path, [9])
-    template = "{role}{content}" + 40 * "." + "{end}"
-    late = dataclasses.replace(config.data, template=40 * "." + template)
-    mesh = make_mesh(CONFIG.mesh, jax.devices()[:1])
+    """Their loss would be 0, and the perplexity 1."""
+    config = chat(tmp_path, [9], 40 * "." + "{role}{content}" + 40 * "." + "{end}")
+    mesh = mesh_of(ONE)
     with jax.set_mesh(mesh), pytest.raises(UserError, match="held_out data has no token to pre"):
-        Evaluation(dataclasses.replace(config, data=late), graph, mesh)
-
-
-def test_more_batches_than_there_are_are_all(graph, params, tmp_path):
-    config = chat(tmp_path, [1, 14, 3])
-    many = dataclasses.replace(config, evaluation=EvaluationConfig(every=1, batches=2**31 - 1))
-    wanted = loss_on((1, 1, 1), graph, params, config)
-    assert loss_on((1, 1, 1), graph, params, many) == wanted
+        Evaluation(config, graph, mesh)
