@@ -114,9 +114,12 @@ def broken_update(grads, state, params=None):
     ],
 )
 def test_what_cannot_step_is_refused(given, error, message):
-    with pytest.raises(error, match=message):
+    def prepared():
         optimizer = OptimizerConfig(transformation=given)
-        prepare(dataclasses.replace(small(), optimizer=optimizer), mesh_of(ONE))
+        return prepare(dataclasses.replace(small(), optimizer=optimizer), mesh_of(ONE))
+
+    with pytest.raises(error, match=message):
+        prepared()
 
 
 @pytest.mark.parametrize("scan", [True, False])
