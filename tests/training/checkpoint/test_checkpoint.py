@@ -95,28 +95,31 @@ def two(folder):
 # What comes back
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "lr=[0.1]", "[!a]/**", "a?%20#"])
-def test_a_state_comes_back_bit_for_bit(tmp_path, name):
-    folder = tmp_path / name
+def test_a_state_comes_back_bit_for_bit(tmp_path):
+    """Whatever characters the folder's name has."""
+    folder = tmp_path / "[!a]" / "lr=[0.1] a?%20#**"
     state = state_of(7)
     extra = {"data": {"epoch": 2, "row": 31}, "loss": 1.25, "names": ["a", "b"], "none": None}
     with Checkpoints(folder, note=silent) as checkpoints:
         assert checkpoints.latest() is None
         assert checkpoints.steps() == []
-        checkpoints.save(7, state, extra)
+        checkpoints.save(7, state, extra, loss=2.5)
         restored = checkpoints.restore(like(state))
         assert checkpoints.latest() == 7
     assert (restored.step, restored.extra) == (7, extra)
     assert_same_bits(restored.state, state)
+    record = json.loads((folder / "7" / "record.json").read_text())
+    assert record == {"step": 7, "loss": 2.5, "extra": extra}
 
 
-@pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 4), (2,), (1,)], ids=str)
-def test_a_state_comes_back_on_any_mesh(two, shape):
-    wanted = state_of(2, mesh_of(*shape))
-    restored = Checkpoints(two, note=silent).restore(like(wanted))
-    assert_same_bits(restored.state, wanted)
-    for got, leaf in zip(*map(jax.tree.leaves, (restored.state, wanted)), strict=True):
-        assert got.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+def test_any_step_comes_back_on_any_mesh(two):
+    for step, shape in ((2, (8,)), (2, (4, 2)), (1, (2, 4)), (1, (1,))):
+        wanted = state_of(step, mesh_of(*shape))
+        restored = Checkpoints(two, note=silent).restore(like(wanted), step=step)
+        assert restored.extra == {"rows": step}
+        assert_same_bits(restored.state, wanted)
+        for got, leaf in zip(*map(jax.tree.leaves, (restored.state, wanted)), strict=True):
+            assert got.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
 
 
 def test_random_keys_in_a_state_come_back(folder):
@@ -134,17 +137,11 @@ def test_a_state_that_cannot_be_saved_is_refused_before_a_run(folder):
         checkpoints.require_like({"w": jnp.ones(2), "empty": jnp.ones(0)})
 
 
-def test_an_older_step_can_be_asked_for(two):
-    restored = Checkpoints(two).restore(like(state_of(1)), step=1)
-    assert_same_bits(restored.state, state_of(1))
-    assert restored.extra == {"rows": 1}
-
-
 @pytest.mark.parametrize("spec", [P("x"), P()], ids=["sharded", "replicated"])
 def test_arrays_may_be_donated_as_soon_as_save_returns(folder, spec):
     sharding = NamedSharding(mesh_of(8), spec)
     numbers = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
-    state = {f"w{i}": jax.device_put(numbers + i, sharding) for i in range(8)}
+    state = {f"w{i}": jax.device_put(numbers + i, sharding) for i in range(4)}
     wanted = like(state)
     overwrite = jax.jit(
         lambda state: jax.tree.map(lambda leaf: leaf * 0 - 1, state), donate_argnums=0
@@ -155,11 +152,11 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(folder, spec):
             state = overwrite(state)
         jax.block_until_ready(state)
         restored = checkpoints.restore(wanted).state
-    for i in range(8):
+    for i in range(4):
         np.testing.assert_array_equal(restored[f"w{i}"], numbers + i)
 
 
-def test_save_returns_before_the_checkpoint_is_written(folder, monkeypatch):
+def test_save_returns_before_the_checkpoint_is_written_unless_it_is_to_wait(folder, monkeypatch):
     write, may_write = manifest.write, threading.Event()
 
     def late(path):
@@ -173,12 +170,8 @@ def test_save_returns_before_the_checkpoint_is_written(folder, monkeypatch):
         may_write.set()
         checkpoints.wait()
         assert [path.name for path in folder.iterdir()] == ["1"]
-
-
-def test_save_can_wait(folder):
-    with Checkpoints(folder) as checkpoints:
-        checkpoints.save(1, state_of(1), {}, wait=True)
-        assert [path.name for path in folder.iterdir()] == ["1"]
+        checkpoints.save(2, state_of(2), {}, wait=True)
+        assert {path.name for path in folder.iterdir()} == {"1", "2"}
 
 
 # Which ones stay
@@ -201,37 +194,16 @@ def test_the_newest_and_the_best_stay(losses, keep, keep_best, kept):
     assert worth_keeping(losses, keep, keep_best) == kept
 
 
-def test_the_others_are_removed(folder):
+def test_the_others_are_removed_also_by_the_next_process(folder):
     with Checkpoints(folder, keep=2, keep_best=1) as checkpoints:
         for step, loss in [(8, 3.0), (9, 1.0), (10, 2.0), (11, None), (12, 4.0)]:
             checkpoints.save(step, state_of(step), {}, loss=loss)
         assert checkpoints.steps() == [9, 11, 12]
     assert sorted(path.name for path in folder.iterdir()) == ["11", "12", "9"]
-
-
-def test_best_is_remembered_by_the_next_process(folder):
     with Checkpoints(folder, keep=1) as checkpoints:
-        checkpoints.save(1, state_of(1), {}, loss=1.0)
-        checkpoints.save(2, state_of(2), {}, loss=2.0)
-    with Checkpoints(folder, keep=1) as checkpoints:
-        checkpoints.restore(like(state_of(2)))
-        checkpoints.save(3, state_of(3), {}, loss=3.0)
-        assert checkpoints.steps() == [1, 3]
-
-
-# One line of history
-
-
-def test_a_run_that_goes_back_replaces_what_came_later(folder):
-    save_all(folder, [1, 2, 3])
-    notes = []
-    with Checkpoints(folder, keep=9, note=notes.append) as checkpoints:
-        checkpoints.restore(like(state_of(1)), step=1)
-        checkpoints.save(2, state_of(20), {"again": True})
-        assert checkpoints.steps() == [1, 2]
-        assert_same_bits(checkpoints.restore(like(state_of(2))).state, state_of(20))
-    assert len(notes) == 1
-    assert "[2, 3]" in notes[0]
+        checkpoints.restore(like(state_of(12)))
+        checkpoints.save(13, state_of(13), {}, loss=3.0)
+        assert checkpoints.steps() == [9, 13]
 
 
 def test_a_run_does_not_write_over_another(two):
@@ -241,145 +213,49 @@ def test_a_run_does_not_write_over_another(two):
     assert checkpoints.steps() == [1, 2]
 
 
-def test_the_same_step_is_not_saved_twice(two):
+def test_a_step_is_saved_once_and_none_after_a_later_one(two):
     before = (two / "2" / "manifest.json").stat()
     with Checkpoints(two) as checkpoints:
         checkpoints.restore(like(state_of(2)))
         checkpoints.save(2, state_of(2), {}, wait=True)
+        with pytest.raises(ValueError, match="Step 1 cannot be saved after step 2"):
+            checkpoints.save(1, state_of(1), {})
     assert (two / "2" / "manifest.json").stat() == before
 
 
-def test_steps_do_not_go_backwards(folder):
-    with Checkpoints(folder) as checkpoints:
-        checkpoints.save(5, state_of(5), {})
-        with pytest.raises(ValueError, match="Step 4 cannot be saved after step 5"):
-            checkpoints.save(4, state_of(4), {})
-        assert checkpoints.steps() == [5]
-
-
-# Damage
-
-
-def arrays_file(folder):
-    """The largest file of a checkpoint: it holds the codes."""
-    return max((f for f in folder.rglob("*") if f.is_file()), key=lambda file: file.stat().st_size)
-
-
-def flip(file, byte):
-    content = bytearray(file.read_bytes())
-    content[byte] ^= 1
-    file.write_bytes(content)
-
-
-def remove_a_file(folder):
-    arrays_file(folder).unlink()
-    return "is missing"
+# Damage: all kinds of it stand in test_step_folders.py
 
 
 def truncate(folder):
-    file = arrays_file(folder)
-    file.write_bytes(file.read_bytes()[:-1])
-    return "bytes instead of"
+    """Cuts the largest file of a checkpoint, which holds the codes."""
+    files = (file for file in folder.rglob("*") if file.is_file())
+    largest = max(files, key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
 
 
-def empty(folder):
-    arrays_file(folder).write_bytes(b"")
-    return "has 0 bytes instead of"
-
-
-def flip_a_bit_of_the_arrays(folder):
-    flip(arrays_file(folder), 1000)
-    return "checksum of state/.* is wrong"
-
-
-def flip_a_bit_of_the_record(folder):
-    flip(folder / "record.json", 3)
-    return r"checksum of record\.json is wrong"
-
-
-def cut_the_record_off(folder):
-    (folder / "record.json").write_text('{"step"')
-    return "record.json has 7 bytes instead of"
-
-
-def flip_a_digit_of_the_manifest(folder):
-    file = folder / "manifest.json"
-    flip(file, file.read_text().rindex("]") - 3)
-    return "is wrong|is not readable"
-
-
-def cut_the_manifest_off(folder):
-    file = folder / "manifest.json"
-    file.write_text(file.read_text()[:50])
-    return "manifest.json is not readable"
-
-
-def write_no_object_into_the_manifest(folder):
-    (folder / "manifest.json").write_text("[1, 2]")
-    return "manifest.json is not readable"
-
-
-def remove_the_manifest(folder):
-    (folder / "manifest.json").unlink()
-    return "manifest.json is missing"
-
-
-HARMS = [
-    remove_a_file,
-    truncate,
-    empty,
-    flip_a_bit_of_the_arrays,
-    flip_a_bit_of_the_record,
-    cut_the_record_off,
-    flip_a_digit_of_the_manifest,
-    cut_the_manifest_off,
-    write_no_object_into_the_manifest,
-    remove_the_manifest,
-]
-
-
-@pytest.mark.parametrize("harm", HARMS)
-def test_damage_is_found_and_named(two, harm):
-    wrong = harm(two / "2")
-    notes = []
-    checkpoints = Checkpoints(two, note=notes.append)
-    with pytest.raises(DamagedCheckpoint, match=f"{two}/2 is damaged: .*({wrong})"):
-        checkpoints.restore(like(state_of(2)), step=2)
-    assert notes == []
-    restored = checkpoints.restore(like(state_of(1)))
-    assert restored.step == 1
-    assert_same_bits(restored.state, state_of(1))
-    assert len(notes) == 1
-    assert f"{two}/2 is damaged" in notes[0]
-    assert notes[0].endswith("Using step 1 instead.")
-
-
-def test_by_default_damage_is_a_warning(two):
-    truncate(two / "2")
-    with pytest.warns(UserWarning, match=r"2 is damaged.*Using step 1 instead"):
-        Checkpoints(two).restore(like(state_of(1)))
-
-
-def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(two):
-    truncate(two / "2")
-    with Checkpoints(two, note=lambda text: None) as checkpoints:
-        assert checkpoints.restore(like(state_of(1))).step == 1
-        checkpoints.save(2, state_of(2), {})
-        assert checkpoints.restore(like(state_of(2))).step == 2
+def test_damage_is_named_and_the_step_before_is_used_until_others_come_again(folder):
+    save_all(folder, [1, 2, 3])
+    for step in (2, 3):
+        truncate(folder / str(step))
+    wrong = rf"{folder}/[23] is damaged: state/\S+ has \d+ bytes instead of \d+"
+    with Checkpoints(folder, keep=9) as checkpoints:
+        with pytest.raises(DamagedCheckpoint, match=wrong):
+            checkpoints.restore(like(state_of(2)), step=2)
+        with pytest.warns(UserWarning, match=rf"{wrong}\. Using step 1 instead\.$"):
+            restored = checkpoints.restore(like(state_of(1)))
+        assert restored.step == 1
+        assert_same_bits(restored.state, state_of(1))
+        with pytest.warns(UserWarning, match=r"steps \[2, 3\] .* belong to an abandoned branch"):
+            checkpoints.save(2, state_of(20), {"again": True})
+        assert checkpoints.steps() == [1, 2]
+        assert_same_bits(checkpoints.restore(like(state_of(2))).state, state_of(20))
 
 
 def test_without_a_whole_checkpoint_nothing_is_restored(two):
     truncate(two / "2")
-    remove_the_manifest(two / "1")
+    (two / "1" / "manifest.json").unlink()
     with pytest.raises(DamagedCheckpoint, match=r"2 is damaged.*1 is damaged.*No checkpoint"):
         Checkpoints(two).restore(like(state_of(1)))
-
-
-def test_a_damaged_record_is_not_read(two):
-    flip_a_bit_of_the_record(two / "2")
-    with pytest.raises(DamagedCheckpoint, match=r"record\.json"):
-        Checkpoints(two).restore(like(state_of(2)), step=2)
-    assert Checkpoints(two).restore(like(state_of(1)), step=1).extra == {"rows": 1}
 
 
 def test_an_unfinished_save_is_named_and_cleared_away(two):
@@ -403,7 +279,7 @@ def test_a_missing_checkpoint_is_an_error_that_names_those_there_are(folder, two
         Checkpoints(two).restore(like(state_of(1)), step=5)
 
 
-# Other models
+# Bad input
 
 
 def training_state(width=256, **storage):
@@ -411,49 +287,25 @@ def training_state(width=256, **storage):
     return params, fused_fp8_adamw(1e-3, storage=Storage(**storage)).init(params)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: training_state(512),
-            r"0/w is stored as float32\[64, 256\], but float32\[64, 512\] is",
-        ),
-        (lambda: training_state(min_size=10**9), r"int8\[64, 256\], but float32\[64, 256\] is"),
-        (
-            lambda: training_state(second=jnp.float8_e5m2),
-            r"uint8\[64, 256\], but float8_e5m2\[64, 256\]",
-        ),
-        (
-            lambda: training_state(group_size=64),
-            r"float32\[64, 2\], but float32\[64, 4\] is expected",
-        ),
-        (
-            lambda: training_state()[0],
-            r"Only stored: \['0/b'.*only expected: \['b', 'w'\].*Restore it",
-        ),
-    ],
-    ids=["width", "no FP8", "format", "group size", "no optimizer"],
-)
-def test_another_model_or_format_is_refused(folder, make, message):
+def test_another_model_or_format_is_refused(folder):
+    others = {
+        r"0/w is stored as float32\[64, 256\], but float32\[64, 512\] is": training_state(512),
+        r"int8\[64, 256\], but float32\[64, 256\] is": training_state(min_size=10**9),
+        r"uint8\[64, 256\], but float8_e5m2\[": training_state(second=jnp.float8_e5m2),
+        r"float32\[64, 2\], but float32\[64, 4\] is expected": training_state(group_size=64),
+        r"Only stored: \['0/b'.*only expected: \['b', 'w'\].*Restore": training_state()[0],
+    }
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(1, training_state(), {})
-        with pytest.raises(ValueError, match=message):
-            checkpoints.restore(like(make()))
-
-
-# Bad input
+        for message, other in others.items():
+            with pytest.raises(ValueError, match=message):
+                checkpoints.restore(like(other))
 
 
 @pytest.mark.parametrize("settings", [{"keep": 0}, {"keep": 1, "keep_best": -1}])
 def test_settings_that_keep_nothing_are_refused(folder, settings):
     with pytest.raises(ValueError, match=f"keep={settings['keep']}"):
         Checkpoints(folder, **settings)
-
-
-def test_a_file_is_no_folder(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="is a file"):
-        Checkpoints(tmp_path / "file")
 
 
 def test_notes_that_are_not_json_are_refused_before_anything_is_written(folder):
@@ -504,34 +356,20 @@ def test_a_save_that_cannot_be_read_back_is_no_checkpoint(folder, monkeypatch):
     assert list(folder.iterdir()) == []
 
 
-def test_the_record_says_what_it_is_of(folder):
-    with Checkpoints(folder) as checkpoints:
-        checkpoints.save(4, state_of(4), {"a": 1}, loss=2.5)
-    record = json.loads((folder / "4" / "record.json").read_text())
-    assert record == {"step": 4, "loss": 2.5, "extra": {"a": 1}}
-
-
 # What a killed run leaves behind
 
 
-def test_pruning_removes_what_a_killed_run_left_over(folder):
-    save_all(folder, [1, 2, 3, 4])
-    with Checkpoints(folder, keep=2, keep_best=0, note=silent) as checkpoints:
+def test_pruning_removes_what_a_killed_run_left_over_before_the_step_restored(folder):
+    """Damaged checkpoints do not displace whole ones."""
+    save_all(folder, [1, 2, 3, 4, 5])
+    truncate(folder / "5")
+    notes = []
+    with Checkpoints(folder, keep=2, keep_best=0, note=notes.append) as checkpoints:
         checkpoints.prune()
-        assert checkpoints.steps() == [1, 2, 3, 4]  # whoever restored nothing, removes nothing
-        checkpoints.restore(like(state_of(4)))
+        assert checkpoints.steps() == [1, 2, 3, 4, 5]  # who restored nothing, removes nothing
+        assert checkpoints.restore(like(state_of(4))).step == 4
         checkpoints.prune()
-        assert checkpoints.steps() == [3, 4]
-
-
-def test_pruning_does_not_let_damaged_checkpoints_displace_whole_ones(folder):
-    save_all(folder, [1, 2, 3, 4])
-    for step in (3, 4):
-        truncate(folder / str(step))
-    with Checkpoints(folder, keep=2, keep_best=0, note=lambda text: None) as checkpoints:
-        assert checkpoints.restore(like(state_of(2))).step == 2
-        checkpoints.prune()
-        assert checkpoints.steps() == [1, 2, 3, 4]
+        assert checkpoints.steps() == [3, 4, 5]
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_noted_and_does_not_end_the_run(two, monkeypatch):
