@@ -4,6 +4,7 @@ The processes are real: this file, run as a program. It saves one step after ano
 of a state being its step, and prints a step when its checkpoint is complete.
 """
 
+import itertools
 import os
 import resource
 import signal
@@ -44,14 +45,11 @@ def restore(checkpoints):
 
 
 def run(folder):
-    """Goes on from the newest checkpoint."""
     with Checkpoints(folder, keep=2, note=print) as checkpoints:
-        step = 0 if checkpoints.latest() is None else restore(checkpoints)
-        while True:
-            step += 1
+        for step in itertools.count(1):
             # The best loss recurs, so that old checkpoints are removed in turn.
-            checkpoints.save(step, state_of(step), {"step": step}, loss=abs(step % 5 - 2))
-            checkpoints.wait()
+            loss = abs(step % 5 - 2)
+            checkpoints.save(step, state_of(step), {"step": step}, loss=loss, wait=True)
             print(f"complete: {step}", flush=True)
 
 
@@ -106,12 +104,15 @@ def save_until_full(folder):
 
 
 def assert_nothing_is_lost(folder, completed):
-    """The newest checkpoint is whole, and no older than the last that was completed."""
+    """The newest checkpoint is whole, no older than the last complete one, and a run goes on."""
     notes = []
     with Checkpoints(folder, note=notes.append) as checkpoints:
-        assert restore(checkpoints) - (completed or [0])[-1] in (0, 1)
+        newest = restore(checkpoints)
+        assert newest - completed[-1] in (0, 1)
         for step in checkpoints.steps():
             manifest.check(folder / str(step))
+        checkpoints.save(newest + 1, state_of(newest + 1), {"step": newest + 1})
+        assert restore(checkpoints) == newest + 1
     assert all("was not finished" in note for note in notes)
 
 
@@ -126,7 +127,6 @@ def assert_nothing_is_lost(folder, completed):
     ],
 )
 def test_a_process_may_be_killed_at_the_worst_moment(tmp_path, moment, calls):
-    """Any checkpoint that it said was complete is there, and another run goes on from it."""
     folder = tmp_path / "checkpoints"
     process = Fork([__file__, folder, moment, calls])
     output, errors = process.communicate(timeout=SECONDS)
