@@ -21,24 +21,15 @@ def silent(text):
     raise AssertionError(f"noted: {text}")
 
 
-@pytest.fixture
-def holder(tmp_path):
-    """Another process that holds the lock."""
-    process = Fork([__file__, tmp_path])
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def test_who_holds_it_is_named(tmp_path, holder):
-    with pytest.raises(UserError, match=rf"is in use by process {holder.pid} on .* began at 20"):
-        lock(tmp_path, silent)
-
-
-def test_the_lock_ends_with_its_process(tmp_path, holder):
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
+def test_who_holds_it_is_named_and_the_lock_ends_with_its_process(tmp_path):
+    holder = Fork([__file__, tmp_path])
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=rf"in use by process {holder.pid} on .* began at 20"):
+            lock(tmp_path, silent)
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.communicate()
     lock(tmp_path, silent).close()
 
 
@@ -91,16 +82,14 @@ def test_control_characters_of_the_file_do_not_reach_the_terminal(tmp_path):
     assert len(str(refused.value)) < 500
 
 
-def test_a_link_is_not_written_through(tmp_path):
+def test_a_link_is_not_written_through_and_a_pipe_is_no_lock_file(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("data")
     (tmp_path / FILE).symlink_to(precious)
     with pytest.raises(OSError, match="symbolic links"):
         lock(tmp_path, silent)
     assert precious.read_text() == "data"
-
-
-def test_a_pipe_is_no_lock_file(tmp_path):
+    (tmp_path / FILE).unlink()
     os.mkfifo(tmp_path / FILE)
     with pytest.raises(UserError, match="is a pipe or a device, and a run has a file there"):
         lock(tmp_path, silent)

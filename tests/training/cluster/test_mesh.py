@@ -23,6 +23,7 @@ from coat_jax.training.config import MeshConfig
 )
 def test_one_axis_takes_the_devices_that_are_left(config, sizes):
     mesh = make_mesh(config)
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
     assert dict(mesh.shape) == dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
 
 
@@ -40,20 +41,19 @@ def test_a_mesh_that_does_not_match_the_devices_is_refused(config, message):
 
 
 @pytest.mark.parametrize(
-    ("batch", "steps", "remedy"),
+    ("batch", "steps", "name", "value"),
     [
-        (16, 4, {"gradient_accumulation_steps": 2}),
-        (96, 8, {"gradient_accumulation_steps": 6}),
-        (12, 3, {"global_batch_size": 24}),
+        (16, 4, "gradient_accumulation_steps", 2),
+        (96, 8, "gradient_accumulation_steps", 6),
+        (12, 3, "global_batch_size", 24),
     ],
 )
-def test_a_batch_that_the_devices_cannot_share_is_refused_with_a_remedy(batch, steps, remedy):
+def test_a_batch_that_the_devices_cannot_share_is_refused_with_a_remedy(batch, steps, name, value):
     config = small(global_batch_size=batch, gradient_accumulation_steps=steps)
-    ((name, value),) = remedy.items()
     message = rf"{batch // steps} sequences at a time, which 8 devices .* {name} .*{value}\b"
     with pytest.raises(UserError, match=message):
         require_fitting(config, make_mesh(MeshConfig()))
-    require_fitting(dataclasses.replace(config, **remedy), make_mesh(MeshConfig()))
+    require_fitting(dataclasses.replace(config, **{name: value}), make_mesh(MeshConfig()))
 
 
 def shares(monkeypatch, sizes, here):
@@ -70,13 +70,5 @@ def test_a_process_loads_the_rows_of_its_devices(monkeypatch):
     # Four devices share each row, two processes their rows.
     assert shares(monkeypatch, (2, 1, 4), {2, 3}) == (0, 2)
     assert shares(monkeypatch, (2, 1, 4), {4, 5}) == (1, 2)
-
-
-def test_a_process_with_no_equal_part_of_the_rows_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"at places \[0, 7\] of the 8 .* not an equal part"):
         shares(monkeypatch, (1, 8, 1), {0, 7})
-
-
-def test_the_mesh_is_automatic():
-    mesh = make_mesh(MeshConfig())
-    assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}

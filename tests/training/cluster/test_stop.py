@@ -1,17 +1,12 @@
-"""Processes stop at the same step after a signal to one of them."""
+"""A process notes a signal and goes on; test_two_processes.py sees several stop together."""
 
 import contextlib
 import os
 import signal
-from pathlib import Path
 
 import pytest
-from forks import Fork
-from processes import begin_all, line, lines, outputs
 
 from coat_jax.training.cluster.stop import Stop
-
-JOINED = Path(__file__).with_name("joined.py")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
@@ -21,8 +16,10 @@ def test_one_process_notes_a_signal_and_continues(number):
         assert not stop.requested()
         os.kill(os.getpid(), number)
         assert stop.requested()
-        assert stop.requested()
     assert signal.getsignal(number) is before
+    with Stop() as stop:
+        stop.request()
+        assert stop.requested()
 
 
 def test_an_interrupt_that_python_lost_is_raised_again():
@@ -47,19 +44,3 @@ def test_a_signal_that_nohup_ignores_stays_ignored(monkeypatch):
             assert not stop.requested()
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_a_stop_can_be_requested_without_a_signal():
-    with Stop() as stop:
-        stop.request()
-        assert stop.requested()
-
-
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
-def test_a_signal_to_one_process_stops_all_at_the_same_step(number):
-    processes = begin_all([JOINED], 2, begin=Fork)
-    joined = [line(process, "joined") for process in processes]
-    assert joined == ["joined 0 of 2, sum 3", "joined 1 of 2, sum 3"]
-    processes[1].send_signal(number)
-    (first,), (second,) = (lines(text, "stopped after") for text in outputs(processes, code=143))
-    assert first.replace("main True", "main False") == second
