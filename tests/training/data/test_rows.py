@@ -16,62 +16,36 @@ streams = st.tuples(
 )  # many documents, since END is one of six tokens; and a sequence length
 
 
-def all_rows(tokens, sequence, end_of_text=END):
-    rows = windows_of(tokens, sequence, end_of_text)
-    assert all(len(array) == sequence for row in range(len(rows)) for array in rows[row])
-    each = (rows[row] for row in range(len(rows)))
-    return [np.concatenate(arrays) for arrays in zip(*each, strict=True)]
-
-
 @given(streams)
-def test_every_token_is_read_once_and_in_order(case):
+def test_rows_are_the_stream_and_documents_begin_anew(case):
+    """Each token is read once, and labelled with the next one unless it ends a document."""
     tokens, sequence = case
-    inputs, _, _, segments = all_rows(tokens, sequence)
-    assert inputs[segments > 0].tolist() == tokens[:-1]
-
-
-@given(streams)
-def test_labels_are_the_next_tokens_within_a_document(case):
-    tokens, sequence = case
-    _, labels, _, segments = all_rows(tokens, sequence)
+    rows = windows_of(tokens, sequence, END)
     expected = [
         IGNORED if now == END else following for now, following in itertools.pairwise(tokens)
     ]
-    assert labels[segments > 0].tolist() == expected
-
-
-@given(streams)
-def test_positions_and_segments_begin_again_in_each_document(case):
-    tokens, sequence = case
-    rows = windows_of(tokens, sequence, END)
-    for number in range(len(rows)):
-        row = rows[number]
+    inputs, labels = [], []
+    for row in (rows[number] for number in range(len(rows))):
+        assert all(array.shape == (sequence,) and array.dtype == np.int32 for array in row)
+        real = np.count_nonzero(row.segments)
+        assert (row.segments[real:] == 0).all()  # padding is at the end, and not predicted
+        assert (row.labels[real:] == IGNORED).all()
+        inputs += row.tokens[:real].tolist()
+        labels += row.labels[:real].tolist()
         position, segment = 0, 1
-        for place in np.flatnonzero(row.segments):
+        for place in range(real):
             assert (row.positions[place], row.segments[place]) == (position, segment)
             ends = row.tokens[place] == END
             position, segment = (0, segment + 1) if ends else (position + 1, segment)
-
-
-@given(streams)
-def test_padding_is_at_the_end_and_not_predicted(case):
-    tokens, sequence = case
-    _, labels, _, segments = all_rows(tokens, sequence)
-    missing = -(len(tokens) - 1) % sequence
-    assert np.count_nonzero(segments == 0) == missing
-    assert not missing or (segments[-missing:] == 0).all()
-    assert (labels[segments == 0] == IGNORED).all()
+    assert inputs == tokens[:-1]
+    assert labels == expected
 
 
 def test_without_an_end_of_text_a_row_is_one_document():
-    _, labels, positions, segments = all_rows([0, 1, 0, 2, 3], 4, end_of_text=None)
-    assert labels.tolist() == [1, 0, 2, 3]
-    assert positions.tolist() == [0, 1, 2, 3]
-    assert segments.tolist() == [1, 1, 1, 1]
-
-
-def test_arrays_are_int32():
-    assert {array.dtype for array in windows_of(range(9), 4, END)[1]} == {np.dtype(np.int32)}
+    row = windows_of([0, 1, 0, 2, 3], 4)[0]
+    assert row.labels.tolist() == [1, 0, 2, 3]
+    assert row.positions.tolist() == [0, 1, 2, 3]
+    assert row.segments.tolist() == [1, 1, 1, 1]
 
 
 def test_other_data_or_rows_of_another_length_have_another_digest():
@@ -90,11 +64,6 @@ def test_too_few_tokens_for_a_row_are_refused():
     assert len(windows_of(range(5), 4)) == 1
     with pytest.raises(ValueError, match=r"4 tokens are too few for a sequence of 4 .*_length\.$"):
         windows_of(range(4), 4)
-
-
-def test_an_end_of_text_outside_the_vocabulary_is_refused():
-    with pytest.raises(ValueError, match=r"end_of_text=300 .* vocabulary of 256"):
-        windows_of(range(9), 4, end_of_text=300, vocab=256)
 
 
 def test_the_end_of_a_text_is_in_the_vocabulary():

@@ -17,6 +17,10 @@ from coat_jax.training.data.tokenizing import write
 END = 999
 
 
+def named(*paths, **changes):
+    return DataConfig(train=tuple(map(str, paths)), **changes)
+
+
 def opened(config, split="train", **changes):
     settings = {"batch": 1, "sequence": 8, "vocab": 1000, "epochs": 1}
     return load(config, split=split, **settings | changes)
@@ -44,16 +48,9 @@ def test_the_corpus_is_the_standard_library(tmp_path):
 
 def test_a_part_that_is_too_short_names_what_divides_the_data(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(500, dtype=np.uint16))
-    config = DataConfig(train=(str(tmp_path / "a.npy"),))
     message = r"5 tokens are too few for a sequence of 8 .* its 500 tokens, divided by data.held"
     with pytest.raises(UserError, match=message):
-        opened(config, "held_out")
-
-
-@pytest.mark.parametrize("split", ["foo", "validation", "", None])
-def test_an_unknown_split_is_refused(split):
-    with pytest.raises(UserError, match=r"no split .*: use 'train' or 'held_out'"):
-        opened(DataConfig(), split)
+        opened(named(tmp_path / "a.npy"), "held_out")
 
 
 def test_the_corpus_is_there_without_a_word():
@@ -71,9 +68,7 @@ def test_held_out_tokens_are_the_last_and_are_not_trained_on(tmp_path_factory, s
     for number, shard in enumerate(np.array_split(tokens, 3)):
         np.save(folder / f"{number}.npy", shard)
     for end_of_text in (None, END):
-        config = DataConfig(
-            train=(str(folder / "*.npy"),), held_out_part=part, end_of_text=end_of_text
-        )
+        config = named(folder / "*.npy", held_out_part=part, end_of_text=end_of_text)
         cut = size - round(part * size)
         if end_of_text is not None:
             begins = np.flatnonzero(tokens[:-1] == END) + 1
@@ -97,7 +92,7 @@ def test_a_last_document_is_held_out_whole_unless_it_is_long(tmp_path):
         tokens = np.arange(1, 401, dtype=np.uint16)
         tokens[-length - 1] = END
         np.save(path, tokens)
-        config = DataConfig(train=(str(path),), held_out_part=0.025, end_of_text=END)
+        config = named(path, held_out_part=0.025, end_of_text=END)
         assert opened(config).tokens == 400 - held_out
         assert tokens_of(opened(config, "held_out")) == set(range(401 - held_out, 400))
 
@@ -105,16 +100,9 @@ def test_a_last_document_is_held_out_whole_unless_it_is_long(tmp_path):
 def test_held_out_paths_leave_the_training_data_whole(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
     np.save(tmp_path / "b.npy", np.arange(100, 150, dtype=np.uint16))
-    config = DataConfig(train=(str(tmp_path / "a.npy"),), held_out=(str(tmp_path / "b.npy"),))
+    config = named(tmp_path / "a.npy", held_out=(str(tmp_path / "b.npy"),))
     assert tokens_of(opened(config)) == set(range(99))
     assert tokens_of(opened(config, "held_out")) == set(range(100, 149))
-
-
-def test_a_file_cannot_be_trained_on_and_held_out(tmp_path):
-    np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
-    config = DataConfig(train=(str(tmp_path / "*.npy"),), held_out=(str(tmp_path / "a.npy"),))
-    with pytest.raises(ValueError, match=r"a.npy is named in data.train and in data.held_out"):
-        opened(config)
 
 
 def shards(folder, count=3, size=100):
@@ -127,7 +115,7 @@ def shards(folder, count=3, size=100):
 
 
 def assert_nothing_is_in_both(*patterns, tokens=300):
-    config = DataConfig(train=tuple(map(str, patterns)), held_out_part=0.2)
+    config = named(*patterns, held_out_part=0.2)
     train, held_out = opened(config), opened(config, "held_out")
     assert train.tokens + held_out.tokens == tokens
     assert tokens_of(train).isdisjoint(tokens_of(held_out))
@@ -160,61 +148,52 @@ def test_links_in_a_circle_are_refused(target, tmp_path):
     (folder / "loop").symlink_to(target)
     assert_nothing_is_in_both(folder / "*.npy")
     with pytest.raises(UserError, match=r"loop leads back to .* circles. Remove the link"):
-        opened(DataConfig(train=(str(tmp_path / "**" / "*.npy"),)))
+        opened(named(tmp_path / "**" / "*.npy"))
 
 
-@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
-def test_another_name_does_not_hide_what_is_held_out(link, tmp_path):
+def test_a_file_cannot_be_trained_on_and_held_out(tmp_path):
+    """Whatever its name; those of the corpus neither."""
     folder = shards(tmp_path / "a")
-    getattr(tmp_path / "other.npy", link)(folder / "2.npy")
-    config = DataConfig(train=(str(folder / "*.npy"),), held_out=(str(tmp_path / "other.npy"),))
-    with pytest.raises(UserError, match=r"2.npy is named in data.train and in data.held_out"):
-        opened(config)
-
-
-def test_the_corpus_s_own_files_are_kept_apart_too():
+    (tmp_path / "soft.npy").symlink_to(folder / "2.npy")
+    (tmp_path / "hard.npy").hardlink_to(folder / "2.npy")
+    same = folder / "2.npy", tmp_path / "soft.npy", tmp_path / "hard.npy"
     train, held_out = corpus.files_of()
     for config in (
-        DataConfig(train=(str(held_out[0]),), held_out=("corpus",)),
-        DataConfig(train=("corpus",), held_out=(str(train[0]),)),
+        *(named(folder / "*.npy", held_out=(str(path),)) for path in same),
+        named(held_out[0], held_out=("corpus",)),
+        named("corpus", held_out=(str(train[0]),)),
     ):
         with pytest.raises(UserError, match=r"is named in data.train and in data.held_out"):
             opened(config)
 
 
-@pytest.mark.parametrize("name", ["pipe.txt", "pipe.npy", "pipe.jsonl"])
-def test_pipes_and_devices_are_refused(name, tmp_path):
-    os.mkfifo(tmp_path / name)
-    for path in (tmp_path / name, tmp_path / "pipe.*", "/dev/zero"):
-        with pytest.raises(UserError, match="is a pipe or a device: a file must be a regular file"):
-            opened(DataConfig(train=(str(path),)))
-
-
-def test_a_link_to_nothing_is_refused(tmp_path):
+def test_pipes_devices_and_links_to_nothing_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("text")
+    for name in ("pipe.text", "pipe.npy", "pipe.jsonl"):
+        os.mkfifo(tmp_path / name)
+        for path in (tmp_path / name, tmp_path / "pipe.*", "/dev/zero"):
+            with pytest.raises(UserError, match="is a pipe or a device: a file must be a regular"):
+                opened(named(path))
     (tmp_path / "b.txt").symlink_to("nowhere")
     with pytest.raises(UserError, match=r"b.txt is a link to nowhere"):
-        opened(DataConfig(train=(str(tmp_path / "*.txt"),)))
+        opened(named(tmp_path / "*.txt"))
 
 
-@pytest.mark.parametrize(("suffix", "spelled"), [(".npy", ".NPY"), (".bin", ".Bin")])
-def test_suffixes_are_read_in_any_case(suffix, spelled, tmp_path):
+def test_suffixes_are_read_in_any_case(tmp_path):
     tokens = np.arange(200, dtype=np.uint16)
-    with (tmp_path / f"a{spelled}").open("wb") as file:
-        np.save(file, tokens) if suffix == ".npy" else tokens.tofile(file)
-    train = opened(DataConfig(train=(str(tmp_path / f"a{spelled}"),)))
-    assert tokens_of(train) == set(range(197))
-
-
-def test_a_jsonl_is_one_in_any_case(tmp_path):
+    with (tmp_path / "a.NPY").open("wb") as file:
+        np.save(file, tokens)
+    tokens.tofile(tmp_path / "a.Bin")
+    for name in ("a.NPY", "a.Bin"):
+        assert tokens_of(opened(named(tmp_path / name))) == set(range(197))
     path = write_lines(tmp_path / "a.JSONL", [{"text": "the thing"}] * 20)
-    train = opened(DataConfig(train=(str(path),), held_out_part=0.3), vocab=256)
+    train = opened(named(path, held_out_part=0.3), vocab=256)
     assert tokens_of(train) == set(b"the thing\0")
 
 
 def test_data_without_a_label_is_refused(tmp_path):
     np.save(tmp_path / "a.npy", np.full(100, END, np.uint16))
-    config = DataConfig(train=(str(tmp_path / "a.npy"),), end_of_text=END, held_out_part=0.3)
+    config = named(tmp_path / "a.npy", end_of_text=END, held_out_part=0.3)
     for split in ("train", "held_out"):
         with pytest.raises(UserError, match=f"The {split} data has no token to predict"):
             opened(config, split, sequence=8)
@@ -223,18 +202,17 @@ def test_data_without_a_label_is_refused(tmp_path):
 def test_a_home_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_tokenizer(tmp_path / "t.json")
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "the thing"}] * 20)
-    config = DataConfig(train=("~/a.jsonl",), tokenizer="~/t.json", held_out_part=0.3)
+    write_lines(tmp_path / "a.jsonl", [{"text": "the thing"}] * 20)
+    config = named("~/a.jsonl", tokenizer="~/t.json", held_out_part=0.3)
     assert config.tokenizer == str(tmp_path / "t.json")
     assert opened(config).tokens > 20
-    assert path.exists()
 
 
 def test_files_are_read_in_the_order_of_their_names(tmp_path):
     for name in ("b", "a", "c"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x.txt").write_text(name * 4)
-    config = DataConfig(train=(str(tmp_path / "**" / "*.txt"),), held_out_part=0.05)
+    config = named(tmp_path / "**" / "*.txt", held_out_part=0.05)
     batch = next(opened(config, sequence=13, vocab=256))
     assert bytes(batch.tokens[0].tolist()) == b"aaaa\0bbbb\0ccc"
 
@@ -244,8 +222,8 @@ def test_text_and_its_token_files_are_the_same_rows(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", texts)
     tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json"))
     write([path], tmp_path / "out", Tokenizer(tokenizer))
-    direct = DataConfig(train=(str(path),), tokenizer=tokenizer, held_out_part=0.1)
-    made = DataConfig(train=(str(tmp_path / "out" / "*.npy"),), held_out_part=0.1)
+    direct = named(path, tokenizer=tokenizer, held_out_part=0.1)
+    made = named(tmp_path / "out" / "*.npy", held_out_part=0.1)
     for split in ("train", "held_out"):
         one, other = opened(direct, split, vocab=300), opened(made, split, vocab=300)
         assert one.digest == other.digest
@@ -254,54 +232,38 @@ def test_text_and_its_token_files_are_the_same_rows(tmp_path):
             assert all(map(np.array_equal, a, b))
 
 
-def test_a_tokenizer_for_the_corpus_which_is_bytes_is_refused(tmp_path):
-    tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match=r"data.tokenizer=.* has nothing .* as bytes.* data.train"):
-        opened(DataConfig(tokenizer=tokenizer), vocab=300)
-
-
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"text": "the thing"}] * 9)
     tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"tokenizer.json has a vocabulary of \d+, .* one of 256"):
-        opened(DataConfig(train=(str(path),), tokenizer=tokenizer), vocab=256)
+        opened(named(path, tokenizer=tokenizer), vocab=256)
     write([path], tmp_path / "out", Tokenizer(tokenizer))
     with pytest.raises(ValueError, match=r"out has a vocabulary of (\d+), .* --model.vocab \1\."):
-        opened(DataConfig(train=(str(tmp_path / "out" / "*.npy"),)), vocab=256)
+        opened(named(tmp_path / "out" / "*.npy"), vocab=256)
     with pytest.raises(ValueError, match="Text as bytes has a vocabulary of 256"):
-        opened(DataConfig(train=(str(path),)), vocab=255)
+        opened(named(path), vocab=255)
 
 
-@pytest.mark.parametrize(
-    ("train", "error", "named"),
-    [
-        (("none.npy",), FileNotFoundError, "There is no file .*none.npy"),
-        (("*.none",), FileNotFoundError, r"No file matches .*\*\.none"),
-        (("folder",), UserError, r"Name its files by a pattern, as in '.*folder/\*.npy'"),
-        (("a.npy", "a.txt"), ValueError, "a.npy holds tokens, and .*a.txt text"),
-    ],
-)
-def test_paths_that_name_no_data_are_refused(train, error, named, tmp_path):
+def test_paths_that_name_no_data_are_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "a.txt").write_text("text")
     np.save(tmp_path / "a.npy", np.arange(9, dtype=np.uint16))
-    with pytest.raises(error, match=named):
-        opened(DataConfig(train=tuple(str(tmp_path / name) for name in train)))
-
-
-def test_the_corpus_does_not_mix(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(ValueError, match="mixes the built-in corpus with files"):
-        opened(DataConfig(train=("corpus", str(tmp_path / "a.txt"))))
-
-
-def test_the_corpus_has_no_conversations():
-    with pytest.raises(UserError, match="the built-in corpus has none: name"):
-        opened(DataConfig(kind="chat"))
+    tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json"))
+    for config, error, message in (
+        (named(tmp_path / "none.npy"), FileNotFoundError, "There is no file .*none.npy"),
+        (named(tmp_path / "*.none"), FileNotFoundError, r"No file matches .*\*\.none"),
+        (named(tmp_path / "folder"), UserError, r"Name its files by a pattern, as in '.*\*\.npy'"),
+        (named(*sorted(tmp_path.glob("a.*"))), UserError, "a.npy holds tokens, and .*a.txt text"),
+        (named("corpus", tmp_path / "a.txt"), UserError, "mixes the built-in corpus with files"),
+        (DataConfig(kind="chat"), UserError, "the built-in corpus has none: name"),
+        (DataConfig(tokenizer=tokenizer), UserError, "has nothing .* as bytes.* data.train"),
+    ):
+        with pytest.raises(error, match=message):
+            opened(config)
 
 
 @pytest.mark.parametrize(
-    ("field", "named"),
+    ("field", "message"),
     [
         ({"train": ()}, "names no data"),
         ({"train": "corpus"}, r"data.train='corpus' must be a tuple of texts, as in \('a', 'b'\)"),
@@ -311,6 +273,6 @@ def test_the_corpus_has_no_conversations():
         ({"end_of_text": -1}, "end_of_text=-1 must be"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_refused(field, named):
-    with pytest.raises(ValueError, match=named):
+def test_a_config_that_makes_no_sense_is_refused(field, message):
+    with pytest.raises(ValueError, match=message):
         DataConfig(**field)

@@ -1,7 +1,4 @@
-"""Laws of splits: training and held-out data are made by one tokenizer.
-
-That no file is in both stands in test_sources.py, with the ways in which files are named.
-"""
+"""Training and held-out data are made by one tokenizer; test_sources.py has their files."""
 
 import numpy as np
 import pytest
@@ -17,17 +14,18 @@ def opened(config, split):
     return load(config, split=split, batch=1, sequence=8, vocab=1000, epochs=1)
 
 
-@pytest.fixture
-def two_tokenizers(tmp_path):
-    """Token files and a text, each by two tokenizers: the folder, and the tokenizers' files."""
-    path = write_lines(tmp_path / "a.jsonl", [{"text": "the thing that they thought"}] * 40)
-    (tmp_path / "held.txt").write_text("another thing that they thought " * 9)
-    files = [str(write_tokenizer(tmp_path / f"{vocab}.json", vocab=vocab)) for vocab in (280, 270)]
-    for name, file in zip(("one", "other"), files, strict=True):
-        write([path], tmp_path / name, Tokenizer(file))
-        write([path], tmp_path / f"{name}_held", Tokenizer(file))
-    np.save(tmp_path / "raw.npy", np.arange(200, dtype=np.uint16))
-    return tmp_path, *files
+@pytest.fixture(scope="module")
+def two_tokenizers(tmp_path_factory):
+    """Token files and a text, each by two tokenizers: the folder, and the first one's file."""
+    folder = tmp_path_factory.mktemp("splits")
+    path = write_lines(folder / "a.jsonl", [{"text": "the thing that they thought"}] * 40)
+    (folder / "held.txt").write_text("another thing that they thought " * 9)
+    for name, vocab in (("one", 280), ("other", 270)):
+        tokenizer = Tokenizer(write_tokenizer(folder / f"{name}.json", vocab=vocab))
+        write([path], folder / name, tokenizer)
+        write([path], folder / f"{name}_held", tokenizer)
+    np.save(folder / "raw.npy", np.arange(200, dtype=np.uint16))
+    return folder, str(folder / "one.json")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +43,7 @@ def two_tokenizers(tmp_path):
     ],
 )
 def test_all_data_have_one_tokenizer(train, held_out, named, message, two_tokenizers):
-    folder, tokenizer, _ = two_tokenizers
+    folder, tokenizer = two_tokenizers
     config = DataConfig(
         train=(f"{folder}/{train}",),
         held_out=tuple(f"{folder}/{name}" if "." in name else name for name in held_out),

@@ -42,6 +42,11 @@ def llm_c(path, dtype):
     return path.with_suffix(".bin")
 
 
+def opened(path, vocab, **how):
+    config = DataConfig(train=(str(path),), **how)
+    return load(config, split="train", batch=10, sequence=8, vocab=vocab)
+
+
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 @pytest.mark.parametrize("layout", [npy, npy_without_header, raw, llm_c])
 def test_every_layout_holds_the_same_tokens(layout, dtype, tmp_path):
@@ -68,15 +73,9 @@ def test_a_file_is_not_loaded(tmp_path):
     """A row of a file that is larger than any memory (and empty on disk)."""
     with (tmp_path / "large.bin").open("wb") as file:
         file.truncate(1 << 36)
-    loader = load(
-        DataConfig(train=(str(tmp_path / "large.bin"),)),
-        split="train",
-        batch=1,
-        sequence=8,
-        vocab=1,
-    )
+    loader = opened(tmp_path / "large.bin", 1)
     assert loader.tokens > 1 << 34
-    assert next(loader).tokens.tolist() == [[0] * 8]
+    assert next(loader).tokens.tolist() == [[0] * 8] * 10
     loader.close()
 
 
@@ -102,24 +101,18 @@ def test_a_file_that_was_made_again_is_read_again(tmp_path):
 def test_a_token_outside_the_vocabulary_is_named(tmp_path):
     for number, bad in enumerate([99, 100]):
         np.save(tmp_path / f"{number}.npy", np.array([*range(50), bad, 1, 2], np.uint16))
-    config = DataConfig(train=(str(tmp_path / "*.npy"),))
     with pytest.raises(ValueError, match=r"1.npy: token 50 is 100, .* vocabulary of 100"):
-        load(config, split="train", batch=1, sequence=8, vocab=100)
+        opened(tmp_path / "*.npy", 100)
 
 
 def test_it_is_found_in_a_row_that_no_sample_saw(tmp_path, monkeypatch):
     monkeypatch.setattr("coat_jax.training.data.stream.SAMPLES", 1)
     monkeypatch.setattr("coat_jax.training.data.stream.SAMPLE", 8)
     np.save(tmp_path / "a.npy", np.array([1] * 60 + [300] + [1] * 39, np.uint16))
-    config = DataConfig(train=(str(tmp_path / "a.npy"),), held_out_part=0.2)
-    loader = load(config, split="train", batch=10, sequence=8, vocab=256)
+    loader = opened(tmp_path / "a.npy", 256, held_out_part=0.2)
     with pytest.raises(ValueError, match=r"a.npy: token 60 is 300"):
         next(loader)
     loader.close()
-
-
-def write(path, array):
-    np.save(path, array, allow_pickle=True)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +127,7 @@ def write(path, array):
     ],
 )
 def test_an_array_that_is_not_tokens_is_refused(array, named, tmp_path):
-    write(tmp_path / "wrong.npy", array)
+    np.save(tmp_path / "wrong.npy", array, allow_pickle=True)
     with pytest.raises(ValueError, match=rf"wrong.npy.* {named}"):
         open_files([tmp_path / "wrong.npy"], dtype=None)
 
@@ -151,35 +144,22 @@ def test_a_header_that_is_not_true_is_refused(shape, tmp_path):
         open_files([tmp_path / "wrong.npy"], dtype=None)
 
 
-@pytest.mark.parametrize("layout", [npy, llm_c])
-def test_a_file_that_was_not_copied_whole_is_refused(layout, tmp_path):
-    path = layout(tmp_path / "cut", "uint16")
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"cut\.(npy is not a compl|bin has .* not copied whole)"):
-        open_files([path], dtype=None)
-
-
-def test_half_a_token_is_refused(tmp_path):
+def test_files_that_are_not_what_they_should_be_are_refused(tmp_path):
+    """Not copied whole, half a token, of several dtypes, of another dtype than is said."""
+    for layout, words in ((npy, "is not a complete"), (llm_c, "has .* not copied whole")):
+        cut = layout(tmp_path / "cut", "uint16")
+        cut.write_bytes(cut.read_bytes()[:-100])
+        with pytest.raises(ValueError, match=rf"{cut.name} {words}"):
+            open_files([cut], dtype=None)
     (tmp_path / "odd.bin").write_bytes(b"123")
     with pytest.raises(ValueError, match=r"odd.bin has 3 bytes, no multiple of uint16's 2"):
         open_files([tmp_path / "odd.bin"], dtype=None)
-
-
-def test_files_of_several_dtypes_are_refused(tmp_path):
-    paths = [npy(tmp_path / "a", "uint16"), npy(tmp_path / "b", "uint32")]
     with pytest.raises(ValueError, match=r"b.npy holds uint32, and .*a.npy uint16"):
-        open_files(paths, dtype=None)
-
-
-def test_uint32_read_as_uint16_is_recognized(tmp_path):
+        open_files([npy(tmp_path / "a", "uint16"), npy(tmp_path / "b", "uint32")], dtype=None)
     with pytest.raises(ValueError, match=r"does not look like uint16.* Set data.dtype to uint32"):
         open_files([raw(tmp_path / "a", "uint32")], dtype=None)
-
-
-def test_uint16_read_as_uint32_is_recognized(tmp_path):
-    config = DataConfig(train=(str(raw(tmp_path / "a", "uint16")),), dtype="uint32")
     with pytest.raises(ValueError, match=r"token 0 is [\d,]+, .* of another dtype"):
-        load(config, split="train", batch=1, sequence=8, vocab=50304)
+        opened(raw(tmp_path / "a", "uint16"), 50304, dtype="uint32")
 
 
 def folder_with(tmp_path, name, notes):
@@ -188,20 +168,14 @@ def folder_with(tmp_path, name, notes):
     return npy(tmp_path / name / "a", "uint16")
 
 
-def test_notes_beside_files_are_read(tmp_path):
+def test_notes_beside_files_are_read_and_must_name_one_tokenizer(tmp_path):
     notes = {"vocab": 9, "end_of_text": 3, "tokenizer": "x"}
-    assert sidecar_of([folder_with(tmp_path, "a", json.dumps(notes))]) == notes
+    one = folder_with(tmp_path, "a", json.dumps(notes))
+    other = folder_with(tmp_path, "b", json.dumps(notes | {"tokenizer": "y"}))
+    assert sidecar_of([one]) == notes
     assert sidecar_of([npy(tmp_path / "b", "uint16")]) is None
-
-
-def test_files_of_several_tokenizers_are_refused(tmp_path):
-    notes = {"vocab": 9, "end_of_text": 3, "tokenizer": "x"}
-    paths = [
-        folder_with(tmp_path, "a", json.dumps(notes)),
-        folder_with(tmp_path, "b", json.dumps(notes | {"tokenizer": "y"})),
-    ]
     with pytest.raises(ValueError, match="different tokenizers"):
-        sidecar_of(paths)
+        sidecar_of([one, other])
 
 
 NOTES = '{"vocab": 9, "end_of_text": 3, "tokenizer": "x"}'
@@ -233,12 +207,11 @@ def test_a_flipped_bit_in_files_of_ours_is_found(name, tmp_path, monkeypatch):
     content = bytearray((tmp_path / "out" / name).read_bytes())
     content[content.index(b"2") if name == "tokens.json" else -3] ^= 1
     (tmp_path / "out" / name).write_bytes(content)
-    config = DataConfig(train=(str(tmp_path / "out" / "*.npy"),))
-    settings = {"split": "train", "batch": 1, "sequence": 8, "vocab": 1000}
+    files = tmp_path / "out" / "*.npy"
     with pytest.raises(DamagedCheckpoint, match=rf"out is damaged: .* {name} is wrong\. .* delete"):
-        load(config, **settings)
+        opened(files, 1000)
     if name != "tokens.json":
         monkeypatch.setattr(token_files, "CHECKED", 100)
-        load(config, **settings)
+        opened(files, 1000)
     (tmp_path / "out" / "manifest.json").unlink()
-    load(config, **settings)
+    opened(files, 1000)

@@ -18,20 +18,19 @@ def test_bytes_are_utf8(texts):
     assert [bytes(one.tolist()).decode() for one in Bytes().encode_documents(texts)] == texts
 
 
-def test_tokens_are_those_of_the_library(tmp_path):
+def test_tokens_are_those_of_the_library_and_special_ones_are_not_spelled_out(tmp_path):
+    """Truncation in the file is not obeyed."""
     import tokenizers
 
     path = write_tokenizer(tmp_path / "tokenizer.json")
     texts = ["the thing that they", "", "héllo\n\nworld"]
     expected = [tokenizers.Tokenizer.from_file(str(path)).encode(text).ids for text in texts]
+    truncation = {"direction": "Right", "strategy": "LongestFirst", "stride": 0, "max_length": 2}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"truncation": truncation}))
     encoder = Tokenizer(path)
     assert [one.tolist() for one in encoder.encode_documents(texts)] == expected
     assert encoder.dtype == np.uint16
     assert encoder.vocab <= 300
-
-
-def test_a_special_token_that_is_spelled_out_is_ordinary_text(tmp_path):
-    encoder = Tokenizer(write_tokenizer(tmp_path / "tokenizer.json"))
     (spelled,) = encoder.encode_documents(["<|endoftext|>"])
     assert encoder.end_of_text not in spelled
     assert encoder.encode_markers("<|endoftext|>").tolist() == [encoder.end_of_text]
@@ -113,19 +112,6 @@ def test_bytes_refuse_the_character_that_ends_documents():
     with pytest.raises(UserError, match=r"NUL, which ends documents .*'a\\x00b': .*to 255"):
         Bytes().encode_documents(["fine", "a\0b"])
     assert Bytes(255).encode_documents(["a\0b"])[0].tolist() == [97, 0, 98]
-
-
-def test_truncation_in_the_file_is_not_obeyed(tmp_path):
-    path = write_tokenizer(tmp_path / "tokenizer.json")
-    content = json.loads(path.read_text())
-    content["truncation"] = {
-        "direction": "Right",
-        "max_length": 2,
-        "strategy": "LongestFirst",
-        "stride": 0,
-    }
-    path.write_text(json.dumps(content))
-    assert len(Tokenizer(path).encode_documents(["xyz xyz xyz"])[0]) > 2
 
 
 def test_the_end_of_text_is_that_of_the_tokenizer_or_the_one_given(tmp_path):

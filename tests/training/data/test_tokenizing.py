@@ -66,15 +66,11 @@ def test_a_long_text_gets_no_space_between_its_pieces(kind, paths, tmp_path, mon
     file = write_spaced_tokenizer(tmp_path / "tokenizer.json", kind)
     monkeypatch.setattr(text_files, "PIECE", 100)
     found = in_memory(paths[:1], Tokenizer(file)).tolist()
+    parts = list(pieces(paths[:1]))
+    assert len(parts) > 50
+    assert all(part.text.endswith("\n") for part in parts)
     library = tokenizers.Tokenizer.from_file(str(file))
     assert library.decode(found, skip_special_tokens=False) == TEXT + "</s>"
-
-
-def test_pieces_end_with_lines(monkeypatch, paths):
-    monkeypatch.setattr(text_files, "PIECE", 100)
-    found = list(pieces(paths[:1]))
-    assert len(found) > 50
-    assert all(piece.text.endswith("\n") for piece in found)
 
 
 def test_the_files_hold_what_is_in_memory_however_the_work_is_divided(paths, tmp_path, monkeypatch):
@@ -96,15 +92,9 @@ def test_notes_say_what_was_written(paths, tmp_path):
     notes = write(paths, tmp_path / "out", Bytes())
     assert json.loads((tmp_path / "out" / "tokens.json").read_text()) == notes
     tokens = np.load(tmp_path / "out" / "00000.npy")
-    assert notes == {
-        "vocab": 256,
-        "dtype": "uint16",
-        "end_of_text": 0,
-        "tokenizer": "bytes",
-        "documents": 50,
-        "tokens": len(tokens),
-        "files": [len(tokens)],
-    }
+    of_bytes = {"vocab": 256, "dtype": "uint16", "end_of_text": 0, "tokenizer": "bytes"}
+    counts = {"documents": 50, "tokens": len(tokens), "files": [len(tokens)]}
+    assert notes == of_bytes | counts
     assert tokens.dtype == np.uint16
 
 
@@ -118,17 +108,13 @@ def test_a_large_vocabulary_takes_uint32(paths, tmp_path):
     assert np.load(tmp_path / "out" / "00000.npy").dtype == np.uint32
 
 
-def test_nothing_is_left_of_a_run_that_fails(paths, tmp_path):
+def test_nothing_is_left_of_a_run_that_fails_and_nothing_is_overwritten(paths, tmp_path):
     def stop(part):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         write(paths, tmp_path / "out", Bytes(), progress=stop)
     assert not list(tmp_path.glob("out*"))
-    write(paths, tmp_path / "out", Bytes())
-
-
-def test_nothing_is_overwritten(paths, tmp_path):
     write(paths, tmp_path / "out", Bytes())
     with pytest.raises(UserError, match="out exists already"):
         write(paths, tmp_path / "out", Bytes())
@@ -137,20 +123,16 @@ def test_nothing_is_overwritten(paths, tmp_path):
         write(paths, tmp_path / "new", Bytes())
 
 
-def test_no_text_is_refused(paths, tmp_path):
+def test_no_text_and_too_much_text_are_refused(paths, tmp_path, monkeypatch):
     other = tmp_path / "other.txt"
     other.touch()
     for empty, named in ((paths[1:2], r"empty\.txt\."), ([paths[1], other], "and 1 other file")):
         with pytest.raises(ValueError, match=f"There is no text in .*{named}"):
             write(empty, tmp_path / "out", Bytes())
     assert not list(tmp_path.glob("out*"))
-
-
-def test_text_that_is_too_large_is_refused(paths, monkeypatch):
     monkeypatch.setattr(tokenizing, "IN_MEMORY", 1 << 10)
-    with pytest.raises(
-        ValueError, match=r"a.txt .* MiB, .* up to 0 when it begins. Run `coat tokenize`"
-    ):
+    message = r"a.txt .* MiB, .* up to 0 when it begins. Run `coat tokenize`"
+    with pytest.raises(ValueError, match=message):
         in_memory(paths, Bytes())
 
 
