@@ -125,10 +125,9 @@ def test_any_step_comes_back_on_any_mesh(two):
 def test_random_keys_in_a_state_come_back(folder):
     state = {"w": jnp.arange(3.0), "key": jax.random.key(3)}
     with Checkpoints(folder) as checkpoints:
-        checkpoints.save(1, state, {}, wait=True)
+        checkpoints.save(1, state, {})
         restored = checkpoints.restore(state).state
-    assert jax.random.key_data(restored["key"]).tolist() == [0, 3]
-    assert restored["key"].dtype == state["key"].dtype
+    assert restored["key"] == state["key"]
 
 
 def test_a_state_that_cannot_be_saved_is_refused_before_a_run(folder):
@@ -206,16 +205,12 @@ def test_the_others_are_removed_also_by_the_next_process(folder):
         assert checkpoints.steps() == [9, 13]
 
 
-def test_a_run_does_not_write_over_another(two):
-    checkpoints = Checkpoints(two)
-    with pytest.raises(UserError, match=r"steps \[1, 2\].*Restore one first"):
-        checkpoints.save(3, state_of(3), {})
-    assert checkpoints.steps() == [1, 2]
-
-
-def test_a_step_is_saved_once_and_none_after_a_later_one(two):
+def test_no_step_is_written_over_another_runs_or_twice_or_after_a_later_one(two):
     before = (two / "2" / "manifest.json").stat()
     with Checkpoints(two) as checkpoints:
+        with pytest.raises(UserError, match=r"steps \[1, 2\].*Restore one first"):
+            checkpoints.save(3, state_of(3), {})
+        assert checkpoints.steps() == [1, 2]
         checkpoints.restore(like(state_of(2)))
         checkpoints.save(2, state_of(2), {}, wait=True)
         with pytest.raises(ValueError, match="Step 1 cannot be saved after step 2"):
@@ -251,13 +246,6 @@ def test_damage_is_named_and_the_step_before_is_used_until_others_come_again(fol
         assert_same_bits(checkpoints.restore(like(state_of(2))).state, state_of(20))
 
 
-def test_without_a_whole_checkpoint_nothing_is_restored(two):
-    truncate(two / "2")
-    (two / "1" / "manifest.json").unlink()
-    with pytest.raises(DamagedCheckpoint, match=r"2 is damaged.*1 is damaged.*No checkpoint"):
-        Checkpoints(two).restore(like(state_of(1)))
-
-
 def test_an_unfinished_save_is_named_and_cleared_away(two):
     (two / "2").rename(two / "3.unfinished")
     (two / "2.deleted").mkdir()
@@ -272,11 +260,15 @@ def test_an_unfinished_save_is_named_and_cleared_away(two):
     assert sorted(path.name for path in two.iterdir()) == ["1", "2"]
 
 
-def test_a_missing_checkpoint_is_an_error_that_names_those_there_are(folder, two, tmp_path):
+def test_without_a_whole_checkpoint_nothing_is_restored(two, tmp_path):
     with pytest.raises(UserError, match="no checkpoint in"):
         Checkpoints(tmp_path / "empty").restore(like(state_of(1)))
     with pytest.raises(UserError, match=r"no checkpoint of step 5 .* of \[1, 2\]"):
         Checkpoints(two).restore(like(state_of(1)), step=5)
+    truncate(two / "2")
+    (two / "1" / "manifest.json").unlink()
+    with pytest.raises(DamagedCheckpoint, match=r"2 is damaged.*1 is damaged.*No checkpoint"):
+        Checkpoints(two).restore(like(state_of(1)))
 
 
 # Bad input
@@ -309,12 +301,9 @@ def test_settings_that_keep_nothing_are_refused(folder, settings):
 
 
 def test_notes_that_are_not_json_are_refused_before_anything_is_written(folder):
-    with Checkpoints(folder) as checkpoints:
-        with pytest.raises(TypeError, match="not JSON serializable"):
-            checkpoints.save(1, state_of(1), {"array": np.zeros(3)})
-        assert not folder.exists()
-        checkpoints.save(1, state_of(1), {})
-        assert checkpoints.steps() == [1]
+    with Checkpoints(folder) as checkpoints, pytest.raises(TypeError, match="not JSON serial"):
+        checkpoints.save(1, state_of(1), {"array": np.zeros(3)})
+    assert not folder.exists()
 
 
 def test_a_full_disk_is_found_before_writing(two, monkeypatch):
@@ -386,5 +375,4 @@ def test_a_checkpoint_that_cannot_be_removed_is_noted_and_does_not_end_the_run(t
         monkeypatch.setattr(Path, "rename", refuse)
         checkpoints.save(3, state_of(3), {}, wait=True)
         assert checkpoints.steps() == [1, 3]
-    assert len(notes) == 1
-    assert "The checkpoint of step 1 could not be removed" in notes[0]
+    assert ["The checkpoint of step 1 could not be removed" in note for note in notes] == [True]

@@ -8,7 +8,7 @@ import tokenizers
 from coat_jax.errors import UserError
 from coat_jax.training.checkpoint.companions import TOKENIZER, read_companions, tokenizer_of_run
 
-SECRET = "root:x:0:0\n"
+SECRET = b"root:x:0:0\n"
 
 
 @pytest.fixture
@@ -23,18 +23,16 @@ def write_tokenizer(path):
     return path
 
 
-def sentencepiece():
-    """Two pieces, and what trained them."""
-    pieces = b"".join(b"\x0a" + bytes([len(piece)]) + piece for piece in (b"\x0a\x05<unk>", b"a"))
-    return pieces + b"\x12\x81\x01" + bytes(129)
+# Two pieces, and what trained them.
+SENTENCEPIECE = b"\x0a\x07\x0a\x05<unk>\x0a\x01a" + b"\x12\x81\x01" + bytes(129)
 
 
 def test_only_the_files_of_a_tokenizer_are_read(folder):
     write_tokenizer(folder / TOKENIZER)
     (folder / "vocab.json").write_text('{"a": 1}')
     (folder / "merges.txt").write_text("a b\n")
-    (folder / "tokenizer.model").write_bytes(sentencepiece())
-    (folder / "id_rsa").write_text(SECRET)
+    (folder / "tokenizer.model").write_bytes(SENTENCEPIECE)
+    (folder / "id_rsa").write_bytes(SECRET)
     found = read_companions(folder)
     assert set(found) == {TOKENIZER, "vocab.json", "merges.txt", "tokenizer.model"}
     assert all(content == (folder / name).read_bytes() for name, content in found.items())
@@ -43,18 +41,17 @@ def test_only_the_files_of_a_tokenizer_are_read(folder):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        (TOKENIZER, "{}"),
+        (TOKENIZER, b"{}"),
         (TOKENIZER, SECRET),
         ("vocab.json", SECRET),
-        ("vocab.json", "[]"),
-        ("generation_config.json", "[" * 9999),
+        ("vocab.json", b"[]"),
+        ("generation_config.json", b"[" * 9999),
         ("tokenizer.model", SECRET),
-        ("tokenizer.model", "\n"),
+        ("tokenizer.model", b"\n"),
         ("merges.txt", b"\xff\xfe"),
     ],
 )
 def test_a_file_of_another_kind_than_its_name_says_is_refused(name, content, folder):
-    content = content if isinstance(content, bytes) else content.encode()
     (folder / name).write_bytes(content)
     with pytest.raises(UserError, match=name):
         read_companions(folder)
@@ -92,25 +89,22 @@ def test_a_link_inside_is_followed_and_so_is_one_of_the_hub_s_cache(folder, tmp_
 
 def test_the_tokenizer_of_a_run_is_copied_from_inside_only(folder, tmp_path):
     inside, outside = write_tokenizer(folder / "own.json"), write_tokenizer(tmp_path / "other.json")
-    (tmp_path / "secret").write_text(SECRET)
+    (tmp_path / "secret").write_bytes(SECRET)
     (folder / "link.json").symlink_to(tmp_path / "secret")
     notes = []
 
     def named(path):
         return tokenizer_of_run({"data": {"tokenizer": str(path)}}, folder, notes.append)
 
+    for data in (None, [], 3, {}, {"tokenizer": None}, {"tokenizer": [1]}):
+        assert tokenizer_of_run({"data": data}, folder, pytest.fail) == {}
     assert named(inside) == {TOKENIZER: inside.read_bytes()}
     assert notes == []
     for path in (outside, folder / ".." / "other.json", folder / "link.json", "/etc/passwd"):
         assert named(path) == {}
         assert "outside of its folder and is not copied: name it with --tokenizer" in notes.pop()
-    (folder / "secret").write_text(SECRET)
+    (folder / "secret").write_bytes(SECRET)
     with pytest.raises(UserError, match="secret is not a file of the `tokenizers` library"):
         named(folder / "secret")
     with pytest.raises(UserError, match="null character"):
         named("a\0b")
-
-
-def test_a_run_that_names_none_has_none(folder):
-    for data in (None, [], 3, {}, {"tokenizer": None}, {"tokenizer": [1]}):
-        assert tokenizer_of_run({"data": data}, folder, pytest.fail) == {}
