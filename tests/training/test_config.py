@@ -21,14 +21,8 @@ from coat_jax.training.config import (
 )
 from coat_jax.training.overrides import override
 
-PARTS = (
-    TrainConfig,
-    OptimizerConfig,
-    MeshConfig,
-    EvaluationConfig,
-    CheckpointConfig,
-    TelemetryConfig,
-)
+PARTS = (TrainConfig, OptimizerConfig, MeshConfig, EvaluationConfig, CheckpointConfig)
+PARTS += (TelemetryConfig,)
 
 
 def lion(schedule):

@@ -148,12 +148,8 @@ def test_a_run_without_corrections_is_loaded_in_fp32(name, tmp_path):
     assert_same(nnx.state(weights.load(tmp_path, wide)), state.params)
 
 
-def test_parameters_in_fp32_need_no_corrections():
-    with pytest.raises(UserError, match=r"model\.param_dtype=float32\. Set --param_dtype bf"):
-        small(optimizer={"correct_params": True})
-
-
 def test_a_run_goes_on_with_corrections_or_without_as_it_began():
+    """Parameters in FP32 need none."""
     without, with_them = small(model=BF16, optimizer=SLOW), corrected()
     for now, before, named in ((with_them, without, "false"), (without, with_them, "true")):
         with pytest.raises(UserError, match=f"--optimizer.correct_params {named}; or begin from"):
@@ -161,6 +157,8 @@ def test_a_run_goes_on_with_corrections_or_without_as_it_began():
     of_earlier_version = to_json(SMALL)
     del of_earlier_version["optimizer"]["correct_params"]
     assert changes(SMALL, of_earlier_version) == []
+    with pytest.raises(UserError, match=r"model\.param_dtype=float32\. Set --param_dtype bf"):
+        small(optimizer={"correct_params": True})
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_read_is_an_error(saved_run):

@@ -133,11 +133,10 @@ def replace(config, **changes):
     return dataclasses.replace(config, **changes)
 
 
-@pytest.mark.parametrize("writer", ["tensorboard", "wandb"])
-def test_a_missing_package_is_named_before_anything_is_compiled(config, monkeypatch, writer):
-    monkeypatch.setitem(sys.modules, PACKAGES[writer], None)
-    with pytest.raises(UserError, match=f"The {writer} writer needs"):
-        train(replace(config, writers=(writer,)))
+def test_a_missing_package_is_named_before_anything_is_compiled(config, monkeypatch):
+    monkeypatch.setitem(sys.modules, PACKAGES["wandb"], None)
+    with pytest.raises(UserError, match="The wandb writer needs"):
+        train(replace(config, writers=("wandb",)))
     assert not Path(config.out).exists()
 
 
@@ -236,27 +235,13 @@ def test_a_run_resumes_without_the_folder_that_it_began_from(step, config, tmp_p
         train(replace(config, out=str(tmp_path / "another")))
 
 
-def cut_off(source, config):
-    models.hf.save(source, models.create(config.model, seed=1))
-    (file,) = source.glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def without_a_checkpoint(source, config):
-    train(replace(config, out=str(source), total_steps=2))
-    shutil.rmtree(source / "checkpoints")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"), [(cut_off, "safetensors"), (without_a_checkpoint, "no checkpoint")]
-)
-def test_parameters_to_begin_from_are_missed_before_a_step_is_compiled(
-    step, config, tmp_path, damage, message
-):
-    damage(tmp_path / "source", config)
+def test_parameters_to_begin_from_are_missed_before_a_step_is_compiled(step, config, tmp_path):
+    source = replace(config, out=str(tmp_path / "source"), total_steps=2)
+    train(source)
+    shutil.rmtree(tmp_path / "source" / "checkpoints")
     step.compiled.clear()
-    with pytest.raises(UserError, match=message):
-        train(replace(config, init_from=str(tmp_path / "source"), out=str(tmp_path / "new")))
+    with pytest.raises(UserError, match="no checkpoint"):
+        train(replace(config, init_from=source.out, out=str(tmp_path / "new")))
     assert step.compiled == []
     assert not (tmp_path / "new").exists()
 

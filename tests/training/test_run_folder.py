@@ -95,12 +95,13 @@ def test_a_damaged_config_without_checkpoints_is_replaced_and_noted(out, saved):
         read_config_json(out)
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_a_config_without_an_end_is_replaced(out, make):
+def test_a_config_without_an_end_is_replaced(out):
     out.mkdir()
-    make(out / "config.json")
-    assert claim(small(out=str(out))) == []
-    assert (out / "config.json").is_file()
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        (out / "config.json").unlink(missing_ok=True)
+        make(out / "config.json")
+        assert claim(small(out=str(out))) == []
+        assert (out / "config.json").is_file()
 
 
 def test_a_run_that_has_no_checkpoint_may_begin_from_other_parameters(out, saved):
@@ -133,12 +134,13 @@ def test_fewer_steps_than_are_done_are_refused_before_anything_is_written(out, s
     assert claim(small(out=str(out), total_steps=2)) == ["total_steps was 10, now 2"]
 
 
-def test_a_run_does_not_move_the_folder_that_it_begins_from(out):
-    claim(small(out=str(out)))
-    again = RunFolder(small(out=str(out), init_from=str(out), resume=False), print)
+def test_what_cannot_be_moved_stays(saved, out, monkeypatch):
+    """The folder that a run begins from, and the current one."""
     with pytest.raises(UserError, match=r"init_from=.* is in the folder .* choose another"):
-        again.claim()
-    again.release()
+        claim(small(out=str(out), init_from=str(out), resume=False))
+    monkeypatch.chdir(out)
+    with pytest.raises(UserError, match=r"cannot be moved to \S+ out of the way: It is the curr"):
+        claim(small(out=".", resume=False))
     assert [path.name for path in out.parent.iterdir()] == [out.name]
 
 
@@ -222,11 +224,3 @@ def test_the_end_of_text_is_written_once(out):
         path = out / "generation_config.json"
         assert (json.loads(path.read_text())["eos_token_id"] if path.exists() else None) == written
     folder.release()
-
-
-def test_the_current_folder_is_not_moved_away(saved, out, monkeypatch):
-    monkeypatch.chdir(out)
-    with pytest.raises(
-        UserError, match=r"cannot be moved to \S+ out of the way: It is the current"
-    ):
-        claim(small(out=".", resume=False))

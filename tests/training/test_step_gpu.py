@@ -29,7 +29,6 @@ WIDE = {
     "context": 256,
     "param_dtype": "bfloat16",
 }
-OPTIMIZERS = {"bf16": "adamw", "coat": "fp8_adamw", "coat_lean": "fp8_adamw"}
 FOUR = [(4, 1, 1), (1, 4, 1), (1, 1, 4), (1, 2, 2)]
 TWO = [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
 
@@ -37,13 +36,10 @@ TWO = [(2, 1, 1), (1, 2, 1), (1, 1, 2)]
 # A logit is off by some 2^-9 of its size, in every place another way, and a loss is the mean of
 # 4096: the first agrees to far less. FP8 turns codes besides, and steps spread both.
 @pytest.mark.parametrize("sizes", FOUR if jax.device_count() >= 4 else TWO, ids=str)
-@pytest.mark.parametrize("precision", OPTIMIZERS)
+@pytest.mark.parametrize("precision", ["bf16", "coat", "coat_lean"])
 def test_losses_do_not_depend_on_the_mesh(precision, sizes):
-    config = small(
-        model=WIDE | {"precision": precision},
-        optimizer={"name": OPTIMIZERS[precision]},
-        sequence_length=256,
-    )
+    optimizer = {"name": "adamw" if precision == "bf16" else "fp8_adamw"}
+    config = small(WIDE | {"precision": precision}, optimizer, sequence_length=256)
     batches = random_batches(8, config)
     _, alone = stepper(config, ONE).run(batches)
     state, spread = stepper(config, sizes).run(batches)
@@ -51,8 +47,6 @@ def test_losses_do_not_depend_on_the_mesh(precision, sizes):
         np.array([[getattr(r, name) for r in reports] for reports in (alone, spread)])
         for name in ("loss", "gradient_norm")
     )
-    print(precision, sizes, "losses", losses[0], "apart by", np.ptp(losses, 0) / losses[0])
-    print("norms", norms[0], "apart by", np.ptp(norms, 0) / norms[0])
     assert losses[0, -1] < 0.97 * losses[0, 0]  # something was learnt
     np.testing.assert_allclose(losses[1, 0], losses[0, 0], rtol=5e-4)
     np.testing.assert_allclose(losses[1], losses[0], rtol=5e-3)

@@ -84,26 +84,18 @@ def test_a_tokenizer_that_puts_a_space_first_sees_the_text_of_the_template(
 
 
 def test_conversations_are_shared_between_the_splits(tmp_path):
-    records = [
-        {"messages": [{"role": "assistant", "content": f"answer {number:03}"}]}
-        for number in range(100)
-    ]
-    config = DataConfig(
-        train=(str(write_lines(tmp_path / "a.jsonl", records)),), kind="chat", held_out_part=0.1
-    )
-    found = {}
-    for split in ("train", "held_out"):
+    answers = [f"answer {number:02}" for number in range(30)]
+    records = [{"messages": [ANSWER | {"content": answer}]} for answer in answers]
+    path = write_lines(tmp_path / "a.jsonl", records)
+    config = DataConfig(train=(str(path),), kind="chat", held_out_part=0.1)
+    found = []
+    for split, count in (("train", 27), ("held_out", 3)):
         loader = load(config, split=split, batch=4, sequence=64, vocab=256, epochs=1)
         assert loader.packed
-        found[split] = [
-            answer
-            for batch in loader
-            for answer in text_of(batch.labels[batch.labels >= 0]).split("¶")
-            if answer
-        ]
-    assert len(found["held_out"]) == 10
-    everything = found["train"] + found["held_out"]
-    assert sorted(everything) == [f"answer {number:03}" for number in range(100)]
+        texts = [text_of(batch.labels[batch.labels >= 0]).split("¶") for batch in loader]
+        found.append([text for said in texts for text in said if text])
+        assert len(found[-1]) == count
+    assert sorted([*found[0], *found[1]]) == answers
 
 
 def test_the_description_counts_truncated_documents(tmp_path):

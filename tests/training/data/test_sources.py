@@ -53,6 +53,12 @@ def test_a_part_that_is_too_short_names_what_divides_the_data(tmp_path):
         opened(named(tmp_path / "a.npy"), "held_out")
 
 
+def test_an_unknown_split_is_refused():
+    for split in ("validation", "", None):
+        with pytest.raises(UserError, match=r"no split .*: use 'train' or 'held_out'"):
+            opened(DataConfig(), split)
+
+
 def test_the_corpus_is_there_without_a_word():
     train, held_out = (opened(DataConfig(), split, sequence=256) for split in ("train", "held_out"))
     assert train.tokens > held_out.tokens > 10_000
@@ -197,15 +203,6 @@ def test_data_without_a_label_is_refused(tmp_path):
     for split in ("train", "held_out"):
         with pytest.raises(UserError, match=f"The {split} data has no token to predict"):
             opened(config, split, sequence=8)
-
-
-def test_a_home_is_found(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write_tokenizer(tmp_path / "t.json")
-    write_lines(tmp_path / "a.jsonl", [{"text": "the thing"}] * 20)
-    config = named("~/a.jsonl", tokenizer="~/t.json", held_out_part=0.3)
-    assert config.tokenizer == str(tmp_path / "t.json")
-    assert opened(config).tokens > 20
 
 
 def test_files_are_read_in_the_order_of_their_names(tmp_path):
