@@ -300,29 +300,18 @@ def test_records_are_on_the_disk_before_the_checkpoint_that_follows_them(step, c
     assert order == [("sync", 4), ("save", 4), ("sync", 8), ("save", 8)]
 
 
-@pytest.fixture(scope="module")
-def run_of_step_4(tmp_path_factory):
-    """A run with the records of all steps, whose newest checkpoint is of step 4."""
-    folder = tmp_path_factory.mktemp("step_4") / "run"
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        count_steps(monkeypatch)
-        train(replace(config_of(folder), checkpoint=CheckpointConfig(every=4)))
-    shutil.rmtree(folder / "checkpoints" / "8")
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("left", "lost"),
-    [(8, None), (4, None), (3, "steps 4 to 4"), (0, "steps 1 to 4")],
-)
-def test_records_that_were_lost_are_noted(step, config, run_of_step_4, left, lost):
-    """Those before the newest checkpoint do not come again."""
-    shutil.copytree(run_of_step_4, config.out)
-    path = Path(config.out) / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:left]))
-    _, text = train(replace(config, checkpoint=CheckpointConfig(every=4)))
-    assert ("it has lost the records of" in text) == (lost is not None)
-    assert (lost or "") in text
-    expected = [*range(1, min(left, 4) + 1), *range(5, STEPS + 1)]
-    assert [record["step"] for record in records(config)] == expected
+def test_records_that_were_lost_are_noted(step, config, tmp_path):
+    """Those before the newest checkpoint, of step 4 here, do not come again."""
+    config = replace(config, checkpoint=CheckpointConfig(every=4))
+    train(config)
+    shutil.rmtree(Path(config.out) / "checkpoints" / "8")
+    lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines(keepends=True)
+    for left, lost in ((8, None), (4, None), (3, "steps 4 to 4"), (0, "steps 1 to 4")):
+        copy = replace(config, out=str(tmp_path / str(left)))
+        shutil.copytree(config.out, copy.out)
+        (Path(copy.out) / "metrics.jsonl").write_text("".join(lines[:left]))
+        _, text = train(copy)
+        assert ("it has lost the records of" in text) == (lost is not None)
+        assert (lost or "") in text
+        expected = [*range(1, min(left, 4) + 1), *range(5, STEPS + 1)]
+        assert [record["step"] for record in records(copy)] == expected

@@ -57,7 +57,6 @@ def test_a_value_reaches_its_field(line, wanted):
 
 
 def test_a_precision_has_a_name_and_fields():
-    assert override(SMALL, ["--precision", "coat"]).model.precision == coat.COAT
     config = override(SMALL, ["--model.precision.block", "32", "--precision", "coat_lean"])
     assert config.model.precision == dataclasses.replace(coat.COAT_LEAN, block=32)
 
@@ -118,21 +117,17 @@ OTHERS = {
     "optimizer.peak": "optimizer.learning_rate",
     "learning_rte": "learning_rate",
     "max-steps": "total_steps",
-    "batch_size": "global_batch_size",
     "seq_len": "sequence_length",
-    "grad_accum_steps": "gradient_accumulation_steps",
     "warmup": "optimizer.warmup_steps",
     "optimizer.final": "optimizer.final_ratio",
-    "beta2": "optimizer.b2",
-    "eval_interval": "evaluation.every",
     "wandb": "writers",
 }
 
 
-@pytest.mark.parametrize(("name", "field"), OTHERS.items())
-def test_another_trainer_s_name_of_a_field_suggests_ours(name, field):
-    with pytest.raises(UserError, match=rf"There is no field .* Did you mean --{field}\?"):
-        override(SMALL, [f"--{name}", "1"])
+def test_another_trainer_s_name_of_a_field_suggests_ours():
+    for name, field in OTHERS.items():
+        with pytest.raises(UserError, match=rf"There is no field .* Did you mean --{field}\?"):
+            override(SMALL, [f"--{name}", "1"])
 
 
 def test_every_alias_names_a_field_and_is_not_one_itself():

@@ -33,24 +33,19 @@ def test_who_holds_it_is_named_and_the_lock_ends_with_its_process(tmp_path):
     lock(tmp_path, silent).close()
 
 
-def test_a_lock_is_taken_and_given_back(tmp_path):
+def test_a_lock_is_of_the_folder_wherever_that_is_moved(tmp_path):
     """Also within one process: the kernel tells open files apart, not processes."""
-    held = lock(tmp_path, silent)
-    with pytest.raises(UserError, match=f"process {os.getpid()} on"):
-        lock(str(tmp_path), silent)
-    held.close()
-    lock(str(tmp_path), silent).close()
-
-
-def test_a_folder_that_was_moved_does_not_lock_its_successor(tmp_path):
     old, new = tmp_path / "run", tmp_path / "run.1"
     old.mkdir()
     before = lock(old, silent)
+    with pytest.raises(UserError, match=f"process {os.getpid()} on"):
+        lock(str(old), silent)
     old.rename(new)
     old.mkdir()
     with lock(old, silent), pytest.raises(UserError, match=r"run\.1 is in use"):
         lock(new, silent)
     before.close()
+    lock(new, silent).close()
 
 
 def test_a_lock_on_a_file_that_was_moved_meanwhile_is_no_lock(tmp_path, monkeypatch):
