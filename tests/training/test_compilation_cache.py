@@ -84,13 +84,12 @@ def test_a_folder_that_jax_was_given_before_is_used_and_named(tmp_path, no_cache
     assert "file cannot be used: it is not a folder. Every start compiles anew." in notes[-1]
 
 
-def test_a_url_is_passed_to_jax_as_it_is(no_cache):
+def test_a_url_is_passed_to_jax_and_an_empty_setting_of_jax_names_no_folder(
+    tmp_path, monkeypatch, no_cache
+):
+    """The current folder, which it would name as a path, must not be searched for entries."""
     compilation_cache.use_cache("gs://bucket/cache")
     assert jax.config.values["jax_compilation_cache_dir"] == "gs://bucket/cache"
-
-
-def test_an_empty_setting_of_jax_names_no_folder(tmp_path, monkeypatch, no_cache):
-    """The current folder, which it would name as a path, must not be searched for entries."""
     monkeypatch.chdir(tmp_path)
     jax.config.update("jax_compilation_cache_dir", "")
     compilation_cache.use_cache(str(tmp_path / "cache"))

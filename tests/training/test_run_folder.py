@@ -162,11 +162,8 @@ def test_a_run_that_does_not_resume_moves_the_old_one_out_of_the_way(tmp_path, o
 
 
 @pytest.mark.parametrize("left", ["config.json", "metrics.jsonl", "checkpoints"])
-def test_whatever_is_left_of_a_run_is_moved(tmp_path, out, saved, left):
-    (out / "metrics.jsonl").write_text("")
-    for path in out.iterdir():
-        if path.name != left:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+def test_whatever_is_left_of_a_run_is_moved(tmp_path, out, left):
+    (out / left).mkdir(parents=True)
     assert claim(small(out=str(out), resume=False)) == []
     assert (tmp_path / "run.1" / left).exists()
 
@@ -199,8 +196,7 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     claim(small(out="~/run"))
-    assert (tmp_path / "run" / "config.json").is_file()
-    assert not (tmp_path / "~").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert model_config("~/run").ffn == small().model.ffn
 
 

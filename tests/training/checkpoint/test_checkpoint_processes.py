@@ -14,13 +14,14 @@ import quick
 from forks import Fork
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import SECONDS, free_port
+from processes import begin_all, outputs
 
 from coat_jax import writing
 from coat_jax.agreement import on_first
 from coat_jax.errors import UserError
 from coat_jax.optax import restore_state, save_state
 from coat_jax.training.checkpoint import Checkpoints
+from coat_jax.training.cluster import distributed
 
 
 def state_of(step, mesh):
@@ -46,8 +47,9 @@ def truncate(folder):
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def main(address, process, folder):
-    jax.distributed.initialize(address, 2, process)
+def main(folder):
+    distributed.start()
+    process = jax.process_index()
     meshes = [
         jax.make_mesh(shape, ("x", "y"), axis_types=(AxisType.Auto,) * 2)
         for shape in ((4, 1), (2, 2))
@@ -90,21 +92,13 @@ def main(address, process, folder):
 
 
 def test_two_processes_act_as_one(tmp_path):
-    address = f"localhost:{free_port()}"
-    processes = [
-        Fork(
-            [__file__, address, process, tmp_path / "lr=[0.1]"],
-            XLA_FLAGS=f"{quick.FLAGS} --xla_force_host_platform_device_count=2",
-        )
-        for process in (0, 1)
-    ]
-    for process in processes:
-        output, errors = process.communicate(timeout=SECONDS)
-        assert process.returncode == 0, errors
+    folder = tmp_path / "lr=[0.1]"
+    devices = f"{quick.FLAGS} --xla_force_host_platform_device_count=2"
+    for output in outputs(begin_all([__file__, folder], 2, begin=Fork, XLA_FLAGS=devices)):
         assert "3 The checkpoint of step 3 does not fit" in output
-    shards = {path.name for path in (tmp_path / "lr=[0.1]" / "1" / "state").iterdir()}
+    shards = {path.name for path in (folder / "1" / "state").iterdir()}
     assert {"ocdbt.process_0", "ocdbt.process_1"} <= shards
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    main(Path(sys.argv[1]))

@@ -98,7 +98,7 @@ def joins(monkeypatch):
 
 def test_one_process_joins_nobody(joins, monkeypatch):
     distributed.start()
-    for name, value in {**VARIABLES, "JAX_PROCESS_COUNT": "1", "JAX_PROCESS_ID": "0"}.items():
+    for name, value in (VARIABLES | {"JAX_PROCESS_COUNT": "1", "JAX_PROCESS_ID": "0"}).items():
         monkeypatch.setenv(name, value)
     distributed.start()
     assert joins == []
