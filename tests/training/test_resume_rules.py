@@ -74,6 +74,19 @@ def test_what_a_run_began_from_cannot_change_once_there_is_a_checkpoint():
     assert line.startswith("init_from was None, now ")
 
 
+@pytest.mark.parametrize("name", ["correct_params", "release_gradients"])
+def test_a_run_goes_on_as_it_began(name):
+    """Checkpoints have corrections, or the norm of the last gradients, or they do not."""
+    model = {"param_dtype": jnp.bfloat16, "scan": False}
+    with_it, without = (small(model=model, optimizer={name: value}) for value in (True, False))
+    for now, before, named in ((with_it, without, "false"), (without, with_it, "true")):
+        with pytest.raises(UserError, match=f"as it began, with --optimizer.{name} {named};"):
+            changes(now, saved(before))
+    of_earlier_version = saved(without)
+    del of_earlier_version["optimizer"][name]
+    assert changes(without, of_earlier_version) == []
+
+
 OLD_NAMES = {new: old for old, new in RENAMED.items()}
 
 

@@ -147,3 +147,10 @@ def random_batches(number: int, config: TrainConfig = SMALL, seed: int = 0) -> l
         arrays = (tokens, labels, positions, np.ones_like(tokens))
         made.append(Batch(*(np.ascontiguousarray(a, np.int32) for a in arrays)))
     return made
+
+
+def good_and_bad() -> list[Batch]:
+    """Two batches; the second has a token outside the vocabulary, and its loss is NaN."""
+    good, bad = random_batches(2)
+    bad.tokens[0, 0] = 999
+    return [good, bad]

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 
+from coat_jax.training.data import DataConfig, load
 from coat_jax.training.data.rows import Windows
 from coat_jax.training.data.stream import Stream, TokensInMemory
 
@@ -33,6 +34,15 @@ def numbers_of(batch, sequence=4):
     """The numbers of a batch's rows, without padding."""
     real = batch.segments[:, 0] > 0
     return (batch.tokens[real, 0] // sequence).tolist()
+
+
+def named(*paths, **changes):
+    return DataConfig(train=tuple(map(str, paths)), **changes)
+
+
+def opened(config, split="train", **changes):
+    settings = {"batch": 1, "sequence": 8, "vocab": 1000, "epochs": 1}
+    return load(config, split=split, **settings | changes)
 
 
 def same(one, other):

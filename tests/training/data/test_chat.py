@@ -2,11 +2,18 @@
 
 import numpy as np
 import pytest
-from data_cases import SPACED, write_lines, write_spaced_tokenizer, write_tokenizer
+from data_cases import (
+    SPACED,
+    named,
+    opened,
+    write_lines,
+    write_spaced_tokenizer,
+    write_tokenizer,
+)
 
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import Bytes, Tokenizer
-from coat_jax.training.data import DataConfig, chat, load
+from coat_jax.training.data import chat
 from coat_jax.training.data.chat import read, template_of
 from coat_jax.training.data.config import TEMPLATE
 
@@ -87,10 +94,10 @@ def test_conversations_are_shared_between_the_splits(tmp_path):
     answers = [f"answer {number:02}" for number in range(30)]
     records = [{"messages": [ANSWER | {"content": answer}]} for answer in answers]
     path = write_lines(tmp_path / "a.jsonl", records)
-    config = DataConfig(train=(str(path),), kind="chat", held_out_part=0.1)
+    config = named(path, kind="chat", held_out_part=0.1)
     found = []
     for split, count in (("train", 27), ("held_out", 3)):
-        loader = load(config, split=split, batch=4, sequence=64, vocab=256, epochs=1)
+        loader = opened(config, split, batch=4, sequence=64)
         assert loader.packed
         texts = [text_of(batch.labels[batch.labels >= 0]).split("¶") for batch in loader]
         found.append([text for said in texts for text in said if text])
@@ -100,8 +107,7 @@ def test_conversations_are_shared_between_the_splits(tmp_path):
 
 def test_the_description_counts_truncated_documents(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [HELLO] * 4)
-    config = DataConfig(train=(str(path),), kind="chat")
-    loader = load(config, split="train", batch=1, sequence=64, vocab=256)
+    loader = opened(named(path, kind="chat"), sequence=64)
     assert "; truncated to that length: 3 documents" in loader.description
 
 
@@ -151,6 +157,6 @@ def test_more_than_fits_in_memory_and_an_empty_file_are_refused(tmp_path, monkey
     with pytest.raises(ValueError, match=r"There is no conversation in .*a\.jsonl\."):
         read([write_lines(tmp_path / "a.jsonl", [])], Bytes(), TEMPLATE)
     monkeypatch.setattr(chat, "IN_MEMORY", 100)
-    config = DataConfig(train=(str(write_lines(tmp_path / "a.jsonl", [HELLO] * 4)),), kind="chat")
+    path = write_lines(tmp_path / "a.jsonl", [HELLO] * 4)
     with pytest.raises(ValueError, match=r"a.jsonl .* Divide the conversations"):
-        load(config, split="train", batch=1, sequence=64, vocab=256)
+        opened(named(path, kind="chat"), sequence=64)

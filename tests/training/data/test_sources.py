@@ -5,25 +5,16 @@ import os
 
 import numpy as np
 import pytest
-from data_cases import write_lines, write_tokenizer
+from data_cases import named, opened, write_lines, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import Tokenizer
-from coat_jax.training.data import DataConfig, corpus, load
+from coat_jax.training.data import DataConfig, corpus
 from coat_jax.training.data.tokenizing import write
 
 END = 999
-
-
-def named(*paths, **changes):
-    return DataConfig(train=tuple(map(str, paths)), **changes)
-
-
-def opened(config, split="train", **changes):
-    settings = {"batch": 1, "sequence": 8, "vocab": 1000, "epochs": 1}
-    return load(config, split=split, **settings | changes)
 
 
 def tokens_of(loader):

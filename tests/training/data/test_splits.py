@@ -2,16 +2,12 @@
 
 import numpy as np
 import pytest
-from data_cases import write_lines, write_tokenizer
+from data_cases import opened, write_lines, write_tokenizer
 
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import Tokenizer
-from coat_jax.training.data import DataConfig, load
+from coat_jax.training.data import DataConfig
 from coat_jax.training.data.tokenizing import write
-
-
-def opened(config, split):
-    return load(config, split=split, batch=1, sequence=8, vocab=1000, epochs=1)
 
 
 @pytest.fixture(scope="module")

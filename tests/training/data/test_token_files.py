@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data_cases import named, opened
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_jax.errors import UserError
 from coat_jax.manifest import DamagedCheckpoint
 from coat_jax.tokenizers import Bytes
-from coat_jax.training.data import DataConfig, load, token_files, tokenizing
+from coat_jax.training.data import token_files, tokenizing
 from coat_jax.training.data.stream import Stream, TokensInMemory
 from coat_jax.training.data.token_files import open_files, sidecar_of
 
@@ -42,11 +43,6 @@ def llm_c(path, dtype):
     return path.with_suffix(".bin")
 
 
-def opened(path, vocab, **how):
-    config = DataConfig(train=(str(path),), **how)
-    return load(config, split="train", batch=10, sequence=8, vocab=vocab)
-
-
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 @pytest.mark.parametrize("layout", [npy, npy_without_header, raw, llm_c])
 def test_every_layout_holds_the_same_tokens(layout, dtype, tmp_path):
@@ -73,9 +69,9 @@ def test_a_file_is_not_loaded(tmp_path):
     """A row of a file that is larger than any memory (and empty on disk)."""
     with (tmp_path / "large.bin").open("wb") as file:
         file.truncate(1 << 36)
-    loader = opened(tmp_path / "large.bin", 1)
+    loader = opened(named(tmp_path / "large.bin"), vocab=1)
     assert loader.tokens > 1 << 34
-    assert next(loader).tokens.tolist() == [[0] * 8] * 10
+    assert next(loader).tokens.tolist() == [[0] * 8]
     loader.close()
 
 
@@ -102,14 +98,14 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path):
     for number, bad in enumerate([99, 100]):
         np.save(tmp_path / f"{number}.npy", np.array([*range(50), bad, 1, 2], np.uint16))
     with pytest.raises(ValueError, match=r"1.npy: token 50 is 100, .* vocabulary of 100"):
-        opened(tmp_path / "*.npy", 100)
+        opened(named(tmp_path / "*.npy"), vocab=100)
 
 
 def test_it_is_found_in_a_row_that_no_sample_saw(tmp_path, monkeypatch):
     monkeypatch.setattr("coat_jax.training.data.stream.SAMPLES", 1)
     monkeypatch.setattr("coat_jax.training.data.stream.SAMPLE", 8)
     np.save(tmp_path / "a.npy", np.array([1] * 60 + [300] + [1] * 39, np.uint16))
-    loader = opened(tmp_path / "a.npy", 256, held_out_part=0.2)
+    loader = opened(named(tmp_path / "a.npy", held_out_part=0.2), batch=10, vocab=256)
     with pytest.raises(ValueError, match=r"a.npy: token 60 is 300"):
         next(loader)
     loader.close()
@@ -159,7 +155,7 @@ def test_files_that_are_not_what_they_should_be_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"does not look like uint16.* Set data.dtype to uint32"):
         open_files([raw(tmp_path / "a", "uint32")], dtype=None)
     with pytest.raises(ValueError, match=r"token 0 is [\d,]+, .* of another dtype"):
-        opened(raw(tmp_path / "a", "uint16"), 50304, dtype="uint32")
+        opened(named(raw(tmp_path / "a", "uint16"), dtype="uint32"), vocab=50304)
 
 
 def folder_with(tmp_path, name, notes):
@@ -207,11 +203,11 @@ def test_a_flipped_bit_in_files_of_ours_is_found(name, tmp_path, monkeypatch):
     content = bytearray((tmp_path / "out" / name).read_bytes())
     content[content.index(b"2") if name == "tokens.json" else -3] ^= 1
     (tmp_path / "out" / name).write_bytes(content)
-    files = tmp_path / "out" / "*.npy"
+    files = named(tmp_path / "out" / "*.npy")
     with pytest.raises(DamagedCheckpoint, match=rf"out is damaged: .* {name} is wrong\. .* delete"):
-        opened(files, 1000)
+        opened(files)
     if name != "tokens.json":
         monkeypatch.setattr(token_files, "CHECKED", 100)
-        opened(files, 1000)
+        opened(files)
     (tmp_path / "out" / "manifest.json").unlink()
-    opened(files, 1000)
+    opened(files)
