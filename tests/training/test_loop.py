@@ -22,8 +22,7 @@ STEPS = 14
 def start(folder, name, *overrides, devices=1, signals=""):
     """A run in folder/name, with JAX's cache shared among all. For `signals` see the config."""
     command = ["-m", "coat_jax", "train", CONFIG, "--out", folder / name]
-    command += ["--cache", folder / "cache", "--train", folder / "tokens.npy", "--held_out"]
-    command += overrides
+    command += ["--cache", folder / "cache", "--train", folder / "tokens.npy", *overrides]
     flags = f"{quick.FLAGS} --xla_force_host_platform_device_count={devices}"
     return Fork(command, SIGNALS=signals, XLA_FLAGS=flags)
 

@@ -6,22 +6,40 @@ record of step 3, and signal 15 after step 7: how fast it is makes no difference
 
 import os
 
-from train_cases import small
-
-from coat_jax.training.config import CheckpointConfig, EvaluationConfig, TrainConfig
+from coat_jax import models
+from coat_jax.training.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    MeshConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 from coat_jax.training.report.metrics import Metrics
 
 
 def config() -> TrainConfig:
     if os.environ.get("SIGNALS"):
         send_itself(dict(map(int, pair.split(":")) for pair in os.environ["SIGNALS"].split()))
-    return small(
-        model={"layers": 1, "scan": False, "param_dtype": "bfloat16", "precision": "coat"},
-        optimizer={"learning_rate": 1e-2},
+    return TrainConfig(
+        model=models.Config(
+            vocab=256,
+            width=64,
+            layers=1,
+            heads=4,
+            kv_heads=2,
+            head_dim=16,
+            ffn=128,
+            context=64,
+            scan=False,
+            param_dtype="bfloat16",
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0.1),
+        mesh=MeshConfig(data=1, fsdp=1, tensor=1),
         evaluation=EvaluationConfig(every=12, batches=2),
         checkpoint=CheckpointConfig(every=4, keep=4),
         total_steps=14,
         global_batch_size=8,
+        sequence_length=32,
     )
 
 
