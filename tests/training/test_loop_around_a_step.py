@@ -38,12 +38,14 @@ class Counting:
 
     Attributes:
         compiled: the programs that were asked for.
+        seen: the sum of the tokens of each step.
         skipped: the steps that are.
         after: what happens when a step has been taken.
     """
 
     def __init__(self):
         self.compiled = []
+        self.seen = {}
         self.skipped = set()
         self.after = {}
 
@@ -53,6 +55,7 @@ class Counting:
 
     def __call__(self, state, batch):
         step = int(state.step) + 1
+        self.seen[step] = int(np.sum(batch.tokens))
         skipped = state.skipped + (step in self.skipped)
         self.after.get(step, lambda: None)()
         loss = jnp.float32(np.nan if step in self.skipped else 1 / step)
@@ -166,6 +169,9 @@ def test_a_signal_saves_and_stops(step, config):
     assert train(config)[0].step == STEPS
     assert step.compiled == ["the step"]
     assert [record["step"] for record in records(config)] == list(range(1, STEPS + 1))
+    seen = dict(step.seen)
+    train(replace(config, out=f"{config.out}_undisturbed"))
+    assert step.seen == seen  # the same batches
 
 
 def test_ctrl_c_ends_a_run_at_once_and_it_begins_anew_if_nothing_was_saved(step, config):
