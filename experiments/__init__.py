@@ -3,14 +3,11 @@
 Each is a module for `python -m`; its docstring says what it claims, on which hardware
 it runs, and how to try it anywhere. Results are in `results/`.
 
-    optimizers      optimizer_error, accumulated_error, muon_error, optimizer_step, muon_step,
-                    in_place_step, compress_table
-    layers          activation_memory, layer_speed, granularity, group_scaling, sharpness_cost,
-                    bound_looseness
+    optimizers      optimizer_step, accumulated_error, moments, compress_table
+    layers          layers, layers.saved, granularity, bound_looseness
     loss            loss_study, fine_tuning, saved_rounding, tradeoff, stability
     formats         format_sqnr, forward_formats, after_training
-    training        training_throughput, communication, config_memory, released_memory,
-                    offloaded_memory, examples_memory, gpu_suite
+    training        training_throughput, communication, memory, examples_memory, gpu_suite
     generation      quantized_generation
     documentation   ideas (the pictures of docs/ideas.md), demo (`make demo`)
     all of them     published (writes their numbers and tables into README and docs)
@@ -19,8 +16,9 @@ The other modules are what these are made of:
 
     command, workers      their command line, and processes for each case
     records, row_files    results files, of one run and of many
+    timing                medians of what a device does
     corpus, random_batch  what is learnt; small_llama, trained_llama: what learns, and has learnt
-    stacks, moments       the layers and the ways to store a moment that are compared
+    recorded_layers       what goes through the layers of the one that has
     hopper                compiles for H100s without having them
 
 They import the package; the package never imports them.

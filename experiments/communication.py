@@ -104,8 +104,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.cases, options.remat, options.trace = [options.case], None, None
-    options.beside_one = True
+    options.cases = [options.case]  # for training_throughput
     if options.worker:
         print(json.dumps(measure_with_profile(options)), flush=True)
         return
@@ -131,22 +130,13 @@ def measure(options: argparse.Namespace, path: Path) -> None:
         case: dict[str, Any] = {"name": name, **chosen._asdict()}
         if "failed" in one:
             case["failed"] = one["failed"]
-            print(f"{'':11}   {name}: {one['failed']}", flush=True)
         else:
             case |= _milliseconds(one)
-            case |= {
-                "efficiency": mean / case["ms"],
-                "losses": one["losses"],
-                "timeline": one["timeline"],
-            }
+            case |= {"efficiency": mean / case["ms"], "losses": one["losses"]}
+            case["timeline"] = one["timeline"]
             if name in DRAWN and one["drawn"]:
                 case["drawn"] = one["drawn"]
-            exposed = [of_gpu["exposed_ms"] for of_gpu in case["timeline"].values()]
-            print(
-                f"{case['ms']:8.1f} ms   {case['efficiency']:.3f} of a GPU alone, exposed "
-                f"{', '.join(f'{one:.1f}' for one in exposed) or '?'} ms   {name}",
-                flush=True,
-            )
+        print(case.get("failed") or f"{case['ms']:8.1f} ms", name, sep="   ", flush=True)
         cases.append(case)
         figures = {"model": options.model, "layers": options.layers, "case": options.case}
         figures |= {"sequence": options.sequence, "alone": alone, "cases": cases}
@@ -165,18 +155,15 @@ def _in_a_process(options: argparse.Namespace, chosen: Case) -> dict[str, Any]:
     given = " ".join(f"--{option}={str(value).lower()}" for option, value in chosen.options.items())
     arguments = [f"--{name}={getattr(options, name)}" for name in ("model", "layers", "sequence")]
     flags = f"{os.environ.get('XLA_FLAGS', '')} {given}".strip()
-    variables = {"XLA_FLAGS": flags, **chosen.variables}
-    command = [options.case, "--worker", *arguments]
-    ended = run_worker("experiments.communication", *command, **variables)
-    return outcome(ended)
+    command = ["experiments.communication", options.case, "--worker", *arguments]
+    return outcome(run_worker(*command, XLA_FLAGS=flags, **chosen.variables))
 
 
 def measure_with_profile(options: argparse.Namespace) -> dict[str, Any]:
     """A case in this process: what `training_throughput` measures, and what each GPU did."""
     with tempfile.TemporaryDirectory() as folder:
-        options.trace = Path(folder)
-        measured = training_throughput.measure(options)
-        gpus = read(options.trace)
+        measured = training_throughput.measure(options, Path(folder))
+        gpus = read(Path(folder))
     timeline = {gpu: one.summary() for gpu, one in gpus.items()}
     kinds = gpus[min(gpus)]._asdict() if gpus else {}
     drawn = {kind: union(times, gap=PIXEL) for kind, times in kinds.items()}
@@ -240,9 +227,8 @@ def draw(path: Path) -> None:
     if not drawn:
         return
     with plt.rc_context(records.CHART | {"axes.grid": False}):
-        figure, rows = plt.subplots(
-            len(drawn), figsize=(11, 1.5 * len(drawn) + 0.8), sharex=True, squeeze=False
-        )
+        size = (11, 1.5 * len(drawn) + 0.8)
+        figure, rows = plt.subplots(len(drawn), figsize=size, sharex=True, squeeze=False)
         for axes, case in zip(rows[:, 0], drawn, strict=True):
             compute, communication = case["drawn"]["compute"], case["drawn"]["communication"]
             for height, intervals, color in (
@@ -255,10 +241,8 @@ def draw(path: Path) -> None:
             axes.set_yticks([1, 0], ["compute", "communication"])
             axes.set_title(f"{case['name']}; orange: nothing else runs", loc="left")
         rows[-1, 0].set_xlabel("ms")
-        figure.suptitle(
-            f"One of the GPUs in one step: {figures['layers']} layers of {figures['model']}, "
-            f"{figures['case']}"
-        )
+        layers = f"{figures['layers']} layers of {figures['model']}, {figures['case']}"
+        figure.suptitle(f"One of the GPUs in one step: {layers}")
         figure.savefig(path.with_suffix(".png"))
 
 

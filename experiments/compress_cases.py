@@ -124,39 +124,27 @@ TRAINED: dict[str, Callable[[], Any]] = {
 
 # The links that the optimizers above are made of: traced, but not trained again.
 LINKS: dict[str, Callable[[], Any]] = {
-    "scale_by_adadelta": lambda: scaled(1.0, optax.scale_by_adadelta()),
-    "scale_by_adam": lambda: scaled(3e-3, optax.scale_by_adam()),
-    "scale_by_adamax": lambda: scaled(3e-3, optax.scale_by_adamax()),
-    "scale_by_adan": lambda: scaled(3e-3, optax.scale_by_adan()),
-    "scale_by_amsgrad": lambda: scaled(3e-3, optax.scale_by_amsgrad()),
-    "scale_by_belief": lambda: scaled(3e-3, optax.scale_by_belief()),
-    "scale_by_distance_over_gradients": lambda: scaled(
-        1.0, optax.scale_by_distance_over_gradients()
-    ),
-    "scale_by_lion": lambda: scaled(1e-3, optax.scale_by_lion()),
-    "scale_by_novograd": lambda: scaled(3e-2, optax.scale_by_novograd()),
-    "scale_by_optimistic_gradient": lambda: scaled(0.1, optax.scale_by_optimistic_gradient()),
-    "scale_by_radam": lambda: scaled(3e-3, optax.scale_by_radam()),
-    "scale_by_rms": lambda: scaled(1e-3, optax.scale_by_rms()),
-    "scale_by_rprop": lambda: optax.chain(optax.scale_by_rprop(1e-3), optax.scale(-1.0)),
-    "scale_by_rss": lambda: scaled(3e-2, optax.scale_by_rss()),
-    "scale_by_sm3": lambda: scaled(0.1, optax.scale_by_sm3()),
-    "scale_by_yogi": lambda: scaled(3e-3, optax.scale_by_yogi()),
-    "contrib.scale_by_acprop": lambda: scaled(1e-3, contrib.scale_by_acprop()),
-    "contrib.scale_by_ademamix": lambda: scaled(3e-3, contrib.scale_by_ademamix()),
-    "contrib.scale_by_adopt": lambda: scaled(3e-3, contrib.scale_by_adopt()),
-    "contrib.scale_by_cocob": contrib.scale_by_cocob,
-    "contrib.scale_by_galore": lambda: scaled(3e-3, contrib.scale_by_galore(rank=32)),
+    **{
+        f"scale_by_{name}": getattr(optax, f"scale_by_{name}")
+        for name in (
+            *("adadelta", "adam", "adamax", "adan", "amsgrad", "belief"),
+            *("distance_over_gradients", "lion", "novograd", "optimistic_gradient", "radam"),
+            *("rms", "rss", "sm3", "yogi"),
+        )
+    },
+    **{
+        f"contrib.scale_by_{name}": getattr(contrib, f"scale_by_{name}")
+        for name in ("acprop", "ademamix", "adopt", "cocob", "simplified_ademamix")
+    },
+    "scale_by_rprop": lambda: optax.scale_by_rprop(1e-3),
+    "contrib.scale_by_galore": lambda: contrib.scale_by_galore(rank=32),
     "contrib.scale_by_madgrad": lambda: contrib.scale_by_madgrad(1e-2),
     "contrib.scale_by_muon": lambda: optax.partition(
         {
-            "matrix": scaled(1e-2, contrib.scale_by_muon(weight_dimension_numbers=muon_dimensions)),
+            "matrix": contrib.scale_by_muon(weight_dimension_numbers=muon_dimensions),
             "vector": adam,
         },
         labels,
-    ),
-    "contrib.scale_by_simplified_ademamix": lambda: scaled(
-        1e-4, contrib.scale_by_simplified_ademamix()
     ),
 }
 

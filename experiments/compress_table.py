@@ -121,8 +121,8 @@ def step_of(name: str, tx: optax.GradientTransformationExtraArgs) -> Callable[..
     return step
 
 
-def train(name: str, tx: optax.GradientTransformationExtraArgs, dtype: Any) -> float:
-    """The loss of the whole task at the end, the mean of some seeds."""
+def train(name: str, tx: optax.GradientTransformationExtraArgs, dtype: Any) -> float | None:
+    """The loss of the whole task at the end, the mean of some seeds; None if it is not finite."""
     step = step_of(name, tx)
 
     def body(carry: Any, seed: jax.Array) -> Any:
@@ -137,7 +137,8 @@ def train(name: str, tx: optax.GradientTransformationExtraArgs, dtype: Any) -> f
         return loss_of(slow, X, Y)
 
     losses = [float(run(jnp.arange(STEPS) + 1000 * seed)) for seed in range(SEEDS)]
-    return statistics.mean(losses)
+    loss = statistics.mean(losses)
+    return loss if math.isfinite(loss) else None
 
 
 def compressed_leaves(state: Any) -> int:
@@ -164,11 +165,6 @@ def trace(name: str, tx: Any, dtype: Any) -> tuple[Any, Any]:
     return state, jax.eval_shape(step_of(name, ours), params, state, jnp.int32(0))[1]
 
 
-def finite(loss: float) -> float | None:
-    """A loss for JSON, which has no NaN."""
-    return loss if math.isfinite(loss) else None
-
-
 def row_of(name: str) -> dict[str, Any]:
     """The losses of one transformation."""
     row: dict[str, Any] = {}
@@ -177,21 +173,9 @@ def row_of(name: str) -> dict[str, Any]:
         row["compressed_leaves"] = compressed_leaves(trace(name, make(), dtype)[0])
         plain, ours = (wrapped(name, make(), compressed=c) for c in (False, True))
         loss, compressed_loss = (train(name, tx, dtype) for tx in (plain, ours))
-        row[dtype_name] = {"loss": finite(loss), "compressed_loss": finite(compressed_loss)}
-    print(line_of(name, row), flush=True)
+        row[dtype_name] = {"loss": loss, "compressed_loss": compressed_loss}
+    print(name, row, flush=True)
     return row
-
-
-def line_of(name: str, row: dict[str, Any]) -> str:
-    """What a transformation reached, for the terminal."""
-    reached = []
-    for dtype in DTYPES:
-        plain, ours = (
-            "not finite" if loss is None else f"{loss:.5f}"
-            for loss in (row[dtype]["loss"], row[dtype]["compressed_loss"])
-        )
-        reached.append(f"{dtype} {plain}, compressed {ours}")
-    return f"{name:36} {row['compressed_leaves']} leaves in FP8   {'   '.join(reached)}"
 
 
 def refusal(tx: Any) -> str:
@@ -215,16 +199,14 @@ def measure() -> dict[str, Any]:
     links = {
         name: compressed_leaves(trace(name, make(), jnp.float32)[0]) for name, make in LINKS.items()
     }
-    refused = {name: refusal(make()) for name, make in REFUSED.items()}
-    loss_before = float(loss_of(start(jnp.float32), X, Y))
     return {
-        "loss_before": loss_before,
+        "loss_before": float(loss_of(start(jnp.float32), X, Y)),
         "steps": STEPS,
         "seeds": SEEDS,
         "trained": trained,
         "links": links,
         "stateless": stateless,
-        "refused": refused,
+        "refused": {name: refusal(make()) for name, make in REFUSED.items()},
         "excluded": EXCLUDED,
     }
 

@@ -5,7 +5,8 @@
 
 Both start from the same parameters and see the same bytes of Python's own source in the same
 order. Prints a table and what each writes, and draws their losses. On a CPU products in FP8 are
-computed in FP32, and slower than in BF16; what they gain on a GPU is measured elsewhere.
+computed in FP32, and slower than in BF16; what they gain on a GPU is measured elsewhere. Losses are
+in nats per byte; a model that knows nothing has ln 256 = 5.55.
 """
 
 import argparse
@@ -33,14 +34,6 @@ RUNS = {"BF16": "llama_tiny:bf16", "COAT": "llama_tiny"}
 LAST = 20  # steps whose mean is the final training loss
 SMALLEST_RUN = 2 * LAST
 PROMPT, NEW_TOKENS = "def read(self, ", 160
-EPILOG = """\
-examples:
-  python -m experiments.demo                    as `make demo` runs it
-  python -m experiments.demo --steps 60         a glance
-  python -m experiments.demo --seed 1           other parameters and another order
-
-Losses are in nats per byte; a model that knows nothing has ln 256 = 5.55.
-"""
 
 
 class Outcome(NamedTuple):
@@ -89,29 +82,12 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """Reads the command line; a bad value ends the program with one line and code 2."""
-    parser = Parser(
-        prog="demo",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        default=150,
-        help=f"training steps, at least {SMALLEST_RUN}: the final loss is the mean of the last "
-        f"{LAST} (%(default)s)",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("out"), help="the folder for all results (%(default)s)"
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="draws the first parameters and the order of the data, the same for both "
-        "(%(default)s)",
-    )
+    as_it_is = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="demo", description=__doc__, formatter_class=as_it_is)
+    add = parser.add_argument
+    add("--steps", type=int, default=150, help=f"of training, at least {SMALLEST_RUN} (150)")
+    add("--out", type=Path, default=Path("out"), help="the folder for all results (out)")
+    add("--seed", type=int, default=0, help="of parameters and the order of the data (0)")
     options = parser.parse_args()
     if options.steps < SMALLEST_RUN:
         parser.error(f"argument --steps: {options.steps} is fewer than {SMALLEST_RUN}")

@@ -36,7 +36,7 @@ WARM = 3  # steps that compile, or follow them
 
 
 def main() -> None:
-    """Measures every example in two processes, prints the table and writes the results."""
+    """Measures every example in two processes, prints a line for each and writes the results."""
     parser = parser_of(__doc__)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=8)
@@ -57,20 +57,16 @@ def main() -> None:
 
     sizes = {name: getattr(args, name) for name in SIZES}
     cases: list[dict[str, Any]] = []
-    missing: list[str] = []
     path = args.out / f"examples_memory{'_large' * args.large}.json"
     for name in [name for name in EXAMPLES if (name in LARGE) == args.large]:
         for fp8 in (False, True):
             found = in_a_process(name, fp8, args)
             if why := found.get("failed"):
-                print(f"{name}: {why}", flush=True)
-                missing += [name]
+                print(f"{name} is not measured: {why}", flush=True)
                 break
             cases.append({"example": name, "coat_jax": fp8, **found})
             print(" ".join(f"{value!s:>12}" for value in cases[-1].values()), flush=True)
             records.write(path, {"sizes": sizes, "cases": cases})
-    if missing:
-        raise SystemExit(f"Not measured: {'; '.join(missing)}.")
 
 
 def in_a_process(name: str, fp8: bool, args: argparse.Namespace) -> dict[str, Any]:

@@ -28,8 +28,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
-from rich.console import Console
-from rich.table import Table
 
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.numerics.quantizer import AnyFormat, Quantizer, Range, format_named, sqnr_bits
@@ -191,7 +189,7 @@ def _row(
 
 
 def main() -> None:
-    """Computes, measures, writes results and picture, and prints the table."""
+    """Computes, measures, and writes results and picture."""
     parser = parser_of(__doc__, draws=True)
     parser.add_argument(
         "--samples", type=int, default=SAMPLES, metavar="N", help="2^N in a tensor (%(default)s)"
@@ -200,18 +198,7 @@ def main() -> None:
     if not options.draw:
         records.write(options.out / "format_sqnr.json", measure(2**options.samples))
     figures = records.read(options.out / "format_sqnr.json")
-    print_table(figures)
     draw(figures, options.out / "format_sqnr.png")
-
-
-def print_table(figures: dict[str, Any]) -> None:
-    """Prints the bits by theory, and what was measured beside them."""
-    table = Table("format", *figures["bits"], title="Bits that are right: theory (sampled)")
-    for name in FORMATS:
-        cells = (rows[name] for rows in figures["bits"].values())
-        table.add_row(name, *(f"{c['theory']:.2f} ({c['sampled']:.2f})" for c in cells))
-    Console().print(table)
-    print(f"largest deviation of samples: {100 * figures['largest deviation']:.2f} %")
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:

@@ -3,10 +3,10 @@
     python -m experiments.forward_formats                fifteen minutes on two CPU cores
     python -m experiments.forward_formats --steps 20 --seeds 0
 
-A small Llama learns from real text in FP32. Then its held-out loss is measured with the inputs or
-the weights of all layers' products, or both, rounded to a format; products and sums are in FP32. An
-operand has one scale, as in COAT, or one for each row that is multiplied: each token of the inputs,
-each column of a weight. The model may have been balanced before (`coat_jax.quantization.balance`).
+A small Llama learns from real text in FP32. Then its held-out loss is measured with inputs and
+weights of all layers' products rounded to a format; products and sums are in FP32. An operand has
+one scale, as in COAT, or one for each row that is multiplied: each token of the inputs, each column
+of a weight. The model may have been balanced before (`coat_jax.quantization.balance`).
 
 Outliers are planted in the parameters: the scales of norms, and the columns of value and up, have
 every 64th element multiplied by a factor, and the rows of the weights after them are divided by it.
@@ -17,7 +17,7 @@ as large as others only become smaller.
 import contextlib
 import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -54,8 +54,8 @@ FORMATS = {
     "INT8, a scale for each row": Way(Quantizer("INT8", over="channel", axis=0)),
     "INT8, a scale for each row, balanced": Way(Quantizer("INT8", over="channel", axis=0), True),
 }
-ROUNDED = {"inputs": {"inputs"}, "weights": {"weights"}, "both": {"inputs", "weights"}}
 OUTLIERS = (10, 30, 100)  # factors
+COLUMNS = {1: "both"} | {factor: f"outliers of {factor}" for factor in OUTLIERS}  # of the results
 APART = 64  # columns from one outlier to the next
 HELD_OUT = 64  # batches
 SEEN = 16  # batches of the training text, for balancing
@@ -80,11 +80,15 @@ def main() -> None:
     figures = {"model": "Llama over bytes: width 128, 4 layers, FP32", "steps": options.steps}
     figures |= {"seeds": found}
     records.write(options.out / "forward_formats.json", figures)
-    show(figures)
+    header, *rows = outlier_table(figures)
+    shown = Table(*header, title="Held-out loss above exact products, by outliers")
+    for row in rows:
+        shown.add_row(*row)
+    Console(width=120).print(shown)
 
 
 def measure(text: Corpus, steps: int, seed: int) -> Figures:
-    """The held-out loss of a trained model, exact and by format and rounded operands."""
+    """The held-out loss of a trained model, exact and by format and outliers."""
     graph, params = trained(text, steps, seed)
     batches = corpus.batches(text.held_out, BATCH, MODEL.context, seed)
     held_out = [*itertools.islice(batches, HELD_OUT)]
@@ -99,21 +103,13 @@ def measure(text: Corpus, steps: int, seed: int) -> Figures:
         return nnx.state(quantization.balance(nnx.merge(graph, params), seen))
 
     found: Figures = {"seed": seed, "exact": loss(params)} | {name: {} for name in FORMATS}
-    for factor in track((1, *OUTLIERS), description=f"evaluating seed {seed}"):
+    for factor, column in track(COLUMNS.items(), description=f"evaluating seed {seed}"):
         planted = with_outliers(params, factor)
         known = {False: planted, True: balanced(planted)}
         for name, way in FORMATS.items():
-            for operands, rounded in ROUNDED.items():
-                if factor == 1 or operands == "both":
-                    with rounding(rounded, way.quantizer):
-                        column = operands if factor == 1 else _with(factor)
-                        found[name][column] = loss(known[way.balanced])
+            with rounding(way.quantizer):
+                found[name][column] = loss(known[way.balanced])
     return found
-
-
-def _with(factor: float) -> str:
-    """How results name both operands, with outliers."""
-    return f"outliers of {factor:g}"
 
 
 def trained(text: Corpus, steps: int, seed: int) -> tuple[Any, Any]:
@@ -152,18 +148,14 @@ def _loss(graph: Any, params: Any, tokens: Array) -> Float[Array, ""]:
 
 
 @contextlib.contextmanager
-def rounding(operands: Collection[str], quantizer: Quantizer) -> Iterator[None]:
-    """Layers traced in this context round these operands: "inputs", "weights"."""
+def rounding(quantizer: Quantizer) -> Iterator[None]:
+    """Layers traced in this context round the operands of their products."""
     exact = gemm.product
 
     def product(x: gemm.Operand, w: gemm.Operand, dtype: Any) -> Any:
         assert x.values is not None
         assert w.values is not None
-        inputs, weights = x.values, w.values
-        if "inputs" in operands:
-            inputs = _rounded(inputs, quantizer)
-        if "weights" in operands:
-            weights = _rounded(weights.T, quantizer).T
+        inputs, weights = _rounded(x.values, quantizer), _rounded(w.values.T, quantizer).T
         return exact(x._replace(values=inputs), w._replace(values=weights), dtype)
 
     gemm.product = product
@@ -180,43 +172,16 @@ def _rounded(x: Any, quantizer: Quantizer) -> Array:
     return quantizer(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
 
-def cost(figures: Figures, name: str, operands: str) -> Cost:
-    """What it costs to round some operands to a format."""
-    return cost_of([math.log(one[name][operands] / one["exact"]) for one in figures["seeds"]])
-
-
-def table(figures: Figures) -> list[list[str]]:
-    """The costs by format, with a header."""
-    rows = [["format", *(f"{operands} rounded" for operands in ROUNDED)]]
-    for name in FORMATS:
-        rows.append([name, *(str(cost(figures, name, operands)) for operands in ROUNDED)])
-    return rows
-
-
 def outlier_table(figures: Figures) -> list[list[str]]:
-    """The costs with both operands rounded, by format and size of the outliers, with a header."""
+    """The costs by format and size of the outliers, with a header."""
+
+    def cost(name: str, column: str) -> Cost:
+        return cost_of([math.log(one[name][column] / one["exact"]) for one in figures["seeds"]])
+
     rows = [["format", "none", *(f"{factor:g} times as large" for factor in OUTLIERS)]]
     for name in FORMATS:
-        columns = "both", *map(_with, OUTLIERS)
-        rows.append([name, *(str(cost(figures, name, column)) for column in columns)])
+        rows.append([name, *(str(cost(name, column)) for column in COLUMNS.values())])
     return rows
-
-
-def show(figures: Figures) -> None:
-    """Prints the costs."""
-    seeds = f"{len(figures['seeds'])} seeds"
-    _print(table(figures), f"Held-out loss above exact products, {seeds}")
-    _print(outlier_table(figures), f"With outliers, both operands rounded, {seeds}")
-
-
-def _print(rows: list[list[str]], title: str) -> None:
-    (_, *columns), *rows = rows
-    shown = Table("", title=title)
-    for column in columns:
-        shown.add_column(column, justify="right")
-    for row in rows:
-        shown.add_row(*row)
-    Console(width=120).print(shown)
 
 
 if __name__ == "__main__":

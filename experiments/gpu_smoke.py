@@ -16,8 +16,9 @@ Figures = dict[str, Any]
 
 def stacks(small: bool, compile_only: bool) -> None:
     """Layers in every precision."""
-    from experiments.stacks import Sizes, median_ms
-    from experiments.stacks.in_jax import PRESETS, prepare
+    from experiments.layers import Sizes
+    from experiments.layers.in_jax import PRESETS, prepare
+    from experiments.timing import median_ms
 
     sizes = Sizes(64, 64, 2, 16) if small else Sizes()
     seconds, milliseconds = {}, {}
@@ -53,7 +54,7 @@ def _fused_step(
     import jax.numpy as jnp
 
     import coat_jax as coat
-    from experiments.stacks import median_ms
+    from experiments.timing import median_ms
 
     fused = coat.optax.fused_fp8_adamw(1e-4, b2=0.95, weight_decay=0.1, round_params=rounds)
     params = jax.random.normal(jax.random.key(0), (side, side), dtype)

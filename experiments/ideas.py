@@ -23,18 +23,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 import coat_jax as coat
 from experiments import records
 from experiments.command import RESULTS, bare_parser_of
-from experiments.moments import recording
-from experiments.stacks import Sizes
-from experiments.stacks.in_jax import attention, attention_input, forward_saving, mlp
+from experiments.layers import Sizes
+from experiments.layers.in_jax import abstract_weights, forward_saving, operators
+from experiments.moments import coders, recording
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 STEPS, B1, B2 = 64, 0.9, 0.95
 GROUP = 128
 LAYERS = {"BF16": coat.BF16, "COAT": coat.COAT, "COAT_LEAN": coat.COAT_LEAN}
+ARRAYS = {  # that each operator saves, smallest first
+    "attention_input": ("input of norm 1",),
+    "attention": ("query", "key", "value", "output"),
+    "mlp": ("input of norm 2", "gate", "up"),
+}
+SHORT = {"input of norm 1": "x", "input of norm 2": "x"}
+SHORT |= {"query": "q", "key": "k", "value": "v", "output": "o"}
 DECAY_B2, DECAY_STEPS = 0.999, 3000
 NEAREST = coat.Storage(min_size=0, stochastic=False)
 
@@ -44,8 +53,7 @@ Numbers = Float[np.ndarray, " N"]
 
 def typical_group() -> tuple[Numbers, Numbers]:
     """Moments m and v of the group whose v has the median ratio of largest to smallest."""
-    recordings, _ = recording.record(B2, STEPS, seed=0)
-    moments = recordings[-1].layers()
+    moments = recording.record(B2, STEPS, seed=0)[-1].layers()
     m, v = (np.asarray(x).reshape(-1, GROUP) for x in (moments.m, moments.v))
     whole = (v > 0).all(axis=1)
     m, v = m[whole], v[whole]
@@ -56,36 +64,25 @@ def typical_group() -> tuple[Numbers, Numbers]:
 def measure_group(m: Numbers, v: Numbers) -> Figures:
     """The group, what each format has for it, and the errors of the three ways to store it."""
     direction = m / np.sqrt(v)
-    expanded = coat.expansion.encode(jnp.asarray(v), group_size=GROUP)
+    plain, expanded = coders.plain(coat.E4M3), coders.expanded(coat.E4M3)
     stored = NEAREST.write_moments(jnp.asarray(m), jnp.asarray(v), jnp.uint32(0), B1, B2)
-    plain_v, expanded_v = _plain(v), np.asarray(coat.expansion.decode(expanded, group_size=GROUP))
-    expanded_m = coat.expansion.decode(
-        coat.expansion.encode(jnp.asarray(m), group_size=GROUP), group_size=GROUP
-    )
-    ours_m, ours_v = (np.asarray(x) for x in NEAREST.read_moments(*stored))
     ways = {
-        "one scale": (_plain(m), plain_v),
-        "expansion": (np.asarray(expanded_m), expanded_v),
-        "direction and logarithm": (ours_m, ours_v),
+        "one scale": (plain(m), plain(v)),
+        "expansion": (expanded(m), expanded(v)),
+        "direction and logarithm": NEAREST.read_moments(*stored),
     }
     errors = {
-        way: _size(m_ / np.sqrt(v_) - direction) / _size(direction)
+        way: _size(np.asarray(m_ / jnp.sqrt(v_)) - direction) / _size(direction)
         for way, (m_, v_) in ways.items()
     }
     return {
         "m": m.tolist(),
         "v": v.tolist(),
         "binades": math.log2(v.max() / v.min()),
-        "k": float(expanded.k16[0]) / 16,
+        "k": float(coat.expansion.encode(jnp.asarray(v)).k16[0]) / 16,
         "codes a binade of a logarithm": float(stored[1].k16[0]),
         "errors of m / sqrt(v)": errors,
     }
-
-
-def _plain(x: Numbers) -> Numbers:
-    return np.asarray(
-        coat.qtensor.dequantize(coat.qtensor.quantize(jnp.asarray(x), group_size=GROUP))
-    )
 
 
 def _size(x: Numbers) -> float:
@@ -121,29 +118,18 @@ def measure_layers() -> Figures:
 
 def _saved(precision: coat.Precision) -> list[dict[str, Any]]:
     sizes = Sizes()
-    x = jax.ShapeDtypeStruct((sizes.batch, sizes.sequence, sizes.width), jnp.bfloat16)
-    heads = [
-        jax.ShapeDtypeStruct((*x.shape[:2], sizes.width // sizes.head, sizes.head), x.dtype)
-    ] * 3
-    w = {name: jax.ShapeDtypeStruct(shape, x.dtype) for name, shape in sizes.weights.items()}
-    w |= {name: jax.ShapeDtypeStruct((sizes.width,), x.dtype) for name in ("norm", "mlp_norm")}
-    parts = {
-        ("input of norm 1",): (partial(attention_input, sizes, precision), [x]),
-        ("query", "key", "value", "output"): (partial(attention, precision), heads),
-        ("input of norm 2", "gate", "up"): (partial(mlp, precision), [x]),
-    }
+    large = sizes.unit // 2  # elements of the input
     # In FP32, one for each row and head. XLA's attention, which is counted here, recomputes it.
-    log_sum_exp = 4 * sizes.batch * sizes.sequence * sizes.width // sizes.head
+    log_sum_exp = 4 * large // sizes.head
     found = []
-    for names, (function, arrays) in parts.items():
-        _, saved = jax.eval_shape(partial(forward_saving, function), w, *arrays)
-        values = [leaf for leaf in saved if leaf.size >= x.size]
-        scales = [leaf for leaf in saved if leaf.size < x.size]
-        values.sort(key=lambda leaf: leaf.size)
+    for part, names in ARRAYS.items():
+        function, arrays = operators(sizes, precision)[part]
+        saving = partial(forward_saving, function)
+        _, saved = jax.eval_shape(saving, abstract_weights(sizes), *arrays)
+        values = sorted((leaf for leaf in saved if leaf.size >= large), key=lambda leaf: leaf.size)
         total = sum(leaf.size for leaf in values)
-        beside = sum(leaf.size * leaf.dtype.itemsize for leaf in scales)
-        if "query" in names:
-            beside += log_sum_exp
+        beside = sum(leaf.size * leaf.dtype.itemsize for leaf in saved if leaf.size < large)
+        beside += log_sum_exp if part == "attention" else 0
         for name, leaf in zip(names, values, strict=True):
             size = leaf.size * leaf.dtype.itemsize + beside * leaf.size / total
             found.append({"name": name, "dtype": leaf.dtype.name, "units": size / sizes.unit})
@@ -155,23 +141,17 @@ def _saved(precision: coat.Precision) -> list[dict[str, Any]]:
 
 def draw(figures: Figures) -> None:
     """Every picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    PICTURES.mkdir(exist_ok=True)
+    ends = records.read(RESULTS / "accumulated_error.json")["at the end"]
     with plt.rc_context(records.CHART):
-        for name, function in {
-            "formats": _draw_formats,
-            "expansion": partial(_draw_expansion, figures["group"]),
-            "direction": partial(_draw_direction, figures["group"]),
-            "decay": partial(_draw_decay, figures["decay"]),
-            "layer": partial(_draw_layer, figures["layers"]),
-            "errors": _draw_errors,
+        for name, picture in {
+            "formats": _draw_formats(),
+            "expansion": _draw_expansion(figures["group"]),
+            "direction": _draw_direction(figures["group"]),
+            "decay": _draw_decay(figures["decay"]),
+            "layer": _draw_layer(figures["layers"]),
+            "errors": _draw_errors(ends),
         }.items():
-            function(plt).savefig(PICTURES / f"{name}.png")
-            plt.close("all")
+            picture.savefig(PICTURES / f"{name}.png")
 
 
 def fp8_values(dtype: Any) -> Numbers:
@@ -185,7 +165,7 @@ def _rug(axes: Any, values: Numbers, height: float, color: str) -> None:
     axes.vlines(np.log2(values), height - 0.36, height + 0.36, color=color, lw=0.6)
 
 
-def _draw_formats(plt: Any) -> Any:
+def _draw_formats() -> Figure:
     rows = {
         "int8": np.arange(1, 128, dtype=np.float64),
         "E4M3": fp8_values(coat.E4M3),
@@ -220,7 +200,7 @@ def _draw_formats(plt: Any) -> Any:
     return figure
 
 
-def _draw_expansion(group: Figures, plt: Any) -> Any:
+def _draw_expansion(group: Figures) -> Figure:
     v = np.array(group["v"])
     e4m3 = fp8_values(coat.E4M3)
     e4m3 = e4m3 / e4m3.max()
@@ -245,7 +225,7 @@ def _draw_expansion(group: Figures, plt: Any) -> Any:
     return figure
 
 
-def _draw_direction(group: Figures, plt: Any) -> Any:
+def _draw_direction(group: Figures) -> Figure:
     m, v = np.array(group["m"]), np.array(group["v"])
     figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.0), sharey=True)
     bins = np.linspace(-10, 0, 31)
@@ -260,7 +240,7 @@ def _draw_direction(group: Figures, plt: Any) -> Any:
     return figure
 
 
-def _draw_decay(curves: Figures, plt: Any) -> Any:
+def _draw_decay(curves: Figures) -> Figure:
     figure, axes = plt.subplots(figsize=(8.6, 3.2))
     labels = {
         "exact": ("FP32", records.PALE, 5.0),
@@ -278,7 +258,7 @@ def _draw_decay(curves: Figures, plt: Any) -> Any:
     return figure
 
 
-def _draw_layer(layers: Figures, plt: Any) -> Any:
+def _draw_layer(layers: Figures) -> Figure:
     figure, axes = plt.subplots(figsize=(8.6, 2.8))
     for place, arrays in enumerate(layers.values()):
         left = 0.0
@@ -286,9 +266,7 @@ def _draw_layer(layers: Figures, plt: Any) -> Any:
             is_fp8 = array["dtype"].startswith("float8")
             color = records.ACCENT if is_fp8 else records.PALE
             axes.barh(-place, array["units"], left=left, color=color, edgecolor="white", height=0.7)
-            short = {"input of norm 1": "x", "input of norm 2": "x"}
-            label = short.get(array["name"], array["name"])
-            label = {"query": "q", "key": "k", "value": "v", "output": "o"}.get(label, label)
+            label = SHORT.get(array["name"], array["name"])
             ink = "white" if is_fp8 else records.INK
             axes.text(left + array["units"] / 2, -place, label, ha="center", va="center", color=ink)
             left += array["units"]
@@ -301,8 +279,7 @@ def _draw_layer(layers: Figures, plt: Any) -> Any:
     return figure
 
 
-def _draw_errors(plt: Any) -> Any:
-    ends_of = records.read(RESULTS / "accumulated_error.json")["at the end"]
+def _draw_errors(ends_of: Figures) -> Figure:
     names = {
         "one scale per group, v stochastic": "E4M3, one scale",
         "dynamic range expansion, v stochastic": "E4M3, expanded",

@@ -27,7 +27,7 @@ and includes the whole training state; tokens are random. A case that does not f
 such.
 
 Runs of another number of GPUs, or with other options than those of the table, write files of their
-own: training_throughput_4_gpus.json, training_throughput_remat_layer.json.
+own, as training_throughput_4_gpus.json.
 """
 
 import argparse
@@ -96,10 +96,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--model", default=MODEL, help="a name in coat.models.PRESETS, or a config")
     parser.add_argument("--layers", type=int, help="only the first layers of the model")
     parser.add_argument("--sequence", type=int, default=SEQUENCE, help="tokens of a sequence")
-    parser.add_argument("--remat", help="what layers recompute: layer or layer_fp8")
     parser.add_argument("--beside-one", action="store_true", help="compare with each GPU alone")
     parser.add_argument("--label", help="ends the name of the results file: say, the GPU's")
-    parser.add_argument("--trace", type=Path, help="directory for a profile of one step")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -115,7 +113,6 @@ def results_path(options: argparse.Namespace) -> Path:
         f"sequence_{options.sequence}": options.sequence != SEQUENCE,
         f"{gpus}_gpus": gpus > 1,
         "beside_one": options.beside_one,
-        f"remat_{options.remat}": options.remat is not None,
         options.label: options.label is not None,
     }
     parts = ["training_throughput", *(name for name, differs in differences.items() if differs)]
@@ -147,15 +144,8 @@ def in_a_process(case: str, options: argparse.Namespace, **variables: str) -> Ca
     """Measures a case, PRECISION:BATCH, in a process with these environment variables too."""
     arguments = ["--model", options.model, "--sequence", str(options.sequence)]
     arguments += ["--layers", str(options.layers)] if options.layers else []
-    arguments += ["--trace", str(options.trace)] if options.trace else []
-    arguments += ["--remat", options.remat] if options.remat else []
-    arguments = [case, "--worker", *arguments]
-    ended = run_worker(
-        "experiments.training_throughput",
-        *arguments,
-        **variables,
-    )
-    return {**_parsed(case), **outcome(ended)}
+    worker = ["experiments.training_throughput", case, "--worker", *arguments]
+    return {**_parsed(case), **outcome(run_worker(*worker, **variables))}
 
 
 def _case(text: str) -> str:
@@ -175,19 +165,16 @@ def _parsed(case: str) -> Case:
 
 
 def _line(case: Case) -> str:
-    options = ", ".join(option for option in OPTIONS if case[option])
-    head = f"{case['precision']:12} batch {case['batch']:3}  {options:20}"
+    head = f"{_name(case):40}"
     if "failed" in case:
         return f"{head}   {case['failed']}"
-    return (
-        f"{head}   {case['tokens_per_second']:8,.0f} tokens/s   {case['peak'] / 1e9:6.1f} GB   "
-        f"compiled in {case['compile_seconds']:.0f} s"
-        + (f"   {case['efficiency']:.3f} of a GPU alone" if "efficiency" in case else "")
-    )
+    alone = f"   {case['efficiency']:.3f} of a GPU alone" if "efficiency" in case else ""
+    speed, peak = case["tokens_per_second"], case["peak"] / 1e9
+    return f"{head}   {speed:8,.0f} tokens/s   {peak:6.1f} GB{alone}"
 
 
-def measure(options: argparse.Namespace) -> Case:
-    """One case: seconds of a step, and what it takes in memory."""
+def measure(options: argparse.Namespace, trace: Path | None = None) -> Case:
+    """One case: seconds of a step, and what it takes in memory; `trace` takes a profile of one."""
     (case,) = map(_parsed, options.cases)
     name, batch, sequence = case["precision"], case["batch"], options.sequence
     import jax
@@ -207,9 +194,7 @@ def measure(options: argparse.Namespace) -> Case:
         model = models.config_of(options.model)
     else:
         model = load_config(options.model).model
-    model = dataclasses.replace(
-        model, layers=options.layers or model.layers, remat=options.remat or model.remat
-    )
+    model = dataclasses.replace(model, layers=options.layers or model.layers)
     in_fp8 = name.startswith("COAT")
     mesh = make_mesh(MeshConfig())
     device = mesh.local_devices[0]
@@ -250,8 +235,8 @@ def measure(options: argparse.Namespace) -> Case:
             state, report = program(state, data)
             losses.append(float(report.loss))
         awaited = (time.perf_counter() - begin) / AWAITED
-        if options.trace:
-            with jax.profiler.trace(str(options.trace)):
+        if trace:
+            with jax.profiler.trace(str(trace)):
                 state, report = program(state, data)
                 jax.block_until_ready(report)
     per_step = statistics.median(seconds[WARMUP:])
@@ -262,7 +247,6 @@ def measure(options: argparse.Namespace) -> Case:
     return {
         **case,
         "devices": mesh.size,
-        "remat": options.remat,
         "step_seconds": per_step,
         "awaited_step_seconds": awaited,
         "tokens_per_second": rate,
@@ -275,8 +259,7 @@ def measure(options: argparse.Namespace) -> Case:
 
 
 def _name(case: Case) -> str:
-    # Older results have no options.
-    options = [option for option in OPTIONS if case.get(option)]
+    options = [option for option in OPTIONS if case[option]]
     return ", ".join([case["precision"], f"batch {case['batch']}", *options])
 
 
@@ -286,23 +269,23 @@ def draw(path: Path) -> None:
 
     from experiments import records
 
-    record = json.loads(path.read_text())
-    figures, gpus = record["figures"], record["parents"]["hardware"]["devices"]
+    figures = records.read(path)
     shown = [case for case in figures["cases"] if "failed" not in case][::-1]
+    if not shown:
+        return
     names = [_name(case) for case in shown]
     colors = [records.ACCENT if "COAT" in name else records.PALE for name in names]
     with plt.rc_context(records.CHART | {"axes.grid.axis": "x"}):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 0.5 * len(shown) + 1.6))
-        rates = [case["tokens_per_second"] for case in shown]
-        peaks = [case["peak"] / 1e9 for case in shown]
+        figure, panels = plt.subplots(1, 2, figsize=(11, 0.5 * len(shown) + 1.6))
         for axes, values, title, form in (
-            (left, rates, "tokens a second", "{:,.0f}"),
-            (right, peaks, "peak memory, GB", "{:.1f}"),
+            (panels[0], [c["tokens_per_second"] for c in shown], "tokens a second", "{:,.0f}"),
+            (panels[1], [c["peak"] / 1e9 for c in shown], "peak memory, GB", "{:.1f}"),
         ):
             bars = axes.barh(names, values, color=colors, height=0.7)
             axes.bar_label(bars, [form.format(v) for v in values], padding=3, fontsize=8)
             axes.set_title(title)
             axes.margins(x=0.15)
+        gpus = shown[0]["devices"]
         where = "one GPU" if gpus == 1 else f"{gpus} GPUs"
         figure.suptitle(
             f"Training {figures['model']} on {where}, sequences of {figures['sequence']}"

@@ -8,7 +8,7 @@ BF16, rounded stochastically.
 
 Parameters and moments are sharded over all GPUs. A microbatch is 8 sequences: 2 on each of 4 GPUs.
 It takes 61.8 GB of each GPU in COAT and 94.7 in BF16 (XLA's account of the step,
-experiments/config_memory.py).
+experiments/memory.py).
 """
 
 import dataclasses

@@ -13,7 +13,7 @@ several microbatches; without accumulation they take 6.1.
 
 Parameters and moments are sharded over all GPUs. A microbatch is 8 sequences: 2 on each of 4 GPUs.
 It takes 35.9 GB of each GPU in COAT and 54.6 in BF16 (XLA's account of the step,
-experiments/config_memory.py).
+experiments/memory.py).
 
 The runs on one GPU correspond to the first row of table 7 of the COAT paper: full-parameter
 training on sequences of 2048 tokens. They measure throughput alone, so the built-in corpus

@@ -9,7 +9,7 @@ over 375 million tokens; the length is ten billion tokens. The vocabulary is GPT
 to a multiple of 128. Parameters are FP32, as in that paper.
 
 Made for one GPU: a microbatch of 64 sequences takes 21.4 GB in COAT and 26.3 in BF16 (XLA's account
-of the step, experiments/config_memory.py). docs/loss.md says what COAT costs in loss at this size.
+of the step, experiments/memory.py). docs/loss.md says what COAT costs in loss at this size.
 """
 
 from coat_jax import models

@@ -9,7 +9,7 @@ tenth, over 1.4 trillion tokens. Unlike in that paper, parameters are BF16, roun
 
 Parameters and moments are sharded over all GPUs. A microbatch is 8 sequences: 2 on each of 4 GPUs.
 It takes 109.7 GB of each GPU in COAT and 174.4 in BF16 (XLA's account of the step,
-experiments/config_memory.py): it needs H200s, and fits them in COAT alone.
+experiments/memory.py): it needs H200s, and fits them in COAT alone.
 """
 
 import dataclasses

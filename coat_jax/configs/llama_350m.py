@@ -7,7 +7,7 @@ Hyper-parameters as in llama_124m.py, but half the learning rate, as in GPT-3 wi
 parameters. Parameters are FP32.
 
 Made for one GPU: a microbatch of 32 sequences takes 22.2 GB in COAT and 30.0 in BF16 (XLA's account
-of the step, experiments/config_memory.py).
+of the step, experiments/memory.py).
 """
 
 from coat_jax import models

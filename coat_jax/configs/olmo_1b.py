@@ -11,7 +11,7 @@ Token files in OLMo's layout are read as they are: give their paths with --train
 50279. Parameters are FP32, as in OLMo.
 
 A microbatch of 16 sequences takes 39.9 GB of one GPU in COAT and 57.7 in BF16 (XLA's account of the
-step, experiments/config_memory.py).
+step, experiments/memory.py).
 """
 
 from coat_jax import models

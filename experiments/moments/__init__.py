@@ -1,9 +1,11 @@
-"""Adam's moments: recorded in a training, and stored in every way that is compared.
+"""Moments of optimizers in 8 bits: how far updates are from exact.
 
-recording           moments of a small Llama at some steps
-coders              ways to store a moment; dynamic_exponent: the one of bitsandbytes
-stored              Adam with moments that such a coder, or part of a format, stores at each step
-errors              of an update, with moments that a coder stored once
-drift               of the second moment over thousands of steps
-picture             of what `optimizer_error` found
+once          moments of AdamW, encoded and decoded once, by format
+muon          the momentum of Muon, in every way to store it, over a training
+recording     moments of a small Llama at some steps of its training
+followed      optimizers that follow one training on its gradients
+coders        ways to store a moment
+stored        Adam with moments that such a coder, or part of a format, stores at each step
+
+`experiments.accumulated_error` measures AdamW's moments over a training.
 """

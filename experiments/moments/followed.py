@@ -55,14 +55,13 @@ class Followed(NamedTuple):
     losses: list[float]
     errors: dict[str, dict[str, dict[str, list[float]]]]
 
-    def figures(self, seconds: float) -> dict[str, Any]:
-        """What a results file has of it; `seconds` is how long it took."""
+    def figures(self) -> dict[str, Any]:
+        """What a results file has of it."""
         return {
             "training": {
                 "model": MODEL,
                 "steps": len(self.losses),
                 "first and last loss": [self.losses[0], self.losses[-1]],
-                "seconds": round(seconds),
             },
             "step": self.steps,
             "error": self.errors,
@@ -100,8 +99,8 @@ class Experiment(NamedTuple):
         parser.add_argument("--seed", type=int, default=0, help="seed of model and batches")
         options = parser.parse_args()
         started = time.perf_counter()
-        followed = self.measure(options.steps, options.seed)
-        figures = followed.figures(time.perf_counter() - started)
+        figures = self.measure(options.steps, options.seed).figures()
+        figures["seconds"] = round(time.perf_counter() - started)
         records.write(options.out / f"{self.results}.json", figures)
         self.draw(figures, options.out / f"{self.results}.png")
         self.show(figures)

@@ -23,26 +23,26 @@ from experiments import corpus
 from experiments.small_llama import Config, Llama, loss
 
 CONFIG = Config(width=256, layers=4, heads=4, ffn=1024)
+MODEL = f"Llama over bytes: width {CONFIG.width}, {CONFIG.layers} layers, ffn {CONFIG.ffn}, FP32"
 BATCH, SEQUENCE = 8, 128
 B1, EPS = 0.9, 1e-8
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
+COLUMNS = 256  # of the rows below: no group crosses a row, as in coat_jax
+
+Rows = Float[Array, "N D"]
 
 
 class Moments(NamedTuple):
     """Rows of the moments of many matrices, of the same step."""
 
-    m: Float[Array, "N D"]
-    v: Float[Array, "N D"]
+    m: Rows
+    v: Rows
     step: int
     b2: float
 
-    def direction(
-        self, m: Float[Array, "N D"], v: Float[Array, "N D"], eps: float
-    ) -> Float[Array, "N D"]:
-        """What Adam makes of m and v at this step, before the learning rate."""
-        m_hat = m / (1 - B1**self.step)
-        v_hat = v / (1 - self.b2**self.step)
-        return m_hat / (jnp.sqrt(v_hat) + eps)
+    def direction(self, m: Rows, v: Rows) -> Rows:
+        """What Adam makes of m and v at this step, before the learning rate and without eps."""
+        return m / (1 - B1**self.step) / jnp.sqrt(v / (1 - self.b2**self.step))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,29 +54,24 @@ class Recording:
     m: dict[str, Float[np.ndarray, "..."]]
     v: dict[str, Float[np.ndarray, "..."]]
 
-    def layers(self, columns: int = 256) -> Moments:
-        """The matrices of all layers whose rows are a multiple of `columns` long.
-
-        Their rows are split into `columns` and stacked: no group of up to this many neighbours
-        crosses a row, as in coat_jax.
-        """
-        inside = [name for name in self.m if "layers" in name]
-        return self._stack([x for x in inside if self.m[x].shape[-1] % columns == 0], columns)
+    def layers(self) -> Moments:
+        """The matrices of all layers."""
+        return self._stack([name for name in self.m if "layers" in name])
 
     def tables(self) -> Moments:
         """Embedding and head, where each row or column belongs to a byte, common or rare."""
-        return self._stack([name for name in self.m if "layers" not in name], 256)
+        return self._stack([name for name in self.m if "layers" not in name])
 
-    def _stack(self, names: list[str], columns: int) -> Moments:
+    def _stack(self, names: list[str]) -> Moments:
         m, v = (
-            jnp.concatenate([moment[name].reshape(-1, columns) for name in names])
+            jnp.concatenate([moment[name].reshape(-1, COLUMNS) for name in names])
             for moment in (self.m, self.v)
         )
         return Moments(m, v, self.step, self.b2)
 
 
-def record(b2: float, steps: int, seed: int) -> tuple[list[Recording], list[float]]:
-    """Trains for `steps` steps; returns the moments at 1/8, 1/4, 1/2 and all, and the losses."""
+def record(b2: float, steps: int, seed: int) -> list[Recording]:
+    """Trains for `steps` steps; returns the moments at 1/8, 1/4, 1/2 and all."""
     tokens = corpus.batches(corpus.load().train, BATCH, SEQUENCE, seed)
     graph, params = nnx.split(Llama(CONFIG, rngs=nnx.Rngs(seed)), nnx.Param)
     schedule = optax.warmup_cosine_decay_schedule(
@@ -85,20 +80,19 @@ def record(b2: float, steps: int, seed: int) -> tuple[list[Recording], list[floa
     tx = optax.adamw(schedule, b1=B1, b2=b2, eps=EPS, weight_decay=WEIGHT_DECAY)
 
     @jax.jit
-    def step(params: Any, state: Any, tokens: Any) -> tuple[Any, Any, Any]:
-        value, grads = jax.value_and_grad(lambda p: loss(nnx.merge(graph, p), tokens))(params)
+    def step(params: Any, state: Any, tokens: Any) -> tuple[Any, Any]:
+        grads = jax.grad(lambda p: loss(nnx.merge(graph, p), tokens))(params)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+        return optax.apply_updates(params, updates), state
 
     state = tx.init(params)
     wanted = {math.ceil(steps * part) for part in (1 / 8, 1 / 4, 1 / 2, 1)}
-    recordings, losses = [], []
+    recordings = []
     for t in track(range(1, steps + 1), f"training, b2 = {b2}"):
-        params, state, value = step(params, state, next(tokens))
-        losses.append(float(value))
+        params, state = step(params, state, next(tokens))
         if t in wanted:
             recordings.append(Recording(t, b2, _matrices(state[0].mu), _matrices(state[0].nu)))
-    return recordings, losses
+    return recordings
 
 
 def _matrices(moment: Any) -> dict[str, Float[np.ndarray, "..."]]:

@@ -120,11 +120,6 @@ def configs() -> list[list[str]]:
     return rows
 
 
-def maximum_us(how: str) -> str:
-    """The time in which the largest magnitude of a tensor is found, in microseconds."""
-    return f"{1e3 * case('group_scaling', columns=11008)['ms'][how.replace('_', ' ')]:.0f}"
-
-
 def versions() -> list[list[str]]:
     """What gpu_suite found with the newest releases, and with earlier ones."""
     files = "gpu_suite", "gpu_suite_jax_0_11"

@@ -2,8 +2,7 @@
 
 import functools
 
-from experiments.published.results import FOLDER, of
-from experiments.sharpness_cost import shares
+from experiments.published.results import FOLDER
 from experiments.stability import results
 from experiments.stability.arms import BASELINE
 from experiments.stability.prediction import SIGNALS, lead_of
@@ -68,11 +67,6 @@ def most_warned() -> str:
         for signal in SIGNALS
     ]
     return f"{100 * max(lead.warned for lead in leads):.0f}"
-
-
-def sharpness() -> str:
-    """By how many percent gradients take longer with the sharpness."""
-    return f"{100 * shares(of('sharpness_cost'))['sharpness']:.1f}"
 
 
 def _count(rate: Rate) -> str:

@@ -100,7 +100,7 @@ SLOW_AND_FAST = [
 @pytest.mark.costly
 @pytest.mark.parametrize(("b1", "b2", "storage"), SLOW_AND_FAST)
 def test_an_element_without_gradient_comes_to_rest(b1, b2, storage):
-    """Each direction has some 2 % of noise, and v is 3 % off: see experiments.moments.errors."""
+    """Each direction has some 2 % of noise, and v is 3 % off: see docs/rounding_errors.md."""
     programs = fp8(b1, b2, storage), exact(b1, b2)
     if (b1, b2, storage) == SLOW_AND_FAST[-1]:
         programs += (compressed(b1, b2),)

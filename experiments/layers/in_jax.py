@@ -1,7 +1,7 @@
 """Stacks of Llama layers made of coat_jax's ops, in each precision."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import coat_jax as coat
 from coat_jax import ops
 from coat_jax.training.compiler_options import NO_TRITON_GEMM
-from experiments.stacks import Measured, Sizes, Stack, measure
+from experiments.layers import Measured, Sizes, Stack, measure
 
 PRESETS = {
     "BF16": coat.BF16,
@@ -25,7 +25,7 @@ PRESETS = {
 Weights = dict[str, jax.Array]
 
 
-def jax_cases(sizes: Sizes, depths: list[int]) -> Iterator[tuple[str, Measured]]:
+def cases(sizes: Sizes, depths: list[int]) -> Iterator[tuple[str, Measured]]:
     """Each preset's stacks, measured."""
     for name, precision in PRESETS.items():
         stacks = {depth: prepare(sizes, depth, precision) for depth in depths}
@@ -61,6 +61,43 @@ def prepare(sizes: Sizes, depth: int, precision: coat.Precision) -> Stack:
     )
 
 
+def saved(sizes: Sizes, titles: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """For each preset the U counted and, on a GPU, the U allocated, by the title of an operator."""
+    on_gpu = jax.default_backend() == "gpu"
+    w = abstract_weights(sizes)
+    for name, precision in PRESETS.items():
+        parts = {titles[part]: of_part for part, of_part in operators(sizes, precision).items()}
+        counted = {at: saved_bytes(f, w, *arrays) / sizes.unit for at, (f, arrays) in parts.items()}
+        allocated = {
+            at: _allocated(f, w, arrays) / sizes.unit for at, (f, arrays) in parts.items() if on_gpu
+        }
+        yield {"way": name, "counted": counted, "allocated": allocated}
+
+
+def operators(
+    sizes: Sizes, precision: coat.Precision
+) -> dict[str, tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]]:
+    """The parts of a layer and the layer, with the shapes of their arguments besides weights."""
+    x = _abstract(sizes.batch, sizes.sequence, sizes.width)
+    heads = [_abstract(*x.shape[:2], sizes.width // sizes.head, sizes.head)] * 3
+    return {
+        "attention_input": (partial(attention_input, sizes, precision), [x]),
+        "attention": (partial(attention, precision), heads),
+        "mlp": (partial(mlp, precision), [x]),
+        "forward": (partial(layer, sizes, precision), [x]),
+    }
+
+
+def abstract_weights(sizes: Sizes) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a layer's weights."""
+    matrices = {name: _abstract(*shape) for name, shape in sizes.weights.items()}
+    return matrices | dict.fromkeys(("norm", "mlp_norm"), _abstract(sizes.width))
+
+
+def _abstract(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
 def saved_bytes(function: Callable[..., Any], weights: Any, *arrays: Any) -> int:
     """The bytes that the gradient of `function` needs besides its weights: counted, not run."""
     _, saved = jax.eval_shape(partial(forward_saving, function), weights, *arrays)
@@ -73,6 +110,22 @@ def forward_saving(function: Callable[..., Any], weights: Any, *arrays: Any) -> 
     ours = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(weights)}
     saved = {id(leaf): leaf for leaf in jax.tree.leaves(pull) if leaf.ndim}
     return y, [leaf for leaf in saved.values() if (leaf.shape, leaf.dtype) not in ours]
+
+
+def _allocated(function: Callable[..., Any], weights: Any, arrays: list[Any]) -> int:
+    """The bytes that the allocator holds for the gradient of `function` once it has run."""
+    device = jax.local_devices()[0]
+
+    def in_use() -> int:
+        return int((device.memory_stats() or {})["bytes_in_use"])
+
+    zeros = partial(jax.tree.map, lambda a: jax.device_put(jnp.zeros(a.shape, a.dtype), device))
+    w = zeros(weights)
+    before = in_use()
+    y, saved = jax.block_until_ready(jax.jit(partial(forward_saving, function))(w, *zeros(arrays)))
+    held = in_use() - before - sum(leaf.nbytes for leaf in jax.tree.leaves(y))
+    del saved
+    return held
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -2,9 +2,6 @@
 
     error = sum (u' - u)^2 / sum u^2,    u of Muon with an FP32 momentum and FP32 products
 
-    python -m experiments.muon_error                     three minutes on two CPU cores
-    python -m experiments.muon_error --steps 30          smoke test
-
 Muon makes all singular values of the momentum roughly equal. Those of a real momentum span orders
 of magnitude, and 8 bits add about the same error to all of them, so most of the smallest ones may
 be error. Each optimizer stores its own momentum, on the gradients of one training: a small Llama on
@@ -17,7 +14,6 @@ head, and differ more.
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,23 +28,15 @@ import coat_jax as coat
 from coat_jax.numerics import expansion, integers, noise
 from coat_jax.optax.muon.newton_schulz import STANDARD
 from coat_jax.storage import Storage, stochastic_below
-from experiments import records
-from experiments.moments.followed import (
-    WEIGHT_DECAY,
-    Comparison,
-    Experiment,
-    Followed,
-    follow,
-    schedule,
-)
+from experiments.moments.followed import WEIGHT_DECAY, Comparison, follow, schedule
 
+FILE, STEPS = "muon_error.json", 300
 BETA = 0.95
 RMS = 0.2  # of an update, about that of AdamW's
 READERS, WRITERS = PARTS = ("q, k, v, gate, up", "o, down")
 WRITING = ("['o']", "['down']")
 IN_FP32 = Storage(min_size=1 << 60)
 OURS = "8-bit integers, columns scaled"
-COLORS = (records.ACCENT, "#7a5195", "#2563a8", records.INK, "#999999", "#c0841a", "#b0413e")
 
 Figures = dict[str, Any]
 Coder = Callable[[Array, Array], Array]  # of a momentum and a random number for each element
@@ -150,7 +138,7 @@ def as_expanded(m: Array, uniform: Array) -> Array:
     return expansion.decode(expansion.encode(m, coat.E4M3, noise=uniform))
 
 
-def measure(steps: int, seed: int) -> Followed:
+def measure(steps: int, seed: int) -> Figures:
     """The errors by storage and part."""
     training = optax.contrib.muon(
         schedule(steps),
@@ -160,7 +148,7 @@ def measure(steps: int, seed: int) -> Followed:
         muon_weight_dimension_numbers=partial(jax.tree_util.tree_map_with_path, _numbers),
     )
     comparison = Comparison(scale_by_muon(storage=IN_FP32), optimizers())
-    return follow(training, {"muon": comparison}, matrices, steps=steps, seed=seed)
+    return follow(training, {"muon": comparison}, matrices, steps=steps, seed=seed).figures()
 
 
 def _numbers(path: Any, leaf: Any) -> MuonDimensionNumbers | None:
@@ -179,11 +167,6 @@ def matrices(tree: Any) -> dict[str, dict[str, Array]]:
     return parts
 
 
-def main() -> None:
-    """Measures, prints the table and writes figures and picture."""
-    Experiment(__doc__, "muon_error", measure, draw, show).run(steps=300)
-
-
 def show(figures: Figures) -> None:
     """Prints the errors at the end."""
     table = Table(title=f"Error of Muon's update after {figures['training']['steps']} steps")
@@ -192,24 +175,3 @@ def show(figures: Figures) -> None:
     for name, parts in figures["at the end"]["muon"].items():
         table.add_row(name, *(f"{parts[part]:.1%}" for part in PARTS))
     Console().print(table)
-
-
-def draw(figures: Figures, path: Path) -> None:
-    """Draws the error over training, a panel for each part."""
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context(records.CHART):
-        figure, panels = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True, layout="constrained")
-        for axes, part in zip(panels, PARTS, strict=True):
-            for color, (name, parts) in zip(COLORS, figures["error"]["muon"].items(), strict=True):
-                axes.plot(figures["step"], parts[part], label=name, color=color)
-            axes.set_yscale("log")
-            axes.set_title(part)
-            axes.set_xlabel("step")
-        panels[0].set_ylabel("squared error of the update, relative")
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-        figure.savefig(path)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,14 @@
 """Stacks of Llama layers in torch: eager, compiled, and with torchao's FP8."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from experiments.stacks import Measured, Sizes, Stack, measure
+from experiments.layers import Measured, Sizes, Stack, measure
 
 # Compiled or eager; the recipe of torchao's FP8.
 WAYS: dict[str, tuple[bool, str | None]] = {
@@ -19,7 +20,7 @@ WAYS: dict[str, tuple[bool, str | None]] = {
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def torch_cases(sizes: Sizes, depths: list[int]) -> Iterator[tuple[str, Measured]]:
+def cases(sizes: Sizes, depths: list[int]) -> Iterator[tuple[str, Measured]]:
     """Each way's stacks, measured."""
     for name, (compiled, recipe) in WAYS.items():
         torch.compiler.reset()
@@ -137,3 +138,60 @@ def _prepare(sizes: Sizes, depth: int, compiled: bool, recipe: str | None) -> St
         saved = float(torch.cuda.memory_allocated() - before - y.untyped_storage().nbytes())
         del y
     return Stack(step, forward, wait, peak, saved)
+
+
+# --- What a layer saves ----------------------------------------------------------------------
+
+
+def saved(sizes: Sizes, titles: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """For each way the U counted and, on a GPU, the U allocated, by the title of an operator."""
+    for way, (compiled, recipe) in WAYS.items():
+        torch.compiler.reset()
+        (layer,) = make_layers(sizes, 1, recipe)
+        angles = make_angles(sizes)
+        counted, allocated = {}, {}
+        for method, title in titles.items():
+            function = torch.compile(getattr(layer, method)) if compiled else getattr(layer, method)
+            run = partial(_run, function, method, sizes, angles)
+            run()  # compiles
+            counted[title] = _counted(run, layer) / sizes.unit
+            if DEVICE == "cuda":
+                allocated[title] = _allocated(run) / sizes.unit
+        yield {"way": way, "counted": counted, "allocated": allocated}
+
+
+def _run(function: Callable[..., Any], method: str, sizes: Sizes, angles: tuple[Any, Any]) -> Any:
+    """A method of `Layer` on arguments of its own, which nobody else holds."""
+    if method == "attention":
+        shape = sizes.batch, sizes.width // sizes.head, sizes.sequence, sizes.head
+        heads = (torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
+        return function(*(y.requires_grad_() for y in heads))
+    return function(make_input(sizes), *(() if method == "mlp" else angles))
+
+
+def _counted(run: Callable[[], Any], layer: Any) -> int:
+    """The bytes that autograd saves."""
+    parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = run()  # keeps what is saved alive, so that no address is used twice
+    del outputs
+    return sum(saved.values())
+
+
+def _allocated(run: Callable[[], Any]) -> int:
+    """The bytes that the allocator holds for the backward pass."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    outputs = run()
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_allocated()
+    every = outputs if isinstance(outputs, tuple) else (outputs,)
+    return after - before - sum(y.untyped_storage().nbytes() for y in every)

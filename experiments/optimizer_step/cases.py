@@ -1,0 +1,106 @@
+"""What is compared: by kind the cases, each the strings that name it, and the parameters."""
+
+import math
+from argparse import Namespace
+from typing import Any
+
+F32, BF16 = "float32", "bfloat16"
+JAX, TORCH = ("optax", "coat"), ("torch", "bitsandbytes")  # what names of optimizers begin with
+ADAMW = {  # the dtypes of parameters and gradients
+    "optax.adamw": [(F32, BF16), (F32, F32), (BF16, BF16)],
+    "coat fused_fp8_adamw": [(F32, BF16), (F32, F32), (BF16, BF16)],
+    "coat fused_fp8_adamw, stochastic": [(BF16, BF16)],
+    "coat fused_fp8_adamw, 24 bits": [(BF16, BF16)],
+    "coat fused_fp8_adamw, 24 bits, stochastic": [(BF16, BF16)],
+    "coat fp8_adamw chain": [(F32, BF16), (BF16, BF16)],
+    "coat fp8_adamw chain, XLA": [(F32, BF16)],
+    "torch AdamW fused": [(F32, F32), (BF16, BF16)],
+    "torchao AdamWFp8": [(F32, F32), (BF16, BF16)],
+    "torchao AdamW8bit": [(F32, F32), (BF16, BF16)],
+    "bitsandbytes AdamW8bit": [(F32, F32), (BF16, BF16)],
+}
+WAYS = ("optax", "in_place", "compressed")
+TRANSFORMATIONS = ("lion", "sgd", "adafactor", "schedule_free")
+PRODUCTS = "products"
+MUON = (
+    PRODUCTS,
+    "coat fp8_muon",
+    "torch Muon",
+    "optax muon, BF16 momentum",
+    "optax muon, FP32 momentum",
+)
+ITERATIONS = 5  # of Newton-Schulz, everywhere
+
+Case = dict[str, str]
+Shapes = list[tuple[int, ...]]
+
+
+def adamw(options: Namespace) -> list[Case]:
+    """On one array; and on those of Llama-2-7B, if the array is as large as in the results."""
+    return [
+        {"model": model, "optimizer": name, "params": params, "grads": grads}
+        for model in (("one_leaf", "llama2_7b") if options.elements >= 28 else ("one_leaf",))
+        for name, dtypes in ADAMW.items()
+        for params, grads in dtypes
+        if model == "one_leaf" or name.startswith(TORCH) or ("XLA" not in name and grads == BF16)
+    ]
+
+
+def in_place(options: Namespace) -> list[Case]:
+    """Some transformations of optax, each in every way."""
+    del options
+    return [{"case": name, "way": way} for name in TRANSFORMATIONS for way in WAYS]
+
+
+def muon(options: Namespace) -> list[Case]:
+    """The products first, with which the others are compared."""
+    del options
+    return [{"case": name} for name in MUON]
+
+
+KINDS = {"adamw": adamw, "in_place": in_place, "muon": muon}
+
+
+def parameters(model: str, log2_elements: int) -> Shapes:
+    """Of `llama2_7b`, every layer's by itself; of `one_leaf` a single matrix."""
+    if model == "one_leaf":
+        rows = 2 ** (log2_elements // 2)
+        return [(rows, 2**log2_elements // rows)]
+    hidden, ffn, vocabulary = 4096, 11008, 32000
+    layer = [(hidden, hidden)] * 4 + [(hidden, ffn)] * 2 + [(ffn, hidden)] + [(hidden,)] * 2
+    return [(vocabulary, hidden), *layer * 32, (hidden,), (hidden, vocabulary)]
+
+
+def matrices(model: str, layers: int) -> list[tuple[int, int]]:
+    """The hidden matrices of the first layers of a model in `coat.models.PRESETS`."""
+    from coat_jax import models
+
+    config = models.config_of(model)
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention = [(config.width, queries), *[(config.width, keys)] * 2, (queries, config.width)]
+    mlp = [*[(config.width, config.ffn)] * 2, (config.ffn, config.width)]
+    return [*attention, *mlp] * layers
+
+
+def flops(shapes: list[tuple[int, int]]) -> int:
+    """FLOPs of the products of one step of Muon."""
+    sides = [(min(shape), max(shape)) for shape in shapes]
+    return ITERATIONS * sum(4 * m * m * n + 2 * m**3 for m, n in sides)
+
+
+def about(kind: str, options: Namespace) -> dict[str, Any]:
+    """What the results file of a kind says of all cases."""
+    if kind != "muon":
+        return {"elements": 2**options.elements}
+    shapes = matrices(options.model, options.layers)
+    return {
+        "model": options.model,
+        "layers": options.layers,
+        "parameters": sum(map(math.prod, shapes)),
+        "flops": flops(shapes),
+    }
+
+
+def calls(shapes: Shapes) -> int:
+    """Steps between two drains of the device: enough to hide what the drain costs."""
+    return 50 if len(shapes) == 1 else 5
