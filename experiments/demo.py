@@ -51,6 +51,7 @@ def main() -> None:
     """Trains, reports, writes."""
     options = parse()
     console = Console()
+    options.out.mkdir(parents=True, exist_ok=True)
     folder = options.out / "demo"
     shutil.rmtree(folder, ignore_errors=True)  # the runs of an earlier demo
     outcomes = []
@@ -93,10 +94,6 @@ def parse() -> argparse.Namespace:
         parser.error(f"argument --steps: {options.steps} is fewer than {SMALLEST_RUN}")
     if options.seed < 0:
         parser.error(f"argument --seed: {options.seed} is below 0")
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"argument --out: cannot make the folder {options.out}: {error.strerror}")
     return options
 
 

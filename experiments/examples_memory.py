@@ -7,13 +7,12 @@ coat_jax, and the peak is lower wherever moments or saved activations were a lar
     python -m experiments.examples_memory --width 128 --steps 4  smoke test, anywhere
     python -m experiments.examples_memory --large                MaxText and transformers
 
-Each example runs twice, without coat_jax and with it, in a process of its own, so that peaks do not
-add up. One that fails, for instance because its package is not installed, is left out with a line
-that says why. "state" is what the optimizer holds; "peak" is the allocator's own count, torch's
-where torch trains. A step's time is the median over steps, each of which waits for its loss;
-MaxText's is what it logs. Models have FP32 parameters and compute in FP32, as the examples do; a
-model that computes in BF16 gains less. With coat_jax, the model of transformers has BF16
-parameters.
+Each example runs twice, without coat_jax and with it, in a process of its own. One that fails, for
+instance because its package is not installed, is left out with a line that says why. "state" is
+what the optimizer holds; "peak" is the allocator's own count, torch's where torch trains. A step's
+time is the median over steps, each of which waits for its loss; MaxText's is what it logs. Models
+have FP32 parameters and compute in FP32, as the examples do; a model that computes in BF16 gains
+less. With coat_jax, the model of transformers has BF16 parameters.
 """
 
 import argparse
@@ -23,8 +22,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,35 +80,30 @@ def in_a_process(name: str, fp8: bool, args: argparse.Namespace) -> dict[str, An
     )
 
 
-class Clock:
-    """Batches for an example, and when it asked for each."""
+def timed_batches(args: argparse.Namespace, times: list[float]) -> Iterator[Any]:
+    """Batches for an example; `times` gets when it asked for each, and for one more."""
+    from examples import check
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        from examples import check
+    for tokens in list(check.batches(args.steps, args.batch, args.length)):
+        times.append(time.perf_counter())
+        yield tokens
+    times.append(time.perf_counter())
 
-        self.data = list(check.batches(args.steps, args.batch, args.length))
-        self.times: list[float] = []
 
-    def __iter__(self) -> Iterator[Any]:
-        for tokens in self.data:
-            self.times.append(time.perf_counter())
-            yield tokens
-        self.times.append(time.perf_counter())
-
-    @property
-    def seconds(self) -> list[float]:
-        """What each step took."""
-        return [end - begin for begin, end in zip(self.times[:-1], self.times[1:], strict=True)]
+def seconds_of(times: list[float]) -> list[float]:
+    """What each step took."""
+    return [end - begin for begin, end in pairwise(times)]
 
 
 def jax_example(
     module: str, fp8: bool, args: argparse.Namespace, **settings: Any
 ) -> dict[str, Any]:
     """Trains an example whose `train` takes batches, a width and layers."""
-    clock = Clock(args)
+    times: list[float] = []
     train = importlib.import_module(f"examples.{module}").train
-    run = train(fp8, iter(clock), width=args.width, layers=args.layers, **settings)
-    return figures(run, clock.seconds, jax_peak())
+    batches = timed_batches(args, times)
+    run = train(fp8, batches, width=args.width, layers=args.layers, **settings)
+    return figures(run, seconds_of(times), jax_peak())
 
 
 def maxtext(fp8: bool, args: argparse.Namespace) -> dict[str, Any]:
@@ -143,17 +138,18 @@ def hugging_face(fp8: bool, args: argparse.Namespace) -> dict[str, Any]:
 
     from examples import hugging_face as example
 
-    clock = Clock(args)
+    times: list[float] = []
+    batches = timed_batches(args, times)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "downloaded"
         example.make_checkpoint(folder, args.width, args.layers)
         if fp8:
-            run = example.train_ours(folder, Path(name) / "tuned", clock)
-            return figures(run, clock.seconds, jax_peak())
+            run = example.train_ours(folder, Path(name) / "tuned", batches)
+            return figures(run, seconds_of(times), jax_peak())
         torch.set_float32_matmul_precision("high")  # TF32, as XLA multiplies
-        run = example.train_theirs(folder, clock)
+        run = example.train_theirs(folder, batches)
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-        return figures(run, clock.seconds, peak)
+        return figures(run, seconds_of(times), peak)
 
 
 def jax_peak() -> int | None:
@@ -175,13 +171,9 @@ def figures(run: Any, seconds: list[float], peak: int | None) -> dict[str, Any]:
     }
 
 
-EXAMPLES: Mapping[str, Callable[[bool, argparse.Namespace], dict[str, Any]]] = {
-    "flax_nnx": partial(jax_example, "flax_nnx"),
-    "flax_linen": partial(jax_example, "flax_linen"),
-    "flax_lora": partial(jax_example, "flax_lora"),
-    "qwix_provider": partial(jax_example, "qwix_provider"),
-    "equinox_loop": partial(jax_example, "equinox_loop"),
-    "tunix_trainer": partial(jax_example, "tunix_trainer"),
+JAX = ("flax_nnx", "flax_linen", "flax_lora", "qwix_provider", "equinox_loop", "tunix_trainer")
+EXAMPLES: dict[str, Callable[[bool, argparse.Namespace], dict[str, Any]]] = {
+    **{name: partial(jax_example, name) for name in JAX},
     "tunix_trainer, LoRA": partial(jax_example, "tunix_trainer", lora=True),
     "maxtext_train": maxtext,
     "hugging_face": hugging_face,

@@ -1,40 +1,51 @@
-"""The smoke benchmark of `gpu_suite`: what it measures, each worker in a process of its own.
+"""The smoke benchmark of `gpu_suite`: its workers, each in a process of its own.
 
-A worker prints one line of JSON. With `compile_only` it compiles the same programs and runs none
-of them: the second process, which finds them in JAX's compilation cache.
+With `compile_only` a worker compiles the same programs and runs none of them: the second process,
+which finds them in JAX's compilation cache.
 """
 
-import json
 import time
-from collections.abc import Callable
 from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import coat_jax as coat
+from coat_jax import models
+from coat_jax.kernels import dispatch
+from coat_jax.numerics.expansion import Expanded
+from coat_jax.storage import Storage
+from coat_jax.training.cluster.mesh import make_mesh
+from coat_jax.training.compilation_cache import use_cache
+from coat_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
+from coat_jax.training.config_files import load_config
+from coat_jax.training.preparation import prepare
+from experiments.layers import Sizes, in_jax
+from experiments.random_batch import random_batch
+from experiments.timing import median_ms
 
 LAYERS = 4
 
 Figures = dict[str, Any]
 
 
-def stacks(small: bool, compile_only: bool) -> None:
+def stacks(small: bool, compile_only: bool) -> Figures:
     """Layers in every precision."""
-    from experiments.layers import Sizes
-    from experiments.layers.in_jax import PRESETS, prepare
-    from experiments.timing import median_ms
-
     sizes = Sizes(64, 64, 2, 16) if small else Sizes()
     seconds, milliseconds = {}, {}
-    for name, precision in PRESETS.items():
+    for name, precision in in_jax.PRESETS.items():
         begin = time.perf_counter()
-        stack = prepare(sizes, LAYERS, precision)
+        stack = in_jax.prepare(sizes, LAYERS, precision)
         seconds[name] = time.perf_counter() - begin
         if not compile_only:
             milliseconds[name] = median_ms(stack.step, stack.wait)
-    print(json.dumps({"layers": LAYERS, "compile_seconds": seconds, "ms": milliseconds}))
+    return {"layers": LAYERS, "compile_seconds": seconds, "ms": milliseconds}
 
 
-def optimizer(small: bool, compile_only: bool) -> None:
+def optimizer(small: bool, compile_only: bool) -> Figures:
     """The fused AdamW step, of FP32 and BF16 parameters with BF16 gradients."""
-    import jax.numpy as jnp
-
     side = 2**8 if small else 2**14
     seconds, milliseconds = {}, {}
     for name, dtype, rounds in (
@@ -43,19 +54,13 @@ def optimizer(small: bool, compile_only: bool) -> None:
         ("bfloat16, stochastic", jnp.bfloat16, True),
     ):
         seconds[name], milliseconds[name] = _fused_step(side, dtype, rounds, compile_only)
-    print(json.dumps({"compile_seconds": seconds, "ms": milliseconds}))
+    return {"compile_seconds": seconds, "ms": milliseconds}
 
 
 def _fused_step(
     side: int, dtype: Any, rounds: bool, compile_only: bool
 ) -> tuple[float, float | None]:
     """Seconds to compile the step of a square matrix, and milliseconds to run it."""
-    import jax
-    import jax.numpy as jnp
-
-    import coat_jax as coat
-    from experiments.timing import median_ms
-
     fused = coat.optax.fused_fp8_adamw(1e-4, b2=0.95, weight_decay=0.1, round_params=rounds)
     params = jax.random.normal(jax.random.key(0), (side, side), dtype)
     grads = 1e-3 * jax.random.normal(jax.random.key(1), (side, side), jnp.bfloat16)
@@ -74,12 +79,8 @@ def _fused_step(
     return seconds, median_ms(run, lambda: jax.block_until_ready(now))
 
 
-def training(small: bool, compile_only: bool) -> None:
+def training(small: bool, compile_only: bool) -> Figures:
     """One step of the trainer, with kernels and without: how far apart they are."""
-    from unittest import mock
-
-    from coat_jax.kernels import dispatch
-
     seconds, outcomes = {}, {}
     for name, there in (("triton", True), ("xla", False)):
         # By default XLA leaves out what rounds to FP8 and back.
@@ -94,34 +95,24 @@ def training(small: bool, compile_only: bool) -> None:
             "gradient_norm": abs(ours[1] - theirs[1]) / theirs[1],
             "gradients": _distance(ours[2], theirs[2]),
         }
-    print(json.dumps(figures))
+    return figures
 
 
 def _train_once(options: Figures, small: bool, compile_only: bool) -> tuple[float, Any]:
     """Seconds to compile; loss, norm of the gradients and first moments after one step."""
-    import jax
-    import jax.numpy as jnp
-
-    from coat_jax import models
-    from coat_jax.numerics.expansion import Expanded
-    from coat_jax.storage import Storage
-    from coat_jax.training.cluster.mesh import make_mesh
-    from coat_jax.training.config import MeshConfig, OptimizerConfig, TrainConfig
-    from coat_jax.training.preparation import prepare
-    from experiments.random_batch import random_batch
-
     layers, width, sequence = (1, 64, 32) if small else (2, 1024, 1024)
-    heads = {"heads": width // 64, "kv_heads": width // 64, "head_dim": 64}
     config = TrainConfig(
         model=models.Config(
             vocab=2048,
             width=width,
             layers=layers,
+            heads=width // 64,
+            kv_heads=width // 64,
+            head_dim=64,
             ffn=11 * width // 4,
             context=sequence,
             precision="coat",
             param_dtype=jnp.bfloat16,
-            **heads,
         ),
         optimizer=OptimizerConfig(schedule="constant", warmup_steps=0, clip_norm=None, b1=0.0),
         mesh=MeshConfig(data=1, fsdp=1, tensor=1),
@@ -147,44 +138,26 @@ def _train_once(options: Figures, small: bool, compile_only: bool) -> tuple[floa
     return seconds, (float(report.loss), float(report.gradient_norm), jax.device_get(gradients))
 
 
-def llama2_7b(small: bool, compile_only: bool) -> None:
+def llama2_7b(small: bool, compile_only: bool) -> Figures:
     """The step that a run on one GPU begins with: traced, lowered and compiled, not taken."""
     del compile_only
-    import jax
-
-    from coat_jax.training.cluster.mesh import make_mesh
-    from coat_jax.training.compilation_cache import use_cache
-    from coat_jax.training.config_files import load_config
-    from coat_jax.training.preparation import prepare
-
-    source = "llama_tiny" if small else "llama2_7b:one_gpu"
-    config = load_config(source)
+    config = load_config("llama_tiny" if small else "llama2_7b:one_gpu")
     use_cache(config.cache)
     mesh = make_mesh(config.mesh, jax.devices()[:1])
     with jax.set_mesh(mesh):
         prepared = prepare(config, mesh)
-        jax.block_until_ready(jax.numpy.zeros(()))  # the GPU is there
+        jax.block_until_ready(jnp.zeros(()))  # the GPU is there
         begin = time.perf_counter()
         lowered = prepared.lower()
         lower_seconds = time.perf_counter() - begin
         lowered.compile()
         seconds = time.perf_counter() - begin
-        print(json.dumps({"compile_seconds": seconds, "lower_seconds": lower_seconds}))
+    return {"compile_seconds": seconds, "lower_seconds": lower_seconds}
 
 
 def _distance(ours: Any, theirs: Any) -> float:
     """|ours - theirs| / |theirs|, over all gradients."""
-    import numpy as np
-
     pairs = zip(ours, theirs, strict=True)
     squares = [(np.sum((a - b) ** 2.0), np.sum(b**2.0)) for a, b in pairs]
     off, size = map(sum, zip(*squares, strict=True))
     return float(np.sqrt(off / size))
-
-
-WORKERS: dict[str, Callable[[bool, bool], None]] = {
-    "stacks": stacks,
-    "optimizer": optimizer,
-    "training": training,
-    "llama2_7b": llama2_7b,
-}

@@ -24,9 +24,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
+from typing import Any
 
 from experiments.command import ROOT, parser_of
-from experiments.gpu_smoke import WORKERS, Figures
+from experiments.workers import outcome, run_worker
+
+WORKERS = ("stacks", "optimizer", "training", "llama2_7b")  # functions of `gpu_smoke`
 
 # The two programs differ by BF16's rounding, 2^-8, which changes a code where a value lies halfway
 # between two. The codes of gradients in E5M2 are 2^-2 apart, so each product differs by
@@ -34,6 +38,8 @@ from experiments.gpu_smoke import WORKERS, Figures
 # mean over thousands of tokens.
 BOUNDS = {"loss": 5e-4, "gradient_norm": 5e-2, "gradients": 2**-3}
 COLD, WARM = 40.0, 10.0  # seconds in which the step of Llama-2-7B must be compiled
+
+Figures = dict[str, Any]
 
 
 def main() -> int:
@@ -47,7 +53,10 @@ def main() -> int:
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        WORKERS[options.worker](options.small, options.compile_only)
+        from experiments import gpu_smoke
+
+        worker = getattr(gpu_smoke, options.worker)
+        print(json.dumps(worker(options.small, options.compile_only)))
         return 0
     import jax
 
@@ -79,7 +88,7 @@ def run_tests(devices: int) -> Figures:
     command = [sys.executable, "-m", "pytest", "-m", chosen]
     # The benchmark plugin, where installed, warns of xdist, and warnings are errors here.
     command += ["-p", "no:cacheprovider", "-p", "no:benchmark"]
-    if _installed("xdist"):
+    if find_spec("xdist"):
         command += ["-n", str(min(12, os.cpu_count() or 1))]
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     begin = time.perf_counter()
@@ -96,12 +105,6 @@ def run_tests(devices: int) -> Figures:
     }
 
 
-def _installed(package: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(package) is not None
-
-
 def failed(figures: Figures) -> list[str]:
     """What is wrong with the results, a line each."""
     found = []
@@ -114,10 +117,8 @@ def failed(figures: Figures) -> list[str]:
         if isinstance(again, dict) and "failed" in again:
             found.append(f"{name}, run again: {again['failed']}")
     start = figures.get("llama2_7b", {})
-    for when, seconds, limit in (
-        ("cold", start.get("compile_seconds"), COLD),
-        ("warm", start.get("warm"), WARM),
-    ):
+    times = ("cold", start.get("compile_seconds"), COLD), ("warm", start.get("warm"), WARM)
+    for when, seconds, limit in times:
         if isinstance(seconds, float) and seconds > limit:
             found.append(f"llama2_7b: compiled {when} in {seconds:.1f} s, limit {limit:.0f} s")
     for name, bound in BOUNDS.items():
@@ -140,14 +141,8 @@ def _cold_and_warm(name: str, cache: str, small: bool) -> Figures:
 
 
 def _worker(name: str, cache: str, small: bool, *flags: str) -> Figures:
-    from experiments.workers import reason
-
-    command = [sys.executable, "-m", "experiments.gpu_suite", "--worker", name, *flags]
-    command += ["--small"] if small else []
-    env = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return dict(json.loads(lines[-1])) if lines else {"failed": reason(done.stderr)}
+    given = ["--worker", name, *flags, *(["--small"] if small else [])]
+    return outcome(run_worker("experiments.gpu_suite", *given, JAX_COMPILATION_CACHE_DIR=cache))
 
 
 if __name__ == "__main__":

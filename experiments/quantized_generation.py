@@ -19,14 +19,13 @@ a GPU of its own; on several GPUs, cases run side by side.
 import argparse
 import itertools
 import json
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
 from experiments.command import parser_of
+from experiments.timing import median_ms
 from experiments.workers import compiled, count_gpus, only, outcome, run_worker
 
 CASES = ("bf16", "int8", "int8:static", "int8:none", "fp8", "fp8:static", "fp8:none")
@@ -72,24 +71,20 @@ def _run_all(options: argparse.Namespace) -> Iterator[Case]:
     for variables in [only([gpu]) for gpu in range(gpus)] or [{}]:
         idle.put(variables)
 
+    sizes = [f"--prompt={options.prompt}", f"--new={options.new}", "--batches"]
+    sizes += map(str, options.batches)
+
     def run(work: tuple[str, str]) -> Case:
+        model, case = work
+        worker = ["experiments.quantized_generation", case, "--worker", "--models", model, *sizes]
         variables = idle.get()
         try:
-            return _in_a_process(*work, options, variables)
+            return {"model": model, "case": case, **outcome(run_worker(*worker, **variables))}
         finally:
             idle.put(variables)
 
     with ThreadPoolExecutor(max(1, gpus)) as pool:
         yield from pool.map(run, itertools.product(options.models, options.cases))
-
-
-def _in_a_process(
-    model: str, case: str, options: argparse.Namespace, variables: dict[str, str]
-) -> Case:
-    given = ["--models", model, "--prompt", str(options.prompt), "--new", str(options.new)]
-    given += ["--batches", *map(str, options.batches)]
-    ended = run_worker("experiments.quantized_generation", case, *given, "--worker", **variables)
-    return {"model": model, "case": case, **outcome(ended)}
 
 
 def _line(case: Case) -> str:
@@ -124,10 +119,12 @@ def measure(options: argparse.Namespace) -> Case:
 
 
 def model_of(name: str, case: str, length: int) -> Any:
-    """A model with random parameters, in BF16 or quantized."""
+    """A model with random parameters, in BF16 or quantized, made where they stay."""
     import dataclasses
 
+    import jax
     import jax.numpy as jnp
+    from flax import nnx
 
     from coat_jax import models, quantization
     from coat_jax.nn import MeshAxes
@@ -145,22 +142,13 @@ def model_of(name: str, case: str, length: int) -> Any:
     else:
         recipe = quantization.Recipe(format=format, activations=activations or "dynamic")
         scheme = quantization.Scheme(recipe.format, recipe.activations)
-        schemes = dict.fromkeys(paths_of(config), scheme)
-        graph, state = quantization.abstract(config, schemes)
-    return _filled(graph, state, config.width)
-
-
-def _filled(graph: Any, state: Any, width: int) -> Any:
-    """A model with random codes and parameters, made where they stay."""
-    import jax
-    from flax import nnx
-
+        graph, state = quantization.abstract(config, dict.fromkeys(paths_of(config), scheme))
     flat = nnx.to_flat_state(state)
     keys = jax.random.split(jax.random.key(0), len(flat))
     # One program for all parameters of a kind and shape: a model has hundreds of them.
     drawn = jax.jit(_draw, static_argnums=(1, 2, 3))
     filled = {
-        path: leaf.replace(drawn(key, _kind(path, leaf), leaf.get_value(), width))
+        path: leaf.replace(drawn(key, _kind(path, leaf), leaf.get_value(), config.width))
         for key, (path, leaf) in zip(keys, flat, strict=True)
     }
     return nnx.merge(graph, nnx.from_flat_state(filled))
@@ -220,8 +208,8 @@ def _batch(model: Any, batch: int, options: argparse.Namespace) -> Case:
     prompts, new = batch * options.prompt, batch * options.new
     return {
         "batch": batch,
-        "prefill_tokens_per_second": prompts / _seconds(lambda: first(state, tokens, starts)),
-        "decode_tokens_per_second": new / _seconds(lambda: rest(state, *begun)),
+        "prefill_tokens_per_second": 1e3 * prompts / _ms(lambda: first(state, tokens, starts)),
+        "decode_tokens_per_second": 1e3 * new / _ms(lambda: rest(state, *begun)),
         "prefill_temporary": first.memory_analysis().temp_size_in_bytes,
         "decode_temporary": rest.memory_analysis().temp_size_in_bytes,
         "cache": sum(array.nbytes for array in jax.tree.leaves(begun[1].past)),
@@ -230,17 +218,16 @@ def _batch(model: Any, batch: int, options: argparse.Namespace) -> Case:
     }
 
 
-def _seconds(call: Callable[[], Any]) -> float:
+def _ms(call: Callable[[], Any]) -> float:
     """The median time of a call, after one that does not count."""
     import jax
 
-    jax.block_until_ready(call())
-    seconds = []
-    for _ in range(CALLS):
-        begin = time.perf_counter()
-        jax.block_until_ready(call())
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+    latest: list[Any] = []
+
+    def run() -> None:
+        latest[:] = [call()]
+
+    return median_ms(run, lambda: jax.block_until_ready(latest), warmup=1, batches=CALLS, calls=1)
 
 
 if __name__ == "__main__":

@@ -39,13 +39,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4096, help="width of the residual stream")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=8, help="sequences")
-    parser.add_argument("--head", type=int, help="width of a head; 128 where the width allows")
+    parser.add_argument("--head", type=int, default=128, help="width of a head, if not narrower")
     parser.add_argument("--depths", type=int, nargs=2, default=[4, 8], help="layers of the stacks")
     parser.add_argument("--only", nargs="*", choices=FRAMEWORKS, help="frameworks")
     parser.add_argument("--table", action="store_true", help="the sizes of the paper's table")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    head = options.head or min(options.width, Sizes().head)
+    head = min(options.head, options.width)
     sizes = Sizes(options.width, options.sequence, options.batch, head)
     if options.worker:
         measure(options.worker, sizes, options.depths)
@@ -81,12 +81,8 @@ def _in_a_process(framework: str, sizes: Sizes, depths: list[int]) -> list[Case]
         "experiments.layers", "--worker", framework, *given, JAX_TRACEBACK_FILTERING="off"
     )
     for case in ended.results:
-        print(
-            f"{case['layer']:38} {case['forward_ms']:6.2f} + {case['backward_ms']:6.2f} = "
-            f"{case['ms']:6.2f} ms a layer   "
-            f"saved {case['saved_bytes'] / sizes.unit:5.2f} U",
-            flush=True,
-        )
+        times = f"{case['forward_ms']:6.2f} + {case['backward_ms']:6.2f} = {case['ms']:6.2f} ms"
+        print(f"{case['layer']:38} {times}   saved {case['saved_bytes'] / sizes.unit:5.2f} U")
     if not ended.code:
         return ended.results
     why = reason(ended.stderr)

@@ -37,7 +37,8 @@ def prepare(sizes: Sizes, depth: int, precision: coat.Precision) -> Stack:
     layers, x = create(sizes, depth, jax.random.key(0))
     dy = jnp.roll(x, 1, axis=1)
     options = NO_TRITON_GEMM if precision.int8_forward else None
-    forward = jax.jit(partial(stack, sizes, precision)).lower(layers, x).compile(options)
+    layers_only = partial(stack, sizes, precision)
+    forward = jax.jit(layers_only).lower(layers, x).compile(options)
     both = jax.jit(partial(step, sizes, precision)).lower(layers, x, dy).compile(options)
     results: list[Any] = [None]
 
@@ -50,15 +51,9 @@ def prepare(sizes: Sizes, depth: int, precision: coat.Precision) -> Stack:
         results[0] = None
 
     memory = both.memory_analysis()
-    return Stack(
-        step=lambda: run(both, dy),
-        forward=lambda: run(forward),
-        wait=wait,
-        peak=float(
-            memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes
-        ),
-        saved=float(saved_bytes(partial(stack, sizes, precision), layers, x)),
-    )
+    peak = memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes
+    saved = saved_bytes(layers_only, layers, x)
+    return Stack(lambda: run(both, dy), lambda: run(forward), wait, float(peak), float(saved))
 
 
 def saved(sizes: Sizes, titles: Mapping[str, str]) -> Iterator[dict[str, Any]]:

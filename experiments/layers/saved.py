@@ -10,8 +10,7 @@ scalars left out, for each operator of Llama-2-7B's layer at batch 8 x 2048 and 
 layer, where an array that two operators share counts once. 1 U = 2 bytes x batch x sequence x
 width. cuDNN's attention also saves 4 bytes for each row and head (0.016 U), which XLA's, counted
 here, does not. torch is counted, too, where it is installed, in a process of its own: the tensors
-that autograd saves, each storage once. On a CPU, torch runs 512 tokens, for which it saves the
-same number of U.
+that autograd saves, each storage once. On a CPU, torch runs 512 tokens, and saves more in its norm.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """The suite of a GPU, as far as a machine without one can tell."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -43,14 +44,8 @@ def test_modules_of_other_suites_are_not_collected(tmp_path):
             f"import pytest\n{library}\n@pytest.mark.gpu\ndef test_it():\n    pass\n"
         )
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
-    options = (
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
-        str(tmp_path),
-        "-c",
-        str(ROOT / "pyproject.toml"),
-    )
+    options = ["-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    options += ["-c", str(ROOT / "pyproject.toml")]
     done = run("pytest", *options, "-m", "gpu", str(tmp_path))
     assert done.stdout.splitlines()[-1].startswith("1 passed in"), done.stdout
     done = run("pytest", *options, "--no-skips", str(tmp_path))
@@ -66,25 +61,22 @@ def test_a_training_step_is_compared_with_that_of_xla(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("figures", "named"),
+    ("name", "figures", "failures"),
     [
-        ({}, []),
-        ({"tests": {"exit_code": 0, "summary": "3 passed"}}, []),
-        ({"tests": {"exit_code": 1, "summary": "1 failed"}}, ["tests: 1 failed"]),
-        ({"stacks": {"failed": "Error"}}, ["stacks: Error"]),
-        ({"stacks": {"warm": {"failed": "Error"}}}, ["stacks, run again: Error"]),
-        ({"stacks": {"warm": {"COAT": 2.0}}}, []),
-        ({"training": {"apart": {"loss": 1e-4}}}, []),
+        ("tests", {"exit_code": 0, "summary": "3 passed"}, []),
+        ("tests", {"exit_code": 1, "summary": "1 failed"}, ["tests: 1 failed"]),
+        ("stacks", {"failed": "Error"}, ["stacks: Error"]),
+        ("stacks", {"warm": {"failed": "Error"}}, ["stacks, run again: Error"]),
+        ("stacks", {"warm": {"COAT": 2.0}}, []),
+        ("training", {"apart": {"loss": 1e-4}}, []),
         (
-            {"training": {"apart": {"loss": float("nan")}}},
+            "training",
+            {"apart": {"loss": math.nan}},
             ["training: loss differs by nan, bound 5.0e-04"],
         ),
-        ({"llama2_7b": {"compile_seconds": 39.0, "warm": 9.0}}, []),
-        (
-            {"llama2_7b": {"compile_seconds": 39.0, "warm": 17.0}},
-            ["llama2_7b: compiled warm in 17.0 s, limit 10 s"],
-        ),
+        ("llama2_7b", {"compile_seconds": 39.0, "warm": 9.0}, []),
+        ("llama2_7b", {"warm": 17.0}, ["llama2_7b: compiled warm in 17.0 s, limit 10 s"]),
     ],
 )
-def test_failures_are_named(figures, named):
-    assert gpu_suite.failed(figures) == named
+def test_failures_are_named(name, figures, failures):
+    assert gpu_suite.failed({name: figures}) == failures
