@@ -121,7 +121,7 @@ def measure(options: argparse.Namespace, path: Path) -> None:
     each = training_throughput.each_alone(options.case, options)
     if failed := [one["failed"] for one in each if "failed" in one]:
         raise SystemExit(f"A GPU alone: {failed[0]}")
-    alone = [_milliseconds(one) for one in each]
+    alone = [{"ms": 1e3 * one["step_seconds"]} for one in each]
     mean = statistics.mean(one["ms"] for one in alone)
     print(f"{mean:8.1f} ms   a GPU alone, the mean of {len(alone)}", flush=True)
     cases: list[dict[str, Any]] = []
@@ -131,7 +131,7 @@ def measure(options: argparse.Namespace, path: Path) -> None:
         if "failed" in one:
             case["failed"] = one["failed"]
         else:
-            case |= _milliseconds(one)
+            case["ms"] = 1e3 * one["step_seconds"]
             case |= {"efficiency": mean / case["ms"], "losses": one["losses"]}
             case["timeline"] = one["timeline"]
             if name in DRAWN and one["drawn"]:
@@ -141,13 +141,6 @@ def measure(options: argparse.Namespace, path: Path) -> None:
         figures = {"model": options.model, "layers": options.layers, "case": options.case}
         figures |= {"sequence": options.sequence, "alone": alone, "cases": cases}
         records.write(path, figures)
-
-
-def _milliseconds(measured: dict[str, Any]) -> dict[str, float]:
-    """How long a step takes, and how long it compiled."""
-    step = {"ms": "step_seconds", "awaited_ms": "awaited_step_seconds"}
-    times = {name: 1e3 * measured[key] for name, key in step.items()}
-    return times | {"compile_seconds": measured["compile_seconds"]}
 
 
 def _in_a_process(options: argparse.Namespace, chosen: Case) -> dict[str, Any]:

@@ -150,10 +150,18 @@ LINKS: dict[str, Callable[[], Any]] = {
 
 # What stores nothing that follows a parameter: one step.
 STATELESS: dict[str, Callable[[], Any]] = {
+    **{
+        name: getattr(optax, name)
+        for name in (
+            *("centralize", "identity", "keep_params_nonnegative", "normalize_by_update_norm"),
+            *("polyak_sgd", "scale_by_param_block_norm", "scale_by_param_block_rms"),
+            *("scale_by_polyak", "scale_by_sign", "scale_by_trust_ratio", "set_to_zero"),
+            "zero_nans",
+        )
+    },
     "adaptive_grad_clip": lambda: optax.adaptive_grad_clip(0.1),
     "add_decayed_weights": lambda: optax.add_decayed_weights(0.1),
     "add_noise": lambda: optax.add_noise(0.1, 0.1, 0),
-    "centralize": optax.centralize,
     "clip": lambda: optax.clip(1.0),
     "clip_by_block_rms": lambda: optax.clip_by_block_rms(1.0),
     "clip_by_global_norm": lambda: optax.clip_by_global_norm(1.0),
@@ -161,27 +169,16 @@ STATELESS: dict[str, Callable[[], Any]] = {
         {"up": False, "up_bias": True, "down": False, "down_bias": True}
     ),
     "fromage": lambda: optax.fromage(1e-2),
-    "identity": optax.identity,
-    "keep_params_nonnegative": optax.keep_params_nonnegative,
-    "normalize_by_update_norm": optax.normalize_by_update_norm,
-    "polyak_sgd": optax.polyak_sgd,
     "scale": lambda: optax.scale(0.1),
     "scale_by_backtracking_linesearch": lambda: optax.scale_by_backtracking_linesearch(
         5, store_grad=True
     ),
     "scale_by_learning_rate": lambda: optax.scale_by_learning_rate(0.1),
-    "scale_by_param_block_norm": optax.scale_by_param_block_norm,
-    "scale_by_param_block_rms": optax.scale_by_param_block_rms,
-    "scale_by_polyak": optax.scale_by_polyak,
     "scale_by_schedule": lambda: optax.scale_by_schedule(lambda step: 0.1),
-    "scale_by_sign": optax.scale_by_sign,
-    "scale_by_trust_ratio": optax.scale_by_trust_ratio,
     "scale_by_zoom_linesearch": lambda: optax.scale_by_zoom_linesearch(5),
-    "set_to_zero": optax.set_to_zero,
     "sign_sgd": lambda: optax.sign_sgd(0.1),
     "stateless": lambda: optax.stateless(lambda updates, params: updates),
     "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda u, p: u),
-    "zero_nans": optax.zero_nans,
     "contrib.differentially_private_aggregate": lambda: contrib.differentially_private_aggregate(
         1.0, 0.01, 0
     ),

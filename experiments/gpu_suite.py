@@ -134,8 +134,6 @@ def _cold_and_warm(name: str, cache: str, small: bool) -> Figures:
     if "failed" not in figures:
         again = _worker(name, cache, small, "--compile-only")
         figures["warm"] = again.get("compile_seconds", again)
-        if "lower_seconds" in again:
-            figures["warm_lower_seconds"] = again["lower_seconds"]
     print(f"{name}: {json.dumps(figures)}", flush=True)
     return figures
 

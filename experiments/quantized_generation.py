@@ -11,9 +11,8 @@ depends on their values. The phases
     prefill    the prompts of a batch of texts, through to the logits of their last tokens
     decode     then one token of each text at a time, always the likeliest
 
-are timed by the median of several calls. "parameters" are the bytes of all arrays of the model;
-"temporary" is what XLA's program allocates besides them and the cache. Each case has a process and
-a GPU of its own; on several GPUs, cases run side by side.
+are timed by the median of several calls. "parameters" are the bytes of all arrays of the model.
+Each case has a process and a GPU of its own; on several GPUs, cases run side by side.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from typing import Any
 
 from experiments.command import parser_of
 from experiments.timing import median_ms
-from experiments.workers import compiled, count_gpus, only, outcome, run_worker
+from experiments.workers import count_gpus, only, outcome, run_worker
 
 CASES = ("bf16", "int8", "int8:static", "int8:none", "fp8", "fp8:static", "fp8:none")
 MODELS = ("llama2_7b", "llama_124m")
@@ -202,19 +201,15 @@ def _batch(model: Any, batch: int, options: argparse.Namespace) -> Case:
     shape, vocab = (batch, options.prompt), model.config.vocab
     tokens = jax.random.randint(jax.random.key(1), shape, 0, vocab, jnp.int32)
     starts = jnp.zeros(batch, jnp.int32)
-    first, prefill_seconds = compiled(lambda: jax.jit(begin).lower(state, tokens, starts))
+    first = jax.jit(begin).lower(state, tokens, starts).compile()
     begun = first(state, tokens, starts)
-    rest, decode_seconds = compiled(lambda: jax.jit(go_on).lower(state, *begun))
+    rest = jax.jit(go_on).lower(state, *begun).compile()
     prompts, new = batch * options.prompt, batch * options.new
     return {
         "batch": batch,
         "prefill_tokens_per_second": 1e3 * prompts / _ms(lambda: first(state, tokens, starts)),
         "decode_tokens_per_second": 1e3 * new / _ms(lambda: rest(state, *begun)),
-        "prefill_temporary": first.memory_analysis().temp_size_in_bytes,
-        "decode_temporary": rest.memory_analysis().temp_size_in_bytes,
         "cache": sum(array.nbytes for array in jax.tree.leaves(begun[1].past)),
-        "prefill_compile_seconds": prefill_seconds,
-        "decode_compile_seconds": decode_seconds,
     }
 
 

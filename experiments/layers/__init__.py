@@ -41,7 +41,6 @@ class Stack(NamedTuple):
     step: Callable[[], None]
     forward: Callable[[], None]
     wait: Callable[[], None]  # until the device is idle
-    peak: float  # bytes of a step
     saved: float  # bytes that the forward pass leaves for the backward pass
 
 
@@ -49,10 +48,10 @@ Measured = dict[int, dict[str, float]]  # by depth
 
 
 def measure(stacks: dict[int, Stack]) -> Measured:
-    """Milliseconds of a step and of its forward pass alone, of each stack, and its memory."""
+    """Milliseconds of a step and of its forward pass alone, of each stack, and what it saves."""
     steps = medians_ms([(stack.step, stack.wait) for stack in stacks.values()])
     forwards = medians_ms([(stack.forward, stack.wait) for stack in stacks.values()])
     return {
-        depth: {"ms": ms, "forward_ms": forward, "peak": stack.peak, "saved_bytes": stack.saved}
+        depth: {"ms": ms, "forward_ms": forward, "saved_bytes": stack.saved}
         for (depth, stack), ms, forward in zip(stacks.items(), steps, forwards, strict=True)
     }

@@ -13,8 +13,7 @@ not installed is skipped with a line that says so. Layers are unrolled; weights 
 BF16 and random. The step is the gradient with respect to input and all weights. Times are medians;
 the two stacks take turns. "saved" is what a further layer leaves for the backward pass: the arrays
 that the function returned by `jax.vjp` holds, weights left out, and for torch what its allocator
-holds after the forward pass. "peak" in the results is of the whole step: XLA's own account of the
-program, or torch's allocator. 1 U = 2 bytes x batch x sequence x width.
+holds after the forward pass. 1 U = 2 bytes x batch x sequence x width.
 """
 
 import argparse

@@ -50,10 +50,8 @@ def prepare(sizes: Sizes, depth: int, precision: coat.Precision) -> Stack:
         jax.block_until_ready(results[0])
         results[0] = None
 
-    memory = both.memory_analysis()
-    peak = memory.temp_size_in_bytes + memory.output_size_in_bytes + memory.argument_size_in_bytes
     saved = saved_bytes(layers_only, layers, x)
-    return Stack(lambda: run(both, dy), lambda: run(forward), wait, float(peak), float(saved))
+    return Stack(lambda: run(both, dy), lambda: run(forward), wait, float(saved))
 
 
 def saved(sizes: Sizes, titles: Mapping[str, str]) -> Iterator[dict[str, Any]]:

@@ -95,8 +95,7 @@ def make_input(sizes: Sizes) -> Any:
 
 
 def _prepare(sizes: Sizes, depth: int, compiled: bool, recipe: str | None) -> Stack:
-    """A stack, and what its step takes beside what is on the device already."""
-    others = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+    """A stack, and what its forward pass saves."""
     layers = make_layers(sizes, depth, recipe)
     cos, sin = make_angles(sizes)
     x = make_input(sizes)
@@ -126,18 +125,15 @@ def _prepare(sizes: Sizes, depth: int, compiled: bool, recipe: str | None) -> St
             torch.cuda.synchronize()
 
     step()  # compiles
-    peak = saved = 0.0
+    saved = 0.0
     if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        step()
         wait()
-        peak = float(torch.cuda.max_memory_allocated() - others)
         before = torch.cuda.memory_allocated()
         y = run()
         wait()
         saved = float(torch.cuda.memory_allocated() - before - y.untyped_storage().nbytes())
         del y
-    return Stack(step, forward, wait, peak, saved)
+    return Stack(step, forward, wait, saved)
 
 
 # --- What a layer saves ----------------------------------------------------------------------

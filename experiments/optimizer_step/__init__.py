@@ -11,6 +11,5 @@ muon        `coat.optax.fp8_muon` takes at most 1.3 times as long as its Newton-
 Every case runs in a process of its own, all on the same device. Parameters and gradients are
 random. JAX optimizers get BF16 gradients; torch's take gradients in the parameters' dtype only, so
 ours is also measured with those. "extra" is what a step allocates: XLA's temporary buffers, or the
-rise of torch's allocator. "peak" is the fullest GPU's allocator's, with everything in it; without a
-GPU, what XLA planned.
+rise of torch's allocator.
 """

@@ -1,6 +1,5 @@
 """What is compared: by kind the cases, each the strings that name it, and the parameters."""
 
-import math
 from argparse import Namespace
 from typing import Any
 
@@ -82,23 +81,11 @@ def matrices(model: str, layers: int) -> list[tuple[int, int]]:
     return [*attention, *mlp] * layers
 
 
-def flops(shapes: list[tuple[int, int]]) -> int:
-    """FLOPs of the products of one step of Muon."""
-    sides = [(min(shape), max(shape)) for shape in shapes]
-    return ITERATIONS * sum(4 * m * m * n + 2 * m**3 for m, n in sides)
-
-
 def about(kind: str, options: Namespace) -> dict[str, Any]:
     """What the results file of a kind says of all cases."""
-    if kind != "muon":
-        return {"elements": 2**options.elements}
-    shapes = matrices(options.model, options.layers)
-    return {
-        "model": options.model,
-        "layers": options.layers,
-        "parameters": sum(map(math.prod, shapes)),
-        "flops": flops(shapes),
-    }
+    if kind == "muon":
+        return {"model": options.model, "layers": options.layers}
+    return {"elements": 2**options.elements}
 
 
 def calls(shapes: Shapes) -> int:

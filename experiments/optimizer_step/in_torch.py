@@ -48,7 +48,6 @@ def adamw(case: Case, options: Namespace) -> Figures:
         "ms": ms,
         "extra_bytes": torch.cuda.max_memory_allocated() - live,
         "state_bytes_per_param": state_bytes / elements,
-        "parameters": elements,
     }
 
 
@@ -76,7 +75,7 @@ def muon(case: Case, options: Namespace) -> Figures:
         multiprocessing.spawn(_one_of_several, arguments, nprocs=processes)
         found = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
     slowest = max(found, key=lambda one: float(one["ms"]))
-    return slowest | {key: max(one[key] for one in found) for key in ("peak", "extra_bytes")}
+    return slowest | {"extra_bytes": max(one["extra_bytes"] for one in found)}
 
 
 def _one_of_several(
@@ -114,7 +113,6 @@ def _measure_muon(shapes: list[tuple[int, int]], rank: int, processes: int) -> F
         torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()  # 0 without a GPU, like the peak
     ms = median_ms(optimizer.step, wait, warmup=1, batches=5, calls=3)
-    peak = torch.cuda.max_memory_allocated()
     momentum = sum(
         entry.numel() * entry.element_size()
         for state in optimizer.state.values()
@@ -122,9 +120,7 @@ def _measure_muon(shapes: list[tuple[int, int]], rank: int, processes: int) -> F
     )
     return {
         "ms": ms,
-        "devices": processes,
-        "extra_bytes": peak - held,
-        "peak": peak,
+        "extra_bytes": torch.cuda.max_memory_allocated() - held,
         "state_bytes_per_param": momentum / sum(map(math.prod, shapes)),
     }
 

@@ -22,10 +22,9 @@ from coat_jax.optax import FusedOptimizer, state_shardings
 from coat_jax.training.cluster.communication import communication_options, use_one_queue
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import MeshConfig
-from experiments.optimizer_step.cases import ITERATIONS, PRODUCTS, Case, flops, matrices
+from experiments.optimizer_step.cases import ITERATIONS, PRODUCTS, Case, matrices
 from experiments.optimizer_step.in_jax import Steps, chained
 from experiments.timing import median_ms
-from experiments.workers import compiled
 
 SETTINGS = {"learning_rate": 1e-3, "weight_decay": 0.1, "consistent_rms": 0.2}
 
@@ -84,7 +83,7 @@ def measure(steps: Steps, shapes: Matrices) -> dict[str, Any]:
         return {at: one(key, like[at]) for at, key in zip(like, keys, strict=True)}
 
     with jax.set_mesh(mesh):
-        program, compile_seconds = compiled(lambda: jitted.lower(like, like, state_like))
+        program = jitted.lower(like, like, state_like).compile()
         params, grads = random(0, 0.02), random(1, 1e-3)
         state = jax.jit(optimizer.init, out_shardings=shardings)(params)
 
@@ -96,18 +95,11 @@ def measure(steps: Steps, shapes: Matrices) -> dict[str, Any]:
             jax.block_until_ready((params, state))
 
         ms = median_ms(run, wait, warmup=1, batches=5, calls=3)
-    planned = program.memory_analysis()
-    stats = [device.memory_stats() or {} for device in mesh.devices.flat]
-    held = planned.argument_size_in_bytes + planned.temp_size_in_bytes
-    held += planned.output_size_in_bytes - planned.alias_size_in_bytes
     return {
         "ms": ms,
-        "devices": mesh.size,
-        "extra_bytes": planned.temp_size_in_bytes,
-        "peak": max(one.get("peak_bytes_in_use", held) for one in stats),
+        "extra_bytes": program.memory_analysis().temp_size_in_bytes,
         "state_bytes_per_param": sum(leaf.nbytes for leaf in jax.tree.leaves(state) if leaf.ndim)
         / sum(map(math.prod, shapes)),
-        "compile_seconds": compile_seconds,
     }
 
 
@@ -136,6 +128,7 @@ def measure_products(shapes: Matrices) -> dict[str, Any]:
                 at = i % len(devices)
                 last[:] = [*last, products(*operands[shape][at])][-len(devices) :]
 
-    ms = median_ms(run, lambda: jax.block_until_ready(last), warmup=1, batches=5, calls=3)
-    rate = flops(shapes) / len(devices) / (ms / 1e3)
-    return {"ms": ms, "devices": len(devices), "flops_per_second": rate}
+    def wait() -> None:
+        jax.block_until_ready(last)
+
+    return {"ms": median_ms(run, wait, warmup=1, batches=5, calls=3)}

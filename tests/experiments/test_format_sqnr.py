@@ -10,12 +10,13 @@ from experiments.format_sqnr import (
     DISTRIBUTIONS,
     FORMATS,
     NODES,
-    PAPER,
     WEIGHTS,
     best_range,
     codes_of,
 )
 
+# Of van Baalen et al. (arXiv 2303.17951), who have formats without NaN and infinity.
+PUBLISHED = {"INT8": 6.75, "E2M5": 7.09, "E3M4": 6.24, "E4M3:none": 5.24, "E5M2:none": 4.25}
 BEYOND = 1e4  # so large that no density below is above zero
 
 
@@ -37,10 +38,10 @@ def test_densities_integrate_to_one_and_are_those_of_the_samples(name):
     assert np.mean(np.abs(x) < deviation) == pytest.approx(integral(of, 0, deviation), abs=0.005)
 
 
-@pytest.mark.parametrize("name", PAPER)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_normal_numbers_are_right_to_what_was_published(name):
     _, found = best_range(format_named(name), DISTRIBUTIONS["normal"])
-    assert found == pytest.approx(PAPER[name], abs=0.02)
+    assert found == pytest.approx(PUBLISHED[name], abs=0.02)
 
 
 def moments_of_uniform(x):

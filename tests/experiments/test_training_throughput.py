@@ -49,4 +49,3 @@ def test_several_gpus_are_compared_with_each_of_them_alone(monkeypatch, tmp_path
     (case,) = json.loads(next(tmp_path.glob("*.json")).read_text())["figures"]["cases"]
     assert [one["tokens_per_second"] for one in case["alone"]] == [100, 80]
     assert case["efficiency"] == 72 / 90
-    assert case["beside_slowest"] == 72 / 80
