@@ -5,7 +5,7 @@
     python -m experiments.accumulated_error                      twenty minutes on two CPU cores
     python -m experiments.accumulated_error --steps 50           smoke test
 
-`optimizer_error` encodes exact moments once. Here each optimizer runs its own step on its own
+`moments.once` encodes exact moments once. Here each optimizer runs its own step on its own
 stored moments, so that rounding errors accumulate as they do in training. All receive the
 gradients of one training: a small Llama on real text under `optax.adamw` (FP32, b2 = 0.95).
 
@@ -14,11 +14,12 @@ from embedding and head, whose rows belong to rare and common bytes. "Directions
 coat_jax's default storage, "dynamic range expansion" that of the COAT paper. Groups have 128
 elements unless a name says otherwise; bitsandbytes itself has blocks of 256, and rounds to nearest.
 Every format is measured with v rounded to nearest and stochastically, to separate the effects of
-format and rounding. `leads` change one part of a format each, with v stochastic.
+format and rounding. The results also have variations of dynamic range expansion that commit
+12e08a75 tried.
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
@@ -28,7 +29,6 @@ from rich.table import Table
 
 import coat_jax as coat
 from coat_jax.kernels.adam import Hyper
-from coat_jax.numerics.expansion import GROUP_SIZE
 from coat_jax.numerics.formats import E4M3
 from coat_jax.storage import Storage
 from experiments import records
@@ -52,93 +52,46 @@ FORMATS = OURS, EXPANDED, PLAIN, DYNAMIC = (
     "bitsandbytes' code",
 )
 ROUNDINGS = STOCHASTIC, NEAREST = "v stochastic", "v to nearest"
-STORAGES = [f"{name}, {rounding}" for name in FORMATS for rounding in ROUNDINGS]
 
 Figures = dict[str, Any]
 
 
-def storages(b2: float) -> list[optax.GradientTransformation]:
-    """The optimizers of `STORAGES`, in this order; each one's update is Adam's direction."""
-    plain = coders.plain(E4M3)
-    signed, unsigned = (coders.dynamic(signed=signed) for signed in (True, False))
-    expanded = Storage(first=E4M3, second=E4M3)
-    return [
-        coat.optax.scale_by_fp8_adam(b2=b2),
-        coat.optax.scale_by_fp8_adam(b2=b2, storage=Storage(stochastic=False)),
-        coat.optax.scale_by_fp8_adam(b2=b2, storage=expanded),
-        coat.optax.scale_by_fp8_adam(b2=b2, storage=coat.storage.PAPER),
-        *(
-            scale_by_stored_adam(Hyper(b2=b2), stored.coded(first, second))
-            for first, second in (
-                (plain, coders.plain_stochastic),
-                (plain, lambda v, _: plain(v)),
-                (signed, coders.dynamic_stochastic),
-                (signed, lambda v, _: unsigned(v)),
-            )
-        ),
-    ]
-
-
-class Lead(NamedTuple):
-    """A format with one part changed."""
-
-    bytes: float  # of both moments, per parameter; of simulated codes, what they would need
-    optimizer: optax.GradientTransformation
-
-
-def leads(b2: float) -> dict[str, Lead]:
-    """The optimizers that show what each part of a format contributes to its error, by name.
+def storages(b2: float) -> dict[str, optax.GradientTransformation]:
+    """Optimizers by the name of what they store; each one's update is Adam's direction.
 
     "m alone" and "v alone": only this moment is stored in 8 bits, the other one in FP32.
     """
-    hyper = Hyper(b2=b2)
-    ours, expanded = Storage(), Storage(first=E4M3, second=E4M3)
+    plain, hyper = coders.plain(E4M3), Hyper(b2=b2)
+    signed, unsigned = (coders.dynamic(signed=signed) for signed in (True, False))
 
-    def native(storage: Storage) -> Lead:
-        tx = coat.optax.scale_by_fp8_adam(b2=b2, storage=storage)
-        return Lead(2 * in_8_bits(storage.group_size), tx)
+    def native(**changes: Any) -> optax.GradientTransformation:
+        return coat.optax.scale_by_fp8_adam(b2=b2, storage=Storage(**changes))
 
-    def tried(store: stored.Store, in_bytes: float = 2 * in_8_bits()) -> Lead:
-        return Lead(in_bytes, scale_by_stored_adam(hyper, store))
+    def tried(store: stored.Store) -> optax.GradientTransformation:
+        return scale_by_stored_adam(hyper, store)
 
-    alone = in_8_bits() + 4
-    k_in_fp32 = 2 * (1 + 8 / GROUP_SIZE)
-    companded = 2 * (1 + 2 / stored.FLASH_OPTIM_GROUP)
     return {
-        f"{OURS}, m alone": tried(stored.first_alone(ours, hyper), alone),
-        f"{OURS}, v alone": tried(stored.second_alone(ours, hyper), alone),
-        f"{OURS}, all of m stochastic": tried(stored.first_stochastic(ours, hyper)),
-        f"{OURS}, groups of 64": native(Storage(group_size=64)),
-        f"{OURS}, groups of 32": native(Storage(group_size=32)),
-        "directions, v in expanded UE4M4": native(Storage(second="UE4M4")),
-        f"{EXPANDED}, m alone": tried(stored.first_alone(expanded, hyper), alone),
-        f"{EXPANDED}, v alone": tried(stored.second_alone(expanded, hyper), alone),
-        f"{EXPANDED}, all of m stochastic": tried(stored.first_stochastic(expanded, hyper)),
-        f"{EXPANDED}, small m never zero": tried(stored.first_never_zero(expanded, hyper)),
-        f"{EXPANDED}, k in FP32": tried(stored.expanded_with_exponent(None), k_in_fp32),
-        f"{EXPANDED}, sqrt(v) instead of v": tried(stored.root_of_second(expanded, hyper)),
-        f"{EXPANDED}, v in UE4M4": native(Storage(first=E4M3, second="UE4M4")),
-        "FlashOptim's codes, v to nearest": tried(stored.flash_optim(stochastic=False), companded),
-        "FlashOptim's codes, v stochastic": tried(stored.flash_optim(stochastic=True), companded),
+        f"{OURS}, {STOCHASTIC}": native(),
+        f"{OURS}, {NEAREST}": native(stochastic=False),
+        f"{OURS}, m alone": tried(stored.first_alone(Storage(), hyper)),
+        f"{OURS}, v alone": tried(stored.second_alone(Storage(), hyper)),
+        f"{OURS}, groups of 64": native(group_size=64),
+        f"{OURS}, groups of 32": native(group_size=32),
+        f"{EXPANDED}, {STOCHASTIC}": native(first=E4M3, second=E4M3),
+        f"{EXPANDED}, {NEAREST}": native(first=E4M3, second=E4M3, stochastic=False),
+        f"{PLAIN}, {STOCHASTIC}": tried(stored.coded(plain, coders.plain_stochastic)),
+        f"{PLAIN}, {NEAREST}": tried(stored.coded(plain, lambda v, _: plain(v))),
+        f"{DYNAMIC}, {STOCHASTIC}": tried(stored.coded(signed, coders.dynamic_stochastic)),
+        f"{DYNAMIC}, {NEAREST}": tried(stored.coded(signed, lambda v, _: unsigned(v))),
+        f"FlashOptim's codes, {STOCHASTIC}": tried(stored.flash_optim(stochastic=True)),
+        f"FlashOptim's codes, {NEAREST}": tried(stored.flash_optim(stochastic=False)),
     }
-
-
-def in_8_bits(group_size: int = GROUP_SIZE) -> float:
-    """Bytes per parameter of one moment: a code, and a scale and an exponent for each group."""
-    return 1 + 5 / group_size
 
 
 def measure(steps: int, seed: int) -> Followed:
     """The errors by b2, storage and part."""
     training = optax.adamw(schedule(steps), b2=0.95, weight_decay=WEIGHT_DECAY)
-    comparisons = {
-        f"b2 = {b2}": Comparison(
-            optax.scale_by_adam(b2=b2),
-            dict(zip(STORAGES, storages(b2), strict=True))
-            | {name: lead.optimizer for name, lead in leads(b2).items()},
-        )
-        for b2 in B2S
-    }
+    comparisons = {f"b2 = {b2}": Comparison(optax.scale_by_adam(b2=b2), storages(b2)) for b2 in B2S}
     return follow(training, comparisons, matrices, steps=steps, seed=seed)
 
 
@@ -158,18 +111,15 @@ def main() -> None:
 
 
 def show(figures: Figures) -> None:
-    """Prints the errors at the end: a table of the formats, and one of the leads."""
-    ends = figures["at the end"]
-    lead_names = [name for name in next(iter(ends.values())) if name not in STORAGES]
+    """Prints the errors at the end."""
     steps = figures["training"]["steps"]
-    for title, names in (("Formats", STORAGES), ("Leads", lead_names)):
-        table = Table(title=f"{title}: error of the update after {steps} steps")
-        for column in ("b2", "moments stored as", *PARTS):
-            table.add_column(column)
-        for b2, of_b2 in ends.items():
-            for name in names:
-                table.add_row(b2, name, *(f"{of_b2[name][part]:.2e}" for part in PARTS))
-        Console().print(table)
+    table = Table(title=f"Error of the update after {steps} steps")
+    for column in ("b2", "moments stored as", *PARTS):
+        table.add_column(column)
+    for b2, of_b2 in figures["at the end"].items():
+        for name, errors in of_b2.items():
+            table.add_row(b2, name, *(f"{errors[part]:.2e}" for part in PARTS))
+    Console().print(table)
 
 
 def draw(figures: Figures, path: Path) -> None:

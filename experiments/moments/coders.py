@@ -12,7 +12,6 @@ the values matter. All coders have the groups of coat_jax.
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.numerics import expansion
-from coat_jax.numerics.formats import E4M3, dithered_cast, format_of, stochastic_cast
+from coat_jax.numerics.formats import E4M3, format_of, stochastic_cast
 from coat_jax.numerics.qtensor import dequantize, join_groups, quantize, split_groups
 
 Rows = Float[Array, "N D"]
@@ -47,34 +46,6 @@ def plain_stochastic(x: Rows, uniform: Rows) -> Rows:
 def expanded(dtype: DTypeLike) -> Coder:
     """Dynamic range expansion, rounded to nearest, as in the paper."""
     return jax.jit(lambda x: expansion.decode(expansion.encode(x, dtype)))
-
-
-def expanded_with_exponent(
-    rounding: Literal["dithered", "stochastic"], steps: int | None, x: Rows, uniform: Rows
-) -> Rows:
-    """Expansion to E4M3 as coat_jax rounds either moment, with k in multiples of 1 / `steps`.
-
-    With steps=None k stays in FP32.
-    """
-    fit, e4m3 = expansion.fit_of(E4M3, rounding), format_of(E4M3)
-    grouped, random = (split_groups(a, GROUP_SIZE) for a in (x, uniform))
-    magnitude = jnp.abs(grouped)
-    largest = jnp.max(magnitude, axis=-1, keepdims=True)
-    smallest = jnp.min(jnp.where(magnitude > 0, magnitude, jnp.inf), axis=-1, keepdims=True)
-    amax = jnp.where(largest > 0, largest, 1.0)
-    binades = jnp.log2(amax) - jnp.log2(jnp.where(largest > 0, smallest, 1.0))
-    k = fit.log2_range / jnp.maximum(binades, 1e-6)
-    if steps is not None:
-        k = jnp.floor(k * steps + expansion.TOLERANCE) / steps
-    k = jnp.clip(k, fit.min_steps / expansion.STEPS, expansion.MAX_STEPS / expansion.STEPS)
-    power = jnp.exp2(k * (jnp.log2(magnitude) - jnp.log2(amax)))
-    image = e4m3.max * jnp.copysign(jnp.where(magnitude > 0, power, 0.0), grouped)
-    if rounding == "dithered":
-        codes = dithered_cast(image, E4M3, random)
-    else:
-        codes = stochastic_cast(image, E4M3, random, curvature=1 - 1 / k)
-    rounded = jnp.abs(codes.astype(jnp.float32)) / e4m3.max
-    return join_groups(jnp.copysign(largest * jnp.exp2(jnp.log2(rounded) / k), grouped), x.shape)
 
 
 def dynamic(*, signed: bool) -> Coder:

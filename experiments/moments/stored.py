@@ -23,8 +23,8 @@ import optax
 from jaxtyping import Array, Float, UInt32
 
 from coat_jax.kernels.adam import Hyper, adam_update
-from coat_jax.numerics import expansion, noise
-from coat_jax.numerics.formats import E4M3, SMALLEST_NORMAL
+from coat_jax.numerics import noise
+from coat_jax.numerics.formats import SMALLEST_NORMAL
 from coat_jax.numerics.qtensor import join_groups, split_groups
 from coat_jax.storage import DIRECTION, Storage
 from experiments.moments import coders
@@ -99,11 +99,6 @@ def both(storage: Storage, hyper: Hyper) -> Store:
     return store
 
 
-def first_stochastic(storage: Storage, hyper: Hyper) -> Store:
-    """Both moments, with all codes of m rounded stochastically, as for a slowly decaying m."""
-    return both(storage, hyper._replace(b1=1.0))
-
-
 def first_alone(storage: Storage, hyper: Hyper) -> Store:
     """Only m in 8 bits. Directions are m over the root of the exact v."""
 
@@ -122,48 +117,6 @@ def second_alone(storage: Storage, hyper: Hyper) -> Store:
 
     def store(m: Rows, v: Rows, key: UInt32[Array, ""]) -> Read:
         return both(storage, hyper)(m, v, key)._replace(m=m)
-
-    return store
-
-
-def first_never_zero(storage: Storage, hyper: Hyper) -> Store:
-    """Both moments; m in FP8 to nearest, where what is not zero becomes at least the smallest code.
-
-    coat_jax stored m like this once. An element without a gradient then moved for ever.
-    """
-
-    def store(m: Rows, v: Rows, key: UInt32[Array, ""]) -> Read:
-        held = storage.read(storage.write(m, storage.first, never_zero=True))
-        return both(storage, hyper)(m, v, key)._replace(m=held)
-
-    return store
-
-
-def expanded_with_exponent(steps: int | None) -> Store:
-    """Both moments in expanded E4M3, with k in multiples of 1 / `steps`, or with None in FP32.
-
-    With 16 steps it is what `both` stores for a b1 of 0.9.
-    """
-
-    def store(m: Rows, v: Rows, key: UInt32[Array, ""]) -> Read:
-        for_v, for_m = noise.uniform_pair(key, v.shape, run=coders.GROUP_SIZE)
-        grouped = split_groups(v, coders.GROUP_SIZE)
-        largest = jnp.broadcast_to(jnp.max(grouped, axis=-1, keepdims=True), grouped.shape)
-        return Read(
-            coders.expanded_with_exponent("dithered", steps, m, for_m),
-            coders.expanded_with_exponent("stochastic", steps, v, for_v),
-            join_groups(largest, v.shape) * expansion.resolution(E4M3, "stochastic"),
-        )
-
-    return store
-
-
-def root_of_second(storage: Storage, hyper: Hyper) -> Store:
-    """Both moments, with sqrt(v) stored instead of v; for an m that does not depend on v."""
-
-    def store(m: Rows, v: Rows, key: UInt32[Array, ""]) -> Read:
-        m, root, smallest = both(storage, hyper)(m, jnp.sqrt(v), key)
-        return Read(m, jnp.square(root), jnp.square(smallest))
 
     return store
 
