@@ -220,7 +220,8 @@ def _ms(call: Callable[[], Any]) -> float:
     latest: list[Any] = []
 
     def run() -> None:
-        latest[:] = [call()]
+        latest.clear()
+        latest.append(call())
 
     return median_ms(run, lambda: jax.block_until_ready(latest), warmup=1, batches=CALLS, calls=1)
 

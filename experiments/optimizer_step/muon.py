@@ -36,6 +36,7 @@ def muon(case: Case, options: Namespace) -> dict[str, Any]:
     shapes = matrices(options.model, options.layers)
     if case["case"] == PRODUCTS:
         return measure_products(shapes)
+    use_one_queue()
     return measure(muon_named(case["case"]), shapes)
 
 
@@ -50,7 +51,6 @@ def muon_named(name: str) -> Steps:
 
 def measure(steps: Steps, shapes: Matrices) -> dict[str, Any]:
     """Time and memory of a step, with parameters sharded by rows."""
-    use_one_queue()
     mesh = make_mesh(MeshConfig())
     by_rows = NamedSharding(mesh, P(mesh.axis_names))
     optimizer = FusedOptimizer(*steps)
