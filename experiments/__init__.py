@@ -5,7 +5,7 @@ it runs, and how to try it anywhere. Results are in `results/`.
 
     optimizers      optimizer_step, accumulated_error, moments, compress_table
     layers          layers, layers.saved, granularity, bound_looseness
-    loss            loss_study, fine_tuning, saved_rounding, tradeoff, stability
+    loss            loss_study, fine_tuning, stability, saved_rounding, tradeoff
     formats         format_sqnr, forward_formats, after_training
     training        training_throughput, communication, memory, examples_memory, gpu_suite
     generation      quantized_generation
@@ -14,7 +14,8 @@ it runs, and how to try it anywhere. Results are in `results/`.
 
 The other modules are what these are made of:
 
-    command, workers      their command line, and processes for each case
+    study                 what studies share: runs of arms over seeds, statistics, command line
+    command, workers      the command line of others, and processes for each case
     records, row_files    results files, of one run and of many
     timing                medians of what a device does
     corpus, random_batch  what is learnt; small_llama, trained_llama: what learns, and has learnt

@@ -35,9 +35,9 @@ from coat_jax.numerics.quantizer import Quantizer
 from coat_jax.training.data.corpus import Corpus
 from experiments import corpus, records
 from experiments.command import parser_of
-from experiments.loss_study.statistics import Cost, cost_of
 from experiments.moments.followed import WEIGHT_DECAY, schedule
 from experiments.saved_rounding import BATCH, MODEL
+from experiments.study.statistics import Cost, cost_of
 
 
 class Way(NamedTuple):

@@ -31,6 +31,10 @@ from coat_jax.training.config_files import SHIPPED, load_config
 from coat_jax.training.fields import KNOWN_AS, fields
 from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.overrides import override
+from experiments.fine_tuning.study import STUDY as FINE_TUNING
+from experiments.loss_study.study import STUDY as LOSS_STUDY
+from experiments.stability.study import STUDY as STABILITY
+from experiments.study.command import parser_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -230,9 +234,8 @@ def options_of_commands() -> set[str]:
         parser = argparse.ArgumentParser()
         importlib.import_module(f"coat_jax.cli.{name}").add_arguments(parser)
         found |= {option for action in parser._actions for option in action.option_strings}
-    for file in ("loss_study/__main__", "loss_study/command", "fine_tuning/__main__"):
-        study = (ROOT / f"experiments/{file}.py").read_text()
-        found |= set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', study))
+    for study in (LOSS_STUDY, FINE_TUNING, STABILITY):
+        found |= {option for a in parser_of(study, "")._actions for option in a.option_strings}
     return found | {"--print-config", "--debug"}
 
 

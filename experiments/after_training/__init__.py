@@ -1,4 +1,5 @@
 """What INT8 and FP8 cost a trained network, and whether training in FP8 lowers this cost.
 
-See `__main__.py`; `run` makes one run, `changes` evaluates many.
+`recipes` has the ways to quantize, `quantizing` makes one run, `changes` finds the costs, and
+`study` shows them.
 """

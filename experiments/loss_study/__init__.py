@@ -1,11 +1,12 @@
 """What each part of FP8 training costs in loss, and how much of that is noise.
 
+    study                    the study, as `experiments.study` takes it
     arms, arm                what is compared: a table of arms and sizes, and what these are
-    text, duplicates         the text that is trained on
-    measure, queue, run      which runs are missing; runs side by side; a single run
-    results, statistics      one row for each run, and what follows from the rows
-    table, plot              tables and pictures of these
-    moments, muon            AdamW with each moment in a format of its own, and Muon
+    text, duplicates, rows   the text that is trained on
+    training                 one run
+    conditions, show         which runs can be compared; tables and pictures of them
+    muon, operands           Muon, and products of which single operands are rounded
 
-`python -m experiments.loss_study` is the program; docs/loss.md says how to use it.
+`python -m experiments.loss_study` is the program; docs/loss_study.md says how to use it. Arms that
+were measured once and that no page quotes are in the results, and in commit 12e08a75.
 """

@@ -4,9 +4,9 @@ import functools
 
 from experiments.after_training import changes
 from experiments.after_training.changes import What
-from experiments.loss_study import results
-from experiments.loss_study.statistics import Effect
+from experiments.after_training.study import STUDY
 from experiments.published.results import FOLDER, bold, of
+from experiments.study.statistics import Cost
 
 FORMATS = ["INT8", "E2M5", "E3M4", "E4M3", "E5M2"]
 QUANTIZED = {"int8": "INT8", "fp8": "FP8"}
@@ -31,9 +31,9 @@ def bits() -> list[list[str]]:
 
 
 @functools.cache
-def costs(size: str) -> dict[str, dict[What, Effect]]:
+def costs(size: str) -> dict[str, dict[What, Cost]]:
     """The cost of each way of quantizing a network of this size, by how it was trained."""
-    rows = results.read([FOLDER / "after_training.json"])
+    rows = STUDY.read([FOLDER / "after_training.json"])
     return changes.costs([row for row in rows if row["size"] == size])
 
 
@@ -59,5 +59,5 @@ def tuned() -> list[list[str]]:
     return rows
 
 
-def _cell(effect: Effect) -> str:
+def _cell(effect: Cost) -> str:
     return f"{100 * effect.mean:+.3f} ± {100 * effect.half:.3f}"

@@ -13,14 +13,17 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from experiments import forward_formats
-from experiments.fine_tuning import int8
-from experiments.fine_tuning import show as fine_tuning
-from experiments.loss_study import results, statistics
+from experiments.fine_tuning import study as fine_tuning
+from experiments.fine_tuning.ways import USUAL
 from experiments.loss_study.arm import Settings
 from experiments.loss_study.arms import SIZES
-from experiments.loss_study.measure import PREPARING, STARTING
-from experiments.loss_study.statistics import Comparison, Effect, Row
+from experiments.loss_study.conditions import baselines_of, conditions_of, trains_by_muon
+from experiments.loss_study.study import PREPARING, STUDY
 from experiments.published.results import FOLDER, bold, case, of
+from experiments.row_files import Row
+from experiments.study import statistics
+from experiments.study.command import STARTING
+from experiments.study.statistics import Comparison, Effect
 
 SIGNIFICANT = 0.05
 
@@ -95,28 +98,28 @@ OPERANDS = {
 def runs(study: str) -> list[Row]:
     """The runs of a study."""
     if study == TUNED:
-        rows = results.read([FOLDER / fine_tuning.FILE])
-        return [way for row in rows if row["size"] == "40M" for way in fine_tuning.ways_of(row)]
+        return [way for row in _tuned() for way in fine_tuning.ways_of(row)]
     _, size, steps, muon = STUDIES[study]
     wanted = size, steps, SIZES[size].settings.learning_rate, {}, muon
-    (found,) = (
-        rows
-        for rows in _groups()
-        if wanted
-        == (
-            rows[0]["size"],
-            rows[0]["settings"]["steps"],
-            rows[0]["settings"]["learning_rate"],
-            rows[0]["definition"]["optimizer"],
-            results.trains_by_muon(rows[0]),
-        )
-    )
+    (found,) = (rows for rows in _groups() if wanted == _conditions(rows[0]))
     return found
+
+
+def _conditions(row: Row) -> tuple[object, ...]:
+    settings, optimizer = row["settings"], row["definition"]["optimizer"]
+    steps, rate = settings["steps"], settings["learning_rate"]
+    return row["size"], steps, rate, optimizer, trains_by_muon(row)
 
 
 @functools.cache
 def _groups() -> list[list[Row]]:
-    return [*results.conditions_of(results.read([FOLDER / results.FILE])).values()]
+    return [*conditions_of(STUDY.read([FOLDER / "loss_study.json"])).values()]
+
+
+@functools.cache
+def _tuned() -> list[Row]:
+    rows = fine_tuning.STUDY.read([FOLDER / "fine_tuning.json"])
+    return [row for row in rows if row["size"] == "40M"]
 
 
 @functools.cache
@@ -130,7 +133,7 @@ def effects(study: str, held_out: str = "", above: str = "") -> Comparison:
     """
     rows = runs(study)
     loss = statistics.held_out(held_out) if held_out else statistics.final
-    return statistics.compare(rows, [above] if above else results.baselines_of(rows), loss)
+    return statistics.compare(rows, [above] if above else baselines_of(rows), loss)
 
 
 def mean(study: str, arm: str) -> str:
@@ -254,8 +257,7 @@ def resolution() -> list[list[str]]:
 def _minutes(study: str, seeds: int) -> float:
     """How long two baselines and an arm take, by the estimate of `--plan`."""
     if study == TUNED:
-        (row, *_) = results.read([FOLDER / fine_tuning.FILE])
-        trained = int8.cost_of(Settings(**row["settings"]))
+        trained = fine_tuning.cost_of(Settings(**_tuned()[0]["settings"]), USUAL)
     else:
         size = SIZES[STUDIES[study].size]
         trained = 3 * replace(size.settings, steps=STUDIES[study].steps).tokens

@@ -3,7 +3,7 @@
 from experiments.published.loss import layer_ms, layer_units
 from experiments.published.results import GB, bold, case, of
 from experiments.published.stability import measured
-from experiments.stability.table import compared
+from experiments.stability.show import compared
 
 
 def speed_up() -> str:

@@ -3,12 +3,12 @@
 import functools
 
 from experiments.published.results import FOLDER
-from experiments.stability import results
+from experiments.stability.alarms import SIGNALS, lead_of
 from experiments.stability.arms import BASELINE
-from experiments.stability.prediction import SIGNALS, lead_of
-from experiments.stability.results import Conditions
-from experiments.stability.statistics import Rate
-from experiments.stability.table import above_baseline, all_samples, compared, points, verdicts
+from experiments.stability.conditions import Conditions, conditions_of
+from experiments.stability.failures import Rate
+from experiments.stability.show import above_baseline, all_runs, compared, points, verdicts
+from experiments.stability.study import STUDY
 
 BEST, HIGHEST = 1e-3, 0.3  # learning rates: with the lowest losses, and where runs fail
 ARMS = {
@@ -35,7 +35,7 @@ def measured(ratio: float = 0.0) -> Conditions:
     """The runs of 5 million parameters; `ratio` is the last learning rate to the highest."""
     (found,) = (
         one
-        for one in results.conditions_of(results.read([FOLDER / results.FILE]))
+        for one in conditions_of(STUDY.read([FOLDER / "stability.json"]))
         if (one.size, one.settings.final_ratio) == ("5M", ratio)
     )
     return found
@@ -62,7 +62,7 @@ def more_failures(arm: str, part: str = "difference", ratio: str = "0") -> str:
 def most_warned() -> str:
     """The largest share of divergences before which an alarm sounds, in percent."""
     leads = [
-        lead_of(all_samples(found), signal, found.settings.every)
+        lead_of(all_runs(found), signal, found.settings.every)
         for found in (measured(), measured(1.0))
         for signal in SIGNALS
     ]

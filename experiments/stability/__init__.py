@@ -1,11 +1,12 @@
 """How stable training is as formats get smaller: grids of learning rate, seed and format.
 
-arms          the formats, and the sizes of model that they are tried at: tables
-train         all seeds and learning rates of a format as one program
-events        what counts as diverged, spiked and recovered: fixed before the runs
-statistics    rates with intervals, exact tests, sensitivity to the learning rate
-prediction    whether sharpness, gradient norm or loss predict divergence
-results       rows in a file that grows
-measure       which rows are missing, and measuring them
-table, picture    what was found
+    study                the study, as `experiments.study` takes it
+    arms, arm            the formats, and the sizes of model that they are tried at
+    training, unscaled   all seeds and learning rates of a format as one program
+    events               what counts as diverged and stuck: fixed before the runs
+    failures, alarms     exact statistics of pairs; whether a signal warns of a divergence
+    conditions, show     runs that can be compared; tables and pictures of them
+
+Commit 12e08a75 also measured spikes, areas under ROC curves, sensitivity to the learning rate, and
+formats of the head; arms that it measured and that are gone are still in the results.
 """

@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import coat_jax as coat
 from coat_jax import models
-from coat_jax.storage import PAPER, Storage
+from coat_jax.storage import Storage
 from experiments.stability.arm import Arm, Settings, Size
 
 BASELINE = "bf16"
 
 
-def products(forward: str, backward: str | None = None) -> Arm:
-    """All operands of the layers' products in these formats."""
-    return Arm(coat.Precision(forward=forward, backward=backward or forward, block=None))
+def products(fmt: str) -> Arm:
+    """All operands of the layers' products in this format."""
+    return Arm(coat.Precision(forward=fmt, backward=fmt, block=None))
 
 
 COAT = Arm(coat.COAT, moments=Storage())
@@ -26,20 +26,12 @@ E5M2, E4M3 = products("E5M2:bias=16"), products("E4M3:bias=8")
 ARMS: dict[str, Arm] = {
     BASELINE: Arm(),
     # One mantissa bit less each time: E8M7 is BF16.
-    "e8m7": products("E8M7"),
-    "e8m6": products("E8M6"),
-    "e8m5": products("E8M5"),
-    "e8m4": products("E8M4"),
-    "e8m3": products("E8M3"),
+    **{f"e8m{bits}": products(f"E8M{bits}") for bits in (7, 6, 5, 4, 3)},
     # Fewer exponent bits, with a scale per tensor and without.
     "e5m2": E5M2,
     "e4m3": E4M3,
     "e5m2_unscaled": replace(E5M2, scaled=False),
     "e4m3_unscaled": replace(E4M3, scaled=False),
-    # The head, which is in BF16 otherwise.
-    "e8m3_head": replace(products("E8M3"), head=True),
-    "e5m2_head": replace(E5M2, head=True),
-    "e4m3_head": replace(E4M3, head=True),
     # Ours.
     "fp8_linear": Arm(coat.FP8_LINEAR),
     "coat": COAT,
@@ -47,16 +39,10 @@ ARMS: dict[str, Arm] = {
     # Parts of COAT: one change each, to BF16 or to COAT.
     "moments": Arm(moments=Storage()),
     "saved": Arm(WITHOUT_PRODUCTS),
-    "activations": Arm(coat.COAT),
     "coat_rounded_forward": replace(COAT, precision=coat.COAT_PAPER),
-    "coat_e4m3_gradients": replace(COAT, precision=replace(coat.COAT, backward=coat.E4M3)),
-    "coat_paper_moments": replace(COAT, moments=PAPER),
-    "fp8_linear_head": Arm(coat.FP8_LINEAR, head=True),
     # Without master weights.
     "params_bf16": Arm(params="bf16"),
     "params_bf16_stochastic": Arm(params="bf16_stochastic"),
-    "coat_params_bf16": replace(COAT, params="bf16"),
-    "coat_params_bf16_stochastic": replace(COAT, params="bf16_stochastic"),
 }
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
@@ -69,14 +55,6 @@ SIZES: dict[str, Size] = {
         Settings(100, 4, 32, every=2),
         RATES[:4],
         together=16,
-    ),
-    "0.5M": Size(
-        models.Config(
-            vocab=256, width=128, layers=2, heads=4, kv_heads=4, head_dim=32, ffn=384, context=64,
-        ),
-        Settings(200, 4, 64),
-        RATES,
-        together=64,
     ),
     "5M": Size(
         models.Config(
@@ -93,14 +71,5 @@ SIZES: dict[str, Size] = {
         Settings(400, 16, 128),
         RATES,
         together=16,
-    ),
-    "30M": Size(
-        models.Config(
-            vocab=256, width=512, layers=10, heads=8, kv_heads=8, head_dim=64, ffn=1408,
-            context=128,
-        ),
-        Settings(500, 16, 128),
-        RATES,
-        together=8,
     ),
 }  # fmt: skip

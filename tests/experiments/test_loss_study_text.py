@@ -8,7 +8,7 @@ import pytest
 
 from coat_jax.errors import UserError
 from experiments.loss_study import text as the_text
-from experiments.loss_study.duplicates import _of_batch, distinct
+from experiments.loss_study.duplicates import distinct
 
 
 def prose(seed: int, words: int = 600) -> bytes:
@@ -35,14 +35,6 @@ def test_a_dropped_document_does_not_count_as_seen():
     assert distinct([original, mixed, other]) == [True, False, True]
 
 
-def test_documents_are_hashed_alone_also_in_one_batch():
-    texts = [prose(i, words=40 + i) for i in range(50)] + [b"short", b""]
-    together = _of_batch(texts)
-    for text, fingerprint in zip(texts, together, strict=True):
-        np.testing.assert_array_equal(fingerprint, _of_batch([text, prose(99)])[0])
-    assert len(together[-1]) == len(together[-2]) == 0
-
-
 def test_held_out_text_is_like_no_training_text_and_order_does_not_matter():
     texts = [prose(i // 2) for i in range(80)]  # each twice
     documents = the_text.split(texts, limit=10**9)
@@ -67,7 +59,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "made"
 
 
-def test_text_is_made_once(corpus: Path):
+def test_text_is_made_once_and_without_tables_and_copies(corpus: Path):
     before = {path: path.stat().st_mtime_ns for path in corpus.iterdir()}
     notes = the_text.prepare(corpus, the_text.BYTES, places=[], limit=10**9)
     assert {path: path.stat().st_mtime_ns for path in corpus.iterdir()} == before

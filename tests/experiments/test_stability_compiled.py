@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.hopper import OPTIONS, hopper_mesh, there
-from experiments.stability import train
+from experiments.stability import training
 from experiments.stability.arms import ARMS, SIZES
 
 pytestmark = [
@@ -30,7 +30,7 @@ def test_a_grid_compiles_for_a_gpu(name):
         jax.tree.map, lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed)
     )
     with there(), jax.set_mesh(mesh):
-        program = train.program_of(ARMS[name], size, size.settings)
+        program = training.program_of(ARMS[name], size, size.settings)
         seeds = on_gpu(jax.ShapeDtypeStruct((3,), np.uint32))
         states = on_gpu(jax.eval_shape(program.init, seeds))
         rates = on_gpu(jax.ShapeDtypeStruct((3,), np.float32))

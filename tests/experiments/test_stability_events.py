@@ -1,16 +1,13 @@
-"""What counts as diverged, stuck, spiked and recovered, on curves whose story is known."""
+"""What counts as diverged and stuck, on curves whose story is known."""
 
 import numpy as np
 import pytest
 
 from experiments.stability.events import (
-    PAST,
-    Spike,
     entropy,
     events_of,
     final_loss,
     running_median,
-    spikes_of,
 )
 
 CEILING, FIRST, LOW, STEPS = 3.2, 5.5, 2.0, 300
@@ -22,12 +19,10 @@ def learning(*, noise: float = 0.05, seed: int = 0, low: float = LOW) -> np.ndar
     return curve + noise * np.random.default_rng(seed).standard_normal(STEPS)
 
 
-def test_a_run_that_learns_is_trained_and_has_no_spikes():
+def test_a_run_that_learns_is_trained():
     for seed in range(50):
         found = events_of(learning(seed=seed), CEILING)
         assert found.outcome == "trained"
-        assert found.spikes == ()
-        assert not found.recovered
         assert found.final == pytest.approx(LOW, abs=0.1)
 
 
@@ -38,9 +33,6 @@ def test_the_onset_of_a_jump_that_lasts_is_its_first_step():
         found = events_of(losses, CEILING)
         assert found.outcome == "diverged"
         assert found.onset == step
-        assert [spike.start for spike in found.spikes] == [step]
-        assert found.spikes[0].end is None
-        assert not found.recovered
 
 
 def test_falling_back_to_byte_frequencies_is_divergence_though_the_loss_was_larger_once():
@@ -59,12 +51,11 @@ def test_losses_that_are_not_finite_are_divergence():
         assert found.final == np.inf
 
 
-def test_a_slow_rise_is_divergence_without_a_spike():
+def test_a_slow_rise_is_divergence():
     losses = learning(noise=0.02)
     losses[100:] += 3 * np.linspace(0, 1, 200)
     found = events_of(losses, CEILING)
     assert found.outcome == "diverged"
-    assert found.spikes == ()
     # It has lost half of what it learnt when it is 0.6 nats up, plus what it still learnt then.
     assert 130 <= found.onset <= 160
 
@@ -74,8 +65,6 @@ def test_a_rise_that_comes_back_is_no_divergence():
     losses[150:170] += 2.0
     found = events_of(losses, CEILING)
     assert (found.outcome, found.onset) == ("trained", None)
-    assert found.spikes == (Spike(150, 170),)
-    assert found.recovered
 
 
 def test_a_run_that_ends_worse_than_its_best_but_not_by_half_is_trained():
@@ -126,43 +115,6 @@ def test_one_lucky_or_unlucky_step_decides_nothing():
     losses = learning()
     losses[-1] = np.nan
     assert events_of(losses, CEILING).outcome == "trained"
-
-
-def test_a_single_step_is_a_spike_that_ends_with_the_next():
-    losses = learning()
-    losses[100] += 2.0
-    assert spikes_of(losses) == (Spike(100, 101),)
-    losses[100] = np.nan
-    assert spikes_of(np.where(np.isfinite(losses), losses, np.inf)) == (Spike(100, 101),)
-
-
-def test_spikes_are_counted_one_by_one():
-    losses = learning()
-    for step in (80, 150, 220):
-        losses[step : step + 5] += 1.5
-    assert [spike.start for spike in spikes_of(losses)] == [80, 150, 220]
-    assert all(spike.end == spike.start + 5 for spike in spikes_of(losses))
-
-
-def test_a_spike_is_large_against_noise_and_against_what_was_learnt():
-    quiet = learning(noise=0.01)
-    quiet[200] += 0.2  # 20 deviations, but 6 % of what was learnt
-    assert spikes_of(quiet) == ()
-    quiet[200] += 0.2
-    assert spikes_of(quiet) == (Spike(200, 201),)
-    noisy = learning(noise=0.2)
-    noisy[200] += 0.4  # 11 % of what was learnt, but 2 deviations
-    assert spikes_of(noisy) == ()
-
-
-def test_there_are_hardly_any_spikes_in_noise():
-    """Deviations of few steps are uncertain: the bound is measured, not derived."""
-    spiked = sum(bool(spikes_of(learning(noise=0.2, seed=seed))) for seed in range(400))
-    assert spiked <= 8
-
-
-def test_a_run_shorter_than_the_past_of_a_spike_has_none():
-    assert spikes_of(learning()[: PAST - 1]) == ()
 
 
 @pytest.mark.parametrize("width", [1, 4, 5, 15])

@@ -8,9 +8,6 @@ not pooled, because some arms spread ten times as much as others. By chance, the
 may lie closer together than runs that differ by rounding only. An interval is therefore never
 narrower than the noise floor makes it, which comes from the baselines alone.
 
-The standard error over blocks of steps within a run is reported, too. It is smaller than the
-difference between two runs of one arm, and shows only how well two single runs are told apart.
-
 Effects are relative: 0.001 is 0.1 % more loss.
 """
 
@@ -24,7 +21,6 @@ from jaxtyping import Float
 
 Row = dict[str, Any]
 LEVEL = 0.95
-BLOCKS = 8
 FINAL = 0.1  # the share of a run whose mean is its final loss
 
 
@@ -34,7 +30,6 @@ class Effect(NamedTuple):
     Attributes:
         mean: over seeds.
         half: half the width of its interval, the noise floor included; NaN for a single seed.
-        within: the standard error over blocks of steps; NaN for held-out losses.
         p: of no effect at all; NaN for a single seed.
         holm: the same, corrected for the number of arms.
         seeds: how many.
@@ -42,14 +37,16 @@ class Effect(NamedTuple):
 
     mean: float
     half: float
-    within: float
     p: float
     holm: float
     seeds: int
 
+    def __str__(self) -> str:
+        return str(Cost(self.mean, self.half))
+
 
 class Cost(NamedTuple):
-    """The relative increase of a network's loss when it is evaluated in another way.
+    """The mean of differences between pairs of runs.
 
     Attributes:
         mean: over seeds.
@@ -163,7 +160,6 @@ def compare(
             np.array([np.mean(runs) for runs in gaps[arm].values()]),
             noise,
             of_start,
-            _within(rows, arm, reference) if loss is final else math.nan,
         )
         for arm in sorted(gaps.keys() - reference)
     }
@@ -176,25 +172,23 @@ def compare(
 
 
 def cost_of(gaps: list[float]) -> Cost:
-    """The cost of an evaluation, from each seed's difference; training adds no noise to it."""
+    """The mean of each seed's difference, and its interval by Student's t."""
     error = np.std(gaps, ddof=1) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
     return Cost(float(np.mean(gaps)), quantile(len(gaps) - 1) * float(error))
 
 
-def _effect(
-    differences: Float[np.ndarray, " seeds"], noise: Noise, baselines: float, within: float
-) -> Effect:
+def _effect(differences: Float[np.ndarray, " seeds"], noise: Noise, baselines: float) -> Effect:
     """The mean difference over seeds, by Student's t; its interval covers the noise floor."""
     mean, seeds = float(np.mean(differences)), len(differences)
     if seeds < 2:
-        return Effect(mean, math.nan, within, math.nan, math.nan, seeds)
+        return Effect(mean, math.nan, math.nan, math.nan, seeds)
     error = float(np.std(differences, ddof=1)) / math.sqrt(seeds)
     half, p = quantile(seeds - 1) * error, _p(mean, error, seeds - 1)
     floor = noise.error(seeds, baselines)
     if not math.isnan(floor):
         half = max(half, noise.band(seeds, baselines))
         p = max(p, _p(mean, floor, noise.floor_freedom))
-    return Effect(mean, half, within, p, math.nan, seeds)
+    return Effect(mean, half, p, math.nan, seeds)
 
 
 def seeds_for(half: float, effect: Effect) -> int:
@@ -221,14 +215,6 @@ def gap(rows: list[Row], arm: str, baselines: Iterable[str]) -> Float[np.ndarray
     return np.mean(curves, axis=0) if curves else np.zeros(0)
 
 
-def block_error(differences: Float[np.ndarray, " T"]) -> float:
-    """The standard error of the mean of numbers that resemble their neighbours."""
-    if len(differences) < 2 * BLOCKS:
-        return math.nan
-    means = [float(np.mean(block)) for block in np.array_split(differences, BLOCKS)]
-    return float(np.std(means, ddof=1)) / math.sqrt(BLOCKS)
-
-
 def holm(ps: list[float]) -> list[float]:
     """The p-values of several statements, corrected so that they hold together (Holm 1979)."""
     known = [i for i, p in enumerate(ps) if not math.isnan(p)]
@@ -243,17 +229,6 @@ def _curves(rows: list[Row], arms: set[str], of: Row) -> list[Float[np.ndarray, 
     """The losses of these arms from the start of a run."""
     start = start_of(of)
     return [np.log(r["losses"]) for r in rows if r["arm"] in arms and start_of(r) == start]
-
-
-def _within(rows: list[Row], arm: str, reference: set[str]) -> float:
-    """The block error of the final loss, of a mean over the arm's runs."""
-    squares = []
-    for row in rows:
-        if row["arm"] == arm and (curves := _curves(rows, reference, row)):
-            base = np.mean(curves, axis=0)
-            last = max(round(FINAL * len(base)), 1)
-            squares.append(block_error((np.log(row["losses"]) - base)[-last:]) ** 2)
-    return math.sqrt(sum(squares)) / len(squares)
 
 
 def quantile(freedom: int) -> float:

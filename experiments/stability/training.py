@@ -16,7 +16,7 @@ stochastic rounding do, since each run of a program has its own.
 """
 
 import contextlib
-import functools
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,8 +32,16 @@ from jaxtyping import Array, Float, Int, Int32, UInt8
 from coat_jax import models, ops
 from coat_jax import optax as coat_optax
 from coat_jax.optax.clipping import clip_scale, global_norm
-from experiments.stability.arm import REPORTS, Arm, Settings, Size, model_config
+from coat_jax.training.data import corpus
+from experiments import row_files
+from experiments.row_files import Row
+from experiments.stability.arm import PARTS, Arm, Settings, Size, model_config
+from experiments.stability.arms import ARMS, SIZES
+from experiments.stability.curves import Signals, packed
+from experiments.stability.events import entropy, events_of
 from experiments.stability.unscaled import without_scales
+from experiments.study.study import Job
+from experiments.study.worker import say
 
 B1, B2, EPS = 0.9, 0.95, 1e-8
 
@@ -44,14 +52,6 @@ class State(NamedTuple):
     params: Any
     moments: Any
     skipped: Int32[Array, ""]  # steps that were not finite
-
-
-class Signals(NamedTuple):
-    """What a step reports, from before its update: numbers, or [runs, steps] for a whole grid."""
-
-    loss: Float[Array, "..."]
-    gradient_norm: Float[Array, "..."]
-    sharpness: Float[Array, "..."]
 
 
 class Grid(NamedTuple):
@@ -76,6 +76,57 @@ class Program(NamedTuple):
     advance: Callable[..., tuple[State, Signals]]
 
 
+def measure(job: Job) -> list[Row]:
+    """Makes a run; see `Study`. Its rows differ by their learning rates."""
+    begin = time.perf_counter()
+    first, text = job.rows[0], corpus.load().train
+    settings = Settings(**first["settings"])
+    seeds = np.concatenate([row["seeds"] for row in job.rows])
+    rates = np.repeat([row["learning_rate"] for row in job.rows], len(first["seeds"]))
+
+    def report(step: int) -> None:
+        job.stop_if_asked()
+        say(job, f"{step}/{settings.steps}")
+
+    arm, size = ARMS[first["arm"]], SIZES[first["size"]]
+    grid = train(arm, size, settings, text, seeds, rates, report)
+    seconds = (time.perf_counter() - begin) / len(seeds)
+    ceiling = entropy(text)
+    return [
+        row | of_runs(grid, slice(at, at + len(row["seeds"])), ceiling, settings.every, seconds)
+        for at, row in zip(range(0, len(seeds), len(first["seeds"])), job.rows, strict=True)
+    ]
+
+
+def of_runs(grid: Grid, own: slice, ceiling: float, every: int, seconds: float) -> Row:
+    """What a row has of some runs of a grid.
+
+    Args:
+        grid: of all runs.
+        own: which of them.
+        ceiling: the loss without learning, see `events`.
+        every: one of so many steps is stored.
+        seconds: of a run, as its share of the program's time.
+    """
+    signals = np.stack(grid.signals)[:, own]
+    events = [events_of(losses, ceiling) for losses in signals[0]]
+    return {
+        "ceiling": _rounded(ceiling),
+        "final": [_rounded(one.final) for one in events],
+        "outcome": [one.outcome for one in events],
+        "onset": [one.onset for one in events],
+        "skipped": [int(steps) for steps in grid.skipped[own]],
+        "curves": packed(signals[:, :, ::every]),
+        "seconds": round(seconds, 2),
+        "parents": row_files.parents(),
+    }
+
+
+def _rounded(value: float) -> float | None:
+    """Four digits; None for infinity, which JSON does not have."""
+    return float(f"{value:.4g}") if np.isfinite(value) else None
+
+
 def train(
     arm: Arm,
     size: Size,
@@ -83,7 +134,7 @@ def train(
     text: UInt8[np.ndarray, " N"],
     seeds: Int[np.ndarray, " runs"],
     learning_rates: Float[np.ndarray, " runs"],
-    report: Callable[[int], None] = lambda step: None,
+    report: Callable[[int], object] = lambda step: None,
 ) -> Grid:
     """Trains all runs side by side.
 
@@ -94,7 +145,7 @@ def train(
         text: where windows are taken from.
         seeds: of each run.
         learning_rates: of each run, the highest.
-        report: called with the number of steps that are done.
+        report: called with the number of steps that are done, before each part of the runs.
     """
     program = program_of(arm, size, settings)
     seeds = jnp.asarray(seeds, jnp.uint32)
@@ -102,15 +153,14 @@ def train(
     tokens = jnp.asarray(text)
     states = program.init(seeds)
     parts = []
-    for first in range(0, settings.steps, settings.steps // REPORTS):
+    for first in range(0, settings.steps, settings.steps // PARTS):
+        report(first)
         states, signals = program.advance(states, tokens, seeds, rates, first)
         parts.append(jax.tree.map(np.asarray, signals))
-        report(first + settings.steps // REPORTS)
     whole = [np.concatenate(part).T for part in zip(*parts, strict=True)]
     return Grid(Signals(*whole), np.asarray(states.skipped))
 
 
-@functools.cache  # seeds that do not fit one program take the same one again
 def program_of(arm: Arm, size: Size, settings: Settings) -> Program:
     """The program of a grid. If the arm has no scales, they are left out while it is traced."""
     config = model_config(arm, size)
@@ -132,7 +182,7 @@ def program_of(arm: Arm, size: Size, settings: Settings) -> Program:
     def advance(
         states: State, text: Array, seeds: Array, rates: Array, first: Array
     ) -> tuple[State, Signals]:
-        numbers = first + jnp.arange(settings.steps // REPORTS)
+        numbers = first + jnp.arange(settings.steps // PARTS)
         return lax.scan(lambda states, n: step(states, text, seeds, rates, n), states, numbers)
 
     return Program(init, step, advance)
@@ -157,7 +207,7 @@ def one_step(
 ) -> tuple[State, Signals]:
     """The next state of a run, and how the step went."""
     batch = windows(settings, text, seed, number)
-    loss_of = jax.value_and_grad(partial(loss_and_sharpness, arm, graph), has_aux=True)
+    loss_of = jax.value_and_grad(partial(loss_and_sharpness, graph), has_aux=True)
     (loss, sharpness), grads = loss_of(state.params, batch)
     grads = _in_fp32(grads)
     norm = global_norm(grads)
@@ -186,17 +236,11 @@ def windows(
 
 
 def loss_and_sharpness(
-    arm: Arm, graph: Any, params: Any, batch: Int32[Array, "B S+1"]
+    graph: Any, params: Any, batch: Int32[Array, "B S+1"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The means over all bytes of cross-entropy and sharpness."""
     model = nnx.merge(graph, params)
-    hidden, labels = model.hidden(batch[:, :-1]), batch[:, 1:]
-    if arm.head:
-        # In FP32, as the logits of a head that is not rounded.
-        wide, precision = hidden.astype(jnp.float32), model.config.precision
-        logits = ops.linear(wide, model.head_weight(), precision=precision)
-    else:
-        logits = model.logits(hidden)
+    logits, labels = model.logits(model.hidden(batch[:, :-1])), batch[:, 1:]
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
     return loss, ops.sharpness(lax.stop_gradient(logits), labels).mean()
 

@@ -1,13 +1,13 @@
-"""The statistics of the loss study, on runs whose true effects and noise are known."""
+"""The statistics that studies share, on runs whose true effects and noise are known."""
 
 import numpy as np
 import pytest
+from scipy import stats
 
-from experiments.loss_study.statistics import (
+from experiments.study.statistics import (
     Effect,
-    block_error,
     compare,
-    final,
+    cost_of,
     gap,
     holm,
     seeds_for,
@@ -73,29 +73,11 @@ def test_an_effect_six_times_the_noise_is_found_and_none_where_there_is_none():
     assert abs(result.effects["coat"].mean) > result.noise.band(5, 2)
 
 
-def test_an_arm_whose_runs_differ_more_has_a_wider_interval():
-    random = np.random.default_rng(7)
-    rows = synthetic(EFFECTS, seeds=8, random=random)
-    wild = [row for row in rows if row["arm"] == "coat"]
-    for row in wild:
-        row["losses"] = (np.array(row["losses"]) * np.exp(0.01 * random.standard_normal())).tolist()
-    found = compare(rows, ["base", "ulp"]).effects
-    assert found["coat"].half > 5 * found["harmless"].half
-
-
 @pytest.mark.parametrize("seeds", [2, 3, 8])
 def test_a_narrower_interval_takes_more_seeds(seeds: int):
-    effect = Effect(mean=0.0, half=0.01, within=0.0, p=1.0, holm=1.0, seeds=seeds)
+    effect = Effect(mean=0.0, half=0.01, p=1.0, holm=1.0, seeds=seeds)
     assert seeds_for(0.0101, effect) == seeds
     assert seeds_for(0.0099, effect) == seeds + 1
-
-
-def test_noise_is_that_of_the_runs_not_of_the_seeds():
-    rows = synthetic(EFFECTS, seeds=200, random=np.random.default_rng(2))
-    noise = compare(rows, ["base", "ulp"], final).noise
-    # A standard deviation of n numbers is right within 1 / sqrt(2 n): here 3 % and 5 %.
-    of_run = np.hypot(NOISE, 1e-3 / np.sqrt(0.1 * STEPS))
-    assert noise.floor == pytest.approx(of_run, rel=0.25)
 
 
 def test_runs_that_are_missing_and_seeds_without_baseline_are_no_obstacle():
@@ -114,15 +96,6 @@ def test_one_run_against_one_baseline_has_no_interval():
     effect = result.effects["coat"]
     assert np.isnan([effect.half, effect.p, effect.holm]).all()
     assert np.isnan(result.noise.band(1, 1))
-
-
-def test_block_error_is_that_of_independent_numbers_and_sees_slow_drift():
-    random = np.random.default_rng(5)
-    white = random.standard_normal((400, 800))
-    errors = [block_error(row) for row in white]
-    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(1 / np.sqrt(800), rel=0.1)
-    slow = np.repeat(random.standard_normal(80), 10)  # ten equal neighbours
-    assert block_error(slow) > 2 / np.sqrt(800)
 
 
 def test_holm_corrects_the_smallest_most_and_keeps_the_order():
@@ -151,3 +124,20 @@ def test_runs_are_compared_with_those_of_the_same_network():
     assert abs(result.effects["coat"].mean - EFFECTS["coat"]) < 2 * NOISE
     assert result.noise.floor < 2 * NOISE
     assert result.noise.floor_freedom == 6  # of two baselines of six networks
+
+
+def test_a_cost_is_the_mean_with_student_s_interval():
+    gaps = [0.010, 0.012, 0.017]
+    mean, half = cost_of(gaps)
+    found = stats.ttest_1samp(gaps, 0).confidence_interval(0.95)
+    assert (mean - half, mean + half) == pytest.approx((found.low, found.high))
+    rows = [
+        {"arm": arm, "seed": seed, "losses": [np.exp(loss)]}
+        for seed, gap in enumerate(gaps)
+        for arm, loss in (("base", 1.0 + seed), ("coat", 1.0 + seed + gap))
+    ]
+    effect = compare(rows, ["base"]).effects["coat"]
+    assert (effect.mean, effect.half) == pytest.approx((mean, half))
+    assert effect.p == pytest.approx(stats.ttest_1samp(gaps, 0).pvalue)
+    assert str(effect) == "+1.300 % ± 0.896"
+    assert np.isnan(cost_of([0.1]).half)

@@ -1,9 +1,8 @@
-"""How often runs fail, how sure that is, and how much the learning rate matters.
+"""How often runs fail, and how sure that is.
 
-    wilson       the interval of a share, from how many of how many
-    tango        the interval of the difference between two shares of the same pairs
-    mcnemar      the exact probability that they differ by chance as much as they do
-    sensitivity  how much worse runs end, on average over learning rates, than at the best one
+    wilson     the interval of a share, from how many of how many
+    tango      the interval of the difference between two shares of the same pairs
+    mcnemar    the exact probability that they differ by chance as much as they do
 
 A pair is a run of an arm and one of the baseline from the same seed, at the same learning rate.
 Such runs begin with the same parameters and see the same batches, so they are not independent, as
@@ -11,14 +10,11 @@ Fisher's exact test assumes. Only the pairs in which one of the two fails tell t
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
+from experiments.study.statistics import LEVEL
 
-from experiments.loss_study.statistics import quantile
-
-LEVEL = 0.95
 BESIDE = 1e-9
 
 
@@ -135,57 +131,3 @@ def tango(only_one: int, only_other: int, pairs: int) -> tuple[float, float]:
     low = -1.0 if found == -1 else optimize.brentq(rejected, -1.0, found - BESIDE)
     high = 1.0 if found == 1 else optimize.brentq(rejected, found + BESIDE, 1.0)
     return float(low), float(high)
-
-
-class Band(NamedTuple):
-    """The final losses of many seeds: their median, and the quantiles that 80 % are between."""
-
-    median: float
-    low: float
-    high: float
-
-
-def band(final: Sequence[float]) -> Band:
-    """The band of final losses, which may be infinite."""
-    # Not interpolated: between a number and infinity there is none.
-    low, median, high = np.quantile(final, (0.1, 0.5, 0.9), method="inverted_cdf")
-    return Band(float(median), float(low), float(high))
-
-
-def sensitivity(final: Mapping[float, Sequence[float]], first: float) -> float:
-    """The learning rate sensitivity of Wortsman et al. (arXiv 2309.14322), in nats.
-
-    The mean over learning rates of the median final loss, capped at that of the first step, less
-    the smallest of these medians. The learning rates are evenly spaced in their logarithm.
-
-    Args:
-        final: losses by learning rate.
-        first: the loss of a model that was not trained.
-    """
-    medians = [min(band(losses).median, first) for losses in final.values()]
-    return float(np.mean(medians) - min(medians))
-
-
-class Mean(NamedTuple):
-    """A mean over seeds, and half of its 95 % interval."""
-
-    mean: float
-    half: float
-
-
-def excess(own: Mapping[int, float], base: Mapping[int, float]) -> Mean | None:
-    """How far losses are above those of the baseline with the same seeds, as a share of them.
-
-    Args:
-        own: losses by seed.
-        base: losses of the baseline by seed.
-
-    Returns:
-        The mean log of their ratio. None with fewer than two seeds, or if a loss is infinite.
-    """
-    pairs = np.array([(own[seed], base[seed]) for seed in own if seed in base])
-    if len(pairs) < 2 or not np.isfinite(pairs).all():
-        return None
-    ratios = np.log(pairs[:, 0] / pairs[:, 1])
-    error = ratios.std(ddof=1) / len(ratios) ** 0.5
-    return Mean(float(ratios.mean()), float(quantile(len(ratios) - 1) * error))
