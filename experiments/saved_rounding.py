@@ -19,7 +19,6 @@ tokens.
 import dataclasses
 import itertools
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -55,7 +54,7 @@ Tokens = Int[Array, "B S+1"]
 
 
 def main() -> None:
-    """Measures, prints the table and writes figures and picture."""
+    """Measures, prints the table and writes the figures."""
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=400, help="of training")
     parser.add_argument("--batches", type=int, default=32, help="batches to average gradients over")
@@ -63,7 +62,6 @@ def main() -> None:
     options = parser.parse_args()
     figures = measure(options.steps, options.batches, options.seed)
     records.write(options.out / "saved_rounding.json", figures)
-    draw(figures, options.out / "saved_rounding.png")
     show(figures)
 
 
@@ -170,29 +168,6 @@ def show(figures: Figures) -> None:
         common = f"{np.mean(one['in common']):.0%}"
         table.add_row(str(one["step"]), common, *(f"{error:.2%}" for error in errors))
     Console().print(table)
-
-
-def draw(figures: Figures, path: Path) -> None:
-    """Draws both errors over training."""
-    import matplotlib.pyplot as plt
-
-    steps = [one["step"] for one in figures["found"]]
-    styles = {"of a batch": "--", "of the mean": "-"}
-    colors = {"to nearest": records.INK, "stochastic": records.ACCENT}
-    with plt.rc_context(records.CHART):
-        figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
-        for name, error in itertools.product(ROUNDINGS, ERRORS):
-            curve = [100 * one["error"][name][error] for one in figures["found"]]
-            words = f"{name}, error {error}"
-            if error == "of the mean":
-                words += f" over {figures['batches']} batches"
-            axes.plot(steps, curve, styles[error], color=colors[name], marker="o", label=words)
-        axes.set_xscale("symlog", linthresh=10)
-        axes.set_yscale("log")
-        axes.set_xlabel("step of training")
-        axes.set_ylabel("error of the weights' gradients, %")
-        figure.legend(loc="outside lower center", ncols=2, fontsize=9)
-        figure.savefig(path)
 
 
 if __name__ == "__main__":

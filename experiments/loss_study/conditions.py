@@ -1,11 +1,12 @@
 """Which runs of the loss study can be compared: those of the same conditions."""
 
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any
 
+from coat_jax.errors import UserError
 from experiments.loss_study.arm import Arm
-from experiments.row_files import Row, digest
+from experiments.row_files import Row
 from experiments.study.description import described
 
 # Raise it when a change of the code changes what a run computes: runs are made again, and those of
@@ -42,9 +43,8 @@ def completed(definition: dict[str, Any]) -> dict[str, Any]:
 def conditions_of(rows: list[Row]) -> dict[str, list[Row]]:
     """Runs of the same model, settings, text, optimizer and optimizer settings, by what these are.
 
-    An arm that was measured in several versions, or defined in several ways, is several arms: the
-    latest keeps the name, and the version is added to that of others. Of one version, the latest
-    date counts, and of one day, the definition with the most runs.
+    An arm that was measured in several versions is several arms: the latest keeps the name, and the
+    version is added to that of others.
     """
     groups = defaultdict(list)
     for row in rows:
@@ -81,19 +81,16 @@ def baselines_of(rows: list[Row]) -> set[str]:
 
 
 def _named_by_version(rows: list[Row]) -> list[Row]:
-    runs = Counter(map(_variant, rows))
-
-    def age(row: Row) -> tuple[Any, ...]:
-        return row["version"], row["parents"]["date"], runs[_variant(row)]
-
-    newest = {row["arm"]: _variant(row) for row in sorted(rows, key=age)}
+    newest: dict[str, int] = {}
+    definitions: dict[tuple[str, int], Any] = {}
+    for row in rows:
+        arm, version = row["arm"], row["version"]
+        newest[arm] = max(newest.get(arm, 0), version)
+        if definitions.setdefault((arm, version), row["definition"]) != row["definition"]:
+            raise UserError(f"The arm {arm} was defined in two ways: give one another name.")
     return [
         row
-        if newest[row["arm"]] == _variant(row)
+        if row["version"] == newest[row["arm"]]
         else row | {"arm": f"{row['arm']}@{row['version']}"}
         for row in rows
     ]
-
-
-def _variant(row: Row) -> str:
-    return digest([row["arm"], row["definition"], row["version"]])

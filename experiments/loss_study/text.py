@@ -16,15 +16,15 @@ and the same digest; runs on different text are never compared.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt16
@@ -44,25 +44,10 @@ LETTERS = 0.65  # of a text are letters or white space, at least: others are tab
 HELD_OUT = 8_000_000  # bytes of documents
 FOR_TOKENIZER = 40_000_000  # bytes of documents
 NOTES = "text.json"
+PARTS = ("train", "held_out")
 END = "<|endoftext|>"
 BYTES = 256  # the vocabulary that needs no tokenizer; byte 0 ends a document
-TOGETHER = 16_000_000  # characters that are tokenized at once
-
-
-class Documents(NamedTuple):
-    """Text without near-duplicates.
-
-    Attributes:
-        train: documents to train on.
-        held_out: documents to evaluate on.
-        read: how many were found.
-        size: their bytes.
-    """
-
-    train: list[bytes]
-    held_out: list[bytes]
-    read: int
-    size: int
+TOGETHER = 2000  # documents that are tokenized at once
 
 
 def roots() -> list[Path]:
@@ -84,20 +69,15 @@ def prepare(folder: Path, vocab: int, *, places: list[Path], limit: int) -> dict
     """
     if not (folder / NOTES).exists():
         folder.mkdir(parents=True, exist_ok=True)
-        begin = time.perf_counter()
-        documents = split(list(_read(places, avoid=folder)), limit)
-        _write(folder / "train.jsonl", documents.train)
-        _write(folder / "held_out.jsonl", documents.held_out)
-        parts = {"train": documents.train, "held_out": documents.held_out}
-        found: dict[str, Any] = {
-            "digest": _digest(documents.train + documents.held_out),
-            "limit": limit,
-            "read": {"documents": documents.read, "bytes": documents.size},
-        }
+        found = list(_read(places, avoid=folder))
+        parts = dict(zip(PARTS, split(found, limit), strict=True))
+        read = {"documents": len(found), "bytes": sum(map(len, found))}
+        made: dict[str, Any] = {"digest": _digest(parts), "limit": limit, "read": read}
         for name, part in parts.items():
-            found[name] = {"documents": len(part), "bytes": sum(map(len, part))}
-        found["seconds"] = round(time.perf_counter() - begin, 1)
-        writing.replace(folder / NOTES, json.dumps(found, indent=2).encode() + b"\n")
+            made[name] = {"documents": len(part), "bytes": sum(map(len, part))}
+            lines = [json.dumps(document.decode()) + "\n" for document in part]
+            writing.replace(folder / f"{name}.jsonl", "".join(lines).encode())
+        writing.replace(folder / NOTES, json.dumps(made, indent=2).encode() + b"\n")
     made = notes(folder)
     if made["limit"] != limit:
         raise UserError(
@@ -137,26 +117,21 @@ def _tokens(folder: Path, part: str, vocab: int) -> Path:
 # --- Reading and dropping near-duplicates -----------------------------------------------------
 
 
-def split(texts: list[bytes], limit: int) -> Documents:
-    """Drops near-duplicates and holds out the last documents; see above.
+def split(texts: list[bytes], limit: int) -> tuple[list[bytes], list[bytes]]:
+    """Documents to train on and to hold out, the last ones, without near-duplicates.
 
     Args:
         texts: in any order.
-        limit: bytes of text at most.
+        limit: bytes of documents at most.
     """
-    size = sum(map(len, texts))
     ordered = sorted(texts, key=_hash)
     kept = [text for text, new in zip(ordered, distinct(ordered), strict=True) if new]
-    total, upto = 0, 0
-    while upto < len(kept) and total + len(kept[upto]) <= limit:
-        total += len(kept[upto])
-        upto += 1
-    kept = kept[:upto]
-    left, held = min(HELD_OUT, total // 10), len(kept)
+    kept = kept[: int(np.searchsorted(np.cumsum([len(text) for text in kept]), limit, "right"))]
+    left, held = min(HELD_OUT, sum(map(len, kept)) // 10), len(kept)
     while held > 1 and left > 0:
         held -= 1
         left -= len(kept[held])
-    return Documents(kept[:held], kept[held:], len(texts), size)
+    return kept[:held], kept[held:]
 
 
 def _read(places: list[Path], avoid: Path) -> Iterator[bytes]:
@@ -196,20 +171,16 @@ def _hash(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
-def _digest(documents: list[bytes]) -> str:
+def _digest(parts: dict[str, list[bytes]]) -> str:
     """A hash of the documents and of how they become tokens."""
     state = hashlib.blake2b(f"{FOR_TOKENIZER} {END}".encode(), digest_size=6)
-    for document in documents:
-        state.update(_hash(document))
+    for part in PARTS:
+        for document in parts[part]:
+            state.update(_hash(document))
     return state.hexdigest()
 
 
 # --- Tokens -----------------------------------------------------------------------------------
-
-
-def _write(path: Path, documents: list[bytes]) -> None:
-    lines = [json.dumps(document.decode()) + "\n" for document in documents]
-    writing.replace(path, "".join(lines).encode())
 
 
 def _documents(path: Path) -> Iterator[str]:
@@ -221,7 +192,7 @@ def _documents(path: Path) -> Iterator[str]:
 def _tokenize(folder: Path, vocab: int) -> None:
     """Writes the tokens of both parts; the held-out file comes last, and marks them complete."""
     encode = _bytes_of if vocab == BYTES else _learn(folder, vocab)
-    for part in ("train", "held_out"):
+    for part in PARTS:
         tokens = list(_encoded(_documents(folder / f"{part}.jsonl"), encode))
         unfinished = folder / f"{part}_{vocab}.unfinished.npy"
         np.save(unfinished, np.concatenate(tokens))
@@ -229,15 +200,8 @@ def _tokenize(folder: Path, vocab: int) -> None:
 
 
 def _encoded(documents: Iterator[str], encode: Any) -> Iterator[UInt16[np.ndarray, " N"]]:
-    batch: list[str] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document)
-        if size > TOGETHER:
-            yield from encode(batch)
-            batch, size = [], 0
-    yield from encode(batch)
+    while batch := list(itertools.islice(documents, TOGETHER)):
+        yield from encode(batch)
 
 
 def _bytes_of(batch: list[str]) -> Iterator[UInt16[np.ndarray, " N"]]:

@@ -3,7 +3,7 @@
 import functools
 
 from experiments.published.results import FOLDER
-from experiments.stability.alarms import SIGNALS, lead_of
+from experiments.stability.alarms import SIGNALS, announced_by
 from experiments.stability.arms import BASELINE
 from experiments.stability.conditions import Conditions, conditions_of
 from experiments.stability.failures import Rate
@@ -61,12 +61,12 @@ def more_failures(arm: str, part: str = "difference", ratio: str = "0") -> str:
 
 def most_warned() -> str:
     """The largest share of divergences before which an alarm sounds, in percent."""
-    leads = [
-        lead_of(all_runs(found), signal, found.settings.every)
+    shares = [
+        announced_by(signal, all_runs(found), found.settings.every)
         for found in (measured(), measured(1.0))
         for signal in SIGNALS
     ]
-    return f"{100 * max(lead.warned for lead in leads):.0f}"
+    return f"{100 * max(shares):.0f}"
 
 
 def _count(rate: Rate) -> str:

@@ -1,8 +1,8 @@
 """Which runs can be compared: those of the same model, settings and text."""
 
 import json
-from collections import Counter, defaultdict
-from typing import Any, NamedTuple
+from collections import defaultdict
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -64,10 +64,8 @@ def of_today(row: Row) -> Row:
 def conditions_of(rows: list[Row]) -> list[Conditions]:
     """Groups of runs that can be compared.
 
-    Of an arm that was defined in several ways, the newest definition counts. Of a seed that was
-    measured with several versions of the code, the newest version counts: that of the latest day,
-    and of one day, the one with the most runs of the arm. So seeds and learning rates may be added
-    with newer code.
+    Of an arm that was defined in several ways, and of a seed that was measured several times, the
+    last row counts: files grow at their end.
     """
     groups = defaultdict(list)
     for row in rows:
@@ -76,46 +74,21 @@ def conditions_of(rows: list[Row]) -> list[Conditions]:
 
 
 def _conditions(rows: list[Row]) -> Conditions:
-    newest = _newest(rows)
+    definitions = {row["arm"]: row["definition"] for row in rows}
+    rows = [row for row in rows if row["definition"] == definitions[row["arm"]]]
     arms: dict[str, Runs] = defaultdict(lambda: defaultdict(dict))
-    for row in newest:
-        runs = arms[row["arm"]][row["learning_rate"]]
-        for seed, run in zip(row["seeds"], _runs(row), strict=True):
-            runs.setdefault(seed, run)
-    first = newest[0]
+    for row in rows:
+        arms[row["arm"]][row["learning_rate"]] |= dict(zip(row["seeds"], _runs(row), strict=True))
+    first = rows[0]
     which = digest([first["model"], first["settings"], first["text"]])
     return Conditions(
         f"{first['size'].lower()}_{which[:4]}",
         first["size"],
         Settings(**first["settings"]),
         first["ceiling"],
-        ", ".join(sorted({row["parents"]["device"] for row in newest})),
+        ", ".join(sorted({row["parents"]["device"] for row in rows})),
         {arm: dict(sorted(by_rate.items())) for arm, by_rate in arms.items()},
     )
-
-
-def _newest(rows: list[Row]) -> list[Row]:
-    """Each arm's rows of its newest definition, those of the newest code first."""
-    runs: Counter[str] = Counter()
-    latest: dict[str, str] = {}
-    for row in rows:
-        version = _version(row)
-        runs[version] += len(row["seeds"])
-        latest[version] = max(latest.get(version, ""), row["parents"]["date"])
-
-    def age(row: Row) -> tuple[str, int, str]:
-        version = _version(row)
-        return latest[version], runs[version], version
-
-    ranked = sorted(rows, key=age, reverse=True)
-    definitions: dict[str, Any] = {}
-    for row in ranked:
-        definitions.setdefault(row["arm"], row["definition"])
-    return [row for row in ranked if row["definition"] == definitions[row["arm"]]]
-
-
-def _version(row: Row) -> str:
-    return digest([row["arm"], row["definition"], row["code"]])
 
 
 def _runs(row: Row) -> list[Run]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments import records
 from experiments.row_files import Row
-from experiments.stability.alarms import SIGNALS, lead_of
+from experiments.stability.alarms import FALSE_ALARMS, SIGNALS, announced_by
 from experiments.stability.arms import ARMS, BASELINE
 from experiments.stability.conditions import Conditions, Run, Runs, conditions_of
 from experiments.stability.failures import Paired, Rate, paired, wilson
@@ -114,7 +114,8 @@ def show(rows: list[Row], folder: Path | None) -> None:
         tables.show(
             f"Final loss above {BASELINE}'s, of the same seeds; {ceiling}", loss_rows(found)
         )
-        tables.show("Alarms before a divergence", alarm_rows(found))
+        title = f"Divergences before which an alarm sounds, with {FALSE_ALARMS:.0%} false alarms"
+        tables.show(title, alarm_rows(found))
         if folder is not None:
             print(draw(found, folder))
 
@@ -149,14 +150,10 @@ def loss_rows(found: Conditions) -> list[list[str]]:
 
 
 def alarm_rows(found: Conditions) -> list[list[str]]:
-    """How many divergences each signal announces, and how early."""
-    cells = [["signal", "divergences", "announced", "median lead", "false alarms"]]
-    for signal in SIGNALS:
-        one = lead_of(all_runs(found), signal, found.settings.every)
-        if not math.isnan(one.median):
-            shares = f"{100 * one.warned:.0f} %", f"{one.median:.0f} steps"
-            cells.append([signal, str(one.runs), *shares, f"{100 * one.false_alarms:.0f} %"])
-    return cells
+    """How many divergences each signal announces."""
+    runs, every = list(all_runs(found)), found.settings.every
+    shares = {signal: 100 * announced_by(signal, runs, every) for signal in SIGNALS}
+    return [["signal", "announces, %"], *([name, f"{s:.0f}"] for name, s in shares.items())]
 
 
 # --- The picture -----------------------------------------------------------------------------

@@ -55,6 +55,9 @@ def test_an_arm_of_an_earlier_version_has_a_name_of_its_own(measured):
     names = ["bf16", "coat", "coat", "coat@4", "coat@4"]
     assert sorted(row["arm"] for row in group) == names
     assert baselines_of(group) == {"bf16"}
+    other = measured("coat", 2) | {"definition": measured("paper", 2)["definition"]}
+    with pytest.raises(UserError, match="The arm coat was defined in two ways"):
+        conditions_of([*rows, other])
 
 
 def test_arms_are_compared_under_equal_settings_and_with_the_same_optimizer(measured):

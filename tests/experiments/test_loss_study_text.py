@@ -37,11 +37,14 @@ def test_a_dropped_document_does_not_count_as_seen():
 
 def test_held_out_text_is_like_no_training_text_and_order_does_not_matter():
     texts = [prose(i // 2) for i in range(80)]  # each twice
-    documents = the_text.split(texts, limit=10**9)
-    assert len(documents.train) + len(documents.held_out) == 40
-    assert documents.held_out
-    assert not set(documents.held_out) & set(documents.train)
-    assert the_text.split(texts[::-1], limit=10**9) == documents
+    train, held_out = the_text.split(texts, limit=10**9)
+    assert len(train) + len(held_out) == 40
+    assert held_out
+    assert not set(held_out) & set(train)
+    assert the_text.split(texts[::-1], limit=10**9) == (train, held_out)
+    some = the_text.split(texts, limit=50_000)
+    assert sum(map(len, (*some[0], *some[1]))) <= 50_000
+    assert some[0] == train[: len(some[0])]
 
 
 @pytest.fixture(scope="module")
