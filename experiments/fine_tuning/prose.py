@@ -6,7 +6,6 @@ that are words, so the rows with the largest share of them are another kind of t
 
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int32, UInt16
@@ -20,22 +19,12 @@ PROSE = 0.25  # of all rows
 SPACE = "Ġ"  # before a word, in a byte-level BPE
 
 
-class Rows(NamedTuple):
-    """Rows of prose.
+def rows_of(
+    text: Path, vocab: int, settings: Settings, seed: int, *, steps: int
+) -> tuple[Int32[np.ndarray, " T"], Int32[np.ndarray, " H"]]:
+    """The rows to tune on in the order of the steps, and those of held-out text to evaluate on.
 
-    Attributes:
-        tune: of the training text, in the order of the steps.
-        held_out: of the held-out text.
-    """
-
-    tune: Int32[np.ndarray, " T"]
-    held_out: Int32[np.ndarray, " H"]
-
-
-def rows_of(text: Path, vocab: int, settings: Settings, seed: int, *, steps: int) -> Rows:
-    """The rows to tune on, none of which training has read, and those to evaluate on.
-
-    Raises if the text has too few.
+    Training has read none of them. Raises if the text has too few.
 
     Args:
         text: the folder of the loss study's text.
@@ -63,7 +52,7 @@ def rows_of(text: Path, vocab: int, settings: Settings, seed: int, *, steps: int
         raise UserError(
             f"None of the {len(of_others):,} rows of held-out text is prose: give more."
         )
-    return Rows(tune[:needed], held_out)
+    return tune[:needed], held_out
 
 
 def words_of(text: Path, vocab: int) -> Bool[np.ndarray, " V"]:

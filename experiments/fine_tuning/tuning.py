@@ -33,9 +33,9 @@ def measure(job: Job) -> list[Row]:
     told, (row,) = told_by(job), job.rows
     # Before anything is trained: the text may be too short.
     vocab = told.size.model.vocab
-    rows = prose.rows_of(told.text, vocab, told.settings, told.seed, steps=ways.STEPS)
+    tune, of_others = prose.rows_of(told.text, vocab, told.settings, told.seed, steps=ways.STEPS)
     trained = train(job, keep=True)
-    tuner = Tuner(trained, rows)
+    tuner = Tuner(trained, tune, of_others)
     names = row["definition"]["tuned"]["ways"]
     tuned = each(job, {name: partial(tuner.tuned, name) for name in names})
     return [row | trained.row() | {"before": tuner.before(), "tuned": tuned}]
@@ -44,15 +44,20 @@ def measure(job: Job) -> list[Row]:
 class Tuner:
     """Tunes a trained network, and evaluates it on prose."""
 
-    def __init__(self, trained: Trained, rows: prose.Rows):
-        self._trained, self._rows = trained, rows
+    def __init__(
+        self,
+        trained: Trained,
+        tune: Int32[np.ndarray, " T"],
+        held_out: Int32[np.ndarray, " H"],
+    ):
+        self._trained, self._tune = trained, tune
         before = trained.told.settings
         rate = ways.RATE * before.learning_rate
         self._settings = dataclasses.replace(before, steps=ways.STEPS, learning_rate=rate)
         text, vocab = trained.told.text, trained.config.model.vocab
         self._tokens = {part: texts.load(text, part, vocab) for part in ("train", "held_out")}
         size = self._settings.batch // self._settings.accumulation
-        self._held_out = [self._batch("held_out", r, 1) for r in _divided(rows.held_out, size)]
+        self._held_out = [self._batch("held_out", r, 1) for r in _divided(held_out, size)]
 
     def before(self) -> dict[str, list[float]]:
         """The held-out losses of the network before it is tuned."""
@@ -70,7 +75,7 @@ class Tuner:
             with operands.rounding(arm.rounded):
                 program = prepared.lower().compile()
             state = self._first_state(prepared)
-            for rows in self._rows.tune.reshape(settings.steps, settings.batch):
+            for rows in self._tune.reshape(settings.steps, settings.batch):
                 state, report = program(state, self._batch("train", rows, parts))
                 losses.append(report.loss)
         return {

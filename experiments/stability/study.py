@@ -67,4 +67,5 @@ STUDY = Study(
     of_today=of_today,
     declare=declare,
     together=together,
+    side_by_side=1,  # a program takes most of a GPU's memory
 )

@@ -54,10 +54,11 @@ def parser_of(study: Study, explanation: str | None) -> argparse.ArgumentParser:
         kind = field.type if isinstance(field.type, type) else float
         name = f"--{field.name.replace('_', '-')}"
         add(name, type=kind, metavar="N", help=f"{field.metadata['help']} (default: the size's)")
-    add("--side-by-side", type=int, default=4, metavar="N", help="runs on each GPU (%(default)s)")
-    add("--minutes", type=float, default=9.0, help="time limit of the call (%(default)s)")
+    add("--side-by-side", type=int, default=study.side_by_side, metavar="N",
+        help="runs on each GPU (default: %(default)s)")  # fmt: skip
+    add("--minutes", type=float, default=9.0, help="time limit (default: %(default)s)")
     add("--work", type=Path, default=Path(tempfile.gettempdir()) / study.name, metavar="FOLDER",
-        help="for text, compiled programs and stopped runs (%(default)s)")  # fmt: skip
+        help="for text, compiled programs and stopped runs (default: %(default)s)")  # fmt: skip
     add(
         "--out",
         type=Path,

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-Row = dict[str, Any]
+from experiments.row_files import Row
+
 LEVEL = 0.95
 FINAL = 0.1  # the share of a run whose mean is its final loss
 
@@ -116,13 +117,15 @@ def held_out(forward: str) -> Callable[[Row], float]:
     return lambda row: float(np.mean(row["held_out"][forward]))
 
 
-def above(
+def compare(
     rows: list[Row], baselines: Iterable[str], loss: Callable[[Row], float] = final
-) -> dict[str, dict[int, list[float]]]:
-    """The log of each run's loss above the mean of its start's baselines, by arm and seed.
+) -> Comparison:
+    """The effect of each arm, from the starts that have a baseline.
+
+    Two runs of one arm and seed count as their mean.
 
     Args:
-        rows: runs under equal conditions, baselines among them; starts without one are left out.
+        rows: runs under equal conditions, baselines among them.
         baselines: arms that differ by rounding only.
         loss: of a run.
     """
@@ -133,36 +136,18 @@ def above(
             base[start_of(row)].append(math.log(loss(row)))
     gaps: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        of_start = base.get(start_of(row))
-        if of_start:
-            gap = math.log(loss(row)) - float(np.mean(of_start))
+        if alike := base.get(start_of(row)):
+            gap = math.log(loss(row)) - float(np.mean(alike))
             gaps[row["arm"]][row["seed"]].append(gap)
-    return gaps
-
-
-def compare(
-    rows: list[Row], baselines: Iterable[str], loss: Callable[[Row], float] = final
-) -> Comparison:
-    """The effect of each arm, from the seeds that have a baseline; for the arguments see `above`.
-
-    Two runs of one arm and seed count as their mean.
-    """
-    reference = set(baselines)
-    gaps = above(rows, reference, loss)
-    of_baselines = [gaps[arm] for arm in gaps.keys() & reference]
-    rest = [gap for by_seed in of_baselines for runs in by_seed.values() for gap in runs]
-    starts = {start_of(row) for row in rows if row["arm"] in reference}
-    freedom = len(rest) - len(starts)
+    rest = [gap for arm in gaps.keys() & reference for runs in gaps[arm].values() for gap in runs]
+    freedom = len(rest) - len(base)
     noise = Noise(math.sqrt(sum(np.square(rest)) / freedom) if freedom else math.nan, freedom)
-    of_start = len(rest) / max(len(starts), 1)
-    effects = {
-        arm: _effect(
-            np.array([np.mean(runs) for runs in gaps[arm].values()]),
-            noise,
-            of_start,
-        )
+    of_start = len(rest) / max(len(base), 1)
+    means = {
+        arm: np.array([np.mean(runs) for runs in gaps[arm].values()])
         for arm in sorted(gaps.keys() - reference)
     }
+    effects = {arm: _effect(of_seeds, noise, of_start) for arm, of_seeds in means.items()}
     corrected = holm([effect.p for effect in effects.values()])
     effects = {
         arm: effect._replace(holm=p)
@@ -205,13 +190,12 @@ def gap(rows: list[Row], arm: str, baselines: Iterable[str]) -> Float[np.ndarray
 
     The gap of a baseline is to the other baselines of its start.
     """
-    reference = set(baselines) - {arm}
-    curves = []
+    base: dict[Any, list[Any]] = defaultdict(list)
     for row in rows:
-        if row["arm"] == arm:
-            base = _curves(rows, reference, row)
-            if base:
-                curves.append(np.log(row["losses"]) - np.mean(base, axis=0))
+        if row["arm"] in set(baselines) - {arm}:
+            base[start_of(row)].append(np.log(row["losses"]))
+    own = [row for row in rows if row["arm"] == arm and start_of(row) in base]
+    curves = [np.log(row["losses"]) - np.mean(base[start_of(row)], axis=0) for row in own]
     return np.mean(curves, axis=0) if curves else np.zeros(0)
 
 
@@ -223,12 +207,6 @@ def holm(ps: list[float]) -> list[float]:
         largest = max(largest, min((len(known) - rank) * ps[i], 1.0))
         corrected[i] = largest
     return corrected
-
-
-def _curves(rows: list[Row], arms: set[str], of: Row) -> list[Float[np.ndarray, " T"]]:
-    """The losses of these arms from the start of a run."""
-    start = start_of(of)
-    return [np.log(r["losses"]) for r in rows if r["arm"] in arms and start_of(r) == start]
 
 
 def quantile(freedom: int) -> float:

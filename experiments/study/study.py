@@ -63,7 +63,8 @@ class Study:
         show: prints tables of rows; draws pictures into a folder, unless it is None.
         of_today: a row as it would be written today, if the study has changed since.
         declare: adds arguments of the study's own.
-        together: how many seeds one run trains side by side.
+        together: how many seeds one run trains.
+        side_by_side: how many runs share a GPU, unless the command line says otherwise.
         seconds_of: how long a run takes alone on an H200, for estimates.
     """
 
@@ -79,6 +80,7 @@ class Study:
     of_today: Callable[[Row], Row] = dict
     declare: Callable[[ArgumentParser], object] = lambda parser: None
     together: Callable[[Call], int] = lambda call: 1
+    side_by_side: int = 4
     seconds_of: Callable[[Call], float] | None = None
 
     def read(self, paths: Iterable[Path]) -> list[Row]:

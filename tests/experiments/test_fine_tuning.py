@@ -27,15 +27,15 @@ def test_rows_of_prose_have_the_most_words_and_were_not_read(work: Path):
         steps=20, batch=8, sequence=100, accumulation=1, learning_rate=1e-3, held_out=1000
     )
     tokens = texts.load(text, "train", texts.BYTES)
-    rows = prose.rows_of(text, texts.BYTES, settings, seed=1, steps=5)
-    assert len(set(rows.tune.tolist())) == 5 * 8
-    assert not set(rows.tune.tolist()) & set(row_order(tokens, settings, 1).tolist())
+    tune, others = prose.rows_of(text, texts.BYTES, settings, seed=1, steps=5)
+    assert len(set(tune.tolist())) == 5 * 8
+    assert not set(tune.tolist()) & set(row_order(tokens, settings, 1).tolist())
     words = prose.words_of(text, texts.BYTES)
     shares = prose.shares_of_words(tokens, words, 100)
-    assert np.min(shares[rows.tune]) > 0.7 > np.median(shares)
+    assert np.min(shares[tune]) > 0.7 > np.median(shares)
     held_out = prose.shares_of_words(texts.load(text, "held_out", texts.BYTES), words, 100)
-    assert np.min(held_out[rows.held_out]) > 0.7
-    assert len(rows.held_out) == np.count_nonzero(held_out > 0.7)
+    assert np.min(held_out[others]) > 0.7
+    assert len(others) == np.count_nonzero(held_out > 0.7)
 
 
 def test_words_of_a_tokenizer_are_its_letters(tmp_path: Path):
