@@ -152,8 +152,11 @@ def loss_rows(found: Conditions) -> list[list[str]]:
 def alarm_rows(found: Conditions) -> list[list[str]]:
     """How many divergences each signal announces."""
     runs, every = list(all_runs(found)), found.settings.every
-    shares = {signal: 100 * announced_by(signal, runs, every) for signal in SIGNALS}
-    return [["signal", "announces, %"], *([name, f"{s:.0f}"] for name, s in shares.items())]
+    rows = [["signal", "announces, %"]]
+    for signal in SIGNALS:
+        share = announced_by(signal, runs, every)
+        rows.append([signal, "?" if math.isnan(share) else f"{100 * share:.0f}"])
+    return rows
 
 
 # --- The picture -----------------------------------------------------------------------------
