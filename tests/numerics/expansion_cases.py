@@ -4,13 +4,6 @@ The oracle is the exact image F (|x| / amax)^k, computed in FP64 with the k that
 and the table of the format's values. JAX computes the image through two FP32 logarithms of
 at most 128 in magnitude, so of 2^-17 in the last place: together, four last places, their
 difference is good to LOG2_ERROR = 2^-15, which k multiplies in the image.
-
-Rounding changes the image by a factor 1 + e, and so x by (1 + e)^(1/k):
-
-    normal codes     |e| <= 2^-4 (E4M3) or 2^-3 (E5M2), twice that if stochastic
-    subnormal codes  |e| <= half the smallest code over the image, or a whole one
-
-Group sizes and shapes come from a fixed menu, because each compiles anew; the values are drawn.
 """
 
 import functools
@@ -21,89 +14,78 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import quick
-from hypothesis import strategies as st
 
 from coat_jax.numerics import expansion
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.formats import E4M3, E5M2, format_of
 
 SMALLEST = 2.0**-126
-HEADROOM = 2  # binades under the smallest element, where rounding is stochastic
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 LAST_NOISE = 1 - 2.0**-23  # the largest number that `noise.uniform` gives
 LOG2_ERROR = 2.0**-15
-MAX_LOG2_X = float(np.log2(FLOAT32_MAX))
+DRAWS = 15  # arrays of hostile numbers that each law is tried on
 
 compiled = functools.partial(
     jax.jit, static_argnames=("dtype", "group_size"), compiler_options=quick.OPTIMIZED
 )
 encode = compiled(expansion.encode)
-encode_dithered = compiled(expansion.encode_dithered)
 decode = jax.jit(expansion.decode, static_argnames="group_size")
 formats = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
-roundings = pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+
+# Nothing, rank 0, rank 3 with a tail of one, whole groups.
+SHAPES = [((3, 0), 32), ((), 128), ((2, 3, 65), 32), ((4, 256), 64)]
+PLAIN = SHAPES[-1]  # for laws that do not care, to spare a compilation
+MODERATE = (0.0, 12.0, 0.1, 0.5)  # a regime of `hostile`
 
 
 class Case(NamedTuple):
     shape: tuple[int, ...]
     group_size: int
     dtype: Any
-    stochastic: bool
+    rounding: str
 
     def __str__(self):
-        rounding = "stochastic" if self.stochastic else "nearest"
-        return f"{self.shape}/{self.group_size}-{format_of(self.dtype).name}-{rounding}"
+        return f"{self.shape}/{self.group_size}-{format_of(self.dtype).name}-{self.rounding}"
 
 
-# Nothing, a tail of one, rank 3, whole groups; rank 0, most of a group.
-MENU = [
-    ((0,), 16),
-    ((3, 0), 32),
-    ((0, 40), 32),
-    ((17,), 16),
-    ((2, 3, 65), 32),
-    ((3, 513), 256),
-    ((2, 1024), 512),
-    ((), 128),
-    ((5, 127), 128),
-    ((4, 256), 64),
-]
-PLAIN = MENU[-1]  # for laws that do not care, to spare a compilation
-# A shape and a format have nothing to do with each other: the last three do for E5M2.
+class Draw(NamedTuple):
+    x: np.ndarray
+    e: Expanded
+    y: np.ndarray  # decoded
+
+
+# A shape and a format have nothing to do with each other: the last one does for E5M2.
 CASES = [
-    Case(shape, group_size, dtype, stochastic)
-    for dtype, menu in ((E5M2, MENU[-3:]), (E4M3, MENU))
-    for shape, group_size in menu
-    for stochastic in (False, True)
+    Case(shape, group_size, dtype, rounding)
+    for dtype, shapes in ((E4M3, SHAPES), (E5M2, [PLAIN]))
+    for shape, group_size in shapes
+    for rounding in ("nearest", "stochastic", "dithered")
 ]
-everywhere = pytest.mark.parametrize("case", CASES, ids=str)
-
-# What a group looks like: log2 of its largest, binades down to its smallest (the special
-# ones are around what fits k = 255/16, k = 1 and k = 1/2), share of zeros, share of negatives.
-regimes = st.lists(
-    st.tuples(
-        st.one_of(st.floats(-126, 128), st.sampled_from([-126.0, -105.5, 0.0, 128.0])),
-        st.one_of(st.floats(0, 40), st.sampled_from([0.0, 1.11, 17.77, 31.8, 253.0])),
-        st.sampled_from([0.0, 0.0, 0.1, 0.9]),
-        st.sampled_from([0.0, 0.5, 1.0]),
-    ),
-    min_size=1,
-    max_size=4,
-)
-seeds = st.integers(0, 2**32 - 1)
+UNDITHERED = [case for case in CASES if case.rounding != "dithered"]
 
 
-def hostile(regimes, seed, shape, group_size):
-    """Values in 0, 2^-126 .. 3.4e38 and their negatives; the groups take turns at the regimes."""
+def hostile(seed, shape, group_size, regime=None):
+    """Values in 0, 2^-126 .. 3.4e38 and their negatives.
+
+    Each group has a regime: log2 of its largest, binades down to its smallest, share of zeros,
+    share of negatives. If none is given, each is drawn, often from special ones. The special
+    spreads are around what fits k = 255/16, k = 1 and k = 1/2.
+    """
     rng = np.random.default_rng(seed)
     columns = shape[-1] if shape else 1
-    groups = -(-columns // group_size)
-    rows = int(np.prod(shape[:-1], dtype=int))
-    which = np.arange(rows * groups).reshape(rows, groups, 1) % len(regimes)
-    top, spread, zeros, negative = np.moveaxis(np.array(regimes)[which], -1, 0)
-    place = rng.choice([0.0, 1.0, np.nan], size=(rows, groups, group_size), p=[0.1, 0.1, 0.8])
-    place = np.where(np.isnan(place), rng.random(place.shape), place)
-    x = np.exp2(np.clip(top - spread * place, -126, MAX_LOG2_X))
+    rows, groups = int(np.prod(shape[:-1], dtype=int)), -(-columns // group_size)
+    size = (rows, groups, 1)
+    if regime is None:
+        top = np.where(rng.random(size) < 0.5, rng.uniform(-126, 128, size), 0)
+        top = np.where(rng.random(size) < 0.3, rng.choice([-126.0, -105.5, 128.0], size), top)
+        spread = rng.choice([0.0, 1.11, 17.77, 31.8, 253.0], size)
+        spread = np.where(rng.random(size) < 0.5, rng.uniform(0, 40, size), spread)
+        zeros, negative = rng.choice([0.0, 0.0, 0.1, 0.9], size), rng.choice([0, 0.5, 1], size)
+    else:
+        top, spread, zeros, negative = regime
+    place = rng.random((rows, groups, group_size))
+    place = np.where(place < 0.1, 0, np.where(place > 0.9, 1, place))
+    x = np.exp2(np.clip(top - spread * place, -126, np.log2(FLOAT32_MAX)))
     x = np.clip(x, SMALLEST, FLOAT32_MAX)
     x = np.where(rng.random(x.shape) < zeros, 0, x)
     x = np.where(rng.random(x.shape) < negative, -x, x)
@@ -118,18 +100,37 @@ def hostile_noise(seed, shape):
     return np.float32(np.where(extreme < 0.2, 0, np.where(extreme > 0.8, LAST_NOISE, u)))
 
 
-def encoded(x, case, seed=0, *, never_zero=False):
-    """x encoded as the case asks, by one program for divisors and others."""
-    u = hostile_noise(seed, x.shape) if case.stochastic else None
-    return encode(x, case.dtype, group_size=case.group_size, noise=u, never_zero=never_zero)
+@compiled
+def every_rounding(x, noise, dtype, group_size):
+    """x encoded in each way, and decoded again, in one program."""
+    dithered = expansion.encode_dithered(x, dtype, noise, group_size=group_size)
+    encoded = {"dithered": dithered}
+    for name, never_zero in (("", False), (" divisor", True)):
+        for rounding, own in (("nearest", None), ("stochastic", noise)):
+            encoded[rounding + name] = expansion.encode(
+                x, dtype, group_size=group_size, noise=own, never_zero=never_zero
+            )
+    return {
+        name: (
+            e._replace(codes=e.codes.astype(jnp.float32)),
+            expansion.decode(e, group_size=group_size),
+        )
+        for name, e in encoded.items()
+    }
 
 
 def round_trip(x, case, seed=0):
     """x encoded as the case asks, and decoded again, in NumPy."""
-    e = encoded(x, case, seed)
-    y = np.asarray(decode(e, group_size=case.group_size))
-    codes = np.asarray(e.codes).astype(np.float32)
-    return Expanded(codes, np.asarray(e.amax), np.asarray(e.k16)), y
+    noise = hostile_noise(seed, x.shape)
+    e, y = every_rounding(x, noise, case.dtype, case.group_size)[case.rounding]
+    return Expanded(*map(np.asarray, e)), np.asarray(y)
+
+
+@functools.cache
+def draws(case):
+    """Hostile numbers, encoded as the case asks, and decoded again."""
+    xs = [hostile(seed, case.shape, case.group_size) for seed in range(DRAWS)]
+    return [Draw(x, *round_trip(x, case, seed)) for seed, x in enumerate(xs)]
 
 
 def per_element(of_group, shape, group_size):
@@ -137,6 +138,13 @@ def per_element(of_group, shape, group_size):
     if not shape:
         return np.asarray(of_group, np.float64)
     return np.repeat(of_group, group_size, axis=-1)[..., : shape[-1]].astype(np.float64)
+
+
+def smallest_of_groups(x, group_size):
+    """The smallest number of each group."""
+    columns = x.shape[-1] if x.ndim else 1
+    starts = np.arange(0, columns, group_size)
+    return np.minimum.reduceat(np.atleast_1d(x), starts, axis=-1) if columns else x
 
 
 def exact_image(x, e, case):
