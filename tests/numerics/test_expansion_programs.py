@@ -29,9 +29,9 @@ def test_the_leading_shape_and_other_groups_change_nothing():
     np.testing.assert_array_equal(values, decode(want, group_size=SIZE))
     changed = X.copy()
     changed[:, SIZE : 2 * SIZE] *= 1e10
-    for part, before in zip(encoded(changed), want, strict=True):
-        part, before = (np.asarray(a).reshape(4, 4, -1) for a in (part, before))
-        np.testing.assert_array_equal(np.delete(part, 1, axis=1), np.delete(before, 1, axis=1))
+    for pair in zip(encoded(changed), want, strict=True):
+        others = [np.delete(np.asarray(part).reshape(4, 4, -1), 1, axis=1) for part in pair]
+        np.testing.assert_array_equal(*others)
 
 
 def test_result_does_not_depend_on_the_mesh():

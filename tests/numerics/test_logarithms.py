@@ -90,6 +90,10 @@ def test_the_code_is_the_exact_logarithm_rounded(case):
             low, high = low + 0.5, high - 0.5
         assert np.all(e.codes[inside] >= np.floor(low)[inside].clip(1))
         assert np.all(e.codes[inside] <= np.floor(high + 1)[inside])
+        if not case[2]:  # below the smallest code, which is 1: to the nearer of it and zero
+            halves = np.exp2((exact - 1) / np.maximum(steps, 1)) / 0.5
+            assert np.all(e.codes[~inside & (halves > 1.001)] == 1)
+            assert np.all(e.codes[halves < 0.999] == 0)
 
 
 @everywhere
