@@ -230,27 +230,3 @@ def test_a_mesh_that_cuts_blocks_is_bridged_or_refused():
             np.testing.assert_array_equal(
                 to_blocks(cut, size=16).codes, to_blocks(x, size=16).codes
             )
-
-
-@pytest.mark.parametrize(
-    ("x", "arguments", "error", "said"),
-    [
-        *((1.0, {"size": size}, ValueError, "positive whole") for size in (0, -1, 1.5, True, "16")),
-        (1, {"size": 16}, TypeError, r"x has dtype int32.*real floats"),
-        (True, {"size": 16}, TypeError, r"x has dtype bool.*real floats"),
-        (1j, {"size": 16}, TypeError, r"x has dtype complex64.*real floats"),
-        *(
-            (1.0, {"size": 16, "dtype": dtype}, ValueError, r"not an FP8.*coat\.formats\.E4M3")
-            for dtype in (jnp.float16, jnp.float8_e4m3b11fnuz, "fp8", None)
-        ),
-    ],
-)
-def test_what_has_no_blocks_is_refused(x, arguments, error, said):
-    with pytest.raises(error, match=said):
-        blocks.to_blocks(jnp.full(4, x), **arguments)
-
-
-def test_blocks_of_a_wrong_size_are_not_decoded():
-    made = blocks.Blocks(jnp.ones(4, E4M3), jnp.ones(1, jnp.uint8))
-    with pytest.raises(ValueError, match=r"must be a positive whole number, not 0"):
-        blocks.from_blocks(made, size=0)

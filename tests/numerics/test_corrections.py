@@ -22,7 +22,7 @@ def of_bits(bits):
     return np.asarray(bits, np.uint32).view(np.float32)
 
 
-def numbers(count=1 << 20):
+def numbers(count=1 << 18):
     """FP32 numbers of any sign and exponent, beginning with special ones and their opposites."""
     bits = np.random.default_rng(0).integers(0, 2**32, count, dtype=np.uint32)
     special = np.array(SPECIAL, np.float32)
@@ -50,12 +50,11 @@ def test_every_number_of_24_bits_is_split_and_joined_exactly():
 
 def test_every_pair_but_a_zero_with_a_correction_is_joined_and_split_exactly():
     bits = np.arange(1, 0x7F80, dtype=np.uint16)  # up to the largest finite number
-    for sign in (0, 0x8000):
-        value = (bits | sign).view(jnp.bfloat16)[:, None]
-        correction = np.arange(-128, 128, dtype=np.int8)[None]
-        pair = [np.ascontiguousarray(a) for a in np.broadcast_arrays(value, correction)]
-        for got, wanted in zip(split(join(*pair)), pair, strict=True):
-            np.testing.assert_array_equal(np.asarray(got).view(np.uint8), wanted.view(np.uint8))
+    value = np.concatenate([bits, bits | 0x8000]).view(jnp.bfloat16)[:, None]
+    correction = np.arange(-128, 128, dtype=np.int8)[None]
+    pair = [np.ascontiguousarray(a) for a in np.broadcast_arrays(value, correction)]
+    for got, wanted in zip(split(join(*pair)), pair, strict=True):
+        np.testing.assert_array_equal(np.asarray(got).view(np.uint8), wanted.view(np.uint8))
 
 
 def test_numbers_are_rounded_to_the_nearest_of_24_bits_and_halves_to_even():
@@ -89,23 +88,15 @@ def test_corrections_count_places_of_the_joined_number():
     assert below.sum() > 100  # so that the case is among them
 
 
-def test_bf16_numbers_need_no_correction():
-    bits = np.arange(2**16, dtype=np.uint16)
-    x = bits.view(jnp.bfloat16)
+def test_bf16_numbers_need_no_correction_and_a_zero_is_zero_with_any():
+    x = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16)
     x = x[~np.isnan(x.astype(np.float32))]
-    joined = join(x, jnp.zeros(x.shape, jnp.int8))
-    np.testing.assert_array_equal(
-        np.asarray(joined).view(np.uint32), x.view(np.uint16).astype(np.uint32) << 16
-    )
-    value, correction = split(joined)
+    value, correction = split(join(x, np.zeros(x.shape, np.int8)))
     np.testing.assert_array_equal(np.asarray(value).view(np.uint16), x.view(np.uint16))
     assert not np.any(correction)
-
-
-def test_a_zero_is_zero_whatever_its_correction():
     every = np.arange(-128, 128, dtype=np.int8)
     for zero, bits in ((0.0, 0), (-0.0, 0x80000000)):
-        joined = join(jnp.full(256, zero, jnp.bfloat16), every)
+        joined = join(np.full(256, zero, jnp.bfloat16), every)
         assert set(np.asarray(joined).view(np.uint32)) == {bits}
 
 
@@ -118,6 +109,7 @@ def test_opposite_numbers_have_opposite_values_and_the_same_correction():
 
 
 def test_nan_and_infinity_stay():
+    """A NaN with any correction, if it is a quiet one: arithmetic makes no others."""
     bits = [0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0xFFC00000, 0x7FC00000]
     infinite = np.float32([np.inf, -np.inf])
     for dither in (None, np.uint32(255)):
@@ -125,27 +117,27 @@ def test_nan_and_infinity_stay():
         value, correction = split(of_bits(bits), dither)
         assert np.all(np.isnan(value.astype(jnp.float32)))
         assert np.all(np.isnan(join(value, correction)))
-
-
-def test_a_nan_stays_one_with_any_correction():
-    nans = np.concatenate([np.arange(0x7F81, 0x8000), np.arange(0xFF81, 0x10000)]).astype(np.uint16)
+    nans = np.arange(0x7FC0, 0x8000, dtype=np.uint16)
+    nans = np.concatenate([nans, nans | 0x8000]).view(jnp.bfloat16)
     every = np.arange(-128, 128, dtype=np.int8)
-    nans = nans[(nans & 0x7F) >= 0x40]  # quiet ones, the only ones that arithmetic makes
-    assert np.all(np.isnan(join(nans.view(jnp.bfloat16)[:, None], every[None])))
+    assert np.all(np.isnan(join(nans[:, None], every[None])))
 
 
 def test_dithered_numbers_are_right_on_average():
     """Over all 256 values of the dither the mean is the number, exactly."""
     x = numbers(1 << 12)
     x = x[np.isfinite(x) & (np.abs(x) < 2.0**127)]
-    total = sum(in_fp64(join(*split(x, np.uint32(dither)))) for dither in range(256))
-    np.testing.assert_array_equal(total / 256, x.astype(np.float64))
+    every = np.arange(256, dtype=np.uint32)[:, None]
+    joined = in_fp64(join(*split(np.broadcast_to(x, (256, x.size)), every)))
+    np.testing.assert_array_equal(joined.mean(axis=0), x.astype(np.float64))
 
 
 def test_both_have_the_derivative_of_a_cast():
     x = jnp.asarray([1.0, -3.3, 1e-3])
 
+    @jax.jit
+    @jax.grad
     def there_and_back(x):
         return jnp.sum(corrections.join(*corrections.split(x)) ** 2)
 
-    np.testing.assert_allclose(jax.grad(there_and_back)(x), 2 * x, rtol=2.0**-8)
+    np.testing.assert_allclose(there_and_back(x), 2 * x, rtol=2.0**-8)

@@ -3,13 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from expansion_cases import MODERATE, PLAIN, decode, encode, hostile, hostile_noise
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coat_jax.numerics import expansion, noise
-from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.formats import E4M3, E5M2
 
 SHAPE, SIZE = PLAIN
@@ -81,32 +79,3 @@ def test_half_precision_is_encoded_as_its_float32_and_dtypes_are_as_documented()
     assert (e.amax.dtype, e.amax.shape) == (jnp.float32, (3, 2))
     assert (e.k16.dtype, e.k16.shape) == (jnp.uint8, (3, 2))
     assert decode(e).dtype == jnp.float32
-
-
-def test_works_inside_what_is_differentiated():
-    """A moment carries no gradient; what is multiplied with it does."""
-
-    def loss(w, m):
-        return jnp.sum(w * jax.lax.stop_gradient(expansion.decode(expansion.encode(m * w))))
-
-    w, m = np.full(16, 3, np.float32), np.arange(16, dtype=np.float32)
-    gradient = jax.jit(jax.grad(loss))(w, m)
-    np.testing.assert_allclose(gradient, decode(encode(w * m)), rtol=2**-18)
-
-
-@pytest.mark.parametrize("group_size", [0, -1, 1.5, True, "16", None])
-def test_a_wrong_group_size_is_refused(group_size):
-    stored = Expanded(jnp.ones(4, E4M3), jnp.ones(1), jnp.full(1, 16, jnp.uint8))
-    for call, argument in ((expansion.encode, jnp.ones(4)), (expansion.decode, stored)):
-        with pytest.raises(ValueError, match=r"group_size must be a positive whole number"):
-            call(argument, group_size=group_size)
-
-
-def test_only_real_floats_are_encoded_and_only_to_fp8():
-    for dtype in (jnp.int32, jnp.bool_, jnp.complex64):
-        with pytest.raises(TypeError, match=rf"x has dtype {jnp.dtype(dtype).name}.*real floats"):
-            expansion.encode(jnp.ones(4, dtype))
-    stored = Expanded(jnp.ones(4), jnp.ones(1), jnp.full(1, 16, jnp.uint8))
-    for call in (lambda: expansion.encode(X, jnp.float16), lambda: expansion.decode(stored)):
-        with pytest.raises(ValueError, match=r"not an FP8 format.*coat\.formats\.E4M3"):
-            call()

@@ -4,19 +4,14 @@ Rounding to nearest is compared with the table exactly. Stochastic rounding is n
 but averaged over an even grid of noise, so its expectation is known to 1 / (2 GRID).
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from expansion_cases import FLOAT32_MAX, LAST_NOISE, formats, positive_values
 
 import coat_jax as coat
 from coat_jax.numerics.formats import (
-    E4M3,
-    E5M2,
     format_of,
     round_at_random,
     saturating_cast,
@@ -24,20 +19,8 @@ from coat_jax.numerics.formats import (
 )
 
 GRID = 2048
-LAST_NOISE = 1 - 2.0**-23  # the largest number that `noise.uniform` gives
-FLOAT32_MAX = float(np.finfo(np.float32).max)
-formats = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
-floats = st.floats(width=32, allow_nan=False, allow_subnormal=False)
 nearest = jax.jit(saturating_cast, static_argnames="dtype")
 stochastic = jax.jit(stochastic_cast, static_argnames="dtype")
-
-
-@functools.cache
-def positive_values(dtype):
-    """All finite values from 0 up, ascending: a value's place is its code."""
-    with np.errstate(invalid="ignore"):
-        values = np.arange(128, dtype=np.uint8).view(jnp.dtype(dtype)).astype(np.float64)
-    return values[np.isfinite(values)]
 
 
 def as_float64(codes):
@@ -52,6 +35,15 @@ def nearest_by_table(x, dtype):
     below, above = magnitude - table[upper - 1], table[upper] - magnitude
     take_upper = (above < below) | ((above == below) & (upper % 2 == 0))
     return np.copysign(table[np.where(take_upper, upper, upper - 1)], x)
+
+
+def any_floats():
+    """Numbers of every exponent, and some around the format's."""
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**32, 4096, dtype=np.uint32).view(np.float32)
+    bits = bits[np.isfinite(bits) & (np.abs(bits) >= 2.0**-126)]
+    near = rng.standard_normal(4096) * np.exp2(rng.uniform(-20, 18, 4096))
+    return np.float32([0.0, -0.0, *bits, *near])
 
 
 def constant(noise, x):
@@ -85,55 +77,40 @@ def test_limits_are_those_of_the_dtype(dtype):
 
 @formats
 def test_nearest_is_the_nearest_of_the_table(dtype):
+    """Inside of a program, too, that casts back: XLA may drop both casts where it is told so."""
     inside = between_codes(dtype, [0, 0.25, 0.5 - 2**-12, 0.5, 0.5 + 2**-12, 0.75]).ravel()
-    x = np.concatenate([inside, -inside])
-    got = as_float64(nearest(np.float32(x), dtype))
-    np.testing.assert_array_equal(got, nearest_by_table(x, dtype))
-
-
-@formats
-@given(x=st.lists(floats, min_size=16, max_size=16))
-def test_nearest_of_any_float_is_the_nearest_of_the_table(dtype, x):
-    got = as_float64(nearest(np.float32(x), dtype))
-    np.testing.assert_array_equal(got, nearest_by_table(x, dtype))
+    x = np.concatenate([inside, -inside, any_floats()]).astype(np.float32)
+    there_and_back = jax.jit(lambda x: saturating_cast(x, dtype).astype(jnp.float32))
+    for got in (nearest(x, dtype), there_and_back(x)):
+        np.testing.assert_array_equal(as_float64(got), nearest_by_table(x, dtype))
 
 
 @formats
 @pytest.mark.parametrize("noise", [0.0, 0.5, LAST_NOISE])
-def test_values_that_are_too_large_become_the_largest(dtype, noise):
-    limit = format_of(dtype).max
-    large = np.array([limit, limit * (1 + 2**-20), limit * 1.07, 1e30, FLOAT32_MAX, np.inf])
-    x = np.float32(np.concatenate([large, -large]))
-    want = np.repeat([limit, -limit], len(large))
+def test_values_of_the_format_stay_and_too_large_ones_become_the_largest(dtype, noise):
+    """Zero keeps its sign, and NaN stays in its own place."""
+    table, limit = positive_values(dtype), format_of(dtype).max
+    large = [limit * (1 + 2**-20), limit * 1.07, 1e30, FLOAT32_MAX, np.inf]
+    x = np.float32([*table, *-table, *large, *np.negative(large), np.nan])
+    want = np.clip(x, -limit, limit)
     np.testing.assert_array_equal(as_float64(nearest(x, dtype)), want)
-    np.testing.assert_array_equal(as_float64(stochastic(x, dtype, constant(noise, x))), want)
+    for curvature in (-1.0, 0.0, 0.5, 1 - 16 / 255):
+        got = as_float64(stochastic(x, dtype, constant(noise, x), curvature=curvature))
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(np.signbit(got)[:-1], np.signbit(x)[:-1])
 
 
 @formats
-@pytest.mark.parametrize("noise", [0.0, 0.5, LAST_NOISE])
-@pytest.mark.parametrize("curvature", [-1.0, 0.0, 0.5, 1 - 16 / 255])
-def test_a_value_of_the_format_stays(dtype, noise, curvature):
-    table = positive_values(dtype)
-    x = np.float32(np.concatenate([table, -table]))
-    got = stochastic(x, dtype, constant(noise, x), curvature=curvature)
-    np.testing.assert_array_equal(as_float64(got), x)
-    np.testing.assert_array_equal(as_float64(nearest(x, dtype)), x)
-
-
-@formats
-@given(
-    x=st.lists(floats, min_size=16, max_size=16),
-    noise=st.sampled_from([0.0, 1e-7, 0.3, 0.999, LAST_NOISE]),
-    curvature=st.floats(-1, 0.9375, width=32),
-)
-def test_stochastic_result_is_a_neighbour(dtype, x, noise, curvature):
-    table, x = positive_values(dtype), np.asarray(x, np.float32)
-    rounded = stochastic(x, dtype, constant(noise, x), curvature=curvature)
-    got, magnitude = as_float64(rounded), np.minimum(np.abs(x), table[-1])
+@pytest.mark.parametrize("curvature", [-1, 0.0, 0.3, 0.9375])
+def test_stochastic_result_is_a_neighbour(dtype, curvature):
+    table, x = positive_values(dtype), any_floats()
+    magnitude = np.minimum(np.abs(x), table[-1])
     floor = table[np.searchsorted(table, magnitude, side="right") - 1]
     ceiling = table[np.searchsorted(table, magnitude)]
-    assert np.all((np.abs(got) == floor) | (np.abs(got) == ceiling))
-    np.testing.assert_array_equal(np.signbit(got), np.signbit(x))
+    for noise in (0.0, 1e-7, 0.3, 0.999, LAST_NOISE):
+        got = as_float64(stochastic(x, dtype, constant(noise, x), curvature=curvature))
+        assert np.all((np.abs(got) == floor) | (np.abs(got) == ceiling))
+        np.testing.assert_array_equal(np.signbit(got), np.signbit(x))
 
 
 @formats
@@ -146,7 +123,7 @@ def test_stochastic_cast_is_right_on_average(dtype):
 
 
 @formats
-@pytest.mark.parametrize("k16", [8, 12, 17, 20, 24, 32, 48, 80, 160, 255])
+@pytest.mark.parametrize("k16", [8, 17, 24, 48, 255])
 def test_curved_rounding_keeps_the_mean_of_the_power(dtype, k16):
     """The drift of x^a in one rounding is what `stochastic_cast` promises, at most.
 
@@ -166,54 +143,13 @@ def test_curved_rounding_keeps_the_mean_of_the_power(dtype, k16):
 
 
 @formats
-def test_nan_stays_in_its_own_place(dtype):
-    x = np.float32([1.0, np.nan, -2.0, 0.0])
-    for codes in (nearest(x, dtype), stochastic(x, dtype, constant(0.5, x))):
-        np.testing.assert_array_equal(as_float64(codes), x)
-
-
-@formats
-@pytest.mark.parametrize("noise", [0.0, LAST_NOISE])
-def test_zero_stays_zero_and_keeps_its_sign(dtype, noise):
-    x = np.float32([0.0, -0.0])
-    for codes in (nearest(x, dtype), stochastic(x, dtype, constant(noise, x))):
-        assert as_float64(codes).tolist() == [0.0, 0.0]
-        assert np.signbit(as_float64(codes)).tolist() == [False, True]
-
-
-@formats
-@pytest.mark.parametrize("source", [jnp.bfloat16, jnp.float16])
-def test_half_precision_is_rounded_as_its_float32(dtype, source):
-    x = np.asarray(np.linspace(-1.1, 1.1, 101) * format_of(dtype).max, source)
-    same = x.astype(np.float32)
+def test_half_precision_is_rounded_as_its_float32(dtype):
     noise = np.linspace(0, LAST_NOISE, 101, dtype=np.float32)
-    np.testing.assert_array_equal(nearest(x, dtype), nearest(same, dtype))
-    np.testing.assert_array_equal(stochastic(x, dtype, noise), stochastic(same, dtype, noise))
-
-
-@formats
-def test_casting_back_inside_jit_keeps_the_rounding(dtype):
-    """XLA may drop a cast and its inverse where it is told so; here it must not."""
-    x = np.float32(between_codes(dtype, [0.25, 0.5, 0.75]).ravel())
-    there_and_back = jax.jit(lambda x: saturating_cast(x, dtype).astype(jnp.float32))
-    np.testing.assert_array_equal(there_and_back(x), nearest_by_table(x, dtype))
-
-
-@pytest.mark.parametrize(("shape", "dtype"), [((), E4M3), ((0,), E5M2), ((3, 5), E4M3)])
-def test_jit_and_vmap_change_nothing(shape, dtype):
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=shape) * 100, jnp.float32)
-    noise = jnp.asarray(rng.random(shape), jnp.float32)
-    want = stochastic_cast(x, dtype, noise, curvature=0.5)
-    assert want.shape == shape
-    assert want.dtype == dtype
-    np.testing.assert_array_equal(stochastic(x, dtype, noise, curvature=0.5), want)
-    if shape:
-        by_row = jax.vmap(lambda x, u: stochastic(x, dtype, u, curvature=0.5))
-        np.testing.assert_array_equal(by_row(x, noise), want)
-        np.testing.assert_array_equal(
-            jax.vmap(lambda x: nearest(x, dtype))(x), saturating_cast(x, dtype)
-        )
+    for source in (jnp.bfloat16, jnp.float16):
+        x = np.asarray(np.linspace(-1.1, 1.1, 101) * format_of(dtype).max, source)
+        same = x.astype(np.float32)
+        np.testing.assert_array_equal(nearest(x, dtype), nearest(same, dtype))
+        np.testing.assert_array_equal(stochastic(x, dtype, noise), stochastic(same, dtype, noise))
 
 
 @pytest.mark.parametrize("dtype", [None, "nonsense", jnp.float32, "int8", 8, jnp.float8_e4m3])

@@ -2,28 +2,19 @@
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 from coat_jax.numerics.integer_format import IntegerFormat, integer_format
 
-WIDTHS = range(2, 17)
 X = np.concatenate([np.arange(-140, 140, 0.25), [0.4999999, 1e30, -1e30]]).astype(np.float32)
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
-def test_codes_are_those_of_twos_complement(bits):
-    full = IntegerFormat(bits, symmetric=False).values
-    np.testing.assert_array_equal(full, np.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)))
-    np.testing.assert_array_equal(IntegerFormat(bits).values, full[1:])
-
-
-@pytest.mark.parametrize("dtype", [ml_dtypes.int2, ml_dtypes.int4, np.int8], ids=["2", "4", "8"])
-def test_codes_fit_the_dtype_of_as_many_bits(dtype):
-    bits = {"int2": 2, "int4": 4, "int8": 8}[np.dtype(dtype).name]
-    codes = np.asarray(IntegerFormat(bits, symmetric=False).round(X))
-    np.testing.assert_array_equal(codes.astype(dtype).astype(np.float32), codes)
+def test_codes_are_those_of_twos_complement():
+    for bits in range(2, 17):
+        full = IntegerFormat(bits, symmetric=False).values
+        np.testing.assert_array_equal(full, np.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)))
+        np.testing.assert_array_equal(IntegerFormat(bits).values, full[1:])
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

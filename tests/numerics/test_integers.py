@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from expansion_cases import DRAWS, SHAPES, hostile, hostile_noise, per_element
@@ -82,8 +81,3 @@ def test_what_has_no_code_touches_no_neighbour():
     assert np.all(np.isfinite(y))
     _, y = round_trip(np.where(where, np.float32(-np.inf), x), 128, 0)
     np.testing.assert_allclose(y[where], -(2.0**100), rtol=1e-6)
-
-
-def test_integers_are_refused():
-    with pytest.raises(TypeError, match="x has dtype int32"):
-        integers.encode(jnp.ones((2, 16), jnp.int32), group_size=16)

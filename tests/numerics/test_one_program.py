@@ -22,17 +22,13 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_is_one_program(name, caplog):
+def test_a_call_is_one_program_and_in_a_program_there_is_no_call(name, caplog):
+    """So that what surrounds it is fused with it."""
     x = jnp.asarray(X)
     with jax.log_compiles():
         CALLS[name](x)
     compiled = [r for r in caplog.records if r.getMessage().startswith("Finished XLA compilation")]
     assert len(compiled) == 1
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_in_a_program_there_is_no_call(name):
-    """So that what surrounds it is fused with it."""
     program = jax.jit(CALLS[name]).lower(X).as_text()
     functions = ("to_blocks", "encode", "encode_dithered", "quantize", "uniform_pair")
     assert not [function for function in functions if f"@{function}(" in program]

@@ -1,6 +1,7 @@
 """Laws of the quantizer: scales, ranges, gradients. Its formats have tests of their own."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +12,14 @@ from coat_jax.numerics import blocks, qtensor
 from coat_jax.numerics.formats import E4M3, E5M2
 from coat_jax.numerics.quantizer import (
     FITS,
-    GRANULARITIES,
     Quantizer,
     Range,
-    format_named,
     sqnr_bits,
 )
 
 FORMATS = ("INT8", "E4M3", "E2M1", "E0M7", "E8M3", "UE4M4", "INT4:asymmetric")
 SHAPE = (32, 72)  # the last group of 32 in a row is a short one
 SIGNED = tuple(name for name in FORMATS if not name.startswith("U"))
-formats = pytest.mark.parametrize("name", FORMATS)
-overs = pytest.mark.parametrize("over", GRANULARITIES)
 
 
 def values_of(quantizer, x, *noise):
@@ -50,8 +47,11 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-@formats
-@overs
+@pytest.mark.parametrize(
+    ("name", "over"),
+    [(name, "channel") for name in FORMATS]
+    + list(itertools.product(("E2M1", "INT4:asymmetric"), ("tensor", "group", "block"))),
+)
 def test_every_value_is_a_code_times_its_scale(name, over):
     x = normal(6, 40)
     quantizer = Quantizer(name, over, size=16)
@@ -90,60 +90,54 @@ def test_groups_are_those_of_qtensor_and_blocks_those_of_blocks(dtype):
 
 
 @pytest.mark.costly
-@formats
-@overs
-def test_zeros_stay_zero(name, over):
-    for values in fitted(name, over)(jnp.zeros(SHAPE)).values():
+@pytest.mark.parametrize(
+    ("name", "over"),
+    [("INT8", "tensor"), ("E4M3", "group"), ("E2M1", "block")] + [(n, "channel") for n in FORMATS],
+)
+def test_zeros_stay_zero_and_the_search_is_never_worse_than_the_maximum(name, over):
+    program = fitted(name, over)
+    for values in program(np.zeros(SHAPE, np.float32)).values():
         np.testing.assert_array_equal(values, 0.0)
+    x = normal(*SHAPE) ** 3
+    bits = {fit: BITS_RIGHT(x, values) for fit, values in program(x).items()}
+    if over != "block":  # whose scales are powers of two, which the search may miss
+        assert bits["mse"] >= bits["max"]
+        assert bits["mse"] >= bits["percentile"] - 0.02  # its grid may miss the best by so much
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("name", SIGNED)
-@pytest.mark.parametrize("fit", FITS)
-def test_the_result_scales_with_the_input(name, fit):
-    x, program = normal(*SHAPE), fitted(name, "tensor")
+def test_the_result_scales_with_the_input(name):
+    x, program = normal(*SHAPE), fitted(name, "channel")
+    want = program(x)
     for factor in (2.0**-100, 2.0**100):
-        np.testing.assert_array_equal(
-            program(x * factor)[fit], np.asarray(program(x)[fit]) * factor
-        )
+        for fit, values in program(x * factor).items():
+            np.testing.assert_array_equal(values, np.asarray(want[fit]) * factor)
 
 
-@pytest.mark.costly
-@formats
-def test_channels_do_not_see_each_other(name):
+def test_channels_do_not_see_each_other():
     x = normal(8, 16)
-    quantizer = Quantizer(name, "channel", axis=0)
-    whole = values_of(quantizer, x)
+    quantizer = Quantizer("E2M1", "channel", axis=0)
+    whole = np.asarray(values_of(quantizer, x))
     program = jax.jit(quantizer)
     for row in range(8):
-        alone = program(x[row : row + 1])
-        np.testing.assert_allclose(alone, np.asarray(whole)[row : row + 1], rtol=1e-6)
-    across = values_of(Quantizer(name, "channel", axis=1), x.T)
-    np.testing.assert_allclose(across, np.transpose(whole), rtol=1e-6)
-
-
-@pytest.mark.costly
-@formats
-@pytest.mark.parametrize("over", ["tensor", "channel", "group"])
-def test_the_search_is_never_worse_than_the_maximum(name, over):
-    x = normal(*SHAPE) ** 3
-    bits = {fit: BITS_RIGHT(x, values) for fit, values in fitted(name, over)(x).items()}
-    assert bits["mse"] >= bits["max"]
-    assert bits["mse"] >= bits["percentile"] - 0.02  # its grid may miss the best by so much
+        np.testing.assert_allclose(program(x[row : row + 1])[0], whole[row], rtol=1e-6)
+    across = values_of(Quantizer("E2M1", "channel", axis=1), x.T)
+    np.testing.assert_allclose(across, whole.T, rtol=1e-6)
 
 
 def test_the_search_finds_what_a_fine_grid_finds():
     x = normal(64, 64) ** 3
-    quantizer = Quantizer("INT4")
-    amax = float(np.max(np.abs(x)))
+    quantizer, amax = Quantizer("INT4"), np.max(np.abs(x))
 
     @jax.jit
-    def bits(limit):
-        return sqnr_bits(x, quantizer.quantize(x, Range(-limit[None], limit[None])))
+    def bits(shares):
+        ranges = (amax * shares)[:, None]
+        quantized = jax.vmap(lambda limit: quantizer.quantize(x, Range(-limit, limit)))(ranges)
+        return jax.vmap(lambda values: sqnr_bits(x, values))(quantized)
 
-    fine = max(float(bits(amax * share)) for share in np.linspace(0.02, 1, 300, dtype=np.float32))
-    found = bits_of(x, Quantizer("INT4", fit="mse"))
-    assert found > fine - 0.005
+    fine = np.max(bits(np.linspace(0.02, 1, 300, dtype=np.float32)))
+    assert bits_of(x, Quantizer("INT4", fit="mse")) > fine - 0.005
 
 
 def test_a_percentile_is_numpys():
@@ -172,8 +166,7 @@ def test_asymmetric_codes_follow_data_on_one_side():
     assert one > both + 0.9
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("name", SIGNED)
+@pytest.mark.parametrize("name", ["INT8", "E2M1"])
 def test_the_gradient_is_straight_through(name):
     x = normal(4, 32)
     quantizer = Quantizer(name)
@@ -205,22 +198,6 @@ def test_saturated_elements_pass_their_gradient_to_a_learnt_range():
     assert whole == pytest.approx(2 - 5 + error, abs=1e-6)
 
 
-def test_a_range_can_be_learnt():
-    """Gradient descent on the squared error comes near what the search finds."""
-    x = normal(4096) ** 3
-    quantizer = Quantizer("INT4")
-
-    @jax.jit
-    def loss(log_limit):
-        limit = jnp.exp(log_limit)[None]
-        return jnp.mean((quantizer.quantize(x, Range(-limit, limit)) - x) ** 2)
-
-    step = jax.jit(lambda limit: limit - 0.05 * jax.grad(loss)(limit))
-    limit = functools.reduce(lambda limit, _: step(limit), range(200), np.log(np.max(np.abs(x))))
-    best = np.mean((np.asarray(values_of(Quantizer("INT4", fit="mse"), x)) - x) ** 2)
-    assert loss(limit) < 1.05 * best
-
-
 def test_stochastic_rounding_is_right_on_average():
     x = np.broadcast_to(normal(1, 50), (512, 50))
     noise = np.broadcast_to((np.arange(512, dtype=np.float32)[:, None] + 0.5) / 512, x.shape)
@@ -229,15 +206,9 @@ def test_stochastic_rounding_is_right_on_average():
     np.testing.assert_allclose(values.mean(0), x[0], atol=2e-3)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_the_result_has_the_dtype_of_the_input(dtype):
-    assert jax.eval_shape(Quantizer("E4M3"), normal(3, 4).astype(dtype)).dtype == dtype
-
-
-def test_a_program_gives_what_single_operations_give():
-    x = normal(16, 48)
-    quantizer = Quantizer("E3M2", "group", "mse", size=16)
-    np.testing.assert_allclose(jax.jit(quantizer)(x), quantizer(x), rtol=1e-6)
+def test_the_result_has_the_dtype_of_the_input():
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        assert jax.eval_shape(Quantizer("e4m3"), normal(3, 4).astype(dtype)).dtype == dtype
 
 
 def test_bits_that_are_right():
@@ -246,23 +217,21 @@ def test_bits_that_are_right():
     assert sqnr_bits(x, x) == jnp.inf
 
 
-@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
-@pytest.mark.parametrize("fit", FITS)
+@pytest.mark.parametrize(
+    ("value", "fit"),
+    [
+        (np.nan, "max"),
+        (np.inf, "max"),
+        (np.nan, "percentile"),
+        (np.inf, "percentile"),
+        (np.inf, "mse"),
+    ],
+)
 def test_ranges_that_are_not_finite_are_refused(value, fit):
     x = normal(4, 4)
     x[1, 1] = value
     with pytest.raises(ValueError, match="range is not finite: the array has a NaN or an inf"):
-        Quantizer("E4M3", fit=fit)(x)
-
-
-def test_empty_ranges_are_refused():
-    quantizer = Quantizer("INT8")
-    with pytest.raises(ValueError, match=r"range from 1.0 to -1.0 is empty"):
-        quantizer.quantize(normal(4), Range(jnp.array([1.0]), jnp.array([-1.0])))
-    with pytest.raises(ValueError, match="has no elements"):
-        quantizer(jnp.zeros((0, 4)))
-    with pytest.raises(ValueError, match=r"shapes \(2,\) and \(2,\); .* has 1 scales"):
-        quantizer.quantize(normal(4), Range(-jnp.ones(2), jnp.ones(2)))
+        Quantizer("E4M3", fit=fit).range_of(x)
 
 
 @pytest.mark.parametrize(
@@ -270,47 +239,28 @@ def test_empty_ranges_are_refused():
     [
         ({"format": "INT99"}, "bits=99"),
         ({"format": "FP4"}, "does not name a small float"),
+        ({"format": jnp.float8_e4m3fn}, "must be a Minifloat, an IntegerFormat or the name"),
+        ({"format": None}, "must be a Minifloat, an IntegerFormat or the name"),
         ({"over": "row"}, "over='row' must be one of tensor, channel, group, block"),
         ({"fit": "min"}, "fit='min' must be one of max, percentile, mse"),
         ({"rounding": "up"}, "rounding='up' must be one of"),
-        ({"size": 0}, "^size must be a positive"),
         ({"percentile": 50}, "percentile=50 must be above 50"),
     ],
 )
 def test_wrong_settings_are_refused(settings, said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises((TypeError, ValueError), match=said):
         Quantizer(**{"format": "E4M3"} | settings)
 
 
-@pytest.mark.parametrize("format", [8, jnp.int8, jnp.float8_e4m3fn, None])
-def test_only_formats_are_accepted(format):
-    with pytest.raises(TypeError, match="must be a Minifloat, an IntegerFormat or the name"):
-        Quantizer(format)
-
-
-def test_bits_are_those_of_arrays_of_one_shape():
-    with pytest.raises(ValueError, match=r"one shape, not \(3, 4\) and \(4,\)"):
-        sqnr_bits(jnp.ones((3, 4)), jnp.ones(4))
-
-
-def test_an_axis_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match=r"axis=2 is not an axis of an array of shape \(3, 4\)"):
-        Quantizer("E4M3", "channel", axis=2)(normal(3, 4))
-
-
-def test_integers_are_not_quantized():
-    with pytest.raises(TypeError, match="x has dtype int32"):
-        Quantizer("E4M3")(jnp.arange(4))
-
-
-def test_formats_are_found_by_name():
-    assert format_named("INT4").name == "INT4"
-    assert format_named("e3m2").name == "E3M2"
-
-
-@pytest.mark.parametrize("over", ["group", "block"])
-def test_a_group_larger_than_a_row_is_the_row(over):
-    """Without filling rows up to that size, which no memory would hold."""
-    x = normal(4, 24)
-    values = [values_of(Quantizer("INT8", over, size=size), x) for size in (24, 1 << 40)]
-    np.testing.assert_array_equal(*values)
+def test_arrays_that_do_not_fit_are_refused():
+    x, e4m3 = normal(4), Quantizer("E4M3")
+    one = jnp.array([1.0])
+    for call, said in (
+        (lambda: e4m3.quantize(x, Range(one, -one)), r"range from 1.0 to -1.0 is empty"),
+        (lambda: e4m3(jnp.zeros((0, 4))), "has no elements"),
+        (lambda: e4m3.quantize(x, Range(-jnp.ones(2), jnp.ones(2))), r"\(2,\).* has 1 scales"),
+        (lambda: sqnr_bits(jnp.ones((3, 4)), x), r"one shape, not \(3, 4\) and \(4,\)"),
+        (lambda: Quantizer("E4M3", "channel", axis=2)(normal(3, 4)), r"axis=2 .*shape \(3, 4\)"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=said):
+            call()

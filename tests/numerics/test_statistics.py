@@ -1,7 +1,6 @@
 """Statistics of tensors made by hand, for which each number is known."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -24,32 +23,28 @@ def tensor(values, scale=1.0, dtype=E4M3):
 
 
 def test_a_tensor_of_codes_has_no_error():
-    x = jnp.array([[448.0, -1.75, 0.0, 2.0**-6]])
-    # Not in one program: there XLA computes the logarithm of the limit, not of x, while compiling.
-    found = of_sums(np.asarray(statistics.of_tensor(x, jnp.float32(1), E4M3)))
-    assert found == (0.0, 0.0, 0.0, 0.0, 0.0)
+    found = tensor([[448.0, -1.75, 0.0, 2.0**-6, 0, 0, 0]])
+    assert found == pytest.approx((0.0, 0.0, 0.0, 0.0, 0.0), abs=1e-6)
 
 
-def test_e4m3_loses_values_below_half_its_smallest_code():
-    """Of six non-zero values: two become zero, 2^-10 by rounding to even; two are subnormal."""
-    found = tensor([[1.0, 2.0**-10, -(2.0**-11), 2.0**-9, -(2.0**-7), 0.0, 2.0**-6]])
+@pytest.mark.parametrize(
+    ("dtype", "values", "largest"),
+    [
+        # Of six non-zero values two become zero, 2^-10 by rounding to even; two are subnormal.
+        (E4M3, [1.0, 2.0**-10, -(2.0**-11), 2.0**-9, -(2.0**-7), 0.0, 2.0**-6], 448.0),
+        (E5M2, [1.0, 2.0**-17, -(2.0**-18), 2.0**-16, -(2.0**-15), 0.0, 2.0**-14], 57344.0),
+    ],
+    ids=["E4M3", "E5M2"],
+)
+def test_values_below_half_the_smallest_code_are_lost_and_those_beyond_the_largest_saturate(
+    dtype, values, largest
+):
+    found = tensor([values], dtype=dtype)
     assert found.underflow == pytest.approx(2 / 6)
     assert found.subnormal == pytest.approx(2 / 6)
     assert found.saturated == 0.0
-    assert found.headroom == pytest.approx(np.log2(448))
-
-
-def test_e5m2_has_sixteen_times_the_range_below_one():
-    values = [[1.0, 2.0**-10, 2.0**-16, -(2.0**-17), 2.0**-15, 2.0**-14]]
-    found = tensor(values, dtype=E5M2)
-    assert found.underflow == pytest.approx(1 / 6)
-    assert found.subnormal == pytest.approx(2 / 6)
-    assert found.headroom == pytest.approx(np.log2(57344))
-
-
-@pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)])
-def test_values_beyond_the_largest_code_saturate(dtype, largest):
-    found = tensor([[largest, 2 * largest, -4 * largest, 0.0]], dtype=dtype)
+    assert found.headroom == pytest.approx(np.log2(largest))
+    found = tensor([[largest, 2 * largest, -4 * largest, 0, 0, 0, 0]], dtype=dtype)
     assert found.saturated == pytest.approx(2 / 3)
     assert found.headroom == pytest.approx(-2.0)
     # The values are 1, 2 and 4 of the largest code; 1 and 3 are lost of the latter two.
@@ -58,26 +53,18 @@ def test_values_beyond_the_largest_code_saturate(dtype, largest):
 
 def test_the_error_is_that_of_the_codes():
     """1.0625 and 1.1875 lie half-way: one is rounded down to even, the other up."""
-    found = tensor([[1.0625, 1.1875]])
+    found = tensor([[1.0625, 1.1875, 0, 0, 0, 0, 0]])
     assert found.error == pytest.approx(0.0625 * np.sqrt(2) / np.hypot(1.0625, 1.1875))
 
 
 def test_a_scale_moves_all_of_it():
-    values = np.array([[1.0, 2.0**-10, 3.0, 2.0**-8, 0.0]])
+    values = np.array([[1.0, 2.0**-10, 3.0, 2.0**-8, 0.0, 0.0, 0.0]])
     for power in (-90, 90):  # whose squares FP32 cannot hold
         assert tensor(values * 2.0**power, scale=2.0**power) == pytest.approx(tensor(values))
 
 
-def test_a_looser_bound_is_seen():
-    values = np.random.default_rng(0).standard_normal((8, 64))
-    tight, loose = tensor(values, 2.0**-6), tensor(values, 2.0**7)
-    assert loose.headroom == pytest.approx(tight.headroom + 13)
-    assert loose.subnormal > 0.5 > tight.subnormal
-    assert loose.error > 2 * tight.error
-
-
 def test_zeros_have_no_error_and_no_headroom():
-    found = tensor(np.zeros((4, 8)))
+    found = tensor(np.zeros((1, 7)))
     assert found[:3] == (0.0, 0.0, 0.0)
     assert found.error == 0.0
     assert np.isnan(found.headroom)
@@ -85,37 +72,37 @@ def test_zeros_have_no_error_and_no_headroom():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nan_and_infinity_have_no_finite_error(bad):
-    assert np.isnan(tensor([[1.0, bad]], scale=np.nan).error)
-    x = jnp.asarray([[1.0, bad] + [1.0] * 14])
-    assert np.isnan(of_sums(np.asarray(of_blocks(x, to_blocks(x, size=16), size=16))).error)
+    assert np.isnan(tensor([[1.0, bad, 0, 0, 0, 0, 0]], scale=np.nan).error)
+    assert np.isnan(in_blocks(np.float32([[1.0, bad] + [1.0] * 46])).error)
+
+
+def in_blocks(x, size=16):
+    return of_sums(np.asarray(of_blocks(x, to_blocks(x, size=size), size=size)))
 
 
 def test_blocks_have_their_own_scales():
     """448 and 2^-10 lose the small one in a tensor, not in two blocks; the third block is zero."""
     x = np.zeros((1, 48), np.float32)
     x[0, 0], x[0, 16] = 448.0, 2.0**-10
-    apart = of_sums(np.asarray(of_blocks(x, to_blocks(x, size=16), size=16)))
+    apart = in_blocks(x)
     assert apart.underflow == 0.0
     assert apart.error == 0.0
     # 448 is a largest code; 2^-10 is 1.75 times smaller than the largest that its exponent allows.
     assert apart.headroom == pytest.approx(np.log2(1.75) / 2)
-    together = to_blocks(x, size=64)
-    assert of_sums(np.asarray(of_blocks(x, together, size=64))).underflow == 0.5
+    assert in_blocks(x, size=64).underflow == 0.5
 
 
-def test_a_short_last_block_counts():
+def test_a_short_last_block_counts_and_blocks_that_saturate_are_seen():
+    """No rounding of this package makes those: exponents of another one."""
     x = np.ones((3, 20), np.float32)
     x[:, 16:] = 2.0**-30
-    found = Sums(*of_blocks(x, to_blocks(x, size=16), size=16).tolist())
+    saved = to_blocks(x, size=16)
+    found = Sums(*of_blocks(x, saved, size=16).tolist())
     assert (found.size, found.nonzero, found.scales) == (60, 60, 6)
     assert found.underflow == 0
-
-
-def test_blocks_that_saturate_are_seen():
-    """No rounding of this package does that: exponents of another one."""
-    x = jnp.full((2, 16), 1000.0)
-    low = Blocks(jnp.full((2, 16), 448.0).astype(E4M3), jnp.full((2, 1), 127, jnp.uint8))
-    assert of_sums(np.asarray(of_blocks(x, low, size=16))).saturated == 1.0
+    low = Blocks(np.full((3, 20), 448.0, E4M3), np.full((3, 2), 127, np.uint8))
+    beyond = np.full((3, 20), 1000, np.float32)
+    assert of_sums(np.asarray(of_blocks(beyond, low, size=16))).saturated == 1.0
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -134,10 +121,8 @@ def test_sums_of_parts_are_those_of_the_whole(dtype):
 
 def test_counts_are_right_beyond_what_fp32_counts():
     """16.8 million ones, one by one, would stop at 2^24."""
-    x = jnp.ones((2**13 + 1, 2**11), jnp.bfloat16)
-    found = Sums(*of_tensor(x, jnp.float32(1), E4M3).tolist())
-    assert found.nonzero == pytest.approx(x.size, rel=1e-6)
-    assert statistics.of_sums(np.asarray(found)).error == 0.0
+    true = np.ones((2**13 + 1, 2**11), bool)
+    assert float(jax.jit(statistics._count)(true)) == pytest.approx(true.size, rel=1e-6)
 
 
 def test_rows_of_int8_have_an_error_of_a_uniform_step():
@@ -165,12 +150,10 @@ def test_an_error_in_int8_is_that_of_the_product():
     assert found.error > 0.3
 
 
-@pytest.mark.parametrize("x", [np.zeros((3, 2)), [[np.inf, 1]], [[np.nan, 1]], np.zeros((0, 2))])
-def test_columns_without_usable_squares_count_alike(x):
-    np.testing.assert_array_equal(column_squares(np.asarray(x, np.float32)), [1, 1])
-
-
 def test_squares_of_columns_neither_overflow_nor_underflow():
+    """Columns without usable squares count alike."""
+    for x in (np.zeros((2, 2)), [[np.inf, 1], [1, 1]], [[np.nan, 1], [1, 1]], np.zeros((0, 2))):
+        np.testing.assert_array_equal(column_squares(np.asarray(x, np.float32)), [1, 1])
     for size in (1e-30, 1e30):
         x = size * np.float32([[1, 2], [2, 4]])
         found = column_squares(x, np.float32(0.5) * x)

@@ -132,6 +132,7 @@ def test_the_bits_of_two_lanes_are_independent(lanes):
 
 def test_neighbouring_blocks_and_rows_are_independent():
     bits = jax.jit(lambda: noise.of_places(noise.run_numbers((256, 256)), SIZE))()
+    assert np.all(np.any(bits, axis=-1))  # in no block, not even in the first one, all are zero
     uniform = np.float32(np.asarray(bits) >> 12) * 2.0**-20
     for other in (np.roll(uniform, 1, axis=0), np.roll(uniform, 1, axis=1)):
         assert abs(np.corrcoef(uniform.ravel(), other.ravel())[0, 1]) < 0.006
