@@ -20,8 +20,6 @@ from coat_jax.kernels.norm import Norm
 
 SIZE = 16
 SPECS = [
-    P(),
-    P("data"),
     P("data", "tensor"),
     P(("data", "fsdp")),
     P(None, "fsdp", "tensor"),

@@ -22,7 +22,7 @@ def gpu(monkeypatch):
     return pretend
 
 
-@pytest.mark.parametrize("capability", [89, 90, 100, 120])  # Ada, Hopper, Blackwell
+@pytest.mark.parametrize("capability", [89, 120])  # Ada, Blackwell
 def test_a_gpu_that_multiplies_fp8_runs_the_kernels(gpu, capability):
     gpu(capability)
     assert dispatch.choose(None) == dispatch.choose("triton") == "triton"
@@ -30,7 +30,7 @@ def test_a_gpu_that_multiplies_fp8_runs_the_kernels(gpu, capability):
     assert dispatch.multiplies_fp8()
 
 
-@pytest.mark.parametrize("capability", [70, 75, 80, 86, 87])  # Volta, Turing, Ampere
+@pytest.mark.parametrize("capability", [70, 88])
 def test_a_gpu_before_ada_computes_through_xla_and_refuses_fp8(gpu, capability):
     gpu(capability)
     assert dispatch.choose(None) == "xla"
@@ -55,17 +55,16 @@ def test_what_a_gpu_reports_is_understood(monkeypatch, reported, capability, wor
     assert dispatch.described(capability) == words
 
 
-def test_a_gpu_of_another_maker_refuses_fp8(gpu):
+def test_a_gpu_of_another_maker_and_no_gpu_compute_through_xla(gpu):
     gpu(0)
     assert dispatch.choose(None) == "xla"
     with pytest.raises(UserError, match=r"no compute capability; products in FP8 need 8\.9"):
         dispatch.choose_fp8(None)
-
-
-def test_without_a_gpu_everything_runs_through_xla(gpu):
     gpu(None)
     assert dispatch.choose(None) == dispatch.choose_fp8(None) == "xla"
     assert dispatch.target_capability() == 90  # programs are compiled for Hopper ahead of time
+    with pytest.raises(ValueError, match="not 'cuda'"):
+        dispatch.choose("cuda")
 
 
 @pytest.mark.compiled
@@ -85,8 +84,3 @@ def test_a_kernel_that_is_compiled_for_a_cpu_says_so(name):
     for run in (call, jax.jit(call)):
         with pytest.raises(UserError, match=r"compiled for cpu\. Leave implementation out"):
             run(params)
-
-
-def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="not 'cuda'"):
-        dispatch.choose("cuda")

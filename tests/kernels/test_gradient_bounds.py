@@ -4,9 +4,8 @@ The bound is the largest product of the length of a row of dy, the longest row o
 what the exponents of a block in the same row of the hidden values allow. Outliers are planted in
 channels of gradients and hidden values, in tokens, and in channels of a few tokens.
 
-Two things make it looser. Where outliers are a few numbers only (`both`), dy and the weight's rows
-seldom point the same way. And an exponent does not tell a sign: a gate far below zero counts with
-its magnitude, although its activation is zero. Neither costs accuracy, as the last tests show.
+Where outliers are a few numbers only (`both`), dy and the weight's rows seldom point the same way,
+and the bound is looser.
 """
 
 import functools
@@ -15,8 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 from coat_jax import E4M3, E5M2
@@ -27,20 +24,18 @@ from coat_jax.numerics.blocks import from_blocks, to_blocks
 
 T, D, F, SIZE = 64, 256, 512, 16
 OUTLIERS = {"none": 2.0**6, "channels": 2.0**7, "tokens": 2.0**7, "both": 2.0**8}
-# How much too large the bound may be. The slope of a gated relu^2 grows with the gate: where the
-# largest gate and the largest up of a block are different elements, it is off by one of them.
-CASES = [(name, count) for name in ACTIVATIONS for count in (1, 2) if (name, count) != ("relu2", 2)]
+DRAWS = [(0, 1.0), (1, 7.0), (2, 50.0), (0, 100.0), (3, 600.0), (0, 1000.0)]  # seeds, factors
 
 
-def planted(rng, shape, outliers, factor, sign=None):
+def planted(rng, shape, outliers, factor, *, positive=False):
     """Normal numbers, with a few columns, the first rows, or what they share times `factor`."""
     x = rng.standard_normal(shape)
     rows = slice(None) if outliers == "channels" else slice(4)
     columns = slice(None) if outliers == "tokens" else rng.choice(shape[1], 4, replace=False)
     if outliers != "none":
         x[rows, columns] *= factor
-        if sign is not None:
-            x[rows, columns] = sign * np.abs(x[rows, columns])
+        if positive:
+            x[rows, columns] = np.abs(x[rows, columns])
     return jnp.asarray(x, jnp.bfloat16)
 
 
@@ -62,58 +57,61 @@ def stored(hidden):
     return to_blocks(hidden, size=SIZE)
 
 
-def case(seed, outliers, factor, count, sign=1):
-    """The gradient of an activation and its bound, and what was saved of the inputs."""
+@functools.cache
+def case(seed, factor, outliers):
+    """The gradient of an activation and its bound, and what was saved of a gate and an up."""
     rng = np.random.default_rng(seed)
     w = jnp.asarray(rng.standard_normal((F, D)) / F**0.5, jnp.bfloat16)
     da, bound = product(planted(rng, (T, D), outliers, factor), w)
-    signs = (sign, None)[:count]
-    hidden = [planted(rng, (T, F), outliers, factor, sign) for sign in signs]
+    hidden = [planted(rng, (T, F), outliers, factor, positive=gate) for gate in (True, False)]
     return da, bound, [stored(h) for h in hidden]
-
-
-def gradients_and_bounds(name, seed, outliers, factor, count, sign=1):
-    return of_activation(name, *case(seed, outliers, factor, count, sign))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def of_activation(name, da, bound, saved):
+    """For each input: its gradient's largest, the bound, and what a scale from the bound costs.
+
+    The cost is the error in E5M2, in units of that with a scale from the largest.
+    """
     gradients = activation.activate_backward([from_blocks(b, size=SIZE) for b in saved], da, name)
-    return gradients, activation.gradient_bounds(saved, bound, name)
-
-
-seeds, factors = st.integers(0, 99), st.floats(1, 1000)
-
-
-@pytest.mark.parametrize("outliers", OUTLIERS)
-@given(seed=seeds, factor=factors)
-@example(seed=0, factor=1000.0)
-def test_no_product_exceeds_its_bound(outliers, seed, factor):
-    da, bound, _ = case(seed, outliers, factor, 0)
-    assert jnp.all(jnp.max(jnp.abs(da.astype(jnp.float32)), axis=-1) <= bound)
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize(("name", "count"), CASES)
-@pytest.mark.parametrize("outliers", OUTLIERS)
-@given(seed=seeds, factor=factors)
-@example(seed=0, factor=1000.0)
-def test_no_gradient_exceeds_its_bound_and_none_is_far_below(outliers, name, count, seed, factor):
-    for gradient, bound in zip(
-        *gradients_and_bounds(name, seed, outliers, factor, count), strict=True
+    found = []
+    for gradient, limit in zip(
+        gradients, activation.gradient_bounds(saved, bound, name), strict=True
     ):
-        largest = jnp.max(jnp.abs(gradient))
-        assert largest <= bound
-        assert bound <= OUTLIERS[outliers] * largest
+        largest = gemm.largest_magnitude(gradient)
+        searched, bounded = (error(gradient, gemm.tensor_scale(m, E5M2)) for m in (largest, limit))
+        found.append((largest, limit, bounded / searched))
+    return found
+
+
+def error(x, scale):
+    codes = gemm.scaled(x, scale, E5M2).values
+    return jnp.linalg.norm(codes.astype(jnp.float32) * scale - x)
 
 
 @pytest.mark.parametrize("outliers", OUTLIERS)
-@given(seed=seeds, factor=factors, sign=st.sampled_from([-1, 1]))
-@example(seed=0, factor=1000.0, sign=-1)
-def test_no_gradient_of_a_gated_square_exceeds_its_bound(outliers, seed, factor, sign):
-    pairs = gradients_and_bounds("relu2", seed, outliers, factor, 2, sign)
-    for gradient, bound in zip(*pairs, strict=True):
-        assert jnp.max(jnp.abs(gradient)) <= bound
+def test_no_product_exceeds_its_bound(outliers):
+    for draw in DRAWS:
+        da, bound, _ = case(*draw, outliers)
+        assert np.all(np.max(np.abs(np.float32(da)), axis=-1) <= bound)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_gradient_exceeds_its_bound_none_is_far_below_and_accuracy_is_that_of_a_search(
+    name, count
+):
+    """The slope of a gated relu^2 grows with the gate: where the largest gate and the largest up of
+    a block are different elements, its bound is off by one of them.
+    """
+    gated_square = (name, count) == ("relu2", 2)
+    for outliers, most in OUTLIERS.items():
+        for draw in DRAWS:
+            da, bound, saved = case(*draw, outliers)
+            for largest, limit, cost in of_activation(name, da, bound, saved[:count]):
+                assert largest <= limit
+                assert gated_square or limit <= most * largest
+                assert cost <= 1.001
 
 
 def test_terms_that_all_agree_reach_their_bound():
@@ -159,35 +157,6 @@ def test_a_mesh_can_shard_sums_wherever_it_shards_columns(shape, columns, wanted
         assert columns_per_sum(columns) == wanted
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("outliers", OUTLIERS)
-@pytest.mark.parametrize("factor", [100.0, 1000.0])
-def test_a_bound_costs_no_accuracy(outliers, factor, name):
-    """The error of gradients in E5M2 is that of a search for the largest, to a thousandth."""
-    assert_costs_nothing(*gradients_and_bounds(name, 0, outliers, factor, 2))
-
-
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("outliers", ["channels", "both"])
-def test_gates_far_below_zero_cost_no_accuracy(outliers, name):
-    """Nor do they where they are a thousand times as large as those above zero."""
-    assert_costs_nothing(*gradients_and_bounds(name, 0, outliers, 1000.0, 2, -1))
-
-
-def assert_costs_nothing(gradients, bounds):
-    for gradient, bound in zip(gradients, bounds, strict=True):
-        found, bounded = (
-            error(gradient, gemm.tensor_scale(m, E5M2))
-            for m in (gemm.largest_magnitude(gradient), bound)
-        )
-        assert bounded <= 1.001 * found
-
-
-def error(x, scale, dtype=E5M2):
-    codes = gemm.scaled(x, scale, dtype).values
-    return jnp.linalg.norm(codes.astype(jnp.float32) * scale - x)
-
-
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize("where", ["gradient", "hidden"])
 def test_the_bound_of_nan_and_infinity_is_nan(bad, where):
@@ -208,11 +177,25 @@ def test_no_rows_have_the_bound_zero():
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_value_and_slope_are_at_most_their_bounds_and_the_steepest_nearly_reaches_its(name):
-    x = jnp.linspace(-6, 6, 4801)
-    value, slope = activation.activation_bounds(jnp.abs(x), name)
-    steepness = jnp.abs(jax.vmap(jax.grad(ACTIVATIONS[name]))(x))
-    assert np.all(jnp.abs(ACTIVATIONS[name](x)) <= value * (1 + 1e-6))
-    assert np.all(steepness <= slope * (1 + 1e-6))
-    if name == "gelu":
-        assert jnp.max(steepness) > 0.999 * jnp.max(slope)
+def test_no_value_and_no_slope_exceeds_its_bound_and_the_steepest_nearly_reaches_it(name):
+    """Within 1 %: a looser bound would waste codes."""
+    x = np.linspace(-8, 8, 20_001, dtype=np.float32)
+    x = x[np.argsort(np.abs(x))]
+
+    @jax.jit
+    def found(x):
+        function = ACTIVATIONS[name]
+        both = [jax.vmap(f)(x) for f in (function, jax.grad(function))]
+        return both, activation.activation_bounds(jnp.abs(x), name)
+
+    (value, slope), bounds = found(x)
+    for each, bound in zip((value, slope), bounds, strict=True):
+        largest_up_to_x = np.maximum.accumulate(np.abs(each))
+        assert np.all(largest_up_to_x <= np.asarray(bound) * (1 + 1e-6))
+    if name in ("gelu", "relu2"):
+        assert np.max(np.abs(slope)) > 0.99 * np.max(bounds[1])
+
+
+def test_an_unknown_activation_is_refused():
+    with pytest.raises(ValueError, match="'swish' must be one of"):
+        activation.activation_bounds(jnp.float32(1.0), "swish")

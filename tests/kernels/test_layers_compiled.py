@@ -1,9 +1,10 @@
 """A Llama layer as compiled for Hopper: all products in FP8, no FP8 transposed, weights sharded.
 
-Some tests take over 10 seconds: Triton and XLA compile the kernels of a whole layer.
+Triton and XLA take seconds to compile a whole layer, so tests share the programs.
 """
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -29,8 +30,8 @@ pytestmark = [
 
 B, S, D, F, HEAD = 4, 2048, 2048, 5632, 128
 WHOLE = P()
-ALONE = (WHOLE, WHOLE, WHOLE)
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "triton"])
+ROUNDED = coat.COAT_PAPER
+MESHES = {"alone": (1, 4, 1), "fsdp": (1, 4, 1), "fsdp and tensor": (1, 2, 2), "data": (2, 2, 1)}
 
 
 @pytest.fixture(autouse=True)
@@ -47,8 +48,14 @@ def layer(x, w, precision, implementation):
     return ops.gated_mlp(x, ops.Norm(w["n2"]), w["gate"], w["up"], w["down"], **how)
 
 
-def compile_layer(mesh, precision, implementation, specs):
-    widening, narrowing, batch = specs
+@functools.cache
+def compiled_layer(precision=coat.COAT, implementation="triton", where="alone", kind=AxisType.Auto):
+    """The program of a layer's gradients, alone or with its arrays sharded over a mesh."""
+    axes = ("data", "fsdp", "tensor")
+    devices = hopper_mesh(MESHES[where], axes).devices
+    mesh = Mesh(devices, axes, axis_types=(kind,) * 3)
+    specs = P("fsdp", "tensor"), P("tensor", "fsdp"), P(("data", "fsdp"))
+    widening, narrowing, batch = [WHOLE] * 3 if where == "alone" else specs
 
     def array(*shape, spec=WHOLE):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
@@ -73,6 +80,16 @@ def compile_layer(mesh, precision, implementation, specs):
     ).as_text()
 
 
+def compiled_for_four(function, *arrays):
+    """The program of a function on four GPUs; arrays are pairs of shapes and PartitionSpecs."""
+    mesh = hopper_mesh((4,), ("x",))
+    args = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in arrays
+    )
+    return compile_for(mesh, function, *args, compiler_options=OPTIONS)
+
+
 def fp8_products(program):
     return program.count('custom_call_target="__cublas$lt$matmul$f8"')
 
@@ -81,29 +98,33 @@ def other_products(program):
     return len(re.findall(r'custom_call_target="__cublas\$(?:lt\$matmul|gemm)"| dot\(', program))
 
 
-ROUNDED = coat.COAT_PAPER
-PRECISIONS = {
-    "FP8_LINEAR": coat.FP8_LINEAR,
-    "COAT": coat.COAT,
-    "COAT_LEAN": coat.COAT_LEAN,
-    "rounded forward": ROUNDED,
-}
-
-
-@IMPLEMENTATIONS
-@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "implementation"),
+    [
+        pytest.param(coat.COAT, "xla", id="COAT by XLA"),
+        pytest.param(coat.FP8_LINEAR, "triton", id="FP8_LINEAR"),
+        pytest.param(coat.COAT_LEAN, "triton", id="COAT_LEAN"),
+        pytest.param(ROUNDED, "triton", id="rounded forward"),
+        pytest.param(coat.COAT, "triton", id="COAT"),
+    ],
+)
 def test_every_product_of_a_layer_is_in_fp8(precision, implementation):
     """Seven weights, three products each; attention once forward, once backward."""
-    program = compile_layer(hopper_mesh((4,), ("x",)), precision, implementation, ALONE)
+    program = compiled_layer(precision, implementation)
     assert fp8_products(program) == 21
     assert other_products(program) == 0
     assert program.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
     assert program.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
 
 
+def test_in_full_precision_no_product_is_in_fp8():
+    program = compiled_layer(coat.BF16, "xla")
+    assert (fp8_products(program), other_products(program)) == (0, 21)
+
+
 def test_forward_products_are_in_int8_and_backward_products_in_fp8():
     """Seven weights, one product forward and two backward; none is transposed or cast by XLA."""
-    program = compile_layer(hopper_mesh((4,), ("x",)), coat.COAT_INT8, "triton", ALONE)
+    program = compiled_layer(coat.COAT_INT8)
     assert fp8_products(program) == 14
     assert other_products(program) == 7
     of_int8 = r'\(s32\[[\d,]+\]\S* .*custom_call_target="__cublas\$lt\$matmul"'
@@ -114,35 +135,32 @@ def test_forward_products_are_in_int8_and_backward_products_in_fp8():
     assert xla_reads(program, rf"\[{B},{S},{F}\]") == []
 
 
-def test_sums_of_products_are_taken_in_by_the_products():
+def test_kernels_leave_xla_no_fp8_to_transpose_and_products_take_in_sums():
     """Two residual sums forward; backward one for gate and up, two for query, key and value."""
-    program = compile_layer(hopper_mesh((4,), ("x",)), coat.COAT, "triton", ALONE)
+    program = compiled_layer()
+    made_by_xla = re.findall(r"%\S+ = f8e\dm\d\w*\[\d\S* (?:fusion|transpose|copy)\(", program)
+    assert made_by_xla == []
     assert program.count('"beta":1') == 5
 
 
-def test_sums_that_bound_gradients_are_made_by_the_kernels_that_round():
+@pytest.mark.parametrize("precision", [coat.COAT, ROUNDED], ids=["COAT", "rounded forward"])
+def test_sums_that_bound_gradients_are_made_by_the_kernels_that_round(precision):
     """XLA makes no pass over arrays as wide as the MLP, and none over dy but that for its scale.
 
     It adds up one number per row and 16 columns of dy, and of the weight; and it reads exponents.
     """
-    for precision in (coat.COAT, ROUNDED):
-        program = compile_layer(hopper_mesh((4,), ("x",)), precision, "triton", ALONE)
-        assert xla_reads(program, rf"\[{B},{S},{F}\]") == []
-        of_dy = xla_reads(program, rf"\[{B},{S},{D}\]")
-        # The scales of o's and down's gradients, and the sum of squares of this test's loss.
-        assert len(of_dy) <= 4, of_dy
-        assert len(xla_reads(program, rf"f32\[{B},{S},{D // 16}\]")) == 1
-        assert len(xla_reads(program, rf"f32\[(?:1,)?{F},{D // 16}\]")) == 1
-        assert len(xla_reads(program, rf"u8\[{B},{S},{F // 16}\]")) == 1  # gate and up at once
+    program = compiled_layer(precision)
+    assert xla_reads(program, rf"\[{B},{S},{F}\]") == []
+    of_dy = xla_reads(program, rf"\[{B},{S},{D}\]")
+    # The scales of o's and down's gradients, and the sum of squares of this test's loss.
+    assert len(of_dy) <= 4, of_dy
+    assert len(xla_reads(program, rf"f32\[{B},{S},{D // 16}\]")) == 1
+    assert len(xla_reads(program, rf"f32\[(?:1,)?{F},{D // 16}\]")) == 1
+    assert len(xla_reads(program, rf"u8\[{B},{S},{F // 16}\]")) == 1  # gate and up at once
 
 
 def test_explicit_axes_compile_to_what_automatic_ones_do():
-    devices = hopper_mesh((4,), ("fsdp",)).devices
-    specs = P("fsdp", None), P(None, "fsdp"), P("fsdp")
-    programs = [
-        compile_layer(Mesh(devices, ("fsdp",), axis_types=(kind,)), coat.COAT, "triton", specs)
-        for kind in (AxisType.Auto, AxisType.Explicit)
-    ]
+    programs = [compiled_layer(where="fsdp", kind=k) for k in (AxisType.Auto, AxisType.Explicit)]
     counts = [
         (fp8_products(program), other_products(program), len(re.findall(KERNEL_CALL, program)))
         for program in programs
@@ -171,8 +189,7 @@ def xla_reads(program, shape):
 
 
 def test_an_exact_forward_pass_takes_no_more_passes_over_memory():
-    mesh = hopper_mesh((4,), ("x",))
-    rounded, exact = (compile_layer(mesh, p, "triton", ALONE) for p in (ROUNDED, coat.COAT))
+    rounded, exact = compiled_layer(ROUNDED), compiled_layer()
     assert exact.count(KERNEL_CALL) == rounded.count(KERNEL_CALL)
     # Besides those that number the blocks for stochastic rounding, which are small.
     of_tensors = re.compile(r"= (?!u32)\S+ fusion\(")
@@ -181,102 +198,9 @@ def test_an_exact_forward_pass_takes_no_more_passes_over_memory():
     assert max(math.prod(map(int, shape.split(","))) for shape in numbers) <= 4 * 2048
 
 
-def test_xla_does_not_remove_the_rounding_of_values_that_a_layer_continues_with():
-    """It leaves out a cast to FP8 and back, unless values are rounded before."""
-    mesh = hopper_mesh((4,), ("x",))
-    x = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, WHOLE))
-    program = compile_for(
-        mesh, lambda x: from_blocks(to_blocks(x, size=16), size=16), x, compiler_options=OPTIONS
-    ).as_text()
-    assert "f8e4m3fn" not in program
-    assert "round-nearest-even" in program
-
-
-@pytest.mark.parametrize(
-    "precision", [coat.COAT, ROUNDED, coat.COAT_INT8], ids=["coat", "rounded forward", "int8"]
-)
-@pytest.mark.parametrize("name", activation.ACTIVATIONS)
-def test_every_activation_compiles(name, precision):
-    """With a gate and without one, forward and backward: Triton's interpreter checks no types."""
-
-    def loss(x, up, down):
-        how = {"activation": name, "precision": precision, "implementation": "triton"}
-        y = ops.gated_mlp(x, None, up, up, down, **how)
-        return jnp.sum(ops.mlp(y, None, up, down, **how).astype(jnp.float32))
-
-    mesh = hopper_mesh((4,), ("x",))
-    alone = NamedSharding(mesh, WHOLE)
-    args = (
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=alone)
-        for shape in ((2, 128, 256), (256, 512), (512, 256))
-    )
-    program = compile_for(mesh, jax.grad(loss), *args, compiler_options=OPTIONS)
-    assert kernel_calls(program) >= 2 * len(("forward", "cast", "backward"))
-
-
-@pytest.mark.parametrize("rows", [WHOLE, P("x")], ids=["everywhere", "one on each GPU"])
-@pytest.mark.parametrize(("k", "n"), [(256, 128), (1, 128), (256, 1)])
-def test_a_product_with_a_single_row_or_column_compiles(k, n, rows):
-    """A vector has no FP8 product; and where the program has four rows, a GPU of four has one."""
-    mesh = hopper_mesh((4,), ("x",))
-    x, w = (
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for shape, spec in (((1 if rows == WHOLE else 4, k), rows), ((k, n), WHOLE))
-    )
-
-    def loss(x, w):
-        return jnp.sum(ops.linear(x, w, precision=coat.COAT).astype(jnp.float32))
-
-    compile_for(mesh, jax.value_and_grad(loss, argnums=(0, 1)), x, w, compiler_options=OPTIONS)
-
-
-@pytest.mark.parametrize("preset", ["BF16", "COAT", "COAT_LEAN"])
-def test_packed_sequences_of_an_odd_length_compile(preset):
-    """cuDNN takes no mask of an odd length."""
-    mesh = hopper_mesh((4,), ("x",))
-    heads, segments, weight = (
-        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, WHOLE))
-        for shape, dtype in (
-            ((2, 19, 2, 64), jnp.bfloat16),
-            ((2, 19), jnp.int32),
-            ((128, 128), jnp.bfloat16),
-        )
-    )
-
-    def loss(q, k, v, weight, segments):
-        how = {"segments": segments, "precision": getattr(coat, preset), "backend": "cudnn"}
-        return jnp.sum(ops.attention_linear(q, k, v, weight, **how).astype(jnp.float32))
-
-    args = heads, heads, heads, weight, segments
-    program = compile_for(
-        mesh, jax.grad(loss, argnums=(0, 1, 2, 3)), *args, compiler_options=OPTIONS
-    ).as_text()
-    assert len(re.findall(r'custom_call_target="__cudnn\$fmha\w*Backward"', program)) == 1
-
-
-def test_in_full_precision_no_product_is_in_fp8():
-    program = compile_layer(hopper_mesh((4,), ("x",)), coat.BF16, "xla", ALONE)
-    assert (fp8_products(program), other_products(program)) == (0, 21)
-
-
-def test_kernels_leave_xla_no_fp8_to_transpose():
-    program = compile_layer(hopper_mesh((4,), ("x",)), coat.COAT, "triton", ALONE)
-    made_by_xla = re.findall(r"%\S+ = f8e\dm\d\w*\[\d\S* (?:fusion|transpose|copy)\(", program)
-    assert made_by_xla == []
-
-
-MESHES = {
-    "fsdp": ((1, 4, 1), 0),
-    "fsdp and tensor": ((1, 2, 2), None),
-    "data and fsdp": ((2, 2, 1), 0),
-}
-
-
-@pytest.mark.parametrize(("shape", "activations_summed"), MESHES.values(), ids=MESHES)
-def test_on_a_mesh_weights_travel_in_fp8_and_activations_stay(shape, activations_summed):
-    mesh = hopper_mesh(shape, ("data", "fsdp", "tensor"))
-    specs = P("fsdp", "tensor"), P("tensor", "fsdp"), P(("data", "fsdp"))
-    program = compile_layer(mesh, coat.COAT, "triton", specs)
+@pytest.mark.parametrize("where", ["fsdp", "fsdp and tensor", "data"])
+def test_on_a_mesh_weights_travel_in_fp8_and_activations_stay(where):
+    program = compiled_layer(where=where)
     gathered = re.findall(r"= (.*) all-gather(?:-start)?\(", program)
     assert gathered
     for result in gathered:
@@ -285,23 +209,20 @@ def test_on_a_mesh_weights_travel_in_fp8_and_activations_stay(shape, activations
         assert all(len(dims.split(",")) <= 3 for dims in re.findall(r"\[([\d,]+)\]", result))
     assert "all-to-all" not in program
     assert "collective-permute" not in program
-    summed = re.findall(rf"= .*\[\d+,{S},\d+\].* all-reduce(?:-start)?\(", program)
-    if activations_summed is not None:
-        assert len(summed) == activations_summed
+    if where != "fsdp and tensor":
+        assert not re.findall(rf"= .*\[\d+,{S},\d+\].* all-reduce(?:-start)?\(", program)
 
 
 def test_on_a_mesh_gradients_are_reduced_to_shards():
-    mesh = hopper_mesh((1, 4, 1), ("data", "fsdp", "tensor"))
-    specs = P("fsdp", "tensor"), P("tensor", "fsdp"), P(("data", "fsdp"))
-    program = compile_layer(mesh, coat.COAT, "triton", specs)
+    program = compiled_layer(where="fsdp")
     assert "reduce-scatter" in program
-    large = [
-        dims
-        for result in re.findall(r"= (.*) all-reduce(?:-start)?\(", program)
-        for dims in re.findall(r"\[([\d,]+)\]", result)
-        if "," in dims
-    ]
-    assert large == []
+    assert [shape for shape in reduced(program) if "," in shape] == []
+
+
+def reduced(program):
+    """The shapes of what devices add up."""
+    results = re.findall(r"= (.*?) all-reduce(?:-start)?\(", program)
+    return [shape for result in results for shape in re.findall(r"\w+\[([\d,]*)\]", result)]
 
 
 def test_bounds_of_gradients_reduce_one_number_per_row_of_the_weight():
@@ -309,38 +230,98 @@ def test_bounds_of_gradients_reduce_one_number_per_row_of_the_weight():
 
     What scales E4M3 gradients is searched for. Newer releases of XLA reduce the numbers twice.
     """
-    mesh = hopper_mesh((1, 2, 2), ("data", "fsdp", "tensor"))
-    specs = P("fsdp", "tensor"), P("tensor", "fsdp"), P(("data", "fsdp"))
 
-    def reduced(precision):
-        program = compile_layer(mesh, precision, "triton", specs)
-        results = re.findall(r"= (.*?) all-reduce(?:-start)?\(", program)
-        shapes = [s for result in results for s in re.findall(r"\w+\[([\d,]*)\]", result)]
+    def vectors(precision):
+        shapes = reduced(compiled_layer(precision, where="fsdp and tensor"))
         return sorted(s for s in shapes if len(s) > 2 and not re.fullmatch(rf"\d+,{S},\d+", s))
 
-    searched = reduced(dataclasses.replace(coat.COAT, backward=coat.E4M3))
-    for precision in (coat.COAT, ROUNDED):
-        assert reduced(precision) in [
-            sorted([*searched, *times * [str(F // 2)]])
-            for times in ((1,) if jax.__version_info__ < (0, 12) else (1, 2))
-        ]
+    searched = vectors(dataclasses.replace(coat.COAT, backward=coat.E4M3))
+    assert vectors(coat.COAT) in [
+        sorted([*searched, *times * [str(F // 2)]])
+        for times in ((1,) if jax.__version_info__ < (0, 12) else (1, 2))
+    ]
 
 
-WIDTHS = {
-    "six times 128, on four GPUs": (256, 768, 16),
-    "a single 128": (128, 128, 16),
-    "a single block": (16, 16, 16),
-    "blocks of 128": (128, 256, 128),
-    "nothing divides": (32, 48, 16),
-}
+def test_xla_does_not_remove_the_rounding_of_values_that_a_layer_continues_with():
+    """It leaves out a cast to FP8 and back, unless values are rounded before."""
+    program = compiled_for_four(
+        lambda x: from_blocks(to_blocks(x, size=16), size=16), ((512, 1024), WHOLE)
+    ).as_text()
+    assert "f8e4m3fn" not in program
+    assert "round-nearest-even" in program
 
 
-@pytest.mark.parametrize("rows", [P("x"), P(None, "x"), P(None, None, "x")], ids=str)
-@pytest.mark.parametrize("exact", [False, True], ids=["rounded", "exact"])
-@pytest.mark.parametrize(("width", "hidden", "block"), WIDTHS.values(), ids=WIDTHS)
-def test_every_width_compiles_on_a_mesh(width, hidden, block, exact, rows):
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        *((name, coat.COAT) for name in activation.ACTIVATIONS),
+        ("gelu_tanh", ROUNDED),
+        ("gelu_tanh", coat.COAT_INT8),
+    ],
+)
+def test_every_activation_compiles(name, precision):
+    """With a gate and without one, forward and backward: Triton's interpreter checks no types."""
+
+    def loss(x, up, down):
+        how = {"activation": name, "precision": precision, "implementation": "triton"}
+        y = ops.gated_mlp(x, None, up, up, down, **how)
+        return jnp.sum(ops.mlp(y, None, up, down, **how).astype(jnp.float32))
+
+    shapes = (2, 128, 256), (256, 512), (512, 256)
+    program = compiled_for_four(jax.grad(loss), *((shape, WHOLE) for shape in shapes))
+    assert kernel_calls(program) >= 2 * len(("forward", "cast", "backward"))
+
+
+@pytest.mark.parametrize("rows", [WHOLE, P("x")], ids=["everywhere", "one on each GPU"])
+def test_products_with_a_single_row_or_column_compile(rows):
+    """A vector has no FP8 product; and where the program has four rows, a GPU of four has one."""
+    shapes = [((1 if rows == WHOLE else 4, k), (k, n)) for k, n in ((256, 128), (1, 128), (256, 1))]
+
+    def loss(*operands):
+        pairs = zip(operands[::2], operands[1::2], strict=True)
+        products = [ops.linear(x, w, precision=coat.COAT) for x, w in pairs]
+        return sum(jnp.sum(y.astype(jnp.float32)) for y in products)
+
+    arrays = [array for x, w in shapes for array in ((x, rows), (w, WHOLE))]
+    compiled_for_four(jax.value_and_grad(loss, argnums=range(6)), *arrays)
+
+
+def test_packed_sequences_of_an_odd_length_compile():
+    """cuDNN takes no mask of an odd length."""
+
+    def loss(q, weight):
+        segments = jnp.cumsum(jnp.ones((2, 19), jnp.int32), axis=1) // 7
+        how = {"segments": segments, "backend": "cudnn"}
+        outputs = (
+            ops.attention_linear(q, q, q, weight, precision=precision, **how)
+            for precision in (coat.BF16, coat.COAT, coat.COAT_LEAN)
+        )
+        return sum(jnp.sum(y.astype(jnp.float32)) for y in outputs)
+
+    arrays = ((2, 19, 2, 64), WHOLE), ((128, 128), WHOLE)
+    program = compiled_for_four(jax.grad(loss, argnums=(0, 1)), *arrays).as_text()
+    assert len(re.findall(r'custom_call_target="__cudnn\$fmha\w*Backward"', program)) == 3
+
+
+ROWS, TOKENS, COLUMNS = P("x"), P(None, "x"), P(None, None, "x")
+
+
+@pytest.mark.parametrize(
+    ("width", "hidden", "block", "exact", "spec"),
+    [
+        pytest.param(256, 768, 16, True, ROWS, id="six times 128, rows"),
+        pytest.param(256, 768, 16, True, TOKENS, id="six times 128, tokens"),
+        pytest.param(256, 768, 16, False, COLUMNS, id="six times 128, rounded, columns"),
+        pytest.param(128, 128, 16, True, COLUMNS, id="a single 128, columns"),
+        pytest.param(16, 16, 16, True, COLUMNS, id="a single block, columns"),
+        pytest.param(128, 256, 128, True, COLUMNS, id="blocks of 128, columns"),
+        pytest.param(32, 48, 16, True, ROWS, id="nothing divides, rows"),
+        pytest.param(32, 48, 16, False, TOKENS, id="nothing divides, rounded, tokens"),
+        pytest.param(32, 48, 16, True, COLUMNS, id="nothing divides, columns"),
+    ],
+)
+def test_every_width_compiles_on_a_mesh(width, hidden, block, exact, spec):
     """Whatever is cut: texts, their tokens, or columns; and weights as tensor parallelism does."""
-    mesh = hopper_mesh((4,), ("x",))
     precision = dataclasses.replace(coat.COAT, block=block, exact_forward=exact)
 
     def loss(x, scale, up, down):
@@ -348,16 +329,13 @@ def test_every_width_compiles_on_a_mesh(width, hidden, block, exact, rows):
         y = ops.gated_mlp(x, norm, up, up, down, precision=precision, implementation="triton")
         return jnp.sum(y.astype(jnp.float32))
 
-    args = (
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for shape, spec in (
-            ((4, 64, width), rows),
-            ((width,), WHOLE),
-            ((width, hidden), P(None, "x")),
-            ((hidden, width), P("x")),
-        )
+    compiled_for_four(
+        jax.grad(loss, argnums=(0, 1, 2, 3)),
+        ((4, 64, width), spec),
+        ((width,), WHOLE),
+        ((width, hidden), P(None, "x")),
+        ((hidden, width), P("x")),
     )
-    compile_for(mesh, jax.grad(loss, argnums=(0, 1, 2, 3)), *args, compiler_options=OPTIONS)
 
 
 def test_xla_is_asked_for_its_fp8_algorithm():

@@ -5,24 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("jax_triton")
-from layer_cases import (
-    ACTIVATIONS,
-    LARGE,
-    LARGE_ROTARY_CASES,
-    NORMS,
-    ROTARY_CASES,
-    ROUNDINGS,
-    SMALL,
-    STREAMS,
-    check_activation,
-    check_cast,
-    check_exact_activation,
-    check_exact_activation_in_int8,
-    check_int8_columns,
-    check_int8_rows,
-    check_norm,
-    check_rotary,
-)
+from layer_laws import LARGE, LARGE_ROTARY_CASES, ROTARY_CASES, SMALL, LayerLaws
 
 import coat_jax as coat
 from coat_jax import ops
@@ -33,56 +16,9 @@ pytestmark = [
 ]
 
 
-@STREAMS
-@pytest.mark.parametrize("dtype", [coat.E4M3, coat.E5M2], ids=["E4M3", "E5M2"])
-@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
-def test_cast(shape, dtype, stream):
-    check_cast(shape, dtype, stream)
-
-
-@STREAMS
-@pytest.mark.parametrize("dtype", [coat.E4M3, coat.E5M2], ids=["E4M3", "E5M2"])
-@pytest.mark.parametrize(
-    ("shape", "heads", "head", "per_sequence"), ROTARY_CASES + LARGE_ROTARY_CASES
-)
-def test_rotary(shape, heads, head, per_sequence, dtype, stream):
-    check_rotary(shape, heads, head, dtype, per_sequence=per_sequence, stream=stream)
-
-
-@pytest.mark.parametrize("case", NORMS, ids=str)
-@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
-def test_norm(shape, case):
-    check_norm(shape, case)
-
-
-@ROUNDINGS
-@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
-@pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
-def test_activation(shape, name, count, stochastic):
-    check_activation(shape, name, count, stochastic=stochastic)
-
-
-@ROUNDINGS
-@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
-@pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
-def test_exact_activation(shape, name, count, stochastic):
-    check_exact_activation(shape, name, count, stochastic=stochastic)
-
-
-@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
-@pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
-def test_exact_activation_in_int8(shape, name, count):
-    check_exact_activation_in_int8(shape, name, count)
-
-
-@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
-def test_int8_columns(shape):
-    check_int8_columns(shape)
-
-
-@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
-def test_int8_rows(shape):
-    check_int8_rows(shape)
+class TestKernels(LayerLaws):
+    shapes = hidden = SMALL + LARGE
+    heads = ROTARY_CASES + LARGE_ROTARY_CASES
 
 
 @pytest.mark.parametrize("precision", [coat.COAT, coat.COAT_LEAN, coat.COAT_INT8, coat.COAT_PAPER])

@@ -9,22 +9,7 @@ import interpreted
 import jax
 import jax.numpy as jnp
 import pytest
-from layer_cases import (
-    ACTIVATIONS,
-    NORMS,
-    ROTARY_CASES,
-    ROUNDINGS,
-    SMALL,
-    STREAMS,
-    check_activation,
-    check_cast,
-    check_exact_activation,
-    check_exact_activation_in_int8,
-    check_int8_columns,
-    check_int8_rows,
-    check_norm,
-    check_rotary,
-)
+from layer_laws import LayerLaws
 
 import coat_jax as coat
 from coat_jax import ops
@@ -34,51 +19,8 @@ from coat_jax.telemetry import report, sums_and_gradients
 pytestmark = interpreted.MARKS
 
 
-@STREAMS
-@pytest.mark.parametrize("dtype", [coat.E4M3, coat.E5M2], ids=["E4M3", "E5M2"])
-@pytest.mark.parametrize("shape", SMALL, ids=str)
-def test_cast(shape, dtype, stream):
-    check_cast(shape, dtype, stream)
-
-
-@STREAMS
-@pytest.mark.parametrize("dtype", [coat.E4M3, coat.E5M2], ids=["E4M3", "E5M2"])
-@pytest.mark.parametrize(("shape", "heads", "head", "per_sequence"), ROTARY_CASES)
-def test_rotary(shape, heads, head, per_sequence, dtype, stream):
-    check_rotary(shape, heads, head, dtype, per_sequence=per_sequence, stream=stream)
-
-
-@pytest.mark.parametrize("case", NORMS, ids=str)
-@pytest.mark.parametrize("shape", SMALL, ids=str)
-def test_norm(shape, case):
-    check_norm(shape, case)
-
-
-@ROUNDINGS
-@pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
-def test_activation(name, count, stochastic):
-    check_activation(SMALL[1], name, count, stochastic=stochastic)
-
-
-@ROUNDINGS
-@pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
-def test_exact_activation(name, count, stochastic):
-    check_exact_activation(SMALL[1], name, count, stochastic=stochastic)
-
-
-@pytest.mark.parametrize(("name", "count"), ACTIVATIONS)
-def test_exact_activation_in_int8(name, count):
-    check_exact_activation_in_int8(SMALL[1], name, count)
-
-
-@pytest.mark.parametrize("shape", SMALL, ids=str)
-def test_int8_columns(shape):
-    check_int8_columns(shape)
-
-
-@pytest.mark.parametrize("shape", SMALL, ids=str)
-def test_int8_rows(shape):
-    check_int8_rows(shape)
+class TestKernels(LayerLaws):
+    pass
 
 
 def test_a_kernel_refuses_an_unknown_activation():
@@ -147,8 +89,9 @@ def test_a_layer_of_kernels_is_as_accurate_as_references_in_int8():
         assert i >= outputs or of_kernels <= 0.5 * of_fp8
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["rounded", "exact"])
-@pytest.mark.parametrize("place", ["channels", "tokens", "both"])
+@pytest.mark.parametrize(
+    ("place", "exact"), [("channels", True), ("tokens", True), ("both", True), ("both", False)]
+)
 def test_gradients_with_outliers_are_those_of_references(place, exact):
     """Also in rows with small gradients: references find the largest one, kernels bound it.
 

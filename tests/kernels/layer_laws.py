@@ -1,4 +1,4 @@
-"""Where the kernels of a layer are tried, and how their results are compared with the references.
+"""The kernels of a layer against their references: laws for the interpreter and for the GPU.
 
 Codes are compared as values: they may differ by one code where FP32 rounding or an approximate
 exponential puts a value on the other side of an edge, in `SLACK` of all places at most. Blocks,
@@ -58,9 +58,6 @@ NORMS = [
     NormCase(exact=True, stochastic=True, in_int8=True),
     NormCase("layer", shift=True, exact=True, in_int8=True),
 ]
-ROUNDINGS = pytest.mark.parametrize("stochastic", [False, True], ids=["to nearest", "stochastic"])
-STREAMS = pytest.mark.parametrize("stream", [None, "gradients", "inputs"], ids=str)
-ACTIVATIONS = [(name, count) for name in activation.ACTIVATIONS for count in (1, 2)]
 
 
 def numbers(seed, shape, dtype=jnp.bfloat16, spread=3.0):
@@ -79,6 +76,12 @@ def assert_codes(got, want):
     step = np.maximum(np.abs(want) * 2.0**-fmt.mantissa_bits, fmt.tiny)
     np.testing.assert_array_less(np.abs(got - want), 1.001 * step)
     assert np.mean(got != want) <= SLACK
+
+
+def assert_same_bytes(got, want):
+    """Trees of FP8 codes and exponents that are the same, bit for bit."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
 def assert_rows(got, want, lost=()):
@@ -123,16 +126,9 @@ def check_cast(shape, dtype, stream):
     scale = gemm.tensor_scale(jnp.max(jnp.abs(x)).astype(jnp.float32), dtype)
     for layout in ("straight", "transposed", "both"):
         codes = cast(x, scale, dtype, layout, stream=stream)
-        reference = cast_reference(x, scale, dtype, layout, stream=stream)
-        for got, want in zip(codes, reference, strict=True):
-            assert (got is None) == (want is None)
-            if want is not None:
-                assert_codes(got, want)
+        jax.tree.map(assert_codes, codes, cast_reference(x, scale, dtype, layout, stream=stream))
         *measured, lengths = cast_with_lengths(x, scale, dtype, layout, stream=stream)
-        for got, want in zip(measured, codes, strict=True):
-            assert (got is None) == (want is None)
-            if want is not None:
-                np.testing.assert_array_equal(np.float32(got), np.float32(want))
+        jax.tree.map(np.testing.assert_array_equal, tuple(measured), tuple(codes))
         if layout != "transposed":
             np.testing.assert_allclose(lengths, lengths_reference(measured[0], scale), rtol=1e-6)
 
@@ -168,10 +164,7 @@ def check_norm(shape, case: NormCase):
         x, of, scale, E4M3, size, exact=case.exact, **rounding
     )
     exact = to_blocks(x, size=size, stochastic=case.stochastic)
-    for got, want in zip(blocks, exact, strict=True):
-        np.testing.assert_array_equal(
-            np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8)
-        )
+    assert_same_bytes(blocks, exact)
     values = from_blocks(exact, size=size)
     seen = x.astype(jnp.float32) if case.exact else values
     expected = norm.statistics(seen, of)
@@ -199,23 +192,19 @@ def check_norm(shape, case: NormCase):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.max(jnp.abs(b))))
 
 
-def rounded_hidden(hidden, size, stochastic):
-    return [
-        to_blocks(h, size=size, stochastic=stochastic, antithetic=i > 0)
-        for i, h in enumerate(hidden)
-    ]
+def hidden_and_blocks(shape, count, size, stochastic):
+    """Inputs of an activation, and what is saved of them."""
+    hidden = [numbers(i, shape, spread=1.0) for i in range(count)]
+    how = {"size": size, "stochastic": stochastic}
+    return hidden, [to_blocks(h, antithetic=i > 0, **how) for i, h in enumerate(hidden)]
 
 
 def check_exact_activation(shape, name, count, size=16, *, stochastic=False):
-    hidden = [numbers(i, shape, spread=1.0) for i in range(count)]
+    hidden, exact = hidden_and_blocks(shape, count, size, stochastic)
     kept, codes, maxima = activation.activation_forward_exact(
         hidden, name, E4M3, size, stochastic=stochastic
     )
-    exact = rounded_hidden(hidden, size, stochastic)
-    for got, want in zip(jax.tree.leaves(kept), jax.tree.leaves(exact), strict=True):
-        np.testing.assert_array_equal(
-            np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8)
-        )
+    assert_same_bytes(kept, exact)
     a = activation.activate(hidden, name)
     again = activation.activate([from_blocks(b, size=size) for b in exact], name)
     largest = jnp.maximum(jnp.abs(a), jnp.abs(again))
@@ -250,8 +239,7 @@ def check_exact_activation_in_int8(shape, name, count, size=16):
     )
     for_values = activation.activation_forward_exact(hidden, name, E4M3, size, in_int8=True, **how)
     assert_codes_of_int8(codes, for_values[1])
-    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+    assert_same_bytes(kept, want)
     largest = jnp.max(maxima, axis=-1)
     rows = int8.RowCodes(activation.activation_rescale(codes, maxima, largest, size), largest)
     a = np.float64(activation.activate(hidden, name))
@@ -262,13 +250,9 @@ def check_exact_activation_in_int8(shape, name, count, size=16):
 
 
 def check_activation(shape, name, count, size=16, *, stochastic=False):
-    hidden = [numbers(i, shape, spread=1.0) for i in range(count)]
+    hidden, exact = hidden_and_blocks(shape, count, size, stochastic)
     kept, maxima = activation.activation_forward(hidden, name, E4M3, size, stochastic=stochastic)
-    exact = rounded_hidden(hidden, size, stochastic)
-    for got, want in zip(jax.tree.leaves(kept), jax.tree.leaves(exact), strict=True):
-        np.testing.assert_array_equal(
-            np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8)
-        )
+    assert_same_bytes(kept, exact)
     values = [from_blocks(b, size=size) for b in exact]
     a = activation.activate(values, name)
     np.testing.assert_allclose(jnp.max(maxima), jnp.max(jnp.abs(a)), rtol=1e-5)
@@ -297,3 +281,54 @@ def check_activation(shape, name, count, size=16, *, stochastic=False):
             step = np.abs(np.float64(np.asarray(want))) * 0.25
             np.testing.assert_array_less(off, 1.001 * step + FAR_FROM_ZERO)
             assert np.mean(off > FAR_FROM_ZERO) <= SLACK
+
+
+dtypes = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
+roundings = pytest.mark.parametrize("stochastic", [False, True], ids=["to nearest", "stochastic"])
+streams = pytest.mark.parametrize("stream", [None, "gradients", "inputs"], ids=str)
+activations = pytest.mark.parametrize("name", activation.ACTIVATIONS)
+counts = pytest.mark.parametrize("count", [1, 2])
+
+
+class LayerLaws:
+    """Each kernel gives what its reference gives, on arrays of all `shapes`."""
+
+    shapes = SMALL
+    hidden = SMALL[1:2]  # of activations, which take the interpreter long
+    heads = ROTARY_CASES
+
+    @streams
+    @dtypes
+    def test_cast(self, dtype, stream):
+        for shape in self.shapes:
+            check_cast(shape, dtype, stream)
+
+    @streams
+    @dtypes
+    def test_rotary(self, dtype, stream):
+        for shape, heads, head, per_sequence in self.heads:
+            check_rotary(shape, heads, head, dtype, per_sequence=per_sequence, stream=stream)
+
+    @pytest.mark.parametrize("case", NORMS, ids=str)
+    def test_norm(self, case):
+        for shape in self.shapes:
+            check_norm(shape, case)
+
+    @roundings
+    @activations
+    @counts
+    def test_activation(self, name, count, stochastic):
+        for shape in self.hidden:
+            check_activation(shape, name, count, stochastic=stochastic)
+            check_exact_activation(shape, name, count, stochastic=stochastic)
+
+    @activations
+    @counts
+    def test_exact_activation_in_int8(self, name, count):
+        for shape in self.hidden:
+            check_exact_activation_in_int8(shape, name, count)
+
+    def test_int8(self):
+        for shape in self.shapes:
+            check_int8_columns(shape)
+            check_int8_rows(shape)
