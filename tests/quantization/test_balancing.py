@@ -38,16 +38,15 @@ def arrays(model):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize(
-    ("changes", "unchanged"),
+    ("changes", "unchanged", "scan"),
     [
-        ({}, {"key_bias", "query_bias", "embed", "head"}),
-        ({"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}, set()),
-        ({"norms": "after"}, {"query", "gate", "attention_norm", "mlp_norm"}),
-        ({"norm": "layer", "qkv_bias": False}, {"query", "gate"}),
+        ({"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}, set(), False),
+        ({"norms": "after"}, {"query", "gate", "attention_norm", "mlp_norm"}, True),
+        ({"norm": "layer", "qkv_bias": False}, {"query", "gate"}, False),
+        ({}, {"key_bias", "query_bias", "embed", "head"}, True),
     ],
-    ids=["float32", "bfloat16", "norms after", "norms without scale"],
+    ids=["bfloat16", "norms after", "norms without scale", "float32"],
 )
 def test_it_computes_the_same_numbers(changes, unchanged, scan):
     model = filled(dataclasses.replace(CONFIG, scan=scan, layers=1 + scan, **changes))
@@ -62,9 +61,9 @@ def test_it_computes_the_same_numbers(changes, unchanged, scan):
     assert all(after[path].dtype == x.dtype for path, x in before.items())
 
 
-@pytest.mark.parametrize("kv_heads", [CONFIG.heads, CONFIG.heads // 2])
-def test_columns_are_as_large_as_the_rows_that_multiply_them(kv_heads):
+def test_columns_are_as_large_as_the_rows_that_multiply_them():
     """Beside the others: to a factor of 2, since factors are powers of two."""
+    kv_heads = CONFIG.heads // 2
     config = dataclasses.replace(CONFIG, scan=False, layers=1, kv_heads=kv_heads)
     model = filled(config)
     rng = np.random.default_rng(1)
@@ -75,23 +74,20 @@ def test_columns_are_as_large_as_the_rows_that_multiply_them(kv_heads):
             weight[...] *= outliers(rng, weight.shape[1])
 
     def spread(model):
-        ranges, found = q.calibrate(model, TOKENS, q.Recipe()), []
-        for i, block in enumerate(model.layers):
-            for part, names in (
-                ("attention", ("query", "key", "value")),
-                ("attention", ("out",)),
-                ("mlp", ("gate", "up")),
-                ("mlp", ("down",)),
-            ):
-                weights = [np.abs(getattr(getattr(block, part), name)[...]) for name in names]
-                rows = np.max([weight.max(axis=1) for weight in weights], axis=0)
-                columns = ranges[f"layers.{i}.{part}.{names[0]}"].columns
-                if names == ("out",):  # heads of queries share what is divided
-                    shape = kv_heads, -1, config.head_dim
-                    rows, columns = (x.reshape(shape).max(axis=1) for x in (rows, columns))
-                ratios = columns / rows
-                found.append(ratios / np.median(ratios))
-        return max(ratio.max() for ratio in found)
+        """How much larger a column is than its row, beside the others of its input, at most."""
+        ranges = q.calibrate(model, TOKENS, q.Recipe())
+        (block,), worst = model.layers, 0
+        for names in (("query", "key", "value"), ("out",), ("gate", "up"), ("down",)):
+            part = "mlp" if hasattr(block.mlp, names[0]) else "attention"
+            weights = [np.abs(getattr(getattr(block, part), name)[...]) for name in names]
+            rows = np.max([weight.max(axis=1) for weight in weights], axis=0)
+            columns = ranges[f"layers.0.{part}.{names[0]}"].columns
+            if names == ("out",):  # heads of queries share what is divided
+                shape = kv_heads, -1, config.head_dim
+                rows, columns = (x.reshape(shape).max(axis=1) for x in (rows, columns))
+            ratios = columns / rows
+            worst = max(worst, np.max(ratios / np.median(ratios)))
+        return worst
 
     assert spread(model) > 100
     assert spread(q.balance(model, TOKENS)) < 4.1  # the median is off by 2, too
@@ -139,15 +135,6 @@ def test_parameters_that_are_read_in_parts_are_balanced_alike():
     for path, x in arrays(q.balance(model, TOKENS)).items():
         for index in stored.pieces(parts[path]):
             np.testing.assert_array_equal(parts[path].read(index), np.asarray(x)[index])
-
-
-def test_layers_that_compute_zeros_stay_as_they_are():
-    model = filled(dataclasses.replace(CONFIG, layers=1, scan=False))
-    model.layers[0].mlp.norm.scale[...] = jnp.zeros(CONFIG.width)
-    before, after = arrays(model), arrays(q.balance(model, TOKENS))
-    for name in ("gate", "up", "down"):
-        path = ("layers", 0, "mlp", name)
-        np.testing.assert_array_equal(after[path], before[path])
 
 
 def test_what_cannot_be_balanced_is_refused():
