@@ -1,11 +1,12 @@
 """Programs that measure: each writes its figures, their origin and a picture.
 
 Each is a module for `python -m`; its docstring says what it claims, on which hardware
-it runs, and how to try it anywhere. Results are in `results/`.
+it runs, and how to try it anywhere. Results are in `results/`; each file names its commit, which
+also has the scripts of studies that are finished.
 
     optimizers      optimizer_step, accumulated_error, moments, compress_table
-    layers          layers, layers.saved, granularity, bound_looseness
-    loss            loss_study, fine_tuning, stability, saved_rounding, tradeoff
+    layers          layers, layers.saved
+    loss            loss_study, fine_tuning, stability, tradeoff
     formats         format_sqnr, forward_formats, after_training
     training        training_throughput, communication, memory, examples_memory, gpu_suite
     generation      quantized_generation
@@ -18,8 +19,7 @@ The other modules are what these are made of:
     command, workers      the command line of others, and processes for each case
     records, row_files    results files, of one run and of many
     timing                medians of what a device does
-    corpus, random_batch  what is learnt; small_llama, trained_llama: what learns, and has learnt
-    recorded_layers       what goes through the layers of the one that has
+    corpus, random_batch  what is learnt; small_llama: what learns
     hopper                compiles for H100s without having them
 
 They import the package; the package never imports them.

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -29,6 +30,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+import coat_jax as coat
 from coat_jax import models, quantization
 from coat_jax.kernels import gemm
 from coat_jax.numerics.quantizer import Quantizer
@@ -36,7 +38,6 @@ from coat_jax.training.data.corpus import Corpus
 from experiments import corpus, records
 from experiments.command import parser_of
 from experiments.moments.followed import WEIGHT_DECAY, schedule
-from experiments.saved_rounding import BATCH, MODEL
 from experiments.study.statistics import Cost, cost_of
 
 
@@ -56,6 +57,11 @@ FORMATS = {
 }
 OUTLIERS = (10, 30, 100)  # factors
 COLUMNS = {1: "both"} | {factor: f"outliers of {factor}" for factor in OUTLIERS}  # of the results
+MODEL = models.Config(
+    vocab=256, width=128, layers=4, heads=4, kv_heads=4, head_dim=32, ffn=384, context=128,
+    tied=True, scan=False, dtype=jnp.float32, precision=coat.BF16,
+)  # fmt: skip
+BATCH = 16
 APART = 64  # columns from one outlier to the next
 HELD_OUT = 64  # batches
 SEEN = 16  # batches of the training text, for balancing

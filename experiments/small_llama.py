@@ -35,13 +35,6 @@ class Config:
     ffn: int = 384
     dtype: DTypeLike = jnp.float32
 
-    def __post_init__(self) -> None:
-        if self.width % (2 * self.heads):
-            raise ValueError(
-                f"width={self.width} must be a multiple of 2 * heads={2 * self.heads}: "
-                "rotary embeddings rotate pairs of numbers within a head."
-            )
-
 
 class Llama(nnx.Module):
     """Tokens to logits."""

@@ -7,7 +7,7 @@ takes one byte: with blocks of 16, x takes 1.06 bytes per element. The largest c
 2^14.8 times the smallest normal one, and rounding the scale up costs at most one of these binades.
 An exact scale, of two to four bytes, would represent the largest element exactly and round only
 the others. That would reduce the error by a sixth in blocks of 16, and hardly at all in long
-blocks (`experiments/granularity.py`).
+blocks (docs/rounding_errors.md).
 
 Values are rounded to nearest, or stochastically: up or down at random, right on average. Rounding
 to nearest loses differences that are smaller than the distance of two codes. Early in training,

@@ -4,7 +4,6 @@ adamw       AdamW with 8-bit moments, in one pass and in place, moves fewer byte
             FP32 moments, is faster and allocates nothing. Against optax, torch, torchao and
             bitsandbytes, on one array and on the arrays of Llama-2-7B. "24 bits" are BF16
             parameters with corrections.
-in_place    any transformation of optax as it is, in place, and with moments in FP8
 muon        `coat.optax.fp8_muon` takes at most 1.3 times as long as its Newton-Schulz products,
             on one GPU and on several, which all share the step: matrices are sharded by rows
 

@@ -1,7 +1,6 @@
 """Times steps of optimizers; `experiments.optimizer_step` says how.
 
 python -m experiments.optimizer_step adamw                   on a GPU
-python -m experiments.optimizer_step in_place --elements 20  smoke test, anywhere
 python -m experiments.optimizer_step muon --model tiny --layers 2
 """
 
@@ -13,7 +12,7 @@ from experiments.command import parser_of
 from experiments.optimizer_step.cases import KINDS, PRODUCTS, TORCH, Case, about
 from experiments.workers import outcome, run_worker
 
-FILES = {"adamw": "optimizer_step", "in_place": "in_place_step", "muon": "muon_step"}
+FILES = {"adamw": "optimizer_step", "muon": "muon_step"}
 SIZES = ("elements", "model", "layers")
 
 Figures = dict[str, Any]

@@ -18,8 +18,6 @@ ADAMW = {  # the dtypes of parameters and gradients
     "torchao AdamW8bit": [(F32, F32), (BF16, BF16)],
     "bitsandbytes AdamW8bit": [(F32, F32), (BF16, BF16)],
 }
-WAYS = ("optax", "in_place", "compressed")
-TRANSFORMATIONS = ("lion", "sgd", "adafactor", "schedule_free")
 PRODUCTS = "products"
 MUON = (
     PRODUCTS,
@@ -45,19 +43,13 @@ def adamw(options: Namespace) -> list[Case]:
     ]
 
 
-def in_place(options: Namespace) -> list[Case]:
-    """Some transformations of optax, each in every way."""
-    del options
-    return [{"case": name, "way": way} for name in TRANSFORMATIONS for way in WAYS]
-
-
 def muon(options: Namespace) -> list[Case]:
     """The products first, with which the others are compared."""
     del options
     return [{"case": name} for name in MUON]
 
 
-KINDS = {"adamw": adamw, "in_place": in_place, "muon": muon}
+KINDS = {"adamw": adamw, "muon": muon}
 
 
 def parameters(model: str, log2_elements: int) -> Shapes:

@@ -1,4 +1,4 @@
-"""Steps of AdamW and of other transformations, of coat_jax and of optax."""
+"""Steps of AdamW, of coat_jax and of optax."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -6,11 +6,10 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 import coat_jax as coat
-from experiments.optimizer_step.cases import BF16, Case, Shapes, calls, parameters
+from experiments.optimizer_step.cases import Case, Shapes, calls, parameters
 from experiments.timing import median_ms
 
 SETTINGS = {"learning_rate": 1e-4, "b2": 0.95, "weight_decay": 0.1}
@@ -35,28 +34,6 @@ def adamw_named(name: str) -> Steps:
         **SETTINGS, correct_params="24 bits" in name, round_params="stochastic" in name
     )
     return fused.init, fused.step
-
-
-def in_place(case: Case, options: Namespace) -> dict[str, Any]:
-    """One of `cases.TRANSFORMATIONS`, as optax has it, in place, or compressed as well."""
-    tx = {
-        "lion": lambda: optax.lion(1e-4, weight_decay=0.1),
-        "sgd": lambda: optax.sgd(1e-4, momentum=0.9),
-        "adafactor": lambda: optax.adafactor(1e-4, momentum=0.9),
-        "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-4, weight_decay=0.1),
-    }[case["case"]]()
-    steps = chained(tx)
-    if case["way"] != "optax":
-        ours = coat.optax.compress(tx) if case["way"] == "compressed" else tx
-        optimizer = coat.optax.in_place(ours)
-        steps = optimizer.init, optimizer.step
-    init, step = steps
-
-    # Some states hold parameters as they are: a copy, because both are donated.
-    def copied(params: Any) -> Any:
-        return jax.tree.map(jnp.copy, init(params))
-
-    return measure((copied, step), parameters("one_leaf", options.elements), BF16, BF16)
 
 
 def chained(tx: optax.GradientTransformation) -> Steps:

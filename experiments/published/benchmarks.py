@@ -20,7 +20,6 @@ OURS = {LAYER, "coat fused_fp8_adamw", "coat fp8_muon"}  # in bold
 BF16_GRADIENTS = ("coat", "optax")  # torch's optimizers need gradients in the parameters' dtype
 SINGLE, MODEL = "one_leaf", "llama2_7b"  # the parameters of optimizer_step
 STEPS = [(SINGLE, "float32"), (SINGLE, "bfloat16"), (MODEL, "float32"), (MODEL, "bfloat16")]
-WAYS = ("optax", "in_place", "compressed")
 
 
 def training() -> list[list[str]]:
@@ -167,17 +166,6 @@ def muon_steps() -> list[list[str]]:
         ]
         state = both[0].get("state_bytes_per_param")
         rows.append(_ours(name, [*cells, "" if state is None else f"{state:.2f}"]))
-    return rows
-
-
-def in_place_steps() -> list[list[str]]:
-    """Steps of other transformations: optax's, in place, and compressed."""
-    units = "ms", "bytes"
-    rows = [["", *(f"{way}, {unit}" for way in WAYS for unit in units)]]
-    for name in dict.fromkeys(one["case"] for one in of("in_place_step")["cases"]):
-        found = [case("in_place_step", case=name, way=way) for way in WAYS]
-        cells = [f"{one[key]:.2f}" for one in found for key in ("ms", "state_bytes_per_param")]
-        rows.append([f"`{name}`", *cells])
     return rows
 
 

@@ -232,12 +232,6 @@ def tokens(study: str) -> str:
     return f"{settings['steps'] * settings['batch'] * settings['sequence'] / 1e6:.1f}"
 
 
-def gradient_error(how: str, step: str) -> str:
-    """The error of the mean gradient of many batches, in percent, by rounding of what is saved."""
-    (found,) = (one for one in of("saved_rounding")["found"] if one["step"] == int(step))
-    return f"{100 * found['error'][how.replace('_', ' ')]['of the mean']:.1f}"
-
-
 def resolution() -> list[list[str]]:
     """How many seeds, and minutes of an H200, resolve 0.1 %."""
     rows = [["runs", "two BF16 runs apart, %", "COAT's interval, %", "seeds", "minutes"]]

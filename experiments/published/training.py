@@ -1,23 +1,8 @@
-"""The trainer's defaults, and what Llama-2-7B takes: recipe_memory, released_memory and others."""
+"""What Llama-2-7B takes: recipe_memory, released_memory and others."""
 
-from coat_jax.training.config import CheckpointConfig, EvaluationConfig, OptimizerConfig
 from experiments.published.results import GB, case, of
 
 FILE = "training_throughput"
-
-
-def defaults() -> list[list[str]]:
-    """The defaults of the trainer's config that a reader of a loss curve asks for."""
-    optimizer = ("learning_rate", "schedule", "final_ratio", "warmup_steps", "b1", "b2")
-    shown = {
-        "optimizer": (OptimizerConfig(), (*optimizer, "weight_decay", "clip_norm")),
-        "evaluation": (EvaluationConfig(), ("every", "batches")),
-        "checkpoint": (CheckpointConfig(), ("every", "keep")),
-    }
-    rows = [["field", "default"]]
-    for part, (config, names) in shown.items():
-        rows += [[f"`{part}.{name}`", f"{getattr(config, name)}"] for name in names]
-    return rows
 
 
 def recipe() -> list[list[str]]:

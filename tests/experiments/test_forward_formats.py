@@ -15,8 +15,7 @@ from coat_jax import quantization
 from coat_jax.kernels import gemm
 from coat_jax.quantization import Recipe
 from experiments import forward_formats
-from experiments.forward_formats import APART, COLUMNS, FORMATS, rounding, with_outliers
-from experiments.saved_rounding import MODEL
+from experiments.forward_formats import APART, COLUMNS, FORMATS, MODEL, rounding, with_outliers
 
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(2, 3, 8)).astype(np.float32)
