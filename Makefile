@@ -3,6 +3,7 @@
 #   make test PYTHON=python3.12 VENV=.venv312      another Python, in an environment of its own
 #   make test TESTS=tests/optax                    some of the tests
 #   make test CASES=                               all cases of the tests that take long, too
+#   make compiled SOME=--one-case=of-all           one case of each test
 #   make gpu CUDA=cuda12                           another release of CUDA
 
 PYTHON ?= python3
@@ -43,7 +44,7 @@ docs: $(VENV)/docs.stamp  ## build the documentation site in out/site; a broken 
 	@echo "Open out/site/index.html in a browser."
 
 compiled: $(VENV)/compiled.stamp  ## compile for Hopper, without a GPU
-	JAX_PLATFORMS=cpu,cuda $(pytest) --no-skips -m compiled
+	JAX_PLATFORMS=cpu,cuda $(pytest) --no-skips -m compiled $(SOME)
 
 oracles: $(VENV)/oracles.stamp  ## interpret kernels, and compare with torch and transformers
 	JAX_PLATFORMS=cpu TRITON_INTERPRET=1 $(pytest) --no-skips -m interpret
