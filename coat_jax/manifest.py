@@ -29,11 +29,9 @@ class DamagedCheckpoint(UserError):
 def write(folder: Path) -> None:
     """Records every file of a folder."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    with ThreadPoolExecutor() as threads:
-        sums = list(threads.map(_checksum, paths))
     files = {
         path.relative_to(folder).as_posix(): (path.stat().st_size, checksum)
-        for path, checksum in zip(paths, sums, strict=True)
+        for path, checksum in zip(paths, _checksums(paths), strict=True)
     }
     writing.replace(folder / NAME, json.dumps(files, indent=1))
 
@@ -54,7 +52,21 @@ def check(folder: Path, only: str | None = None) -> None:
         only: look at this file or folder alone.
     """
     try:
-        _check(folder, only)
+        files = _recorded(folder)
+        if only is not None:
+            files = {n: of for n, of in files.items() if n == only or n.startswith(f"{only}/")}
+            if not files:
+                damaged(folder, f"{NAME} lacks {only}")
+        # Sizes are found at once, checksums after reading everything.
+        for name, (size, _) in files.items():
+            if not (folder / name).is_file():
+                damaged(folder, f"{name} is missing")
+            if (found := (folder / name).stat().st_size) != size:
+                damaged(folder, f"{name} has {found} bytes instead of {size}")
+        sums = _checksums([folder / name for name in files])
+        for (name, (_, checksum)), found in zip(files.items(), sums, strict=True):
+            if found != checksum:
+                damaged(folder, f"the checksum of {name} is wrong")
     except OSError as error:  # a failing disk, a missing permission, a folder instead of a file
         name = Path(os.fsdecode(error.filename or folder)).name
         damaged(folder, f"{name} cannot be read ({error.strerror})")
@@ -77,30 +89,17 @@ def damaged(folder: Path, how: str) -> NoReturn:
     raise DamagedCheckpoint(f"{folder} is damaged: {printable(how)}.")
 
 
+def _checksums(paths: list[Path]) -> list[int]:
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(_checksum, paths))
+
+
 def _checksum(path: Path) -> int:
     checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
             checksum = zlib.crc32(chunk, checksum)
     return checksum
-
-
-def _check(folder: Path, only: str | None) -> None:
-    files = _recorded(folder)
-    if only is not None:
-        inside = {n: of for n, of in files.items() if n == only or n.startswith(f"{only}/")}
-        files = inside or damaged(folder, f"{NAME} lacks {only}")
-    # Sizes are found at once, checksums after reading everything.
-    for name, (size, _) in files.items():
-        if not (folder / name).is_file():
-            damaged(folder, f"{name} is missing")
-        if (found := (folder / name).stat().st_size) != size:
-            damaged(folder, f"{name} has {found} bytes instead of {size}")
-    with ThreadPoolExecutor() as threads:
-        sums = threads.map(_checksum, [folder / name for name in files])
-        for (name, (_, checksum)), found in zip(files.items(), sums, strict=True):
-            if found != checksum:
-                damaged(folder, f"the checksum of {name} is wrong")
 
 
 def _recorded(folder: Path) -> dict[str, tuple[int, int]]:

@@ -24,9 +24,9 @@ from typing import Annotated, Any
 from jax.typing import DTypeLike
 
 from coat_jax.errors import UserError
-from coat_jax.limits import Among, added, dtype_of, require_fields, shown
 from coat_jax.numerics.formats import DTYPES, E4M3, E5M2, format_of, named_format
 from coat_jax.numerics.minifloat import MOST_MANTISSA_BITS, Minifloat, names_of_simulated
+from coat_jax.validation import Among, dtype_of, require_fields, shown
 
 LEAST_MAX = 2.0**-16  # the largest value of a simulated format must be greater
 Block = Annotated[int, Among((16, 32, 64, 128))]
@@ -66,9 +66,9 @@ class Precision:
     block: Block | None = 16
     attention_block: Block | None = None
     exact_forward: bool = True
-    stochastic: bool = added(default=True, before=False)
-    stochastic_backward: bool = added(default=False, before=False)
-    int8_forward: bool = added(default=False, before=False)
+    stochastic: bool = True
+    stochastic_backward: bool = False
+    int8_forward: bool = False
 
     def __post_init__(self) -> None:
         require_fields(self)

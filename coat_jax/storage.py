@@ -44,12 +44,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, UInt32
 
-from coat_jax.limits import Among, Between, Seed, require_fields
 from coat_jax.numerics import expansion, integers, logarithms, mesh_axes, noise
 from coat_jax.numerics.expansion import Expanded, Rounding
 from coat_jax.numerics.formats import E4M3, E5M2, SMALLEST_NORMAL, format_of, named_format
 from coat_jax.numerics.minifloat import Minifloat, names_of_simulated
 from coat_jax.numerics.qtensor import join_groups, scales_shape, split_groups
+from coat_jax.validation import Among, Between, Seed, require_fields
 
 DIRECTION = integers.DTYPE  # the format of a first moment that is stored over the root of v
 LOGARITHM = logarithms.DTYPE  # the format of a second moment

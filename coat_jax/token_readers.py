@@ -1,46 +1,35 @@
 """Tokens to text, piece by piece.
 
 New tokens of a model become text as they arrive. A character may take several tokens, and the text
-of a token may depend on the one before it (a space that only stands between words), so a `Reader`
+of a token may depend on the one before it (a space that only stands between words), so a reader
 returns a piece once its characters are complete. All pieces together are the text of all tokens.
 """
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT_TOKENS = 8  # the last of a prompt, to decode with; the text of a new token needs fewer
 
 
-class Reader(Protocol):
-    """Turns tokens into text, piece by piece."""
-
-    def read(self, tokens: Sequence[int]) -> str:
-        """Returns the text that these tokens complete and that was not returned before."""
-
-    def end(self) -> str:
-        """Returns the remaining text once no token follows."""
-
-
 class BytesReader:
-    """The `Reader` of tokens that are bytes of UTF-8."""
+    """Reads tokens that are bytes of UTF-8."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self, tokens: Sequence[int]) -> str:
-        """See `Reader`."""
+        """The text that these tokens complete and that was not returned before."""
         # A model may have more tokens than there are bytes. 0xFF occurs in no text in UTF-8.
         return self._decoder.decode(bytes(min(token, 0xFF) for token in tokens))
 
     def end(self) -> str:
-        """See `Reader`."""
+        """The remaining text once no token follows."""
         return self._decoder.decode(b"", final=True)
 
 
 class TokensReader:
-    """The `Reader` of a tokenizer: compares the texts of the last tokens with and without new ones.
+    """Compares the texts of a tokenizer's last tokens with and without new ones.
 
     Args:
         decode: tokens to text.
@@ -53,22 +42,24 @@ class TokensReader:
         self._returned = len(self._tokens)  # the tokens whose text was returned
 
     def read(self, tokens: Sequence[int]) -> str:
-        """See `Reader`."""
-        return "".join(map(self._read, tokens))
-
-    def _read(self, token: int) -> str:
-        self._tokens.append(token)
-        # A character whose bytes are not complete is decoded as REPLACEMENT.
-        return self._new_text(self._decode(self._tokens), unless=REPLACEMENT)
+        """See `BytesReader`."""
+        text = ""
+        for token in tokens:
+            self._tokens.append(token)
+            # A character whose bytes are not complete is decoded as REPLACEMENT.
+            if not self._decode(self._tokens).endswith(REPLACEMENT):
+                text += self.end()
+        return text
 
     def end(self) -> str:
-        """See `Reader`."""
-        return self._new_text(self._decode(self._tokens))
-
-    def _new_text(self, text: str, *, unless: str | None = None) -> str:
+        """See `BytesReader`."""
+        text = self._decode(self._tokens)
         before = self._decode(self._tokens[: self._returned])
-        if len(text) <= len(before) or (unless is not None and text.endswith(unless)):
+        if len(text) <= len(before):
             return ""
         self._tokens = self._tokens[self._returned :]
         self._returned = len(self._tokens)
         return text[len(before) :]
+
+
+Reader = BytesReader | TokensReader

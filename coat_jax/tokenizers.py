@@ -14,7 +14,6 @@ one of these spans the end of a part.
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,9 +23,9 @@ import numpy as np
 from jaxtyping import UInt
 
 from coat_jax.errors import UserError
-from coat_jax.files import expanded, read_bytes
-from coat_jax.limits import INT32_MAX
+from coat_jax.files import expand_user, read_bytes
 from coat_jax.token_readers import BytesReader, Reader, TokensReader
+from coat_jax.validation import INT32_MAX
 
 ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 LONGEST = 10_000  # characters that the replacements of a tokenizer make of each other
@@ -38,12 +37,7 @@ OTHER_TEXT = "\ue000"
 class Bytes:
     """Tokens are the bytes of UTF-8. A document ends with 0, which text does not contain.
 
-    Attributes:
-        vocab: how many different tokens there are.
-        end_of_text: the token that ends a document.
-        digest: identifies the tokenizer.
-        dtype: the smallest that holds the tokens.
-        end_marker: see `Tokenizer`.
+    Attributes and methods are those of `Tokenizer`.
     """
 
     vocab = 256
@@ -57,7 +51,7 @@ class Bytes:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt. Bytes that a terminal could not decode are kept unchanged."""
-        return list(_bytes_of(text))
+        return list(text.encode("utf-8", "surrogateescape"))
 
     def encode_documents(
         self, texts: Sequence[str], continued: Sequence[bool] = ()
@@ -91,10 +85,16 @@ class Bytes:
 class Tokenizer:
     """A file of the `tokenizers` library, usually named tokenizer.json.
 
+    Args:
+        path: of the file.
+        begin: whether a prompt begins with `beginning`.
+        end_of_text: by default the first of ENDS_OF_TEXT that the tokenizer knows.
+        template: the text of the chat template. Tokens of several characters in it are special: no
+            document can contain them.
+
     Attributes:
         vocab: how many different tokens there are.
         end_of_text: the token that ends a document; None if none is known.
-        content: of the file.
         digest: identifies the tokenizer.
         dtype: the smallest that holds the tokens.
     """
@@ -107,16 +107,7 @@ class Tokenizer:
         end_of_text: int | None = None,
         template: str = "",
     ):
-        """Reads the file.
-
-        Args:
-            path: of the file.
-            begin: whether a prompt begins with `beginning`.
-            end_of_text: by default the first of ENDS_OF_TEXT that the tokenizer knows.
-            template: the text of the chat template. Tokens of several characters in it are
-                special: no document can contain them.
-        """
-        self._path, self._begin = expanded(path), begin
+        self._path, self._begin = expand_user(path), begin
         self.content = read_bytes(self._path, "tokenizer file")
         self._tokenizer = parsed(self.content, str(self._path))
         self.vocab = max(self._tokenizer.get_vocab().values()) + 1
@@ -202,10 +193,9 @@ class Tokenizer:
             continued: for each text, whether another part of its document precedes it; by default,
                 none does.
         """
-        before = [
-            OTHER_TEXT if follows and self._puts_a_space_first else ""
-            for follows, _ in itertools.zip_longest(continued, texts, fillvalue=False)
-        ]
+        before = [""] * len(texts)
+        if self._puts_a_space_first and continued:
+            before = [OTHER_TEXT if follows else "" for follows in continued]
         tokenizer = self._without_special_tokens
         with library_failures(f"{self._path} cannot tokenize the data"):
             found = tokenizer.encode_batch_fast(
@@ -318,7 +308,9 @@ def _require_known(end_of_text: int, vocab: int) -> None:
 
 def digest_of(path: str | Path | None) -> str:
     """The `digest` of the tokenizer in a file; None is bytes."""
-    return Bytes.digest if path is None else _digest(read_bytes(expanded(path), "tokenizer file"))
+    if path is None:
+        return Bytes.digest
+    return _digest(read_bytes(expand_user(path), "tokenizer file"))
 
 
 def _digest(content: bytes) -> str:
@@ -409,14 +401,6 @@ def library_failures(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {error}.") from None
 
 
-def _bytes_of(text: str) -> bytes:
-    """The text in UTF-8. Bytes that Python could not decode on input are kept unchanged."""
-    try:
-        return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError as error:
-        raise UserError(f"{text[:40]!r} is not text: {error.reason}.") from None
-
-
 def _clean(text: str) -> str:
     """The text with undecodable bytes replaced, since the library accepts only valid text."""
-    return _bytes_of(text).decode("utf-8", "replace")
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

@@ -1,21 +1,18 @@
 """Writes files and folders that appear when they are complete, with an error if the disk is full.
 
-`replace` and `NewFolder` write under a temporary name first, and rename when all is written. A
-process that is killed leaves the temporary file or folder behind. `NewFolder` does not remove it,
-because another process may be writing there. SIGTERM and SIGHUP remove what is being written.
+`replace` and `atomic_folder` write under a temporary name first, and rename when all is written. A
+process that is killed leaves the temporary file or folder behind. `atomic_folder` does not remove
+it, because another process may be writing there.
 """
 
 import contextlib
 import errno
 import os
 import re
-import resource
 import shutil
-import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple
+from typing import IO, Any, BinaryIO
 
 from coat_jax.errors import UserError
 
@@ -75,17 +72,14 @@ def _os_error(error: Exception) -> int | None:
 
 def _full(folder: Path, what: str, size: int | None, code: int = errno.ENOSPC) -> DiskFull:
     """The error that says which limit was reached; `code` is that of the operating system."""
+    free = shutil.disk_usage(folder).free
     needed = "" if size is None else f"it takes up to {_megabytes(size + METADATA)}, and "
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if code == errno.EFBIG and limit != resource.RLIM_INFINITY:
-        reason = f"a file may have at most {limit:,} bytes. Raise this limit (`ulimit -f`)"
-    elif code == errno.EFBIG:
-        reason = "its file system has no files that large. Choose a folder on another one"
-    elif code == errno.EDQUOT:
-        reason = f"{needed}the quota is used up. Make room there, or raise the quota"
-    else:
-        free = _megabytes(shutil.disk_usage(folder).free)
-        reason = f"{needed}{free} are free. Make room there, or raise the quota"
+    reason = {
+        errno.ENOSPC: f"{needed}{_megabytes(free)} are free. Make room there, or raise the quota",
+        errno.EDQUOT: f"{needed}the quota is used up. Make room there, or raise the quota",
+        errno.EFBIG: "a file may not be that large. Raise the limit (`ulimit -f`), or choose "
+        "another folder",
+    }[code]
     return DiskFull(f"{what} does not fit in {folder}: {reason}; what was saved before is intact.")
 
 
@@ -93,7 +87,7 @@ def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
-def begun(path: Path) -> BinaryIO:
+def create_file(path: Path) -> BinaryIO:
     """A new file to write to, in place of what a killed process left there.
 
     What has its name is removed first: a link would lead to a file elsewhere, and a pipe would wait
@@ -105,7 +99,7 @@ def begun(path: Path) -> BinaryIO:
 
 def write_durably(path: Path, content: str | bytes) -> None:
     """Writes a file, text in UTF-8, and returns when it is on the disk."""
-    with begun(path) as file:
+    with create_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
@@ -130,7 +124,7 @@ def flush(path: Path) -> None:
 
 def replace(path: Path, content: str | bytes) -> None:
     """Replaces a file atomically: at any time it has all of its old or all of its new content."""
-    unfinished = path.with_name(path.name + UNFINISHED)
+    unfinished = _unfinished(path)
     try:
         write_durably(unfinished, content)
         unfinished.replace(path)
@@ -140,75 +134,46 @@ def replace(path: Path, content: str | bytes) -> None:
         raise
 
 
-class NewFolder(NamedTuple):
-    """A folder that is to be written.
-
-    Attributes:
-        out: its path.
-        command: the command that writes it, for the error.
-    """
-
-    out: Path
-    command: str
-
-    @property
-    def unfinished(self) -> Path:
-        """Its path until it is complete."""
-        return self.out.with_name(self.out.name + UNFINISHED)
-
-    def require_new(self) -> None:
-        """Raises if the folder exists, complete or not, or if its path ends without a name."""
-        if self.out.name in ("", ".", ".."):
-            raise UserError(f"{self.out} does not end in the name of a new folder: add one.")
-        if self.out.exists() or self.out.is_symlink():
-            raise UserError(f"{self.out} exists already: choose another folder, or remove it.")
-        if self.unfinished.exists():
-            raise self._taken()
-
-    @contextlib.contextmanager
-    def appearing(self) -> Iterator[Path]:
-        """The folder to write in. It gets its name at the end, and is removed after an error."""
-        try:
-            self.unfinished.mkdir(parents=True)
-        except FileExistsError:  # since `require_new`
-            raise self._taken() from None
-        try:
-            with terminations_raise():
-                yield self.unfinished
-            # Otherwise a power failure could leave the name without the content.
-            for path in (*self.unfinished.rglob("*"), self.unfinished):
-                flush(path)
-            self.unfinished.rename(self.out)
-        except BaseException:
-            shutil.rmtree(self.unfinished, ignore_errors=True)
-            raise
-
-    def _taken(self) -> UserError:
-        return UserError(
-            f"{self.unfinished} exists: another `{self.command}` is writing it, or was killed. "
-            "Remove it if none is running."
-        )
+def require_new_folder(out: Path, command: str) -> None:
+    """Raises if `atomic_folder` would: the folder exists, complete or not, or has no name."""
+    if out.name in ("", ".", ".."):
+        raise UserError(f"{out} does not end in the name of a new folder: add one.")
+    if out.exists() or out.is_symlink():
+        raise UserError(f"{out} exists already: choose another folder, or remove it.")
+    if _unfinished(out).exists():
+        raise _taken(out, command)
 
 
 @contextlib.contextmanager
-def terminations_raise() -> Iterator[None]:
-    """Lets SIGTERM and SIGHUP raise SystemExit in the block, with the exit code of a shell.
+def atomic_folder(out: Path, command: str) -> Iterator[Path]:
+    """A folder to write in. It is renamed to `out` at the end, and removed after an error.
 
-    Signals that are ignored or handled already remain so; so do all outside of the main thread,
-    where Python cannot handle signals.
+    Args:
+        out: a path that `require_new_folder` has accepted.
+        command: the command that writes it, for errors.
     """
-
-    def end(number: int, _: Any) -> None:
-        raise SystemExit(128 + number)
-
-    changed = []
-    if threading.current_thread() is threading.main_thread():
-        signals = (signal.SIGTERM, signal.SIGHUP)
-        changed = [one for one in signals if signal.getsignal(one) is signal.SIG_DFL]
-    for one in changed:
-        signal.signal(one, end)
+    unfinished = _unfinished(out)
     try:
-        yield
-    finally:
-        for one in changed:
-            signal.signal(one, signal.SIG_DFL)
+        unfinished.mkdir(parents=True)
+    except FileExistsError:  # since `require_new_folder`
+        raise _taken(out, command) from None
+    try:
+        yield unfinished
+        # Otherwise a power failure could leave the name without the content.
+        for path in (*unfinished.rglob("*"), unfinished):
+            flush(path)
+        unfinished.rename(out)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(path.name + UNFINISHED)
+
+
+def _taken(out: Path, command: str) -> UserError:
+    return UserError(
+        f"{_unfinished(out)} exists: another `{command}` is writing it, or was killed. Remove it "
+        "if none is running."
+    )

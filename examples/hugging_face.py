@@ -83,7 +83,8 @@ def train_ours(folder: Path, tuned: Path, data: Iterable[np.ndarray]) -> check.R
 
         def step(params: nnx.State, state: coat.optax.ScaleByFP8AdamState, tokens: jax.Array):
             def loss_of(params: nnx.State) -> jax.Array:
-                return nnx.merge(graph, params).loss(tokens[:, :-1], tokens[:, 1:])
+                batch = models.Batch(tokens[:, :-1], tokens[:, 1:])
+                return nnx.merge(graph, params).loss(batch).mean
 
             loss, grads = jax.value_and_grad(loss_of)(params)
             return *optimizer.step(params, grads, state), loss

@@ -27,7 +27,7 @@ from coat_jax.training.config import TrainConfig
 from coat_jax.training.config_files import load_config
 from coat_jax.training.loop import train
 from coat_jax.training.preparation import prepare
-from coat_jax.training.report import accounting, plot, runs
+from coat_jax.training.report import accounting, plot
 from experiments import records
 
 RUNS = {"BF16": "llama_tiny:bf16", "COAT": "llama_tiny"}
@@ -99,7 +99,7 @@ def parse() -> argparse.Namespace:
 
 def outcome(name: str, config: TrainConfig) -> Outcome:
     """The results of a run."""
-    (run,) = runs.load([Path(config.out)], [name])
+    (run,) = plot.load([Path(config.out)], [name])
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         state = prepare(config, mesh).abstract
@@ -109,8 +109,8 @@ def outcome(name: str, config: TrainConfig) -> Outcome:
     spoken = reader.reader(tokens)
     return Outcome(
         name,
-        run.final_loss(LAST),
-        run.held_out_loss() or float("nan"),
+        float(run.curve("loss")[1, -LAST:].mean()),
+        float(run.curve("held_out_loss")[1, -1]),
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.moments)),
         accounting.saved_activations(
             config.model, config.global_batch_size, config.sequence_length

@@ -150,7 +150,7 @@ def with_outliers(params: Any, factor: float) -> Any:
 
 
 def _loss(graph: Any, params: Any, tokens: Array) -> Float[Array, ""]:
-    return nnx.merge(graph, params).loss(tokens[:, :-1], tokens[:, 1:])
+    return nnx.merge(graph, params).loss(models.Batch(tokens[:, :-1], tokens[:, 1:])).mean
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from coat_jax.training.data import Batch
 
 def random_batch(config: TrainConfig, mesh: Mesh) -> Batch:
     """Tokens of which each predicts the next; the same ones each time."""
-    like = abstract_batch(config, mesh, packed=False)
+    like = abstract_batch(config, mesh)
     shape, vocab = like.tokens.shape, config.model.vocab
     tokens = jax.random.randint(jax.random.key(0), shape, 0, vocab, jnp.int32)
     tokens = jax.device_put(tokens, like.tokens.sharding)

@@ -28,7 +28,7 @@ import coat_jax
 from coat_jax import cli, models
 from coat_jax.models.hf.config import to_json
 from coat_jax.training.config_files import SHIPPED, load_config
-from coat_jax.training.fields import KNOWN_AS, fields
+from coat_jax.training.fields import SYNONYMS, fields
 from coat_jax.training.optimizer import make_optimizer
 from coat_jax.training.overrides import override
 from experiments.fine_tuning.study import STUDY as FINE_TUNING
@@ -48,7 +48,7 @@ MODULES = sorted(
 )
 SOURCES = [
     *(str(path.relative_to(ROOT)) for path in PAGES),
-    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "coat_jax/configs").glob("*.py"))),
+    *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "configs").glob("*.py"))),
     *(f"coat_jax/cli/{name}.py" for name in cli.COMMANDS),
     *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "experiments").rglob("*.py"))),
 ]
@@ -236,7 +236,7 @@ def options_of_commands() -> set[str]:
         found |= {option for action in parser._actions for option in action.option_strings}
     for study in (LOSS_STUDY, FINE_TUNING, STABILITY):
         found |= {option for a in parser_of(study, "")._actions for option in a.option_strings}
-    return found | {"--print-config", "--debug"}
+    return found | {"--print-config", "--help-all", "--debug"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -245,7 +245,7 @@ def test_an_option_in_a_sentence_exists(page: Path) -> None:
     config = load_config("llama_tiny")
     known = {field.name for field in fields()}
     known |= {name.rsplit(".", 1)[-1] for name in known}
-    known |= {other for others in KNOWN_AS.values() for other in others.split()}
+    known |= {other for others in SYNONYMS.values() for other in others.split()}
     options = options_of_commands()
     for option in re.findall(r"`(--[^`]+)`", page.read_text()):
         name, *values = re.split(r"[\s=]+", option)

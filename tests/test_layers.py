@@ -24,9 +24,9 @@ import coat_jax
 PACKAGE = Path(coat_jax.__file__).parent
 LAYERS = [
     ("errors", "numerics", "nvidia", "printable"),
-    ("agreement", "files", "limits", "token_readers", "writing"),
+    ("files", "multihost", "token_readers", "validation", "writing"),
     ("manifest", "precision", "storage", "tokenizers"),
-    ("watching",),
+    ("probes",),
     ("kernels",),
     ("ops",),
     ("nn", "linen", "optax", "telemetry"),
@@ -34,7 +34,6 @@ LAYERS = [
     ("quantization",),
     ("generation", "evaluation"),
     ("training",),
-    ("configs",),
     ("",),  # coat_jax/__init__.py
     ("cli",),
     ("__main__",),
@@ -62,6 +61,7 @@ INSIDE = {
     ],
     "coat_jax.training": [
         ("data", "compilation_cache"),
+        ("families",),
         ("config",),
         ("fields",),
         ("cluster", "config_files", "overrides", "resume_rules", "schedule", "stages"),
@@ -70,8 +70,7 @@ INSIDE = {
         ("step",),
         ("preparation",),
         ("held_out", "report"),
-        ("programs", "run_lock"),
-        ("run_folder",),
+        ("programs", "run_folder"),
         ("loop",),
     ],
 }

@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 
 
-def test_orbax_writes_each_array_by_a_method_that_streamed_overrides():
-    """`coat_jax/training/checkpoint/streamed.py`."""
+def test_orbax_writes_each_array_by_a_method_that_orbax_saving_overrides():
+    """`coat_jax/training/checkpoint/orbax_saving.py`."""
     import orbax.checkpoint as ocp
 
     method = ocp.type_handlers.NumpyHandler._open_and_write

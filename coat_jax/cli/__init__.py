@@ -2,8 +2,7 @@
 
 Each command is a module of this package, imported when the command is used. The module's docstring
 is the help text, `add_arguments` declares the arguments, and `run` does the work. If there is a
-`run_without_arguments`, it runs when no arguments are given; if there is a `check`, it explains
-mistakes that argparse would report badly.
+`check`, it sees the arguments before argparse does, and may end the command with an exit code.
 
 An error that a user can fix is printed as one line: a UserError, a missing file or permission (the
 commands open only files that somebody named), a full disk, a package that is not installed, a
@@ -21,11 +20,8 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from types import ModuleType
 from typing import NoReturn
 
-from coat_jax import files
-from coat_jax.cli import devices
 from coat_jax.cli.output import discard_broken, escape_unencodable
 from coat_jax.errors import UserError
 from coat_jax.printable import printable
@@ -42,41 +38,39 @@ COMMANDS = {
     "doctor": "check whether training works on this machine, and what to fix",
 }
 # Errors about a path that another path, a permission or removing a file fixes.
-FIXABLE = files.FIXABLE | {errno.ENOTEMPTY}
+FIXABLE = {
+    errno.EACCES,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ENOTEMPTY,
+    errno.EPERM,
+    errno.EROFS,
+}
 BAD_INPUT, INTERRUPTED = UserError.exit_code, 130
+NO_READER = 141  # what shells report of a program that SIGPIPE ended
 # How argparse begins errors.
 MISSING = "the following arguments are required"
 UNKNOWN = "unrecognized arguments: "
-NO_READER = 141  # what shells report of a program that SIGPIPE ended
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage.
-
-    Attributes:
-        given: the arguments of the command.
-    """
-
-    given: Sequence[str] = ()
+    """Raises a UserError, without the usage, for wrong arguments."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with code 2."""
-        taking_all = [action for action in self._actions if action.nargs == "+"]
-        names = {name for action in taking_all for name in action.option_strings}
-        if message.startswith(MISSING) and names.intersection(self.given):
-            message += "; options take all words that follow, so put it first"
-        elif message.startswith(UNKNOWN):
-            message += self._suggestion(message.removeprefix(UNKNOWN).split()[0])
-        self.exit(BAD_INPUT, f"{self.prog}: {_one_line(message)} (--help explains)\n")
-
-    def _suggestion(self, unknown: str) -> str:
-        """Which of the options an unknown one probably means."""
-        if not unknown.startswith("--"):
-            return ""
-        name = unknown.partition("=")[0].replace("_", "-")
+        """Says what is wrong, and what may be meant."""
         options = [option for action in self._actions for option in action.option_strings]
-        near = difflib.get_close_matches(name, options, n=1)
-        return f". Did you mean {near[0]}?" if near else ""
+        greedy = [a.option_strings[0] for a in self._actions if a.nargs == "+" and a.option_strings]
+        if message.startswith(MISSING) and greedy:
+            message += f", before options that take all words that follow: {', '.join(greedy)}"
+        elif message.startswith(UNKNOWN):
+            unknown = message.removeprefix(UNKNOWN).split()[0].partition("=")[0].replace("_", "-")
+            near = difflib.get_close_matches(unknown, options, n=1)
+            message += f". Did you mean {near[0]}?" if near else ""
+        raise UserError(f"{message.removeprefix('argument ')} (--help explains)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,28 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: list[str]) -> int:
-    parser = _parser()
-    if not given:
-        parser.print_help()
-        return BAD_INPUT
-    if given[0] not in COMMANDS:
-        near = difflib.get_close_matches(given[0], COMMANDS, n=1)
-        if near:
-            parser.error(f"there is no command {given[0]!r}. Did you mean {near[0]}?")
-        parser.parse_args(given)  # --help, --version, or an error that lists the commands
-        return BAD_INPUT
-    name, debug = given[0], "--debug" in given
+    name = given[0] if given and given[0] in COMMANDS else ""
+    program = f"coat {name}".strip()
     try:
-        command = importlib.import_module(f"coat_jax.cli.{name}")
-        if not given[1:] and hasattr(command, "run_without_arguments"):
-            return int(command.run_without_arguments())
-        if hasattr(command, "check"):
-            command.check(given[1:])
-        parser = _command_parser(name, command)
-        parser.given = given[1:]
-        return int(command.run(parser.parse_args(parser.given)))
+        return _run_command(name, given[1:]) if name else _explain_commands(given)
     except KeyboardInterrupt:
-        _report(f"coat {name}: interrupted")
+        _report(f"{program}: interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         raise
@@ -124,10 +102,47 @@ def _run(given: list[str]) -> int:
         line, code = _explained(error)
         if line is None:
             raise
-        if debug:
+        if "--debug" in given:
             _report(printable(traceback.format_exc()))
-        _report(f"coat {name}: {_one_line(line)}")
+        _report(printable(f"{program}: {' '.join(line.split())}"))
         return code
+
+
+def _run_command(name: str, given: list[str]) -> int:
+    command = importlib.import_module(f"coat_jax.cli.{name}")
+    if hasattr(command, "check") and (code := command.check(given)) is not None:
+        return int(code)
+    parser = Parser(
+        prog=f"coat {name}",
+        description=command.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_arguments(parser)
+    parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
+    return int(command.run(parser.parse_args(given)))
+
+
+def _explain_commands(given: list[str]) -> int:
+    """Prints the help, or the version, or raises for an unknown command."""
+    from coat_jax import __version__
+
+    listed = "\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())
+    parser = Parser(
+        prog="coat",
+        description="FP8 training for JAX.",
+        epilog=f"commands:\n{listed}\n\n`coat COMMAND --help` explains each. "
+        "docs/, examples/ and launch/ are in the repository.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"coat_jax {__version__}")
+    parser.add_argument("command", metavar="COMMAND", help="see below")
+    if not given:
+        parser.print_help()
+        return BAD_INPUT
+    wrong = parser.parse_known_args(given)[0].command  # or --help, or --version
+    near = difflib.get_close_matches(wrong, COMMANDS, n=1)
+    hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(COMMANDS)}."
+    raise UserError(f"there is no command {wrong!r}. {hint}")
 
 
 def _explained(error: Exception) -> tuple[str | None, int]:
@@ -144,8 +159,9 @@ def _explained(error: Exception) -> tuple[str | None, int]:
             extra = "The trainer's packages come with pip install 'coat_jax[train]'."
             return f"The package {package} is not installed. {extra}", BAD_INPUT
     if isinstance(error, RuntimeError | AssertionError) and "jax" in sys.modules:
-        why = devices.why_none()
-        if why is not None:
+        from coat_jax.cli.doctor import why_no_device
+
+        if (why := why_no_device()) is not None:
             return f"JAX finds no device: {why} `coat doctor` says what to fix.", BAD_INPUT
     return None, 1
 
@@ -154,34 +170,3 @@ def _report(text: str) -> None:
     """Prints an error. If standard error is closed, only the exit code reports it."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr)
-
-
-def _one_line(text: str) -> str:
-    return printable(" ".join(text.split()))
-
-
-def _parser() -> argparse.ArgumentParser:
-    from coat_jax import __version__
-
-    listed = "\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())
-    parser = Parser(
-        prog="coat",
-        description="FP8 training for JAX.",
-        epilog=f"commands:\n{listed}\n\n`coat COMMAND --help` explains each. "
-        "docs/, examples/ and launch/ are in the repository.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"coat_jax {__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="see below")
-    return parser
-
-
-def _command_parser(name: str, command: ModuleType) -> Parser:
-    parser = Parser(
-        prog=f"coat {name}",
-        description=command.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.add_arguments(parser)
-    parser.add_argument("--debug", action="store_true", help="show a traceback with an error")
-    return parser

@@ -25,23 +25,23 @@ memory.
 """
 
 import argparse
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from coat_jax.cli.arguments import STEP, add_count
 from coat_jax.cli.output import note, progress_bar
 from coat_jax.errors import UserError
-from coat_jax.files import expanded, status
+from coat_jax.files import expand_user
 from coat_jax.printable import counted, printable
 
 if TYPE_CHECKING:
     from coat_jax.quantization import Recipe
 
-DTYPES = ("float32", "bfloat16", "float16")
 TOKENS = 65_536
 FEW = 512  # tokens of a text that is noted to be short
 UNSEEN = {"calibrate": "are clipped", "balance": "may remain or become outliers"}
+FITS = ("max", "mse", "percentile")
+OF_RECIPE = ("fit", "activations", "activation_fit", "percentile")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,108 +49,110 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", type=Path, metavar="FROM", help="a folder with a model")
     add("out", type=Path, metavar="TO", help="the folder to make")
-    add(
-        "--dtype",
-        choices=DTYPES,
-        help="dtype of the parameters in TO; by default as in FROM, or with --to the dtype that "
-        "the model computes in",
-    )
-    add(
-        "--tokenizer",
-        metavar="FILE",
-        help="a tokenizer.json, which is copied to TO and reads the texts; by default that in "
-        'FROM; or "bytes", if each token is a byte',
-    )
+    dtype = "of the parameters in TO (default: as in FROM; with --to what the model computes in)"
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help=dtype)
+    tokenizer = 'a tokenizer.json to copy and to read texts with, if FROM has none; or "bytes"'
+    add("--tokenizer", metavar="FILE", help=tokenizer)
     add("--balance", type=Path, metavar="FILE", help="a text on which the model is balanced")
-    add(
-        "--tokens",
-        type=int,
-        metavar="N",
-        help=f"how many of each text are read (default: {TOKENS:,})",
-    )
-    add("--step", type=int, help="step of a run's checkpoint; by default the newest intact one")
-    quantized = parser.add_argument_group("8 bits")
-    add = quantized.add_argument
-    add(
-        "--to",
-        choices=("int8", "fp8", "mixed"),
-        help="the format of linear layers; mixed chooses the one with less error for each",
-    )
-    fits = ("max", "mse", "percentile")
-    add("--fit", choices=fits, help="how the range of a channel is chosen (default: mse)")
-    add(
-        "--activations",
-        choices=("none", "static", "dynamic"),
-        help="how activations are rounded (default: dynamic)",
-    )
-    add(
-        "--activation-fit",
-        choices=fits,
-        help="how the range of static ones is chosen (default: mse)",
-    )
-    add(
-        "--percentile",
-        type=float,
-        metavar="P",
-        help="which percentile of the magnitudes ends the range, for --fit percentile and "
-        "--activation-fit percentile (default: 99.9)",
-    )
-    add(
-        "--leave",
-        action="append",
-        metavar="GLOB",
-        help="layers that are not rounded, such as '*.down'; may be repeated",
-    )
-    add(
-        "--calibrate",
-        type=Path,
-        metavar="FILE",
-        help="a text for the ranges of static activations, and for the choice of mixed",
-    )
+    add_count(parser, "--tokens", None, f"how many of each text are read (default: {TOKENS:,})")
+    add("--step", type=int, help=STEP)
+    add = parser.add_argument_group("8 bits").add_argument
+    to = "the format of linear layers; mixed chooses the one with less error for each"
+    add("--to", choices=("int8", "fp8", "mixed"), help=to)
+    add("--fit", choices=FITS, help="how the range of a channel is chosen (default: mse)")
+    activations = "how activations are rounded (default: dynamic)"
+    add("--activations", choices=("none", "static", "dynamic"), help=activations)
+    static = "how the range of static ones is chosen (default: mse)"
+    add("--activation-fit", choices=FITS, help=static)
+    percentile = "percentile of the magnitudes that ends the range, for both (default: 99.9)"
+    add("--percentile", type=float, metavar="P", help=percentile)
+    leave = "layers that are not rounded, such as '*.down'; may be repeated"
+    add("--leave", action="append", metavar="GLOB", help=leave)
+    calibrate = "a text for the ranges of static activations, and for the choice of mixed"
+    add("--calibrate", type=Path, metavar="FILE", help=calibrate)
 
 
 def run(options: argparse.Namespace) -> int:
     """Converts, and prints a line about the result."""
     from coat_jax.cli.texts import BYTES
-    from coat_jax.training.checkpoint import weights
+    from coat_jax.training.checkpoint import conversion, weights
 
-    source = expanded(options.source)
+    source, out = expand_user(options.source), expand_user(options.out)
     of_run = weights.is_run(weights.read_config_json(source))
-    if options.step is not None and not of_run:
-        raise UserError(
-            f"--step chooses among the checkpoints of a run, and {source} is a Hugging Face folder."
-        )
-    if options.tokenizer is not None and not of_run and status(source / "tokenizer.json"):
-        raise UserError(
-            f"--tokenizer is for a folder without a tokenizer.json, and {source} has one: leave it "
-            "out."
-        )
-    no_text = options.calibrate is None and options.balance is None
-    if options.tokenizer == BYTES and no_text:
-        raise UserError(
-            f"--tokenizer {BYTES} is for --calibrate and --balance. No file says that tokens are "
-            "bytes, so there is none to copy: leave it out."
-        )
-    if options.tokens is not None:
-        if no_text:
-            raise UserError(
-                "--tokens says how much of a text is read: add --calibrate or --balance."
+    recipe = _recipe(options)
+    _require_effects(options, recipe, of_run=of_run)
+    if recipe is not None:
+        weights.require_not_quantized(source, "Quantization")
+    settings: dict[str, Any] = {
+        "dtype": options.dtype,
+        "tokenizer": None if options.tokenizer == BYTES else options.tokenizer,
+        "balance_on": _tokens(options, "balance"),
+    }
+    tokens = _tokens(options, "calibrate")
+    with progress_bar() as bar:
+        task = bar.add_task("", total=None)
+        settings["progress"] = lambda total, size: bar.update(task, total=total, advance=size)
+        if recipe is not None:
+            schemes = conversion.to_quantized(
+                source, out, recipe, tokens=tokens, step=options.step, note=note, **settings
             )
-        if options.tokens < 1:
-            raise UserError(f"--tokens {options.tokens} must be 1 or more.")
-    if options.to is not None:
-        what = _quantize(options)
-    else:
-        for name in QUANTIZING:
-            if getattr(options, name) is not None:
-                option = "--" + name.replace("_", "-")
-                raise UserError(f"{option} says how to quantize: add --to int8, fp8 or mixed.")
-        what = _convert(options, of_run=of_run)
-    print(printable(f"{expanded(options.out)} is {what}."))  # rich would fail if nobody reads it
+            formats = [scheme.format for scheme in schemes.values()]
+            listed = ", ".join(f"{formats.count(f)} in {f.upper()}" for f in sorted(set(formats)))
+            what = f"a quantized model; linear layers: {listed}"
+        elif of_run:
+            conversion.to_hugging_face(source, out, step=options.step, note=note, **settings)
+            what = "a Hugging Face folder"
+        else:
+            conversion.to_run(source, out, **settings)
+            what = "the folder of a run"
+    print(printable(f"{out} is {what}."))  # rich would fail if nobody reads it
     return 0
 
 
-# --- Texts -----------------------------------------------------------------------------------
+def _recipe(options: argparse.Namespace) -> "Recipe | None":
+    """The recipe that the options describe; None without --to."""
+    from coat_jax.quantization import Recipe
+
+    if options.to is None:
+        return None
+    given = {name: value for name in OF_RECIPE if (value := getattr(options, name)) is not None}
+    recipe = Recipe(format=options.to, leave=tuple(options.leave or ()), **given)
+    if recipe.calibrated and options.calibrate is None:
+        raise UserError(
+            f"--to {recipe.format} with --activations {recipe.activations} needs a text to see "
+            "activations on: name it, --calibrate FILE."
+        )
+    return recipe
+
+
+def _require_effects(options: argparse.Namespace, recipe: "Recipe | None", *, of_run: bool) -> None:
+    """Raises for an option that has no effect with the others."""
+    from coat_jax.cli.texts import BYTES
+
+    reads = options.calibrate is not None or options.balance is not None
+    lacks_own = of_run or not (expand_user(options.source) / "tokenizer.json").exists()
+    effects = [
+        ("step", of_run, "the checkpoints of a run"),
+        ("tokenizer", lacks_own, "a folder without a tokenizer.json"),
+        ("tokenizer", options.tokenizer != BYTES or reads, "--calibrate and --balance, if bytes"),
+        ("tokens", reads, "--calibrate and --balance"),
+    ]
+    if recipe is None:
+        quantizing = (*OF_RECIPE, "leave", "calibrate")
+        effects += [(name, False, "--to int8, fp8 or mixed") for name in quantizing]
+    else:
+        rounded = "--activations static, and for --to mixed with rounded activations"
+        fits = "--fit percentile and --activation-fit percentile"
+        in_int8 = recipe.format != "fp8" and recipe.activations != "none"
+        effects += [
+            ("calibrate", recipe.calibrated, rounded),
+            ("balance", in_int8, "activations in INT8; FP8 does not suffer from outliers"),
+            ("activation_fit", recipe.activations == "static", "--activations static"),
+            ("percentile", "percentile" in (recipe.fit, recipe.activation_fit), fits),
+        ]
+    for name, has_effect, purpose in effects:
+        if getattr(options, name) is not None and not has_effect:
+            raise UserError(f"--{name.replace('_', '-')} is for {purpose}: leave it out.")
 
 
 def _tokens(options: argparse.Namespace, name: str) -> list[int]:
@@ -158,7 +160,7 @@ def _tokens(options: argparse.Namespace, name: str) -> list[int]:
     from coat_jax.cli.texts import tokens_of
     from coat_jax.training.checkpoint import weights
 
-    text, source = getattr(options, name), expanded(options.source)
+    text, source = getattr(options, name), expand_user(options.source)
     if text is None:
         return []
     config, most = weights.model_config(source), options.tokens or TOKENS
@@ -172,90 +174,3 @@ def _tokens(options: argparse.Namespace, name: str) -> list[int]:
             f"{TOKENS:,}."
         )
     return tokens
-
-
-# --- Between Hugging Face and runs -----------------------------------------------------------
-
-
-def _convert(options: argparse.Namespace, *, of_run: bool) -> str:
-    """Converts, and returns a description of the result."""
-    from coat_jax.training.checkpoint import conversion
-
-    source, out = expanded(options.source), expanded(options.out)
-    with _settings(options) as settings:
-        if not of_run:
-            conversion.to_run(source, out, **settings)
-            return "the folder of a run"
-        conversion.to_hugging_face(source, out, step=options.step, note=note, **settings)
-        return "a Hugging Face folder"
-
-
-@contextlib.contextmanager
-def _settings(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What all conversions take; a terminal shows how much has been read."""
-    from coat_jax.cli.texts import BYTES
-
-    balance_on = _tokens(options, "balance")
-    with progress_bar() as bar:
-        task = bar.add_task("", total=None)
-        yield {
-            "dtype": options.dtype,
-            "balance_on": balance_on,
-            "tokenizer": None if options.tokenizer == BYTES else options.tokenizer,
-            "progress": lambda done, total: bar.update(task, completed=done, total=total),
-        }
-
-
-# --- 8 bits ----------------------------------------------------------------------------------
-
-QUANTIZING = ("fit", "activations", "activation_fit", "percentile", "leave", "calibrate")
-
-
-def _quantize(options: argparse.Namespace) -> str:
-    """Quantizes, and returns a description of the result."""
-    from coat_jax.training.checkpoint import conversion, weights
-
-    source, recipe = expanded(options.source), _recipe(options)
-    weights.require_not_quantized(source, "Quantization")
-    tokens = _tokens(options, "calibrate")
-    with _settings(options) as settings:
-        schemes = conversion.to_quantized(
-            source, options.out, recipe, tokens=tokens, step=options.step, note=note, **settings
-        )
-    formats = [scheme.format for scheme in schemes.values()]
-    listed = ", ".join(f"{formats.count(f)} in {f.upper()}" for f in sorted(set(formats)))
-    return f"a quantized model; linear layers: {listed}"
-
-
-def _recipe(options: argparse.Namespace) -> "Recipe":
-    """The recipe that the options describe; raises if a text is missing or not needed."""
-    from coat_jax.quantization import Recipe
-
-    names = ("fit", "activations", "activation_fit", "percentile")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    recipe = Recipe(format=options.to, leave=tuple(options.leave or ()), **given)
-    what = f"--to {recipe.format} with --activations {recipe.activations}"
-    if not recipe.calibrated:
-        if options.calibrate is not None:
-            raise UserError(
-                "--calibrate is for --activations static, or for --to mixed with rounded "
-                f"activations; {what} needs no text."
-            )
-    elif options.calibrate is None:
-        raise UserError(f"{what} needs a text to see activations on: name it, --calibrate FILE.")
-    if options.balance is not None and (recipe.format == "fp8" or recipe.activations == "none"):
-        raise UserError(
-            f"--balance is for activations in INT8, and {what} has none: leave it out. FP8 does "
-            "not suffer from outliers."
-        )
-    if options.activation_fit is not None and recipe.activations != "static":
-        raise UserError(
-            f"--activation-fit is for --activations static, and {what} finds no range for them: "
-            "leave it out."
-        )
-    if options.percentile is not None and "percentile" not in (recipe.fit, recipe.activation_fit):
-        raise UserError(
-            "--percentile is for --fit percentile or --activation-fit percentile: add one of "
-            "these, or leave it out."
-        )
-    return recipe

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coat_jax import nvidia
-from coat_jax.cli import devices
-from coat_jax.files import expanded
+from coat_jax.files import expand_user
 from coat_jax.printable import printable
 
 BROKEN = 1
@@ -37,17 +36,11 @@ VERSION = re.compile(r"\d+(\.\d+)+")
 
 
 class Problem(NamedTuple):
-    """What is wrong, and what fixes it.
-
-    Attributes:
-        what: in a sentence.
-        fix: what to do.
-        fatal: whether training cannot run, or would not run where it should.
-    """
+    """What is wrong, and what fixes it; a fatal one keeps training from running as it should."""
 
     what: str
     fix: str
-    fatal: bool
+    fatal: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,21 +62,44 @@ def run(options: argparse.Namespace) -> int:
 
 def examine() -> tuple[dict[str, Any], list[Problem]]:
     """The findings on this machine, and what is wrong."""
-    problems = _missing_packages()
     driver = nvidia_driver()
     findings: dict[str, Any] = {"versions": versions(), "tested": TESTED, "nvidia_driver": driver}
-    if (why := devices.why_none()) is not None:
-        problems.append(
-            Problem(f"JAX finds no device: {why}", _fix_of_platform(driver), fatal=True)
-        )
-        return findings, problems
-    findings["devices"] = found_devices = _devices()
-    if driver is not None and all(one["platform"] != "gpu" for one in found_devices):
-        problems.append(_unused_gpu(driver))
-    findings["kernels"], found = kernels(driver)
-    problems += found
-    findings["compilation_cache"], found = cache()
-    return findings, problems + found
+    problems = []
+    if missing := [name for name in OF_TRAINER if not importlib.util.find_spec(name)]:
+        what = f"The trainer needs {', '.join(missing)}: not installed."
+        problems.append(Problem(what, "pip install 'coat_jax[train]'", fatal=True))
+    asked = os.environ.get("JAX_PLATFORMS", "")
+    fix = f"pip install -U 'coat_jax[{_extra(driver)},train]'"
+    unset = f"nset JAX_PLATFORMS, which is {asked!r}."
+    if (why := why_no_device()) is not None:
+        if driver is None:
+            fix = "Install NVIDIA's driver" + (f", or u{unset}" if asked else ".")
+        return findings, [*problems, Problem(f"JAX finds no device: {why}", fix, fatal=True)]
+    findings["devices"] = found = _devices()
+    if driver is not None and all(one["platform"] != "gpu" for one in found):
+        what = f"JAX sees only the CPU, though there is an NVIDIA driver ({driver})."
+        elsewhere = asked and not {"cuda", "gpu"} & set(asked.split(","))
+        problems.append(Problem(what, f"U{unset}" if elsewhere else fix, fatal=True))
+    findings["kernels"], of_kernels = kernels(driver)
+    findings["compilation_cache"], of_cache = cache()
+    return findings, [*problems, *of_kernels, *of_cache]
+
+
+def why_no_device() -> str | None:
+    """Why JAX finds no device; None if it finds one.
+
+    The platforms in JAX_PLATFORMS may be misspelt, or need a plugin that is not installed, or that
+    does not start.
+    """
+    import jax
+
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError) as error:  # the former without words, for CUDA's plugin
+        said = " ".join(str(error).split())
+        asked = os.environ.get("JAX_PLATFORMS")
+        return said or f"JAX_PLATFORMS is {asked!r}, and no plugin for it starts."
+    return None
 
 
 def versions() -> dict[str, str]:
@@ -101,7 +117,7 @@ def versions() -> dict[str, str]:
 
 def nvidia_driver() -> str | None:
     """The version of NVIDIA's driver; None without one, or if nvidia-smi does not tell it."""
-    first = next(iter(nvidia.ask("driver_version")), "")
+    first = next(iter(nvidia.query_gpus("driver_version")), "")
     return first if VERSION.fullmatch(first) else None
 
 
@@ -121,7 +137,7 @@ def kernels(driver: str | None) -> tuple[dict[str, str], list[Problem]]:
     missing = [name for name in TRITON if not importlib.util.find_spec(name.replace("-", "_"))]
     why = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
     fix = f"pip install 'coat_jax[{_extra(driver)}]'"
-    return {"runs": "xla", "why": why}, [Problem(f"XLA replaces Triton: {why}.", fix, False)]
+    return {"runs": "xla", "why": why}, [Problem(f"XLA replaces Triton: {why}.", fix)]
 
 
 def cache() -> tuple[dict[str, Any], list[Problem]]:
@@ -133,36 +149,18 @@ def cache() -> tuple[dict[str, Any], list[Problem]]:
     named = jax.config.values["jax_compilation_cache_dir"]
     if named and compilation_cache.is_url(named):
         return {"folder": named, "entries": None, "bytes": None, "free_bytes": None}, []
-    folder = Path(named) if named else expanded(compilation_cache.FOLDER)
+    folder = Path(named) if named else expand_user(compilation_cache.FOLDER)
+    found = {"folder": str(folder), "entries": 0, "bytes": 0, "free_bytes": 0}
     if problem := compilation_cache.why_unusable(folder):
-        what = (
-            f"The compilation cache {folder} cannot be used: {problem}. Every start compiles anew."
-        )
+        what = f"The compilation cache {folder} cannot be used: {problem}."
         fix = "Choose another folder: coat train NAME --cache FOLDER"
         if named:
             fix = "Set JAX_COMPILATION_CACHE_DIR to another folder, or unset it."
-        found = {"folder": str(folder), "entries": 0, "bytes": 0, "free_bytes": 0}
-        return found, [Problem(what, fix, fatal=False)]
+        return found, [Problem(f"{what} Every start compiles anew.", fix)]
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
-    entries = compilation_cache.entries(folder)
-    found = {
-        "folder": str(folder),
-        "entries": len(entries),
-        "bytes": sum(entry.stat().st_size for entry in entries),
-        "free_bytes": shutil.disk_usage(there).free,
-    }
-    return found, []
-
-
-# --- Parts -----------------------------------------------------------------------------------
-
-
-def _missing_packages() -> list[Problem]:
-    missing = [name for name in OF_TRAINER if not importlib.util.find_spec(name)]
-    if not missing:
-        return []
-    what = f"The trainer needs {', '.join(missing)}: not installed."
-    return [Problem(what, "pip install 'coat_jax[train]'", fatal=True)]
+    sizes = [entry.stat().st_size for entry in folder.glob("*-cache")]
+    free = shutil.disk_usage(there).free
+    return found | {"entries": len(sizes), "bytes": sum(sizes), "free_bytes": free}, []
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -190,23 +188,6 @@ def _available_memory() -> int | None:
     return 1024 * int(found[1]) if found else None
 
 
-def _unused_gpu(driver: str) -> Problem:
-    asked = os.environ.get("JAX_PLATFORMS", "")
-    what = f"JAX sees only the CPU, though there is an NVIDIA driver ({driver})."
-    if asked and not {"cuda", "gpu"} & set(asked.split(",")):
-        return Problem(what, f"Unset JAX_PLATFORMS, which is {asked!r}.", fatal=True)
-    return Problem(what, f"pip install -U 'coat_jax[{_extra(driver)},train]'", fatal=True)
-
-
-def _fix_of_platform(driver: str | None) -> str:
-    asked = os.environ.get("JAX_PLATFORMS")
-    if driver is not None:
-        return f"pip install -U 'coat_jax[{_extra(driver)},train]'"
-    return "Install NVIDIA's driver" + (
-        f", or unset JAX_PLATFORMS, which is {asked!r}." if asked else "."
-    )
-
-
 def _extra(driver: str | None) -> str:
     """The release of CUDA that a driver supports, as an extra of this package."""
     if driver is None:
@@ -215,10 +196,12 @@ def _extra(driver: str | None) -> str:
 
 
 def _text(findings: dict[str, Any], problems: list[Problem], works: bool) -> str:
-    versions = f"versions   {_listed(findings['versions'])}"
+    here = findings["versions"]
+    other = {name: here[name] for name in TESTED if here.get(name, TESTED[name]) != TESTED[name]}
+    versions = f"versions   {_listed(here)}"
     lines = textwrap.wrap(versions, WIDTH, subsequent_indent=" " * 11, break_on_hyphens=False)
     lines += [
-        f"tested     {_of_tested(findings['versions'])}",
+        f"tested     on a GPU with {_listed(TESTED)}; {_listed(other) or 'the same'} here",
         f"driver     {findings['nvidia_driver'] or 'no NVIDIA driver'}",
     ]
     for one in findings.get("devices", []):
@@ -227,32 +210,22 @@ def _text(findings: dict[str, Any], problems: list[Problem], works: bool) -> str
         lines.append(f"device     {one['kind']} ({one['platform']}{more}), {_free(one)}")
     if "kernels" in findings:
         runs = {"triton": "Triton kernels", "xla": "XLA, without Triton kernels"}
-        lines.append(
-            f"kernels    {runs[findings['kernels']['runs']]}: {findings['kernels']['why']}"
-        )
+        found = findings["kernels"]
+        lines.append(f"kernels    {runs[found['runs']]}: {found['why']}")
     if "compilation_cache" in findings:
-        lines.append(f"cache      {_of_cache(findings['compilation_cache'])}")
+        found = findings["compilation_cache"]
+        size = "not on this machine, so not examined"
+        if found["entries"] is not None:
+            size = f"{found['entries']:,} programs, {found['bytes'] / 1e9:.2f} GB; {_free(found)}"
+        lines.append(f"cache      {found['folder']}: {size}")
     for problem in problems:
         lines += ["", f"problem    {problem.what}", f"fix        {problem.fix}"]
     end = "Training works here." if works else "Training does not work here yet."
     return "\n".join([*lines, "", end])
 
 
-def _of_tested(here: dict[str, str]) -> str:
-    """The versions that the tests last passed with on a GPU, and what differs from them here."""
-    other = {name: here[name] for name in TESTED if here.get(name, TESTED[name]) != TESTED[name]}
-    return f"on a GPU with {_listed(TESTED)}; {_listed(other) if other else 'the same'} here"
-
-
 def _listed(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
-
-
-def _of_cache(found: dict[str, Any]) -> str:
-    if found["entries"] is None:
-        return f"{found['folder']}: not on this machine, so not examined"
-    size = f"{found['entries']:,} programs, {found['bytes'] / 1e9:.2f} GB"
-    return f"{found['folder']}: {size}; {_free(found)} on the disk"
 
 
 def _free(found: dict[str, Any]) -> str:

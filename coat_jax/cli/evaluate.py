@@ -32,7 +32,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coat_jax.cli.model_folder import ModelFolder, add_model_arguments, on_devices
+from coat_jax.cli.arguments import add_count, add_model_arguments
+from coat_jax.cli.model_folder import ModelFolder, on_devices
 from coat_jax.cli.output import note, on_terminal
 from coat_jax.errors import UserError
 from coat_jax.files import read_text
@@ -41,53 +42,34 @@ from coat_jax.training.data.paths import files_of
 
 if TYPE_CHECKING:
     from coat_jax.evaluation import Accuracies, Accuracy, Question, Score
-    from coat_jax.models import Config, Llama
-    from coat_jax.quantization import Scheme
+    from coat_jax.models import Llama
 
 AXIS = "fsdp"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    add = parser.add_argument
     add_model_arguments(parser)
+    add = parser.add_argument
     add("--text", nargs="+", default=(), metavar="FILE", help="texts in UTF-8, or patterns")
-    add(
-        "--tasks",
-        nargs="+",
-        default=(),
-        metavar="FILE.jsonl",
-        help="questions with choices, or patterns",
-    )
+    add("--tasks", nargs="+", default=(), metavar="FILE.jsonl", help="questions, or patterns")
     add("--window", type=int, metavar="N", help="tokens of a text that the model sees at a time")
-    add(
-        "--batch",
-        type=int,
-        default=8,
-        metavar="N",
-        help="windows or choices at a time (default: %(default)s)",
-    )
-    add(
-        "--devices",
-        type=int,
-        default=1,
-        metavar="N",
-        help="devices that share each batch (default: %(default)s)",
-    )
+    add_count(parser, "--batch", 8, "windows or choices at a time")
+    add_count(parser, "--devices", 1, "devices that share each batch")
     add("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(options: argparse.Namespace) -> int:
     """Evaluates, and prints the results."""
+    from coat_jax import evaluation
     from coat_jax.nn import MeshAxes
 
-    _require(options)
-    sharded = options.devices > 1
-    folder = ModelFolder(
-        options,
-        axes=MeshAxes(fsdp=AXIS if sharded else None),
-        batch_axes=(AXIS,) if sharded else (),
-    )
+    if not options.text and not options.tasks:
+        raise UserError("Name a text, --text FILE, or a file of questions, --tasks FILE.jsonl.")
+    if options.window is not None and not options.text:
+        raise UserError(f"--window {options.window} is for texts: name one, --text FILE.")
+    axis = AXIS if options.devices > 1 else None
+    folder = ModelFolder(options, axes=MeshAxes(fsdp=axis), batch_axes=(axis,) if axis else ())
     context = folder.config.context
     window = folder.trained_length if options.window is None else options.window
     if options.text and not 2 <= window <= context:
@@ -96,33 +78,29 @@ def run(options: argparse.Namespace) -> int:
     texts = {file: _text(file, folder, begin) for file in files_of(tuple(options.text))}
     tasks = {file: _questions(file, folder, begin) for file in files_of(tuple(options.tasks))}
     with on_devices(options.devices, AXIS):
-        model = folder.load()
-        of_texts = _scores(model, [*texts.values()], window, options.batch)
-        of_tasks = _accuracies(model, [*tasks.values()], options.batch)
+        model, batch = folder.load(), options.batch
+        tokens, sizes = [text[0] for text in texts.values()], [text[1] for text in texts.values()]
+        of_texts = evaluation.perplexity(
+            model, tokens, sizes, window=window, batch=batch, progress=_progress("windows")
+        )
+        of_tasks = evaluation.accuracies(
+            model, [*tasks.values()], batch=batch, progress=_progress("choices")
+        )
     scores = dict(zip(texts, of_texts, strict=True))
     accuracies = dict(zip(tasks, of_tasks, strict=True))
     if options.json:
-        print(json.dumps(_as_json(options.where, model, window, scores, accuracies), indent=2))
-        return 0
-    if scores:
-        print(printable(_table_of_texts(scores)))
-    if scores and accuracies:
-        print()
-    if accuracies:
-        print(printable(_table_of_tasks(accuracies)))
+        found: dict[str, Any] = {"model": str(options.where), **_precision_as_json(model)}
+        found |= {"window": window, "texts": _scores_as_json(scores)} if scores else {}
+        found |= {"tasks": _accuracies_as_json(accuracies)} if accuracies else {}
+        print(json.dumps(found, indent=2))
+    else:
+        tables = [_table_of_texts(scores)] if scores else []
+        tables += [_table_of_tasks(accuracies)] if accuracies else []
+        print(printable("\n\n".join(tables)))
     return 0
 
 
-# --- What is read ----------------------------------------------------------------------------
-
-
-def _require(options: argparse.Namespace) -> None:
-    if not options.text and not options.tasks:
-        raise UserError("Name a text, --text FILE, or a file of questions, --tasks FILE.jsonl.")
-    if options.batch < 1:
-        raise UserError(f"--batch {options.batch} must be 1 or more.")
-    if options.window is not None and not options.text:
-        raise UserError(f"--window {options.window} is for texts: name one, --text FILE.")
+# --- Reading ---------------------------------------------------------------------------------
 
 
 def _text(file: Path, folder: ModelFolder, begin: Sequence[int]) -> tuple[list[int], int]:
@@ -130,15 +108,11 @@ def _text(file: Path, folder: ModelFolder, begin: Sequence[int]) -> tuple[list[i
     from coat_jax.models.batches import require_known
 
     text = read_text(file)
-    own = folder.tokenizer.encode_documents([text])[0].tolist()
-    tokens = [*begin, *own]
+    tokens = [*begin, *folder.tokenizer.encode_documents([text])[0].tolist()]
     if not text:
         raise UserError(f"{file} is empty.")
     if len(tokens) < 2:
-        needed = (
-            "1" if begin else "2, because nothing comes before the first one, which is not scored"
-        )
-        raise UserError(f"{file} has {counted(len(own), 'token')}, fewer than {needed}.")
+        raise UserError(f"{file} has no token after the first one, which is not scored.")
     require_known(f"{file} has", tokens, folder.config.vocab)
     return tokens, len(text.encode())
 
@@ -155,33 +129,6 @@ def _questions(file: Path, folder: ModelFolder, begin: Sequence[int]) -> list["Q
     return questions
 
 
-# --- What is computed ------------------------------------------------------------------------
-
-
-def _scores(
-    model: "Llama", texts: Sequence[tuple[list[int], int]], window: int, batch: int
-) -> list["Score"]:
-    from coat_jax import evaluation
-
-    if not texts:
-        return []
-    tokens, sizes = zip(*texts, strict=True)
-    progress = _progress("windows")
-    return evaluation.perplexity(
-        model, tokens, sizes, window=window, batch=batch, progress=progress
-    )
-
-
-def _accuracies(
-    model: "Llama", tasks: Sequence[Sequence["Question"]], batch: int
-) -> list["Accuracies"]:
-    from coat_jax import evaluation
-
-    if not tasks:
-        return []
-    return evaluation.accuracies(model, tasks, batch=batch, progress=_progress("choices"))
-
-
 def _progress(what: str) -> Callable[[int, int], None]:
     """Shows on a terminal how much is done."""
 
@@ -193,116 +140,82 @@ def _progress(what: str) -> Callable[[int, int], None]:
     return show
 
 
-# --- What is printed -------------------------------------------------------------------------
+# --- Printing --------------------------------------------------------------------------------
 
 
 def _table_of_texts(scores: Mapping[Path, "Score"]) -> str:
     from coat_jax import evaluation
 
-    named = [(str(file), score) for file, score in scores.items()]
+    named = {str(file): score for file, score in scores.items()}
     if len(scores) > 1:
-        named.append(("together", evaluation.combine([*scores.values()])))
+        named["together"] = evaluation.combine([*scores.values()])
     lines = [["text", "tokens", "nats/token", "perplexity", "bits/byte"]]
-    lines += [
-        [
-            name,
-            f"{score.tokens:,}",
-            f"{score.per_token:.4f}",
-            f"{score.perplexity:,.3f}",
-            f"{score.bits_per_byte:.4f}",
-        ]
-        for name, score in named
-    ]
+    for name, score in named.items():
+        rates = f"{score.per_token:.4f}", f"{score.perplexity:,.3f}", f"{score.bits_per_byte:.4f}"
+        lines.append([name, f"{score.tokens:,}", *rates])
     return table(lines)
 
 
 def _table_of_tasks(accuracies: Mapping[Path, "Accuracies"]) -> str:
     lines = [["task", "questions", "accuracy (95 %)", "per byte (95 %)"]]
-    lines += [
-        [str(file), f"{found.by_sum.questions:,}", _shown(found.by_sum), _shown(found.per_byte)]
-        for file, found in accuracies.items()
-    ]
+    for file, found in accuracies.items():
+        lines.append([str(file), f"{found.by_sum.questions:,}", *map(_percent, found)])
     return table(lines)
 
 
-def _shown(accuracy: "Accuracy") -> str:
+def _percent(accuracy: "Accuracy") -> str:
     low, high = accuracy.interval
     return f"{100 * accuracy.share:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
 
 
-def _as_json(
-    where: Path,
-    model: "Llama",
-    window: int,
-    scores: Mapping[Path, "Score"],
-    accuracies: Mapping[Path, "Accuracies"],
-) -> dict[str, Any]:
-    found: dict[str, Any] = {"model": str(where), **_precision_as_json(model)}
-    if scores:
-        found["window"] = window
-        found["texts"] = [
-            {
-                "file": str(file),
-                "tokens": score.tokens,
-                "bytes": score.size,
-                "nats_per_token": score.per_token,
-                "perplexity": score.perplexity if math.isfinite(score.perplexity) else None,
-                "bits_per_byte": score.bits_per_byte,
-            }
-            for file, score in scores.items()
-        ]
-    if accuracies:
-        found["tasks"] = [
-            {
-                "file": str(file),
-                "questions": both.by_sum.questions,
-                "by_sum": _accuracy_as_json(both.by_sum),
-                "per_byte": _accuracy_as_json(both.per_byte),
-            }
-            for file, both in accuracies.items()
-        ]
-    return found
-
-
-def _precision_as_json(model: "Llama") -> dict[str, Any]:
-    """The name of a preset, or what a precision consists of; of a quantized model its formats."""
-    from coat_jax import quantization
-    from coat_jax.precision import PRESETS
-    from coat_jax.training import resume_rules
-
-    schemes = quantization.schemes_of(model) if quantization.is_quantized(model) else {}
-    if schemes:
-        formats = {scheme.format for scheme in schemes.values()}
-        precision = "mixed" if len(formats) > 1 else formats.pop()
-        return {"precision": precision, "linear_layers": _linear_layers(model.config, schemes)}
-    ours = model.config.precision
-    name = next((name for name, preset in PRESETS.items() if preset == ours), None)
-    return {"precision": name or resume_rules.to_json(ours)}
-
-
-def _linear_layers(config: "Config", schemes: Mapping[str, "Scheme"]) -> list[dict[str, Any]]:
-    """How many layers have each format and each way to round inputs; last, those left as they are.
-
-    Args:
-        config: of the model.
-        schemes: of its quantized projections.
-    """
-    import jax.numpy as jnp
-
-    from coat_jax.quantization.projections import paths_of
-
-    counts: dict[tuple[str, str], int] = dict(sorted(Counter(schemes.values()).items()))
-    if left := len(paths_of(config)) - len(schemes):
-        counts[jnp.dtype(config.dtype).name, "none"] = left
+def _scores_as_json(scores: Mapping[Path, "Score"]) -> list[dict[str, Any]]:
     return [
-        {"format": format, "activations": activations, "count": count}
-        for (format, activations), count in counts.items()
+        {
+            "file": str(file),
+            "tokens": score.tokens,
+            "bytes": score.size,
+            "nats_per_token": score.per_token,
+            "perplexity": score.perplexity if math.isfinite(score.perplexity) else None,
+            "bits_per_byte": score.bits_per_byte,
+        }
+        for file, score in scores.items()
     ]
 
 
-def _accuracy_as_json(accuracy: "Accuracy") -> dict[str, Any]:
-    return {
-        "right": accuracy.right,
-        "accuracy": accuracy.share,
-        "interval_95": list(accuracy.interval),
-    }
+def _accuracies_as_json(accuracies: Mapping[Path, "Accuracies"]) -> list[dict[str, Any]]:
+    listed = []
+    for file, both in accuracies.items():
+        line: dict[str, Any] = {"file": str(file), "questions": both.by_sum.questions}
+        for name, accuracy in both._asdict().items():
+            right, share, interval = accuracy.right, accuracy.share, list(accuracy.interval)
+            line[name] = {"right": right, "accuracy": share, "interval_95": interval}
+        listed.append(line)
+    return listed
+
+
+def _precision_as_json(model: "Llama") -> dict[str, Any]:
+    """The name of a preset, or what a precision consists of; of a quantized model its formats.
+
+    Layers that were left as they are come last.
+    """
+    import jax.numpy as jnp
+
+    from coat_jax import quantization
+    from coat_jax.precision import PRESETS
+    from coat_jax.quantization.projections import paths_of
+    from coat_jax.training import resume_rules
+
+    schemes = quantization.schemes_of(model) if quantization.is_quantized(model) else {}
+    if not schemes:
+        ours = model.config.precision
+        name = next((name for name, preset in PRESETS.items() if preset == ours), None)
+        return {"precision": name or resume_rules.to_json(ours)}
+    formats = {scheme.format for scheme in schemes.values()}
+    counts: dict[tuple[str, str], int] = dict(sorted(Counter(schemes.values()).items()))
+    if left := len(paths_of(model.config)) - len(schemes):
+        counts[jnp.dtype(model.config.dtype).name, "none"] = left
+    layers = [
+        {"format": format, "activations": activations, "count": count}
+        for (format, activations), count in counts.items()
+    ]
+    return {"precision": "mixed" if len(formats) > 1 else formats.pop(), "linear_layers": layers}

@@ -22,10 +22,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coat_jax.cli.model_folder import ModelFolder, add_model_arguments, on_devices
+from coat_jax.cli.arguments import add_count, add_model_arguments
+from coat_jax.cli.model_folder import ModelFolder, on_devices
 from coat_jax.cli.output import on_terminal
 from coat_jax.errors import UserError
-from coat_jax.files import expanded, lines_of, parse_json, read_text
+from coat_jax.files import expand_user, lines_of, parse_json, read_text
 from coat_jax.printable import printable
 
 if TYPE_CHECKING:
@@ -37,67 +38,24 @@ TENSOR = "tensor"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's arguments."""
-    add = parser.add_argument
     add_model_arguments(parser)
-    add(
-        "--prompt",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="a text to continue; may be repeated",
+    add = parser.add_argument
+    prompt, stop = (
+        "a text to continue; may be repeated",
+        "a token that ends a text; may be repeated",
     )
-    add(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help='a prompt per line; in a .jsonl file each is a string or {"prompt": ...}',
-    )
-    add(
-        "--max-tokens",
-        type=int,
-        default=256,
-        metavar="N",
-        help="new tokens of a text, at most (default: %(default)s)",
-    )
-    add(
-        "--temperature",
-        type=float,
-        default=0.8,
-        help="0 takes the likeliest token (default: %(default)s)",
-    )
-    add(
-        "--top-k",
-        type=int,
-        default=0,
-        metavar="K",
-        help="choose among the K likeliest tokens; 0 for all (default: %(default)s)",
-    )
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="choose among the likeliest tokens that have probability P together "
-        "(default: %(default)s)",
-    )
-    add("--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)")
-    add(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TOKEN",
-        help="a token that ends a text; may be repeated",
-    )
-    add(
-        "--batch", type=int, default=8, metavar="N", help="prompts at a time (default: %(default)s)"
-    )
-    add(
-        "--devices",
-        type=int,
-        default=1,
-        metavar="N",
-        help="devices that share each layer (default: %(default)s)",
-    )
+    add("--prompt", action="append", default=[], metavar="TEXT", help=prompt)
+    in_jsonl = 'in a .jsonl file each is a string or {"prompt": ...}'
+    add("--prompts", type=Path, metavar="FILE", help=f"a prompt per line; {in_jsonl}")
+    add_count(parser, "--max-tokens", 256, "new tokens of a text, at most")
+    add("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
+    add("--top-k", type=int, default=0, metavar="K", help="choose among the K likeliest; 0: all")
+    likeliest = "choose among the likeliest tokens that have probability P together"
+    add("--top-p", type=float, default=1.0, metavar="P", help=likeliest)
+    add("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
+    add("--stop", action="append", default=[], metavar="TOKEN", help=stop)
+    add_count(parser, "--batch", 8, "prompts at a time")
+    add_count(parser, "--devices", 1, "devices that share each layer")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -105,27 +63,17 @@ def run(options: argparse.Namespace) -> int:
     from coat_jax import generation
     from coat_jax.nn import MeshAxes
 
-    sampling = generation.Sampling(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-    )
-    if options.batch < 1:
-        raise UserError(f"--batch {options.batch} must be 1 or more.")
+    names = "temperature", "top_k", "top_p", "seed"
+    sampling = generation.Sampling(**{name: getattr(options, name) for name in names})
     texts = [*options.prompt, *_lines(options.prompts)]
     if not texts:
-        raise UserError(
-            "There is no prompt: give --prompt TEXT, or --prompts FILE with one a line."
-        )
+        raise UserError("There is no prompt: give --prompt TEXT, or --prompts FILE.")
     axes = MeshAxes(tensor=TENSOR if options.devices > 1 else None)
     model_folder = ModelFolder(options, axes=axes)
     tokenizer = model_folder.tokenizer
     prompts = [tokenizer.encode(text) for text in texts]
-    settings: dict[str, Any] = {
-        "max_tokens": options.max_tokens,
-        "stops": [*model_folder.stops, *map(tokenizer.token, options.stop)],
-    }
+    stops = [*model_folder.stops, *map(tokenizer.token, options.stop)]
+    settings: dict[str, Any] = {"max_tokens": options.max_tokens, "stops": stops}
     generation.require_prompts(model_folder.config, prompts, **settings)
     with on_devices(options.devices, TENSOR):
         model = model_folder.load()
@@ -136,21 +84,22 @@ def run(options: argparse.Namespace) -> int:
                 chunks = generation.stream(
                     model, prompts[batch], sampling=sampling, first=first, **settings
                 )
-                _print(tokenizer, texts[batch], prompts[batch], speed.timed(chunks), more=first > 0)
+                _say(BETWEEN if first else "")
+                _print(tokenizer, texts[batch], prompts[batch], speed.timed(chunks))
         finally:  # an error begins on a line of its own
             _say("\n")
     print(speed, file=sys.stderr)
     return 0
 
 
-# --- What to continue ------------------------------------------------------------------------
+# --- Reading ---------------------------------------------------------------------------------
 
 
 def _lines(file: Path | None) -> Iterator[str]:
     """The prompts in a file, one on each line that is not blank."""
     if file is None:
         return
-    text = read_text(expanded(file))
+    text = read_text(expand_user(file))
     if not text.strip():
         raise UserError(f"{file} is empty: it should have a prompt on each line.")
     for number, line in enumerate(lines_of(text), 1):
@@ -166,7 +115,7 @@ def _lines(file: Path | None) -> Iterator[str]:
             yield prompt
 
 
-# --- Output ----------------------------------------------------------------------------------
+# --- Printing --------------------------------------------------------------------------------
 
 
 def _print(
@@ -174,13 +123,11 @@ def _print(
     texts: Sequence[str],
     prompts: Sequence[Sequence[int]],
     chunks: Iterator[list[list[int]]],
-    *,
-    more: bool,
 ) -> None:
     """Prints the first text while it is generated, and the others when their batch is complete."""
     readers = [tokenizer.reader(prompt) for prompt in prompts]
     others = list(texts[1:])
-    _say((BETWEEN if more else "") + texts[0])
+    _say(texts[0])
     for chunk in chunks:
         first, *rest = (reader.read(new) for reader, new in zip(readers, chunk, strict=True))
         _say(first)
@@ -204,20 +151,18 @@ class _Speed:
 
     def timed(self, chunks: Iterator[list[list[int]]]) -> Iterator[list[list[int]]]:
         """Passes the chunks through, and counts their tokens and their time."""
-        last, first = time.perf_counter(), True
-        for chunk in chunks:
+        last = time.perf_counter()
+        for number, chunk in enumerate(chunks):
             now, count = time.perf_counter(), sum(map(len, chunk))
             self.tokens += count
-            if first:
+            if number == 0:
                 self.waited += now - last
             else:
                 self.seconds += now - last
                 self.after_first += count
-            last, first = now, False
+            last = now
             yield chunk
 
     def __str__(self) -> str:
-        summary = f"{self.tokens:,} tokens; {self.waited:.1f} s until the first"
-        if not self.seconds:
-            return f"{summary}."
-        return f"{summary}, then {self.after_first / self.seconds:,.0f} tokens/s."
+        rate = f", then {self.after_first / self.seconds:,.0f} tokens/s" if self.seconds else ""
+        return f"{self.tokens:,} tokens; {self.waited:.1f} s until the first{rate}."

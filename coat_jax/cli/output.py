@@ -1,8 +1,8 @@
 """What commands print: notes on standard error, and output whose reader may close it early.
 
 When nobody reads the output any more, as after `coat train ... | head -1`, training continues
-(`lasting`): its results are in its folder, and hours of work must not end with a pager or a closed
-terminal. Other commands end, as Unix tools do (`discard_broken`).
+(`ignore_closed_output`): its results are in its folder, and hours of work must not end with a pager
+or a closed terminal. Other commands end, as Unix tools do (`discard_broken`).
 """
 
 import contextlib
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def lasting() -> Iterator[None]:
+def ignore_closed_output() -> Iterator[None]:
     """Within this context, output is dropped from the first failed write on."""
     with Path(os.devnull).open("w") as nowhere:  # where one is closed: `>&-`
-        out: Any = LastingStream(sys.stdout or nowhere)
-        err: Any = LastingStream(sys.stderr or nowhere)
+        out: Any = ClosableStream(sys.stdout or nowhere)
+        err: Any = ClosableStream(sys.stderr or nowhere)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 yield
@@ -49,11 +49,7 @@ def note(text: str) -> None:
 
 
 def progress_bar(*columns: Any) -> "Progress":
-    """A bar over bytes on a terminal, which goes away at the end; elsewhere nothing is shown.
-
-    Args:
-        *columns: of rich, to show before the bar.
-    """
+    """A bar over bytes, after columns of rich; it goes away, and is shown on a terminal only."""
     from rich import progress
     from rich.console import Console
 
@@ -70,7 +66,7 @@ def progress_bar(*columns: Any) -> "Progress":
     )
 
 
-class LastingStream:
+class ClosableStream:
     """A stream that writes to another one until a write fails, and then drops its output."""
 
     def __init__(self, stream: TextIO):
@@ -110,17 +106,10 @@ def discard(stream: TextIO) -> None:
             os.close(nowhere)
 
 
-def discard_broken() -> bool:
-    """Discards output that nobody reads any more, so that Python ends silently.
-
-    Returns:
-        Whether there was any.
-    """
-    broken = False
+def discard_broken() -> None:
+    """Discards output that nobody reads any more, so that Python ends silently."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
         except BrokenPipeError:
             discard(stream)
-            broken = True
-    return broken

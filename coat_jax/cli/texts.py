@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coat_jax.errors import UserError
-from coat_jax.files import expanded, path_failures, require_regular, status, utf8_failures
-from coat_jax.limits import CountOrZero, require, shown
+from coat_jax.files import expand_user, require_regular, utf8_failures
 from coat_jax.models.batches import require_known
 from coat_jax.tokenizers import AnyTokenizer, Bytes, Tokenizer
 from coat_jax.training.checkpoint import weights
+from coat_jax.validation import CountOrZero, require, shown
 
 if TYPE_CHECKING:
     from coat_jax.models import Config
@@ -47,7 +47,7 @@ def tokenizer_of(folder: Path, config: "Config", asked: str | None) -> AnyTokeni
     if asked == BYTES:
         return Bytes()
     config_json, own = weights.read_config_json(folder), folder / "tokenizer.json"
-    file = asked or (own if status(own) else data_of(folder, config_json).get("tokenizer"))
+    file = asked or (own if own.exists() else data_of(folder, config_json).get("tokenizer"))
     if file is not None:
         # Our training puts nothing in front of a text. A run that was converted has no data.
         trained_here = weights.is_run(config_json) and "data" in config_json
@@ -65,31 +65,18 @@ def tokenizer_of(folder: Path, config: "Config", asked: str | None) -> AnyTokeni
 def tokens_of(
     text: Path, folder: Path, config: "Config", asked: str | None, *, most: int
 ) -> list[int]:
-    """The first tokens of a file by the tokenizer of a model, `most` or fewer.
-
-    Args:
-        text: the file; what follows its first tokens is not read.
-        folder: see `tokenizer_of`.
-        config: see `tokenizer_of`.
-        asked: see `tokenizer_of`.
-        most: how many tokens are needed.
-    """
-    tokens = _first_tokens(expanded(text), tokenizer_of(folder, config, asked), most)
-    require_known(f"{text} has", tokens, config.vocab)
-    return tokens
-
-
-def _first_tokens(path: Path, tokenizer: AnyTokenizer, most: int) -> list[int]:
+    """The first tokens of a file by `tokenizer_of(folder, config, asked)`, `most` or fewer."""
+    path, tokenizer = expand_user(text), tokenizer_of(folder, config, asked)
     require_regular(path)
-    content = ""
+    content, more = "", " "
+    tokens: list[int] = []
     with (
-        path_failures(path),
         utf8_failures(path),
         path.open(encoding="utf-8-sig", newline="") as file,
     ):
-        while True:
+        while more and len(tokens) < most + UNCERTAIN:
             more = file.read(len(content) or PIECE)
             content += more
             tokens = tokenizer.encode(content)
-            if not more or len(tokens) >= most + UNCERTAIN:
-                return tokens[:most]
+    require_known(f"{text} has", tokens[:most], config.vocab)
+    return tokens[:most]

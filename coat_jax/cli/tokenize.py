@@ -12,7 +12,7 @@ from pathlib import Path
 
 from coat_jax.cli.output import progress_bar
 from coat_jax.errors import UserError
-from coat_jax.files import expanded
+from coat_jax.files import expand_user
 from coat_jax.printable import counted, printable
 from coat_jax.tokenizers import document_tokenizer
 from coat_jax.training.data.paths import are_tokens, files_of
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     """Tokenizes, and prints a summary."""
     from rich.progress import TextColumn
 
-    out = expanded(options.out)
+    out = expand_user(options.out)
     paths = files_of(tuple(options.inputs))
     if are_tokens(paths):
         raise UserError(f"{paths[0]} holds tokens already: name text files or .jsonl.")

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Int32
 from coat_jax.errors import UserError
 from coat_jax.models import Llama
 from coat_jax.models.batches import NOT_NUMBERS, padded_length, padded_rows, require_known
-from coat_jax.models.llama import require_llama
+from coat_jax.models.protocol import require_capability
 
 CHUNK = 128  # positions of a batch that have logits at a time
 
@@ -55,7 +55,7 @@ def log_probabilities(
         batch: how many share a batch.
         progress: called with how many passages are done, and of how many.
     """
-    require_llama("coat.evaluation", model)
+    require_capability("coat.evaluation", model, "hidden", "logits")
     if batch < 1:
         raise UserError(f"batch={batch} must be 1 or more.")
     for number, passage in enumerate(passages):

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 from coat_jax.errors import UserError
 from coat_jax.evaluation.likelihood import OnProgress, Passage, log_probabilities
 from coat_jax.files import lines_of, parse_json, read_text
-from coat_jax.limits import shown
 from coat_jax.models import Config, Llama
 from coat_jax.models.batches import require_known
 from coat_jax.tokenizers import AnyTokenizer, begun_with
+from coat_jax.validation import shown
 
 QUANTILE = 1.959964  # of the normal distribution, for 95 %
 

@@ -24,11 +24,11 @@ from jaxtyping import Array, Float, Int
 from coat_jax.errors import UserError
 from coat_jax.generation.cache import Cache, decode, prefill
 from coat_jax.generation.sampling import Sampling, choose
-from coat_jax.limits import Count, require
 from coat_jax.models import Config, Llama
 from coat_jax.models.batches import NOT_NUMBERS, padded_length, padded_rows, require_known
-from coat_jax.models.llama import require_llama
+from coat_jax.models.protocol import require_capability
 from coat_jax.printable import counted
+from coat_jax.validation import Count, require
 
 CHUNK = 8
 SLOTS = 64
@@ -58,7 +58,7 @@ def stream(
         first: the number of the first prompt. A prompt's tokens depend on its number, not on
             the prompts beside it.
     """
-    require_llama("coat.generation", model)
+    require_capability("coat.generation", model, "embedded", "layers", "logits")
     require_prompts(model.config, prompts, max_tokens=max_tokens, stops=stops)
     return _stream(model, prompts, int(max_tokens), sampling, stops, first)
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from coat_jax.limits import Between, CountOrZero, Seed, require_fields
+from coat_jax.validation import Between, CountOrZero, Seed, require_fields
 
 TINY = 1e-37  # about the smallest number that XLA does not flush to 0
 

@@ -1,7 +1,8 @@
 """Decoders of Llama's kind: Llama, Mistral, Qwen 2 and 3, OLMo 1 and 2.
 
     Config, PRESETS, config_of     the config of a model, and published ones by name
-    Llama                          the NNX module
+    Llama, Batch, Loss             the NNX module; what its loss takes and returns
+    ModelConfig                    what the configs of other kinds of models begin with
     create, abstract               a new model on a mesh, each device with its own shards
     parameters_count               how many parameters a config has
     hf                             weights from and to Hugging Face folders
@@ -10,15 +11,20 @@ All families are one module; a `Config` holds what differs.
 """
 
 from coat_jax.models import hf
+from coat_jax.models.batches import Batch
 from coat_jax.models.config import Config
 from coat_jax.models.creation import abstract, create, parameters_count
 from coat_jax.models.llama import Llama
 from coat_jax.models.presets import PRESETS, config_of
+from coat_jax.models.protocol import Loss, ModelConfig
 
 __all__ = [
     "PRESETS",
+    "Batch",
     "Config",
     "Llama",
+    "Loss",
+    "ModelConfig",
     "abstract",
     "config_of",
     "create",

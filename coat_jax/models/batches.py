@@ -1,23 +1,36 @@
-"""Pads texts of different lengths to few shapes, because each shape is a program to compile.
+"""Batches of text: for training, and for models that generate or evaluate.
 
+Texts of different lengths are padded to few shapes, because each shape is a program to compile.
 Rows are padded to a power of two (or to the model's context): texts of 1 to 1024 tokens need
 seven programs at most, not a thousand.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from coat_jax.errors import UserError
 from coat_jax.models.config import Config
 
+IGNORED = -100
 SHORTEST = 16
 NOT_NUMBERS = (
     "The model's logits are not numbers: its parameters are damaged, or diverged in training. Try "
     "an earlier checkpoint."
 )
+
+
+class Batch(NamedTuple):
+    """Rows of text, or one of them. Without positions and segments each row is one document."""
+
+    tokens: Int[Any, "*B S"]
+    labels: Int[Any, "*B S"]  # the token after each one; IGNORED where it does not count
+    positions: Int[Any, "*B S"] | None = None  # of each token in its document
+    segments: Int[Any, "*B S"] | None = None  # documents, numbered from 1; 0 is padding
 
 
 def padded_length(longest: int, context: int) -> int:

@@ -13,18 +13,14 @@ biases. Left out: dropout, mixtures of experts, layers that differ from each oth
 """
 
 import dataclasses
-from typing import Annotated, Any, Literal
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.typing import DTypeLike
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from coat_jax import ops
 from coat_jax.errors import UserError
-from coat_jax.limits import Between, Count, added, dtype_of, require_fields, shown
-from coat_jax.nn import MeshAxes
-from coat_jax.precision import COAT, Precision, precision_of
+from coat_jax.models.protocol import ModelConfig, Work
+from coat_jax.precision import precision_of
+from coat_jax.validation import Between, Count, shown
 
 # Far more than any model has, and few enough that the bytes of any array fit in 64 bits.
 Layers = Annotated[int, Between(least=1, most=10_000)]
@@ -36,7 +32,7 @@ Epsilon = Annotated[float, Between(least=1e-30, most=1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(ModelConfig):
     """A decoder. Variants are a `dataclasses.replace` away.
 
     Attributes:
@@ -59,17 +55,11 @@ class Config:
         rotary: how positions become angles of rotary embeddings.
         window: how many tokens a token sees, itself included; None for all before it.
         tied: whether the head has the weights of the embedding.
-        scan: whether layers are stacked, in one array for each parameter, and run in a loop; then
-            compilation takes no longer for many layers than for one.
-        remat: what the backward pass recomputes: None; "layer" saves only a layer's input and
-            recomputes the rest; "layer_fp8" saves that input in FP8, rounded stochastically if
-            `precision.stochastic` is set, and computes the gradients at the rounded input.
-        param_dtype: the dtype of the parameters.
-        dtype: the dtype of the residual stream and of everything that is not FP8.
-        precision: what is FP8, a `coat.Precision` or its name. Embedding and head never are.
-        axes: the mesh axes that parameters are sharded along.
-        batch_axes: the mesh axes that the batch is sharded along.
+        z_loss: the weight of the squared log-sum-exp of the logits, a part of the loss in training
+            which keeps logits from drifting.
     """
+
+    EMBEDDINGS: ClassVar[tuple[str, ...]] = ("embed",)
 
     vocab: Vocab
     width: Width
@@ -84,20 +74,14 @@ class Config:
     norms: Literal["before", "after"] = "before"
     qkv_bias: bool = False
     qk_norm: Literal["head", "all"] | None = None
-    activation: str = added(default="silu", before="silu")
+    activation: str = "silu"
     rotary: ops.Rotary = ops.Rotary()
     window: Count | None = None
     tied: bool = False
-    scan: bool = True
-    remat: Literal["layer", "layer_fp8"] | None = None
-    param_dtype: DTypeLike = jnp.float32
-    dtype: DTypeLike = jnp.bfloat16
-    precision: Precision | str = COAT
-    axes: MeshAxes = MeshAxes()
-    batch_axes: tuple[str, ...] = ()
+    z_loss: Annotated[float, Between(least=0, most=1)] = 0.0
 
     def __post_init__(self) -> None:
-        require_fields(self)
+        super().__post_init__()
         if self.heads % self.kv_heads:
             raise UserError(
                 f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}: each key head "
@@ -107,26 +91,42 @@ class Config:
             raise UserError(
                 f"head_dim={self.head_dim} must be even: rotary embeddings rotate pairs of numbers."
             )
-        if len(set(self.batch_axes)) < len(self.batch_axes):
-            raise UserError(f"batch_axes={self.batch_axes!r} must name each axis of the mesh once.")
         if self.activation not in ops.ACTIVATIONS:
             raise UserError(
                 f"activation={shown(self.activation)} must be one of {', '.join(ops.ACTIVATIONS)}. "
                 "To use a new one, add it to coat.ops.ACTIVATIONS first."
             )
-        # One spelling each, so that equal Configs compare equal.
-        object.__setattr__(self, "precision", precision_of(self.precision))
-        for name in ("param_dtype", "dtype"):
-            object.__setattr__(self, name, _wide(name, getattr(self, name)))
 
+    def kept_gradients(self) -> tuple[str, ...]:
+        """See `ModelConfig`."""
+        return ("embed",) if self.tied else ()
 
-def _wide(name: str, value: Any) -> np.dtype:
-    dtype = dtype_of(name, value)
-    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-        raise UserError(
-            f"{name}={dtype.name} must be float32, bfloat16 or another "
-            "float of 16 bits or more. Use `precision` to choose what is FP8."
-        )
-    if dtype.itemsize > 4 and jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise UserError(f"{name}={dtype.name} needs JAX_ENABLE_X64=1 in the environment.")
-    return dtype
+    def sharded_sizes(self) -> Mapping[str, Mapping[str, int]]:
+        """See `ModelConfig`."""
+        columns = {
+            "vocab": self.vocab,
+            "ffn": self.ffn,
+            "heads * head_dim": self.heads * self.head_dim,
+            "kv_heads * head_dim": self.kv_heads * self.head_dim,
+        }
+        return {"fsdp": {"width": self.width}, "tensor": columns}
+
+    def work_per_token(self, sequence: int) -> Work:
+        """See `ModelConfig`.
+
+            linear layers    2 per weight                   in FP8 where `precision` says so
+            attention        4 heads head_dim tokens seen   in 16 bits
+            head             2 width vocabulary             in 16 bits
+
+        forward, and twice that backward.
+        """
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        weights = self.width * (2 * queries + 2 * keys + 3 * self.ffn)
+        seen = min(self.window or sequence, sequence)
+        mean_seen = (seen * (seen + 1) / 2 + (sequence - seen) * seen) / sequence
+        linear = 2 * self.layers * weights
+        attention = 4 * self.layers * queries * mean_seen
+        head = 2 * self.width * self.vocab
+        if precision_of(self.precision).fp8_linear:
+            return Work(fp8=3 * linear, wide=3 * (attention + head))
+        return Work(fp8=0.0, wide=3 * (linear + attention + head))

@@ -16,30 +16,35 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from coat_jax.errors import UserError
-from coat_jax.limits import Seed, require
-from coat_jax.models.config import Config
 from coat_jax.models.llama import Llama
+from coat_jax.models.protocol import ModelConfig
 from coat_jax.nn import MeshAxes
+from coat_jax.validation import Seed, require
 
 
-def create(config: Config, *, seed: int = 0, mesh: Mesh | None = None) -> Llama:
+def create(
+    config: Any, *, seed: int = 0, mesh: Mesh | None = None, module: Callable[..., Any] = Llama
+) -> Any:
     """A model with random parameters, sharded along `config.axes`: no device ever holds all of it.
 
     Args:
         config: the model.
         seed: the seed of the values, from 0 to 2^32 - 1.
         mesh: with automatic axes; by default the one that is set, if any.
+        module: the class of the model.
     """
     mesh = _checked_mesh(config, mesh)
     seed = require("seed", seed, Seed)
-    graph, _ = abstract(config, mesh=mesh)
+    graph, _ = abstract(config, mesh=mesh, module=module)
     with _mesh_set(mesh):
-        values = _initializer(config, mesh)(jax.random.key(seed))
+        values = _initializer(module, config, mesh)(jax.random.key(seed))
     return nnx.merge(graph, values)
 
 
 @functools.lru_cache(maxsize=32)
-def _initializer(config: Config, mesh: Mesh | None) -> Callable[[jax.Array], Any]:
+def _initializer(
+    module: Callable[..., Any], config: Any, mesh: Mesh | None
+) -> Callable[[jax.Array], Any]:
     """Makes the parameters of a model from a key, in programs that all models of a config share.
 
     Layers are made stacked, by a program as long as one layer, and unstacked afterwards.
@@ -47,16 +52,20 @@ def _initializer(config: Config, mesh: Mesh | None) -> Callable[[jax.Array], Any
     stacked = dataclasses.replace(config, scan=True)
 
     def initialize(key: jax.Array) -> Any:
-        return nnx.state(Llama(stacked, rngs=nnx.Rngs(key)))
+        return nnx.state(module(stacked, rngs=nnx.Rngs(key)))
 
     shardings = None
     if mesh is not None:
-        shardings = nnx.get_named_sharding(abstract(stacked, mesh=mesh)[1], mesh)
+        shardings = nnx.get_named_sharding(abstract(stacked, mesh=mesh, module=module)[1], mesh)
     made = jax.jit(initialize, out_shardings=shardings)
-    return made if config.scan else _unstacking(made, abstract(config, mesh=mesh)[1])
+    if config.scan:
+        return made
+    return _unstacking(config.STACK, made, abstract(config, mesh=mesh, module=module)[1])
 
 
-def _unstacking(made: Callable[[jax.Array], Any], state: Any) -> Callable[[jax.Array], Any]:
+def _unstacking(
+    stack: str, made: Callable[[jax.Array], Any], state: Any
+) -> Callable[[jax.Array], Any]:
     """Wraps `made`: the layers of its result are unstacked into a list, as in `state`.
 
     Arrays are unstacked one at a time, and each is freed before the next, whose layers can then
@@ -74,10 +83,11 @@ def _unstacking(made: Callable[[jax.Array], Any], state: Any) -> Callable[[jax.A
         values: dict[Any, jax.Array] = {}
         for path in sorted(stacked, key=lambda path: stacked[path].nbytes, reverse=True):
             array = stacked.pop(path)
-            if path[0] != "layers":
+            if stack not in path:
                 values[path] = array
                 continue
-            of_layers = [("layers", i, *path[1:]) for i in range(len(array))]
+            at = path.index(stack) + 1
+            of_layers = [(*path[:at], i, *path[at:]) for i in range(len(array))]
             layers = unstack(flat[of_layers[0]].sharding)(array)
             values |= zip(of_layers, layers, strict=True)
             array.delete()  # The Variables that hold it live until Python collects garbage.
@@ -88,16 +98,19 @@ def _unstacking(made: Callable[[jax.Array], Any], state: Any) -> Callable[[jax.A
     return initialize
 
 
-def abstract(config: Config, *, mesh: Mesh | None = None) -> tuple[Any, Any]:
+def abstract(
+    config: Any, *, mesh: Mesh | None = None, module: Callable[..., Any] = Llama
+) -> tuple[Any, Any]:
     """A model without its numbers: its graph, and a state of shapes, dtypes and shardings.
 
     Args:
         config: the model.
         mesh: see `create`.
+        module: see `create`.
     """
     mesh = _checked_mesh(config, mesh)
     with _mesh_set(mesh):
-        model = _abstract_model(config)
+        model = _abstract_model(module, config)
     graph, state = nnx.split(model)
     if mesh is not None:
         shardings = nnx.get_named_sharding(state, mesh)
@@ -109,17 +122,18 @@ def abstract(config: Config, *, mesh: Mesh | None = None) -> tuple[Any, Any]:
     return graph, state
 
 
-def _abstract_model(config: Config) -> Llama:
-    """A model of shapes. Flax takes long for each parameter, so one layer stands for all."""
-    one = config if config.scan else dataclasses.replace(config, layers=1)
-    model: Llama = nnx.eval_shape(lambda: Llama(one, rngs=nnx.Rngs(0)))
-    if not config.scan:
+def _abstract_model(module: Callable[..., Any], config: Any) -> Any:
+    """A model of shapes. Flax takes long for each parameter: one layer of Llama stands for all."""
+    one_for_all = module is Llama and not config.scan
+    one = dataclasses.replace(config, layers=1) if one_for_all else config
+    model = nnx.eval_shape(lambda: module(one, rngs=nnx.Rngs(0)))
+    if one_for_all:
         model.layers = nnx.List([nnx.clone(model.layers[0]) for _ in range(config.layers)])
         model.config = config
     return model
 
 
-def parameters_count(config: Config) -> int:
+def parameters_count(config: Any) -> int:
     """How many numbers a model learns."""
     whole = dataclasses.replace(config, scan=True, axes=MeshAxes())
     model = nnx.eval_shape(lambda: Llama(whole, rngs=nnx.Rngs(0)))
@@ -146,12 +160,12 @@ def _mesh_set(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def _checked_mesh(config: Config, mesh: Mesh | None) -> Mesh | None:
+def _checked_mesh(config: Any, mesh: Mesh | None) -> Mesh | None:
     """The mesh to use, if any; raises unless it fits the model."""
-    if not isinstance(config, Config):
+    if not isinstance(config, ModelConfig):
         raise TypeError(
-            f"A model is made from a coat.models.Config, not from {config!r}. Published ones have "
-            "names: coat.models.config_of('llama2_7b')."
+            f"A model is made from a config, such as coat.models.Config, not from {config!r}. "
+            "Published ones have names: coat.models.config_of('llama2_7b')."
         )
     if mesh is None:
         mesh = mesh_that_is_set()
@@ -167,11 +181,7 @@ def _checked_mesh(config: Config, mesh: Mesh | None) -> Mesh | None:
             f"The axes of the mesh are {mesh.axis_types}, and must be automatic. Make it with "
             "jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))."
         )
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    columns = {"vocab": config.vocab, "ffn": config.ffn}
-    columns |= {"heads * head_dim": queries, "kv_heads * head_dim": keys}
-    sharded = {"fsdp": {"width": config.width}, "tensor": columns}
-    for role, sizes in sharded.items():
+    for role, sizes in config.sharded_sizes().items():
         axis = getattr(config.axes, role)
         if axis is None:
             continue

@@ -22,12 +22,16 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from coat_jax import nn, ops, watching
+from coat_jax import nn, ops
 from coat_jax.errors import UserError
+from coat_jax.models.batches import Batch
 from coat_jax.models.config import Config
+from coat_jax.models.protocol import Loss
 from coat_jax.nn.norm import AnyNorm
 from coat_jax.nn.parameters import value_of, weight
+from coat_jax.optax import Stage
 from coat_jax.precision import precision_of
+from coat_jax.probes import layer_probes, layer_scope, probes_of_layer
 
 EMBEDDING_INIT = nnx.initializers.normal(0.02)
 
@@ -92,28 +96,53 @@ class Llama(nnx.Module):
         head = self.head_weight().astype(hidden.dtype)
         return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
 
-    def loss(
-        self,
-        tokens: Int[Array, "B S"],
-        labels: Int[Array, "B S"],
-        positions: Int[Array, "*B S"] | None = None,
-        segments: Int[Array, "B S"] | None = None,
-        *,
-        chunk: int = 512,
-        z_loss: float = 0.0,
-    ) -> Float[Array, ""]:
-        """The mean cross-entropy over the labelled tokens, without the full logits.
+    def loss(self, batch: Batch, *, evaluate: bool = False, chunk: int = 512) -> Loss:
+        """The cross-entropy of the labelled tokens, without the full logits.
 
         Args:
-            tokens: see `__call__`.
-            labels: the token after each one; negative ones (-100) do not count.
-            positions: see `__call__`.
-            segments: see `__call__`.
+            batch: rows of text.
+            evaluate: leaves out the z-loss.
             chunk: see `coat.ops.cross_entropy`.
-            z_loss: see `coat.ops.cross_entropy`.
         """
-        hidden = self.hidden(tokens, positions, segments)
-        return ops.cross_entropy(hidden, self.head_weight(), labels, chunk=chunk, z_loss=z_loss)
+        hidden = self.hidden(batch.tokens, batch.positions, batch.segments)
+        z_loss = 0.0 if evaluate else self.config.z_loss
+        head = self.head_weight()
+        total = ops.cross_entropy_sum(hidden, head, batch.labels, chunk=chunk, z_loss=z_loss)
+        return Loss(total, jnp.sum(batch.labels >= 0))
+
+    def stages(self, batch: Batch) -> tuple[list[Stage], Int[Array, ""]]:
+        """The model from the embedding to the mean loss, a stage for each layer; the label count.
+
+        The layers are a list, and parameters are constrained to their sharding, so that gradients
+        are reduced to shards at once.
+        """
+        graph, params = nnx.split(self)
+        head = "embed" if self.head is None else "head"
+        steps = layer_functions(self.config, self.layers, batch.positions, batch.segments)
+
+        def only(*names: str) -> Any:
+            return lambda of_all: nnx.State({n: of_all[n] for n in names if n in of_all})
+
+        def merged(of_stage: Any) -> Llama:
+            return nnx.merge(graph, nnx.State({**params, **shard_params(of_stage)}))
+
+        def embed(of_stage: Any, _: None) -> Array:
+            return merged(of_stage).embedded(batch.tokens)
+
+        def loss(of_stage: Any, x: Array) -> Array:
+            model, z_loss = merged(of_stage), self.config.z_loss
+            weight = model.head_weight()
+            return ops.cross_entropy(model.norm(x), weight, batch.labels, z_loss=z_loss)
+
+        layers = [
+            Stage(
+                lambda params, i=i: params["layers"][i],  # type: ignore[misc]
+                lambda own, x, step=step: step(x, shard_params(own), None),  # type: ignore[misc]
+            )
+            for i, step in enumerate(steps)
+        ]
+        stages = [Stage(only("embed"), embed), *layers, Stage(only("norm", head), loss)]
+        return stages, jnp.sum(batch.labels >= 0)
 
     def head_weight(self) -> Float[Array, "D V"]:
         """The weight of the head: the embedding's transpose where they are tied."""
@@ -206,7 +235,7 @@ def _run_layers(
     config: Config, layers: Any, x: Float[Array, "B S D"], *context: Array | None
 ) -> Float[Array, "B S D"]:
     """The residual stream after all layers; `context` is their positions and segments."""
-    probes = watching.layer_probes("layers", config.layers)
+    probes = layer_probes("layers", config.layers)
     if config.scan:
         graph, stacked = nnx.split(layers)
         step = _layer_function(config, graph, *context)
@@ -214,7 +243,7 @@ def _run_layers(
     for i, (step, layer) in enumerate(
         zip(layer_functions(config, layers, *context), layers, strict=True)
     ):
-        x = step(x, nnx.state(layer), watching.probes_of_layer(probes, i))
+        x = step(x, nnx.state(layer), probes_of_layer(probes, i))
     return x
 
 
@@ -237,7 +266,7 @@ def _layer_function(
     """One layer as a function of the residual stream, its parameters and its probes."""
 
     def step(x: Array, state: Any, probes: Any, *context: Array | None) -> Array:
-        with watching.layer_scope(probes):
+        with layer_scope(probes):
             return shard_batch(nnx.merge(graph, state)(x, *context), config.batch_axes)
 
     if config.remat == "layer":
@@ -273,10 +302,11 @@ def shard_batch(x: Float[Array, "B ..."], axes: tuple[str, ...]) -> Float[Array,
     return lax.with_sharding_constraint(x, PartitionSpec(automatic))
 
 
-def require_llama(function: str, model: Any) -> None:
-    """Raises unless the argument of a function is a model of this package."""
-    if not isinstance(model, Llama):
-        raise TypeError(f"{function} takes a coat.models.Llama, not {type(model).__name__}.")
+def shard_params(params: Any) -> Any:
+    """`params`, or their gradients, constrained to their sharding on the mesh that is set."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return params
+    return lax.with_sharding_constraint(params, nnx.get_partition_spec(params))
 
 
 def _require_tokens(

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from coat_jax import ops, watching
+from coat_jax import ops, probes
 from coat_jax.errors import UserError
 from coat_jax.kernels.rotary import join_heads, split_heads
 from coat_jax.nn.norm import AnyNorm, require_norm_or_none
@@ -232,7 +232,7 @@ class Attention(nnx.Module):
             if not normalizes_heads:
                 return x, q, k, v
         else:
-            with watching.named("", weights=("query", "key", "value")):
+            with probes.named("", weights=("query", "key", "value")):
                 outputs = ops.linear(x, weights, biases, precision=self.precision)
             q, k, v = (split_heads(y, self.head_dim) for y in outputs)
         return x, *self._normalize_and_rotate(q, k, positions), v
@@ -241,9 +241,9 @@ class Attention(nnx.Module):
         self, q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], positions: Array | None
     ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"]]:
         """Queries and keys as attention takes them."""
-        with watching.named("query_norm"):
+        with probes.named("query_norm"):
             q = self._normalize(self.query_norm, q)
-        with watching.named("key_norm"):
+        with probes.named("key_norm"):
             k = self._normalize(self.key_norm, k)
         if self.rotary is not None:
             positions = jnp.arange(q.shape[1]) if positions is None else positions

@@ -7,7 +7,7 @@ norms after      x = x + norm(attention(x))     x = x + norm(mlp(x))       OLMo 
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from coat_jax import watching
+from coat_jax import probes
 from coat_jax.nn.attention import Attention, Past
 from coat_jax.nn.mlp import MLP, GatedMLP
 from coat_jax.nn.norm import AnyNorm
@@ -51,7 +51,7 @@ class TransformerBlock(nnx.Module):
         segments: Int[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
         """The residual stream after this layer; for the arguments see `Attention`."""
-        with watching.named("attention"):
+        with probes.named("attention"):
             y = self.attention(x, positions, segments)
         return self._after(x, y)
 
@@ -82,11 +82,11 @@ class TransformerBlock(nnx.Module):
         if self.attention_norm is None:
             x = y
         else:
-            with watching.named("attention_norm"):
+            with probes.named("attention_norm"):
                 x = x + self.attention_norm(y)
-        with watching.named("mlp"):
+        with probes.named("mlp"):
             y = self.mlp(x)
         if self.mlp_norm is None:
             return y
-        with watching.named("mlp_norm"):
+        with probes.named("mlp_norm"):
             return x + self.mlp_norm(y)

@@ -17,7 +17,7 @@ from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from coat_jax.limits import require_fields
+from coat_jax.validation import require_fields
 
 LECUN = nnx.initializers.lecun_normal()
 

@@ -23,7 +23,7 @@ from coat_jax.kernels.norm import Norm
 from coat_jax.ops.activation import activate
 from coat_jax.ops.attention import attention, attention_linear
 from coat_jax.ops.attention_to_past import attention_to_past
-from coat_jax.ops.cross_entropy import cross_entropy
+from coat_jax.ops.cross_entropy import cross_entropy, cross_entropy_sum
 from coat_jax.ops.dot_general import DotGeneral, Einsum
 from coat_jax.ops.embedding import embedding
 from coat_jax.ops.frozen import Frozen, adapted_linear, freeze
@@ -51,6 +51,7 @@ __all__ = [
     "attention_linear",
     "attention_to_past",
     "cross_entropy",
+    "cross_entropy_sum",
     "embedding",
     "freeze",
     "gated_mlp",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from coat_jax import watching
+from coat_jax import probes
 from coat_jax.kernels.activation import (
     Activation,
     activate_backward,
@@ -24,7 +24,7 @@ from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_columns
 from coat_jax.ops.saved.array import SavedArray, restore, save_hidden
 from coat_jax.precision import COAT, Precision, precision_of
-from coat_jax.watching import OptionalProbe
+from coat_jax.probes import OptionalProbe
 
 NAMES = ("gate", "up")
 
@@ -56,7 +56,7 @@ def activate(
     precision = precision_of(precision)
     blocks = () if precision.block is None else tuple(f"{n}/saved" for n in NAMES[: len(hidden)])
     op = partial(_activate, precision, activation)
-    probe = watching.probe("activate", blocks)
+    probe = probes.probe("activate", blocks)
 
     def result() -> PartitionSpec:
         pairs = zip(*map(spec, hidden), strict=True)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from coat_jax import watching
+from coat_jax import probes
 from coat_jax.errors import UserError
 from coat_jax.kernels.dispatch import Implementation
 from coat_jax.kernels.rotary import join_heads
@@ -54,7 +54,7 @@ from coat_jax.ops.saved.projection import (
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision, precision_of
-from coat_jax.watching import OptionalProbe
+from coat_jax.probes import OptionalProbe
 
 MAX_CUDNN_HEAD = 128
 
@@ -87,7 +87,7 @@ def attention(
         backend: "cudnn" or "xla"; None chooses cuDNN on a GPU for 16-bit arrays.
     """
     settings = _settings(q, k, v, causal, window, segments, scale, precision, backend)
-    probe = watching.probe("attention", recording.attention_blocks(settings.precision))
+    probe = probes.probe("attention", recording.attention_blocks(settings.precision))
     op = partial(_attention, settings)
     return shard_inside(op, lambda: joined(*spec(q)), q, k, v, segments, probe)
 

@@ -55,6 +55,22 @@ def cross_entropy(
         z_loss: weight of the squared log-sum-exp, which keeps logits from drifting.
         label_smoothing: the share of the label's probability that is spread over all tokens.
     """
+    total = cross_entropy_sum(
+        hidden, weight, labels, chunk=chunk, z_loss=z_loss, label_smoothing=label_smoothing
+    )
+    return total / jnp.maximum(jnp.sum(labels >= 0), 1).astype(total.dtype)
+
+
+def cross_entropy_sum(
+    hidden: Float[Array, "*B S D"],
+    weight: Float[Array, "D V"],
+    labels: Int[Array, "*B S"],
+    *,
+    chunk: int = 512,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> Float[Array, ""]:
+    """The sum of the losses that `cross_entropy` takes the mean of; see there."""
     require_columns("cross_entropy", hidden)
     require_layers("cross_entropy", hidden.shape[-1], (weight,), (None,))
     require_array("cross_entropy", labels)
@@ -78,7 +94,7 @@ def cross_entropy(
         raise ValueError(f"z_loss={z_loss} must be at least 0, and finite.")
     chunk = max(min(chunk, hidden.shape[-2]), 1)
     settings = _LossSettings(chunk, float(z_loss), float(label_smoothing))
-    op = partial(_mean_loss, settings)
+    op = partial(_sum_of_losses, settings)
     return shard_inside(op, PartitionSpec, hidden, weight, in_int32(labels))
 
 
@@ -86,11 +102,6 @@ class _LossSettings(NamedTuple):
     chunk: int
     z_loss: float
     smoothing: float
-
-
-def _mean_loss(settings: _LossSettings, hidden: Array, weight: Array, labels: Array) -> Array:
-    total = _sum_of_losses(settings, hidden, weight, labels)
-    return total / jnp.maximum(jnp.sum(labels >= 0), 1).astype(total.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -41,7 +41,7 @@ from coat_jax.ops.saved.projection import (
     weight_gradients,
 )
 from coat_jax.precision import COAT, Precision
-from coat_jax.watching import OptionalProbe
+from coat_jax.probes import OptionalProbe
 
 
 def linear(

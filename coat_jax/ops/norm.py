@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from coat_jax import watching
+from coat_jax import probes
 from coat_jax.kernels.norm import Norm, Stats, normalize, normalize_backward, statistics
 from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
 from coat_jax.ops import recording
@@ -18,7 +18,7 @@ from coat_jax.ops.backward import run_backward
 from coat_jax.ops.checks import require_columns, require_norm
 from coat_jax.ops.saved.array import SavedArray, restore, save_input
 from coat_jax.precision import COAT, Precision, precision_of
-from coat_jax.watching import OptionalProbe
+from coat_jax.probes import OptionalProbe
 
 
 def norm(
@@ -34,7 +34,7 @@ def norm(
     require_columns("norm", x)
     require_norm("norm", x.shape[-1], norm)
     precision = precision_of(precision)
-    probe = watching.probe("norm", () if precision.block is None else ("saved",))
+    probe = probes.probe("norm", () if precision.block is None else ("saved",))
     op = partial(_norm, precision)
     return shard_inside(op, lambda: joined(*spec(x)), x, norm, probe)
 

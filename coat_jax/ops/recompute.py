@@ -16,14 +16,14 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax import watching
+from coat_jax import probes
 from coat_jax.numerics.formats import E4M3
 from coat_jax.numerics.qtensor import require_group_size
 from coat_jax.ops import recording
 from coat_jax.ops.backward import batched_alike, run_backward
 from coat_jax.ops.checks import require_columns
 from coat_jax.ops.saved.array import SavedArray, restore, save_array
-from coat_jax.watching import OptionalProbe
+from coat_jax.probes import OptionalProbe
 
 
 def recompute(
@@ -52,7 +52,7 @@ def recompute(
     require_group_size(block, "block")
 
     def alone(x: Float[Array, "*rows D"], *rest: Any) -> Any:
-        with watching.scope_set(None):  # a probe of the outer trace must not leak into it
+        with probes.set_scope(None):  # a probe of the outer trace must not leak into it
             return function(x, *rest)
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -78,7 +78,7 @@ def recompute(
 
     def run(x: Float[Array, "*rows D"], *rest: Any) -> Any:
         require_columns("recompute", x)
-        return again(x.dtype, watching.probe("recompute", ("saved",)), x, *rest)
+        return again(x.dtype, probes.probe("recompute", ("saved",)), x, *rest)
 
     return run
 

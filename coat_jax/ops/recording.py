@@ -4,7 +4,7 @@
 
 Each function takes a probe, or None without telemetry, and returns it with the sums of its tensors.
 The values are computed here with `jnp`, whatever kernel rounds them, since a fused kernel does not
-return them. See `coat_jax.watching`.
+return them. See `coat_jax.probes`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax import watching
+from coat_jax import probes
 from coat_jax.kernels.activation import Activation, activate
 from coat_jax.kernels.gemm import Operand
 from coat_jax.kernels.norm import Norm, normalize
@@ -26,7 +26,7 @@ from coat_jax.ops.saved.attention import AttentionSettings, SavedAttention
 from coat_jax.ops.saved.norm import SavedNorm
 from coat_jax.ops.saved.projection import Mode, Scales, Weights
 from coat_jax.precision import Precision
-from coat_jax.watching import OptionalProbe, of_weight
+from coat_jax.probes import OptionalProbe, of_weight
 
 
 def probe_of_layers(
@@ -48,8 +48,8 @@ def probe_of_layers(
     """
     saved = () if mode.precision.block is None else tuple(blocks)
     if mode.format is None:
-        return watching.probe(op, saved)
-    return watching.probe(op, (*saved, *operands), weights, ("weight", "gradient"))
+        return probes.probe(op, saved)
+    return probes.probe(op, (*saved, *operands), weights, ("weight", "gradient"))
 
 
 def saved(

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 
 from coat_jax.errors import UserError
 from coat_jax.kernels.rotary import rotary_backward, rotary_forward
-from coat_jax.limits import Between, Count, require_fields
 from coat_jax.ops.checks import require_array, require_real
+from coat_jax.validation import Between, Count, require_fields
 
 Theta = Annotated[float, Between(least=1, most=1e12)]
 Factor = Annotated[float, Between(least=1e-6, most=1e6)]

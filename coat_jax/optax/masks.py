@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.tree_util import keystr
 
-from coat_jax.limits import shown
+from coat_jax.validation import shown
 
 Mask = Any | Callable[[optax.Params], Any]
 

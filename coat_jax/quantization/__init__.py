@@ -15,11 +15,10 @@
 
 from coat_jax.quantization.balancing import balance
 from coat_jax.quantization.calibration import Inputs, Ranges, calibrate
-from coat_jax.quantization.folders import load, read_config, save
+from coat_jax.quantization.folders import load, read_config, save, save_quantized
 from coat_jax.quantization.projections import inference_config, is_quantized
 from coat_jax.quantization.quantize import abstract, quantize, schemes_of
 from coat_jax.quantization.recipe import Recipe, Scheme
-from coat_jax.quantization.streaming import save_quantized
 
 __all__ = [
     "Inputs",

@@ -30,8 +30,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
 from coat_jax.errors import UserError
-from coat_jax.models import Config, Llama, stored
-from coat_jax.models.stored import Index, Name, Parameters, Stored
+from coat_jax.models import Config, Llama, lazy_arrays
+from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters
 from coat_jax.quantization.calibration import Ranges, observe, require_finite
 from coat_jax.quantization.projections import SHARING, name_of, require_quantizable
 
@@ -89,7 +89,9 @@ def balance(model: Llama, token_batches: Iterable[Int[ArrayLike, "B S"]]) -> Lla
     return balanced
 
 
-def balance_stored(parameters: Parameters, factors: Mapping[Name, Factors]) -> dict[Name, Stored]:
+def balance_parameters(
+    parameters: Parameters, factors: Mapping[Name, Factors]
+) -> dict[Name, LazyArray]:
     """`balance`, for parameters that are read in parts: each part is scaled when it is read.
 
     Args:
@@ -97,10 +99,10 @@ def balance_stored(parameters: Parameters, factors: Mapping[Name, Factors]) -> d
         factors: from `find_factors`.
     """
     scan = not any(isinstance(name[1], int) for name in parameters if name[0] == "layers")
-    apart = dict(stored.arranged(parameters, scan=False))
+    apart = dict(lazy_arrays.arranged(parameters, scan=False))
     for name, of_parameter in factors.items():
         apart[name] = _scaled_when_read(apart[name], of_parameter)
-    return dict(stored.arranged(apart, scan=scan))
+    return dict(lazy_arrays.arranged(apart, scan=scan))
 
 
 def require_balanceable(config: Config) -> None:
@@ -194,7 +196,7 @@ def _scaled(values: Any, factors: Factors) -> Any:
     return values
 
 
-def _scaled_when_read(one: Stored, factors: Factors) -> Stored:
+def _scaled_when_read(one: LazyArray, factors: Factors) -> LazyArray:
     def read(index: Index) -> np.ndarray:
         rows, columns = factors
         of_part = Factors(

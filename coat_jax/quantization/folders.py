@@ -9,7 +9,7 @@ Everything else is as `coat.models.hf` reads and writes it.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,28 +22,34 @@ from jax.typing import DTypeLike
 from jaxtyping import Int8, Int32
 
 from coat_jax.errors import UserError
-from coat_jax.files import expanded
-from coat_jax.models import Config, Llama, hf, stored
+from coat_jax.files import expand_user
+from coat_jax.models import Config, Llama, hf, lazy_arrays
 from coat_jax.models.hf.config import from_json as model_from_json
 from coat_jax.models.hf.config import to_json as model_to_json
 from coat_jax.models.hf.files import CODES, FLOATS, NewTensors, Tensors, read_config_json
 from coat_jax.models.hf.names import file_order, source_of
 from coat_jax.models.hf.weights import require_layers, require_names
-from coat_jax.models.llama import require_llama
-from coat_jax.models.stored import Index, Name, Stored
-from coat_jax.nn.modular import ATTENTION_PROJECTIONS, MLP_PROJECTIONS
+from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters
+from coat_jax.models.protocol import require_capability
 from coat_jax.numerics import eight_bits
 from coat_jax.quantization import layout
-from coat_jax.quantization.projections import inference_config, is_quantized
-from coat_jax.quantization.quantize import abstract, schemes_of
-from coat_jax.quantization.recipe import Scheme
+from coat_jax.quantization.calibration import Ranges
+from coat_jax.quantization.projections import (
+    inference_config,
+    is_quantized,
+    name_of,
+    plain_name,
+    projection_of,
+)
+from coat_jax.quantization.quantize import abstract, choose_schemes, quantized_arrays, schemes_of
+from coat_jax.quantization.recipe import Recipe, Scheme
 
 PER_INT32 = 4
 
 
 def read_config(folder: str | Path) -> Config:
     """The Config of a quantized folder."""
-    return _config(read_config_json(expanded(folder)))
+    return _config(read_config_json(expand_user(folder)))
 
 
 def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None = None) -> Llama:
@@ -55,7 +61,7 @@ def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None 
             dtype, axes or context.
         mesh: to load it onto; by default the one that is set, if any.
     """
-    folder = expanded(folder)
+    folder = expand_user(folder)
     config_json = read_config_json(folder)
     if layout.ENTRY not in config_json:
         raise UserError(
@@ -67,7 +73,7 @@ def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None 
     require_layers(tensors, config)
     schemes = layout.from_json(config_json.get(layout.ENTRY), config)
     graph, state = abstract(config, schemes, mesh=mesh)
-    return stored.fill(graph, state, _read(tensors, config, schemes, state))
+    return lazy_arrays.fill(graph, state, _read(tensors, config, schemes, state))
 
 
 def save(
@@ -87,49 +93,77 @@ def save(
         extra: entries of config.json that a Config does not have, such as eos_token_id.
         file_bytes: how large a file may become.
     """
-    require_llama("quantization.save(folder, model)", model)
+    require_capability("quantization.save(folder, model)", model, "layers", "head_weight")
     if not is_quantized(model):
         raise ValueError("save writes a model that quantize() returned; hf.save writes others.")
-    leaves = nnx.to_flat_state(nnx.state(model))
-    shapes = {path: tuple(leaf[...].shape) for path, leaf in leaves}
-    values = ((path, np.asarray(leaf[...])) for path, leaf in leaves)
-    settings: dict[str, Any] = {"dtype": dtype, "extra": extra, "file_bytes": file_bytes}
-    write(folder, model.config, schemes_of(model), shapes, values, **settings)
+    arrays = ((path, leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(model)))
+    _write(folder, model.config, schemes_of(model), arrays, dtype, extra, file_bytes)
 
 
-def write(
+def save_quantized(
     folder: str | Path,
     config: Config,
-    schemes: Mapping[str, Scheme],
-    shapes: Mapping[Name, tuple[int, ...]],
-    values: Iterable[tuple[Name, np.ndarray]],
+    parameters: Parameters,
+    recipe: Recipe,
+    ranges: Ranges | None = None,
     *,
     dtype: DTypeLike | None = None,
     extra: Mapping[str, Any] | None = None,
     file_bytes: int = hf.FILE_BYTES,
-) -> None:
-    """Writes the arrays of a quantized model, of which one at a time is in memory.
+    progress: Callable[[int], object] = lambda size: None,
+) -> dict[str, Scheme]:
+    """Quantizes and writes parameters, of which one at a time is in memory; returns the schemes.
 
     Args:
         folder: see `save`.
-        config: of the quantized model.
-        schemes: of its projections.
-        shapes: of its arrays, by their paths in its state.
-        values: the arrays, each with its path, in any order.
-        dtype: see `save`.
-        extra: see `save`.
-        file_bytes: see `save`.
+        config: of the model that is not quantized.
+        parameters: of that model, in files or on devices.
+        recipe, ranges: see `quantize`.
+        dtype, extra, file_bytes: see `save`.
+        progress: called with the number of bytes quantized since its last call.
     """
-    folder, kind = expanded(folder), jnp.dtype(config.dtype if dtype is None else dtype)
+    config = inference_config(config)
+    parameters = lazy_arrays.arranged(parameters, scan=False)
+    lazy_arrays.require_same(config, parameters)
+    kind = np.dtype(config.param_dtype)
+
+    def parameter_at(name: Name) -> np.ndarray:
+        return lazy_arrays.cast(parameters[name], kind).whole()
+
+    schemes = choose_schemes(
+        config, recipe, ranges, lambda path: jnp.asarray(parameter_at(name_of(path)))
+    )
+
+    def arrays() -> Iterator[tuple[Name, Any]]:
+        _, state = abstract(config, schemes)
+        for name, made in quantized_arrays(state, parameter_at, schemes, recipe, ranges):
+            yield from made.items()
+            progress(lazy_arrays.size_of(parameters[name]))
+
+    _write(folder, config, schemes, arrays(), dtype, extra, file_bytes)
+    return schemes
+
+
+def _write(
+    folder: str | Path,
+    config: Config,
+    schemes: Mapping[str, Scheme],
+    arrays: Iterable[tuple[Name, Any]],
+    dtype: DTypeLike | None,
+    extra: Mapping[str, Any] | None,
+    file_bytes: int,
+) -> None:
+    """Writes the arrays of a quantized model, in any order; see `save`."""
+    folder, kind = expand_user(folder), jnp.dtype(config.dtype if dtype is None else dtype)
     data = {**model_to_json(config, kind), **(extra or {})}
     data[layout.ENTRY] = layout.to_json(config, schemes)
-    tensors = {
-        path: _tensors_of(path, shape, schemes, config, kind) for path, shape in shapes.items()
-    }
+    _, state = abstract(config, schemes)
+    tensors = _tensors(state, config, schemes, kind)
     specs = {t.name: (t.shape, t.dtype) for of_path in tensors.values() for t in of_path}
     folder.mkdir(parents=True, exist_ok=True)
     new = NewTensors(folder, dict(sorted(specs.items(), key=file_order)), file_bytes)
-    for path, value in values:
+    for path, array in arrays:
+        value = np.asarray(array)
         for tensor in tensors[path]:
             arranged = tensor.arrange(value)
             new.write(tensor.name, (slice(None),) * arranged.ndim, arranged)
@@ -146,21 +180,24 @@ def _config(config_json: Mapping[str, Any]) -> Config:
 
 
 class _Tensor(NamedTuple):
-    """A tensor in the files, and the parameter that it holds.
-
-    Attributes:
-        name: of the tensor.
-        shape: of the tensor.
-        dtype: of the tensor.
-        arrange: makes the tensor from the parameter.
-        read: a part of the parameter, from the files; None if the parameter is in another tensor.
-    """
+    """A tensor in the files, and the array that it holds."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
-    arrange: Callable[[np.ndarray], np.ndarray]
+    arrange: Callable[[np.ndarray], np.ndarray]  # makes the tensor from the array
+    # A part of the array, from the files; None if the array is in another tensor.
     read: Callable[[Tensors, Index], np.ndarray] | None
+
+
+def _tensors(
+    state: Any, config: Config, schemes: Mapping[str, Scheme], kind: np.dtype
+) -> dict[Name, list[_Tensor]]:
+    """The tensors of each array; `kind` is the dtype of those that are not quantized."""
+    return {
+        path: _tensors_of(path, tuple(leaf.shape), schemes, config, kind)
+        for path, leaf in nnx.to_flat_state(state)
+    }
 
 
 def _tensors_of(
@@ -170,27 +207,18 @@ def _tensors_of(
     config: Config,
     kind: np.dtype,
 ) -> list[_Tensor]:
-    """The tensors of a parameter; `kind` is the dtype of those that are not quantized."""
-    owner, single = _projection(path), np.dtype(np.float32)
+    owner, single = projection_of(path), np.dtype(np.float32)
     module = layout.module_of(owner) if owner else ""
-    scales, whole = f"{module}.weight_scale", (slice(None),)
     match path[-1] if owner else "":
         case "codes":
             return _tensors_of_codes(module, shape, schemes[owner])
-        case "scale":
-            return [
-                _Tensor(
-                    scales,
-                    (*shape, 1),
-                    single,
-                    lambda x: x[:, None],
-                    lambda tensors, index: tensors.read(scales, (*index, slice(None)))[:, 0],
-                )
-            ]
-        case "input_scale":
-            name = f"{module}.input_scale"
-            first = lambda tensors, index: np.asarray(tensors.read(name, whole)[0])  # noqa: E731
-            return [_Tensor(name, (1,), single, lambda x: x[None], first)]
+        case "scale" | "input_scale" as scale:
+            scales = f"{module}.{'weight_scale' if scale == 'scale' else scale}"
+
+            def read_scales(tensors: Tensors, index: Index) -> np.ndarray:
+                return np.asarray(tensors.read(scales, (*index, slice(None)))[..., 0])
+
+            return [_Tensor(scales, (*shape, 1), single, lambda x: x[..., None], read_scales)]
     source = source_of(plain_name(path), shape, config)
     (name,) = source.names
     arrange = np.transpose if source.transposed else np.asarray
@@ -218,19 +246,6 @@ def _tensors_of_codes(module: str, shape: tuple[int, ...], scheme: Scheme) -> li
     ]
 
 
-def _projection(path: Name) -> str:
-    """The projection that a parameter belongs to; empty for those of other modules."""
-    ours = len(path) == 5 and path[3] in (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS)
-    return ".".join(map(str, path[:4])) if ours else ""
-
-
-def plain_name(path: Name) -> Name:
-    """The name that a parameter has in a model that is not quantized."""
-    if not _projection(path):
-        return path
-    return (*path[:3], f"{path[3]}_bias") if path[-1] == "bias" else path[:4]
-
-
 def _packed(codes: Int8[np.ndarray, "N K"]) -> Int32[np.ndarray, "N P"]:
     """Four codes in each number, the first in its lowest byte; 128 is added to each."""
     raised = (codes.astype(np.int16) + 128).astype(np.uint8)
@@ -248,13 +263,9 @@ def _unpacked(packed: Int32[np.ndarray, "N P"], columns: int) -> Int8[np.ndarray
 
 def _read(
     everything: Tensors, config: Config, schemes: Mapping[str, Scheme], state: Any
-) -> dict[Name, Stored]:
+) -> dict[Name, LazyArray]:
     """The parameters in a folder, to be read in parts."""
-    kind = jnp.dtype(config.param_dtype)
-    expected = {
-        path: _tensors_of(path, tuple(leaf.shape), schemes, config, kind)
-        for path, leaf in nnx.to_flat_state(state)
-    }
+    expected = _tensors(state, config, schemes, jnp.dtype(config.param_dtype))
     needed = {tensor.name for tensors in expected.values() for tensor in tensors}
     require_names(needed, everything, config)
     found = {}
@@ -265,7 +276,7 @@ def _read(
         read = partial(tensor.read, everything)
         dtype = jnp.dtype(everything.dtype(tensor.name))
         dtype = leaf.dtype if tensor.dtype == np.int32 else dtype  # packed
-        found[path] = Stored(tuple(leaf.shape), dtype, tuple(leaf.shape), read)
+        found[path] = LazyArray(tuple(leaf.shape), dtype, tuple(leaf.shape), read)
     return found
 
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from coat_jax.errors import UserError
-from coat_jax.limits import shown
 from coat_jax.models import Config
 from coat_jax.models.hf.names import HEAD, IN_LAYER
 from coat_jax.numerics.eight_bits import EightBits
@@ -26,6 +25,7 @@ from coat_jax.ops.quantized import Activations
 from coat_jax.quantization import patterns
 from coat_jax.quantization.projections import paths_of
 from coat_jax.quantization.recipe import Scheme
+from coat_jax.validation import shown
 
 Json = dict[str, Any]
 

@@ -16,9 +16,14 @@ from flax import nnx
 from coat_jax import models
 from coat_jax.errors import UserError
 from coat_jax.models import Config, Llama
-from coat_jax.models.llama import require_llama
-from coat_jax.models.stored import Name
-from coat_jax.nn.modular import ModularAttention, ModularGatedMLP
+from coat_jax.models.lazy_arrays import Name
+from coat_jax.models.protocol import require_capability
+from coat_jax.nn.modular import (
+    ATTENTION_PROJECTIONS,
+    MLP_PROJECTIONS,
+    ModularAttention,
+    ModularGatedMLP,
+)
 from coat_jax.precision import BF16
 
 # Projections of one input have one format, because vLLM fuses each line into one product.
@@ -42,6 +47,19 @@ def name_of(path: str) -> Name:
     """A path as the name of the parameter, in a model whose layers are not stacked."""
     layers, layer, *rest = path.split(".")
     return (layers, int(layer), *rest)
+
+
+def projection_of(path: Name) -> str:
+    """The path of the projection that an array belongs to; empty for those of other modules."""
+    ours = len(path) == 5 and path[3] in (*ATTENTION_PROJECTIONS, *MLP_PROJECTIONS)
+    return ".".join(map(str, path[:4])) if ours else ""
+
+
+def plain_name(path: Name) -> Name:
+    """The name of the parameter, in a model that is not quantized, that an array is made of."""
+    if not projection_of(path):
+        return path
+    return (*path[:3], f"{path[3]}_bias") if path[-1] == "bias" else path[:4]
 
 
 def groups_of(config: Config) -> list[tuple[str, ...]]:
@@ -88,7 +106,7 @@ def modular(plain: Llama, make: Make) -> Llama:
 
 def require_quantizable(model: Llama) -> None:
     """Raises unless the model is one that can be quantized."""
-    require_llama("coat.quantization", model)
+    require_capability("coat.quantization", model, "layers", "head_weight")
     if is_quantized(model):
         raise UserError("This model is already quantized. Use the one that it was made from.")
 

@@ -1,12 +1,13 @@
-"""Post-training quantization of a model in memory."""
+"""Post-training quantization of a model, one parameter after another."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
@@ -15,16 +16,26 @@ from coat_jax import models, ops
 from coat_jax.errors import UserError
 from coat_jax.models import Config, Llama
 from coat_jax.models.creation import mesh_that_is_set
+from coat_jax.models.lazy_arrays import Name
 from coat_jax.nn.modular import Dense
 from coat_jax.nn.quantized import QuantizedLinear
 from coat_jax.numerics import eight_bits
 from coat_jax.numerics.eight_bits import EightBits
 from coat_jax.numerics.quantizer import Fit
 from coat_jax.quantization.calibration import Ranges, input_noise, input_scale
-from coat_jax.quantization.projections import groups_of, modular, paths_of, unstacked
+from coat_jax.quantization.projections import (
+    groups_of,
+    modular,
+    name_of,
+    paths_of,
+    plain_name,
+    unstacked,
+)
 from coat_jax.quantization.recipe import CANDIDATES, Recipe, Scheme, require_recipe
 
-WeightAt = Callable[[str], Float[Array, "K N"]]  # by a projection's path
+# By the path of a projection, or the name of a parameter.
+WeightAt = Callable[[str], Float[Array, "K N"]]
+ParameterAt = Callable[[Name], Array | np.ndarray]
 
 
 def quantize(model: Llama, recipe: Recipe, ranges: Ranges | None = None) -> Llama:
@@ -40,19 +51,42 @@ def quantize(model: Llama, recipe: Recipe, ranges: Ranges | None = None) -> Llam
         ranges: of their inputs, from `calibrate`, where the recipe needs them.
     """
     plain = unstacked(model)
-    schemes = choose_schemes(plain.config, recipe, ranges, partial(_weight_at, plain))
+    arrays = {name: leaf[...] for name, leaf in nnx.to_flat_state(nnx.state(plain))}
+    schemes = choose_schemes(plain.config, recipe, ranges, lambda path: arrays[name_of(path)])
+    graph, state = abstract(plain.config, schemes)
+    made = quantized_arrays(state, arrays.__getitem__, schemes, recipe, ranges)
+    values = {path: value for _, of_name in made for path, value in of_name.items()}
+    flat = {path: leaf.replace(values[path]) for path, leaf in nnx.to_flat_state(state)}
+    small: Llama = nnx.merge(graph, nnx.from_flat_state(flat))
+    return small
 
-    def make(path: str, kernel: nnx.Param, bias: nnx.Param | None) -> nnx.Module:
-        if path not in schemes:
-            return Dense(kernel, bias)
-        return QuantizedLinear(
-            round_weight(path, kernel[...], schemes[path], recipe, ranges),
-            bias,
-            activations=schemes[path].activations,
-            sharding=sharding_of(kernel),
-        )
 
-    return modular(plain, make)
+def quantized_arrays(
+    state: Any,
+    parameter_at: ParameterAt,
+    schemes: Mapping[str, Scheme],
+    recipe: Recipe,
+    ranges: Ranges | None,
+) -> Iterator[tuple[Name, dict[Name, Array | np.ndarray]]]:
+    """For each parameter its name and the arrays made of it, by their paths in `state`.
+
+    Args:
+        state: of the quantized model, from `abstract`.
+        parameter_at: reads a parameter of the model that is not quantized, when it is needed.
+        schemes: from `choose_schemes`.
+        recipe, ranges: see `quantize`.
+    """
+    paths_from: dict[Name, list[Name]] = {}
+    for path, _ in nnx.to_flat_state(state):
+        paths_from.setdefault(plain_name(path), []).append(path)
+    for name, paths in paths_from.items():
+        projection, value = ".".join(map(str, name)), parameter_at(name)
+        if projection in schemes:
+            scheme = schemes[projection]
+            rounded = round_weight(projection, jnp.asarray(value), scheme, recipe, ranges)
+            yield name, {path: getattr(rounded, str(path[-1])) for path in paths}
+        else:
+            yield name, dict.fromkeys(paths, value)
 
 
 def schemes_of(model: Llama) -> dict[str, Scheme]:
@@ -124,12 +158,19 @@ def choose_schemes(
     """
     require_recipe(recipe)
     recipe.require_matches(paths_of(config))
-    known = _checked(ranges, recipe, paths_of(config))
+    if recipe.calibrated:
+        for path in paths_of(config):
+            if not recipe.is_left(path) and path not in (ranges or {}):
+                raise UserError(
+                    f"format={recipe.format!r} with activations={recipe.activations!r} needs the "
+                    f"ranges of inputs, and there is none of {path}: pass what calibrate() "
+                    "returns for this recipe."
+                )
     schemes: dict[str, Scheme] = {}
     for group in groups_of(config):
         paths = [path for path in group if not recipe.is_left(path)]
         if paths:
-            format = _format(paths, recipe, known, weight_at)
+            format = _format(paths, recipe, ranges, weight_at)
             schemes |= {path: Scheme(format, recipe.activations) for path in paths}
     return schemes
 
@@ -142,22 +183,28 @@ def round_weight(
     ranges: Ranges | None,
 ) -> ops.Quantized:
     """The codes and scales of a projection's weight, and the scale of its input if it is static."""
-    if ranges and ranges[path].columns.size != weight.shape[0]:
+    codes, scale = _rounded(weight, scheme.format, recipe.fit, recipe.percentile)
+    if not bool(jnp.isfinite(scale).all()):
+        raise UserError(
+            f"The weight {path} has a NaN or an infinity: its range is not finite. The model's "
+            "parameters are damaged."
+        )
+    if scheme.activations != "static":
+        return ops.Quantized(codes, scale, None)
+    assert ranges is not None
+    if ranges[path].columns.size != weight.shape[0]:
         raise UserError(
             f"The ranges of {path} are of an input with {ranges[path].columns.size} columns, and "
             f"its weight has {weight.shape[0]} inputs: pass what calibrate() returns for this "
             "model."
         )
-    codes, scale = _rounded(weight, scheme.format, recipe.fit, recipe.percentile)
-    _require_finite(path, scale)
-    of_input = None
-    if scheme.activations == "static":
-        assert ranges is not None
-        of_input = jnp.float32(input_scale(ranges[path], scheme.format, recipe))
+    of_input = jnp.float32(input_scale(ranges[path], scheme.format, recipe))
     return ops.Quantized(codes, scale, of_input)
 
 
-def _format(paths: Sequence[str], recipe: Recipe, ranges: Ranges, weight_at: WeightAt) -> EightBits:
+def _format(
+    paths: Sequence[str], recipe: Recipe, ranges: Ranges | None, weight_at: WeightAt
+) -> EightBits:
     """The format of projections that multiply one input.
 
     Errors of x and w are independent, so the relative squared error of x w is about the sum of
@@ -175,12 +222,6 @@ def _format(paths: Sequence[str], recipe: Recipe, ranges: Ranges, weight_at: Wei
         return of_weights + of_input
 
     return min(CANDIDATES, key=noise)
-
-
-def _weight_at(plain: Llama, path: str) -> Float[Array, "K N"]:
-    _, layer, part, name = path.split(".")
-    weight: Array = getattr(getattr(plain.layers[int(layer)], part), name)[...]
-    return weight
 
 
 _STATIC = {"static_argnames": ("name", "fit", "percentile")}
@@ -202,32 +243,3 @@ def _noise(
     scale = eight_bits.channel_scales(weight, name, fit, percentile)
     error = eight_bits.rounded(weight, scale, name) - weight.astype(jnp.float32)
     return jnp.sum(jnp.square(error))
-
-
-def _checked(ranges: Ranges | None, recipe: Recipe, paths: Sequence[str]) -> Ranges:
-    """The ranges that the recipe needs; raises where they are missing."""
-    if not recipe.calibrated:
-        if ranges is not None:
-            raise UserError(
-                f"format={recipe.format!r} with activations={recipe.activations!r} needs no "
-                "ranges: leave them out, or choose static activations."
-            )
-        return {}
-    needed = [path for path in paths if not recipe.is_left(path)]
-    missing = needed if ranges is None else [path for path in needed if path not in ranges]
-    if missing:
-        raise UserError(
-            f"format={recipe.format!r} with activations={recipe.activations!r} needs the ranges of "
-            f"inputs, and there is none of {missing[0]}: pass what calibrate() returns for this "
-            "recipe."
-        )
-    assert ranges is not None
-    return ranges
-
-
-def _require_finite(path: str, scale: Any) -> None:
-    if not bool(jnp.isfinite(scale).all()):
-        raise UserError(
-            f"The weight {path} has a NaN or an infinity: its range is not finite. The model's "
-            "parameters are damaged."
-        )

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Annotated, Literal, NamedTuple
 
 from coat_jax.errors import UserError
-from coat_jax.limits import Between, require_fields
 from coat_jax.numerics.eight_bits import EightBits
 from coat_jax.numerics.quantizer import Fit
 from coat_jax.ops.quantized import Activations
+from coat_jax.validation import Between, require_fields
 
 Formats = Literal["int8", "fp8", "mixed"]
 

@@ -9,9 +9,9 @@ program, and the second turns its result into statistics.
 """
 
 from coat_jax.numerics.statistics import Statistics
+from coat_jax.probes import named
 from coat_jax.telemetry.moments import MomentStatistics, moments
 from coat_jax.telemetry.tensors import measure, report, sums_and_gradients
-from coat_jax.watching import named
 
 __all__ = [
     "MomentStatistics",

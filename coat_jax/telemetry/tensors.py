@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.numerics import statistics
 from coat_jax.numerics.statistics import Statistics
-from coat_jax.watching import Scope, WatchedTensor, scope_set
+from coat_jax.probes import Found, Scope, set_scope
 
 
 def measure(loss: Callable[..., Any], *args: Any) -> dict[str, Statistics]:
@@ -61,16 +61,19 @@ def sums_and_gradients(
         params: what is differentiated.
         *args: its other arguments.
     """
-    found: dict[str, WatchedTensor] = {}
-    with scope_set(Scope(found, None)):
+    found = Found()
+    with set_scope(Scope(found, None)):
         jax.eval_shape(loss, params, *args)
 
     def watched_loss(probes: Mapping[str, Array], params: Any) -> Array:
-        with scope_set(Scope(found, probes)):
+        with set_scope(Scope(found, probes)):
             result = loss(params, *args)
         return result[0] if isinstance(result, tuple) else result
 
-    probes = {name: _zeros(tensor) for name, tensor in found.items()}
+    probes = {
+        name: jnp.zeros((*(() if layers is None else (layers,)), statistics.NUMBERS), jnp.float32)
+        for name, layers in found.items()
+    }
     sums, grads = jax.grad(watched_loss, argnums=(0, 1))(probes, params)
     return sums, grads
 
@@ -84,11 +87,6 @@ def report(sums: Mapping[str, Float[np.ndarray, "..."]]) -> dict[str, Statistics
             if row[0]:
                 found[name.replace("*", str(layer), 1)] = statistics.of_sums(row)
     return found
-
-
-def _zeros(tensor: WatchedTensor) -> Float[Array, "..."]:
-    layers = () if tensor.layers is None else (tensor.layers,)
-    return jnp.zeros((*layers, statistics.NUMBERS), jnp.float32)
 
 
 @partial(jax.jit, static_argnums=0)

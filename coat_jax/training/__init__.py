@@ -14,7 +14,7 @@ cluster/                  many devices and processes as one
 checkpoint/               states and weights on disk
 report/                   what a run reports: metrics, progress, memory, telemetry, plots
 held_out, resume_rules    held-out loss; whether a run may continue with another config
-run_folder, run_lock      which run a folder belongs to, and which process holds it
+run_folder                which run a folder belongs to, and which process holds it
 compiler_options          XLA's options for the programs of a run
 compilation_cache         programs that an earlier start has compiled
 

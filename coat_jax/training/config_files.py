@@ -24,16 +24,18 @@ import jax.numpy as jnp
 
 from coat_jax import precision
 from coat_jax.errors import UserError
-from coat_jax.files import MissingFile, expanded, is_folder, require_regular, status
-from coat_jax.limits import shown
+from coat_jax.files import MissingFile, expand_user, require_regular
 from coat_jax.numerics.minifloat import Minifloat
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.config.optimizer import function_name, is_optimizer
-from coat_jax.training.fields import FIELD_OF, default_of, fields, nearest_field, show
+from coat_jax.training.fields import default_of, fields, nearest_field, show
+from coat_jax.validation import shown
 
 FUNCTION = "config"
-CONFIGS = Path(__file__).parents[1] / "configs"
-SHIPPED = {path.stem: path for path in sorted(CONFIGS.glob("*.py")) if path.stem != "__init__"}
+PACKAGE = Path(__file__).parents[1]
+# In a wheel they are in the package, in a checkout beside it.
+CONFIGS = next(filter(Path.is_dir, (PACKAGE / "configs", PACKAGE.parent / "configs")))
+SHIPPED = {path.stem: path for path in sorted(CONFIGS.glob("*.py"))}
 
 
 def load_config(source: str) -> TrainConfig:
@@ -44,17 +46,15 @@ def load_config(source: str) -> TrainConfig:
             `:function` calls another function than config().
     """
     file, _, function = source.partition(":")
-    if not file:
-        raise UserError(f"{source!r} names no config: write it before the colon.")
-    path, function = SHIPPED.get(file) or expanded(file), function or FUNCTION
-    if not status(path):
+    path, function = SHIPPED.get(file) or expand_user(file), function or FUNCTION
+    if not file or not path.exists():
         near = difflib.get_close_matches(Path(file).stem, SHIPPED, n=1)
         hint = f"Did you mean {near[0]}? " if near else ""
         raise MissingFile(
-            f"There is no config file {file}. {hint}`coat train` alone lists those that come with "
-            "the package."
+            f"There is no config file {file or source!r}. {hint}`coat train` alone lists those "
+            "that come with the package."
         )
-    if is_folder(path):
+    if path.is_dir():
         raise UserError(
             f"{file} is a folder. A run that begins from the model in it has a config file, with "
             f"model=coat_jax.models.hf.read_config({file!r}) and init_from={file!r}."
@@ -62,15 +62,24 @@ def load_config(source: str) -> TrainConfig:
     require_regular(path, "config file")
     try:
         names = runpy.run_path(str(path))
-        made = names[function]() if callable(names.get(function)) else None
+        made = names[function]() if function in names else None
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         line = f":{lines[-1]}" if lines else ""
-        message = _with_hint(f"{type(error).__name__}: {error}")
-        raise UserError(f"{file}{line}: {message}") from error
+        message = f"{type(error).__name__}: {error}"
+        raise UserError(f"{file}{line}: {message}{_hint(message)}") from error
+    if function not in names:
+        own = [name for name, value in names.items() if inspect.isfunction(value)]
+        raise UserError(
+            f"{file} has no function {function}() that returns a TrainConfig. Its functions are "
+            f"{', '.join(own) or 'none'}: choose one with {file}:NAME. `coat train llama_tiny "
+            "--print-config` prints an example."
+        )
     if not isinstance(made, TrainConfig):
-        raise UserError(_why_no_config(file, function, names, made))
+        raise UserError(
+            f"{function}() of {file} returns {shown(made)}, and must return a TrainConfig."
+        )
     return made
 
 
@@ -83,36 +92,11 @@ def list_shipped() -> str:
     return "\n".join(lines)
 
 
-def _why_no_config(file: str, function: str, names: Mapping[str, Any], made: Any) -> str:
-    """What to do about a file whose function is missing, or does not return a config."""
-    if callable(names.get(function)):
-        return f"{function}() of {file} returns {shown(made)}, and must return a TrainConfig."
-    own = {n: f for n, f in names.items() if inspect.isfunction(f) and n[0] != "_"}
-    fitting = [name for name, f in own.items() if f.__module__ == names["__name__"]]
-    remedy = f"Its functions are {', '.join(fitting)}; choose one with {file}:NAME."
-    if not fitting:
-        remedy = "Write one; `coat train llama_tiny --print-config` prints an example."
-    return f"{file} has no function {function}() that returns a TrainConfig. {remedy}"
-
-
-def _with_hint(message: str) -> str:
-    """An error's text; after an unknown argument of a config, the field that is probably meant."""
-    pattern = r"TypeError: (\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'"
-    unknown = re.match(pattern, message)
-    if not unknown:
-        return message
-    kind, name = unknown.groups()
-    classes = {"": TrainConfig.__name__, "model.precision": precision.Precision.__name__}
-    classes |= {field.name: field.annotation.__name__ for field in fields() if field.group}
-    class_of = {field.name: classes[field.name.rpartition(".")[0]] for field in fields()}
-    if near := nearest_field(name, {path for path, owner in class_of.items() if owner == kind}):
-        return f"{unknown[0]}. Did you mean {near.rpartition('.')[2]}?"
-    meant = FIELD_OF.get(name, name).rpartition(".")[2]
-    owners = {owner: 0 for path, owner in class_of.items() if path.rpartition(".")[2] == meant}
-    if kind not in class_of.values() or not owners:
-        return message
-    hint = "" if meant == name else f" Did you mean {meant}?"
-    return f"{unknown[0]}.{hint} It is a field of {' or '.join(owners)}."
+def _hint(message: str) -> str:
+    """After Python's error for an unknown argument of a config: the field that is meant."""
+    unknown = re.search(r"Config\.__init__\(\) got an unexpected keyword argument '(\w+)'", message)
+    near = nearest_field(unknown[1], [field.name for field in fields()]) if unknown else None
+    return f". Did you mean {near}?" if near else ""
 
 
 def source(config: TrainConfig) -> str:

@@ -6,8 +6,9 @@ over labels, so it does not depend on the number of microbatches.
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,12 +19,17 @@ from coat_jax.errors import UserError
 from coat_jax.training.cluster.batches import open_data, place
 from coat_jax.training.compiler_options import compiler_options
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.data import Batch
 from coat_jax.training.step import held_out_step
 
 
 class Evaluation:
-    """Held-out data and the function that is evaluated on it, compiled at its first use."""
+    """Held-out data and the function that is evaluated on it, compiled at its first use.
+
+    Attributes:
+        statistics: the means of the statistics that the model's loss returned last.
+    """
+
+    statistics: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, config: TrainConfig, graph: Any, mesh: Mesh):
         self._mesh = mesh
@@ -43,18 +49,16 @@ class Evaluation:
     def loss(self, params: Any) -> float:
         """The mean over all labels of the held-out batches."""
         self._data.restore(self._beginning)
-        losses, labels = [], []
+        found = []
         for part in self._microbatches():
-            placed = place(part, self._mesh, microbatches=1, packed=self._data.packed)
-            result = self._step(params, placed)
-            losses.append(result.loss)
-            labels.append(result.labels)
+            found.append(self._step(params, place(part, self._mesh, microbatches=1)))
         self._data.close()  # stop reading ahead
-        return math.fsum(map(float, losses)) / sum(map(int, labels))
+        # In FP64, whatever the number of microbatches.
+        sums = jax.tree.map(lambda *parts: math.fsum(map(float, parts)), *found)
+        self.statistics = {name: of / sums.count for name, of in sums.statistics.items()}
+        return float(sums.sum / sums.count)
 
-    def _microbatches(self) -> Iterator[Batch]:
+    def _microbatches(self) -> Iterator[Any]:
         for batch in itertools.islice(self._data, self._batches):
-            for arrays in zip(
-                *(np.split(array, self._accumulation) for array in batch), strict=True
-            ):
-                yield Batch(*arrays)
+            for part in range(self._accumulation):
+                yield jax.tree.map(lambda a, i=part: np.split(a, self._accumulation)[i], batch)

@@ -9,16 +9,16 @@ import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
-from coat_jax.agreement import on_first
+from coat_jax.multihost import run_on_main
 from coat_jax.printable import printable
 from coat_jax.training import resume_rules
-from coat_jax.training.checkpoint import Checkpoints
-from coat_jax.training.checkpoint.position import Position, position_of, to_json
+from coat_jax.training.checkpoint import Checkpoints, resume_state
+from coat_jax.training.checkpoint.resume_state import ResumeState
 from coat_jax.training.cluster.batches import open_data, place
 from coat_jax.training.cluster.mesh import batch_parts, make_mesh, require_fitting
 from coat_jax.training.cluster.stop import Stop
@@ -29,11 +29,10 @@ from coat_jax.training.held_out import Evaluation
 from coat_jax.training.preparation import Prepared, prepare
 from coat_jax.training.programs import Programs
 from coat_jax.training.report import accounting
-from coat_jax.training.report.metrics import Metrics
+from coat_jax.training.report.metrics import Metrics, require_installed
 from coat_jax.training.report.progress import Progress
 from coat_jax.training.report.recorder import Recorder
 from coat_jax.training.report.telemetry import Telemetry
-from coat_jax.training.report.writers import require_installed
 from coat_jax.training.run_folder import RunFolder
 from coat_jax.training.state import State, require_same_model
 from coat_jax.writing import NotWritten
@@ -85,14 +84,14 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
     folder = RunFolder(config, note=say)
     if folder.begins():
         require_same_model(config)
-    on_first(lambda: require_installed(config.writers))
+    run_on_main(lambda: require_installed(config.writers))
     data = open_data(config, mesh, "train")
     prepared = prepare(config, mesh)
     evaluation = Evaluation(config, prepared.graph, mesh) if config.evaluation.every else None
     with contextlib.ExitStack() as stack:
         stack.callback(data.close)
         stack.callback(folder.release)
-        for change in on_first(folder.claim):
+        for change in run_on_main(folder.claim):
             say(f"Continues with a changed config: {change}.")
         say(f"Trains on {data.description}.")
         # A stop requested during compilation takes effect after the first step.
@@ -100,18 +99,18 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
         retention = {"keep": config.checkpoint.keep, "keep_best": config.checkpoint.keep_best}
         checkpoints = stack.enter_context(Checkpoints(folder.checkpoints, **retention, note=say))
         saved = checkpoints.require_like(prepared.abstract)
-        on_first(lambda: folder.write_config(end_of_text=data.end_of_text))
-        programs = Programs(prepared, console, packed=data.packed, done=saved or 0)
+        run_on_main(lambda: folder.write_config(end_of_text=data.end_of_text))
+        programs = Programs(prepared, console, example=data.example, done=saved or 0)
         telemetry = None
         if config.telemetry.every and (saved or 0) < config.total_steps:
-            telemetry = _compile_telemetry(prepared, say, packed=data.packed)
-        position = Position()
+            telemetry = _compile_telemetry(prepared, say, data.example)
+        resume = ResumeState()
         if saved is None:
             state = prepared.new_state()
         else:
             step, state, extra = checkpoints.restore(prepared.abstract)
-            position = position_of(step, extra)
-            data.restore(dict(position.data))
+            resume = resume_state.from_json(step, extra)
+            data.restore(dict(resume.data))
             checkpoints.prune()
             say(f"Resumes after step {step:,} of {config.total_steps:,}.")
             if step == config.total_steps:
@@ -120,33 +119,28 @@ def _train(config: TrainConfig, mesh: Mesh, console: "Console") -> Outcome:
             folder.path,
             writers=config.writers,
             config=resume_rules.to_json(config),
-            resume_step=position.step,
-            recorded=position.recorded,
-            unwritten=position.unwritten,
+            resume_step=resume.step,
+            recorded=resume.recorded,
+            unwritten=resume.unwritten,
             note=say,
         )
         stack.callback(metrics.close)
-        progress = Progress(
-            console,
-            steps=config.total_steps,
-            done=position.step,
-            tokens_per_step=config.tokens_per_step,
-        )
+        progress = Progress(console, steps=config.total_steps, done=resume.step)
         stack.enter_context(progress)
         recorder = Recorder(
             config,
             mesh,
             metrics,
             progress,
-            step=position.step,
+            step=resume.step,
             skipped=int(state.skipped),
-            seconds=position.seconds,
+            seconds=resume.seconds,
         )
         run = Components(
             prepared, programs, data, evaluation, telemetry, checkpoints, metrics, recorder, stop
         )
         try:
-            return _take_steps(run, position.step, state)
+            return _take_steps(run, resume.step, state)
         except NotWritten as error:
             # The disk that was full for the records is so for the checkpoint of this stop, too.
             raise (metrics.failure or error) from error.__cause__
@@ -172,12 +166,8 @@ def _take_steps(run: Components, step: int, state: State) -> Outcome:
     held_out: float | None = None
     stopped = False
     while step < config.total_steps and not stopped:
-        batch = place(
-            next(run.data),
-            run.prepared.mesh,
-            microbatches=config.gradient_accumulation_steps,
-            packed=run.data.packed,
-        )
+        microbatches = config.gradient_accumulation_steps
+        batch = place(next(run.data), run.prepared.mesh, microbatches=microbatches)
         if telemetry is not None:
             telemetry.begin(step + 1, state, batch)
         state, report = run.programs.after(step)(state, batch)
@@ -197,12 +187,12 @@ def _take_steps(run: Components, step: int, state: State) -> Outcome:
         recorder.flush()
         if run.evaluation and evaluates:
             held_out = run.evaluation.loss(state.params)
-            recorder.take_held_out(step, held_out)
+            recorder.take_held_out(step, held_out, run.evaluation.statistics)
         if saves:
             run.metrics.sync()
             records = run.metrics.recorded, run.metrics.unwritten
-            position = Position(step, run.data.state(), recorder.seconds, *records)
-            extra = to_json(position, config)
+            resume = ResumeState(step, run.data.state(), recorder.seconds, *records)
+            extra = resume_state.to_json(resume, config)
             run.checkpoints.save(step, state, extra, loss=held_out if evaluates else None)
         recorder.pause(step)
     recorder.flush()
@@ -217,12 +207,12 @@ def _say(console: "Console", text: str) -> None:
 
 
 def _compile_telemetry(
-    prepared: Prepared, say: Callable[[str], None], *, packed: bool
+    prepared: Prepared, say: Callable[[str], None], example: Any
 ) -> Telemetry | None:
     """The telemetry of a run; None if nothing of it is in 8 bits."""
     begin = time.perf_counter()
     config, mesh, _, graph, abstract = prepared
-    telemetry = Telemetry(config, graph, abstract, mesh, packed=packed)
+    telemetry = Telemetry(config, graph, abstract, mesh, example)
     if telemetry.empty:
         say("Nothing of this run is in 8 bits: there is no telemetry.")
         return None

@@ -17,7 +17,6 @@ import jax
 import optax
 
 from coat_jax.errors import UserError
-from coat_jax.limits import shown
 from coat_jax.numerics.formats import E4M3
 from coat_jax.optax import FusedOptimizer, fused_fp8_adamw, in_host_memory, in_place
 from coat_jax.storage import PAPER, Storage
@@ -25,6 +24,7 @@ from coat_jax.training.config import TrainConfig
 from coat_jax.training.config.optimizer import function_name, is_transformation
 from coat_jax.training.schedule import learning_rate
 from coat_jax.training.stages import with_gradient_norm
+from coat_jax.validation import shown
 
 
 def make_optimizer(config: TrainConfig) -> FusedOptimizer:
@@ -141,10 +141,9 @@ def decayed(config: TrainConfig, params: Any) -> Any:
     """Which parameters decay: matrices do; the config says whether vectors and the embedding do."""
 
     def decays(path: Any, leaf: Any) -> bool:
-        outermost = path[0].key
-        stacked = config.model.scan and outermost == "layers"
-        if leaf.ndim - stacked < 2:
+        names = tuple(part.key for part in path if hasattr(part, "key"))
+        if leaf.ndim - config.model.is_stacked(names) < 2:
             return config.optimizer.decay_vectors
-        return config.optimizer.decay_embedding or outermost != "embed"
+        return config.optimizer.decay_embedding or names[0] not in config.model.EMBEDDINGS
 
     return jax.tree.map_with_path(decays, params)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from coat_jax.optax import FusedOptimizer
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.optimizer import make_optimizer, require_no_extra_args
-from coat_jax.training.state import State, abstract_state, new_state
+from coat_jax.training.state import State, abstract_state, new_state, split_trained
 from coat_jax.training.step import lower_step
 
 
@@ -35,10 +35,10 @@ class Prepared(NamedTuple):
     graph: Any
     abstract: State
 
-    def lower(self, *, packed: bool = False) -> jax.stages.Lowered:
+    def lower(self, example: Any = None) -> jax.stages.Lowered:
         """The step, ready to compile; see `lower_step`."""
         return lower_step(
-            self.config, self.graph, self.optimizer, self.abstract, self.mesh, packed=packed
+            self.config, self.graph, self.optimizer, self.abstract, self.mesh, example
         )
 
     def new_state(self) -> State:
@@ -60,5 +60,6 @@ def prepare(
     graph, abstract = abstract_state(config, optimizer, mesh)
     if config.optimizer.transformation is not None:
         with jax.set_mesh(mesh):
-            require_no_extra_args(optimizer, abstract.params, abstract.moments)
+            trained, _ = split_trained(config, abstract.params)
+            require_no_extra_args(optimizer, trained, abstract.moments)
     return Prepared(config, mesh, optimizer, graph, abstract)

@@ -15,25 +15,25 @@ class Programs:
     """Compiles the programs that a run still needs, and returns the one for each step."""
 
     def __init__(
-        self, prepared: Prepared, console: "Console", *, packed: bool = False, done: int = 0
+        self, prepared: Prepared, console: "Console", *, example: Any = None, done: int = 0
     ) -> None:
         """Compiles, and prints how long that took and how much memory each program needs.
 
         Args:
             prepared: the run.
             console: where to print.
-            packed: whether rows hold several documents.
+            example: a row of a batch; by default the family's.
             done: how many steps the run has taken before.
         """
         self._first = prepared.config.steps_in_bf16
         self._program: Any = None
         self._start: Any = None
         if max(done, self._first) < prepared.config.total_steps:
-            self._program = _compile(prepared, console, "the step", packed=packed)
+            self._program = _compile(prepared, console, "the step", example)
         if done < self._first:
             start = prepare(prepared.config.at_start, prepared.mesh, optimizer=prepared.optimizer)
             what = f"the first {self._first:,} steps, in BF16,"
-            self._start = _compile(start, console, what, packed=packed)
+            self._start = _compile(start, console, what, example)
 
     def after(self, done: int) -> Any:
         """The program of the next step; frees the BF16 program after its last step."""
@@ -43,10 +43,10 @@ class Programs:
         return self._program
 
 
-def _compile(prepared: Prepared, console: "Console", what: str, *, packed: bool) -> Any:
+def _compile(prepared: Prepared, console: "Console", what: str, example: Any) -> Any:
     begin = time.perf_counter()
     config, mesh = prepared.config, prepared.mesh
-    program = prepared.lower(packed=packed).compile()
+    program = prepared.lower(example).compile()
     seconds = time.perf_counter() - begin
     parts = batch_parts(mesh)
     memory = accounting.account(

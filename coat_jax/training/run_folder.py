@@ -1,6 +1,6 @@
 """The folder of a run: its files, and whether a run may begin or resume in it.
 
-    lock                      held by the run's first process: see `run_lock`
+    lock                      locked by the run's first process; its text says which process that is
     config.json               what was run
     generation_config.json    the token that ends a text, if the data names it
     metrics.jsonl             a record per step
@@ -8,33 +8,35 @@
 
 A run resumes only with the config that it began with, except for the fields that `resume_rules`
 lets change. That config is read from the newest checkpoint, whose checksums show whether it is
-intact.
+intact. The other processes of a distributed run need no lock: they write only when the first one
+tells them to.
 """
 
+import datetime
 import errno
+import fcntl
+import itertools
 import json
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
 from coat_jax import writing
 from coat_jax.errors import UserError
-from coat_jax.files import expanded, is_folder, status
+from coat_jax.files import expand_user
+from coat_jax.printable import printable
 from coat_jax.training import resume_rules
-from coat_jax.training.checkpoint.companions import GENERATION
+from coat_jax.training.checkpoint import weights
 from coat_jax.training.checkpoint.step_folders import StepFolders
-from coat_jax.training.checkpoint.weights import (
-    CHECKPOINTS,
-    CONFIG,
-    config_in_checkpoint,
-    is_run,
-    parsed,
-)
+from coat_jax.training.checkpoint.tokenizer_files import GENERATION
 from coat_jax.training.config import TrainConfig
 from coat_jax.training.report import metrics
-from coat_jax.training.run_lock import lock
 from coat_jax.writing import write_failures
+
+LOCK = "lock"
+UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # no locks there
 
 
 class RunFolder:
@@ -46,8 +48,8 @@ class RunFolder:
     """
 
     def __init__(self, config: TrainConfig, note: Callable[[str], object]):
-        self.path = expanded(config.out)
-        self.checkpoints = self.path / CHECKPOINTS
+        self.path = expand_user(config.out)
+        self.checkpoints = self.path / weights.CHECKPOINTS
         self._config, self._note = config, note
         self._lock: TextIO | None = None
 
@@ -66,15 +68,14 @@ class RunFolder:
         """
         self._take()
         self._require_no_model()
-        if not self._config.resume and self._holds_a_run():
-            self._require_nothing_is_read_from_it()
+        names = (weights.CONFIG, metrics.FILE, weights.CHECKPOINTS)
+        if not self._config.resume and any((self.path / name).exists() for name in names):
             self._move_away()
-            before = self._lock
+            moved = self._lock
             self._take()
-            if before is not None:
-                before.close()
-        saved = self._saved()
-        newest = StepFolders(self.checkpoints).newest_record()
+            if moved is not None:
+                moved.close()
+        saved, newest = self._saved(), StepFolders(self.checkpoints).newest_record()
         changed = []
         if saved is not None:
             changed = resume_rules.changes(self._config, saved, begun=newest is not None)
@@ -87,32 +88,14 @@ class RunFolder:
             )
         return changed
 
-    def _require_no_model(self) -> None:
-        """Raises if the folder holds a model that no run wrote."""
-        path = self.path / CONFIG
-        if self.checkpoints.exists() or not path.is_file():
-            return
-        found = parsed(path)
-        if found is not None and "architectures" in found and not is_run(found):
-            raise UserError(
-                f"{self.path} holds a model in Hugging Face's format, not a run: choose another "
-                "--out."
-            )
-
-    def _require_nothing_is_read_from_it(self) -> None:
-        """Raises if the run begins from the folder that would be moved out of its way."""
-        source = self._config.init_from
-        if source is not None and expanded(source).resolve().is_relative_to(self.path.resolve()):
-            raise UserError(
-                f"init_from={source} is in the folder {self.path}, which --resume false would move "
-                "out of the way: choose another folder with --out."
-            )
-
     def write_config(self, *, end_of_text: int | None = None) -> None:
         """Writes config.json, and generation_config.json unless there is one."""
-        self._write(CONFIG, resume_rules.to_json(self._config))
+        contents = {weights.CONFIG: resume_rules.to_json(self._config)}
         if end_of_text is not None and not (self.path / GENERATION).exists():
-            self._write(GENERATION, {"eos_token_id": end_of_text})
+            contents[GENERATION] = {"eos_token_id": end_of_text}
+        for name, content in contents.items():
+            with write_failures(self.path, name):
+                writing.replace(self.path / name, json.dumps(content, indent=2) + "\n")
 
     def release(self) -> None:
         """Releases the lock, so that other runs may use the folder."""
@@ -120,52 +103,86 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
-    def _write(self, name: str, content: dict[str, Any]) -> None:
-        with write_failures(self.path, name):
-            writing.replace(self.path / name, json.dumps(content, indent=2) + "\n")
-
     def _take(self) -> None:
-        if status(self.path) and not is_folder(self.path):
+        if self.path.exists() and not self.path.is_dir():
             raise UserError(
                 f"{self.path} is a file, and a run needs a folder: choose another --out."
             )
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = lock(self.path, self._note)
 
-    def _holds_a_run(self) -> bool:
-        return any((self.path / name).exists() for name in (CONFIG, metrics.FILE, CHECKPOINTS))
+    def _require_no_model(self) -> None:
+        """Raises if the folder holds a model that no run wrote."""
+        path = self.path / weights.CONFIG
+        found = None if self.checkpoints.exists() or not path.is_file() else weights.parsed(path)
+        if found is not None and "architectures" in found and not weights.is_run(found):
+            raise UserError(
+                f"{self.path} holds a model in Hugging Face's format, not a run: choose another "
+                "--out."
+            )
 
     def _saved(self) -> dict[str, Any] | None:
         """The config of the run in the folder; None if there is no run."""
-        saved = config_in_checkpoint(self.path)
-        path = self.path / CONFIG
-        if saved is not None or not path.is_file():
-            return saved
-        saved = parsed(path)
-        if saved is None:
-            self._note(f"{path} is damaged, and no checkpoint says what was run. It is replaced.")
+        saved = weights.config_in_checkpoint(self.path)
+        path = self.path / weights.CONFIG
+        if saved is None and path.is_file():
+            saved = weights.parsed(path)
+            if saved is None:
+                self._note(
+                    f"{path} is damaged, and no checkpoint says what was run. It is replaced."
+                )
         return saved
 
     def _move_away(self) -> None:
-        """Moves the run that is in the folder to a free name beside it."""
-        moved = _free_name(self.path)
+        """Moves the run that is in the folder to a free name beside it, such as run.1."""
+        source = self._config.init_from
+        if source is not None and expand_user(source).resolve().is_relative_to(self.path.resolve()):
+            raise UserError(
+                f"init_from={source} is in the folder {self.path}, which --resume false would move "
+                "out of the way: choose another folder with --out."
+            )
+        folder = self.path.absolute()
+        names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+        moved = next(name for name in names if not os.path.lexists(name))
         try:
-            if self.path.samefile(Path.cwd()):
-                raise OSError(errno.EBUSY, "It is the current folder")
             self.path.rename(moved)
-        except OSError as error:
-            if error.errno not in (errno.EBUSY, errno.EXDEV):
-                raise
+        except OSError as error:  # it may be a mount point, or the current folder
             raise UserError(
                 f"{self.path} holds a run, which cannot be moved to {moved.name} out of the way: "
                 f"{error.strerror}. Choose another folder with --out."
             ) from error
 
 
-def _free_name(folder: Path) -> Path:
-    """The folder's name with the first free number appended."""
-    folder = folder.absolute()
-    number = 1
-    while os.path.lexists(moved := folder.with_name(f"{folder.name}.{number}")):
-        number += 1
-    return moved
+def lock(folder: str | Path, note: Callable[[str], object]) -> TextIO:
+    """Locks a folder until the returned file is closed, or its process ends, however it ends.
+
+    Args:
+        folder: of a run.
+        note: called with a line if the file system has no locks.
+
+    Raises:
+        UserError: if another process holds the lock, saying which.
+    """
+    folder = expand_user(folder)
+    # A link is not followed: the file is overwritten.
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    file = os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = printable(" ".join(file.read(200).split())) or "another process"
+        file.close()
+        raise UserError(
+            f"{folder} is in use by {holder}. Wait until that run has ended or stop it, or choose "
+            "another folder with --out."
+        ) from None
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        note(f"The file system of {folder} has no locks: let only one run use the folder.")
+    with write_failures(folder, "The lock file"):
+        file.truncate(0)
+        now = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, which began at {now}\n")
+        file.flush()
+    return file

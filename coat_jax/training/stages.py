@@ -1,6 +1,4 @@
-"""A model as stages, for a step whose backward pass updates each one and frees its gradients.
-
-    embedding -> layer 0 -> layer 1 -> ... -> last norm, head and loss
+"""Clipping for a step whose backward pass updates a model stage by stage, and frees gradients.
 
 See `coat_jax.optax.step_by_stages`. Gradients are clipped by the norm of the step before, which is
 part of the state:
@@ -12,16 +10,11 @@ part of the state:
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float
 
-from coat_jax import ops
-from coat_jax.models.llama import layer_functions
-from coat_jax.optax import FusedOptimizer, Stage
+from coat_jax.optax import FusedOptimizer
 from coat_jax.optax.clipping import clip_scale
 
 
@@ -56,48 +49,3 @@ def scale_of_stage(
         return 1.0
     at_most = jnp.where(jnp.isfinite(norm_before), norm_before, norm_of_stage * math.sqrt(stages))
     return clip_scale(at_most, clip_norm)
-
-
-def stages_of(graph: Any, params: Any, microbatch: Any, z_loss: float) -> list[Stage]:
-    """The model's stages, from the tokens of a microbatch to its loss.
-
-    Args:
-        graph: of the model, whose layers are a list.
-        params: of the model.
-        microbatch: a `Batch` of arrays [rows, sequence].
-        z_loss: as in the config.
-    """
-    model = nnx.merge(graph, params)
-    head = "embed" if model.head is None else "head"
-    steps = layer_functions(model.config, model.layers, microbatch.positions, microbatch.segments)
-
-    def embed(of_stage: Any, _: None) -> Array:
-        x: Array = with_params(of_stage).embedded(microbatch.tokens)
-        return x
-
-    def loss(of_stage: Any, x: Array) -> Array:
-        model = with_params(of_stage)
-        weight = model.head_weight()
-        return ops.cross_entropy(model.norm(x), weight, microbatch.labels, z_loss=z_loss)
-
-    def with_params(of_stage: Any) -> Any:
-        return nnx.merge(graph, nnx.State({**params, **_sharded(of_stage)}))
-
-    def only(*names: str) -> Any:
-        return lambda params: nnx.State({name: params[name] for name in names if name in params})
-
-    layers = [
-        Stage(
-            lambda params, i=i: params["layers"][i],  # type: ignore[misc]
-            lambda of_stage, x, step=step: step(x, _sharded(of_stage), None),  # type: ignore[misc]
-        )
-        for i, step in enumerate(steps)
-    ]
-    return [Stage(only("embed"), embed), *layers, Stage(only("norm", head), loss)]
-
-
-def _sharded(params: Any) -> Any:
-    """`params`, constrained to their sharding, so that gradients are reduced to shards at once."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return params
-    return lax.with_sharding_constraint(params, nnx.get_partition_spec(params))

@@ -1,12 +1,12 @@
 """One step of training, and one of evaluation: the functions that are compiled.
 
-    loss, gradients = sum over microbatches of their share of the labels * (mean loss, gradient)
+    loss, gradients = (sum of the losses of all labels, its gradient) / number of labels
     parameters      = the optimizer's, with gradients scaled down to the norm `clip_norm`
 
-A batch is [accumulation, rows, sequence]. The microbatches together have the loss and gradients of
-one large batch, summed in FP32. A step whose gradients or loss are not finite changes nothing and
-is counted; one that releases its gradients skips only the stages whose gradients are not finite.
-Parameters and moments are updated in place; a conditional would copy them.
+Arrays of a batch are [accumulation, rows, ...]. Over microbatches the sums are in FP32. A step
+whose gradients or loss are not finite changes nothing and is counted; one that releases its
+gradients skips only the stages whose gradients are not finite. Parameters and moments are updated
+in place; a conditional would copy them.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,19 +18,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Num
 
 from coat_jax.errors import UserError
+from coat_jax.models import Loss
+from coat_jax.models.llama import shard_params
 from coat_jax.optax import FusedOptimizer, global_norm, step_by_stages
 from coat_jax.optax.clipping import clip_scale
 from coat_jax.training.cluster.batches import abstract_batch
 from coat_jax.training.cluster.mesh import everywhere
 from coat_jax.training.compiler_options import compiler_options
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.data import Batch
 from coat_jax.training.schedule import learning_rate
-from coat_jax.training.stages import Released, scale_of_stage, stages_of
-from coat_jax.training.state import State
+from coat_jax.training.stages import Released, scale_of_stage
+from coat_jax.training.state import State, split_trained
 
 
 class FinishedStep(NamedTuple):
@@ -45,6 +46,7 @@ class FinishedStep(NamedTuple):
         loss: before the update.
         gradient_norm: before clipping.
         learning_rate: of this step.
+        statistics: the sums that the model's loss returned.
     """
 
     params: Any
@@ -53,6 +55,7 @@ class FinishedStep(NamedTuple):
     loss: Float[Array, ""]
     gradient_norm: Float[Array, ""]
     learning_rate: Float[Array, ""]
+    statistics: Mapping[str, Array] = {}
 
 
 class Report(NamedTuple):
@@ -61,16 +64,9 @@ class Report(NamedTuple):
     loss: Float[Array, ""]
     gradient_norm: Float[Array, ""]  # before clipping
     learning_rate: Float[Array, ""]
-    labels: Int32[Array, ""]  # tokens that the loss is the mean of
+    labels: Num[Array, ""]  # that the loss is the mean of
     skipped: Int32[Array, ""]  # steps so far
-    metrics: Mapping[str, Array] = {}  # added by the config
-
-
-class HeldOut(NamedTuple):
-    """The sum of the losses over labels, and their number; both add up over batches."""
-
-    loss: Float[Array, ""]
-    labels: Int32[Array, ""]
+    metrics: Mapping[str, Array] = {}  # of the model, and added by the config
 
 
 def lower_step(
@@ -79,8 +75,7 @@ def lower_step(
     optimizer: FusedOptimizer,
     state: State,
     mesh: Mesh,
-    *,
-    packed: bool = False,
+    example: Any = None,
 ) -> jax.stages.Lowered:
     """`train_step` for a mesh, ready to compile: the state is donated, and keeps its sharding.
 
@@ -90,7 +85,7 @@ def lower_step(
         optimizer: from `make_optimizer`.
         state: shapes and shardings, from `abstract_state`.
         mesh: of the run.
-        packed: whether a row of a batch is several texts.
+        example: a row of a batch; by default the family's.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state), everywhere(mesh)
     kind = releasing_step if config.optimizer.release_gradients else train_step
@@ -102,11 +97,11 @@ def lower_step(
         compiler_options=compiler_options(config, mesh),
     )
     with jax.set_mesh(mesh):
-        return jitted.lower(state, abstract_batch(config, mesh, packed=packed))
+        return jitted.lower(state, abstract_batch(config, mesh, example))
 
 
 def train_step(
-    config: TrainConfig, graph: Any, optimizer: FusedOptimizer, state: State, batch: Batch
+    config: TrainConfig, graph: Any, optimizer: FusedOptimizer, state: State, batch: Any
 ) -> tuple[State, Report]:
     """The next state, and how the step went.
 
@@ -115,37 +110,38 @@ def train_step(
         graph: of the model.
         optimizer: from `make_optimizer`.
         state: to be donated.
-        batch: arrays [accumulation, rows, sequence].
+        batch: arrays [accumulation, rows, ...].
     """
-    labels = jnp.sum(batch.labels >= 0)
-    share_of_loss = partial(microbatch_loss, config, graph, labels)
-    loss, grads = _sum_over_microbatches(jax.value_and_grad(share_of_loss), state.params, batch)
-    norm = global_norm(grads)
+    trained, rest = split_trained(config, state.params)
+    found, grads = mean_gradients(partial(loss_of, graph, rest), trained, batch)
+    loss, norm = found.mean, global_norm(grads)
     scale, skip = clip_or_skip(config, norm, loss)
-    params, moments = optimizer.step(
-        state.params, grads, state.moments, grad_scale=scale, skip=skip
-    )
+    trained, moments = optimizer.step(trained, grads, state.moments, grad_scale=scale, skip=skip)
+    rest = _after_step(graph, trained, rest, found.statistics, skip)
+    params = nnx.merge_state(trained, rest)
     # For the log: the optimizer has a count of its own, and evaluates the schedule itself.
     rate = learning_rate(config.optimizer, config.total_steps, state.step - state.skipped)
     skipped = state.skipped + skip
-    metrics = _measured(config, FinishedStep(params, grads, moments, loss, norm, rate))
-    report = Report(loss, norm, rate, labels, skipped, metrics)
+    step = FinishedStep(params, grads, moments, loss, norm, rate, found.statistics)
+    means = {name: Loss(total, found.count).mean for name, total in found.scalars.items()}
+    metrics = means | _measured(config, step)
+    report = Report(loss, norm, rate, found.count, skipped, metrics)
     return State(state.step + 1, params, moments, skipped), report
 
 
 def releasing_step(
-    config: TrainConfig, graph: Any, optimizer: FusedOptimizer, state: State, batch: Batch
+    config: TrainConfig, graph: Any, optimizer: FusedOptimizer, state: State, batch: Any
 ) -> tuple[State, Report]:
     """As `train_step`, but the backward pass updates parameters and frees gradients."""
-    microbatch = jax.tree.map(lambda array: array[0], batch)
-    stages = stages_of(graph, state.params, microbatch, config.z_loss)
+    microbatch = first_microbatch(batch)
+    stages, labels = nnx.merge(graph, state.params).stages(microbatch)
     before = state.moments
     scale = partial(scale_of_stage, config.optimizer.clip_norm, before.gradient_norm, len(stages))
     done = step_by_stages(optimizer, stages, state.params, before.inner, grad_scale=scale)
     # For the log, as in `train_step`.
     rate = learning_rate(config.optimizer, config.total_steps, state.step - state.skipped)
     skipped = state.skipped + done.skipped
-    report = Report(done.loss, done.gradient_norm, rate, jnp.sum(microbatch.labels >= 0), skipped)
+    report = Report(done.loss, done.gradient_norm, rate, labels, skipped)
     moments = Released(done.gradient_norm, done.state)
     return State(state.step + 1, done.params, moments, skipped), report
 
@@ -178,52 +174,55 @@ def _measured(config: TrainConfig, step: FinishedStep) -> dict[str, Array]:
     return found
 
 
-def microbatch_loss(
-    config: TrainConfig, graph: Any, label_count: Array, params: Any, microbatch: Batch
-) -> Float[Array, ""]:
-    """A microbatch's loss, weighted by its share of the batch's labels; these add up to the mean.
-
-    Args:
-        config: the run.
-        graph: of the model.
-        label_count: how many labels the whole batch has.
-        params: of the model.
-        microbatch: arrays [rows, sequence].
-    """
-    share = jnp.sum(microbatch.labels >= 0) / jnp.maximum(label_count, 1)
-    return share * _loss(graph, params, microbatch, config.z_loss)
-
-
-def held_out_step(graph: Any, params: Any, batch: Batch) -> HeldOut:
-    """The loss of a batch [1, rows, sequence], without a z-loss."""
-    microbatch = jax.tree.map(lambda array: array[0], batch)
-    labels = jnp.sum(microbatch.labels >= 0)
-    return HeldOut(labels * _loss(graph, params, microbatch, 0.0), labels)
-
-
-def _loss(graph: Any, params: Any, microbatch: Batch, z_loss: float) -> Float[Array, ""]:
-    """The mean over the labels of one microbatch."""
-    model = nnx.merge(graph, params)
-    rows = microbatch.tokens, microbatch.labels, microbatch.positions, microbatch.segments
-    loss: Array = model.loss(*rows, z_loss=z_loss)
+def loss_of(graph: Any, rest: Any, trained: Any, microbatch: Any, evaluate: bool = False) -> Loss:
+    """The loss of a microbatch, whose arrays are [rows, ...]."""
+    loss: Loss = nnx.merge(graph, trained, rest).loss(microbatch, evaluate=evaluate)
     return loss
 
 
-def _sum_over_microbatches(
-    value_and_grad: Callable[[Any, Batch], tuple[Array, Any]], params: Any, batch: Batch
-) -> tuple[Array, Any]:
-    """The sums of values and gradients; gradients are sharded like the parameters."""
+def held_out_step(graph: Any, params: Any, batch: Any) -> Loss:
+    """The loss of a batch of one microbatch, without what is only for training."""
+    loss = loss_of(graph, nnx.State({}), params, first_microbatch(batch), evaluate=True)
+    return Loss(loss.sum, loss.count, loss.scalars)
 
-    def one(microbatch: Batch) -> tuple[Array, Any]:
-        loss, grads = value_and_grad(params, microbatch)
+
+def first_microbatch(batch: Any) -> Any:
+    """The first microbatch, or the only one."""
+    return jax.tree.map(lambda array: array[0], batch)
+
+
+def mean_gradients(loss: Callable[[Any, Any], Loss], params: Any, batch: Any) -> tuple[Loss, Any]:
+    """The loss of a batch, and the gradients of its mean; they are sharded like the parameters."""
+    microbatches = len(jax.tree.leaves(batch)[0])
+
+    def one(microbatch: Any) -> tuple[Loss, Any]:
+        def differentiated(params: Any) -> tuple[Array, Loss]:
+            found = loss(params, microbatch)
+            return found.mean if microbatches == 1 else found.sum, found
+
+        grads, found = jax.grad(differentiated, has_aux=True)(params)
         # Gradients are reduced to shards as soon as a microbatch is done.
-        return loss, lax.with_sharding_constraint(grads, nnx.get_partition_spec(params))
+        return found, shard_params(grads)
 
-    if batch.tokens.shape[0] == 1:
-        return one(jax.tree.map(lambda array: array[0], batch))
+    if microbatches == 1:
+        return one(first_microbatch(batch))
 
-    def add(sums: Any, microbatch: Batch) -> tuple[Any, None]:
+    def add(sums: Any, microbatch: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, one(microbatch)), None
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    return lax.scan(add, (jnp.zeros([]), zeros), batch)[0]
+    found, _ = jax.eval_shape(one, first_microbatch(batch))
+    zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), found)
+    in_fp32 = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    (found, grads), _ = lax.scan(add, (zeros, in_fp32), batch)
+    return found, jax.tree.map(lambda g: g / jnp.maximum(found.count, 1), grads)
+
+
+def _after_step(graph: Any, trained: Any, rest: Any, statistics: Any, skip: Any) -> Any:
+    """The state without gradients after a step, which the model may update."""
+    model = nnx.merge(graph, trained, rest)
+    if not hasattr(model, "after_step"):
+        return rest
+    model.after_step(statistics)
+    paths = {path for path, _ in nnx.to_flat_state(rest)}
+    after, _ = nnx.split_state(nnx.state(model), lambda path, _: tuple(path) in paths, ...)
+    return jax.tree.map(lambda new, old: jnp.where(skip, old, new), after, rest)

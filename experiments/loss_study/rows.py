@@ -1,7 +1,6 @@
 """The rows of text that a run of `loss_study` reads, as batches on its device."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -32,8 +31,7 @@ def placed_rows(
     """These rows as a batch on the device; a row's last label is the next row's first token."""
     at = rows[:, None].astype(np.int64) * sequence + np.arange(sequence + 1)
     whole = tokens[at].astype(np.int32)
-    plain: Any = Batch(whole[:, :-1], whole[:, 1:], None, None)  # type: ignore[arg-type]
-    placed: Batch = place(plain, mesh, microbatches=parts, packed=False)
+    placed: Batch = place(Batch(whole[:, :-1], whole[:, 1:]), mesh, microbatches=parts)
     return placed
 
 

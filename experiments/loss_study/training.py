@@ -22,13 +22,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from coat_jax import BF16, COAT_PAPER, Precision, models
+from coat_jax.models import Loss
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import MeshConfig, TrainConfig
 from coat_jax.training.data import Batch
 from coat_jax.training.preparation import Prepared, prepare
 from coat_jax.training.state import State
-from coat_jax.training.step import HeldOut, held_out_step
+from coat_jax.training.step import held_out_step
 from experiments import row_files
 from experiments.loss_study import arms, operands
 from experiments.loss_study import text as texts
@@ -242,9 +243,9 @@ def losses_in(
         return [mean_loss(step(params, batch)) for batch in batches]
 
 
-def mean_loss(found: HeldOut) -> float:
+def mean_loss(found: Loss) -> float:
     """The loss of one batch, for a row."""
-    return rounded(float(found.loss) / int(found.labels))
+    return rounded(float(found.sum) / int(found.count))
 
 
 def rounded(value: float) -> float:

@@ -18,7 +18,8 @@ def rows_of(call: Call, name: str, seeds: Sequence[int], text: str) -> list[Row]
     """The rows of a run: one for each learning rate."""
     size = SIZES[call.size]
     model = described(size.model, types=False)
-    del model["precision"]  # the arm decides it
+    # The arm decides the precision, and the first runs had no z-loss to set.
+    del model["precision"], model["z_loss"]
     decides = {
         "definition": described(ARMS[name], types=False),
         "model": digest(model),

@@ -8,11 +8,11 @@ import resource
 import sys
 from pathlib import Path
 
-from coat_jax.models import stored
+from coat_jax.models import lazy_arrays
 from coat_jax.quantization import Recipe
 from coat_jax.training.checkpoint import conversion
 
-stored.PIECE = 1 << 20
+lazy_arrays.PIECE = 1 << 20
 
 
 def there_and_back(folder):

@@ -23,7 +23,7 @@ from small_model import SMALL, change, filled
 
 from coat_jax import models
 from coat_jax.cli import main
-from coat_jax.models import hf, stored
+from coat_jax.models import hf, lazy_arrays
 from coat_jax.models.hf.files import NewTensors
 from coat_jax.nn import MeshAxes
 from coat_jax.ops import Llama3Scaling, Rotary
@@ -113,7 +113,7 @@ def convert(*arguments):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_comes_back_bit_for_bit(family, tmp_path, monkeypatch):
     """In pieces that are smaller than the tensors, and do not divide them."""
-    monkeypatch.setattr(stored, "PIECE", 5000)
+    monkeypatch.setattr(lazy_arrays, "PIECE", 5000)
     dtype = jnp.float32 if family == "olmo" else jnp.bfloat16
     model = filled(variant(family, dtype))
     hf.save(tmp_path / "theirs", model)
@@ -204,23 +204,22 @@ def test_a_checkpoint_of_training_is_exported(scan, tmp_path):
 
 ON_TOKENS = {"train": ["tokens/*.npy"], "tokenizer": None}
 ON_BYTES = {"train": ["corpus"], "tokenizer": None}
-NO_TOKENIZER, NO_END = "for which there is no tokenizer.json", "names no token that ends a text"
 
 
 @pytest.mark.parametrize(
-    ("data", "written", "words", "end", "noted"),
+    ("data", "written", "words", "end"),
     [
-        (ON_TOKENS, 3, None, 3, ["--tokenizer FILE"]),
-        (ON_BYTES, None, None, None, [NO_TOKENIZER, NO_END]),
-        (ON_BYTES, 0, None, 0, [NO_TOKENIZER]),
-        (ON_BYTES | {"end_of_text": 3}, None, None, 3, [NO_TOKENIZER]),
-        ({"end_of_text": 2}, None, ["</s>"], 2, []),
-        ({}, None, ["no", "</s>"], 2, []),
-        ({}, None, [], None, []),
+        (ON_TOKENS, 3, None, 3),
+        (ON_BYTES, None, None, None),
+        (ON_BYTES, 0, None, 0),
+        (ON_BYTES | {"end_of_text": 3}, None, None, 3),
+        ({"end_of_text": 2}, None, ["</s>"], 2),
+        ({}, None, ["no", "</s>"], 2),
+        ({}, None, [], None),
     ],
 )
 def test_an_export_knows_where_a_text_ends_and_says_what_it_lacks(
-    data, written, words, end, noted, run, tmp_path, capsys
+    data, written, words, end, run, tmp_path, capsys
 ):
     """From what the run wrote, from its config, or from its tokenizer."""
     write_config(run, variant(), data=data)
@@ -230,8 +229,8 @@ def test_an_export_knows_where_a_text_ends_and_says_what_it_lacks(
         write_words(run / "tokenizer.json", "yes", *words)
     assert convert(run, tmp_path / "out") == 0
     said = capsys.readouterr().err
-    assert said.count("\n") == bool(noted)
-    assert [words for words in ("--tokenizer FILE", NO_TOKENIZER, NO_END) if words in said] == noted
+    assert said.count("\n") == ("train" in data)
+    assert ("--tokenizer FILE" in said) == ("train" in data)
     assert special_tokens(tmp_path / "out").get("eos_token_id") == end
     assert (tmp_path / "out" / "tokenizer.json").exists() == (words is not None)
 
@@ -307,7 +306,7 @@ def test_a_model_is_never_in_memory_as_a_whole(conversion, tiny, large, tmp_path
 
 
 def test_a_piece_is_written_before_the_next_one_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(stored, "PIECE", 2000)
+    monkeypatch.setattr(lazy_arrays, "PIECE", 2000)
     config, events = variant(), []
 
     def watched(one):
@@ -333,8 +332,8 @@ def _bytes(leaf, source):
         values = np.resize(source, int(np.prod(shape)))
         return values.astype(jnp.bfloat16).reshape(shape)
 
-    piece = stored.piece_of(leaf.shape, 2, stacked=len(leaf.shape) == 3)
-    return stored.Stored(leaf.shape, jnp.dtype(jnp.bfloat16), piece, read)
+    piece = lazy_arrays.piece_of(leaf.shape, 2, stacked=len(leaf.shape) == 3)
+    return lazy_arrays.LazyArray(leaf.shape, jnp.dtype(jnp.bfloat16), piece, read)
 
 
 # --- Refusals --------------------------------------------------------------------------------
@@ -387,7 +386,7 @@ def test_folders_that_are_no_model_are_refused(damage, named, theirs, tmp_path, 
 def test_folders_that_are_not_there_are_refused(theirs, tmp_path, capsys):
     nowhere, out = tmp_path / "nowhere", tmp_path / "out"
     assert_refused(capsys, tmp_path, nowhere, out, named="there is no such folder")
-    named = "--step chooses among the checkpoints of a run"
+    named = "--step is for the checkpoints of a run"
     assert_refused(capsys, tmp_path, theirs, out, "--step", "3", named=named)
 
 

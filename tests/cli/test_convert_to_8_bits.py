@@ -179,16 +179,19 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_work(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--fit", "max"], "--fit says how to quantize: add --to"),
+        (["--fit", "max"], "--fit is for --to int8, fp8 or mixed"),
         (["--to", "int8", "--calibrate", "TEXT"], "--calibrate is for --activations static"),
-        (["--to", "int8", "--tokens", "9"], "add --calibrate or --balance"),
+        (["--to", "int8", "--tokens", "9"], "--tokens is for --calibrate and --balance"),
         (["--to", "fp8", "--balance", "TEXT"], "--balance is for activations in INT8"),
-        (["--to", "int8", "--activations", "none", "--balance", "TEXT"], "none has none"),
+        (
+            ["--to", "int8", "--activations", "none", "--balance", "TEXT"],
+            "--balance is for activations in INT8",
+        ),
         (["--balance", "TEXT", "--dtype", "float16"], "in float16 cannot be balanced"),
-        (["--balance", "TEXT", "--tokens", "0"], "--tokens 0 must be 1 or more"),
+        (["--balance", "TEXT", "--tokens", "0"], "--tokens: 0 must be 1 or more"),
         (
             ["--to", "mixed", "--activations", "none", "--calibrate", "TEXT"],
-            "--to mixed with --activations none needs no text",
+            "--calibrate is for --activations static",
         ),
         (["--to", "int8", "--activations", "static"], "needs a text to see activations on"),
         (
@@ -197,10 +200,10 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_work(
         ),
         (["--to", "mixed", "--calibrate", "nowhere.txt"], "There is no file nowhere.txt"),
         (["--to", "int8", "--percentile", "20"], "percentile=20.0"),
-        (["--to", "int8", "--percentile", "99"], "--percentile is for --fit percentile or"),
+        (["--to", "int8", "--percentile", "99"], "--percentile is for --fit percentile and"),
         (["--to", "int8", "--activation-fit", "max"], "--activation-fit is for --activations st"),
         (["--to", "int8", "--leave", "*.dwn"], "leave='*.dwn' matches no projection"),
-        (["--to", "int8", "--step", "1"], "--step chooses among the checkpoints of a run"),
+        (["--to", "int8", "--step", "1"], "--step is for the checkpoints of a run"),
     ],
 )
 def test_options_that_do_not_fit(options, named, theirs, text, tmp_path, capsys):
@@ -228,9 +231,9 @@ def test_a_folder_without_a_tokenizer_may_be_given_one(text, tmp_path, capsys):
     assert not (tmp_path / "c" / "tokenizer.json").exists()
     capsys.readouterr()
     said = refused(capsys, "convert", folder, tmp_path / "no", "--tokenizer", "bytes")
-    assert "--tokenizer bytes is for --calibrate" in said
+    assert "--tokenizer is for --calibrate" in said
     said = refused(capsys, "convert", tmp_path / "a", tmp_path / "no", "--tokenizer", words)
-    assert "tokenizer.json, and" in said
+    assert "--tokenizer is for a folder without a tokenizer.json" in said
 
 
 @pytest.mark.parametrize(("tokens", "said"), [(1, "sees 1 token only"), (600, "")])

@@ -166,13 +166,13 @@ def test_questions_that_lose_their_beginning_are_counted(run, tasks, tmp_path, c
 
 
 @pytest.mark.parametrize(
-    ("before", "scored", "few"),
+    ("before", "scored"),
     [
-        ([], 2, "1 token, fewer than 2, because"),
-        (["<s>"], 3, "0 tokens, fewer than 1."),
+        ([], 2),
+        (["<s>"], 3),
     ],
 )
-def test_a_text_begins_as_the_tokenizer_says(before, scored, few, tmp_path, capsys):
+def test_a_text_begins_as_the_tokenizer_says(before, scored, tmp_path, capsys):
     """Without a token that begins a text or ends one, the first is not scored."""
     folder, text = tmp_path / "model", tmp_path / "a.txt"
     hf.save(folder, filled(dataclasses.replace(CONFIG, vocab=3)))
@@ -187,7 +187,7 @@ def test_a_text_begins_as_the_tokenizer_says(before, scored, few, tmp_path, caps
     assert said["nats_per_token"] == pytest.approx(expected.per_token)
     text.write_text(" " if before else "yes")
     assert coat(folder, "--text", text) == 2
-    assert f"a.txt has {few}" in capsys.readouterr().err
+    assert "a.txt has no token after the first one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_a_text_begins_as_the_tokenizer_says(before, scored, few, tmp_path, caps
         ),
         (["--text", "TEXT", "--window", "1"], "A window of 1 must be from 2"),
         (["--tasks", "TASKS", "--window", "9"], "--window 9 is for texts: name one"),
-        (["--text", "TEXT", "--batch", "0"], "--batch 0 must be 1 or more"),
+        (["--text", "TEXT", "--batch", "0"], "--batch: 0 must be 1 or more"),
         (["--text", "TEXT", "--devices", "3"], "cannot be sharded over 3 devices"),
     ],
 )

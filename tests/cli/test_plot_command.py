@@ -21,24 +21,8 @@ def test_it_says_what_it_wrote(tmp_path, run, capsys):
     out = tmp_path / "curves.png"
     asked = ["plot", str(run), "--out", str(out), "--over", "tokens", "--names", "a run"]
     assert cli.main([*asked, "--smooth", "2"]) == 0
-    assert capsys.readouterr().out == f"{out}\n{out.with_suffix('.html')}\n"
+    assert capsys.readouterr().out == f"{out}\n"
     assert out.stat().st_size > 10_000
-    assert '"a run"' in out.with_suffix(".html").read_text("utf-8")
-
-
-def test_a_page_replaces_an_earlier_page_and_no_other_file(tmp_path, run, capsys):
-    out, page = tmp_path / "curves.png", tmp_path / "curves.html"
-    page.write_text("<!doctype html>\n<title>My notes</title>\n")
-    assert cli.main(["plot", str(run), "--out", str(out)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert f"{page} is not a page that `coat plot` wrote, so it is not replaced: cho" in said
-    assert not out.exists()
-    assert "My notes" in page.read_text()
-    page.unlink()
-    for name in ("one", "two"):
-        assert cli.main(["plot", str(run), "--out", str(out), "--names", name]) == 0
-        assert f'"{name}"' in page.read_text("utf-8")
 
 
 def test_a_heat_map_is_a_picture_alone(tmp_path, run, capsys):
@@ -56,10 +40,9 @@ def test_a_heat_map_is_a_picture_alone(tmp_path, run, capsys):
     [
         (["{run}", "--fp8", "error"], "no records of error: they are written when a run in FP8"),
         (["{run}", "{run}", "--fp8", "error"], "A heat map is of one run, not of 2."),
-        (["{run}", "--fp8", "k", "--out", "fp8.svg"], "fp8.svg does not end in .png."),
-        (["nowhere"], "nowhere does not exist."),
-        (["{run}", "--over", "time"], "does not record seconds: plot it over steps."),
-        (["{run}", "{run}"], "A run is given twice."),
+        (["{run}", "--out", "plot.svg"], "plot.svg does not end in .png."),
+        (["nowhere"], "There is no log of a run nowhere."),
+        (["{run}", "--over", "time"], "has no losses over time: train the run, or plot it over st"),
         (["{run}", "--out", "{run}/no/folder/plot.png"], "No such file or directory"),
     ],
 )

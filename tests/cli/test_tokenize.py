@@ -27,8 +27,8 @@ def test_its_files_can_be_trained_on(texts, tmp_path, capsys):
     assert np.load(out / "00000.npy")[-1] == 3
     config = DataConfig(train=(f"{out}/*.npy",))
     loader = load(config, split="train", batch=2, sequence=16, vocab=256)
-    assert loader.packed
-    assert next(loader).tokens.shape == (2, 16)
+    batch = next(loader)
+    assert batch.tokens.shape == batch.segments.shape == (2, 16)
     loader.close()
 
 

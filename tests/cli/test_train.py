@@ -36,15 +36,18 @@ def train(tmp_path, capsys, monkeypatch):
 
 
 BAD = {
-    "a config that is not there": (["nothing.py"], "There is no config file nothing.py"),
+    "a config that is not there": (["nothing.py"], "There is no config file 'nothing.py'"),
     "a folder instead of a config": ([str(ROOT / "docs")], f"init_from={str(ROOT / 'docs')!r}."),
     "a field that does not exist": ([TINY, "--total_stepz", "3"], "Did you mean --total_steps?"),
     "settings without a config": (
         ["--total_steps", "3"],
-        "A config comes before the settings, as in coat train llama_tiny --total_steps ...",
+        "A config comes before the settings, as in coat train llama_tiny --total_steps.",
     ),
-    "a flag without a config": (["--print-config"], "The package has llama2_13b, llama2_7b"),
-    "a function without a config": ([":bf16"], "':bf16' names no config"),
+    "a flag without a config": (
+        ["--print-config"],
+        "`coat train` alone lists those of the package",
+    ),
+    "a function without a config": ([":bf16"], "There is no config file ':bf16'"),
     "a cache without a name": ([TINY, "--cache", ""], "cache='' names no folder"),
     "a mesh that does not match": ([TINY, "--mesh.data", "3"], "needs 3 devices, and JAX finds 8"),
     "data that is missing": ([TINY, "--train", "nothing/*.npy"], "nothing/*.npy"),
@@ -133,7 +136,7 @@ def test_an_interrupted_run_says_where_it_continues(train, tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("offload", "queues"), [("false", "1"), ("true", None)])
 def test_cuda_starts_with_one_queue_on_hoppers(train, monkeypatch, offload, queues):
-    monkeypatch.setattr(nvidia, "ask", lambda field: ["9.0"])
+    monkeypatch.setattr(nvidia, "query_gpus", lambda field: ["9.0"])
     monkeypatch.setenv(QUEUES, "")  # so that it is unset again after the test
     monkeypatch.delenv(QUEUES)
     found = []
@@ -147,10 +150,16 @@ def test_cuda_starts_with_one_queue_on_hoppers(train, monkeypatch, offload, queu
     assert found == [queues]
 
 
-def test_help_lists_the_fields_with_their_values(train):
+def test_help_explains_the_fields_with_their_values(train):
     code, out, _ = train(TINY, "--learning_rate", "5e-3", "--help")
     assert code == 0
+    assert out.startswith(f"usage: coat train {TINY} [--field value ...] [--print-config]")
     assert "--optimizer.learning_rate 0.005" in out
+    assert "--optimizer.eps" not in out
+    for arguments in ([TINY, "--help-all"], ["--help-all"]):
+        code, out, _ = train(*arguments)
+        assert code == 0
+        assert "--optimizer.eps 1e-08" in out
 
 
 def test_the_documentation_has_the_exit_codes_that_there_are():

@@ -13,6 +13,7 @@ from small_model import SMALL, filled
 
 from coat_jax.errors import UserError
 from coat_jax.evaluation import Score, combine, perplexity, windows
+from coat_jax.models import Batch
 
 MODEL = filled(dataclasses.replace(SMALL, layers=1, context=32, dtype=jnp.float32))
 
@@ -33,7 +34,7 @@ def test_every_token_but_the_first_is_scored_once_after_half_a_window():
 def test_a_text_within_one_window_has_the_loss_of_training():
     text = np.random.default_rng(0).integers(0, 256, 33)
     (score,) = perplexity(MODEL, [text], [33])
-    loss = float(jax.jit(MODEL.loss)(text[None, :-1], text[None, 1:]))
+    loss = float(jax.jit(MODEL.loss)(Batch(text[None, :-1], text[None, 1:])).mean)
     assert score.tokens == 32
     assert score.per_token == pytest.approx(loss, rel=1e-6)
 

@@ -74,7 +74,7 @@ def alone(arm):
         batch = windows(SETTINGS, jnp.asarray(TEXT), seed, number)
 
         def loss_of(params):
-            return nnx.merge(graph, params).loss(batch[:, :-1], batch[:, 1:])
+            return nnx.merge(graph, params).loss(models.Batch(batch[:, :-1], batch[:, 1:])).mean
 
         loss, grads = jax.value_and_grad(loss_of)(params)
         updates, state = transformation(rate).update(grads, state, params)

@@ -40,7 +40,7 @@ def batches(number):
 
 
 def loss_of(graph, state, tokens):
-    return nnx.merge(graph, state).loss(tokens[:, :-1], tokens[:, 1:], chunk=16)
+    return nnx.merge(graph, state).loss(models.Batch(tokens[:, :-1], tokens[:, 1:]), chunk=16).mean
 
 
 class Answer(NamedTuple):

@@ -19,5 +19,5 @@ MODEL = nnx.merge(*models.abstract(models.config_of("tiny")))
     ],
 )
 def test_another_argument_than_a_model_is_refused(call, said):
-    with pytest.raises(TypeError, match=rf"{said} a coat\.models\.Llama, not str\."):
+    with pytest.raises(TypeError, match=rf"{said} a model with .*, not str\."):
         call()

@@ -28,12 +28,10 @@ from small_model import SMALL
 
 import coat_jax as coat
 from coat_jax import ops, telemetry
-from coat_jax.limits import from_json
-from coat_jax.models import Config
 from coat_jax.numerics import blocks
 from coat_jax.numerics.minifloat import minifloat
 from coat_jax.numerics.quantizer import Quantizer
-from coat_jax.training import resume_rules
+from coat_jax.training import families, resume_rules
 
 TWINS = {"forward": "E4M3:bias=9", "backward": "E5M2:bias=13"}
 
@@ -120,4 +118,4 @@ def test_a_config_is_written_with_the_names_of_its_formats():
     config = dataclasses.replace(SMALL, precision=precision)
     written = resume_rules.to_json(config)
     assert written["precision"]["forward"] == "E3M4"
-    assert from_json(Config, written, "config").precision == precision
+    assert families.from_json(written, "config").precision == precision

@@ -12,13 +12,13 @@ from small_model import QUICK, SMALL, filled
 from coat_jax import nn
 from coat_jax import quantization as q
 from coat_jax.errors import UserError
-from coat_jax.models import stored
+from coat_jax.models import lazy_arrays
 from coat_jax.nn import MeshAxes
 from coat_jax.quantization.balancing import (
     LEAST_EXPONENT,
     MOST_EXPONENT,
     _factors_of_columns,
-    balance_stored,
+    balance_parameters,
     find_factors,
 )
 from coat_jax.quantization.calibration import observe
@@ -128,12 +128,14 @@ def test_parameters_that_are_read_in_parts_are_balanced_alike():
 
     factors = find_factors(CONFIG, read, observe(model, TOKENS))
     parameters = {
-        path: stored.Stored(x.shape, x.dtype, tuple(-(-n // 2) for n in x.shape), x.__getitem__)
+        path: lazy_arrays.LazyArray(
+            x.shape, x.dtype, tuple(-(-n // 2) for n in x.shape), x.__getitem__
+        )
         for path, x in values.items()
     }
-    parts = balance_stored(parameters, factors)
+    parts = balance_parameters(parameters, factors)
     for path, x in arrays(q.balance(model, TOKENS)).items():
-        for index in stored.pieces(parts[path]):
+        for index in lazy_arrays.pieces(parts[path]):
             np.testing.assert_array_equal(parts[path].read(index), np.asarray(x)[index])
 
 

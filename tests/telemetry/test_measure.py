@@ -58,7 +58,7 @@ def measured(config, mesh=None):
         params = stacked(params, like=abstract)
 
     def loss(params, tokens):
-        return nnx.merge(graph, params).loss(tokens, tokens)
+        return nnx.merge(graph, params).loss(models.Batch(tokens, tokens)).mean
 
     rows = None if mesh is None else NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
     program = jax.jit(partial(sums_and_gradients, loss), compiler_options=OPTIONS)

@@ -38,7 +38,7 @@ def graph():
 @partial(jax.jit, static_argnums=0)
 def loss_of(graph, params, *arrays):
     """What the model itself says of tokens, labels and so on."""
-    return nnx.merge(graph, params).loss(*arrays)
+    return nnx.merge(graph, params).loss(models.Batch(*arrays)).mean
 
 
 def loss_on(sizes, graph, params, config=CONFIG):

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,9 @@ from coat_jax.errors import UserError
 from coat_jax.training import loop, preparation, programs
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.config import CheckpointConfig, EvaluationConfig, MeshConfig
-from coat_jax.training.report.metrics import JSONLines, Metrics
+from coat_jax.training.report import metrics
+from coat_jax.training.report.metrics import PACKAGES, Metrics
 from coat_jax.training.report.recorder import Diverged
-from coat_jax.training.report.writers import PACKAGES
 from coat_jax.training.step import Report
 from coat_jax.writing import DiskFull
 
@@ -49,7 +50,7 @@ class Counting:
         self.skipped = set()
         self.after = {}
 
-    def compile(self, prepared, console, what, **options):
+    def compile(self, prepared, console, what, example):
         self.compiled.append(what)
         return self
 
@@ -78,6 +79,8 @@ def count_steps(monkeypatch):
 
     class HeldOut:
         """Its loss is another one each time."""
+
+        statistics: ClassVar = {}
 
         def __init__(self, *arguments):
             self.losses = iter((2.5, 2.25, 2.125))
@@ -198,7 +201,7 @@ def test_a_full_disk_saves_what_fits_and_nothing_is_lost(step, config, fits):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def fill():
-        full.setattr(JSONLines, "_append", no_space)
+        full.setattr(metrics, "append", no_space)
         full.setattr(writing.shutil, "disk_usage", lambda _: usage)
 
     step.after[5] = fill

@@ -110,7 +110,7 @@ def test_telemetry_reads_moments_in_host_memory():
     step = step_of(True)
     config = dataclasses.replace(step.config, telemetry=TelemetryConfig(every=1))
     with jax.set_mesh(step.mesh):
-        telemetry = Telemetry(config, step.prepared.graph, step.abstract, step.mesh, packed=False)
+        telemetry = Telemetry(config, step.prepared.graph, step.abstract, step.mesh)
         state, (batch,) = step.state(), random_batches(1)
         placed = step.place(batch)
         telemetry.begin(1, state, placed)

@@ -28,7 +28,7 @@ def compiled(monkeypatch):
     """The configs that are compiled; a config stands in for its program."""
     configs = []
 
-    def compile_(prepared, console, what, *, packed):
+    def compile_(prepared, console, what, example):
         configs.append(prepared.config)
         return prepared.config
 

@@ -13,7 +13,7 @@ from small_model import SMALL, filled
 from train_cases import mesh_of, small
 
 from coat_jax import models
-from coat_jax.models import stored
+from coat_jax.models import lazy_arrays
 from coat_jax.training.checkpoint import conversion, weights
 from coat_jax.training.preparation import prepare
 from coat_jax.training.state import require_same_model
@@ -63,7 +63,9 @@ def test_layers_one_by_one_may_be_stacked_in_the_next_run(tmp_path):
     """Eleven of them: in a checkpoint the names of layers are sorted as text."""
     model = filled(dataclasses.replace(SMALL, layers=11, scan=False))
     arrays = {
-        path: stored.Stored(leaf.shape, leaf.dtype, leaf.shape, np.asarray(leaf[...]).__getitem__)
+        path: lazy_arrays.LazyArray(
+            leaf.shape, leaf.dtype, leaf.shape, np.asarray(leaf[...]).__getitem__
+        )
         for path, leaf in nnx.to_flat_state(nnx.state(model))
     }
     weights.write(tmp_path, model.config, arrays)

@@ -20,7 +20,9 @@ WIDE = IN_FP32 | {"ffn": 256}  # enough for moments in FP8
 FP8 = small(model=IN_FP32)
 # With b1 = 0 the first moments are the gradients after clipping.
 EXACT = dataclasses.replace(
-    small(model=IN_FP32, optimizer={"name": "adamw", "clip_norm": 0.01, "b1": 0.0}, z_loss=0.1),
+    small(
+        model={**IN_FP32, "z_loss": 0.1}, optimizer={"name": "adamw", "clip_norm": 0.01, "b1": 0.0}
+    ),
     metrics={
         "weight_norm": lambda step: coat.optax.global_norm(step.params),
         "loss_again": lambda step: step.loss,

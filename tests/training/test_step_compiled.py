@@ -207,7 +207,7 @@ def test_telemetry_runs_the_kernels_of_the_step_in_no_more_memory(monkeypatch):
     mesh = hopper_mesh((4, 1, 1), NAMES)
     monkeypatch.setattr(telemetry, "compiler_options", lambda config, mesh: OPTIONS)
     _, _, _, graph, state = prepare(config, mesh)
-    watching = telemetry.Telemetry(config, graph, state, mesh, packed=False)
+    watching = telemetry.Telemetry(config, graph, state, mesh)
     program = watching._collect
     # Of a layer: norms, activation, rotation and casts, forward and backward.
     assert kernel_calls(program) >= 12

@@ -91,7 +91,7 @@ class Stepper:
 
     def place(self, batch: Batch) -> Any:
         microbatches = self.config.gradient_accumulation_steps
-        return place(batch, self.mesh, microbatches=microbatches, packed=False)
+        return place(batch, self.mesh, microbatches=microbatches)
 
     def run(self, batches, state: State | None = None) -> tuple[State, list]:
         """The last state, and the reports as numbers; `state` is donated."""
@@ -143,9 +143,7 @@ def random_batches(number: int, config: TrainConfig = SMALL, seed: int = 0) -> l
             text[:, 1 : config.sequence_length + 1].copy(),
         )
         labels[:3, :10], labels[5] = -100, -100
-        positions = np.broadcast_to(np.arange(config.sequence_length), tokens.shape)
-        arrays = (tokens, labels, positions, np.ones_like(tokens))
-        made.append(Batch(*(np.ascontiguousarray(a, np.int32) for a in arrays)))
+        made.append(Batch(*(np.ascontiguousarray(a, np.int32) for a in (tokens, labels))))
     return made
 
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from coat_jax.errors import UserError
-from coat_jax.limits import CountOrZero, annotations, require, shown
 from coat_jax.models.config import Config
 from coat_jax.ops import Llama3Scaling, Rotary
 from coat_jax.precision import BF16
+from coat_jax.validation import CountOrZero, annotations, require, shown
 
 Json = Mapping[str, Any]
 

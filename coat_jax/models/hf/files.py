@@ -25,8 +25,8 @@ from safetensors import SafetensorError, safe_open
 
 from coat_jax import manifest
 from coat_jax.errors import UserError
-from coat_jax.files import MissingFile, is_folder, is_regular, read_json, require_regular
-from coat_jax.models.stored import in_dtype
+from coat_jax.files import MissingFile, read_json, require_regular
+from coat_jax.models.lazy_arrays import in_dtype
 from coat_jax.writing import require_space
 
 CONFIG = "config.json"
@@ -121,7 +121,7 @@ def _mapped(path: Path, name: str) -> np.ndarray:
 
 def _index(folder: Path) -> dict[str, str]:
     """The file of each tensor."""
-    if not is_folder(folder):
+    if not folder.is_dir():
         raise MissingFile(
             f"There is no folder {folder}. Download the model first: hf download <name> "
             f"--local-dir {folder}"
@@ -134,7 +134,7 @@ def _index(folder: Path) -> dict[str, str]:
             )
         for file in file_of.values():
             is_name = isinstance(file, str) and Path(file).name == file
-            if not is_name or not is_regular(folder / file):
+            if not is_name or not (folder / file).is_file():
                 raise MissingFile(f"{INDEX} names the file {file!r}, not in {folder}.")
         return file_of
     if os.path.lexists(folder / WHOLE):

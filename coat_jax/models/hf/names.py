@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from coat_jax.models.config import Config
-from coat_jax.models.stored import Index, Name
+from coat_jax.models.lazy_arrays import Index, Name
 
 OUTSIDE: dict[Name, str] = {
     ("embed",): "model.embed_tokens.weight",

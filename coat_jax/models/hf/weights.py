@@ -2,7 +2,7 @@
 
 While a model is loaded, host memory holds one parameter at a time (on a mesh, each device's part of
 it); while it is saved, one piece of a parameter. `read` and `write` are for parameters that are not
-in memory: see `coat_jax.models.stored`. Tokenizers are left out.
+in memory: see `coat_jax.models.lazy_arrays`. Tokenizers are left out.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from coat_jax.errors import UserError
-from coat_jax.files import expanded
-from coat_jax.models import stored
+from coat_jax.files import expand_user
+from coat_jax.models import lazy_arrays
 from coat_jax.models.config import Config
 from coat_jax.models.creation import abstract
 from coat_jax.models.hf.config import Json, from_json, to_json
@@ -33,8 +33,9 @@ from coat_jax.models.hf.names import (
     source_of,
     split,
 )
-from coat_jax.models.llama import Llama, require_llama
-from coat_jax.models.stored import Index, Name, Parameters, Stored
+from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters
+from coat_jax.models.llama import Llama
+from coat_jax.models.protocol import require_capability
 from coat_jax.nn import MeshAxes
 from coat_jax.printable import counted
 
@@ -43,7 +44,7 @@ FILE_BYTES = 5 * 10**9
 
 def read_config(folder: str | Path) -> Config:
     """The Config of a config.json; it computes in the dtype of the stored weights, not in FP8."""
-    return from_json(read_config_json(expanded(folder)))
+    return from_json(read_config_json(expand_user(folder)))
 
 
 def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None = None) -> Llama:
@@ -56,7 +57,7 @@ def load(folder: str | Path, config: Config | None = None, *, mesh: Mesh | None 
         mesh: to load it onto; by default the one that is set, if any.
     """
     config = read_config(folder) if config is None else config
-    return stored.load(config, read(folder, config), mesh=mesh)
+    return lazy_arrays.load(config, read(folder, config), mesh=mesh)
 
 
 def save(
@@ -76,7 +77,7 @@ def save(
         extra: entries of config.json that a Config does not have, such as eos_token_id.
         file_bytes: how large a file may become.
     """
-    require_llama("hf.save(folder, model)", model)
+    require_capability("hf.save(folder, model)", model, "layers", "head_weight")
     parameters = {
         path: _on_devices(path, leaf[...], model.config)
         for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
@@ -84,14 +85,14 @@ def save(
     write(folder, model.config, parameters, dtype=dtype, extra=extra, file_bytes=file_bytes)
 
 
-def read(folder: str | Path, config: Config) -> dict[Name, Stored]:
+def read(folder: str | Path, config: Config) -> dict[Name, LazyArray]:
     """The parameters in a folder, to be read in parts.
 
     Args:
         folder: with safetensors files.
         config: the model that they belong to.
     """
-    tensors = Tensors(expanded(folder))
+    tensors = Tensors(expand_user(folder))
     require_layers(tensors, config)
     _, state = abstract(dataclasses.replace(config, axes=MeshAxes()))
     sources = {path: source_of(path, leaf.shape, config) for path, leaf in nnx.to_flat_state(state)}
@@ -120,9 +121,9 @@ def write(
         file_bytes: see `save`.
         progress: called with the number of bytes read since its last call.
     """
-    folder, kind = expanded(folder), jnp.dtype(config.param_dtype if dtype is None else dtype)
+    folder, kind = expand_user(folder), jnp.dtype(config.param_dtype if dtype is None else dtype)
     data = {**to_json(config, kind), **(extra or {})}
-    stored.require_same(config, parameters)
+    lazy_arrays.require_same(config, parameters)
     sources = {path: source_of(path, one.shape, config) for path, one in parameters.items()}
     specs = {
         name: (source.file_shape, kind) for source in sources.values() for name in source.names
@@ -131,7 +132,7 @@ def write(
     new = NewTensors(folder, dict(sorted(specs.items(), key=file_order)), file_bytes)
     for path, one in parameters.items():
         source = sources[path]
-        for index in stored.pieces(one):
+        for index in lazy_arrays.pieces(one):
             values = one.read(index)
             layers, inner = split(source, index)
             in_file = inner[::-1] if source.transposed else inner
@@ -141,7 +142,7 @@ def write(
     new.finish(data)
 
 
-def _in_files(source: Source, tensors: Tensors) -> Stored:
+def _in_files(source: Source, tensors: Tensors) -> LazyArray:
     """A parameter in a folder; raises where a tensor has another shape or is not a float."""
     for name in source.names:
         if tensors.shape(name) != source.file_shape:
@@ -165,19 +166,19 @@ def _in_files(source: Source, tensors: Tensors) -> Stored:
         part: np.ndarray = values if source.stacked else values[0]
         return part
 
-    piece = stored.piece_of(source.shape, dtype.itemsize, stacked=source.stacked)
-    return Stored(source.shape, dtype, piece, read)
+    piece = lazy_arrays.piece_of(source.shape, dtype.itemsize, stacked=source.stacked)
+    return LazyArray(source.shape, dtype, piece, read)
 
 
-def _on_devices(path: Name, value: jax.Array, config: Config) -> Stored:
+def _on_devices(path: Name, value: jax.Array, config: Config) -> LazyArray:
     if not value.is_fully_addressable:
         raise UserError(
             f"{'.'.join(map(str, path))} is spread over several hosts. Save a checkpoint with "
             "orbax, and convert that on one host."
         )
     stacked = path[0] == "layers" and config.scan
-    piece = stored.piece_of(value.shape, value.dtype.itemsize, stacked=stacked)
-    return Stored(value.shape, value.dtype, piece, lambda index: np.asarray(value[index]))
+    piece = lazy_arrays.piece_of(value.shape, value.dtype.itemsize, stacked=stacked)
+    return LazyArray(value.shape, value.dtype, piece, lambda index: np.asarray(value[index]))
 
 
 def require_layers(tensors: Tensors, config: Config) -> None:

@@ -15,8 +15,8 @@ from jax.typing import ArrayLike
 
 from coat_jax.kernels.adam import Hyper, Number
 from coat_jax.kernels.dispatch import Implementation
-from coat_jax.limits import Seed, require, shown
 from coat_jax.storage import DIRECTION, Storage
+from coat_jax.validation import Seed, require, shown
 
 RANGES = {
     "learning_rate": (0.0, float("inf")),

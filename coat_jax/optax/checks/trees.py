@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from coat_jax.limits import shown
 from coat_jax.numerics.expansion import Expanded
 from coat_jax.numerics.qtensor import scales_shape
 from coat_jax.storage import Storage
+from coat_jax.validation import shown
 
 
 def dtype_of(leaf: Any) -> Any:

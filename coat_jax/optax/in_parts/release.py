@@ -21,10 +21,10 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from coat_jax.kernels.adam import Number
-from coat_jax.limits import shown
 from coat_jax.optax.clipping import global_norm
 from coat_jax.optax.fused import FusedOptimizer, require_step
 from coat_jax.optax.in_parts.parts import Parts
+from coat_jax.validation import shown
 
 
 class Stage(NamedTuple):

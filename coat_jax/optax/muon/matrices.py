@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from optax.contrib import MuonDimensionNumbers
 
 from coat_jax.errors import UserError
-from coat_jax.limits import shown
+from coat_jax.validation import shown
 
 # A tree with MuonDimensionNumbers, or None where there is no matrix, for each leaf or for whole
 # subtrees; or a function from parameters to such a tree.

@@ -27,10 +27,10 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.kernels.sharding import run_sharded
-from coat_jax.limits import shown
 from coat_jax.numerics.explicit_axes import joined, shard_inside, spec
 from coat_jax.numerics.formats import SMALLEST_NORMAL
 from coat_jax.numerics.mesh_axes import automatic_mesh
+from coat_jax.validation import shown
 
 Coefficients = tuple[float, float, float] | tuple[tuple[float, float, float], ...]
 Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]

@@ -26,9 +26,9 @@ from etils import epath  # type: ignore[import-untyped]
 from jax.sharding import NamedSharding
 
 from coat_jax import manifest
-from coat_jax.agreement import on_first
 from coat_jax.errors import UserError
-from coat_jax.files import expanded
+from coat_jax.files import expand_user
+from coat_jax.multihost import run_on_main
 from coat_jax.optax.states.host_memory import copy_hosted
 from coat_jax.writing import write_failures
 
@@ -52,13 +52,13 @@ def save_state(path: str | Path, state: Any) -> None:
     """
     import orbax.checkpoint as ocp
 
-    path = expanded(path).absolute()
+    path = expand_user(path).absolute()
     if path.exists():
         raise FileExistsError(f"{path} exists already. Choose another path, or remove it first.")
     require_storable(state)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(LiteralPath(path), storable(state))
-    on_first(lambda: _add_manifest(path))
+    run_on_main(lambda: _add_manifest(path))
 
 
 def _add_manifest(path: Path) -> None:
@@ -91,8 +91,8 @@ def restore_state(path: str | Path, like: Any) -> Any:
         DamagedCheckpoint: if its files are not what was written.
         UserError: if the state in it has other leaves, shapes or dtypes than `like`.
     """
-    folder = expanded(path).absolute()
-    on_first(lambda: _require_undamaged(folder))
+    folder = expand_user(path).absolute()
+    run_on_main(lambda: _require_undamaged(folder))
     return read_state(folder, like)
 
 
@@ -123,7 +123,7 @@ def require_stored_like(path: str | Path, like: Any) -> Any:
         FileNotFoundError: if there is none.
         UserError: naming what differs.
     """
-    path = expanded(path).absolute()
+    path = expand_user(path).absolute()
     if not path.is_dir():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     require_storable(like)

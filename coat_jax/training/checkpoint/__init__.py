@@ -2,11 +2,11 @@
 
 checkpoints     states of a run, written in the background
 step_folders    one folder for each step, complete or absent
-position        what a checkpoint stores besides the state
+resume_state    what a checkpoint stores besides the state
 weights         the parameters without the rest of the state
 conversion      to and from Hugging Face folders, and to 8 bits
-companions      the small files beside weights: tokenizer, generation settings
-streamed        writes arrays that do not fit in memory, piece by piece, with orbax
+tokenizer_files the small files beside weights: tokenizer, generation settings
+orbax_saving    saves with orbax: failures that leave no files, arrays larger than memory
 
 The checksums of a folder's files are written and compared by `coat_jax.manifest`.
 """

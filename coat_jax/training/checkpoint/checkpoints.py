@@ -7,10 +7,13 @@
 
 `save` returns when the state has been copied to the host, so the next step may overwrite (donate)
 its arrays. A checkpoint stays while it is among the newest `keep` or the `keep_best` of lowest
-loss. Several processes share the folder, and all of them call each method, in the same order;
-the first one decides and the others follow.
+loss. When a run that went back to step 50 saves step 60, that of step 100 is removed.
+
+Several processes share the folder, and all of them call each method, in the same order; the first
+one decides and the others follow.
 """
 
+import contextlib
 import json
 import math
 import shutil
@@ -23,10 +26,10 @@ from typing import Any, NamedTuple, Self
 import jax
 
 from coat_jax import writing
-from coat_jax.agreement import is_main, on_first
 from coat_jax.errors import UserError
-from coat_jax.files import expanded
+from coat_jax.files import expand_user
 from coat_jax.manifest import DamagedCheckpoint
+from coat_jax.multihost import is_main, run_on_main
 from coat_jax.optax.states.checkpoint import (
     read_state,
     require_storable,
@@ -35,6 +38,7 @@ from coat_jax.optax.states.checkpoint import (
     stored_metadata,
 )
 from coat_jax.training.checkpoint.step_folders import RECORD, StepFolders
+from coat_jax.validation import Count, CountOrZero, require
 from coat_jax.writing import require_space, write_failures
 
 STATE = "state"
@@ -57,9 +61,6 @@ class Restored(NamedTuple):
 class Checkpoints:
     """The checkpoints in a folder.
 
-    They are one line of history. When a run that went back to step 50 saves step 60, the checkpoint
-    of step 100 is removed: it belongs to an abandoned branch.
-
     Args:
         folder: holds a folder for each; made when the first is saved.
         keep: how many of the newest stay.
@@ -75,12 +76,9 @@ class Checkpoints:
         keep_best: int = 1,
         note: Callable[[str], object] = warnings.warn,
     ):
-        if keep < 1 or keep_best < 0:
-            raise UserError(
-                f"keep={keep} and keep_best={keep_best}: at least 1 of the newest must stay, and "
-                "0 or more of the best."
-            )
-        self.folder = expanded(folder).absolute()
+        require("keep", keep, Count)
+        require("keep_best", keep_best, CountOrZero)
+        self.folder = expand_user(folder).absolute()
         self._folders = StepFolders(self.folder)
         self._keep, self._keep_best, self._note = keep, keep_best, note
         self._orbax: Any = None
@@ -118,9 +116,12 @@ class Checkpoints:
             record = json.dumps({"step": step, "loss": loss, "extra": extra})
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
             if self._orbax is None:
-                self._orbax = _checkpointer()
+                # Here, so that orbax is imported only if something is saved.
+                from coat_jax.training.checkpoint.orbax_saving import Checkpointer
+
+                self._orbax = Checkpointer()
             with write_failures(self.folder, _name(step), size):
-                on_first(lambda: self._prepare(step, size))
+                run_on_main(lambda: self._prepare(step, size))
                 # In the background, while steps go on and overwrite what is in host memory.
                 self._orbax.save(self._folders.unfinished(step) / STATE, storable(state))
             self._writing = step, self._background.submit(self._complete, step, record, size)
@@ -142,12 +143,14 @@ class Checkpoints:
         """
         self.wait()
         chosen, self._checked = self._checked, None
-        if chosen is None or step is not None:
-            chosen = on_first(lambda: self._choose(step))
+        if step is not None:
+            run_on_main(lambda: self._folders.check(step))
+            chosen = step
+        elif chosen is None:
+            chosen = run_on_main(lambda: self._folders.newest_intact(self._note))
         state = read_state(self._folders.finished(chosen) / STATE, like)
         self._current = chosen
-        extra = on_first(lambda: self._folders.record(chosen)["extra"])
-        return Restored(chosen, state, extra)
+        return Restored(chosen, state, run_on_main(lambda: self._folders.record(chosen)["extra"]))
 
     def require_like(self, like: Any) -> int | None:
         """The step to resume from, None without any; raises UserError if it does not match `like`.
@@ -155,13 +158,12 @@ class Checkpoints:
         Called before the step is compiled, so that a run is refused early, also one whose state
         cannot be saved. Every byte is checked; `restore` does not check it again.
         """
-        self.wait()
         try:
             require_storable(like)
         except (TypeError, ValueError) as error:
             raise UserError(f"The state of this run cannot be saved. {error}") from error
-        if on_first(self._folders.steps):
-            self._checked = on_first(lambda: self._choose(None))
+        if self.steps():
+            self._checked = run_on_main(lambda: self._folders.newest_intact(self._note))
             require_stored_like(self._folders.finished(self._checked) / STATE, like)
         return self._checked
 
@@ -172,12 +174,12 @@ class Checkpoints:
         """
         self.wait()
         if (newest := self._current) is not None:
-            on_first(lambda: self._prune(newest))
+            run_on_main(lambda: self._prune(newest))
 
     def steps(self) -> list[int]:
         """The steps that were saved completely, oldest first, without a check for damage."""
         self.wait()
-        return on_first(self._folders.steps)
+        return run_on_main(self._folders.steps)
 
     def latest(self) -> int | None:
         """The newest of `steps()`."""
@@ -186,8 +188,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Returns when the last save is complete; raises what went wrong in it."""
         if self._writing is not None:
-            step, written = self._writing
-            self._writing = None
+            (step, written), self._writing = self._writing, None
             written.result()
             self._current = step
 
@@ -227,7 +228,7 @@ class Checkpoints:
         for path in self._folders.clear():
             self._note(f"{path} could not be removed. Remove it by hand.")
         require_space(self.folder, _name(step), size)
-        self._folders.begin(step)
+        self._folders.unfinished(step).mkdir()
 
     def _complete(self, step: int, record: str, size: int) -> None:
         """In the background: waits for the arrays, then completes the checkpoint."""
@@ -251,46 +252,25 @@ class Checkpoints:
 
         Later ones are damaged or of an abandoned branch, and must not displace intact ones.
         """
-        losses = {step: self._loss(step) for step in self._folders.steps() if step <= newest}
+        losses: dict[int, float | None] = {}
+        for step in self._folders.steps():
+            if step <= newest:
+                losses[step] = None  # of a damaged one, too: it is never one of the best
+                with contextlib.suppress(DamagedCheckpoint):
+                    losses[step] = self._folders.record(step).get("loss")
         for step in losses.keys() - worth_keeping(losses, self._keep, self._keep_best):
             try:
                 self._folders.remove(step)
             except OSError as error:
                 self._note(f"{_name(step)} could not be removed: {error}")
 
-    def _choose(self, step: int | None) -> int:
-        """On the first process: the step to restore, every byte of it checked."""
-        if step is not None:
-            self._folders.check(step)
-            return step
-        chosen, notes = self._folders.newest_whole()
-        for text in notes:
-            self._note(text)
-        return chosen
-
-    def _loss(self, step: int) -> float | None:
-        try:
-            loss = self._folders.record(step).get("loss")
-        except DamagedCheckpoint:
-            return None  # so it is never one of the best
-        return loss if isinstance(loss, int | float) else None
-
 
 def worth_keeping(losses: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
     """The newest `keep` steps, and the `keep_best` with the lowest loss (in a tie, the newer)."""
-    newest = sorted(losses)[-keep:]
     known = [(loss, -step) for step, loss in losses.items() if loss is not None]
     best = sorted(pair for pair in known if math.isfinite(pair[0]))[:keep_best]
-    return {*newest, *(-negated for _, negated in best)}
+    return {*sorted(losses)[-keep:], *(-negated for _, negated in best)}
 
 
 def _name(step: int) -> str:
     return f"The checkpoint of step {step}"
-
-
-def _checkpointer() -> Any:
-    # Here, so that orbax is imported only if something is saved.
-    from coat_jax.training.checkpoint.orbax_failures import Checkpointer, log_no_errors_of_orbax
-
-    log_no_errors_of_orbax()
-    return Checkpointer()

@@ -7,12 +7,12 @@
 The first two hold one piece of one parameter in memory at a time. Each is the inverse of the other,
 bit for bit. The third holds one parameter of one layer, and the whole model during calibration. All
 can balance the model on a text; while they do, the whole model is in memory. All copy the
-tokenizer's files, too (`companions`). The new folder appears when it is complete.
+tokenizer's files, too (`tokenizer_files`). The new folder appears when it is complete.
 """
 
+import contextlib
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,32 +21,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from coat_jax import quantization, tokenizers
+from coat_jax import quantization
 from coat_jax.errors import UserError
-from coat_jax.files import expanded, parse_json
-from coat_jax.limits import CountOrZero, require
-from coat_jax.models import Config, hf, stored
+from coat_jax.files import expand_user
+from coat_jax.models import Config, hf, lazy_arrays
+from coat_jax.models.lazy_arrays import LazyArray, Name, Parameters
 from coat_jax.nn import MeshAxes
 from coat_jax.quantization import Recipe
-from coat_jax.quantization.balancing import balance_stored, find_factors, require_balanceable
+from coat_jax.quantization.balancing import balance_parameters, find_factors, require_balanceable
 from coat_jax.quantization.calibration import observe
-from coat_jax.training.checkpoint import weights
-from coat_jax.training.checkpoint.companions import (
-    GENERATION,
-    TOKENIZER,
-    Companions,
-    generation_of_run,
-    note_beginning,
-    read_companions,
-    tokenizer_of_run,
-    write_companions,
-)
-from coat_jax.writing import NewFolder, write_failures
+from coat_jax.training.checkpoint import tokenizer_files, weights
+from coat_jax.training.checkpoint.tokenizer_files import TokenizerFiles
+from coat_jax.writing import atomic_folder, require_new_folder, write_failures
 
 ROWS, LONGEST = 8, 512  # of a batch of calibration tokens
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-OnProgress = Callable[[int, int], object]  # called with the bytes read so far, and in all
+COMMAND = "coat convert"
+OnProgress = Callable[[int, int], object]
 
 
 def to_run(
@@ -56,7 +47,7 @@ def to_run(
     dtype: DTypeLike | None = None,
     balance_on: Sequence[int] = (),
     tokenizer: str | Path | None = None,
-    progress: OnProgress = lambda size, total: None,
+    progress: OnProgress = lambda total, size: None,
 ) -> None:
     """Writes the model of a Hugging Face folder as a run with one checkpoint.
 
@@ -66,26 +57,31 @@ def to_run(
         dtype: of the parameters; that of the tensors by default.
         balance_on: the tokens of a text to balance the model on; see `quantization.balance`.
         tokenizer: a tokenizer.json to put beside them; by default the one in the folder.
-        progress: see `OnProgress`.
+        progress: called with the bytes to be read in all, and those read since its last call.
     """
-    source, out = expanded(source), expanded(out)
-    _new(out).require_new()
+    source, new = expand_user(source), _require_new(out)
     weights.require_not_quantized(source, "A run")
     config = weights.model_config(source)
-    companions = _companions(source, tokenizer, config.vocab)
+    files = tokenizer_files.read(source, tokenizer, config.vocab)
+    files = tokenizer_files.with_special_tokens(files, weights.read_config_json(source))
     parameters = hf.read(source, config)
-    kind = _dtype(parameters, dtype)
+    kinds = {one.dtype if dtype is None else jnp.dtype(dtype) for one in parameters.values()}
+    if len(kinds) > 1:
+        names = ", ".join(sorted(kind.name for kind in kinds))
+        raise UserError(
+            f"The tensors have several dtypes, {names}, and a model has one: choose it "
+            "with --dtype, or in code with dtype=."
+        )
+    (kind,) = kinds
     config = dataclasses.replace(config, param_dtype=kind, dtype=kind)
     parameters = {
-        path: stored.cast(one, kind, ".".join(map(str, path))) for path, one in parameters.items()
+        name: lazy_arrays.cast(one, kind, ".".join(map(str, name)))
+        for name, one in parameters.items()
     }
-    total = _total(parameters)
-    companions = _with_special(companions, source, weights.read_config_json(source))
-    with _new(out).appearing() as folder:
+    advance = functools.partial(progress, _total(parameters))
+    with _written(new, files, parameters) as folder:
         parameters = _balanced(config, parameters, balance_on)
-        with write_failures(out.parent, "The model", total):
-            weights.write(folder, config, parameters, progress=_summed(progress, total))
-            write_companions(companions, folder)
+        weights.write(folder, config, parameters, progress=advance)
 
 
 def to_hugging_face(
@@ -97,44 +93,35 @@ def to_hugging_face(
     balance_on: Sequence[int] = (),
     tokenizer: str | Path | None = None,
     file_bytes: int = hf.FILE_BYTES,
-    progress: OnProgress = lambda size, total: None,
+    progress: OnProgress = lambda total, size: None,
     note: Callable[[str], object] = lambda text: None,
 ) -> None:
-    """Writes the model of a run for transformers.
+    """Writes the model of a run for transformers; for other arguments see `to_run`.
 
     Args:
         source: the folder of the run.
         out: the folder to make.
         step: of the checkpoint; by default the newest intact one.
-        dtype: of the tensors; that of the parameters by default. In FP32, parameters with
-            corrections have all their 24 bits.
-        balance_on: see `to_run`.
-        tokenizer: a tokenizer.json to put beside them; by default the one in the run's folder.
+        dtype: of the tensors. In FP32, parameters with corrections have all their 24 bits.
         file_bytes: how large a file may become.
-        progress: see `OnProgress`.
         note: called with a line about each checkpoint that is skipped, a missing tokenizer, and a
             tokenizer that begins texts with other tokens than training did.
     """
-    source, out = expanded(source), expanded(out)
-    _new(out).require_new()
+    source, new = expand_user(source), _require_new(out)
     config = weights.model_config(source)
-    companions = _companions_of_run(source, tokenizer, config.vocab, note)
-    parameters = weights.read(source, step, note=note, corrected=_is_fp32(dtype))
-    extra = _special(_generation_in(companions, source))
-    total = _total(parameters)
-    with _new(out).appearing() as folder:
-        parameters = _balanced(config, parameters, balance_on)
-        with write_failures(out.parent, "The model", total):
-            hf.write(
-                folder,
-                config,
-                parameters,
-                dtype=dtype,
-                extra=extra,
-                file_bytes=file_bytes,
-                progress=_summed(progress, total),
-            )
-            write_companions(companions, folder)
+    config_json = weights.read_config_json(source)
+    files = tokenizer_files.read_of_run(source, config_json, tokenizer, config.vocab, note)
+    parameters = weights.parameters_of(source, _in_full(config, dtype), step=step, note=note)
+    with _written(new, files, parameters) as folder:
+        hf.write(
+            folder,
+            config,
+            _balanced(config, parameters, balance_on),
+            dtype=dtype,
+            extra=tokenizer_files.special_tokens(tokenizer_files.generation_in(files)),
+            file_bytes=file_bytes,
+            progress=functools.partial(progress, _total(parameters)),
+        )
 
 
 def to_quantized(
@@ -147,61 +134,72 @@ def to_quantized(
     step: int | None = None,
     dtype: DTypeLike | None = None,
     tokenizer: str | Path | None = None,
-    progress: OnProgress = lambda size, total: None,
+    progress: OnProgress = lambda total, size: None,
     note: Callable[[str], object] = lambda text: None,
 ) -> dict[str, quantization.Scheme]:
-    """Writes a quantized model for `coat generate`, vLLM and transformers.
+    """Writes a quantized model for `coat generate`, vLLM and transformers; see `to_hugging_face`.
 
     Args:
         source: the folder of a run, or one of Hugging Face.
-        out: the folder to make.
         recipe: how the model's projections are quantized.
         tokens: a text to calibrate on, where the recipe needs one.
-        balance_on: see `to_run`.
-        step: of a run's checkpoint; by default the newest intact one.
-        dtype: of what is not quantized; by default the model's compute dtype. In FP32, parameters
-            with corrections have all their 24 bits, quantized ones included.
-        tokenizer: a tokenizer.json to put beside them; by default the one in the folder.
-        progress: see `OnProgress`.
-        note: see `to_hugging_face`.
+        dtype: of what is not quantized; by default the model's compute dtype.
 
     Returns:
         The scheme of each quantized projection, by its path.
     """
-    source, out = expanded(source), expanded(out)
-    _new(out).require_new()
+    source, new = expand_user(source), _require_new(out)
     weights.require_not_quantized(source, "Quantization")
     config_json = weights.read_config_json(source)
-    config = _on_one_device(weights.model_config(source))
+    config = _in_full(_on_one_device(weights.model_config(source)), dtype)
     if weights.is_run(config_json):
-        companions = _companions_of_run(source, tokenizer, config.vocab, note)
-        extra = _special(_generation_in(companions, source))
+        files = tokenizer_files.read_of_run(source, config_json, tokenizer, config.vocab, note)
+        extra = tokenizer_files.special_tokens(tokenizer_files.generation_in(files))
     else:
-        companions = _companions(source, tokenizer, config.vocab)
-        extra = _special(config_json)
-    if _is_fp32(dtype):
-        config = dataclasses.replace(config, param_dtype=jnp.float32)
+        files = tokenizer_files.read(source, tokenizer, config.vocab)
+        extra = tokenizer_files.special_tokens(config_json)
     parameters = weights.parameters_of(source, config, step=step, note=note)
-    with _new(out).appearing() as folder:
+    with _written(new, files, parameters) as folder:
         parameters, ranges = _balanced(config, parameters, balance_on), None
         if recipe.calibrated:
-            model = stored.load(config, parameters)
+            model = lazy_arrays.load(config, parameters)
             ranges = quantization.calibrate(model, _batches(tokens, config.context), recipe)
             del model
-        total = _total(parameters)
-        with write_failures(out.parent, "The model", total):
-            schemes = quantization.save_quantized(
-                folder,
-                config,
-                parameters,
-                recipe,
-                ranges,
-                dtype=dtype,
-                extra=extra,
-                progress=_summed(progress, total),
-            )
-            write_companions(companions, folder)
-    return schemes
+        return quantization.save_quantized(
+            folder,
+            config,
+            parameters,
+            recipe,
+            ranges,
+            dtype=dtype,
+            extra=extra,
+            progress=functools.partial(progress, _total(parameters)),
+        )
+
+
+def _require_new(out: str | Path) -> Path:
+    new = expand_user(out)
+    require_new_folder(new, COMMAND)
+    return new
+
+
+@contextlib.contextmanager
+def _written(new: Path, files: TokenizerFiles, parameters: Parameters) -> Iterator[Path]:
+    """The folder to write a model in. It gets the tokenizer's files, and appears at the end."""
+    failures = write_failures(new.parent, "The model", _total(parameters))
+    with atomic_folder(new, COMMAND) as folder, failures:
+        yield folder
+        tokenizer_files.write(files, folder)
+
+
+def _total(parameters: Parameters) -> int:
+    return sum(map(lazy_arrays.size_of, parameters.values()))
+
+
+def _in_full(config: Config, dtype: DTypeLike | None) -> Config:
+    """The config to read parameters with: if FP32 is requested, corrections count."""
+    is_fp32 = dtype is not None and jnp.dtype(dtype) == jnp.float32
+    return dataclasses.replace(config, param_dtype=jnp.float32) if is_fp32 else config
 
 
 def _on_one_device(config: Config) -> Config:
@@ -211,8 +209,8 @@ def _on_one_device(config: Config) -> Config:
 
 
 def _balanced(
-    config: Config, parameters: dict[stored.Name, stored.Stored], tokens: Sequence[int]
-) -> dict[stored.Name, stored.Stored]:
+    config: Config, parameters: Parameters, tokens: Sequence[int]
+) -> dict[Name, LazyArray]:
     """The parameters of a model, balanced on a text if there is one; reading a NaN raises."""
     parameters = {
         name: one._replace(read=functools.partial(_read_finite, name, one.read))
@@ -221,15 +219,15 @@ def _balanced(
     if not tokens:
         return parameters
     require_balanceable(config)
-    config, apart = _on_one_device(config), stored.arranged(parameters, scan=False)
-    model = stored.load(config, apart)
+    config, apart = _on_one_device(config), lazy_arrays.arranged(parameters, scan=False)
+    model = lazy_arrays.load(config, apart)
     ranges = observe(model, _batches(tokens, config.context))
     del model
     factors = find_factors(config, lambda name: apart[name].whole(), ranges)
-    return balance_stored(parameters, factors)
+    return balance_parameters(parameters, factors)
 
 
-def _read_finite(name: stored.Name, read: Callable[[Any], np.ndarray], index: Any) -> np.ndarray:
+def _read_finite(name: Name, read: Callable[[Any], np.ndarray], index: Any) -> np.ndarray:
     part = read(index)
     if not np.isfinite(part).all():
         raise UserError(
@@ -246,94 +244,3 @@ def _batches(tokens: Sequence[int], context: int) -> Iterator[np.ndarray]:
     whole = np.array(tokens[: rows * length], np.int32).reshape(rows, length)
     for first in range(0, rows, ROWS):
         yield whole[first : first + ROWS]
-
-
-def _companions(source: Path, tokenizer: str | Path | None, vocab: int) -> Companions:
-    """The files to put beside the weights: those in a folder; `tokenizer` replaces its own."""
-    companions = read_companions(source)
-    if tokenizer is not None:
-        known = tokenizers.Tokenizer(tokenizer)
-        known.require_fits(vocab)
-        companions[TOKENIZER] = known.content
-    return companions
-
-
-def _companions_of_run(
-    source: Path, tokenizer: str | Path | None, vocab: int, note: Callable[[str], object]
-) -> Companions:
-    """The files to put beside the weights of a run."""
-    config_json = weights.read_config_json(source)
-    companions = _companions(source, tokenizer, vocab)
-    if TOKENIZER not in companions:
-        companions |= tokenizer_of_run(config_json, source, note)
-    if GENERATION not in companions:
-        companions |= generation_of_run(config_json, companions)
-    note_beginning(config_json, companions, note)
-    return companions
-
-
-def _dtype(parameters: stored.Parameters, asked: DTypeLike | None) -> Any:
-    """The one dtype of all parameters."""
-    if asked is not None:
-        return jnp.dtype(asked)
-    found = {one.dtype for one in parameters.values()}
-    if len(found) > 1:
-        names = ", ".join(sorted(dtype.name for dtype in found))
-        raise UserError(
-            f"The tensors have several dtypes, {names}, and a model has one: choose it "
-            "with --dtype, or in code with dtype=."
-        )
-    return found.pop()
-
-
-def _is_fp32(asked: DTypeLike | None) -> bool:
-    """Whether parameters are requested in FP32, so that their corrections count."""
-    return asked is not None and jnp.dtype(asked) == jnp.float32
-
-
-def _special(config_json: dict[str, Any]) -> dict[str, Any]:
-    """Which tokens begin, end and pad a text."""
-    special = {name: config_json[name] for name in SPECIAL if config_json.get(name) is not None}
-    for name, tokens in special.items():
-        for token in tokens if isinstance(tokens, list) else [tokens]:
-            require(name, token, CountOrZero)
-    return special
-
-
-def _with_special(companions: Companions, source: Path, config_json: dict[str, Any]) -> Companions:
-    """The companions of a run, with all special tokens in generation_config.json.
-
-    The config.json of a run has none; in a Hugging Face folder they may be in either file.
-    """
-    own = _generation_in(companions, source)
-    missing = {k: v for k, v in _special(config_json).items() if own.get(k) is None}
-    if GENERATION in companions and not missing:
-        return companions
-    return companions | {GENERATION: (json.dumps({**own, **missing}, indent=2) + "\n").encode()}
-
-
-def _generation_in(companions: Companions, source: Path) -> dict[str, Any]:
-    """The content of generation_config.json; empty without one."""
-    content = companions.get(GENERATION)
-    found: dict[str, Any] = {} if content is None else parse_json(content, str(source / GENERATION))
-    return found
-
-
-def _total(parameters: stored.Parameters) -> int:
-    return sum(map(stored.size_of, parameters.values()))
-
-
-def _summed(progress: OnProgress, total: int) -> Callable[[int], None]:
-    """A function that adds up sizes, and reports each sum to `progress`."""
-    done = 0
-
-    def advance(size: int) -> None:
-        nonlocal done
-        done += size
-        progress(done, total)
-
-    return advance
-
-
-def _new(out: Path) -> NewFolder:
-    return NewFolder(out, "coat convert")

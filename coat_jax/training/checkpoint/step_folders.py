@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,8 @@ class StepFolders:
 
     def steps(self) -> list[int]:
         """The steps whose folders were finished, oldest first."""
-        if not self.root.exists():
-            return []
-        return sorted(
-            int(path.name)
-            for path in self.root.iterdir()
-            if _is_step(path.name) and _holds_something(path)
-        )
+        paths = self.root.iterdir() if self.root.exists() else ()
+        return sorted(int(p.name) for p in paths if _is_step(p.name) and _holds_something(p))
 
     def finished(self, step: int) -> Path:
         """The folder of a step; raises if there is none."""
@@ -57,10 +53,6 @@ class StepFolders:
                 f"There is no checkpoint of step {step} in {self.root}. It has those of {steps}."
             )
         return self.root / str(step)
-
-    def unfinished(self, step: int) -> Path:
-        """Where a step is written."""
-        return self.root / f"{step}{UNFINISHED}"
 
     def clear(self) -> list[Path]:
         """Makes the root, or removes from it what killed processes have left behind.
@@ -76,20 +68,19 @@ class StepFolders:
         ]
         return [path for path in left_over if not _delete(path)]
 
-    def begin(self, step: int) -> None:
-        """Makes the folder to write a step in."""
-        self.unfinished(step).mkdir()
+    def unfinished(self, step: int) -> Path:
+        """Where a step is written."""
+        return self.root / f"{step}{UNFINISHED}"
 
     def finish(self, step: int) -> None:
-        """Completes a step that was written: its folder gets its name."""
+        """Completes a step that was written: its folder gets its name; later steps are removed."""
         manifest.write(self.unfinished(step))
         for other in self.steps():
-            if other >= step:
+            if other > step:
                 self.remove(other)
-        place = self.root / str(step)
-        if os.path.lexists(place):  # something else has its name
+        if os.path.lexists(self.root / str(step)):
             self.remove(step)
-        self.unfinished(step).rename(place)
+        self.unfinished(step).rename(self.root / str(step))
         flush(self.root)
 
     def remove(self, step: int) -> None:
@@ -99,17 +90,6 @@ class StepFolders:
         (self.root / str(step)).rename(doomed)
         _delete(doomed)  # if not, `clear` tries again
 
-    def check(self, step: int) -> Path:
-        """The folder of a step, after every byte of it has been checked.
-
-        Raises:
-            DamagedCheckpoint: naming the file that has changed.
-        """
-        folder = self.finished(step)
-        manifest.check(folder)
-        self.record(step)
-        return folder
-
     def record(self, step: int) -> dict[str, Any]:
         """A step's record.json: the step, its held-out loss and what was saved beside the state.
 
@@ -118,13 +98,8 @@ class StepFolders:
         """
         folder = self.finished(step)
         manifest.check(folder, only=RECORD)
-        try:
-            record = json.loads((folder / RECORD).read_text("utf-8"))
-        except (OSError, ValueError, RecursionError):
-            damaged(folder, f"{RECORD} is not readable")
-        if not isinstance(record, dict) or not isinstance(record.get("extra"), dict):
-            damaged(folder, f"{RECORD} is not a record")
-        if record.get("step") != step:
+        record: dict[str, Any] = json.loads((folder / RECORD).read_text("utf-8"))
+        if record["step"] != step:
             damaged(folder, f"{RECORD} is that of another step")
         return record
 
@@ -135,21 +110,26 @@ class StepFolders:
                 return self.record(step)
         return None
 
-    def newest_whole(self) -> tuple[int, list[str]]:
-        """The newest step without damage, and a line about each newer one, which is skipped."""
-        notes = [
-            f"{path} is a save that was not finished. It is ignored."
-            for path in sorted(self.root.glob(f"*{UNFINISHED}"))
-            if _is_step(path.stem)
-        ]
+    def check(self, step: int) -> None:
+        """Checks every byte of a step; raises DamagedCheckpoint, naming the file that changed."""
+        manifest.check(self.finished(step))
+        self.record(step)
+
+    def newest_intact(self, note: Callable[[str], object]) -> int:
+        """The newest step without damage; `note` is called with a line about each that is not."""
         wrong: list[str] = []
         for step in reversed(self.steps()):
             try:
                 self.check(step)
             except DamagedCheckpoint as error:
                 wrong.append(str(error))
-            else:
-                return step, notes + [f"{text} Using step {step} instead." for text in wrong]
+                continue
+            for path in sorted(self.root.glob(f"*{UNFINISHED}")):
+                if _is_step(path.stem):
+                    note(f"{path} is a save that was not finished. It is ignored.")
+            for text in wrong:
+                note(f"{text} Using step {step} instead.")
+            return step
         if wrong:
             raise DamagedCheckpoint(" ".join(wrong) + " No checkpoint is intact.")
         raise UserError(f"There is no checkpoint in {self.root}.")
@@ -162,10 +142,8 @@ def _is_step(name: str) -> bool:
 def _holds_something(folder: Path) -> bool:
     try:
         return folder.is_dir() and any(folder.iterdir())
-    except FileNotFoundError:  # removed by the run while this process looks
-        return False
-    except OSError:  # it may hold something: checking it reports what is wrong
-        return True
+    except OSError:  # removed meanwhile, or unreadable: then checking it reports what is wrong
+        return folder.exists()
 
 
 def _delete(path: Path) -> bool:

@@ -1,41 +1,42 @@
-"""The parameters of a run, without the rest of its state.
-
-    load      a model, from a checkpoint of a run or from a Hugging Face folder, quantized or not
-    read      the parameters in a checkpoint, in pieces; with their corrections, if they have some
-    write     a folder like a run's, with one checkpoint that holds parameters only
+"""The parameters in the folder of a run or of Hugging Face, without the rest of a run's state.
 
 A checkpoint stores each array in chunks. One chunk at a time is in memory, so a model may be larger
 than memory. Files are checked before they are read: see `coat_jax.manifest`.
 """
 
 import json
+import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from coat_jax import files, limits, quantization, writing
+from coat_jax import files, quantization, writing
 from coat_jax.errors import UserError
-from coat_jax.files import expanded
-from coat_jax.models import Config, Llama, hf, stored
-from coat_jax.models.stored import Index, Name, Parameters, Stored
+from coat_jax.files import expand_user
+from coat_jax.models import Config, Llama, hf, lazy_arrays
+from coat_jax.models.lazy_arrays import Index, LazyArray, Name, Parameters
 from coat_jax.numerics.corrections import join
 from coat_jax.optax.states.checkpoint import stored_metadata
 from coat_jax.quantization.layout import ENTRY
-from coat_jax.training import resume_rules
+from coat_jax.training import families, resume_rules
 from coat_jax.training.checkpoint.checkpoints import STATE
 from coat_jax.training.checkpoint.step_folders import RECORD, StepFolders
-from coat_jax.training.checkpoint.streamed import save_streamed
-from coat_jax.writing import require_space, write_failures
+from coat_jax.training.families import family_of
+from coat_jax.writing import require_space
 
 CONFIG, CHECKPOINTS = "config.json", "checkpoints"
-PARAMETERS, VALUE = "params", "value"  # the first and last parts of the arrays' names
+PARAMETERS, VALUE = ("params",), "value"  # the first parts and the last of the arrays' names
 # Where a state has corrections, see `CorrectedState`; the second with released gradients.
 CORRECTIONS = ("moments", "corrections"), ("moments", "inner", "corrections")
+
+
+# --- Configs ---------------------------------------------------------------------------------
 
 
 def read_config_json(folder: str | Path) -> dict[str, Any]:
@@ -43,16 +44,14 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
 
     That of a run is read from its newest checkpoint, which has a checksum of it.
     """
-    path = expanded(folder) / CONFIG
+    path = expand_user(folder) / CONFIG
     config_json = config_in_checkpoint(path.parent)
-    if config_json is None and (path.is_file() or path.is_symlink()):
-        config_json = files.read_json(path)
-    if config_json is None:
-        there = "it is a file" if path.parent.is_file() else "there is no such folder"
-        there = "there is no config.json in it" if path.parent.is_dir() else there
+    if config_json is None and not os.path.lexists(path):
+        there = "no config.json in it" if path.parent.is_dir() else "no such folder"
         raise UserError(
-            f"{folder} is neither the folder of a run nor one of Hugging Face: {there}."
+            f"{folder} is neither the folder of a run nor one of Hugging Face: there is {there}."
         )
+    config_json = config_json or files.read_json(path)
     if not {"model", "architectures"} & config_json.keys():
         raise UserError(
             f"{path} has neither the `model` of a run nor the `architectures` of Hugging Face."
@@ -73,7 +72,7 @@ def config_in_checkpoint(folder: Path) -> dict[str, Any] | None:
     """The config that the newest checkpoint of a run was saved with, if it has one."""
     if not (folder / CHECKPOINTS).is_dir():
         return None
-    record = StepFolders(folder / CHECKPOINTS).newest_record()
+    record = _checkpoints_of(folder).newest_record()
     return None if record is None else record["extra"].get("config")
 
 
@@ -88,12 +87,7 @@ def is_quantized(config_json: Mapping[str, Any]) -> bool:
 
 
 def require_not_quantized(folder: str | Path, purpose: str) -> None:
-    """Raises if the model in a folder is quantized.
-
-    Args:
-        folder: of a run, or one of Hugging Face.
-        purpose: what the model is for, as in "Training".
-    """
+    """Raises if the model in a folder is quantized, and cannot be used for a purpose."""
     if is_quantized(read_config_json(folder)):
         raise UserError(
             f"{folder} is already quantized. {purpose} needs the original parameters: name the "
@@ -101,15 +95,18 @@ def require_not_quantized(folder: str | Path, purpose: str) -> None:
         )
 
 
-def model_config(folder: str | Path) -> Config:
+def model_config(folder: str | Path) -> Any:
     """The config of a folder's model; one of Hugging Face computes in its stored dtype, not FP8."""
-    folder = expanded(folder)
+    folder = expand_user(folder)
     config_json = read_config_json(folder)
     if is_run(config_json):
-        return limits.from_json(Config, config_json["model"], f"{folder / CONFIG}: model")
+        return families.from_json(config_json["model"], f"{folder / CONFIG}: model")
     if is_quantized(config_json):
         return quantization.read_config(folder)
     return hf.read_config(folder)
+
+
+# --- Reading ---------------------------------------------------------------------------------
 
 
 def load(
@@ -132,12 +129,13 @@ def load(
         mesh: to load it onto; by default the one that is set, if any.
         note: called with a line about each checkpoint that is skipped.
     """
-    folder = expanded(folder)
+    folder = expand_user(folder)
     config = model_config(folder) if config is None else config
     if is_quantized(read_config_json(folder)):
         _require_no_step(folder, step)
         return quantization.load(folder, config, mesh=mesh)
-    return stored.load(config, parameters_of(folder, config, step=step, note=note), mesh=mesh)
+    parameters = parameters_of(folder, config, step=step, note=note)
+    return lazy_arrays.load(config, parameters, mesh=mesh, module=family_of(config).module)
 
 
 def parameters_of(
@@ -146,16 +144,9 @@ def parameters_of(
     *,
     step: int | None = None,
     note: Callable[[str], object] = warnings.warn,
-) -> dict[Name, Stored]:
-    """The parameters in a folder that is not quantized, to be read in parts.
-
-    Args:
-        folder: of a run, or one of Hugging Face.
-        config: the model; see `load`.
-        step: see `load`.
-        note: see `load`.
-    """
-    folder = expanded(folder)
+) -> dict[Name, LazyArray]:
+    """The parameters in a folder that is not quantized, for the arguments of `load`."""
+    folder = expand_user(folder)
     if is_run(read_config_json(folder)):
         in_fp32 = jnp.dtype(config.param_dtype) == jnp.float32
         return read(folder, step, note=note, corrected=in_fp32)
@@ -163,22 +154,24 @@ def parameters_of(
     return hf.read(folder, config)
 
 
-def require_parameters(folder: str | Path, config: Config) -> None:
+def require_parameters(folder: str | Path, config: Any) -> None:
     """Raises unless a model's parameters are in a folder that is not quantized; reads none of them.
 
     Loading finds more: a checkpoint's other files are checked when it is read.
     """
     if not is_run(read_config_json(folder)):
         hf.read(folder, config)
-        return
-    folders = StepFolders(expanded(folder).absolute() / CHECKPOINTS)
-    if folders.newest_record() is None:
-        folders.newest_whole()  # raises, and says why
+    elif _checkpoints_of(folder).newest_record() is None:
+        _checkpoints_of(folder).newest_intact(warnings.warn)  # raises, and says why
 
 
 def _require_no_step(folder: Path, step: int | None) -> None:
     if step is not None:
         raise UserError(f"There is no step {step} in {folder}: it holds one model, and no steps.")
+
+
+def _checkpoints_of(folder: str | Path) -> StepFolders:
+    return StepFolders(expand_user(folder).absolute() / CHECKPOINTS)
 
 
 def read(
@@ -187,20 +180,11 @@ def read(
     *,
     note: Callable[[str], object] = warnings.warn,
     corrected: bool = False,
-) -> dict[Name, Stored]:
-    """The parameters in a checkpoint of a run, to be read in parts.
-
-    Args:
-        folder: of a run.
-        step: see `load`.
-        note: see `load`.
-        corrected: whether parameters that have corrections are read with them, in FP32.
-    """
-    folders = StepFolders(expanded(folder).absolute() / CHECKPOINTS)
+) -> dict[Name, LazyArray]:
+    """The parameters in a checkpoint of a run; with their corrections, in FP32, if `corrected`."""
+    folders = _checkpoints_of(folder)
     if step is None:
-        step, notes = folders.newest_whole()
-        for text in notes:
-            note(text)
+        step = folders.newest_intact(note)
     else:
         folders.check(step)
     path = folders.finished(step) / STATE
@@ -210,59 +194,26 @@ def read(
         _require_present(path)
     driver = "zarr3" if metadata.use_zarr3 else "zarr"
 
-    def stored_at(*place: str) -> dict[Name, Stored]:
-        tree = metadata.tree
-        for key in place:  # where another optimizer has another state, perhaps a list
-            tree = (tree.get(key) if isinstance(tree, Mapping) else None) or {}
-        arrays = _flat(tree) if tree else {}
-        return {name: _in_checkpoint(path, place, name, a, driver) for name, a in arrays.items()}
-
-    parameters = stored_at(PARAMETERS)
+    parameters: dict[Name, LazyArray] = {}
+    corrections: dict[Name, LazyArray] = {}
+    leaves = flatten_dict(metadata.tree)
+    # Orbax sorts the numbers of layers as text.
+    for keys in sorted(leaves, key=lambda keys: [int(k) if k.isdecimal() else -1 for k in keys]):
+        for above in (PARAMETERS, *CORRECTIONS):
+            if keys[: len(above)] == above and keys[-1] == VALUE:
+                name = tuple(int(k) if k.isdecimal() else k for k in keys[len(above) : -1])
+                found = parameters if above == PARAMETERS else corrections
+                found[name] = _in_checkpoint(path, ".".join(keys), leaves[keys], driver)
     if not corrected:
         return parameters
-    corrections = {name: one for place in CORRECTIONS for name, one in stored_at(*place).items()}
-    return {
-        name: _corrected(one, corrections[name]) if name in corrections else one
-        for name, one in parameters.items()
-    }
+    return {name: _corrected(one, corrections.get(name)) for name, one in parameters.items()}
 
 
-def write(
-    folder: str | Path,
-    config: Config,
-    parameters: Parameters,
-    *,
-    progress: Callable[[int], object] = lambda size: None,
-) -> None:
-    """Writes config.json, and the parameters as the checkpoint of step 0.
-
-    Args:
-        folder: made if it is not there.
-        config: of the model.
-        parameters: of the model, stored one after the other; one piece is in memory at a time.
-        progress: called with the number of bytes read since its last call.
-    """
-    stored.require_same(config, parameters)
-    folder = expanded(folder).absolute()
-    size = sum(map(stored.size_of, parameters.values()))
-    what = "The model"
-    folders = StepFolders(folder / CHECKPOINTS)
-    saved = {"model": resume_rules.to_json(config)}
-    with write_failures(folder, what, size):
-        folders.clear()
-        require_space(folder, what, size)
-        folders.begin(0)
-        unfinished = folders.unfinished(0)
-        save_streamed(unfinished / STATE, _nested(parameters), progress)
-        record = json.dumps({"step": 0, "loss": None, "extra": {"config": saved}})
-        writing.write_durably(unfinished / RECORD, record)
-        folders.finish(0)
-        writing.write_durably(folder / CONFIG, json.dumps(saved, indent=2) + "\n")
-
-
-def _corrected(parameter: Stored, correction: Stored) -> Stored:
+def _corrected(parameter: LazyArray, correction: LazyArray | None) -> LazyArray:
     """A BF16 parameter with its corrections, in FP32; others have none, or a placeholder."""
-    if parameter.dtype != jnp.bfloat16 or parameter.shape != correction.shape:
+    if correction is None or parameter.shape != correction.shape:
+        return parameter
+    if parameter.dtype != jnp.bfloat16:
         return parameter
 
     def read(index: Index) -> np.ndarray:
@@ -271,11 +222,10 @@ def _corrected(parameter: Stored, correction: Stored) -> Stored:
     return parameter._replace(dtype=np.dtype(np.float32), read=read)
 
 
-def _in_checkpoint(path: Path, above: Sequence[str], name: Name, array: Any, driver: str) -> Stored:
+def _in_checkpoint(path: Path, name: str, array: Any, driver: str) -> LazyArray:
     import tensorstore
 
-    place = ".".join([*above, *map(str, name), VALUE])
-    kvstore = {"driver": "ocdbt", "base": path.as_uri(), "path": f"{place}/"}
+    kvstore = {"driver": "ocdbt", "base": path.as_uri(), "path": f"{name}/"}
     opened = tensorstore.open({"driver": driver, "kvstore": kvstore}, read=True).result()
 
     def read(index: Index) -> np.ndarray:
@@ -283,7 +233,8 @@ def _in_checkpoint(path: Path, above: Sequence[str], name: Name, array: Any, dri
         _require_present(path)  # tensorstore reads zeros where there is nothing
         return part
 
-    return Stored(opened.shape, opened.dtype.numpy_dtype, tuple(array.storage.chunk_shape), read)
+    chunk = tuple(array.storage.chunk_shape)
+    return LazyArray(opened.shape, opened.dtype.numpy_dtype, chunk, read)
 
 
 def _require_present(path: Path) -> None:
@@ -298,23 +249,34 @@ def _require_present(path: Path) -> None:
         )
 
 
-def _flat(tree: Mapping[str, Any], above: Name = ()) -> dict[Name, Any]:
-    """Arrays by their parameters' names; layers of a list are numbered, and in this order."""
-    if VALUE in tree and not isinstance(tree[VALUE], Mapping):
-        return {above: tree[VALUE]}
-    flat: dict[Name, Any] = {}
-    # Orbax sorts numbers as text.
-    for key in sorted(tree, key=lambda key: int(key) if key.isdecimal() else -1):
-        flat |= _flat(tree[key], (*above, int(key) if key.isdecimal() else key))
-    return flat
+# --- Writing ---------------------------------------------------------------------------------
 
 
-def _nested(parameters: Parameters) -> dict[str, Any]:
-    """A tree in which arrays have the names that they have in a run's state."""
-    tree: dict[str, Any] = {}
-    for name, one in parameters.items():
-        inner = tree
-        for key in (PARAMETERS, *map(str, name)):
-            inner = inner.setdefault(key, {})
-        inner[VALUE] = one
-    return tree
+def write(
+    folder: str | Path,
+    config: Config,
+    parameters: Parameters,
+    *,
+    progress: Callable[[int], object] = lambda size: None,
+) -> None:
+    """Writes config.json, and the parameters as the checkpoint of step 0.
+
+    They are written one after the other; one piece is in memory at a time. `progress` is called
+    with the number of bytes read since its last call.
+    """
+    # Here, so that orbax is imported only if something is saved.
+    from coat_jax.training.checkpoint.orbax_saving import save_lazy_arrays
+
+    lazy_arrays.require_same(config, parameters)
+    folders, saved = _checkpoints_of(folder), {"model": resume_rules.to_json(config)}
+    folders.clear()
+    size = sum(map(lazy_arrays.size_of, parameters.values()))
+    require_space(folders.root, "The model", size)
+    unfinished = folders.unfinished(0)
+    unfinished.mkdir()
+    in_state = {(*PARAMETERS, *map(str, name), VALUE): one for name, one in parameters.items()}
+    save_lazy_arrays(unfinished / STATE, unflatten_dict(in_state), progress)
+    record = json.dumps({"step": 0, "loss": None, "extra": {"config": saved}})
+    writing.write_durably(unfinished / RECORD, record)
+    folders.finish(0)
+    writing.write_durably(expand_user(folder) / CONFIG, json.dumps(saved, indent=2) + "\n")

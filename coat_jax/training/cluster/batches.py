@@ -1,54 +1,55 @@
 """From a process's rows to an array over the mesh.
 
-    [rows of this process, S]  ->  [accumulation, rows of all, S], rows sharded along data and fsdp
+    [rows of this process, ...]  ->  [accumulation, rows of all, ...]
 
-Positions and segments are left out if no row holds two documents, because attention is faster
-without them.
+Rows are sharded along data and fsdp.
 """
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from coat_jax.training.cluster.mesh import batch_sharding, share_of_process
 from coat_jax.training.config import TrainConfig
-from coat_jax.training.data import Batch, Loader, load
-from coat_jax.training.data.splits import Split
+from coat_jax.training.data import Loader
+from coat_jax.training.data.sources import Split
+from coat_jax.training.families import family_of
 
 
 def open_data(config: TrainConfig, mesh: Mesh, split: Split) -> Loader:
     """The rows that this process loads of a split; held-out ones do not depend on the seed."""
-    share = share_of_process(mesh)
-    return load(
-        config.data,
-        split=split,
+    part, parts = share_of_process(mesh)
+    seed = config.seed if split == "train" else 0
+    open_rows = family_of(config.model).rows
+    return Loader(
+        open_rows(config.model, config.data, split, config.sequence_length, seed),
         batch=config.global_batch_size,
-        sequence=config.sequence_length,
-        vocab=config.model.vocab,
-        seed=config.seed if split == "train" else 0,
-        process=share.part,
-        processes=share.parts,
+        seed=seed,
+        process=part,
+        processes=parts,
         epochs=None if split == "train" else 1,
     )
 
 
-def place(batch: Batch, mesh: Mesh, *, microbatches: int, packed: bool) -> Any:
+def place(batch: Any, mesh: Mesh, *, microbatches: int) -> Any:
     """A batch on the mesh, divided into microbatches."""
-
-    def placed(array: np.ndarray) -> jax.Array:
-        rows = array.reshape(microbatches, -1, array.shape[-1])
-        return jax.make_array_from_process_local_data(batch_sharding(mesh), rows)
-
-    tokens, labels, positions, segments = batch
-    needed = Batch(tokens, labels, *((positions, segments) if packed else (None, None)))
-    return jax.tree.map(placed, needed)
+    return jax.tree.map(
+        lambda rows: jax.make_array_from_process_local_data(
+            batch_sharding(mesh), rows.reshape(microbatches, -1, *rows.shape[1:])
+        ),
+        batch,
+    )
 
 
-def abstract_batch(config: TrainConfig, mesh: Mesh, *, packed: bool) -> Any:
-    """The shapes of what `place` returns."""
-    shape = (config.gradient_accumulation_steps, config.microbatch, config.sequence_length)
-    array: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
-    return Batch(array, array, *((array, array) if packed else (None, None)))
+def abstract_batch(config: TrainConfig, mesh: Mesh, example: Any = None) -> Any:
+    """The shapes of what `place` returns, for rows like `example`, by default those of a family."""
+    if example is None:
+        example = family_of(config.model).example(config.model, config.sequence_length)
+    rows = config.gradient_accumulation_steps, config.microbatch
+    return jax.tree.map(
+        lambda row: jax.ShapeDtypeStruct(
+            (*rows, *row.shape), row.dtype, sharding=batch_sharding(mesh)
+        ),
+        example,
+    )

@@ -45,13 +45,10 @@ def use_one_queue(*, offload: bool = False) -> None:
     """Has CUDA start all kernels through one queue, if all GPUs are Hoppers.
 
     CUDA reads the variable when it starts, so call this before JAX looks for devices. For Blackwell
-    NVIDIA advises against it.
-
-    Args:
-        offload: whether the programs move an optimizer's state to host memory and back. Their
-            copies have streams of their own, and keep CUDA's queues.
+    NVIDIA advises against it. With `offload`, an optimizer's state is copied in streams of its own,
+    which keep CUDA's queues.
     """
     if offload or QUEUES in os.environ:
         return
-    if set(nvidia.ask("compute_cap")) == {HOPPER}:
+    if set(nvidia.query_gpus("compute_cap")) == {HOPPER}:
         os.environ[QUEUES] = "1"

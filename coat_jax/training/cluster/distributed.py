@@ -13,6 +13,7 @@ others for one of several processes; a process that trains alone is told by CUDA
 Losing a process ends the others, within JAX's 100 seconds: start the run again.
 """
 
+import contextlib
 import os
 import socket
 import sys
@@ -30,32 +31,21 @@ DEVICES = "JAX_LOCAL_DEVICE_IDS"
 
 
 class ProcessPlace(NamedTuple):
-    """What a process knows of the run that it belongs to.
+    """What a process knows of the run that it belongs to."""
 
-    Attributes:
-        launcher: JAX's name for the launcher; "deactivate" if the variables above say everything.
-        coordinator: HOST:PORT of process 0; None where JAX can ask the launcher.
-        processes: how many there are.
-        process: the index of this one.
-        rank_on_node: its rank among its node's processes; None if it is the only one.
-    """
-
-    launcher: str
-    coordinator: str | None
+    launcher: str  # JAX's name; "deactivate" if the variables above say everything
+    coordinator: str | None  # HOST:PORT of process 0; None where JAX can ask the launcher
     processes: int
     process: int
-    rank_on_node: int | None
+    rank_on_node: int | None  # None if it is the only process of its node
 
 
 def start(*, timeout: int = 300) -> None:
-    """Joins the processes of the run; does nothing where there is one.
-
-    Args:
-        timeout: seconds to wait for the others.
+    """Joins the processes of the run, waiting `timeout` seconds for them, if there are several.
 
     Raises:
-        UserError: if the launcher's variables are incomplete or contradict each other, or nobody
-            answers at the coordinator's address, or GPUs are chosen in a way that JAX ignores.
+        UserError: if the launcher's variables are incomplete, or nobody answers at the
+            coordinator's address, or GPUs are chosen in a way that JAX ignores.
     """
     place = find_place(os.environ)
     if place is None or place.processes == 1:
@@ -65,11 +55,10 @@ def start(*, timeout: int = 300) -> None:
                 "For one process set CUDA_VISIBLE_DEVICES instead."
             )
         return
-    where = f" at {place.coordinator}" if place.coordinator else ""
     # JAX aborts a process if the others do not join: this line then explains why.
     print(
-        f"process {place.process} of {place.processes}: waits up to {timeout} s for all to join"
-        f"{where}",
+        f"process {place.process} of {place.processes}: waits up to {timeout} s for all to join "
+        f"at {place.coordinator or 'the address of the launcher'}",
         file=sys.stderr,
         flush=True,
     )
@@ -83,91 +72,73 @@ def start(*, timeout: int = 300) -> None:
         cluster_detection_method=place.launcher,
         initialization_timeout=timeout,
     )
-    if jax.process_count() != place.processes:
-        raise UserError(
-            f"Process {place.process} was told of {place.processes} processes, process 0 of "
-            f"{jax.process_count()}: give all the same count ({COUNT})."
-        )
 
 
 def find_place(variables: Mapping[str, str]) -> ProcessPlace | None:
     """Reads the launcher's variables; None where nothing launched this process.
 
     Raises:
-        UserError: if some are missing, or contradict each other.
+        UserError: if some are missing.
     """
-    coordinator = variables.get(ADDRESS)
+
+    def number(name: str) -> int:
+        text = variables.get(name, "")
+        if not text.isdecimal():
+            raise UserError(
+                f"{name} is {text!r}, not a whole number: set it, if the launcher does not."
+            )
+        return int(text)
+
+    coordinator, rank = variables.get(ADDRESS), None
+    knows_host = False  # whether JAX can ask the launcher for the host of process 0
     if COUNT in variables or INDEX in variables:
-        place = ProcessPlace("deactivate", coordinator, *_position(variables, COUNT, INDEX), None)
+        launcher, processes, process = "deactivate", number(COUNT), number(INDEX)
     elif "OMPI_COMM_WORLD_SIZE" in variables:
-        position = _position(variables, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
-        alone = _number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE") == 1
-        rank = None if alone else _number(variables, "OMPI_COMM_WORLD_LOCAL_RANK")
-        place = ProcessPlace("ompi", coordinator, *position, rank)
+        launcher = "ompi"
+        processes, process = number("OMPI_COMM_WORLD_SIZE"), number("OMPI_COMM_WORLD_RANK")
+        if number("OMPI_COMM_WORLD_LOCAL_SIZE") > 1:
+            rank = number("OMPI_COMM_WORLD_LOCAL_RANK")
+        knows_host = "OMPI_MCA_orte_hnp_uri" in variables  # of Open MPI 4; 5 has none
     elif "SLURM_STEP_NUM_TASKS" in variables:  # within srun; a batch script alone has no step
-        position = _position(variables, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
-        alone = position[0] == _number(variables, "SLURM_STEP_NUM_NODES")
-        place = ProcessPlace(
-            "slurm", coordinator, *position, None if alone else _number(variables, "SLURM_LOCALID")
-        )
+        launcher, knows_host = "slurm", True
+        processes, process = number("SLURM_STEP_NUM_TASKS"), number("SLURM_PROCID")
+        if processes > number("SLURM_STEP_NUM_NODES"):
+            rank = number("SLURM_LOCALID")
     elif coordinator:
         raise UserError(f"{ADDRESS} is set, but not {COUNT} and {INDEX}: set all three, or none.")
     else:
         return None
-    # Open MPI 4 has a variable with the host of mpirun, Open MPI 5 has none.
-    knows_host = place.launcher == "slurm" or "OMPI_MCA_orte_hnp_uri" in variables
-    if not coordinator and place.processes > 1 and not knows_host:
+    if process >= processes:
         raise UserError(
-            f"{place.processes} processes, but no {ADDRESS}: set it to HOST:PORT of process 0."
+            f"The last of {processes} processes is number {processes - 1}, not {process}."
+        )
+    if not coordinator and processes > 1 and not knows_host:
+        raise UserError(
+            f"{processes} processes, but no {ADDRESS}: set it to HOST:PORT of process 0."
         )
     if coordinator and not coordinator.rpartition(":")[2].isdecimal():
         raise UserError(f"{ADDRESS}={coordinator!r} has no port: write HOST:PORT.")
-    return place
-
-
-def _position(variables: Mapping[str, str], count: str, index: str) -> tuple[int, int]:
-    processes, process = _number(variables, count), _number(variables, index)
-    if process >= processes:
-        raise UserError(
-            f"{index}={process}, but {count}={processes}: the last of {processes} processes is "
-            f"number {processes - 1}."
-        )
-    return processes, process
-
-
-def _number(variables: Mapping[str, str], name: str) -> int:
-    text = variables.get(name, "")
-    if not text.isdecimal():
-        raise UserError(
-            f"{name} is {text!r}, not a whole number: set it, if the launcher does not."
-        )
-    return int(text)
+    return ProcessPlace(launcher, coordinator, processes, process, rank)
 
 
 def _local_devices(place: ProcessPlace, variables: Mapping[str, str]) -> list[int] | None:
     """The GPUs that a process takes, by index among those it sees; none listed means all."""
     if DEVICES in variables:
-        if not all(number.isdecimal() for number in variables[DEVICES].split(",")):
-            raise UserError(
-                f"{DEVICES} is {variables[DEVICES]!r}: write the numbers of GPUs, as in 0,1."
-            )
         return None  # JAX reads it
     sees_one = "," not in variables.get("CUDA_VISIBLE_DEVICES", ",")  # srun --gpus-per-task=1
     return [] if place.rank_on_node is None or sees_one else [place.rank_on_node]
 
 
 def _require_answer(address: str, timeout: int) -> None:
-    """Returns once somebody listens at the address."""
+    """Returns once somebody listens at the address: JAX would abort with a stack trace."""
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout
-    while True:
-        try:
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
             return
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                raise UserError(
-                    f"Nobody answers at {ADDRESS}={address} after {timeout} s ({error}): is "
-                    f"process 0 running there, and its port open?"
-                ) from error
-            time.sleep(0.5)
+        time.sleep(0.5)
+    raise UserError(
+        f"Nobody answers at {ADDRESS}={address} after {timeout} s: is process 0 running there, and "
+        "its port open?"
+    )

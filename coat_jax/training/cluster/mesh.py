@@ -7,7 +7,6 @@ the rest      replicated
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -23,26 +22,17 @@ NAMES = ("data", "fsdp", "tensor")
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh over `devices`, by default all there are, with automatic axes."""
     devices = jax.devices() if devices is None else devices
-    sizes = _sizes(config, len(devices))
-    return jax.make_mesh(sizes, NAMES, devices=devices, axis_types=(AxisType.Auto,) * len(NAMES))
-
-
-def _sizes(config: MeshConfig, devices: int) -> tuple[int, ...]:
-    """The three sizes, -1 replaced by what is left."""
     sizes = [config.data, config.fsdp, config.tensor]
     named = math.prod(size for size in sizes if size != -1)
-    described = ", ".join(f"{name}={size}" for name, size in zip(NAMES, sizes, strict=True))
-    if -1 not in sizes and named != devices:
+    if len(devices) % named or (-1 not in sizes and named != len(devices)):
+        described = ", ".join(f"{name}={size}" for name, size in zip(NAMES, sizes, strict=True))
         raise UserError(
-            f"A mesh of {described} needs {counted(named, 'device')}, and JAX finds {devices}. "
-            "Change its sizes, or make one of them -1: what is left."
+            f"A mesh of {described} needs {'a multiple of ' if -1 in sizes else ''}"
+            f"{counted(named, 'device')}, and JAX finds {len(devices)}. Change its sizes, or make "
+            "one of them -1: what is left."
         )
-    if devices % named:
-        raise UserError(
-            f"{counted(devices, 'device')} cannot form a mesh of {described}: it needs a multiple "
-            f"of {named}."
-        )
-    return tuple(devices // named if size == -1 else size for size in sizes)
+    sizes = [len(devices) // named if size == -1 else size for size in sizes]
+    return jax.make_mesh(sizes, NAMES, devices=devices, axis_types=(AxisType.Auto,) * len(NAMES))
 
 
 def require_fitting(config: TrainConfig, mesh: Mesh) -> None:
@@ -50,17 +40,11 @@ def require_fitting(config: TrainConfig, mesh: Mesh) -> None:
     parts = batch_parts(mesh)
     if config.microbatch % parts:
         batch, steps = config.global_batch_size, config.gradient_accumulation_steps
-        fewer = [n for n in range(1, steps) if batch % (n * parts) == 0]
-        remedy = f"Make global_batch_size a multiple of {parts * steps}."
-        if fewer:
-            remedy = (
-                f"Lower gradient_accumulation_steps to {max(fewer)}, which takes more memory and "
-                "trains the same."
-            )
         raise UserError(
             f"global_batch_size={batch} in gradient_accumulation_steps={steps} are "
             f"{config.microbatch} sequences at a time, which {parts} devices (mesh.data * "
-            f"mesh.fsdp) cannot share equally. {remedy}"
+            "mesh.fsdp) cannot share equally. Lower gradient_accumulation_steps, or make "
+            f"global_batch_size a multiple of {parts * steps}."
         )
 
 
@@ -79,15 +63,11 @@ def everywhere(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-class ProcessShare(NamedTuple):
-    """The rows of a batch that a process loads: part `part` of `parts` equal parts."""
+def share_of_process(mesh: Mesh) -> tuple[int, int]:
+    """Which part of a batch this process loads, and how many equal parts there are.
 
-    part: int
-    parts: int
-
-
-def share_of_process(mesh: Mesh) -> ProcessShare:
-    """The share of this process. Processes that differ only along `tensor` load the same rows."""
+    Processes that differ only along `tensor` load the same rows.
+    """
     rows = mesh.devices.reshape(batch_parts(mesh), -1)  # the tensor axis is the last
     mine = [i for i, devices in enumerate(rows) if any(_is_here(d) for d in devices)]
     parts, left = divmod(len(rows), len(mine))
@@ -97,7 +77,7 @@ def share_of_process(mesh: Mesh) -> ProcessShare:
             "rows, which is not an equal part of them. Give mesh.data * mesh.fsdp or mesh.tensor a "
             "size that whole machines share equally."
         )
-    return ProcessShare(mine[0] // len(mine), parts)
+    return mine[0] // len(mine), parts
 
 
 def _is_here(device: jax.Device) -> bool:

@@ -4,9 +4,8 @@
         ... one step, on every process ...
         if stop.requested(): save, and leave
 
-Every process must call `requested` once in every step. Ctrl-C interrupts at once, without saving.
-Python loses the KeyboardInterrupt if a signal arrives while it collects garbage: `requested` then
-raises it again.
+Ctrl-C interrupts at once, without saving. Python loses the KeyboardInterrupt if a signal arrives
+while it collects garbage: `requested` then raises it again.
 """
 
 import os

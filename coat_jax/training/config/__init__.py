@@ -6,7 +6,7 @@
     config = dataclasses.replace(config, seed=1)
 
 A config is checked when it is constructed, before any work is lost; `cluster.mesh` checks what
-depends on the machine. `coat train --help` prints the sentences of the docstrings.
+depends on the machine. `coat train --help-all` prints the sentences of the docstrings.
 """
 
 from coat_jax.training.config.optimizer import OptimizerConfig as OptimizerConfig

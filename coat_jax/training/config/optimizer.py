@@ -1,14 +1,14 @@
 """How a run is optimized: AdamW in 8 bits or FP32, or any transformation of optax."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal, TypeAlias, TypeGuard
 
 import optax
 
 from coat_jax.errors import UserError
-from coat_jax.limits import Between, CountOrZero, Share, require_fields, shown
 from coat_jax.optax.checks.arguments import least_b2
+from coat_jax.validation import Between, CountOrZero, Share, require_fields, shown
 
 OptimizerName = Literal["fp8_adamw", "adamw"]
 Moments = Literal["directions", "expanded", "paper"]
@@ -93,42 +93,18 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require_fields(self, "optimizer.")
-        if self.transformation is None:
-            self._require_lasting()
-            return
-        if not is_optimizer(self.transformation):
+        if self.transformation is not None and not is_optimizer(self.transformation):
             raise UserError(
                 f"optimizer.transformation={shown(self.transformation)} is neither an optax "
                 "transformation nor a function that makes one from a schedule, as in lambda "
                 "schedule: optax.lion(schedule)."
             )
-        default = {field.name: field.default for field in dataclasses.fields(self)}
-        self._require_of_transformation(
-            [name for name in default if getattr(self, name) != default[name]]
-        )
-
-    def require_used(self, names: Collection[str]) -> None:
-        """Raises if a field among these has no effect beside the others."""
-        self._require_of_transformation(names)
-        if self.transformation is None and self.name == "adamw" and "moments" in names:
-            raise UserError(
-                f"optimizer.moments={self.moments!r} are formats of 8-bit moments, and those of "
-                'optimizer.name="adamw" are in FP32. Leave it out, or set name to "fp8_adamw".'
-            )
-        if self.follows_schedule and self.schedule != "wsd" and "decay_steps" in names:
-            raise UserError(
-                f"optimizer.decay_steps={self.decay_steps} is the end of "
-                f'optimizer.schedule="wsd", and this one is {self.schedule!r}. Leave it out, or '
-                'set schedule to "wsd".'
-            )
-
-    def _require_lasting(self) -> None:
-        """Raises if first moments last too long beside the second ones to be stored as directions.
-
-        `coat.optax` checks the same in the words of its own arguments.
-        """
-        stored_as_directions = self.name == "fp8_adamw" and self.moments == "directions"
-        if stored_as_directions and self.b2 < least_b2(self.b1):
+        fields = dataclasses.fields(self)
+        changed = [field.name for field in fields if getattr(self, field.name) != field.default]
+        self._require_none(changed, self._replaced())
+        # `coat.optax` checks the same in the words of its own arguments.
+        as_directions = self.name == "fp8_adamw" and self.moments == "directions"
+        if self.transformation is None and as_directions and self.b2 < least_b2(self.b1):
             raise UserError(
                 f"optimizer.b2={self.b2} is below {least_b2(self.b1):g}, the least beside "
                 f'optimizer.b1={self.b1} and optimizer.moments="directions". They store the first '
@@ -136,22 +112,30 @@ class OptimizerConfig:
                 'lower b1, or set moments to "expanded".'
             )
 
-    def _require_of_transformation(self, names: Collection[str]) -> None:
-        """Raises if a transformation leaves a field among these without effect."""
-        if self.transformation is None:
-            return
-        if given := next((name for name in OF_ADAMW if name in names), None):
-            raise UserError(
-                f"optimizer.{given}={getattr(self, given)!r} is a setting of the named "
-                "optimizers, and this config has a transformation. Set it in the transformation."
-            )
-        given = next((name for name in OF_SCHEDULE if name in names), None)
-        if given and not self.follows_schedule:
-            raise UserError(
-                f"optimizer.{given}={getattr(self, given)!r} is a setting of the schedule, and "
-                "this config's transformation has a learning rate of its own. Let a function make "
-                "it from the schedule, as in lambda schedule: optax.lion(schedule)."
-            )
+    def require_used(self, names: Collection[str]) -> None:
+        """Raises if a field among these has no effect beside the others."""
+        unused = self._replaced()
+        if self.transformation is None and self.name == "adamw":
+            unused["moments"] = 'is for name="fp8_adamw": the moments of "adamw" are in FP32'
+        if self.follows_schedule and self.schedule != "wsd":
+            unused["decay_steps"] = f'is for schedule="wsd", and this one is {self.schedule!r}'
+        self._require_none(names, unused)
+
+    def _require_none(self, names: Collection[str], unused: Mapping[str, str]) -> None:
+        for name in unused:
+            if name in names:
+                given = f"optimizer.{name}={getattr(self, name)!r}"
+                raise UserError(f"{given} {unused[name]}. Leave it out.")
+
+    def _replaced(self) -> dict[str, str]:
+        """The fields that a transformation leaves without effect, and why."""
+        of_adamw = "is a setting of the named optimizers: give it to the transformation instead"
+        of_schedule = (
+            "is a setting of the schedule, and this transformation has a learning rate of its own: "
+            "let a function make it from the schedule, as in lambda schedule: optax.lion(schedule)"
+        )
+        replaced = {} if self.transformation is None else dict.fromkeys(OF_ADAMW, of_adamw)
+        return replaced | ({} if self.follows_schedule else dict.fromkeys(OF_SCHEDULE, of_schedule))
 
     @property
     def follows_schedule(self) -> bool:

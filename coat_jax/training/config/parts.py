@@ -1,12 +1,12 @@
 """The smaller parts of a run: devices, evaluations, checkpoints, telemetry."""
 
 import dataclasses
-from typing import Annotated
+from typing import Literal
 
 from coat_jax.errors import UserError
-from coat_jax.limits import INT32_MAX, Between, Count, CountOrZero, require_fields
+from coat_jax.validation import Count, CountOrZero, require_fields
 
-Devices = Annotated[int, Between(least=-1, most=INT32_MAX)]
+Devices = Count | Literal[-1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,11 +26,6 @@ class MeshConfig:
 
     def __post_init__(self) -> None:
         require_fields(self, "mesh.")
-        for name in ("data", "fsdp", "tensor"):
-            if getattr(self, name) == 0:
-                raise UserError(
-                    f"mesh.{name}=0 must be 1 or more, or -1 for the devices that are left."
-                )
         if (self.data, self.fsdp, self.tensor).count(-1) > 1:
             raise UserError(
                 f"mesh: data={self.data}, fsdp={self.fsdp} and tensor={self.tensor} have more "

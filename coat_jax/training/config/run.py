@@ -2,14 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax.numpy as jnp
 
-from coat_jax import models
 from coat_jax.errors import UserError
-from coat_jax.files import expanded
-from coat_jax.limits import INT32_MAX, Between, Count, Seed, require_fields, shown
+from coat_jax.files import expand_user
+from coat_jax.models import ModelConfig
 from coat_jax.nn import MeshAxes
 from coat_jax.precision import BF16, precision_of
 from coat_jax.training import compilation_cache
@@ -26,6 +25,8 @@ from coat_jax.training.config.parts import (
     TelemetryConfig,
 )
 from coat_jax.training.data import DataConfig
+from coat_jax.training.families import family_of
+from coat_jax.validation import Count, Seed, require_fields, shown
 
 WriterName = Literal["tensorboard", "wandb"]
 Metric: TypeAlias = Callable[[Any], Any]
@@ -62,8 +63,6 @@ class TrainConfig:
             after the other, so that memory holds the activations of one; gradients are then summed
             in FP32.
         seed: the seed of the initial parameters, the order of the data, and rounding.
-        z_loss: the weight of the squared log-sum-exp of the logits, a part of the loss which keeps
-            logits from drifting.
         max_skipped_steps: how many steps in a row may be skipped, because their loss or gradients
             are not finite, before the run ends with code 4.
         out: the folder of the run: checkpoints, metrics, its config.
@@ -72,14 +71,16 @@ class TrainConfig:
         init_from: the folder of a Hugging Face model or of another run, from whose parameters this
             run begins.
         log_every: steps between records of the metrics.
+        frozen: globs of parameters that do not change, as in "layers.*.attention.*": they have
+            neither gradients nor moments.
         metrics: more quantities to log, by name: functions of a `step.FinishedStep`, which has
             parameters, gradients and moments; only in a config file.
         writers: where metrics are written besides metrics.jsonl: "tensorboard", "wandb".
         cache: the folder of JAX's compilation cache; None for none.
     """
 
-    model: models.Config
-    data: DataConfig = DataConfig()
+    model: ModelConfig
+    data: Any = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     mesh: MeshConfig = MeshConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -91,12 +92,12 @@ class TrainConfig:
     sequence_length: Count
     gradient_accumulation_steps: Count = 1
     seed: Seed = 0
-    z_loss: Annotated[float, Between(least=0, most=1)] = 0.0
     max_skipped_steps: Count = 100
     out: str = "out/run"
     resume: bool = True
     init_from: str | None = None
     log_every: Count = 1
+    frozen: tuple[str, ...] = ()
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict, hash=False)
     writers: tuple[WriterName, ...] = ()
     cache: str | None = compilation_cache.FOLDER
@@ -105,7 +106,9 @@ class TrainConfig:
         given: Any = self.optimizer
         if is_optimizer(given):
             object.__setattr__(self, "optimizer", OptimizerConfig(transformation=given))
-        self._require_parts()
+        data = family_of(self.model).data
+        if not isinstance(self.data, data):
+            raise UserError(f"data={shown(self.data)} must be a {data.__name__}.")
         require_fields(self)
         self.optimizer.require_fitting(self.total_steps)
         if self.steps_in_bf16 > self.total_steps:
@@ -120,10 +123,6 @@ class TrainConfig:
                 f"optimizer.correct_params=True corrects parameters in BF16, and model.param_dtype="
                 f"{param_dtype.name}. Set --param_dtype bfloat16, or leave correct_params out."
             )
-        if (self.model.axes, self.model.batch_axes) != (MeshAxes(), ()):
-            raise UserError(
-                "model.axes and model.batch_axes are set from `mesh`: leave them at their defaults."
-            )
         if self.optimizer.release_gradients:
             self._require_releasable()
         self._require_metrics()
@@ -134,28 +133,15 @@ class TrainConfig:
             if path == "":
                 raise UserError(f"{name}={path!r} names no folder.")
             if path is not None and name != "cache":
-                object.__setattr__(self, name, str(expanded(path)))
-
-    def _require_parts(self) -> None:
-        """Raises where a name stands for the model or the optimizer."""
-        if isinstance(self.model, str):
-            raise UserError(
-                f"model={shown(self.model)} must be a models.Config. Published ones have names: "
-                "models.config_of('llama2_7b')."
-            )
-        if isinstance(self.optimizer, str):
-            raise UserError(
-                f"optimizer={shown(self.optimizer)} must be an OptimizerConfig, as in "
-                "OptimizerConfig(name='adamw'), or an optax transformation, as in "
-                "optax.lion(1e-4)."
-            )
+                object.__setattr__(self, name, str(expand_user(path)))
 
     def _require_batch(self) -> None:
         """Raises unless there can be batches of these sizes."""
-        if self.sequence_length > self.model.context:
+        context = getattr(self.model, "context", self.sequence_length)
+        if self.sequence_length > context:
             raise UserError(
-                f"sequence_length={self.sequence_length} is longer than model.context="
-                f"{self.model.context}. Lower the one or raise the other."
+                f"sequence_length={self.sequence_length} is longer than model.context={context}. "
+                "Lower the one or raise the other."
             )
         if self.global_batch_size % self.gradient_accumulation_steps:
             raise UserError(
@@ -163,20 +149,13 @@ class TrainConfig:
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps} equal "
                 "microbatches. Make it a multiple."
             )
-        if self.tokens_per_step > INT32_MAX:
-            raise UserError(
-                f"global_batch_size={self.global_batch_size} times sequence_length="
-                f"{self.sequence_length} is more than the {INT32_MAX:,} tokens that a step can "
-                "count. Lower one."
-            )
 
     def _require_metrics(self) -> None:
         """Raises unless metrics are functions, under names that the trainer does not use."""
         for name, measure in self.metrics.items():
             if not isinstance(name, str) or not callable(measure) or isinstance(measure, type):
                 raise UserError(
-                    f"metrics={{{name!r}: {shown(measure)}}} must be a function of a step, as in "
-                    "{'weight_norm': lambda step: coat.optax.global_norm(step.params)}."
+                    f"metrics={{{name!r}: {shown(measure)}}} must be a function of a step."
                 )
             if name in LOGGED or "/" in name:
                 raise UserError(
@@ -187,21 +166,20 @@ class TrainConfig:
     def _require_releasable(self) -> None:
         """Raises where something needs the gradients that the backward pass frees."""
         obstacles = {
-            f"gradient_accumulation_steps={self.gradient_accumulation_steps} sums all gradients: "
-            "make it 1": self.gradient_accumulation_steps > 1,
-            "model.scan=True computes the gradients of all layers as one array: set model.scan to "
-            "False": self.model.scan,
-            "optimizer.transformation may need all gradients at once: take a named optimizer, "
-            "fp8_adamw or adamw": self.optimizer.transformation is not None,
-            "metrics are functions of all gradients: leave them out": bool(self.metrics),
-            f"telemetry.every={self.telemetry.every} records all gradients: make it 0": (
-                self.telemetry.every > 0
+            f"gradient_accumulation_steps={self.gradient_accumulation_steps}": (
+                self.gradient_accumulation_steps > 1
             ),
+            "model.scan=True": self.model.scan,
+            "optimizer.transformation": self.optimizer.transformation is not None,
+            "metrics": bool(self.metrics),
+            f"telemetry.every={self.telemetry.every}": self.telemetry.every > 0,
+            "frozen parameters": bool(self.frozen),
         }
         for obstacle, stands in obstacles.items():
             if stands:
                 raise UserError(
-                    f"optimizer.release_gradients=True keeps no gradients, and {obstacle}."
+                    f"optimizer.release_gradients=True keeps no gradients, and {obstacle} needs "
+                    "those of all layers: leave one of the two out."
                 )
 
     @property
@@ -230,7 +208,7 @@ class TrainConfig:
         return dataclasses.replace(self, model=model)
 
     @property
-    def model_on_mesh(self) -> models.Config:
+    def model_on_mesh(self) -> Any:
         """The model, its parameters and its batch sharded along the axes of `mesh`."""
         return dataclasses.replace(self.model, axes=AXES, batch_axes=BATCH_AXES)
 

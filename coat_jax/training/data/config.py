@@ -4,8 +4,8 @@ import dataclasses
 from typing import Annotated, Literal
 
 from coat_jax.errors import UserError
-from coat_jax.files import expanded
-from coat_jax.limits import Between, CountOrZero, require_fields
+from coat_jax.files import expand_user
+from coat_jax.validation import Between, CountOrZero, require_fields
 
 SourceKind = Literal["text", "chat"]
 TokenDtype = Literal["uint16", "uint32"]
@@ -45,4 +45,4 @@ class DataConfig:
         if not self.train:
             raise UserError("data.train=() names no data: give paths, or 'corpus'.")
         if self.tokenizer is not None:
-            object.__setattr__(self, "tokenizer", str(expanded(self.tokenizer)))
+            object.__setattr__(self, "tokenizer", str(expand_user(self.tokenizer)))

@@ -19,7 +19,9 @@ from jaxtyping import UInt8
 from coat_jax.files import MissingFile
 
 HELD_OUT = 20  # every n-th file is held out
+# Tests, what others installed, and the record of how this Python was built.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+BUILD = "_sysconfigdata"
 
 
 class Corpus(NamedTuple):
@@ -35,20 +37,20 @@ class Corpus(NamedTuple):
 
 
 @functools.cache  # a run loads the training part first, and the held-out part later
-def load(root: Path | None = None) -> Corpus:
-    """Reads the corpus, the same for everyone who runs the same release of Python.
-
-    Args:
-        root: where to look for the library; this Python's own by default.
-    """
-    train, held_out = files_of(root)
-    return Corpus(_read(train), _read(held_out))
+def load() -> Corpus:
+    """Reads the corpus."""
+    texts = (b"".join(path.read_bytes() for path in files) for files in files_of())
+    return Corpus(*(np.frombuffer(text, np.uint8) for text in texts))
 
 
-def files_of(root: Path | None = None) -> tuple[list[Path], list[Path]]:
+def files_of() -> tuple[list[Path], list[Path]]:
     """The files to train on and those to evaluate on."""
-    root = root or Path(sysconfig.get_path("stdlib"))
-    files = [path for path in sorted(root.rglob("*.py")) if _is_library(path.relative_to(root))]
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not SKIPPED & set(path.relative_to(root).parts) and not path.name.startswith(BUILD)
+    ]
     if len(files) < HELD_OUT:
         raise MissingFile(
             f"Found {len(files)} source files of the standard library under {root}, and the corpus "
@@ -57,13 +59,3 @@ def files_of(root: Path | None = None) -> tuple[list[Path], list[Path]]:
         )
     held_out = files[HELD_OUT - 1 :: HELD_OUT]
     return sorted(set(files) - set(held_out)), held_out
-
-
-def _is_library(path: Path) -> bool:
-    """Leaves out tests, what others installed, and the record of how this Python was built."""
-    return not SKIPPED & set(path.parts) and not path.name.startswith("_sysconfigdata")
-
-
-def _read(files: list[Path]) -> UInt8[np.ndarray, " N"]:
-    """The files one after another."""
-    return np.frombuffer(b"".join(path.read_bytes() for path in files), np.uint8)

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from coat_jax.errors import UserError
-from coat_jax.printable import counted
-from coat_jax.training.data.rows import IGNORED, Batch, Rows, padded
+from coat_jax.training.data.rows import Rows
 
 THREADS, BATCHES_AHEAD = 4, 8
 
@@ -24,14 +23,12 @@ class Loader:
     """An iterator over one process's parts of the batches.
 
     Attributes:
-        tokens: the number of tokens in an epoch.
         rows: the number of rows in an epoch.
         batches: the number of batches in all epochs; None without end.
-        packed: whether a row may hold several documents. If not, positions and segments are those
-            that a model assumes without them.
         digest: names the data and how it is split into rows.
         end_of_text: the token that ends a document, if one is known.
         description: of the data, for the terminal.
+        example: a row.
     """
 
     def __init__(
@@ -45,22 +42,28 @@ class Loader:
         epochs: int | None = None,
     ):
         """See `load`."""
+        import grain
+
         if batch < 1 or batch % processes:
             raise UserError(
                 f"batch={batch} cannot be divided among {processes} processes: make it a multiple "
                 f"of {processes}."
             )
-        self.tokens, self.rows = rows.tokens, len(rows)
+        self.rows, self.example = len(rows), rows[0]
         self.batches = None if epochs is None else -(-len(rows) * epochs // batch)
-        self.packed, self.digest = rows.packed, rows.digest
-        self.end_of_text = rows.end_of_text
-        self.description = f"{rows.tokens:,} tokens in {len(rows):,} rows of {rows.sequence:,}"
-        if rows.truncated:
-            self.description += f"; truncated to that length: {counted(rows.truncated, 'document')}"
+        self.digest, self.end_of_text = rows.digest, rows.end_of_text
+        self.description = rows.description
         if epochs is None and batch > len(rows):
             self.description += f"; each batch has {batch:,} rows, so it repeats some of them"
         self._batch, self._seed, self._next = batch, seed, 0
-        self._ordered = _ordered(rows, batch, seed, epochs)
+        self._has_labels = rows.has_labels
+        # grain shuffles epoch e with seed + e: neighbouring seeds would share epochs.
+        spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        self._ordered = grain.MapDataset.source(rows).shuffle(spread).repeat(epochs)
+        missing = -len(self._ordered) % batch
+        if epochs is not None and missing:
+            filling = grain.MapDataset.source([rows.padding]).repeat(missing)
+            self._ordered = grain.MapDataset.concatenate([self._ordered, filling])
         parts = self._ordered.batch(batch // processes, drop_remainder=True)
         self._parts = parts[process::processes]
         self._reader: Any = None
@@ -68,17 +71,20 @@ class Loader:
     def __iter__(self) -> "Loader":
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
+        import grain
+
         if self._reader is None:
-            self._reader = _reader(self._parts[self._next :])
+            options = grain.ReadOptions(THREADS, BATCHES_AHEAD)
+            self._reader = iter(self._parts[self._next :].to_iter_dataset(options))
         batch = next(self._reader)
         self._next += 1
         return batch
 
     def has_labels(self, batches: int) -> bool:
-        """Whether any token is to be predicted in the first `batches` batches."""
+        """Whether a row of the first `batches` batches adds to the loss."""
         rows = range(min(batches * self._batch, len(self._ordered)))
-        return any(np.any(self._ordered[row].labels != IGNORED) for row in rows)
+        return any(self._has_labels(self._ordered[row]) for row in rows)
 
     def state(self) -> dict[str, Any]:
         """The position of the iterator, for JSON: the same in every process."""
@@ -93,37 +99,16 @@ class Loader:
                     f"{name}={own!r}. Resume with the data, the sequence length and the seed that "
                     "it began with, or start a new run."
                 )
-        if state["rows"] % self._batch:
+        self._next, rest = divmod(state["rows"], self._batch)
+        if rest:
             raise UserError(
                 f"The run to resume has read {state['rows']:,} rows, no multiple of "
                 f"batch={self._batch}. Resume with a batch that divides them."
             )
         self.close()
-        self._next = state["rows"] // self._batch
 
     def close(self) -> None:
         """Stops reading ahead."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
-
-
-def _ordered(rows: Rows, batch: int, seed: int, epochs: int | None) -> Any:
-    """The rows of all batches, by number."""
-    import grain
-
-    # grain shuffles epoch e with seed + e: neighbouring seeds would share epochs.
-    spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    ordered = grain.MapDataset.source(rows).shuffle(spread).repeat(epochs)
-    missing = -len(ordered) % batch
-    if epochs is not None and missing:
-        nothing = padded(Batch(*np.zeros((4, 0), np.int32)), rows.sequence)
-        filling = grain.MapDataset.source([nothing]).repeat(missing)
-        ordered = grain.MapDataset.concatenate([ordered, filling])
-    return ordered
-
-
-def _reader(parts: Any) -> Any:
-    import grain
-
-    return iter(parts.to_iter_dataset(grain.ReadOptions(THREADS, BATCHES_AHEAD)))

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int, Int64, UInt
 
-from coat_jax.training.data.rows import IGNORED, Batch, padded, short_hash
+from coat_jax.models import Batch
+from coat_jax.models.batches import IGNORED
+from coat_jax.training.data.rows import TextRows, padded, short_hash
 
 
 class Documents(NamedTuple):
@@ -28,11 +30,9 @@ class Documents(NamedTuple):
 
     def part(self, numbers: range) -> "Documents":
         """The documents of a range of indices."""
-        edges = np.concatenate([[0], self.ends])
-        start, stop = edges[numbers.start], edges[numbers.stop]
-        within = slice(start, stop)
-        ends = self.ends[numbers.start : numbers.stop] - start
-        return Documents(self.tokens[within], self.learned[within], ends)
+        edges = np.concatenate([[0], self.ends])[numbers.start : numbers.stop + 1]
+        within = slice(edges[0], edges[-1])
+        return Documents(self.tokens[within], self.learned[within], edges[1:] - edges[0])
 
 
 def plan(lengths: Int[np.ndarray, " D"], sequence: int, seed: int) -> list[list[int]]:
@@ -58,10 +58,8 @@ def plan(lengths: Int[np.ndarray, " D"], sequence: int, seed: int) -> list[list[
     return rows
 
 
-class Packed:
-    """The `Rows` of documents that are packed."""
-
-    packed = True
+class Packed(TextRows):
+    """Documents that share rows."""
 
     def __init__(
         self, documents: Documents, *, sequence: int, seed: int, end_of_text: int | None = None

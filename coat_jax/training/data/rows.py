@@ -1,4 +1,4 @@
-"""Rows, the sequences of a batch, and how a long stream of tokens is split into them.
+"""The rows of a batch, and how a long stream of tokens is split into rows of text.
 
     stream     a b c d . e f . g h i        a period ends a document
     tokens     a b c d | . e f . | g h -
@@ -8,83 +8,104 @@
 
 A row of S tokens is read with the token after it, with which the next row begins: each token is
 read once and predicted once. Within a row, positions start at 0 in each document, and attention
-stays within it.
+stays within it. If no row has two documents, there are neither positions nor segments: attention
+is faster without them.
 """
 
 import hashlib
 import math
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
+import jax
 import numpy as np
 from jaxtyping import Int32
 
 from coat_jax.errors import UserError
+from coat_jax.models import Batch
+from coat_jax.models.batches import IGNORED
+from coat_jax.printable import counted
 from coat_jax.training.data.stream import Stream
-
-IGNORED = -100
-
-
-class Batch(NamedTuple):
-    """Rows, or one of them."""
-
-    tokens: Int32[np.ndarray, "*B S"]
-    labels: Int32[np.ndarray, "*B S"]  # the token after each one; IGNORED where it does not count
-    positions: Int32[np.ndarray, "*B S"]  # of each token in its document
-    segments: Int32[np.ndarray, "*B S"]  # documents, numbered from 1 in each row; 0 is padding
 
 
 class Rows(Protocol):
-    """All rows of an epoch, by number.
+    """All rows of an epoch, by number: each a tree of arrays, without an axis over rows.
 
     Attributes:
-        sequence: the length of each.
-        tokens: how many they hold together.
-        packed: whether a row may hold several documents.
-        truncated: how many documents were longer than a row, and lost their ends.
         digest: names the data and how it is split.
         end_of_text: the token that ends a document, if one is known.
     """
 
-    sequence: int
-    tokens: int
-    packed: bool
-    truncated: int
     digest: str
     end_of_text: int | None
 
+    @property
+    def description(self) -> str:
+        """The data, for the terminal."""
+
+    @property
+    def padding(self) -> Any:
+        """A row that adds nothing to a loss."""
+
     def __len__(self) -> int: ...
 
-    def __getitem__(self, row: int) -> Batch: ...
+    def __getitem__(self, row: int) -> Any: ...
+
+    def has_labels(self, row: Any) -> bool:
+        """Whether a row adds to the loss."""
 
 
-class Windows:
-    """The `Rows` of a part of a stream."""
+class TextRows(Rows):
+    """Rows of tokens.
+
+    Attributes:
+        sequence: the length of each.
+        tokens: how many they hold together.
+        truncated: how many documents were longer than a row, and lost their ends.
+    """
+
+    sequence: int
+    tokens: int
+    truncated = 0
+
+    @property
+    def description(self) -> str:
+        """See `Rows`."""
+        text = f"{self.tokens:,} tokens in {len(self):,} rows of {self.sequence:,}"
+        if self.truncated:
+            text += f"; truncated to that length: {counted(self.truncated, 'document')}"
+        return text
+
+    @property
+    def padding(self) -> Batch:
+        """See `Rows`."""
+        nothing: Batch = jax.tree.map(np.zeros_like, self[0])
+        return nothing._replace(labels=nothing.labels + IGNORED)
+
+    def has_labels(self, row: Batch) -> bool:
+        """See `Rows`."""
+        return bool(np.any(row.labels != IGNORED))
+
+
+class Windows(TextRows):
+    """A part of a stream."""
 
     def __init__(
         self, stream: Stream, part: range, *, sequence: int, end_of_text: int | None, vocab: int
     ):
         if len(part) <= sequence:
-            divided = (
-                f" They are a part of its {len(stream):,} tokens, divided by data.held_out_part: "
-                "change that, or name other files in data.held_out."
-            )
             raise UserError(
-                f"{stream.name}: {len(part):,} tokens are too few for a sequence of {sequence:,} "
-                "and the token after it. Give more data, or lower sequence_length."
-                f"{divided if len(part) < len(stream) else ''}"
+                f"{stream.name}: {len(part):,} of its {len(stream):,} tokens are too few for a "
+                f"sequence of {sequence:,} and the token after it. Give more data, lower "
+                "sequence_length, change data.held_out_part, or name files in data.held_out."
             )
         if end_of_text is not None and end_of_text >= vocab:
             raise UserError(
                 f"data.end_of_text={end_of_text} is not in the model's vocabulary of {vocab:,}."
             )
-        self.sequence = sequence
-        self.tokens = len(part)
-        self.packed = end_of_text is not None
-        self.truncated = 0
+        self.sequence, self.tokens, self.end_of_text = sequence, len(part), end_of_text
+        self._stream, self._part, self._vocab = stream, part, vocab
         samples = stream.digest(part, vocab=vocab)
         self.digest = short_hash(samples, part.start, end_of_text, sequence)
-        self._stream, self._part = stream, part
-        self.end_of_text, self._vocab = end_of_text, vocab
 
     def __len__(self) -> int:
         return math.ceil((self.tokens - 1) / self.sequence)
@@ -93,6 +114,8 @@ class Windows:
         start = self._part.start + row * self.sequence
         stop = min(start + self.sequence + 1, self._part.stop)
         tokens = self._stream.read(start, stop, vocab=self._vocab)
+        if self.end_of_text is None:
+            return padded(Batch(tokens[:-1], tokens[1:]), self.sequence)
         return padded(documents_of(tokens, self.end_of_text), self.sequence)
 
 
@@ -101,12 +124,10 @@ def short_hash(*values: object) -> str:
     return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
 
-def documents_of(tokens: Int32[np.ndarray, " S+1"], end_of_text: int | None) -> Batch:
+def documents_of(tokens: Int32[np.ndarray, " S+1"], end_of_text: int) -> Batch:
     """One row of tokens and the token after them; `end_of_text` is the last of a document."""
     inputs, labels = tokens[:-1], tokens[1:].copy()
     place = np.arange(len(inputs), dtype=np.int32)
-    if end_of_text is None:
-        return Batch(inputs, labels, place, np.ones_like(place))
     ends = inputs == end_of_text
     labels[ends] = IGNORED
     begins = np.concatenate([[False], ends[:-1]])
@@ -116,13 +137,8 @@ def documents_of(tokens: Int32[np.ndarray, " S+1"], end_of_text: int | None) -> 
 
 
 def padded(row: Batch, sequence: int) -> Batch:
-    """The row at this length: what is added belongs to no document and is not predicted."""
-    missing = sequence - len(row.tokens)
-    if not missing:
-        return row
-    return Batch(
-        tokens=np.pad(row.tokens, (0, missing)),
-        labels=np.pad(row.labels, (0, missing), constant_values=IGNORED),
-        positions=np.pad(row.positions, (0, missing)),
-        segments=np.pad(row.segments, (0, missing)),
-    )
+    """The row at this length. Padding has segment 0 and no labels."""
+    missing = (0, sequence - len(row.tokens))
+    labels: Any = np.pad(row.labels, missing, constant_values=IGNORED)
+    longer: Any = jax.tree.map(lambda array: np.pad(array, missing), row)
+    return longer._replace(labels=labels)

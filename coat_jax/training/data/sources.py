@@ -1,30 +1,30 @@
-"""From a config to a loader: which reader the data needs, and which part of it is held out."""
+"""From a config to a loader: which reader the data needs, and which part of it is held out.
+
+No file is both trained on and held out, and one tokenizer makes the tokens of both.
+"""
 
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 
 from coat_jax.errors import UserError
-from coat_jax.limits import shown
-from coat_jax.tokenizers import AnyTokenizer, document_tokenizer
+from coat_jax.tokenizers import AnyTokenizer, digest_of, document_tokenizer
 from coat_jax.training.data import chat, corpus
 from coat_jax.training.data.config import DataConfig
 from coat_jax.training.data.loader import Loader
 from coat_jax.training.data.packing import Packed
-from coat_jax.training.data.paths import are_tokens, files_of
-from coat_jax.training.data.rows import IGNORED, Rows, Windows
-from coat_jax.training.data.splits import (
-    CORPUS,
-    SPLITS,
-    Split,
-    require_apart,
-    require_one_tokenizer,
-)
-from coat_jax.training.data.stream import Stream, TokensInMemory
-from coat_jax.training.data.text_files import require_small
+from coat_jax.training.data.paths import are_tokens, files_of, identity
+from coat_jax.training.data.rows import TextRows, Windows
+from coat_jax.training.data.stream import Stream, part_in_memory
 from coat_jax.training.data.token_files import open_files, sidecar_of
-from coat_jax.training.data.tokenizing import in_memory
+from coat_jax.training.data.tokenizing import in_memory, require_small
+from coat_jax.validation import shown
 
+Split = Literal["train", "held_out"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+CORPUS = "corpus"  # in place of paths: the built-in one
+UNKNOWN = "unknown"  # in place of the digest of a tokenizer
 SEARCHED = 1 << 24  # how many tokens are searched for the beginning of a document
 
 
@@ -53,69 +53,65 @@ def load(
         processes: how many there are.
         epochs: how often all data is read, with the last batch padded; None continues without end.
     """
-    if split not in SPLITS:
-        raise UserError(f"There is no split {shown(split)}: use {' or '.join(map(repr, SPLITS))}.")
-    rows = _rows(config, split, sequence, vocab, seed)
-    _require_labels(rows, split)
+    rows = rows_of(config, split=split, sequence=sequence, vocab=vocab, seed=seed)
     return Loader(rows, batch=batch, seed=seed, process=process, processes=processes, epochs=epochs)
 
 
-def _rows(config: DataConfig, split: Split, sequence: int, vocab: int, seed: int) -> Rows:
-    require_apart(config)
-    require_one_tokenizer(config)
-    own = split == "held_out" and config.held_out
-    patterns = config.held_out if own else config.train
+def rows_of(
+    config: DataConfig, *, split: Split, sequence: int, vocab: int, seed: int = 0
+) -> TextRows:
+    """The rows of one split; for the arguments see `load`."""
+    if split not in SPLITS:
+        raise UserError(f"There is no split {shown(split)}: use {' or '.join(map(repr, SPLITS))}.")
+    _require_apart(config)
+    _require_one_tokenizer(config)
+    patterns = config.train
+    if split == "held_out" and config.held_out:
+        patterns = config.held_out
+    rows: TextRows
     if config.kind == "chat":
-        if CORPUS in patterns:
-            raise UserError(
-                "data.kind='chat' needs conversations, and the built-in corpus has none: name "
-                ".jsonl files in data.train."
-            )
-        return _chat_rows(config, split, files_of(patterns), sequence, vocab, seed)
-    if CORPUS in patterns and config.tokenizer is not None:
-        raise UserError(
-            f"data.tokenizer={shown(config.tokenizer)} has nothing to turn into tokens: the "
-            "built-in corpus is read as bytes. Name text files in data.train, or no tokenizer."
-        )
-    if CORPUS in patterns:
-        stream, end_of_text, shared = _corpus(patterns, split), None, False
+        rows = _conversations(config, split, files_of(patterns), sequence, vocab, seed)
     else:
-        stream, end_of_text = _files(config, files_of(patterns), vocab)
-        shared = not config.held_out
-    part = range(len(stream))
-    if shared:
-        part = _share(stream, split, config.held_out_part, end_of_text, vocab)
-    return Windows(stream, part, sequence=sequence, end_of_text=end_of_text, vocab=vocab)
-
-
-def _require_labels(rows: Rows, split: Split) -> None:
-    """Raises if no row has a label; usually one of the first rows has."""
-    if not any(np.any(rows[row].labels != IGNORED) for row in range(len(rows))):
+        rows = _windows(config, split, patterns, sequence, vocab)
+    # Usually one of the first rows has a label.
+    if not any(rows.has_labels(rows[row]) for row in range(len(rows))):
         raise UserError(
             f"The {split} data has no token to predict: every label is masked. Is "
             "data.end_of_text the right token? Is each answer of a chat beyond sequence_length?"
         )
+    return rows
 
 
-def _corpus(patterns: tuple[str, ...], split: Split) -> Stream:
-    if len(patterns) > 1:
-        raise UserError(f"{patterns} mixes the built-in corpus with files: name one or the other.")
-    return Stream([TokensInMemory(f"the corpus ({split})", getattr(corpus.load(), split))])
+# --- Readers ---------------------------------------------------------------------------------
 
 
-def _files(config: DataConfig, paths: list[Path], vocab: int) -> tuple[Stream, int | None]:
-    """Token files or text as a stream, and the token that ends its documents."""
-    if are_tokens(paths):
+def _windows(
+    config: DataConfig, split: Split, patterns: tuple[str, ...], sequence: int, vocab: int
+) -> Windows:
+    """Rows of the corpus, of token files or of text."""
+    end_of_text, divided = None, not config.held_out
+    if CORPUS in patterns:
+        text = getattr(corpus.load(), split)
+        stream, divided = Stream([part_in_memory(f"the corpus ({split})", text)]), False
+    elif are_tokens(paths := files_of(patterns)):
         notes = sidecar_of(paths) or {"vocab": 0, "end_of_text": None}
         _require_vocab(f"The data in {paths[0].parent}", notes["vocab"], vocab)
         end_of_text = notes["end_of_text"] if config.end_of_text is None else config.end_of_text
-        return Stream(open_files(paths, dtype=config.dtype)), end_of_text
-    tokenizer = _tokenizer(config, vocab)
-    tokens = TokensInMemory(str(paths[0]), in_memory(paths, tokenizer))
-    return Stream([tokens]), tokenizer.end_of_text
+        stream = Stream(open_files(paths, dtype=config.dtype))
+    else:
+        tokenizer = _tokenizer(config, vocab)
+        stream = Stream([part_in_memory(str(paths[0]), in_memory(paths, tokenizer))])
+        end_of_text = tokenizer.end_of_text
+    part = range(len(stream))
+    if divided:
+        boundary = len(stream) - round(config.held_out_part * len(stream))
+        if end_of_text is not None and boundary < len(stream):
+            boundary = _document_at(stream, boundary, end_of_text, vocab)
+        part = part[:boundary] if split == "train" else part[boundary:]
+    return Windows(stream, part, sequence=sequence, end_of_text=end_of_text, vocab=vocab)
 
 
-def _chat_rows(
+def _conversations(
     config: DataConfig, split: Split, paths: list[Path], sequence: int, vocab: int, seed: int
 ) -> Packed:
     require_small(paths, chat.IN_MEMORY, "Divide the conversations among several runs.")
@@ -144,30 +140,62 @@ def _require_vocab(what: str, needed: int, vocab: int) -> None:
         )
 
 
-def _share(
-    stream: Stream, split: Split, held_out: float, end_of_text: int | None, vocab: int
-) -> range:
-    """The split's part of a stream; its end is held out, from the beginning of a document on."""
-    boundary = len(stream) - round(held_out * len(stream))
-    if end_of_text is not None and boundary < len(stream):
-        boundary = _document_at(stream, boundary, end_of_text, vocab)
-    return range(boundary) if split == "train" else range(boundary, len(stream))
-
-
 def _document_at(stream: Stream, place: int, end_of_text: int, vocab: int) -> int:
     """Where the first document after a place begins, or else the document at the place.
 
     If more than a tenth of all tokens follow the beginning of the latter: the place itself.
     """
-    searched = stream.read(place, min(place + SEARCHED, len(stream)), vocab=vocab)
-    ends = np.flatnonzero(searched[:-1] == end_of_text)
-    if len(ends):
-        return place + int(ends[0]) + 1
-    stop, first = place, len(stream) - len(stream) // 10
-    while stop > first:
-        start = max(stop - SEARCHED, first)
-        ends = np.flatnonzero(stream.read(start, stop, vocab=vocab) == end_of_text)
-        if len(ends):
-            return start + int(ends[-1]) + 1
-        stop = start
-    return place
+    start = min(place, max(place - SEARCHED, len(stream) - len(stream) // 10))
+    searched = stream.read(start, min(place + SEARCHED, len(stream)), vocab=vocab)
+    begins = start + 1 + np.flatnonzero(searched[:-1] == end_of_text)
+    return int([*begins[begins > place][:1], *begins[-1:], place][0])
+
+
+# --- What training and held-out data must have in common, and what not -------------------------
+
+
+def _require_apart(config: DataConfig) -> None:
+    """Raises if a file is both trained on and held out."""
+    train, held_out = (
+        {identity(path): path for path in _files_of_split(config, split)} for split in SPLITS
+    )
+    if both := train.keys() & held_out.keys():
+        path = min(train[own] for own in both)
+        raise UserError(f"{path} is named in data.train and in data.held_out: use it in one.")
+
+
+def _files_of_split(config: DataConfig, split: Split) -> list[Path]:
+    patterns: tuple[str, ...] = getattr(config, split)
+    if CORPUS not in patterns:
+        return files_of(patterns)
+    if len(patterns) > 1 or config.kind == "chat" or (config.tokenizer and split == "train"):
+        raise UserError(
+            f"data.{split}={patterns} names the built-in corpus, which is text as bytes: it takes "
+            "no other files, no data.tokenizer, and no data.kind 'chat'. Name files instead."
+        )
+    return corpus.files_of()[SPLITS.index(split)]
+
+
+def _require_one_tokenizer(config: DataConfig) -> None:
+    """Raises if `data.tokenizer`, the training data and the held-out data are known to differ."""
+    named = None if config.tokenizer is None else digest_of(config.tokenizer)
+    made = {"data.tokenizer": named} if named else {}
+    for split in SPLITS:
+        patterns: tuple[str, ...] = getattr(config, split)
+        if not patterns:
+            continue  # held-out data is part of the training data
+        if CORPUS in patterns:
+            made[f"data.{split}"] = digest_of(None)
+        elif not are_tokens(paths := files_of(patterns)):
+            made[f"data.{split}"] = named or digest_of(None)
+        elif notes := sidecar_of(paths):
+            made[f"data.{split}"] = notes["tokenizer"]
+        elif named is None:
+            made[f"data.{split}"] = UNKNOWN
+    kinds = set(made.values())
+    if len(kinds - {UNKNOWN}) > 1 or kinds == {UNKNOWN, digest_of(None)}:
+        raise UserError(
+            f"The data have several tokenizers: {', '.join(f'{k} {v}' for k, v in made.items())}. "
+            "Use one for all. data.tokenizer names that of text, and of token files that `coat "
+            "tokenize` did not make."
+        )

@@ -6,11 +6,10 @@ digest reads samples when the data is opened, so most wrong files fail at once.
 """
 
 import bisect
-import dataclasses
 import hashlib
 import itertools
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32, UInt
@@ -20,32 +19,17 @@ from coat_jax.errors import UserError
 SAMPLES, SAMPLE = 256, 1 << 16  # a digest reads this many pieces, of this many tokens
 
 
-class Part(Protocol):
+class Part(NamedTuple):
     """A stretch of a stream."""
 
-    @property
-    def name(self) -> str:
-        """Its name in errors, such as the path of its file."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, start: int, stop: int) -> UInt[np.ndarray, " N"]:
-        """Its tokens from `start` to before `stop`."""
+    name: str  # in errors, such as the path of its file
+    length: int
+    read: Callable[[int, int], UInt[np.ndarray, " N"]]  # the tokens from a start to before a stop
 
 
-@dataclasses.dataclass(frozen=True)
-class TokensInMemory:
+def part_in_memory(name: str, tokens: UInt[np.ndarray, " N"]) -> Part:
     """A part that is in memory."""
-
-    name: str
-    array: UInt[np.ndarray, " N"]
-
-    def __len__(self) -> int:
-        return len(self.array)
-
-    def read(self, start: int, stop: int) -> UInt[np.ndarray, " N"]:
-        """See `Part`."""
-        return self.array[start:stop]
+    return Part(name, len(tokens), lambda start, stop: tokens[start:stop])
 
 
 class Stream:
@@ -53,7 +37,7 @@ class Stream:
 
     def __init__(self, parts: Sequence[Part]):
         self._parts = parts
-        self._ends = list(itertools.accumulate(len(part) for part in parts))
+        self._ends = list(itertools.accumulate(part.length for part in parts))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -68,9 +52,10 @@ class Stream:
         """The tokens from `start` to before `stop`; raises where one is outside the vocabulary."""
         read, at = [], start
         while at < stop:
-            number, first = self._find(at)
+            number = bisect.bisect_right(self._ends, at)
             part = self._parts[number]
-            tokens = part.read(at - first, min(stop - first, len(part)))
+            first = self._ends[number] - part.length
+            tokens = part.read(at - first, min(stop - first, part.length))
             if tokens.max() >= vocab:
                 wrong = int(np.argmax(tokens >= vocab))
                 raise UserError(
@@ -88,8 +73,3 @@ class Stream:
         for start in part[:: max(SAMPLE, len(part) // SAMPLES)]:
             hashed.update(self.read(start, min(start + SAMPLE, part.stop), vocab=vocab))
         return hashed.hexdigest()
-
-    def _find(self, position: int) -> tuple[int, int]:
-        """The number of the part at this position, and where it begins."""
-        number = bisect.bisect_right(self._ends, position)
-        return number, self._ends[number - 1] if number else 0

@@ -1,36 +1,122 @@
 """Text files into tokens: into memory, or into files that are read without loading them.
 
+A text file is one document, and so is each line of a .jsonl, {"text": ...}. A long text is
+tokenized in pieces of about a quarter of a megabyte, split at line ends, so it need not fit in
+memory. A folder of token files depends on the text and the tokenizer alone, and appears under its
+name when it is complete:
+
     out/00000.npy, 00001.npy, ...    documents one after another, each ended by `end_of_text`
     out/tokens.json                  vocabulary, dtype, end_of_text, tokenizer, counts
     out/manifest.json                checksums of these files
-
-The files depend on the text and the tokenizer alone, not on the number of cores. The
-folder appears under its name when it is complete.
 """
 
 import collections
+import io
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 import numpy as np
 from jaxtyping import UInt
 
 from coat_jax import manifest
 from coat_jax.errors import UserError
+from coat_jax.files import parse_json, utf8_failures
 from coat_jax.tokenizers import AnyTokenizer
-from coat_jax.training.data.paths import listed
-from coat_jax.training.data.text_files import Piece, encode, pieces, require_small
+from coat_jax.training.data.paths import CHAT, listed
 from coat_jax.training.data.token_files import SIDECAR
-from coat_jax.writing import NewFolder, full_disk
+from coat_jax.validation import shown
+from coat_jax.writing import atomic_folder, full_disk, require_new_folder
 
+COMMAND = "coat tokenize"
 IN_MEMORY = 256 << 20  # bytes of text; more would take minutes at the start of every run
+PIECE = 1 << 18  # characters
 TOGETHER = 4 << 20  # characters that are tokenized at once
 AHEAD = 2  # batches that are tokenized while the one before is written
 SHARD = 1 << 27  # tokens in a file, plus the rest of its last document
+
+
+# --- Reading ---------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Some text of a document."""
+
+    text: str
+    first: bool  # whether the document begins here
+    last: bool  # whether it ends here
+    size: int  # in bytes, of what was read for it
+    place: str  # file and line, for errors
+
+
+def pieces(paths: list[Path]) -> Iterator[Piece]:
+    """The documents of these files, in order; empty ones are left out."""
+    for path in paths:
+        if path.suffix.lower() == CHAT:
+            for place, record, size in records(path):
+                for piece in _document(io.StringIO(_text_of(record, place), newline="\n"), place):
+                    yield piece._replace(size=size if piece.last else 0)
+        else:
+            with (
+                utf8_failures(path),
+                path.open(encoding="utf-8-sig", newline="\n") as file,
+            ):
+                yield from _document(file, str(path))
+
+
+def records(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """The lines of a .jsonl: where each stands, what it says, and its size in bytes."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            place = f"{path}:{number}"
+            if not line.strip():
+                continue
+            record = parse_json(line.rstrip(), place)
+            if not isinstance(record, dict):
+                raise UserError(f"{place} is not a JSON object, but {type(record).__name__}.")
+            yield place, record, len(line)
+
+
+def encode(
+    tokenizer: AnyTokenizer, texts: Sequence[str], continued: Sequence[bool], places: Sequence[str]
+) -> list[np.ndarray]:
+    """The tokens of each text; an error names the place of the text that it is about."""
+    try:
+        return tokenizer.encode_documents(texts, continued)
+    except UserError:
+        for text, place in zip(texts, places, strict=True):
+            try:
+                tokenizer.encode_documents([text])
+            except UserError as error:
+                raise UserError(f"{place}: {error}") from None
+        raise
+
+
+def _text_of(record: dict[str, Any], place: str) -> str:
+    if not isinstance(text := record.get("text"), str):
+        chat = " For conversations, set --data.kind chat." if "messages" in record else ""
+        keys = shown(sorted(record))
+        raise UserError(f'{place} has no "text" that is a string; its keys are {keys}.{chat}')
+    return text
+
+
+def _document(file: TextIO, place: str) -> Iterator[Piece]:
+    """The pieces of a text, each with some lines."""
+    text, first = _lines(file), True
+    while text:
+        following = _lines(file)
+        yield Piece(text, first, not following, len(text.encode()), place)
+        text, first = following, False
+
+
+def _lines(file: TextIO) -> str:
+    return file.read(PIECE) + file.readline(PIECE)
+
+
+# --- Tokenizing ------------------------------------------------------------------------------
 
 
 class Encoded(NamedTuple):
@@ -43,101 +129,29 @@ class Encoded(NamedTuple):
 
 
 def encoded(paths: list[Path], tokenizer: AnyTokenizer) -> Iterator[Encoded]:
-    """The tokens of all documents, in order."""
+    """The tokens of all documents, in order; some are computed ahead, in threads."""
+    end = np.array([tokenizer.end_of_text], tokenizer.dtype)
 
-    def encoded_batch(batch: list[Piece]) -> Encoded:
+    def encode_batch(batch: list[Piece]) -> Encoded:
         texts, continued = [piece.text for piece in batch], [not piece.first for piece in batch]
+        parts: list[np.ndarray] = []
         found = encode(tokenizer, texts, continued, [piece.place for piece in batch])
-        end = np.array([tokenizer.end_of_text], tokenizer.dtype)
-        ends = [end if piece.last else end[:0] for piece in batch]
-        return Encoded(
-            np.concatenate([part for pair in zip(found, ends, strict=True) for part in pair]),
-            documents=sum(piece.last for piece in batch),
-            ended=batch[-1].last,
-            size=sum(piece.size for piece in batch),
-        )
+        for tokens, piece in zip(found, batch, strict=True):
+            parts += [tokens, end] if piece.last else [tokens]
+        documents, size = sum(p.last for p in batch), sum(p.size for p in batch)
+        return Encoded(np.concatenate(parts), documents, batch[-1].last, size)
 
-    return _ahead(encoded_batch, _together(pieces(paths)))
-
-
-def in_memory(paths: list[Path], tokenizer: AnyTokenizer) -> UInt[np.ndarray, " N"]:
-    """All tokens at once; raises if the text is large."""
-    require_small(
-        paths,
-        IN_MEMORY,
-        "Run `coat tokenize` once, and train on the files that it writes.",
-    )
-    parts = [part.tokens for part in encoded(paths, tokenizer)]
-    return np.concatenate(parts) if parts else np.empty(0, tokenizer.dtype)
+    with ThreadPoolExecutor(AHEAD) as pool:  # tokenizers release the GIL
+        waiting: collections.deque[Future[Encoded]] = collections.deque()
+        for batch in _batches(pieces(paths)):
+            waiting.append(pool.submit(encode_batch, batch))
+            if len(waiting) > AHEAD:
+                yield waiting.popleft().result()
+        for future in waiting:
+            yield future.result()
 
 
-def write(
-    paths: list[Path],
-    out: Path,
-    tokenizer: AnyTokenizer,
-    *,
-    progress: Callable[[Encoded], None] = lambda part: None,
-    shard: int = SHARD,
-) -> dict[str, Any]:
-    """Writes token files to a new folder; returns what `tokens.json` in it says.
-
-    Args:
-        paths: text files and .jsonl.
-        out: the folder.
-        tokenizer: makes the tokens.
-        progress: called after each batch that was written.
-        shard: tokens in a file; it ends with a document, so it may have more.
-    """
-    new = NewFolder(out, "coat tokenize")
-    new.require_new()
-    with full_disk(out.parent, out.name), new.appearing() as folder:
-        notes = {
-            "vocab": tokenizer.vocab,
-            "dtype": tokenizer.dtype.name,
-            "end_of_text": tokenizer.end_of_text,
-            "tokenizer": tokenizer.digest,
-            **_write_shards(folder, encoded(paths, tokenizer), tokenizer.dtype, progress, shard),
-        }
-        if not notes["tokens"]:
-            raise UserError(f"There is no text in {listed(paths)}.")
-        (folder / SIDECAR).write_text(json.dumps(notes, indent=2) + "\n", "utf-8")
-        manifest.write(folder)
-    return notes
-
-
-def _write_shards(
-    folder: Path,
-    parts: Iterator[Encoded],
-    dtype: np.dtype,
-    progress: Callable[[Encoded], None],
-    shard: int,
-) -> dict[str, Any]:
-    files: list[int] = []
-    documents = 0
-    for first in parts:
-        tokens = 0
-        with (folder / f"{len(files):05}.npy").open("wb") as file:
-            _write_header(file, dtype, 0)
-            for part in itertools.chain([first], parts):
-                file.write(part.tokens.data)
-                tokens += len(part.tokens)
-                documents += part.documents
-                progress(part)
-                if tokens >= shard and part.ended:
-                    break
-            file.seek(0)
-            _write_header(file, dtype, tokens)
-        files.append(tokens)
-    return {"documents": documents, "tokens": sum(files), "files": files}
-
-
-def _write_header(file: BinaryIO, dtype: np.dtype, count: int) -> None:
-    """NumPy leaves room in a header for a growing first axis: any count takes the same space."""
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
-    np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
-
-
-def _together(all_pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _batches(all_pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
     """Pieces in batches of about TOGETHER characters."""
     batch, size = [], 0
     for piece in all_pieces:
@@ -150,13 +164,74 @@ def _together(all_pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _ahead(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-    """`map` that computes some results ahead in threads; tokenizers release the GIL."""
-    with ThreadPoolExecutor(AHEAD) as pool:
-        waiting: collections.deque[Any] = collections.deque()
-        for item in items:
-            waiting.append(pool.submit(function, item))
-            if len(waiting) > AHEAD:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+def require_small(paths: list[Path], limit: int, remedy: str) -> None:
+    """Raises if these files together have more bytes than are tokenized when a run begins."""
+    size = sum(path.stat().st_size for path in paths)
+    if size > limit:
+        raise UserError(
+            f"{listed(paths)} have {size / 2**20:,.0f} MiB, and a run tokenizes up to "
+            f"{limit / 2**20:,.0f} when it begins. {remedy}"
+        )
+
+
+def in_memory(paths: list[Path], tokenizer: AnyTokenizer) -> UInt[np.ndarray, " N"]:
+    """All tokens at once; raises if the text is large."""
+    remedy = "Run `coat tokenize` once, and train on the files that it writes."
+    require_small(paths, IN_MEMORY, remedy)
+    parts = [part.tokens for part in encoded(paths, tokenizer)]
+    return np.concatenate(parts) if parts else np.empty(0, tokenizer.dtype)
+
+
+def write(
+    paths: list[Path],
+    out: Path,
+    tokenizer: AnyTokenizer,
+    *,
+    progress: Callable[[Encoded], None] = lambda part: None,
+) -> dict[str, Any]:
+    """Writes token files to a new folder; returns what `tokens.json` in it says.
+
+    Args:
+        paths: text files and .jsonl.
+        out: the folder.
+        tokenizer: makes the tokens.
+        progress: called after each batch that was written.
+    """
+    require_new_folder(out, COMMAND)
+    notes: dict[str, Any] = {
+        "vocab": tokenizer.vocab,
+        "dtype": tokenizer.dtype.name,
+        "end_of_text": tokenizer.end_of_text,
+        "tokenizer": tokenizer.digest,
+        "documents": 0,
+        "tokens": 0,
+        "files": [],  # the number of tokens in each
+    }
+    parts = encoded(paths, tokenizer)
+    with full_disk(out.parent, out.name), atomic_folder(out, COMMAND) as folder:
+        for first in parts:
+            tokens = 0
+            with (folder / f"{len(notes['files']):05}.npy").open("wb") as file:
+                _write_header(file, tokenizer.dtype, 0)
+                for part in itertools.chain([first], parts):
+                    file.write(part.tokens.data)
+                    tokens += len(part.tokens)
+                    notes["documents"] += part.documents
+                    progress(part)
+                    if tokens >= SHARD and part.ended:
+                        break
+                file.seek(0)
+                _write_header(file, tokenizer.dtype, tokens)
+            notes["files"].append(tokens)
+        notes["tokens"] = sum(notes["files"])
+        if not notes["tokens"]:
+            raise UserError(f"There is no text in {listed(paths)}.")
+        (folder / SIDECAR).write_text(json.dumps(notes, indent=2) + "\n", "utf-8")
+        manifest.write(folder)
+    return notes
+
+
+def _write_header(file: BinaryIO, dtype: np.dtype, count: int) -> None:
+    """NumPy leaves room in a header for a growing first axis: any count takes the same space."""
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
+    np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})

@@ -1,12 +1,10 @@
-"""What a run reports, while it runs and afterwards.
+"""Reports of a run, while it trains and afterwards.
 
-accounting          its memory on each device, before the first step
-recorder            from the results of steps to records
-metrics, writers    records in metrics.jsonl, TensorBoard, Weights & Biases
-progress            the lines on a terminal
-speed               arithmetic per token, and the share of the device's peak FLOP/s
-telemetry           what FP8 does to tensors, by a second program every n-th step
-best_formats        which small format suits each tensor of a model: `coat formats`
-runs                records read back from metrics.jsonl
-plot, page, heat    pictures of runs; chart, titles: their style and words; output: their files
+accounting          memory on each device, before the first step
+recorder, speed     from the results of steps to records; the share of the peak FLOP/s
+metrics             records in metrics.jsonl, TensorBoard, Weights & Biases
+progress            records on a terminal
+telemetry           statistics of tensors in FP8, by a second program every n-th step
+best_formats        bits that are right of each tensor in small formats: `coat formats`
+plot, heat, chart   pictures of runs: `coat plot`
 """

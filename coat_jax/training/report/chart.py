@@ -1,9 +1,13 @@
-"""The style of all charts: `with styled_figure((9, 6)) as figure: ...`."""
+"""The style of all charts: `with picture(out, (9, 6)) as figure: ...` writes out when it ends."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coat_jax import writing
+from coat_jax.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -13,8 +17,6 @@ LINES = (ACCENT, "#2b6cb0", "#2f855a", "#b7791f", "#7b4bb7", "#0f8b8d", "#c2417f
 CHART: dict[Any, Any] = {
     "figure.dpi": 160,
     "figure.constrained_layout.use": True,
-    "figure.constrained_layout.w_pad": 0.15,  # inches
-    "figure.constrained_layout.h_pad": 0.12,
     "figure.titlesize": 13,
     "figure.titleweight": "bold",
     "font.size": 10,
@@ -39,38 +41,18 @@ CHART: dict[Any, Any] = {
 
 
 @contextlib.contextmanager
-def styled_figure(
-    size: tuple[float, float], style: Mapping[Any, Any] = MappingProxyType({})
-) -> Iterator["Figure"]:
-    """An empty figure in the style of all charts, without pyplot: no window, no global backend.
-
-    Args:
-        size: its width and height, in inches.
-        style: settings of matplotlib that replace those of CHART.
-    """
+def picture(out: Path, size: tuple[float, float], **style: Any) -> Iterator["Figure"]:
+    """An empty figure of a size in inches; an earlier picture stays until it is complete."""
     import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with mpl.rc_context({**CHART, **style}):
-        figure = Figure(figsize=size)
-        FigureCanvasAgg(figure)
+    if out.suffix.lower() != ".png":
+        raise UserError(f"{out} does not end in .png.")
+    content = io.BytesIO()
+    # Names of runs and metrics may have a $, which would begin a formula.
+    with mpl.rc_context(CHART | {"text.parse_math": False} | style):
+        figure = Figure(figsize=size)  # not pyplot's: no window, no global backend
         yield figure
-
-
-class Look(NamedTuple):
-    """How a curve is drawn; the style is matplotlib's."""
-
-    color: str
-    width: float
-    style: str
-
-
-def looks_of(count: int) -> list[Look]:
-    """One curve in the accent's colour; of several, the first pale and wide below the others."""
-    styles = ("-", "--", ":", "-.")
-    lines = [
-        Look(LINES[i % len(LINES)], 1.5, styles[i // len(LINES) % len(styles)])
-        for i in range(count)
-    ]
-    return lines if count == 1 else [Look(PALE, 5.0, "-"), *lines[:-1]]
+        figure.savefig(content, format="png")
+    with writing.full_disk(out.parent, out.name):
+        writing.replace(out, content.getvalue())

@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 from small_model import QUICK, SMALL, filled
 
-from coat_jax.models import hf
+from coat_jax.models import Batch, hf
 from coat_jax.models.hf.config import from_json
 from coat_jax.models.hf.files import Tensors
 
@@ -132,7 +132,8 @@ def gradients_by_their_names(model, folder):
     tokens = jnp.asarray(TOKENS)
 
     def loss(state):
-        return nnx.merge(graph, state).loss(tokens[:, :-1], tokens[:, 1:], chunk=16)
+        batch = Batch(tokens[:, :-1], tokens[:, 1:])
+        return nnx.merge(graph, state).loss(batch, chunk=16).mean
 
     gradients = jax.jit(jax.grad(loss), compiler_options=QUICK)(state)
     hf.save(folder, nnx.merge(graph, gradients))

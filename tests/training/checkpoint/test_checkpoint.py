@@ -296,7 +296,7 @@ def test_another_model_or_format_is_refused(folder):
 
 @pytest.mark.parametrize("settings", [{"keep": 0}, {"keep": 1, "keep_best": -1}])
 def test_settings_that_keep_nothing_are_refused(folder, settings):
-    with pytest.raises(ValueError, match=f"keep={settings['keep']}"):
+    with pytest.raises(ValueError, match="must be a whole number"):
         Checkpoints(folder, **settings)
 
 

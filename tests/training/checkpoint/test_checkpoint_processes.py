@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from processes import begin_all, outputs
 
 from coat_jax import writing
-from coat_jax.agreement import on_first
 from coat_jax.errors import UserError
+from coat_jax.multihost import run_on_main
 from coat_jax.optax import restore_state, save_state
 from coat_jax.training.checkpoint import Checkpoints
 from coat_jax.training.cluster import distributed
@@ -60,7 +60,7 @@ def main(folder):
             checkpoints.save(step, state_of(step, meshes[0]), {"step": step})
         assert checkpoints.steps() == [1, 2]
         assert checkpoints.restore(state_of(0, meshes[0])).step == 2
-        on_first(lambda: truncate(folder / "2"))
+        run_on_main(lambda: truncate(folder / "2"))
         step, state, extra = checkpoints.restore(state_of(0, meshes[1]))
         assert (step, extra) == (1, {"step": 1})
         assert_same(state, state_of(1, meshes[1]))
@@ -78,17 +78,17 @@ def main(folder):
     save_state(path, state_of(5, meshes[0]))
     assert (path / "manifest.json").exists()
     assert_same(restore_state(path, state_of(0, meshes[1])), state_of(5, meshes[1]))
-    on_first(lambda: truncate(path))
+    run_on_main(lambda: truncate(path))
     with pytest.raises(UserError, match="state is damaged"):
         restore_state(path, state_of(0, meshes[0]))
     # What fails on the first process ends the others, too.
     with pytest.raises(FileNotFoundError) as missing:
-        on_first((folder / "missing").read_text)
+        run_on_main((folder / "missing").read_text)
     assert Path(missing.value.filename) == folder / "missing"
     with pytest.raises(RuntimeError if process else ZeroDivisionError):
-        on_first(lambda: 1 / 0)
-    with pytest.raises(RuntimeError if process else TypeError, match="not JSON serializable"):
-        on_first(object)
+        run_on_main(lambda: 1 / 0)
+    with pytest.raises(RuntimeError if process else AttributeError, match="pickle"):
+        run_on_main(lambda: lambda: None)
 
 
 def test_two_processes_act_as_one(tmp_path):

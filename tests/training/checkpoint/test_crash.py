@@ -142,7 +142,7 @@ def test_a_disk_that_fills_up_costs_no_earlier_checkpoint(tmp_path):
     assert process.returncode == 0, errors
     said, left, steps = output.splitlines()
     assert said.startswith(f"The checkpoint of step 2 does not fit in {tmp_path}/checkpoints: ")
-    assert f"a file may have at most {SIZE:,} bytes. Raise this limit (`ulimit -f`)" in said
+    assert "a file may not be that large. Raise the limit (`ulimit -f`)" in said
     assert said.endswith("what was saved before is intact.")
     assert (left, steps) == ("['1']", "[1, 2]")
     for logged in ("orbax", "never retrieved"):  # with a traceback for each array

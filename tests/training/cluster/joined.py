@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
-from coat_jax import agreement
+from coat_jax import multihost
 from coat_jax.training.cluster import distributed
 from coat_jax.training.cluster.stop import Stop
 
@@ -29,5 +29,5 @@ with Stop() as stop:
     while step < MOST and not stop.requested():
         time.sleep(0.02 * (1 + jax.process_index()))  # one is slower than the other
         step += 1
-    say(f"stopped after {step}, main {agreement.is_main()}")
+    say(f"stopped after {step}, main {multihost.is_main()}")
 sys.exit(STOPPED if step < MOST else 0)

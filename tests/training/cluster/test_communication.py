@@ -47,7 +47,7 @@ def queues(monkeypatch):
     """CUDA's variable after `use_one_queue` on a machine with GPUs of these capabilities."""
 
     def after(*capabilities, given=None, **options):
-        monkeypatch.setattr(nvidia, "ask", {"compute_cap": [*capabilities]}.get)
+        monkeypatch.setattr(nvidia, "query_gpus", {"compute_cap": [*capabilities]}.get)
         monkeypatch.setenv(QUEUES, given or "")
         if given is None:
             monkeypatch.delenv(QUEUES)

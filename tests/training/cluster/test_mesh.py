@@ -31,8 +31,8 @@ def test_one_axis_takes_the_devices_that_are_left(config, sizes):
     ("config", "message"),
     [
         (MeshConfig(data=3, fsdp=1), "data=3, fsdp=1, tensor=1 needs 3 devices, and JAX finds 8"),
-        (MeshConfig(data=3), "8 devices cannot form a mesh of data=3, fsdp=-1, tensor=1"),
-        (MeshConfig(data=16), "it needs a multiple of 16"),
+        (MeshConfig(data=3), "data=3, fsdp=-1, tensor=1 needs a multiple of 3 devices, and JAX"),
+        (MeshConfig(data=16), "needs a multiple of 16 devices, and JAX finds 8"),
     ],
 )
 def test_a_mesh_that_does_not_match_the_devices_is_refused(config, message):
@@ -40,20 +40,12 @@ def test_a_mesh_that_does_not_match_the_devices_is_refused(config, message):
         make_mesh(config)
 
 
-@pytest.mark.parametrize(
-    ("batch", "steps", "name", "value"),
-    [
-        (16, 4, "gradient_accumulation_steps", 2),
-        (96, 8, "gradient_accumulation_steps", 6),
-        (12, 3, "global_batch_size", 24),
-    ],
-)
-def test_a_batch_that_the_devices_cannot_share_is_refused_with_a_remedy(batch, steps, name, value):
-    config = small(global_batch_size=batch, gradient_accumulation_steps=steps)
-    message = rf"{batch // steps} sequences at a time, which 8 devices .* {name} .*{value}\b"
+def test_a_batch_that_the_devices_cannot_share_is_refused_with_a_remedy():
+    config = small(global_batch_size=12, gradient_accumulation_steps=3)
+    message = r"4 sequences at a time, which 8 devices .*global_batch_size a multiple of 24\."
     with pytest.raises(UserError, match=message):
         require_fitting(config, make_mesh(MeshConfig()))
-    require_fitting(dataclasses.replace(config, **{name: value}), make_mesh(MeshConfig()))
+    require_fitting(dataclasses.replace(config, global_batch_size=24), make_mesh(MeshConfig()))
 
 
 def shares(monkeypatch, sizes, here):

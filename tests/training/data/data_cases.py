@@ -5,14 +5,14 @@ import json
 import numpy as np
 
 from coat_jax.training.data import DataConfig, load
-from coat_jax.training.data.rows import Windows
-from coat_jax.training.data.stream import Stream, TokensInMemory
+from coat_jax.training.data.rows import IGNORED, Windows
+from coat_jax.training.data.stream import Stream, part_in_memory
 
 END = 0  # ends documents throughout
 
 
 def stream_of(tokens):
-    return Stream([TokensInMemory("numbers", np.asarray(tokens, np.uint16))])
+    return Stream([part_in_memory("numbers", np.asarray(tokens, np.uint16))])
 
 
 def windows_of(tokens, sequence, end_of_text=None, vocab=1 << 16):
@@ -32,7 +32,7 @@ def numbered(rows, sequence=4):
 
 def numbers_of(batch, sequence=4):
     """The numbers of a batch's rows, without padding."""
-    real = batch.segments[:, 0] > 0
+    real = batch.labels[:, 0] != IGNORED
     return (batch.tokens[real, 0] // sequence).tolist()
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_jax.training.data.rows import IGNORED
-from coat_jax.training.data.stream import SAMPLE, Stream, TokensInMemory
+from coat_jax.training.data.stream import SAMPLE, Stream, part_in_memory
 
 streams = st.tuples(
     st.lists(st.integers(0, 5), min_size=9, max_size=60), st.integers(1, 8)
@@ -44,8 +44,7 @@ def test_rows_are_the_stream_and_documents_begin_anew(case):
 def test_without_an_end_of_text_a_row_is_one_document():
     row = windows_of([0, 1, 0, 2, 3], 4)[0]
     assert row.labels.tolist() == [1, 0, 2, 3]
-    assert row.positions.tolist() == [0, 1, 2, 3]
-    assert row.segments.tolist() == [1, 1, 1, 1]
+    assert (row.positions, row.segments) == (None, None)
 
 
 def test_other_data_or_rows_of_another_length_have_another_digest():
@@ -62,7 +61,7 @@ def test_other_data_or_rows_of_another_length_have_another_digest():
 
 def test_too_few_tokens_for_a_row_are_refused():
     assert len(windows_of(range(5), 4)) == 1
-    with pytest.raises(ValueError, match=r"4 tokens are too few for a sequence of 4 .*_length\.$"):
+    with pytest.raises(ValueError, match=r"4 of its 4 tokens are too few for a sequence of 4 "):
         windows_of(range(4), 4)
 
 
@@ -77,6 +76,6 @@ def test_the_digest_of_a_long_stream_is_of_samples_from_all_of_it():
     for place in (0, 1, SAMPLE, 3 * SAMPLE - 1):
         tokens = np.zeros(3 * SAMPLE, np.uint16)
         tokens[place] = 1
-        stream = Stream([TokensInMemory("tokens", tokens)])
+        stream = Stream([part_in_memory("tokens", tokens)])
         found.add(stream.digest(range(len(tokens)), vocab=2))
     assert len(found) == 4

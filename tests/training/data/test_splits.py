@@ -27,12 +27,12 @@ def two_tokenizers(tmp_path_factory):
 @pytest.mark.parametrize(
     ("train", "held_out", "named", "message"),
     [
-        ("one/*.npy", ("other_held/*.npy",), False, "data.train has tokens of one tokenizer"),
-        ("one/*.npy", ("held.txt",), False, r"data.train has tokens .* \(bytes\)"),
-        ("raw.npy", ("held.txt",), False, "name the tokenizer of the token files"),
-        ("other/*.npy", ("held.txt",), True, "is not the tokenizer that made the files in"),
-        ("other/*.npy", (), True, "is not the tokenizer that made the files in"),
-        ("raw.npy", ("corpus",), True, "data.train has tokens of one tokenizer"),
+        ("one/*.npy", ("other_held/*.npy",), False, "several tokenizers: data"),
+        ("one/*.npy", ("held.txt",), False, "several tokenizers: .* data.held_out bytes"),
+        ("raw.npy", ("held.txt",), False, "data.train unknown, data.held_out bytes"),
+        ("other/*.npy", ("held.txt",), True, "several tokenizers: data.tokenizer"),
+        ("other/*.npy", (), True, "several tokenizers: data.tokenizer"),
+        ("raw.npy", ("corpus",), True, "several tokenizers: data"),
         ("one/*.npy", ("one_held/*.npy",), False, None),
         ("one/*.npy", ("held.txt",), True, None),
         ("raw.npy", ("held.txt",), True, None),
@@ -47,7 +47,7 @@ def test_all_data_have_one_tokenizer(train, held_out, named, message, two_tokeni
     )
     for split in ("train", "held_out"):
         if message is None:
-            assert opened(config, split).tokens
+            assert opened(config, split).rows
         else:
             with pytest.raises(UserError, match=message):
                 opened(config, split)

@@ -15,7 +15,7 @@ from coat_jax.errors import UserError
 from coat_jax.manifest import DamagedCheckpoint
 from coat_jax.tokenizers import Bytes
 from coat_jax.training.data import token_files, tokenizing
-from coat_jax.training.data.stream import Stream, TokensInMemory
+from coat_jax.training.data.stream import Stream, part_in_memory
 from coat_jax.training.data.token_files import open_files, sidecar_of
 
 TOKENS = np.arange(5000) * 7 % 4999
@@ -48,16 +48,17 @@ def llm_c(path, dtype):
 def test_every_layout_holds_the_same_tokens(layout, dtype, tmp_path):
     told = dtype if layout in (npy_without_header, raw) else None
     (file,) = open_files([layout(tmp_path / "tokens", dtype)], dtype=told)
-    assert len(file) == len(TOKENS)
-    assert file.dtype == dtype
-    assert np.array_equal(file.read(10, 4000), TOKENS[10:4000])
+    assert file.length == len(TOKENS)
+    read = file.read(10, 4000)
+    assert read.dtype == dtype
+    assert np.array_equal(read, TOKENS[10:4000])
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
 def test_parts_are_read_as_one(lengths, data):
     edges = np.cumsum([0, *lengths]).tolist()
     parts = [
-        TokensInMemory("part", TOKENS[start:stop].astype(np.uint16))
+        part_in_memory("part", TOKENS[start:stop].astype(np.uint16))
         for start, stop in itertools.pairwise(edges)
     ]
     start = data.draw(st.integers(0, edges[-1] - 1))
@@ -70,7 +71,7 @@ def test_a_file_is_not_loaded(tmp_path):
     with (tmp_path / "large.bin").open("wb") as file:
         file.truncate(1 << 36)
     loader = opened(named(tmp_path / "large.bin"), vocab=1)
-    assert loader.tokens > 1 << 34
+    assert loader.rows > 1 << 31
     assert next(loader).tokens.tolist() == [[0] * 8]
     loader.close()
 
@@ -182,8 +183,8 @@ NOTES = '{"vocab": 9, "end_of_text": 3, "tokenizer": "x"}'
     [
         ("{", "is not JSON"),
         ("[]", "is not a JSON object, but list"),
-        ("[" * 9999, "is not JSON that can be read: it is nested too deeply"),
-        ('{"vocab": 9}', "lacks end_of_text, tokenizer. Make the files again"),
+        ("[" * 9999, "is not JSON: maximum recursion depth exceeded"),
+        ('{"vocab": 9}', "end_of_text=None must be a whole number from 0"),
         (NOTES.replace("9", '"9"'), "vocab='9' must be a whole number from 1"),
         (NOTES.replace("9", "1e999"), "vocab=inf must be a whole number from 1"),
         (NOTES.replace("3", "-1"), "end_of_text=-1 must be a whole number from 0"),

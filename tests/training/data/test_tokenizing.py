@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from coat_jax.errors import UserError
 from coat_jax.tokenizers import Bytes, Tokenizer
-from coat_jax.training.data import text_files, tokenizing
-from coat_jax.training.data.text_files import pieces
-from coat_jax.training.data.tokenizing import in_memory, write
+from coat_jax.training.data import tokenizing
+from coat_jax.training.data.tokenizing import in_memory, pieces, write
 
 TEXT = "".join(f"line {number} of the thing\n" for number in range(400))
 
@@ -32,7 +31,7 @@ def paths(tmp_path):
 
 @pytest.mark.parametrize("piece", [100, 1 << 20])
 def test_documents_follow_each_other_each_with_its_end(paths, piece, monkeypatch):
-    monkeypatch.setattr(text_files, "PIECE", piece)
+    monkeypatch.setattr(tokenizing, "PIECE", piece)
     expected = [TEXT, *(TEXT[: number * 37] for number in range(1, 50))]
     assert bytes(in_memory(paths, Bytes()).tolist()).decode() == "".join(t + "\0" for t in expected)
 
@@ -44,7 +43,7 @@ def test_pieces_join_to_the_text(tmp_path_factory, text, size, kind):
     path = tmp_path_factory.mktemp("pieces") / f"a.{kind}"
     path.write_bytes(text.encode() if kind == "txt" else json.dumps({"text": text}).encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_files, "PIECE", size)
+        patch.setattr(tokenizing, "PIECE", size)
         found = list(pieces([path]))
     assert "".join(piece.text for piece in found) == text
     assert [piece.last for piece in found] == [False] * (len(found) - 1) + [True] * bool(found)
@@ -64,7 +63,7 @@ def test_a_long_text_gets_no_space_between_its_pieces(kind, paths, tmp_path, mon
     import tokenizers
 
     file = write_spaced_tokenizer(tmp_path / "tokenizer.json", kind)
-    monkeypatch.setattr(text_files, "PIECE", 100)
+    monkeypatch.setattr(tokenizing, "PIECE", 100)
     found = in_memory(paths[:1], Tokenizer(file)).tolist()
     parts = list(pieces(paths[:1]))
     assert len(parts) > 50
@@ -76,12 +75,13 @@ def test_a_long_text_gets_no_space_between_its_pieces(kind, paths, tmp_path, mon
 def test_the_files_hold_what_is_in_memory_however_the_work_is_divided(paths, tmp_path, monkeypatch):
     encoder = Tokenizer(write_tokenizer(tmp_path / "tokenizer.json"))
     expected = in_memory(paths, encoder)
-    monkeypatch.setattr(text_files, "PIECE", 100)
+    monkeypatch.setattr(tokenizing, "PIECE", 100)
+    monkeypatch.setattr(tokenizing, "SHARD", 1000)
     for together, ahead in [(1, 1), (1000, 3), (1 << 20, 2)]:
         monkeypatch.setattr(tokenizing, "TOGETHER", together)
         monkeypatch.setattr(tokenizing, "AHEAD", ahead)
         out = tmp_path / f"out_{together}"
-        write(paths, out, encoder, shard=1000)
+        write(paths, out, encoder)
         found = [np.load(path) for path in sorted(out.glob("*.npy"))]
         assert np.array_equal(np.concatenate(found), expected)
         assert all(part[-1] == encoder.end_of_text for part in found)
@@ -131,7 +131,7 @@ def test_no_text_and_too_much_text_are_refused(paths, tmp_path, monkeypatch):
             write(empty, tmp_path / "out", Bytes())
     assert not list(tmp_path.glob("out*"))
     monkeypatch.setattr(tokenizing, "IN_MEMORY", 1 << 10)
-    message = r"a.txt .* MiB, .* up to 0 when it begins. Run `coat tokenize`"
+    message = r"a.txt and 2 other files have 0 MiB, .* up to 0 when it begins. Run `coat tokenize`"
     with pytest.raises(ValueError, match=message):
         in_memory(paths, Bytes())
 
@@ -139,13 +139,13 @@ def test_no_text_and_too_much_text_are_refused(paths, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        (b'{"text": ', "is not JSON: Expecting value: column 9"),
+        (b'{"text": ', "is not JSON: Expecting value: line 1 column 9"),
         (b'"text"', "is not a JSON object, but str"),
         (b'{"content": "x"}', r'has no "text" that is a string; its keys are \[\'content\'\]'),
         (b'{"messages": []}', 'has no "text" .* For conversations, set --data.kind chat'),
         (b'{"text": "a\\u0000b"}', r"A text has the character NUL.*'a\\x00b'"),
         (b'{"text": "\xff"}', "is not JSON"),
-        (rb'{"text": "\ud83d"}', r"has '\\ud83d', half of a surrogate pair.*: remove it"),
+        (rb'{"text": "\ud83d"}', r"is not JSON: .*'\\ud83d'.*surrogates not allowed"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number(line, named, tmp_path):
@@ -158,11 +158,11 @@ def test_a_bad_line_is_refused_with_its_number(line, named, tmp_path):
     ("wrong", "named"),
     [
         (b"caf\xe9", r"b.txt:401 is not text in UTF-8: unexpected end of data"),
-        (b"caf\0", r"b.txt, from line 3\d\d: A text has the character NUL.*'.*caf\\x00'"),
+        (b"caf\0", r"b.txt: A text has the character NUL.*'.*caf\\x00'"),
     ],
 )
 def test_a_text_that_is_none_is_refused_with_its_place_among_many(wrong, named, paths, monkeypatch):
-    monkeypatch.setattr(text_files, "PIECE", 100)
+    monkeypatch.setattr(tokenizing, "PIECE", 100)
     (paths[0].parent / "b.txt").write_bytes(TEXT.encode() + wrong)
     with pytest.raises(UserError, match=named):
         in_memory([*paths, paths[0].parent / "b.txt"], Bytes())

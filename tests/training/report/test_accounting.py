@@ -12,11 +12,11 @@ from train_cases import SMALL, small, stepper
 
 import coat_jax as coat
 from coat_jax import models
+from coat_jax.errors import UserError
 from coat_jax.training.cluster.mesh import batch_parts
 from coat_jax.training.report import accounting
 from coat_jax.training.report.accounting import (
     DeviceMemory,
-    OutOfMemory,
     advice,
     explaining_out_of_memory,
 )
@@ -175,7 +175,7 @@ def test_exhausted_memory_is_explained():
             raise jax.errors.JaxRuntimeError(reason)
 
     with pytest.raises(
-        OutOfMemory, match=r"used up \(RESOURCE_EXHAUSTED: 9 GB.\)\. What helps: .*--remat"
+        UserError, match=r"used up \(RESOURCE_EXHAUSTED: 9 GB.\)\. What helps: .*--remat"
     ):
         exhaust("RESOURCE_EXHAUSTED: 9 GB.\nand a page of buffers")
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):

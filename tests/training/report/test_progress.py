@@ -3,12 +3,12 @@
 import io
 import math
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from coat_jax.training.report import progress
 from coat_jax.training.report.progress import Progress
 
 RECORD = {
@@ -26,17 +26,17 @@ RECORD = {
 def clock(monkeypatch):
     """Seconds that pass only when told to."""
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     return clock
 
 
-def show(steps, records, *, clock=None, seconds=0.0, terminal=False, width=80, **environment):
+def show(steps, records, *, clock=None, seconds=0.0, done=0, terminal=False, width=80, **env):
     """What stands on a console after the records."""
     file = io.StringIO()
-    console = Console(
-        file=file, force_terminal=terminal, width=width, height=25, _environ=environment
-    )
-    with Progress(console, steps=steps, done=0, tokens_per_step=131_072) as shown:
+    console = Console(file=file, force_terminal=terminal, width=width, height=25, _environ=env)
+    if clock is not None:
+        console.get_time = lambda: clock.now
+    with Progress(console, steps=steps, done=done) as shown:
         for record in records:
             shown.update(record)
             if clock is not None:
@@ -45,38 +45,28 @@ def show(steps, records, *, clock=None, seconds=0.0, terminal=False, width=80, *
 
 
 def last_screen(text):
-    """The two lines that a terminal shows at the end, without colours."""
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "").splitlines()[-2:]
+    """What a terminal shows at the end, without colours."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    return plain.rpartition("\r")[2].splitlines()
 
 
-def test_a_log_has_no_control_codes_and_fits_80_columns():
+def test_a_log_has_plain_lines():
     text = show(100_000, [RECORD])
     assert text == (
-        "step 12,000/100,000  loss 3.214  412k tokens/s  MFU 41.2%  61.3 GB  lr 0.00029\n"
+        "step 12,000/100,000  loss 3.214  412,346 tokens/s  MFU 41.2%  61.3 GB  lr 0.00029\n"
     )
-    assert len(text) <= 81
 
 
-def test_a_terminal_has_two_lines_of_80_columns_at_most():
+@pytest.mark.parametrize("width", [60, 120])
+def test_a_terminal_has_all_within_its_width(width):
     records = [RECORD, RECORD | {"step": 24_000, "skipped": 12}]
-    text = show(100_000, records, terminal=True)
-    where, how = last_screen(text)
-    assert where.startswith(" 24% ━")
-    assert "step 24,000/100,000  3.15B tokens" in where
-    assert how.startswith("loss 3.214  skipped 12  412k tokens/s  MFU 41.2%  61.3 GB")
-    assert len(where) <= 80
-    assert len(how.rstrip()) <= 80
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-@pytest.mark.parametrize("width", [28, 36, 40])
-def test_a_narrow_console_leaves_out_the_least_important(terminal, width):
-    text = show(100_000, [RECORD], terminal=terminal, width=width)
-    shown = last_screen(text)
-    assert all(len(line.rstrip()) <= width for line in shown)
-    assert "step 12,000/100,000" in "".join(shown)
-    assert "…" not in text  # cut off
-    assert "lr" not in text
+    text = show(100_000, records, terminal=True, width=width)
+    screen = last_screen(text)
+    assert screen[0].startswith(" 24% ━")
+    assert all(len(line.rstrip()) <= width for line in screen)
+    shown = " ".join(" ".join(screen).split())
+    for words in (" 24000/100000 ", "loss 3.214", "skipped 12", "412,346", "41.2%", "61.3 GB"):
+        assert words in shown
 
 
 def test_a_dumb_terminal_gets_plain_lines():
@@ -95,25 +85,22 @@ def test_a_log_has_some_twenty_lines_or_a_line_a_minute(clock):
 
 
 def test_the_time_left_does_not_count_compiling(clock):
-    file = io.StringIO()
-    shown = Progress(Console(file=file, width=80), steps=101, done=0, tokens_per_step=1)
     clock.now += 500  # compiles
-    for step in (1, 21, 101):
-        shown.update({"step": step})
-        clock.now += 20
-    first, second, last = file.getvalue().splitlines()
+    text = show(101, [{"step": step} for step in (1, 21, 101)], clock=clock, seconds=20)
+    first, second, last = text.splitlines()
     assert "left" not in first
     assert "0:01:20 left" in second
     assert "left" not in last
 
 
 def test_a_resumed_run_counts_its_own_steps(clock):
-    file = io.StringIO()
-    shown = Progress(Console(file=file, width=80), steps=100, done=80, tokens_per_step=1)
-    for step in (81, 91):
-        shown.update({"step": step})
-        clock.now += 10
-    assert "0:00:09 left" in file.getvalue().splitlines()[-1]
+    text = show(100, [{"step": 81}, {"step": 91}], clock=clock, seconds=10, done=80)
+    assert "0:00:09 left" in text.splitlines()[-1]
+
+
+def test_slow_steps_have_a_time_left(clock):
+    text = show(30, [{"step": 1}, {"step": 2}], clock=clock, seconds=100)
+    assert "0:46:40 left" in text.splitlines()[-1]
 
 
 def test_the_loss_is_smoothed_and_what_is_not_finite_left_out():
@@ -128,7 +115,7 @@ def test_notes_and_held_out_losses_stay(terminal):
     """A note cannot control the terminal, and a huge perplexity is a power of ten."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=80, _environ={})
-    with Progress(console, steps=1000, done=0, tokens_per_step=1) as shown:
+    with Progress(console, steps=1000, done=0) as shown:
         shown.update(RECORD)
         shown.note("saved [bold]step[/bold] 12,000 " + "x" * 80)
         shown.update({"step": 12_000, "held_out_loss": 3.25, "perplexity": 25.79})
@@ -137,14 +124,7 @@ def test_notes_and_held_out_losses_stay(terminal):
     text = file.getvalue()
     assert f"saved [bold]step[/bold] 12,000 {'x' * 80}" in text
     assert "step 12,000  held-out loss 3.2500  perplexity 25.79\n" in text
-    assert "step 13,000  held-out loss 300.0000  perplexity 1.94e+130\n" in text
+    assert "step 13,000  held-out loss 300.0000  perplexity 1.942e+130\n" in text
     assert r"a\x1b]0;title\x07b\x9b31m" in text
     assert "\x1b]" not in text
     assert "\x9b" not in text
-
-
-def test_numbers_and_durations_are_short():
-    numbers = (0, 999, 1234, 999_999, 1.5e9, 2e13)
-    assert list(map(progress._short, numbers)) == ["0", "999", "1.23k", "1M", "1.5B", "20T"]
-    assert progress._duration(59.6) == "0:01:00"
-    assert progress._duration(90_000) == "1 day, 1:00:00"

@@ -173,21 +173,20 @@ def test_a_resumed_run_counts_its_own_row_and_one_that_learned_nothing_has_faile
 
 @pytest.mark.parametrize(("loss", "perplexity"), [(2.0, np.exp(2.0)), (1e4, np.inf)])
 def test_a_held_out_loss_has_its_perplexity(kept, loss, perplexity):
-    recorder(kept).take_held_out(7, loss)
+    recorder(kept).take_held_out(7, loss, {"accuracy": 0.5})
     (record,) = kept.records
-    assert record["held_out_loss"] == loss
+    assert (record["held_out_loss"], record["held_out_accuracy"]) == (loss, 0.5)
     assert record["perplexity"] == pytest.approx(perplexity)
 
 
 def test_a_step_in_bf16_is_measured_against_the_peak_of_16_bits(kept, clock, monkeypatch):
-    peak = recorders.speed.PeakFlops(1e12, 4e12)
-    monkeypatch.setattr(recorders.speed, "peak_flops_of", lambda kind: peak)
+    monkeypatch.setattr(recorders.speed, "PEAKS", {"": (1e12, 4e12)})
     records = recorder(kept, model={"precision": "coat"}, bf16_steps=1, total_steps=4)
     for step in (1, 2):
         records.take(step, report())
         clock[0] += 1.0
     records.flush()
-    work = recorders.speed.work_per_token(small(model={"precision": "bf16"}).model, 32).total
+    work = small(model={"precision": "bf16"}).model.work_per_token(32).total
     in_bf16, in_fp8 = (record["mfu"] for record in kept.records)
     assert in_bf16 == pytest.approx(16 * 32 * work / 1e12 / 2)
     assert in_fp8 < 0.9 * in_bf16

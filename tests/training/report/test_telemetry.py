@@ -56,7 +56,7 @@ def compiled_telemetry(config, sizes):
 
 def new_telemetry(config, sizes=ONE):
     config, mesh, _, graph, state = prepare(config, mesh_of(sizes))
-    return Telemetry(config, graph, state, mesh, packed=False)
+    return Telemetry(config, graph, state, mesh)
 
 
 def recorded(config, sizes=ONE, *, steps=1, batches=None, change=lambda params: params):
@@ -303,8 +303,7 @@ def test_a_run_records_it_resumes_and_trains_as_without_it(tmp_path, monkeypatch
     """The loop with a step, a first state and a telemetry that other tests have compiled."""
     of_step = step_of(small(model=WIDE))
 
-    def compiled(config, *_, packed):
-        assert not packed
+    def compiled(config, *_):
         return telemetry_of(small(model=WIDE, telemetry=config.telemetry))
 
     monkeypatch.setattr(loop, "Telemetry", compiled)

@@ -6,7 +6,8 @@ import pytest
 import tokenizers
 
 from coat_jax.errors import UserError
-from coat_jax.training.checkpoint.companions import TOKENIZER, read_companions, tokenizer_of_run
+from coat_jax.training.checkpoint import tokenizer_files
+from coat_jax.training.checkpoint.tokenizer_files import TOKENIZER
 
 SECRET = b"root:x:0:0\n"
 
@@ -23,38 +24,33 @@ def write_tokenizer(path):
     return path
 
 
-# Two pieces, and what trained them.
-SENTENCEPIECE = b"\x0a\x07\x0a\x05<unk>\x0a\x01a" + b"\x12\x81\x01" + bytes(129)
+def read(folder):
+    return tokenizer_files.read(folder, None, 2)
 
 
 def test_only_the_files_of_a_tokenizer_are_read(folder):
     write_tokenizer(folder / TOKENIZER)
     (folder / "vocab.json").write_text('{"a": 1}')
     (folder / "merges.txt").write_text("a b\n")
-    (folder / "tokenizer.model").write_bytes(SENTENCEPIECE)
+    (folder / "tokenizer.model").write_bytes(b"pieces")
     (folder / "id_rsa").write_bytes(SECRET)
-    found = read_companions(folder)
+    found = read(folder)
     assert set(found) == {TOKENIZER, "vocab.json", "merges.txt", "tokenizer.model"}
     assert all(content == (folder / name).read_bytes() for name, content in found.items())
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        (TOKENIZER, b"{}"),
-        (TOKENIZER, SECRET),
-        ("vocab.json", SECRET),
-        ("vocab.json", b"[]"),
-        ("generation_config.json", b"[" * 9999),
-        ("tokenizer.model", SECRET),
-        ("tokenizer.model", b"\n"),
-        ("merges.txt", b"\xff\xfe"),
-    ],
-)
-def test_a_file_of_another_kind_than_its_name_says_is_refused(name, content, folder):
-    (folder / name).write_bytes(content)
-    with pytest.raises(UserError, match=name):
-        read_companions(folder)
+@pytest.mark.parametrize("content", [b"{}", SECRET])
+def test_a_tokenizer_that_is_none_is_refused(content, folder):
+    (folder / TOKENIZER).write_bytes(content)
+    with pytest.raises(UserError, match=TOKENIZER):
+        read(folder)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"[" * 9999, SECRET])
+def test_generation_settings_that_are_no_object_are_refused(content, folder):
+    (folder / "generation_config.json").write_bytes(content)
+    with pytest.raises(UserError, match="generation_config"):
+        tokenizer_files.generation_in(read(folder))
 
 
 @pytest.mark.parametrize("name", [TOKENIZER, "merges.txt", "vocab.json"])
@@ -68,23 +64,23 @@ def test_what_is_no_file_of_the_folder_is_refused(name, folder, tmp_path):
     ):
         make(folder / name)
         with pytest.raises(UserError, match=words):
-            read_companions(folder)
+            read(folder)
         (folder / name).unlink()
     (folder / name).mkdir()
     with pytest.raises(UserError, match="is a folder"):
-        read_companions(folder)
+        read(folder)
 
 
 def test_a_link_inside_is_followed_and_so_is_one_of_the_hub_s_cache(folder, tmp_path):
     write_tokenizer(folder / "one.json")
     (folder / TOKENIZER).symlink_to("one.json")
-    assert set(read_companions(folder)) == {TOKENIZER}
+    assert set(read(folder)) == {TOKENIZER}
     snapshot, blobs = tmp_path / "models--x" / "snapshots" / "0f3", tmp_path / "models--x" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     write_tokenizer(blobs / "abc")
     (snapshot / TOKENIZER).symlink_to("../../blobs/abc")
-    assert set(read_companions(snapshot)) == {TOKENIZER}
+    assert set(read(snapshot)) == {TOKENIZER}
 
 
 def test_the_tokenizer_of_a_run_is_copied_from_inside_only(folder, tmp_path):
@@ -94,10 +90,11 @@ def test_the_tokenizer_of_a_run_is_copied_from_inside_only(folder, tmp_path):
     notes = []
 
     def named(path):
-        return tokenizer_of_run({"data": {"tokenizer": str(path)}}, folder, notes.append)
+        config = {"data": {"tokenizer": str(path)}}
+        return tokenizer_files.read_of_run(folder, config, None, 2, notes.append)
 
     for data in (None, [], 3, {}, {"tokenizer": None}, {"tokenizer": [1]}):
-        assert tokenizer_of_run({"data": data}, folder, pytest.fail) == {}
+        assert tokenizer_files.read_of_run(folder, {"data": data}, None, 2, pytest.fail) == {}
     assert named(inside) == {TOKENIZER: inside.read_bytes()}
     assert notes == []
     for path in (outside, folder / ".." / "other.json", folder / "link.json", "/etc/passwd"):

@@ -16,8 +16,9 @@ a scope is not reused without one, nor vice versa.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
 
 import jax
 from jaxtyping import Array, Float
@@ -25,7 +26,8 @@ from jaxtyping import Array, Float
 _current = jax.make_user_context(default_value=None)
 
 
-@jax.tree_util.register_pytree_node_class
+@partial(jax.tree_util.register_dataclass, data_fields=["sums"], meta_fields=["weights"])
+@dataclasses.dataclass(frozen=True)
 class Probe:
     """An argument of an op: for each tensor, zeros or the sums that the op has recorded.
 
@@ -34,50 +36,41 @@ class Probe:
         weights: what the op's weights are called, in order.
     """
 
-    def __init__(self, sums: Mapping[str, Float[Array, "9"]], weights: tuple[str, ...]):
-        self.sums, self.weights = dict(sums), weights
+    sums: dict[str, Float[Array, "9"]]
+    weights: tuple[str, ...]
 
     def with_sums(self, tensor: str, sums: Callable[[], Float[Array, "9"]]) -> "Probe":
         """The probe with the sums of a tensor; unchanged if it does not watch that tensor."""
         return Probe(self.sums | {tensor: sums()}, self.weights) if tensor in self.sums else self
 
-    def tree_flatten(self) -> tuple[Any, Any]:
-        """For JAX."""
-        names = tuple(sorted(self.sums))
-        return tuple(self.sums[name] for name in names), (names, self.weights)
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, leaves: Any) -> "Probe":
-        """For JAX."""
-        names, weights = static
-        return cls(dict(zip(names, leaves, strict=True)), weights)
-
 
 OptionalProbe = Probe | None  # None without telemetry
 
 
-class WatchedTensor(NamedTuple):
-    """A tensor that an op rounds.
+class Found(dict[str, int | None]):
+    """The tensors whose ops have asked for a probe, by name, and how many layers have each.
 
-    Attributes:
-        layers: how many layers have it: the * in its name stands for their numbers, from 0. None
-            for a name without a *.
+    The * in a name stands for the number of a layer; there is None for a name without a *. Being
+    a static part of `LayerProbes`, it is compared by identity.
     """
 
-    layers: int | None
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
 
 class Scope:
     """Where ops look for probes.
 
     Attributes:
-        found: every tensor whose op has asked for a probe so far, by its name.
-        probes: by the same names; None while names are only collected.
+        found: the tensors so far.
+        probes: by the names in `found`; None while names are only collected.
     """
 
     def __init__(
         self,
-        found: dict[str, WatchedTensor],
+        found: Found,
         probes: Mapping[str, Array] | None,
         prefix: str = "",
         layers: int | None = None,
@@ -98,8 +91,7 @@ class Scope:
         base = self._free(op, tensors)
         names = {tensor: f"{base}/{tensor}" for tensor in tensors}
         self._taken.update(names.values())
-        for name in names.values():
-            self.found[name] = WatchedTensor(self._layers)
+        self.found.update(dict.fromkeys(names.values(), self._layers))
         if self.probes is None:
             return None
         probes = self.probes
@@ -127,7 +119,12 @@ class Scope:
         return LayerProbes(probes, self.found, prefix, count)
 
 
-@jax.tree_util.register_pytree_node_class
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["probes"],
+    meta_fields=["found", "prefix", "count"],
+)
+@dataclasses.dataclass(frozen=True)
 class LayerProbes:
     """The probes of a stack of layers, with a first axis over layers; or those of one layer.
 
@@ -135,44 +132,14 @@ class LayerProbes:
     layer measured.
     """
 
-    def __init__(
-        self,
-        probes: Mapping[str, Array] | None,
-        found: dict[str, WatchedTensor],
-        prefix: str,
-        count: int,
-    ):
-        self.probes, self._found, self._prefix, self._count = probes, found, prefix, count
+    probes: dict[str, Array] | None
+    found: Found
+    prefix: str
+    count: int
 
     def scope(self) -> Scope:
         """A scope in which the ops of one layer find their probes, for one tracing of it."""
-        return Scope(self._found, self.probes, self._prefix, self._count)
-
-    def tree_flatten(self) -> tuple[Any, Any]:
-        """For JAX; `found` is compared by identity."""
-        names = tuple(sorted(self.probes or ()))
-        static = names, self.probes is None, _Identity(self._found), self._prefix, self._count
-        return tuple((self.probes or {})[name] for name in names), static
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, leaves: Any) -> "LayerProbes":
-        """For JAX."""
-        names, collects, found, prefix, count = static
-        probes = None if collects else dict(zip(names, leaves, strict=True))
-        return cls(probes, found.value, prefix, count)
-
-
-class _Identity:
-    """A value that equals itself only."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other.value is self.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+        return Scope(self.found, self.probes, self.prefix, self.count)
 
 
 # --- What ops and modules call ---------------------------------------------------------------
@@ -233,7 +200,7 @@ def layer_scope(probes: LayerProbes | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def scope_set(scope: Scope | None) -> Iterator[None]:
+def set_scope(scope: Scope | None) -> Iterator[None]:
     """Sets the scope of the ops traced in this context; None turns telemetry off."""
     with _current(scope):
         yield

@@ -14,14 +14,14 @@ experiments/memory.py).
 import dataclasses
 
 from coat_jax import models
-from coat_jax.configs import llama2_7b
 from coat_jax.training.config import TrainConfig, in_bf16
+from coat_jax.training.config_files import load_config
 
 
 def config() -> TrainConfig:
     """In COAT."""
     model = dataclasses.replace(models.config_of("llama2_13b"), param_dtype="bfloat16")
-    return dataclasses.replace(llama2_7b.config(), model=model, out="out/llama2_13b")
+    return dataclasses.replace(load_config("llama2_7b"), model=model, out="out/llama2_13b")
 
 
 def bf16() -> TrainConfig:

@@ -31,7 +31,7 @@ Name = tuple[str | int, ...]
 Index = tuple[slice, ...]
 
 
-class Stored(NamedTuple):
+class LazyArray(NamedTuple):
     """A parameter in a file or on devices.
 
     Attributes:
@@ -51,40 +51,47 @@ class Stored(NamedTuple):
         return self.read((slice(None),) * len(self.shape))
 
 
-Parameters = Mapping[Name, Stored]
+Parameters = Mapping[Name, LazyArray]
 
 
-def load(config: Config, stored: Parameters, *, mesh: Mesh | None = None) -> Llama:
+def load(
+    config: Any,
+    parameters: Parameters,
+    *,
+    mesh: Mesh | None = None,
+    module: Callable[..., Any] = Llama,
+) -> Any:
     """The model with these parameters, cast to its dtype.
 
     Args:
-        config: the model whose parameters these are. `stored` may be stacked by layer even if the
-            model is not, and vice versa.
-        stored: its parameters, which are read one after another.
+        config: the model whose parameters these are.
+        parameters: are read one after another. They may be stacked by layer even if the model is
+            not, and vice versa.
         mesh: by default the one that is set, if any.
+        module: the class of the model.
     """
-    _require_layers(config, stored)
-    stored = arranged(stored, scan=config.scan)
-    graph, state = abstract(config, mesh=mesh)
-    return fill(graph, state, stored)
+    _require_layers(config, parameters)
+    parameters = arranged(parameters, scan=config.scan)
+    graph, state = abstract(config, mesh=mesh, module=module)
+    return fill(graph, state, parameters)
 
 
-def fill(graph: Any, state: Any, stored: Parameters) -> Llama:
+def fill(graph: Any, state: Any, parameters: Parameters) -> Llama:
     """The model of a graph and a state of shapes, dtypes and shardings, filled with values."""
     flat = dict(nnx.to_flat_state(state))
-    _require({path: leaf.shape for path, leaf in flat.items()}, stored)
+    _require({path: leaf.shape for path, leaf in flat.items()}, parameters)
     for path, leaf in flat.items():
-        flat[path] = leaf.replace(_placed(stored[path], leaf))
+        flat[path] = leaf.replace(_placed(parameters[path], leaf))
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
-def arranged(stored: Parameters, *, scan: bool) -> Parameters:
+def arranged(parameters: Parameters, *, scan: bool) -> Parameters:
     """The same parameters, with those of all layers stacked (`scan`) or one by one."""
-    layers = {name: one for name, one in stored.items() if name[0] == "layers"}
+    layers = {name: one for name, one in parameters.items() if name[0] == "layers"}
     numbered = any(isinstance(name[1], int) for name in layers)
     if numbered != scan:
-        return stored
-    outside: dict[Name, Stored] = {n: one for n, one in stored.items() if n not in layers}
+        return parameters
+    outside: dict[Name, LazyArray] = {n: one for n, one in parameters.items() if n not in layers}
     if not scan:
         unstacked = {
             ("layers", i, *name[1:]): _one_of(one, i)
@@ -92,53 +99,53 @@ def arranged(stored: Parameters, *, scan: bool) -> Parameters:
             for i in range(one.shape[0])
         }
         return outside | unstacked
-    together: dict[Name, list[Stored]] = {}
+    together: dict[Name, list[LazyArray]] = {}
     # A checkpoint may list layer 10 before layer 2.
     for name, one in sorted(layers.items(), key=lambda item: item[0][1]):
         together.setdefault(("layers", *name[2:]), []).append(one)
     return outside | {name: _stack_of(ones) for name, ones in together.items()}
 
 
-def _one_of(one: Stored, layer: int) -> Stored:
+def _one_of(one: LazyArray, layer: int) -> LazyArray:
     def read(index: Index) -> np.ndarray:
         part: np.ndarray = one.read((slice(layer, layer + 1), *index))[0]
         return part
 
-    return Stored(one.shape[1:], one.dtype, one.piece[1:], read)
+    return LazyArray(one.shape[1:], one.dtype, one.piece[1:], read)
 
 
-def _stack_of(ones: Sequence[Stored]) -> Stored:
+def _stack_of(ones: Sequence[LazyArray]) -> LazyArray:
     """The parameters of layers in order, with a first axis over layers."""
     first = ones[0]
 
     def read(index: Index) -> np.ndarray:
         return np.stack([one.read(index[1:]) for one in ones[index[0]]])
 
-    return Stored((len(ones), *first.shape), first.dtype, (1, *first.piece), read)
+    return LazyArray((len(ones), *first.shape), first.dtype, (1, *first.piece), read)
 
 
-def _placed(stored: Stored, leaf: Any) -> jax.Array:
+def _placed(array: LazyArray, leaf: Any) -> jax.Array:
     def part(index: Index | None) -> np.ndarray:
         whole = (slice(None),) * len(leaf.shape)
-        return cast(stored, leaf.dtype).read(whole if index is None else index)
+        return cast(array, leaf.dtype).read(whole if index is None else index)
 
     if leaf.sharding is None:
         return jax.device_put(part(None))
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
 
 
-def require_same(config: Config, stored: Parameters) -> None:
+def require_same(config: Config, parameters: Parameters) -> None:
     """Raises unless these are the parameters of the model."""
-    _require_layers(config, stored)
+    _require_layers(config, parameters)
     _, state = abstract(dataclasses.replace(config, axes=MeshAxes()))
-    _require({path: leaf.shape for path, leaf in nnx.to_flat_state(state)}, stored)
+    _require({path: leaf.shape for path, leaf in nnx.to_flat_state(state)}, parameters)
 
 
-def _require_layers(config: Config, stored: Parameters) -> None:
+def _require_layers(config: Config, parameters: Parameters) -> None:
     """Raises for a wrong number of layers, before thousands of them are built one by one."""
     if config.scan:
         return
-    layers = {name: one for name, one in stored.items() if name[0] == "layers"}
+    layers = {name: one for name, one in parameters.items() if name[0] == "layers"}
     numbers = {name[1] for name in layers if isinstance(name[1], int)}
     there = len(numbers) or max((one.shape[0] for one in layers.values()), default=0)
     if there != config.layers:
@@ -148,11 +155,11 @@ def _require_layers(config: Config, stored: Parameters) -> None:
         )
 
 
-def _require(needed: Mapping[Name, tuple[int, ...]], stored: Parameters) -> None:
-    other = {path for path in needed.keys() & stored if needed[path] != stored[path].shape}
+def _require(needed: Mapping[Name, tuple[int, ...]], parameters: Parameters) -> None:
+    other = {path for path in needed.keys() & parameters if needed[path] != parameters[path].shape}
     for kind, paths in (
-        ("lacks", needed.keys() - stored.keys()),
-        ("also has", stored.keys() - needed.keys()),
+        ("lacks", needed.keys() - parameters.keys()),
+        ("also has", parameters.keys() - needed.keys()),
         ("has in another shape", other),
     ):
         if paths:
@@ -160,21 +167,19 @@ def _require(needed: Mapping[Name, tuple[int, ...]], stored: Parameters) -> None
             raise UserError(f"This model does not match its config: it {kind} {names}.")
 
 
-def pieces(stored: Stored) -> Iterator[Index]:
+def pieces(array: LazyArray) -> Iterator[Index]:
     """All of a parameter, piece by piece."""
-    ranges = [range(0, n, step) for n, step in zip(stored.shape, stored.piece, strict=True)]
+    ranges = [range(0, n, step) for n, step in zip(array.shape, array.piece, strict=True)]
     for corner in itertools.product(*ranges):
         yield tuple(
             slice(first, min(first + step, n))
-            for first, step, n in zip(corner, stored.piece, stored.shape, strict=True)
+            for first, step, n in zip(corner, array.piece, array.shape, strict=True)
         )
 
 
-def cast(stored: Stored, dtype: np.dtype, name: str = "A parameter") -> Stored:
+def cast(array: LazyArray, dtype: np.dtype, name: str = "A parameter") -> LazyArray:
     """The same parameter, read as another dtype; see `in_dtype`."""
-    return stored._replace(
-        dtype=dtype, read=lambda index: in_dtype(stored.read(index), dtype, name)
-    )
+    return array._replace(dtype=dtype, read=lambda index: in_dtype(array.read(index), dtype, name))
 
 
 def in_dtype(values: np.ndarray, dtype: np.dtype, name: str = "A parameter") -> np.ndarray:
@@ -200,9 +205,9 @@ def in_dtype(values: np.ndarray, dtype: np.dtype, name: str = "A parameter") -> 
     return converted
 
 
-def size_of(stored: Stored) -> int:
+def size_of(array: LazyArray) -> int:
     """How many bytes a parameter takes."""
-    return math.prod(stored.shape) * stored.dtype.itemsize
+    return math.prod(array.shape) * array.dtype.itemsize
 
 
 def piece_of(shape: tuple[int, ...], itemsize: int, *, stacked: bool) -> tuple[int, ...]:

@@ -13,8 +13,8 @@ import pytest
 from forks import Fork
 
 from coat_jax.errors import UserError
-from coat_jax.training import run_lock
-from coat_jax.training.run_lock import FILE, lock
+from coat_jax.training import run_folder
+from coat_jax.training.run_folder import LOCK, lock
 
 
 def silent(text):
@@ -48,28 +48,9 @@ def test_a_lock_is_of_the_folder_wherever_that_is_moved(tmp_path):
     lock(new, silent).close()
 
 
-def test_a_lock_on_a_file_that_was_moved_meanwhile_is_no_lock(tmp_path, monkeypatch):
-    """Another process moves the folder after this one opened the file, and makes a new one."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    flock, opened = run_lock.fcntl.flock, []
-
-    def flock_late(file, flags):
-        if not opened:
-            folder.rename(tmp_path / "run.1")
-            folder.mkdir()
-        opened.append(os.fstat(file.fileno()).st_ino)
-        flock(file, flags)
-
-    monkeypatch.setattr(run_lock.fcntl, "flock", flock_late)
-    with lock(folder, silent) as held:
-        assert len(opened) == 2
-        assert os.path.samestat((folder / FILE).stat(), os.fstat(held.fileno()))
-
-
 def test_control_characters_of_the_file_do_not_reach_the_terminal(tmp_path):
     held = lock(tmp_path, silent)
-    (tmp_path / FILE).write_bytes(b"\x1b[2J\nevil \xff\n" + b"x" * 10_000)
+    (tmp_path / LOCK).write_bytes(b"\x1b[2J\nevil \xff\n" + b"x" * 10_000)
     with pytest.raises(UserError) as refused:
         lock(tmp_path, silent)
     held.close()
@@ -77,24 +58,20 @@ def test_control_characters_of_the_file_do_not_reach_the_terminal(tmp_path):
     assert len(str(refused.value)) < 500
 
 
-def test_a_link_is_not_written_through_and_a_pipe_is_no_lock_file(tmp_path):
+def test_a_link_is_not_written_through(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("data")
-    (tmp_path / FILE).symlink_to(precious)
+    (tmp_path / LOCK).symlink_to(precious)
     with pytest.raises(OSError, match="symbolic links"):
         lock(tmp_path, silent)
     assert precious.read_text() == "data"
-    (tmp_path / FILE).unlink()
-    os.mkfifo(tmp_path / FILE)
-    with pytest.raises(UserError, match="is a pipe or a device, and a run has a file there"):
-        lock(tmp_path, silent)
 
 
 def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch):
     def refuse(file, flags):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(run_folder.fcntl, "flock", refuse)
     notes = []
     lock(tmp_path, notes.append).close()
     assert len(notes) == 1

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coat_jax.errors import UserError
-from coat_jax.limits import Between, Count, from_json, require_fields
+from coat_jax.validation import Between, Count, from_json, require_fields
 
 
 @dataclasses.dataclass(frozen=True)

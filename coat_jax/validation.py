@@ -13,6 +13,7 @@ The same annotations check values in other files (`require`), and build a config
 """
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -25,7 +26,6 @@ from jax.typing import DTypeLike
 
 from coat_jax.errors import UserError
 
-BEFORE = "before"  # in a field's metadata: its value in older configs, which lack the field
 MAX_SHOWN = 60  # characters of a value in an error
 ConfigType = TypeVar("ConfigType")
 
@@ -34,27 +34,26 @@ ConfigType = TypeVar("ConfigType")
 class Between:
     """The numbers from `least` (or above `above`) to `most` (or below `below`)."""
 
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-    below: float | None = None
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+    below: float = math.inf
 
     def holds(self, value: float) -> bool:
-        """Whether the number is in the range; NaN never is."""
-        return (
-            (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-            and (self.below is None or value < self.below)
-        )
+        """Whether a finite number is in the range."""
+        return self.least <= value <= self.most and self.above < value < self.below
 
     def __str__(self) -> str:
-        if self.least is not None and self.most is not None:
+        if math.isfinite(self.least) and math.isfinite(self.most):
             return f"from {_number(self.least)} to {_number(self.most)}"
         words = {"of at least": self.least, "above": self.above}
         words |= {"at most": self.most, "below": self.below}
-        limits = [f"{word} {_number(limit)}" for word, limit in words.items() if limit is not None]
-        return " and ".join(limits)
+        ends = [f"{word} {_number(end)}" for word, end in words.items() if math.isfinite(end)]
+        return " and ".join(ends)
+
+
+def _number(end: float) -> str:
+    return f"{end:,}" if isinstance(end, int) else f"{end:g}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +83,6 @@ Share = Annotated[float, Between(least=0, most=1)]
 def require_fields(config: Any, prefix: str = "") -> None:
     """Raises UserError unless each field of a dataclass has a value that its annotation allows.
 
-    NumPy's numbers become Python's, so that equal configs are serialized identically.
-
     Args:
         config: the dataclass, frozen or not.
         prefix: precedes the names of fields in errors, as in "optimizer.".
@@ -93,14 +90,15 @@ def require_fields(config: Any, prefix: str = "") -> None:
     allowed = annotations(type(config))
     for field in dataclasses.fields(config):
         given = getattr(config, field.name)
-        default = None if field.default is dataclasses.MISSING else field.default
-        value = require(prefix + field.name, given, allowed[field.name], default)
+        value = require(prefix + field.name, given, allowed[field.name], field.default)
         if value is not given:
             object.__setattr__(config, field.name, value)
 
 
 def require(name: str, value: Any, annotation: Any, default: Any = None) -> Any:
     """Returns a value, with NumPy's numbers as Python's; raises UserError if it is not allowed.
+
+    Equal configs are then serialized identically.
 
     Args:
         name: the name of the value in the error.
@@ -112,7 +110,7 @@ def require(name: str, value: Any, annotation: Any, default: Any = None) -> Any:
         value = value.item()
     if not _fits(value, annotation):
         proposed = f" The default is {default!r}." if isinstance(default, int | float) else ""
-        raise UserError(f"{name}={shown(value)} must be {described(annotation)}.{proposed}")
+        raise UserError(f"{name}={shown(value)} must be {describe(annotation)}.{proposed}")
     return value
 
 
@@ -129,22 +127,9 @@ def annotations(kind: type[Any]) -> dict[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)
 
 
-def shown(value: Any) -> str:
-    """A value as errors show it: its `repr`, cut if long; for an array, its dtype and shape."""
-    if isinstance(value, jax.Array | np.ndarray):
-        return f"{value.dtype}{list(value.shape)}"
-    if isinstance(value, type):
-        return value.__name__
-    try:
-        text = repr(value)
-    except ValueError:  # Python does not print whole numbers of more than 4300 digits
-        text = "a number of thousands of digits"
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
-
-
 def _fits(value: Any, annotation: Any) -> bool:
-    if annotation == DTypeLike:
-        return True  # the config itself checks which dtypes it takes
+    if annotation is Any or annotation == DTypeLike:
+        return True  # the config itself checks what it takes
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         fits = _fits(value, arguments[0]) and all(limit.holds(value) for limit in arguments[1:])
@@ -152,13 +137,13 @@ def _fits(value: Any, annotation: Any) -> bool:
         fits = any(type(value) is type(choice) and value == choice for choice in arguments)
     elif origin in (Union, types.UnionType):
         fits = any(_fits(value, kind) for kind in arguments)
-    elif origin is Mapping:
-        fits = isinstance(value, Mapping)  # the config itself checks its content
     elif origin is tuple:
         fits = isinstance(value, tuple) and all(_fits(item, arguments[0]) for item in value)
     elif annotation in (int, float):
         number = isinstance(value, int if annotation is int else int | float)
-        fits = number and not isinstance(value, bool) and -np.inf < value < np.inf
+        fits = number and not isinstance(value, bool) and -math.inf < value < math.inf
+    elif origin is Mapping:
+        fits = isinstance(value, Mapping)  # the config itself checks its content
     else:
         fits = not isinstance(annotation, type) or isinstance(value, annotation)
     return fits
@@ -172,37 +157,46 @@ NAMES: dict[Any, str] = {
     str: "text",
     bool: "True or False",
     type(None): "None",
+    tuple[str, ...]: "a tuple of texts, as in ('a', 'b')",
+    DTypeLike: "a dtype",
 }
-PLURALS = {str: "texts, as in ('a', 'b')"}
 
 
-def described(annotation: Any) -> str:
-    """What an annotation allows, in words."""
+def describe(annotation: Any) -> str:
+    """The values that an annotation allows, in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation in NAMES:
+        return NAMES[annotation]
     if origin is Annotated:
-        limits = " and ".join(map(str, arguments[1:]))
-        return f"{described(arguments[0])} {limits}"
+        return f"{describe(arguments[0])} {' and '.join(map(str, arguments[1:]))}"
     if origin is Literal:
         return " or ".join(map(repr, arguments))
     if origin in (Union, types.UnionType):
-        return " or ".join(map(described, arguments))
-    if origin is Mapping:
-        return "a dict"
+        return " or ".join(map(describe, arguments))
     if origin is tuple:
-        return f"a tuple of {PLURALS.get(arguments[0]) or described(arguments[0])}"
-    name = str(getattr(annotation, "__name__", annotation))
-    return NAMES.get(annotation, f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")
+        return f"a tuple of {describe(arguments[0])}"
+    name = "dict" if origin is Mapping else str(getattr(annotation, "__name__", annotation))
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
-def _number(limit: float) -> str:
-    return f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"
+def shown(value: Any) -> str:
+    """A value as errors show it: its `repr`, cut if long; for an array, its dtype and shape."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, type):
+        return value.__name__
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print whole numbers of more than 4300 digits
+        text = "a number of thousands of digits"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 # --- From JSON -------------------------------------------------------------------------------
 
 
 def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
-    """Builds a config from JSON, which must have every field except those that were `added` later.
+    """Builds a config from JSON, which must have every field.
 
     Args:
         kind: the dataclass of the config.
@@ -211,15 +205,14 @@ def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
     """
     if not isinstance(data, Mapping):
         raise UserError(f"{where} must be a JSON object, not {shown(data)}.")
+    allowed = annotations(kind)
     fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    data = added_since(kind) | dict(data)
     for problem, names in (("lacks", fields - data.keys()), ("has", data.keys() - fields)):
         if names:
             raise UserError(
                 f"{where} {problem} {', '.join(sorted(names)[:5])}: it is damaged, or was written "
                 "by another version of coat_jax."
             )
-    allowed = annotations(kind)
     values = {
         name: _from_json(value, allowed[name], f"{where}.{name}") for name, value in data.items()
     }
@@ -229,23 +222,9 @@ def from_json(kind: type[ConfigType], data: Any, where: str) -> ConfigType:
         raise UserError(f"{where}: {error}") from None
 
 
-def added(*, default: Any, before: Any) -> Any:
-    """A config field that older JSON lacks: its default now, and its value in older versions."""
-    return dataclasses.field(default=default, metadata={BEFORE: before})
-
-
-def added_since(kind: Any) -> dict[str, Any]:
-    """The fields that older JSON of a config (or its class) may lack, with their values then."""
-    fields = dataclasses.fields(kind)
-    return {field.name: field.metadata[BEFORE] for field in fields if BEFORE in field.metadata}
-
-
 def _from_json(value: Any, annotation: Any, where: str) -> Any:
     kinds = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else ()
-    if isinstance(value, Mapping):
-        for kind in kinds or (annotation,):
-            if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-                return from_json(kind, value, where)
-    if isinstance(value, list):
-        return tuple(value)
-    return value
+    for kind in kinds or (annotation,):
+        if isinstance(value, Mapping) and dataclasses.is_dataclass(kind):
+            return from_json(kind, value, where)  # type: ignore[arg-type]
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,30 @@
+"""Arguments that several commands take."""
+
+import argparse
+from pathlib import Path
+
+STEP = "step of a run's checkpoint; by default the newest intact one"
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments that choose a model, its tokenizer and its precision."""
+    add = parser.add_argument
+    add("where", type=Path, metavar="WHERE", help="the folder of a model")
+    add("--tokenizer", metavar="FILE", help='a tokenizer.json, or "bytes"')
+    add("--precision", help="bf16, fp8_linear, coat, coat_lean, coat_int8 or coat_paper")
+    add("--step", type=int, help=STEP)
+
+
+def add_count(parser: argparse.ArgumentParser, name: str, default: int | None, help: str) -> None:
+    """Declares an option that takes a whole number from 1."""
+    shown = "" if default is None else f" (default: {default:,})"
+    parser.add_argument(name, type=_count, default=default, metavar="N", help=f"{help}{shown}")
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} must be 1 or more")
+    return number
+
+
+_count.__name__ = "int"  # argparse says "invalid int value"

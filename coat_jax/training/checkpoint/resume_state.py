@@ -1,0 +1,35 @@
+"""What a checkpoint stores besides the state of the training step, for the run that resumes."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from coat_jax.errors import UserError
+from coat_jax.training import resume_rules
+from coat_jax.training.config import TrainConfig
+
+
+class ResumeState(NamedTuple):
+    """Where a run continues, by default at its beginning."""
+
+    step: int = 0  # the last one taken
+    data: Mapping[str, Any] = MappingProxyType({})  # the state of the loader
+    seconds: float = 0.0  # how long the run has taken, in all its processes
+    recorded: int = 0  # the step of the last record in metrics.jsonl
+    unwritten: Sequence[Mapping[str, Any]] = ()  # records that did not get into metrics.jsonl
+
+
+def to_json(resume: ResumeState, config: TrainConfig) -> dict[str, Any]:
+    """The state and the config of the run, for `Checkpoints.save`."""
+    return {**resume._asdict(), "config": resume_rules.to_json(config)}
+
+
+def from_json(step: int, extra: Mapping[str, Any]) -> ResumeState:
+    """Reads what `to_json` wrote; raises UserError if another program saved the checkpoint."""
+    if not {"data", "seconds"} <= extra.keys():
+        raise UserError(
+            f"The checkpoint of step {step} does not say where a run stands: `coat train` did not "
+            "save it. Begin from its parameters with --init_from, in another folder."
+        )
+    known = {name: extra[name] for name in ResumeState._fields if name in extra}
+    return ResumeState(**known | {"step": step})

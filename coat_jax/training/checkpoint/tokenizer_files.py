@@ -1,0 +1,142 @@
+"""The small files beside a model's weights: its tokenizer, and how text is generated with it.
+
+The folder may come from a third party, and the copies may be published: only files inside the
+folder are copied. A link that leads out of it is refused, except into `blobs`, where Hugging Face's
+cache has its files.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from coat_jax import tokenizers
+from coat_jax.errors import UserError
+from coat_jax.files import expand_user, parse_json, read_bytes
+
+GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
+WHOLE = ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json")
+PARTS = ("vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja")
+NAMES = (TOKENIZER, GENERATION, *WHOLE, *PARTS)
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+TokenizerFiles = dict[str, bytes]  # their content, by name
+
+
+def read(folder: Path, tokenizer: str | Path | None, vocab: int) -> TokenizerFiles:
+    """The files in a model's folder, with `tokenizer` in place of its own tokenizer.json."""
+    files = {name: _read(folder, folder / name) for name in NAMES if (folder / name).exists()}
+    if tokenizer is not None:
+        known = tokenizers.Tokenizer(tokenizer)
+        known.require_fits(vocab)
+        files[TOKENIZER] = known.content
+    if TOKENIZER in files:
+        tokenizers.parsed(files[TOKENIZER], str(folder / TOKENIZER))
+    return files
+
+
+def read_of_run(
+    folder: Path,
+    config_json: Mapping[str, Any],
+    tokenizer: str | Path | None,
+    vocab: int,
+    note: Callable[[str], object],
+) -> TokenizerFiles:
+    """`read`, with the tokenizer and the token that ends a text from a run's config.
+
+    Notes a missing tokenizer, and one that begins texts with other tokens than training did.
+    """
+    files = read(folder, tokenizer, vocab)
+    data = config_json.get("data")  # a run without any was converted: it was trained elsewhere
+    if not isinstance(data, dict):
+        return files
+    if TOKENIZER not in files:
+        files |= _tokenizer_of_run(folder, data, note)
+    parsed = tokenizers.parsed(files[TOKENIZER], TOKENIZER) if TOKENIZER in files else None
+    if GENERATION not in files:
+        end = data.get("end_of_text")
+        if end is None and parsed is not None:
+            end = tokenizers.known_end_of_text(parsed)
+        if end is not None:
+            files[GENERATION] = _in_json({"eos_token_id": end})
+    if parsed is not None and (begin := tokenizers.beginning_of(parsed, TOKENIZER)):
+        spelled = " ".join(parsed.id_to_token(token) or str(token) for token in begin)
+        note(
+            f"The tokenizer puts {spelled} in front of each text, and training put nothing there. "
+            "For texts that begin as in training, take it out of the post_processor in "
+            "tokenizer.json."
+        )
+    return files
+
+
+def _tokenizer_of_run(
+    folder: Path, data: Mapping[str, Any], note: Callable[[str], object]
+) -> TokenizerFiles:
+    """The tokenizer that a run's config names, if it is in the run's folder."""
+    named = data.get("tokenizer")
+    if not isinstance(named, str):
+        if "train" in data:
+            note(
+                "The run names no tokenizer, so none is copied: name the one that made its token "
+                "files with --tokenizer FILE. If it was trained on bytes, there is none."
+            )
+        return {}
+    path = expand_user(named)
+    if not _is_inside(path, folder):
+        note(
+            f"The run was trained with the tokenizer {named}, which is outside of its folder and "
+            "is not copied: name it with --tokenizer."
+        )
+        return {}
+    content = _read(folder, path)
+    tokenizers.parsed(content, str(path))
+    return {TOKENIZER: content}
+
+
+def special_tokens(config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """Which tokens begin, end and pad a text."""
+    return {name: config_json[name] for name in SPECIAL if config_json.get(name) is not None}
+
+
+def generation_in(files: TokenizerFiles) -> dict[str, Any]:
+    """The content of generation_config.json; empty without one."""
+    found = parse_json(files.get(GENERATION, b"{}"), GENERATION)
+    if not isinstance(found, dict):
+        raise UserError(f"{GENERATION} is not a JSON object: remove or fix it.")
+    return found
+
+
+def with_special_tokens(files: TokenizerFiles, config_json: Mapping[str, Any]) -> TokenizerFiles:
+    """The same files, with the special tokens of config.json in generation_config.json.
+
+    The config.json of a run has none; in a Hugging Face folder they may be in either file.
+    """
+    own = generation_in(files)
+    missing = {k: v for k, v in special_tokens(config_json).items() if own.get(k) is None}
+    return files | {GENERATION: _in_json(own | missing)}
+
+
+def write(files: TokenizerFiles, folder: Path) -> None:
+    """Writes them to a folder."""
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def _in_json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _read(folder: Path, path: Path) -> bytes:
+    if not _is_inside(path, folder):
+        raise UserError(
+            f"{path} is a link to {path.resolve()}, outside of the model's folder: it is not "
+            "copied. Put a copy in its place, or remove it."
+        )
+    return read_bytes(path)
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Whether a file is in a folder, or in the blobs that this is a snapshot of."""
+    place, inside = path.resolve(), folder.resolve()
+    blobs = inside.parent.parent / "blobs" if inside.parent.name == "snapshots" else inside
+    return place.is_relative_to(inside) or place.parent == blobs

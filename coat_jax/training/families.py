@@ -1,0 +1,80 @@
+"""The kinds of models that the trainer knows: a line for each.
+
+A family's model keeps to `coat_jax.models.protocol`. Its data is opened by number: see
+`data.Rows`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from coat_jax import models, validation
+from coat_jax.errors import UserError
+from coat_jax.models import Batch, ModelConfig
+from coat_jax.training.data import DataConfig, Rows, rows_of
+from coat_jax.training.data.sources import Split
+from coat_jax.validation import shown
+
+
+class Family(NamedTuple):
+    """What the trainer needs of a kind of model.
+
+    Attributes:
+        module: the class of the model.
+        config: the class of its config.
+        data: the class of its data's config.
+        rows: opens the data of a split, from the configs of model and data, the split, the length
+            of a sequence, and a seed.
+        example: the shapes of a row, for programs that are compiled without data, from the model's
+            config and the length of a sequence.
+    """
+
+    module: Callable[..., Any]
+    config: type[ModelConfig]
+    data: type[Any]
+    rows: Callable[[Any, Any, Split, int, int], Rows]
+    example: Callable[[Any, int], Any]
+
+
+def _rows_of_text(
+    model: models.Config, data: DataConfig, split: Split, sequence: int, seed: int
+) -> Rows:
+    return rows_of(data, split=split, sequence=sequence, vocab=model.vocab, seed=seed)
+
+
+def _row_of_text(_: models.Config, sequence: int) -> Batch:
+    tokens: Any = jax.ShapeDtypeStruct((sequence,), jnp.int32)
+    return Batch(tokens, tokens)
+
+
+FAMILIES = {
+    "llama": Family(models.Llama, models.Config, DataConfig, _rows_of_text, _row_of_text),
+}
+
+
+def name_of(config: Any) -> str:
+    """The name of the family that a model's config belongs to."""
+    for name, family in FAMILIES.items():
+        if type(config) is family.config:
+            return name
+    known = ", ".join(f"{family.config.__name__} ({name})" for name, family in FAMILIES.items())
+    raise UserError(
+        f"model={shown(config)} must be the config of a model that the trainer knows: {known}. "
+        "Published ones have names: models.config_of('llama2_7b')."
+    )
+
+
+def family_of(config: Any) -> Family:
+    """The family that a model's config belongs to."""
+    return FAMILIES[name_of(config)]
+
+
+def from_json(data: Any, where: str) -> ModelConfig:
+    """The config of a model from its JSON, which names the family."""
+    fields = dict(data) if isinstance(data, dict) else {}
+    name = fields.pop("family", None)
+    if name not in FAMILIES:
+        raise UserError(f"{where} has family={shown(name)}, and must have {' or '.join(FAMILIES)}.")
+    return validation.from_json(FAMILIES[name].config, fields, where)
