@@ -48,15 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--formats", nargs="+", default=FORMATS, metavar="FORMAT", help=formats)
     scales = ("tensor", "channel", "group", "block")
     add("--over", choices=scales, default="channel", help=f"what shares a scale {default}")
-    add("--size", type=int, default=128, metavar="N", help=f"size of a group or block {default}")
+    add("--size", type=int, metavar="N", help="size of a group or block (default: 128)")
     ranges = ("mse", "max", "percentile")
     add("--fit", choices=ranges, default="mse", help=f"how a scale's range is chosen {default}")
-    percentile = f"for --fit percentile {default}"
-    add("--percentile", type=float, default=99.9, metavar="P", help=percentile)
+    percentile = "for --fit percentile (default: 99.9)"
+    add("--percentile", type=float, metavar="P", help=percentile)
     sample = f"elements of a matrix to round, in whole channels or rows; 0 for all {default}"
     add("--sample", type=int, default=1 << 20, metavar="N", help=sample)
     add("--text", type=Path, metavar="FILE", help="a text, to measure activations and gradients on")
-    add("--tokens", type=int, default=512, metavar="N", help=f"tokens of the text {default}")
+    add("--tokens", type=int, metavar="N", help="tokens of the text (default: 512)")
     add("--tokenizer", metavar="FILE", help='a tokenizer.json, or "bytes", for --text')
     add("--step", type=int, help="step of a run's checkpoint; by default the newest intact one")
     add("--json", action="store_true", help="print JSON instead of a table")
@@ -70,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
     from coat_jax.training.checkpoint import weights
     from coat_jax.training.report import best_formats
 
+    _settle(options)
     quantizers = _quantizers(options)
     where = expand_user(options.where)
     weights.require_not_quantized(where, "A comparison of formats")
@@ -93,6 +94,21 @@ def run(options: argparse.Namespace) -> int:
         for key, rows in tables.items():
             print(printable(_table_of(TITLES[key], rows)))
     return 0
+
+
+def _settle(options: argparse.Namespace) -> None:
+    """Gives options their defaults; raises for one that has no effect with the others."""
+    effects = (
+        ("size", 128, options.over in ("group", "block"), "--over group or --over block"),
+        ("percentile", 99.9, options.fit == "percentile", "--fit percentile"),
+        ("tokens", 512, options.text is not None, "--text FILE"),
+        ("tokenizer", None, options.text is not None, "--text FILE"),
+    )
+    for name, default, has_effect, needed in effects:
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+        elif not has_effect:
+            raise UserError(f"--{name} is for {needed}: add that, or leave it out.")
 
 
 def _quantizers(options: argparse.Namespace) -> list["Quantizer"]:
