@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.table import Table
 
 from coat_jax import generation
-from coat_jax.cli import Parser
 from coat_jax.training.checkpoint import weights
 from coat_jax.training.cluster.mesh import make_mesh
 from coat_jax.training.config import TrainConfig
@@ -74,17 +73,13 @@ def main() -> None:
     plot.draw([folder / name for name in RUNS], picture, smooth=LAST)
     settings = {"steps": options.steps, "seed": options.seed}
     records.write(figures, {"settings": settings, "outcomes": [o._asdict() for o in outcomes]})
-    console.print(
-        f"Losses: {picture}, and to explore {picture.with_suffix('.html')}\nFigures: {figures}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    console.print(f"Losses: {picture}\nFigures: {figures}", highlight=False, soft_wrap=True)
 
 
 def parse() -> argparse.Namespace:
-    """Reads the command line; a bad value ends the program with one line and code 2."""
+    """Reads the command line; a bad value ends the program with code 2."""
     as_it_is = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="demo", description=__doc__, formatter_class=as_it_is)
+    parser = argparse.ArgumentParser("demo", description=__doc__, formatter_class=as_it_is)
     add = parser.add_argument
     add("--steps", type=int, default=150, help=f"of training, at least {SMALLEST_RUN} (150)")
     add("--out", type=Path, default=Path("out"), help="the folder for all results (out)")

@@ -2,12 +2,13 @@
 
 Read it in this order:
 
+families                  the kinds of models that it trains
 config, fields            what a run is, and what its fields are
 config_files, overrides   configs from files and the command line
 data/                     where tokens come from
 schedule, optimizer       the learning rate; AdamW in 8 bits or FP32, or any optax transformation
 state, step               what is trained, and one step of it
-stages                    the model as stages, for a backward pass that frees gradients as it goes
+stages                    clipping in a backward pass that frees gradients as it goes
 preparation, programs     what steps are compiled from, and the compiled steps
 loop                      the run: config -> mesh -> data -> state -> steps
 cluster/                  many devices and processes as one

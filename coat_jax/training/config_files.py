@@ -33,8 +33,10 @@ from coat_jax.validation import shown
 
 FUNCTION = "config"
 PACKAGE = Path(__file__).parents[1]
-# In a wheel they are in the package, in a checkout beside it.
-CONFIGS = next(filter(Path.is_dir, (PACKAGE / "configs", PACKAGE.parent / "configs")))
+# In a wheel they are in the package, in a checkout beside it. There the package may have a folder
+# of this name with nothing but old bytecode.
+PLACES = (PACKAGE / "configs", PACKAGE.parent / "configs")
+CONFIGS = next(folder for folder in PLACES if (folder / "llama_tiny.py").is_file())
 SHIPPED = {path.stem: path for path in sorted(CONFIGS.glob("*.py"))}
 
 

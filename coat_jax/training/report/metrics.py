@@ -178,7 +178,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     """The record in a line; None if the line is not a record."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     is_record = isinstance(record, dict) and type(record.get("step")) is int
     return record if is_record else None
