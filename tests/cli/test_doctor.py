@@ -78,12 +78,15 @@ def test_the_reason_for_missing_kernels_is_named(
 ):
     gpu = {"platform": "gpu", "kind": "H100", "compute_capability": "9.0", "free_bytes": 10**9}
     find = importlib.util.find_spec
+    packages = dict.fromkeys(["triton", "jax_triton"], find("jax")) | dict.fromkeys(missing)
     monkeypatch.setattr(doctor, "nvidia_driver", lambda: "580.65.06")
     monkeypatch.setattr(doctor, "_devices", lambda: [gpu])
     monkeypatch.setattr(dispatch, "gpu_capability", lambda: capability)
     monkeypatch.setattr(dispatch, "triton_installed", lambda: not missing)
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in missing else find(name)
+        importlib.util,
+        "find_spec",
+        lambda name: packages[name] if name in packages else find(name),
     )
     found, out = examined()
     assert found == code
