@@ -11,7 +11,7 @@ CUDA ?= cuda13
 CASES ?= --one-case=of-costly
 VENV ?= .venv
 python := $(VENV)/bin/python
-pytest := $(python) -m pytest -n 2 --dist worksteal --durations=20
+pytest := $(python) -m pytest -n auto --maxprocesses 8 --dist worksteal --durations=20
 
 # Tests start dozens of processes. Each takes twice as long to import JAX if Python may not keep the
 # bytecode, so it is kept beside the packages, even where the environment forbids writing it.
