@@ -3,20 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import coat_jax as coat
 from coat_jax import ops
 
-STORAGE = coat.Storage(min_size=0)
 X = np.random.default_rng(0).standard_normal((4, 32))
 W = np.random.default_rng(1).standard_normal((32, 8))
-
-
-def one_update(tx, x):
-    params = {"w": x}
-    return tx.update(params, tx.init(params), params)[0]["w"]
 
 
 CASES = {
@@ -25,11 +18,6 @@ CASES = {
         x, ops.freeze(w), tuple(map(jnp.asarray, (w[:, :2], w[:2])))
     ),
     "Quantizer": lambda x, w: coat.quantizer.Quantizer("E4M3")(x),
-    "fp8_adamw": lambda x, w: one_update(coat.optax.fp8_adamw(1e-2, storage=STORAGE), x),
-    "fp8_muon": lambda x, w: one_update(coat.optax.fp8_muon(1e-2, storage=STORAGE), x),
-    "with_corrections": lambda x, w: one_update(
-        coat.optax.with_corrections(optax.sign_sgd(1e-2)), x
-    ),
 }
 
 

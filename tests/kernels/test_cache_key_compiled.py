@@ -9,20 +9,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import pytest
+from hopper import COMPILED
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-
-pytest.importorskip("jax_triton")
-from hopper import can_compile_for_hopper
 
 from coat_jax import ops
 from experiments.hopper import hopper_mesh, there
 
-pytestmark = [
-    pytest.mark.compiled,
-    pytest.mark.skipif(not can_compile_for_hopper(), reason="needs XLA's CUDA plugin"),
-]
+pytestmark = COMPILED
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = re.compile(r'backend_config = "\d+"')

@@ -5,21 +5,16 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
+from hopper import COMPILED
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-
-pytest.importorskip("jax_triton")
-from hopper import can_compile_for_hopper
 
 import coat_jax as coat
 from coat_jax.kernels.cast import cast
 from coat_jax.kernels.kernel_cache import read, write
 from experiments.hopper import hopper_mesh, there
 
-pytestmark = [
-    pytest.mark.compiled,
-    pytest.mark.skipif(not can_compile_for_hopper(), reason="needs XLA's CUDA plugin"),
-]
+pytestmark = COMPILED
 
 
 @pytest.fixture

@@ -94,15 +94,3 @@ def test_partitions_are_stepped_as_if_alone_and_rounded_with_noise_of_their_own(
     leaves = [leaf for leaf in jax.tree.leaves(states[0]) if leaf.shape == SHAPE]
     _, of_a, _, of_b = (leaf.astype(jnp.float32) for leaf in leaves)  # mu, nu; mu, nu
     assert jnp.mean(of_a != of_b) > 0.1
-
-
-def test_tree_map_params_maps_what_follows_a_parameter_and_nothing_else(params):
-    tx = fp8_adamw(1e-2, storage=FP8)
-    state = tx.init(params)
-    marked = optax.tree_map_params(
-        tx, lambda leaf, name: name, state, {"w": "follows"}, transform_non_params=lambda _: "no"
-    )
-    for moment in (marked[0].mu, marked[0].nu):
-        assert all(tree == {"w": "follows"} for tree in moment)
-    assert marked[0].count == "no"
-    assert_equal(optax.tree_map_params(tx, lambda leaf: leaf, state), state)

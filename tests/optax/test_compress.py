@@ -162,19 +162,6 @@ def test_sums_that_grow_by_less_than_a_code_grow():
     assert abs(final_sum(Storage(min_size=1024, stochastic=False)) / wanted - 1) > 0.3
 
 
-def test_tree_map_params_finds_codes_and_scales():
-    tx = compress(optax.adamw(1e-3))
-    state = tx.init(PARAMS)
-    names = {name: name for name in PARAMS}
-    marked = optax.tree_map_params(
-        tx, lambda leaf, name: name, state, names, transform_non_params=lambda _: "no"
-    )
-    assert marked.codes[0].mu == marked.codes[0].nu == names
-    (_, *of_amax), (_, *of_k16) = marked.amax[0], marked.k16[0]
-    assert of_amax == of_k16 == [names, names]  # of mu and nu
-    assert marked.step == marked.codes[0].count == "no"
-
-
 def test_names_are_found_once_and_moments_can_be_read():
     params, grads = {"w": noise(0, (16, 256))}, {"w": noise(1, (16, 256))}
     tx = compress(optax.chain(optax.inject_hyperparams(optax.adam)(1e-3)), storage=SMALL)
@@ -209,18 +196,6 @@ def test_moments_have_the_dtype_that_the_wrapped_transformation_gave_them():
         assert state.codes.trace["w"].dtype == jnp.float8_e4m3fn
         largest = np.max(np.abs(np.float32(params["w"]).reshape(16, 2, 128)), axis=-1)
         np.testing.assert_array_equal(state.amax[0]["w"], largest)  # exact in BF16 too
-
-
-def test_two_runs_are_equal_bit_for_bit_and_the_seed_matters():
-    params, grads = {"w": noise(0, (16, 256))}, {"w": noise(1, (16, 256))}
-
-    def codes(seed):
-        tx = compress(optax.lion(1e-3), storage=Storage(min_size=1024, seed=seed))
-        state = jax.jit(tx.update)(grads, tx.init(params), params)[1]
-        return np.float32(state.codes[0].mu["w"])
-
-    np.testing.assert_array_equal(codes(0), codes(0))
-    assert np.any(codes(0) != codes(1))
 
 
 def test_a_state_in_8_bits_or_in_one_vector_or_of_changing_structure_is_refused():

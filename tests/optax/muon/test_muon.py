@@ -180,9 +180,9 @@ def momentum(state, storage=IN_8_BITS):
     return np.asarray(storage.read(mu, storage.first)) * np.asarray(state.columns["w"])
 
 
-def first_step(w, seed=0):
+def first_step(w):
     """The state after one step; the rounding of the update does not matter."""
-    tx = scale_by_fp8_muon(ns_steps=1, storage=coat.Storage(min_size=0, seed=seed))
+    tx = scale_by_fp8_muon(ns_steps=1, storage=IN_8_BITS)
     return jax.jit(tx.update)({"w": w}, tx.init({"w": w}))[1]
 
 
@@ -204,13 +204,6 @@ def test_momentum_without_a_gradient_decays_to_zero(storage):
     for _ in range(120):
         _, state = step(alone, state)
     assert np.mean(np.abs(momentum(state, storage)[1:, 1:128])) < 0.01
-
-
-def test_the_seed_decides_how_the_momentum_is_rounded():
-    w = normal(0, (32, 64))
-    one, other, again = (first_step(w, seed).mu.codes["w"] for seed in (0, 1, 0))
-    assert 0.01 < np.mean(one != other) < 0.5
-    np.testing.assert_array_equal(one, again)
 
 
 def test_the_error_of_a_column_is_as_small_as_the_column():
@@ -412,19 +405,6 @@ def test_matrices_that_are_sharded_explicitly_are_updated_and_stay_sharded():
 
 
 # --- Dtypes and refusals -----------------------------------------------------------------------
-
-
-def test_updates_have_the_dtypes_that_they_have_in_optax():
-    dtypes = ("float32", "bfloat16", "float16")
-    pairs = {f"{p} {g}": (p, g) for p in dtypes for g in dtypes}
-    params = {name: jnp.ones((32, 32), p) for name, (p, _) in pairs.items()}
-    grads = {name: jnp.ones((32, 32), g) for name, (_, g) in pairs.items()}
-
-    ours, alone, theirs = (
-        jax.eval_shape(lambda tx=tx: tx.update(grads, tx.init(params), params)[0])
-        for tx in (fp8_muon(0.02), scale_by_fp8_muon(), optax_muon(0.02))
-    )
-    assert ours == alone == theirs
 
 
 @pytest.mark.parametrize(
