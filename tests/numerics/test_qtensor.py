@@ -102,14 +102,3 @@ def test_values_of_the_format_are_exact(dtype):
     values = values[np.isfinite(values)] * np.float32(2**-10)
     *_, y = round_trip(values, (values.shape, 256, dtype))
     np.testing.assert_array_equal(y, values)
-
-
-@pytest.mark.parametrize(("shape", "group_size"), SHAPES, ids=str)
-def test_joining_undoes_splitting(shape, group_size):
-    x = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
-    groups = qtensor.split_groups(x, group_size)
-    scales = qtensor.scales_shape(shape, group_size)
-    columns = shape[-1] if shape else 1
-    assert groups.shape == (*(scales or (1,)), max(min(group_size, columns), 1))
-    assert float(groups.sum()) == x.sum()
-    np.testing.assert_array_equal(qtensor.join_groups(groups, shape), x)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from steps import assert_equal, normal, step_of
 
 from coat_jax.optax import (
     FusedOptimizer,
@@ -62,25 +63,14 @@ random = pytest.mark.parametrize("name", [*OPTIMIZERS][:8])
 def stepped(name, params, grads, seed=0):
     """Parameters and state after a first step."""
     optimizer = OPTIMIZERS[name](seed)
-    state = optimizer.init(params)
-    if hasattr(optimizer, "step"):
-        return optimizer.step(params, grads, state)
-    updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-
-def normal(seed, shape=SHAPE, dtype=np.float32):
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
-
-
-def assert_equal(got, wanted):
-    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    step = optimizer.step if hasattr(optimizer, "step") else step_of(optimizer)
+    return step(params, grads, optimizer.init(params))
 
 
 @random
 def test_two_runs_are_equal_bit_for_bit_and_the_seed_matters(name):
     """Each run a program of its own: in one XLA may compute equal steps once."""
-    params, grads = {"w": jnp.asarray(normal(0), jnp.bfloat16)}, {"w": normal(1)}
+    params, grads = {"w": normal(0, SHAPE, jnp.bfloat16)}, {"w": normal(1, SHAPE)}
     one, again, other = (
         jax.jit(lambda p, g, seed=seed: stepped(name, p, g, seed))(params, grads)
         for seed in (1, 1, 2)
@@ -93,7 +83,7 @@ def test_two_runs_are_equal_bit_for_bit_and_the_seed_matters(name):
 @random
 def test_equal_members_of_a_vmap_are_rounded_differently(name):
     params, grads = (
-        {"w": jnp.broadcast_to(normal(seed, dtype=dtype), (MEMBERS, *SHAPE))}
+        {"w": jnp.broadcast_to(normal(seed, SHAPE, dtype), (MEMBERS, *SHAPE))}
         for seed, dtype in ((0, jnp.bfloat16), (1, np.float32))
     )
     leaves = jax.tree.leaves(jax.jit(jax.vmap(lambda p, g: stepped(name, p, g)))(params, grads))
@@ -111,7 +101,7 @@ def test_python_s_floats_and_for_transformations_numpy_s_fp64_are_arrays_in_fp32
     """Without a warning. As constants of a program they stay what they are."""
     params, grads = {"scale": 1.5, "biases": [0.5, -2.0]}, {"scale": -0.25, "biases": [1.0, 0.5]}
     if name not in STEPS:
-        params["w"], grads["w"] = normal(0, dtype=np.float64), normal(1, dtype=np.float64)
+        params["w"], grads["w"] = np.float64(normal(0, SHAPE)), np.float64(normal(1, SHAPE))
     arrays = jax.tree.map(jnp.float32, (params, grads))
     found, wanted = jax.jit(lambda: (stepped(name, params, grads)[0], stepped(name, *arrays)[0]))()
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {np.dtype(np.float32)}
@@ -132,7 +122,7 @@ def test_where_jax_refuses_to_promote_a_step_is_the_program_that_it_ever_is(name
 @pytest.mark.parametrize("name", STEPS)
 def test_donated_parameters_and_state_are_updated_in_place(name):
     optimizer = OPTIMIZERS[name](0)
-    params = {"w": jnp.asarray(normal(0)), "half": jnp.asarray(normal(0), jnp.bfloat16)}
+    params = {"w": normal(0, SHAPE), "half": normal(0, SHAPE, jnp.bfloat16)}
     state = optimizer.init(params)
     program = jax.jit(optimizer.step, donate_argnums=(0, 2)).lower(params, params, state).compile()
     leaves = jax.tree.leaves((params, state))
@@ -171,7 +161,7 @@ TRANSFORMATIONS = ("fp8_adamw", "compress", "with_corrections")
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_tree_map_params_maps_what_follows_a_parameter_and_nothing_else(name):
     """Codes, and what groups have."""
-    params, tx = {"w": jnp.asarray(normal(0), jnp.bfloat16)}, OPTIMIZERS[name](0)
+    params, tx = {"w": normal(0, SHAPE, jnp.bfloat16)}, OPTIMIZERS[name](0)
     state = tx.init(params)
     marked = optax.tree_map_params(
         tx, lambda leaf, name: name, state, {"w": "follows"}, transform_non_params=lambda _: "no"

@@ -5,26 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from steps import assert_equal, normal
 
 import coat_jax as coat
 from coat_jax.optax import InPlaceState, fused_fp8_adamw, in_place
 
 
-def tree(seed, dtype=jnp.float32):
+def tree(seed):
     rng = np.random.default_rng(seed)
-    shapes = {"w": (128, 128), "b": (128,)}
-    return {
-        name: jax.device_put(rng.standard_normal(s).astype(dtype)) for name, s in shapes.items()
-    }
-
-
-def assert_equal(got, wanted):
-    def numbers(leaf):
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-
-    for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
-        np.testing.assert_array_equal(numbers(a), numbers(b))
+    return {"w": normal(rng, (128, 128)), "b": normal(rng, (128,))}
 
 
 TRANSFORMATIONS = {
