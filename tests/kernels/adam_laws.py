@@ -24,10 +24,7 @@ class StepLaws:
         return one_step(self.implementation, *arguments)
 
     def test_parameters_are_rounded_right_on_average_by_their_own_key(self) -> None:
-        """BF16 parameters are rounded up as often as they should be, by numbers of their own.
-
-        The first step's direction is the gradient's sign: 1 + 0.3 units in the last place here.
-        """
+        """The first step goes against the gradient: 1 + 0.3 units in the last place here."""
         shape, share = (32, 1024), 0.3
         rng = np.random.default_rng(0)
         grad = -jnp.asarray(np.exp(rng.normal(size=shape)), jnp.bfloat16)
@@ -45,8 +42,7 @@ class StepLaws:
                 run=ALL_FP8.group_size,
             )
             assert np.mean((np.asarray(own, np.float32) > 1) == up) > 0.999
-            of_moments = noise.uniform(noise.leaf_key(0, 1, 0), shape, run=ALL_FP8.group_size)
-            assert abs(np.corrcoef(up.ravel(), np.ravel(of_moments))[0, 1]) < 6 / np.sqrt(up.size)
+            _assert_independent_of_moments(up)
 
     def test_corrections_are_rounded_right_on_average_by_their_own_key(self) -> None:
         """The last of 24 bits is rounded likewise: 1 + 0.3 units in that place here."""
@@ -62,8 +58,7 @@ class StepLaws:
         key, run = noise.leaf_key(0, 1, 0), ALL_FP8.group_size
         own = np.asarray(noise.bits(noise.param_key(key), shape, run=run) >> 8)
         assert np.mean((own + round(256 * share) >= 256) == up) > 0.999
-        of_moments = noise.uniform(key, shape, run=run)
-        assert abs(np.corrcoef(up.ravel(), np.ravel(of_moments))[0, 1]) < 6 / np.sqrt(up.size)
+        _assert_independent_of_moments(up)
 
     def test_an_element_without_gradient_comes_to_rest(self) -> None:
         """Its gradient is zero from step 10 on, while its group's other gradients are not."""
@@ -199,6 +194,11 @@ class KernelLaws(StepLaws):
             wanted = corrections.split(x, noise >> 8 if stochastic else None)
             for a, b in zip(got, wanted, strict=True):
                 _assert_same_bits(a, b)
+
+
+def _assert_independent_of_moments(up: np.ndarray) -> None:
+    of_moments = noise.uniform(noise.leaf_key(0, 1, 0), up.shape, run=ALL_FP8.group_size)
+    assert abs(np.corrcoef(up.ravel(), np.ravel(of_moments))[0, 1]) < 6 / np.sqrt(up.size)
 
 
 def _whole_blocks(array: np.ndarray) -> jax.Array:

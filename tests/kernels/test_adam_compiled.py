@@ -81,24 +81,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("corrects", [False, True], ids=["", "corrected"])
-@pytest.mark.parametrize(("mesh_shape", "names", "shapes", "specs"), LAYOUTS)
-def test_sharded_step_is_in_place_and_communicates_nothing(
-    mesh_shape, names, shapes, specs, corrects
-):
-    """Also where rows are uneven, replicated over an axis, or sharded over two."""
-    how = {"dtype": jnp.bfloat16, "correct_params": True} if corrects else {}
-    compiled = compile_step(hopper_mesh(mesh_shape, names), shapes, specs, **how)
-    memory = compiled.memory_analysis()
-    assert kernel_calls(compiled) == len(shapes)
-    assert collectives(compiled) == []
-    assert copies(compiled) == 0
-    # Each leaf's scalars, each device's place in the mesh, XLA's table of results.
-    assert memory.temp_size_in_bytes <= 1024 * len(shapes)
-    aliased = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    assert aliased <= 512  # the tuple of pointers
-
-
 def test_temporary_memory_does_not_grow_with_the_parameters():
     small = compile_replicated([(1024, 1024)], dtype=jnp.bfloat16).memory_analysis()
     large = uncorrected().memory_analysis()

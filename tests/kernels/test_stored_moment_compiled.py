@@ -3,6 +3,7 @@
 import functools
 import re
 
+import jax.numpy as jnp
 import optax
 import pytest
 from hopper import (
@@ -87,13 +88,23 @@ def test_every_moment_has_two_kernels():
     assert kernel_calls(compile_step(mesh, shapes, tx=optax.adamw(1e-3))) == 8
 
 
+CORRECTED = functools.partial(compile_adamw, dtype=jnp.bfloat16, correct_params=True)
+SHARDED = {"adamw": (compile_adamw, 1), "corrected": (CORRECTED, 1), "compress": (compile_step, 2)}
+
+
+@pytest.mark.parametrize("name", SHARDED)
 @pytest.mark.parametrize(("mesh_shape", "names", "shapes", "specs"), LAYOUTS)
-def test_sharded_step_is_in_place_and_communicates_nothing(mesh_shape, names, shapes, specs):
-    compiled = compile_step(hopper_mesh(mesh_shape, names), shapes, specs)
+def test_sharded_step_is_in_place_and_communicates_nothing(name, mesh_shape, names, shapes, specs):
+    """Also where rows are uneven, replicated over an axis, or sharded over two."""
+    compile_sharded, kernels_of_a_leaf = SHARDED[name]
+    compiled = compile_sharded(hopper_mesh(mesh_shape, names), shapes, specs)
     memory = compiled.memory_analysis()
-    assert kernel_calls(compiled) == 2 * len(shapes)
+    assert kernel_calls(compiled) == kernels_of_a_leaf * len(shapes)
     assert collectives(compiled) == []
     assert copies(compiled) == 0
+    if name != "compress":  # each leaf's scalars, each device's place, XLA's table of results
+        assert memory.temp_size_in_bytes <= 1024 * len(shapes)
+    # The tuple of pointers.
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes <= 512
 
 

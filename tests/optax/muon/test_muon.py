@@ -134,7 +134,6 @@ def steps_of(txs, params, views, count=2):
 SETTINGS = {
     "no nesterov": {"nesterov": False, "weight_decay": 0.1, "consistent_rms": 0.2, "ns_steps": 3},
     "adaptive": {
-        "ns_steps": 2,
         "ns_coeffs": "dion",
         "adaptive": True,
         "beta": 0.9,
