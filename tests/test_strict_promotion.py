@@ -1,8 +1,9 @@
-"""Where JAX refuses to promote dtypes or ranks without being told, as some projects set it."""
+"""Where JAX refuses to promote dtypes or ranks without being told; and NumPy's arrays in FP64."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import coat_jax as coat
 from coat_jax import ops
@@ -56,3 +57,22 @@ def test_simulated_formats_round_as_ever():
         return values, [coat.quantizer.sqnr_bits(x, y) for y in values]
 
     assert_same_program(all_ways, arrays(jnp.bfloat16)["w"])
+
+
+FP64 = {
+    "quantized_linear": lambda x, w: ops.quantized_linear(x, ops.quantize_weight(w, fit="max")),
+    "adapted_linear": lambda x, w: ops.adapted_linear(
+        x, ops.freeze(w), tuple(map(jnp.asarray, (w[:, :2], w[:2])))
+    ),
+    "Quantizer": lambda x, w: coat.quantizer.Quantizer("E4M3")(x),
+}
+
+
+@pytest.mark.parametrize("name", FP64)
+def test_numpy_arrays_in_fp64_count_as_fp32(name):
+    """Without a warning. In one program arrays of NumPy stay what they are: no arguments of it."""
+    x, w = (np.random.default_rng(0).standard_normal(shape) for shape in ((4, 32), (32, 8)))
+    both = jax.jit(lambda: (FP64[name](x, w), FP64[name](jnp.asarray(x), jnp.asarray(w))))
+    found, wanted = both()
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, wanted)

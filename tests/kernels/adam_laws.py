@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from adam_cases import ALL_FP8, EXPANDED, fresh_leaf, one_step, written
 
-from coat_jax.kernels.adam import Hyper, Leaf, Settings, largest_direction
+from coat_jax.kernels.adam import Hyper, Leaf, Settings
 from coat_jax.kernels.dispatch import interpreting
 from coat_jax.kernels.launch import launch
 from coat_jax.numerics import corrections, integers, noise
@@ -89,21 +89,6 @@ class StepLaws:
         hyper = Hyper(b1=0.7, b2=0.7, eps=0.0)
         direction, _ = self.one_step(leaf, 1000, hyper, Settings(ALL_FP8))
         np.testing.assert_allclose(direction[:, 5], 0.7 / np.sqrt(0.7), rtol=1e-4)
-
-    def test_a_gradient_whose_square_overflows_moves_nothing_further_than_the_bound(self) -> None:
-        """Their squares overflow; no direction exceeds the bound, and nothing becomes infinite."""
-        rng = np.random.default_rng(0)
-        leaf = fresh_leaf(None, jnp.zeros((8, 128)))
-        hyper, settings = Hyper(), Settings(ALL_FP8)
-        for t in range(1, 5):
-            grad = np.float32(rng.normal(size=(8, 128)))
-            grad[:, 7] = (3e38, -1e30, 1e25, 1e19, 1e12, 0, 1e-20, -1e-38)
-            leaf = leaf._replace(grad=jnp.asarray(np.roll(grad, t, 0)))
-            direction, leaf = self.one_step(leaf, t, hyper, settings)
-            bound = largest_direction(jnp.int32(t), hyper.b1, hyper.b2, nesterov=False)
-            assert np.max(np.abs(direction)) <= float(bound) * (1 + 1e-6)
-            for part in (*leaf.mu, *leaf.nu):
-                assert np.all(np.isfinite(np.asarray(part, np.float32)))
 
     @pytest.mark.parametrize("storage", [ALL_FP8, EXPANDED], ids=["logarithms", "FP8"])
     def test_a_gradient_that_is_not_finite_makes_its_own_parameter_nan(
