@@ -154,6 +154,7 @@ class ReferenceLaws:
         key = noise.leaf_key(0, step, 0)
         return stored_moment.rewrite(stored, new, ALL_FP8, key, self.implementation)
 
+    @pytest.mark.costly
     @pytest.mark.parametrize("dtype", EPS)
     @pytest.mark.parametrize("columns", [384, 300], ids=["whole groups", "a short last group"])
     def test_a_group_keeps_its_codes_until_a_value_changes(self, columns: int, dtype: str) -> None:

@@ -82,6 +82,7 @@ PROJECTED = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", PROJECTED)
 def test_attention_linear_is_attention_then_linear(name):
     """With blocks between them where the forward pass is not exact."""

@@ -87,12 +87,13 @@ def test_full_precision_is_the_plain_formula():
 NO_PRODUCTS = dataclasses.replace(coat.COAT_PAPER, fp8_linear=False)
 FP8_CASES = {
     "fp8_linear": (coat.FP8_LINEAR, "silu", "rms", True),
-    "coat_paper": (coat.COAT_PAPER, "gelu_tanh", "layer", True),
     "blocks of 32, no norm": (dataclasses.replace(coat.COAT_PAPER, block=32), "relu2", None, False),
     "no FP8 products": (NO_PRODUCTS, "silu", "rms", True),
+    "coat_paper": (coat.COAT_PAPER, "gelu_tanh", "layer", True),
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("case", FP8_CASES)
 def test_in_fp8_it_is_its_layers_with_blocks_between_them(case):
     precision, activation, kind, residual = FP8_CASES[case]

@@ -67,7 +67,8 @@ def assert_same(got, want):
     assert np.all(distance(got, want) < SAME), distance(got, want)
 
 
-@pytest.mark.parametrize("name", ["coat", "coat_lean", "coat_int8"])
+@pytest.mark.costly
+@pytest.mark.parametrize("name", ["coat", "coat_int8", "coat_lean"])
 def test_nan_and_infinity_never_become_finite(name):
     """In x, its token is lost at least, and the weights' gradients; in dy the gradients."""
     for bad in (np.nan, np.inf, -np.inf):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from steps import normal
 
 from coat_jax.optax import (
     Storage,
@@ -24,7 +25,7 @@ ULP = 2.0**-7  # of BF16 numbers between 1 and 2
 
 
 def bf16(seed):
-    return jax.device_put(np.random.default_rng(seed).standard_normal(SHAPE).astype(jnp.bfloat16))
+    return normal(seed, SHAPE, jnp.bfloat16)
 
 
 def test_the_mean_over_many_elements_is_the_exact_sum():

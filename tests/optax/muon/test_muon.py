@@ -48,13 +48,14 @@ def theirs(x, coefficients, steps, preconditioning):
     return orthogonalized(x, jnp.asarray(coefficients, jnp.float32), steps, preconditioning)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("preconditioning", "coefficients", "steps"),
     [
         ("frobenius", STANDARD, 5),
         ("spectral", STANDARD, 1),
-        ("aol", STANDARD, 2),
         ("schatten", np.array(newton_schulz.DION), 2),
+        ("aol", STANDARD, 2),
     ],
 )
 def test_each_matrix_is_orthogonalized_as_by_optax(

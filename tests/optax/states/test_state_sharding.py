@@ -124,6 +124,7 @@ def test_no_mesh_changes_the_results_or_makes_a_step_communicate(which, shape, k
         assert_sharded_alike(state[0].nu.codes, shardings)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("which", "shape"), [("compressed", (2, 2, 2)), ("chain", (4, 2))])
 def test_the_state_is_sharded_as_its_parameters(which, shape, kind):
