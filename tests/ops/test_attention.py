@@ -15,7 +15,6 @@ from ops_cases import (
     assert_close,
     draw,
     plain_attention,
-    quick_jit,
     same_gradients,
     through,
     weight,
@@ -78,7 +77,8 @@ PROJECTED = {
     "bf16": coat.BF16,
     "fp8_linear": coat.FP8_LINEAR,
     "coat_lean, to nearest": LEAN,
-    "rounded forward": dataclasses.replace(LEAN, exact_forward=False),
+    # In BF16, since FP8 products would round o to the same codes once more.
+    "rounded forward": dataclasses.replace(LEAN, exact_forward=False, fp8_linear=False),
 }
 
 
@@ -108,5 +108,5 @@ def test_attention_of_the_newest_token_is_softmax_over_its_visible_slots():
         scores = np.einsum("bnh,bknh->bnk", q[:, 0], keys_of_heads) * (scale or 16**-0.5)
         scores = np.where(visible[:, None], scores, -np.inf)
         wanted = jnp.einsum("bnk,bknh->bnh", jax.nn.softmax(scores), values_of_heads)
-        past = quick_jit(partial(ops.attention_to_past, scale=scale))
+        past = jax.jit(partial(ops.attention_to_past, scale=scale))
         assert_close(past(q, keys, values, visible)[:, 0], wanted)

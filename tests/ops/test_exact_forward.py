@@ -19,7 +19,6 @@ from ops_cases import (
     distance,
     draw,
     layer_params,
-    quick_jit,
     some_norm,
     weight,
 )
@@ -60,7 +59,7 @@ def program_with_norms(precision):
             ops.gated_mlp(x, norms[0], gate, up, down, activation=name, **how) for name in gated
         ]
 
-    return quick_jit(run)
+    return jax.jit(run)
 
 
 @functools.cache
@@ -117,7 +116,7 @@ def gradients_of_mlps(precision):
         _, pull = jax.vjp(mlps, *args)
         return pull([dy, 0 * dy]), pull([0 * dy, dy])
 
-    return quick_jit(pull)
+    return jax.jit(pull)
 
 
 def errors(name, *, fp8_linear):
@@ -160,7 +159,7 @@ def test_recomputed_activations_fit_the_scale_of_the_forward_pass(count):
         got = operand.values.astype(jnp.float32) * operand.scale
         return activate(hidden, name), again, got, 448 * saved.scale
 
-    every = quick_jit(lambda hidden: {name: one(hidden, name) for name in ACTIVATIONS})
+    every = jax.jit(lambda hidden: {name: one(hidden, name) for name in ACTIVATIONS})
     for seed, shift in enumerate((0, 3, -12)):
         hidden = [np.asarray(draw(10 * seed + i, (1, 8, 64))) + shift for i in range(count)]
         for name, (want, again, got, limit) in jax.device_get(every(hidden)).items():
@@ -183,7 +182,7 @@ def test_a_recomputed_norm_fits_the_scale_of_the_exact_one():
     x[:, :, 0] = 1.001
     mode = mode_of(coat.COAT, "xla")
 
-    @quick_jit
+    @jax.jit
     def run(x):
         saved, _ = save_norm(x, norm, mode)
         return from_blocks(saved.x, size=16), recompute_norm(saved, norm, mode, jnp.float32)
@@ -194,5 +193,5 @@ def test_a_recomputed_norm_fits_the_scale_of_the_exact_one():
     values = np.float32(again.values)[..., 0] * again.scale
     wanted = rounded / 1.001 * 8 * scale
     assert wanted.max() > 1.75  # the largest that a scale for rounding to nearest has room for
-    to_nearest = quick_jit(lambda x: nearest(x, coat.E4M3))
+    to_nearest = jax.jit(lambda x: nearest(x, coat.E4M3))
     np.testing.assert_array_equal(values, np.asarray(to_nearest(wanted * 2**7)) / 2**7)

@@ -2,10 +2,11 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ops_cases import assert_equal, draw, pulled, quick_jit
+from ops_cases import assert_equal, draw, pulled
 
 import coat_jax as coat
 from coat_jax import ops, telemetry
@@ -57,7 +58,7 @@ def test_telemetry_sees_where_outliers_spoil_the_product():
 
     found = telemetry.measure(loss, w)
     errors = [found[f"layer/{name}"].error for name in ("input", "weight")]
-    product = quick_jit(partial(ops.linear, precision=coat.COAT_INT8))(x, w)
+    product = jax.jit(partial(ops.linear, precision=coat.COAT_INT8))(x, w)
     x, w = np.float64(x), np.float64(w)
 
     def error(product):

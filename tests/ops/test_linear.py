@@ -19,7 +19,6 @@ from ops_cases import (
     draw,
     plain_norm,
     pulled,
-    quick_jit,
     rounded,
     rounded_blocks,
     same_gradients,
@@ -170,7 +169,7 @@ def test_the_error_after_a_norm_does_not_depend_on_the_size_of_its_input(name):
 
     def errors(size):
         x = draw(1, (2, 8, columns)) * eps**0.5 * size
-        return distance(quick_jit(partial(f, precision=name))(x), f(x, coat.BF16))
+        return distance(jax.jit(partial(f, precision=name))(x), f(x, coat.BF16))
 
     assert np.all(errors(least) < 1.2 * errors(2.0**10))
 

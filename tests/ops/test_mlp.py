@@ -19,7 +19,6 @@ from ops_cases import (
     draw,
     plain_norm,
     pulled,
-    quick_jit,
     rounded,
     same_gradients,
     some_norm,
@@ -133,7 +132,7 @@ def test_the_backward_pass_can_round_what_it_recomputes_stochastically():
 
     y, (_, _, d_down), dy = pulled(f, x, up, down)
 
-    @quick_jit
+    @jax.jit
     def activated(x, up):
         hidden = ops.linear(x, up, precision=coat.FP8_LINEAR)
         return ops.activate(hidden, activation="gelu_tanh", precision=coat.BF16)

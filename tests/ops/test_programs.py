@@ -27,7 +27,6 @@ from ops_cases import (
     plain_attention,
     plain_norm,
     pulled,
-    quick_jit,
     same_gradients,
     some_norm,
     weight,
@@ -50,7 +49,7 @@ def run(params, x, dy, precision):
 
 @functools.cache
 def compiled(name):
-    return quick_jit(functools.partial(run, precision=PRESETS[name]))
+    return jax.jit(functools.partial(run, precision=PRESETS[name]))
 
 
 @functools.cache
@@ -149,7 +148,7 @@ def test_second_derivatives_in_full_precision_are_those_of_the_formula():
         return jnp.where(labels >= 0, lse - label + 0.1 * lse**2, 0).sum() / 5
 
     def twice(f):
-        return quick_jit(lambda x, t: jax.jvp(jax.grad(f), (x,), (t,)))(x, draw(4, x.shape))
+        return jax.jit(lambda x, t: jax.jvp(jax.grad(f), (x,), (t,)))(x, draw(4, x.shape))
 
     # Ten layers in a row, twice differentiated, each to FP32.
     assert_close(twice(layers), twice(formula), 10 * FP32)
@@ -182,7 +181,7 @@ def test_a_mesh_of_eight_changes_nothing():
     with jax.set_mesh(mesh):
         params = jax.tree.map(place, PARAMS)
         x, dy = (jax.device_put(leaf, batch) for leaf in (X, DY))
-        got = quick_jit(functools.partial(run, precision=coat.COAT_LEAN))(params, x, dy)
+        got = jax.jit(functools.partial(run, precision=coat.COAT_LEAN))(params, x, dy)
     assert_same(got, expected("coat_lean"))
 
 

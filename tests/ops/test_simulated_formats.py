@@ -21,7 +21,6 @@ from ops_cases import (
     layer,
     layer_params,
     pulled,
-    quick_jit,
     weight,
 )
 from small_model import SMALL
@@ -37,7 +36,7 @@ TWINS = {"forward": "E4M3:bias=9", "backward": "E5M2:bias=13"}
 
 
 def linear(precision):
-    return quick_jit(partial(ops.linear, precision=precision))
+    return jax.jit(partial(ops.linear, precision=precision))
 
 
 @pytest.mark.costly
@@ -58,7 +57,7 @@ def test_blocks_are_those_of_the_quantizer():
     names = "E2M1", "E3M4", "E0M7", "E8M3", "E5M10", "E4M0"
     x = draw(0, (8, 64)) * jnp.exp2(jnp.arange(8) * 12.0 - 42)[:, None]
 
-    @quick_jit
+    @jax.jit
     def both(x):
         stored = {name: blocks.to_blocks(x, minifloat(name), size=16) for name in names}
         values = {name: blocks.from_blocks(one, size=16) for name, one in stored.items()}
